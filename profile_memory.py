@@ -244,7 +244,9 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
         given = dataclasses.replace(machine.given, **settled_by(changed, machine.model, world))
         machine = dataclasses.replace(machine, given=given, host_bytes=host_limit(changed, machine.host_bytes))
         words = [f"drop --{name}" if value is None else f"--{name} {value}" for name, value in values.items()]
-        return {" ".join(words): make_plan(make_step(changed, machine)[0], *machine.limits)}
+        step, _ = make_step(changed, machine)
+        if has_plan(step, *machine.limits[:2]):  # make_plan would look for what to say
+            return {" ".join(words): make_plan(step, *machine.limits)}
     return {}
 
 

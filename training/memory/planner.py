@@ -196,28 +196,37 @@ def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
 
 def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
     """Whether any plan fits into both budgets."""
-    searches = (_Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes, waiting) for waiting in _waiting(step))
-    return not step.has_too_long_document and any(
-        search.fitting_inputs(base, step.layers // 2)
-        for search in searches
-        for base in search.layouts()
-        # These take the least memory, with half of the inputs recomputed.
-        if base.heads_at_a_time == _heads_at_a_time(step)[-1] and base.state_format == _formats(step)[-1]
-    )
+    return any(_has_room(step, layout, gpu_bytes, host_bytes) for layout in _least_layouts(step))
 
 
 def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
     """Returns the longest context for which a plan exists, in tokens, a multiple of 1024; 0 if there is none."""
 
-    def fits(multiple: int) -> bool:
-        return has_plan(step.at(multiple * _CONTEXT_MULTIPLE), gpu_bytes, host_bytes)
+    def is_too_long(layout: Execution, multiple: int) -> bool:
+        return not _has_room(step.at(multiple * _CONTEXT_MULTIPLE), layout, gpu_bytes, host_bytes)
 
-    too_long = 1
-    while fits(too_long):
-        too_long *= 2
-    # too_long // 2 fits (0 counts as fitting), so the first multiple that does not fit lies after it.
-    first = bisect.bisect_left(range(too_long), True, too_long // 2 + 1, key=lambda multiple: not fits(multiple))
-    return (first - 1) * _CONTEXT_MULTIPLE
+    longest = 0
+    for layout in _least_layouts(step.at(_CONTEXT_MULTIPLE)):  # a short context has a layout for each loss
+        too_long = longest + 1
+        while not is_too_long(layout, too_long):
+            longest, too_long = too_long, 2 * too_long
+        untried = range(longest + 1, too_long)
+        longest += bisect.bisect_left(untried, True, key=functools.partial(is_too_long, layout))
+    return longest * _CONTEXT_MULTIPLE
+
+
+def _least_layouts(step: Step) -> Iterator[Execution]:
+    """Yields the layouts that take the least memory, of each number of blocks whose weights wait on the host."""
+    for layout in _Search(step, 0, 0, [*itertools.chain(*_waiting(step))]).layouts():
+        least = layout.heads_at_a_time, layout.state_format
+        if least == (_heads_at_a_time(step)[-1], _formats(step)[-1]):
+            yield layout
+
+
+def _has_room(step: Step, layout: Execution, gpu_bytes: float, host_bytes: float) -> bool:
+    """Whether a layout fits with half of the inputs recomputed, which takes the least memory."""
+    search = _Search(step, gpu_bytes / LEAST_HEADROOM, host_bytes)
+    return not step.has_too_long_document and search.has_room(layout, step.layers // 2)
 
 
 @dataclass(frozen=True)
@@ -254,7 +263,7 @@ class _Search:
             if visiting and any(_is_roomy(execution) and not _num_visiting(execution) for execution in found):
                 break
             roomy = _placed(base, ["gpu"] * L, L)
-            if cost(roomy) >= least and not self.fits(roomy):
+            if found and cost(roomy) >= least and not self.fits(roomy):
                 continue
             for inputs in self.fastest_inputs(base):
                 if visiting and "host" in inputs and cost(_placed(base, inputs, L)) >= least:
@@ -295,30 +304,35 @@ class _Search:
     def fastest_inputs(self, base: Execution) -> list[list[str]]:
         """Returns `fitting_inputs` with as few inputs recomputed as possible: recomputing more only takes longer."""
         half = self.step.layers // 2
-        fitting = functools.cache(lambda recomputed: self.fitting_inputs(base, recomputed))
-        if not fitting(half):  # half of the inputs recomputed takes the least memory
+        if not self.has_room(base, half):  # half of the inputs recomputed takes the least memory
             return []
-        return fitting(half - _largest(half, lambda fewer: bool(fitting(half - fewer))))
+        return self.fitting_inputs(base, half - _largest(half, lambda fewer: self.has_room(base, half - fewer)))
+
+    def has_room(self, base: Execution, recomputed: int) -> bool:
+        """Whether an execution fits in any of the ways of `inputs_within_host`. If any does, the last does."""
+        ways = self.inputs_within_host(base, recomputed)
+        return bool(ways) and self.fits(_placed(base, ways[-1]))
 
     def fitting_inputs(self, base: Execution, recomputed: int) -> list[list[str]]:
-        """Returns all ways to place the layers' inputs with which an execution fits, as one place per layer.
+        """Returns the ways of `inputs_within_host` in which an execution fits. They are neighbours."""
+        ways = self.inputs_within_host(base, recomputed)
+        return ways[bisect.bisect_left(ways, True, key=lambda inputs: self.fits(_placed(base, inputs))) :]
 
-        `recomputed` inputs are recomputed, and each way has another number of inputs on the host.
+    def inputs_within_host(self, base: Execution, recomputed: int) -> list[list[str]]:
+        """Returns the ways to place the layers' inputs for which the host has room, as one place per layer.
+
+        `recomputed` inputs are recomputed. Each next way has one more on the host, and in no stage more on the GPU.
         """
-        candidates = []
+        ways = []
         for on_host in range(self.step.layers - recomputed + 1):
             places = ["host"] * on_host + ["gpu"] * (self.step.layers - recomputed - on_host)
             for i in range(recomputed):
                 places.insert(2 * i + 1, "recompute")
-            candidates.append(places)
-        placed = functools.partial(_placed, base)
-        # Each next candidate takes more of the host and in no stage more of the GPU, so the fitting ones are
-        # neighbours. If any fits, the last candidate within the host's bytes does.
-        stop = bisect.bisect_right(candidates, self.host_bytes, key=lambda inputs: self.step.host_bytes(placed(inputs)))
-        if not stop or not self.fits(placed(candidates[stop - 1])):
-            return []
-        start = bisect.bisect_left(candidates, True, hi=stop - 1, key=lambda inputs: self.fits(placed(inputs)))
-        return candidates[start:stop]
+            ways.append(places)
+        stop = bisect.bisect_right(
+            ways, self.host_bytes, key=lambda inputs: self.step.host_bytes(_placed(base, inputs))
+        )
+        return ways[:stop]
 
     def keep(self, base: Execution, inputs: list[str]) -> Execution:
         """Returns `base` with these inputs and as many attention outputs kept as fit, on the GPU first.

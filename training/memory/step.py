@@ -116,11 +116,19 @@ class StepShape:
         quantized = quantized_weights(self.named_parameters, self.given.frozen_bits)
 
         @functools.cache
-        def inventory(places: tuple[str, ...], ends: str, gpu_state_bytes: float, state_format: str) -> Inventory:
+        def on_gpu(state_format: str) -> Inventory:
+            accumulate = self.micro_batches > 1
             return Inventory.of(
-                self.named_parameters, accumulate=self.micro_batches > 1, gpu_state_bytes=gpu_state_bytes,
-                state_format=state_format, host_weights=host_weights(names, places, ends), quantized=quantized,
-            )  # fmt: skip
+                self.named_parameters, accumulate=accumulate, state_format=state_format, quantized=quantized
+            )
+
+        @functools.cache
+        def away(places: tuple[str, ...], ends: str) -> set[str]:
+            return {*host_weights(names, places, ends)}
+
+        @functools.cache
+        def inventory(places: tuple[str, ...], ends: str, gpu_state_bytes: float, state_format: str) -> Inventory:
+            return on_gpu(state_format).placed(gpu_state_bytes, away(places, ends))
 
         self._inventory = inventory
         self.layers = share.num_hidden_layers

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -72,7 +72,7 @@ class Row:
         """Bytes of the weight where it is kept."""
         return self.format.num_bytes(self.numel) if self.format.is_quantized else self.weight_bytes
 
-    @property
+    @functools.cached_property
     def state_bytes(self) -> int:
         """Bytes of masters and moments."""
         return 0 if self.format.is_quantized else self.format.num_bytes(self.numel)
@@ -81,15 +81,23 @@ class Row:
     def gradient_bytes(self) -> int:
         return self.gradient_dtype.itemsize * self.numel if self.gradient_dtype else 0
 
-    @property
+    @functools.cached_property
     def tensors(self) -> dict[str, Kept]:
         """Tensors that are on the host if the state is there, by name. An update moves them through the GPU."""
         return _on_host(self.format, self.gradient_dtype, self.weight_on_host)
 
-    @property
+    @functools.cached_property
     def host_bytes(self) -> int:
         given = self.format, self.gradient_dtype, self.weight_on_host
         return _host_bytes(*given, self.numel) if self.state_on_host else 0
+
+    @functools.cached_property
+    def with_state_on_host(self) -> "Row":
+        return replace(self, state_on_host=True)
+
+    @functools.cached_property
+    def with_weight_on_host(self) -> "Row":
+        return replace(self, state_on_host=True, weight_on_host=True)
 
 
 @dataclass(frozen=True)
@@ -125,16 +133,25 @@ class Inventory:
         if unknown := {*host_weights, *quantized} - named.keys():
             raise ValueError(f"{', '.join(sorted(unknown))}: no parameters of these names")
         for name, parameter in named.items():
-            format, numel = format_of(parameter, state_format, quantized.get(name, 16)), _local(parameter).numel()
-            is_home = name in host_weights
-            if (is_home or format.is_quantized) and isinstance(parameter, DTensor):
+            format = format_of(parameter, state_format, quantized.get(name, 16))
+            if (name in host_weights or format.is_quantized) and isinstance(parameter, DTensor):
                 raise ValueError("weights of sharded parameters stay on the GPU, in bf16; place them there")
-            state_bytes = 0 if format.is_quantized else format.num_bytes(numel)  # the limit is of what updates change
-            on_host = is_home or state_bytes > gpu_state_bytes
-            gpu_state_bytes -= 0 if on_host else state_bytes
             dtype = (torch.float32 if accumulate else parameter.dtype) if parameter.requires_grad else None
-            rows.append(Row(name, numel, _num_copies(parameter), format, dtype, on_host, is_home))
-        return cls(tuple(rows), accumulate)
+            rows.append(Row(name, _local(parameter).numel(), _num_copies(parameter), format, dtype, False, False))
+        return cls(tuple(rows), accumulate).placed(gpu_state_bytes, host_weights)
+
+    def placed(self, gpu_state_bytes: float, host_weights: Collection[str]) -> "Inventory":
+        """Returns the inventory of the same parameters with state and weights on the host, see `of`."""
+        rows = []
+        for row in self.rows:
+            if row.name in host_weights:
+                rows.append(row.with_weight_on_host)
+            elif row.state_bytes > gpu_state_bytes:
+                rows.append(row.with_state_on_host)
+            else:
+                rows.append(row)
+                gpu_state_bytes -= row.state_bytes
+        return Inventory(tuple(rows), self.accumulate)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
