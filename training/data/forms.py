@@ -33,7 +33,11 @@ FLAGS = {
     "loss_mask": True, "step_loss_mask": True, "masked": False,
 }  # fmt: skip
 # Fields of a row that mask some of its tokens.
-MASKS = {"mask", "completion_mask", "assistant_mask", "assistant_masks", "train_on_inputs", "train_on_input"}
+MASKS = {
+    "mask", "masks", "completion_mask", "assistant_mask", "assistant_masks", "loss_masks", "weights", "loss_weights",
+    "sample_weight", "train_on_inputs", "train_on_input",
+}  # fmt: skip
+IGNORED = -100  # in "labels": a token that is not trained on
 NUMBERS = {"id", "index", "turn", "timestamp", "tool_call_id"}  # fields of a message that may be numbers
 TEXTS = {"role", "content", "name", "text", "arguments", "reasoning_content", "reasoning", "thinking"}  # any words
 FLAG_WORDS = re.compile("(^|_)(loss|train|trained|training|trainable|mask|masked|weight|weights)(_|$)", re.IGNORECASE)
@@ -85,10 +89,11 @@ def recognise(row: object) -> tuple[Form, dict]:
     made = form.convert(own)
     clashing = CLASHING.union(UNREAD if form.decides != "text" else ())
     if form.decides not in ("messages", "conversations", "text"):  # where an answer is one field, another may be meant
-        clashing = clashing.union(other.decides for other in FORMS if other.needs and other.is_of(row))
+        clashing = clashing.union(SHOWN_WITH, (other.decides for other in FORMS if other.needs and other.is_of(row)))
     for name in clashing.intersection(given).difference(own):
         if row[name] not in EMPTY and not _is_repeated(row[name], own, made):
-            raise UserError(f'has "{name}" beside "{form.decides}", where it would be ignored; remove one')
+            cure = f"remove one{LEFT_OUT_BY_NAMING if name in SHOWN_WITH else ''}"
+            raise UserError(f'has "{name}" beside "{form.decides}", where it would be ignored; {cure}')
     return form, {**made, "tools": _parsed(made["tools"], '"tools"')} if made.get("tools") else made
 
 
@@ -116,10 +121,14 @@ def parse_columns(text: str | None) -> dict[str, str]:
 
 
 def rename(row: object, columns: dict[str, str]) -> object:
-    """Returns a row with the names of parse_columns. A field that has such a name already is left out."""
+    """Returns a row with the names of parse_columns. A field that has such a name already is left out.
+
+    Fields that a question may be shown with are left out, too, where a completion is named.
+    """
     if not isinstance(row, dict) or columns.keys().isdisjoint(row):
         return row
-    others = {name: value for name, value in row.items() if name not in columns}
+    left_out = columns.keys() | (SHOWN_WITH if "completion" in columns.values() else ())
+    others = {name: value for name, value in row.items() if name not in left_out}
     return others | {columns[name]: value for name, value in row.items() if name in columns}
 
 
@@ -163,7 +172,10 @@ def refuse_unknown_flags(fields: dict, what: str, known: Collection[str]) -> Non
 
 def _refuse_masked(row: dict) -> None:
     """Raises UserError for a row that masks some of its tokens, and NothingToLearn for one that is not trained on."""
-    if masks := [name for name in MASKS if row.get(name) is not None]:
+    masks = [name for name in MASKS if row.get(name) is not None]
+    if isinstance(labels := row.get("labels"), list) and IGNORED in labels:
+        masks.append("labels")
+    if masks:
         raise UserError(f'has "{min(masks)}", which is not obeyed; remove it')
     if says_trained(row, "the row") is False:
         raise NothingToLearn("rows that say they are not trained on")
@@ -285,7 +297,9 @@ def _system(row: dict) -> list[dict]:
 
 
 PAIRS = (("prompt", "response"), ("query", "response"), ("question", "answer"))
-BESIDE = ("context", "input", "choices", "options", "system", "history", "response")  # parts of a question
+SHOWN_WITH = frozenset(("context", "choices", "options"))  # parts of a question that no form has
+LEFT_OUT_BY_NAMING = ", or give --columns prompt=NAME,completion=NAME, with this row's names, to leave it out"
+BESIDE = (*sorted(SHOWN_WITH), "input", "system", "history", "response")  # parts of a question or an answer
 FORMS = (
     Form("messages", "messages", ("tools",), object, _from_turns),
     Form("ShareGPT", "conversations", ("system", "tools"), object, _from_turns),

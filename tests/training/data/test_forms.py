@@ -126,6 +126,7 @@ def test_pairs_are_prompts_with_completions(tmp_path, caplog, pair):
         ("prompt=q,completion=a", {"q": "Hi", "a": "Yes?", "prompt": "b"}, {"prompt": "Hi", "completion": "Yes?"}),
         ("prompt=completion, completion=prompt", {"prompt": "a", "completion": "b"},
          {"prompt": "b", "completion": "a"}),
+        ("prompt=q,completion=a", {"q": "Hi", "a": "Yes?", "context": "b"}, {"prompt": "Hi", "completion": "Yes?"}),
         ("text=body", {"body": "a", "title": "b"}, {"text": "a"}),
         ("messages=dialog", {"dialog": [ASK, ANSWER]}, {"messages": [ASK, ANSWER]}),
         ("conversations=dialog,system=s", {"dialog": said([("human", "Hi"), ("gpt", "Yes?")]), "s": "Be brief"},
@@ -151,6 +152,9 @@ def test_columns(tmp_path, tokenizer, columns, row, same, suffix):
 
 def test_empty_fields_beside_a_form_are_no_other_meaning(tmp_path, tokenizer):
     row = {"messages": [ASK, ANSWER]}
+    row_of_pair = {"prompt": "you say Hi", "completion": "Yes?"}
+    shown = {"context": "Hi", "options": []}  # the prompt has it
+    assert read(tmp_path, tokenizer, row_of_pair | shown) == read(tmp_path, tokenizer, row_of_pair)
     beside = {"functions": "[]", "images": [], "system": "", "documents": "null", "chat_template_kwargs": "{}"}
     assert read(tmp_path, tokenizer, row | beside) == read(tmp_path, tokenizer, row)
 
@@ -208,6 +212,12 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
             {"question": "a", "answer": "b", "context": "c"},
             'has "context" beside "question" and "answer", where it would',
         ),
+        (
+            {"prompt": "a", "completion": "b", "context": "c"},
+            'has "context" beside "completion", .*; remove one, or give',
+        ),
+        ({"instruction": "a", "output": "b", "context": "c"}, 'has "context" beside "instruction", where it would be'),
+        ({"instruction": "a", "output": "b", "options": ["c"]}, 'has "options" beside "instruction", where it would'),
         ({"query": "a", "response": "b", "history": [["c", "d"]]}, 'has "history" beside "query" and "response"'),
         ({"query": "a", "response": 3}, 'needs strings "query" and "response"'),
         ({"prompt": "a", "completion": "b", "response": "c"}, 'has "response" beside "completion", where it would be'),
@@ -260,6 +270,9 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
         ({"messages": [ASK, ANSWER], "loss_mask": [0, 1]}, r'the row has "loss_mask": \[0, 1\]; it must be true'),
         ({"prompt": "a", "completion": "b", "completion_mask": [0, 1]}, 'has "completion_mask", which is not obeyed'),
         ({"conversations": said([("human", "a"), ("gpt", "b")]), "mask": "User"}, 'has "mask", which is not obeyed'),
+        ({"messages": [ASK, ANSWER], "masks": [0, 1]}, 'has "masks", which is not obeyed'),
+        ({"prompt": "a", "completion": "b", "sample_weight": 0}, 'has "sample_weight", which is not obeyed'),
+        ({"text": "a b", "input_ids": [3, 4], "labels": [-100, 4]}, 'has "labels", which is not obeyed'),
         ({"prompt": "a", "completion": [ANSWER]}, 'needs a list of messages as "prompt"'),
         ({"prompt": [ASK], "completion": "a"}, 'needs a string "prompt"'),
         ({"prompt": [3], "completion": [ANSWER]}, 'message 1 of "prompt" must be an object'),
