@@ -55,16 +55,19 @@ def _read(folder: Path, own: dict, defaults: dict) -> tuple[dict[str, str], list
     if (decoder := config.get("added_tokens_decoder")) is None:
         beside = _content(folder / "special_tokens_map.json")
     values = defaults | config | beside
-    extra: Any = next((each for each in (values.get(EXTRA), config.get(LEGACY), beside.get(LEGACY)) if each), [])
+    of_other_names, unnamed, is_legacy = _extra(config, beside)
     named = {name: values[name] for name in NAMES if values.get(name)}
     named |= {name: token for name, token in values.items() if name.endswith("_token") and isinstance(token, str)}
-    named |= extra if isinstance(extra, dict) else {}
-    listed = [_token(each) for each in extra] if isinstance(extra, list) else []
+    named |= of_other_names
+    listed = [_token(each) for each in unnamed]
     special = {name: _token(value) for name, value in named.items()}
     contents = {token.content for token in special.values()}
     if decoder is None:
         numbers = _content(folder / "added_tokens.json")
-        are_special = contents | {token.content for token in listed if extra != beside.get(LEGACY)}
+        # Objects in tokenizer_config.json do not count here.
+        texts = [name for name in NAMES if name in special and (name in beside or isinstance(values[name], str))]
+        are_special = {special[name].content for name in texts}
+        are_special |= {token.content for token in listed if not is_legacy}
         tokens = {
             number: AddedToken(content, normalized=content not in are_special, special=content in are_special)
             for content, number in numbers.items()
@@ -77,6 +80,20 @@ def _read(folder: Path, own: dict, defaults: dict) -> tuple[dict[str, str], list
     present = {token.content for token in [*own.values(), *added]}
     added += [token for token in [*special.values(), *listed] if token.content not in present]
     return {name: token.content for name, token in special.items()}, added
+
+
+def _extra(config: dict, beside: dict) -> tuple[dict, list, bool]:
+    """Returns special tokens of other names, those without a name, and whether these are LEGACY alone.
+
+    A list of tokenizer_config.json, even an empty one, stands for special_tokens_map.json's LEGACY.
+    """
+    extra: Any = config.get(EXTRA) or config.get(LEGACY, config.get(EXTRA))
+    more: Any = beside.get(EXTRA)
+    named = {**(extra if isinstance(extra, dict) else {}), **(more if isinstance(more, dict) else {})}
+    lists = [each for each in (extra, more) if isinstance(each, list)]
+    if not lists or isinstance(more, dict):
+        return named, beside.get(LEGACY, config.get(LEGACY)) or [], True
+    return named, [token for each in lists for token in each], False
 
 
 def _token(value):

@@ -43,6 +43,22 @@ DECODER = {
         {"tokenizer_config.json": {"image_token": "<img>", "extra_special_tokens": {"x_token": "<|x|>"}}},
         {"tokenizer_config.json": {"eos_token": "<|q|>", "extra_special_tokens": ["<|x|>", "he"]}},
         {"tokenizer_config.json": {"eos_token": None, "additional_special_tokens": ["<|q|>"]}},
+        {
+            "tokenizer_config.json": {
+                "extra_special_tokens": {"x_token": "<|x|>"},
+                "additional_special_tokens": ["<|q|>"],
+            }
+        },
+        {"tokenizer_config.json": {"extra_special_tokens": []}, "special_tokens_map.json": MAP},
+        {"tokenizer_config.json": {"extra_special_tokens": {}}, "special_tokens_map.json": MAP},
+        {
+            "tokenizer_config.json": {"additional_special_tokens": ["<|q|>"]},
+            "special_tokens_map.json": {"extra_special_tokens": ["<|x|>"]},
+        },
+        {
+            "tokenizer_config.json": {"eos_token": {"__type": "AddedToken", "content": "<|q|>", **FLAGS}},
+            "added_tokens.json": {"<|q|>": 259},
+        },
     ],
 )
 def test_tokens_beside_the_file_are_as_in_transformers(tmp_path, files):
@@ -58,6 +74,10 @@ def test_tokens_beside_the_file_are_as_in_transformers(tmp_path, files):
     }
     assert ours.eos_id == (256 + 1 if theirs.eos_token is None else theirs.eos_token_id)
     assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
+    added = ours._tokenizer.get_added_tokens_decoder()
+    assert {number: repr(token) for number, token in added.items()} == {
+        number: repr(token) for number, token in theirs.added_tokens_decoder.items()
+    }
     # Special tokens are not shown.
     ids = ours.encode(TEXT).tolist()
     assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
