@@ -35,7 +35,7 @@ from training.checkpoint.pieces import (
     read_header,
     read_tensors,
 )
-from training.families.config_json import from_config_json, to_config_json
+from training.families.config_json import TOKEN_IDS, from_config_json, to_config_json
 from training.families.lora import ADAPTER_WEIGHTS, Adapters, has_adapters, read_adapters, read_frozen_bits
 from training.families.names import NOT_WEIGHTS, name_in_file, name_of
 from training.families.rope import extend
@@ -52,13 +52,12 @@ COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
-TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # settings in config.json that go along as well
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Companions:
-    """Small files that go along with weights, and settings of config.json that are not the model's shape."""
+    """Small files that go along with weights, and config.json's TOKEN_IDS."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     settings: dict = field(default_factory=dict)

@@ -16,6 +16,7 @@ from training.families.rope import read_rope, write_rope
 from training.families.rows import ACTIVATIONS, FAMILIES, FIELDS, FORM, SCALARS, TAKEN, WRAPPERS, Family
 
 MOST_LAYERS = 4096  # a limit, because plans have something for each layer
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # of a tokenizer: null here, for families have defaults
 NOT_COMPUTED = "config.json has {}, which this decoder does not compute"
 
 
@@ -70,6 +71,7 @@ def _write(config: ModelConfig, family: Family) -> dict:
         "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.hidden_act),
         **write_rope(config),
         **family.fixed,
+        **dict.fromkeys(TOKEN_IDS),
         "attention_multiplier": multiplier,
         "query_pre_attn_scalar": round(multiplier**-2),
         "no_rope_layers": [int(rotates) for rotates in config.layer_rotates],

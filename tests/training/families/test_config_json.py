@@ -11,7 +11,7 @@ from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
 from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_frequencies
 from model import MODEL_SIZES, Transformer
-from training.families.config_json import from_config_json, in_family, to_config_json
+from training.families.config_json import TOKEN_IDS, from_config_json, in_family, to_config_json
 from training.families.rope import extend
 from training.families.rows import FAMILIES, WRAPPERS
 from training.host.errors import UserError
@@ -444,3 +444,17 @@ def test_an_original_length_of_no_token_is_refused():
     config = replace(TINY, max_position_embeddings=512, rope_scaling=LinearScaling(1e9))
     with pytest.raises(UserError, match="rope_scaling: max_position_embeddings must be at least 1, got 0"):
         extend(config, "linear:4")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_no_token_ids_but_a_tokenizers_own(model_type):
+    """SmolLM3's default pad_token_id, 128004, is beyond the vocabulary: transformers would not make the embedding."""
+    import transformers
+
+    config = replace(
+        TINY, rope_scaling=YarnScaling(4.0, 64, llama_4_scaling_beta=0.1 if model_type == "ministral3" else None)
+    )
+    opened = transformers.AutoConfig.for_model(**to_config_json(in_family(config, model_type)))
+    assert [getattr(opened, name) for name in TOKEN_IDS] == [None] * 3
+    with torch.device("meta"):
+        assert transformers.AutoModelForCausalLM.from_config(opened).model.embed_tokens.padding_idx is None
