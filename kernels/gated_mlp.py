@@ -18,7 +18,7 @@ and their gradients only. Weight gradients add up over tiles in float32.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -40,7 +40,9 @@ def gated_activation_reference(gate: Tensor, up: Tensor, activation: str) -> Ten
     """Returns act(gate) * up in plain PyTorch; float64 stays float64."""
     compute_dtype = torch.promote_types(gate.dtype, torch.float32)
     x = gate.to(compute_dtype)
-    value = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "sigmoid": F.sigmoid}[activation](x)
+    gelu = partial(F.gelu, approximate="tanh")
+    functions: dict[str, Callable] = {"silu": F.silu, "gelu_tanh": gelu, "sigmoid": F.sigmoid}
+    value = functions[activation](x)
     return (value * up.to(compute_dtype)).to(gate.dtype)
 
 
