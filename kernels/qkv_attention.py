@@ -24,7 +24,7 @@ from .attention.full import FULL, choose_backend
 from .common import operation
 from .head_exchange import HeadExchange
 from .linear import PLAIN
-from .parts import Adapted, AttentionKind, Footprint, Linear, Weight, part_of, tensors_of, weight_of
+from .parts import Adapted, AttentionKind, Factor, Footprint, Linear, Weight, part_of, tensors_of, weight_of
 from .rms_norm import rms_norm
 from .rope import rope
 from .torch_internals import resolve_process_group
@@ -288,65 +288,94 @@ class _QKVAttention(torch.autograd.Function):
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
-        x, gates, cos, sin, lists, outs, lses, *parameters = ctx.saved_tensors
-        options, needs = ctx.options, ctx.needs_input_grad[-len(parameters) :]
-        o_tensors, weights, biases, norms = options.split(parameters)
-        needs_o, needs_weights, needs_biases, _ = options.split(needs)
-        kind, linear, K, on_triton = options.kind, options.linear, options.head_dim, options.on_triton
-        norms = [weight.detach().requires_grad_() for weight in norms]
-        exchange, all_heads, own_heads = _divide(len(weights[1]) // K, options.n, options.group_name)
-        x_rows, dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
-        dx_rows = torch.zeros_like(x_rows)
-        d_o = _Gradients(o_tensors, needs_o, (1, 1, None), all_heads)
-        needs_rows = [any(needs_weights[part]) for part in (slice(3), slice(3, 4), slice(4, None))]  # matrix, A, B
-        d_weights = _Gradients(weights, [*needs_rows[:1] * 3, *needs_weights[3:]], (0, 0, 0, None, 0, 0, 0), all_heads)
-        d_biases = _Gradients(biases, needs_biases, (0, 0, 0), all_heads)
-        d_gates = None if gates is None else torch.empty_like(gates)
-        d_norms = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in norms]
-        for step in range(own_heads.steps):
-            rows, o_weight_n = _weight_of_step(weights, step, all_heads), _output_of_step(o_tensors, step, all_heads)
-            outs_n, gates_n = [all_heads.take(out, step) for out in outs], all_heads.take(gates, step)
-            output_n = kind.output(outs_n, gates_n, on_triton).flatten(0, 1).flatten(1)
-            dy_factor, output_factor = linear.factor(dy_rows), linear.factor(output_n)
-            factors_t = linear.transpose(dy_factor), linear.transpose(output_factor)
-            d_o.add(step, linear.weight_gradients(*factors_t, o_weight_n, needs_o))
-            del output_n, output_factor, factors_t
-            d_out = linear.input_gradient(dy_factor, linear.transpose(linear.factor(o_weight_n)))
-            del dy_factor
-            d_out = exchange.to_heads(d_out.view(outs_n[0].shape))
-            outs_n = [exchange.to_heads(out) for out in outs_n]
-            gates_n = None if gates is None else exchange.to_heads(gates_n)
-            lses_n, lists_n = [own_heads.take(lse, step) for lse in lses], own_heads.take(lists, step)
-            weight_factor = linear.factor(rows)
-            qkv = linear.forward(linear.factor(x_rows), weight_factor, _rows_of_step(biases, step, all_heads))
-            qkv = qkv.unflatten(0, x.shape[:2]).requires_grad_()
-            with torch.enable_grad():
-                heads = _split_heads(qkv, norms, options.eps, options.n * exchange.size, cos, sin, K, options.impl)
-            edges = [torch.autograd.graph.get_gradient_edge(head) for head in heads]
-            q, k, v = (exchange.to_heads(heads.pop(0).detach()) for _ in range(3))
-            given = gates_n, outs_n, lses_n, lists_n, ctx.segments, kind, options.backend, on_triton
-            d_heads = [*attend_backward(d_out, q, k, v, *given)]
-            del q, k, v, outs_n, lses_n, gates_n, lists_n, given, d_out  # before gradients are sent
-            d_heads = [exchange.to_tokens(d_heads.pop(0)) for _ in range(len(d_heads))]
-            if d_gates is not None:
-                all_heads.put(d_gates, step, d_heads.pop())
-            d_qkv, *d_norms_n = torch.autograd.grad(edges, [qkv, *norms], d_heads)
-            d_qkv_rows = d_qkv.flatten(0, 1)
-            d_qkv_factor = linear.factor(d_qkv_rows)
-            linear.input_gradient(d_qkv_factor, linear.transpose(weight_factor), out=dx_rows, accumulate=True)
-            lengths = [len(w) // own_heads.steps for w in weights[:3]]
-            factors_t = linear.transpose(d_qkv_factor), linear.transpose(linear.factor(x_rows))
-            parts = linear.weight_gradients(*factors_t, rows, needs_rows)
-            del d_qkv_factor, weight_factor, factors_t
-            d_weights.add(step, _unjoined(parts, lengths))
-            if d_biases.needed:
-                d_biases.add(step, d_qkv_rows.sum(0).split(lengths))
-            for d_norm, part in zip(d_norms, d_norms_n):
-                d_norm += part
-            del qkv, heads, edges, d_heads, d_qkv, d_qkv_rows, rows, parts  # before the next step's are made
-        d_norms = [d.to(w.dtype) for d, w in zip(d_norms, norms)]
-        d_parameters = *d_o.finished(), *d_weights.finished(), *d_biases.finished(), *d_norms
-        return dx_rows.view_as(x), d_gates, *[None] * 4, *d_parameters
+        steps = _Backward(ctx, dy)
+        for step in range(steps.own_heads.steps):
+            steps.run(step)
+        return steps.dx_rows.view_as(dy), steps.d_gates, *[None] * 4, *steps.d_parameters()
+
+
+class _Backward:
+    """Backward of `_QKVAttention`, step by step. Tensors of a step are freed where its methods return."""
+
+    def __init__(self, ctx, dy: Tensor):
+        x, self.gates, self.cos, self.sin, self.lists, self.outs, self.lses, *parameters = ctx.saved_tensors
+        self.segments, self.options, self.batch = ctx.segments, ctx.options, x.shape[:2]
+        self.x_rows, self.dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
+        options, self.linear, self.kind = ctx.options, ctx.options.linear, ctx.options.kind
+        self.o_tensors, self.weights, self.biases, norms = options.split(parameters)
+        self.norms = [weight.detach().requires_grad_() for weight in norms]
+        self.exchange, self.all_heads, self.own_heads = _divide(
+            len(self.weights[1]) // options.head_dim, options.n, options.group_name
+        )
+        self.needs_o, needs, needs_biases, _ = options.split(ctx.needs_input_grad[-len(parameters) :])
+        self.needs_rows = [any(needs[part]) for part in (slice(3), slice(3, 4), slice(4, None))]  # matrix, A, B
+        needs = [*self.needs_rows[:1] * 3, *needs[3:]]
+        self.dx_rows = torch.zeros_like(self.x_rows)
+        self.d_o = _Gradients(self.o_tensors, self.needs_o, (1, 1, None), self.all_heads)
+        self.d_weights = _Gradients(self.weights, needs, (0, 0, 0, None, 0, 0, 0), self.all_heads)
+        self.d_biases = _Gradients(self.biases, needs_biases, (0, 0, 0), self.all_heads)
+        self.d_norms = _Gradients(self.norms, [True] * len(norms), [None] * len(norms), self.all_heads)
+        self.d_gates = None if self.gates is None else torch.empty_like(self.gates)
+
+    def d_parameters(self) -> list[Tensor | None]:
+        gradients = self.d_o, self.d_weights, self.d_biases, self.d_norms
+        return [gradient for of_part in gradients for gradient in of_part.finished()]
+
+    def run(self, step: int) -> None:
+        """Adds one step's part to all gradients."""
+        weight = _weight_of_step(self.weights, step, self.all_heads)
+        weight_factor = self.linear.factor(weight)
+        qkv, edges, d_heads = self._through_attention(step, weight_factor)
+        d_heads = [self.exchange.to_tokens(d_heads.pop(0)) for _ in range(len(d_heads))]
+        if self.d_gates is not None:
+            self.all_heads.put(self.d_gates, step, d_heads.pop())
+        d_qkv, *d_norms = torch.autograd.grad(edges, [qkv, *self.norms], d_heads)
+        self._through_projections(step, d_qkv.flatten(0, 1), weight, weight_factor)
+        self.d_norms.add(step, d_norms)
+
+    def _through_attention(self, step: int, weight_factor: Factor):
+        """Returns q, k and v before norms and RoPE, the graph's edges after them, and the gradients at the edges.
+
+        The gradients are of whole sequences, and the gates' gradient is their last if there are gates.
+        """
+        options, to_heads = self.options, self.exchange.to_heads
+        outs, gates = [self.all_heads.take(out, step) for out in self.outs], self.all_heads.take(self.gates, step)
+        d_out = to_heads(self._through_output(step, outs, gates).view(outs[0].shape))
+        outs, gates = [to_heads(out) for out in outs], None if gates is None else to_heads(gates)
+        lses, lists = [self.own_heads.take(lse, step) for lse in self.lses], self.own_heads.take(self.lists, step)
+        bias = _rows_of_step(self.biases, step, self.all_heads)
+        qkv = self.linear.forward(self.linear.factor(self.x_rows), weight_factor, bias)
+        qkv = qkv.unflatten(0, self.batch).requires_grad_()
+        with torch.enable_grad():
+            heads = _split_heads(
+                qkv, self.norms, options.eps, options.n * self.exchange.size, self.cos, self.sin, options.head_dim,
+                options.impl,
+            )  # fmt: skip
+        edges = [torch.autograd.graph.get_gradient_edge(head) for head in heads]
+        q, k, v = (to_heads(heads.pop(0).detach()) for _ in range(3))
+        kept = gates, outs, lses, lists, self.segments
+        return qkv, edges, [*attend_backward(d_out, q, k, v, *kept, self.kind, options.backend, options.on_triton)]
+
+    def _through_output(self, step: int, outs: list[Tensor], gates: Tensor | None) -> Tensor:
+        """Returns the gradient of attention's output, [B T, R n K], and adds to the output projection's."""
+        linear, weight = self.linear, _output_of_step(self.o_tensors, step, self.all_heads)
+        output = self.kind.output(outs, gates, self.options.on_triton).flatten(0, 1).flatten(1)
+        dy, output = linear.factor(self.dy_rows), linear.factor(output)
+        factors_t = linear.transpose(dy), linear.transpose(output)
+        self.d_o.add(step, linear.weight_gradients(*factors_t, weight, self.needs_o))
+        del output, factors_t  # before the result is made
+        return linear.input_gradient(dy, linear.transpose(linear.factor(weight)))
+
+    def _through_projections(self, step: int, d_qkv_rows: Tensor, weight: Weight, weight_factor: Factor) -> None:
+        """Adds to the gradients of the input, and of the q, k and v projections."""
+        linear, d_qkv = self.linear, self.linear.factor(d_qkv_rows)
+        linear.input_gradient(d_qkv, linear.transpose(weight_factor), out=self.dx_rows, accumulate=True)
+        factors_t = linear.transpose(d_qkv), linear.transpose(linear.factor(self.x_rows))
+        parts = linear.weight_gradients(*factors_t, weight, self.needs_rows)
+        lengths = [len(rows) // self.own_heads.steps for rows in self.weights[:3]]
+        self.d_weights.add(step, _unjoined(parts, lengths))
+        if self.d_biases.needed:
+            self.d_biases.add(step, d_qkv_rows.sum(0).split(lengths))
 
 
 def qkv_attention(
@@ -391,30 +420,41 @@ def qkv_attention(
         RuntimeError: in backward, create_graph=True.
     """
     exchange = exchange or HeadExchange(None)
-    weights, biases, norms, eps, K = parameters
     if heads_at_a_time is None:
         q, k, v = project_heads(x_BTD, parameters, cos, sin, linear, impl)
         q, k, v = (exchange.to_heads(x) for x in (q, k, v))
         gates = None if gates is None else exchange.to_heads(gates)
-        if kind.list_length and q.shape[2] // k.shape[2] != len(weights[0]) // len(weights[1]):
+        if kind.list_length and q.shape[2] // k.shape[2] != len(parameters.weights[0]) // len(parameters.weights[1]):
             raise ValueError("query heads of one key/value head choose blocks together; share between fewer ranks")
         out = attention(q, k, v, segments, kind=kind, gates=gates, backend=backend, impl=impl)
         del q, k, v  # before the projection is made
         return linear(exchange.to_tokens(out).flatten(2), o_weight)
+    return _some_heads_at_a_time(
+        x_BTD, parameters, o_weight, cos, sin, segments, kind, gates, heads_at_a_time, exchange, linear, backend, impl
+    )
+
+
+def _some_heads_at_a_time(
+    x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None, sin: Tensor | None,
+    segments: Tensor | None, kind: AttentionKind, gates: Tensor | None, n: int, exchange: HeadExchange,
+    linear: Linear, backend: str, impl: str,
+) -> Tensor:  # fmt: skip
+    """Checks the arguments of `qkv_attention` with n heads at a time, and applies `_QKVAttention` to them."""
+    weights, biases, norms, eps, K = parameters
     G = len(weights[1]) // K
     own = G // exchange.size
     if G % exchange.size:
         raise ValueError(f"{exchange.size} ranks do not divide the {G} key/value heads; attend by all heads at once")
     if norms and len(norms[0]) > K:
         raise ValueError("a norm of all heads together needs all heads at once, not heads_at_a_time")
-    if heads_at_a_time < 1 or own % heads_at_a_time:
-        raise ValueError(f"heads_at_a_time must divide a rank's {own} key/value heads, got {heads_at_a_time}")
+    if n < 1 or own % n:
+        raise ValueError(f"heads_at_a_time must divide a rank's {own} key/value heads, got {n}")
     B, T, _ = x_BTD.shape
     H = len(weights[0]) // K
 
     def of_step(heads: int) -> Tensor:
         """Returns a tensor of the shape and dtype of one step's q, k or v, without memory of its own."""
-        return x_BTD.new_empty(()).expand(B, T * exchange.size, heads * heads_at_a_time // G, K)
+        return x_BTD.new_empty(()).expand(B, T * exchange.size, heads * n // G, K)
 
     k = of_step(G)
     on_triton = kind.check(of_step(H), k, k, segments, impl)
@@ -422,7 +462,7 @@ def qkv_attention(
     group_name = None if exchange.group is None else exchange.group.group_name
     o_tensors, joined = tensors_of(o_weight), _joined(weights)
     options = _Options(
-        eps, K, kind, linear, choose_backend(backend, x_BTD.device), on_triton, impl, heads_at_a_time, group_name,
+        eps, K, kind, linear, choose_backend(backend, x_BTD.device), on_triton, impl, n, group_name,
         (len(o_tensors), len(joined), len(biases), len(norms)),
     )  # fmt: skip
     return _QKVAttention.apply(x_BTD, gates, cos, sin, segments, options, *o_tensors, *joined, *biases, *norms)
