@@ -38,8 +38,9 @@ def open_stores(
         stores += [open_store(path) for path in validation_data]
     except UserError as error:
         raise UserError(str(error).replace("--data", "--validation_data")) from None
-    if not any(isinstance(store, TokenStore) for store in stores):
-        reading.refuse_without_effect()
+    given = zip([*(paths or ()), *validation_data], stores)  # without paths, rules refuse the flags
+    if paths:
+        reading.refuse_without_effect([Path(path) for path, store in given if isinstance(store, TokenStore)])
     refuse_unused(unused)
     return stores
 

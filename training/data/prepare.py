@@ -76,6 +76,7 @@ def prepare(
     was found; the same command with `--bad_rows drop` makes the others.
     """
     opened, files = open_tokenizer(tokenizer, chat_template), find_files(source, reading)
+    reading.refuse_without_effect([source])
     identity = f"{opened.identity}{opened.eos_id}{_hash_of_templates(opened)}"
     if out.is_dir() and any(file.suffix != ".json" and is_data(file, reading) for file in out.iterdir()):
         raise UserError(f"{out} has text in it, which its set would hide from --data; choose another folder")

@@ -64,11 +64,20 @@ class Reading(NamedTuple):
     columns: str | None = None  # see parse_columns
     bad_rows: str | None = None  # "drop" leaves rows out that cannot be read; None or "refuse": UserError
 
-    def refuse_without_effect(self) -> None:
-        """Raises UserError for flags where all data are prepared sets, which were read with flags of their own."""
+    def refuse_without_effect(self, paths: list[Path]) -> None:
+        """Raises UserError for flags that no path of data heeds. A folder may heed any.
+
+        Args:
+            paths: of the data without prepared sets, which were read with flags of their own.
+        """
         for name, value in self._asdict().items():
-            if value and name != "reasoning":
+            if value and name != "reasoning" and not paths:
                 raise UserError(f"{name} has no effect on prepared sets; drop it (prepare has a flag of its own)")
+        have_rows = {suffix_of(path) in CONTAINERS if path.is_file() else None for path in paths}
+        if self.suffixes and have_rows == {True}:
+            raise UserError(f"suffixes has no effect on {paths[0]}, whose rows are read whatever they are; drop it")
+        if self.bad_rows and have_rows == {False}:
+            raise UserError(f"bad_rows has no effect on {paths[0]}, a text without rows; drop it")
 
 
 DEFAULT = Reading()

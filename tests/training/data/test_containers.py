@@ -323,6 +323,21 @@ def test_files_of_other_kinds(tmp_path, name, suffixes, message):
     assert "\n" not in str(error.value)
 
 
+def test_flags_that_no_file_heeds(tmp_path, one_process):  # noqa: F811
+    for name, flags, message in (
+        ("a.txt", {"bad_rows": "drop"}, r"bad_rows has no effect on .*a\.txt, a text without rows; drop it"),
+        ("a.jsonl", {"suffixes": ".rs"}, r"suffixes has no effect on .*a\.jsonl, whose rows are read whatever"),
+    ):
+        (tmp_path / name).write_text('{"text": "a"}')
+        with pytest.raises(ValueError, match=message):
+            open_stores([str(tmp_path / name)], BYTES, 256, Reading(**flags))
+        with pytest.raises(ValueError, match=message):
+            prepare(tmp_path / name, tmp_path / "set", "bytes", reading=Reading(**flags))
+    both = Reading(suffixes=".txt", bad_rows="drop")
+    assert len(open_stores([str(tmp_path / "a.txt"), str(tmp_path / "a.jsonl")], BYTES, 256, both)) == 2
+    assert len(open_stores([str(tmp_path)], BYTES, 256, both)) == 1
+
+
 def test_suffixes_and_names_of_the_hub(tmp_path, one_process):  # noqa: F811
     for name in ("a.RS", "b.h", "c.md"):
         (tmp_path / name).write_text(name)
