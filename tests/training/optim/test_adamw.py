@@ -27,7 +27,9 @@ from training.checkpoint.pieces import flat
 from training.checkpoint.state import load_state, load_weights, read_weights
 from training.checkpoint.weights import find_weights
 from training.host.errors import UserError
+from training.host.memory import PinnedArena
 from training.memory.visiting import VisitingWeights
+from training.optim import adamw
 from training.optim.adamw import warmup_cosine
 from training.optim.formats import Float32State, Kept, format_with
 from training.optim.inventory import LEAVING_BYTES, NUM_SLOTS, Inventory, block_of
@@ -196,6 +198,33 @@ def test_weights_on_the_host_agree_bit_for_bit(dtype, micro_batches, state_forma
     assert_equal_states(found[0], expected[0])
     assert_equal_states(found[1], expected[1])
     assert [n for n, p in parameters.items() if not p.untyped_storage().nbytes()] == host_weights
+
+
+class FileArena(PinnedArena):
+    """An arena whose bytes are a file's, which the system reads and writes page by page."""
+
+    def __init__(self, path, num_bytes, device):
+        self.num_bytes, self.used_bytes, self.device = num_bytes, 0, device
+        self._bytes = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+
+
+@DTYPES
+@MICRO_BATCHES
+@STATE_FORMAT
+def test_state_and_weights_may_wait_in_a_file(dtype, micro_batches, state_format, device, monkeypatch, tmp_path):
+    expected = run(make_parameters(dtype, device, WIDE), "device", micro_batches, state_format=state_format)
+    monkeypatch.setattr(adamw, "PinnedArena", functools.partial(FileArena, tmp_path / "state"))
+    parameters, optimizers = make_parameters(dtype, device, WIDE), []
+    found = run(
+        parameters, "host", micro_batches, state_format=state_format, host_weights=[*WIDE], prepare=optimizers.append
+    )
+    assert found[2] == expected[2]
+    assert_equal_states(found[0], expected[0])
+    assert_equal_states(found[1], expected[1])
+    in_file = (tmp_path / "state").read_bytes()
+    for state in optimizers[0].states.values():
+        for tensor in (state.home, *state.tensors.values()):
+            assert tensor.view(-1).view(torch.uint8).numpy().tobytes() in in_file
 
 
 @DTYPES
