@@ -135,6 +135,12 @@ def test_the_longest_context(tmp_path, capsys):
     assert f"predicted: {written['predicted_context']:,} tokens in 6.00 GiB of GPU and 16.00" in capsys.readouterr().out
 
 
+@pytest.fixture
+def nothing_is_faster(monkeypatch):
+    """Answers where a step fits take a third of their time: `test_what_would_be_faster` asks for the rest."""
+    monkeypatch.setattr(profile_memory, "find_faster", lambda *arguments: {})
+
+
 def answer_of(tmp_path, capsys, *flags):
     """Runs the command where the step does not fit; returns the first line, and what would fit by the flags to give."""
     path = tmp_path / "memory.json"
@@ -150,7 +156,7 @@ def answer_of(tmp_path, capsys, *flags):
     return out.splitlines()[0], rows
 
 
-def test_a_step_that_does_not_fit_names_the_changes_that_would(tmp_path, capsys):
+def test_a_step_that_does_not_fit_names_the_changes_that_would(nothing_is_faster, tmp_path, capsys):
     flags = "--gpu", "4090", "--optimizer_state", "float32", "--host_budget", "48GB"
     first, rows = answer_of(tmp_path, capsys, *flags)
     assert first == "does not fit: 131,072 tokens into 22.99 GiB of GPU and 48.00 GiB of host memory"
@@ -171,7 +177,7 @@ def test_a_step_that_does_not_fit_names_the_changes_that_would(tmp_path, capsys)
 
 
 @pytest.mark.parametrize(("size", "length", "most"), [("14B", 32_768, 43), ("8B", 102_400, 175)])
-def test_adapters_are_offered_where_every_weight_does_not_fit(size, length, most, tmp_path, capsys):
+def test_adapters_are_offered_where_every_weight_does_not_fit(size, length, most, nothing_is_faster, tmp_path, capsys):
     flags = "--gpu", "4090", "--host_memory", "64GB", "--model_size", size, "--context_length", str(length)
     _, rows = answer_of(tmp_path, capsys, *flags)
     of_adapters, of_bits, *others = rows
@@ -182,11 +188,10 @@ def test_adapters_are_offered_where_every_weight_does_not_fit(size, length, most
     answer = run_main(tmp_path, *flags, *of_adapters.split())["answer"]
     assert answer["seconds"] == rows[of_adapters]["seconds"] < most
     assert 50 * answer["checkpoint_bytes"] < rows[others[0]]["checkpoint_bytes"]
-    out = capsys.readouterr().out
-    assert "optimizer state        host\n" in out and "; costs some loss\n" in out  # attention_type sparse is faster
+    assert "optimizer state        host\n" in capsys.readouterr().out
 
 
-def test_adapters_with_a_shorter_context_are_offered_where_no_one_change_is_enough(tmp_path, capsys):
+def test_adapters_with_a_shorter_context_are_offered_where_no_one_change_is_enough(nothing_is_faster, tmp_path, capsys):
     flags = "--gpu", "4060", "--model_size", "8B", "--context_length", "131072", "--host_memory", "64GB"
     _, rows = answer_of(tmp_path, capsys, *flags)
     assert [words.rpartition(" ")[0] for words in rows] == ["--lora 16 --context_length"]
@@ -236,10 +241,8 @@ def test_cheaper_changes_come_first(flags, first, tmp_path, capsys):
 
 def test_what_would_be_faster(tmp_path, capsys):
     [row] = run_main(tmp_path, "--gpu", "H200")["answer"]["faster"]
-    assert (
-        row["flags"] == "--attention_type sparse"
-        and "\nfaster, predicted:\n  --attention_type sparse" in capsys.readouterr().out
-    )
+    assert (row["flags"], row["costs"]) == ("--attention_type sparse", ["costs some loss"])
+    assert re.search(r"\nfaster, predicted:\n  --attention_type sparse .*; costs some loss\n", capsys.readouterr().out)
     flags = "--gpu", "4090", "--attention_type", "sparse", "--optimizer_state", "float32"
     rows = run_main(tmp_path, *flags, "--host_budget", "60GB")["answer"]["faster"]
     assert [row["flags"] for row in rows] == ["--optimizer_state compact", "--host_budget 110GB"]

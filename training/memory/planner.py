@@ -266,7 +266,7 @@ class _Search:
             if found and cost(roomy) >= least and not self.fits(roomy):
                 continue
             for inputs in self.fastest_inputs(base):
-                if visiting and "host" in inputs and cost(_placed(base, inputs, L)) >= least:
+                if found and "host" in inputs and cost(_placed(base, inputs, L)) >= least:
                     continue
                 execution = self.keep(base, inputs)
                 found[execution] = self.step.seconds(execution, rates)
@@ -323,16 +323,13 @@ class _Search:
 
         `recomputed` inputs are recomputed. Each next way has one more on the host, and in no stage more on the GPU.
         """
-        ways = []
-        for on_host in range(self.step.layers - recomputed + 1):
-            places = ["host"] * on_host + ["gpu"] * (self.step.layers - recomputed - on_host)
+        step, ways = self.step, []
+        for on_host in range(step.layers - recomputed + 1):
+            places = ["host"] * on_host + ["gpu"] * (step.layers - recomputed - on_host)
             for i in range(recomputed):
                 places.insert(2 * i + 1, "recompute")
             ways.append(places)
-        stop = bisect.bisect_right(
-            ways, self.host_bytes, key=lambda inputs: self.step.host_bytes(_placed(base, inputs))
-        )
-        return ways[:stop]
+        return ways[: _largest(len(ways), lambda n: step.host_bytes(_placed(base, ways[n - 1])) <= self.host_bytes)]
 
     def keep(self, base: Execution, inputs: list[str]) -> Execution:
         """Returns `base` with these inputs and as many attention outputs kept as fit, on the GPU first.

@@ -42,15 +42,15 @@ class Stages:
         self.weights, self.visits = step.waiting_weights(execution), step.visiting_weights(execution)
         self.blocks = [*zip(execution.placements, step.kinds)]
         self.needed = [needed_for_backward(execution.placements, layer) for layer in range(step.layers)]
-        waiting = {block: waiting_bytes(step, *block) for block in {*self.blocks}}
+        sizes = {
+            block: (waiting_bytes(step, *block), block_bytes(step, execution, *block), sent_bytes(step, *block))
+            for block in {*self.blocks}
+        }
+        waiting, self.block_bytes, self.sent = zip(*(sizes[block] for block in self.blocks))
         self.before = [(0, 0, 0)]  # bytes that the blocks before each layer keep on the GPU for backward
-        for block in self.blocks:
-            inputs, attention, mlp = map(add, self.before[-1], waiting[block])
+        for block in waiting:
+            inputs, attention, mlp = map(add, self.before[-1], block)
             self.before.append((inputs, attention, mlp))
-        sizes = {block: block_bytes(step, execution, *block) for block in {*self.blocks}}
-        self.block_bytes = [sizes[block] for block in self.blocks]
-        sent = {block: sent_bytes(step, *block) for block in {*self.blocks}}
-        self.sent = [sent[block] for block in self.blocks]
         self.always = self._always()
 
     def __iter__(self) -> Iterator[Stage]:

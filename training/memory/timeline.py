@@ -5,7 +5,6 @@ and the traffic of FSDP2 are counted one after the other: without NVLink they sh
 """
 
 import functools
-from collections import Counter
 from dataclasses import dataclass, field
 
 from kernels.linear import PLAIN
@@ -113,19 +112,21 @@ class _Timeline:
         # Backward sends q, k, v and the output again where it attends some heads at a time.
         attention += self.layers * self.exchange * (2 if self.execution.heads_at_a_time else 1)
         of_weights = sum(self.products) * rates[linear.rate] / rates[linear.weight_rate] * linear.trains_matrices
-        again = Counter[str]()
-        for layer in self.placed:
-            again.update(self._again(layer))
+        repeated = [self._again(layer) for layer in self.placed]
+
+        def again(work: str) -> float:
+            return sum(layer[work] for layer in repeated)
+
         return {
-            "attention": self.longer * attention + again["attention"],
-            "products": self.longer * (sum(self.products) + of_weights) + again["products"],
-            "memory": self.longer * 2 * sum(self.moves) + again["memory"],
-            "dequantization": self.longer * sum(self.visits) + again["dequantization"],
-            "adapters": self.layers * self.adapting[1] + again["adapters"],
-            "sums over ranks": 2 * self.layers * self.reduction + again["sums over ranks"],
+            "attention": self.longer * attention + again("attention"),
+            "products": self.longer * (sum(self.products) + of_weights) + again("products"),
+            "memory": self.longer * 2 * sum(self.moves) + again("memory"),
+            "dequantization": self.longer * sum(self.visits) + again("dequantization"),
+            "adapters": self.layers * self.adapting[1] + again("adapters"),
+            "sums over ranks": 2 * self.layers * self.reduction + again("sums over ranks"),
         }
 
-    def _again(self, layer: int) -> Counter:
+    def _again(self, layer: int) -> dict[str, float]:
         """Returns the seconds in which backward computes again what a placed block did not keep, by their work."""
         start, mlp = self.needed[layer][0][0], self.mlp
         before, blocks = range(start, layer), range(start, layer + 1)  # blocks before run again for this block's input
@@ -137,14 +138,14 @@ class _Timeline:
         if not self.execution.heads_at_a_time:  # kept outputs are exchanged again
             attention += self.exchange * sum(self.placements[i].results != "recompute" for i in blocks)
         products = self.products[layer] + flops / self.rates[linear.rate]
-        return Counter({
+        return {
             "attention": attention,
             "products": products + sum(self.products[i] for i in before),
             "memory": sum(self.moves[i] for i in before),
             "dequantization": sum(self.visits[i] for i in before),
             "adapters": self.adapting[0] * len(blocks),
             "sums over ranks": self.reduction * (2 * len(before) + (1 if mlp.is_skippable else 2)),
-        })  # fmt: skip
+        }
 
     def phases(self) -> list[Phase]:
         """Returns the phases, in the order of a step."""
