@@ -119,6 +119,26 @@ MINISTRAL3 = """
     {%- endif %}
 {%- endfor %}
 """
+# A short form of Qwen3.5's: it needs a question, answers begin with "<think>", and earlier turns lose theirs.
+QWEN35 = """
+{%- macro text(content) %}{% for part in [content] %}{{ part | trim }}{% endfor %}{% endmacro %}
+{%- set ns = namespace(last=-1) %}
+{%- for m in messages[::-1] %}
+    {%- if m.role == 'user' %}{%- set ns.last = messages | length - loop.index %}{%- break %}{%- endif %}
+{%- endfor %}
+{%- if ns.last < 0 %}{{ raise_exception('no question') }}{%- endif %}
+{%- for m in messages %}
+    {%- for later in messages[loop.index:] %}{% if later.role == 'none' %}{{ later.content }}{% endif %}{% endfor %}
+    {{- '<|im_start|>' + m.role + '\n' }}
+    {%- if m.role == 'assistant' and loop.index0 > ns.last %}
+        {{- '<think>\n' + m.reasoning_content | default('') + '\n</think>\n\n' }}
+    {%- endif %}
+    {{- text(m.content) + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif %}
+"""
+# ChatML without a loop over the messages.
+INDEXED = CHATML.replace("for m in messages %}", "for i in range(messages | length) %}{% set m = messages[i] %}")
 SPECIAL = [
     "<start_of_turn>",
     "<end_of_turn>",
@@ -201,6 +221,56 @@ def test_turns_of_three_families(shown):
     )
     no_prompt = CHATML[: CHATML.index("{% if add")]
     assert shown(no_prompt, TALK) == shown(CHATML, TALK)  # found by the text before both answers
+
+
+def test_turns_of_a_template_that_begins_answers_and_changes_earlier_turns(shown):
+    """Loops that look ahead, and loops within a message, end no turn."""
+    assert shown(
+        QWEN35, [{"role": "assistant", "content": "Ask"}, *TALK[:3], {**TALK[3], "reasoning_content": "t"}]
+    ) == (
+        "<|im_start|>assistant\n[Ask<|im_end|>]\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello.<|im_end|>]\n"
+        "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n<think>\n[t\n</think>\n\nSo.<|im_end|>]\n"
+    )
+    with pytest.raises(ValueError, match=r"a message has '\\ufdd0' in it"):
+        shown(QWEN35, messages("Hi", "a\ufdd0"))
+
+
+def test_a_template_without_a_loop_over_messages(shown, folder):
+    """A message's turn is what it adds to the text. A template that changes earlier text is refused at once."""
+    for chat in (TALK, [TALK[1], *TALK], [*TALK, *TALK[:1]], [{"role": "system", "content": "S"}, TALK[0], *TALK]):
+        assert shown(INDEXED, chat) == shown(CHATML, chat)
+    changed = INDEXED.replace("m.content +", "(m.reasoning_content or '') * (i == messages | length - 1) + m.content +")
+    assert "[soa<|im_end|>]" in shown(changed, messages("Hi", "a", reasoning_content="so"))
+    refusal = r"rewrites earlier turns: in a copy of it put {% generation %} and .* --chat_template FILE"
+    with pytest.raises(ValueError, match=refusal):
+        shown(changed, [*messages("Hi", "a", reasoning_content="so"), *TALK])
+    (folder / "chat_template.jinja").write_text(
+        INDEXED.replace("m.content +", "m.content + '.' * (messages | length) +")
+    )
+    with pytest.raises(ValueError, match=refusal):
+        ChatTemplate(load_tokenizer(str(folder)))
+
+
+def test_turns_are_what_messages_add_to_the_text(shown, folder):
+    """The text of messages[: i + 1] has a turn more than the text of messages[:i] with the words that ask for it."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="<|im_end|>"
+    )
+    for template, talk in itertools.product((CHATML, LLAMA3, GEMMA3, INDEXED), (TALK, TALK + TALK, TALK[:2] * 3)):
+        expected, text = "", ""
+        for i in range(0, len(talk), 2):
+            asked, answered = (
+                theirs.apply_chat_template(
+                    talk[: i + n], chat_template=template, tokenize=False, add_generation_prompt=n == 1
+                )
+                for n in (1, 2)
+            )
+            turn = answered.removeprefix(asked)
+            expected += asked.removeprefix(text) + f"[{turn.rstrip()}]" + turn[len(turn.rstrip()) :]
+            text = answered
+        assert shown(template, talk) == expected
 
 
 def test_a_system_message_in_the_first_question(shown):
