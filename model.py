@@ -21,14 +21,16 @@ from kernels.attention.cache import KeyValueCache
 from kernels.attention.documents import Documents
 from kernels.attention.full import FULL
 from kernels.cross_entropy import cross_entropy
-from kernels.gated_mlp import ACTIVATIONS, gated_mlp
+from kernels.gated_mlp import GatedMLPPart, gated_mlp
 from kernels.head_exchange import HeadExchange
 from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy
-from kernels.parts import Adapted, AttentionKind, Linear, Weight
-from kernels.qkv_attention import QKVParameters, project_heads, qkv_attention
+from kernels.lora import adapted
+from kernels.parts import AttentionKind, LayerParts, Linear, Parameter
+from kernels.qkv_attention import AttentionPart, QKVParameters, project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
 from kernels.rope import RopeScaling, RotaryTables
+from kernels.sampling import choose_tokens
 from kernels.tensor_parallel import TensorRanks, local
 from kernels.torch_internals import assert_async
 
@@ -71,17 +73,8 @@ class Share:
     layer_rotates: tuple[bool, ...] = (True,)  # whether a layer has rotary positions
     # Layers with a window have rotary frequencies of this theta, which rope_scaling leaves alone; None: no own ones.
     local_rope_theta: float | None = None
-
-    @property
-    def qk_norm_sizes(self) -> tuple[int, int]:
-        """Elements of q's and k's norm."""
-        H, G, K = self.heads
-        return {"head": (K, K), "width": (H * K, G * K), None: (0, 0)}[self.qk_norm]
-
-    @property
-    def norms_per_layer(self) -> int:
-        """RMSNorms of hidden states in a block."""
-        return 2 * (self.norms_before + self.norms_after)
+    # MLPs that repeat over the layers, where not all are of intermediate_size and hidden_act.
+    layer_mlps: tuple[GatedMLPPart, ...] = ()
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
@@ -93,10 +86,6 @@ class Share:
         """Query heads, key/value heads, head width."""
         return self.num_attention_heads, self.num_key_value_heads, self.head_dim
 
-    def num_gates(self, layer: int = 0) -> int:
-        """Logits per token that a layer makes for its kind of attention."""
-        return self.layer_kinds[layer % len(self.layer_kinds)].gates_per_head * self.num_attention_heads
-
     def projected_logits_bytes(self, num_tokens: int, bytes_per_logit: int = 2) -> int:
         """Size of the [num_tokens, V] logits that the standard loss materialises."""
         return num_tokens * self.vocab_size * bytes_per_logit
@@ -107,21 +96,50 @@ class Share:
             return loss_impl == "chunked"
         return self.projected_logits_bytes(num_tokens, bytes_per_logit) > CHUNKED_LOSS_THRESHOLD_BYTES
 
-    def layer_matrix_parameters(self, layer: int = 0) -> int:
-        """Elements of one block's matrices: q, k, v, o and gate projections, and the gated MLP."""
-        attention_width = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
-        return self.hidden_size * (attention_width + self.num_gates(layer) + 3 * self.intermediate_size)
+    def parts(self, layer: int) -> LayerParts:
+        """The parts of a layer."""
+        kind = self.layer_kinds[layer % len(self.layer_kinds)]
+        rotates = self.layer_rotates[layer % len(self.layer_rotates)]
+        mlps = self.layer_mlps or (GatedMLPPart(self.intermediate_size, self.hidden_act),)
+        mixer = AttentionPart(*self.heads, kind, self.qk_norm, self.has_qkv_biases, rotates)
+        return LayerParts(mixer, mlps[layer % len(mlps)])
 
-    def layer_parameters(self, layer: int) -> int:
-        """Elements of one block."""
-        vectors = self.norms_per_layer * self.hidden_size + sum(self.qk_norm_sizes) + self.num_gates(layer)
-        vectors += (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim * self.has_qkv_biases
-        return self.layer_matrix_parameters(layer) + vectors
+    def layer_parameters(self, layer: int) -> dict[str, Parameter]:
+        """The parameters of a block by their names in it, in the model's order."""
+        D, before, after = self.hidden_size, self.norms_before, self.norms_after
+        (mixer, mlp), norm = (part.parameters(D).items() for part in self.parts(layer)), Parameter((D,), "neutral")
+        declared = {
+            "input_layernorm.weight": before and norm,
+            **{f"self_attn.{name}": parameter for name, parameter in mixer},
+            "post_attention_layernorm.weight": norm,
+            "pre_feedforward_layernorm.weight": before and after and norm,
+            **{f"mlp.{name}": parameter for name, parameter in mlp},
+            "post_feedforward_layernorm.weight": after and norm,
+        }
+        return {name: parameter for name, parameter in declared.items() if parameter}
+
+    def parameters(self) -> dict[str, Parameter]:
+        """All parameters by name, in the model's order; a tied head is not among them."""
+        table, D = Parameter((self.vocab_size, self.hidden_size), shared_dim=0), self.hidden_size
+        blocks = enumerate(map(self.layer_parameters, range(self.num_hidden_layers)))
+        return {
+            "embed_tokens.weight": table,
+            **{f"layers.{i}.{name}": parameter for i, block in blocks for name, parameter in block.items()},
+            "norm.weight": Parameter((D,), "neutral"),
+            **({} if self.tie_word_embeddings else {"lm_head.weight": table}),
+        }
+
+    def maps(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Rows and columns of the matrices of a block's linear maps, by projection."""
+        return {name.split(".")[-2]: p.shape for name, p in self.layer_parameters(layer).items() if p.is_map}
+
+    def layer_matrix_parameters(self, layer: int = 0) -> int:
+        """Elements of one block's matrices."""
+        return sum(p.numel for p in self.layer_parameters(layer).values() if len(p.shape) == 2)
 
     def num_parameters(self) -> int:
         """All trained elements; a tied head counts once."""
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + sum(map(self.layer_parameters, range(self.num_hidden_layers))) + self.hidden_size
+        return sum(parameter.numel for parameter in self.parameters().values())
 
 
 @dataclass(frozen=True)
@@ -129,9 +147,8 @@ class ModelConfig(Share):
     """A decoder, whole; `MODEL_SIZES` holds the named ones.
 
     Raises:
-        ValueError: a size that is not positive, heads that do not divide, an odd head_dim, an unknown activation, an
-            empty pattern of layers, an attention_multiplier beside layers without rotary positions, an unknown or
-            missing norm.
+        ValueError: a size, activation, norm or pattern of layers that does not exist, heads that do not divide, an odd
+            head_dim, an attention_multiplier beside layers without rotary positions.
     """
 
     rope_theta: float = 1e6
@@ -152,8 +169,7 @@ class ModelConfig(Share):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.hidden_act!r}")
+        GatedMLPPart(self.intermediate_size, self.hidden_act)  # refuses an unknown activation
         if not self.layer_kinds or not self.layer_rotates:
             raise ValueError("layer_kinds and layer_rotates must not be empty")
         if self.attention_multiplier is not None and not all(self.layer_rotates):
@@ -166,30 +182,25 @@ class ModelConfig(Share):
         sizes = {field.name: getattr(self, field.name) for field in fields(Share)}
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
             sizes[name] //= ranks
-        return Share(**sizes)
+        return Share(**sizes | {"layer_mlps": tuple(mlp.share(ranks) for mlp in self.layer_mlps)})
 
 
 _QWEN3 = ModelConfig(
     vocab_size=151_936, hidden_size=2560, intermediate_size=9728,
     num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
 )  # fmt: skip
+_UNTIED = replace(_QWEN3, tie_word_embeddings=False)
 MODEL_SIZES: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=384,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32, rope_theta=1e4,
+        vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, rope_theta=1e4,
     ),
     "0.6B": replace(_QWEN3, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16),
     "1.7B": replace(_QWEN3, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16),
     "4B": _QWEN3,
-    "8B": replace(_QWEN3, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
-    "14B": replace(
-        _QWEN3, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
-        tie_word_embeddings=False,
-    ),
-    "32B": replace(
-        _QWEN3, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64,
-        tie_word_embeddings=False,
-    ),
+    "8B": replace(_UNTIED, hidden_size=4096, intermediate_size=12288),
+    "14B": replace(_UNTIED, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40),
+    "32B": replace(_UNTIED, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64),
 }  # fmt: skip
 
 
@@ -235,28 +246,19 @@ class Embedding(nn.Embedding):
         return self.tensor_ranks.embed(input_ids, local(self.weight))
 
 
-def adapted(projection: nn.Linear) -> Weight:
-    """The weight of a projection: its matrix, with the adapter that `adapt` of families/lora.py may have given it."""
-    matrix = local(projection.weight)
-    if not hasattr(projection, "lora_A"):
-        return matrix
-    a, b = local(projection.lora_A.weight), local(projection.lora_B.weight)
-    return Adapted(matrix, a, scaled(b, projection.lora_scale))
-
-
 class Attention(nn.Module):
     def __init__(self, share: Share, layer: int):
         super().__init__()
-        D, (H, G, K), bias = share.hidden_size, share.heads, share.has_qkv_biases
+        D, part = share.hidden_size, share.parts(layer).mixer
+        (H, G, K), bias = part.heads, part.has_biases
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(D, heads * K, bias=bias) for heads in (H, G, G))
         self.o_proj = nn.Linear(H * K, D, bias=False)
-        self.q_norm, self.k_norm = (RMSNorm(size, share) if size else None for size in share.qk_norm_sizes)
-        self.g_proj = nn.Linear(D, share.num_gates(layer)) if share.num_gates(layer) else None
+        self.q_norm, self.k_norm = (RMSNorm(size, share) if size else None for size in part.norm_sizes)
+        self.g_proj = nn.Linear(D, part.num_gates) if part.num_gates else None
         self.layer, self.head_dim, self.eps = layer, K, share.rms_norm_eps
-        self.rotates = share.layer_rotates[layer % len(share.layer_rotates)]
-        self.is_local = share.kinds[layer].reach is not None
+        self.rotates, self.is_local = part.rotates, part.kind.reach is not None
         # Knobs, set from outside.
-        self.kind = share.kinds[layer]
+        self.kind = part.kind
         self.linear: Linear = PLAIN
         self.backend = "auto"  # see kernels.attention.full.BACKENDS
         self.impl = "auto"  # see kernels.common.IMPLEMENTATIONS
@@ -304,9 +306,10 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, share: Share):
+    def __init__(self, share: Share, layer: int):
         super().__init__()
-        D, F_, self.activation = share.hidden_size, share.intermediate_size, share.hidden_act
+        D, part = share.hidden_size, share.parts(layer).mlp
+        F_, self.activation = part.intermediate_size, part.activation
         self.skippable = not share.norms_after  # whether no gradient depends on the result
         self.gate_proj = nn.Linear(D, F_, bias=False)
         self.up_proj = nn.Linear(D, F_, bias=False)
@@ -334,7 +337,7 @@ class Block(nn.Module):
         self.self_attn = Attention(share, layer)
         self.post_attention_layernorm = RMSNorm(share.hidden_size, share)  # before the MLP, unless norms come after
         self.pre_feedforward_layernorm = RMSNorm(share.hidden_size, share) if before and after else None
-        self.mlp = GatedMLP(share)
+        self.mlp = GatedMLP(share, layer)
         self.post_feedforward_layernorm = RMSNorm(share.hidden_size, share) if after else None
         self.norms_after, self.multiplier = after, share.residual_multiplier
 
@@ -383,7 +386,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, tensor_ranks: int = 1):
         super().__init__()
-        self.config, self.share = config, (share := config.share(tensor_ranks))
+        self.config, self.share, self.declared = config, (share := config.share(tensor_ranks)), config.parameters()
         self.embed_tokens = Embedding(share.vocab_size, share.hidden_size)
         self.layers = nn.ModuleList(Block(share, layer) for layer in range(share.num_hidden_layers))
         self.norm = RMSNorm(share.hidden_size, share)
@@ -407,22 +410,23 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fill `tensor` with the initial value of the parameter `name`: norms neutral, biases zero, matrices normal.
+        """Fill `tensor` with the initial value of the parameter `name`, as `kernels.parts.Parameter` declares it.
 
-        The two projections that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2. Gates
-        of attention start near 1/2, as in flash-linear-attention: a small matrix and no bias. An adapter starts as in
-        peft: A is uniform within 1 / sqrt(width), B is zero.
+        Matrices that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2. Gates of attention
+        start near 1/2, as in flash-linear-attention: a small matrix and no bias. An adapter, which no part declares,
+        starts as in peft: A is uniform within 1 / sqrt(width), B is zero.
         """
-        if name.endswith("norm.weight"):
+        declared = self.declared.get(name)
+        start = declared.start if declared else "adapter"
+        if start == "neutral":
             tensor.fill_(1.0 - self.config.norm_weight_offset)
-        elif name.endswith(("bias", "lora_B.weight")):
+        elif start == "zero" or name.endswith("lora_B.weight"):
             tensor.zero_()
-        elif name.endswith("lora_A.weight"):
+        elif start == "adapter":
             bound = tensor.shape[-1] ** -0.5
             tensor.uniform_(-bound, bound, generator=generator)
         else:
-            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-            scale = (2 * self.config.num_hidden_layers) ** -0.5 if writes else 1.0
+            scale = (2 * self.config.num_hidden_layers) ** -0.5 if start == "residual" else 1.0
             tensor.normal_(0.0, scale * self.config.initializer_range, generator=generator)
 
     @property
@@ -584,21 +588,6 @@ class Transformer(nn.Module):
             logits_BV = self(next_ids, return_logits=True, caches=caches).logits[:, -1].float()
             next_ids = choose_tokens(logits_BV, temperature, top_p, generator)
             yield next_ids
-
-
-def choose_tokens(
-    logits_BV: Tensor, temperature: float, top_p: float = 1.0, generator: torch.Generator | None = None
-) -> Tensor:
-    """One token of each row, int64 [B, 1]; arguments as `Transformer.next_tokens`. top_p: arXiv 1904.09751."""
-    if temperature == 0:
-        return logits_BV.argmax(-1, keepdim=True)
-    probabilities_BV = (logits_BV / temperature).softmax(-1)
-    if top_p < 1:
-        sorted_BV, order_BV = probabilities_BV.sort(-1, descending=True)
-        likelier_BV = sorted_BV.cumsum(-1) - sorted_BV  # the share of all tokens before it in this order
-        kept_BV = sorted_BV.masked_fill(likelier_BV >= top_p, 0)
-        probabilities_BV = torch.zeros_like(kept_BV).scatter(-1, order_BV, kept_BV)
-    return torch.multinomial(probabilities_BV, 1, generator=generator)
 
 
 @functools.lru_cache(maxsize=64)

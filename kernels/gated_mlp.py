@@ -19,6 +19,7 @@ and their gradients only. Weight gradients add up over tiles in float32.
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from .common import cast_by_autocast, operation, use_triton
 from .linear import PLAIN
-from .parts import Footprint, Linear, Weight, part_of, tensors_of, weight_of
+from .parts import Footprint, Linear, Parameter, Weight, part_of, tensors_of, weight_of
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP
 GATES = (*ACTIVATIONS, "sigmoid")
@@ -383,6 +384,36 @@ def gated_mlp(
     options = linear.number, activation, tile_size, use_triton(impl, x)
     tiled = _skippable_tiled_mlp if skippable else _tiled_mlp
     return tiled(x.reshape(-1, width), *weights, *options).view(input.shape)
+
+
+@dataclass(frozen=True)
+class GatedMLPPart:
+    """The gated MLP as a part of a layer, see `kernels.parts.LayerPart`.
+
+    Raises:
+        ValueError: an unknown activation or no width.
+    """
+
+    intermediate_size: int
+    activation: str = "silu"
+
+    def __post_init__(self):
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        if self.intermediate_size < 1:
+            raise ValueError(f"intermediate_size must be at least 1, got {self.intermediate_size}")
+
+    def share(self, ranks: int) -> "GatedMLPPart":
+        """Returns the part of each of `ranks` that share the matrices."""
+        return replace(self, intermediate_size=self.intermediate_size // ranks)
+
+    def parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        into = Parameter((self.intermediate_size, hidden_size), shared_dim=0, is_map=True)
+        down = Parameter((hidden_size, self.intermediate_size), "residual", shared_dim=1, is_map=True)
+        return {"gate_proj.weight": into, "up_proj.weight": into, "down_proj.weight": down}
+
+    def shared_sizes(self) -> dict[str, int]:
+        return {"intermediate_size": self.intermediate_size}
 
 
 def gated_mlp_footprint(

@@ -4,7 +4,7 @@
     dx = dy W + (dy B) A,  dA = (dy B)^T x,  dB = dy^T (x A^T)
 
 No gradient of W's size exists, and no product is made for one: backward has half of the products of full training. The
-adapter's scale alpha / r is part of B, see `model.adapted`. x A^T [M, r] and dy B [M, r] are computed once by a
+adapter's scale alpha / r is part of B, see `adapted`. x A^T [M, r] and dy B [M, r] are computed once by a
 call of the part itself, and by each piece that needs them: r is small. The adapter's term of y, and of dx, is written
 first. The product with W is added to it, and has the time to read it. Another map, such as FP8, may multiply by W: it
 writes first, and the adapter's term is added.
@@ -20,12 +20,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .common import cast_by_autocast
 from .linear import PLAIN, Plain
 from .parts import Adapted, Factor, Linear, Weight, tensors_of
+from .tensor_parallel import local
 
 
 def lora_reference(x: Tensor, matrix: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -160,6 +161,15 @@ class _Map(torch.autograd.Function):
 
 
 LORA = LoRA()
+
+
+def adapted(projection: nn.Linear) -> Weight:
+    """Returns the weight of a projection: its matrix, with the adapter that families/lora.py may have given it."""
+    matrix = local(projection.weight)
+    if not hasattr(projection, "lora_A"):
+        return matrix
+    a, b, scale = local(projection.lora_A.weight), local(projection.lora_B.weight), projection.lora_scale
+    return Adapted(matrix, a, b if scale == 1 else b * scale)
 
 
 def merged(weight: Adapted) -> Tensor:

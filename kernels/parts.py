@@ -7,7 +7,7 @@ pass `part.number` to an operation, and the operation calls `part_of(number)`.
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
@@ -72,6 +72,52 @@ def tensors_of(weight: Weight) -> list[Tensor]:
 def weight_of(tensors: Sequence[Tensor]) -> Weight:
     """Returns the weight of these tensors: the inverse of `tensors_of`."""
     return tensors[0] if len(tensors) == 1 else Adapted(*tensors)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that a part of a layer declares.
+
+    Args:
+        shape: as one rank has it.
+        start: its initial values: "normal"; "residual", normal and smaller, of matrices that write into the residual
+            stream; "neutral", with which a norm changes no scale; "zero".
+        shared_dim: the dimension that tensor-parallel ranks share; None: each rank has the whole parameter.
+        is_map: whether it is the matrix of a linear map, which adapters and FP8 apply to.
+    """
+
+    shape: tuple[int, ...]
+    start: str = "normal"
+    shared_dim: int | None = None
+    is_map: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class LayerPart(Protocol):
+    """Description of a part of a layer, such as attention or an MLP: its sizes on one rank. A frozen dataclass."""
+
+    def __hash__(self) -> int:
+        """Hashes by value: descriptions are keys of caches."""
+
+    def parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        """Returns the part's parameters by their names in it, in the order of the module's."""
+
+    def shared_sizes(self) -> dict[str, int]:
+        """Returns the sizes that tensor-parallel ranks must divide, by their names in `model.ModelConfig`."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerParts:
+    """Descriptions of what a block is made of, beside its norms. Compares by identity, which is quick."""
+
+    mixer: Any  # attention: kernels.qkv_attention.AttentionPart
+    mlp: Any  # feed-forward: kernels.gated_mlp.GatedMLPPart
+
+    def __iter__(self) -> Iterator[LayerPart]:
+        return iter((self.mixer, self.mlp))
 
 
 Factor = Any  # a result of `Linear.factor`

@@ -13,6 +13,7 @@ has heads 0 and 4. A rank keeps attention's outputs for its own tokens, and log-
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,18 @@ from .attention.full import FULL, choose_backend
 from .common import operation
 from .head_exchange import HeadExchange
 from .linear import PLAIN
-from .parts import Adapted, AttentionKind, Factor, Footprint, Linear, Weight, part_of, tensors_of, weight_of
+from .parts import (
+    Adapted,
+    AttentionKind,
+    Factor,
+    Footprint,
+    Linear,
+    Parameter,
+    Weight,
+    part_of,
+    tensors_of,
+    weight_of,
+)  # fmt: skip
 from .rms_norm import rms_norm
 from .rope import rope
 from .torch_internals import resolve_process_group
@@ -466,6 +478,57 @@ def _some_heads_at_a_time(
         (len(o_tensors), len(joined), len(biases), len(norms)),
     )  # fmt: skip
     return _QKVAttention.apply(x_BTD, gates, cos, sin, segments, options, *o_tensors, *joined, *biases, *norms)
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """Attention as a part of a layer, see `kernels.parts.LayerPart`.
+
+    Args:
+        qk_norm: RMSNorms of q and k before rotary positions: of each "head", of all heads together ("width"), or none.
+        rotates: whether q and k have rotary positions.
+    """
+
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    kind: AttentionKind = FULL
+    qk_norm: str | None = "head"
+    has_biases: bool = False
+    rotates: bool = True
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Query heads, key/value heads, head width."""
+        return self.num_heads, self.num_key_value_heads, self.head_dim
+
+    @property
+    def norm_sizes(self) -> tuple[int, int]:
+        """Elements of q's and k's norm."""
+        H, G, K = self.heads
+        return {"head": (K, K), "width": (H * K, G * K), None: (0, 0)}[self.qk_norm]
+
+    @property
+    def num_gates(self) -> int:
+        """Logits per token that the layer makes for its kind of attention."""
+        return self.kind.gates_per_head * self.num_heads
+
+    def parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        (H, G, K), found = self.heads, {}
+        for name, heads in (("q_proj", H), ("k_proj", G), ("v_proj", G)):
+            found[f"{name}.weight"] = Parameter((heads * K, hidden_size), shared_dim=0, is_map=True)
+            if self.has_biases:
+                found[f"{name}.bias"] = Parameter((heads * K,), "zero", shared_dim=0)
+        found["o_proj.weight"] = Parameter((hidden_size, H * K), "residual", shared_dim=1, is_map=True)
+        norms = zip(("q_norm.weight", "k_norm.weight"), self.norm_sizes)
+        found |= {name: Parameter((size,), "neutral") for name, size in norms if size}
+        if n := self.num_gates:
+            found |= {"g_proj.weight": Parameter((n, hidden_size), shared_dim=0)}
+            found |= {"g_proj.bias": Parameter((n,), "zero", shared_dim=0)}
+        return found
+
+    def shared_sizes(self) -> dict[str, int]:
+        return {"num_key_value_heads": self.num_key_value_heads}
 
 
 def qkv_attention_footprint(

@@ -12,10 +12,12 @@ from kernels.attention.full import FULL
 from kernels.attention.nsa.nsa import NSA
 from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
+from kernels.gated_mlp import GatedMLPPart
 from kernels.rope import LinearScaling, Llama3Scaling, RotaryTables, YarnScaling, rope_frequencies
 from model import MODEL_SIZES, KeyValueCache, ModelOutput, Transformer
 from training.data.loader import Batch
-from training.families.config_json import to_config_json
+from training.families.config_json import in_family, to_config_json
+from training.families.rows import FAMILIES
 from training.memory.execution import WHOLE, Execution
 from training.memory.placement import apply_execution
 
@@ -67,6 +69,24 @@ def test_loss_and_gradients_match_hugging_face(tied, hidden_act):
     output.loss.backward()
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs.get_parameter(names[name]).grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_parts_declare_the_parameters_that_modules_have(model_type, ranks):
+    """In every family, of layers with gates and without and of MLPs of two widths, whole and as one rank's share."""
+    mlps = GatedMLPPart(96), GatedMLPPart(160, "gelu_tanh"), GatedMLPPart(96)
+    pattern = {"layer_kinds": (FULL, NSA()), "layer_mlps": mlps, "num_hidden_layers": 5}
+    config = replace(in_family(TINY, model_type), **pattern, tie_word_embeddings=ranks == 1)
+    with torch.device("meta"):
+        model = Transformer(config, ranks)
+    declared = model.share.parameters()
+    assert [(name, p.shape) for name, p in model.named_parameters()] == [(n, p.shape) for n, p in declared.items()]
+    for name, whole in config.parameters().items() if config.qk_norm != "width" else ():  # whose norms are not shared
+        sizes = [size // ranks if dim == whole.shared_dim else size for dim, size in enumerate(whole.shape)]
+        assert declared[name].shape == tuple(sizes), name
+    projections = {name for name, module in model.layers[1].named_modules() if isinstance(module, torch.nn.Linear)}
+    assert {name.rpartition(".")[2] for name in projections} == {*config.maps(1), "g_proj"}
 
 
 def test_gates_of_nsa_are_counted():

@@ -6,13 +6,14 @@ import logging
 import shutil
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import train
+from kernels.gated_mlp import GatedMLPPart
 from model import MODEL_SIZES
 from tests.runs import (
     ANNEALED,
@@ -30,6 +31,7 @@ from tests.runs import (
 )
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint.files import SPARE_BYTES
+from training.families.config_json import from_config_json, to_config_json
 from training.optim.adamw import warmup_cosine
 from training.parallel.world import World
 from training.run import resume
@@ -46,6 +48,24 @@ def test_resume_equals_an_uninterrupted_run(corpus, tmp_path):
     assert losses(parts) == losses(whole)
     for name, tensor in weights(whole, 6).items():
         assert torch.equal(tensor, weights(parts, 6)[name]), name
+
+
+def test_wider_mlps_in_some_layers_train_and_resume(corpus, tmp_path, monkeypatch):
+    """As wide as the model's own in three layers of four. No family's config.json says so: here the test does."""
+    usual, wider = GatedMLPPart(384), GatedMLPPart(768, "gelu_tanh")
+    shape = replace(MODEL_SIZES["tiny"], layer_mlps=(usual, usual, usual, wider))
+    monkeypatch.setitem(MODEL_SIZES, "tiny", shape)
+    monkeypatch.setattr(
+        "training.run.parts.to_config_json", lambda config: to_config_json(replace(config, layer_mlps=()))
+    )
+    monkeypatch.setattr(
+        "training.checkpoint.weights.from_config_json",
+        lambda content: replace(from_config_json(content), layer_mlps=shape.layer_mlps),
+    )
+    test_resume_equals_an_uninterrupted_run(corpus, tmp_path)
+    saved = weights(tmp_path / "whole", 6)
+    rows = [len(saved[f"model.layers.{layer}.mlp.up_proj.weight"]) for layer in range(4)]
+    assert rows == [384, 384, 384, 768]
 
 
 def test_compact_state_resumes_exactly_and_in_float32(corpus, tmp_path, caplog):

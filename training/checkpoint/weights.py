@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.lora import merged
 from kernels.parts import Adapted
-from model import ModelConfig, Transformer
+from model import ModelConfig
 from training.checkpoint.manifest import WEIGHTS, verify_weights, weight_files
 from training.checkpoint.pieces import (
     DTYPE_NAMES,
@@ -180,17 +180,8 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
 
 
 def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of a whole model, by our names and in the model's order.
-
-    One layer of each kind is made, because config.json may name thousands that the files do not have.
-    """
-    kinds = tuple(dict.fromkeys(shape.kinds))
-    with torch.device("meta"):
-        model = Transformer(replace(shape, num_hidden_layers=len(kinds), layer_kinds=kinds))
-    layers = [(f"layers.{i}", model.layers[kinds.index(kind)]) for i, kind in enumerate(shape.kinds)]
-    others = [part for part in model.named_children() if part[0] != "layers"]
-    parts = [*others[:1], *layers, *others[1:]]  # the embedding is before the layers
-    return {f"{name}.{of_part}": p.shape for name, part in parts for of_part, p in part.named_parameters()}
+    """The shape of each parameter of a whole model, by our names and in the model's order."""
+    return {name: parameter.shape for name, parameter in shape.parameters().items()}
 
 
 def read_companions(tokenizer: Path) -> Companions:

@@ -73,15 +73,13 @@ class Adapters:
     def scale(self) -> float:
         return self.alpha / self.rank
 
-    def widths(self, share: Share) -> dict[str, tuple[int, int]]:
+    def widths(self, share: Share, layer: int) -> dict[str, tuple[int, ...]]:
         """Returns rows N and columns K of the matrices in a block that have adapters, by projection."""
-        D, F, (H, G, K) = share.hidden_size, share.intermediate_size, share.heads
-        sizes = (H * K, D), (G * K, D), (G * K, D), (D, H * K), (F, D), (F, D), (D, F)
-        return {name: size for name, size in zip(LORA_TARGETS, sizes) if name in self.targets}
+        return {name: shape for name, shape in share.maps(layer).items() if name in self.targets}
 
-    def layer_parameters(self, share: Share) -> int:
+    def layer_parameters(self, share: Share, layer: int) -> int:
         """Elements of one block's adapters."""
-        return self.rank * sum(N + K for N, K in self.widths(share).values())
+        return self.rank * sum(map(sum, self.widths(share, layer).values()))
 
     def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the adapters of a model by name, from the shapes of its parameters."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kernels.gated_mlp import gated_mlp_footprint
-from kernels.parts import AttentionKind, Footprint
+from kernels.parts import Footprint, LayerParts
 from kernels.qkv_attention import qkv_attention_footprint
 from training.families.lora import Adapters
 from training.memory.execution import Execution, Placement
@@ -19,16 +19,16 @@ QKV, INTO_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 _attention_footprint, _mlp_footprint = functools.cache(qkv_attention_footprint), functools.cache(gated_mlp_footprint)
 
 
-def results_bytes(step: StepShape, kind: AttentionKind) -> int:
+def results_bytes(step: StepShape, parts: LayerParts) -> int:
     """Returns the bytes of the results that the attention of a block can keep."""
-    return footprints(step, step.given, kind)[0].keepable
+    return footprints(step, step.given, parts)[0].keepable
 
 
-def sent_bytes(step: StepShape, placement: Placement, kind: AttentionKind) -> tuple[int, int]:
+def sent_bytes(step: StepShape, placement: Placement, parts: LayerParts) -> tuple[int, int]:
     """Returns the bytes that a block sends to the host: its input, results of attention."""
     return (
         step.input_bytes if placement.input == "host" else 0,
-        results_bytes(step, kind) if placement.results == "host" else 0,
+        results_bytes(step, parts) if placement.results == "host" else 0,
     )
 
 
@@ -40,37 +40,37 @@ def norms_bytes(step: StepShape) -> tuple[int, int]:
     """
     share, x = step.share, step.input_bytes
     same = 0 if share.norms_before else x
-    return 4 * share.norms_per_layer * step.tokens - same, x + 2 * x * share.norms_after - same
+    return 4 * step.norms_per_layer * step.tokens - same, x + 2 * x * share.norms_after - same
 
 
-def footprints(step: StepShape, execution: Execution, kind: AttentionKind) -> tuple[Footprint, Footprint]:
+def footprints(step: StepShape, execution: Execution, parts: LayerParts) -> tuple[Footprint, Footprint]:
     """Returns the footprints of a block's attention and of its MLP under an execution."""
-    share, longest = step.share, None
+    attention, mlp, share, longest = parts.mixer, parts.mlp, step.share, None
     if step.is_packed:
         longest = step.documents.longest if step.documents else step.context_length
     declared = (
         _attention_footprint(
-            step.tokens, share.hidden_size, *share.heads, element_size=step.element_size,
-            backend=execution.attention_backend, context_length=step.context_length, longest=longest, kind=kind,
-            heads_at_a_time=execution.heads_at_a_time, num_ranks=step.num_ranks, qk_norm=share.qk_norm,
-            linear=execution.linear,
+            step.tokens, share.hidden_size, *attention.heads, element_size=step.element_size,
+            backend=execution.attention_backend, context_length=step.context_length, longest=longest,
+            kind=attention.kind, heads_at_a_time=execution.heads_at_a_time, num_ranks=step.num_ranks,
+            qk_norm=attention.qk_norm, linear=execution.linear,
         ),
         _mlp_footprint(
-            step.tokens, share.hidden_size, share.intermediate_size, element_size=step.element_size,
+            step.tokens, share.hidden_size, mlp.intermediate_size, element_size=step.element_size,
             tile_size=execution.mlp_tile_size, skippable=not share.norms_after, linear=execution.linear,
         ),
     )  # fmt: skip
-    return declared if step.adapters is None else with_adapters(step, step.adapters, execution, kind, *declared)
+    return declared if step.adapters is None else with_adapters(step, step.adapters, execution, parts, *declared)
 
 
 def with_adapters(
-    step: StepShape, adapters: Adapters, execution: Execution, kind: AttentionKind, attention: Footprint, mlp: Footprint
+    step: StepShape, adapters: Adapters, execution: Execution, parts: LayerParts, attention: Footprint, mlp: Footprint
 ) -> tuple[Footprint, Footprint]:
     """Returns the footprints where a projection with an adapter keeps x and x A^T, and a frozen one nothing.
 
     Attention of some heads at a time, and the MLP in tiles, keep their input in any case, and no x A^T.
     """
-    share, unit = step.share, step.element_size * step.tokens
+    share, unit, (H, _, K) = step.share, step.element_size * step.tokens, parts.mixer.heads
 
     def changed(footprint: Footprint, first: Sequence[str], x: int, last: str, y: int) -> Footprint:
         """Returns a part's footprint. x and y are bytes of inputs that its first and its last projections keep."""
@@ -81,11 +81,11 @@ def with_adapters(
 
     if not execution.heads_at_a_time:
         # Otherwise the output projection keeps attention's own output, which is there in any case.
-        has_own_input = kind.branches > 1 or step.num_ranks > 1
-        output = unit * share.num_attention_heads * share.head_dim * has_own_input
+        has_own_input = parts.mixer.kind.branches > 1 or step.num_ranks > 1
+        output = unit * H * K * has_own_input
         attention = changed(attention, QKV, step.input_bytes * share.norms_before, "o_proj", output)
     if not execution.mlp_tile_size:
-        mlp = changed(mlp, INTO_MLP, step.input_bytes, "down_proj", unit * share.intermediate_size)
+        mlp = changed(mlp, INTO_MLP, step.input_bytes, "down_proj", unit * parts.mlp.intermediate_size)
     return attention, mlp
 
 
@@ -95,7 +95,7 @@ def adapts(step: StepShape, *projections: str) -> bool:
 
 
 def block_bytes(
-    step: StepShape, execution: Execution, placement: Placement, kind: AttentionKind
+    step: StepShape, execution: Execution, placement: Placement, parts: LayerParts
 ) -> list[tuple[int, int]]:
     """Returns bytes (of attention, of the MLP) at a block's fullest: in forward, the MLP's backward, attention's.
 
@@ -103,12 +103,12 @@ def block_bytes(
     """
     x, whole = step.input_bytes, placement.is_whole
     attention, mlp = footprints(
-        step, replace(execution, heads_at_a_time=None, mlp_tile_size=None) if whole else execution, kind
+        step, replace(execution, heads_at_a_time=None, mlp_tile_size=None) if whole else execution, parts
     )
     norms, mlp_norms = norms_bytes(step)
     saved = attention.saved + norms
     if whole:  # x: the residual sum; 3 x: outputs of attention, MLP and block, the last after the MLP's factors
-        linear, D, F = execution.linear, step.share.hidden_size, step.share.intermediate_size
+        linear, D, F = execution.linear, step.share.hidden_size, parts.mlp.intermediate_size
         factors, raw = linear.factor_bytes(D, F), step.element_size * (D + F)
         if linear.kept_bytes(1, D + F, step.element_size) != raw:  # backward keeps factors, not inputs
             factors += step.tokens * raw
@@ -126,8 +126,9 @@ def block_bytes(
         attending = x * step.share.norms_before + attention.forward  # attention works on its norm's output
         if step.num_ranks > 1 and not execution.heads_at_a_time:
             # Attention's output, as it is sent and as it is received. The output of a single branch may be kept.
-            output = step.element_size * step.share.num_attention_heads * step.share.head_dim * step.tokens
-            is_kept = placement.results != "recompute" and kind.branches == 1
+            H, _, K = parts.mixer.heads
+            output = step.element_size * H * K * step.tokens
+            is_kept = placement.results != "recompute" and parts.mixer.kind.branches == 1
             attending = max(attending, x + kept + (2 if is_kept else 3) * output)
         if attending > sum(forward):
             forward = attending, 0
@@ -140,13 +141,13 @@ def block_bytes(
         saved += x if execution.heads_at_a_time else 0
     if placement.results == "recompute" and attention.forward > sum(mlp_backward) - 2 * x:
         mlp_backward = x + attention.forward, x  # attention runs again
-    rebuilt = 0 if whole else x * (1 + (step.share.norms_per_layer > 2))  # outputs of attention, and of its norm
+    rebuilt = 0 if whole else x * (1 + (step.norms_per_layer > 2))  # outputs of attention, and of its norm
     return [forward, mlp_backward, (saved + attention.backward, x + rebuilt)]
 
 
-def waiting_bytes(step: StepShape, placement: Placement, kind: AttentionKind) -> tuple[int, int, int]:
+def waiting_bytes(step: StepShape, placement: Placement, parts: LayerParts) -> tuple[int, int, int]:
     """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of the MLP."""
-    attention, mlp = footprints(step, step.given, kind)
+    attention, mlp = footprints(step, step.given, parts)
     if placement.is_whole:
         norms, mlp_norms = norms_bytes(step)
         return step.input_bytes, attention.saved + norms, mlp_norms + mlp.saved
@@ -159,13 +160,13 @@ def adapter_bytes(step: StepShape) -> int:
     return 2 * 3 * step.adapters.rank * step.element_size * step.tokens if step.adapters else 0
 
 
-def adapter_traffic(step: StepShape) -> tuple[int, int]:
+def adapter_traffic(step: StepShape, layer: int) -> tuple[int, int]:
     """Returns the bytes that adapters of a block read and write, in forward and in backward.
 
     Forward reads x and writes y. Backward reads dy and writes dx, then reads both factors of each gradient.
     """
     if step.adapters is None:
         return 0, 0
-    rows, columns = (sum(sizes) for sizes in zip(*step.adapters.widths(step.share).values()))
+    rows, columns = (sum(sizes) for sizes in zip(*step.adapters.widths(step.share, layer).values()))
     unit = step.element_size * step.tokens
     return unit * (columns + rows), unit * 3 * (columns + rows)

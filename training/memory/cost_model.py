@@ -24,9 +24,9 @@ class Step(StepShape):
     def arena_bytes(self, execution: Execution) -> int:
         """Returns the bytes of the pinned arena that `apply_placement` needs, with every slot aligned."""
         total = 0
-        for (placement, kind), count in Counter(zip(execution.placements, self.kinds)).items():
-            slots = (placement.input == "host") + (placement.results == "host") * kind.branches
-            total += count * (sum(sent_bytes(self, placement, kind)) + 2 * SLOT_ALIGNMENT * slots)
+        for (placement, parts), count in Counter(zip(execution.placements, self.parts)).items():
+            slots = (placement.input == "host") + (placement.results == "host") * parts.mixer.kind.branches
+            total += count * (sum(sent_bytes(self, placement, parts)) + 2 * SLOT_ALIGNMENT * slots)
         return total
 
     def host_bytes(self, execution: Execution) -> int:

@@ -94,7 +94,7 @@ class Plan:
             rows += [("attention", heads), ("MLP", tiles)]
         rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
         if adapters := self.step.adapters:
-            trained = f"{self.step.trained:,} parameters of {self.step.share.num_parameters():,}"
+            trained = f"{self.step.trained:,} parameters of {self.step.elements:,}"
             rows.append(("adapters", f"rank {adapters.rank}, in {', '.join(adapters.targets)}: {trained}"))
             if execution.frozen_bits < 16:
                 rows.append(("frozen matrices", f"{execution.frozen_bits} bits; costs some loss, see docs/lora.md"))

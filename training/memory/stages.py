@@ -40,7 +40,7 @@ class Stages:
     def __init__(self, step: StepShape, execution: Execution):
         self.step, self.execution, self.optimizer = step, execution, step.inventory(execution)
         self.weights, self.visits = step.waiting_weights(execution), step.visiting_weights(execution)
-        self.blocks = [*zip(execution.placements, step.kinds)]
+        self.blocks = [*zip(execution.placements, step.parts)]
         self.needed = [needed_for_backward(execution.placements, layer) for layer in range(step.layers)]
         sizes = {
             block: (waiting_bytes(step, *block), block_bytes(step, execution, *block), sent_bytes(step, *block))
@@ -124,12 +124,13 @@ class Stages:
         gone = ready * optimizer.rows[-1].state_on_host
         waited = gone * (step.last_bytes > LEAVING_BYTES)  # compute waits until a large head's gradient has left
         embedding = step.head_share * (weights[L] > 0)
-        stays = 1 - step.layer_share * sum(map(bool, weights[:L])) - embedding - gone
+        stays = 1 - sum(share for share, size in zip(step.layer_shares, weights) if size) - embedding - gone
         stays = stays if stays > 1e-9 else math.inf  # all of them leave: a share of none is none
+        here = ready
         for layer in reversed(range(L)):
             for part, sizes in zip(("MLP", "attention"), self.block_bytes[layer][1:]):
-                here = ready + step.layer_share * (L - 1 - layer) + step.layer_share * (part == "attention")
-                gone += step.layer_share * (part == "attention" and weights[layer] > 0)
+                here += step.layer_shares[layer] * (part == "attention")
+                gone += step.layer_shares[layer] * (part == "attention" and weights[layer] > 0)
                 gradients = tied + min(LEAVING_BYTES, int(optimizer.leaving_gradients * (here - waited)))
                 name, on_gpu = f"backward of layer {layer}, {part}", (here - gone) / stays
                 inputs, attention, mlp = map(add, (step.input_bytes, *sizes), (*self._fetched(layer), 0))

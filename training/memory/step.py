@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 from torch import Tensor
 
-from kernels.parts import AttentionKind
+from kernels.parts import AttentionKind, LayerParts
 from training.data.packing import deal
 from training.families.lora import Adapters
 from training.memory.execution import Execution, Placement, host_weights, needed_for_backward, quantized_weights
@@ -133,12 +133,18 @@ class StepShape:
         self._inventory = inventory
         self.layers = share.num_hidden_layers
         self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
-        layer_elements = max(share.layer_matrix_parameters(layer) for layer in range(self.layers))
-        # Shares of what is trained.
-        adapter_elements = self.adapters.layer_parameters(share) if self.adapters else 0
-        self.layer_share = 1 / self.layers if self.adapters else layer_elements / share.num_parameters()
-        self.head_share = 0.0 if self.adapters else share.vocab_size * share.hidden_size / share.num_parameters()
-        self.trained = self.layers * adapter_elements or share.num_parameters()  # elements
+        self.norms_per_layer = sum(name.endswith("layernorm.weight") for name in share.layer_parameters(0))
+        self.elements = share.num_parameters()
+        matrices = [share.layer_matrix_parameters(layer) for layer in range(self.layers)]
+        layer_elements = max(matrices)
+        # Elements that are trained, in all and in each layer, and shares of them.
+        in_layers = matrices
+        self.trained = self.elements
+        if self.adapters:
+            in_layers = [self.adapters.layer_parameters(share, layer) for layer in range(self.layers)]
+            self.trained = sum(in_layers)
+        self.layer_shares = [elements / self.trained for elements in in_layers]
+        self.head_share = 0.0 if self.adapters else share.vocab_size * share.hidden_size / self.trained
         self.head_gradient = 0 if self.adapters else self.head  # bytes
         rows = inventory((), "gpu", math.inf, "float32").rows
         self.last_bytes = self.element_size * rows[-1].numel  # an untied head's, on one rank
@@ -211,6 +217,11 @@ class StepShape:
         """How each layer attends: the cheapest kind that computes the same for these documents."""
         longest = self.documents.longest if self.documents else self.context_length
         return tuple(kind.for_longest(longest) for kind in self.given.kinds or self.share.kinds)
+
+    @property
+    def parts(self) -> tuple[LayerParts, ...]:
+        """The parts of each layer, whose attention is of this step's kind."""
+        return _parts(self.share, self.kinds)
 
     @property
     def input_bytes(self) -> int:
@@ -286,3 +297,10 @@ class StepShape:
                 beside[i] += weights[then] * (then not in {*present, runs})
                 present = {runs, then}
         return waits, beside
+
+
+@functools.cache
+def _parts(share: Any, kinds: tuple[AttentionKind, ...]) -> tuple[LayerParts, ...]:
+    made = functools.cache(LayerParts)  # equal layers have one object
+    layers = ((share.parts(i), kind) for i, kind in enumerate(kinds))
+    return tuple(made(replace(parts.mixer, kind=kind), parts.mlp) for parts, kind in layers)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
-from kernels.parts import AttentionKind
+from kernels.qkv_attention import AttentionPart
 from training.memory.block_bytes import adapter_traffic, footprints, sent_bytes
 from training.memory.execution import Execution, needed_for_backward
 from training.memory.machine import Rates
@@ -46,32 +46,31 @@ def timeline(step: StepShape, execution: Execution, rates: Rates) -> list[Phase]
 class _Timeline:
     def __init__(self, step: StepShape, execution: Execution, rates: Rates):
         self.step, self.execution, self.rates = step, execution, rates
-        self.layers, self.placements, self.kinds = step.layers, execution.placements, step.kinds
+        self.layers, self.placements, self.parts = step.layers, execution.placements, step.parts
         documents = step.documents or PackedDocuments.one_each(step.context_length, step.batch_size)
-        kinds = {*self.kinds}
-        self.of_kind = {kind: attention_seconds(step, execution, kind, documents, rates) for kind in kinds}
-        self.footprints = {kind: footprints(step, execution, kind) for kind in kinds}
+        attending = {
+            parts.mixer: attention_seconds(step, execution, parts.mixer, documents, rates) for parts in {*self.parts}
+        }
+        self.attending = [attending[parts.mixer] for parts in self.parts]
+        declared = {parts: footprints(step, execution, parts) for parts in {*self.parts}}
+        self.footprints = [declared[parts] for parts in self.parts]
         self.placed = [i for i in range(self.layers) if not self.placements[i].is_whole]
         self.needed = [needed_for_backward(self.placements, i) for i in range(self.layers)]
         # q, k and v go to other ranks, and attention's output comes back.
-        share = step.share
-        heads = share.num_attention_heads + share.num_key_value_heads
-        sent = 2 * step.element_size * heads * share.head_dim * step.tokens * (1 - 1 / step.num_ranks)
-        self.exchange = sent / rates["gpu link"]
+        sent = 2 * step.element_size * step.tokens * (1 - 1 / step.num_ranks)
+        sizes = ((H + G) * K for H, G, K in (parts.mixer.heads for parts in self.parts))
+        self.exchange = [size * sent / rates["gpu link"] for size in sizes]
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.
         self.reduction = 2 * step.input_bytes * (1 - 1 / step.tensor_ranks) / rates["gpu link"]
-        self.adapting = tuple(size / rates["adapters"] for size in adapter_traffic(step))
+        traffic = (adapter_traffic(step, layer) for layer in range(self.layers))
+        self.adapting = [tuple(size / rates["adapters"] for size in of_layer) for of_layer in traffic]
         self.longer = 1 + (PLACED_IS_LONGER * len(self.placed) / self.layers if execution.heads_at_a_time else 0)
-
-    @functools.cached_property
-    def mlp(self):
-        return self.footprints[self.kinds[0]][1]
 
     @functools.cached_property
     def products(self) -> list[float]:
         """Seconds of each layer's matrix products in forward."""
-        rate, mlp = self.rates[self.execution.linear.rate], self.mlp.matrix_flops
-        return [(self.footprints[kind][0].matrix_flops + mlp) / rate for kind in self.kinds]
+        rate = self.rates[self.execution.linear.rate]
+        return [sum(part.matrix_flops for part in parts) / rate for parts in self.footprints]
 
     @functools.cached_property
     def moves(self) -> list[float]:
@@ -79,9 +78,9 @@ class _Timeline:
         step, share = self.step, self.step.share
         # Two norms of a block, two sums and their copies read and write nine hidden states, other norms two each, and
         # two multipliers four.
-        hidden_states = 9 + 2 * (share.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
-        moved = hidden_states * step.input_bytes + self.mlp.elementwise_bytes
-        return [(moved + self.footprints[kind][0].elementwise_bytes) / self.rates["memory"] for kind in self.kinds]
+        hidden_states = 9 + 2 * (step.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
+        moved = [sum(part.elementwise_bytes for part in parts) for parts in self.footprints]
+        return [(hidden_states * step.input_bytes + size) / self.rates["memory"] for size in moved]
 
     @functools.cached_property
     def visits(self) -> list[float]:
@@ -91,26 +90,26 @@ class _Timeline:
 
     def attend(self, layer: int) -> float:
         """Returns the seconds of a layer's attention in forward, its exchange between ranks included."""
-        return self.of_kind[self.kinds[layer]][0] + self.exchange
+        return self.attending[layer][0] + self.exchange[layer]
 
     def forward(self) -> dict[str, float]:
         """Returns the seconds of kernels in forward of all blocks, by their work."""
         return {
             "attention": self.longer * sum(map(self.attend, range(self.layers))),
-            "choice of blocks": self.longer * sum(self.of_kind[kind][1] for kind in self.kinds),
+            "choice of blocks": self.longer * sum(choice for _, choice, _ in self.attending),
             "products": self.longer * sum(self.products),
             "memory": self.longer * sum(self.moves),
             "dequantization": self.longer * sum(self.visits),
-            "adapters": self.layers * self.adapting[0],
+            "adapters": sum(forward for forward, _ in self.adapting),
             "sums over ranks": 2 * self.layers * self.reduction,
         }
 
     def backward(self) -> dict[str, float]:
         """Returns the seconds of kernels in backward of all blocks, by their work."""
         linear, rates = self.execution.linear, self.rates
-        attention = sum(self.of_kind[kind][2] for kind in self.kinds)
+        attention = sum(backward for _, _, backward in self.attending)
         # Backward sends q, k, v and the output again where it attends some heads at a time.
-        attention += self.layers * self.exchange * (2 if self.execution.heads_at_a_time else 1)
+        attention += sum(self.exchange) * (2 if self.execution.heads_at_a_time else 1)
         of_weights = sum(self.products) * rates[linear.rate] / rates[linear.weight_rate] * linear.trains_matrices
         repeated = [self._again(layer) for layer in self.placed]
 
@@ -122,13 +121,13 @@ class _Timeline:
             "products": self.longer * (sum(self.products) + of_weights) + again("products"),
             "memory": self.longer * 2 * sum(self.moves) + again("memory"),
             "dequantization": self.longer * sum(self.visits) + again("dequantization"),
-            "adapters": self.layers * self.adapting[1] + again("adapters"),
+            "adapters": sum(backward for _, backward in self.adapting) + again("adapters"),
             "sums over ranks": 2 * self.layers * self.reduction + again("sums over ranks"),
         }
 
     def _again(self, layer: int) -> dict[str, float]:
         """Returns the seconds in which backward computes again what a placed block did not keep, by their work."""
-        start, mlp = self.needed[layer][0][0], self.mlp
+        start, (_, mlp) = self.needed[layer][0][0], self.footprints[layer]
         before, blocks = range(start, layer), range(start, layer + 1)  # blocks before run again for this block's input
         linear = self.execution.linear
         # Skippable products do not run again: the tiled MLP's own backward recomputes gate and up.
@@ -136,14 +135,14 @@ class _Timeline:
         flops -= mlp.matrix_flops if mlp.is_skippable else 0
         attention = sum(self.attend(i) for i in blocks if self.placements[i].results == "recompute")
         if not self.execution.heads_at_a_time:  # kept outputs are exchanged again
-            attention += self.exchange * sum(self.placements[i].results != "recompute" for i in blocks)
+            attention += sum(self.exchange[i] for i in blocks if self.placements[i].results != "recompute")
         products = self.products[layer] + flops / self.rates[linear.rate]
         return {
             "attention": attention,
             "products": products + sum(self.products[i] for i in before),
             "memory": sum(self.moves[i] for i in before),
             "dequantization": sum(self.visits[i] for i in before),
-            "adapters": self.adapting[0] * len(blocks),
+            "adapters": sum(self.adapting[i][0] for i in blocks),
             "sums over ranks": self.reduction * (2 * len(before) + (1 if mlp.is_skippable else 2)),
         }
 
@@ -151,7 +150,7 @@ class _Timeline:
         """Returns the phases, in the order of a step."""
         step, rates, L, link = self.step, self.rates, self.layers, self.rates["link"]
         forward, backward, loss = self.forward(), self.backward(), self._loss()
-        sent = [sum(sent_bytes(step, *block)) / link for block in zip(self.placements, self.kinds)]
+        sent = [sum(sent_bytes(step, *block)) / link for block in zip(self.placements, self.parts)]
         weights = [size / link for size in step.waiting_weights(self.execution)]  # the last: the embedding's
         waits, beside = ([size / link for size in sizes] for sizes in step.fetched_bytes(self.execution))
         copies = sum(sent) + sum(weights[:L])
@@ -197,7 +196,7 @@ class _Timeline:
         with exchanges of heads, which also pay for copies. Other machines send to all its GPUs at once.
         """
         step, share, rates = self.step, self.step.share, self.rates
-        elements, ranks = share.num_parameters(), step.num_shards or 1
+        elements, ranks = step.elements, step.num_shards or 1
         apart = min(step.num_copies, step.num_machines)  # copies that share no machine
         between_machines = elements * (step.num_machines // apart - 1) / ranks / rates["network"]
         byte = max(elements * (1 - 1 / ranks) / rates["gpu link"], between_machines)  # seconds, 1 byte each
@@ -222,7 +221,8 @@ class _Timeline:
             return update + fetched, fetched
         # Nothing runs before the embedding and the first block are updated.
         on_gpu = inventory.gpu_gradients / (inventory.gpu_gradients + inventory.leaving_gradients)
-        first = fetched * (max(0, step.head_share - on_gpu) + step.layer_share) / max(1 - on_gpu, step.layer_share)
+        head, block = max(0, step.head_share - on_gpu), step.layer_shares[0]
+        first = fetched * (head + block) / max(1 - on_gpu, block)
         return update + max(min(first, fetched), fetched + weights - forward, returned + sent - forward), fetched
 
 
@@ -243,13 +243,13 @@ def format_timeline(phases: list[Phase]) -> str:
 
 
 def attention_seconds(
-    step: StepShape, execution: Execution, kind: AttentionKind, documents: PackedDocuments, rates: Rates
+    step: StepShape, execution: Execution, attention: AttentionPart, documents: PackedDocuments, rates: Rates
 ) -> tuple[float, float, float]:
     """Returns the seconds of one layer: of forward, of choosing blocks of keys (once per step), of backward."""
-    H, G, K = step.share.heads
+    H, G, K = attention.heads
     own_heads = G // step.num_ranks
     steps = own_heads // (execution.heads_at_a_time or own_heads)
-    work = kind.work(
+    work = attention.kind.work(
         documents.lengths, H // step.num_ranks, own_heads, K, backend=execution.attention_backend, steps=steps,
         is_packed=documents.count > step.batch_size,
     )  # fmt: skip

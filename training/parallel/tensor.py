@@ -11,10 +11,6 @@ from model import ModelConfig
 from training.host.errors import UserError
 from training.parallel.world import World
 
-# Ends of modules' names. All other matrices, and biases, are split by rows.
-SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
-WHOLE = "norm"
-
 
 def share_matrices(model: nn.Module, world: World) -> None:
     """Let the ranks of `world`'s tensor axis share the matrices of a model.Transformer, made for them on "meta".
@@ -28,12 +24,13 @@ def share_matrices(model: nn.Module, world: World) -> None:
     # PyTorch warns, on each rank, that a weight is gathered by two collectives. Only checkpoints gather whole weights.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     mesh = world.mesh["tensor"]
-    ranks = TensorRanks(mesh.get_group())
+    ranks, declared = TensorRanks(mesh.get_group()), model.declared
     for name, module in model.named_modules():
         if hasattr(module, "tensor_ranks"):
             module.tensor_ranks = ranks
-        placement = Replicate() if name.endswith(WHOLE) else Shard(1 if name.endswith(SPLIT_BY_COLUMNS) else 0)
         for key, part in [*module.named_parameters(recurse=False)]:
+            dim = declared[f"{name}.{key}"].shared_dim
+            placement = Replicate() if dim is None else Shard(dim)
             whole = DTensor.from_local(part.detach(), mesh, [placement], run_check=False)
             module.register_parameter(key, nn.Parameter(whole))
 
@@ -45,11 +42,13 @@ def check_matrix_sharing(size: int, model_config: ModelConfig) -> None:
             f"tensor_parallel_size {size} would part the heads that {model_config.model_type} normalises together; use "
             "context_parallel_size"
         )
-    heads, width, words = model_config.num_key_value_heads, model_config.intermediate_size, model_config.vocab_size
-    common = math.gcd(heads, width, words)
+    layers = map(model_config.parts, range(model_config.num_hidden_layers))
+    named = dict.fromkeys(size for layer in layers for part in layer for size in part.shared_sizes().items())
+    sizes = [*named, ("vocab_size", model_config.vocab_size)]
+    common = math.gcd(*(number for _, number in sizes))
     if common % size:
         divisors = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        *words, last = (f"{name} {number}" for name, number in sizes)
         raise UserError(
-            f"tensor_parallel_size {size} must divide the model's {heads} key/value heads, intermediate_size {width} "
-            f"and vocab_size {words}; give one of {divisors}"
+            f"tensor_parallel_size {size} must divide the model's {', '.join(words)} and {last}; give one of {divisors}"
         )

@@ -96,9 +96,11 @@ def linear_of(config: StepFlags, share: Share, device: torch.device, impl: str =
     """The linear maps of --linear and --lora; raises UserError where they cannot run."""
     if config.linear == PLAIN.name:
         return PLAIN if config.lora is None else LORA
-    names = "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
-    widths = {name: getattr(share, name) * (share.head_dim if "heads" in name else 1) for name in names}
-    widths["head_dim"] = share.head_dim  # heads of a step
+    widths = {"head_dim": share.head_dim}  # heads of a step
+    for i in range(share.num_hidden_layers):
+        for name, (rows, columns) in share.maps(i).items():
+            whose = f"of layer {i}'s {name}"
+            widths |= {f"number of rows {whose}": rows, f"number of columns {whose}": columns}
     with refused_as_user_error():
         check_fp8(device, widths)
     return FP8(impl) if config.lora is None else LoRA(FP8(impl))
@@ -119,12 +121,11 @@ def check_lora_bits(config: StepFlags, share: Share, num_gpus: int) -> None:
         return
     if num_gpus > 1:
         raise UserError(f"lora_bits {bits} on {num_gpus} GPUs is not supported: FSDP2 shards bf16; give lora_bits 16")
-    H, _, K = share.heads
-    for name, columns in (("hidden_size", share.hidden_size), ("intermediate_size", share.intermediate_size),
-                          ("num_attention_heads x head_dim", H * K)):  # fmt: skip
+    maps = (map for layer in range(share.num_hidden_layers) for map in share.maps(layer).items())
+    for name, (_, columns) in maps:
         if columns % QUANTIZED_GROUP:
             raise UserError(
-                f"lora_bits {bits} needs rows of whole groups of {QUANTIZED_GROUP}, and {name} is {columns}; "
+                f"lora_bits {bits} needs rows of whole groups of {QUANTIZED_GROUP}, and {name} has {columns} columns; "
                 "give lora_bits 16"
             )
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model import Transformer, choose_tokens
+from kernels.sampling import choose_tokens
+from model import Transformer
 from tests.checkpoints import save_checkpoint
 from tests.training.data.test_tokenizer import write_tokenizer
 from tests.training.generate.test_inference import TINY

@@ -97,7 +97,7 @@ def test_seconds_of_documents_that_attend_together(backend):
     lengths = np.random.default_rng(0).exponential(273, 480).astype(int).clip(1, 2048)
     documents = PackedDocuments.average(lengths, np.zeros(480, dtype=int), 2048, batch_size=1, num_ranks=1)
     step = step_of(MODEL_SIZES["4B"], int(lengths.sum()), backend, documents=documents)
-    forward, choice, backward = attention_seconds(step, step.given, FULL, documents, H200)
+    forward, choice, backward = attention_seconds(step, step.given, step.parts[0].mixer, documents, H200)
     assert 1000 * (forward + backward) == pytest.approx(18, rel=0.15) and choice == 0
 
 
@@ -130,7 +130,7 @@ def test_ranks_that_share_a_sequence_share_its_work(num_ranks, heads_at_a_time):
     expected = (alone.seconds(execution, H200) - update) / num_ranks + update + waits
     assert shared.seconds(execution, H200) == pytest.approx(expected, rel=1e-6)
     assert num_ranks * shared.input_bytes == alone.input_bytes
-    assert num_ranks * results_bytes(shared, FULL) == results_bytes(alone, FULL)
+    assert num_ranks * results_bytes(shared, shared.parts[0]) == results_bytes(alone, alone.parts[0])
     assert shared.at(262_144).tokens == 2 * shared.tokens == 262_144 // num_ranks
     assert find_max_context(shared, 100 * GIB, 0) > find_max_context(alone, 100 * GIB, 0)
 
@@ -210,7 +210,7 @@ def test_ranks_that_share_matrices_share_products_and_attention(tensor_ranks, he
     expected = alone.seconds(execution, rates) / tensor_ranks + sums
     assert shared.seconds(execution, rates) == pytest.approx(expected, rel=1e-6)
     assert shared.input_bytes == alone.input_bytes
-    assert tensor_ranks * results_bytes(shared, FULL) == results_bytes(alone, FULL)
+    assert tensor_ranks * results_bytes(shared, shared.parts[0]) == results_bytes(alone, alone.parts[0])
     assert find_max_context(shared, 100 * GIB, 0) > find_max_context(alone, 100 * GIB, 0)
 
 
@@ -273,7 +273,7 @@ def test_weights_of_two_blocks_visit_at_once():
 def test_embedding_and_head_visit_before_and_after_the_blocks(size):
     """Only the last norm stays. Beside the loss the last block's weights come back, or block 34's for its input."""
     config = MODEL_SIZES[size]
-    end, block = 2 * 151_936 * config.hidden_size, 2 * config.layer_parameters(0)
+    end, block = 2 * 151_936 * config.hidden_size, 2 * sum(p.numel for p in config.layer_parameters(0).values())
     for placements in ((VISITS,) * 36, (VISITS, PAIR) * 18):
         sizes = parameter_bytes_by_stage(placements, size, loss_impl="chunked", ends="host")
         visiting = {"embedding": end + block, "forward of layer 35": block + end, "loss": end + block}
@@ -409,7 +409,7 @@ def test_adapters_spare_the_products_of_weights_gradients(size, placement):
     share = full.share
     matrices = 36 * share.layer_matrix_parameters() + share.vocab_size * share.hidden_size
     updates = [4 * step.inventory(e).gpu_state / H200["memory"] for step, e in zip((full, lora), placed)]
-    forward, backward = adapter_traffic(lora)
+    forward, backward = adapter_traffic(lora, 0)
     again = 0 if placement.is_whole else forward
     expected = 2 * 32_768 * matrices / H200["products"] + updates[0] - updates[1]
     expected -= 36 * (forward + backward + again) / H200["adapters"]

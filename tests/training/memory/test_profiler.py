@@ -18,7 +18,7 @@ from kernels.attention import NSA, Sparse, Window
 from kernels.attention.documents import Documents
 from kernels.attention.full import FULL
 from kernels.fp8 import FP8
-from kernels.gated_mlp import gated_mlp_footprint
+from kernels.gated_mlp import GatedMLPPart, gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.lora import LORA, LoRA
@@ -76,15 +76,23 @@ def attention_bytes(q, k, kind, backend):
 def own_bytes(step, execution):
     """Bytes that operations take inside, by what their footprints say of it; outputs are counted already."""
     ops, share = torch.ops.fathom, step.share
-    D, width = share.hidden_size, share.intermediate_size
-    linear = execution.linear
-    mlp = gated_mlp_footprint(step.tokens, D, width, tile_size=execution.mlp_tile_size or 1, linear=linear)
+    D, linear = share.hidden_size, execution.linear
     loss = linear_cross_entropy_footprint(step.tokens, D, share.vocab_size, trains_head=step.adapters is None)
-    hidden, mlp_weights = 2 * step.tokens * D, 2 * 3 * D * width * linear.trains_matrices
+
+    def tiles(weight):
+        width, sizes = weight.shape[0], {"tile_size": execution.mlp_tile_size or 1, "linear": linear}
+        return gated_mlp_footprint(step.tokens, D, width, **sizes), 2 * 3 * D * width * linear.trains_matrices
+
+    def tiled(x, gate_tensors, *more):
+        return tiles(gate_tensors[0])[0].forward - x.nbytes
+
+    def tiled_backward(dy, x, gate_tensors, *more):
+        mlp, weights = tiles(gate_tensors[0])
+        return mlp.backward - x.nbytes - weights
 
     def some_heads(*arguments):
         kind = part_of(arguments[10])
-        attention, _ = footprints(step, execution, kind)
+        attention, _ = footprints(step, execution, next(parts for parts in step.parts if parts.mixer.kind == kind))
         gates = 2 * step.tokens * kind.gates_per_head * share.num_attention_heads  # the operation is given them
         return attention.forward - attention.keepable - attention.choices - gates
 
@@ -92,9 +100,9 @@ def own_bytes(step, execution):
         ops.attend.default: lambda q, k, v, segments, lists, *kind: attention_bytes(q, k, *kind[:2]).forward,
         ops.attend_backward.default: lambda dout, q, k, *more: attention_bytes(q, k, *more[6:8]).backward,
         ops.qkv_attention.default: some_heads,
-        ops.tiled_gated_mlp.default: mlp.forward - hidden,
-        ops.skippable_tiled_gated_mlp.default: mlp.forward - hidden,
-        ops.tiled_gated_mlp_backward.default: mlp.backward - hidden - mlp_weights,
+        ops.tiled_gated_mlp.default: tiled,
+        ops.skippable_tiled_gated_mlp.default: tiled,
+        ops.tiled_gated_mlp_backward.default: tiled_backward,
         torch.ops.aten.embedding_dense_backward.default: stages.embedding_sums(step),
         ops.linear_cross_entropy.default: loss.forward - loss.saved,
     }
@@ -188,6 +196,7 @@ VISITS = replace(ON_HOST, weights="host")
 SCALARS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
 FOUR_NORMS = {"norms_after": True, "local_rope_theta": 1e4, "norm_weight_offset": 1.0, "norm_cast_before_weight": False}
 NORMS_AFTER = {"norms_before": False, "norms_after": True, "qk_norm": "width"}
+WIDER = {"layer_mlps": (*[GatedMLPPart(9728)] * 3, GatedMLPPart(24_576, "gelu_tanh"))}
 BY_LAYER = tuple(map(Sparse, (64, 32, 0, 128)))
 CASES = {
     "checkpointing": (131_072, [Placement()] * 4, None, None, {}),
@@ -207,6 +216,9 @@ CASES = {
     "sparse by layer": (131_072, [Placement()] * 2 + [GPU, WHOLE], 8192, None, {"kinds": BY_LAYER}),
     "windows and full": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"kinds": (Window(), FULL)}),
     "windows, kept, groups": (524_288, [ON_HOST, GPU] * 2, 8192, 1, {"kinds": (Window(), Window(), Sparse(), FULL)}),
+    "a wider MLP": (131_072, [Placement(), GPU, ON_HOST, GPU], 8192, None, {"scalars": WIDER}),
+    "a wider MLP, whole": (65_536, [WHOLE] * 4, None, None, {"scalars": WIDER}),
+    "lora, a wider MLP": (65_536, [GPU, WHOLE] * 2, None, 1, {"scalars": WIDER, "adapters": Adapters(64, 64.0)}),
     "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, 1, {"gpu_state_bytes": 2e9}),
     "ends": (131_072, [VISITS] * 4, 8192, 1, {"ends": "host", "gpu_state_bytes": 0}),
     "untied, the head's state on the host": (65_536, [VISITS] * 4, 8192, None, {"size": "8B", "gpu_state_bytes": 8e9}),

@@ -190,6 +190,6 @@ def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch):
 
 def test_matrices_that_cannot_be_shared_are_refused():
     check_matrix_sharing(8, MODEL_SIZES["4B"])
-    message = "size 16 must divide the model's 8 key/value heads, intermediate_size 9728 and vocab_size 151936"
+    message = "size 16 must divide the model's num_key_value_heads 8, intermediate_size 9728 and vocab_size 151936"
     with pytest.raises(UserError, match=f"{message}; give one of 1, 2, 4, 8$"):
         check_matrix_sharing(16, MODEL_SIZES["4B"])

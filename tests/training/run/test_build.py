@@ -82,9 +82,9 @@ def test_quantized_weights_are_refused_where_they_cannot_be():
     ):
         run.check_lora_bits(config, share, num_gpus=2)
     for name, value, found in (
-        ("hidden_size", 100, "hidden_size is 100"),
-        ("intermediate_size", 96, "intermediate_size is 96"),
-        ("head_dim", 10, "num_attention_heads x head_dim is 160"),
+        ("hidden_size", 100, "q_proj has 100 columns"),
+        ("intermediate_size", 96, "down_proj has 96 columns"),
+        ("head_dim", 10, "o_proj has 160 columns"),
     ):
         narrow = replace(MODEL_SIZES["0.6B"], **{name: value}).share(1)
         with pytest.raises(ValueError, match=f"lora_bits 4 needs rows of whole groups of 64, and {found}; give lora_"):
@@ -99,7 +99,7 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
     assert run.linear_of(TrainConfig(), share, cuda) == PLAIN
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert run.linear_of(config, share, cuda) == FP8()
-    with pytest.raises(ValueError, match="multiples of 16 up to 32,768, intermediate_size is 100; use linear bf16"):
+    with pytest.raises(ValueError, match="multiples of 16 up to 32,768, number of rows of layer 0's gate_proj is 100"):
         run.linear_of(config, replace(share, intermediate_size=100), cuda)
     with pytest.raises(ValueError, match="multiples of 16 up to 32,768, head_dim is 24; use linear bf16"):
         run.linear_of(config, replace(share, head_dim=24), cuda)
