@@ -21,7 +21,11 @@ from triton.compiler import ASTSource
 
 @dataclass
 class KernelToCompile:
-    """A specialisation of a kernel: its function in kernels/<operation>.py, the types of arguments, and constants."""
+    """A specialisation of a kernel: the types of its arguments, and constants.
+
+    The name is a function in kernels/<operation>.py; with a dot, as "chunks._scan_kernel", in a file of the
+    operation's folder.
+    """
 
     name: str
     signature: dict[str, str]  # run-time arguments: "*bf16", "*fp32", "i32", "i64", "fp32", ...
@@ -40,7 +44,8 @@ class Compiled:
 
 
 def compile_kernel(operation: str, kernel: KernelToCompile, capability: int) -> Compiled:
-    function = getattr(importlib.import_module(f"kernels.{operation}"), kernel.name)
+    file, _, name = f"kernels.{operation}.{kernel.name}".rpartition(".")
+    function = getattr(importlib.import_module(file), name)
     signature = {name: kernel.signature.get(name, "constexpr") for name in function.arg_names}
     missing = [n for n, t in signature.items() if t == "constexpr" and n not in kernel.constants]
     assert not missing, f"{kernel.name}: neither a type nor a constant for {missing}"
@@ -70,7 +75,7 @@ def main(operations: str, *capabilities: str) -> None:
             for capability in (n for n in map(int, capabilities) if n >= kernel.least_capability):
                 c = compile_kernel(operation, kernel, capability)
                 print(
-                    f"{operation}.{kernel.name} sm_{capability}: {c.registers} registers, "
+                    f"{operation}.{kernel.name.split('.')[-1]} sm_{capability}: {c.registers} registers, "
                     f"{c.spill_bytes} bytes spilled, {c.shared_bytes} bytes shared"
                 )
 

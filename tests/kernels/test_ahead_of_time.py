@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.stem: path.read_text() for path in sorted((ROOT / "kernels").glob("*.py"))}
+SOURCES["delta_net"] = "".join(path.read_text() for path in sorted((ROOT / "kernels/delta_net").glob("*.py")))
 SPARSE = {path.stem: path.read_text() for path in sorted((ROOT / "kernels/attention").rglob("*.py"))}
 MOST_SPILLED = 768  # bytes per thread; gather backward by Triton 3.7 spills 648 on sm_80 and 48 on sm_90
 MOST_SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}  # sm_86 and sm_89 have 99 KiB, and run sm_80's code

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from kernels import delta_net
-from kernels.delta_net import delta_rule, delta_rule_footprint, delta_rule_reference
+from kernels.delta_net import backward, chunks, delta_rule, delta_rule_footprint, delta_rule_reference, rule
 from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import outputs_and_gradients, random
 from tests.storage_counter import StorageCounter
@@ -35,11 +34,11 @@ def kernel(name, constants, without=(), types=None, num_stages=3):
 
 
 KERNELS_TO_COMPILE = [
-    kernel("_chunk_kernel", {"G": 16, "DTYPE": tl.float16} | _WIDTHS),
-    kernel("_scan_kernel", _SCAN | {"PIECE": 64}, ("new_d", "states_d", "initial_ptr", "final_ptr")),
-    kernel("_scan_kernel", _SCAN | {"PIECE": 64}, ("out_ptr", "final_ptr", "initial_ptr")),
-    kernel("_reverse_scan_kernel", _SCAN, ("d_final_ptr", "d_initial_ptr")),
-    kernel("_gradients_kernel", {"G": 16, "V": 128, "BLOCK_K": 32, "STAGES": 2} | _WIDTHS, types=_WHOLE_HEADS),
+    kernel("chunks._chunk_kernel", {"G": 16, "DTYPE": tl.float16} | _WIDTHS),
+    kernel("chunks._scan_kernel", _SCAN | {"PIECE": 64}, ("new_d", "states_d", "initial_ptr", "final_ptr")),
+    kernel("chunks._scan_kernel", _SCAN | {"PIECE": 64}, ("out_ptr", "final_ptr", "initial_ptr")),
+    kernel("backward._reverse_scan_kernel", _SCAN, ("d_final_ptr", "d_initial_ptr")),
+    kernel("backward._gradients_kernel", {"G": 16, "V": 128, "BLOCK_K": 32, "STAGES": 2} | _WIDTHS, types=_WHOLE_HEADS),
 ]
 
 
@@ -79,11 +78,16 @@ def errors(function, tensors, **options):
 @pytest.fixture
 def small_stretches(monkeypatch):
     """Keeps a state every chunk, and divides two chunks and more into stretches."""
-    monkeypatch.setattr(delta_net, "PIECE", 1)
-    monkeypatch.setattr(delta_net, "STRETCH", 2)
-    delta_net._stretches.cache_clear()
+    set_constants(monkeypatch, PIECE=1, STRETCH=2)
+    chunks.stretches_of.cache_clear()
     yield
-    delta_net._stretches.cache_clear()
+    chunks.stretches_of.cache_clear()
+
+
+def set_constants(monkeypatch, **constants):
+    for name, value in constants.items():
+        for module in (chunks, rule):
+            monkeypatch.setattr(module, name, value)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -206,27 +210,27 @@ def test_custom_op(packed, device):
 
 def test_footprint(device, small_stretches, monkeypatch):
     """Counts what the operations allocate, also inside of them."""
-    monkeypatch.setattr(delta_net, "PIECE", 2)
+    set_constants(monkeypatch, PIECE=2)
     T, G, H, K, V = 300, 1, 2, 64, 32
     footprint = delta_rule_footprint(T, G, H, K, V, element_size=4)
     tensors = [x.to(device) for x in inputs(T, G, H, K, V)[:5]]
     delta_rule(*tensors, impl="triton")  # makes the tables
-    empty_chunks = delta_net._empty_chunks
+    empty_chunks = chunks._empty_chunks
 
     def collect_first(*arguments):
         gc.collect()  # Triton's interpreter leaves cycles
         return empty_chunks(*arguments)
 
-    monkeypatch.setattr(delta_net, "_empty_chunks", collect_first)
+    monkeypatch.setattr(chunks, "_empty_chunks", collect_first)
     with StorageCounter() as counter:
         tensors = [x.view_as(x) for x in tensors]  # the counter knows them from here on
         before = counter.read().allocated
-        out, kept, _ = delta_net._forward._init_fn(*tensors, None, None, False)
+        out, kept, _ = rule._forward._init_fn(*tensors, None, None, False)
         assert counter.read().peak - before == pytest.approx(footprint.forward, abs=2**10)
         assert (before + kept.nbytes, kept.nbytes) == (footprint.saved, footprint.keepable)
         gc.collect()
         before = counter.read().allocated
-        delta_net._backward._init_fn(out, None, *tensors, kept, None, None)
+        backward.delta_rule_backward._init_fn(out, None, *tensors, kept, None, None)
         assert counter.read().peak - before == pytest.approx(footprint.backward, abs=2**10)
 
 

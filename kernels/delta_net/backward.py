@@ -1,0 +1,205 @@
+"""Backward of the gated delta rule.
+
+It goes through the stretches from last to first. In each it makes the chunks' matrices again, then all states from the
+kept ones, piece by piece in parallel. With dS of the state after a chunk, and dS' of the state before it:
+
+    y    = (I + A)^-T (((q k^T) D)^T dout + exp(G_last - G) k dS)
+    dv   = beta y
+    dS'  = exp(G_last) dS + (exp(G) q)^T dout - (exp(G) k)^T dv
+    dA   = -y new^T,  d((q k^T) D) = dout new^T
+
+and the other gradients by the chain rule. G multiplies queries, and keys as rows, by exp(G), keys as columns by
+exp(-G). Its gradient is q . dq plus k . dk of rows, less k . dk of columns; at the last token, also S . dS after it.
+"""
+
+import functools
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..attention.documents import as_bytes
+from ..common import operation
+from .chunks import (
+    CHUNK,
+    aligned,
+    describe,
+    describe_inputs,
+    describe_matrices,
+    launch_beside,
+    load_gates,
+    prepared,
+    scan_options,
+    scan_states,
+    sizes,
+    stretches_of,
+)
+
+GRADIENT_STAGES, GRADIENT_KEYS = 2, 32
+
+
+@triton.jit
+def _reverse_scan_kernel(
+    d_out_d, q_d, k_d, inverse_d, scores_d, gates_ptr, parts_ptr,
+    d_final_ptr, d_initial_ptr, carried_ptr, carry_ptr, y_d, d_states_d,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    C: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Carries the gradient of BLOCK_V columns of a head's state back through a part.
+
+    It writes y, and the gradient of the state after each chunk. `carried` comes from the stretch that follows, and
+    `carry` goes to the one before.
+    """
+    part = parts_ptr + 7 * tl.program_id(0)
+    head, column = tl.program_id(1) // (V // BLOCK_V), tl.program_id(1) % (V // BLOCK_V) * BLOCK_V
+    start, stop, chunk, document = tl.load(part), tl.load(part + 1), tl.load(part + 2), tl.load(part + 5)
+    i, c, d = tl.arange(0, C), tl.arange(0, K), column + tl.arange(0, BLOCK_V)
+    own_state = head * (K * V) + (d[:, None] * K + c[None, :])
+    public_state = (document * H + head) * (K * V) + (d[:, None] + c[None, :] * V)
+    dS = tl.zeros([BLOCK_V, K], dtype=tl.float32)
+    if tl.load(part + 6) == 0:
+        dS = tl.load(carried_ptr + own_state)
+    elif d_final_ptr is not None:
+        dS = tl.load(d_final_ptr + public_state)
+
+    num_chunks = ((stop - start + C - 1) // C).to(tl.int32)
+    for step in tl.range(0, num_chunks, num_stages=STAGES):
+        n = num_chunks - 1 - step
+        row = (chunk + n) * H + head
+        first = (start + n * C).to(tl.int32)
+        q, k = q_d.load([first, head // R * K]), k_d.load([first, head // R * K])
+        d_out = tl.trans(d_out_d.load([first, head * V + column]))  # [BLOCK_V, C]
+        inverse, scores = inverse_d.load([(row * C).to(tl.int32), 0]), scores_d.load([(row * C).to(tl.int32), 0])
+        total, beta, last = load_gates(gates_ptr, row, C)
+
+        operand = dS.to(k.dtype)
+        d_states_d.store([(row * V).to(tl.int32) + column, 0], operand)
+        d_new = tl.dot(operand, tl.trans(k), input_precision="ieee") * tl.exp(last - total)[None, :]
+        d_new = tl.dot(d_out, scores, d_new, input_precision="ieee")
+        y = tl.dot(d_new.to(k.dtype), inverse, input_precision="ieee")
+        y_d.store([(row * C).to(tl.int32), column], tl.trans(y.to(k.dtype)))
+        since = tl.exp(total)
+        dS = tl.dot((y * (-beta * since)[None, :]).to(k.dtype), k, dS * tl.exp(last), input_precision="ieee")
+        since = tl.where(i < stop - start - n * C, since, 0.0)
+        dS = tl.dot((d_out * since[None, :]).to(k.dtype), q, dS, input_precision="ieee")
+
+    if tl.load(part + 3) >= 0:
+        tl.store(carry_ptr + own_state, dS)
+    elif d_initial_ptr is not None:
+        tl.store(d_initial_ptr + public_state, dS)
+
+
+@triton.jit
+def _gradients_kernel(
+    d_out_d, new_d, y_d, q_d, k_d, states_d, d_states_d, v_ptr, gates_ptr, chunks_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, d_beta_ptr,
+    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Writes all gradients of one chunk for the value heads of one key head, BLOCK_K columns of keys at a time."""
+    chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, stop = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
+    i, c, d, first = tl.arange(0, C), tl.arange(0, BLOCK_K), tl.arange(0, V), start.to(tl.int32)
+    is_token = i < stop - start
+    keys = (start * G + key_head) * K + (i[:, None] * (G * K) + c[None, :])
+    for r in range(R):
+        head = key_head * R + r
+        row = (chunk * (G * R) + head).to(tl.int32)
+        gates = start * (G * R) + head + i * (G * R)
+        total, beta, last = load_gates(gates_ptr, row, C)
+        since, rest = tl.exp(total), tl.exp(last - total)
+
+        # Gradients of the scores and of A, from the output's gradient and from y.
+        d_out, new, y = d_out_d.load([first, head * V]), new_d.load([row * C, 0]), y_d.load([row * C, 0])
+        values = (start * (G * R) + head) * V + (i[:, None] * (G * R * V) + d[None, :])
+        v = tl.load(v_ptr + values, mask=is_token[:, None], other=0.0)
+        d_beta = tl.sum(y.to(tl.float32) * v.to(tl.float32), axis=1)
+        tl.store(dv_ptr + values, (y * beta[:, None]).to(v.dtype), mask=is_token[:, None])
+        is_past = (i[:, None] >= i[None, :]) & is_token[:, None]
+        decay = tl.exp(tl.where(is_past, total[:, None] - total[None, :], float("-inf")))
+        d_scores = (tl.dot(d_out, tl.trans(new), input_precision="ieee") * decay).to(v.dtype)
+        decay = tl.where(i[:, None] > i[None, :], decay, 0.0)
+        d_A = tl.dot(y, tl.trans(new), input_precision="ieee") * decay
+        d_scores_t, d_A_t = tl.trans(d_scores), tl.trans((-beta[:, None] * d_A).to(v.dtype))
+        d_A = d_A.to(v.dtype)
+
+        # `left` is what y does to a key on its own row, but for -beta; the rest of dk goes to keys as columns.
+        d_total, held, d_last = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
+        for block in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            q, k = q_d.load([first, key_head * K + block]), k_d.load([first, key_head * K + block])
+            S, dS = states_d.load([row * V, block]), d_states_d.load([row * V, block])  # [V, BLOCK_K]
+            is_sum = (is_token & (r > 0))[:, None]
+            dq_before = tl.load(dq_ptr + keys + block, mask=is_sum, other=0.0)
+            dk_before = tl.load(dk_ptr + keys + block, mask=is_sum, other=0.0)
+            d_last += tl.exp(last) * tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0)
+            dq = tl.dot(d_out, S, input_precision="ieee") * since[:, None]
+            dq = tl.dot(d_scores, k, dq, input_precision="ieee")
+            d_total += tl.sum(dq * q, axis=1)
+            left = tl.dot(y, S, input_precision="ieee") * since[:, None]
+            left = tl.dot(d_A, k, left, input_precision="ieee")
+            held += tl.sum(left * k, axis=1)
+            dk = tl.dot(new, dS, input_precision="ieee") * rest[:, None]
+            d_last += tl.sum(tl.sum(dk * k, axis=1), axis=0)
+            dk = tl.dot(d_scores_t, q, dk, input_precision="ieee")
+            dk = tl.dot(d_A_t, k, dk, input_precision="ieee")
+            d_total -= tl.sum(dk * k, axis=1)
+            dk -= beta[:, None] * left
+            tl.store(dq_ptr + keys + block, (dq + dq_before).to(k.dtype), mask=is_token[:, None])
+            tl.store(dk_ptr + keys + block, (dk + dk_before).to(k.dtype), mask=is_token[:, None])
+
+        d_total = tl.where(is_token, d_total - beta * held, 0.0)
+        tl.store(d_beta_ptr + gates, d_beta - held, mask=is_token)
+        tl.store(dg_ptr + gates, d_last + tl.cumsum(d_total, axis=0, reverse=True), mask=is_token)
+
+
+@operation("fathom::delta_rule_backward")
+def delta_rule_backward(
+    d_out: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, kept: Tensor,
+    initial: Tensor | None, segments: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of q, k, v, g, beta and the initial states (empty without these)."""
+    d_out, q, k, v, g, beta = (aligned(x) for x in (d_out, q, k, v, g, beta))
+    initial, d_final = (x if x is None else x.contiguous() for x in (initial, d_final))
+    dq, dk, dv, dg, d_beta, d_initial = _empty_gradients(q, k, v, g, beta, initial)
+    G, H, K, V = k.shape[2], v.shape[2], k.shape[3], v.shape[3]
+    carry, carried = (g.new_empty(H, V, K) for _ in range(2))
+    programs, options = scan_options(k, v)
+    block_k = min(GRADIENT_KEYS, K)
+    q_d, k_d, v_d = describe_inputs(q, k, v, options["BLOCK_V"])
+    d_out_d, d_out_heads_d = (describe(d_out, H * V, CHUNK, width) for width in (options["BLOCK_V"], V))
+    stretches = stretches_of(q.shape[0], q.shape[1], as_bytes(segments), q.device)[::-1]
+    for stretch, made, launches in prepared(q, k, v, g, beta, stretches):
+        matrices, num_chunks = describe_matrices(made), len(stretch.chunks)
+        new, y = (v.new_empty(num_chunks, H, CHUNK, V) for _ in range(2))
+        states, d_states = (q.new_empty(num_chunks, H, V, K) for _ in range(2))
+        pairs, block_v = ((new, states), (y, d_states)), options["BLOCK_V"]
+        written = [d for x, S in pairs for d in (describe(x, V, CHUNK, block_v), describe(S, K, block_v, K))]
+        states_scan = scan_states(
+            k, v, (q_d, k_d, v_d), matrices, stretch.pieces, initial, kept, None, None, *written[:2]
+        )
+        scan = functools.partial(
+            _reverse_scan_kernel[(len(stretch.parts), programs)],
+            d_out_d, q_d, k_d, *matrices, stretch.parts, d_final, None if initial is None else d_initial,
+            carried, carry, *written[2:], **options, num_warps=4,
+        )  # fmt: skip
+        launch_beside(q.device, scan, [states_scan, *launches])
+        rows_d = [describe(x, V, CHUNK, V) for x in (new, y)]
+        rows_d += [describe(x, G * K, CHUNK, block_k) for x in (q, k)]
+        rows_d += [describe(x, K, V, block_k) for x in (states, d_states)]
+        _gradients_kernel[(num_chunks, G)](
+            d_out_heads_d, *rows_d, v, made.gates, stretch.chunks, dq, dk, dv, dg, d_beta,
+            G=G, BLOCK_K=block_k, **sizes(k, v), STAGES=GRADIENT_STAGES, num_warps=4,
+        )  # fmt: skip
+        carry, carried = carried, carry
+        del made, matrices, new, y, states, d_states, pairs, written, states_scan, scan, launches, rows_d
+    return dq, dk, dv, dg, d_beta, d_initial
+
+
+def _empty_gradients(q, k, v, g, beta, initial):
+    like = q, k, v, g, beta, g.new_empty(0) if initial is None else initial
+    return tuple(x.new_empty(x.shape) for x in like)
+
+
+delta_rule_backward.register_fake(lambda d_out, d_final, q, k, v, g, beta, kept, initial, segments: _empty_gradients(
+    q, k, v, g, beta, initial
+))  # fmt: skip

@@ -1,0 +1,312 @@
+"""Stretches of chunks, the matrices of their chunks, and the scan: shared by forward and backward of the delta rule.
+
+A stretch of up to 256 chunks is processed in the same launches, so that memory does not grow with the sequence. For
+its chunks, in parallel, `_chunk_kernel` writes G, (I + A)^-1 and the scores (q k^T) D; then `_scan_kernel` carries
+each state S^T through them one by one, 64 of V's columns in float32 registers. `rule.py` has the mathematics.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..attention.documents import document_bounds
+
+CHUNK = 64  # tokens
+PIECE = 64  # chunks from one kept state to the next
+STRETCH = 256  # chunks whose states exist at once, and up to a piece more
+SCAN_STAGES = 3
+
+
+class Stretch(NamedTuple):
+    """Chunks that are processed in the same launches. Tables are int64 on the device.
+
+    A part is what one document has in a stretch, and consists of pieces. Rows of `parts` and `pieces` are: first token;
+    one past the last; first chunk, counted in the stretch; row of the kept state at the start, -1 where the document
+    starts; row of the kept state at the end of its first piece; document; 1 where the document ends, else 0.
+    """
+
+    chunks: Tensor  # [chunks, 2]: first token and one past the last
+    pieces: Tensor  # [pieces, 7]
+    parts: Tensor  # [parts, 7], the longest first
+
+
+@functools.lru_cache(maxsize=4)
+def stretches_of(B: int, T: int, documents: bytes | None, device: torch.device) -> list[Stretch]:
+    """Divides documents, `as_bytes(segments)`, into stretches. All layers of a step share them."""
+    start, length = document_bounds(B, T, documents)
+    chunks, _, _ = _divide(start, length, CHUNK)
+    pieces, document, is_first = _divide(start, length, PIECE * CHUNK)
+    pieces_first_chunk = torch.searchsorted(chunks[:, 0].contiguous(), pieces[:, 0].contiguous())
+    next_state = (~is_first).cumsum(0)  # pieces up to this one that begin at a kept state
+    state = torch.where(is_first, -1, next_state - 1)
+    ends = (pieces[:, 1] == (start + length)[document]).long()
+    stretch_of_piece = pieces_first_chunk // STRETCH
+    chunk_stops = torch.cat([pieces_first_chunk[1:], torch.tensor([len(chunks)])])
+    stretches = []
+    for number in stretch_of_piece.unique().tolist():
+        mine = stretch_of_piece == number
+        first_chunk, last_chunk = int(pieces_first_chunk[mine][0]), int(chunk_stops[mine][-1])
+        columns = pieces[:, 0], pieces[:, 1], pieces_first_chunk - first_chunk, state, next_state, document, ends
+        rows = torch.stack(columns, dim=1)[mine]
+        _, counts = rows[:, 5].unique_consecutive(return_counts=True)
+        last = counts.cumsum(0) - 1
+        parts = rows[last - counts + 1]
+        parts[:, 1], parts[:, 6] = rows[last, 1], rows[last, 6]
+        parts = parts[(parts[:, 0] - parts[:, 1]).argsort(stable=True)]
+        tables = (table.contiguous().to(device) for table in (chunks[first_chunk:last_chunk], rows, parts))
+        stretches.append(Stretch(*tables))
+    return stretches
+
+
+def _divide(start: Tensor, length: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Cuts documents every `size` tokens.
+
+    Returns rows (start, stop), the document of each row, and whether the row is its document's first.
+    """
+    count = (length + size - 1) // size
+    document = torch.arange(len(count)).repeat_interleave(count)
+    index = torch.arange(len(document)) - (count.cumsum(0) - count)[document]
+    first = start[document] + size * index
+    stop = torch.minimum(first + size, (start + length)[document])
+    return torch.stack([first, stop], dim=1), document, index == 0
+
+
+# Kernels. Their workspaces have a row for each chunk of the stretch and value head, padded to CHUNK tokens: (I + A)^-1
+# and the scores, zero at tokens that the chunk lacks, and `gates` [2, CHUNK], G and beta. Tensors that descriptors (_d)
+# describe are matrices. A descriptor reads whole chunks, tokens of the next document included, which zeros cancel.
+
+
+@triton.jit
+def _invert(A, C: tl.constexpr, DTYPE: tl.constexpr):
+    """Returns (I + A)^-1 for a strictly lower A [C, C], from pairs of blocks of 1, 2, 4, ... rows.
+
+    [[X, 0], [L, Y]] has the inverse [[X', 0], [-Y' L X', Y']]. DTYPE rounds the products' factors. With keys of norm 1
+    and beta up to 1, all elements are at most 1.
+    """
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    X = tl.where(i == j, 1.0, tl.where((i ^ j) == 1, -A, 0.0))
+    for level in tl.static_range(1, 6):
+        if (1 << level) < C:
+            L = tl.where(((i >> level) ^ (j >> level)) == 1, A, 0.0).to(DTYPE)  # A is zero above the diagonal
+            factor = X.to(DTYPE)
+            product = tl.dot(factor, L, input_precision="ieee").to(DTYPE)
+            X -= tl.dot(product, factor, input_precision="ieee")
+    return X
+
+
+@triton.jit
+def _chunk_kernel(
+    q_ptr, k_ptr, g_ptr, beta_ptr, gates_ptr, inverse_ptr, scores_ptr, chunks_ptr,
+    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Writes the gates, (I + A)^-1 and the scores of one chunk for the value heads of one key head."""
+    chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, stop = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
+    i, c = tl.arange(0, C), tl.arange(0, K)
+    is_token = i < stop - start
+    keys = (start * G + key_head) * K + (i[:, None] * (G * K) + c[None, :])
+    q = tl.load(q_ptr + keys, mask=is_token[:, None], other=0.0)
+    k = tl.load(k_ptr + keys, mask=is_token[:, None], other=0.0)
+    qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+    kk = tl.dot(k, tl.trans(k), input_precision="ieee")
+    for r in range(R):
+        head = key_head * R + r
+        g = tl.load(g_ptr + start * (G * R) + head + i * (G * R), mask=is_token, other=0.0)
+        beta = tl.load(beta_ptr + start * (G * R) + head + i * (G * R), mask=is_token, other=0.0)
+        total = tl.cumsum(g, axis=0)
+        row = chunk * (G * R) + head
+        tl.store(gates_ptr + row * (2 * C) + i, total)
+        tl.store(gates_ptr + row * (2 * C) + C + i, beta)
+        decay = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+        matrix = row * (C * C) + (i[:, None] * C + i[None, :])
+        tl.store(scores_ptr + matrix, (qk * decay).to(q.dtype))
+        inverse = _invert(tl.where(i[:, None] > i[None, :], beta[:, None] * kk * decay, 0.0), C, DTYPE)
+        tl.store(inverse_ptr + matrix, tl.where(is_token[:, None], inverse, 0.0).to(q.dtype))
+
+
+@triton.jit
+def load_gates(gates_ptr, row, C: tl.constexpr):
+    """Returns G and beta [C] of a row of workspaces, and G of the last token."""
+    gates = gates_ptr + row * (2 * C)
+    i = tl.arange(0, C)
+    return tl.load(gates + i), tl.load(gates + C + i), tl.load(gates + C - 1)
+
+
+@triton.jit
+def _scan_kernel(
+    q_d, k_d, v_d, inverse_d, scores_d, gates_ptr, parts_ptr,
+    initial_ptr, kept_ptr, out_ptr, final_ptr, new_d, states_d,
+    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    C: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Carries BLOCK_V columns of a head's state through a part.
+
+    Forward writes outputs, kept states and final states. Backward, without `out_ptr`, writes `new` and the state before
+    each chunk. All products have the state's columns as rows, so that the state is an operand in registers.
+    """
+    part = parts_ptr + 7 * tl.program_id(0)
+    head, column = tl.program_id(1) // (V // BLOCK_V), tl.program_id(1) % (V // BLOCK_V) * BLOCK_V
+    start, stop, chunk = tl.load(part), tl.load(part + 1), tl.load(part + 2)
+    kept, next_kept, document = tl.load(part + 3), tl.load(part + 4), tl.load(part + 5)
+    i, c, d = tl.arange(0, C), tl.arange(0, K), column + tl.arange(0, BLOCK_V)
+    own_state = head * (K * V) + (d[:, None] * K + c[None, :])  # in tensors [..., H, V, K]
+    public_state = (document * H + head) * (K * V) + (d[:, None] + c[None, :] * V)  # in tensors [..., H, K, V]
+    S = tl.zeros([BLOCK_V, K], dtype=tl.float32)
+    if kept >= 0:
+        S = tl.load(kept_ptr + kept * (H * K * V) + own_state)
+    elif initial_ptr is not None:
+        S = tl.load(initial_ptr + public_state)
+
+    num_chunks = ((stop - start + C - 1) // C).to(tl.int32)
+    for piece in range(0, num_chunks, PIECE):
+        for n in tl.range(piece, tl.minimum(piece + PIECE, num_chunks), num_stages=STAGES):
+            row = (chunk + n) * H + head  # index into workspaces
+            first = (start + n * C).to(tl.int32)
+            k = k_d.load([first, head // R * K])
+            v = v_d.load([first, head * V + column])
+            inverse = inverse_d.load([(row * C).to(tl.int32), 0])
+            total, beta, last = load_gates(gates_ptr, row, C)
+            operand = S.to(k.dtype)
+            held = tl.dot(operand, tl.trans(k), input_precision="ieee")
+            change = (tl.trans(v).to(tl.float32) - held * tl.exp(total)[None, :]) * beta[None, :]
+            new = tl.dot(change.to(k.dtype), tl.trans(inverse), input_precision="ieee")
+            if out_ptr is not None:
+                q = q_d.load([first, head // R * K])
+                scores = scores_d.load([(row * C).to(tl.int32), 0])
+                out = tl.dot(operand, tl.trans(q), input_precision="ieee") * tl.exp(total)[None, :]
+                out = tl.dot(new.to(k.dtype), tl.trans(scores), out, input_precision="ieee")
+                values = ((start + n * C) * H + head) * V + (i[None, :] * (H * V) + d[:, None])
+                tl.store(out_ptr + values, out.to(k.dtype), mask=(i < stop - start - n * C)[None, :])
+            else:
+                states_d.store([(row * V).to(tl.int32) + column, 0], operand)
+                new_d.store([(row * C).to(tl.int32), column], tl.trans(new.to(k.dtype)))
+            rest = tl.exp(last - total)
+            S = tl.dot((new * rest[None, :]).to(k.dtype), k, S * tl.exp(last), input_precision="ieee")
+        if out_ptr is not None and piece + PIECE < num_chunks:
+            tl.store(kept_ptr + next_kept * (H * K * V) + own_state, S)
+            next_kept += 1
+
+    if out_ptr is not None:
+        if tl.load(part + 6) == 0:
+            tl.store(kept_ptr + next_kept * (H * K * V) + own_state, S)
+        elif final_ptr is not None:
+            tl.store(final_ptr + public_state, S)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Returns x as descriptors take it: contiguous, and from an address that is a multiple of 16."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def describe(x: Tensor, width: int, rows: int, columns: int) -> TensorDescriptor:
+    """Describes x as a matrix of rows of `width` elements, read in blocks of `rows` x `columns`."""
+    return TensorDescriptor.from_tensor(x.view(-1, width), [rows, columns])
+
+
+def sizes(k: Tensor, v: Tensor) -> dict[str, int]:
+    """Returns the constants that all kernels over descriptors take."""
+    return {"R": v.shape[2] // k.shape[2], "K": k.shape[3], "V": v.shape[3], "C": CHUNK}
+
+
+def scan_options(k: Tensor, v: Tensor) -> tuple[int, dict[str, int]]:
+    """Returns the programs per part of both scans, and their options."""
+    H, V = v.shape[2:]
+    block = min(64, V)
+    stages = 1 if k.dtype == torch.float32 else SCAN_STAGES
+    return H * V // block, {"H": H, "BLOCK_V": block, "STAGES": stages, **sizes(k, v)}
+
+
+class Chunks(NamedTuple):
+    """Matrices and gates of a stretch's chunks, written by `_chunk_kernel`."""
+
+    gates: Tensor  # [chunks, H, 2, CHUNK] float32
+    inverse: Tensor  # [chunks, H, CHUNK, CHUNK], as scores
+    scores: Tensor
+
+
+def _empty_chunks(k: Tensor, v: Tensor, stretch: Stretch) -> Chunks:
+    shape = len(stretch.chunks), v.shape[2]
+    matrices = (k.new_empty(*shape, CHUNK, CHUNK) for _ in range(2))
+    return Chunks(k.new_empty(*shape, 2, CHUNK, dtype=torch.float32), *matrices)
+
+
+def _launch_chunks(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, stretch: Stretch, made: Chunks) -> None:
+    G = k.shape[2]
+    _chunk_kernel[(len(stretch.chunks), G)](
+        q, k, g, beta, *made, stretch.chunks, G=G, R=g.shape[2] // G, K=k.shape[3], C=CHUNK,
+        DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, num_warps=4,
+    )  # fmt: skip
+
+
+def prepared(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stretches: list[Stretch]
+) -> Iterator[tuple[Stretch, Chunks, list[Callable]]]:
+    """Yields each stretch, its chunks as `_launch_chunks` makes them, and launches that make the next one's."""
+    made = _empty_chunks(k, v, stretches[0])
+    _launch_chunks(q, k, g, beta, stretches[0], made)
+    for stretch, following in zip(stretches, [*stretches[1:], None]):
+        if following is None:
+            yield stretch, made, []
+        else:
+            upcoming = _empty_chunks(k, v, following)
+            yield stretch, made, [functools.partial(_launch_chunks, q, k, g, beta, following, upcoming)]
+            made = upcoming
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def launch_beside(device: torch.device, scan: Callable, others: list[Callable]) -> None:
+    """Launches a scan, and beside it others, for the multiprocessors that it leaves free.
+
+    No launch reads what another writes.
+    """
+    if device.type != "cuda":
+        for launch in (scan, *others):
+            launch()
+        return
+    stream, second = torch.cuda.current_stream(device), _second_stream(device)
+    second.wait_stream(stream)
+    scan()
+    with torch.cuda.stream(second):
+        for launch in others:
+            launch()
+    stream.wait_stream(second)
+
+
+def describe_inputs(q: Tensor, k: Tensor, v: Tensor, block_v: int) -> list[TensorDescriptor]:
+    G, H, K, V = k.shape[2], v.shape[2], k.shape[3], v.shape[3]
+    return [describe(x, G * K, CHUNK, K) for x in (q, k)] + [describe(v, H * V, CHUNK, block_v)]
+
+
+def describe_matrices(made: Chunks) -> list:
+    return [*(describe(x, CHUNK, CHUNK, CHUNK) for x in (made.inverse, made.scores)), made.gates]
+
+
+def scan_states(
+    k: Tensor, v: Tensor, inputs: Sequence, matrices: Sequence, rows: Tensor, initial: Tensor | None, kept: Tensor,
+    *written: Tensor | TensorDescriptor | None,
+) -> Callable:  # fmt: skip
+    """Returns the launch that carries states through `rows`, a stretch's parts or pieces.
+
+    `written` are the output and the final states; and `new` and the states before each chunk, which backward needs.
+    Those that are None are not written.
+    """
+    programs, options = scan_options(k, v)
+    launch = _scan_kernel[(len(rows), programs)]
+    tensors = *inputs, *matrices, rows, initial, kept, *written
+    return functools.partial(launch, *tensors, **options, PIECE=PIECE, num_warps=4)
+
+
+def kept_rows(q: Tensor) -> int:
+    """Returns the kept states of a batch of q's size, however its tokens are divided into documents, or a few more."""
+    return (q.shape[0] * q.shape[1] - 1) // (PIECE * CHUNK)

@@ -1,0 +1,239 @@
+"""Gated delta rule: linear attention whose state forgets, and replaces what it held for a key.
+
+Each value head has a state S [K, V], zero at the start of a document. With a log decay g <= 0 and a strength beta,
+a token's key k, value v and query q do
+
+    S <- exp(g) S;    S <- S + beta k (v - S^T k)^T;    out = S^T q
+
+Key head j serves value heads j R to j R + R - 1. Tokens of a document are processed in chunks of 64. With G the sum of
+g from the chunk's start to a token, itself included, and D_ij = exp(G_i - G_j) for i >= j, else 0:
+
+    A_ij = beta_i (k_i . k_j) D_ij for i > j        strictly lower: what a token removes of those before it
+    new  = (I + A)^-1 beta (v - exp(G) k S)         [64, V]: what each token adds along its key
+    out  = exp(G) q S + ((q k^T) D) new
+    S    = exp(G_last) S + (exp(G_last - G) k)^T new
+
+Exponents are differences of G, and none is positive: nothing overflows, however fast a state decays.
+
+Tokens are processed in stretches of 256 chunks at a time, by `chunks.py`; `backward.py` has the gradients.
+
+Kept for backward: q, k, v, g, beta, and the state every 64 chunks, float32, H K V / 1024 bytes per token. No sum uses
+atomics: every run gives the same bits.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..attention.documents import as_bytes, check_documents, document_bounds
+from ..common import operation, use_triton
+from ..parts import Footprint
+from .backward import delta_rule_backward
+from .chunks import (
+    CHUNK,
+    PIECE,
+    STRETCH,
+    aligned,
+    describe_inputs,
+    describe_matrices,
+    kept_rows,
+    launch_beside,
+    prepared,
+    scan_options,
+    scan_states,
+    stretches_of,
+)
+
+HEAD_WIDTHS = 16, 32, 64, 128  # K and V that Triton's kernels take
+
+
+def delta_rule_reference(
+    q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, beta_BTH: Tensor, *,
+    segments: Tensor | None = None, initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The recurrence token by token in plain PyTorch, with the contract of `delta_rule`; float64 stays float64."""
+    return _by_document(_recurrence, q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segments, initial_state)
+
+
+def _recurrence(q, k, v, g, beta, state):
+    """Takes one document: q, k [T, H, K], v [T, H, V], g and beta [T, H], and the state [H, K, V]."""
+    outs = []
+    for q_t, k_t, v_t, decay_t, beta_t in zip(q, k, v, g.exp(), beta):
+        state = decay_t[:, None, None] * state
+        held = torch.einsum("hkv,hk->hv", state, k_t)
+        state = state + torch.einsum("hk,hv->hkv", k_t, beta_t[:, None] * (v_t - held))
+        outs.append(torch.einsum("hkv,hk->hv", state, q_t))
+    return torch.stack(outs), state
+
+
+def _chunked(q, k, v, g, beta, state):
+    """Computes what `_recurrence` does, in chunks."""
+    T = len(q)
+    padded = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, -T % CHUNK)) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in padded)  # [chunks, H, CHUNK, ...]
+    total = g.cumsum(-1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
+    A = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
+    right = torch.cat([beta[..., None] * v, (beta * total.exp())[..., None] * k], dim=-1)
+    eye = torch.eye(CHUNK, dtype=q.dtype, device=q.device)
+    new, held = torch.linalg.solve_triangular(A + eye, right, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], dim=-1
+    )
+    scores, q = (q @ k.mT) * decay, total.exp()[..., None] * q
+    k, last = (total[..., -1:] - total).exp()[..., None] * k, total[..., -1, None, None].exp()
+    outs = []
+    for q_n, k_n, new_n, held_n, scores_n, last_n in zip(q, k, new, held, scores, last):
+        new_n = new_n - held_n @ state
+        outs.append(q_n @ state + scores_n @ new_n)
+        state = last_n * state + k_n.mT @ new_n
+    return torch.stack(outs).transpose(1, 2).flatten(0, 1)[:T], state
+
+
+def _by_document(function, q, k, v, g, beta, segments, initial_state):
+    dtype, H = torch.promote_types(q.dtype, torch.float32), v.shape[2]
+    start, length = document_bounds(q.shape[0], q.shape[1], as_bytes(segments))
+    tensors = [x.repeat_interleave(H // x.shape[2], dim=2) for x in (q, k)] + [v, g, beta]
+    tensors = [x.to(dtype).flatten(0, 1) for x in tensors]
+    if initial_state is None:
+        initial_state = tensors[0].new_zeros(len(start), H, q.shape[-1], v.shape[-1])
+    outs, states = [], []
+    for first, size, state in zip(start.tolist(), length.tolist(), initial_state.to(dtype)):
+        out, state = function(*(x[first : first + size] for x in tensors), state)
+        outs.append(out)
+        states.append(state)
+    return torch.cat(outs).view(v.shape).to(v.dtype), torch.stack(states)
+
+
+@operation("fathom::delta_rule", keepable="results")
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, segments: Tensor | None,
+    with_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the output, kept states [rows, H, V, K], and final states [documents, H, K, V] (empty if not asked)."""
+    q, k, v, g, beta = (aligned(x) for x in (q, k, v, g, beta))
+    out, kept, final = _empty_outputs(q, v, segments, with_state)
+    read = describe_inputs(q, k, v, scan_options(k, v)[1]["BLOCK_V"])
+    initial = None if initial is None else initial.contiguous()
+    stretches = stretches_of(q.shape[0], q.shape[1], as_bytes(segments), q.device)
+    for stretch, made, launches in prepared(q, k, v, g, beta, stretches):
+        matrices, final_or_none = describe_matrices(made), final if with_state else None
+        scan = scan_states(k, v, read, matrices, stretch.parts, initial, kept, out, final_or_none, None, None)
+        launch_beside(q.device, scan, launches)
+        del made, matrices, scan, launches  # before the stretch after the next
+    return out, kept, final
+
+
+def _empty_outputs(q, v, segments, with_state):
+    B, _, H, V = v.shape
+    documents = (B if segments is None else len(segments)) if with_state else 0
+    states = (q.new_empty(n, H, *shape, dtype=torch.float32) for n, shape in _state_shapes(q, V, documents))
+    return v.new_empty(v.shape), *states
+
+
+def _state_shapes(q, V, documents):
+    K = q.shape[3]
+    return (kept_rows(q), (V, K)), (documents, (K, V))
+
+
+_forward.register_fake(lambda q, k, v, g, beta, initial, *rest: _empty_outputs(q, v, *rest))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.segments, ctx.with_state = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[1])
+
+
+def _gradients(ctx, d_out, d_kept, d_final):
+    q, k, v, g, beta, initial, kept = ctx.saved_tensors
+    if d_out is None and d_final is None:
+        return (None,) * 8
+    d_out = torch.zeros_like(v) if d_out is None else d_out
+    d_final = d_final if ctx.with_state else None
+    *gradients, d_initial = delta_rule_backward(d_out, d_final, q, k, v, g, beta, kept, initial, ctx.segments)
+    return *gradients, None if initial is None else d_initial, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
+
+
+def delta_rule(
+    q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, beta_BTH: Tensor, *,
+    segments: Tensor | None = None, initial_state: Tensor | None = None, with_state: bool = False, impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Gated delta rule (Yang et al. 2024, arXiv:2412.06464), each document from its own state.
+
+    Args:
+        q_BTGK, k_BTGK: [batch, tokens, key heads, K]. k is normalised by the caller, q also scaled.
+        v_BTHV: [batch, tokens, value heads, V]; H is a multiple of G. q, k and v are of one dtype.
+        g_BTH: log decay, at most 0, float32.
+        beta_BTH: strength, 0 to 1, float32.
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
+            have each token once; None: each batch row is one document.
+        initial_state: [documents, H, K, V] float32, in the order of the documents' tokens; None: zeros.
+        with_state: whether to return the states after each document's last token.
+        impl: "auto", "triton" or "torch".
+
+    Returns:
+        The output, of v's shape and dtype; with `with_state`, also the states, [documents, H, K, V] float32.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together; with Triton, another dtype, widths K and V other than 16,
+            32, 64 or 128, or float32 wider than 64 on a GPU.
+    """
+    tensors = q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH
+    _check(*tensors, segments, initial_state)
+    if use_triton(impl, q_BTGK):
+        _check_for_triton(q_BTGK, v_BTHV)
+        out, _, final = _forward(*tensors, initial_state, segments, with_state)
+    else:
+        out, final = _by_document(_chunked, *tensors, segments, initial_state)
+    return (out, final) if with_state else out
+
+
+def _check(q, k, v, g, beta, segments, initial_state) -> None:
+    (B, T, G, K), (H, V) = q.shape, v.shape[2:]
+    if k.shape != q.shape or v.shape[:2] != (B, T) or H % G or not q.dtype == k.dtype == v.dtype:
+        got = ", ".join(f"{list(x.shape)} {x.dtype}" for x in (q, k, v))
+        raise ValueError(f"q and k must be [B, T, G, K] and v [B, T, H, V], of one dtype, H a multiple of G, got {got}")
+    state_dtype = torch.promote_types(q.dtype, torch.float32)
+    if g.shape != (B, T, H) or beta.shape != (B, T, H) or not g.dtype == beta.dtype == state_dtype:
+        got = " and ".join(f"{list(x.shape)} {x.dtype}" for x in (g, beta))
+        raise ValueError(f"g and beta must be {[B, T, H]} {state_dtype}, got {got}")
+    expected = [check_documents(segments, B, T), H, K, V]
+    if initial_state is not None and ([*initial_state.shape] != expected or initial_state.dtype != state_dtype):
+        got = f"{list(initial_state.shape)} {initial_state.dtype}"
+        raise ValueError(f"initial_state must be {expected} {state_dtype}, got {got}")
+
+
+def _check_for_triton(q: Tensor, v: Tensor) -> None:
+    widths = q.shape[-1], v.shape[-1]
+    if not {*widths} <= {*HEAD_WIDTHS}:
+        raise ValueError(f"the delta rule's kernels take head widths {HEAD_WIDTHS}, got {widths[0]} and {widths[1]}")
+    if q.dtype == torch.float32 and q.is_cuda and max(widths) > 64:
+        raise ValueError(f"on a GPU, float32 heads have up to 64 elements, got {max(widths)}; use bfloat16")
+
+
+def delta_rule_footprint(num_tokens: int, G: int, H: int, K: int, V: int, *, element_size: int = 2) -> Footprint:
+    """Footprint of `delta_rule` without states of the caller, for documents longer than a stretch.
+
+    `saved` has q, k, v, g, beta and the kept states. Results worth keeping are these states and the output, which is
+    not counted: the norm that reads it keeps it.
+    """
+    q, v, gates = element_size * num_tokens * G * K, element_size * num_tokens * H * V, 4 * num_tokens * H
+    state, chunks = H * K * V, min(-(-num_tokens // CHUNK), STRETCH)
+    kept = 4 * state * ((num_tokens - 1) // (PIECE * CHUNK))
+    matrices = (1 + (num_tokens > STRETCH * CHUNK)) * chunks * H * CHUNK * (2 * 4 + 2 * element_size * CHUNK)
+    backward = matrices + 2 * 4 * state + 2 * element_size * chunks * (state + CHUNK * H * V)
+    products = CHUNK * (K + V) + 3 * K * V + CHUNK * K  # multiplications and additions of a token and head in a scan
+    flops = 2.0 * num_tokens * H * products
+    return Footprint(
+        saved=2 * q + v + 2 * gates + kept,
+        forward=v + kept + matrices,
+        backward=2 * q + v + 2 * gates + backward,
+        keepable=kept,
+        matrix_flops=flops,
+        backward_matrix_flops=3 * flops,
+        elementwise_bytes=0,
+    )
