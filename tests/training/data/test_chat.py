@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -413,6 +414,18 @@ def test_the_token_that_ends_a_turn(folder):
     ):
         (folder / "chat_template.jinja").write_text(template)
         assert ChatTemplate(tokenizer).end_ids == {*tokenizer.encode(ends).tolist()}
+
+
+def test_a_turn_that_ends_by_two_tokens(shown, folder):
+    """The turn has both. A program stops at the last of them, and a message must have neither."""
+    template = CHATML.replace("<|im_end|>", "<|end|><|im_end|>")
+    assert shown(template, TALK) == shown(CHATML, TALK).replace("<|im_end|>", "<|end|><|im_end|>")
+    tokenizer = load_tokenizer(str(folder))
+    (folder / "chat_template.jinja").write_text(template)
+    assert ChatTemplate(tokenizer).end_ids == {*tokenizer.encode("<|im_end|>").tolist()}
+    for word in ("<|end|>", "<|im_end|>"):
+        with pytest.raises(ValueError, match=f"a message has {re.escape(repr(word))} in it"):
+            shown(template, messages("a", "b" + word))
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
