@@ -131,7 +131,7 @@ def set_up(start: resume.Start, given: dict, world: World, stack: contextlib.Exi
     model_config, first_step = start.model_config, start.progress.step
     configure_machine(config, model_config, world)
     check_fits(config, model_config, world)
-    saves, size = world.is_main and config.save != "none", checkpoint_bytes(config, model_config, world)
+    saves, size = world.is_main and config.save != "none", checkpoint_bytes(config, model_config, world, start.carried)
     if saves:
         check_disk(config, first_step, size)
     tokenizer, loader, held_out = open_data(start, world)
@@ -153,7 +153,7 @@ def set_up(start: resume.Start, given: dict, world: World, stack: contextlib.Exi
         start.config, config = (
             dataclasses.replace(each, optimizer_state=state_format) for each in (start.config, config)
         )
-        if saves and (larger := checkpoint_bytes(config, model_config, world)) > size:
+        if saves and (larger := checkpoint_bytes(config, model_config, world, start.carried)) > size:
             check_disk(config, first_step, larger)
     metrics = open_metrics(config, first_step, stack) if world.is_main else None
     saver = Saver(Path(config.output_dir), config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint, companions)

@@ -16,6 +16,7 @@ from kernels.attention.nsa.nsa import NSA
 from kernels.attention.window import Window
 from kernels.rope import YarnScaling
 from model import MODEL_SIZES, ModelConfig, Transformer
+from tests import wrappers
 from tests.runs import arguments, only_resume
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint import weights as weights_module
@@ -120,27 +121,39 @@ def test_equals_transformers(name, tmp_path):
     assert torch.equal(ours.generate(ids[:, :40], 8), greedy)
 
 
-@pytest.mark.parametrize(("wrapper", "model_type"), WRAPPERS.items())
-def test_the_text_model_of_a_model_of_text_and_images(wrapper, model_type, tmp_path, caplog):
-    import transformers
+@pytest.mark.parametrize("dtype", ["float32", "bf16"])
+@pytest.mark.parametrize("is_newer", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_model_of_text_and_images_is_exported_whole(wrapper, is_newer, dtype, tmp_path):
+    """The text model computes as in transformers. Names, dtypes, bytes and config.json are the source's."""
+    is_tied = dtype == "bf16"
+    files = {"is_newer": is_newer, "is_tied": is_tied, "dtype": weights_module.EXPORT_DTYPES[dtype]}
+    source, target = wrappers.release(wrapper, tmp_path / "source", **files), tmp_path / "target"
+    expected, theirs = wrappers.bits_of(load_file(source / "model.safetensors")), wrappers.whole_model(source)
+    assert ("language_model.lm_head.weight" in expected) == (not is_tied and not is_newer)
+    if is_newer:  # in several files
+        split(source)
+    assert weights_module.main(["export", str(source), str(target), "--dtype", dtype]) == 0
+    assert wrappers.bits_of(load_file(target / "model.safetensors")) == expected
+    content, before = (json.loads((each / "config.json").read_text()) for each in (target, source))
+    assert content.pop("torch_dtype") == content["text_config"].pop("torch_dtype") == before.pop("dtype")
+    del before["text_config"]["dtype"]
+    assert content == before
+    reopened = wrappers.whole_model(target)
+    assert wrappers.bits_of(reopened.state_dict()) == wrappers.bits_of(theirs.state_dict())
+    ids = torch.randint(256, (1, 90), generator=torch.Generator().manual_seed(1))
+    ours = load(target)(ids, return_logits=True).logits
+    torch.testing.assert_close(ours, reopened(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
 
-    text = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **NO_PAD}
-    text |= {"rope_parameters": BETA} if wrapper == "mistral3" else {"sliding_window": 64}
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 16, "patch_size": 8, "head_dim": 8}
-    config = transformers.AutoConfig.for_model(
-        wrapper, text_config={"model_type": model_type, **text}, vision_config=vision, tie_word_embeddings=True,
-        mm_tokens_per_image=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    theirs = transformers.AutoModelForImageTextToText.from_config(config).eval()
-    theirs.save_pretrained(tmp_path)
-    with caplog.at_level("WARNING"):
-        ours = load(tmp_path)
-    count = sum("vision_tower" in name or "projector" in name for name in theirs.state_dict())
-    assert f"{count} tensors of its vision model are left out" in caplog.text and count > 5
-    ids = torch.randint(131, (1, 90), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(ours(ids, return_logits=True).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+
+def split(folder):
+    """Splits a folder's file into two with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    places = {name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for shard in {*places.values()}:
+        save_file({name: tensor for name, tensor in tensors.items() if places[name] == shard}, folder / shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (folder / "model.safetensors").unlink()
 
 
 def random_settings(model_type, random):

@@ -29,6 +29,7 @@ import torch
 from training.checkpoint.manifest import OPTIMIZER, check_beside, check_files
 from training.checkpoint.ranks import all_gather, rank_and_world_size
 from training.families.lora import has_adapters, read_adapters
+from training.families.rows import is_wrapper
 from training.host.errors import UserError
 from training.host.files import flush, read_json
 
@@ -124,7 +125,8 @@ def tokenizer_of(folder: Path) -> str:
         return "bytes"
     if has_adapters(folder):
         return tokenizer_of(read_adapters(folder)[1])
-    if read_json(folder / "config.json").get("vocab_size") == 256:
+    content = read_json(folder / "config.json")
+    if (content["text_config"] if is_wrapper(content) else content).get("vocab_size") == 256:
         return "bytes"
     raise UserError(
         f"{folder} has no tokenizer.json: give --tokenizer FILE, the one that its weights were trained with, or "

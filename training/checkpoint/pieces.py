@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -34,7 +35,8 @@ SAVING_BYTES = IO_THREADS * (PIECE_BYTES + PIECE_BYTES // 2 + BUFFER_BYTES)
 LONGEST_HEADER = 10**8  # bytes; safetensors' own limit
 DTYPE_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -165,6 +167,11 @@ def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def aligned(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The same with larger elements first: in a file, each tensor then starts at a multiple of its element's size."""
+    return dict(sorted(tensors.items(), key=lambda tensor: -tensor[1][0].itemsize))
+
+
 def flat(state: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
     """The optimizer's state by its names in optimizer.safetensors: norm.weight.exp_avg."""
     return {f"{name}.{key}": tensor for name, tensors in state.items() for key, tensor in tensors.items()}
@@ -203,6 +210,17 @@ def read_header(file: Path) -> bytes:
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from None
     raise refusal
+
+
+def open_entries(file: Path) -> dict[str, Entry]:
+    """The tensors in a safetensors file. The library checks that offsets, shapes and the file's size agree."""
+    try:
+        header = read_header(file)  # before the library maps the file: SIGBUS would end it at an unreadable sector
+        with safe_open(file, framework="np"):  # "pt" maps the file writably: limits of a process's memory count it
+            pass
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{file} is missing, truncated or no safetensors file: {error}") from None
+    return read_entries(header, file)
 
 
 def local_pieces(tensors: dict[str, Tensor], piece_bytes: int | None = None) -> Iterator[tuple[Piece, Tensor]]:

@@ -31,6 +31,7 @@ from training.checkpoint.pieces import (
     IO_THREADS,
     Entry,
     Piece,
+    aligned,
     bytes_of,
     flat,
     header_of,
@@ -64,7 +65,8 @@ class Saver:
         output_dir: the folder for checkpoints.
         keep: how many of the last checkpoints stay, at least 1. The best by validation loss stays as well.
         last: the checkpoint that the run goes on from, if any. It stays if the disk is full.
-        companions: small files and settings that go into every checkpoint, as a tokenizer's.
+        companions: what goes into every checkpoint: small files and settings, as a tokenizer's, and tensors that are
+            not trained, in their own dtypes.
 
     Attributes:
         last: the newest checkpoint that was completed here, or the one that was given.
@@ -77,6 +79,9 @@ class Saver:
     ):
         assert keep >= 1, f"keep must be at least 1: got {keep}"
         self.output_dir, self.keep, self.last, self.companions = Path(output_dir), keep, last, companions
+        if tensors := companions.carried.tensors:
+            size = companions.carried.num_bytes / 1e9
+            logger.info("checkpoints carry %d tensors that are not trained (%.2f GB) along", len(tensors), size)
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.error: Exception | None = None
         self.seconds = self.seconds_read = 0.0
@@ -111,16 +116,18 @@ class Saver:
             trainer_state: what JSON can hold; its "validation_loss", if there is one, says which checkpoint is best.
         """
         self.wait()
-        rank, _ = rank_and_world_size()
+        (rank, _), carried = rank_and_world_size(), self.companions.carried
         small = {f"rng_{rank}.json": _json(rng_state())}
         if rank == 0:
             small |= self.companions.files
             first = next(iter(weights.values()))
-            dtype = str(torch.bfloat16 if first.is_cuda else first.dtype).removeprefix("torch.")
-            small["config.json"] = _json({**model_config, **self.companions.settings, "torch_dtype": dtype}, indent=2)
+            dtype = torch.bfloat16 if first.is_cuda else first.dtype
+            content = carried.config_json(model_config, self.companions.settings, dtype)
+            small["config.json"] = _json(content, indent=2)
             small["trainer.json"] = _json({"step": step, "trainer_state": trainer_state}, indent=2)
         weights_file = ADAPTER_WEIGHTS if all(ADAPTERS in name for name in weights) else WEIGHTS
-        files = {weights_file: {name_in_file(name): tensor for name, tensor in weights.items()}}
+        files = {weights_file: {name_in_file(name, carried.prefix): tensor for name, tensor in weights.items()}}
+        files[weights_file] |= carried.tensors
         if optimizer_state is not None:
             files[OPTIMIZER] = flat(optimizer_state)
         self._step, self._small, self._headers, self._pieces, self._is_current = step, small, {}, [], True
@@ -129,7 +136,7 @@ class Saver:
                 name: (torch.bfloat16 if tensor.is_cuda and file == weights_file else tensor.dtype, tuple(tensor.shape))
                 for name, tensor in tensors.items()
             }
-            header = header_of(kinds)
+            header = header_of(aligned(kinds) if file == weights_file else kinds)
             size = len(header) + sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
             self._headers[file] = header, size
             entries = read_entries(header, Path(file))
@@ -249,7 +256,7 @@ class Saver:
             staging = self._staging.get() if part.is_cuda else None
             try:
                 on_host = part.contiguous() if staging is None else self._fetch(part, staging)
-                if not is_finite(on_host):
+                if piece.name not in self.companions.carried.tensors and not is_finite(on_host):
                     raise UserError(f"{piece.name} is not finite: no checkpoint of step {self._step} is written")
                 content = bytes_of(on_host.to(entry.dtype))
                 piece.write(files[entry.file.name], entry, content)

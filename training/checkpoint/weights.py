@@ -8,31 +8,33 @@ adapter_model.safetensors (`training.families.lora`), and names the folder with 
 
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.lora import merged
 from kernels.parts import Adapted
 from model import ModelConfig
+from training.checkpoint.carried import NOTHING, Carried, read_carried
 from training.checkpoint.manifest import WEIGHTS, verify_weights, weight_files
 from training.checkpoint.pieces import (
     DTYPE_NAMES,
     Entry,
     Piece,
+    aligned,
     bytes_of,
     check_finite,
     header_of,
     in_threads,
+    open_entries,
     pieces_of,
     read_entries,
-    read_header,
     read_tensors,
 )
 from training.families.config_json import TOKEN_IDS, from_config_json, to_config_json
@@ -57,14 +59,15 @@ EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class Companions:
-    """Small files that go along with weights, and config.json's TOKEN_IDS."""
+    """Small files that go along with weights, settings of config.json that are not the model's shape, and tensors."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
+    carried: Carried = NOTHING
 
     def joined(self, others: "Companions") -> "Companions":
-        """Both files and settings together."""
-        return Companions(self.files | others.files, self.settings | others.settings)
+        """Both files and settings together, and what the others carry."""
+        return Companions(self.files | others.files, self.settings | others.settings, others.carried)
 
     def stopping_at(self, ids: Collection[int]) -> "Companions":
         """These with a generation_config.json by which programs stop at `ids`, too, and not only where they did."""
@@ -81,7 +84,7 @@ class Companions:
             return self
         content["eos_token_id"] = [*known, *missing]
         content.pop("_from_model_config", None)  # transformers would make it anew from config.json
-        return Companions(self.files | {name: (json.dumps(content, indent=2) + "\n").encode()}, self.settings)
+        return replace(self, files=self.files | {name: (json.dumps(content, indent=2) + "\n").encode()})
 
 
 NO_COMPANIONS = Companions()
@@ -92,7 +95,8 @@ def find_weights(
 ) -> dict[str, Entry]:
     """A model's weights in their files by our names, with names and shapes checked from the files' headers.
 
-    Nothing larger is read, but for the copy of a tied head; `verify_weights` compares the bytes.
+    Nothing larger is read, but for the copy of a tied head; `verify_weights` compares the bytes. Parts of the model
+    that are not trained are passed over (`carried`).
 
     Args:
         path: a checkpoint, a folder from Hugging Face (one file or shards), a folder of adapters, or a .safetensors
@@ -106,11 +110,9 @@ def find_weights(
     """
     path = Path(path)
     found: dict[str, Entry] = {}
-    left_out = 0
     for file in _weight_files(path):
-        for key, entry in _entries(file).items():
+        for key, entry in open_entries(file).items():
             if (name := name_of(key)) is None:
-                left_out += 1
                 continue
             if name in found:
                 raise UserError(f"{path} has {key} twice, also in {found[name].file.name}; give another folder")
@@ -119,8 +121,6 @@ def find_weights(
                 raise UserError(f"{file}: {key} is of dtype {DTYPE_NAMES[entry.dtype]}, weights must be of {fitting}")
             if not name.endswith(NOT_WEIGHTS):
                 found[name] = entry
-    if left_out:
-        logger.warning("%s: %d tensors of its vision model are left out; this is its text model alone", path, left_out)
     for part in may_lack:
         if not any(part in name for name in found):
             expected = {name: shape for name, shape in expected.items() if part not in name}
@@ -207,17 +207,6 @@ def _weight_files(path: Path) -> list[Path]:
     return weight_files(folders_of(path)[-1]) + adapters
 
 
-def _entries(file: Path) -> dict[str, Entry]:
-    """The tensors in a safetensors file. The library checks that offsets, shapes and the file's size agree."""
-    try:
-        header = read_header(file)  # before the library maps the file: SIGBUS would end it at an unreadable sector
-        with safe_open(file, framework="np"):  # "pt" maps the file writably: limits of a process's memory count it
-            pass
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is missing, truncated or no safetensors file: {error}") from None
-    return read_entries(header, file)
-
-
 def _are_equal(one: Entry, other: Entry) -> bool:
     """Whether two tensors in files are equal, read a piece at a time. Refuses elements that are not finite."""
 
@@ -271,22 +260,32 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     shapes = parameter_shapes(config)
     tokenizer = next((f for f in folders_of(source) if (f / "tokenizer.json").is_file()), source) / "tokenizer.json"
     companions = read_companions(tokenizer) if tokenizer.is_file() else NO_COMPANIONS
-    content = {**to_config_json(config), **companions.settings, "torch_dtype": str(dtype).removeprefix("torch.")}
-    files = {**companions.files, "config.json": (json.dumps(content, indent=2) + "\n").encode()}
     with making(target) as folder:
-        weights = load_model_weights(source, shapes)
+        weights, carried = load_model_weights(source, shapes), read_carried(folders_of(source)[-1])
+        names = {name: name_in_file(name, carried.prefix) for name in shapes}
+        kinds = {names[name]: (dtype, shape) for name, shape in shapes.items()}
+        kinds |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in carried.tensors.items()}
+        header = header_of(aligned(kinds))
+        entries = read_entries(header, folder / WEIGHTS)
         with (folder / WEIGHTS).open("wb") as file:
-            file.write(header_of({name_in_file(name): (dtype, shape) for name, shape in shapes.items()}))
+            file.write(header)
             for name, weight in weights:
                 if not weight.to(dtype).isfinite().all():
-                    raise UserError(f"{name_in_file(name)} is not finite in {dtype}; choose another --dtype")
+                    raise UserError(f"{names[name]} is not finite in {dtype}; choose another --dtype")
+                file.seek(entries[names[name]].start)
                 file.write(bytes_of(weight.to(dtype)))
-            size = file.tell()
+            for name, tensor in carried.tensors.items():
+                file.seek(entries[name].start)
+                file.write(bytes_of(tensor))
+            size = file.seek(0, os.SEEK_END)
+        content = carried.config_json(to_config_json(config), companions.settings, dtype)
+        files = {**companions.files, "config.json": (json.dumps(content, indent=2) + "\n").encode()}
         for name, companion in files.items():
             (folder / name).write_bytes(companion)
+    others = f", and {len(carried.tensors)} tensors that are not trained, as they were" if carried.tensors else ""
     return (
-        f"{target}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}, {size / 1e9:.2f} GB in "
-        f"{WEIGHTS}; {', '.join(sorted(files))}"
+        f"{target}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}{others}, "
+        f"{size / 1e9:.2f} GB in {WEIGHTS}; {', '.join(sorted(files))}"
     )
 
 

@@ -13,7 +13,7 @@ from kernels.attention.window import Window
 from kernels.parts import AttentionKind
 from model import MODEL_SIZES, ModelConfig
 from training.families.rope import read_rope, write_rope
-from training.families.rows import ACTIVATIONS, FAMILIES, FIELDS, FORM, SCALARS, TAKEN, WRAPPERS, Family
+from training.families.rows import ACTIVATIONS, FAMILIES, FIELDS, FORM, SCALARS, TAKEN, WRAPPERS, Family, is_wrapper
 
 MOST_LAYERS = 4096  # a limit, because plans have something for each layer
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # of a tokenizer: null here, for families have defaults
@@ -111,9 +111,9 @@ def from_config_json(content: dict) -> ModelConfig:
 
 def _read(content: dict) -> ModelConfig:
     """Returns the model for `from_config_json`, which then checks the types and ranges of values."""
-    if (wrapper := content.get("model_type")) in WRAPPERS and "text_config" in content:
+    if is_wrapper(content):
         outer = {name: content[name] for name in ("tie_word_embeddings", "quantization_config") if name in content}
-        content = {"model_type": WRAPPERS[wrapper], **content["text_config"], **outer}
+        content = {"model_type": WRAPPERS[content["model_type"]], **content["text_config"], **outer}
     declared_type = str(content.get("model_type"))
     kinds = {f"_{name}": kind for name, kind in KINDS.items() if kind.gates_per_head} | {"": Full}
     suffix = next(suffix for suffix in kinds if declared_type.endswith(suffix))

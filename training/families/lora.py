@@ -9,6 +9,7 @@ base: the model that was adapted.
 Method: Hu et al., LoRA, arXiv 2106.09685.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -20,6 +21,7 @@ from torch import nn
 
 from kernels.lora import LORA
 from model import Share
+from training.families.rows import PREFIX, WRAPPED_PREFIX, is_wrapper
 from training.host.choices import LORA_BITS, LORA_TARGETS
 from training.host.errors import SHOWN_OF_A_PATH, UserError
 from training.host.files import read_json
@@ -136,9 +138,12 @@ def in_bf16(model: nn.Module) -> None:
 
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:
     """Returns peft's adapter_config.json of adapters of the model in the folder `base`."""
+    targets: list | str = [*adapters.targets]
+    if is_wrapper(read_json(base / "config.json")):  # a vision tower has projections of the same names
+        targets = rf"{re.escape(WRAPPED_PREFIX)}layers\.\d+\.\w+\.({'|'.join(targets)})"
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", BASE: str(base), "inference_mode": True,
-        "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": [*adapters.targets], "lora_dropout": 0.0,
+        "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": targets, "lora_dropout": 0.0,
         "bias": "none",
     }  # fmt: skip
 
@@ -160,12 +165,20 @@ def read_frozen_bits(folder: str | Path) -> int:
 def projections_named(targets: object) -> tuple[str, ...] | None:
     """Returns the projections that peft's target_modules names in every block; None if it names other modules.
 
-    peft compares the ends of full names: "q_proj" and "self_attn.q_proj" are in every block,
+    peft compares a list with the ends of full names: "q_proj" and "self_attn.q_proj" are in every block,
     "model.layers.0.self_attn.q_proj" is in block 0 alone. A projection that is named by block must be named from block
-    0 to the last. If the base has more blocks, reading the tensors fails: the later blocks' are missing.
+    0 to the last. Text is a regular expression for full names, and is asked for block 0. If the base has more blocks
+    than are named, reading the tensors fails: the later blocks' are missing.
     """
     if targets == "all-linear":
         return LORA_TARGETS
+    if isinstance(targets, str):
+        with contextlib.suppress(re.error, OverflowError, RecursionError):
+            names = {name: f"layers.0.{part}.{name}" for name, part in PARTS.items()}
+            both = PREFIX, WRAPPED_PREFIX
+            return (
+                tuple(name for name in names if any(re.fullmatch(targets, each + names[name]) for each in both)) or None
+            )
     if not isinstance(targets, list):
         return None
     everywhere: set[str] = set()

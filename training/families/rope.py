@@ -9,6 +9,8 @@ from model import ModelConfig
 from training.families.rows import SOME_FAMILIES_ROPE, Family
 from training.host.errors import UserError, refused_as_user_error
 
+ROTARY_SETTINGS = "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"  # in config.json
+
 
 def write_rope(config: ModelConfig) -> dict:
     """Returns the rotary settings of config.json, apart from rope_theta."""

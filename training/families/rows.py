@@ -110,6 +110,14 @@ FAMILIES = {
     ),
 }  # fmt: skip
 WRAPPERS = {family.wrapper: model_type for model_type, family in FAMILIES.items() if family.wrapper}
+PREFIX, WRAPPED_PREFIX = "model.", "model.language_model."  # transformers' names of text models, alone and inside
+
+
+def is_wrapper(content: dict) -> bool:
+    """Whether a config.json is of a model of text and images, with its text model's settings in `text_config`."""
+    return content.get("model_type") in (*WRAPPERS,) and "text_config" in content
+
+
 ACTIVATIONS = {  # config.json's name -> ModelConfig's; the first of each is written
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",

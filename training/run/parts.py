@@ -105,7 +105,7 @@ class Run:
         """Say how long the run goes on after a signal, as soon as a step of so many seconds tells."""
         taken = self.progress.step - self.start.progress.step
         if taken == 2 or (taken == 1 and seconds > LONG_FIRST_STEP_SECONDS):
-            size = checkpoint_bytes(self.config, self.start.model_config, self.world)
+            size = checkpoint_bytes(self.config, self.start.model_config, self.world, self.start.carried)
             save_seconds = self.saver.seconds or size / SAVED_BYTES_PER_SECOND
             promise_shutdown(self.stopping.look_seconds, save_seconds if self.config.save != "none" else 0.0)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from model import ModelConfig
+from training.checkpoint.carried import NOTHING, Carried, read_carried
 from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, step_of, tokenizer_of
 from training.checkpoint.manifest import (
     OPTIMIZER,
@@ -23,7 +24,7 @@ from training.checkpoint.manifest import (
     verify_checkpoint,
     verify_weights,
 )
-from training.checkpoint.weights import NO_COMPANIONS, Companions, find_weights, folders_of, parameter_shapes
+from training.checkpoint.weights import Companions, find_weights, folders_of, parameter_shapes
 from training.data.chat import open_tokenizer as open_with_template
 from training.data.loader import PackedLoader, check_same_data
 from training.data.tokenizer import ByteTokenizer, FileTokenizer
@@ -35,7 +36,6 @@ from training.families.lora import (
     read_frozen_bits,
     to_adapter_config,
 )
-from training.families.rows import WRAPPERS
 from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError, program
 from training.host.files import read_json
@@ -102,15 +102,23 @@ class Start:
         """How each layer attends, by step."""
         return kinds_by_step(self.config, self.model_config)
 
+    @functools.cached_property
+    def carried(self) -> Carried:
+        """The part of the source that is not trained and goes into checkpoints, and the form of its files."""
+        if self.source is None:
+            return NOTHING
+        carried = read_carried(folders_of(self.source)[-1])
+        return carried.beside_adapters() if self.config.lora is not None else carried
+
     def companions(self) -> Companions:
-        """Returns adapters' configuration, and settings of config.json that go along with them."""
+        """Returns what is carried; adapters' configuration, and settings of config.json that go along with them."""
         if (adapters := adapters_of(self.config)) is None:
-            return NO_COMPANIONS
+            return Companions(carried=self.carried)
         assert self.source is not None, "adapters adapt something"
         base = folders_of(self.source)[-1].absolute()
         content = json.dumps(to_adapter_config(adapters, base), indent=2) + "\n"
         settings = settings_beside(adapters, base) | {FROZEN_BITS: self.config.lora_bits}
-        return Companions({ADAPTER_CONFIG: content.encode()}, settings)
+        return Companions({ADAPTER_CONFIG: content.encode()}, settings, self.carried)
 
 
 def choose_start(given: dict, world: World) -> Start:
@@ -342,22 +350,10 @@ def with_adapters(config: TrainConfig, given: Iterable[str]) -> TrainConfig:
             changed = bits, config.lora_bits
             logger.warning("adapters: trained beside %d bits per weight, and from here on beside %d", *changed)
         config = replace(config, **own)
-    if config.lora is not None:
-        if config.init_from is None:
-            raise UserError("lora has no effect without init_from, which it adapts; drop it, or give that")
-        refuse_images(folders_of(Path(config.init_from))[-1])
+    if config.lora is not None and config.init_from is None:
+        raise UserError("lora has no effect without init_from, which it adapts; drop it, or give that")
     check_config(config, given, TrainConfig.rules)
     return config
-
-
-def refuse_images(base: Path) -> None:
-    """Refuse adapters of a model of text and images, whose projections have other names than ours in peft."""
-    file = base / "config.json"
-    if file.is_file() and (model_type := read_json(file).get("model_type")) in WRAPPERS:
-        raise UserError(
-            f"lora on {base}, a {model_type} of text and images: peft would not find the adapters' names; take its "
-            f"text model: {program()} -m training.checkpoint.weights export {base} OUT"
-        )
 
 
 def inherit_settings(saved: dict, given: dict, device: torch.device) -> TrainConfig:

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 from model import ModelConfig
+from training.checkpoint.carried import NOTHING, Carried
 from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints
 from training.checkpoint.weights import parameter_shapes
 from training.host.errors import UserError
@@ -25,10 +26,10 @@ def is_save_due(config: TrainConfig, step: int, since_save: float, has_failed: b
     return is_time or (steps > 0 and step % steps == 0)
 
 
-def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, world: World) -> int:
-    """Bytes of a checkpoint on disk: bf16 weights on GPUs, float32 on a CPU; and the optimizer's state.
+def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, world: World, carried: Carried = NOTHING) -> int:
+    """Bytes of a checkpoint on disk: bf16 weights on GPUs, float32 on a CPU; the optimizer's state; what is carried.
 
-    Both are of the adapters alone, if the run trains adapters.
+    Weights and state are of the adapters alone, if the run trains adapters.
     """
     numbers, is_cuda = model_config.num_parameters(), world.device.type == "cuda"
     if adapters := adapters_of(config):
@@ -38,7 +39,7 @@ def checkpoint_bytes(config: TrainConfig, model_config: ModelConfig, world: Worl
         state_format = "compact" if config.memory_budget else "float32"
     is_half, weight_bytes = is_cuda and world.size == 1, 2 if is_cuda else 4
     tensors = bytes_saved(numbers, state_format, is_half=is_half, weight_bytes=weight_bytes)
-    return tensors + SPARE_BYTES
+    return tensors + carried.num_bytes + SPARE_BYTES
 
 
 def check_disk(config: TrainConfig, step: int, size: int) -> None:

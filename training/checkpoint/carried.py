@@ -1,0 +1,91 @@
+"""Carries what a run does not train from the folder that it starts from into its checkpoints and exports.
+
+The files of a model of text and images hold a text model and others: a vision tower, a projector, heads that predict
+several tokens. A run trains the text model. What it writes is the whole model: the other tensors keep their names,
+dtypes and bytes, the text model's tensors keep their prefix, and its settings stay in `text_config` of config.json.
+
+The other tensors are never in memory of their own: they are mapped from the file, which a deletion does not take away.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from training.checkpoint.manifest import weight_files
+from training.checkpoint.pieces import Entry, open_entries
+from training.families.config_json import TOKEN_IDS, from_config_json, to_config_json
+from training.families.names import name_of
+from training.families.rope import ROTARY_SETTINGS
+from training.families.rows import PREFIX, WRAPPED_PREFIX, is_wrapper
+from training.host.files import read_json
+
+EMBEDDING = "embed_tokens.weight"
+DTYPE_SETTINGS = "dtype", "torch_dtype"
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Tensors that are not trained, and the form of the files that hold them."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by name in the file
+    prefix: str = PREFIX  # before the text model's names in files
+    config: dict = field(default_factory=dict)  # config.json of the whole model; empty: it is the text model's
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def beside_adapters(self) -> "Carried":
+        """The same for adapters, whose base keeps its tensors. peft has names of transformers' modules."""
+        return replace(self, tensors={}, prefix=WRAPPED_PREFIX if self.config else PREFIX)
+
+    def config_json(self, model_config: dict, settings: dict, dtype: torch.dtype) -> dict:
+        """Returns config.json for weights in `dtype`, with `settings` on its top level.
+
+        Args:
+            model_config: the text model, from `to_config_json`. The source's `text_config` stays if it says the same.
+        """
+        content = model_config
+        if self.config:
+            text = self.config["text_config"]
+            if to_config_json(from_config_json(self.config)) != model_config:
+                kept = {name: text[name] for name in text if name not in ROTARY_SETTINGS}
+                text = kept | {name: model_config[name] for name in model_config if name not in TOKEN_IDS}
+            content = {**self.config, "text_config": _in_dtype(text, dtype) if {*DTYPE_SETTINGS} & {*text} else text}
+        return _in_dtype({**content, **settings}, dtype)
+
+
+NOTHING = Carried()
+
+
+def read_carried(folder: Path) -> Carried:
+    """Returns what a folder of whole weights holds beside a text model. Reads headers and config.json."""
+    tensors: dict[str, Tensor] = {}
+    prefix = PREFIX
+    for file in weight_files(folder):
+        entries = open_entries(file)
+        others = {name: entry for name, entry in entries.items() if name_of(name) is None}
+        if others:
+            content = np.memmap(file, mode="r")
+            tensors |= {name: _view(content, entry) for name, entry in others.items()}
+        prefix = next((key.removesuffix(EMBEDDING) for key in entries if name_of(key) == EMBEDDING), prefix)
+    config = read_json(folder / "config.json")
+    return Carried(tensors, prefix, config) if is_wrapper(config) else Carried(tensors)
+
+
+def _view(content: np.memmap, entry: Entry) -> Tensor:
+    """Returns a tensor's elements in a mapped file, wherever they start."""
+    size = math.prod(entry.shape) * entry.dtype.itemsize
+    with warnings.catch_warnings(action="ignore"):  # PyTorch has no tensors that are read-only; nobody writes to it
+        elements = torch.from_numpy(content[entry.start : entry.start + size])
+    return elements.view(entry.dtype).view(entry.shape)
+
+
+def _in_dtype(content: dict, dtype: torch.dtype) -> dict:
+    others = {name: value for name, value in content.items() if name not in DTYPE_SETTINGS}
+    return {**others, "torch_dtype": str(dtype).removeprefix("torch.")}
