@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from model import MODEL_SIZES, ModelConfig
+from model import MODEL_SIZES
 from training.checkpoint.weights import shape_of_weights
 from training.data.chat import open_tokenizer
 from training.data.corpus import open_stores, pack
@@ -46,15 +46,13 @@ from training.data.loader import PackedLoader
 from training.data.prepared import is_prepared
 from training.data.sources import Reading
 from training.data.tokens import Selection, Store, join, split
-from training.families.lora import has_adapters, read_adapters, read_frozen_bits
 from training.host.choices import LORA_BITS
 from training.host.errors import UserError, import_optional
 from training.host.files import check_can_write, replace_file
 from training.host.processes import command
 from training.host.sizes import GIB, available_host_bytes, budget_of_machine, gib, parse_bytes
 from training.memory.cost_model import Step
-from training.memory.execution import Execution
-from training.memory.kinds import check_head_dim, kinds_of
+from training.memory.kinds import check_head_dim
 from training.memory.machine import (
     DRIVER_BYTES,
     GPUS,
@@ -70,18 +68,8 @@ from training.memory.reports import Epoch, Machine, choose_plan, report_comparis
 from training.memory.step import PackedDocuments
 from training.optim.quantized import check_library
 from training.parallel.world import World, check_replicate, join_world
-from training.run.build import (
-    adapters_of,
-    build_bench,
-    check_shape,
-    linear_of,
-    settled_execution,
-    shape_with,
-    state_format_of,
-    step_on_meta,
-    without_plan,
-)
-from training.run.resume import choose_tokenizer
+from training.run.build import build_bench, step_on_meta, without_plan
+from training.run.recipe import Source, StepRecipe, backend_of, check_linear, choose_tokenizer, decide_step, shape_with
 from training.run.settings import TrainConfig
 
 MOST_HOST_GB = 4096  # host memory that is tried where a step does not fit
@@ -90,26 +78,32 @@ OFFERED_RANK = 16  # adapters of this rank are offered where every weight does n
 MOST_LAYERS = 256  # a plan for more would take minutes
 
 
-def shape_of(flags: ProfileFlags) -> ModelConfig:
-    """The shape of --init_from's weights or of --model_size, with the parameters of --attention_type."""
-    size = shape_of_weights(flags.init_from) if flags.init_from else MODEL_SIZES[flags.model_size]
-    return shape_with(flags.attention_type, size)
+def decide(flags: ProfileFlags) -> StepRecipe:
+    """Decides a step as `decide_step`, and refuses numbers of GPUs for which no prediction is made."""
+    context, tensor, num_gpus = flags.context_parallel_size, flags.tensor_parallel_size, flags.nproc * flags.nnodes
+    if flags.nproc % (context * tensor):
+        sizes = f"context_parallel_size {context} x tensor_parallel_size {tensor}"
+        raise UserError(f"{sizes} must divide nproc {flags.nproc}; give other numbers of GPUs")
+    check_replicate(num_gpus, flags.nproc, tensor, flags.replicate)
+    shape = shape_of_weights(flags.init_from) if flags.init_from else MODEL_SIZES[flags.model_size]
+    recipe = decide_step(flags, shape_with(flags.attention_type, shape), num_gpus)
+    if message := without_plan(flags, recipe.model.share(tensor)):
+        raise UserError(f"{message}; lower context_parallel_size")
+    return recipe
 
 
-def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
-    """Refuse flags without effect, sizes that do not fit each other, and files that could not be written."""
-    layers = shape_of(flags).num_hidden_layers
+def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
+    """Refuse flags without effect, models that are not profiled, and files that could not be written."""
     if layers > MOST_LAYERS:
         raise UserError(f"{flags.init_from} has {layers} layers; up to {MOST_LAYERS} are profiled, give other weights")
     if flags.num_layers is not None and flags.num_layers > layers:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
-    if flags.init_from and has_adapters(flags.init_from):
-        (adapters, base), bits = read_adapters(flags.init_from), read_frozen_bits(flags.init_from)
-        own = f"--init_from {base} --lora {adapters.rank}" + (f" --lora_bits {bits}" if bits < 16 else "")
+    if flags.init_from and (source := Source.read(flags.init_from)).adapters:
+        bits = f" --lora_bits {source.frozen_bits}" if source.frozen_bits < 16 else ""
+        own = f"--init_from {source.base} --lora {source.adapters.rank}{bits}"
         raise UserError(f"{flags.init_from} holds adapters; give {own}")
     if flags.lora_bits < 16 and (flags.measure if flags.find_max_context else can_measure):
         check_library(f"lora_bits {flags.lora_bits} that is measured")
-    check_mesh(flags)
     for name in ("measure", "num_layers"):
         if getattr(flags, name) and not can_measure:
             raise UserError(
@@ -124,30 +118,16 @@ def check_flags(flags: ProfileFlags, can_measure: bool) -> None:
         import_optional("matplotlib.figure", "--timeline")
 
 
-def check_mesh(flags: ProfileFlags) -> None:
-    """Refuse settings that do not fit the shape, and numbers of GPUs for which no prediction is made."""
-    context, tensor, shape = flags.context_parallel_size, flags.tensor_parallel_size, shape_of(flags)
-    if flags.nproc % (context * tensor):
-        sizes = f"context_parallel_size {context} x tensor_parallel_size {tensor}"
-        raise UserError(f"{sizes} must divide nproc {flags.nproc}; give other numbers of GPUs")
-    num_gpus = flags.nproc * flags.nnodes
-    check_replicate(num_gpus, flags.nproc, tensor, flags.replicate)
-    check_shape(flags, shape, kinds_of(flags, shape), num_gpus)
-    if message := without_plan(flags, shape.share(tensor)):
-        raise UserError(f"{message}; lower context_parallel_size")
-
-
-def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World) -> Machine:
+def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
-    model = shape_of(flags)
-    part, settled = model.share(flags.tensor_parallel_size), settled_by(flags, model, world)
-    kinds, linear = settled["kinds"], settled["linear"]
+    flags, model, kinds = recipe.config, recipe.model, recipe.kinds.at(1)
+    check_linear(recipe, world.device)
     host = parse_bytes(flags.host_memory) if flags.host_memory else None, flags.nproc
     check_head_dim(kinds, model.head_dim, torch.device("cuda") if flags.gpu else world.device)
     if world.device.type == "cuda":
-        given = settled_execution(flags, world.device, **settled)
-        gpu_bytes = gpu_budget(memory_budget or "auto", world.device)
-        rates = measure_rates(part, given.attention_backend, world.device, flags.lengths[0], given.kinds, linear)
+        given = recipe.execution(backend_of(flags, world.device))
+        gpu_bytes, part = gpu_budget(memory_budget or "auto", world.device), model.share(flags.tensor_parallel_size)
+        rates = measure_rates(part, given.attention_backend, world.device, flags.lengths[0], kinds, recipe.linear)
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
         known, host_bytes = find_gpu(name), host_limit(flags, available_host_bytes() / flags.nproc)
@@ -163,7 +143,6 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
     if flags.linear == "fp8" and not gpu.has_fp8:
         raise UserError(f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {name} is older; use linear bf16")
-    given = Execution(loss_impl=flags.loss_impl, attention_backend=backend, **settled)
     described = name if flags.gpu else "no GPU in use, so an H200"
     speed = (
         "was measured on another H200"
@@ -172,18 +151,8 @@ def choose_machine(flags: ProfileFlags, memory_budget: str | None, world: World)
     )
     description = f"{described}; its speed {speed}"
     host_bytes = host_limit(flags, math.inf)
-    rates = scale_rates(gpu, backend, given.kinds)
-    return Machine(description, gpu_bytes, host_bytes, rates, model, given, gpu.flops, *host)
-
-
-def settled_by(flags: ProfileFlags, model: ModelConfig, world: World) -> dict[str, Any]:
-    """Returns what flags settle of an execution, on any GPU."""
-    return {
-        "kinds": kinds_of(flags, model),
-        "state_format": state_format_of(flags, model),
-        "linear": linear_of(flags, model.share(flags.tensor_parallel_size), world.device),
-        "frozen_bits": flags.lora_bits,
-    }
+    rates = scale_rates(gpu, backend, kinds)
+    return Machine(description, gpu_bytes, host_bytes, rates, model, recipe.execution(backend), gpu.flops, *host)
 
 
 def host_limit(flags: ProfileFlags, default: float) -> float:
@@ -196,11 +165,12 @@ def host_limit(flags: ProfileFlags, default: float) -> float:
 # The step, and the data
 
 
-def make_step(flags: ProfileFlags, machine: Machine) -> tuple[Step, Epoch | None]:
+def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]:
     """Returns the step that the flags ask for, and an epoch of --data; without, of one document per sequence."""
+    flags = recipe.config
     num_gpus = flags.nproc * flags.nnodes
     mesh = num_gpus, flags.context_parallel_size, flags.tensor_parallel_size, flags.nnodes
-    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh, flags.replicate, adapters_of(flags))
+    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh, flags.replicate, recipe.adapters)
     if not flags.data:
         return step, None
     reading = Reading(None, flags.suffixes, flags.columns, flags.bad_rows)
@@ -237,14 +207,14 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
     """Returns the plan of the step with other values of some flags, by the words to give; {} if it has none."""
     changed = dataclasses.replace(flags, **values)
     with suppress(UserError):  # numbers that do not go together, too few data, or no plan
-        check_mesh(changed)
+        recipe = decide(changed)
         refuse(changed, (), changed.rules)
         if changed.attention_type != flags.attention_type:
-            machine = choose_machine(changed, flags.memory_budget, world)
-        given = dataclasses.replace(machine.given, **settled_by(changed, machine.model, world))
+            machine = choose_machine(recipe, flags.memory_budget, world)
+        given = recipe.execution(machine.given.attention_backend)
         machine = dataclasses.replace(machine, given=given, host_bytes=host_limit(changed, machine.host_bytes))
         words = [f"drop --{name}" if value is None else f"--{name} {value}" for name, value in values.items()]
-        step, _ = make_step(changed, machine)
+        step, _ = make_step(recipe, machine)
         if has_plan(step, *machine.limits[:2]):  # make_plan would look for what to say
             return {" ".join(words): make_plan(step, *machine.limits)}
     return {}
@@ -274,7 +244,7 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
         found = found or change(flags, machine, world, **base, batch_size=fewer, gradient_accumulation_steps=times)
     if batch > 1 and not found:
         base["batch_size"] = 1
-    step, _ = make_step(dataclasses.replace(flags, **base), machine)
+    step, _ = make_step(decide(dataclasses.replace(flags, **base)), machine)
     if flags.attention_type != "full":
         found |= change(flags, machine, world, **base, attention_type="full")
     if flags.optimizer_state == "float32":
@@ -302,9 +272,9 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
             found |= shared
             break
     for way in (base, adapters) if takes_adapters and not found else (base,):
-        changed = dataclasses.replace(flags, **way)
-        given = dataclasses.replace(machine.given, **settled_by(changed, machine.model, world))
-        step, _ = make_step(changed, dataclasses.replace(machine, given=given))
+        recipe = decide(dataclasses.replace(flags, **way))
+        given = recipe.execution(machine.given.attention_backend)
+        step, _ = make_step(recipe, dataclasses.replace(machine, given=given))
         if longest := find_max_context(step, machine.gpu_bytes, machine.host_bytes):
             found |= change(flags, machine, world, **way, context_length=longest)
     return found
@@ -341,13 +311,14 @@ def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan)
 # The answer
 
 
-def report(flags: ProfileFlags, machine: Machine, can_measure: bool, world: World) -> dict:
+def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World) -> dict:
     """Print the answer that the flags ask for, and return what --json writes."""
+    flags = recipe.config
     about = f"machine: {machine.description}; attention kernel {machine.given.attention_backend}\n"
     if (gpus := flags.nproc * flags.nnodes) > 1:
         about += f"{gpus} GPUs, predicted only: memory is of one GPU, host memory of its process\n"
     about += f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} parameters"
-    step, epoch = make_step(flags, machine)
+    step, epoch = make_step(recipe, machine)
     measures = flags.measure if flags.find_max_context or flags.compare else can_measure
     build = functools.partial(build_bench, world=world) if measures else None
     if flags.compare:
@@ -361,7 +332,7 @@ def report(flags: ProfileFlags, machine: Machine, can_measure: bool, world: Worl
     part = None
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
-        part = step_on_meta(shape, *flags.lengths, machine.given, adapters=adapters_of(flags))
+        part = step_on_meta(shape, *flags.lengths, machine.given, adapters=recipe.adapters)
     plan, fits = choose_plan(step, machine, flags.gradient_checkpointing)
     if fits and flags.gradient_checkpointing is None:
         changes = find_faster(flags, machine, world, plan)
@@ -382,10 +353,11 @@ def main(argv: list[str]) -> int:
         if world.size > 1:
             raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")
         can_measure = world.device.type == "cuda" and flags.nproc * flags.nnodes == 1 and not flags.data
-        check_flags(flags, can_measure)
+        recipe = decide(flags)
+        check_flags(flags, recipe.model.num_hidden_layers, can_measure)
         # In a comparison memory_budget is the budget of the planned way only.
-        machine = choose_machine(flags, None if flags.compare else flags.memory_budget, world)
-        results = report(flags, machine, can_measure, world)
+        machine = choose_machine(recipe, None if flags.compare else flags.memory_budget, world)
+        results = report(recipe, machine, can_measure, world)
     if flags.json:
         settings = {name: value for name, value in vars(flags).items() if not isinstance(value, Path)}
         environment = {**dataclasses.asdict(machine), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}

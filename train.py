@@ -3,7 +3,8 @@
 This file reads from top to bottom: a run from its start to its end; its parts; its data; a step; validation, metrics
 and checkpoints after a step; the end. The rest is in training/run:
 
-- settings.py has the flags, resume.py the start of a resumed run, build.py the model and its memory plan;
+- settings.py has the flags, recipe.py all that is decided before the data are read, resume.py what a checkpoint says;
+- build.py makes the model and its memory plan;
 - parts.py has the parts of a run, step.py the arithmetic of a step, stopping.py early ends;
 - saving.py has the room on the disk, metrics.py what is shown and written of each step, sample.py the sample.
 """
@@ -21,7 +22,6 @@ import dataclasses
 import gc
 import logging
 import time
-import typing
 from pathlib import Path
 from statistics import mean
 
@@ -46,10 +46,11 @@ from training.memory.placement import set_kinds
 from training.memory.step import PackedDocuments
 from training.parallel.world import World, join_world
 from training.plots.curves import draw_at_end
-from training.run import resume
-from training.run.build import build, check_fits, configure_machine, explain_out_of_memory, resolve_memory_budget
+from training.run.build import build, check_fits, explain_out_of_memory
 from training.run.metrics import Display, also_logged_into, describe, gpu_metrics, is_spike, open_metrics, own_amounts
 from training.run.parts import Run
+from training.run.recipe import Recipe, check_machine, check_same_on_all_ranks, count_steps, decide
+from training.run.resume import Progress, learning_rate_of, parallel_sizes_of, tokens_per_step
 from training.run.sample import log_sample
 from training.run.saving import check_disk, checkpoint_bytes, is_save_due
 from training.run.step import NoTarget, NotFinite, NotRead, train_step, validate
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
     given = given_settings(argv)
     config = TrainConfig(**given)
     check_config(config, given)
-    sizes = resume.parallel_sizes_of(given)
+    sizes = parallel_sizes_of(given)
     with join_world(config.device, **sizes) as world, also_logged_into(config.log_file if world.is_main else None):
         if not world.is_main:
             logging.disable(logging.WARNING)
@@ -89,20 +90,20 @@ def train(given: dict, world: World) -> int:
                 clear_leftovers(output_dir)
             check_is_shared(output_dir)
         # Refusals that take seconds come before the data, which may take minutes to tokenise.
-        start = resume.choose_start(given, world)
-        if start.progress.step >= start.config.max_steps and not owes_validation(start.config, start.progress):
-            finish_again(start, world)
+        recipe = decide(given, world)
+        if recipe.progress.is_complete and not owes_validation(recipe.config, recipe.progress):
+            finish_again(recipe, world)
             return 0
-        if start.config.show_batch:
-            tokenizer, loader, _ = open_data(start, world)
+        if recipe.config.show_batch:
+            loader, _ = open_data(recipe, world)
             if world.is_main:
-                print(show_batch(loader, tokenizer, color=sys.stdout.isatty()))
+                print(show_batch(loader, recipe.tokenizer, color=sys.stdout.isatty()))
             return 0
-        run = set_up(start, given, world, stack)
+        run = set_up(recipe, world, stack)
         try:
             if owes_validation(run.config, run.progress):
                 make_up_validation(run)
-            while run.progress.step < run.config.max_steps and not run.stopped:
+            while not (run.progress.is_complete or run.stopped):
                 values = take_step(run)
                 if values is None:
                     break
@@ -114,10 +115,10 @@ def train(given: dict, world: World) -> int:
         return end(run)
 
 
-def finish_again(start: resume.Start, world: World) -> None:
+def finish_again(recipe: Recipe, world: World) -> None:
     """Do what a kill at the end of the run may have left undone."""
-    config, checkpoint = start.config, start.checkpoint
-    logger.info("%s is of the last of %d steps: nothing is left to do", checkpoint, config.max_steps)
+    config, checkpoint = recipe.config, recipe.checkpoint
+    logger.info("%s is of the last of %d steps: nothing is left to do", checkpoint, recipe.progress.max_steps)
     if not world.is_main:
         return
     draw_at_end(Path(config.output_dir))
@@ -125,64 +126,64 @@ def finish_again(start: resume.Start, world: World) -> None:
         delete_old(checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
 
 
-def set_up(start: resume.Start, given: dict, world: World, stack: contextlib.ExitStack) -> Run:
+def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
     """Make all that a run needs. No other run writes to its output_dir until `stack` is closed."""
-    config = dataclasses.replace(start.config, memory_budget=resolve_memory_budget(start.config, world.device))
-    model_config, first_step = start.model_config, start.progress.step
-    configure_machine(config, model_config, world)
-    check_fits(config, model_config, world)
-    saves, size = world.is_main and config.save != "none", checkpoint_bytes(config, model_config, world, start.carried)
+    config, first_step = recipe.config, recipe.progress.step
+    check_machine(recipe, world)
+    check_fits(recipe, world)
+    saves, size = world.is_main and config.save != "none", checkpoint_bytes(recipe, world)
     if saves:
-        check_disk(config, first_step, size)
-    tokenizer, loader, held_out = open_data(start, world)
-    resume.count_steps(start, loader, given)
-    config = dataclasses.replace(config, max_steps=start.config.max_steps)
-    companions = NO_COMPANIONS
-    if tokenizer.name != "bytes":
-        stops = stop_ids(tokenizer, loader.store.are_samples)
-        companions = read_companions(Path(tokenizer.name)).joined(Companions(tokenizer.changed_files()))
-        companions = companions.stopping_at(stops)
-    companions = companions.joined(start.companions())
+        check_disk(recipe, recipe.progress, size)
+    loader, held_out = open_data(recipe, world)
+    progress = count_steps(recipe, loader)
+    companions = companions_of(recipe, loader)
     documents = PackedDocuments.average(
         *loader.packing.document_lengths(), loader.packing.longest_document,
         config.batch_size, world.data_size, config.gradient_accumulation_steps,
     )  # fmt: skip
-    model, optimizer, plan = build(config, model_config, start.checkpoint, documents, world)
-    if config.optimizer_state == "auto":
-        state_format = plan.execution.state_format
-        start.config, config = (
-            dataclasses.replace(each, optimizer_state=state_format) for each in (start.config, config)
-        )
-        if saves and (larger := checkpoint_bytes(config, model_config, world, start.carried)) > size:
-            check_disk(config, first_step, larger)
-    metrics = open_metrics(config, first_step, stack) if world.is_main else None
-    saver = Saver(Path(config.output_dir), config.keep_checkpoints or KEPT_CHECKPOINTS, start.checkpoint, companions)
+    model, optimizer, plan = build(recipe, documents, world)
+    state_format = plan.execution.state_format
+    if saves and (larger := checkpoint_bytes(recipe, world, state_format)) > size:
+        check_disk(recipe, progress, larger)
+    settings = recipe.settings(progress.max_steps, state_format) | {"memory_budget": recipe.memory_budget}
+    metrics = open_metrics(settings, first_step, stack) if world.is_main else None
+    saver = Saver(Path(config.output_dir), config.keep_checkpoints or KEPT_CHECKPOINTS, recipe.checkpoint, companions)
     stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
     received = stack.enter_context(stop_signals())
     seconds = world.min(plan.seconds)[0] if world.device.type == "cuda" else 0.0
     stopping = Stopping(received, world, model.layers, config.gradient_accumulation_steps, seconds)
     stack.callback(stopping.watchdog.cancel)
-    describe(config, model_config, plan, world)
+    describe(settings, recipe.model, plan, world)
     gc.collect()
     gc.freeze()  # a full collection would look at all that was imported, and the ranks would wait for the one in it
     stack.callback(gc.unfreeze)
+    unit = "byte" if recipe.tokenizer.name == "bytes" else "token"
     # The stack ends the bar's line before an error is shown.
-    display = stack.enter_context(Display(config, first_step, world.is_main))
+    display = stack.enter_context(Display(first_step, progress.max_steps, world.is_main, unit))
     return Run(
-        config, start, world, tokenizer, loader, held_out, model, optimizer, plan, saver, stopping, metrics, display,
-        progress=dataclasses.replace(start.progress, loader=loader.state_dict()),
+        recipe, world, loader, held_out, model, optimizer, plan, saver, stopping, metrics, display,
+        progress=dataclasses.replace(progress, loader=loader.state_dict()),
         saved=first_step, saved_at=time.monotonic(),
     )  # fmt: skip
+
+
+def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
+    """The files and settings that go along with weights: the tokenizer's, its chat template, adapters'."""
+    tokenizer, companions = recipe.tokenizer, NO_COMPANIONS
+    if tokenizer.name != "bytes":
+        companions = read_companions(Path(tokenizer.name)).joined(Companions(tokenizer.changed_files()))
+        companions = companions.stopping_at(stop_ids(tokenizer, loader.store.are_samples))
+    return companions.joined(recipe.companions())
 
 
 # The data
 
 
-def open_data(start: resume.Start, world: World) -> tuple[typing.Any, PackedLoader, Store]:
-    """Returns (tokenizer, loader of training batches at the run's place in the data, store of held-out documents)."""
-    config, tokenizer = start.config, resume.open_tokenizer(start)
+def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
+    """Returns (loader of training batches at the run's place in the data, store of held-out documents)."""
+    config = recipe.config
     store, held_out, packing = load_corpus(
-        config.data, tokenizer, start.model_config.vocab_size, validation_fraction=config.validation_fraction,
+        config.data, recipe.tokenizer, recipe.model.vocab_size, validation_fraction=config.validation_fraction,
         context_length=config.context_length, seed=config.seed, packing=config.packing, overlong=config.overlong,
         weights=config.data_weights,
         reading=Reading(config.chat_reasoning, config.suffixes, config.columns, config.bad_rows),
@@ -195,12 +196,12 @@ def open_data(start: resume.Start, world: World) -> tuple[typing.Any, PackedLoad
     loader.check_enough_for_step(config.gradient_accumulation_steps)
     if config.validation_sequences:
         check_can_validate(held_out, config.context_length, config.validation_sequences)
-    resume.check_same_on_all_ranks({**dataclasses.asdict(config), **loader.state_dict()}, world)
-    if start.checkpoint:
-        loader.load_state_dict(start.progress.loader)
+    check_same_on_all_ranks({**dataclasses.asdict(config), **loader.state_dict()}, world)
+    if recipe.checkpoint:
+        loader.load_state_dict(recipe.progress.loader)
     logger.info(
         "data: %s training tokens, %s held out; %s tokens a step", f"{loader.num_tokens:,}",
-        f"{(held_out.lengths - 1).sum():,}", f"{resume.tokens_per_step(config, world):,}",
+        f"{(held_out.lengths - 1).sum():,}", f"{tokens_per_step(config, world):,}",
     )  # fmt: skip
     limit, held_out_sequences = config.validation_sequences, count_sequences(held_out, config.context_length)
     if limit and limit < held_out_sequences:
@@ -208,7 +209,7 @@ def open_data(start: resume.Start, world: World) -> tuple[typing.Any, PackedLoad
             "data: a validation reads %s of %s held-out sequences, --validation_sequences more",
             f"{limit:,}", f"{held_out_sequences:,}",
         )  # fmt: skip
-    return tokenizer, loader, held_out
+    return loader, held_out
 
 
 # A step
@@ -223,8 +224,8 @@ def take_step(run: Run) -> dict | None:
         batches = run.loader.next_step(config.gradient_accumulation_steps)
     except Exception as error:
         unread = error  # `train_step` tells the other ranks
-    rate = resume.learning_rate_of(step, config, run.progress.cosine_steps)
-    kinds = run.start.kinds.at(step)
+    rate = learning_rate_of(step, config, run.progress.cosine_steps)
+    kinds = run.recipe.kinds.at(step)
     set_kinds(run.model, kinds)
     values = {"step": step, "learning_rate": rate, "epoch": run.loader.epoch, "loss": None}
     try:
@@ -250,17 +251,17 @@ def take_step(run: Run) -> dict | None:
             if unread is not None:
                 raise unread from None
     except torch.OutOfMemoryError as error:
-        error.add_note(explain_out_of_memory(config, run.plan, world.device))
+        error.add_note(explain_out_of_memory(run.recipe, run.plan, world.device))
         raise
-    seconds, step_tokens = time.perf_counter() - began, resume.tokens_per_step(config, world)
+    seconds, step_tokens = time.perf_counter() - began, tokens_per_step(config, world)
     run.stopping.note_step(seconds)
-    if step == run.start.progress.step + 1:
+    if step == run.recipe.progress.step + 1:
         run.world.limit_waits(60 * (config.collective_timeout or COLLECTIVE_TIMEOUT))
     tokens = run.progress.tokens + step_tokens
     run.progress = dataclasses.replace(run.progress, step=step, tokens=tokens, loader=run.loader.state_dict())
     run.is_updating = False
     values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
-    shape = run.start.model_config
+    shape = run.recipe.model
     flops = sum(
         forward_flops(shape, batch.text_lengths, kinds, batch.num_valid_tokens, trains_matrices=config.lora is None)
         for batch in batches
@@ -277,7 +278,7 @@ def take_step(run: Run) -> dict | None:
 def validate_if_due(run: Run, values: dict) -> None:
     """Add a validation loss to a step's metrics if a validation is due, and nobody asks the run to end."""
     config, step = run.config, run.progress.step
-    is_due = step == config.max_steps or (config.validation_interval and step % config.validation_interval == 0)
+    is_due = run.progress.is_complete or (config.validation_interval and step % config.validation_interval == 0)
     if is_due and config.validation_sequences:
         try:
             add_validation(run, values)
@@ -309,7 +310,7 @@ def add_validation(run: Run, values: dict) -> None:
     values |= {"validation_loss": loss, "validation_seconds": now - began, "validation_share": share}
 
 
-def owes_validation(config: TrainConfig, progress: resume.Progress) -> bool:
+def owes_validation(config: TrainConfig, progress: Progress) -> bool:
     """Whether the validation of the last step was cut short and has not been made up for."""
     return progress.unvalidated is not None and bool(config.validation_sequences)
 
@@ -322,22 +323,22 @@ def make_up_validation(run: Run) -> None:
         if run.metrics is not None:
             run.metrics.write(**values)
             run.display.show_validation(values)
-        if run.progress.step == run.config.max_steps:
+        if run.progress.is_complete:
             run.saved = None
             run.save()
 
 
 def save_if_due(run: Run, values: dict) -> None:
     """Write and show a step's metrics; begin a checkpoint if the run ends, or one is due by the main rank's clock."""
-    config, step, seconds = run.config, run.progress.step, values["seconds"]
-    is_due = is_save_due(config, step, time.monotonic() - run.saved_at, run.saver.error is not None)
+    step, seconds = run.progress.step, values["seconds"]
+    is_due = is_save_due(run.recipe, step, time.monotonic() - run.saved_at, run.saver.error is not None)
     run.stopped, saves, amounts = run.stopping.agree(is_due, seconds, run.amounts)
     values |= gpu_metrics(amounts, seconds, run.world)
     if run.metrics is not None:
         run.metrics.write(**values)
         run.promise_shutdown_once(seconds)
         run.display.show(values)
-    if saves or run.stopped or step == config.max_steps:
+    if saves or run.stopped or run.progress.is_complete:
         run.save()
 
 
@@ -357,9 +358,9 @@ def end(run: Run) -> int:
     run.saver.finish(lambda: run.stopping.num_signals() > signals)
     if run.world.is_main and not run.stopped:
         draw_at_end(Path(config.output_dir))
-    if run.stopped and (step < config.max_steps or owes_validation(config, run.progress)):
+    if run.stopped and (not run.progress.is_complete or owes_validation(config, run.progress)):
         number = run.stopping.first_signal()
-        stopped = f"{number.name}: stopped after step {step} of {config.max_steps}"
+        stopped = f"{number.name}: stopped after step {step} of {run.progress.max_steps}"
         logger.info(stopped)
         if run.world.is_main:
             say_last(stopped)

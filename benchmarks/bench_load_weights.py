@@ -23,7 +23,8 @@ from training.families.config_json import to_config_json
 from training.families.names import name_in_file
 from training.memory.step import PackedDocuments
 from training.parallel.world import join_world
-from training.run.build import build_model, choose_model, configure_machine, resolve_memory_budget
+from training.run.build import build_model
+from training.run.recipe import check_machine, choose_model, recipe_of
 from training.run.settings import TrainConfig
 
 SHARD_BYTES = 4 * 2**30
@@ -93,11 +94,10 @@ def main() -> None:
         if world.is_main and not flags.folder.exists():
             write_folder(flags.folder, flags.model_size, world.device)
         world.sum(0.0)  # all ranks find it written
-        config.memory_budget = resolve_memory_budget(config, world.device)
-        model_config = choose_model(config)
-        configure_machine(config, model_config, world)
+        recipe = recipe_of(config, choose_model(config), world)
+        check_machine(recipe, world)
         documents = PackedDocuments.one_each(flags.context_length, 1)
-        model, optimizer, plan = build_model(config, model_config, world, documents)
+        model, optimizer, plan = build_model(recipe, world, documents)
         for weight in optimizer.weights().values():  # a CPU provides memory only when it is written to
             weight.detach().zero_()
         if flags.drop_cache:

@@ -70,8 +70,9 @@ from training.memory.planner import Plan, make_plan
 from training.memory.step import PackedDocuments
 from training.optim.adamw import MasterAdamW
 from training.parallel.world import World, join_world
-from training.run.build import build, choose_model, configure_machine, resolve_memory_budget
+from training.run.build import build
 from training.run.metrics import peak_flops
+from training.run.recipe import check_machine, choose_model, recipe_of
 from training.run.settings import PEAK_LEARNING_RATE, TrainConfig
 from training.run.step import train_step
 from training.run.stopping import Stopping
@@ -313,16 +314,16 @@ def our_step(
         memory_budget=None if placement == "checkpointing" else placement,
         host_budget=None if placement == "checkpointing" else arguments.host_budget,
     )
-    settings.memory_budget = resolve_memory_budget(settings, world.device)  # raises on a CPU
     shape = shape_of(arguments, setting)
     own = {"layer_kinds": shape.layer_kinds} if shape.layer_kinds == WINDOWS else {}
-    model_config = replace(choose_model(settings), num_hidden_layers=shape.num_hidden_layers, **own)
-    configure_machine(settings, model_config, world)
+    own["num_hidden_layers"] = shape.num_hidden_layers
+    recipe = recipe_of(settings, replace(choose_model(settings), **own), world)
+    check_machine(recipe, world)  # raises on a CPU
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
     with (
         mock.patch("training.run.build.make_plan", with_weights_on_host) if arguments.weights_on_host else nullcontext()
     ):
-        model, optimizer, plan = build(settings, model_config, None, documents, world)
+        model, optimizer, plan = build(recipe, documents, world)
     stopping = Stopping([], world, model.layers, settings.gradient_accumulation_steps, world.min(plan.seconds)[0])
 
     def step(batches: list[Batch], before_update: Callable[[], None] = lambda: None) -> float:

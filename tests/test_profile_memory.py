@@ -30,6 +30,7 @@ from training.memory.planner import find_max_context, has_plan, make_plan
 from training.memory.profiler import GIB
 from training.parallel.world import World
 from training.run.build import step_on_meta
+from training.run.recipe import recipe_of
 from training.run.saving import checkpoint_bytes
 from training.run.settings import TrainConfig
 
@@ -212,7 +213,8 @@ def test_a_checkpoint_takes_what_a_run_has_room_for(words, settings, num_gpus, n
     flags = "--gpu", "H200", "--model_size", "0.6B", "--context_length", "1024", *words.split()
     taken = run_main(tmp_path, *flags)["answer"]["checkpoint_bytes"]
     world = World(0, num_gpus, torch.device("cuda"))
-    assert taken == checkpoint_bytes(TrainConfig(**settings), profile_memory.MODEL_SIZES["0.6B"], world)
+    recipe = recipe_of(TrainConfig(**settings), profile_memory.MODEL_SIZES["0.6B"], world)
+    assert taken == checkpoint_bytes(recipe, world)
     assert f"\ndisk: {taken / GIB:.2f} GiB per checkpoint; a run needs room for two\n" in capsys.readouterr().out
 
 
@@ -514,7 +516,7 @@ def pretended_gpu(monkeypatch, dry_run):  # noqa: F811
     """Answers everything that a GPU is asked; returns the caps that its memory gets."""
     world = World(0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(profile_memory, "join_world", lambda device: contextlib.nullcontext(world))
-    monkeypatch.setattr("training.run.build.choose_backend", lambda requested, device: "cudnn")
+    monkeypatch.setattr("training.run.recipe.choose_backend", lambda requested, device: "cudnn")
     monkeypatch.setattr(profile_memory, "measure_rates", lambda *_: H200)
     monkeypatch.setattr(profile_memory, "available_host_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(profile_memory, "build_bench", DryBench)

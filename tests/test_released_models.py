@@ -20,15 +20,15 @@ from tests import wrappers
 from tests.runs import arguments, only_resume
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint import weights as weights_module
-from training.checkpoint.weights import load_model_weights
+from training.checkpoint.weights import load_model_weights, shape_of_weights
 from training.families.config_json import from_config_json, in_family, to_config_json
 from training.families.rows import FAMILIES, WRAPPERS
 from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
 from training.memory.step import PackedDocuments
 from training.parallel.world import World
-from training.run.build import build, choose_model
-from training.run.settings import TrainConfig
+from training.run.build import build
+from training.run.recipe import decide
 
 SIZES = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
 LLAMA3 = {
@@ -388,10 +388,9 @@ def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog
 
 def test_weights_come_and_go_bit_for_bit(qwen2, tmp_path, capsys):
     """Weights go into masters and out again unchanged. An extended export declares a wider length."""
-    config = TrainConfig(init_from=str(qwen2), save="none", device="cpu")
-    model_config = choose_model(config)
     documents, world = PackedDocuments.one_each(512, 1), World(0, 1, torch.device("cpu"))
-    model, optimizer, _ = build(config, model_config, None, documents, world)
+    recipe = decide({"init_from": str(qwen2), "save": "none", "output_dir": str(tmp_path / "run")}, world)
+    model, optimizer, _ = build(recipe, documents, world)
     released = {**load_file(qwen2 / "1.safetensors"), **load_file(qwen2 / "2.safetensors")}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, released[f"model.{name}"].float())
@@ -404,7 +403,7 @@ def test_weights_come_and_go_bit_for_bit(qwen2, tmp_path, capsys):
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == COMPANIONS["chat_template.jinja"]
     extended = str(tmp_path / "extended")
     assert weights_module.main(["export", str(qwen2), extended, "--rope_scaling", "yarn:4:64"]) == 0
-    expected = replace(model_config, rope_scaling=YarnScaling(4.0, 64), max_position_embeddings=256)
+    expected = replace(recipe.model, rope_scaling=YarnScaling(4.0, 64), max_position_embeddings=256)
     assert load(tmp_path / "extended").config == expected
     assert load_file(f"{extended}/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 
@@ -433,7 +432,7 @@ def test_rope_scaling_needs_weights(corpus, tmp_path, capsys):
 def test_a_plan_is_of_the_folders_shape(qwen2, tmp_path, capsys):
     flags = ["--init_from", str(qwen2), "--gpu", "24GB", "--context_length", "4096", "--json", str(tmp_path / "json")]
     assert profile_memory.main(flags) == 0
-    shape = choose_model(TrainConfig(init_from=str(qwen2)))
+    shape = shape_of_weights(qwen2)
     assert f"model: {qwen2}, {shape.num_parameters():,} parameters" in capsys.readouterr().out
     summary = json.loads((tmp_path / "json").read_text())
     assert summary["environment"]["model"]["model_type"] == "qwen2"

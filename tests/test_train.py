@@ -35,8 +35,8 @@ from training.memory.cost_model import forward_flops
 from training.memory.execution import WHOLE, Placement
 from training.memory.planner import Plan
 from training.optim.adamw import MasterAdamW
-from training.run import resume
-from training.run.build import resolve_memory_budget, step_of
+from training.run.build import step_of
+from training.run.recipe import resolve_memory_budget
 from training.run.settings import TrainConfig, given_settings
 
 
@@ -89,8 +89,8 @@ def test_a_run_is_the_same_wherever_weights_live(corpus, tmp_path, monkeypatch, 
     flags += "--gradient_accumulation_steps", "2", "--validation_sequences", "2", "--sample_tokens", "8"
 
     def run(folder, weights, *more):
-        def plan_memory(config, model, world, documents=None):
-            step = step_of(config, model, world, documents)
+        def plan_memory(recipe, model, world, documents=None):
+            step = step_of(recipe, model, world, documents)
             placements = (
                 Placement(weights=weights),
                 Placement("recompute", weights=weights),
@@ -251,8 +251,7 @@ def test_the_default_batch_is_one_sequence_where_sequences_are_long():
     [(512, None, 128), (131_072, None, 8), (2**21, None, 1), (2**21, 0, 0), (2**17, 9, 9)],
 )
 def test_a_validation_counts_tokens_unless_told_otherwise(length, given, expected):
-    config = resume.with_defaults(TrainConfig(context_length=length, validation_sequences=given))
-    assert config.validation_sequences == expected
+    assert TrainConfig(context_length=length, validation_sequences=given).validation_sequences == expected
 
 
 def test_a_validation_says_its_share_of_the_time(corpus, tmp_path, caplog):
@@ -297,7 +296,7 @@ def test_out_of_memory_is_explained_before_the_one_line(corpus, tmp_path, monkey
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore than anybody reads.")
 
     monkeypatch.setattr(train, "train_step", train_step)
-    monkeypatch.setattr(train, "explain_out_of_memory", lambda config, plan, device: f"{plan.step.tokens} tokens")
+    monkeypatch.setattr(train, "explain_out_of_memory", lambda recipe, plan, device: f"{plan.step.tokens} tokens")
     assert train.main(arguments(corpus, tmp_path / "run")) == 1
     assert capsys.readouterr().err.splitlines()[-2:] == ["128 tokens", "error: CUDA out of memory."]
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 import train
 from model import MODEL_SIZES
@@ -15,7 +16,9 @@ from training.data.loader import PackedLoader
 from training.data.tokenizer import ByteTokenizer
 from training.flags import LARGE
 from training.host.errors import UserError
-from training.run.resume import Progress, Start, count_steps
+from training.parallel.world import World
+from training.run.recipe import count_steps, recipe_of
+from training.run.resume import Progress
 from training.run.settings import TrainConfig
 
 SETTINGS = {"context_length": 32, "batch_size": 2, "warmup_steps": 0}
@@ -38,14 +41,16 @@ def loader_of(texts, config, ranks=1, **settings):
     return PackedLoader(store, packing, config.batch_size, 0, ranks)
 
 
-def start_of(config, **progress):
-    return Start(replace(config, max_steps=config.max_steps or LARGE), MODEL_SIZES["tiny"], Progress(LARGE, **progress))
+def count(config, loader, given=(), **progress):
+    start = Progress(config.max_steps or LARGE, LARGE, **progress)
+    recipe = recipe_of(config, MODEL_SIZES["tiny"], World(0, 1, torch.device("cpu")), given=given, progress=start)
+    return count_steps(recipe, loader)
 
 
 def steps_of(config, loader, **progress):
-    count_steps(start := start_of(config, **progress), loader, [])
-    assert start.progress.cosine_steps == start.config.max_steps
-    return start.config.max_steps
+    progress = count(config, loader, **progress)
+    assert progress.cosine_steps == progress.max_steps
+    return progress.max_steps
 
 
 @pytest.mark.parametrize("settings", [{"packing": "best_fit"}, {"packing": "concatenate"}, {"weights": "2,1"}])
@@ -87,10 +92,10 @@ def test_runs_say_their_epochs_and_many_are_warned_of(texts, caplog):
     loader = loader_of(texts, config)
     for sequences, line in ((30_000, "300 steps make 0.02 epochs"), (4000, "0.15 epochs"), (60, "10.00 epochs")):
         loader.sequences_per_epoch = sequences
-        count_steps(start_of(config), loader, [])
+        count(config, loader)
         assert line in caplog.text and "by heart" not in caplog.text
     loader.sequences_per_epoch = 2
-    count_steps(start_of(config), loader, [])
+    count(config, loader)
     assert "data: 300 steps make 300.00 epochs of 2 sequences" in caplog.text
     assert "data: the model sees each text 300 times, and soon learns it by heart; give more --data" in caplog.text
 
@@ -101,7 +106,7 @@ def test_epochs_that_cannot_be(texts):
         steps_of(config, loader_of(texts, config))
     config = TrainConfig(epochs=1.0, **{**SETTINGS, "warmup_steps": 100})
     with pytest.raises(UserError, match=r"warmup_steps 100 is longer than the run of \d+ steps, .* or raise epochs"):
-        count_steps(start_of(config), loader_of(texts, config), ["warmup_steps", "epochs"])
+        count(config, loader_of(texts, config), ["warmup_steps", "epochs"])
 
 
 def test_a_run_of_epochs_goes_on(texts, tmp_path, capsys, caplog):

@@ -18,14 +18,14 @@ from tests.runs import (
     weights_of_another_shape,
 )
 from tests.training.data.test_tokenizer import write_tokenizer
-from training.run import resume
+from training.run import recipe
 
 
 def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
     assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
     assert train.main(arguments(corpus, tmp_path / "weights", "--save", "model", steps=1)) == 0
     monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
-    monkeypatch.setattr(resume, "verify_checkpoint", lambda *_: pytest.fail("checksums were computed"))
+    monkeypatch.setattr(recipe, "verify_checkpoint", lambda *_: pytest.fail("checksums were computed"))
     start = weights_of_another_shape(tmp_path / "start")
     config = json.loads((start / "config.json").read_text())
     (start / "config.json").write_text(json.dumps({**config, "intermediate_size": 300}))
@@ -206,7 +206,8 @@ def test_a_validation_without_a_token_to_predict_is_refused(tmp_path, capsys):
 
 def test_a_plan_that_cannot_be_is_refused_before_the_data_are_read(corpus, tmp_path, monkeypatch, capsys):
     """A 4B on a pretended GPU of 24 GiB: the error names the longest context for documents of any length."""
-    monkeypatch.setattr(train, "resolve_memory_budget", lambda config, device: "24GB")
+    monkeypatch.setattr("training.run.recipe.resolve_memory_budget", lambda config, device: "24GB")
+    monkeypatch.setattr(train, "check_machine", lambda recipe, world: None)
     monkeypatch.setattr("training.run.build.gpu_budget", lambda text, device: 24 * GIB)
     monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
     flags = [

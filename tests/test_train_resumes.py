@@ -34,7 +34,8 @@ from training.checkpoint.files import SPARE_BYTES
 from training.families.config_json import from_config_json, to_config_json
 from training.optim.adamw import warmup_cosine
 from training.parallel.world import World
-from training.run import resume
+from training.run import recipe, resume
+from training.run.recipe import recipe_of
 from training.run.saving import checkpoint_bytes
 from training.run.settings import TrainConfig
 
@@ -81,9 +82,9 @@ def test_compact_state_resumes_exactly_and_in_float32(corpus, tmp_path, caplog):
     files = [load_file(path / "optimizer.safetensors") for path in (parts / "step_00000006", whole / "step_00000006")]
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
     assert {tensor.dtype for tensor in files[0].values()} > {torch.int8, torch.uint8}
-    size = checkpoint_bytes(
-        TrainConfig(optimizer_state="compact"), MODEL_SIZES["tiny"], World(0, 1, torch.device("cpu"))
-    ) - SPARE_BYTES  # fmt: skip
+    world = World(0, 1, torch.device("cpu"))
+    recipe = recipe_of(TrainConfig(optimizer_state="compact"), MODEL_SIZES["tiny"], world)
+    size = checkpoint_bytes(recipe, world) - SPARE_BYTES
     assert sum(file.stat().st_size for file in (parts / "step_00000006").glob("*.safetensors")) == pytest.approx(
         size, rel=0.02
     )
@@ -128,7 +129,8 @@ def test_chosen_blocks_are_annealed_and_resumed(corpus, tmp_path):
 
 
 def test_resume_of_a_finished_run_goes_on(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "DEFAULT_STEPS", 2)
+    for part in (recipe, resume):
+        monkeypatch.setattr(part, "DEFAULT_STEPS", 2)
     command = [a for a in arguments(corpus, tmp_path / "run") if a not in ("--max_steps", "4")]
     assert train.main(command) == 0
     assert train.main([*command, "--resume"]) == 0
@@ -203,7 +205,7 @@ def test_a_given_flag_replaces_the_saved_ones_that_it_contradicts():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
 
     def inherit(saved, given, device=cuda):
-        config = resume.inherit_settings(saved, given, device)
+        config = TrainConfig(**resume.inherited_settings(saved, given, device))
         train.check_config(config, given)
         default = TrainConfig()
         return {f.name: value for f in fields(config) if (value := getattr(config, f.name)) != getattr(default, f.name)}

@@ -27,7 +27,8 @@ from training.data import __main__ as data_command
 from training.host.errors import UserError
 from training.optim.adamw import MasterAdamW
 from training.parallel.world import World
-from training.run import resume, saving, step, stopping
+from training.run import saving, step, stopping
+from training.run.recipe import decide
 from training.run.settings import TrainConfig, given_settings
 from training.run.stopping import LOOKS_BEHIND, Stopping, promise_shutdown
 
@@ -393,7 +394,7 @@ def test_ranks_go_on_from_one_checkpoint(corpus, tmp_path):
     given, world = {"data": [corpus], "output_dir": str(tmp_path)}, mock.Mock(rank=1)
     world.broadcast = lambda ours: dict.fromkeys(ours, "step_00000004")
     with pytest.raises(UserError, match="to go on from is None on rank 1 and step_00000004 on rank 0; start all"):
-        resume.choose_start(given, world)
+        decide(given, world)
 
 
 def run_in_rank(world, corpus, run, *flags):

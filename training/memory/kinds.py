@@ -117,15 +117,14 @@ class KindsByStep:
         )  # fmt: skip
 
 
-def kinds_by_step(config, model_config) -> KindsByStep:
-    """Returns `kinds_of` a run, with numbers of blocks that fall from selected_blocks_start.
-
-    `config` is a TrainConfig, `model_config` a ModelConfig.
+def kinds_by_step(flags, config) -> KindsByStep:
+    """Returns `kinds_of` a run, with numbers of blocks that fall if flags have a selected_blocks_start.
 
     Raises:
         UserError: see `kinds_of`; blocks that rise, or fall in no layer.
     """
-    final, start, steps = kinds_of(config, model_config), config.selected_blocks_start, config.selected_blocks_steps
+    final = kinds_of(flags, config)
+    start, steps = (getattr(flags, f"selected_blocks_{name}", None) for name in ("start", "steps"))
     if start is None or steps is None:
         return KindsByStep(final)
     starts = numbers_by_layer("selected_blocks_start", str(start), len(final))

@@ -141,16 +141,7 @@ def report_step(
         shown, execution = part, profiler.thin(execution, part.layers)
     predicted, measured = list(shown.stages(execution)), None
     if build_bench:
-        try:
-            sys.stdout.flush()  # measuring may take minutes
-            measured = build_bench(shown, execution).measure(shown, execution)
-        except torch.OutOfMemoryError:
-            print(f"{about}\n{plan}\npredicted, not measured (out of memory):\n{profiler.format_table(predicted)}")
-            peak = shown.peak(execution)
-            raise UserError(
-                f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of {gib(machine.gpu_bytes)} "
-                "that are free"
-            ) from None
+        measured = _measure(shown, execution, machine, build_bench, f"{about}\n{plan}")
         answer["fits"] = True
     summary = _summarize(shown, execution, machine, measured)
     if measured:
@@ -170,6 +161,22 @@ def report_step(
     written = [side and [dataclasses.asdict(stage) for stage in side] for side in stages]
     results = {"answer": answer, "plan": str(plan), "execution": dataclasses.asdict(execution), "summary": summary}
     return results | dict(zip(("predicted", "measured"), written))
+
+
+def _measure(
+    step: Step, execution: Execution, machine: Machine, build_bench: BuildBench, about: str
+) -> profiler.Measurement:
+    """Returns a step as measured. Where it runs out of memory, prints what was predicted and raises UserError."""
+    try:
+        sys.stdout.flush()  # measuring may take minutes
+        return build_bench(step, execution).measure(step, execution)
+    except torch.OutOfMemoryError:
+        table, peak = profiler.format_table(list(step.stages(execution))), step.peak(execution)
+        print(f"{about}\npredicted, not measured (out of memory):\n{table}")
+        raise UserError(
+            f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of {gib(machine.gpu_bytes)} "
+            "that are free"
+        ) from None
 
 
 def _summarize(step: Step, execution: Execution, machine: Machine, measured: profiler.Measurement | None) -> dict:

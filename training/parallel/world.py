@@ -196,53 +196,29 @@ def join_world(
     """
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
     rank, size, local_rank, local_size = read_environment()
-    given = context_parallel_size, tensor_parallel_size, replicate
-    check_sizes(size, local_size, *given)
+    given = {
+        "context_parallel_size": context_parallel_size, "tensor_parallel_size": tensor_parallel_size,
+        "replicate": replicate,
+    }  # fmt: skip
+    check_sizes(size, local_size, *given.values())
     place = choose_device(device, local_rank, local_size)
     left = threading.Event()
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    if "WORLD_SIZE" not in os.environ and tasks != "1" and os.environ.get("SLURM_PROCID", "0") == "0":
-        print(
-            f"Slurm has {tasks} tasks (SLURM_NTASKS), but this process runs alone: there is no WORLD_SIZE; start a "
-            "torchrun per machine (srun --ntasks-per-node=1 torchrun ...), or ask for one task",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+    warn_of_slurm()
     if size == 1:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             threading.Thread(target=end_with, args=([], os.getppid(), left), daemon=True).start()
         yield World(rank, size, place)
         left.set()
         return
-    if not (os.environ.get("MASTER_ADDR") and 0 < whole_number("MASTER_PORT", 0) < 2**16):
-        raise UserError(
-            f"WORLD_SIZE is {size} in the environment, without a MASTER_ADDR and a MASTER_PORT from 1 to 65535; start "
-            "by torchrun, or unset it"
-        )
-    gpu = place.type == "cuda"
-    start = datetime.timedelta(seconds=START_SECONDS)
-    ranks: list = [None] * size
-    namespace = os.readlink("/proc/self/ns/pid")  # in a container, a number means another process than outside
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    told = f"rank {rank} still waits for the other {size - 1} of WORLD_SIZE, at MASTER_ADDR:MASTER_PORT {where}"
-    waiting = threading.Timer(WAIT_SECONDS, print, [told], {"file": sys.stderr, "flush": True})
-    waiting.daemon = True
-    waiting.start()
-    try:
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=start)
-        dist.all_gather_object(ranks, ((os.getpid(), namespace), *given))
-    except RuntimeError as error:
-        why = str(error).splitlines()[0][:300]
-        end_by(UserError(f"the ranks did not meet: one of them has ended, or cannot be reached ({why})"), rank == 0)
-    waiting.cancel()
-    places, *sizes = zip(*ranks)
-    of_machine = places[rank - local_rank :][:local_size]
-    neighbours = [pid for pid, theirs in of_machine if theirs == namespace]
+    ranks = meet(rank, size, place, given)
+    namespace = own_namespace()
+    neighbours = [pid for pid, theirs, _ in ranks[rank - local_rank :][:local_size] if theirs == namespace]
     machines = Machines() if size > len(neighbours) else None
     threading.Thread(target=end_with, args=(neighbours, os.getppid(), left, machines), daemon=True).start()
     try:
-        for name, of_ranks in zip(("context_parallel_size", "tensor_parallel_size", "replicate"), sizes):
-            if len({*of_ranks}) > 1:
-                raise UserError(f"ranks differ in {name}: {sorted({*of_ranks})}; start all ranks alike")
+        for name in given:
+            if len(sizes := {theirs[name] for _, _, theirs in ranks}) > 1:
+                raise UserError(f"ranks differ in {name}: {sorted(sizes)}; start all ranks alike")
         mesh = make_mesh(place.type, size, context_parallel_size, tensor_parallel_size)
         world = World(rank, size, place, mesh, replicate)
         world.limit_waits(START_SECONDS)
@@ -253,6 +229,50 @@ def join_world(
     left.set()
     gc.collect()  # frees objects that refer to the group: gloo may abort where any are left
     dist.destroy_process_group()
+
+
+def warn_of_slurm() -> None:
+    """Say that a task of several runs alone, where nothing has told the tasks of each other."""
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if "WORLD_SIZE" not in os.environ and tasks != "1" and os.environ.get("SLURM_PROCID", "0") == "0":
+        print(
+            f"Slurm has {tasks} tasks (SLURM_NTASKS), but this process runs alone: there is no WORLD_SIZE; start a "
+            "torchrun per machine (srun --ntasks-per-node=1 torchrun ...), or ask for one task",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+
+
+def own_namespace() -> str:
+    """The PID namespace: in a container, a number means another process than outside."""
+    return os.readlink("/proc/self/ns/pid")
+
+
+def meet(rank: int, size: int, place: torch.device, given: dict[str, int]) -> list[tuple[int, str, dict[str, int]]]:
+    """Joins the process group; returns (process, its PID namespace, `given`) of each rank.
+
+    Raises:
+        UserError: torchrun has not said where to meet. Where ranks do not come, the process ends with an error.
+    """
+    if not (os.environ.get("MASTER_ADDR") and 0 < whole_number("MASTER_PORT", 0) < 2**16):
+        raise UserError(
+            f"WORLD_SIZE is {size} in the environment, without a MASTER_ADDR and a MASTER_PORT from 1 to 65535; start "
+            "by torchrun, or unset it"
+        )
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    told = f"rank {rank} still waits for the other {size - 1} of WORLD_SIZE, at MASTER_ADDR:MASTER_PORT {where}"
+    waiting = threading.Timer(WAIT_SECONDS, print, [told], {"file": sys.stderr, "flush": True})
+    waiting.daemon = True
+    waiting.start()
+    ranks: list = [None] * size
+    start, gpu = datetime.timedelta(seconds=START_SECONDS), place.type == "cuda"
+    try:
+        dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=start)
+        dist.all_gather_object(ranks, (os.getpid(), own_namespace(), given))
+    except RuntimeError as error:
+        why = str(error).splitlines()[0][:300]
+        end_by(UserError(f"the ranks did not meet: one of them has ended, or cannot be reached ({why})"), rank == 0)
+    waiting.cancel()
+    return ranks
 
 
 class Machines:

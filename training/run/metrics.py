@@ -23,7 +23,6 @@ from training.host.processes import line_of
 from training.memory.machine import find_gpu
 from training.memory.planner import Plan
 from training.parallel.world import World
-from training.run.resume import with_defaults
 from training.run.settings import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -34,12 +33,12 @@ SECONDS_BETWEEN_LINES = 1.0
 Writer = Callable[[dict], None]
 
 
-def describe(config: TrainConfig, model_config: ModelConfig, plan: Plan, world: World) -> None:
+def describe(settings: dict, model: ModelConfig, plan: Plan, world: World) -> None:
     """Log a run's settings, its model, and what its first step waits for."""
-    logger.info("config: %s", json.dumps(differing(config)))
+    logger.info("config: %s", json.dumps(differing(settings)))
     logger.info(
         "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x tensor: %d x %d x %d)",
-        config.model_size or model_config.model_type, f"{model_config.num_parameters():,}", config.attention_type,
+        settings["model_size"] or model.model_type, f"{model.num_parameters():,}", settings["attention_type"],
         plan.execution.attention_backend, world.device.type, world.size,
         world.data_size, world.context_size, world.tensor_size,
     )  # fmt: skip
@@ -48,14 +47,15 @@ def describe(config: TrainConfig, model_config: ModelConfig, plan: Plan, world: 
         logger.info("the first step takes longer than others: it also waits %s", waits)
 
 
-def differing(config: TrainConfig) -> dict:
+def differing(settings: dict) -> dict:
     """Returns the settings that a run of the same model, adapters and context length does not have by default."""
     names = "model_size", "init_from", "lora", "context_length"  # other defaults follow from these
-    usual = with_defaults(TrainConfig(**{name: getattr(config, name) for name in names}))
+    usual = TrainConfig(**{name: settings[name] for name in names})
     defaults = dataclasses.asdict(usual) | {name: getattr(TrainConfig(), name) for name in names}
     found = {"model_size": "tiny", "tokenizer": "bytes", "memory_budget": "auto", "optimizer_state": "float32"}
+    defaults["max_steps"] = usual.steps
     return {
-        name: value for name, value in dataclasses.asdict(config).items()
+        name: value for name, value in settings.items()
         if value not in (defaults[name], found.get(name, defaults[name]))
     }  # fmt: skip
 
@@ -67,10 +67,9 @@ class Display(contextlib.ExitStack):
     every step. Beside a progress bar --log_file alone has the lines. Other ranks than the main rank show nothing.
     """
 
-    def __init__(self, config: TrainConfig, first_step: int, is_main: bool):
+    def __init__(self, first_step: int, max_steps: int, is_main: bool, unit: str = "token"):
         super().__init__()
-        self._total, self._first = config.max_steps, first_step
-        self._unit = "byte" if config.tokenizer == "bytes" else "token"
+        self._total, self._first, self._unit = max_steps, first_step, unit
         where = None if is_main else True  # None: not without a terminal
         self._bar = self.enter_context(tqdm(total=self._total, initial=first_step, unit="step", disable=where))
         self._lines = logger if self._bar.disable else FILE_ONLY
@@ -175,23 +174,23 @@ def set_aside(path: Path) -> None:
         logger.info("%s of an earlier run is kept as %s", path, earlier.name)
 
 
-def open_metrics(config: TrainConfig, from_step: int, stack: contextlib.ExitStack) -> "Metrics":
+def open_metrics(settings: dict, from_step: int, stack: contextlib.ExitStack) -> "Metrics":
     """Write the resolved settings into output_dir, and open metrics.jsonl beside them, and what else gets metrics.
 
     The end of `stack` ends the run of Weights & Biases. Raises UserError.
     """
-    folder = Path(config.output_dir)
+    folder = Path(settings["output_dir"])
     try:
-        replace_file(folder / "config.json", json.dumps(dataclasses.asdict(config), indent=2) + "\n")
-        if config.resume == "no":
+        replace_file(folder / "config.json", json.dumps(settings, indent=2) + "\n")
+        if settings["resume"] == "no":
             set_aside(folder / "metrics.jsonl")
         writers = {"metrics.jsonl": jsonl_writer(folder / "metrics.jsonl", from_step)}
     except OSError as error:
         raise UserError(f"output_dir {folder} cannot be written to: {error}; choose another") from None
-    if config.tensorboard:
+    if settings["tensorboard"]:
         writers["TensorBoard"] = tensorboard_writer(folder / "tensorboard", from_step)
-    if config.wandb:
-        writers["Weights & Biases"] = wandb_writer(config, stack)
+    if settings["wandb"]:
+        writers["Weights & Biases"] = wandb_writer(settings, stack)
     return Metrics(writers)
 
 
@@ -253,29 +252,29 @@ def tensorboard_writer(folder: Path, from_step: int) -> Writer:
     return write
 
 
-def wandb_writer(config: TrainConfig, stack: contextlib.ExitStack) -> Writer:
+def wandb_writer(settings: dict, stack: contextlib.ExitStack) -> Writer:
     """Sends metrics and settings to Weights & Biases. A resumed run goes on in its run, named in output_dir/wandb_id.
 
     Raises:
         UserError: wandb cannot be imported, or cannot start, as without a login; wandb_id cannot be read.
     """
-    file = Path(config.output_dir, "wandb_id")
+    folder, project = settings["output_dir"], settings["wandb"]
+    file = Path(folder, "wandb_id")
     earlier = None
-    if config.resume != "no" and file.exists():
+    if settings["resume"] != "no" and file.exists():
         earlier = read_file(file, "delete it").decode(errors="replace").strip()
     try:
         import wandb  # optional
 
         run = wandb.init(
-            project=config.wandb, dir=config.output_dir, id=earlier or None, resume="allow",
-            config=dataclasses.asdict(config), allow_val_change=True,
+            project=project, dir=folder, id=earlier or None, resume="allow", config=settings, allow_val_change=True,
         )  # fmt: skip
         run.define_metric("*", step_metric="step")  # wandb's own count of steps would drop what a resumed run repeats
         replace_file(file, f"{run.id}\n")
     except Exception as error:
         login = f"{program('wandb')} login"
         raise UserError(
-            f"--wandb {config.wandb}: {error}; log in with `{login}`, set WANDB_MODE=offline, or drop it"
+            f"--wandb {project}: {error}; log in with `{login}`, set WANDB_MODE=offline, or drop it"
         ) from None
 
     def finish(kind, *_) -> None:
@@ -283,7 +282,7 @@ def wandb_writer(config: TrainConfig, stack: contextlib.ExitStack) -> Writer:
             run.finish(exit_code=int(kind is not None))
         except Exception as error:
             sync = f"{program('wandb')} sync"
-            logger.warning("Weights & Biases: %s; `%s` sends what is in %s/wandb", error, sync, config.output_dir)
+            logger.warning("Weights & Biases: %s; `%s` sends what is in %s/wandb", error, sync, folder)
 
     stack.push(finish)
     return lambda values: run.log({"step": values["step"], **numbers(values)})

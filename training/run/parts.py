@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import time
-import typing
 from collections import deque
 from collections.abc import Iterator
 
@@ -18,7 +17,8 @@ from training.memory.planner import Plan
 from training.optim.adamw import MasterAdamW
 from training.parallel.world import World
 from training.run.metrics import Display, Metrics
-from training.run.resume import Progress, Start, state_to_save
+from training.run.recipe import Recipe
+from training.run.resume import Progress, state_to_save, tokens_per_step
 from training.run.saving import checkpoint_bytes
 from training.run.settings import TrainConfig
 from training.run.stopping import Stopping, promise_shutdown
@@ -32,10 +32,8 @@ SAVED_BYTES_PER_SECOND = 5e8  # guess for a slow disk, before the first checkpoi
 class Run:
     """The parts of a run, and how far it has come."""
 
-    config: TrainConfig  # start.config, its memory budget resolved
-    start: Start
+    recipe: Recipe
     world: World
-    tokenizer: typing.Any
     loader: PackedLoader
     held_out: Store
     model: Transformer
@@ -55,6 +53,10 @@ class Run:
     validation_seconds: float = 0.0  # seconds of all validations together
     recent_losses: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=100))
 
+    @property
+    def config(self) -> TrainConfig:
+        return self.recipe.config
+
     def before_update(self) -> None:
         """Wait for what an update may change only then."""
         self.saver.before_update()
@@ -62,14 +64,17 @@ class Run:
 
     def save(self) -> None:
         """Begin the checkpoint of the last step, unless it has been begun."""
-        step = self.progress.step
+        step, world = self.progress.step, self.world
         if self.config.save == "none" or self.saved == step:
             return
         self.saved, self.saved_at = step, time.monotonic()
         self.saver.begin(
-            step, weights=self.optimizer.weights(), model_config=to_config_json(self.start.model_config),
+            step, weights=self.optimizer.weights(), model_config=to_config_json(self.recipe.model),
             optimizer_state=self.optimizer.state_dict() if self.config.save == "full" else None,
-            trainer_state=state_to_save(self.start.config, self.progress, self.tokenizer.identity, self.world),
+            trainer_state=state_to_save(
+                self.recipe.settings(self.progress.max_steps, self.plan.execution.state_format), self.progress,
+                tokens_per_step(self.config, world), world.data_size, self.recipe.tokenizer.identity,
+            ),
         )  # fmt: skip
 
     def read_together(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -103,9 +108,9 @@ class Run:
 
     def promise_shutdown_once(self, seconds: float) -> None:
         """Say how long the run goes on after a signal, as soon as a step of so many seconds tells."""
-        taken = self.progress.step - self.start.progress.step
+        taken = self.progress.step - self.recipe.progress.step
         if taken == 2 or (taken == 1 and seconds > LONG_FIRST_STEP_SECONDS):
-            size = checkpoint_bytes(self.config, self.start.model_config, self.world, self.start.carried)
+            size = checkpoint_bytes(self.recipe, self.world, self.plan.execution.state_format)
             save_seconds = self.saver.seconds or size / SAVED_BYTES_PER_SECOND
             promise_shutdown(self.stopping.look_seconds, save_seconds if self.config.save != "none" else 0.0)
 

@@ -1,6 +1,6 @@
 """The settings of train.py and profile_memory.py that are refused beside each other; docs/flags.md lists them.
 
-What depends on the machine, the model or the data is refused elsewhere: build.py, memory/kinds.py, data/corpus.py.
+What depends on the machine, the model or the data is refused elsewhere: recipe.py, memory/kinds.py, data/corpus.py.
 """
 
 from training.flags import Rule

@@ -25,7 +25,7 @@ def log_sample(run: Run) -> None:
     if is_sample := bool(masked.any()):
         start = 1 + int(np.argmin(masked[1:]))
     prompt, written = ids[max(0, start - PROMPT_TOKENS) : start], list[int]()
-    stops = stop_ids(run.tokenizer, is_sample)
+    stops = stop_ids(run.recipe.tokenizer, is_sample)
     homes = run.optimizer.homes.values()
     if fetched := sum(home.nbytes for home in homes if home.device.type != run.world.device.type) / GIB:
         logger.info("sample: each token fetches %.1f GiB of weights from the host; --sample_tokens 0: none", fetched)
@@ -39,6 +39,6 @@ def log_sample(run: Run) -> None:
             written.append(int(next_B1))
             if run.stopping.is_asked():
                 break
-    before, after = (run.tokenizer.decode(part, with_special=is_sample) for part in (prompt.tolist(), written))
+    before, after = (run.recipe.tokenizer.decode(part, with_special=is_sample) for part in (prompt.tolist(), written))
     cut = f"the last {len(prompt):,} tokens of " if len(prompt) < start else ""
     logger.info("sample, after %sa held-out prompt:\n%s<<<the prompt ends here>>>%s", cut, before, after)

@@ -220,8 +220,20 @@ class TrainConfig(StepFlags):
         return "max_steps" if self.epochs is None else "epochs"
 
     def __post_init__(self):
+        """Fill in what follows from other settings. Targets have the order that adapters have them in."""
         if self.batch_size is None:
             self.batch_size = 8 if self.context_length < LONG_CONTEXT else 1
+        if self.validation_sequences is None:
+            self.validation_sequences = max(1, min(VALIDATION_SEQUENCES, VALIDATION_TOKENS // self.context_length))
+        if self.learning_rate is None:
+            is_tiny = self.model_size == "tiny" or not (self.model_size or self.init_from)
+            of_weights = TINY_PEAK_LEARNING_RATE if is_tiny else PEAK_LEARNING_RATE
+            self.learning_rate = of_weights if self.lora is None else LORA_PEAK_LEARNING_RATE
+        every_target = ",".join(LORA_TARGETS)
+        if self.lora is not None:
+            self.lora_alpha, self.lora_targets = self.lora_alpha or 2.0 * self.lora, self.lora_targets or every_target
+        if self.lora_targets is not None:
+            self.lora_targets = ",".join(sorted(self.lora_targets.split(","), key=every_target.find))
 
 
 def given_settings(argv: list[str]) -> dict:

@@ -26,7 +26,7 @@ from training.families.config_json import to_config_json
 from training.host import errors
 from training.host.errors import UserError, pip_install
 from training.parallel.fsdp import copy_weights, initial_weights
-from training.run.build import shape_with
+from training.run.recipe import shape_with
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from training.optim.inventory import NUM_SLOTS
 from training.parallel.world import World, make_mesh
 from training.run.build import model_on_meta, step_on_meta
 from training.run.build import step_of as step_of_run
+from training.run.recipe import recipe_of
 from training.run.settings import TrainConfig
 
 GIB = 2**30
@@ -222,9 +223,8 @@ def test_fsdp_gathers_what_a_rank_has_of_shared_matrices():
         for size in (1, 2):
             world = World(0, 4, torch.device("cpu"), make_mesh("cpu", 4, 1, size))
             model = model_on_meta(config, world)
-            steps.append(
-                step_of_run(TrainConfig(tensor_parallel_size=size, optimizer_state="float32"), model, world, None)
-            )
+            settings = TrainConfig(tensor_parallel_size=size, optimizer_state="float32")
+            steps.append(step_of_run(recipe_of(settings, config, world), model, world, None))
     finally:
         gc.collect()
         torch.distributed.destroy_process_group()

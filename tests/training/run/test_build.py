@@ -13,9 +13,11 @@ from kernels.attention import NSA, Window
 from kernels.attention.full import FULL
 from kernels.fp8 import FP8
 from kernels.linear import PLAIN
+from kernels.lora import LORA, LoRA
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from tests.storage_counter import StorageCounter
+from training.checkpoint.weights import find_weights
 from training.memory.execution import WHOLE, Placement
 from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.placement import apply_execution
@@ -24,10 +26,21 @@ from training.memory.profiler import format_table
 from training.memory.step import PackedDocuments
 from training.parallel.world import World
 from training.run import build as run
-from training.run.build import build_bench, model_on_meta, plan_memory, resolve_memory_budget, step_of, step_on_meta
+from training.run.build import build_bench, model_on_meta, plan_memory, step_of, step_on_meta
+from training.run.recipe import (
+    Source,
+    check_linear,
+    check_lora_bits,
+    check_machine,
+    decide_step,
+    recipe_of,
+    resolve_memory_budget,
+    state_format_of,
+)
 from training.run.settings import TrainConfig
 
 GIB = 2**30
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -45,70 +58,82 @@ def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
 
 
 def test_shared_sequences_have_a_plan_where_no_key_value_head_is_copied(pretended_gpu):
-    config, world = TrainConfig(context_parallel_size=16, memory_budget="auto"), World(0, 1, torch.device("cpu"))
+    world = World(0, 1, CPU)
+    recipe = replace(recipe_of(TrainConfig(context_parallel_size=16), MODEL_SIZES["4B"], world), memory_budget="auto")
     message = "no plan counts copies of 8 key/value heads on 16 ranks"
     with pytest.raises(ValueError, match=f"{message}; give --gradient_checkpointing, without --memory_budget"):
-        run.check_fits(config, MODEL_SIZES["4B"], world)
+        run.check_fits(recipe, world)
     text, _ = explain_out_of_memory(context_parallel_size=16, gradient_checkpointing=True)
     assert text == f"{message}; raise --context_parallel_size, or lower --context_length"
     text, plan = explain_out_of_memory(context_parallel_size=8, gradient_checkpointing=True)
     assert plan.step.tokens == 32_768 // 8 and text.startswith("predicted for the step as it was placed")
 
 
-def test_the_reference_kernels_have_no_plan():
+def test_the_reference_kernels_have_no_plan(monkeypatch):
     """They take far more memory than any plan counts."""
+    world, size = World(0, 1, torch.device("cuda")), MODEL_SIZES["tiny"]
     with pytest.raises(ValueError, match="kernels torch takes more memory than plans count; use auto, or --gradient"):
-        resolve_memory_budget(TrainConfig(kernels="torch"), torch.device("cuda"))
-    config = TrainConfig(kernels="torch", gradient_checkpointing=True)
-    assert resolve_memory_budget(config, torch.device("cuda")) is None
+        check_machine(recipe_of(TrainConfig(kernels="torch"), size, world), world)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = TrainConfig(kernels="torch", gradient_checkpointing=True, attention_backend="flash")
+    check_machine(recipe_of(config, size, world), world)
 
 
 def test_compact_state_is_refused_where_rows_are_no_groups():
     config = TrainConfig(optimizer_state="compact")
-    narrow = replace(MODEL_SIZES["0.6B"], hidden_size=100)
-    assert run.state_format_of(config, MODEL_SIZES["0.6B"]) == "compact"
-    assert run.state_format_of(TrainConfig(), narrow) == "float32"
-    assert run.state_format_of(TrainConfig(), MODEL_SIZES["0.6B"]) == "auto"
+    assert state_format_of(config, 1024) == "compact"
+    assert state_format_of(TrainConfig(), 100) == "float32"
+    assert state_format_of(TrainConfig(), 1024) == "auto"
+    assert state_format_of(TrainConfig(lora=4), 1024) == "float32"
     with pytest.raises(ValueError, match="compact has no effect on rows of 100, which is no multiple of 32; drop it"):
-        run.state_format_of(config, narrow)
+        state_format_of(config, 100)
 
 
 def test_quantized_weights_are_refused_where_they_cannot_be():
-    config, share = TrainConfig(lora=4, lora_bits=4), MODEL_SIZES["0.6B"].share(1)
-    run.check_lora_bits(config, share, num_gpus=1)
-    run.check_lora_bits(TrainConfig(lora=4), MODEL_SIZES["0.6B"].share(2), num_gpus=2)
+    check_lora_bits(4, MODEL_SIZES["0.6B"], num_gpus=1)
+    check_lora_bits(16, MODEL_SIZES["0.6B"], num_gpus=2)
     with pytest.raises(
         ValueError, match="lora_bits 4 on 2 GPUs is not supported: FSDP2 shards bf16; give lora_bits 16"
     ):
-        run.check_lora_bits(config, share, num_gpus=2)
+        check_lora_bits(4, MODEL_SIZES["0.6B"], num_gpus=2)
     for name, value, found in (
         ("hidden_size", 100, "q_proj has 100 columns"),
         ("intermediate_size", 96, "down_proj has 96 columns"),
         ("head_dim", 10, "o_proj has 160 columns"),
     ):
-        narrow = replace(MODEL_SIZES["0.6B"], **{name: value}).share(1)
+        narrow = replace(MODEL_SIZES["0.6B"], **{name: value})
         with pytest.raises(ValueError, match=f"lora_bits 4 needs rows of whole groups of 64, and {found}; give lora_"):
-            run.check_lora_bits(config, narrow, num_gpus=1)
+            check_lora_bits(4, narrow, num_gpus=1)
 
 
 def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
-    config, cuda, share = TrainConfig(linear="fp8"), torch.device("cuda"), MODEL_SIZES["0.6B"].share(1)
+    size, cuda = MODEL_SIZES["0.6B"], torch.device("cuda")
+    check = lambda size, **flags: check_linear(decide_step(TrainConfig(**flags), size, 1), cuda)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match=r"FP8 needs compute capability 8.9 .*, cuda is older; use linear bf16"):
-        run.linear_of(config, share, cuda)
-    assert run.linear_of(TrainConfig(), share, cuda) == PLAIN
+        check(size, linear="fp8")
+    check(size)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert run.linear_of(config, share, cuda) == FP8()
+    check(size, linear="fp8")
     with pytest.raises(ValueError, match="multiples of 16 up to 32,768, number of rows of layer 0's gate_proj is 100"):
-        run.linear_of(config, replace(share, intermediate_size=100), cuda)
+        check(replace(size, intermediate_size=100), linear="fp8")
     with pytest.raises(ValueError, match="multiples of 16 up to 32,768, head_dim is 24; use linear bf16"):
-        run.linear_of(config, replace(share, head_dim=24), cuda)
+        check(replace(size, head_dim=24), linear="fp8")
+
+
+def test_linear_maps_are_of_the_flags():
+    for flags, linear in (
+        ({}, PLAIN), ({"linear": "fp8"}, FP8()), ({"linear": "fp8", "kernels": "torch"}, FP8("torch")),
+        ({"lora": 4}, LORA), ({"lora": 4, "linear": "fp8"}, LoRA(FP8())),
+    ):  # fmt: skip
+        assert decide_step(TrainConfig(**flags), MODEL_SIZES["0.6B"], 1).linear == linear
 
 
 def test_fp8_has_kernels_bytes_seconds_and_a_line_of_the_plan():
-    world = World(0, 1, torch.device("cpu"))
+    world = World(0, 1, CPU)
     config = TrainConfig(model_size="4B", context_length=32_768, linear="fp8", kernels="torch")
-    step = step_of(config, model_on_meta(MODEL_SIZES["4B"], world), world, None)
+    recipe = recipe_of(config, MODEL_SIZES["4B"], world)
+    step = step_of(recipe, model_on_meta(recipe.model, world), world, None)
     assert step.given.linear == FP8("torch")
     plans = {}
     for linear in (PLAIN, FP8()):
@@ -130,9 +155,9 @@ def test_kernels_are_also_the_optimizers(monkeypatch):
     seen, update = set(), training.optim.formats.compact_adamw
     record = lambda *tensors, **options: seen.add(options["impl"]) or update(*tensors, **options)  # noqa: E731
     monkeypatch.setattr(training.optim.formats, "compact_adamw", record)
-    world, documents = World(0, 1, torch.device("cpu")), PackedDocuments.one_each(64, 1)
+    world, documents = World(0, 1, CPU), PackedDocuments.one_each(64, 1)
     shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=1)
-    model, optimizer, _ = run.build(config, shape, None, documents, world)
+    model, optimizer, _ = run.build(recipe_of(config, shape, world), documents, world)
     sum(parameter.sum() for parameter in model.parameters()).backward()
     optimizer.step(1e-3)
     assert seen == {"torch"}
@@ -143,7 +168,7 @@ def test_a_bench_has_the_steps_shape(kinds):
     """A bench has as many layers as the step's model, not as the size that a flag names."""
     shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=7, layer_kinds=kinds)
     step = step_on_meta(shape, context_length=256)
-    model = build_bench(step, step.given, World(0, 1, torch.device("cpu"))).model
+    model = build_bench(step, step.given, World(0, 1, CPU)).model
     assert model.share == step.share == shape.share() and len(model.layers) == 7
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
@@ -160,7 +185,7 @@ MIXED = Placement(weights="host"), Placement(weights="gpu"), Placement("recomput
 def test_a_bench_has_weights_where_they_are_placed(state_format, ends):
     """And steps like a bench with all weights on the GPU."""
     step = step_on_meta(replace(MODEL_SIZES["tiny"], num_hidden_layers=3), context_length=64)
-    world, found = World(0, 1, torch.device("cpu")), []
+    world, found = World(0, 1, CPU), []
     for placements in (MIXED, tuple(replace(placement, weights="gpu") for placement in MIXED)):
         execution = replace(
             step.given, placements=placements, state_format=state_format, loss_impl="chunked",
@@ -183,17 +208,19 @@ def test_a_bench_has_weights_where_they_are_placed(state_format, ends):
 
 def test_a_run_starts_from_files_with_weights_on_the_host(monkeypatch, tmp_path):
     """Released weights go straight into their places."""
-    shape, world = replace(MODEL_SIZES["tiny"], num_hidden_layers=3), World(0, 1, torch.device("cpu"))
+    shape, world = replace(MODEL_SIZES["tiny"], num_hidden_layers=3), World(0, 1, CPU)
     weights = {name: torch.randn_like(weight) for name, weight in Transformer(shape).state_dict().items()}
     save_file({f"model.{name}": weight for name, weight in weights.items()}, tmp_path / "model.safetensors")
 
-    def plan_memory(config, model, world, documents=None):
-        step = step_of(config, model, world, documents)
+    def plan_memory(recipe, model, world, documents=None):
+        step = step_of(recipe, model, world, documents)
         return Plan(step, replace(step.unplanned(Placement(), loss_impl="chunked", ends="host"), placements=MIXED))
 
     monkeypatch.setattr(run, "plan_memory", plan_memory)
     config = TrainConfig(context_length=64, init_from=str(tmp_path), optimizer_state="compact")
-    model, optimizer, _ = run.build(config, shape, None, PackedDocuments.one_each(64, 1), world)
+    found = find_weights(tmp_path, {name: weight.shape for name, weight in weights.items()})
+    recipe = recipe_of(config, shape, world, source=Source.read(tmp_path), weights=found)
+    model, optimizer, _ = run.build(recipe, PackedDocuments.one_each(64, 1), world)
     assert [bool(nbytes) for nbytes in resident(model)] == [False, True, False]
     found = optimizer.weights()
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
@@ -211,7 +238,8 @@ def compare_with_a_prediction(world):
     sizes = {"context_parallel_size": world.context_size, "tensor_parallel_size": world.tensor_size}
     sizes["replicate"] = world.replicate
     config = TrainConfig(context_length=1000, batch_size=2, optimizer_state="float32", **sizes)
-    real = step_of(config, model_on_meta(shape, world), world, PackedDocuments.one_each(1000, 2))
+    recipe = recipe_of(config, shape, world)
+    real = step_of(recipe, model_on_meta(shape, world), world, PackedDocuments.one_each(1000, 2))
     predicted = step_on_meta(shape, 1000, 2, given=real.given, num_gpus=world.size, **sizes)
     elements = [[row.numel for row in step.inventory(step.given)] for step in (real, predicted)]
     assert all(ours <= first for ours, first in zip(*elements, strict=True))
@@ -241,13 +269,14 @@ def pretended_gpu(monkeypatch):
 
 def explain_out_of_memory(plan_budget=None, **settings):
     """Returns (the explanation for a 4B without a planned placement, or with one for `plan_budget` bytes; its plan)."""
-    config = TrainConfig(**{"context_length": 32_768, "batch_size": 1, **settings})
+    config, world = TrainConfig(**{"context_length": 32_768, "batch_size": 1, **settings}), World(0, 1, CPU)
+    recipe = recipe_of(config, MODEL_SIZES["4B"], world)
     with torch.device("meta"):
-        model = Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16)
-    plan = plan_memory(config, model, World(0, 1, torch.device("cpu")))
+        model = Transformer(recipe.model).to(torch.bfloat16)
+    plan = plan_memory(recipe, model, world)
     if plan_budget is not None:
-        config, plan = replace(config, memory_budget="auto"), make_plan(plan.step, plan_budget, 60 * GIB)
-    return run.explain_out_of_memory(config, plan, torch.device("cuda")), plan
+        recipe, plan = replace(recipe, memory_budget="auto"), make_plan(plan.step, plan_budget, 60 * GIB)
+    return run.explain_out_of_memory(recipe, plan, torch.device("cuda")), plan
 
 
 def plan_beside_flash_attn_4(monkeypatch, measured, version="4.0.0b36", **settings):
@@ -260,15 +289,16 @@ def plan_beside_flash_attn_4(monkeypatch, measured, version="4.0.0b36", **settin
             name: measured * rate for name, rate in scale_rates(GPUS["H200"], backend, kinds).items() if " " in name
         }
 
-    monkeypatch.setattr(run, "choose_backend", lambda requested, _: "cudnn" if requested == "auto" else requested)
+    monkeypatch.setattr("training.run.recipe.choose_backend", lambda name, _: "cudnn" if name == "auto" else name)
     monkeypatch.setattr(run, "measure_attention", measure_attention)
     monkeypatch.setattr(run, "memory_budgets", lambda *_: (100 * GIB, 60 * GIB))
     monkeypatch.setattr(run, "cap_gpu_memory", lambda *_: None)
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"flash-attn-4": version}[name])
-    config = TrainConfig(context_length=131_072, batch_size=1, memory_budget="auto", **settings)
+    config, world = TrainConfig(context_length=131_072, batch_size=1, **settings), World(0, 1, CPU)
+    recipe = replace(recipe_of(config, MODEL_SIZES["4B"], world), memory_budget="auto")
     with torch.device("meta"):
-        model = Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16)
-    return plan_memory(config, model, World(0, 1, torch.device("cpu")), PackedDocuments.one_each(131_072, 1))
+        model = Transformer(recipe.model).to(torch.bfloat16)
+    return plan_memory(recipe, model, world, PackedDocuments.one_each(131_072, 1))
 
 
 def test_a_plan_takes_the_faster_attention_kernel(monkeypatch, caplog):

@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,6 @@ from training.run.metrics import (
     set_aside,
     tensorboard_writer,
 )
-from training.run.resume import with_defaults
 from training.run.settings import TrainConfig, check_config
 
 
@@ -38,9 +37,9 @@ from training.run.settings import TrainConfig, check_config
 )  # fmt: skip
 def test_the_settings_that_are_shown_differ_from_defaults(given):
     """What a run fills in by itself is no difference, such as the learning rate, the steps and adapters' targets."""
-    config = with_defaults(TrainConfig(**given))
-    config = replace(config, tokenizer=config.tokenizer or "bytes", optimizer_state="float32", memory_budget="auto")
-    assert differing(config) == given
+    config = TrainConfig(**given)
+    found = {"max_steps": config.steps, "optimizer_state": "float32", "memory_budget": "auto"}
+    assert differing(asdict(config) | found | {"tokenizer": config.tokenizer or "bytes"}) == given
 
 
 def steps_in(path):
@@ -148,25 +147,25 @@ def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path,
     monkeypatch.syspath_prepend(tmp_path)
     wandb = importlib.import_module("wandb")
     monkeypatch.setitem(sys.modules, "wandb", sys.modules.pop("wandb"))  # until the test ends
-    config = TrainConfig(output_dir=str(tmp_path / "run"), wandb="p")
+    settings = asdict(TrainConfig(output_dir=str(tmp_path / "run"), wandb="p"))
     (tmp_path / "run").mkdir()
     for resume, error in (("no", None), ("yes", ValueError("a defect"))):
         with contextlib.suppress(ValueError), contextlib.ExitStack() as stack:
-            metrics = open_metrics(replace(config, resume=resume), 0, stack)
+            metrics = open_metrics(settings | {"resume": resume}, 0, stack)
             metrics.write(step=1, loss=2.5, peak_memory_gib=[1.0, 3.0], selected_blocks="8")
             if error:
                 raise error
     (_, first), *calls = wandb.calls[:4]
     assert (first["project"], first["dir"], first["id"]) == ("p", str(tmp_path / "run"), None)
-    assert first["config"]["learning_rate"] == config.learning_rate and first["resume"] == "allow"
+    assert first["config"]["learning_rate"] == settings["learning_rate"] and first["resume"] == "allow"
     assert calls == [
         ("define_metric", ("*",), {"step_metric": "step"}),
         ("log", ({"step": 1, "loss": 2.5, "peak_memory_gib": 3.0},), {}), ("finish", (), {"exit_code": 0}),
     ]  # fmt: skip
     assert wandb.calls[4][1]["id"] == "r1" and wandb.calls[-1] == ("finish", (), {"exit_code": 1})
     with pytest.raises(UserError, match=r"^--wandb closed: no login; log in with `.*/wandb login`, set WANDB_MODE=off"):
-        open_metrics(replace(config, wandb="closed"), 0, contextlib.ExitStack())
-    file, resumed = tmp_path / "run" / "wandb_id", replace(config, resume="yes")
+        open_metrics(settings | {"wandb": "closed"}, 0, contextlib.ExitStack())
+    file, resumed = tmp_path / "run" / "wandb_id", settings | {"resume": "yes"}
     file.write_bytes(b"r\xff\n")  # edited, or damaged
     with contextlib.ExitStack() as stack:
         open_metrics(resumed, 0, stack)
@@ -194,7 +193,7 @@ def test_without_a_terminal_a_step_is_a_line_of_the_log(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     ends = iter([0.0, 100.0, 200.0, 200.4, 200.8, 200.9])
     monkeypatch.setattr(time, "monotonic", lambda: next(ends))
-    with Display(TrainConfig(max_steps=15, tokenizer="bytes"), 10, is_main=True) as display:
+    with Display(10, 15, is_main=True, unit="byte") as display:
         for step in range(11, 16):
             display.show({"step": step, **VALUES, **({"loss": None} if step == 12 else {})})
         display.show_validation({"step": 15, "validation_loss": 2.5, "validation_share": 0.061})
@@ -213,7 +212,7 @@ def test_the_log_file_has_what_is_printed_and_the_bars_steps_as_lines(tmp_path, 
     for error in (UserError("no more"), ValueError("a defect")):
         with contextlib.suppress(ValueError), also_logged_into(str(file)):
             logger.info("begun")
-            with Display(TrainConfig(max_steps=9), 0, is_main=True) as display:
+            with Display(0, 9, is_main=True) as display:
                 display.show({"step": 1, **VALUES})
             raise error
         logger.info("not in the file")

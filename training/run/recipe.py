@@ -1,0 +1,539 @@
+"""Decides all that a run needs before its data are read. Nothing later reads a flag's text or a folder's headers.
+
+Top to bottom: what is decided of a step, for train.py and profile_memory.py; of a run; its start, model and tokenizer;
+what depends on the machine, and on the number of sequences in the data.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from os.path import exists
+from pathlib import Path
+
+import torch
+
+from kernels.attention import KINDS
+from kernels.attention.full import choose_backend
+from kernels.compact_adamw import GROUP
+from kernels.fp8 import FP8, check_fp8
+from kernels.linear import PLAIN
+from kernels.lora import LORA, LoRA
+from kernels.parts import Linear
+from model import GATES, MODEL_SIZES, ModelConfig
+from training.checkpoint.carried import NOTHING, Carried, read_carried
+from training.checkpoint.files import checkpoints, latest_checkpoint, tokenizer_of
+from training.checkpoint.manifest import settings_beside, verify_base, verify_checkpoint, verify_weights
+from training.checkpoint.pieces import Entry
+from training.checkpoint.weights import Companions, find_weights, parameter_shapes, shape_of_weights
+from training.data.chat import open_tokenizer as open_with_template
+from training.data.loader import PackedLoader
+from training.data.tokenizer import ByteTokenizer, FileTokenizer
+from training.families.lora import (
+    ADAPTER_CONFIG,
+    ADAPTERS,
+    FROZEN_BITS,
+    Adapters,
+    has_adapters,
+    read_adapters,
+    read_frozen_bits,
+    to_adapter_config,
+)
+from training.families.rope import extend
+from training.flags import LARGE
+from training.host.errors import UserError, program, refused_as_user_error
+from training.host.files import read_json
+from training.memory.execution import Execution
+from training.memory.kinds import KindsByStep, check_head_dim, kinds_by_step
+from training.memory.machine import gpu_budget
+from training.optim.quantized import GROUP as QUANTIZED_GROUP
+from training.optim.quantized import check_library
+from training.parallel.tensor import check_matrix_sharing
+from training.parallel.ulysses import check_sharing
+from training.parallel.world import World
+from training.run.resume import Progress, Start, how_to_go_on, resume
+from training.run.settings import (
+    CHECKPOINT_INTERVAL,
+    DEFAULT_STEPS,
+    MANY_EPOCHS,
+    StepFlags,
+    TrainConfig,
+    check_config,
+    parse_interval,
+)
+
+logger = logging.getLogger(__name__)
+SHOWN_TOKENS = 5  # names of new tokens in a message
+
+
+# A step
+
+
+@dataclass(frozen=True)
+class StepRecipe:
+    """A training step as flags decide it, on any machine."""
+
+    config: StepFlags  # the flags, with what a run inherits and fills in
+    model: ModelConfig
+    kinds: KindsByStep  # how each layer attends
+    adapters: Adapters | None  # all that is trained; None: every parameter is
+    linear: Linear  # the maps of all blocks
+    state_format: str  # format of the optimizer's state; "auto": a plan chooses
+    impl: str  # Triton kernels or their references
+
+    def execution(self, attention_backend: str) -> Execution:
+        """Returns an execution with all that a plan does not choose."""
+        return Execution(
+            loss_impl=self.config.loss_impl, attention_backend=attention_backend, kinds=self.kinds.at(1),
+            linear=self.linear, frozen_bits=self.config.lora_bits, state_format=self.state_format, impl=self.impl,
+        )  # fmt: skip
+
+
+def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRecipe:
+    """Returns what the flags decide of a step of `model`.
+
+    Raises:
+        UserError: flags that do not fit the model's shape or the number of GPUs, whatever the machine.
+    """
+    kinds, adapters, impl = kinds_by_step(config, model), adapters_of(config), getattr(config, "kernels", "auto")
+    check_matrix_sharing(config.tensor_parallel_size, model)
+    chooses_blocks = any(kind.list_length for kind in kinds.at(1))
+    check_sharing(config.context_parallel_size, model, chooses_blocks, config.tensor_parallel_size)
+    check_lora_bits(config.lora_bits, model, num_gpus)
+    linear = PLAIN if config.linear == PLAIN.name else FP8(impl)
+    if adapters:
+        linear = LORA if linear == PLAIN else LoRA(linear)
+    return StepRecipe(config, model, kinds, adapters, linear, state_format_of(config, model.hidden_size), impl)
+
+
+def adapters_of(config: StepFlags) -> Adapters | None:
+    """The adapters of --lora and its flags; None: every weight is trained. Raises UserError for other targets."""
+    if config.lora is None:
+        return None
+    options = {} if config.lora_targets is None else {"targets": tuple(config.lora_targets.split(","))}
+    alpha = getattr(config, "lora_alpha", 2.0 * config.lora)  # no flag of profile_memory.py, where it has no effect
+    with refused_as_user_error("lora: "):
+        return Adapters(config.lora, alpha, **options)
+
+
+def check_lora_bits(bits: int, model: ModelConfig, num_gpus: int) -> None:
+    """Refuse quantized weights on several GPUs, or with rows that are no whole groups."""
+    if bits == 16:
+        return
+    if num_gpus > 1:
+        raise UserError(f"lora_bits {bits} on {num_gpus} GPUs is not supported: FSDP2 shards bf16; give lora_bits 16")
+    share = model.share()
+    for name, (_, columns) in (item for layer in range(share.num_hidden_layers) for item in share.maps(layer).items()):
+        if columns % QUANTIZED_GROUP:
+            raise UserError(
+                f"lora_bits {bits} needs rows of whole groups of {QUANTIZED_GROUP}, and {name} has {columns} columns; "
+                "give lora_bits 16"
+            )
+
+
+def state_format_of(config: StepFlags, hidden_size: int) -> str:
+    """--optimizer_state. Adapters have float32 state, as has a model whose rows are no whole groups.
+
+    Raises:
+        UserError: compact state where there is none.
+    """
+    if config.lora is None and hidden_size % GROUP == 0:
+        return config.optimizer_state
+    if config.lora is None and config.optimizer_state == "compact":  # adapters' a rule refuses
+        rows = f"rows of {hidden_size}, which is no multiple of {GROUP}"
+        raise UserError(f"optimizer_state compact has no effect on {rows}; drop it")
+    return "float32"
+
+
+def backend_of(config: StepFlags, device: torch.device) -> str:
+    """Returns the kernel of --attention_backend on `device`, or raises UserError if the device lacks it."""
+    with refused_as_user_error():
+        return choose_backend(config.attention_backend, device)
+
+
+def check_linear(recipe: StepRecipe, device: torch.device) -> None:
+    """Refuse linear maps that cannot run."""
+    if recipe.config.linear == PLAIN.name:
+        return
+    share = recipe.model.share(recipe.config.tensor_parallel_size)
+    widths = {"head_dim": share.head_dim}  # heads of a step
+    for i in range(share.num_hidden_layers):
+        for name, (rows, columns) in share.maps(i).items():
+            whose = f"of layer {i}'s {name}"
+            widths |= {f"number of rows {whose}": rows, f"number of columns {whose}": columns}
+    with refused_as_user_error():
+        check_fp8(device, widths)
+
+
+# A run
+
+
+@dataclass(frozen=True)
+class Source:
+    """The folder of weights that a run starts from."""
+
+    folder: Path
+    base: Path  # the folder of whole weights: another one if the folder holds adapters
+    adapters: Adapters | None = None  # None: the folder holds whole weights
+    frozen_bits: int = 16  # bits per element of the frozen matrices beside which they were trained
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Source":
+        """Reads what adapter_config.json says, if there is one."""
+        if not has_adapters(folder):
+            return cls(Path(folder), Path(folder))
+        adapters, base = read_adapters(folder)
+        return cls(Path(folder), base, adapters, read_frozen_bits(folder))
+
+    @property
+    def fresh(self) -> tuple[str, ...]:
+        """Parts of the names of parameters that a run may add to the folder's weights."""
+        return (GATES,) if self.adapters else (GATES, ADAPTERS)
+
+
+@dataclass(frozen=True)
+class Recipe(StepRecipe):
+    """All that a run has decided before its data are read and its memory is planned."""
+
+    config: TrainConfig
+    memory_budget: str | None  # None: nothing is planned, as on a CPU
+    save_interval: tuple[int, float]  # steps, seconds
+    given: frozenset[str] = frozenset()  # names of the settings that flags and --config give
+    progress: Progress = field(default_factory=Progress)  # where the run starts
+    checkpoint: Path | None = None  # the run goes on from it; None: the run starts at its first step
+    source: Source | None = None  # None: weights are drawn
+    weights: dict[str, Entry] = field(default_factory=dict)  # where the source has each weight
+    carried: Carried = NOTHING  # the part of the source that is not trained and goes into checkpoints
+    tokenizer: ByteTokenizer | FileTokenizer = field(default_factory=ByteTokenizer)
+
+    def settings(self, max_steps: int, state_format: str) -> dict:
+        """The settings by name, with what data and plan have settled: the last step and the format of the state."""
+        return dataclasses.asdict(self.config) | {"max_steps": max_steps, "optimizer_state": state_format}
+
+    def companions(self) -> Companions:
+        """Returns what is carried; adapters' configuration, and settings of config.json that go along with them."""
+        if self.adapters is None:
+            return Companions(carried=self.carried)
+        assert self.source is not None, "adapters adapt something"
+        base = self.source.base.absolute()
+        content = json.dumps(to_adapter_config(self.adapters, base), indent=2) + "\n"
+        settings = settings_beside(self.adapters, base) | {FROZEN_BITS: self.config.lora_bits}
+        return Companions({ADAPTER_CONFIG: content.encode()}, settings, self.carried)
+
+
+def recipe_of(config: TrainConfig, model: ModelConfig, world: World, **more) -> Recipe:
+    """The recipe of a run of `model`, as `decide_step`; `more` has the fields of Recipe that have defaults."""
+    interval = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
+    budget = resolve_memory_budget(config, world.device)
+    step = decide_step(config, model, world.size)
+    return Recipe(**vars(step), memory_budget=budget, save_interval=interval, **more)
+
+
+def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | None:
+    """--memory_budget, on a GPU "auto" by default. None: nothing is planned."""
+    is_planned = device.type == "cuda" and not (config.gradient_checkpointing or config.compile)
+    return config.memory_budget or "auto" if is_planned else None
+
+
+def decide(given: dict, world: World) -> Recipe:
+    """Decides where the run starts, and how; a resumed run goes on from the newest checkpoint without damage.
+
+    Refusals that take seconds come before the checkpoint's bytes are compared. They are a UserError: settings that do
+    not fit the model, the checkpoint or each other.
+
+    Args:
+        given: the settings that flags and --config give, by the names of TrainConfig's fields.
+    """
+    asked, passed_over = TrainConfig(**given), dict[Path, str]()
+    while True:
+        checkpoint = find_checkpoint(asked, passed_over)
+        folder = checkpoint or asked.init_from
+        source = Source.read(folder) if folder else None
+        start = resume(checkpoint, given, world) if checkpoint else begin(asked, given, source)
+        check_same_on_all_ranks({"the checkpoint to go on from": str(checkpoint)}, world)
+        config, model = start.config, choose_model(start.config, checkpoint)
+        recipe = recipe_of(
+            config, model, world, given=frozenset(given), progress=start.progress, checkpoint=checkpoint, source=source
+        )
+        if source and checkpoint and recipe.adapters != source.adapters:
+            raise UserError(
+                f"{checkpoint} was trained with {source.adapters or 'no adapters'}, not {recipe.adapters}; drop what "
+                f"differs, or start from its weights with --init_from {checkpoint} and another --output_dir"
+            )
+        config.tokenizer = choose_tokenizer(config, checkpoint)
+        weights, carried = dict[str, Entry](), NOTHING
+        if source:
+            shapes = parameter_shapes(model)
+            shapes |= recipe.adapters.shapes(shapes) if recipe.adapters else {}
+            weights = find_weights(source.folder, shapes, may_lack=source.fresh)
+            carried = read_carried(source.base)
+            carried = carried.beside_adapters() if recipe.adapters else carried
+        tokenizer = open_tokenizer(recipe, start.tokenizer)
+        recipe = replace(recipe, weights=weights, carried=carried, tokenizer=tokenizer)
+        if source and not (checkpoint or config.show_batch):
+            verify_weights(source.folder, weights)
+        if source and checkpoint:
+            try:
+                verify_checkpoint(checkpoint)  # reads every byte of the checkpoint
+            except UserError as error:
+                passed_over[checkpoint] = str(error)
+                continue
+            if source.adapters:
+                verify_base(checkpoint, weights)
+        for path, why in passed_over.items():
+            logger.warning("passed over %s: %s", path, why)
+        for line in start.changes:
+            logger.info("%s", line)
+        return recipe
+
+
+def check_same_on_all_ranks(ours: dict, world: World) -> None:
+    """Refuse settings or data, by name, that differ from the main rank's."""
+    for name, value in world.broadcast(ours).items():
+        if ours[name] != value:
+            raise UserError(f"{name} is {ours[name]} on rank {world.rank} and {value} on rank 0; start all ranks alike")
+
+
+# The start
+
+
+def find_checkpoint(config: TrainConfig, passed_over: dict[Path, str]) -> Path | None:
+    """The newest checkpoint in output_dir, to go on from; None: the run starts. `passed_over`: see `latest_checkpoint`.
+
+    Reads small files, and no tensor.
+    """
+    is_only_shown = config.show_batch and config.resume == "no"  # writes nothing, so a run may be in output_dir
+    found = [] if is_only_shown else checkpoints(Path(config.output_dir))
+    if config.resume == "no" and found:
+        raise UserError(f"{found[-1]} is already there: {how_to_go_on(found)}")
+    last = latest_checkpoint(Path(config.output_dir), passed_over) if found else None
+    if found and last is None:
+        raise UserError(f"no checkpoint in {config.output_dir} can be used; of the newest: {passed_over[found[-1]]}")
+    if config.resume == "yes" and last is None:
+        raise UserError(f"--resume: no checkpoint in {config.output_dir}; --resume auto starts a run all the same")
+    return last
+
+
+def begin(asked: TrainConfig, given: dict, source: Source | None) -> Start:
+    """Makes the start of a run at its first step, with the adapters of --init_from if it holds some.
+
+    Raises:
+        UserError: flags that say otherwise; adapters and flags that do not fit each other.
+    """
+    filled: dict = {"max_steps": None if asked.epochs else DEFAULT_STEPS, "model_size": None if source else "tiny"}
+    config = TrainConfig(**{**filled, **given, **(adapters_found(asked, given, source) if source else {})})
+    if config.lora is not None and source is None:
+        raise UserError("lora has no effect without init_from, which it adapts; drop it, or give that")
+    check_config(config, given, TrainConfig.rules)
+    return Start(config, Progress(config.max_steps or LARGE, config.max_steps or LARGE))
+
+
+def adapters_found(asked: TrainConfig, given: Iterable[str], source: Source) -> dict:
+    """Settings that the adapters in a folder have; {} if it has none. Raises UserError if flags say otherwise."""
+    if (found := source.adapters) is None:
+        return {}
+    if dropout := read_json(source.folder / ADAPTER_CONFIG).get("lora_dropout"):
+        logger.info("adapters: lora_dropout %.20s of %s is left out", dropout, source.folder)
+    own: dict = {"lora": found.rank, "lora_alpha": found.alpha, "lora_targets": ",".join(found.targets)}
+    for name, value in own.items():
+        if name in given and getattr(asked, name) != value:
+            merge = f"{program()} -m training.checkpoint.weights export {source.folder} OUT --merge"
+            raise UserError(
+                f"{name} {getattr(asked, name)}: the adapters of {source.folder} have {value}; drop it, or merge them "
+                f"first: {merge}"
+            )
+    if "lora_bits" not in given:
+        own["lora_bits"] = source.frozen_bits
+        if source.frozen_bits < 16:
+            logger.info("adapters: lora_bits %d, as those of %s were trained", source.frozen_bits, source.folder)
+    elif asked.lora_bits != source.frozen_bits:
+        changed = source.frozen_bits, asked.lora_bits
+        logger.warning("adapters: trained beside %d bits per weight, and from here on beside %d", *changed)
+    return own
+
+
+# The model
+
+
+def shape_with(attention_type: str, size: ModelConfig) -> ModelConfig:
+    """Returns a size of model with the parameters of --attention_type, where that kind has some."""
+    kind = KINDS[attention_type]
+    return replace(size, layer_kinds=(kind(),)) if kind.gates_per_head else size
+
+
+def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfig:
+    """The model_size's shape, or the one that the weights to start from declare, extended as --rope_scaling says.
+
+    Args:
+        resumed: the checkpoint to go on from; None: the run starts, from the weights of --init_from if it has them.
+    """
+    size = MODEL_SIZES[config.model_size or "tiny"]
+    if (folder := resumed or config.init_from) is None:
+        return replace(shape_with(config.attention_type, size), max_position_embeddings=config.context_length)
+    shape = shape_of_weights(folder)
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers") if config.model_size else ():
+        if getattr(shape, name) != getattr(size, name):
+            raise UserError(
+                f"{folder} is of another size: it has {name} {getattr(shape, name)}, model_size {config.model_size} "
+                f"has {getattr(size, name)}; drop model_size, to take theirs"
+            )
+    shape = _with_gates(shape, config, folder, resumed)
+    if config.rope_scaling is not None:
+        shape = _extended(shape, config.rope_scaling, resumed)
+    return replace(shape, max_position_embeddings=max(shape.max_position_embeddings, config.context_length))
+
+
+def _with_gates(shape: ModelConfig, config: TrainConfig, folder: str | Path, resumed: Path | None) -> ModelConfig:
+    """The shape that a folder declares, with gates of the asked kind of attention if that kind has some."""
+    trained, asked = shape.layer_kinds[0], KINDS[config.attention_type]
+    if bool(trained.gates_per_head) == bool(asked.gates_per_head):
+        return shape
+    if trained.gates_per_head:
+        raise UserError(
+            f"{folder} was trained with attention_type {trained.name}, and attention_type {asked.name} would drop its "
+            f"gates; give --attention_type {trained.name}, or other weights"
+        )
+    if resumed:
+        raise UserError(
+            f"{folder} was trained without attention_type {asked.name}; to turn it into that, start from its weights "
+            f"with --init_from {folder} and another --output_dir"
+        )
+    if any(kind.reach is not None for kind in shape.kinds):
+        raise UserError(
+            f"attention_type {asked.name} would take the place of the windows of {folder}; use sparse, which leaves "
+            "windows alone, or full"
+        )
+    if config.lora is not None:
+        raise UserError(
+            f"lora with attention_type {asked.name}: {folder} has no gates of it, which would stay random; train all "
+            "weights, or give another attention_type"
+        )
+    logger.info("attention: %s has no gates of %s; they are initialised, near 1/2", folder, asked.name)
+    return shape_with(asked.name, shape)
+
+
+def _extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> ModelConfig:
+    """The shape with its context extended; a resumed run's has been, and must be as --rope_scaling says."""
+    if resumed is None:
+        return extend(shape, rope_scaling)
+    scalings = extend(replace(shape, rope_scaling=None), rope_scaling).rope_scaling, shape.rope_scaling
+    asked, found = (scaling and (scaling.rope_type, scaling.factor) for scaling in scalings)
+    if asked != found:
+        raise UserError(f"rope_scaling {rope_scaling}: {resumed} was trained with {found}; drop it, or start afresh")
+    return shape
+
+
+# The tokenizer
+
+
+def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
+    """--tokenizer, or the checkpoint's copy if that file has gone; else the tokenizer of --init_from, or bytes."""
+    if checkpoint and config.tokenizer not in (None, "bytes") and not exists(config.tokenizer):
+        own = checkpoint / "tokenizer.json"
+        return str(own if own.is_file() else config.tokenizer)
+    if config.tokenizer is not None or config.init_from is None:
+        return config.tokenizer or "bytes"
+    return tokenizer_of(Path(config.init_from))
+
+
+def open_tokenizer(recipe: Recipe, identity: str | None) -> ByteTokenizer | FileTokenizer:
+    """Opens the tokenizer of the run, with its chat template.
+
+    Args:
+        identity: of the tokenizer that a resumed run was trained with.
+
+    Raises:
+        UserError: the tokenizer is another one; tokens of the chat template would not be trained.
+    """
+    config, checkpoint, template = recipe.config, recipe.checkpoint, recipe.config.chat_template
+    if template not in (None, "chatml") and checkpoint and not exists(template):
+        template = str(checkpoint / "chat_template.jinja")
+    tokenizer = open_with_template(config.tokenizer, template)
+    if template is not None and tokenizer.added_for_chats:
+        _check_are_trained(config, recipe.model.vocab_size, tokenizer)
+    if checkpoint and identity != tokenizer.identity:
+        raise UserError(
+            f"cannot resume: {checkpoint} was trained with tokenizer {str(identity)[:12]}, {tokenizer.name} is "
+            f"{tokenizer.identity[:12]} (first digits of the files' SHA-256); give that --tokenizer"
+        )
+    return tokenizer
+
+
+def _check_are_trained(config: TrainConfig, vocab_size: int, tokenizer: FileTokenizer) -> None:
+    """Refuse tokens that a chat template added, where no row of the embedding is trained for them."""
+    added = tokenizer.added_for_chats
+    names = ", ".join(added[:SHOWN_TOKENS]) + f" and {len(added) - SHOWN_TOKENS} more" * (len(added) > SHOWN_TOKENS)
+    needs = f"chat_template {config.chat_template} needs the tokens {names}, which {tokenizer.name} lacks"
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"{needs}: the model's vocab_size {vocab_size} has no room for {tokenizer.vocab_size} ids; give a template "
+            "of plain words or of the tokenizer's tokens"
+        )
+    if config.lora is not None:
+        raise UserError(f"{needs}: adapters would not train their embeddings; drop lora, or give another template")
+    logger.info("chat: new tokens %s: the embedding's rows of their ids are trained", names)
+
+
+# The machine, and the data
+
+
+def check_machine(recipe: Recipe, world: World) -> None:
+    """Refuse what this machine cannot run, and a memory budget that is not free, before anything takes time."""
+    config, device = recipe.config, world.device
+    if device.type == "cuda" and config.kernels == "torch" and recipe.memory_budget is not None:
+        raise UserError(
+            "kernels torch takes more memory than plans count; use auto, or --gradient_checkpointing without a plan"
+        )
+    for name in ("memory_budget", "host_budget"):
+        if device.type != "cuda" and getattr(config, name) is not None:
+            raise UserError(f"{name} has no effect on a CPU; drop it")
+    if config.collective_timeout is not None and world.size == 1:
+        raise UserError("collective_timeout has no effect on one process, which waits for nobody; drop it")
+    if config.kernels == "triton" and device.type != "cuda":
+        raise UserError('kernels "triton" needs a CUDA GPU; use auto')
+    if config.kernels != "torch":
+        check_head_dim(recipe.kinds.at(1), recipe.model.head_dim, device)
+    backend_of(config, device)  # refuses a backend that is not there
+    check_linear(recipe, device)
+    if config.lora_bits < 16:
+        check_library(f"lora_bits {config.lora_bits}")
+    if recipe.memory_budget is not None:
+        gpu_budget(recipe.memory_budget, device)
+
+
+def count_steps(recipe: Recipe, loader: PackedLoader) -> Progress:
+    """Returns the start with the steps that epochs need, and logs how many epochs the run makes.
+
+    An epoch is `loader.sequences_per_epoch` sequences of the loader's order. The steps left are counted from its
+    position, so that ranks, batch_size and gradient_accumulation_steps may change at a resume.
+
+    Raises:
+        UserError: no step is left; settings that do not fit the number of steps.
+    """
+    config, progress, per_epoch = recipe.config, recipe.progress, loader.sequences_per_epoch
+    per_step = config.batch_size * config.gradient_accumulation_steps * loader.world_size
+    if config.epochs is not None:
+        # The decimal number that was given: 0.1 epochs of 30 sequences are 3 sequences, which as floats are above 3.
+        left = Fraction(str(config.epochs)) * per_epoch - loader.next_sequence
+        max_steps = progress.step + max(0, math.ceil(left / per_step))
+        if max_steps == progress.step and config.resume == "yes":
+            seen = f"{loader.epoch:.4g} epochs are behind it"
+            raise UserError(f"{recipe.checkpoint}: {seen}, epochs is {config.epochs:g}; raise epochs to go on")
+        if max_steps > LARGE:
+            raise UserError(f"epochs {config.epochs:g} are {max_steps:,} steps, more than {LARGE:,}; lower it")
+        if recipe.checkpoint and max_steps != progress.cosine_steps:
+            logger.info("learning rate: its cosine ends at step %s, where the epochs do", f"{max_steps:,}")
+        progress = replace(progress, max_steps=max_steps, cosine_steps=max_steps)
+        check_config(replace(config, max_steps=max_steps), recipe.given)
+    epochs = loader.epoch + (progress.max_steps - progress.step) * per_step / per_epoch
+    count = f"{epochs:,.2f}" if epochs >= 0.1 else f"{epochs:.2g}"
+    logger.info("data: %s steps make %s epochs of %s sequences", f"{progress.max_steps:,}", count, f"{per_epoch:,}")
+    if epochs > MANY_EPOCHS:
+        logger.warning(
+            "data: the model sees each text %.0f times, and soon learns it by heart; give more --data, or --epochs 3",
+            epochs,
+        )
+    return progress
