@@ -165,8 +165,8 @@ def test_a_sample_goes_on_from_a_document(tmp_path, monkeypatch, caplog, row, pr
     monkeypatch.setattr(sample, "products_in_bf16", lambda _: contextlib.nullcontext())
     world = SimpleNamespace(device=torch.device("cpu"), sum=lambda value: [value])
     log_sample(SimpleNamespace(
-        held_out=held_out, tokenizer=tokenizer, optimizer=SimpleNamespace(homes={}), world=world,
-        config=TrainConfig(sample_tokens=9), model=SimpleNamespace(next_tokens=next_tokens),
+        held_out=held_out, recipe=SimpleNamespace(tokenizer=tokenizer), optimizer=SimpleNamespace(homes={}),
+        world=world, config=TrainConfig(sample_tokens=9), model=SimpleNamespace(next_tokens=next_tokens),
         stopping=SimpleNamespace(is_asked=lambda: False),
     ))  # fmt: skip
     assert asked == [tokenizer.encode(prompt).tolist()]

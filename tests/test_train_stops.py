@@ -28,7 +28,8 @@ from training.host.errors import UserError
 from training.optim.adamw import MasterAdamW
 from training.parallel.world import World
 from training.run import saving, step, stopping
-from training.run.recipe import decide
+from training.run.recipe import decide, recipe_of
+from training.run.resume import Progress
 from training.run.settings import TrainConfig, given_settings
 from training.run.stopping import LOOKS_BEHIND, Stopping, promise_shutdown
 
@@ -365,10 +366,12 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
     (run / "step_00000009").mkdir()  # nobody deletes a later step's checkpoint to make room
     (run / "step_00000009" / "model.safetensors").write_bytes(bytes(2000))
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1500))
+    world = World(0, 1, torch.device("cpu"))
+    recipe = recipe_of(TrainConfig(output_dir=str(run), save="model"), MODEL_SIZES["tiny"], world)
     with pytest.raises(UserError, match=r"free some space, choose another --output_dir$"):
-        saving.check_disk(TrainConfig(output_dir=str(run), max_steps=8, save="model"), 4, 1000)
+        saving.check_disk(recipe, Progress(max_steps=8, step=4), 1000)
     shutil.rmtree(run)
-    free = 2 * saving.checkpoint_bytes(TrainConfig(), MODEL_SIZES["tiny"], World(0, 1, torch.device("cpu")))
+    free = 2 * saving.checkpoint_bytes(recipe_of(TrainConfig(), MODEL_SIZES["tiny"], world), world)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
     assert train.main(arguments(corpus, run, "--checkpoint_interval", "1")) == 0
     assert "old checkpoints will be deleted before new ones are complete" in caplog.text
