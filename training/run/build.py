@@ -19,7 +19,7 @@ from training.checkpoint.files import restore_rng
 from training.checkpoint.state import load_state, load_weights, read_weights
 from training.families.lora import Adapters, adapt, in_bf16
 from training.host.errors import UserError
-from training.host.sizes import available_host_bytes, gib, parse_bytes
+from training.host.sizes import available_host_bytes, gib
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
@@ -104,11 +104,8 @@ def _parameters_on_meta(
 
 def memory_budgets(recipe: Recipe, world: World) -> tuple[float, float]:
     """Bytes of --memory_budget and of --host_budget, each the smallest that any rank has."""
-    host_budget = recipe.config.host_budget
-    gpu_bytes, host_bytes = world.min(
-        gpu_budget(recipe.memory_budget or "auto", world.device),
-        parse_bytes(host_budget) if host_budget else available_host_bytes(),
-    )
+    host_bytes = available_host_bytes() if recipe.host_budget is None else recipe.host_budget
+    gpu_bytes, host_bytes = world.min(gpu_budget(recipe.memory_budget or "auto", world.device), host_bytes)
     return gpu_bytes, host_bytes
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -46,6 +47,7 @@ from training.families.rope import extend
 from training.flags import LARGE
 from training.host.errors import UserError, program, refused_as_user_error
 from training.host.files import read_json
+from training.host.sizes import parse_bytes
 from training.memory.execution import Execution
 from training.memory.kinds import KindsByStep, check_head_dim, kinds_by_step
 from training.memory.machine import gpu_budget
@@ -62,7 +64,6 @@ from training.run.settings import (
     StepFlags,
     TrainConfig,
     check_config,
-    parse_interval,
 )
 
 logger = logging.getLogger(__name__)
@@ -200,6 +201,7 @@ class Recipe(StepRecipe):
 
     config: TrainConfig
     memory_budget: str | None  # None: nothing is planned, as on a CPU
+    host_budget: float | None  # bytes that each process may pin; None: a share of what is free
     save_interval: tuple[int, float]  # steps, seconds
     given: frozenset[str] = frozenset()  # names of the settings that flags and --config give
     progress: Progress = field(default_factory=Progress)  # where the run starts
@@ -226,10 +228,23 @@ class Recipe(StepRecipe):
 
 def recipe_of(config: TrainConfig, model: ModelConfig, world: World, **more) -> Recipe:
     """The recipe of a run of `model`, as `decide_step`; `more` has the fields of Recipe that have defaults."""
-    interval = parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL)
-    budget = resolve_memory_budget(config, world.device)
-    step = decide_step(config, model, world.size)
-    return Recipe(**vars(step), memory_budget=budget, save_interval=interval, **more)
+    return Recipe(
+        **vars(decide_step(config, model, world.size)), memory_budget=resolve_memory_budget(config, world.device),
+        host_budget=None if config.host_budget is None else parse_bytes(config.host_budget),
+        save_interval=parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL), **more,
+    )  # fmt: skip
+
+
+def parse_interval(text: str) -> tuple[int, float]:
+    """(steps, seconds) between checkpoints: "200" is (200, 0), every 200 steps, and "30min" is (0, 1800).
+
+    Raises:
+        UserError: another form.
+    """
+    match = re.fullmatch(r"(\d{1,9})|(\d{1,6}(?:\.\d{1,6})?)min", text)
+    if match is None:
+        raise UserError(f"checkpoint_interval must be a number of steps, or of minutes as 30min: got {text!r}")
+    return int(match[1] or 0), 60 * float(match[2] or 0)
 
 
 def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | None:

@@ -1,7 +1,6 @@
 """The settings of a run: one flat dataclass, whose fields are flags and keys of a TOML file, and which are refused."""
 
 import itertools
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from os.path import realpath
@@ -245,18 +244,6 @@ def given_settings(argv: list[str]) -> dict:
     return given_flags(TrainConfig, argv, "train.py")
 
 
-def parse_interval(text: str) -> tuple[int, float]:
-    """(steps, seconds) between checkpoints: "200" is (200, 0), every 200 steps, and "30min" is (0, 1800).
-
-    Raises:
-        UserError: another form.
-    """
-    match = re.fullmatch(r"(\d{1,9})|(\d{1,6}(?:\.\d{1,6})?)min", text)
-    if match is None:
-        raise UserError(f"checkpoint_interval must be a number of steps, or of minutes as 30min: got {text!r}")
-    return int(match[1] or 0), 60 * float(match[2] or 0)
-
-
 def check_config(config: TrainConfig, given: Iterable[str], rules: Iterable[Rule] = TRAIN) -> None:
     """Refuse flags that contradict each other or would have no effect; `given_flags` has checked each value alone.
 
@@ -268,8 +255,6 @@ def check_config(config: TrainConfig, given: Iterable[str], rules: Iterable[Rule
         UserError: with the value, the limit and what to do.
     """
     refuse(config, given, rules)
-    if config.checkpoint_interval is not None:
-        parse_interval(config.checkpoint_interval)
     for package, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
         if getattr(config, package):
             import_optional(module, f"--{package}", package)
