@@ -13,7 +13,6 @@ from kernels.attention import NSA, Window
 from kernels.attention.full import FULL
 from kernels.fp8 import FP8
 from kernels.linear import PLAIN
-from kernels.lora import LORA, LoRA
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from tests.storage_counter import StorageCounter
@@ -27,34 +26,11 @@ from training.memory.step import PackedDocuments
 from training.parallel.world import World
 from training.run import build as run
 from training.run.build import build_bench, model_on_meta, plan_memory, step_of, step_on_meta
-from training.run.recipe import (
-    Source,
-    check_linear,
-    check_lora_bits,
-    check_machine,
-    decide_step,
-    recipe_of,
-    resolve_memory_budget,
-    state_format_of,
-)
+from training.run.recipe import Source, recipe_of
 from training.run.settings import TrainConfig
 
 GIB = 2**30
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, "auto"),
-        ({"memory_budget": "auto"}, "auto"),
-        ({"memory_budget": "24GB", "host_budget": "84GB"}, "24GB"),
-        ({"gradient_checkpointing": True}, None),
-        ({"compile": True}, None),
-    ],
-)
-def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
-    assert resolve_memory_budget(TrainConfig(**settings), torch.device("cuda")) == expected
 
 
 def test_shared_sequences_have_a_plan_where_no_key_value_head_is_copied(pretended_gpu):
@@ -67,66 +43,6 @@ def test_shared_sequences_have_a_plan_where_no_key_value_head_is_copied(pretende
     assert text == f"{message}; raise --context_parallel_size, or lower --context_length"
     text, plan = explain_out_of_memory(context_parallel_size=8, gradient_checkpointing=True)
     assert plan.step.tokens == 32_768 // 8 and text.startswith("predicted for the step as it was placed")
-
-
-def test_the_reference_kernels_have_no_plan(monkeypatch):
-    """They take far more memory than any plan counts."""
-    world, size = World(0, 1, torch.device("cuda")), MODEL_SIZES["tiny"]
-    with pytest.raises(ValueError, match="kernels torch takes more memory than plans count; use auto, or --gradient"):
-        check_machine(recipe_of(TrainConfig(kernels="torch"), size, world), world)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    config = TrainConfig(kernels="torch", gradient_checkpointing=True, attention_backend="flash")
-    check_machine(recipe_of(config, size, world), world)
-
-
-def test_compact_state_is_refused_where_rows_are_no_groups():
-    config = TrainConfig(optimizer_state="compact")
-    assert state_format_of(config, 1024) == "compact"
-    assert state_format_of(TrainConfig(), 100) == "float32"
-    assert state_format_of(TrainConfig(), 1024) == "auto"
-    assert state_format_of(TrainConfig(lora=4), 1024) == "float32"
-    with pytest.raises(ValueError, match="compact has no effect on rows of 100, which is no multiple of 32; drop it"):
-        state_format_of(config, 100)
-
-
-def test_quantized_weights_are_refused_where_they_cannot_be():
-    check_lora_bits(4, MODEL_SIZES["0.6B"], num_gpus=1)
-    check_lora_bits(16, MODEL_SIZES["0.6B"], num_gpus=2)
-    with pytest.raises(
-        ValueError, match="lora_bits 4 on 2 GPUs is not supported: FSDP2 shards bf16; give lora_bits 16"
-    ):
-        check_lora_bits(4, MODEL_SIZES["0.6B"], num_gpus=2)
-    for name, value, found in (
-        ("hidden_size", 100, "q_proj has 100 columns"),
-        ("intermediate_size", 96, "down_proj has 96 columns"),
-        ("head_dim", 10, "o_proj has 160 columns"),
-    ):
-        narrow = replace(MODEL_SIZES["0.6B"], **{name: value})
-        with pytest.raises(ValueError, match=f"lora_bits 4 needs rows of whole groups of 64, and {found}; give lora_"):
-            check_lora_bits(4, narrow, num_gpus=1)
-
-
-def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
-    size, cuda = MODEL_SIZES["0.6B"], torch.device("cuda")
-    check = lambda size, **flags: check_linear(decide_step(TrainConfig(**flags), size, 1), cuda)  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=r"FP8 needs compute capability 8.9 .*, cuda is older; use linear bf16"):
-        check(size, linear="fp8")
-    check(size)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check(size, linear="fp8")
-    with pytest.raises(ValueError, match="multiples of 16 up to 32,768, number of rows of layer 0's gate_proj is 100"):
-        check(replace(size, intermediate_size=100), linear="fp8")
-    with pytest.raises(ValueError, match="multiples of 16 up to 32,768, head_dim is 24; use linear bf16"):
-        check(replace(size, head_dim=24), linear="fp8")
-
-
-def test_linear_maps_are_of_the_flags():
-    for flags, linear in (
-        ({}, PLAIN), ({"linear": "fp8"}, FP8()), ({"linear": "fp8", "kernels": "torch"}, FP8("torch")),
-        ({"lora": 4}, LORA), ({"lora": 4, "linear": "fp8"}, LoRA(FP8())),
-    ):  # fmt: skip
-        assert decide_step(TrainConfig(**flags), MODEL_SIZES["0.6B"], 1).linear == linear
 
 
 def test_fp8_has_kernels_bytes_seconds_and_a_line_of_the_plan():

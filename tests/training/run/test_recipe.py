@@ -1,0 +1,128 @@
+"""A run and a step are decided once, and what cannot be is refused."""
+
+from collections import Counter
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+
+import train
+from kernels.fp8 import FP8
+from kernels.linear import PLAIN
+from kernels.lora import LORA, LoRA
+from model import MODEL_SIZES
+from tests.runs import SPARSE, arguments, only_resume, weights_of_another_shape
+from training.memory import kinds
+from training.parallel.world import World
+from training.run import recipe
+from training.run.recipe import (
+    check_linear,
+    check_lora_bits,
+    check_machine,
+    decide_step,
+    recipe_of,
+    resolve_memory_budget,
+    state_format_of,
+)
+from training.run.settings import TrainConfig
+
+
+def test_a_run_is_decided_once(corpus, tmp_path, monkeypatch):
+    """Texts of flags, the adapters' folder and the weights' headers are read once, whether a run starts or goes on."""
+    counts: Counter[str] = Counter()
+
+    def count(module, name):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, **k: counts.update([name]) or function(*a, **k))
+
+    for name in ("adapters_of", "choose_model", "find_weights", "kinds_by_step", "parse_interval", "open_tokenizer"):
+        count(recipe, name)
+    count(kinds, "numbers_by_layer")
+    base, run = weights_of_another_shape(tmp_path / "base"), tmp_path / "run"
+    flags = ["--init_from", str(base), "--lora", "2", "--lora_targets", "v_proj,q_proj", *SPARSE]
+    flags += ["--selected_blocks", "4", "--validation_sequences", "2", "--checkpoint_interval", "1"]
+    assert train.main(arguments(corpus, run, *flags, steps=2)) == 0
+    assert len(counts) == 7 and {*counts.values()} == {1}
+    counts.clear()
+    assert train.main(only_resume(run, "--max_steps", "4")) == 0
+    assert len(counts) == 7 and {*counts.values()} == {1}
+
+
+def test_a_recipe_stays_as_it_is():
+    made = recipe_of(TrainConfig(), MODEL_SIZES["tiny"], World(0, 1, torch.device("cpu")))
+    with pytest.raises(FrozenInstanceError):
+        made.memory_budget = "24GB"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "auto"),
+        ({"memory_budget": "auto"}, "auto"),
+        ({"memory_budget": "24GB", "host_budget": "84GB"}, "24GB"),
+        ({"gradient_checkpointing": True}, None),
+        ({"compile": True}, None),
+    ],
+)
+def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
+    assert resolve_memory_budget(TrainConfig(**settings), torch.device("cuda")) == expected
+
+
+def test_the_reference_kernels_have_no_plan(monkeypatch):
+    """They take far more memory than any plan counts."""
+    world, size = World(0, 1, torch.device("cuda")), MODEL_SIZES["tiny"]
+    with pytest.raises(ValueError, match="kernels torch takes more memory than plans count; use auto, or --gradient"):
+        check_machine(recipe_of(TrainConfig(kernels="torch"), size, world), world)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = TrainConfig(kernels="torch", gradient_checkpointing=True, attention_backend="flash")
+    check_machine(recipe_of(config, size, world), world)
+
+
+def test_compact_state_is_refused_where_rows_are_no_groups():
+    config = TrainConfig(optimizer_state="compact")
+    assert state_format_of(config, 1024) == "compact"
+    assert state_format_of(TrainConfig(), 100) == "float32"
+    assert state_format_of(TrainConfig(), 1024) == "auto"
+    assert state_format_of(TrainConfig(lora=4), 1024) == "float32"
+    with pytest.raises(ValueError, match="compact has no effect on rows of 100, which is no multiple of 32; drop it"):
+        state_format_of(config, 100)
+
+
+def test_quantized_weights_are_refused_where_they_cannot_be():
+    check_lora_bits(4, MODEL_SIZES["0.6B"], num_gpus=1)
+    check_lora_bits(16, MODEL_SIZES["0.6B"], num_gpus=2)
+    with pytest.raises(
+        ValueError, match="lora_bits 4 on 2 GPUs is not supported: FSDP2 shards bf16; give lora_bits 16"
+    ):
+        check_lora_bits(4, MODEL_SIZES["0.6B"], num_gpus=2)
+    for name, value, found in (
+        ("hidden_size", 100, "q_proj has 100 columns"),
+        ("intermediate_size", 96, "down_proj has 96 columns"),
+        ("head_dim", 10, "o_proj has 160 columns"),
+    ):
+        narrow = replace(MODEL_SIZES["0.6B"], **{name: value})
+        with pytest.raises(ValueError, match=f"lora_bits 4 needs rows of whole groups of 64, and {found}; give lora_"):
+            check_lora_bits(4, narrow, num_gpus=1)
+
+
+def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
+    size, cuda = MODEL_SIZES["0.6B"], torch.device("cuda")
+    check = lambda size, **flags: check_linear(decide_step(TrainConfig(**flags), size, 1), cuda)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"FP8 needs compute capability 8.9 .*, cuda is older; use linear bf16"):
+        check(size, linear="fp8")
+    check(size)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check(size, linear="fp8")
+    with pytest.raises(ValueError, match="multiples of 16 up to 32,768, number of rows of layer 0's gate_proj is 100"):
+        check(replace(size, intermediate_size=100), linear="fp8")
+    with pytest.raises(ValueError, match="multiples of 16 up to 32,768, head_dim is 24; use linear bf16"):
+        check(replace(size, head_dim=24), linear="fp8")
+
+
+def test_linear_maps_are_of_the_flags():
+    for flags, linear in (
+        ({}, PLAIN), ({"linear": "fp8"}, FP8()), ({"linear": "fp8", "kernels": "torch"}, FP8("torch")),
+        ({"lora": 4}, LORA), ({"lora": 4, "linear": "fp8"}, LoRA(FP8())),
+    ):  # fmt: skip
+        assert decide_step(TrainConfig(**flags), MODEL_SIZES["0.6B"], 1).linear == linear
