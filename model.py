@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +21,16 @@ from torch import Tensor, nn
 from kernels.attention.cache import KeyValueCache
 from kernels.attention.documents import Documents
 from kernels.attention.full import FULL
+from kernels.convolution import WIDTH
 from kernels.cross_entropy import cross_entropy
+from kernels.gated_delta_net import DeltaNet, DeltaNetParameters, StateCache, gated_delta_net
 from kernels.gated_mlp import GatedMLPPart, gated_mlp
 from kernels.head_exchange import HeadExchange
 from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.lora import adapted
 from kernels.parts import AttentionKind, LayerParts, Linear, Parameter
-from kernels.qkv_attention import AttentionPart, QKVParameters, project_heads, qkv_attention
+from kernels.qkv_attention import AttentionPart, QKVParameters, gated, project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
 from kernels.rope import RopeScaling, RotaryTables
 from kernels.sampling import choose_tokens
@@ -63,13 +66,15 @@ class Share:
     norm_weight_offset: float = 0.0  # added to the weights of all norms; Gemma's is 1
     norm_cast_before_weight: bool = True  # norms round before they multiply by the weight, as Llama's do
     has_qkv_biases: bool = False
+    has_output_gate: bool = False  # attention's output is multiplied by sigmoid(gate), a gate for each element
+    rotary_dim: int | None = None  # elements of each head that are rotated; None: all
     # Granite's scalars.
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # multiplies what attention and MLP add to the residual stream
     attention_multiplier: float | None = None  # multiplies queries times keys; None: 1 / sqrt(head_dim)
     logits_scaling: float = 1.0  # divides the logits
     # Both repeat over the layers: (window, window, window, full) is a pattern of four.
-    layer_kinds: tuple[AttentionKind, ...] = (FULL,)
+    layer_kinds: tuple[AttentionKind | DeltaNet, ...] = (FULL,)
     layer_rotates: tuple[bool, ...] = (True,)  # whether a layer has rotary positions
     # Layers with a window have rotary frequencies of this theta, which rope_scaling leaves alone; None: no own ones.
     local_rope_theta: float | None = None
@@ -77,14 +82,24 @@ class Share:
     layer_mlps: tuple[GatedMLPPart, ...] = ()
 
     @property
-    def kinds(self) -> tuple[AttentionKind, ...]:
-        """The kind of attention of each layer."""
+    def kinds(self) -> tuple[AttentionKind | DeltaNet, ...]:
+        """The kind of attention, or of another mixer, of each layer."""
         return tuple(self.layer_kinds[i % len(self.layer_kinds)] for i in range(self.num_hidden_layers))
 
     @property
     def heads(self) -> tuple[int, int, int]:
         """Query heads, key/value heads, head width."""
         return self.num_attention_heads, self.num_key_value_heads, self.head_dim
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements of each head that are rotated."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def attends_in_groups(self) -> bool:
+        """Whether attention may work on some key/value heads at a time."""
+        return self.qk_norm != "width" and not self.has_output_gate and self.rotary_dim is None
 
     def projected_logits_bytes(self, num_tokens: int, bytes_per_logit: int = 2) -> int:
         """Size of the [num_tokens, V] logits that the standard loss materialises."""
@@ -101,19 +116,26 @@ class Share:
         kind = self.layer_kinds[layer % len(self.layer_kinds)]
         rotates = self.layer_rotates[layer % len(self.layer_rotates)]
         mlps = self.layer_mlps or (GatedMLPPart(self.intermediate_size, self.hidden_act),)
-        mixer = AttentionPart(*self.heads, kind, self.qk_norm, self.has_qkv_biases, rotates)
+        mixer: AttentionPart | DeltaNet
+        if isinstance(kind, DeltaNet):
+            mixer = kind
+        else:
+            mixer = AttentionPart(
+                *self.heads, kind, self.qk_norm, self.has_qkv_biases, rotates, self.has_output_gate, self.rotary_dim
+            )
         return LayerParts(mixer, mlps[layer % len(mlps)])
 
     def layer_parameters(self, layer: int) -> dict[str, Parameter]:
         """The parameters of a block by their names in it, in the model's order."""
         D, before, after = self.hidden_size, self.norms_before, self.norms_after
-        (mixer, mlp), norm = (part.parameters(D).items() for part in self.parts(layer)), Parameter((D,), "neutral")
+        norm, parts = Parameter((D,), "neutral"), self.parts(layer)
+        mixer, mlp = ({f"{part.module}.{name}": p for name, p in part.parameters(D).items()} for part in parts)
         declared = {
             "input_layernorm.weight": before and norm,
-            **{f"self_attn.{name}": parameter for name, parameter in mixer},
+            **mixer,
             "post_attention_layernorm.weight": norm,
             "pre_feedforward_layernorm.weight": before and after and norm,
-            **{f"mlp.{name}": parameter for name, parameter in mlp},
+            **mlp,
             "post_feedforward_layernorm.weight": after and norm,
         }
         return {name: parameter for name, parameter in declared.items() if parameter}
@@ -167,13 +189,17 @@ class ModelConfig(Share):
                 f"num_attention_heads must be a multiple of num_key_value_heads ({self.num_key_value_heads}), "
                 f"got {self.num_attention_heads}"
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.rotary_width % 2 or not 0 < self.rotary_width <= self.head_dim:
+            raise ValueError(f"head_dim and rotary_dim must be even for rotary positions, got {self.rotary_width}")
         GatedMLPPart(self.intermediate_size, self.hidden_act)  # refuses an unknown activation
+        if self.hidden_act != "silu" and any(isinstance(kind, DeltaNet) for kind in self.layer_kinds):
+            raise ValueError(f"gated delta nets have SiLU, so hidden_act must be silu, got {self.hidden_act!r}")
         if not self.layer_kinds or not self.layer_rotates:
             raise ValueError("layer_kinds and layer_rotates must not be empty")
         if self.attention_multiplier is not None and not all(self.layer_rotates):
             raise ValueError("attention_multiplier is part of the rotary positions, which layer_rotates leaves out")
+        if self.attention_multiplier is not None and self.rotary_dim is not None:
+            raise ValueError("attention_multiplier is part of the rotary positions, which rotary_dim has in part")
         if self.qk_norm not in ("head", "width", None) or not (self.norms_before or self.norms_after):
             raise ValueError(f"qk_norm must be head, width or None, got {self.qk_norm!r}, and a block must have norms")
 
@@ -190,6 +216,16 @@ _QWEN3 = ModelConfig(
     num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
 )  # fmt: skip
 _UNTIED = replace(_QWEN3, tie_word_embeddings=False)
+_QWEN35 = ModelConfig(
+    vocab_size=248_320, hidden_size=2560, intermediate_size=9216, num_hidden_layers=32, num_attention_heads=16,
+    num_key_value_heads=4, head_dim=256, norm_weight_offset=1.0, norm_cast_before_weight=False, has_output_gate=True,
+    rotary_dim=64, layer_kinds=(*3 * (DeltaNet(16, 32),), FULL), rope_theta=1e7, max_position_embeddings=262_144,
+    model_type="qwen3_5_text",
+)  # fmt: skip
+_QWEN35_SMALL = replace(
+    _QWEN35, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2,
+    layer_kinds=(*3 * (DeltaNet(16, 16),), FULL),
+)  # fmt: skip
 MODEL_SIZES: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
         vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
@@ -201,9 +237,18 @@ MODEL_SIZES: dict[str, ModelConfig] = {
     "8B": replace(_UNTIED, hidden_size=4096, intermediate_size=12288),
     "14B": replace(_UNTIED, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40),
     "32B": replace(_UNTIED, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64),
+    "qwen3.5-0.8B": replace(_QWEN35_SMALL, hidden_size=1024, intermediate_size=3584),
+    "qwen3.5-2B": replace(_QWEN35_SMALL, hidden_size=2048, intermediate_size=6144),
+    "qwen3.5-4B": _QWEN35,
+    "qwen3.5-9B": replace(_QWEN35, hidden_size=4096, intermediate_size=12_288, tie_word_embeddings=False),
+    "qwen3.5-27B": replace(
+        _QWEN35, hidden_size=5120, intermediate_size=17_408, num_hidden_layers=64, num_attention_heads=24,
+        layer_kinds=(*3 * (DeltaNet(16, 48),), FULL), tie_word_embeddings=False,
+    ),
 }  # fmt: skip
 
 
+Cache = KeyValueCache | StateCache
 Rotation = tuple[Tensor, Tensor]  # cos and sin as `rope` takes them, [T, K/2] or [B, T, K/2] float32
 
 
@@ -214,7 +259,11 @@ class Context:
     rotations: tuple[Rotation, Rotation]  # first of layers that see everything, then of layers with a window
     longest: int  # tokens of the longest document, the cached ones included
     segments: Tensor | None = None  # the packed documents, see kernels/attention/documents.py
-    caches: list[KeyValueCache] | None = None
+    caches: list[Any] | None = None
+
+    def cache(self, layer: int) -> Any:
+        """Returns a layer's cache, of the kind that its mixer makes."""
+        return self.caches[layer] if self.caches else None
 
 
 class RMSNorm(nn.Module):
@@ -251,12 +300,14 @@ class Attention(nn.Module):
         super().__init__()
         D, part = share.hidden_size, share.parts(layer).mixer
         (H, G, K), bias = part.heads, part.has_biases
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(D, heads * K, bias=bias) for heads in (H, G, G))
+        q_heads = H * (1 + part.has_output_gate)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(D, heads * K, bias=bias) for heads in (q_heads, G, G))
         self.o_proj = nn.Linear(H * K, D, bias=False)
         self.q_norm, self.k_norm = (RMSNorm(size, share) if size else None for size in part.norm_sizes)
         self.g_proj = nn.Linear(D, part.num_gates) if part.num_gates else None
         self.layer, self.head_dim, self.eps = layer, K, share.rms_norm_eps
         self.rotates, self.is_local = part.rotates, part.kind.reach is not None
+        self.has_output_gate, self.rotary_dim = part.has_output_gate, part.rotary_dim
         # Knobs, set from outside.
         self.kind = part.kind
         self.linear: Linear = PLAIN
@@ -275,6 +326,8 @@ class Attention(nn.Module):
             [self.tensor_ranks.enter(self._scale(norm)) for norm in norms if norm is not None],
             self.eps,
             self.head_dim,
+            self.has_output_gate,
+            self.rotary_dim,
         )
 
     def _scale(self, norm: RMSNorm) -> Tensor:
@@ -289,7 +342,7 @@ class Attention(nn.Module):
         x_BTD, gates = ranks.enter(x_BTD), None
         if self.g_proj is not None:
             gates = PLAIN(x_BTD, *map(local, self.g_proj.parameters())).unflatten(-1, (-1, kind.gates_per_head))
-        cache = context.caches[self.layer] if context.caches else None
+        cache = context.cache(self.layer)
         if cache is None or cache.length == 0:
             attended_BTD = qkv_attention(
                 x_BTD, qkv, o_weight, cos, sin, context.segments, kind=kind, gates=gates, linear=linear, impl=impl,
@@ -297,12 +350,46 @@ class Attention(nn.Module):
                 backend=self.backend,
             )  # fmt: skip
             if cache is not None:  # a whole prompt: keys and values once more, with one query head that is not used
-                one_head = qkv.with_query_rows(self.head_dim)
-                cache.append(*project_heads(x_BTD, one_head, cos, sin, linear, impl)[1:])
+                one_head = qkv.with_one_query_head()
+                cache.append(*project_heads(x_BTD, one_head, cos, sin, linear, impl)[1:3])
             return ranks.leave(attended_BTD)
-        q_BTHK, *new = project_heads(x_BTD, qkv, cos, sin, linear, impl)
-        attended_BTHK = kind.decode(q_BTHK, *cache.append(*new), gates)
+        q_BTHK, *new, output_gate = project_heads(x_BTD, qkv, cos, sin, linear, impl)
+        attended_BTHK = gated(kind.decode(q_BTHK, *cache.append(*new), gates), output_gate, impl)
         return ranks.leave(linear(attended_BTHK.flatten(2), o_weight))
+
+    def new_cache(self, max_length: int) -> KeyValueCache:
+        return KeyValueCache(max_length, self.kind.reach)
+
+
+class GatedDeltaNet(nn.Module):
+    def __init__(self, share: Share, layer: int):
+        super().__init__()
+        self.kind, self.layer, self.eps = share.parts(layer).mixer, layer, share.rms_norm_eps
+        D, (_, H, _, V), C = share.hidden_size, self.kind.sizes, self.kind.channels
+        self.dt_bias, self.A_log = (nn.Parameter(torch.zeros(H)) for _ in range(2))
+        self.in_proj_qkv, self.in_proj_z = (nn.Linear(D, rows, bias=False) for rows in (C, H * V))
+        self.in_proj_b, self.in_proj_a = (nn.Linear(D, H, bias=False) for _ in range(2))
+        self.conv1d = nn.Conv1d(C, C, WIDTH, groups=C, bias=False)
+        self.norm = nn.RMSNorm(V)
+        self.out_proj = nn.Linear(H * V, D, bias=False)
+        # Knobs, set from outside; see Attention.
+        self.linear: Linear = PLAIN
+        self.impl = "auto"
+
+    def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
+        projections = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a, self.out_proj
+        vectors = self.A_log, self.dt_bias, self.norm.weight
+        qkv, z, b, a, out = map(adapted, projections)
+        A_log, dt_bias, norm = map(local, vectors)
+        convolution = local(self.conv1d.weight).squeeze(1)
+        parameters = DeltaNetParameters(qkv, z, b, a, convolution, A_log, dt_bias, norm, out, self.eps)
+        return gated_delta_net(
+            x_BTD, parameters, self.kind, context.segments, cache=context.cache(self.layer),
+            linear=self.linear, impl=self.impl,
+        )  # fmt: skip
+
+    def new_cache(self, max_length: int) -> StateCache:
+        return StateCache()
 
 
 class GatedMLP(nn.Module):
@@ -334,12 +421,20 @@ class Block(nn.Module):
         super().__init__()
         before, after = share.norms_before, share.norms_after
         self.input_layernorm = RMSNorm(share.hidden_size, share) if before else None
-        self.self_attn = Attention(share, layer)
+        part = share.parts(layer).mixer
+        mixer = GatedDeltaNet(share, layer) if isinstance(part, DeltaNet) else Attention(share, layer)
+        self.add_module(part.module, mixer)
+        self._mixer = part.module
         self.post_attention_layernorm = RMSNorm(share.hidden_size, share)  # before the MLP, unless norms come after
         self.pre_feedforward_layernorm = RMSNorm(share.hidden_size, share) if before and after else None
         self.mlp = GatedMLP(share, layer)
         self.post_feedforward_layernorm = RMSNorm(share.hidden_size, share) if after else None
         self.norms_after, self.multiplier = after, share.residual_multiplier
+
+    @property
+    def mixer(self) -> nn.Module:
+        """What reads other tokens: self_attn or linear_attn."""
+        return getattr(self, self._mixer)
 
     @property
     def mlp_norm(self) -> RMSNorm | None:
@@ -349,7 +444,7 @@ class Block(nn.Module):
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         # No name holds what attention reads, so that it is freed once attention has read it.
         before = self.input_layernorm or nn.Identity()
-        attended_BTD = scaled(self.self_attn(before(x_BTD), context), self.multiplier)
+        attended_BTD = scaled(self.mixer(before(x_BTD), context), self.multiplier)
         if self.norms_after:
             attended_BTD = self.post_attention_layernorm(attended_BTD)
         if self.mlp_norm is None:
@@ -395,9 +490,10 @@ class Transformer(nn.Module):
         # Queries and keys have one factor each, whose square turns attention's 1 / sqrt(head_dim) into the multiplier.
         multiplier = config.attention_multiplier
         factor = 1.0 if multiplier is None else (multiplier * config.head_dim**0.5) ** 0.5
-        self.rotary = self.local_rotary = RotaryTables(config.head_dim, config.rope_theta, config.rope_scaling, factor)
+        width = config.rotary_width
+        self.rotary = self.local_rotary = RotaryTables(width, config.rope_theta, config.rope_scaling, factor)
         if config.local_rope_theta is not None:
-            self.local_rotary = RotaryTables(config.head_dim, config.local_rope_theta, factor=factor)
+            self.local_rotary = RotaryTables(width, config.local_rope_theta, factor=factor)
         # Knobs, set from outside.
         self.loss_impl = "auto"  # "chunked" or "standard" force one
         self.linear: Linear = PLAIN  # the head's
@@ -418,8 +514,10 @@ class Transformer(nn.Module):
         """
         declared = self.declared.get(name)
         start = declared.start if declared else "adapter"
-        if start == "neutral":
-            tensor.fill_(1.0 - self.config.norm_weight_offset)
+        if start in ("neutral", "one"):
+            tensor.fill_(1.0 - self.config.norm_weight_offset * (start == "neutral"))
+        elif start == "decay":
+            tensor.uniform_(0.01, 16, generator=generator).log_()
         elif start == "zero" or name.endswith("lora_B.weight"):
             tensor.zero_()
         elif start == "adapter":
@@ -428,6 +526,13 @@ class Transformer(nn.Module):
         else:
             scale = (2 * self.config.num_hidden_layers) ** -0.5 if start == "residual" else 1.0
             tensor.normal_(0.0, scale * self.config.initializer_range, generator=generator)
+
+    def cast(self, dtype: torch.dtype, *, only_frozen: bool = False) -> Self:
+        """Casts the parameters but those declared exact, or of these the frozen ones alone."""
+        exact = {id(p) for name, p in self.named_parameters() if name in self.declared and self.declared[name].is_exact}
+        return self._apply(
+            lambda p: p if id(p) in exact or (only_frozen and p.requires_grad) else p.to(dtype), recurse=True
+        )
 
     @property
     def output_weight(self) -> Tensor:
@@ -445,7 +550,7 @@ class Transformer(nn.Module):
         num_targets: int | None = None,
         return_logits: bool = False,
         return_hidden_states: bool = False,
-        caches: list[KeyValueCache] | None = None,
+        caches: list[Cache] | None = None,
     ) -> ModelOutput:
         """Run the decoder.
 
@@ -506,7 +611,10 @@ class Transformer(nn.Module):
         return scaled(self.norm(x_BTD), 1 / self.share.logits_scaling)
 
     def context(
-        self, input_ids: Tensor, documents: Documents | None = None, caches: list[KeyValueCache] | None = None
+        self,
+        input_ids: Tensor,
+        documents: Documents | None = None,
+        caches: list[Cache] | None = None,
     ) -> Context:
         """Returns what every block must know of the tokens; arguments as `forward`."""
         (_, T), device = input_ids.shape, input_ids.device
@@ -580,7 +688,7 @@ class Transformer(nn.Module):
                 f"up to 1, got {input_ids.shape[1]} tokens, temperature {temperature} and top_p {top_p}"
             )
         length = input_ids.shape[1] + max_new_tokens
-        caches = [KeyValueCache(length, layer.self_attn.kind.reach) for layer in self.layers]
+        caches = [layer.mixer.new_cache(length) for layer in self.layers]
         if input_ids.shape[1] > 1:  # all but the last token only fill the cache: no logits
             self(input_ids[:, :-1], caches=caches)
         next_ids = input_ids[:, -1:]

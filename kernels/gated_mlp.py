@@ -21,6 +21,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -396,6 +397,7 @@ class GatedMLPPart:
 
     intermediate_size: int
     activation: str = "silu"
+    module: ClassVar[str] = "mlp"
 
     def __post_init__(self):
         if self.activation not in ACTIVATIONS:

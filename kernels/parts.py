@@ -81,15 +81,19 @@ class Parameter:
     Args:
         shape: as one rank has it.
         start: its initial values: "normal"; "residual", normal and smaller, of matrices that write into the residual
-            stream; "neutral", with which a norm changes no scale; "zero".
+            stream; "neutral", with which a norm changes no scale; "zero"; "one"; "decay", logarithms of 0.01 to 16.
         shared_dim: the dimension that tensor-parallel ranks share; None: each rank has the whole parameter.
         is_map: whether it is the matrix of a linear map, which adapters and FP8 apply to.
+        is_exact: whether it stays float32 where the others are bf16.
+        is_exact_in_files: whether released files have it in float32 as well.
     """
 
     shape: tuple[int, ...]
     start: str = "normal"
     shared_dim: int | None = None
     is_map: bool = False
+    is_exact: bool = False
+    is_exact_in_files: bool = False
 
     @property
     def numel(self) -> int:
@@ -97,7 +101,13 @@ class Parameter:
 
 
 class LayerPart(Protocol):
-    """Description of a part of a layer, such as attention or an MLP: its sizes on one rank. A frozen dataclass."""
+    """Description of a part of a layer, such as attention or an MLP: its sizes on one rank. A frozen dataclass.
+
+    Attributes:
+        module: its module's name in a block.
+    """
+
+    module: str
 
     def __hash__(self) -> int:
         """Hashes by value: descriptions are keys of caches."""
@@ -113,7 +123,7 @@ class LayerPart(Protocol):
 class LayerParts:
     """Descriptions of what a block is made of, beside its norms. Compares by identity, which is quick."""
 
-    mixer: Any  # attention: kernels.qkv_attention.AttentionPart
+    mixer: Any  # attention, kernels.qkv_attention.AttentionPart, or kernels.gated_delta_net.DeltaNet
     mlp: Any  # feed-forward: kernels.gated_mlp.GatedMLPPart
 
     def __iter__(self) -> Iterator[LayerPart]:
@@ -229,18 +239,10 @@ class AttentionWork(NamedTuple):
     backward: dict[str, float]
 
 
-class AttentionKind(Part, ABC):
-    """A kind of causal attention, and everything that is its own. Kinds are frozen dataclasses.
+class MixerKind(Part, ABC):
+    """A way in which tokens of a layer read the tokens before them: its work, rates and limits. A frozen dataclass.
 
-    How a document attends depends on that document alone, not on the documents that are packed with it.
-
-    Arguments with one meaning in all methods:
-        q [B, T, H, K], k and v [B, T, G, K]: queries, keys and values after rotary positions.
-        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token);
-            None: each batch row is one document.
-        lists: the blocks of keys that each token chose, int16 [B, T, G, `list_length`], by index in their document.
-        backend: a name in `kernels.attention.full.BACKENDS`, but not "auto".
-        on_triton: whether Triton's kernels run.
+    What a token reads depends on its document alone, not on the documents that are packed with it.
 
     Attributes:
         name: the kind's name in flags.
@@ -278,9 +280,71 @@ class AttentionKind(Part, ABC):
     def longest_document(self) -> float:
         return math.inf
 
+    def check_heads(self, head_dim: int) -> None:
+        """Raises ValueError if there are no kernels on a GPU for attention's heads of `head_dim`."""
+        if self.gpu_head_dims and head_dim not in self.gpu_head_dims:
+            has = f"attention_type {self.name} has GPU kernels for head_dim {self.gpu_head_dims}"
+            raise ValueError(f"{has}, not for {head_dim}; use full")
+
     @abstractmethod
     def describe(self, selected_blocks: str) -> str:
         """Returns a line for people; `selected_blocks` is the number of blocks in each layer, such as "64x2,32"."""
+
+    def for_longest(self, longest: int) -> "MixerKind":
+        """Returns the cheapest kind that computes the same for documents of up to `longest` tokens."""
+        return self
+
+    @abstractmethod
+    def flops(self, length: int, H: int, G: int, K: int) -> AttentionFlops:
+        """Returns the floating-point operations of one document of `length` tokens."""
+
+    def forward_flops(self, lengths: Iterable[int], H: int, G: int, K: int) -> float:
+        """Returns the floating-point operations of forward, summed over documents; choosing blocks is not counted."""
+        flops = {length: self.flops(length, H, G, K).forward for length in {*lengths}}
+        return sum(flops[length] for length in lengths)
+
+    def work(
+        self, lengths: Iterable[tuple[float, float]], H: int, G: int, K: int, *, backend: str, steps: int,
+        is_packed: bool = True,
+    ) -> AttentionWork:  # fmt: skip
+        """Returns the work of attention to documents: `lengths` has pairs of tokens and a number of such documents.
+
+        `steps` groups of heads attend one after the other, each in calls of its own. With `is_packed`, a batch row may
+        hold several documents.
+        """
+        totals = [0.0, 0.0, 0.0]
+        for length, count in lengths:
+            flops = self.flops(max(1, round(length)), H, G, K)
+            totals = [total + count * of_part for total, of_part in zip(totals, flops)]
+        return AttentionWork(*({f"{self.name} {part}": n} for part, n in zip(AttentionWork._fields, totals)))
+
+    def rates_with(self, backend: str, native: str) -> dict[str, float]:
+        """Returns rates of `backend` for a GPU whose best backend is `native`, but that has an H200's peak FLOP/s."""
+        return self.h200_rates
+
+    @abstractmethod
+    def measure_rates(
+        self, H: int, G: int, K: int, context_length: int, backend: str, seconds: Callable[..., float],
+        device: torch.device,
+    ) -> dict[str, float]:  # fmt: skip
+        """Measures the rates of this GPU, in FLOP/s or calls per second, by the names that `work` uses.
+
+        `seconds` runs a function on the GPU and returns the seconds of a call between a layer's matrix products, or,
+        with `in_a_row`, of calls in a row.
+        """
+
+
+class AttentionKind(MixerKind):
+    """A kind of causal attention, and everything that is its own.
+
+    Arguments with one meaning in all methods:
+        q [B, T, H, K], k and v [B, T, G, K]: queries, keys and values after rotary positions.
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token);
+            None: each batch row is one document.
+        lists: the blocks of keys that each token chose, int16 [B, T, G, `list_length`], by index in their document.
+        backend: a name in `kernels.attention.full.BACKENDS`, but not "auto".
+        on_triton: whether Triton's kernels run.
+    """
 
     @abstractmethod
     def check(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, impl: str) -> bool:
@@ -325,10 +389,6 @@ class AttentionKind(Part, ABC):
         Its queries are q [B, 1, H, K]; k and v are the cached [B, S, G, K].
         """
 
-    def for_longest(self, longest: int) -> "AttentionKind":
-        """Returns the cheapest kind that computes the same for documents of up to `longest` tokens."""
-        return self
-
     @abstractmethod
     def footprint(
         self, T: int, H: int, G: int, K: int, *, element_size: int = 2, backend: str = "auto",
@@ -337,45 +397,6 @@ class AttentionKind(Part, ABC):
         """Returns the bytes that T tokens take, for q, k and v of elements of `element_size` bytes.
 
         `context_length` (None: T) and `longest` are as in `kernels.attention.full.backward_workspace`.
-        """
-
-    @abstractmethod
-    def flops(self, length: int, H: int, G: int, K: int) -> AttentionFlops:
-        """Returns the floating-point operations of one document of `length` tokens."""
-
-    def forward_flops(self, lengths: Iterable[int], H: int, G: int, K: int) -> float:
-        """Returns the floating-point operations of forward, summed over documents; choosing blocks is not counted."""
-        flops = {length: self.flops(length, H, G, K).forward for length in {*lengths}}
-        return sum(flops[length] for length in lengths)
-
-    def work(
-        self, lengths: Iterable[tuple[float, float]], H: int, G: int, K: int, *, backend: str, steps: int,
-        is_packed: bool = True,
-    ) -> AttentionWork:  # fmt: skip
-        """Returns the work of attention to documents: `lengths` has pairs of tokens and a number of such documents.
-
-        `steps` groups of heads attend one after the other, each in calls of its own. With `is_packed`, a batch row may
-        hold several documents.
-        """
-        totals = [0.0, 0.0, 0.0]
-        for length, count in lengths:
-            flops = self.flops(max(1, round(length)), H, G, K)
-            totals = [total + count * of_part for total, of_part in zip(totals, flops)]
-        return AttentionWork(*({f"{self.name} {part}": n} for part, n in zip(AttentionWork._fields, totals)))
-
-    def rates_with(self, backend: str, native: str) -> dict[str, float]:
-        """Returns rates of `backend` for a GPU whose best backend is `native`, but that has an H200's peak FLOP/s."""
-        return self.h200_rates
-
-    @abstractmethod
-    def measure_rates(
-        self, H: int, G: int, K: int, context_length: int, backend: str, seconds: Callable[..., float],
-        device: torch.device,
-    ) -> dict[str, float]:  # fmt: skip
-        """Measures the rates of this GPU, in FLOP/s or calls per second, by the names that `work` uses.
-
-        `seconds` runs a function on the GPU and returns the seconds of a call between a layer's matrix products, or,
-        with `in_a_row`, of calls in a row.
         """
 
     def rates_at(

@@ -13,8 +13,8 @@ has heads 0 and 4. A rank keeps attention's outputs for its own tokens, and log-
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch import Tensor
 from .attention.attend import attend_backward, attention, check_gates
 from .attention.full import FULL, choose_backend
 from .common import operation
+from .gated_mlp import sigmoid_gated
 from .head_exchange import HeadExchange
 from .linear import PLAIN
 from .parts import (
@@ -50,10 +51,17 @@ class QKVParameters(NamedTuple):
     norms: list[Tensor]  # RMSNorm weights of q and of k: [K] both, for each head; [H K] and [G K], for all; or none
     eps: float  # added to mean squares under the norms' roots
     head_dim: int
+    has_output_gate: bool = False  # q's weight is [2 H K, D]: for each head, K rows of q, then K rows of a gate
+    rotary_dim: int | None = None  # elements of a head that are rotated; None: all
 
-    def with_query_rows(self, count: int) -> "QKVParameters":
-        """Returns the same parameters, with only the first `count` rows in the weight, bias and norm of q."""
-        parts = self.weights, self.biases, self.norms
+    @property
+    def group(self) -> int:
+        """Query heads of one key/value head."""
+        return len(self.weights[0]) // len(self.weights[1]) // (1 + self.has_output_gate)
+
+    def with_one_query_head(self) -> "QKVParameters":
+        """Returns the same parameters, with only the first head in the weight, bias and norm of q."""
+        parts, count = (self.weights, self.biases, self.norms), self.head_dim * (1 + self.has_output_gate)
         weights, biases, norms = ([rows[:count] for rows in of_qkv[:1]] + of_qkv[1:] for of_qkv in parts)
         return self._replace(weights=weights, biases=biases, norms=norms)
 
@@ -69,21 +77,31 @@ def _normalise(heads: Tensor, weight: Tensor, eps: float, impl: str) -> Tensor:
 
 
 def _normalise_and_rotate(
-    q: Tensor, k: Tensor, norms: Sequence[Tensor], eps: float, cos: Tensor | None, sin: Tensor | None, impl: str
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, norms: Sequence[Tensor], eps: float, cos: Tensor | None, sin: Tensor | None, impl: str,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if norms:
         q, k = _normalise(q, norms[0], eps, impl), _normalise(k, norms[1], eps, impl)
-    return (q, k) if cos is None else rope(q, k, cos, sin, impl=impl)
+    return (q, k) if cos is None else rope(q, k, cos, sin, rotary_dim=rotary_dim, impl=impl)
 
 
 def project_heads(
     x_BTD: Tensor, parameters: QKVParameters, cos: Tensor | None, sin: Tensor | None, linear: Linear = PLAIN,
     impl: str = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns q [B, T, H, K], k and v [B, T, G, K], with q and k normalised and rotated, see `qkv_attention`."""
-    weights, biases, norms, eps, K = parameters
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Returns q [B, T, H, K], k and v [B, T, G, K], with q and k normalised and rotated, see `qkv_attention`.
+
+    The fourth is the logits of the output's gate, [B, T, H, K], if there is one.
+    """
+    weights, biases, norms, eps, K, has_gate, rotary_dim = parameters
     q, k, v = (x.unflatten(-1, (-1, K)) for x in linear.maps(x_BTD, weights, biases))
-    return *_normalise_and_rotate(q, k, norms, eps, cos, sin, impl), v
+    q, gate = q.unflatten(2, (-1, 2)).unbind(3) if has_gate else (q, None)
+    return *_normalise_and_rotate(q, k, norms, eps, cos, sin, impl, rotary_dim), v, gate
+
+
+def gated(out_BTHK: Tensor, gate_BTHK: Tensor | None, impl: str = "auto") -> Tensor:
+    """Returns attention's output times sigmoid(gate); as it is without a gate."""
+    return out_BTHK if gate_BTHK is None else sigmoid_gated(gate_BTHK, out_BTHK, impl=impl)
 
 
 class _Division(NamedTuple):
@@ -433,14 +451,14 @@ def qkv_attention(
     """
     exchange = exchange or HeadExchange(None)
     if heads_at_a_time is None:
-        q, k, v = project_heads(x_BTD, parameters, cos, sin, linear, impl)
+        q, k, v, output_gate = project_heads(x_BTD, parameters, cos, sin, linear, impl)
         q, k, v = (exchange.to_heads(x) for x in (q, k, v))
         gates = None if gates is None else exchange.to_heads(gates)
-        if kind.list_length and q.shape[2] // k.shape[2] != len(parameters.weights[0]) // len(parameters.weights[1]):
+        if kind.list_length and q.shape[2] // k.shape[2] != parameters.group:
             raise ValueError("query heads of one key/value head choose blocks together; share between fewer ranks")
         out = attention(q, k, v, segments, kind=kind, gates=gates, backend=backend, impl=impl)
         del q, k, v  # before the projection is made
-        return linear(exchange.to_tokens(out).flatten(2), o_weight)
+        return linear(gated(exchange.to_tokens(out), output_gate, impl).flatten(2), o_weight)
     return _some_heads_at_a_time(
         x_BTD, parameters, o_weight, cos, sin, segments, kind, gates, heads_at_a_time, exchange, linear, backend, impl
     )
@@ -452,13 +470,14 @@ def _some_heads_at_a_time(
     linear: Linear, backend: str, impl: str,
 ) -> Tensor:  # fmt: skip
     """Checks the arguments of `qkv_attention` with n heads at a time, and applies `_QKVAttention` to them."""
-    weights, biases, norms, eps, K = parameters
+    weights, biases, norms, eps, K, has_output_gate, rotary_dim = parameters
     G = len(weights[1]) // K
     own = G // exchange.size
     if G % exchange.size:
         raise ValueError(f"{exchange.size} ranks do not divide the {G} key/value heads; attend by all heads at once")
-    if norms and len(norms[0]) > K:
-        raise ValueError("a norm of all heads together needs all heads at once, not heads_at_a_time")
+    if (norms and len(norms[0]) > K) or has_output_gate or rotary_dim:
+        which = "a norm of all heads together, an output gate, or rotation of a part of each head"
+        raise ValueError(f"{which} needs all heads at once, not heads_at_a_time")
     if n < 1 or own % n:
         raise ValueError(f"heads_at_a_time must divide a rank's {own} key/value heads, got {n}")
     B, T, _ = x_BTD.shape
@@ -487,6 +506,8 @@ class AttentionPart:
     Args:
         qk_norm: RMSNorms of q and k before rotary positions: of each "head", of all heads together ("width"), or none.
         rotates: whether q and k have rotary positions.
+        has_output_gate: whether each element of the output is multiplied by the sigmoid of a logit of its own.
+        rotary_dim: elements of a head that are rotated; None: all.
     """
 
     num_heads: int
@@ -496,6 +517,9 @@ class AttentionPart:
     qk_norm: str | None = "head"
     has_biases: bool = False
     rotates: bool = True
+    has_output_gate: bool = False
+    rotary_dim: int | None = None
+    module: ClassVar[str] = "self_attn"
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -515,7 +539,7 @@ class AttentionPart:
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         (H, G, K), found = self.heads, {}
-        for name, heads in (("q_proj", H), ("k_proj", G), ("v_proj", G)):
+        for name, heads in (("q_proj", H * (1 + self.has_output_gate)), ("k_proj", G), ("v_proj", G)):
             found[f"{name}.weight"] = Parameter((heads * K, hidden_size), shared_dim=0, is_map=True)
             if self.has_biases:
                 found[f"{name}.bias"] = Parameter((heads * K,), "zero", shared_dim=0)
@@ -529,6 +553,16 @@ class AttentionPart:
 
     def shared_sizes(self) -> dict[str, int]:
         return {"num_key_value_heads": self.num_key_value_heads}
+
+    def with_kind(self, kind: AttentionKind) -> "AttentionPart":
+        return replace(self, kind=kind)
+
+    def footprint(self, num_tokens: int, hidden_size: int, **options: Any) -> Footprint:
+        """Returns `qkv_attention_footprint` of this part; `options` are its others."""
+        return qkv_attention_footprint(
+            num_tokens, hidden_size, *self.heads, kind=self.kind, qk_norm=self.qk_norm,
+            has_output_gate=self.has_output_gate, **options,
+        )  # fmt: skip
 
 
 def qkv_attention_footprint(
@@ -546,6 +580,7 @@ def qkv_attention_footprint(
     heads_at_a_time: int | None = None,
     num_ranks: int = 1,
     qk_norm: str | None = "head",
+    has_output_gate: bool = False,
     linear: Linear = PLAIN,
 ) -> Footprint:
     """Returns the footprint of `qkv_attention`, without biases and adapters, which are too small to count.
@@ -568,8 +603,8 @@ def qkv_attention_footprint(
     results, choices = N * steps * attention.results, N * steps * attention.choices
     # A kind with several branches has an output for each, their gated sum for the output projection, and the gates'
     # logits.
-    gates = kind.gates_per_head * num_heads * element_size
-    outs, gated = kind.branches * q, q if kind.branches > 1 else 0
+    gates = kind.gates_per_head * num_heads * element_size + q * has_output_gate
+    outs, gated = kind.branches * q, q if kind.branches > 1 or has_output_gate else 0
     qkv = q + 2 * k
     projecting = 2 * q + 3 * k + (q + k) * has_norms  # q, k and v; rotated q and k; normalised q and k
     if longest is not None:  # packed documents: a call's output, before it is copied into the whole output

@@ -184,7 +184,7 @@ def test_pages_name_all_families():
         assert sorted(each[0] for each in types) == sorted(FAMILIES)
         assert {outer: inner for inner, *wrapped in types for outer in wrapped} == WRAPPERS
         for _, models in rows[1:]:
-            assert models.split()[0].strip(",") in re.findall(r"\w+", first_sentence), models
+            assert models.split()[0].strip(",") in re.findall(r"\w[\w.]*\w", first_sentence), models
 
 
 def test_pages_name_all_models_of_apply_to():

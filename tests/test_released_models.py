@@ -14,6 +14,7 @@ from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL
 from kernels.attention.nsa.nsa import NSA
 from kernels.attention.window import Window
+from kernels.gated_delta_net import DeltaNet
 from kernels.rope import YarnScaling
 from model import MODEL_SIZES, ModelConfig, Transformer
 from tests import wrappers
@@ -22,7 +23,7 @@ from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import load_model_weights, shape_of_weights
 from training.families.config_json import from_config_json, in_family, to_config_json
-from training.families.rows import FAMILIES, WRAPPERS
+from training.families.rows import FAMILIES
 from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
 from training.memory.step import PackedDocuments
@@ -40,6 +41,10 @@ BETA = {**YARN, "rope_theta": 1e5, "llama_4_scaling_beta": 0.5}
 NO_PAD = {"pad_token_id": None, "eos_token_id": 7}
 SCALARS = {
     "embedding_multiplier": 12.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 8.0
+}  # fmt: skip
+DELTA_NET = {
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "tie_word_embeddings": True, "pad_token_id": None,
 }  # fmt: skip
 # Forms of models: model_type, query and key/value heads, other settings of config.json, dtype of the files, bytes of a
 # shard.
@@ -62,6 +67,14 @@ FORMS = {
         2,
         {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 24, **NO_PAD},
         "bfloat16",
+        "1GB",
+    ),
+    "Qwen 3.5": (
+        "qwen3_5_text",
+        4,
+        2,
+        {**DELTA_NET, "layer_types": ["linear_attention", "full_attention"]},
+        "float32",
         "1GB",
     ),
     "Mistral": ("mistral", 4, 2, {"head_dim": 16, "sliding_window": None, "rope_theta": 1e6}, "bfloat16", "20KB"),
@@ -105,7 +118,7 @@ def test_equals_transformers(name, tmp_path):
     expected = theirs(ids, labels=ids)
     expected.loss.backward()
     gradients = {n.removeprefix("model."): p.grad for n, p in theirs.named_parameters()}
-    heads = 1 if ours.config.qk_norm != "width" else None
+    heads = 1 if ours.config.attends_in_groups else None
     for execution in (None, Execution((Placement("gpu"), Placement("recompute")), 32, heads)):
         if execution is not None:
             apply_execution(ours, execution)
@@ -122,8 +135,7 @@ def test_equals_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
-@pytest.mark.parametrize("is_newer", [False, True])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(("wrapper", "is_newer"), wrappers.FORMS)
 def test_a_model_of_text_and_images_is_exported_whole(wrapper, is_newer, dtype, tmp_path):
     """The text model computes as in transformers. Names, dtypes, bytes and config.json are the source's."""
     is_tied = dtype == "bf16"
@@ -185,6 +197,16 @@ def random_settings(model_type, random):
     if model_type == "gemma3_text":
         settings["hidden_activation"] = settings.pop("hidden_act")
         settings |= {"query_pre_attn_scalar": pick(K, 24), "rope_local_base_freq": pick(1e3, 1e4)}
+    if model_type == "qwen3_5_text":
+        types = [pick("linear_attention", "full_attention") for _ in range(layers)]
+        types[-1] = "full_attention"  # transformers generates with at least one
+        settings |= {"hidden_act": "silu", "layer_types": None if layers > 3 else types, "linear_conv_kernel_dim": 4}
+        settings |= {
+            "linear_num_key_heads": G,
+            "linear_num_value_heads": H,
+            "partial_rotary_factor": pick(0.25, 0.5, 1.0),
+        }
+        settings |= {"linear_key_head_dim": pick(16, 32), "linear_value_head_dim": pick(16, 24)}
     if model_type == "smollm3":
         settings["no_rope_layers"] = [pick(0, 1) for _ in range(layers)]
     if model_type == "granite":
@@ -257,11 +279,16 @@ def test_rotary_settings_of_either_form_are_transformers(model_type, leaves_out)
     """Checks logits with rope_scaling and with rope_parameters, also where a file leaves out what has defaults."""
     import transformers
 
-    by_type = model_type in ("olmo3", "gemma3_text")
+    by_type, defaults = model_type in ("olmo3", "gemma3_text"), FAMILIES[model_type].defaults
     sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None}
     sizes |= {"hidden_act": "silu", "hidden_activation": "silu", "max_position_embeddings": 128}
     sizes |= {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]} if by_type else {}
     sizes |= {"sliding_window": None} if model_type == "mistral" else {}
+    sizes |= (
+        {**DELTA_NET, "layer_types": ["linear_attention", "full_attention"]}
+        if "linear_num_key_heads" in defaults
+        else {}
+    )
     ids = torch.randint(131, (1, 70), generator=torch.Generator().manual_seed(1))
     for name, (rope, beside) in ROTARY.items():
         if model_type == "ministral3":
@@ -286,7 +313,7 @@ def test_rotary_settings_of_either_form_are_transformers(model_type, leaves_out)
 
 
 def loss_and_gradients(state, config, device, dtype, execution):
-    model = Transformer(config).to(device, dtype)
+    model = Transformer(config).cast(dtype).to(device)
     model.load_state_dict(state)
     if execution is not None:
         apply_execution(model, execution, 2**26)
@@ -300,7 +327,7 @@ def loss_and_gradients(state, config, device, dtype, execution):
 @pytest.mark.parametrize(
     ("model_type", "H", "G", "K"),
     [("qwen2", 14, 2, 64), ("llama", 3, 1, 64), ("ministral3", 4, 1, 128), ("olmo3", 4, 4, 64),
-     ("gemma3_text", 4, 2, 256)],
+     ("gemma3_text", 4, 2, 256), ("qwen3_5_text", 4, 2, 256)],
 )  # fmt: skip
 def test_a_gpu_equals_a_cpu(model_type, H, G, K):
     """Errors of bfloat16 on a GPU are at most three times a CPU's, both against float32, with packed documents."""
@@ -308,7 +335,9 @@ def test_a_gpu_equals_a_cpu(model_type, H, G, K):
     config = in_family(ModelConfig(131, 256, 384, 2, H, G, head_dim=K, rope_scaling=scaling), model_type)
     if config.local_rope_theta:
         config = replace(config, layer_kinds=(Window(256), FULL))
-    heads = None if config.qk_norm == "width" else 1
+    if model_type == "qwen3_5_text":
+        config = replace(config, layer_kinds=(DeltaNet(2, 4, 64, 128), FULL), rotary_dim=64)
+    heads = 1 if config.attends_in_groups else None
     state = {
         name: (0.1 * torch.randn(p.shape) if name.endswith("bias") else p.detach()).bfloat16()
         for name, p in Transformer(config).named_parameters()

@@ -21,11 +21,25 @@ TEXT = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text", **SIZES, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e5, "partial_rotary_factor": 0.5, "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+    },
 }  # fmt: skip
-VISION = {
+TOWER = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
     "image_size": 16, "patch_size": 8,
 }  # fmt: skip
+VISION = {"gemma3": TOWER, "mistral3": TOWER, "qwen3_5": {
+    "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 48, "patch_size": 8,
+    "num_position_embeddings": 16,
+}}  # fmt: skip
+FORMS = [(wrapper, is_newer) for wrapper in TEXT for is_newer in (False, True) if is_newer or wrapper != "qwen3_5"]
+EXACT = ("A_log", "linear_attn.norm.weight")  # float32 in released files
 
 
 def release(wrapper, folder, *, is_newer=False, is_tied=True, dtype=torch.float32):
@@ -37,19 +51,19 @@ def release(wrapper, folder, *, is_newer=False, is_tied=True, dtype=torch.float3
     import transformers
 
     config = transformers.AutoConfig.for_model(
-        wrapper, text_config={**TEXT[wrapper], "tie_word_embeddings": is_tied}, vision_config=VISION,
+        wrapper, text_config={**TEXT[wrapper], "tie_word_embeddings": is_tied}, vision_config=VISION[wrapper],
         tie_word_embeddings=is_tied, mm_tokens_per_image=1, eos_token_id=7,
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     tensors, others = {}, (torch.float32, torch.bfloat16, torch.float16)
     for i, (name, tensor) in enumerate(load_file(folder / "model.safetensors").items()):
-        is_trained = name.startswith("language_model.")
-        if is_newer:
+        is_own = is_trained(name)
+        if is_newer and not name.startswith("model.") and name != "lm_head.weight":
             name = name.replace("language_model.model.", "language_model.")
             name = name.removeprefix("language_model.") if "lm_head" in name else f"model.{name}"
-        tensors[name] = tensor.to(dtype if is_trained else others[i % 3])
-    tower = "model.vision_tower" if is_newer else "vision_tower"
+        tensors[name] = tensor.to(others[i % 3] if not is_own else torch.float32 if name.endswith(EXACT) else dtype)
+    tower = "mtp" if wrapper == "qwen3_5" else "model.vision_tower" if is_newer else "vision_tower"
     tensors |= {
         f"{tower}.position_ids": torch.arange(5), f"{tower}.mask": torch.tensor([True, False, True]),
         f"{tower}.scale": torch.tensor(float("inf"), dtype=torch.bfloat16), f"{tower}.none": torch.empty(0, 3),

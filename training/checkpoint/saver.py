@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from training.checkpoint.files import SPARE_BYTES, clear_leftovers, delete_old, make_room, put_in_place, rng_state
 from training.checkpoint.manifest import OPTIMIZER, WEIGHTS, write_manifest
@@ -109,7 +110,7 @@ class Saver:
 
         Args:
             weights: parameter name -> tensor or DTensor, the same names in the same order on every rank: a model's or
-                its adapters'. On GPUs float32 weights are rounded to bf16, in which the model computes.
+                its adapters'. On several GPUs float32 shards are rounded to bf16, in which the model computes.
             model_config: written as config.json, with the companions' settings and the weights' dtype.
             optimizer_state: from `MasterAdamW.state_dict`; None: the checkpoint cannot be resumed from. A plain tensor
                 is the same on every rank.
@@ -132,11 +133,9 @@ class Saver:
             files[OPTIMIZER] = flat(optimizer_state)
         self._step, self._small, self._headers, self._pieces, self._is_current = step, small, {}, [], True
         for file, tensors in files.items():
-            kinds = {
-                name: (torch.bfloat16 if tensor.is_cuda and file == weights_file else tensor.dtype, tuple(tensor.shape))
-                for name, tensor in tensors.items()
-            }
-            header = header_of(aligned(kinds) if file == weights_file else kinds)
+            is_weights = file == weights_file
+            kinds = {name: (_dtype_of(tensor, is_weights), tuple(tensor.shape)) for name, tensor in tensors.items()}
+            header = header_of(aligned(kinds) if is_weights else kinds)
             size = len(header) + sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
             self._headers[file] = header, size
             entries = read_entries(header, Path(file))
@@ -285,6 +284,11 @@ class Saver:
             copied = self._stream.record_event()
         copied.synchronize()
         return on_host
+
+
+def _dtype_of(tensor: Tensor, is_rounded: bool) -> torch.dtype:
+    """The dtype in which a tensor is written: a rounded shard on a GPU in bf16."""
+    return torch.bfloat16 if is_rounded and isinstance(tensor, DTensor) and tensor.is_cuda else tensor.dtype
 
 
 def _json(content: dict, indent: int | None = None) -> bytes:

@@ -263,7 +263,9 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     with making(target) as folder:
         weights, carried = load_model_weights(source, shapes), read_carried(folders_of(source)[-1])
         names = {name: name_in_file(name, carried.prefix) for name in shapes}
-        kinds = {names[name]: (dtype, shape) for name, shape in shapes.items()}
+        exact = {name for name, declared in config.parameters().items() if declared.is_exact_in_files}
+        dtypes = {name: torch.float32 if name in exact else dtype for name in shapes}
+        kinds = {names[name]: (dtypes[name], shape) for name, shape in shapes.items()}
         kinds |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in carried.tensors.items()}
         header = header_of(aligned(kinds))
         entries = read_entries(header, folder / WEIGHTS)
@@ -273,7 +275,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
                 if not weight.to(dtype).isfinite().all():
                     raise UserError(f"{names[name]} is not finite in {dtype}; choose another --dtype")
                 file.seek(entries[names[name]].start)
-                file.write(bytes_of(weight.to(dtype)))
+                file.write(bytes_of(weight.to(dtypes[name])))
             for name, tensor in carried.tensors.items():
                 file.seek(entries[name].start)
                 file.write(bytes_of(tensor))

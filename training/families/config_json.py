@@ -10,10 +10,21 @@ from dataclasses import fields, replace
 from kernels.attention import KINDS
 from kernels.attention.full import Full
 from kernels.attention.window import Window
-from kernels.parts import AttentionKind
+from kernels.gated_delta_net import DeltaNet
 from model import MODEL_SIZES, ModelConfig
 from training.families.rope import read_rope, write_rope
-from training.families.rows import ACTIVATIONS, FAMILIES, FIELDS, FORM, SCALARS, TAKEN, WRAPPERS, Family, is_wrapper
+from training.families.rows import (
+    ACTIVATIONS,
+    DELTA_NET,
+    FAMILIES,
+    FIELDS,
+    FORM,
+    SCALARS,
+    TAKEN,
+    WRAPPERS,
+    Family,
+    is_wrapper,
+)
 
 MOST_LAYERS = 4096  # a limit, because plans have something for each layer
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # of a tokenizer: null here, for families have defaults
@@ -63,13 +74,14 @@ def _write(config: ModelConfig, family: Family) -> dict:
     """Returns the config.json of a model in the form of `_layer_by_layer`, without what its family cannot say."""
     gated = "".join({kind.name for kind in config.layer_kinds if kind.gates_per_head})
     windows = [kind.window if isinstance(kind, Window) else None for kind in config.layer_kinds]
+    delta_nets = [kind for kind in config.layer_kinds if isinstance(kind, DeltaNet)]
     multiplier = config.attention_multiplier or config.head_dim**-0.5
     content = {
         "model_type": config.model_type + (gated and f"_{gated}"),
         "architectures": [f"{family.class_name or config.model_type.capitalize()}{gated.upper()}ForCausalLM"],
         **{name: getattr(config, name) for name in (*FIELDS, *SCALARS)},
         "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.hidden_act),
-        **write_rope(config),
+        **write_rope(config, family),
         **family.fixed,
         **dict.fromkeys(TOKEN_IDS),
         "attention_multiplier": multiplier,
@@ -80,6 +92,11 @@ def _write(config: ModelConfig, family: Family) -> dict:
         types = ["sliding_attention" if window else "full_attention" for window in windows]
         window = max(filter(None, windows), default=4096)
         content |= {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
+    if "full_attention_interval" in family.defaults:
+        types = ["linear_attention" if isinstance(kind, DeltaNet) else "full_attention" for kind in config.layer_kinds]
+        content |= {"layer_types": types, **dict(zip(DELTA_NET, (delta_nets or [DeltaNet()])[0].sizes))}
+    if "rope_parameters" in content and config.local_rope_theta is None:
+        del content["rope_theta"]
     content |= {theirs: content.pop(name) for name, theirs in family.names.items()}
     return family.own(content)
 
@@ -141,8 +158,9 @@ def _read(content: dict) -> ModelConfig:
         raise ValueError(f"num_hidden_layers is {content['num_hidden_layers']}; at most {MOST_LAYERS} are built")
     config = ModelConfig(
         **{name: content[name] for name in (*FIELDS, "rope_scaling", "local_rope_theta")},
+        rotary_dim=_rotary_dim(content["head_dim"], content["partial_rotary_factor"]),
         hidden_act=ACTIVATIONS[content["hidden_act"]],
-        layer_kinds=_layer_kinds(content) if _has_windows(content) else (kinds[suffix](),),
+        layer_kinds=_layer_kinds(content) if _has_types(content) else (kinds[suffix](),),
         layer_rotates=_layer_rotates(content) if "no_rope_layers" in content else (True,),
         **_read_scalars(content),
     )
@@ -156,6 +174,7 @@ def _not_computed(content: dict, family: Family) -> list[str]:
     if "AutoModelForCausalLM" in (content.get("auto_map") or ()):
         refused.append("code of its own in auto_map")
     known = {"full_attention"} | ({"sliding_attention"} if _has_windows(content) else set())
+    known |= {"linear_attention"} if DELTA_NET[0] in content else set()
     if other_layers := sorted({*(content.get("layer_types") or ())} - known):
         refused.append(f"layers of {', '.join(other_layers)}")
     return refused
@@ -167,26 +186,50 @@ def _has_windows(content: dict) -> bool:
     return "sliding_window_pattern" in content or bool(is_on)
 
 
-def _layer_kinds(content: dict) -> tuple[AttentionKind, ...]:
+def _has_types(content: dict) -> bool:
+    """Whether layers may be of several types."""
+    return _has_windows(content) or DELTA_NET[0] in content
+
+
+def _rotary_dim(head_dim: int, factor: float) -> int | None:
+    """Returns ModelConfig's rotary_dim."""
+    if type(factor) not in (int, float) or not 0 < factor <= 1:
+        raise ValueError(f"partial_rotary_factor is {factor!r:.80}; it must be above 0 and up to 1")
+    return None if factor == 1 else int(head_dim * factor)
+
+
+def _layer_kinds(content: dict) -> tuple[Full | Window | DeltaNet, ...]:
     """Returns the kinds that repeat through the layers.
 
-    Without layer_types, each so many-th layer has no window. Behind a switch, layers from max_window_layers on have it.
+    Without layer_types, each so many-th layer attends to everything. Behind a switch, layers from max_window_layers on
+    have a window.
     """
-    window, layers = content["sliding_window"], content["num_hidden_layers"]
-    if type(window) is not int:
-        raise TypeError(f"sliding_window is {window!r:.80}")
-    if types := content.get("layer_types"):
-        has_window = [name == "sliding_attention" for name in types]
-    elif "sliding_window_pattern" in content:
-        every = content["sliding_window_pattern"]
-        if not isinstance(every, int) or every < 1:
-            raise ValueError(f"sliding_window_pattern is {every!r:.80}; it must be a whole number above 0")
-        has_window = [(i + 1) % every != 0 for i in range(layers)]
+    layers = content["num_hidden_layers"]
+    kinds: dict[str, Full | Window | DeltaNet] = {"full_attention": Full()}
+    if _has_windows(content):
+        if type(content["sliding_window"]) is not int:
+            raise TypeError(f"sliding_window is {content['sliding_window']!r:.80}")
+        kinds[other := "sliding_attention"], every = Window(content["sliding_window"]), "sliding_window_pattern"
     else:
-        has_window = [i >= content["max_window_layers"] for i in range(layers)]
-    if len(has_window) != layers:
-        raise ValueError(f"layer_types names {len(has_window)} layers of {layers}")
-    return tuple(Window(window) if is_window else Full() for is_window in _pattern(has_window))
+        kinds[other := "linear_attention"] = DeltaNet(*(_size(content, name) for name in DELTA_NET))
+        every = "full_attention_interval"
+    if types := content.get("layer_types"):
+        pass
+    elif every in content:
+        number = _size(content, every)
+        types = ["full_attention" if (i + 1) % number == 0 else other for i in range(layers)]
+    else:
+        types = [other if i >= content["max_window_layers"] else "full_attention" for i in range(layers)]
+    if len(types) != layers:
+        raise ValueError(f"layer_types names {len(types)} layers of {layers}")
+    return tuple(kinds[name] for name in _pattern(types))
+
+
+def _size(content: dict, name: str) -> int:
+    """Returns a setting that must be a whole number above 0."""
+    if type(number := content[name]) is not int or number < 1:
+        raise ValueError(f"{name} is {number!r:.80}; it must be a whole number above 0")
+    return number
 
 
 def _pattern(of_layers: list) -> list:

@@ -123,17 +123,9 @@ def adapt(model: nn.Module, adapters: Adapters) -> None:
         if ADAPTERS in name and not parameter.is_meta:
             model.initialize_parameter(name, parameter)
     for block in model.layers:
-        block.self_attn.linear = block.mlp.linear = LORA
+        block.mixer.linear = block.mlp.linear = LORA
     root = torch.zeros((), requires_grad=True)
     model.embed_tokens.register_forward_hook(lambda module, inputs, x_BTD: _Rooted.apply(x_BTD, root))
-
-
-def in_bf16(model: nn.Module) -> None:
-    """Have the frozen parameters of a model in bf16."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.requires_grad:
-                setattr(module, name, nn.Parameter(parameter.to(torch.bfloat16), requires_grad=False))
 
 
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:

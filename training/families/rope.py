@@ -12,12 +12,16 @@ from training.host.errors import UserError, refused_as_user_error
 ROTARY_SETTINGS = "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"  # in config.json
 
 
-def write_rope(config: ModelConfig) -> dict:
-    """Returns the rotary settings of config.json, apart from rope_theta."""
+def write_rope(config: ModelConfig, family: Family) -> dict:
+    """Returns the rotary settings of config.json, apart from rope_theta where `rope_scaling` says all others."""
     scaling, settings = config.rope_scaling, None
     if scaling is not None:
         given = {name: value for name, value in asdict(scaling).items() if value is not None}
         settings = {"rope_type": scaling.rope_type, **given}
+    if "partial_rotary_factor" in family.defaults:
+        partial = {"partial_rotary_factor": config.rotary_width / config.head_dim}
+        whole = {"rope_type": "default", **(settings or {}), "rope_theta": config.rope_theta}
+        return {"rope_parameters": {**whole, **partial, **family.fixed_rope}}
     if config.local_rope_theta is None:
         return {"rope_scaling": settings}
     full = {"rope_type": "default", **(settings or {}), "rope_theta": config.rope_theta}
@@ -40,7 +44,11 @@ def read_rope(content: dict, family: Family) -> tuple[dict, list[str]]:
         refused = ["rope_scaling beside other rope_parameters"] * (forms[0] != forms[-1])
     rope_type, theta = settings.pop("rope_type", "default"), settings.pop("rope_theta", None)
     rotated = settings.pop("partial_rotary_factor", content.get("partial_rotary_factor") or 1.0)
-    refused += [] if rotated == 1 else [f"partial_rotary_factor {rotated}"]
+    if "partial_rotary_factor" not in family.defaults and rotated != 1:
+        refused.append(f"partial_rotary_factor {rotated}")
+    for name, value in family.fixed_rope.items():
+        if settings.pop(name, value) != value:
+            refused.append(f"{name} of rotary positions other than {value}")
     original, scaling = settings.pop("original_max_position_embeddings", None), None
     if rope_type in ("yarn", "llama3") and not by_type:  # transformers gives the top level priority
         original = content.get("original_max_position_embeddings") or original
@@ -63,7 +71,8 @@ def read_rope(content: dict, family: Family) -> tuple[dict, list[str]]:
         refused.append(f"rope_type {rope_type!r} (it takes {', '.join(ROPE_TYPES)})")
     else:
         refused += [f"{name} of rotary positions" for name in settings]
-    return {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local_theta}, refused
+    fields_of_model = {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local_theta}
+    return fields_of_model | {"partial_rotary_factor": rotated}, refused
 
 
 def _rope_by_type(content: dict) -> tuple[dict, float, list[str]]:

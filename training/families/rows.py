@@ -15,6 +15,7 @@ class Family:
     fixed: dict = field(default_factory=dict)  # settings written with these values, and refused with others
     constants: dict = field(default_factory=dict)  # settings with these values, whatever config.json says
     rope: dict = field(default_factory=dict)  # rotary settings, if config.json has none
+    fixed_rope: dict = field(default_factory=dict)  # rotary settings written with these values, refused with others
     names: dict = field(default_factory=dict)  # config.json's names for settings that most families call otherwise
     scales_embedding: bool = False  # whether embedding_multiplier is sqrt(hidden_size)
     class_name: str | None = None  # the beginning of transformers' class; None: the model_type with a capital
@@ -33,7 +34,7 @@ class Family:
 
 FORM = {  # most families'
     "qk_norm": None, "has_qkv_biases": False, "norms_before": True, "norms_after": False, "norm_weight_offset": 0.0,
-    "norm_cast_before_weight": True,
+    "norm_cast_before_weight": True, "has_output_gate": False,
 }  # fmt: skip
 # transformers' values for settings that config.json leaves out, in every family
 DEFAULTS = {
@@ -43,10 +44,15 @@ DEFAULTS = {
 SCALARS = "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
 # Settings without a meaning in families whose rows do not name them. query_pre_attn_scalar is
 # 1 / attention_multiplier^2. Each sliding_window_pattern-th layer has no window, and the frequencies of layers with a
-# window are of rope_local_base_freq. no_rope_layers has 1 for each layer with rotary positions.
+# window are of rope_local_base_freq. no_rope_layers has 1 for each layer with rotary positions. linear_* are sizes of
+# gated delta nets: all layers but each full_attention_interval-th, if layer_types does not name them.
+DELTA_NET = (  # in the order of kernels.gated_delta_net.DeltaNet's sizes
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+)  # fmt: skip
 SOME_FAMILIES = {
-    *SCALARS, "query_pre_attn_scalar", "use_sliding_window", "sliding_window_pattern", "rope_local_base_freq",
-    "no_rope_layers", "no_rope_layer_interval",
+    *SCALARS, *DELTA_NET, "query_pre_attn_scalar", "use_sliding_window", "sliding_window_pattern",
+    "rope_local_base_freq", "no_rope_layers", "no_rope_layer_interval", "full_attention_interval",
+    "linear_conv_kernel_dim", "attn_output_gate",
 }  # fmt: skip
 SOME_FAMILIES_ROPE = {"llama_4_scaling_beta"}  # the same of rotary settings; families that name them need them
 NO_BIASES = {"attention_bias": False}  # one setting for q, k, v and o
@@ -107,6 +113,19 @@ FAMILIES = {
         },
         fixed={"use_bidirectional_attention": False, **NO_BIASES}, names={"hidden_act": "hidden_activation"},
         scales_embedding=True, class_name="Gemma3", wrapper="gemma3",
+    ),
+    "qwen3_5_text": Family(
+        form={
+            "qk_norm": "head", "norm_weight_offset": 1.0, "norm_cast_before_weight": False, "has_output_gate": True,
+        },
+        defaults={
+            "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32,
+            "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768,
+            "partial_rotary_factor": 0.25, "full_attention_interval": 4, **dict(zip(DELTA_NET, (16, 32, 128, 128))),
+        },
+        fixed={"attn_output_gate": True, "linear_conv_kernel_dim": 4, **NO_BIASES},
+        fixed_rope={"mrope_interleaved": True, "mrope_section": [11, 11, 10]},  # of pictures' positions
+        class_name="Qwen3_5", wrapper="qwen3_5",
     ),
 }  # fmt: skip
 WRAPPERS = {family.wrapper: model_type for model_type, family in FAMILIES.items() if family.wrapper}

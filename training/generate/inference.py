@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.attention import KINDS
 from kernels.attention.cache import cache_capacity
 from kernels.attention.full import choose_backend
-from kernels.parts import AttentionKind
+from kernels.parts import MixerKind
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from training.checkpoint.files import load_trainer_state, tokenizer_of
 from training.checkpoint.weights import folders_of, load_model_weights, parameter_shapes, shape_of_weights
@@ -57,7 +57,7 @@ class Opened:
     folder: Path
     shape: ModelConfig
     settings: dict
-    kinds: tuple[AttentionKind, ...]
+    kinds: tuple[MixerKind, ...]
     tokenizer: ByteTokenizer | FileTokenizer
     stop_ids: frozenset[int]
     corpus_crc32: int | None
@@ -76,9 +76,7 @@ def open_folder(flags: ModelFlags, world: World) -> Opened:
     return Opened(folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), corpus)
 
 
-def attention_of(
-    flags: ModelFlags, shape: ModelConfig, settings: dict, device: torch.device
-) -> tuple[AttentionKind, ...]:
+def attention_of(flags: ModelFlags, shape: ModelConfig, settings: dict, device: torch.device) -> tuple[MixerKind, ...]:
     """Returns how each layer attends, by the flags and else by the settings that the model was trained with."""
     own = shape.layer_kinds[0]
     saved = {name: value for name in ("attention_type", *FLAGS) if (value := settings.get(name)) is not None}
@@ -174,13 +172,13 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
         cap_gpu_memory(budget, device)
     with torch.device("meta"):
         model = Transformer(shape)
-    model = model.to(dtype).to_empty(device=device).requires_grad_(False)
+    model = model.cast(dtype).to_empty(device=device).requires_grad_(False)
     copy_weights(model, weights)
     model.rotations(max(tokens, cached), device)  # once: writing past a prompt would make them anew, twice as long
     set_kinds(model, opened.kinds)
     for block in model.layers:
-        block.self_attn.backend = choose_backend("auto", device)
-        block.self_attn.heads_at_a_time = 1 if tokens >= LONG_TEXT and shape.qk_norm != "width" else None
+        block.mixer.backend = choose_backend("auto", device)
+        block.mixer.heads_at_a_time = 1 if tokens >= LONG_TEXT and shape.attends_in_groups else None
         block.mlp.tile_size = MLP_TILE_SIZE
     return model
 

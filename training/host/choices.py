@@ -1,6 +1,9 @@
 """Words that flags choose from. No import stands here: --help is to be quick, and torch takes seconds."""
 
-MODEL_SIZES = ("tiny", "0.6B", "1.7B", "4B", "8B", "14B", "32B")  # names of model.MODEL_SIZES
+MODEL_SIZES = (  # names of model.MODEL_SIZES
+    "tiny", "0.6B", "1.7B", "4B", "8B", "14B", "32B",
+    "qwen3.5-0.8B", "qwen3.5-2B", "qwen3.5-4B", "qwen3.5-9B", "qwen3.5-27B",
+)  # fmt: skip
 ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for
 IMPLEMENTATIONS = ("auto", "triton", "torch")  # kernels.common.IMPLEMENTATIONS
 OPTIMIZER_STATES = ("auto", "float32", "compact")  # training.optim.formats; auto: a plan chooses

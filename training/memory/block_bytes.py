@@ -9,14 +9,18 @@ from dataclasses import replace
 
 from kernels.gated_mlp import gated_mlp_footprint
 from kernels.parts import Footprint, LayerParts
-from kernels.qkv_attention import qkv_attention_footprint
 from training.families.lora import Adapters
 from training.memory.execution import Execution, Placement
 from training.memory.step import StepShape
 
 QKV, INTO_MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 # A search for a plan asks for the same few footprints many thousand times.
-_attention_footprint, _mlp_footprint = functools.cache(qkv_attention_footprint), functools.cache(gated_mlp_footprint)
+_mlp_footprint = functools.cache(gated_mlp_footprint)
+
+
+@functools.cache
+def _mixer_footprint(mixer, *sizes: int, **options) -> Footprint:
+    return mixer.footprint(*sizes, **options)
 
 
 def results_bytes(step: StepShape, parts: LayerParts) -> int:
@@ -49,11 +53,10 @@ def footprints(step: StepShape, execution: Execution, parts: LayerParts) -> tupl
     if step.is_packed:
         longest = step.documents.longest if step.documents else step.context_length
     declared = (
-        _attention_footprint(
-            step.tokens, share.hidden_size, *attention.heads, element_size=step.element_size,
+        _mixer_footprint(
+            attention, step.tokens, share.hidden_size, element_size=step.element_size,
             backend=execution.attention_backend, context_length=step.context_length, longest=longest,
-            kind=attention.kind, heads_at_a_time=execution.heads_at_a_time, num_ranks=step.num_ranks,
-            qk_norm=attention.qk_norm, linear=execution.linear,
+            heads_at_a_time=execution.heads_at_a_time, num_ranks=step.num_ranks, linear=execution.linear,
         ),
         _mlp_footprint(
             step.tokens, share.hidden_size, mlp.intermediate_size, element_size=step.element_size,

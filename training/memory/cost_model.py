@@ -7,7 +7,7 @@ It adds up the `kernels.parts.Footprint` that each operation declares in its own
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from kernels.parts import AttentionKind
+from kernels.parts import MixerKind
 from model import Share
 from training.host.memory import SLOT_ALIGNMENT
 from training.memory.block_bytes import sent_bytes
@@ -51,7 +51,7 @@ class Step(StepShape):
 
 
 def forward_flops(
-    share: Share, document_lengths: Sequence[int], kinds: Sequence[AttentionKind] = (), num_targets: int | None = None,
+    share: Share, document_lengths: Sequence[int], kinds: Sequence[MixerKind] = (), num_targets: int | None = None,
     trains_matrices: bool = True,
 ) -> float:  # fmt: skip
     """Returns the floating-point operations of one forward over documents of these lengths, attention causal.
@@ -65,6 +65,6 @@ def forward_flops(
     """
     matrices, tokens = sum(map(share.layer_matrix_parameters, range(share.num_hidden_layers))), sum(document_lengths)
     head = share.vocab_size * share.hidden_size * (tokens if num_targets is None else num_targets)
-    layers = Counter(kinds or share.kinds)
-    attention = sum(n * kind.forward_flops(document_lengths, *share.heads) for kind, n in layers.items())
+    mixers = Counter(share.parts(i).mixer.with_kind(kind) for i, kind in enumerate(kinds or share.kinds))
+    attention = sum(n * mixer.kind.forward_flops(document_lengths, *mixer.heads) for mixer, n in mixers.items())
     return 2 * (matrices * tokens + head) * (1 if trains_matrices else 2 / 3) + attention

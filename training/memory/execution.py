@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kernels.linear import PLAIN
-from kernels.parts import AttentionKind, Linear
+from kernels.parts import Linear, MixerKind
 from training.host.choices import LOSSES
 from training.optim.inventory import Inventory, block_of
 
@@ -86,7 +86,7 @@ class Execution:
     state_format: str = "float32"
     loss_impl: str = "auto"
     attention_backend: str = "auto"
-    kinds: tuple[AttentionKind, ...] = ()
+    kinds: tuple[MixerKind, ...] = ()
     linear: Linear = PLAIN
     frozen_bits: int = 16
     impl: str = "auto"

@@ -9,7 +9,7 @@ import torch
 
 from kernels.attention import KINDS
 from kernels.attention.full import Full
-from kernels.parts import AttentionKind
+from kernels.parts import MixerKind
 from training.host.errors import UserError, refused_as_user_error
 
 ANNEALING_STAGES = 8  # numbers of blocks from start to end, both included: kernels are compiled anew for each
@@ -58,7 +58,7 @@ def annealed(start: int, final: int, step: int, steps: int) -> int:
     return max(final, start - MULTIPLE * round(fall / MULTIPLE))
 
 
-def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
+def kinds_of(flags, config) -> tuple[MixerKind, ...]:
     """Returns how each layer attends by --attention_type and the flags of its kind; every command reads them here.
 
     The flags set layers that attend to everything in the configuration, and layers that have the asked kind already.
@@ -102,11 +102,11 @@ def kinds_of(flags, config) -> tuple[AttentionKind, ...]:
 class KindsByStep:
     """How each layer attends in each step of a run: the numbers of chosen blocks may fall over the first steps."""
 
-    final: tuple[AttentionKind, ...]
+    final: tuple[MixerKind, ...]
     starts: tuple[int, ...] = ()  # chosen blocks of each layer in the first step; (): none fall
     steps: int = 0  # steps over which they fall
 
-    def at(self, step: int) -> tuple[AttentionKind, ...]:
+    def at(self, step: int) -> tuple[MixerKind, ...]:
         """Returns how each layer attends in a step, counted from 1."""
         if not self.starts:
             return self.final
@@ -135,17 +135,14 @@ def kinds_by_step(flags, config) -> KindsByStep:
     return KindsByStep(final, tuple(starts), steps)
 
 
-def check_head_dim(kinds: Sequence[AttentionKind], head_dim: int, device: torch.device) -> None:
+def check_head_dim(kinds: Sequence[MixerKind], head_dim: int, device: torch.device) -> None:
     """Raises UserError if the device is a GPU, and some kind has no kernels there for heads of `head_dim`."""
-    for kind in kinds:
-        if device.type == "cuda" and kind.gpu_head_dims and head_dim not in kind.gpu_head_dims:
-            raise UserError(
-                f"attention_type {kind.name} has GPU kernels for head_dim {kind.gpu_head_dims}, not for {head_dim}; "
-                "use full"
-            )
+    with refused_as_user_error():
+        for kind in kinds if device.type == "cuda" else ():
+            kind.check_heads(head_dim)
 
 
-def describe(kinds: Sequence[AttentionKind]) -> str:
+def describe(kinds: Sequence[MixerKind]) -> str:
     """Returns a text for people on how the layers attend: each kind once, in the order of the layers."""
     lines = []
     for name in dict.fromkeys(kind.name for kind in kinds):

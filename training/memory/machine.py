@@ -22,7 +22,7 @@ from kernels.attention.full import choose_backend
 from kernels.fp8 import FP8_LINEAR
 from kernels.linear import PLAIN
 from kernels.lora import LORA, LoRA
-from kernels.parts import Adapted, AttentionKind, Linear
+from kernels.parts import Adapted, Linear, MixerKind
 from training.host.errors import UserError
 from training.host.memory import PinnedArena
 from training.host.sizes import GIB, MIB, parse_bytes
@@ -76,7 +76,7 @@ _H200_PRODUCTS, _H200_FP8_PRODUCTS, _H200_FP8_GRADIENTS = 650e12, 1_080e12, 900e
 
 
 def measure_rates(
-    share, attention_backend: str, device: torch.device, context_length: int, kinds: Sequence[AttentionKind] = (),
+    share, attention_backend: str, device: torch.device, context_length: int, kinds: Sequence[MixerKind] = (),
     linear: Linear = PLAIN,
 ) -> Rates:  # fmt: skip
     """Measures the rates of this GPU at the shapes of a model.Share. On a CPU: returns an H200's rates.
@@ -122,7 +122,7 @@ def measure_rates(
 
 
 def measure_attention(
-    share, attention_backend: str, device: torch.device, context_length: int, kinds: Sequence[AttentionKind] = ()
+    share, attention_backend: str, device: torch.device, context_length: int, kinds: Sequence[MixerKind] = ()
 ) -> Rates:
     """Measures what `measure_rates` does of attention, on a GPU. Arguments are the same."""
     backend, rates = choose_backend(attention_backend, device), Rates()
@@ -341,7 +341,7 @@ def _read_name(text: str) -> tuple[str, int | None]:
     return name, int(size[1]) or None if size else None
 
 
-def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[AttentionKind] | None = None) -> Rates:
+def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[MixerKind] | None = None) -> Rates:
     """Returns the rates of a GPU that is not here: it is assumed to come as near to its data sheet as an H200 does.
 
     Args:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from kernels.common import KEEPABLE, SKIPPABLE
 from kernels.linear import PLAIN
 from kernels.lora import LORA, LoRA
-from kernels.parts import AttentionKind, Linear
+from kernels.parts import AttentionKind, Linear, MixerKind
 from training.host.memory import HostCopies, PinnedArena
 from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import Execution, Placement, needed_for_backward
@@ -69,11 +69,11 @@ def apply_execution(
     set_kinds(model, execution.kinds)
     set_linear(model, execution.linear)
     for block, placement in zip(model.layers, execution.placements):
-        block.self_attn.backend = execution.attention_backend
-        block.self_attn.heads_at_a_time = None if placement.is_whole else execution.heads_at_a_time
+        block.mixer.backend = execution.attention_backend
+        block.mixer.heads_at_a_time = None if placement.is_whole else execution.heads_at_a_time
         block.mlp.tile_size = None if placement.is_whole else execution.mlp_tile_size
     arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None
-    chooses = any(block.self_attn.kind.list_length for block in model.layers)
+    chooses = any(block.mixer.kind.list_length for block in model.layers)
     skips = execution.mlp_tile_size is not None or chooses
     placed = apply_placement(model.layers, execution.placements, arena, skips, homes)
     embedding, head = model.embed_tokens, model.output_weight
@@ -86,23 +86,24 @@ def apply_execution(
         model.head_visit = placed.visit_head
 
 
-def set_kinds(model: nn.Module, kinds: Sequence[AttentionKind]) -> None:
+def set_kinds(model: nn.Module, kinds: Sequence[MixerKind]) -> None:
     """Set how each block of a model.Transformer attends; (): as the model's configuration says.
 
     Raises:
         ValueError: a kind that needs other gates than the block has parameters for.
     """
     for block, kind in zip(model.layers, kinds or model.config.kinds):
-        own = block.self_attn.kind
-        if kind.gates_per_head != own.gates_per_head:
+        own = block.mixer.kind
+        is_other = isinstance(kind, AttentionKind) != isinstance(own, AttentionKind)
+        if kind.gates_per_head != own.gates_per_head or is_other:
             raise ValueError(f"a layer whose own attention is {own.name} has no parameters for {kind.name}")
-        block.self_attn.kind = kind
+        block.mixer.kind = kind
 
 
 def set_linear(model: nn.Module, linear: Linear) -> None:
     """Set the linear maps of all blocks of a model.Transformer."""
     for block in model.layers:
-        block.self_attn.linear = block.mlp.linear = linear
+        block.mixer.linear = block.mlp.linear = linear
 
 
 @contextmanager

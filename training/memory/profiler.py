@@ -131,7 +131,7 @@ class Recorder:
         for i, block in enumerate(model.layers):
             hooks += [
                 block.register_forward_pre_hook(lambda _, inputs, i=i: self._enter_block(i, inputs[0])),
-                (block.input_layernorm or block.self_attn).register_forward_pre_hook(
+                (block.input_layernorm or block.mixer).register_forward_pre_hook(
                     lambda _, inputs: self._enter_attention(inputs[0])
                 ),
                 # After attention, and not at its end, where its caller still holds its input.
@@ -361,8 +361,10 @@ def thin(execution: Execution, layers: int) -> Execution:
 
     As many inputs as the sample has are recomputed, in the layers of a plan: every second, starting with the second.
     """
-    every = len(execution.placements)
-    sample = [i * every // layers for i in range(layers)]
+    every, kinds = len(execution.placements), execution.kinds
+    # Types of kinds repeat after so many layers, and so they do in the sample.
+    period = next((n for n in range(1, len(kinds)) if [*map(type, kinds[n:])] == [*map(type, kinds[:-n])]), 1)
+    sample = [i // period * (every // period) // -(-layers // period) * period + i % period for i in range(layers)]
     taken = [execution.placements[i] for i in sample]
     recomputed = [placement for placement in taken if placement.input == "recompute"]
     others = [placement for placement in taken if placement.input != "recompute"]
@@ -375,7 +377,7 @@ def thin(execution: Execution, layers: int) -> Execution:
         execution,
         placements=tuple(placement for pair in pairs for placement in pair if placement is not None),
         gpu_state_bytes=execution.gpu_state_bytes if visits else execution.gpu_state_bytes * layers / every,
-        kinds=tuple(execution.kinds[i] for i in sample if execution.kinds),
+        kinds=tuple(kinds[i] for i in sample if kinds),
     )
 
 

@@ -74,7 +74,7 @@ class Stages:
             # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
             # Layers with a window may have their own. 64 bytes per token: token ids, labels, losses.
             "workspace": LIBRARY_BYTES
-            + step.tokens * (4 * step.share.head_dim * positions * tables + 64)
+            + step.tokens * (4 * step.share.rotary_width * positions * tables + 64)
             + adapter_bytes(step)
             + step.arriving_bytes * any(self.weights[:L]),
         }

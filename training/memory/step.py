@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 from torch import Tensor
 
-from kernels.parts import AttentionKind, LayerParts
+from kernels.parts import LayerParts, MixerKind
 from training.data.packing import deal
 from training.families.lora import Adapters
 from training.memory.execution import Execution, Placement, host_weights, needed_for_backward, quantized_weights
@@ -213,7 +213,7 @@ class StepShape:
         return self.documents is None or self.documents.count > self.batch_size
 
     @property
-    def kinds(self) -> tuple[AttentionKind, ...]:
+    def kinds(self) -> tuple[MixerKind, ...]:
         """How each layer attends: the cheapest kind that computes the same for these documents."""
         longest = self.documents.longest if self.documents else self.context_length
         return tuple(kind.for_longest(longest) for kind in self.given.kinds or self.share.kinds)
@@ -300,7 +300,7 @@ class StepShape:
 
 
 @functools.cache
-def _parts(share: Any, kinds: tuple[AttentionKind, ...]) -> tuple[LayerParts, ...]:
+def _parts(share: Any, kinds: tuple[MixerKind, ...]) -> tuple[LayerParts, ...]:
     made = functools.cache(LayerParts)  # equal layers have one object
     layers = ((share.parts(i), kind) for i, kind in enumerate(kinds))
-    return tuple(made(replace(parts.mixer, kind=kind), parts.mlp) for parts, kind in layers)
+    return tuple(made(parts.mixer.with_kind(kind), parts.mlp) for parts, kind in layers)

@@ -107,7 +107,7 @@ class MasterAdamW:
     Args:
         named_parameters: the model's, sharded over one mesh of all ranks or not at all. The names are keys of the saved
             state. Parameters on a GPU are on the current one. Those that take no gradient stay as they are, and have no
-            state. The others are of one dtype.
+            state.
         inventory: where state and weights live, and in which formats, for these parameters; None: in float32 on the
             GPU. Visiting weights lose their memory on the GPU, whose content becomes the weight. UserError where the
             host does not let so much be pinned.
@@ -133,9 +133,8 @@ class MasterAdamW:
         assert [row.name for row in inventory] == [*self.parameters], "an inventory of other parameters"
         parameters = self.parameters.values()
         self.device = device = local_view(next(iter(parameters))).device
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        kinds = {(p.dtype, p.device_mesh if isinstance(p, DTensor) else None) for p in trained}
-        assert len(kinds) == 1, f"parameters of several dtypes or meshes: {kinds}"
+        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters if p.requires_grad}
+        assert len(meshes) == 1, f"parameters of several meshes: {meshes}"
         self.accumulate, self.impl = inventory.accumulate, impl
         self.ring = Ring(device, inventory.slots)
         self.late: deque[tuple[State, int, slice]] = deque()  # pieces of states whose update is not queued yet

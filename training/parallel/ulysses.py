@@ -13,7 +13,7 @@ def share_sequences(model: nn.Module, world: World) -> None:
     assert world.mesh is not None, "one process shares nothing"
     exchange = HeadExchange(world.mesh.get_group("context")) if world.context_size > 1 else None
     for block in model.layers:
-        block.self_attn.exchange = exchange
+        block.mixer.exchange = exchange
 
 
 def check_sharing(size: int, model_config: ModelConfig, chooses_blocks: bool, tensor_size: int = 1) -> None:

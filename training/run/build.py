@@ -17,7 +17,7 @@ from kernels.attention.full import TESTED_FLASH_ATTN_4
 from model import ModelConfig, Share, Transformer
 from training.checkpoint.files import restore_rng
 from training.checkpoint.state import load_state, load_weights, read_weights
-from training.families.lora import Adapters, adapt, in_bf16
+from training.families.lora import Adapters, adapt
 from training.host.errors import UserError
 from training.host.sizes import available_host_bytes, gib
 from training.memory.cost_model import Step
@@ -79,9 +79,11 @@ def step_on_meta(
     """
     num_shards = num_gpus // tensor_parallel_size // replicate
     parameters = _parameters_on_meta(model_config, tensor_parallel_size, adapters)
-    masters = torch.float32 if num_gpus > 1 else torch.bfloat16
+    exact = {name for name, declared in model_config.parameters().items() if declared.is_exact}
     shards = [
-        (name, p.chunk(num_shards)[0].to(masters if p.requires_grad else torch.bfloat16)) for name, p in parameters
+        (name, p.chunk(num_shards)[0].to(torch.float32 if name in exact or is_master else torch.bfloat16))
+        for name, p in parameters
+        for is_master in (num_gpus > 1 and p.requires_grad,)
     ]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
@@ -212,13 +214,13 @@ def model_on_meta(model_config: ModelConfig, world: World, adapters: Adapters | 
     if adapters is not None:
         adapt(model, adapters)
         if world.device.type == "cuda":
-            in_bf16(model)
+            model.cast(torch.bfloat16, only_frozen=True)
     if world.size > 1:
         share_matrices(model, world)
         shard_model(model, model.layers, world)
         share_sequences(model, world)
     elif world.device.type == "cuda":
-        model.to(torch.bfloat16)
+        model.cast(torch.bfloat16)
     return model
 
 

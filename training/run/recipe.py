@@ -21,6 +21,7 @@ from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
 from kernels.compact_adamw import GROUP
 from kernels.fp8 import FP8, check_fp8
+from kernels.gated_delta_net import DeltaNet
 from kernels.linear import PLAIN
 from kernels.lora import LORA, LoRA
 from kernels.parts import Linear
@@ -104,10 +105,21 @@ def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRec
     chooses_blocks = any(kind.list_length for kind in kinds.at(1))
     check_sharing(config.context_parallel_size, model, chooses_blocks, config.tensor_parallel_size)
     check_lora_bits(config.lora_bits, model, num_gpus)
+    check_delta_nets(config, model, num_gpus)
     linear = PLAIN if config.linear == PLAIN.name else FP8(impl)
     if adapters:
         linear = LORA if linear == PLAIN else LoRA(linear)
     return StepRecipe(config, model, kinds, adapters, linear, state_format_of(config, model.hidden_size), impl)
+
+
+def check_delta_nets(config: StepFlags, model: ModelConfig, num_gpus: int) -> None:
+    """Refuse several processes, and adapters, of a model with gated delta nets."""
+    if not any(isinstance(kind, DeltaNet) for kind in model.layer_kinds):
+        return
+    if num_gpus > 1:
+        raise UserError(f"gated delta nets on {num_gpus} GPUs are not supported: FSDP2 rounds A_log to bf16; give one")
+    if config.lora is not None:
+        raise UserError(f"lora {config.lora} is not supported with gated delta nets: they have no adapters; drop it")
 
 
 def adapters_of(config: StepFlags) -> Adapters | None:
@@ -376,6 +388,8 @@ def adapters_found(asked: TrainConfig, given: Iterable[str], source: Source) -> 
 def shape_with(attention_type: str, size: ModelConfig) -> ModelConfig:
     """Returns a size of model with the parameters of --attention_type, where that kind has some."""
     kind = KINDS[attention_type]
+    if kind.gates_per_head and any(isinstance(own, DeltaNet) for own in size.layer_kinds):
+        raise UserError(f"attention_type {attention_type} is not supported with gated delta nets; use sparse, or full")
     return replace(size, layer_kinds=(kind(),)) if kind.gates_per_head else size
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.documents import Documents
 from kernels.attention.full import FULL
+from kernels.delta_net import delta_rule_footprint
 from kernels.fp8 import FP8
 from kernels.gated_mlp import GatedMLPPart, gated_mlp_footprint
 from kernels.head_exchange import HeadExchange
@@ -96,7 +97,17 @@ def own_bytes(step, execution):
         gates = 2 * step.tokens * kind.gates_per_head * share.num_attention_heads  # the operation is given them
         return attention.forward - attention.keepable - attention.choices - gates
 
+    def delta_rule(q, k, v, *more):
+        rule = delta_rule_footprint(step.tokens, *q.shape[2:3], *v.shape[2:3], q.shape[3], v.shape[3])
+        return rule.forward - v.nbytes - rule.keepable
+
+    def delta_rule_backward(d_out, d_final, q, k, v, g, beta, *more):
+        rule = delta_rule_footprint(step.tokens, *q.shape[2:3], *v.shape[2:3], q.shape[3], v.shape[3])
+        return rule.backward - sum(x.nbytes for x in (q, k, v, g, beta))
+
     return {
+        ops.delta_rule.default: delta_rule,
+        ops.delta_rule_backward.default: delta_rule_backward,
         ops.attend.default: lambda q, k, v, segments, lists, *kind: attention_bytes(q, k, *kind[:2]).forward,
         ops.attend_backward.default: lambda dout, q, k, *more: attention_bytes(q, k, *more[6:8]).backward,
         ops.qkv_attention.default: some_heads,
@@ -115,7 +126,7 @@ class SharedBench(Bench):
         ids = ids[:, : ids.shape[1] // step.num_ranks]
         documents = Documents(None, torch.arange(ids.shape[1]).expand(ids.shape), [step.context_length])
         for block in self.model.layers:
-            block.self_attn.exchange = HeadExchange(dist.group.WORLD)
+            block.mixer.exchange = HeadExchange(dist.group.WORLD)
         hook = self.model.register_forward_pre_hook(
             lambda model, args, kwargs: ((ids,), {"targets": ids, "documents": documents}), with_kwargs=True
         )
@@ -150,7 +161,7 @@ def run_dry(step, *executions, warm_up=False):
 
         monkeypatch.setattr("training.memory.placement.PinnedArena", FakeArena)
         monkeypatch.setattr("training.optim.adamw.PinnedArena", FakeArena)
-        model = model_of(step).to(torch.bfloat16)
+        model = model_of(step).cast(torch.bfloat16)
         for module in model.modules() if step.tensor_ranks > 1 else ():
             if hasattr(module, "tensor_ranks"):
                 module.tensor_ranks = TensorRanks(dist.group.WORLD)
@@ -183,7 +194,7 @@ def step_of(
     layers = num_hidden_layers or config.num_hidden_layers
     config = replace(in_family(config, model_type), num_hidden_layers=layers, layer_kinds=kinds, **scalars or {})
     with torch.device("meta"):
-        model = Transformer(config, options.get("tensor_ranks", 1)).to(torch.bfloat16)
+        model = Transformer(config, options.get("tensor_ranks", 1)).cast(torch.bfloat16)
     if adapters := options.get("adapters"):
         adapt(model, adapters)
         given = replace(given, linear=LORA)
@@ -198,6 +209,7 @@ FOUR_NORMS = {"norms_after": True, "local_rope_theta": 1e4, "norm_weight_offset"
 NORMS_AFTER = {"norms_before": False, "norms_after": True, "qk_norm": "width"}
 WIDER = {"layer_mlps": (*[GatedMLPPart(9728)] * 3, GatedMLPPart(24_576, "gelu_tanh"))}
 BY_LAYER = tuple(map(Sparse, (64, 32, 0, 128)))
+QWEN35 = {"size": "qwen3.5-4B", "kinds": MODEL_SIZES["qwen3.5-4B"].layer_kinds, "model_type": "qwen3_5_text"}
 CASES = {
     "checkpointing": (131_072, [Placement()] * 4, None, None, {}),
     "whole": (16_384, [WHOLE] * 4, None, None, {}),
@@ -307,6 +319,9 @@ CASES = {
         )
         for targets in (LORA_TARGETS, ("q_proj", "v_proj"))
     },
+    "delta nets": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, QWEN35),
+    "delta nets, whole": (65_536, [WHOLE] * 4, None, None, QWEN35),
+    "delta nets, checkpointing": (131_072, [Placement()] * 4, None, None, QWEN35),
     "untied ends": (524_288, [VISITS] * 4, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
 }
 
@@ -320,6 +335,7 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     context_length, placements, tile_size, heads, more = CASES[case]
     kinds, state = more.get("kinds", (FULL,)), more.get("gpu_state_bytes", math.inf)
     options = {"num_hidden_layers": 4, "kinds": kinds, "scalars": more.get("scalars"), "adapters": more.get("adapters")}
+    options["model_type"] = more.get("model_type", "qwen3")
     step = step_of(more.get("size", "4B"), context_length, loss_impl=more.get("loss_impl", "chunked"), **options)
     given = replace(step.given, linear=more.get("linear", step.given.linear), frozen_bits=more.get("frozen_bits", 16))
     step = replace(step, given=given)

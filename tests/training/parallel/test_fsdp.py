@@ -9,7 +9,7 @@ import torch
 from kernels.attention.documents import find_documents
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
-from training.families.lora import Adapters, adapt, in_bf16
+from training.families.lora import Adapters, adapt
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World
 
@@ -44,7 +44,7 @@ def build_adapted(device, world=None):
     if world is None:
         model.to(torch.bfloat16)
     else:
-        in_bf16(model)
+        model.cast(torch.bfloat16, only_frozen=True)
         shard_model(model, model.layers, world, compute_dtype=torch.bfloat16)
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(1)

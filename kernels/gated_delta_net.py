@@ -1,0 +1,238 @@
+"""Gated delta net: a layer's mixer whose memory is a state per value head, not keys and values (arXiv 2412.06464).
+
+From the layer's input x, with G key heads of width K and H value heads of width V:
+
+    q, k, v = convolution(x W_qkv^T), with SiLU, then q and k normalised      `qkv_convolution`
+    g       = -exp(A_log) softplus(x W_a^T + dt_bias)                         log decay, float32
+    beta    = sigmoid(x W_b^T)                                                strength, float32
+    o       = delta rule of q, k, v, g and beta                               `delta_rule`
+    out     = (norm(o) silu(x W_z^T)) W_out^T                                 norm of each value head
+
+A_log, dt_bias and the norm's weight are float32 beside matrices in bf16: a rounded A_log is another decay.
+
+`StateCache` holds what later tokens need of earlier ones: the states, and three rows before the convolution.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .convolution import WIDTH, qkv_convolution, qkv_convolution_reference
+from .delta_net import delta_rule, delta_rule_footprint, delta_rule_reference
+from .delta_net.chunks import CHUNK
+from .delta_net.rule import HEAD_WIDTHS
+from .gated_mlp import gated_activation_reference, swiglu
+from .linear import PLAIN
+from .parts import AttentionFlops, Footprint, Linear, MixerKind, Parameter, Weight
+from .rms_norm import rms_norm, rms_norm_reference
+
+BACKWARD_FLOPS = 3.0  # of the delta rule, divided by forward's: it makes states and chunks' matrices again
+
+
+class DeltaNetParameters(NamedTuple):
+    """Parameters of a gated delta net; C channels are 2 G K + H V."""
+
+    qkv: Weight  # [C, D], rows of q, k and v
+    z: Weight  # [H V, D]
+    b: Tensor  # [H, D]
+    a: Tensor  # [H, D]
+    convolution: Tensor  # [C, 4]
+    A_log: Tensor  # [H] float32
+    dt_bias: Tensor  # [H] float32
+    norm: Tensor  # [V]
+    out: Weight  # [D, H V]
+    eps: float  # added to mean squares under the norm's root
+
+
+@dataclass(frozen=True)
+class DeltaNet(MixerKind):
+    """The gated delta net as a kind of mixer, and as a part of a layer, see `kernels.parts.LayerPart`.
+
+    Raises:
+        ValueError: sizes that are not positive, or key heads that do not divide the value heads.
+    """
+
+    num_key_heads: int = 16
+    num_value_heads: int = 32
+    key_dim: int = 128
+    value_dim: int = 128
+
+    name: ClassVar[str] = "delta"
+    module: ClassVar[str] = "linear_attn"
+    h200_rates: ClassVar[dict[str, float]] = {"delta forward": 161e12, "delta backward": 153e12}
+
+    def __post_init__(self):
+        if min(self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim) < 1:
+            raise ValueError(f"a gated delta net needs heads and widths above 0, got {self}")
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads must be a multiple of linear_num_key_heads ({self.num_key_heads}), got "
+                f"{self.num_value_heads}"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Key heads, value heads, width of a key, width of a value."""
+        return self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Columns of q, k and v together."""
+        G, H, K, V = self.sizes
+        return 2 * G * K + H * V
+
+    @property
+    def kind(self) -> "DeltaNet":
+        return self
+
+    def with_kind(self, kind: MixerKind) -> MixerKind:
+        return kind
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Value heads, key heads, width of a value: what q, k, v and the output count by."""
+        return self.num_value_heads, self.num_key_heads, self.value_dim
+
+    def parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        _, H, _, V = self.sizes
+        map_qkv, map_z, of_heads = (Parameter((n, hidden_size), is_map=n > H) for n in (self.channels, H * V, H))
+        return {
+            "dt_bias": Parameter((H,), "one", is_exact=True),
+            "A_log": Parameter((H,), "decay", is_exact=True, is_exact_in_files=True),
+            "in_proj_qkv.weight": map_qkv,
+            "in_proj_z.weight": map_z,
+            "in_proj_b.weight": of_heads,
+            "in_proj_a.weight": of_heads,
+            "conv1d.weight": Parameter((self.channels, 1, WIDTH)),
+            "norm.weight": Parameter((V,), "one", is_exact=True, is_exact_in_files=True),
+            "out_proj.weight": Parameter((hidden_size, H * V), "residual", is_map=True),
+        }
+
+    def shared_sizes(self) -> dict[str, int]:
+        return {}
+
+    def check_heads(self, head_dim):
+        if not {self.key_dim, self.value_dim} <= {*HEAD_WIDTHS}:
+            raise ValueError(f"gated delta nets have GPU kernels for heads of {HEAD_WIDTHS}, got {self.sizes[2:]}")
+
+    def describe(self, selected_blocks):
+        return "a gated delta net's state"
+
+    def flops(self, length, H, G, K):
+        """Counts the products of chunks and of the scan over them, of H value heads."""
+        _, _, K, V = self.sizes
+        forward = 2.0 * length * H * (CHUNK * (3 * K + 2 * V) + 3 * K * V)
+        return AttentionFlops(forward, 0, BACKWARD_FLOPS * forward)
+
+    def footprint(
+        self, num_tokens: int, hidden_size: int, *, element_size: int = 2, num_ranks: int = 1, linear: Linear = PLAIN,
+        **options,
+    ) -> Footprint:  # fmt: skip
+        """Returns the footprint of `gated_delta_net`, whose `options` are attention's: a state has no use for them.
+
+        Saved are x, the convolution's input and outputs, g, beta and what they are made of, states, the output as the
+        rule, the norm and the gate make it, and z.
+        """
+        T, (G, H, K, V), C = num_tokens, self.sizes, self.channels
+        qkv, v, gates = element_size * T * C, element_size * T * H * V, T * H * (2 * 4 + 2 * element_size)
+        rule = delta_rule_footprint(T, G, H, K, V, element_size=element_size)
+        x_kept, out_kept = (linear.kept_bytes(T, size, element_size) for size in (hidden_size, H * V))
+        factors = linear.factor_bytes(T, hidden_size) + linear.factor_bytes(C, hidden_size)
+        saved = x_kept + 2 * qkv + 3 * v + out_kept + 2 * gates + rule.keepable + 4 * T * H
+        rows = C + 2 * H * V + 2 * H
+        flops, z = 2.0 * T * hidden_size * rows, v
+        working = rule.forward + qkv + z + gates
+        # Of z, the norm's and the rule's output: gradients of two, then one in place of all three, beside the rule's.
+        backward = max(3 * v - out_kept, rule.backward - v - out_kept, qkv - 2 * v - out_kept + factors)
+        return Footprint(
+            saved=saved, forward=max(2 * qkv + z + gates, qkv + z + factors, working), backward=backward,
+            keepable=v + rule.keepable, matrix_flops=flops, backward_matrix_flops=(1 + linear.trains_matrices) * flops,
+            elementwise_bytes=2 * qkv + 5 * v,
+        )  # fmt: skip
+
+    def measure_rates(self, H, G, K, context_length, backend, seconds: Callable[..., float], device):
+        (G, H, K, V), T = self.sizes, 32_768
+        q, k = (F.normalize(torch.randn(1, T, G, K, device=device), dim=-1).bfloat16() for _ in range(2))
+        v = torch.randn(1, T, H, V, device=device, dtype=torch.bfloat16)
+        g, beta = -torch.rand(1, T, H, device=device), torch.rand(1, T, H, device=device)
+        tensors = [x.requires_grad_() for x in (q, k, v, g, beta)]
+        out, flops = delta_rule(*tensors), self.flops(T, H, G, K)
+        forward = seconds(lambda: delta_rule(*(x.detach() for x in tensors)))
+        backward = seconds(lambda: torch.autograd.grad(out, tensors, v, retain_graph=True))
+        return {f"{self.name} forward": flops.forward / forward, f"{self.name} backward": flops.backward / backward}
+
+
+class StateCache:
+    """What tokens after those seen so far need of a gated delta net: states and the convolution's last inputs."""
+
+    def __init__(self):
+        self.length = 0  # tokens seen so far
+        self.state: Tensor | None = None  # [B, H, K, V] float32
+        self.rows: Tensor | None = None  # [B, 3, C], zeros before the first token
+
+    def joined(self, x_BTC: Tensor) -> Tensor:
+        """Returns inputs of the convolution with the three before them, and remembers the last three."""
+        before = x_BTC.new_zeros(len(x_BTC), WIDTH - 1, x_BTC.shape[-1]) if self.rows is None else self.rows
+        joined = torch.cat([before, x_BTC], 1)
+        self.length, self.rows = self.length + x_BTC.shape[1], joined[:, 1 - WIDTH :]
+        return joined
+
+
+def gated_delta_net_reference(
+    x_BTD: Tensor, parameters: DeltaNetParameters, kind: DeltaNet, segments: Tensor | None = None
+) -> Tensor:
+    """Plain PyTorch with the contract of `gated_delta_net`, token by token; float64 stays float64."""
+    (G, H, K, _), p = kind.sizes, parameters
+    qkv, z, b, a = (F.linear(x_BTD, weight) for weight in (p.qkv, p.z, p.b, p.a))
+    q, k, v = qkv_convolution_reference(qkv, p.convolution, G, H, K, segments=segments)
+    g, beta = _decay_and_strength(a, b, p)
+    out, _ = delta_rule_reference(q, k, v, g, beta, segments=segments)
+    normed = rms_norm_reference(out, p.norm, p.eps)
+    return F.linear(gated_activation_reference(z.view(out.shape), normed, "silu").flatten(2), p.out)  # type: ignore
+
+
+def _decay_and_strength(a: Tensor, b: Tensor, p: DeltaNetParameters) -> tuple[Tensor, Tensor]:
+    """Returns g and beta [B, T, H], float32 or wider."""
+    dtype = torch.promote_types(a.dtype, torch.float32)
+    return -p.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + p.dt_bias.to(dtype)), b.sigmoid().to(dtype)
+
+
+def gated_delta_net(
+    x_BTD: Tensor, parameters: DeltaNetParameters, kind: DeltaNet, segments: Tensor | None = None, *,
+    cache: StateCache | None = None, linear: Linear = PLAIN, impl: str = "auto",
+) -> Tensor:  # fmt: skip
+    """Runs a gated delta net from a layer's input to its output projection, [B, T, D] to [B, T, D].
+
+    Args:
+        x_BTD: of the matrices' dtype.
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
+            have each token once; None: each batch row is one document.
+        cache: goes on from the tokens that it has seen, one document per row, and sees these; None: nothing before.
+        linear: the linear map of the projections to q, k, v and z, and of the output projection.
+        impl: "auto", "triton" or "torch".
+
+    Raises:
+        ValueError: what `qkv_convolution` and `delta_rule` refuse.
+    """
+    p, (G, H, K, _) = parameters, kind.sizes
+    qkv, z = linear.maps(x_BTD, [p.qkv, p.z])
+    a, b = PLAIN.maps(x_BTD, [p.a, p.b])
+    g, beta = _decay_and_strength(a, b, p)
+    q, k, v = qkv_convolution(
+        qkv if cache is None else cache.joined(qkv), p.convolution, G, H, K, segments=segments, impl=impl
+    )
+    del qkv
+    if cache is None:
+        out = delta_rule(q, k, v, g, beta, segments=segments, impl=impl)
+    else:
+        q, k, v = (x[:, WIDTH - 1 :] for x in (q, k, v))
+        out, cache.state = delta_rule(q, k, v, g, beta, initial_state=cache.state, with_state=True, impl=impl)
+    del q, k, v, g, beta
+    shape: tuple[int, ...] = out.shape  # type: ignore[union-attr]
+    normed = rms_norm(out, p.norm, p.eps, impl=impl)  # type: ignore[arg-type]
+    del out
+    return linear(swiglu(z.view(shape), normed, impl=impl).flatten(2), p.out)  # type: ignore[arg-type]
