@@ -52,6 +52,8 @@ from benchmarks.common import print_json, print_table
 from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL
 from kernels.attention.window import Window
+from kernels.gated_delta_net import DeltaNet
+from kernels.rope import rope_frequencies
 from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.pieces import SAVING_BYTES
@@ -62,6 +64,7 @@ from training.data.sources import Document, read_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.families.config_json import to_config_json
+from training.families.names import name_in_file
 from training.host.choices import LINEARS, LORA_BITS, LORA_TARGETS, OPTIMIZER_STATES
 from training.host.files import size_on_disk
 from training.host.sizes import GIB
@@ -404,22 +407,24 @@ def peer_step(config: ModelConfig, lora: int | None, bits: int, world: World) ->
 
     `lora` is the rank of adapters, and `bits` are of the frozen matrices beside them.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if world.device.type == "cuda":  # Liger's kernels run nowhere else
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-        apply_liger_kernel_to_qwen3()
+        MODEL_TYPE_TO_APPLY_LIGER_FN[config.model_type]()
+        if any(isinstance(kind, DeltaNet) for kind in config.layer_kinds):
+            use_fla()
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(Qwen3Config(**to_config_json(config))).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config))).to(torch.bfloat16)
     rotary = model.model.rotary_emb
     model.to_empty(device=world.device)
-    rotary.inv_freq = rotary.original_inv_freq = config.rope_theta ** -(
-        torch.arange(0, config.head_dim, 2, device=world.device) / config.head_dim
-    )
+    frequencies = rope_frequencies(config.rotary_width, config.rope_theta, device=world.device).float()
+    rotary.inv_freq = rotary.original_inv_freq = frequencies
     with torch.no_grad():
         initializer = Transformer.initialize_parameter
-        holder = argparse.Namespace(config=config)
+        declared = {name_in_file(name): parameter for name, parameter in config.parameters().items()}
+        holder = argparse.Namespace(config=config, declared=declared)
         for name, parameter in model.named_parameters():
             initializer(holder, name, parameter)
     if lora is not None:
@@ -445,6 +450,22 @@ def peer_step(config: ModelConfig, lora: int | None, bits: int, world: World) ->
         return float(loss.detach())
 
     return step
+
+
+def use_fla() -> None:
+    """Have transformers' Qwen3.5 convolve by fla, and let fla run its delta rule on any Triton: for the time alone.
+
+    Its gradients may be wrong on Hopper with Triton before 3.7.1.
+    """
+    from fla.modules.causal_conv1d.ops import causal_conv1d
+    from fla.ops.common import chunk_o
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    def convolve(x_BCT, weight, bias=None, activation=None, **options):
+        return causal_conv1d(x_BCT.transpose(1, 2), weight, bias, activation=activation)[0].transpose(1, 2)
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    modeling_qwen3_5.causal_conv1d_fn = convolve
 
 
 def quantize_peer(model: torch.nn.Module) -> None:

@@ -453,7 +453,7 @@ def test_with_and_without(small, tmp_path, capsys):
         ("--nproc 6 --tensor_parallel_size 4", "context_parallel_size 1 x tensor_parallel_size 4 must divide nproc 6"),
         ("--replicate 2", "replicate 2 x tensor_parallel_size 1 must divide the number of processes, 1; start another"),
         ("--nproc 2 --nnodes 3 --replicate 2", "replicate 2 must be a multiple or a divisor of the 3 machines"),
-        ("--nproc 3 --tensor_parallel_size 3", "tensor_parallel_size 3 must divide the model's 8 key/value heads"),
+        ("--nproc 3 --tensor_parallel_size 3", "tensor_parallel_size 3 must divide the model's num_key_value_heads 8"),
         ("--nproc 6 --context_parallel_size 6", "must divide the model's 32 query heads; give one of 1, 2, 4, 8, 16"),
         ("--nproc 16 --context_parallel_size 16", "no plan counts copies of 8 key/value heads on 16 ranks; lower"),
         (

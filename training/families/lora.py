@@ -22,7 +22,7 @@ from torch import nn
 from kernels.lora import LORA
 from model import Share
 from training.families.rows import PREFIX, WRAPPED_PREFIX, is_wrapper
-from training.host.choices import LORA_BITS, LORA_TARGETS
+from training.host.choices import DELTA_NET_TARGETS, LORA_BITS, LORA_TARGETS
 from training.host.errors import SHOWN_OF_A_PATH, UserError
 from training.host.files import read_json
 
@@ -43,7 +43,8 @@ TAKEN = {
 EMPTY: tuple = None, "", [], {}
 BASE = "base_model_name_or_path"
 OURS = {BASE, "r", "lora_alpha", "target_modules"}
-PARTS = dict(zip(LORA_TARGETS, 4 * ("self_attn",) + 3 * ("mlp",)))  # a projection's part of the block
+# A projection's part of the block.
+PARTS = dict(zip((*LORA_TARGETS, *DELTA_NET_TARGETS), 4 * ("self_attn",) + 3 * ("mlp",) + 3 * ("linear_attn",)))
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Adapters:
     Args:
         rank: rows of A and columns of B.
         alpha: B A is scaled by alpha / rank.
-        targets: names of the projections that have one, among LORA_TARGETS.
+        targets: names of the projections that have one, among PARTS.
 
     Raises:
         ValueError: a rank or alpha that is not positive and finite; targets that are none, unknown or named twice.
@@ -64,10 +65,10 @@ class Adapters:
     targets: tuple[str, ...] = LORA_TARGETS
 
     def __post_init__(self):
-        ordered = tuple(name for name in LORA_TARGETS if name in self.targets)
+        ordered = tuple(name for name in PARTS if name in self.targets)
         if self.rank < 1 or not 0 < self.alpha < math.inf or not ordered or len(ordered) != len(self.targets):
             raise ValueError(
-                f"adapters need a rank and an alpha above 0, and targets among {', '.join(LORA_TARGETS)}, got {self}"
+                f"adapters need a rank and an alpha above 0, and targets among {', '.join(PARTS)}, got {self}"
             )
         object.__setattr__(self, "targets", ordered)
 
@@ -188,7 +189,7 @@ def projections_named(targets: object) -> tuple[str, ...] | None:
     all_blocks = {*range(1 + max(max(blocks) for blocks in in_blocks.values()))} if in_blocks else set()
     if any(blocks != all_blocks for blocks in named.values()):
         return None
-    return tuple(name for name in LORA_TARGETS if name in everywhere or name in named)
+    return tuple(name for name in PARTS if name in everywhere or name in named)
 
 
 def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:

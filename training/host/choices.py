@@ -9,6 +9,7 @@ IMPLEMENTATIONS = ("auto", "triton", "torch")  # kernels.common.IMPLEMENTATIONS
 OPTIMIZER_STATES = ("auto", "float32", "compact")  # training.optim.formats; auto: a plan chooses
 LINEARS = ("bf16", "fp8")  # names of kernels.linear.PLAIN and kernels.fp8.FP8
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # projections of a block
+DELTA_NET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # projections of a block with a gated delta net
 LORA_BITS = (16, 8, 4)  # per element of a frozen matrix
 LOSSES = ("auto", "chunked", "standard")
 GPU_BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4")  # kernels.attention.full.BACKENDS but cpu

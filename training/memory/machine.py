@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
 from kernels.fp8 import FP8_LINEAR
+from kernels.gated_delta_net import DeltaNet
 from kernels.linear import PLAIN
 from kernels.lora import LORA, LoRA
 from kernels.parts import Adapted, Linear, MixerKind
@@ -353,7 +354,7 @@ def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[MixerKind] | N
     products = {PLAIN.rate: _H200_PRODUCTS, FP8_LINEAR.rate: _H200_FP8_PRODUCTS}
     products[FP8_LINEAR.weight_rate] = _H200_FP8_GRADIENTS
     rates = {name: rate * flops for name, rate in products.items()}
-    for kind in [kind() for kind in KINDS.values()] if kinds is None else {*kinds}:
+    for kind in [kind() for kind in (*KINDS.values(), DeltaNet)] if kinds is None else {*kinds}:
         for name, rate in kind.rates_with(attention_backend, gpu.attention_backend).items():
             rates[name] = rate * (1 if "calls" in name else flops)
     memory = _BYTES["memory"] * gpu.memory_bandwidth / h200.memory_bandwidth

@@ -266,9 +266,9 @@ class _PlacedBlocks:
 
     def _fetch(self, layer: int) -> None:
         for key in needed_for_backward(self.placements, layer):
-            if key not in self.on_gpu:
+            calls = range(self.kept_calls[key])  # none in a block whose operations keep nothing
+            if key not in self.on_gpu and calls:
                 assert self.copies is not None
-                calls = range(self.kept_calls[key])
                 self.on_gpu[key] = [self.copies.fetch((*key, call)) for call in calls]
 
 

@@ -38,6 +38,7 @@ from training.families.lora import (
     ADAPTER_CONFIG,
     ADAPTERS,
     FROZEN_BITS,
+    PARTS,
     Adapters,
     has_adapters,
     read_adapters,
@@ -100,36 +101,37 @@ def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRec
     Raises:
         UserError: flags that do not fit the model's shape or the number of GPUs, whatever the machine.
     """
-    kinds, adapters, impl = kinds_by_step(config, model), adapters_of(config), getattr(config, "kernels", "auto")
+    kinds, adapters, impl = kinds_by_step(config, model), adapters_of(config, model), getattr(config, "kernels", "auto")
     check_matrix_sharing(config.tensor_parallel_size, model)
     chooses_blocks = any(kind.list_length for kind in kinds.at(1))
     check_sharing(config.context_parallel_size, model, chooses_blocks, config.tensor_parallel_size)
     check_lora_bits(config.lora_bits, model, num_gpus)
-    check_delta_nets(config, model, num_gpus)
+    check_delta_nets(model, num_gpus)
     linear = PLAIN if config.linear == PLAIN.name else FP8(impl)
     if adapters:
         linear = LORA if linear == PLAIN else LoRA(linear)
     return StepRecipe(config, model, kinds, adapters, linear, state_format_of(config, model.hidden_size), impl)
 
 
-def check_delta_nets(config: StepFlags, model: ModelConfig, num_gpus: int) -> None:
-    """Refuse several processes, and adapters, of a model with gated delta nets."""
-    if not any(isinstance(kind, DeltaNet) for kind in model.layer_kinds):
-        return
-    if num_gpus > 1:
+def check_delta_nets(model: ModelConfig, num_gpus: int) -> None:
+    """Refuse several processes for a model with gated delta nets."""
+    if num_gpus > 1 and any(isinstance(kind, DeltaNet) for kind in model.layer_kinds):
         raise UserError(f"gated delta nets on {num_gpus} GPUs are not supported: FSDP2 rounds A_log to bf16; give one")
-    if config.lora is not None:
-        raise UserError(f"lora {config.lora} is not supported with gated delta nets: they have no adapters; drop it")
 
 
-def adapters_of(config: StepFlags) -> Adapters | None:
+def adapters_of(config: StepFlags, model: ModelConfig) -> Adapters | None:
     """The adapters of --lora and its flags; None: every weight is trained. Raises UserError for other targets."""
     if config.lora is None:
         return None
-    options = {} if config.lora_targets is None else {"targets": tuple(config.lora_targets.split(","))}
+    maps = {name for layer in range(model.num_hidden_layers) for name in model.maps(layer)}
+    targets = tuple(config.lora_targets.split(",")) if config.lora_targets else tuple(n for n in PARTS if n in maps)
+    if missing := [name for name in targets if name in PARTS and name not in maps]:
+        raise UserError(
+            f"lora_targets {', '.join(missing)}: this model has {', '.join(sorted(maps))}; give some of these"
+        )
     alpha = getattr(config, "lora_alpha", 2.0 * config.lora)  # no flag of profile_memory.py, where it has no effect
     with refused_as_user_error("lora: "):
-        return Adapters(config.lora, alpha, **options)
+        return Adapters(config.lora, alpha, targets)
 
 
 def check_lora_bits(bits: int, model: ModelConfig, num_gpus: int) -> None:

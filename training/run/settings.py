@@ -89,7 +89,9 @@ class StepFlags:
         None, "train adapters of this rank beside frozen weights; default: init_from's if it holds adapters, else "
         "every weight is trained", least=1, most=2**13,
     )  # fmt: skip
-    lora_targets: str | None = flag(None, f"projections with adapters, by commas; default: {','.join(LORA_TARGETS)}")
+    lora_targets: str | None = flag(
+        None, f"projections with adapters, by commas; default: all, as {','.join(LORA_TARGETS)}"
+    )
     lora_bits: int = flag(
         16, "bits per element of frozen matrices; 8 and 4 (NF4) need bitsandbytes, and cost some loss", LORA_BITS,
     )  # fmt: skip
