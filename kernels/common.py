@@ -10,6 +10,7 @@ import torch
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # Triton's kernels take these
 SKIPPABLE: set[str] = set()
+BODIES: dict[str, Callable] = {}  # functions of operations that are made of other operations, by the operation's name
 
 
 class Keepable(NamedTuple):
@@ -23,8 +24,9 @@ KEEPABLE: dict[str, Keepable] = {}  # by the operation's name
 
 
 def operation(
-    name: str, *, keepable: str | None = None, chooses: str | None = None, skippable: bool = False
-) -> Callable:
+    name: str, *, keepable: str | None = None, chooses: str | None = None, skippable: bool = False,
+    composed: bool = False,
+) -> Callable:  # fmt: skip
     """Decorator that makes a `torch.library.custom_op` without mutated arguments, known to activation checkpointing.
 
     Activation checkpointing runs the forward of a transformer block again in backward. Operations that are declared
@@ -37,6 +39,8 @@ def operation(
         chooses: name of an argument, for an operation that returns "results" and, last, a choice. The argument is None
             where the operation is to choose. If only the choice was kept, the second run gets it as this argument, and
             its own last result is ignored.
+        composed: True for a function that calls other operations, also on the meta device: a dry run of it shows the
+            memory that it takes.
         skippable: True where no gradient depends on the operation's result, which is only added to the residual stream.
     """
 
@@ -46,24 +50,43 @@ def operation(
             KEEPABLE[name] = Keepable((keepable, "choices") if chooses else (keepable,), choice)
         if skippable:
             SKIPPABLE.add(name)
+        if composed:
+            BODIES[name] = function
         return torch.library.custom_op(name, function, mutates_args=())
 
     return register
 
 
+def runs_as_on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU, or on the meta device, where a step is run to see the memory that it takes.
+
+    No kernel runs there, so sizes that kernels refuse are taken.
+    """
+    return tensor.is_cuda or tensor.is_meta
+
+
+def rounds(number: int, tensor: torch.Tensor) -> range:
+    """Returns the rounds of a loop over a tensor: 0 to number - 1; on the meta device the first two.
+
+    A loop without data only shows the memory that it takes, and each later round takes as much as the second.
+    """
+    return range(min(number, 2) if tensor.is_meta else number)
+
+
 def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     """Returns True if Triton's kernels are to run on `tensor`, False if the PyTorch reference is.
 
-    "auto" is Triton on CUDA and the reference elsewhere. "triton" on a CPU tensor needs Triton's interpreter.
+    "auto" is Triton on CUDA and on the meta device, and the reference elsewhere. "triton" on a CPU tensor needs
+    Triton's interpreter.
 
     Raises:
         ValueError: unknown `impl`; Triton on a device where it cannot run, or for a dtype that its kernels do not take.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    if impl == "torch" or (impl == "auto" and not tensor.is_cuda):
+    if impl == "torch" or (impl == "auto" and not runs_as_on_gpu(tensor)):
         return False
-    if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+    if not runs_as_on_gpu(tensor) and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f'impl="triton" needs CUDA tensors, got {tensor.device}; '
             'use impl="torch", or set TRITON_INTERPRET=1 before the import to run Triton\'s interpreter'

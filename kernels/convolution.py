@@ -280,7 +280,7 @@ def qkv_convolution(
     check_documents(segments, B, T)
     if not use_triton(impl, x_BTC):
         return qkv_convolution_reference(x_BTC, weight_CW, G, H, K, segments=segments)
-    if not {K, V} <= {*HEAD_WIDTHS}:
+    if not {K, V} <= {*HEAD_WIDTHS} and not x_BTC.is_meta:
         raise ValueError(f"the convolution's kernels take head widths {HEAD_WIDTHS}, got {K} and {V}")
     return _forward(x_BTC, weight_CW, G, H, K, segments)
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import torch_internals
-from .common import cast_by_autocast, operation, use_triton
+from .common import cast_by_autocast, operation, rounds, use_triton
 from .linear import Plain
 
 FP8_TYPE, LARGEST = torch.float8_e4m3fn, 448.0
@@ -161,6 +161,8 @@ def transpose_values(values: Tensor, scales: Tensor, *, impl: str = "auto") -> t
 
 def _product(a: Factor, b: Factor, out: Tensor | None = None) -> Tensor:
     """Returns a b^T in the factors' dtype, [M, N]. A CPU multiplies in float32."""
+    if a.values.is_meta and out is not None:
+        return out
     if a.values.device.type != "cpu":
         if a.dtype != torch.bfloat16:
             raise ValueError(f"products in FP8 on CUDA need bfloat16, got {a.dtype}; use linear bf16")
@@ -202,15 +204,6 @@ class FP8(Plain):
     def transpose(self, x: Factor) -> Factor:
         return Factor(*transpose_values(x.values, x.scales, impl=self.impl), x.dtype)
 
-    def factor_bytes(self, rows: int, columns: int) -> int:
-        return rows * columns + 4 * rows
-
-    def kept_bytes(self, rows: int, columns: int, element_size: int) -> int:
-        return self.factor_bytes(rows, columns)
-
-    def weight_gradient_bytes(self, rows: int, N: int, K: int, accumulate: bool) -> int:
-        return rows * (N + K) + (2 * N * K if accumulate else 0)
-
     def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         y = _product(x, weight, out)
         return y if bias is None else y.add_(bias)
@@ -220,7 +213,8 @@ class FP8(Plain):
     ) -> Tensor:
         if out is None or not accumulate:
             return _product(dy, weight_t, out)
-        for values, scales, part in zip(*(x.split(_ROWS_ADDED) for x in (dy.values, dy.scales, out))):
+        for i in rounds(triton.cdiv(len(out), _ROWS_ADDED), out):
+            values, scales, part = (x[i * _ROWS_ADDED : (i + 1) * _ROWS_ADDED] for x in (dy.values, dy.scales, out))
             part += _product(Factor(values, scales, dy.dtype), weight_t)
         return out
 

@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .convolution import WIDTH, qkv_convolution, qkv_convolution_reference
+from .convolution import WIDTH, qkv_convolution, qkv_convolution_footprint, qkv_convolution_reference
 from .delta_net import delta_rule, delta_rule_footprint, delta_rule_reference
 from .delta_net.chunks import CHUNK
 from .delta_net.rule import HEAD_WIDTHS
 from .gated_mlp import gated_activation_reference, swiglu
 from .linear import PLAIN
-from .parts import AttentionFlops, Footprint, Linear, MixerKind, Parameter, Weight
+from .parts import AttentionFlops, Linear, MixerKind, Parameter, Weight, Work
 from .rms_norm import rms_norm, rms_norm_reference
 
 BACKWARD_FLOPS = 3.0  # of the delta rule, divided by forward's: it makes states and chunks' matrices again
@@ -63,6 +63,7 @@ class DeltaNet(MixerKind):
 
     name: ClassVar[str] = "delta"
     module: ClassVar[str] = "linear_attn"
+    works_in_groups: ClassVar[bool] = False
     h200_rates: ClassVar[dict[str, float]] = {"delta forward": 161e12, "delta backward": 153e12}
 
     def __post_init__(self):
@@ -128,31 +129,28 @@ class DeltaNet(MixerKind):
         forward = 2.0 * length * H * (CHUNK * (3 * K + 2 * V) + 3 * K * V)
         return AttentionFlops(forward, 0, BACKWARD_FLOPS * forward)
 
-    def footprint(
-        self, num_tokens: int, hidden_size: int, *, element_size: int = 2, num_ranks: int = 1, linear: Linear = PLAIN,
-        **options,
-    ) -> Footprint:  # fmt: skip
-        """Returns the footprint of `gated_delta_net`, whose `options` are attention's: a state has no use for them.
+    def results_bytes(self, num_tokens: int, element_size: int) -> tuple[int, int]:
+        rule = delta_rule_footprint(num_tokens, *self.sizes, element_size=element_size)
+        return element_size * num_tokens * self.num_value_heads * self.value_dim + rule.keepable, 0
 
-        Saved are x, the convolution's input and outputs, g, beta and what they are made of, states, the output as the
-        rule, the norm and the gate make it, and z.
-        """
-        T, (G, H, K, V), C = num_tokens, self.sizes, self.channels
-        qkv, v, gates = element_size * T * C, element_size * T * H * V, T * H * (2 * 4 + 2 * element_size)
-        rule = delta_rule_footprint(T, G, H, K, V, element_size=element_size)
-        x_kept, out_kept = (linear.kept_bytes(T, size, element_size) for size in (hidden_size, H * V))
-        factors = linear.factor_bytes(T, hidden_size) + linear.factor_bytes(C, hidden_size)
-        saved = x_kept + 2 * qkv + 3 * v + out_kept + 2 * gates + rule.keepable + 4 * T * H
-        rows = C + 2 * H * V + 2 * H
-        flops, z = 2.0 * T * hidden_size * rows, v
-        working = rule.forward + qkv + z + gates
-        # Of z, the norm's and the rule's output: gradients of two, then one in place of all three, beside the rule's.
-        backward = max(3 * v - out_kept, rule.backward - v - out_kept, qkv - 2 * v - out_kept + factors)
-        return Footprint(
-            saved=saved, forward=max(2 * qkv + z + gates, qkv + z + factors, working), backward=backward,
-            keepable=v + rule.keepable, matrix_flops=flops, backward_matrix_flops=(1 + linear.trains_matrices) * flops,
-            elementwise_bytes=2 * qkv + 5 * v,
-        )  # fmt: skip
+    def inside_bytes(self, num_tokens: int, element_size: int, **options) -> dict[str, int]:
+        """Has no use for attention's `options`."""
+        rule = delta_rule_footprint(num_tokens, *self.sizes, element_size=element_size)
+        results, _ = self.results_bytes(num_tokens, element_size)
+        convolution = qkv_convolution_footprint(num_tokens, self.channels, element_size=element_size)
+        return {
+            "fathom::delta_rule": rule.forward - results,
+            "fathom::delta_rule_backward": rule.backward - (rule.saved - rule.keepable),  # gradients of all inputs
+            "fathom::qkv_convolution_backward": convolution.backward - 2 * convolution.saved,
+        }
+
+    def linear_work(
+        self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
+        is_skippable: bool = True,
+    ) -> Work:  # fmt: skip
+        _, H, _, V = self.sizes
+        flops = 2.0 * num_tokens * hidden_size * (self.channels + 2 * H * V + 2 * H)
+        return Work(flops, flops, element_size * num_tokens * (2 * self.channels + 5 * H * V))
 
     def measure_rates(self, H, G, K, context_length, backend, seconds: Callable[..., float], device):
         (G, H, K, V), T = self.sizes, 32_768

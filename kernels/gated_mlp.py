@@ -29,9 +29,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import cast_by_autocast, operation, use_triton
+from .common import cast_by_autocast, operation, rounds, use_triton
 from .linear import PLAIN
-from .parts import Footprint, Linear, Parameter, Weight, part_of, tensors_of, weight_of
+from .parts import Linear, Parameter, Weight, Work, part_of, tensors_of, weight_of
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP
 GATES = (*ACTIVATIONS, "sigmoid")
@@ -113,6 +113,8 @@ def _gated_activation_backward_kernel(
 
 def _launch(kernel, gate, up, *others, activation):
     """Runs `kernel` over gate and up, [rows, F] with rows of any spacing, and over `others`, [rows, F] contiguous."""
+    if gate.is_meta:
+        return
     rows, columns = gate.shape
     block = min(BLOCK_SIZE, triton.next_power_of_2(columns))
     kernel[(rows * triton.cdiv(columns, block),)](
@@ -174,7 +176,8 @@ def _run_tiles(
     output = x.new_empty(len(x), len(down_tensors[0]))
     gate_buffer, up_buffer = (x.new_empty(min(tile_size, len(x)), len(gate_tensors[0])) for _ in range(2))
     gate_factor, up_factor, down_factor = (linear.factor(weight_of(tensors)) for tensors in weights)
-    for x_tile, output_tile in zip(x.split(tile_size), output.split(tile_size)):
+    for i in rounds(triton.cdiv(len(x), tile_size), x):
+        x_tile, output_tile = (rows[i * tile_size : (i + 1) * tile_size] for rows in (x, output))
         x_factor = linear.factor(x_tile)
         gate = linear.forward(x_factor, gate_factor, out=gate_buffer[: len(x_tile)])
         up = linear.forward(x_factor, up_factor, out=up_buffer[: len(x_tile)])
@@ -187,8 +190,8 @@ def _run_tiles(
     return output
 
 
-_tiled_mlp = operation("fathom::tiled_gated_mlp")(_run_tiles)
-_skippable_tiled_mlp = operation("fathom::skippable_tiled_gated_mlp", skippable=True)(_run_tiles)
+_tiled_mlp = operation("fathom::tiled_gated_mlp", composed=True)(_run_tiles)
+_skippable_tiled_mlp = operation("fathom::skippable_tiled_gated_mlp", composed=True, skippable=True)(_run_tiles)
 for _operation in (_tiled_mlp, _skippable_tiled_mlp):
     _operation.register_fake(lambda x, gate, up, down, *options: x.new_empty(len(x), len(down[0])))
 
@@ -199,7 +202,7 @@ def _split(flat: Iterable, like: Iterable[Iterable]) -> list[list]:
     return [[next(elements) for _ in of_weight] for of_weight in like]
 
 
-@operation("fathom::tiled_gated_mlp_backward")
+@operation("fathom::tiled_gated_mlp_backward", composed=True)
 def _tiled_mlp_backward(
     d_output: Tensor, x: Tensor, gate_tensors: list[Tensor], up_tensors: list[Tensor], down_tensors: list[Tensor],
     part: int, activation: str, tile_size: int, on_triton: bool, needs_gradient: list[bool],
@@ -219,8 +222,8 @@ def _tiled_mlp_backward(
     gate_factor_t, up_factor_t = linear.transpose(gate_factor), linear.transpose(up_factor)
     down_factor_t = linear.transpose(linear.factor(down_weight))
     of_gate, of_up, of_down = zip(_split(needs_gradient[1:], weights), _split(totals, weights))
-    for start in range(0, len(x), tile_size):
-        tile = slice(start, start + tile_size)
+    for i in rounds(triton.cdiv(len(x), tile_size), x):
+        tile = slice(i * tile_size, (i + 1) * tile_size)
         x_tile, d_output_tile = x[tile], d_output[tile]
         gate, up, d_hidden = (buffer[: len(x_tile)] for buffer in buffers)
         x_factor = linear.factor(x_tile)
@@ -229,8 +232,7 @@ def _tiled_mlp_backward(
         d_output_factor = linear.factor(d_output_tile)
         linear.input_gradient(d_output_factor, down_factor_t, out=d_hidden)
         if on_triton:
-            gradients = d_hidden, gate, up, d_hidden
-            _launch(_gated_activation_backward_kernel, gate, up, *gradients, activation=activation)
+            _launch(_gated_activation_backward_kernel, gate, up, d_hidden, gate, up, d_hidden, activation=activation)
         else:
             _activation_backward_in_place(d_hidden, gate, up, activation)
         d_gate, d_up, hidden = gate, up, d_hidden  # the buffers' contents from here on
@@ -417,31 +419,12 @@ class GatedMLPPart:
     def shared_sizes(self) -> dict[str, int]:
         return {"intermediate_size": self.intermediate_size}
 
-
-def gated_mlp_footprint(
-    num_tokens: int, hidden_size: int, intermediate_size: int, *, element_size: int = 2, tile_size: int | None = None,
-    skippable: bool = False, linear: Linear = PLAIN,
-) -> Footprint:  # fmt: skip
-    """Footprint of `gated_mlp`, without adapters. Its backward in tiles has the weights' gradients in float32."""
-    x, hidden = (element_size * num_tokens * size for size in (hidden_size, intermediate_size))
-    weights = 3 * hidden_size * intermediate_size
-    flops, traffic = 2 * weights * num_tokens, 3 * hidden
-    backward_flops = (1 + linear.trains_matrices) * flops
-    factor_bytes, into, out_of = linear.factor_bytes, (intermediate_size, hidden_size), (hidden_size, intermediate_size)
-    if tile_size is None:
-        factors = factor_bytes(num_tokens, intermediate_size) + factor_bytes(*out_of)
-        forward = max(3 * hidden, hidden + factors)
-        x, down_input = (linear.kept_bytes(num_tokens, size, element_size) for size in out_of)
-        # The gradients of down's input, gate and up, when down's input is gone; or down's weight's gradient is made.
-        making = factor_bytes(num_tokens, hidden_size) + linear.weight_gradient_bytes(num_tokens, *out_of, False)
-        backward = max(3 * hidden - down_input, hidden + making)
-        return Footprint(x + 2 * hidden + down_input, forward, backward, 0, flops, backward_flops, traffic)
-    rows = min(tile_size, num_tokens)
-    tile, tile_factor = element_size * intermediate_size * rows, factor_bytes(rows, max(into))
-    forward = x + 2 * tile + tile_factor + 2 * factor_bytes(*into) + factor_bytes(*out_of)
-    # dx and the weights' gradients in float32, together with the last tile or with the gradients' rounded copies.
-    factors = 2 * factor_bytes(rows, hidden_size) + factor_bytes(rows, intermediate_size)
-    factors += 2 * factor_bytes(*into) + 3 * factor_bytes(*out_of) + linear.weight_gradient_bytes(rows, *into, True)
-    trained = weights * linear.trains_matrices
-    backward = x + 4 * trained + max(3 * tile + factors, element_size * trained)
-    return Footprint(x, forward, backward, 0, flops, backward_flops + 2 / 3 * flops, traffic, is_skippable=skippable)
+    def linear_work(
+        self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
+        is_skippable: bool = True,
+    ) -> Work:  # fmt: skip
+        """Backward in tiles computes gate and up again, and spares a second forward if that may skip the MLP."""
+        flops = 2 * 3 * hidden_size * self.intermediate_size * num_tokens
+        is_skipped = is_skippable and tile_size is not None
+        again = flops * (not is_skipped) + (0 if tile_size is None else 2 / 3 * flops)
+        return Work(flops, again, 3 * element_size * self.intermediate_size * num_tokens, is_skipped)

@@ -13,6 +13,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .torch_internals import resolve_process_group
+
+
+class RanksOnMeta:
+    """Stands for a process group of so many ranks where tensors have no data, and nothing is sent."""
+
+    NAME = " ranks on meta"
+
+    def __init__(self, size: int):
+        self.size, self.group_name = lambda: size, f"{size}{self.NAME}"
+
+
+def group_named(name: str | None) -> dist.ProcessGroup | RanksOnMeta | None:
+    """Returns the group of a name, as custom operations take it; None for None."""
+    if name is None:
+        return None
+    is_on_meta = name.endswith(RanksOnMeta.NAME)
+    return RanksOnMeta(int(name.removesuffix(RanksOnMeta.NAME))) if is_on_meta else resolve_process_group(name)
+
 
 class _AllToAll(torch.autograd.Function):
     """Sends part i of x [N, ...] to rank i, and receives part i of the result from rank i. It is its own transpose."""
@@ -21,6 +40,8 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx, x, group):
         ctx.group, x = group, x.contiguous()
         received = torch.empty_like(x)
+        if x.is_meta:
+            return received
         dist.all_to_all_single(received, x, group=group)
         return received
 
@@ -40,7 +61,7 @@ class HeadExchange:
             tensors pass unchanged in both directions.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None):
+    def __init__(self, group: dist.ProcessGroup | RanksOnMeta | None):
         self.group, self.size = group, 1 if group is None else group.size()
 
     def to_heads(self, x_BTHK: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .common import runs_as_on_gpu
 from .parts import Part, Weight
 
 
@@ -27,7 +28,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tens
     """
     if out is None:
         return a @ b
-    if not a.is_cuda:
+    if not runs_as_on_gpu(a):
         a, b = a.to(out.dtype), b.to(out.dtype)
     out_dtype = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     return torch.addmm(out, a, b, **out_dtype, out=out) if accumulate else torch.mm(a, b, **out_dtype, out=out)
@@ -52,15 +53,6 @@ class Plain(Part):
 
     def transpose(self, x: Tensor) -> Tensor:
         return x.t()
-
-    def factor_bytes(self, rows: int, columns: int) -> int:
-        return 0
-
-    def kept_bytes(self, rows: int, columns: int, element_size: int) -> int:
-        return element_size * rows * columns
-
-    def weight_gradient_bytes(self, rows: int, N: int, K: int, accumulate: bool) -> int:
-        return 0
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         if out is None:

@@ -94,9 +94,6 @@ class LoRA(Plain):
     def transpose(self, x: Both) -> Both:
         return Both(x.raw.t(), lambda: self.base.transpose(x.factor))
 
-    def factor_bytes(self, rows: int, columns: int) -> int:
-        return self.base.factor_bytes(rows, columns)
-
     def forward(self, x: Both, weight: Both, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         if isinstance(weight.raw, Tensor):
             return self.base.forward(x.factor, weight.factor, bias, out=out)

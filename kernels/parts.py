@@ -118,12 +118,63 @@ class LayerPart(Protocol):
     def shared_sizes(self) -> dict[str, int]:
         """Returns the sizes that tensor-parallel ranks must divide, by their names in `model.ModelConfig`."""
 
+    def linear_work(
+        self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
+        is_skippable: bool = True,
+    ) -> "Work":  # fmt: skip
+        """Returns the work of the part's linear maps on so many tokens of elements of `element_size` bytes.
+
+        Args:
+            tile_size: rows that the MLP works on at a time; None: all.
+            is_skippable: whether no gradient depends on the MLP's result, see `Work.is_skipped`.
+        """
+
+
+class MixerPart(LayerPart, Protocol):
+    """Description of the part in which tokens read other tokens.
+
+    Attributes:
+        kind: the kind that it is of, which a run may replace by `with_kind`.
+        works_in_groups: whether it obeys `heads_at_a_time`.
+    """
+
+    works_in_groups: bool
+
+    def results_bytes(self, num_tokens: int, element_size: int) -> tuple[int, int]:
+        """Returns the bytes of the results that a block can keep, and of choices, which it always keeps."""
+
+    def inside_bytes(
+        self, num_tokens: int, element_size: int, *, backend: str, context_length: int, longest: int | None = None,
+        heads_at_a_time: int | None = None, num_ranks: int = 1,
+    ) -> dict[str, int]:  # fmt: skip
+        """Returns the bytes that operations take inside, where tensors do not show them, by the operation's name.
+
+        `context_length` and `longest` are as in `kernels.attention.full.backward_workspace`. The tokens are a rank's,
+        of `num_ranks` that share each sequence.
+        """
+
+
+class Work(NamedTuple):
+    """Work of a part of a layer in forward.
+
+    Args:
+        matrix_flops: floating-point operations of matrix products.
+        repeated_flops: those that run again in backward, where activations were not kept.
+        elementwise_bytes: bytes that are read and written outside of matrix products and attention.
+        is_skipped: whether a second forward leaves the part out, see `kernels.common.operation`.
+    """
+
+    matrix_flops: float
+    repeated_flops: float
+    elementwise_bytes: int
+    is_skipped: bool = False
+
 
 @dataclass(frozen=True, eq=False)
 class LayerParts:
     """Descriptions of what a block is made of, beside its norms. Compares by identity, which is quick."""
 
-    mixer: Any  # attention, kernels.qkv_attention.AttentionPart, or kernels.gated_delta_net.DeltaNet
+    mixer: Any  # a MixerPart: kernels.qkv_attention.AttentionPart or kernels.gated_delta_net.DeltaNet
     mlp: Any  # feed-forward: kernels.gated_mlp.GatedMLPPart
 
     def __iter__(self) -> Iterator[LayerPart]:
@@ -174,15 +225,6 @@ class Linear(Protocol):
 
     def transpose(self, x: Factor) -> Factor:
         """Returns the factor of the transposed matrix."""
-
-    def factor_bytes(self, rows: int, columns: int) -> int:
-        """Returns the bytes of a factor, without memory that it shares with its tensor."""
-
-    def kept_bytes(self, rows: int, columns: int, element_size: int) -> int:
-        """Returns the bytes that a differentiable call keeps of its input for backward."""
-
-    def weight_gradient_bytes(self, rows: int, N: int, K: int, accumulate: bool) -> int:
-        """Returns the bytes of both transposed factors, and of what `weight_gradient` takes beside its result."""
 
     def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Maps x [M, K] by weight [N, K] to [M, N] without a graph. The result is written into `out` if it is given."""
@@ -440,8 +482,6 @@ class Footprint:
         keepable: part of `saved`: results that, if they are kept, spare the second forward their computation.
         matrix_flops, backward_matrix_flops: floating-point operations of the matrix products of forward and backward.
         elementwise_bytes: bytes that forward reads and writes outside of matrix products and attention.
-        choices: part of `saved`: choices, which are always kept.
-        is_skippable: whether the second forward may leave the operation out.
     """
 
     saved: int
@@ -451,5 +491,3 @@ class Footprint:
     matrix_flops: float = 0
     backward_matrix_flops: float = 0
     elementwise_bytes: int = 0
-    choices: int = 0
-    is_skippable: bool = False

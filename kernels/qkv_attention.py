@@ -14,7 +14,7 @@ has heads 0 and 4. A rank keeps attention's outputs for its own tokens, and log-
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,25 +22,24 @@ from torch import Tensor
 
 from .attention.attend import attend_backward, attention, check_gates
 from .attention.full import FULL, choose_backend
-from .common import operation
+from .common import operation, rounds
 from .gated_mlp import sigmoid_gated
-from .head_exchange import HeadExchange
+from .head_exchange import HeadExchange, group_named
 from .linear import PLAIN
 from .parts import (
     Adapted,
     AttentionKind,
     Factor,
-    Footprint,
     Linear,
     Parameter,
     Weight,
+    Work,
     part_of,
     tensors_of,
     weight_of,
 )  # fmt: skip
 from .rms_norm import rms_norm
 from .rope import rope
-from .torch_internals import resolve_process_group
 
 
 class QKVParameters(NamedTuple):
@@ -130,7 +129,7 @@ def _divide(num_heads: int, n: int, group_name: str | None) -> tuple[HeadExchang
 
     The ranks have `num_heads` key/value heads in all, each rank n of them in one step.
     """
-    exchange = HeadExchange(None if group_name is None else resolve_process_group(group_name))
+    exchange = HeadExchange(group_named(group_name))
     steps = num_heads // exchange.size // n
     return exchange, _Division(exchange.size, steps), _Division(1, steps)
 
@@ -225,7 +224,7 @@ def _unjoined(parts: Sequence[Tensor | None], lengths: list[int]) -> list[Tensor
     return [*by_rows[0], *parts[1:2], *(by_rows[1] if len(parts) > 1 else ())]
 
 
-@operation("fathom::qkv_attention", keepable="results", chooses="lists")
+@operation("fathom::qkv_attention", keepable="results", chooses="lists", composed=True)
 def _qkv_attention(
     x: Tensor, weights: list[Tensor], biases: list[Tensor], norms: list[Tensor], eps: float, head_dim: int,
     cos: Tensor | None, sin: Tensor | None, segments: Tensor | None, lists: Tensor | None, kind: int, linear: int,
@@ -240,7 +239,7 @@ def _qkv_attention(
     own_kind, product, K = part_of(kind), part_of(linear), head_dim
     exchange, all_heads, own_heads = _divide(len(weights[1]) // K, n, group_name)
     out, lse, chosen = _empty_results(x, weights, K, lists, own_kind, exchange.size)
-    for step in range(own_heads.steps):
+    for step in rounds(own_heads.steps, x):
         rows, bias = _weight_of_step(weights, step, all_heads), _rows_of_step(biases, step, all_heads)
         factors = product.factor(x.flatten(0, 1)), product.factor(rows)
         qkv = product.forward(*factors, bias).unflatten(0, x.shape[:2])
@@ -249,14 +248,15 @@ def _qkv_attention(
         del qkv
         q, k, v = (exchange.to_heads(heads.pop(0)) for _ in range(3))
         lists_n = own_heads.take(lists, step)
-        outs, lses, chosen_n = own_kind.forward(q, k, v, segments, lists_n, backend, on_triton)
+        *results, chosen_n = torch.ops.fathom.attend(q, k, v, segments, lists_n, kind, backend, on_triton)
+        outs, lses = results[: own_kind.branches], results[own_kind.branches :]
         del q, k, v
         for branch in range(own_kind.branches):
             all_heads.put(out[branch], step, exchange.to_tokens(outs[branch]))
             own_heads.put(lse[branch], step, lses[branch])
-        if lists is None and chosen_n is not None:
+        if chosen.numel():
             own_heads.put(chosen, step, chosen_n)
-        del outs, lses, lists_n, chosen_n  # before the next step's are made
+        del results, outs, lses, lists_n, chosen_n  # before the next step's are made
     return out, lse, chosen
 
 
@@ -319,7 +319,7 @@ class _QKVAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
         steps = _Backward(ctx, dy)
-        for step in range(steps.own_heads.steps):
+        for step in rounds(steps.own_heads.steps, dy):
             steps.run(step)
         return steps.dx_rows.view_as(dy), steps.d_gates, *[None] * 4, *steps.d_parameters()
 
@@ -520,6 +520,7 @@ class AttentionPart:
     has_output_gate: bool = False
     rotary_dim: int | None = None
     module: ClassVar[str] = "self_attn"
+    works_in_groups: ClassVar[bool] = True
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -557,104 +558,28 @@ class AttentionPart:
     def with_kind(self, kind: AttentionKind) -> "AttentionPart":
         return replace(self, kind=kind)
 
-    def footprint(self, num_tokens: int, hidden_size: int, **options: Any) -> Footprint:
-        """Returns `qkv_attention_footprint` of this part; `options` are its others."""
-        return qkv_attention_footprint(
-            num_tokens, hidden_size, *self.heads, kind=self.kind, qk_norm=self.qk_norm,
-            has_output_gate=self.has_output_gate, **options,
+    def results_bytes(self, num_tokens: int, element_size: int) -> tuple[int, int]:
+        declared = self.kind.footprint(num_tokens, *self.heads, element_size=element_size)
+        return declared.results * num_tokens, declared.choices * num_tokens
+
+    def inside_bytes(
+        self, num_tokens: int, element_size: int, *, backend: str, context_length: int, longest: int | None = None,
+        heads_at_a_time: int | None = None, num_ranks: int = 1,
+    ) -> dict[str, int]:  # fmt: skip
+        (H, G, K), N = self.heads, num_ranks
+        steps = G // N // (heads_at_a_time or G // N)
+        declared = self.kind.footprint(
+            num_tokens * N, H // N // steps, G // N // steps, K, element_size=element_size, backend=backend,
+            context_length=context_length, longest=longest,
         )  # fmt: skip
+        return {"fathom::attend": declared.forward, "fathom::attend_backward": declared.backward}
 
-
-def qkv_attention_footprint(
-    num_tokens: int,
-    hidden_size: int,
-    num_heads: int,
-    num_key_value_heads: int,
-    head_dim: int,
-    *,
-    element_size: int = 2,
-    backend: str = "auto",
-    context_length: int,
-    longest: int | None = None,
-    kind: AttentionKind = FULL,
-    heads_at_a_time: int | None = None,
-    num_ranks: int = 1,
-    qk_norm: str | None = "head",
-    has_output_gate: bool = False,
-    linear: Linear = PLAIN,
-) -> Footprint:
-    """Returns the footprint of `qkv_attention`, without biases and adapters, which are too small to count.
-
-    Floating-point operations count the projections alone: `AttentionKind.flops` has attention's own.
-
-    Args:
-        num_tokens: tokens of this rank.
-        context_length, longest: as in `kernels.attention.full.backward_workspace`.
-        num_ranks: ranks that share each sequence, a divisor of the key/value heads.
-        qk_norm: whether each "head" of q and k is normalised, all heads together ("width"), or none.
-    """
-    T, N, own_heads, has_norms = num_tokens, num_ranks, num_key_value_heads // num_ranks, qk_norm is not None
-    steps = 1 if heads_at_a_time is None else own_heads // heads_at_a_time
-    x, q, k = (element_size * size for size in (hidden_size, num_heads * head_dim, num_key_value_heads * head_dim))
-    attention = kind.footprint(
-        T * N, num_heads // N // steps, own_heads // steps, head_dim, element_size=element_size, backend=backend,
-        context_length=context_length, longest=longest,
-    )  # fmt: skip
-    results, choices = N * steps * attention.results, N * steps * attention.choices
-    # A kind with several branches has an output for each, their gated sum for the output projection, and the gates'
-    # logits.
-    gates = kind.gates_per_head * num_heads * element_size + q * has_output_gate
-    outs, gated = kind.branches * q, q if kind.branches > 1 or has_output_gate else 0
-    qkv = q + 2 * k
-    projecting = 2 * q + 3 * k + (q + k) * has_norms  # q, k and v; rotated q and k; normalised q and k
-    if longest is not None:  # packed documents: a call's output, before it is copied into the whole output
-        projecting = max(projecting, 3 * q + 2 * k)
-    if N > 1:  # q, k and v while q is sent; all heads at once, also while v is sent and q and k have arrived
-        projecting = max(projecting, 3 * q + 2 * k, (2 * q + 5 * k) * (heads_at_a_time is None))
-    # The largest factors: of hidden states and all projections' weights; of attention's output and its projection's.
-    x_factor, out_factor = (linear.factor_bytes(T, size) for size in (hidden_size, num_heads * head_dim))
-    qkv_size = (num_heads + 2 * num_key_value_heads) // steps * head_dim
-    weight_factor = linear.factor_bytes(qkv_size, hidden_size)
-    out_factor += linear.factor_bytes(hidden_size, num_heads * head_dim)
-    if heads_at_a_time is None:
-        # Saved: v, and q and k after their rotation; if heads are normalised, also q and k before it, and 1 / rms of
-        # each head. Backward has dout, dq, dk and dv. If ranks share sequences, attention's output is saved twice:
-        # for this rank's heads by attention, for this rank's tokens by the output projection.
-        gated = q if N > 1 else gated
-        # Inputs that the projections keep. The output projection's may be attention's own output, or is `gated`.
-        x_kept, kept = (linear.kept_bytes(T, size, element_size) for size in (hidden_size, num_heads * head_dim))
-        if kept == q * T:
-            kept = gated * T
-        if kind.gates_per_head and x_kept != x * T:  # the gates' own product keeps x as it is
-            x_kept += x * T
-        num_norms = 2 if qk_norm == "width" else num_heads + num_key_value_heads
-        saved = qkv + results + choices + gates + (q + k + 4 * num_norms) * has_norms
-        saved = saved * T + x_kept + kept
-        forward, backward = (
-            max(
-                projecting * T,
-                qkv * T + x_factor + weight_factor,
-                (q + 2 * k + results + choices + gates) * T + attention.forward,
-                (results + choices + gates + gated + x) * T + out_factor,
-            ),
-            (2 * q + 2 * k + gates) * T - kept,  # the projection's input is gone by then
-        )
-        making = x_factor + linear.weight_gradient_bytes(T, hidden_size, num_heads * head_dim, False)
-        making += q * T - backward  # the gradient of the output projection
-    else:
-        # Forward holds the whole output and first one step's heads, then the output's projection. Backward holds dx and
-        # one step's qkv, q, k, v, out, dout, dq, dk and dv. Ranks that share sequences also hold what they send.
-        saved = (x + results + choices + gates) * T
-        attending = (qkv + outs + choices) // steps * T + attention.forward
-        working = max(max(projecting, (outs + 2 * q) * (N > 1)) // steps * T, attending)
-        working = max(working, qkv // steps * T + x_factor + weight_factor)
-        forward = max(working + (outs + choices + gates) * T, (results + choices + gates + gated + x) * T + out_factor)
-        backward = (x + gates + (3 * qkv + q + outs) // steps) * T
-        making = x_factor + linear.factor_bytes(T, qkv_size) + weight_factor
-        making += linear.weight_gradient_bytes(T, qkv_size, hidden_size, False)
-        making -= (q + outs) // steps * T  # they are gone by then
-    flops = 2 * hidden_size * (2 * q + 2 * k + gates) // element_size * T
-    elementwise = 2 * (q + k) * (1 + has_norms) * T
-    backward += max(attention.backward, making)
-    backward_flops = (1 + linear.trains_matrices) * flops
-    return Footprint(saved, forward, backward, results * T, flops, backward_flops, elementwise, choices * T)
+    def linear_work(
+        self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
+        is_skippable: bool = True,
+    ) -> Work:  # fmt: skip
+        """Counts the projections: `AttentionKind.flops` has attention's own operations."""
+        q, k = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        flops = 2 * hidden_size * ((2 + self.has_output_gate) * q + 2 * k + self.num_gates) * num_tokens
+        moved = 2 * element_size * (q + k) * (1 + (self.qk_norm is not None)) * num_tokens
+        return Work(flops, flops, moved)

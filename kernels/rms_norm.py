@@ -237,7 +237,7 @@ def rms_norm(
         return rms_norm_reference(
             input, weight, eps, residual=residual, weight_offset=weight_offset, cast_before_weight=cast_before_weight
         )
-    if input.shape[-1] > LARGEST_ROW:
+    if input.shape[-1] > LARGEST_ROW and not input.is_meta:
         raise ValueError(f"rms_norm's kernel takes rows of up to {LARGEST_ROW} elements, got {input.shape[-1]}")
     normed, total, _ = _forward(input, residual, weight, eps, weight_offset, cast_before_weight)
     return normed if residual is None else (normed, total)

@@ -157,7 +157,7 @@ def rope(
         return rope_reference(q_BTHK, k_BTGK, cos, sin, rotary_dim=rotary_dim)
     heads, half = max(q_BTHK.shape[2], k_BTGK.shape[2]), q_BTHK.shape[-1] // 2
     tile = triton.next_power_of_2(heads) * triton.next_power_of_2(half)
-    if tile > LARGEST_TILE:
+    if tile > LARGEST_TILE and not q_BTHK.is_meta:
         raise ValueError(f"rope's kernel takes heads * head_dim / 2 up to {LARGEST_TILE}, got {heads} * {half}")
     return _rotate(q_BTHK, k_BTGK, cos, sin, rotary_dim, False)
 

@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kernels.common import BODIES
 from training.memory.profiler import Reading
 
 
@@ -37,6 +38,9 @@ class StorageCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self._look()
+        if function.name() in BODIES and args[0].is_meta:
+            with self:  # made of other operations, which it counts
+                return BODIES[function.name()](*args, **(kwargs or {}))
         output = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.known:

@@ -209,7 +209,7 @@ def _check(q, k, v, g, beta, segments, initial_state) -> None:
 
 def _check_for_triton(q: Tensor, v: Tensor) -> None:
     widths = q.shape[-1], v.shape[-1]
-    if not {*widths} <= {*HEAD_WIDTHS}:
+    if not {*widths} <= {*HEAD_WIDTHS} and not q.is_meta:
         raise ValueError(f"the delta rule's kernels take head widths {HEAD_WIDTHS}, got {widths[0]} and {widths[1]}")
     if q.dtype == torch.float32 and q.is_cuda and max(widths) > 64:
         raise ValueError(f"on a GPU, float32 heads have up to 64 elements, got {max(widths)}; use bfloat16")

@@ -1,7 +1,7 @@
 """The cost model predicts the bytes and seconds of a training step under an execution.
 
-It adds up the `kernels.parts.Footprint` that each operation declares in its own file: bytes stage by stage, see
-`stages.py`, and seconds phase by phase, see `timeline.py`.
+It adds up the bytes of blocks, which `dry_run.py` measures, stage by stage, see `stages.py`; and the work that parts
+declare in their own files to seconds, phase by phase, see `timeline.py`.
 """
 
 from collections import Counter

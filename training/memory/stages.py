@@ -8,7 +8,8 @@ from operator import add
 from kernels.cross_entropy import cross_entropy_footprint
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from training.host.sizes import MIB
-from training.memory.block_bytes import adapter_bytes, block_bytes, sent_bytes, waiting_bytes
+from training.memory.block_bytes import sent_bytes, waiting_bytes
+from training.memory.dry_run import block_bytes
 from training.memory.execution import Execution, needed_for_backward
 from training.memory.step import StepShape
 from training.optim.inventory import LEAVING_BYTES
@@ -75,7 +76,6 @@ class Stages:
             # Layers with a window may have their own. 64 bytes per token: token ids, labels, losses.
             "workspace": LIBRARY_BYTES
             + step.tokens * (4 * step.share.rotary_width * positions * tables + 64)
-            + adapter_bytes(step)
             + step.arriving_bytes * any(self.weights[:L]),
         }
 

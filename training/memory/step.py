@@ -213,6 +213,13 @@ class StepShape:
         return self.documents is None or self.documents.count > self.batch_size
 
     @property
+    def longest_packed(self) -> int | None:
+        """Tokens of the longest document, if a sequence may hold several."""
+        if not self.is_packed:
+            return None
+        return self.documents.longest if self.documents else self.context_length
+
+    @property
     def kinds(self) -> tuple[MixerKind, ...]:
         """How each layer attends: the cheapest kind that computes the same for these documents."""
         longest = self.documents.longest if self.documents else self.context_length

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.qkv_attention import AttentionPart
-from training.memory.block_bytes import adapter_traffic, footprints, sent_bytes
+from training.memory.block_bytes import adapter_traffic, sent_bytes, work
 from training.memory.execution import Execution, needed_for_backward
 from training.memory.machine import Rates
 from training.memory.step import PackedDocuments, StepShape
@@ -52,8 +52,8 @@ class _Timeline:
             parts.mixer: attention_seconds(step, execution, parts.mixer, documents, rates) for parts in {*self.parts}
         }
         self.attending = [attending[parts.mixer] for parts in self.parts]
-        declared = {parts: footprints(step, execution, parts) for parts in {*self.parts}}
-        self.footprints = [declared[parts] for parts in self.parts]
+        of_parts = {parts: work(step, execution, parts) for parts in {*self.parts}}
+        self.work = [of_parts[parts] for parts in self.parts]
         self.placed = [i for i in range(self.layers) if not self.placements[i].is_whole]
         self.needed = [needed_for_backward(self.placements, i) for i in range(self.layers)]
         # q, k and v go to other ranks, and attention's output comes back.
@@ -70,7 +70,7 @@ class _Timeline:
     def products(self) -> list[float]:
         """Seconds of each layer's matrix products in forward."""
         rate = self.rates[self.execution.linear.rate]
-        return [sum(part.matrix_flops for part in parts) / rate for parts in self.footprints]
+        return [sum(part.matrix_flops for part in parts) / rate for parts in self.work]
 
     @functools.cached_property
     def moves(self) -> list[float]:
@@ -79,7 +79,7 @@ class _Timeline:
         # Two norms of a block, two sums and their copies read and write nine hidden states, other norms two each, and
         # two multipliers four.
         hidden_states = 9 + 2 * (step.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
-        moved = [sum(part.elementwise_bytes for part in parts) for parts in self.footprints]
+        moved = [sum(part.elementwise_bytes for part in parts) for parts in self.work]
         return [(hidden_states * step.input_bytes + size) / self.rates["memory"] for size in moved]
 
     @functools.cached_property
@@ -127,23 +127,19 @@ class _Timeline:
 
     def _again(self, layer: int) -> dict[str, float]:
         """Returns the seconds in which backward computes again what a placed block did not keep, by their work."""
-        start, (_, mlp) = self.needed[layer][0][0], self.footprints[layer]
+        start, (_, mlp) = self.needed[layer][0][0], self.work[layer]
         before, blocks = range(start, layer), range(start, layer + 1)  # blocks before run again for this block's input
-        linear = self.execution.linear
-        # Skippable products do not run again: the tiled MLP's own backward recomputes gate and up.
-        flops = mlp.backward_matrix_flops - (linear.trains_matrices + 1) * mlp.matrix_flops
-        flops -= mlp.matrix_flops if mlp.is_skippable else 0
         attention = sum(self.attend(i) for i in blocks if self.placements[i].results == "recompute")
         if not self.execution.heads_at_a_time:  # kept outputs are exchanged again
             attention += sum(self.exchange[i] for i in blocks if self.placements[i].results != "recompute")
-        products = self.products[layer] + flops / self.rates[linear.rate]
+        products = sum(part.repeated_flops for part in self.work[layer]) / self.rates[self.execution.linear.rate]
         return {
             "attention": attention,
             "products": products + sum(self.products[i] for i in before),
             "memory": sum(self.moves[i] for i in before),
             "dequantization": sum(self.visits[i] for i in before),
             "adapters": sum(self.adapting[i][0] for i in blocks),
-            "sums over ranks": self.reduction * (2 * len(before) + (1 if mlp.is_skippable else 2)),
+            "sums over ranks": self.reduction * (2 * len(before) + (1 if mlp.is_skipped else 2)),
         }
 
     def phases(self) -> list[Phase]:

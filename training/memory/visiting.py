@@ -36,7 +36,8 @@ class VisitingWeights:
     def __init__(self, homes: dict[int, Homes], device: torch.device):
         self.homes = homes
         self.present: set[int] = set()  # blocks whose weights are on the GPU, or on their way
-        self.device_module = torch.get_device_module(device)
+        # Streams of the CPU do nothing, as suits tensors without data.
+        self.device_module = torch.get_device_module("cpu" if device.type == "meta" else device)
         self.to_gpu = self.device_module.Stream()
 
     @contextmanager

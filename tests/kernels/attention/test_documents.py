@@ -8,7 +8,6 @@ import torch
 
 from kernels.attention.attend import packed_attention
 from kernels.attention.documents import SPACING, divide, document_calls, rounded_length, split_by_length
-from kernels.qkv_attention import qkv_attention_footprint
 from tests.kernels.attention.inputs import segments_of
 
 
@@ -108,18 +107,6 @@ def test_few_rounded_lengths():
     rounded = [rounded_length(n, 256) for n in lengths]
     assert all(n <= up <= n * 17 / 16 or up - n < 256 for n, up in zip(lengths, rounded))
     assert len(set(rounded)) == 8 + 5 * 16
-
-
-def test_a_document_that_attends_alone_is_counted_in_forward():
-    """Of nearly all tokens: q, k, v, the output of all, and its own before it is put there; heads without norms."""
-    T, H, G, K = 131_072, 32, 8, 128
-    for heads, steps in ((None, 1), (1, G)):
-        footprint = qkv_attention_footprint(
-            T, 2560, H, G, K, context_length=T, longest=T - 300, backend="cudnn", heads_at_a_time=heads,
-            qk_norm=None,
-        )  # fmt: skip
-        output = 0 if heads is None else 2 * H * K * T  # of all heads
-        assert footprint.forward >= (3 * H + 2 * G) * 2 * K * (T - 300) // steps + output
 
 
 def test_packed_attention_takes_documents_as_flash_attn_does():

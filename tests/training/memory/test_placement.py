@@ -246,7 +246,7 @@ def test_keeps_what_is_planned(name, heads_at_a_time):
     nothing, _ = kept_bytes(UNIFORM["host recompute"], heads_at_a_time=heads_at_a_time)
     total, used = kept_bytes(placements, heads_at_a_time=heads_at_a_time)
     planned = step.input_bytes * sum(p.input == "gpu" for p in placements)
-    planned += results_bytes(step, step.parts[0]) * sum(p.results == "gpu" for p in placements)
+    planned += results_bytes(step, step.parts[0])[0] * sum(p.results == "gpu" for p in placements)
     assert total - nothing == planned
     assert 0 <= step.arena_bytes(Execution(tuple(placements))) - used <= 1024 * 8 + 512
 

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.documents import Documents
 from kernels.attention.full import FULL
+from kernels.convolution import qkv_convolution_footprint
 from kernels.delta_net import delta_rule_footprint
 from kernels.fp8 import FP8
-from kernels.gated_mlp import GatedMLPPart, gated_mlp_footprint
+from kernels.gated_mlp import GatedMLPPart
 from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.lora import LORA, LoRA
@@ -32,7 +33,6 @@ from training.families.config_json import in_family
 from training.families.lora import Adapters, adapt
 from training.host.choices import LORA_TARGETS
 from training.memory import profiler, stages
-from training.memory.block_bytes import footprints
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.profiler import (
@@ -74,28 +74,11 @@ def attention_bytes(q, k, kind, backend):
     return part_of(kind).footprint(B * T, H, G, K, backend=backend, context_length=T)
 
 
-def own_bytes(step, execution):
+def own_bytes(step):
     """Bytes that operations take inside, by what their footprints say of it; outputs are counted already."""
     ops, share = torch.ops.fathom, step.share
-    D, linear = share.hidden_size, execution.linear
-    loss = linear_cross_entropy_footprint(step.tokens, D, share.vocab_size, trains_head=step.adapters is None)
-
-    def tiles(weight):
-        width, sizes = weight.shape[0], {"tile_size": execution.mlp_tile_size or 1, "linear": linear}
-        return gated_mlp_footprint(step.tokens, D, width, **sizes), 2 * 3 * D * width * linear.trains_matrices
-
-    def tiled(x, gate_tensors, *more):
-        return tiles(gate_tensors[0])[0].forward - x.nbytes
-
-    def tiled_backward(dy, x, gate_tensors, *more):
-        mlp, weights = tiles(gate_tensors[0])
-        return mlp.backward - x.nbytes - weights
-
-    def some_heads(*arguments):
-        kind = part_of(arguments[10])
-        attention, _ = footprints(step, execution, next(parts for parts in step.parts if parts.mixer.kind == kind))
-        gates = 2 * step.tokens * kind.gates_per_head * share.num_attention_heads  # the operation is given them
-        return attention.forward - attention.keepable - attention.choices - gates
+    sizes = step.tokens, share.hidden_size, share.vocab_size
+    loss = linear_cross_entropy_footprint(*sizes, trains_head=step.adapters is None)
 
     def delta_rule(q, k, v, *more):
         rule = delta_rule_footprint(step.tokens, *q.shape[2:3], *v.shape[2:3], q.shape[3], v.shape[3])
@@ -105,15 +88,15 @@ def own_bytes(step, execution):
         rule = delta_rule_footprint(step.tokens, *q.shape[2:3], *v.shape[2:3], q.shape[3], v.shape[3])
         return rule.backward - sum(x.nbytes for x in (q, k, v, g, beta))
 
+    def convolution_backward(d_outs, x, *more):
+        return qkv_convolution_footprint(step.tokens, x.shape[2]).backward - 2 * x.nbytes
+
     return {
         ops.delta_rule.default: delta_rule,
         ops.delta_rule_backward.default: delta_rule_backward,
+        ops.qkv_convolution_backward.default: convolution_backward,
         ops.attend.default: lambda q, k, v, segments, lists, *kind: attention_bytes(q, k, *kind[:2]).forward,
         ops.attend_backward.default: lambda dout, q, k, *more: attention_bytes(q, k, *more[6:8]).backward,
-        ops.qkv_attention.default: some_heads,
-        ops.tiled_gated_mlp.default: tiled,
-        ops.skippable_tiled_gated_mlp.default: tiled,
-        ops.tiled_gated_mlp_backward.default: tiled_backward,
         torch.ops.aten.embedding_dense_backward.default: stages.embedding_sums(step),
         ops.linear_cross_entropy.default: loss.forward - loss.saved,
     }
@@ -167,10 +150,11 @@ def run_dry(step, *executions, warm_up=False):
                 module.tensor_ranks = TensorRanks(dist.group.WORLD)
         inventory = inventory_of(model.named_parameters(), first, accumulate=step.micro_batches > 1)
         counter.watch([model.get_parameter(row.name) for row in inventory if row.is_visiting])
-        bench = (Bench if step.num_ranks == 1 else SharedBench)(model, MasterAdamW(model.named_parameters(), inventory))
+        optimizer = MasterAdamW(model.named_parameters(), inventory, impl="torch")
+        bench = (Bench if step.num_ranks == 1 else SharedBench)(model, optimizer)
         measurements = []
         for execution in executions:
-            counter.own_bytes = own_bytes(step, execution)
+            counter.own_bytes = own_bytes(step)
             measurements.append(bench.measure(step, replace(execution, impl="triton"), counter))
     return measurements
 

@@ -1,0 +1,223 @@
+"""Bytes of a block, measured on the meta device: its tensors have sizes and lifetimes, but no data.
+
+The block runs forward and backward as a step runs it, under its placement and knobs. After each operation the bytes of
+all living tensors are noted, as the GPU's allocator counts them. Memory that an operation takes inside is invisible
+there: mixers declare it, see `kernels.parts.MixerPart.inside_bytes`. Operations that are made of others run as
+these, see `kernels.common.operation`. Gradients of parameters are freed as they are made: a step counts them.
+
+At each moment the bytes are a constant and so many per token. So two runs give the bytes of all longer ones.
+"""
+
+import functools
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernels.common import BODIES
+from kernels.head_exchange import HeadExchange, RanksOnMeta
+from kernels.parts import LayerParts, Linear
+from kernels.tensor_parallel import TensorRanks
+from model import Context, ModelConfig, Transformer
+from training.families.lora import Adapters, adapt
+from training.host.torch_internals import TorchDispatchMode
+from training.memory.execution import WHOLE, Execution, Placement
+from training.memory.placement import apply_execution
+from training.memory.step import StepShape
+
+LONG = 32_768  # tokens: twice the largest piece in which anything is computed. From here on each token takes as much.
+DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes per element
+
+
+class Setting(NamedTuple):
+    """A block and how it runs: all that its bytes depend on, but for tokens and documents."""
+
+    share: Any  # a model.Share
+    parts: LayerParts
+    is_whole: bool
+    keeps_results: bool
+    heads_at_a_time: int | None
+    mlp_tile_size: int | None
+    linear: Linear
+    adapters: Adapters | None
+    element_size: int
+    num_ranks: int
+    tensor_ranks: int
+
+
+class Moment(NamedTuple):
+    """The end of an operation."""
+
+    phase: str  # "forward", "MLP" or "attention", the last two of backward
+    in_mlp: bool
+    operation: str  # its name
+
+
+class Trace(NamedTuple):
+    """Bytes along a block's forward and backward, without its input."""
+
+    moments: list[Moment]
+    alive: list[int]  # bytes of living tensors at each moment
+    # Bytes after forward, in all and of attention; then of the block as it is in backward: of attention beside the
+    # gradient of the output, and of the MLP as its backward ends, with what else attention's backward does not need.
+    marks: list[int]
+
+
+class BlockBytes(NamedTuple):
+    """Bytes (of attention, of the MLP) at a block's fullest moments, and those that it keeps for backward."""
+
+    forward: tuple[int, int]
+    mlp_backward: tuple[int, int]
+    attention_backward: tuple[int, int]
+    kept: tuple[int, int]
+
+
+def block_bytes(step: StepShape, execution: Execution, placement: Placement, parts: LayerParts) -> BlockBytes:
+    """Returns the bytes of a block of a step, with its kept results and the gradient of its output, but no input."""
+    whole = placement.is_whole
+    setting = Setting(
+        step.share, parts, whole, placement.results != "recompute",
+        None if whole or not parts.mixer.works_in_groups else execution.heads_at_a_time,
+        None if whole else execution.mlp_tile_size, execution.linear, step.adapters, step.element_size, step.num_ranks,
+        step.tensor_ranks,
+    )  # fmt: skip
+    return _block_bytes(setting, step.tokens, execution.attention_backend, step.context_length, step.longest_packed)
+
+
+@functools.lru_cache(maxsize=8192)
+def _block_bytes(setting: Setting, tokens: int, backend: str, context_length: int, longest: int | None) -> BlockBytes:
+    """`longest`: tokens of the longest document, where a sequence may have several."""
+    inside = setting.parts.mixer.inside_bytes(
+        tokens, setting.element_size, backend=backend, context_length=context_length, longest=longest,
+        heads_at_a_time=setting.heads_at_a_time, num_ranks=setting.num_ranks,
+    )  # fmt: skip
+    moments, alive, (kept, of_attention, attention, mlp) = trace(setting, tokens)
+    dy = setting.element_size * setting.share.hidden_size * tokens
+
+    def fullest(phase: str) -> tuple[int, bool]:
+        sizes = (
+            (size + inside.get(moment.operation, 0), moment.in_mlp)
+            for moment, size in zip(moments, alive)
+            if moment.phase == phase
+        )
+        return max(sizes)
+
+    (forward, in_mlp), (backward, runs_mlp), (last, _) = map(fullest, ("forward", "MLP", "attention"))
+    return BlockBytes(
+        (of_attention, forward - of_attention) if in_mlp else (forward, 0),
+        (attention, backward - attention) if runs_mlp else (backward - dy, dy),  # or attention runs again
+        (last - mlp, mlp),
+        (of_attention, kept - of_attention),
+    )
+
+
+def trace(setting: Setting, tokens: int) -> Trace:
+    """Returns the bytes of a block along a run of so many tokens."""
+    if tokens <= LONG:
+        return _run(setting, tokens)
+    (moments, *short), (_, *long) = _run(setting, LONG // 2), _run(setting, LONG)
+    times = tokens / (LONG // 2) - 1
+    alive, marks = ([round(a + (b - a) * times) for a, b in zip(*pair)] for pair in zip(short, long))
+    return Trace(moments, alive, marks)
+
+
+@functools.lru_cache(maxsize=256)
+def _run(setting: Setting, tokens: int) -> Trace:
+    """Runs a block on the meta device, as the only block of a model."""
+    parts, adapters = setting.parts, setting.adapters
+    shape = ModelConfig(**vars(replace(
+        setting.share, num_hidden_layers=1, vocab_size=1, layer_kinds=(parts.mixer.kind,), layer_mlps=(parts.mlp,),
+        layer_rotates=(getattr(parts.mixer, "rotates", True),),
+    )))  # fmt: skip
+    placement = WHOLE if setting.is_whole else Placement("gpu", "gpu" if setting.keeps_results else "recompute")
+    execution = Execution((placement,), setting.mlp_tile_size, setting.heads_at_a_time, linear=setting.linear)
+    with torch.device("meta"), torch.enable_grad():
+        model = Transformer(shape).cast(DTYPES[setting.element_size])
+        if adapters is not None:
+            adapt(model, adapters)
+        apply_execution(model, execution)
+        [block] = model.layers
+        block.mixer.exchange = HeadExchange(RanksOnMeta(setting.num_ranks)) if setting.num_ranks > 1 else None
+        for part in (block.mixer, block.mlp) if setting.tensor_ranks > 1 else ():
+            part.tensor_ranks = TensorRanks(RanksOnMeta(setting.tensor_ranks))
+        x = torch.empty(1, tokens, shape.hidden_size, dtype=DTYPES[setting.element_size], requires_grad=True)
+        cos, sin = (torch.empty(tokens, shape.rotary_width // 2) for _ in range(2))
+        with StorageCounter([x, cos, sin, *model.parameters()]) as counter:
+            return _follow(block, x, Context(((cos, sin), (cos, sin)), longest=2**62), counter)
+
+
+class StorageCounter(TorchDispatchMode):
+    """Notes the bytes of all tensors but some that exist before, at the end of each operation."""
+
+    def __init__(self, existing: Iterable[Tensor]):
+        super().__init__()
+        self.known = weakref.WeakSet(x.untyped_storage() for x in existing)
+        self.allocated = self.elsewhere = 0  # bytes in all, and those of gradients that a step counts
+        self.phase, self.in_mlp = "forward", False
+        self.moments: list[Moment] = []
+        self.alive: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        if name in BODIES:
+            with self:
+                return BODIES[name](*args, **(kwargs or {}))
+        output = function(*args, **(kwargs or {}))
+        for tensor in output if isinstance(output, list | tuple) else (output,):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage() not in self.known:
+                storage = tensor.untyped_storage()
+                self.known.add(storage)
+                self.allocated += storage.nbytes()
+                weakref.finalize(storage, self._free, storage.nbytes())
+        self.moments.append(Moment(self.phase, self.in_mlp, name))
+        self.alive.append(self.allocated - self.elsewhere)
+        return output
+
+    def _free(self, num_bytes: int) -> None:
+        self.allocated -= num_bytes
+
+
+class _End(torch.autograd.Function):
+    """Ends the graph of a block's output. Nothing but autograd holds the gradient that it makes."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.like = y.shape, y.dtype
+        return y.new_empty(())
+
+    @staticmethod
+    def backward(ctx, dy):
+        shape, dtype = ctx.like
+        return dy.new_empty(shape, dtype=dtype)
+
+
+def _follow(block: nn.Module, x: Tensor, context: Context, counter: StorageCounter) -> Trace:
+    """Runs a block forward and backward, and has the counter know where it is."""
+    attention, mlp = [], []  # bytes of attention as the MLP begins, the last time in backward; of the MLP as it ends
+
+    def enter_mlp(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        attended, counter.in_mlp = inputs[0], True
+        attention.append(counter.allocated - attended.nbytes - (0 if counter.phase == "forward" else x.nbytes))
+        if attended.requires_grad:
+            attended.register_hook(leave_mlp)
+
+    def leave_mlp(gradient: Tensor) -> None:
+        mlp.append(counter.allocated - attention[-1])
+        counter.phase, counter.in_mlp = "attention", False
+        if block.mixer.heads_at_a_time:  # all gradients of its parameters are there at once
+            counter.elsewhere = sum(p.nbytes for p in block.mixer.parameters() if p.requires_grad)
+
+    for parameter in block.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    block.post_attention_layernorm.register_forward_pre_hook(enter_mlp)
+    y = block(x, context)
+    kept, is_rebuilt = counter.allocated - y.nbytes, "forward" in vars(block)
+    counter.phase, counter.in_mlp = "MLP", not is_rebuilt
+    end = _End.apply(y)
+    del y
+    end.backward()
+    return Trace(counter.moments, counter.alive, [kept, attention[0], attention[-1], mlp[-1]])
