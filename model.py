@@ -433,7 +433,7 @@ class Block(nn.Module):
 
     @property
     def mixer(self) -> nn.Module:
-        """What reads other tokens: self_attn or linear_attn."""
+        """The part that reads other tokens: self_attn or linear_attn."""
         return getattr(self, self._mixer)
 
     @property

@@ -30,7 +30,7 @@ from .linear import PLAIN
 from .parts import AttentionFlops, Linear, MixerKind, Parameter, Weight, Work
 from .rms_norm import rms_norm, rms_norm_reference
 
-BACKWARD_FLOPS = 3.0  # of the delta rule, divided by forward's: it makes states and chunks' matrices again
+BACKWARD_FLOPS = 3.0  # times forward's, in the delta rule: states and chunks' matrices are made again
 
 
 class DeltaNetParameters(NamedTuple):
@@ -165,7 +165,7 @@ class DeltaNet(MixerKind):
 
 
 class StateCache:
-    """What tokens after those seen so far need of a gated delta net: states and the convolution's last inputs."""
+    """Keeps what later tokens need of a gated delta net: its states, and the last inputs of its convolution."""
 
     def __init__(self):
         self.length = 0  # tokens seen so far

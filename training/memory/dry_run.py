@@ -155,7 +155,7 @@ class StorageCounter(TorchDispatchMode):
     def __init__(self, existing: Iterable[Tensor]):
         super().__init__()
         self.known = weakref.WeakSet(x.untyped_storage() for x in existing)
-        self.allocated = self.elsewhere = 0  # bytes in all, and those of gradients that a step counts
+        self.allocated = self.elsewhere = 0  # bytes in all, and bytes of gradients that a step counts
         self.phase, self.in_mlp = "forward", False
         self.moments: list[Moment] = []
         self.alive: list[int] = []
