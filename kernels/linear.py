@@ -31,6 +31,8 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tens
     if not runs_as_on_gpu(a):
         a, b = a.to(out.dtype), b.to(out.dtype)
     out_dtype = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
+    if out_dtype and a.is_meta:  # PyTorch 2.11 has no such product without data
+        return out
     return torch.addmm(out, a, b, **out_dtype, out=out) if accumulate else torch.mm(a, b, **out_dtype, out=out)
 
 
