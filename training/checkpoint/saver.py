@@ -10,6 +10,7 @@ so never meet training's.
 Nothing is read back: checksums are compared by whoever reads the checkpoint (`manifest`).
 """
 
+import errno
 import json
 import logging
 import math
@@ -166,7 +167,8 @@ class Saver:
         """
         self.wait()
         for left in range(ATTEMPTS - 1, 0, -1):
-            if not isinstance(self.error, OSError) or not self._is_current:
+            waits = isinstance(self.error, OSError) and self.error.errno != errno.EFBIG  # a limit of files stays
+            if not waits or not self._is_current:
                 break
             logger.warning(
                 "the checkpoint is tried again in %.0f s, at most %d times; a signal, as of Ctrl-C or kill, gives up",

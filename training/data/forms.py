@@ -89,7 +89,9 @@ def recognise(row: object) -> tuple[Form, dict]:
     made = form.convert(own)
     clashing = CLASHING.union(UNREAD if form.decides != "text" else ())
     if form.decides not in ("messages", "conversations", "text"):  # where an answer is one field, another may be meant
-        clashing = clashing.union(SHOWN_WITH, (other.decides for other in FORMS if other.needs and other.is_of(row)))
+        clashing = clashing.union(
+            SHOWN_WITH, {"output", "response"}, (other.decides for other in FORMS if other.needs and other.is_of(row))
+        )
     for name in clashing.intersection(given).difference(own):
         if row[name] not in EMPTY and not _is_repeated(row[name], own, made):
             cure = f"remove one{LEFT_OUT_BY_NAMING if name in SHOWN_WITH else ''}"
@@ -170,9 +172,17 @@ def refuse_unknown_flags(fields: dict, what: str, known: Collection[str]) -> Non
             )
 
 
+def _is_mask(value: object) -> bool:
+    """Whether a value of a row is a truth, or a list of truths or numbers."""
+    return isinstance(value, bool) or (
+        isinstance(value, list) and bool(value) and all(isinstance(each, bool | int | float) for each in value)
+    )
+
+
 def _refuse_masked(row: dict) -> None:
     """Raises UserError for a row that masks some of its tokens, and NothingToLearn for one that is not trained on."""
     masks = [name for name in MASKS if row.get(name) is not None]
+    masks += [name for name, value in row.items() if name not in FLAGS and FLAG_WORDS.search(name) and _is_mask(value)]
     if isinstance(labels := row.get("labels"), list) and IGNORED in labels:
         masks.append("labels")
     if masks:

@@ -124,7 +124,8 @@ def adapters_of(config: StepFlags, model: ModelConfig) -> Adapters | None:
     if config.lora is None:
         return None
     maps = {name for layer in range(model.num_hidden_layers) for name in model.maps(layer)}
-    targets = tuple(config.lora_targets.split(",")) if config.lora_targets else tuple(n for n in PARTS if n in maps)
+    given = "all-linear" if config.lora_targets is None else config.lora_targets
+    targets = tuple(name for name in PARTS if name in maps) if given == "all-linear" else tuple(given.split(","))
     if missing := [name for name in targets if name in PARTS and name not in maps]:
         raise UserError(
             f"lora_targets {', '.join(missing)}: this model has {', '.join(sorted(maps))}; give some of these"

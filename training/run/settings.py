@@ -14,6 +14,7 @@ from training.flags import SMALLEST, Rule, flag, given_flags, refuse
 from training.host.choices import (
     ATTENTION_TYPES,
     BAD_ROWS,
+    DELTA_NET_TARGETS,
     IMPLEMENTATIONS,
     LINEARS,
     LORA_BITS,
@@ -90,7 +91,7 @@ class StepFlags:
         "every weight is trained", least=1, most=2**13,
     )  # fmt: skip
     lora_targets: str | None = flag(
-        None, f"projections with adapters, by commas; default: all, as {','.join(LORA_TARGETS)}"
+        None, "projections with adapters, by commas, such as q_proj,v_proj; default: all-linear, all of a block"
     )
     lora_bits: int = flag(
         16, "bits per element of frozen matrices; 8 and 4 (NF4) need bitsandbytes, and cost some loss", LORA_BITS,
@@ -230,11 +231,12 @@ class TrainConfig(StepFlags):
             is_tiny = self.model_size == "tiny" or not (self.model_size or self.init_from)
             of_weights = TINY_PEAK_LEARNING_RATE if is_tiny else PEAK_LEARNING_RATE
             self.learning_rate = of_weights if self.lora is None else LORA_PEAK_LEARNING_RATE
-        every_target = ",".join(LORA_TARGETS)
         if self.lora is not None:
-            self.lora_alpha, self.lora_targets = self.lora_alpha or 2.0 * self.lora, self.lora_targets or every_target
+            self.lora_alpha = self.lora_alpha or 2.0 * self.lora
+            self.lora_targets = "all-linear" if self.lora_targets is None else self.lora_targets
         if self.lora_targets is not None:
-            self.lora_targets = ",".join(sorted(self.lora_targets.split(","), key=every_target.find))
+            order = ",".join((*LORA_TARGETS, *DELTA_NET_TARGETS))
+            self.lora_targets = ",".join(sorted(self.lora_targets.split(","), key=order.find))
 
 
 def given_settings(argv: list[str]) -> dict:

@@ -1,5 +1,6 @@
 """Saving beside training: files hold the state at `begin`, whatever comes between; failures and kills."""
 
+import errno
 import logging
 import math
 import os
@@ -219,6 +220,20 @@ def test_a_disk_that_refuses_for_good(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"the last checkpoint could not be written: .*Bad file descriptor"):
         save(tmp_path, 2)
     assert len(attempts) >= saver.ATTEMPTS and steps_in(tmp_path) == ["step_00000001"]
+
+
+def test_a_limit_on_the_size_of_files_is_not_waited_for(tmp_path, monkeypatch):
+    """Tries once: time makes no room, as it may on a disk."""
+    attempts = []
+
+    def refuse(*_):
+        attempts.append(1)
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(saver, "write_file", refuse)
+    with pytest.raises(UserError, match=r"the last checkpoint could not be written: .*File too large"):
+        save(tmp_path, 1)
+    assert len(attempts) == 1
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_ends_nothing(tmp_path, monkeypatch, caplog):

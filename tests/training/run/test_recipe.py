@@ -12,10 +12,13 @@ from kernels.linear import PLAIN
 from kernels.lora import LORA, LoRA
 from model import MODEL_SIZES
 from tests.runs import SPARSE, arguments, only_resume, weights_of_another_shape
+from training.host.choices import DELTA_NET_TARGETS, LORA_TARGETS
+from training.host.errors import UserError
 from training.memory import kinds
 from training.parallel.world import World
 from training.run import recipe
 from training.run.recipe import (
+    adapters_of,
     check_linear,
     check_lora_bits,
     check_machine,
@@ -25,6 +28,23 @@ from training.run.recipe import (
     state_format_of,
 )
 from training.run.settings import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("size", "given", "targets"),
+    [
+        ("tiny", None, LORA_TARGETS),
+        ("tiny", "all-linear", LORA_TARGETS),
+        ("tiny", "v_proj,q_proj", ("q_proj", "v_proj")),
+        ("qwen3.5-0.8B", None, (*LORA_TARGETS, *DELTA_NET_TARGETS)),
+    ],
+)
+def test_adapters_are_of_the_models_projections(size, given, targets):
+    config = TrainConfig(lora=2, lora_targets=given)
+    assert adapters_of(config, MODEL_SIZES[size]).targets == targets
+    for unknown, message in (("out_proj", "lora_targets out_proj: this model has"), ("", "targets among")):
+        with pytest.raises(UserError, match=message):
+            adapters_of(replace(config, lora_targets=unknown), MODEL_SIZES["tiny"])
 
 
 def test_a_run_is_decided_once(corpus, tmp_path, monkeypatch):
