@@ -456,6 +456,23 @@ class Block(nn.Module):
         return x_BTD + self.post_feedforward_layernorm(scaled(self.mlp(normed_BTD), self.multiplier))
 
 
+def _shifted_targets(labels: Tensor | None, targets: Tensor | None, documents: Documents | None) -> Tensor | None:
+    """Returns the targets of the loss, from labels or as `Transformer.forward` was given them.
+
+    The last position of a whole sequence has no target and is left out. Were it kept, the chunked loss would have to
+    gather the rows that have a target.
+    """
+    if labels is not None:
+        if documents is not None:
+            labels = labels.masked_fill(documents.positions_BT.to(labels.device) == 0, IGNORE_INDEX)
+        return labels[:, 1:]
+    if targets is None or (documents is not None and not documents.are_whole):
+        return targets
+    has_none = (targets[:, -1] == IGNORE_INDEX).all()
+    assert_async(has_none, "targets must be -100 at the last position of a whole sequence")
+    return targets[:, :-1]
+
+
 def scaled(x: Tensor, factor: float) -> Tensor:
     """x times a scalar of the family; x itself where it has none."""
     return x if factor == 1 else x * factor
@@ -578,16 +595,7 @@ class Transformer(nn.Module):
             if tensor is not None and tensor.shape != input_ids.shape:
                 expected, got = tuple(input_ids.shape), tuple(tensor.shape)
                 raise ValueError(f"{name} must have input_ids' shape {expected}, got {got}")
-        # The last position of a whole sequence has no target and is left out of the loss. Were it kept, the chunked
-        # loss would have to gather the rows that have a target.
-        if labels is not None:
-            if positions_BT is not None:
-                labels = labels.masked_fill(positions_BT.to(labels.device) == 0, IGNORE_INDEX)
-            targets = labels[:, 1:]
-        elif targets is not None and (documents is None or documents.are_whole):
-            has_none = (targets[:, -1] == IGNORE_INDEX).all()
-            assert_async(has_none, "targets must be -100 at the last position of a whole sequence")
-            targets = targets[:, :-1]
+        targets = _shifted_targets(labels, targets, documents)
         x_BTD, context = self.embed(input_ids), self.context(input_ids, documents, caches)
         for layer in self.layers:
             x_BTD = layer(x_BTD, context)

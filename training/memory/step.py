@@ -162,7 +162,10 @@ class StepShape:
             self.reduction_bytes = 0 if self.adapters else 4 * max(0, head_elements - layer_elements)
             if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
                 self.reduction_bytes += 4 * sum(row.numel for row in rows if row.gradient_dtype)
-        # Bytes of each block's weights: as they are kept, during a visit, and of the quantized ones alone.
+        self._weigh_blocks(rows)
+
+    def _weigh_blocks(self, rows: Iterable[Row]) -> None:
+        """Sets bytes of each block's weights: as they are kept, during a visit, and of the quantized ones alone."""
         blocks: list[list[Row]] = [[] for _ in range(self.layers)]
         for row in rows:
             if row.block is not None:
