@@ -3,12 +3,11 @@ import gc
 import math
 import os
 import weakref
-from types import MappingProxyType
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -16,70 +15,38 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import training.checkpoint.state
 import training.optim.formats
 import training.optim.inventory
-from benchmarks.bench_train_step import resident_bytes
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
-from tests.optimizers import make_optimizer
+from tests.optimizers import (
+    ANY_WEIGHTS,
+    DTYPES,
+    MICRO_BATCHES,
+    PLACEMENT,
+    PLACEMENTS,
+    SHAPES,
+    STATE_FORMAT,
+    WIDE,
+    assert_equal_states,
+    backward,
+    copy_of_state,
+    full,
+    make_optimizer,
+    make_parameters,
+    values_of,
+    weights_of,
+)
+from tests.optimizers import small_pieces as small_pieces  # a fixture of all tests here
 from tests.ranks import run_ranks
-from training.checkpoint import pieces
-from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint
-from training.checkpoint.pieces import flat
+from training.checkpoint.manifest import OPTIMIZER
 from training.checkpoint.state import load_state, load_weights, read_weights
 from training.checkpoint.weights import find_weights
-from training.host.errors import UserError
 from training.host.memory import PinnedArena
-from training.memory.visiting import VisitingWeights
 from training.optim import adamw
 from training.optim.adamw import warmup_cosine
-from training.optim.formats import Float32State, Kept, format_with
+from training.optim.formats import Float32State, Kept
 from training.optim.inventory import LEAVING_BYTES, NUM_SLOTS, Inventory, block_of
 from training.parallel.fsdp import shard_model
 from training.parallel.world import World
-
-ANY_WEIGHTS = {"weight": torch.zeros(1)}  # weights of a checkpoint in which only the optimizer state is looked at
-SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
-WIDE = {"matrix": (6, 64), "norm.weight": (64,), "other": (5, 7)}  # the matrix has compact state
-PLACEMENTS = {"device": math.inf, "host": 0, "partly": 8 * 16 * 12}  # gpu_state_bytes; partly: the matrix stays
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-MICRO_BATCHES = pytest.mark.parametrize("micro_batches", [1, 3])
-PLACEMENT = pytest.mark.parametrize("placement", PLACEMENTS)
-STATE_FORMAT = pytest.mark.parametrize("state_format", ["float32", "compact"])
-
-
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch, request):
-    """Small parameters are updated in several pieces as well, and slots are used again and again."""
-    if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(training.optim.inventory, "PIECE_ELEMENTS", 32)
-
-
-def make_parameters(dtype, device, shapes=SHAPES):
-    generator = torch.Generator(device).manual_seed(0)
-    return {n: nn.Parameter(torch.randn(s, generator=generator, device=device).to(dtype)) for n, s in shapes.items()}
-
-
-def backward(parameters, seed, homes=MappingProxyType({})):
-    """A loss whose gradients are known: random numbers in the parameters' dtype, returned by name."""
-    device = next(iter(parameters.values())).device
-    generator = torch.Generator(device).manual_seed(seed)
-    gradients = {n: torch.randn(p.shape, generator=generator, device=device).to(p.dtype) for n, p in parameters.items()}
-    with VisitingWeights({0: homes}, device).visit(0):
-        sum((p * gradients[n]).sum() for n, p in parameters.items()).backward()
-    return gradients
-
-
-def copy_of_state(optimizer):
-    device = next(iter(optimizer.parameters.values())).device
-    return {
-        n: {k: t.to(device, copy=True) for k, t in tensors.items()} for n, tensors in optimizer.state_dict().items()
-    }
-
-
-def assert_equal_states(found, expected):
-    for name, tensors in expected.items():
-        assert found[name].keys() == tensors.keys()
-        for key, tensor in tensors.items():
-            assert torch.equal(found[name][key], tensor), (name, key)
 
 
 @DTYPES
@@ -178,10 +145,6 @@ def run(parameters, placement, micro_batches, steps=5, prepare=None, state_forma
     return copy_of_state(optimizer), weights_of(optimizer), norms
 
 
-def weights_of(optimizer):
-    return {name: {"": weight.detach().to(optimizer.device)} for name, weight in optimizer.weights().items()}
-
-
 HOST_WEIGHTS = pytest.mark.parametrize("host_weights", [["matrix"], ["norm.weight", "other"], [*SHAPES]], ids=len)
 
 
@@ -245,45 +208,6 @@ def test_weights_on_the_host_start_from_float32_weights_and_files(dtype, state_f
                 kept = {key: tensor.cpu() for key, tensor in state.tensors.items()}
                 assert torch.equal(state.format.read(kept, own)["master"], weights[name].flatten().cpu())
                 assert torch.equal(own, weights[name].flatten().cpu().to(dtype))
-
-
-@DTYPES
-@pytest.mark.parametrize(("saved", "loaded"), [([], [*WIDE]), ([*WIDE], []), (["matrix"], ["other", "norm.weight"])])
-@pytest.mark.parametrize(
-    "formats", [("float32",) * 2, ("compact",) * 2, ("float32", "compact"), ("compact", "float32")]
-)
-def test_a_checkpoint_is_loaded_wherever_weights_live(dtype, saved, loaded, formats, device, tmp_path):
-    """State of the same format is restored exactly, masters by every format."""
-
-    def make(host_weights, state_format):
-        parameters = make_parameters(dtype, device, WIDE)
-        return make_optimizer(parameters.items(), state_format=state_format, host_weights=host_weights)
-
-    def masters(optimizer):
-        for state in optimizer.states.values():
-            kept = {key: tensor.cpu() for key, tensor in state.tensors.items()}
-            yield state.format.read(kept, state.weight.detach().flatten().cpu())["master"]
-
-    optimizer, other, third = make(saved, formats[0]), make(loaded, formats[1]), make([], formats[1])
-    for seed in range(3):
-        backward(optimizer.parameters, seed, optimizer.homes)
-        optimizer.step(1e-2)
-    path = save_checkpoint(
-        tmp_path, 3, weights=optimizer.weights(), model_config={}, trainer_state={},
-        optimizer_state=optimizer.state_dict(),
-    )  # fmt: skip
-    for each in (other, third):
-        load_state(each, path)
-        assert_equal_states(weights_of(each), weights_of(optimizer))
-        assert all(map(torch.equal, masters(each), masters(optimizer)))
-        backward(each.parameters, 10, each.homes)
-        each.step(1e-2)
-    assert_equal_states(copy_of_state(other), copy_of_state(third))
-    assert_equal_states(weights_of(other), weights_of(third))
-    if formats[0] == formats[1]:
-        backward(optimizer.parameters, 10, optimizer.homes)
-        optimizer.step(1e-2)
-        assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
 
 
 @DTYPES
@@ -420,27 +344,6 @@ def test_a_second_gradient_needs_accumulate(device):
     backward(parameters, 0)
     with pytest.raises(AssertionError, match="accumulate must be True"):
         backward(parameters, 1)
-
-
-@DTYPES
-@pytest.mark.parametrize("saved, loaded", [("device", "host"), ("host", "partly"), ("partly", "device")])
-def test_checkpoint_restores_the_optimizer_exactly_in_another_placement(dtype, saved, loaded, device, tmp_path):
-    parameters, restored = make_parameters(dtype, device), make_parameters(dtype, device)
-    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=PLACEMENTS[saved])
-    for seed in range(3):
-        backward(parameters, seed)
-        optimizer.step(1e-2)
-    path = save_checkpoint(
-        tmp_path, 3, weights=ANY_WEIGHTS, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
-    )
-    other = make_optimizer(restored.items(), gpu_state_bytes=PLACEMENTS[loaded])
-    load_state(other, path)
-    assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
-    for both, its_optimizer in ((parameters, optimizer), (restored, other)):
-        backward(both, 10)
-        its_optimizer.step(1e-2)
-    assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
-    assert all(torch.equal(parameters[n], restored[n]) for n in parameters)
 
 
 def test_checkpoint_holds_each_tensor_not_the_whole_arena(tmp_path, device):
@@ -656,137 +559,6 @@ def train_sharded(gpu_state_bytes, world, micro_batches, steps=3, state_format="
         norms += optimizer.clip_grad_norm(1.0)
         optimizer.step(1e-2)
     return model, optimizer, norms
-
-
-def values_of(optimizer):
-    """The state in float32 values, and the parameters, whole on every rank and on the CPU."""
-    values = {}
-    for name, tensors in full(optimizer.state_dict()).items():
-        parameter = full({name: {"": optimizer.parameters[name].detach()}})[name][""].cpu()
-        kept = {key: tensor.cpu().flatten() for key, tensor in tensors.items() if key not in ("master", "step")}
-        own = tensors["master"].detach().cpu() if "master" in tensors else parameter
-        format = format_with(kept.keys(), own.dtype)
-        values[name] = {**format.read(kept, own.flatten()), "parameter": parameter.flatten()}
-    return values
-
-
-def assert_converted(found, expected, saved):
-    """Masters are equal; moments are what a format in between left of them."""
-    for name, values in values_of(expected).items():
-        for key, value in values_of(found)[name].items():
-            if key == "master":
-                assert torch.equal(value, values[key]), name
-            elif key == "exp_avg" and saved == "float32":
-                torch.testing.assert_close(value, values[key], rtol=0, atol=1e-2 * float(values[key].abs().max()))
-            elif key == "exp_avg_sq" and saved == "float32":
-                root = values[key].sqrt()
-                torch.testing.assert_close(value.sqrt(), root, rtol=0, atol=1e-2 * float(root.max()))
-            elif key != "parameter":
-                assert torch.equal(value, values[key]), (name, key)
-        assert found.steps == expected.steps
-
-
-@DTYPES
-@pytest.mark.parametrize("loaded_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("saved, loaded", [("compact", "float32"), ("float32", "compact"), ("compact", "compact")])
-@pytest.mark.parametrize("placements", [("device", "host"), ("host", "device")])
-def test_a_checkpoint_is_loaded_in_either_format(dtype, loaded_dtype, saved, loaded, placements, device, tmp_path):
-    parameters, restored = make_parameters(dtype, device, WIDE), make_parameters(loaded_dtype, device, WIDE)
-    on = [PLACEMENTS[placement] for placement in placements]
-    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=on[0], state_format=saved)
-    for seed in range(3):
-        backward(parameters, seed)
-        optimizer.step(1e-2)
-    path = save_checkpoint(
-        tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
-    )
-    verify_checkpoint(path)
-    in_file = load_file(path / OPTIMIZER)
-    assert (in_file["matrix.exp_avg"].dtype == torch.int8) == (saved == "compact")
-    assert_equal_states({"": in_file}, {"": {key: t.cpu() for key, t in flat(optimizer.state_dict()).items()}})
-    other = make_optimizer(restored.items(), gpu_state_bytes=on[1], state_format=loaded)
-    load_state(other, path)
-    assert_converted(other, optimizer, None if saved == loaded else saved)
-    if saved == loaded and dtype == loaded_dtype:
-        for both, its_optimizer in ((parameters, optimizer), (restored, other)):
-            backward(both, 10)
-            its_optimizer.step(1e-2)
-        assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
-        assert all(torch.equal(parameters[n], restored[n]) for n in parameters)
-
-
-LARGE = {"matrix": (10240, 1536), "norm.weight": (1536,)}  # float32 state of 189 MB, compact of 65 MB
-PIECES_BYTES = 48 * 2**20  # bound on all pieces on their way, of the sizes below: 24 MiB were measured
-
-
-def save_large(world, folder, saved):
-    parameters = make_parameters(torch.bfloat16, "cpu", LARGE)
-    state = make_optimizer(parameters.items(), state_format=saved).state_dict()
-    save_checkpoint(folder, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state)
-
-
-def check_memory_of_loading(world, folder, loaded, gpu_state_bytes):
-    # Two threads, each with a piece of 64K elements, so that a whole state stands out.
-    pieces.IO_THREADS, pieces.PIECE_BYTES, training.optim.inventory.PIECE_ELEMENTS = 2, 2**17, 2**16
-    pieces.CONVERTED_BYTES = training.checkpoint.state.CONVERTED_BYTES = 2**17
-    torch.set_num_threads(1)  # threads of OpenMP would wait for each other at full load
-    parameters = make_parameters(torch.bfloat16, "cpu", LARGE)
-    before = resident_bytes()
-    arguments = {"accumulate": False, "gpu_state_bytes": gpu_state_bytes, "state_format": loaded}
-    optimizer = make_optimizer(parameters.items(), **arguments)
-    state = sum(tensor.nbytes for each in optimizer.states.values() for tensor in each.tensors.values())
-    load_state(optimizer, folder / "step_00000003")
-    grown = resident_bytes("VmHWM") - before
-    assert grown < state + PIECES_BYTES, (grown, state)
-
-
-@pytest.mark.parametrize(
-    "saved, loaded, placement",
-    [("compact", "compact", "device"), ("float32", "compact", "host"), ("compact", "float32", "device")],
-)
-def test_loading_takes_no_more_host_memory_than_the_state_and_some_pieces(saved, loaded, placement, tmp_path):
-    """On a CPU, where both placements are host memory. A whole state read before it is converted would exceed it."""
-    run_ranks(1, save_large, tmp_path, saved)
-    run_ranks(1, check_memory_of_loading, tmp_path, loaded, PLACEMENTS[placement])
-
-
-def test_state_of_another_model_is_refused_in_another_format(tmp_path):
-    parameters = make_parameters(torch.bfloat16, "cpu", WIDE)
-    state = make_optimizer(parameters.items(), state_format="compact").state_dict()
-    path = save_checkpoint(
-        tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state
-    )  # fmt: skip
-    for shape, message in (((6, 32), r"shape \[6, 64\]"), ((3, 64), r"\[6, 64\]")):
-        other = make_optimizer(make_parameters(torch.bfloat16, "cpu", WIDE | {"matrix": shape}).items())
-        with pytest.raises(UserError, match=message):
-            load_state(other, path)
-    state["matrix"].pop("exp_avg_scale")
-    path = save_checkpoint(tmp_path, 4, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state)
-    with pytest.raises(UserError, match="another model or optimizer"):
-        load_state(make_optimizer(parameters.items()), path)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded", "key"), [("float32", "compact", "exp_avg_sq"), ("compact", "float32", "exp_avg_scale")]
-)
-def test_state_that_is_not_finite_is_refused_in_another_format(saved, loaded, key, tmp_path):
-    parameters = make_parameters(torch.bfloat16, "cpu", WIDE)
-    state = make_optimizer(parameters.items(), state_format=saved).state_dict()
-    path = save_checkpoint(
-        tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state
-    )  # fmt: skip
-    tensors = load_file(path / OPTIMIZER)
-    tensors[f"matrix.{key}"].view(-1)[1] = float("nan")
-    save_file(tensors, path / OPTIMIZER)
-    with pytest.raises(UserError, match=rf"matrix\.{key} in .* is not finite"):
-        load_state(make_optimizer(parameters.items(), state_format=loaded), path)
-
-
-def full(state):
-    return {
-        name: {key: t.full_tensor() if isinstance(t, DTensor) else t.clone() for key, t in tensors.items()}
-        for name, tensors in state.items()
-    }
 
 
 def check_sharded(world, folder):
