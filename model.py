@@ -98,8 +98,8 @@ class Share:
 
     @property
     def attends_in_groups(self) -> bool:
-        """Whether attention may work on some key/value heads at a time."""
-        return self.qk_norm != "width" and not self.has_output_gate and self.rotary_dim is None
+        """Whether the attention of some layer may work on some key/value heads at a time."""
+        return any(self.parts(layer).mixer.works_in_groups for layer in range(self.num_hidden_layers))
 
     def projected_logits_bytes(self, num_tokens: int, bytes_per_logit: int = 2) -> int:
         """Size of the [num_tokens, V] logits that the standard loss materialises."""

@@ -289,4 +289,4 @@ def qkv_convolution_footprint(num_tokens: int, channels: int, *, element_size: i
     """Footprint of `qkv_convolution`, without documents' tables."""
     x = element_size * num_tokens * channels
     partial = 4 * WIDTH * channels * -(-num_tokens // (STRIPS * STRIP))
-    return Footprint(saved=x, forward=x, backward=2 * x + partial, elementwise_bytes=2 * x)
+    return Footprint(saved=x, forward=x, backward=2 * x + partial)

@@ -1,6 +1,6 @@
 """Gated delta net: a layer's mixer whose memory is a state per value head, not keys and values (arXiv 2412.06464).
 
-From the layer's input x, with G key heads of width K and H value heads of width V:
+The layer's input is x. There are G key heads of width K and H value heads of width V.
 
     q, k, v = convolution(x W_qkv^T), with SiLU, then q and k normalised      `qkv_convolution`
     g       = -exp(A_log) softplus(x W_a^T + dt_bias)                         log decay, float32
@@ -64,6 +64,7 @@ class DeltaNet(MixerKind):
     name: ClassVar[str] = "delta"
     module: ClassVar[str] = "linear_attn"
     works_in_groups: ClassVar[bool] = False
+    # Measured on an H100 (benchmarks/results/delta_net_h100_2026-11-26.md): scans wait for each other, not for memory.
     h200_rates: ClassVar[dict[str, float]] = {"delta forward": 161e12, "delta backward": 153e12}
 
     def __post_init__(self):
@@ -100,7 +101,8 @@ class DeltaNet(MixerKind):
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         _, H, _, V = self.sizes
-        map_qkv, map_z, of_heads = (Parameter((n, hidden_size), is_map=n > H) for n in (self.channels, H * V, H))
+        map_qkv, map_z = (Parameter((rows, hidden_size), is_map=True) for rows in (self.channels, H * V))
+        of_heads = Parameter((H, hidden_size))
         return {
             "dt_bias": Parameter((H,), "one", is_exact=True),
             "A_log": Parameter((H,), "decay", is_exact=True, is_exact_in_files=True),

@@ -34,7 +34,6 @@ from .linear import PLAIN
 from .parts import Linear, Parameter, Weight, Work, part_of, tensors_of, weight_of
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP
-GATES = (*ACTIVATIONS, "sigmoid")
 BLOCK_SIZE = 2048  # columns of one row that one program works on
 
 

@@ -138,7 +138,8 @@ class MixerPart(LayerPart, Protocol):
         works_in_groups: whether it obeys `heads_at_a_time`.
     """
 
-    works_in_groups: bool
+    @property
+    def works_in_groups(self) -> bool: ...
 
     def results_bytes(self, num_tokens: int, element_size: int) -> tuple[int, int]:
         """Returns the bytes of the results that a block can keep, and of choices, which it always keeps."""
@@ -470,7 +471,7 @@ def sum_to(n: int, most: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Memory and work of an operation on a number of tokens, without weights and their gradients.
+    """Memory of an operation on a number of tokens, without weights and their gradients.
 
     Activation checkpointing runs a forward a second time, before backward. `kernels.common.operation` says which
     results are kept from the first run, and which operations the second run leaves out.
@@ -480,8 +481,7 @@ class Footprint:
         forward: bytes at the fullest moment of a forward that saves nothing, on top of its input.
         backward: bytes at the fullest moment of backward, on top of `saved`.
         keepable: part of `saved`: results that, if they are kept, spare the second forward their computation.
-        matrix_flops, backward_matrix_flops: floating-point operations of the matrix products of forward and backward.
-        elementwise_bytes: bytes that forward reads and writes outside of matrix products and attention.
+        matrix_flops: floating-point operations of forward's matrix products, where a step's seconds count them so.
     """
 
     saved: int
@@ -489,5 +489,3 @@ class Footprint:
     backward: int
     keepable: int = 0
     matrix_flops: float = 0
-    backward_matrix_flops: float = 0
-    elementwise_bytes: int = 0

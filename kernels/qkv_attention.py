@@ -520,7 +520,11 @@ class AttentionPart:
     has_output_gate: bool = False
     rotary_dim: int | None = None
     module: ClassVar[str] = "self_attn"
-    works_in_groups: ClassVar[bool] = True
+
+    @property
+    def works_in_groups(self) -> bool:
+        """Whether `heads_at_a_time` may be less than all: heads are normalised, rotated and left as wholes."""
+        return self.qk_norm != "width" and not self.has_output_gate and self.rotary_dim is None
 
     @property
     def heads(self) -> tuple[int, int, int]:

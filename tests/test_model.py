@@ -74,7 +74,7 @@ def test_loss_and_gradients_match_hugging_face(tied, hidden_act):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_parts_declare_the_parameters_that_modules_have(model_type, ranks):
-    """In every family, of layers with gates and without and of MLPs of two widths, whole and as one rank's share."""
+    """Tries every family, layers with gates and without, and MLPs of two widths, whole and as one rank's share."""
     mlps = GatedMLPPart(96), GatedMLPPart(160, "gelu_tanh"), GatedMLPPart(96)
     pattern = {"layer_kinds": (FULL, NSA()), "layer_mlps": mlps, "num_hidden_layers": 5}
     config = replace(in_family(TINY, model_type), **pattern, tie_word_embeddings=ranks == 1)
@@ -82,7 +82,9 @@ def test_parts_declare_the_parameters_that_modules_have(model_type, ranks):
         model = Transformer(config, ranks)
     declared = model.share.parameters()
     assert [(name, p.shape) for name, p in model.named_parameters()] == [(n, p.shape) for n, p in declared.items()]
-    for name, whole in config.parameters().items() if config.qk_norm != "width" else ():  # whose norms are not shared
+    for name, whole in (
+        config.parameters().items() if config.qk_norm != "width" else ()
+    ):  # ranks do not share a norm of all heads
         sizes = [size // ranks if dim == whole.shared_dim else size for dim, size in enumerate(whole.shape)]
         assert declared[name].shape == tuple(sizes), name
     projections = {name for name, module in model.layers[1].named_modules() if isinstance(module, torch.nn.Linear)}

@@ -403,7 +403,7 @@ class Full(AttentionKind):
         of_q, of_k = H * K * element_size, G * K * element_size
         row = context_length or T
         backward = backward_workspace(backend, T, of_q, of_k, row, longest, num_key_value_heads=G)
-        of_call = 0 if longest is None else T * of_q  # its output, before it is copied to that of all documents
+        of_call = 0 if longest is None else T * of_q  # its output, before it is copied to the output of all documents
         return AttentionBytes(of_q + 4 * H, 0, of_call, backward)
 
     def flops(self, length, H, G, K):

@@ -8,8 +8,8 @@ a token's key k, value v and query q do
 Key head j serves value heads j R to j R + R - 1. Tokens of a document are processed in chunks of 64. With G the sum of
 g from the chunk's start to a token, itself included, and D_ij = exp(G_i - G_j) for i >= j, else 0:
 
-    A_ij = beta_i (k_i . k_j) D_ij for i > j        strictly lower: what a token removes of those before it
-    new  = (I + A)^-1 beta (v - exp(G) k S)         [64, V]: what each token adds along its key
+    A_ij = beta_i (k_i . k_j) D_ij for i > j        strictly lower: a token removes this of earlier ones
+    new  = (I + A)^-1 beta (v - exp(G) k S)         [64, V]: each token adds this along its key
     out  = exp(G) q S + ((q k^T) D) new
     S    = exp(G_last) S + (exp(G_last - G) k)^T new
 
@@ -226,14 +226,9 @@ def delta_rule_footprint(num_tokens: int, G: int, H: int, K: int, V: int, *, ele
     kept = 4 * state * ((num_tokens - 1) // (PIECE * CHUNK))
     matrices = (1 + (num_tokens > STRETCH * CHUNK)) * chunks * H * CHUNK * (2 * 4 + 2 * element_size * CHUNK)
     backward = matrices + 2 * 4 * state + 2 * element_size * chunks * (state + CHUNK * H * V)
-    products = CHUNK * (K + V) + 3 * K * V + CHUNK * K  # multiplications and additions of a token and head in a scan
-    flops = 2.0 * num_tokens * H * products
     return Footprint(
         saved=2 * q + v + 2 * gates + kept,
         forward=v + kept + matrices,
         backward=2 * q + v + 2 * gates + backward,
         keepable=kept,
-        matrix_flops=flops,
-        backward_matrix_flops=3 * flops,
-        elementwise_bytes=0,
     )

@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.gated_mlp import (
     ACTIVATIONS,
-    GATES,
     gated_activation_reference,
     gated_mlp,
     gated_mlp_reference,
@@ -20,6 +19,7 @@ from kernels.linear import PLAIN
 from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_gradients, random, requested_peak
 
+GATES = (*ACTIVATIONS, "sigmoid")
 _SIGNATURE = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "output_ptr": "*bf16", "gate_stride": "i64", "up_stride": "i64"}
 _GRADIENTS = {"d_output_ptr": "*bf16", "d_gate_ptr": "*bf16", "d_up_ptr": "*bf16"}
 _4B = {"F": 9728, "BLOCK_F": 2048}

@@ -185,7 +185,7 @@ def _formats(step: Step) -> tuple[str, ...]:
 
 def _heads_at_a_time(step: Step) -> tuple[int | None, ...]:
     """Returns the key/value heads that attention may work on at a time; the last takes the least memory."""
-    return (None,) if not step.share.attends_in_groups else (None, 1)
+    return (None, 1) if step.share.attends_in_groups else (None,)
 
 
 def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
