@@ -116,7 +116,7 @@ class LayerPart(Protocol):
         """Returns the part's parameters by their names in it, in the order of the module's."""
 
     def shared_sizes(self) -> dict[str, int]:
-        """Returns the sizes that tensor-parallel ranks must divide, by their names in `model.ModelConfig`."""
+        """Returns the sizes that tensor-parallel ranks must divide, by their names in `kernels.config.ModelConfig`."""
 
     def linear_work(
         self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,

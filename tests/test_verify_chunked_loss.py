@@ -10,6 +10,7 @@ import torch
 
 import model
 import verify_chunked_loss
+from kernels import config
 from kernels.cross_entropy import cross_entropy
 from verify_chunked_loss import accumulation, equivalence, main, memory, switch
 
@@ -20,7 +21,7 @@ SMALL_VOCAB = 512
 def small_switch(monkeypatch):
     """The part `switch` with a small vocabulary, and the threshold at the same number of tokens."""
     scale = SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
-    monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", model.CHUNKED_LOSS_THRESHOLD_BYTES * scale)
+    monkeypatch.setattr(config, "CHUNKED_LOSS_THRESHOLD_BYTES", config.CHUNKED_LOSS_THRESHOLD_BYTES * scale)
     return functools.partial(switch, vocab_size=SMALL_VOCAB, switch_bytes=scaled(10))
 
 
@@ -58,14 +59,14 @@ def scaled(gigabytes):
 @pytest.mark.parametrize(("gigabytes", "checks"), [(1, 3), (12, 4)])
 def test_a_switch_elsewhere_fails(monkeypatch, small_switch, capsys, gigabytes, checks):
     """A switch at 1 GB chunks the short run; at 12 GB it leaves the long run whole. The configuration shows both."""
-    monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
+    monkeypatch.setattr(config, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
     assert main((first(small_switch, checks),)) == 1
     assert " 3 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gigabytes", [9.999, 10.001])
 def test_a_switch_nearby_fails(monkeypatch, small_switch, gigabytes):
-    monkeypatch.setattr(model, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
+    monkeypatch.setattr(config, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
     assert next(small_switch(torch.device("cpu"))).verdict == "FAIL"
 
 

@@ -207,7 +207,10 @@ def check_loss_choice(world: World) -> None:
     case = CASES["dense, packed"]._replace(loss_impl="auto")
     own_logits = 2 * case.T // world.context_size * 256 * 4  # bytes of 2 sequences of float32
     for threshold, is_chunked in ((own_logits, False), (own_logits - 1, True)):
-        with mock.patch("model.CHUNKED_LOSS_THRESHOLD_BYTES", threshold), mock.patch("model.log_loss_choice") as log:
+        with (
+            mock.patch("kernels.config.CHUNKED_LOSS_THRESHOLD_BYTES", threshold),
+            mock.patch("model.log_loss_choice") as log,
+        ):
             loss_and_gradients(case, world, batch_size=2)
         assert {call.args[0] for call in log.call_args_list} == {is_chunked}
 
