@@ -32,11 +32,15 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Details(NamedTuple):
-    """A loss; and each row's loss and log-sum-exp, float32 in target's shape, detached, 0 for ignored labels."""
+    """A loss; and each row's loss, log-sum-exp and entropy, float32 in target's shape, detached, 0 for ignored labels.
+
+    A row's loss has no weight in it: it is minus the label's log-probability.
+    """
 
     loss: Tensor
     per_token_loss: Tensor
     log_sum_exp: Tensor
+    entropy: Tensor | None = None  # nats; None: not asked for
 
 
 class RowOptions(NamedTuple):
@@ -54,8 +58,10 @@ def cross_entropy_reference(
     reduction: str = "mean",
     ignore_index: int = -100,
     softcap: float | None = None,
+    weights: Tensor | None = None,
     denominator: float | Tensor | None = None,
     return_details: bool = False,
+    return_entropy: bool = False,
 ) -> Tensor | Details:
     """Plain PyTorch with the contract of `cross_entropy`; float64 stays float64."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
@@ -65,8 +71,13 @@ def cross_entropy_reference(
     losses = F.cross_entropy(z, labels, reduction="none", ignore_index=ignore_index)
     log_sum_exp = torch.where(labels == ignore_index, 0, z.logsumexp(-1))
     scale = loss_scale(labels, reduction, ignore_index, denominator, z.dtype)
-    loss = losses.view(target.shape) if reduction == "none" else losses.sum() * scale
-    return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
+    terms = losses if weights is None else losses * weights.flatten()
+    loss = losses.view(target.shape) if reduction == "none" else terms.sum() * scale
+    if not (return_details or return_entropy):
+        return loss
+    p = z.softmax(-1)
+    entropies = torch.where(labels == ignore_index, 0, -torch.special.xlogy(p, p).sum(-1)) if return_entropy else None
+    return details(loss, losses, log_sum_exp, target.shape, entropies)
 
 
 def loss_scale(
@@ -108,9 +119,12 @@ def _check_denominator(is_valid, value):
         )
 
 
-def details(loss: Tensor, losses: Tensor, log_sum_exp: Tensor, shape: torch.Size) -> Details:
-    """Makes `Details` of a loss, and of losses and log_sum_exp [rows], which take the labels' shape."""
-    return Details(loss, losses.detach().view(shape), log_sum_exp.detach().view(shape))
+def details(
+    loss: Tensor, losses: Tensor, log_sum_exp: Tensor, shape: torch.Size, entropies: Tensor | None = None
+) -> Details:
+    """Makes `Details` of a loss, and of values of rows [N], which take the labels' shape."""
+    found = [None if x is None else x.detach().view(shape) for x in (losses, log_sum_exp, entropies)]
+    return Details(loss, *found)
 
 
 @triton.jit
@@ -277,6 +291,25 @@ def _cross_entropy_kernel(
         )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _entropy_kernel(
+    logits_ptr, logits_stride, statistics_ptr, out_ptr, num_rows, num_columns, SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Stores the sum of exp(z - m) (z - m) over a row's columns, for the maximum m of the whole row."""
+    row = tl.program_id(0).to(tl.int64)
+    maximum = tl.load(statistics_ptr + row)
+    offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK/VECTOR, VECTOR]
+    sums = tl.zeros([BLOCK // VECTOR, VECTOR], dtype=tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        z = _load_logits(
+            logits_ptr + row * logits_stride, start + offsets, num_columns, SOFTCAP, "evict_first", MASKED=True
+        )
+        below = tl.maximum(z - maximum, -1e38)  # finite, to avoid 0 * inf
+        sums += _exp(below) * below
+    tl.store(out_ptr + row, tl.sum(tl.sum(sums, axis=1), axis=0))
+
+
 @triton.jit
 def _scale_rows_kernel(gradient_ptr, gradient_stride, scale_ptr, scale_stride, num_columns, BLOCK: tl.constexpr):
     """Multiplies each row of the gradient by its scale. Rows of scale 1, as after loss.backward(), are left alone."""
@@ -382,6 +415,33 @@ def _row_step_in_torch(logits, target, options, shard, statistics, gradient, sca
     return statistics
 
 
+def row_entropies(logits: Tensor, target: Tensor, options: RowOptions, shard: Shard) -> Tensor:
+    """Returns the entropy of each row's probabilities, [N]; ignored rows give 0. Arguments as in `row_step`.
+
+    For the maximum m of z and the sum s of exp(z - m) it is log s - sum(exp(z - m) (z - m)) / s.
+    """
+    statistics = row_step(logits, target, options, shard)
+    num_rows, num_columns = logits.shape
+    if options.use_triton:
+        sums = torch.empty_like(statistics[0])
+        if num_rows > 0:
+            _entropy_kernel[(num_rows,)](
+                logits, logits.stride(0), statistics, sums, num_rows, num_columns, SOFTCAP=options.softcap,
+                VECTOR=VECTOR, **launch_configuration(num_columns, logits.element_size()),
+            )  # fmt: skip
+    else:
+        z = logits.to(statistics.dtype)
+        if options.softcap is not None:
+            z = options.softcap * torch.tanh(z / options.softcap)
+        below = (z - statistics[0][:, None]).clamp(min=-1e38)
+        sums = (below.exp() * below).sum(1)
+    if shard.group is not None:
+        dist.all_reduce(sums, group=shard.group)
+    maximum, others, true_logit = statistics
+    total = others + (true_logit - maximum).exp()
+    return torch.where(target == options.ignore_index, 0, total.log() - sums / total)
+
+
 def _statistics_of_whole_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Combines each rank's statistics of its own columns, [3, N]."""
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -430,6 +490,19 @@ def _backward(
 
 
 _backward.register_fake(lambda d_losses, logits, *rest: logits.new_empty(logits.shape))
+
+
+@operation("fathom::row_entropies")
+def _entropies(
+    logits: Tensor, target: Tensor, group_name: str | None, ignore_index: int, softcap: float | None, use_triton: bool
+) -> Tensor:
+    options = RowOptions(ignore_index, softcap, use_triton)
+    return row_entropies(logits, target, options, shard_of(group_name, logits.shape[1]))
+
+
+@_entropies.register_fake
+def _(logits, target, *options):
+    return target.new_empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _setup_context(ctx, inputs, output):
@@ -504,8 +577,10 @@ def cross_entropy(
     reduction: str = "mean",
     ignore_index: int = -100,
     softcap: float | None = None,
+    weights: Tensor | None = None,
     denominator: float | Tensor | None = None,
     return_details: bool = False,
+    return_entropy: bool = False,
     inplace: bool = False,
     process_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
@@ -518,10 +593,14 @@ def cross_entropy(
         reduction: "mean", "sum" or "none".
         ignore_index: rows with this label have a loss and a gradient of 0.
         softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 does (arXiv:2408.00118).
+        weights: [...], multiply the rows' losses and gradients: any finite numbers, as fractions, 0 and below. They are
+            taken as float32, are not differentiated, and do not change the default of `denominator`.
         denominator: divides the sum for "mean": a positive number or tensor of one element, for instance the number
             of labels in all micro-batches of all ranks. The default is the number of rows not ignored. The loss is 0
             where all rows are ignored.
         return_details: also return each row's loss and log-sum-exp.
+        return_entropy: also return these and the entropy of each row's probabilities, which reads the logits twice
+            more.
         inplace: lets the gradient overwrite the logits in forward. This saves a second [..., V] and a read of it. The
             logits are gone, and backward can run once.
         process_group: shards the vocabulary. Each rank calls with the same target and the logits of its own classes:
@@ -546,17 +625,24 @@ def cross_entropy(
     if rows.stride(1) != 1:
         rows = rows.contiguous()
     options = RowOptions(ignore_index, softcap, on_triton)
+    weights = checked_weights(weights, logits, target, reduction)
     scale = loss_scale(labels, reduction, ignore_index, denominator, torch.promote_types(logits.dtype, torch.float32))
+    # Before the gradient overwrites the logits.
+    entropies = _entropies(rows.detach(), labels, group_name, *options) if return_entropy else None
     if inplace and torch.is_grad_enabled() and logits.requires_grad:
         # The stored gradient is scaled, and backward leaves it alone. In float16, 1 / tokens would underflow.
         one = torch.ones_like(scale)
         in_gradient, scale = (one, scale) if logits.dtype == torch.float16 else (scale, one)
+        in_gradient = in_gradient if weights is None else in_gradient * weights
         terms, losses, log_sum_exp = _InPlace.apply(rows, labels, in_gradient, group_name, options)
     else:
         terms, log_sum_exp, _ = _forward(rows, labels, group_name, *options)
         losses = terms
+        terms = terms if weights is None else terms * weights
     loss = terms.view(target.shape) if reduction == "none" else terms.sum() * scale
-    return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
+    if not (return_details or return_entropy):
+        return loss
+    return details(loss, losses, log_sum_exp, target.shape, entropies)
 
 
 class CrossEntropyLoss(nn.Module):
@@ -594,6 +680,19 @@ def checked_labels(logits: Tensor, target: Tensor, reduction: str, softcap: floa
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
     return target.reshape(-1).long().contiguous()
+
+
+def checked_weights(weights: Tensor | None, logits: Tensor, target: Tensor, reduction: str) -> Tensor | None:
+    """Returns weights [N], float32 (float64 for float64 logits), contiguous. Raises ValueError."""
+    if weights is None:
+        return None
+    if weights.shape != target.shape or not weights.is_floating_point():
+        raise ValueError(
+            f"weights must be {list(target.shape)} of floating point, got {list(weights.shape)}, {weights.dtype}"
+        )
+    if reduction == "none":
+        raise ValueError('weights have no effect with reduction="none", whose losses the caller may weigh')
+    return weights.detach().reshape(-1).to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
 
 
 def cross_entropy_footprint(num_tokens: int, vocab_size: int, *, element_size: int = 2) -> Footprint:

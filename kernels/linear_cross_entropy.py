@@ -10,8 +10,9 @@ loss of a row.
 Backward multiplies dx and the float32 dW by 1 / tokens and by the incoming gradient, once, so that neither factor
 underflows g's 16 bits. Rows with an ignored label take part in no GEMM.
 
-With reduction="none" each row has an incoming gradient of its own, and only backward knows it. Forward then computes
-the losses alone. Backward runs the chunks again and scales g's rows.
+A row's weight multiplies its loss in float32, and g's row before it is rounded. With reduction="none" each row has an
+incoming gradient of its own, and only backward knows it. Forward then computes the losses alone. Backward runs the
+chunks again and takes the incoming gradients as weights.
 
 Kept for backward: dx in the input's dtype and dW in float32; with reduction="none" the inputs instead. On top of inputs
 and gradients the loss takes chunk_size * V * 2 bytes for 16-bit logits, and 4 * V * D bytes for dW.
@@ -32,9 +33,11 @@ from .cross_entropy import (
     Details,
     RowOptions,
     checked_labels,
+    checked_weights,
     cross_entropy_reference,
     details,
     loss_scale,
+    row_entropies,
     row_losses,
     row_step,
     shard_of,
@@ -119,15 +122,15 @@ def _add_gradients(
 @operation("fathom::linear_cross_entropy")
 def _loss_and_gradients(
     input: Tensor, linear_weight: Tensor, target: Tensor,
-    linear_bias: Tensor | None, scale: Tensor,
-    needs_input: bool, needs_weight: bool, needs_bias: bool,
+    linear_bias: Tensor | None, weights: Tensor | None, scale: Tensor,
+    needs_input: bool, needs_weight: bool, needs_bias: bool, needs_entropy: bool,
     part: int, num_valid_tokens: int | None, chunk_size: int, group_name: str | None,
     ignore_index: int, softcap: float | None, use_triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the loss, each row's loss and log-sum-exp, and the gradients of input, head and bias.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the loss, each row's loss, log-sum-exp and entropy, and the gradients of input, head and bias.
 
-    Gradients that are not needed are empty. `scale` [] multiplies the sum of the losses, but not yet the gradients;
-    `scale` [N] multiplies the gradient of each row. `part` is the number of a `kernels.parts.Linear`.
+    What is not needed is empty. `weights` [N] multiply each row's loss and its gradients. `scale` [] multiplies the sum
+    of the losses, but not yet the gradients. `part` is the number of a `kernels.parts.Linear`.
     """
     linear: Linear = part_of(part)
     options = RowOptions(ignore_index, softcap, use_triton)
@@ -136,10 +139,11 @@ def _loss_and_gradients(
     num_rows = len(target) if rows is None else len(rows)
     needs_gradient = needs_input or needs_weight or needs_bias
 
-    losses, log_sum_exp, d_input, d_weight, d_bias = _empty_outputs(
-        input, linear_weight, target, needs_input, needs_weight, needs_bias
+    losses, log_sum_exp, entropies, d_input, d_weight, d_bias = _empty_outputs(
+        input, linear_weight, target, needs_input, needs_weight, needs_bias, needs_entropy
     )
     d_bias.zero_()
+    entropies.zero_()
     if rows is not None:
         d_input.zero_()
     if num_rows == 0:
@@ -152,12 +156,14 @@ def _loss_and_gradients(
     for start in range(0, num_rows, chunk_size):
         here = slice(start, start + chunk_size)
         chunk = here if rows is None else rows[here]
-        x, labels, row_scale = input[chunk], target[chunk], scale[chunk] if scale.dim() else None
+        x, labels, row_weights = input[chunk], target[chunk], None if weights is None else weights[chunk]
         x_factor, logits = linear.factor(x), logits_buffer[: len(x)]
         for words, factor, bias in zip(head.groups, head.factors, head.biases):
             linear.forward(x_factor, factor, bias, out=logits[:, words])
+        if needs_entropy:
+            entropies[chunk] = row_entropies(logits, labels, options, shard)
         gradient = logits if needs_gradient else None  # the gradient overwrites the logits
-        statistics[:, here] = row_step(logits, labels, options, shard, gradient=gradient, scale=row_scale)
+        statistics[:, here] = row_step(logits, labels, options, shard, gradient=gradient, scale=row_weights)
         if gradient is None:
             continue
         d_x = None if not needs_input else d_input[here] if rows is None else torch.empty_like(x)
@@ -171,15 +177,20 @@ def _loss_and_gradients(
         dist.all_reduce(d_input, group=shard.group)
     computed = slice(None) if rows is None else rows
     losses.zero_()[computed], log_sum_exp.zero_()[computed] = row_losses(statistics)
-    return (losses * scale).sum(), losses, log_sum_exp, d_input, d_weight, d_bias
+    terms = losses if weights is None else losses * weights
+    return (terms * scale).sum(), losses, log_sum_exp, entropies, d_input, d_weight, d_bias
 
 
-def _empty_outputs(input, linear_weight, target, needs_input, needs_weight, needs_bias):
-    """Makes each row's loss and log-sum-exp, and gradients: the input's in its dtype, others in float32 or wider."""
+def _empty_outputs(input, linear_weight, target, needs_input, needs_weight, needs_bias, needs_entropy):
+    """Makes each row's loss, log-sum-exp and entropy, and gradients.
+
+    The input's gradient has its dtype, all else is float32 or wider.
+    """
     losses = input.new_empty(target.shape, dtype=torch.promote_types(input.dtype, torch.float32))
     return (
         losses,
         torch.empty_like(losses),
+        losses.new_empty(target.shape if needs_entropy else 0),
         input.new_empty(input.shape if needs_input else 0),
         losses.new_empty(linear_weight.shape if needs_weight else 0),
         losses.new_empty(len(linear_weight) if needs_bias else 0),
@@ -187,17 +198,17 @@ def _empty_outputs(input, linear_weight, target, needs_input, needs_weight, need
 
 
 @_loss_and_gradients.register_fake
-def _(input, linear_weight, target, linear_bias, scale, needs_input, needs_weight, needs_bias, *options):
-    outputs = _empty_outputs(input, linear_weight, target, needs_input, needs_weight, needs_bias)
+def _(input, linear_weight, target, linear_bias, weights, scale, *options):
+    outputs = _empty_outputs(input, linear_weight, target, *options[:4])
     return outputs[0].new_empty(()), *outputs
 
 
 def _setup_context(ctx, inputs, output):
-    input, linear_weight, target, linear_bias, scale, *needs = inputs[:8]
+    input, linear_weight, target, linear_bias, _, scale, *needs = inputs[:9]
     ctx.set_materialize_grads(False)
-    ctx.dtype, ctx.options, ctx.has_gradients = input.dtype, inputs[8:], any(needs)
+    ctx.dtype, ctx.options, ctx.has_gradients = input.dtype, inputs[10:], any(needs)
     if ctx.has_gradients:
-        ctx.save_for_backward(scale, *output[3:])
+        ctx.save_for_backward(scale, *output[4:])
     else:
         ctx.save_for_backward(input, linear_weight, target, linear_bias)
 
@@ -216,9 +227,10 @@ def _backward(ctx, d_loss, d_losses, *_):
             for g in gradients
         ]
     else:
-        _, _, _, *gradients = _loss_and_gradients(*ctx.saved_tensors, d_losses.contiguous(), *needs, *ctx.options)
+        tensors = *ctx.saved_tensors, d_losses.contiguous(), d_losses.new_ones(())
+        _, _, _, _, *gradients = _loss_and_gradients(*tensors, *needs, False, *ctx.options)
     d_input, d_weight, d_bias = (g.to(ctx.dtype) if needed else None for g, needed in zip(gradients, needs))
-    return d_input, d_weight, None, d_bias, *[None] * (4 + len(ctx.options))
+    return d_input, d_weight, None, d_bias, *[None] * (6 + len(ctx.options))
 
 
 _loss_and_gradients.register_autograd(_backward, setup_context=_setup_context)
@@ -233,11 +245,13 @@ def linear_cross_entropy(
     reduction: str = "mean",
     ignore_index: int = -100,
     softcap: float | None = None,
+    weights: Tensor | None = None,
     denominator: float | Tensor | None = None,
     num_valid_tokens: int | None = None,
     chunk_size: int = CHUNK_SIZE,
     process_group: dist.ProcessGroup | None = None,
     return_details: bool = False,
+    return_entropy: bool = False,
     linear: Linear = PLAIN,
     impl: str = "auto",
 ) -> Tensor | Details:
@@ -250,8 +264,9 @@ def linear_cross_entropy(
         input: [..., D] hidden states, float32, bfloat16 or float16 (float64 too with impl="torch").
         linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once. Its gradient is summed over
             the ranks of its mesh, which are taken to have different rows of the input.
-        target, reduction, ignore_index, softcap, denominator, return_details: as in `cross_entropy`. Rows with an
-            ignored label cost nothing, and reduction="none" costs a fourth GEMM in backward.
+        target, reduction, ignore_index, softcap, weights, denominator, return_details, return_entropy: as in
+            `cross_entropy`. Rows with an ignored label cost nothing, and reduction="none" costs a fourth GEMM in
+            backward.
         linear_bias: [V], of the input's dtype.
         num_valid_tokens: number of labels other than `ignore_index`. A caller that knows it spares the host a wait for
             the device. A wrong number is an error (on CUDA a device-side assertion).
@@ -272,18 +287,21 @@ def linear_cross_entropy(
     on_triton = use_triton(impl, input)
     labels = checked_labels(input, target, reduction, softcap)
     _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size)
+    weights = checked_weights(weights, input, target, reduction)
     scale = loss_scale(labels, reduction, ignore_index, denominator, torch.promote_types(input.dtype, torch.float32))
     # Forward computes the gradients, except for reduction="none".
     computes_gradients = torch.is_grad_enabled() and reduction != "none"
     needs = [computes_gradients and t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
-    loss, losses, log_sum_exp, *_ = _loss_and_gradients(
-        input.reshape(-1, input.shape[-1]), linear_weight, labels, linear_bias, scale, *needs, linear.number,
-        num_valid_tokens, chunk_size, None if process_group is None else process_group.group_name, ignore_index,
-        softcap, on_triton,
+    loss, losses, log_sum_exp, entropies, *_ = _loss_and_gradients(
+        input.reshape(-1, input.shape[-1]), linear_weight, labels, linear_bias, weights, scale, *needs, return_entropy,
+        linear.number, num_valid_tokens, chunk_size, None if process_group is None else process_group.group_name,
+        ignore_index, softcap, on_triton,
     )  # fmt: skip
     if reduction == "none":
         loss = losses.view(target.shape)
-    return details(loss, losses, log_sum_exp, target.shape) if return_details else loss
+    if not (return_details or return_entropy):
+        return loss
+    return details(loss, losses, log_sum_exp, target.shape, entropies if return_entropy else None)
 
 
 def _gathered(linear_weight: Tensor) -> Tensor:

@@ -41,6 +41,12 @@ KERNELS_TO_COMPILE = [
         {p: "*fp32" for p in ("logits_ptr", "gradient_ptr", "scale_ptr")}, itemsize=4, SOFTCAP=30.0
     ),
     KernelToCompile(
+        "_entropy_kernel",
+        {"logits_ptr": "*bf16", "logits_stride": "i64", "statistics_ptr": "*fp32", "out_ptr": "*fp32",
+         "num_rows": "i32", "num_columns": "i32"},
+        {"SOFTCAP": None, "VECTOR": module.VECTOR, "BLOCK": 8192}, num_warps=16,
+    ),
+    KernelToCompile(
         "_scale_rows_kernel",
         {"gradient_ptr": "*bf16", "gradient_stride": "i64", "scale_ptr": "*fp32", "scale_stride": "i32",
          "num_columns": "i32"},
@@ -89,7 +95,7 @@ def _assert_as_exact_as_pytorch(logits, target, d_loss=1.0, impl="triton", inpla
 
 OPTIONS = [
     {}, {"reduction": "sum"}, {"denominator": 17}, {"softcap": 5.0}, {"ignore_index": 0},
-    {"softcap": 5.0, "reduction": "none"},
+    {"softcap": 5.0, "reduction": "none"}, {"weights": True}, {"weights": True, "denominator": 17, "softcap": 5.0},
 ]  # fmt: skip
 
 
@@ -100,14 +106,51 @@ def test_every_option_is_as_exact_as_pytorch(device, options, inplace, impl):
     logits, target = _inputs(device)
     if "ignore_index" in options:
         target[target == -100] = 7
+    if "weights" in options:
+        options = {**options, "weights": weights_of(target)}
     _assert_as_exact_as_pytorch(logits, target, 0.7, impl, inplace, **options)
 
 
+def weights_of(target):
+    """Weights above, below and at 0, fractions, and numbers that no 16 bits hold."""
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.randn(target.shape, generator=generator) + 1.0001  # so that the sum does not cancel
+    weights.view(-1)[2::5], weights.view(-1)[3::5] = 0.0, 1 / 3
+    return weights.to(target.device)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_16_bit_logits(device, dtype, inplace):
+def test_16_bit_logits(device, dtype, inplace, weighted):
     logits, target = _inputs(device, dtype=dtype)
-    _assert_as_exact_as_pytorch(logits, target, inplace=inplace)
+    options = {"weights": weights_of(target)} if weighted else {}
+    _assert_as_exact_as_pytorch(logits, target, inplace=inplace, **options)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_weights_of_1_change_no_bit_and_of_0_leave_nothing(device, inplace, impl):
+    logits, target = _inputs(device, dtype=torch.bfloat16)
+    options = {"impl": impl, "inplace": inplace}
+    plain = _loss_and_gradient(cross_entropy, logits, target, **options)
+    ones = _loss_and_gradient(cross_entropy, logits, target, weights=torch.ones_like(logits[..., 0]), **options)
+    assert all(map(torch.equal, ones, plain))
+    weights = weights_of(target).double()  # taken as float32
+    _, gradient = _loss_and_gradient(cross_entropy, logits, target, weights=weights, **options)
+    assert gradient[weights == 0].eq(0).all() and gradient[(weights != 0) & (target != -100)].ne(0).any(-1).all()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("spread", [0.0, 3.0, 1e4])
+def test_entropy_of_flat_and_of_certain_rows(device, spread, impl):
+    """log(2101) where all words are alike, 0 where one is certain; a word that cannot occur adds nothing."""
+    logits, target = _inputs(device, spread=spread)
+    logits[0, 2, 5:] = -torch.inf
+    exact = cross_entropy_reference(logits.double(), target, return_entropy=True).entropy
+    found = cross_entropy(logits, target, return_entropy=True, impl=impl).entropy
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=2e-6)
+    assert found[target == -100].eq(0).all() and (spread or abs(found[1, 1].item() - 7.6502) < 1e-4)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -211,14 +254,13 @@ def test_checked_denominators_compile_in_one_graph():
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_details(device, impl):
     logits, target = _inputs(device)
-    expected = cross_entropy_reference(logits, target, return_details=True)
+    options = {"return_details": True, "return_entropy": True, "weights": weights_of(target)}
+    expected = cross_entropy_reference(logits, target, **options)
     for inplace in (False, True):
-        details = cross_entropy(
-            logits.clone().requires_grad_() * 1, target, return_details=True, inplace=inplace, impl=impl
-        )
+        details = cross_entropy(logits.clone().requires_grad_() * 1, target, inplace=inplace, impl=impl, **options)
         for value, wanted in zip(details, expected):
             torch.testing.assert_close(value.detach(), wanted)
-        assert details.per_token_loss.shape == details.log_sum_exp.shape == target.shape
+        assert details.per_token_loss.shape == details.log_sum_exp.shape == details.entropy.shape == target.shape
         assert details.log_sum_exp[target == -100].eq(0).all()
         assert not details.log_sum_exp.requires_grad and not details.per_token_loss.requires_grad
 
@@ -340,7 +382,7 @@ def test_same_bits_every_time_out_of_poisoned_memory(device, poisoned_memory):
 @pytest.mark.parametrize("inplace", [False, True])
 def test_compiles_in_one_graph(device, inplace, impl):
     logits, target = _inputs(device, vocab=53)
-    options = {"impl": impl, "inplace": inplace}
+    options = {"impl": impl, "inplace": inplace, "weights": weights_of(target)}
     expected = _loss_and_gradient(cross_entropy, logits, target, **options)
     backend = "inductor" if device.type == "cuda" else "aot_eager"  # compiles no C++
     compiled = torch.compile(lambda x: cross_entropy(x * 1, target, **options), fullgraph=True, backend=backend)
@@ -387,6 +429,9 @@ def test_refuses(device, change, message):
         cross_entropy(**arguments)
 
 
+REDUCTIONS = [{"reduction": reduction} for reduction in ("none", "mean", "sum")]
+
+
 @settings(derandomize=True, deadline=None, max_examples=25)
 @given(st.data())
 def test_any_shape_and_options(data):
@@ -405,7 +450,7 @@ def test_any_shape_and_options(data):
         d_loss=data.draw(st.sampled_from([1.0, -3.0])),
         impl=data.draw(st.sampled_from(IMPLEMENTATIONS)),
         inplace=data.draw(st.booleans()),
-        reduction=data.draw(st.sampled_from(["none", "mean", "sum"])),
+        **data.draw(st.sampled_from([*REDUCTIONS, {"weights": weights_of(target)}])),
         softcap=data.draw(st.sampled_from([None, 8.0])),
     )
 
@@ -441,6 +486,7 @@ def test_no_host_synchronisation(device, inplace):
     logits, target = _inputs(device)
     leaf = logits.requires_grad_()
     denominators = [{"denominator": 7}, {"denominator": torch.tensor(7, device=device)}]
+    denominators.append({"weights": weights_of(target), "return_details": False})
     for mode in ("default", "error"):  # the first round compiles
         torch.cuda.set_sync_debug_mode(mode)
         try:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from kernels.linear import PLAIN, Plain
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.kernels.compare import DEVICE, STRIDES, strided
+from tests.kernels.test_cross_entropy import weights_of
 from tests.ranks import run_ranks
 
 cross_entropy_module = importlib.import_module("kernels.cross_entropy")  # the package has the function by this name
@@ -61,6 +62,7 @@ def _assert_as_exact_as_pytorch(input, linear_weight, target, d_loss=1.0, slack=
 OPTIONS = [
     {}, {"reduction": "sum"}, {"denominator": 17}, {"softcap": 2.0}, {"linear_bias": True}, {"num_valid_tokens": 12},
     {"ignore_index": 0}, {"linear_bias": True, "softcap": 2.0, "reduction": "none"},
+    {"weights": True}, {"weights": True, "linear_bias": True, "softcap": 2.0, "num_valid_tokens": 12},
 ]  # fmt: skip
 
 
@@ -77,14 +79,29 @@ def test_every_option_is_as_exact_as_pytorch(device, options, impl):
         target[target == -100] = 0
     if "linear_bias" in options:
         options = {**options, "linear_bias": _bias(linear_weight)}
+    if "weights" in options:
+        options = {**options, "weights": weights_of(target)}
     _assert_as_exact_as_pytorch(input, linear_weight, target, 0.7, impl=impl, **options)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit(device, dtype, impl):
+def test_16_bit(device, dtype, weighted, impl):
     inputs = _inputs(device, shape=(3, 11), dtype=dtype)
-    _assert_as_exact_as_pytorch(*inputs, impl=impl, linear_bias=_bias(inputs[1]))
+    options = {"weights": weights_of(inputs[2])} if weighted else {}
+    _assert_as_exact_as_pytorch(*inputs, impl=impl, linear_bias=_bias(inputs[1]), **options)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_weights_of_1_change_no_bit_and_cost_no_product(device, impl):
+    inputs = _inputs(device, dtype=torch.bfloat16)
+    runs = []
+    for options in ({}, {"weights": torch.ones(2, 7, device=device), "return_entropy": False}):
+        _PRODUCTS.clear()
+        options |= {"impl": impl, "chunk_size": 5, "linear": _Counted()}
+        runs.append([*_loss_and_gradients(linear_cross_entropy, *inputs, **options), torch.tensor(_PRODUCTS)])
+    assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -161,13 +178,15 @@ def test_all_labels_ignored(device, reduction, num_valid_tokens, impl):
 
 def test_details(device):
     input, linear_weight, target = _inputs(device)
-    expected = linear_cross_entropy_reference(input, linear_weight, target, return_details=True)
+    options = {"return_details": True, "return_entropy": True, "weights": weights_of(target)}
+    expected = linear_cross_entropy_reference(input, linear_weight, target, **options)
     details = linear_cross_entropy(
-        input, linear_weight.requires_grad_(), target, return_details=True, chunk_size=4, impl="triton"
+        input, linear_weight.requires_grad_(), target, chunk_size=4, impl="triton", **options
     )
     for value, wanted in zip(details, expected):
         torch.testing.assert_close(value.detach(), wanted)
     assert details.log_sum_exp.shape == target.shape and details.log_sum_exp[target == -100].eq(0).all()
+    assert details.entropy[target == -100].eq(0).all()
     assert details.loss.requires_grad and not details.per_token_loss.requires_grad
 
 
@@ -303,10 +322,11 @@ def test_compiles_in_one_graph(device, reduction, impl):
 def test_op_has_the_schema_and_fake_outputs_it_claims(device):
     input, linear_weight, target = _inputs(device)
     rest = (PLAIN.number, 5, 4096, None, -100, None, False)
-    for needs in ((True, True, False), (False, False, False)):
+    weights, one = weights_of(target[0]), torch.ones((), device=device)
+    for weighted, *needs in ((None, True, True, False, False), (weights, False, False, False, True)):
         torch.library.opcheck(
             module._loss_and_gradients,
-            (input[0], linear_weight, target[0], None, torch.ones((), device=device), *needs, *rest),
+            (input[0], linear_weight, target[0], None, weighted, one, *needs, *rest),
             test_utils=("test_schema", "test_faketensor"),
         )
 
@@ -362,6 +382,9 @@ def test_triton_runs_once_a_chunk_and_torch_never(device, monkeypatch, impl):
         ({"reduction": "average"}, "reduction"),
         ({"num_valid_tokens": 15}, "num_valid_tokens"),
         ({"chunk_size": 0}, "chunk_size"),
+        ({"weights": torch.zeros(7)}, "weights must be"),
+        ({"weights": torch.zeros(2, 7, dtype=torch.long)}, "weights must be"),
+        ({"weights": torch.zeros(2, 7), "reduction": "none"}, "no effect"),
         ({"impl": "cuda"}, "impl"),
     ],
 )
@@ -370,6 +393,9 @@ def test_refuses(device, change, message):
     arguments |= {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in change.items()}
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**arguments)
+
+
+REDUCTIONS = [{"reduction": reduction} for reduction in ("none", "mean", "sum")]
 
 
 @settings(derandomize=True, deadline=None, max_examples=25)
@@ -390,7 +416,7 @@ def test_any_shape_and_options(data):
         chunk_size=data.draw(st.integers(1, 20)),
         num_valid_tokens=int((target != -100).sum()) if knows else None,
         linear_bias=data.draw(st.sampled_from([None, torch.linspace(-1, 1, vocab, device=device)])),
-        reduction=data.draw(st.sampled_from(["none", "mean", "sum"])),
+        **data.draw(st.sampled_from([*REDUCTIONS, {"weights": weights_of(target)}])),
         softcap=data.draw(st.sampled_from([None, 8.0])),
         slack=1e-5,
     )  # fmt: skip
@@ -414,7 +440,16 @@ def check_sharded(world, *impls):
         incoming = d_loss if options.get("reduction") == "none" else 1.0
         return loss.detach(), torch.autograd.grad((incoming * loss).sum(), leaves)
 
-    for impl, options in itertools.product(impls, ({}, {"reduction": "none"}, {"softcap": 3.0})):
+    for impl, options in itertools.product(impls, ({}, {"softcap": 3.0})):
+        options = {**options, "linear_bias": None}
+        exact = linear_cross_entropy_reference(input, head, target, return_entropy=True, **options).entropy
+        options |= {"return_entropy": True, "process_group": dist.group.WORLD, "impl": impl}
+        for function in (linear_cross_entropy, of_given_logits):
+            entropy = function(input, head[shard], target, **options).entropy
+            torch.testing.assert_close(entropy, exact, rtol=1e-5, atol=1e-6)
+
+    weighted = {"weights": weights_of(target)}
+    for impl, options in itertools.product(impls, ({}, {"reduction": "none"}, {"softcap": 3.0}, weighted)):
         loss, (d_input, d_head, d_bias) = run(linear_cross_entropy_reference, slice(None), **options)
         ours = run(linear_cross_entropy, shard, process_group=dist.group.WORLD, chunk_size=4, impl=impl, **options)
         torch.testing.assert_close(ours, (loss, (d_input, d_head[shard], d_bias[shard])), rtol=1e-4, atol=1e-6)
@@ -443,7 +478,11 @@ def test_vocabulary_and_head_sharded_over_two_ranks():
 @pytest.mark.parametrize("vocab", [32000, 49155, 50264, 100_278, 128256, 151936])
 def test_real_vocabularies(device, vocab):
     input, linear_weight, target = _inputs(device, (1500,), hidden=512, vocab=vocab, dtype=torch.bfloat16)
-    _assert_as_exact_as_pytorch(input, linear_weight, target, impl="auto", chunk_size=1024)
+    for options in ({}, {"weights": weights_of(target)}):
+        _assert_as_exact_as_pytorch(input, linear_weight, target, impl="auto", chunk_size=1024, **options)
+    exact = linear_cross_entropy_reference(input.double(), linear_weight.double(), target, return_entropy=True)
+    found = linear_cross_entropy(input, linear_weight, target, return_entropy=True)
+    torch.testing.assert_close(found.entropy.double(), exact.entropy, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu
@@ -454,11 +493,14 @@ def test_no_host_synchronisation_when_the_number_of_valid_tokens_is_known(device
     def step(**options):
         torch.autograd.grad(linear_cross_entropy(*leaves, target, chunk_size=4, **options), leaves)
 
+    weights = weights_of(target)
     step(num_valid_tokens=12)  # compiles
+    step(num_valid_tokens=12, weights=weights)
     torch.cuda.set_sync_debug_mode("error")
     try:
         step(num_valid_tokens=12)
         step(num_valid_tokens=12, denominator=40)
+        step(num_valid_tokens=12, weights=weights, return_details=False)
         step(num_valid_tokens=12, denominator=torch.full((), 40, device=device))
         with pytest.raises(RuntimeError, match="synchroniz"):
             step()
