@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from kernels.attention.documents import find_documents
+from kernels.attention.full import FULL
+from kernels.gated_delta_net import DeltaNet
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from training.families.lora import Adapters, adapt
@@ -20,40 +22,49 @@ CONFIGS = {
 }
 
 
-def build(device, world=None):
-    """The same weights on any number of ranks: bfloat16 values, sharded in float32."""
-    with torch.device("meta"):
-        model = Transformer(CONFIGS[device.type])
-    if world is None:
-        model.to(torch.bfloat16)
-    else:
-        shard_model(model, model.layers, world, compute_dtype=torch.bfloat16)
-    model.to_empty(device=device)
-    copy_weights(model, initial_weights(model, seed=0))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16())
-    return model
+def build(device, world=None, config=None, adapters=None):
+    """The same weights on any number of ranks: bfloat16 values but for exact ones, sharded in float32.
 
-
-def build_adapted(device, world=None):
-    """Adapters in float32 beside frozen weights in bfloat16, sharded; for one process, adapters in bfloat16."""
+    Frozen weights beside adapters are bfloat16 on ranks as well.
+    """
     with torch.device("meta"):
-        model = Transformer(CONFIGS[device.type])
-    adapt(model, Adapters(4, 8.0))
+        model = Transformer(config or CONFIGS[device.type])
+    if adapters:
+        adapt(model, adapters)
     if world is None:
-        model.to(torch.bfloat16)
+        model.cast(torch.bfloat16)
     else:
-        model.cast(torch.bfloat16, only_frozen=True)
+        if adapters:
+            model.cast(torch.bfloat16, only_frozen=True)
         shard_model(model, model.layers, world, compute_dtype=torch.bfloat16)
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(1)
     drawn = dict(initial_weights(model, seed=0))
-    for name in drawn:
+    for name, full in drawn.items():
         if "lora_B" in name:
-            drawn[name] = torch.randn(drawn[name].shape, generator=generator, device=device) / 10
-    copy_weights(model, ((name, full.bfloat16().to(full.dtype)) for name, full in drawn.items()))
+            full.normal_(std=0.1, generator=generator)
+        if name not in model.declared or not model.declared[name].is_exact:
+            full.copy_(full.bfloat16())
+    copy_weights(model, drawn.items())
     return model
+
+
+def build_adapted(device, world=None):
+    return build(device, world, adapters=Adapters(4, 8.0))
+
+
+def build_delta_nets(device, world=None, adapters=None):
+    """Gated delta nets, whose float32 parameters would give another loss if they were gathered in bfloat16."""
+    width = 16 if device.type == "cpu" else 64
+    kinds = DeltaNet(2, 4, width, width), FULL
+    return build(device, world, replace(CONFIGS[device.type], num_hidden_layers=3, layer_kinds=kinds), adapters)
+
+
+def build_adapted_delta_nets(device, world=None):
+    return build_delta_nets(device, world, Adapters(4, 8.0, ("in_proj_qkv", "out_proj", "q_proj")))
+
+
+BUILDS = build, build_adapted, build_delta_nets, build_adapted_delta_nets
 
 
 def make_batch(device):
@@ -73,7 +84,12 @@ def loss_and_gradients(model, ids, documents):
     return loss.detach(), gradients
 
 
-def compare_with_one_process(world: World, build=build) -> None:
+def compare_with_one_process(world: World, *builds) -> None:
+    for build in builds:
+        compare_model(world, build)
+
+
+def compare_model(world: World, build) -> None:
     """Each rank has its own sequence; a single process takes both, one after the other."""
     seen = []
     module = importlib.import_module("kernels.qkv_attention")  # the package's attribute of that name is the function
@@ -85,7 +101,8 @@ def compare_with_one_process(world: World, build=build) -> None:
     row = slice(world.rank, world.rank + 1)
     sharded = build(world.device, world)
     loss, gradients = loss_and_gradients(sharded, ids[row], documents[row])
-    assert seen == [(torch.bfloat16, torch.float32, torch.float32)] * len(sharded.layers), seen
+    module.rope = rope
+    assert seen == [(torch.bfloat16, torch.float32, torch.float32)] * sharded.config.kinds.count(FULL), seen
 
     alone = build(world.device)
     losses = [loss_and_gradients(alone, ids[i : i + 1], documents[i : i + 1])[0] for i in range(2)]
@@ -99,16 +116,12 @@ def compare_with_one_process(world: World, build=build) -> None:
 
 
 def test_two_processes_equal_one_in_bfloat16():
-    run_ranks(2, compare_with_one_process)
-
-
-def test_two_processes_train_the_adapters_of_one():
-    run_ranks(2, compare_with_one_process, build_adapted)
+    run_ranks(2, compare_with_one_process, *BUILDS)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("replicate", [1, 2])
-@pytest.mark.parametrize("build", [build, build_adapted])
+@pytest.mark.parametrize("build", BUILDS)
 def test_two_gpus_equal_one(build, replicate):
     run_ranks(2, compare_with_one_process, build, device="cuda", replicate=replicate)
