@@ -170,6 +170,7 @@ class GatedDeltaNet(nn.Module):
         # Knobs, set from outside; see Attention.
         self.linear: Linear = PLAIN
         self.impl = "auto"
+        self.exchange: HeadExchange | None = None
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         projections = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a, self.out_proj
@@ -178,9 +179,10 @@ class GatedDeltaNet(nn.Module):
         A_log, dt_bias, norm = map(local, vectors)
         convolution = local(self.conv1d.weight).squeeze(1)
         parameters = DeltaNetParameters(qkv, z, b, a, convolution, A_log, dt_bias, norm, out, self.eps)
+        cache = context.cache(self.layer)
         return gated_delta_net(
-            x_BTD, parameters, self.kind, context.segments, cache=context.cache(self.layer),
-            linear=self.linear, impl=self.impl,
+            x_BTD, parameters, self.kind, context.segments, cache=cache,
+            exchange=None if cache is not None else self.exchange, linear=self.linear, impl=self.impl,
         )  # fmt: skip
 
     def new_cache(self, max_length: int) -> StateCache:

@@ -10,11 +10,14 @@ The layer's input is x. There are G key heads of width K and H value heads of wi
 
 A_log, dt_bias and the norm's weight are float32 beside matrices in bf16: a rounded A_log is another decay.
 
+Ranks that share a sequence exchange tokens for heads before the convolution, and back before the norm. In between, each
+rank has some heads of all tokens.
+
 `StateCache` holds what later tokens need of earlier ones: the states, and three rows before the convolution.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -26,6 +29,7 @@ from .delta_net import delta_rule, delta_rule_footprint, delta_rule_reference
 from .delta_net.chunks import CHUNK
 from .delta_net.rule import HEAD_WIDTHS
 from .gated_mlp import gated_activation_reference, swiglu
+from .head_exchange import HeadExchange
 from .linear import PLAIN
 from .parts import AttentionFlops, Linear, MixerKind, Parameter, Weight, Work
 from .rms_norm import rms_norm, rms_norm_reference
@@ -87,6 +91,12 @@ class DeltaNet(MixerKind):
         G, H, K, V = self.sizes
         return 2 * G * K + H * V
 
+    def of_rank(self, ranks: int) -> "DeltaNet":
+        """Returns the heads of each of `ranks` that share a sequence. Raises ValueError if they do not divide them."""
+        if self.num_key_heads % ranks:
+            raise ValueError(f"{ranks} ranks do not divide the {self.num_key_heads} key heads; share between fewer")
+        return replace(self, num_key_heads=self.num_key_heads // ranks, num_value_heads=self.num_value_heads // ranks)
+
     @property
     def kind(self) -> "DeltaNet":
         return self
@@ -135,11 +145,12 @@ class DeltaNet(MixerKind):
         rule = delta_rule_footprint(num_tokens, *self.sizes, element_size=element_size)
         return element_size * num_tokens * self.num_value_heads * self.value_dim + rule.keepable, 0
 
-    def inside_bytes(self, num_tokens: int, element_size: int, **options) -> dict[str, int]:
-        """Has no use for attention's `options`."""
-        rule = delta_rule_footprint(num_tokens, *self.sizes, element_size=element_size)
-        results, _ = self.results_bytes(num_tokens, element_size)
-        convolution = qkv_convolution_footprint(num_tokens, self.channels, element_size=element_size)
+    def inside_bytes(self, num_tokens: int, element_size: int, *, num_ranks: int = 1, **options) -> dict[str, int]:
+        """Has no use for attention's other `options`."""
+        own, num_tokens = self.of_rank(num_ranks), num_tokens * num_ranks
+        rule = delta_rule_footprint(num_tokens, *own.sizes, element_size=element_size)
+        results, _ = own.results_bytes(num_tokens, element_size)
+        convolution = qkv_convolution_footprint(num_tokens, own.channels, element_size=element_size)
         return {
             "fathom::delta_rule": rule.forward - results,
             "fathom::delta_rule_backward": rule.backward - (rule.saved - rule.keepable),  # gradients of all inputs
@@ -201,9 +212,19 @@ def _decay_and_strength(a: Tensor, b: Tensor, p: DeltaNetParameters) -> tuple[Te
     return -p.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + p.dt_bias.to(dtype)), b.sigmoid().to(dtype)
 
 
+def _by_rank(x: Tensor, kind: DeltaNet, ranks: int, dim: int) -> Tensor:
+    """Orders channels by the rank that has their heads: q, k, v [..., C, ...] become [..., ranks, C / ranks, ...].
+
+    Ranks are the outermost dimension in memory, as they are sent.
+    """
+    G, H, K, V = kind.sizes
+    parts = (part.unflatten(dim, (ranks, -1)) for part in x.split([G * K, G * K, H * V], dim))
+    return torch.cat([part.movedim(dim, 0) for part in parts], dim + 1).movedim(0, dim)
+
+
 def gated_delta_net(
     x_BTD: Tensor, parameters: DeltaNetParameters, kind: DeltaNet, segments: Tensor | None = None, *,
-    cache: StateCache | None = None, linear: Linear = PLAIN, impl: str = "auto",
+    cache: StateCache | None = None, exchange: HeadExchange | None = None, linear: Linear = PLAIN, impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Runs a gated delta net from a layer's input to its output projection, [B, T, D] to [B, T, D].
 
@@ -212,18 +233,25 @@ def gated_delta_net(
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
             have each token once; None: each batch row is one document.
         cache: goes on from the tokens that it has seen, one document per row, and sees these; None: nothing before.
+        exchange: between ranks that share each sequence; x and the result are of this rank's tokens, and `segments` of
+            whole sequences. None: each rank has its own sequences.
         linear: the linear map of the projections to q, k, v and z, and of the output projection.
         impl: "auto", "triton" or "torch".
 
     Raises:
-        ValueError: what `qkv_convolution` and `delta_rule` refuse.
+        ValueError: what `qkv_convolution` and `delta_rule` refuse, and ranks that do not divide the key heads.
     """
-    p, (G, H, K, _) = parameters, kind.sizes
+    p, exchange = parameters, exchange or HeadExchange(None)
+    convolution, (G, H, K, _) = p.convolution, kind.of_rank(exchange.size).sizes
     qkv, z = linear.maps(x_BTD, [p.qkv, p.z])
     a, b = PLAIN.maps(x_BTD, [p.a, p.b])
     g, beta = _decay_and_strength(a, b, p)
+    if exchange.size > 1:
+        qkv = exchange.to_heads(_by_rank(qkv, kind, exchange.size, 2)).flatten(2)
+        convolution = _by_rank(convolution, kind, exchange.size, 0)[exchange.rank]
+        g, beta = exchange.to_heads(torch.stack([g, beta], -1)).unbind(-1)
     q, k, v = qkv_convolution(
-        qkv if cache is None else cache.joined(qkv), p.convolution, G, H, K, segments=segments, impl=impl
+        qkv if cache is None else cache.joined(qkv), convolution, G, H, K, segments=segments, impl=impl
     )
     del qkv
     if cache is None:
@@ -232,7 +260,8 @@ def gated_delta_net(
         q, k, v = (x[:, WIDTH - 1 :] for x in (q, k, v))
         out, cache.state = delta_rule(q, k, v, g, beta, initial_state=cache.state, with_state=True, impl=impl)
     del q, k, v, g, beta
-    shape: tuple[int, ...] = out.shape  # type: ignore[union-attr]
-    normed = rms_norm(out, p.norm, p.eps, impl=impl)  # type: ignore[arg-type]
+    out = exchange.to_tokens(out)  # type: ignore[arg-type]
+    shape = out.shape
+    normed = rms_norm(out, p.norm, p.eps, impl=impl)
     del out
     return linear(swiglu(z.view(shape), normed, impl=impl).flatten(2), p.out)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ class RanksOnMeta:
     NAME = " ranks on meta"
 
     def __init__(self, size: int):
-        self.size, self.group_name = lambda: size, f"{size}{self.NAME}"
+        self.size, self.rank, self.group_name = lambda: size, lambda: 0, f"{size}{self.NAME}"
 
 
 def group_named(name: str | None) -> dist.ProcessGroup | RanksOnMeta | None:
@@ -62,7 +62,8 @@ class HeadExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup | RanksOnMeta | None):
-        self.group, self.size = group, 1 if group is None else group.size()
+        self.group = group
+        self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
 
     def to_heads(self, x_BTHK: Tensor) -> Tensor:
         """Turns [B, T / N, heads, K] into [B, T, heads / N, K], of any dtype.

@@ -1,7 +1,10 @@
 """Lets the ranks that share each sequence attend over it; `kernels/head_exchange.py` exchanges tokens for heads."""
 
+import math
+
 from torch import nn
 
+from kernels.gated_delta_net import DeltaNet
 from kernels.head_exchange import HeadExchange
 from model import ModelConfig
 from training.host.errors import UserError
@@ -27,6 +30,10 @@ def check_sharing(size: int, model_config: ModelConfig, chooses_blocks: bool, te
     heads, kind = share.num_attention_heads, "query heads"
     if chooses_blocks:
         heads, kind = share.num_key_value_heads, "key/value heads, whose query heads choose blocks together"
-    if heads % size:
-        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise UserError(f"context_parallel_size {size} must divide {whose} {heads} {kind}; give one of {divisors}")
+    delta_nets = (part.num_key_heads for part in share.layer_kinds if isinstance(part, DeltaNet))
+    counts = dict.fromkeys([(heads, kind), *((number, "key heads of gated delta nets") for number in delta_nets)])
+    common = math.gcd(*(number for number, _ in counts))
+    if common % size:
+        named = " and ".join(f"{number} {kind}" for number, kind in counts)
+        divisors = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise UserError(f"context_parallel_size {size} must divide {whose} {named}; give one of {divisors}")

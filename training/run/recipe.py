@@ -106,17 +106,10 @@ def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRec
     chooses_blocks = any(kind.list_length for kind in kinds.at(1))
     check_sharing(config.context_parallel_size, model, chooses_blocks, config.tensor_parallel_size)
     check_lora_bits(config.lora_bits, model, num_gpus)
-    check_delta_nets(model, num_gpus)
     linear = PLAIN if config.linear == PLAIN.name else FP8(impl)
     if adapters:
         linear = LORA if linear == PLAIN else LoRA(linear)
     return StepRecipe(config, model, kinds, adapters, linear, state_format_of(config, model.hidden_size), impl)
-
-
-def check_delta_nets(model: ModelConfig, num_gpus: int) -> None:
-    """Refuse several processes for a model with gated delta nets."""
-    if num_gpus > 1 and any(isinstance(kind, DeltaNet) for kind in model.layer_kinds):
-        raise UserError(f"gated delta nets on {num_gpus} GPUs are not supported: FSDP2 rounds A_log to bf16; give one")
 
 
 def adapters_of(config: StepFlags, model: ModelConfig) -> Adapters | None:

@@ -193,3 +193,5 @@ def test_matrices_that_cannot_be_shared_are_refused():
     message = "size 16 must divide the model's num_key_value_heads 8, intermediate_size 9728 and vocab_size 151936"
     with pytest.raises(UserError, match=f"{message}; give one of 1, 2, 4, 8$"):
         check_matrix_sharing(16, MODEL_SIZES["4B"])
+    with pytest.raises(UserError, match=r"part q, k and v, .* gated delta nets .*; use context_parallel_size"):
+        check_matrix_sharing(2, MODEL_SIZES["qwen3.5-4B"])
