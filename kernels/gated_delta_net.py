@@ -243,13 +243,16 @@ def gated_delta_net(
     """
     p, exchange = parameters, exchange or HeadExchange(None)
     convolution, (G, H, K, _) = p.convolution, kind.of_rank(exchange.size).sizes
-    qkv, z = linear.maps(x_BTD, [p.qkv, p.z])
     a, b = PLAIN.maps(x_BTD, [p.a, p.b])
     g, beta = _decay_and_strength(a, b, p)
-    if exchange.size > 1:
-        qkv = exchange.to_heads(_by_rank(qkv, kind, exchange.size, 2)).flatten(2)
-        convolution = _by_rank(convolution, kind, exchange.size, 0)[exchange.rank]
+    if exchange.size == 1:
+        qkv, z = linear.maps(x_BTD, [p.qkv, p.z])
+    else:
         g, beta = exchange.to_heads(torch.stack([g, beta], -1)).unbind(-1)
+        receive = exchange.start_to_heads(_by_rank(linear(x_BTD, p.qkv), kind, exchange.size, 2))
+        z = linear(x_BTD, p.z)  # beside the exchange
+        qkv, convolution = receive().flatten(2), _by_rank(convolution, kind, exchange.size, 0)[exchange.rank]
+        del receive
     q, k, v = qkv_convolution(
         qkv if cache is None else cache.joined(qkv), convolution, G, H, K, segments=segments, impl=impl
     )

@@ -8,10 +8,12 @@ Method: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .torch_internals import resolve_process_group
 
@@ -33,21 +35,51 @@ def group_named(name: str | None) -> dist.ProcessGroup | RanksOnMeta | None:
     return RanksOnMeta(int(name.removesuffix(RanksOnMeta.NAME))) if is_on_meta else resolve_process_group(name)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Sends part i of x [N, ...] to rank i, and receives part i of the result from rank i. It is its own transpose."""
+class _Flight:
+    """An exchange on its way, of part i of x [N, ...] to rank i; kernels that are queued until `wait` run beside it."""
 
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group, x = group, x.contiguous()
-        received = torch.empty_like(x)
-        if x.is_meta:
-            return received
-        dist.all_to_all_single(received, x, group=group)
+    def start(self, x: Tensor, group: dist.ProcessGroup | RanksOnMeta) -> Tensor:
+        """Returns what is received: part i from rank i. Nobody may read it before `wait`."""
+        self.sent, self.work = x.contiguous(), None
+        received = torch.empty_like(self.sent)
+        if not x.is_meta:
+            self.work = dist.all_to_all_single(received, self.sent, group=group, async_op=True)
         return received
 
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        del self.sent
+
+
+class _Sent(torch.autograd.Function):
+    """Starts an exchange. Its backward waits for the exchange that `_Received` starts in backward."""
+
     @staticmethod
+    def forward(ctx, x, flight, group):
+        ctx.flight = flight
+        return flight.start(x, group)
+
+    @staticmethod
+    @once_differentiable
     def backward(ctx, d_received):
-        return _AllToAll.apply(d_received, ctx.group), None
+        ctx.flight.wait()
+        return d_received, None, None
+
+
+class _Received(torch.autograd.Function):
+    """Waits for an exchange. It is its own transpose: backward starts another one, of the gradient."""
+
+    @staticmethod
+    def forward(ctx, received, flight, group):
+        flight.wait()
+        ctx.flight, ctx.group = flight, group
+        return received.view_as(received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_received):
+        return ctx.flight.start(d_received, ctx.group), None, None
 
 
 class HeadExchange:
@@ -65,23 +97,35 @@ class HeadExchange:
         self.group = group
         self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
 
+    def _send(self, x: Tensor) -> Callable[[], Tensor]:
+        """Sends part i of x [N, ...] to rank i; returns a function that waits for what this rank receives."""
+        flight = _Flight()
+        received = _Sent.apply(x, flight, self.group)
+        return lambda: _Received.apply(received, flight, self.group)
+
     def to_heads(self, x_BTHK: Tensor) -> Tensor:
-        """Turns [B, T / N, heads, K] into [B, T, heads / N, K], of any dtype.
+        """Turns [B, T / N, heads, K] into [B, T, heads / N, K], of any dtype."""
+        return self.start_to_heads(x_BTHK)()
+
+    def start_to_heads(self, x_BTHK: Tensor) -> Callable[[], Tensor]:
+        """Starts `to_heads`, and returns a function that waits for its result.
+
+        Kernels that are queued between the calls run beside the exchange, and their backward beside its backward.
 
         Heads are repeated until N divides them. For 16 ranks, 8 heads are repeated twice. For 4 ranks, 6 heads are
         repeated twice, and each rank gets 3 of (0, 0, 1, 1, 2, 2, ...). The gradients of the copies are summed in
         float32, in a fixed order, and rounded once.
         """
         if self.group is None:
-            return x_BTHK
+            return lambda: x_BTHK
         copies = self.size // math.gcd(self.size, x_BTHK.shape[2])
         x_BTHK = x_BTHK.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
-        parts = _AllToAll.apply(x_BTHK.unflatten(2, (self.size, -1)).movedim(2, 0), self.group)
-        return parts.movedim(0, 1).flatten(1, 2)  # [N, B, T / N, heads / N, K] -> [B, T, heads / N, K]
+        receive = self._send(x_BTHK.unflatten(2, (self.size, -1)).movedim(2, 0))
+        return lambda: receive().movedim(0, 1).flatten(1, 2)  # [N, B, T / N, heads / N, K] -> [B, T, heads / N, K]
 
     def to_tokens(self, x_BTHK: Tensor) -> Tensor:
         """Turns [B, T, heads / N, K] into [B, T / N, heads, K]: undoes `to_heads`, if that repeated no heads."""
         if self.group is None:
             return x_BTHK
-        parts = _AllToAll.apply(x_BTHK.unflatten(1, (self.size, -1)).movedim(1, 0), self.group)
+        parts = self._send(x_BTHK.unflatten(1, (self.size, -1)).movedim(1, 0))()
         return parts.movedim(0, 2).flatten(2, 3)  # [N, B, T / N, heads / N, K] -> [B, T / N, heads, K]
