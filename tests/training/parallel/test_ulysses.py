@@ -22,7 +22,7 @@ from kernels.parts import AttentionKind
 from kernels.rope import YarnScaling
 from model import MODEL_SIZES, Attention, Context, ModelConfig, Transformer
 from tests.ranks import run_ranks
-from tests.runs import arguments, losses, metrics, only_resume
+from tests.runs import arguments, losses, metrics, only_resume, weights, weights_of_another_shape
 from tests.training.data.test_packing import make_loader
 from training.data.sources import Document
 from training.families.config_json import in_family
@@ -66,6 +66,10 @@ PACKED, ONE = (50, 7, 120, 33, 64, 9, 90, 21), (700,)
 HOST = Placement("host", "host")
 SPARSE, NATIVE = (Sparse(1, 32, 64, 65),) * 2, (NSA(4, 64),) * 2
 DELTA = DeltaNet(4, 8, 16, 16)
+QWEN35 = {
+    "num_hidden_layers": 2, "layer_kinds": (DELTA, FULL), "model_type": "qwen3_5_text",
+    "norm_weight_offset": 1.0, "norm_cast_before_weight": False, "has_output_gate": True, "rotary_dim": 8,
+}  # fmt: skip
 QWEN2, LLAMA = {"model_type": "qwen2"}, {"model_type": "llama"}  # biases without norms of heads; neither
 CASES = {
     "dense, packed": Case(8, 2, 64, PACKED, (WHOLE, WHOLE), "chunked"),
@@ -228,6 +232,7 @@ def check_loss_choice(world: World) -> None:
 def train_shared(world: World, folder: Path) -> None:
     """One run of 5 steps of 4 sequences each, stopped and resumed by other splits of the ranks."""
     start = arguments(str(folder / "corpus.txt"), folder / "shared", *STEADY, "--batch_size", "2", steps=2)
+    start += ["--init_from", str(base_of(folder))]
     start += ["--context_parallel_size", "4", "--gradient_accumulation_steps", "2", "--sample_tokens", "3"]
     once, worlds = ["--gradient_accumulation_steps", "1", "--sample_tokens", "0"], worlds_of(world)
     with (
@@ -255,6 +260,10 @@ def train_shared(world: World, folder: Path) -> None:
         assert train.main(again) == 0
         settings = json.loads((newest / "trainer.json").read_text())["trainer_state"]["settings"]
         assert settings["context_parallel_size"] == 1
+
+
+def base_of(folder: Path) -> Path:
+    return folder / "base/step_00000001"
 
 
 def damage(file: Path) -> None:
@@ -322,10 +331,12 @@ def test_two_gpus_equal_one():
 
 def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch, capsys):
     (tmp_path / "corpus.txt").write_text(" ".join((ROOT / "model.py").read_text().split()))
+    weights_of_another_shape(tmp_path / "base", **QWEN35)
     run_ranks(4, train_shared, tmp_path)
     monkeypatch.setattr("training.run.metrics.peak_flops", lambda device: 1e12)
     one, shared = tmp_path / "one", tmp_path / "shared"
-    assert train.main(arguments(str(tmp_path / "corpus.txt"), one, *STEADY, "--batch_size", "4", steps=6)) == 0
+    start = [*STEADY, "--batch_size", "4", "--init_from", str(base_of(tmp_path)), "--checkpoint_interval", "5"]
+    assert train.main(arguments(str(tmp_path / "corpus.txt"), one, *start, steps=6)) == 0
     capsys.readouterr()
     assert train.main(only_resume(shared, "--context_parallel_size", "2", "--max_steps", "6")) == 1
     assert "context_parallel_size 2 x tensor_parallel_size 1 must divide" in capsys.readouterr().err
@@ -334,6 +345,10 @@ def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch, capsys):
     lines, expected = metrics(shared), metrics(one)
     assert lines[-1]["validation_loss"] == pytest.approx(expected[-1]["validation_loss"], rel=1e-5)
     assert [line["tokens"] for line in lines] == [line["tokens"] for line in expected]
+    expected_weights, found = weights(one, 5), weights(shared, 5)
+    assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in expected_weights.items()}
+    for name, weight in expected_weights.items():
+        assert (found[name] - weight).norm() < 1e-4 * weight.norm(), name
     work = [line["mfu"] * line["seconds"] for line in expected]  # proportional to the FLOPs of the one process
     assert [line["mfu"] * line["seconds"] for line in lines] == pytest.approx([w / 4 for w in work[:5]] + work[5:])
 
