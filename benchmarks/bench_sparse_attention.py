@@ -41,14 +41,17 @@ GATHER_CONFIGS = [
     TileConfig(*c)
     for c in (
         (64, 4, 1, 32), (64, 4, 2, 32), (64, 4, 3, 32), (64, 4, 4, 32), (64, 4, 2, 64), (64, 4, 3, 64), (64, 4, 2, 128),
-        (64, 8, 3, 64), (32, 4, 3, 64), (128, 4, 1, 16), (128, 4, 2, 16), (128, 4, 3, 16), (128, 4, 2, 32),
-        (128, 8, 2, 32),
+        (64, 8, 1, 64), (64, 8, 2, 64), (64, 8, 3, 64), (32, 4, 3, 64), (32, 8, 2, 128), (32, 8, 3, 128),
+        (128, 4, 1, 16), (128, 4, 2, 16), (128, 4, 3, 16), (128, 4, 2, 32), (128, 8, 1, 16), (128, 8, 2, 32),
     )
 ]  # fmt: skip
 BAND_CONFIGS = [
     TileConfig(*c)
-    for c in ((64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 2), (128, 4, 2), (128, 8, 1), (128, 8, 2), (128, 8, 3))
-]
+    for c in (
+        (32, 8, 2), (32, 8, 3), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 8, 1), (64, 8, 2), (64, 8, 3), (128, 4, 2),
+        (128, 8, 1), (128, 8, 2), (128, 8, 3),
+    )
+]  # fmt: skip
 SCORES_CONFIGS = [
     selection.ScoresConfig(*c)
     for c in (
@@ -107,7 +110,7 @@ def check(device: torch.device, full: bool, is_nsa: bool) -> None:
         cases += [((n, 1, 128, 64, 128 if is_nsa else 64), bf16) for n in (1, 2, 8, 16)]
         cases += [((8, 2, 64, 64, 128), fp16)]
     if full and not is_nsa:
-        cases += [((8, 2, 128, 128, 128), bf16), ((8, 2, 64, 64, 128), fp32)]
+        cases += [((8, 2, 256, 64, 128), bf16), ((8, 2, 128, 128, 128), bf16), ((8, 2, 64, 64, 128), fp32)]
     rows = []
     for case, dtype in cases:
         heads, kv_heads, dim, block_size, window = case
@@ -248,7 +251,7 @@ class Bench:
         add("  top-k", self.top_blocks_of_random_scores(), num_bytes=self.score_bytes)
 
         work = self.work(workspace_bytes)
-        chunk = gather.item_tokens(gather.FORWARD_CONFIG, q, k, 64)
+        chunk = gather.item_tokens(gather.forward_config(q), q, k, 64)
         by_heads = work_ranges(layout, q, self.G, self.selected, workspace_bytes)
         add(
             f"inverse index ({len(work)} ranges)",
@@ -258,7 +261,7 @@ class Bench:
         add("band forward", lambda: band.band_forward(q, k, v, layout), 2 * self.band_flops)
         slots = q.new_empty(max(len(h) * len(t) for h, t in work), self.selected, self.H // self.G, self.K).zero_()
         slot_lse = torch.zeros(slots.shape[:-1], device=q.device)
-        forward, combined = self.gather_forward(work, slots, slot_lse, gather.FORWARD_CONFIG)
+        forward, combined = self.gather_forward(work, slots, slot_lse, gather.forward_config(q))
         add("gather forward", forward, 2 * self.gather_flops, 2 * self.slot_bytes)
         add("combine", lambda: combined(out.clone(), lse.clone()), num_bytes=self.slot_bytes + 4 * out.nbytes)
 
@@ -281,7 +284,7 @@ class Bench:
             ],
             4 * self.band_flops / 9,
         )  # fmt: skip
-        backward, partials = self.gather_backward(work, slots, out, lse, delta, gather.BACKWARD_CONFIG)
+        backward, partials = self.gather_backward(work, slots, out, lse, delta, gather.backward_config(q))
         add("gather backward", backward, 5 * self.gather_flops, 3 * self.slot_bytes)
         add("dk, dv partial sums", partials)
         add("dq combine", lambda: [combine.combine(dq, _slots(slots, w), lists, *w) for w in work],
@@ -399,7 +402,9 @@ class Bench:
 
             def with_tiles(function, *arguments):
                 def make(config):
-                    tiles = mock.patch.multiple(band, queries_config=lambda *_: config, KEYS_CONFIG=config)
+                    tiles = mock.patch.multiple(
+                        band, queries_config=lambda *_: config, KEYS_CONFIG=config, WIDE_CONFIG=config
+                    )
                     return tiles(lambda: function(*arguments))
 
                 return make

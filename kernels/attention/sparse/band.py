@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import LN_2, LOG2_E, TileConfig, launch_constants, matmul, query_rows, softmax_step
+from .common import LN_2, LOG2_E, TileConfig, launch_constants, matmul, query_rows, softmax_step, wide_config
 from .layout import Layout
 
 # The fastest on an H200 with 32 and 8 heads of 128, for exact windows of 1,024 and 4,096 tokens. With 4 warps the first
@@ -33,6 +33,7 @@ QUERIES_CONFIG = TileConfig(rows=128, num_warps=8, num_stages=3)
 # Where a block has at most 64 rows, as of heads that share no keys: the fastest with 32 heads of 128.
 NARROW_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
 KEYS_CONFIG = TileConfig(rows=32, num_warps=4, num_stages=3)
+WIDE_CONFIG = TileConfig(rows=64, num_warps=8, num_stages=2)  # heads wider than 128, in all three kernels
 
 
 @triton.jit
@@ -263,12 +264,14 @@ def _band_dkv_kernel(
         tl.store(dv_ptr + kv_offsets, dv.to(v.dtype), mask=key_mask)
 
 
-def queries_config(device: torch.device, block_rows: int) -> TileConfig:
-    """Returns tiles of kernels over queries, of which a block has so many rows.
+def queries_config(device: torch.device, block_rows: int, K: int) -> TileConfig:
+    """Returns tiles of kernels over queries, of which a block has so many rows, with heads of width K.
 
     Three stages need shared memory that only Hopper and B200 have. On older GPUs narrow tiles of 64 rows would spill
     hundreds of bytes, tiles of 32 rows 8.
     """
+    if K > 128:
+        return wide_config(WIDE_CONFIG, device)
     is_large = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
     if block_rows <= NARROW_CONFIG.rows:
         return NARROW_CONFIG if is_large else NARROW_CONFIG._replace(rows=32)
@@ -277,7 +280,8 @@ def queries_config(device: torch.device, block_rows: int) -> TileConfig:
 
 def _launch_over_queries(kernel, q, k, tensors, layout, **constants):
     """Launches a kernel whose programs have a tile of queries and a key/value head each."""
-    config = queries_config(q.device, layout.block_size * triton.next_power_of_2(q.shape[1] // k.shape[1]))
+    rows = layout.block_size * triton.next_power_of_2(q.shape[1] // k.shape[1])
+    config = queries_config(q.device, rows, q.shape[2])
     tile = launch_constants(q, k.shape[1], layout.block_size, config)
     kernel[layout.num_blocks * (layout.block_size // tile["BLOCK_T"]), k.shape[1]](
         *tensors, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]), **tile,
@@ -310,7 +314,8 @@ def band_dq(
 
 
 def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, extra=False, exact=False):
-    tile = launch_constants(q, k.shape[1], layout.block_size, KEYS_CONFIG)
+    config = KEYS_CONFIG if q.shape[2] <= 128 else wide_config(WIDE_CONFIG, q.device)
+    tile = launch_constants(q, k.shape[1], layout.block_size, config)
     _band_dkv_kernel[len(layout.extra_block) if extra else layout.num_blocks, len(heads)](
         dout, q, k, v, lse, delta, total, dk, dv, layout.extra_block, layout.extra_start, layout.block_start,
         layout.block_stop, layout.document_stop, heads.start, layout.num_tokens * q.shape[-1],

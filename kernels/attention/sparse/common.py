@@ -3,6 +3,7 @@
 import os
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,6 +53,17 @@ class TileConfig(NamedTuple):
     num_warps: int
     num_stages: int
     tiles: int = 1  # most tiles that a program of a gather kernel goes through
+
+
+def wide_config(config: TileConfig, device: torch.device) -> TileConfig:
+    """Returns tiles of a kernel for heads wider than 128, of which `config` has Hopper's.
+
+    On other GPUs tiles have 16 rows: more would spill thousands of bytes on Ampere, and not fit on B200. A program goes
+    through as many rows.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9:
+        return config
+    return TileConfig(rows=16, num_warps=8, num_stages=2, tiles=config.tiles * config.rows // 16)
 
 
 def launch_constants(q: Tensor, G: int, block_size: int, config: TileConfig) -> dict[str, Any]:

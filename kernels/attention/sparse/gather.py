@@ -21,12 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import LN_2, LOG2_E, TileConfig, launch_constants, matmul, query_rows
+from .common import LN_2, LOG2_E, TileConfig, launch_constants, matmul, query_rows, wide_config
 from .inverse_index import InverseIndex
 from .layout import Layout
 
 FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=32)
 BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=64)
+# Heads wider than 128, of which a block's keys and values fill 64 KiB of shared memory. Two programs of forward fit.
+# Two warp groups of backward halve the columns of dk and dv, which together take half of all registers.
+WIDE_FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=1, tiles=32)
+# An item has as many rows in all backward configurations, which `sparse_workspace` counts on.
+WIDE_BACKWARD_CONFIG = TileConfig(rows=64, num_warps=8, num_stages=2, tiles=64)
 
 
 @triton.jit
@@ -141,6 +146,14 @@ def _gather_backward_kernel(
     tl.store(partial_ptr + (tl.num_programs(0) + item) * BLOCK * K + offsets, dv)
 
 
+def forward_config(q: Tensor) -> TileConfig:
+    return FORWARD_CONFIG if q.shape[-1] <= 128 else wide_config(WIDE_FORWARD_CONFIG, q.device)
+
+
+def backward_config(q: Tensor) -> TileConfig:
+    return BACKWARD_CONFIG if q.shape[-1] <= 128 else wide_config(WIDE_BACKWARD_CONFIG, q.device)
+
+
 def item_tokens(config: TileConfig, q: Tensor, k: Tensor, block_size: int) -> int:
     """Returns the most tokens of an item, `chunk` of the inverse index."""
     return config.tiles * launch_constants(q, k.shape[1], block_size, config)["BLOCK_T"]
@@ -157,7 +170,7 @@ def _launch(kernel, config, q, k, tensors, slots, index, layout, heads, tokens):
 
 def gather_forward(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor, slot_lse: Tensor, index: InverseIndex, layout: Layout,
-    heads: range, tokens: range, config: TileConfig = FORWARD_CONFIG,
+    heads: range, tokens: range, config: TileConfig,
 ) -> None:  # fmt: skip
     """Fills `slots` [heads, tokens, selected, group, K] and `slot_lse` [heads, tokens, selected, group]."""
     tensors = q, k, v, slots, slot_lse
@@ -166,7 +179,7 @@ def gather_forward(
 
 def gather_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, slots: Tensor, index: InverseIndex,
-    layout: Layout, heads: range, tokens: range, config: TileConfig = BACKWARD_CONFIG,
+    layout: Layout, heads: range, tokens: range, config: TileConfig,
 ) -> Tensor:  # fmt: skip
     """Fills `slots` with the parts of dq; returns dk and dv of each item, [2, items, block_size, K] float32.
 

@@ -32,7 +32,7 @@ from .band import band_dkv, band_dkv_extra, band_dq, band_forward
 from .combine import add_partials, combine
 from .common import TileConfig
 from .decode import attend_to_cache
-from .gather import BACKWARD_CONFIG, FORWARD_CONFIG, gather_backward, gather_forward, item_tokens
+from .gather import BACKWARD_CONFIG, backward_config, forward_config, gather_backward, gather_forward, item_tokens
 from .inverse_index import SORT_BYTES, build_inverse_index
 from .layout import EMPTY, LONGEST_DOCUMENT, Layout, build_layout, make_layout, normalise_lists
 from .selection import (
@@ -54,6 +54,7 @@ from .selection import (
 )
 
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
+WIDE_HEAD_DIMS, WIDE_SHARED_MEMORY = (*HEAD_DIMS, 256), 160 * 1024
 WORKSPACE_BYTES = 9 * 2**28  # holds half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
 SCORES_BYTES = WORKSPACE_BYTES  # limit on scores that exist at a time: no more than the slots after them
 
@@ -117,13 +118,14 @@ def work_ranges(
 
 def sparse_forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Layout, workspace_bytes: int,
-    config: TileConfig = FORWARD_CONFIG, *, into: Sequence[Tensor] | None = None,
+    config: TileConfig | None = None, *, into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [tokens, H, K], k and v [tokens, G, K], blocks [tokens, G, selected] -> out, lse [tokens, H] float32.
 
     `into` are out and lse to be written to; None: new tensors.
     """
     (_, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
+    config = config or forward_config(q)
     out, lse = band_forward(q, k, v, layout, into=into)
     for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
         indices = build_inverse_index(blocks, layout, heads, token_ranges, item_tokens(config, q, k, layout.block_size))
@@ -139,11 +141,12 @@ def sparse_forward(
 
 def sparse_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Tensor, layout: Layout,
-    workspace_bytes: int, config: TileConfig = BACKWARD_CONFIG, *, add_to: Sequence[Tensor] | None = None,
+    workspace_bytes: int, config: TileConfig | None = None, *, add_to: Sequence[Tensor] | None = None,
     into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
     """Returns dq, dk and dv: the tensors of `add_to`, added to; the tensors of `into`, written to; or new ones."""
     (N, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
+    config = config or backward_config(q)
     dq, dk, dv = add_to or into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     delta = band_dq(dout, q, k, v, out, lse, dq, layout, add=add_to is not None)
     for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
@@ -209,7 +212,7 @@ class Sparse(AttentionKind):
     dense_below: int = 8192
     workspace_bytes: int = WORKSPACE_BYTES
     name: ClassVar[str] = "sparse"
-    gpu_head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
+    gpu_head_dims: ClassVar[tuple[int, ...]] = WIDE_HEAD_DIMS
     takes: ClassVar[tuple[str, ...]] = ("selected_blocks", "dense_below")
     h200_rates: ClassVar[dict[str, float]] = {
         "sparse forward": 144e12,
@@ -234,7 +237,7 @@ class Sparse(AttentionKind):
     def check(self, q, k, v, segments, impl):
         if self.dense_below:
             FULL.check(q, k, v, segments, impl)
-        return check_inputs(q, k, v, segments, self.block_size, self.window, impl)
+        return check_inputs(q, k, v, segments, self.block_size, self.window, impl, WIDE_HEAD_DIMS)
 
     def normalise_lists(self, lists, q, segments):
         return normalise_lists(lists, make_layout(q, segments, self.block_size, self.window))
@@ -340,7 +343,7 @@ class Sparse(AttentionKind):
         return rates | {"sparse choice": choice / seconds(lambda: whole.choose(q, k, None, True))}
 
 
-def check_inputs(q, k, v, segments, block_size, window, impl) -> bool:
+def check_inputs(q, k, v, segments, block_size, window, impl, head_dims=HEAD_DIMS) -> bool:
     """Returns whether Triton's kernels run, see `use_triton`. Raises ValueError for unsupported inputs."""
     check_shapes(q, k, v, segments)
     (_, _, H, K), G = q.shape, k.shape[2]
@@ -355,12 +358,23 @@ def check_inputs(q, k, v, segments, block_size, window, impl) -> bool:
             "sparse attention's kernels take q, k and v of one dtype, float32, bfloat16 or float16, got "
             f"{q.dtype}, {k.dtype} and {v.dtype}"
         )
-    if not q.is_meta and (K not in HEAD_DIMS or H // G > LARGEST_GROUP):
+    if not q.is_meta and (K not in head_dims or H // G > LARGEST_GROUP):
         raise ValueError(
-            f"sparse attention's kernels take a head_dim of {HEAD_DIMS} and up to {LARGEST_GROUP} query heads a "
+            f"sparse attention's kernels take a head_dim of {head_dims} and up to {LARGEST_GROUP} query heads a "
             f"key/value head, got {K} and {H // G}"
         )
+    if q.is_cuda and K > 128 and (q.element_size() > 2 or shared_memory(q.device) < WIDE_SHARED_MEMORY):
+        raise ValueError(
+            f"sparse attention's kernels for a head_dim of {K} take bfloat16 or float16, and {WIDE_SHARED_MEMORY:,} "
+            f"bytes of shared memory, as an A100, H100, H200 or B200 has; got {q.dtype} and "
+            f"{shared_memory(q.device):,} bytes on {torch.cuda.get_device_name(q.device)}; use full"
+        )
     return True
+
+
+def shared_memory(device: torch.device) -> int:
+    """Returns the bytes of shared memory that a program can have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -> int:

@@ -45,10 +45,19 @@ TOP = {"S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, 
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
 WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
 ROWS = {"H": 32, "K": 128, "UNITS": 1, "WIDTH": 512, "WIDTH_PAD": 512, "BLOCK": 8}
+WIDE = {"G": 4, "K": 256}  # Qwen3.5-4B's
 KERNELS_TO_COMPILE = {
     "sparse.gather": [
         ("_gather_forward_kernel", GATHER, {"num_stages": 3}),
         ("_gather_backward_kernel", GATHER | {"CHUNK": 1024}, {"num_stages": 3}),
+        ("_gather_forward_kernel", GATHER | WIDE, {"num_stages": 1}, 90),
+        ("_gather_backward_kernel", GATHER | WIDE | {"CHUNK": 1024}, {"num_warps": 8, "num_stages": 2}, 90),
+        (
+            "_gather_backward_kernel",
+            GATHER | WIDE | {"CHUNK": 1024, "BLOCK_T": 4},
+            {"num_warps": 8, "num_stages": 2},
+            80,
+        ),
     ],
     "sparse.combine": [
         ("_combine_kernel", HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": True}, {}),
@@ -79,6 +88,8 @@ KERNELS_TO_COMPILE = {
         ),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": False}, {"num_stages": 3}),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}, {"num_stages": 3}),
+        ("_band_dq_kernel", BAND | WIDE | {"ADD": False}, {"num_warps": 8, "num_stages": 2}, 90),
+        ("_band_dkv_kernel", BAND | WIDE | {"EXTRA": False}, {"num_warps": 8, "num_stages": 2}, 90),
         *(("_band_dkv_kernel", BAND_KEYS | EXACT_KEYS | {"SHORT": short}, {"num_stages": 3}) for short in (0, 12)),
     ],
     "nsa.compression": [
@@ -95,6 +106,7 @@ KERNELS_TO_COMPILE = {
         ("_round_keys_kernel", {"G": 8, "K": 128, "BLOCK": 64, "KEYS": 32}, {}),
         ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 2}, 80),
         ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 4}, 90),
+        ("_scores_kernel", SCORES | WIDE | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 4}, 90),
         ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 2}, 80),
         ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 4}, 90),
         ("_top_kernel", TOP | {"OF_CHUNKS": True}, {"num_warps": 1}),
@@ -111,9 +123,10 @@ def main(*capabilities: str) -> None:
                 types = TYPES | {"keys_ptr": "*bf16" if capability < 89 else "*fp8e4nv"}
                 types = {n: t for n, t in types.items() if n not in constants}
                 kernel = KernelToCompile(name, _Signature(types), constants, **options)
+                wide = "_wide" if constants.get("K") == 256 else ""
                 c = compile_kernel(f"attention.{file}", kernel, capability)
                 print(
-                    f"{file.split('.')[1]}.{name} sm_{capability}: {c.registers} registers, "
+                    f"{file.split('.')[1]}.{name} sm_{capability}{wide}: {c.registers} registers, "
                     f"{c.spill_bytes} bytes spilled, {c.shared_bytes} bytes shared"
                 )
 
