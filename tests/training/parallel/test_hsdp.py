@@ -1,5 +1,6 @@
 """Copies of sharded weights: four ranks of several layouts train as one process does, and save each element once."""
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -7,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kernels.attention.full import FULL
+from kernels.gated_delta_net import DeltaNet
 from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
@@ -32,14 +35,17 @@ def world_of(world: World, context: int, tensor: int, replicate: int) -> World:
     return World(world.rank, 4, world.device, make_mesh("cpu", 4, context, tensor), replicate)
 
 
-def train_unlike_batches(world: World, gpu_state_bytes: float = torch.inf) -> tuple[list, dict, MasterAdamW]:
+def train_unlike_batches(
+    world: World, kinds: tuple = (FULL,), gpu_state_bytes: float = torch.inf
+) -> tuple[list, dict, MasterAdamW]:
     """Two steps of eight sequences: (losses and gradient norms, weights and moments after them, the optimizer).
 
     A document fills a sequence nearly, many short ones fill the next, then a long one comes again. Gradients are
     clipped.
     """
     with torch.device("meta"):
-        model = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=2), world.tensor_size)
+        config = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, layer_kinds=kinds)
+        model = Transformer(config, world.tensor_size)
     if world.size > 1:
         share_matrices(model, world)
         shard_model(model, model.layers, world)
@@ -63,18 +69,21 @@ def train_unlike_batches(world: World, gpu_state_bytes: float = torch.inf) -> tu
 
 
 def check_layouts(world: World) -> None:
-    if world.is_main:
-        expected_steps, expected, _ = train_unlike_batches(World(0, 1, world.device))
-        assert min(norm for _, norm in expected_steps) > 0.2  # clipped
+    expect = functools.cache(functools.partial(train_unlike_batches, World(0, 1, world.device)))
     for layout in LAYOUTS:
         own = world_of(world, *layout)
-        steps, found, optimizer = train_unlike_batches(own)
+        kinds = (FULL,) if own.tensor_size > 1 else (DeltaNet(4, 4, 16, 16), FULL)
+        steps, found, optimizer = train_unlike_batches(own, kinds)
         if world.is_main:
+            expected_steps, expected, _ = expect(kinds)
+            assert min(norm for _, norm in expected_steps) > 0.2  # clipped
             assert sum(steps, ()) == pytest.approx(sum(expected_steps, ()), rel=2e-6), layout
             errors = {name: float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items()}
-            assert max(errors.values()) < 3e-5, (layout, errors)
+            # Gradients of a decay are tiny sums of large terms: float32 leaves 5e-4 of them in one process as well.
+            limits = {name: 1e-3 if "A_log" in name or "dt_bias" in name else 3e-5 for name in errors}
+            assert all(error < limits[name] for name, error in errors.items()), (layout, errors)
         check_written_once(optimizer, world.rank, layout)
-    streamed = train_unlike_batches(own, gpu_state_bytes=0)
+    streamed = train_unlike_batches(own, kinds, gpu_state_bytes=0)
     assert streamed[0] == steps and all(torch.equal(streamed[1][name], tensor) for name, tensor in found.items())
 
 
