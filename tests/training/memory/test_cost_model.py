@@ -119,19 +119,21 @@ def test_short_documents_take_less_time_and_room(heads_at_a_time):
     assert short.peak(execution).bytes < whole.peak(execution).bytes
 
 
-@pytest.mark.parametrize("heads_at_a_time", [None, 1])
+@pytest.mark.parametrize(("size", "heads_at_a_time"), [("4B", None), ("4B", 1), ("qwen3.5-4B", None)])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_that_share_a_sequence_share_its_work(num_ranks, heads_at_a_time):
+def test_ranks_that_share_a_sequence_share_its_work(num_ranks, size, heads_at_a_time):
     """All but the update, which FSDP2 would share. Exchanges go there, back and, in backward, there again."""
-    execution = Execution((Placement("gpu", "gpu"),) * 36, 8192, heads_at_a_time)
-    alone, shared = (step_of(MODEL_SIZES["4B"], 131_072, num_ranks=n) for n in (1, num_ranks))
+    sent = {"4B": 36 * (2 * 4096 + 2 * 1024), "qwen3.5-4B": 24 * (2 * 2048 + 2 * 4096) + 8 * (2 * 4096 + 2 * 1024)}
+    execution = Execution((Placement("gpu", "gpu"),) * MODEL_SIZES[size].num_hidden_layers, 8192, heads_at_a_time)
+    alone, shared = (step_of(MODEL_SIZES[size], 131_072, num_ranks=n) for n in (1, num_ranks))
     update = 4 * alone.inventory(execution).gpu_state / H200["memory"]
-    exchange = 2 * (2 * 4096 + 2 * 1024) * 131_072 / num_ranks * (num_ranks - 1) / num_ranks / H200["gpu link"]
-    waits = 36 * 3 * exchange * (1.01 if heads_at_a_time else 1)  # smaller launches
+    exchange = 2 * sent[size] * 131_072 / num_ranks * (num_ranks - 1) / num_ranks / H200["gpu link"]
+    waits = 3 * exchange * (1.01 if heads_at_a_time else 1)  # smaller launches
     expected = (alone.seconds(execution, H200) - update) / num_ranks + update + waits
     assert shared.seconds(execution, H200) == pytest.approx(expected, rel=1e-6)
     assert num_ranks * shared.input_bytes == alone.input_bytes
-    assert num_ranks * results_bytes(shared, shared.parts[0])[0] == results_bytes(alone, alone.parts[0])[0]
+    of_all, of_one = (results_bytes(step, step.parts[0])[0] for step in (alone, shared))
+    assert num_ranks * of_one == pytest.approx(of_all, rel=0.006)  # a document keeps no last state
     assert shared.at(262_144).tokens == 2 * shared.tokens == 262_144 // num_ranks
     assert find_max_context(shared, 100 * GIB, 0) > find_max_context(alone, 100 * GIB, 0)
 

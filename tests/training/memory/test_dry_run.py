@@ -98,6 +98,7 @@ UNLIKE = {
     "shared": ({"num_ranks": 4}, KEPT, 8192, 1),
     "delta net": ({"kind": DeltaNet(), "model_type": "qwen3_5_text"}, KEPT, 8192, None),
     "delta net, whole": ({"kind": DeltaNet(), "model_type": "qwen3_5_text"}, WHOLE, None, None),
+    "delta net, shared": ({"kind": DeltaNet(), "model_type": "qwen3_5_text", "num_ranks": 4}, KEPT, 8192, None),
     "output gate": ({"model_type": "qwen3_5_text", "rotary_dim": 64}, PLACED, 8192, None),
     "wider": ({"layer_mlps": (GatedMLPPart(24_576, "gelu_tanh"),)}, KEPT, None, None),
 }

@@ -20,6 +20,7 @@ from kernels.attention.full import FULL
 from kernels.convolution import qkv_convolution_footprint
 from kernels.delta_net import delta_rule_footprint
 from kernels.fp8 import FP8
+from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
 from kernels.head_exchange import HeadExchange
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
@@ -347,6 +348,8 @@ SHARED = {
     "nsa, two steps": (4, [GPU, Placement()], 1, (NSA(),)),
     "windows, one head": (2, [GPU, Placement()], 1, (Window(), FULL)),
     "nsa, one step": (8, [Placement()] * 2, 1, (NSA(),)),
+    "delta nets": (2, [GPU, Placement()], None, (DeltaNet(),)),
+    "delta nets, whole": (4, [WHOLE] * 2, None, (DeltaNet(),)),
 }
 
 
