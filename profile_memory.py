@@ -170,7 +170,7 @@ def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]
     flags = recipe.config
     num_gpus = flags.nproc * flags.nnodes
     mesh = num_gpus, flags.context_parallel_size, flags.tensor_parallel_size, flags.nnodes
-    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh, flags.replicate, recipe.adapters)
+    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh, flags.replicate, recipe.trained)
     if not flags.data:
         return step, None
     reading = Reading(None, flags.suffixes, flags.columns, flags.bad_rows)
@@ -332,7 +332,7 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
     part = None
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
-        part = step_on_meta(shape, *flags.lengths, machine.given, adapters=recipe.adapters)
+        part = step_on_meta(shape, *flags.lengths, machine.given, trained=recipe.trained)
     plan, fits = choose_plan(step, machine, flags.gradient_checkpointing)
     if fits and flags.gradient_checkpointing is None:
         changes = find_faster(flags, machine, world, plan)

@@ -73,6 +73,11 @@ class Share:
         """Whether the attention of some layer may work on some key/value heads at a time."""
         return any(self.parts(layer).mixer.works_in_groups for layer in range(self.num_hidden_layers))
 
+    @property
+    def num_ends(self) -> int:
+        """Matrices of embedding and head."""
+        return 1 if self.tie_word_embeddings else 2
+
     def projected_logits_bytes(self, num_tokens: int, bytes_per_logit: int = 2) -> int:
         """Size of the [num_tokens, V] logits that the standard loss materialises."""
         return num_tokens * self.vocab_size * bytes_per_logit

@@ -44,6 +44,10 @@ class Plain(Part):
     rate = weight_rate = "products"
     trains_matrices = True
 
+    @property
+    def plain(self) -> "Plain":
+        return PLAIN
+
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
 

@@ -72,6 +72,10 @@ class LoRA(Plain):
     def weight_rate(self) -> str:  # type: ignore[override]
         return self.base.weight_rate
 
+    @property
+    def plain(self) -> "LoRA":
+        return LORA
+
     def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return self.maps(x, [weight], () if bias is None else [bias])[0]
 

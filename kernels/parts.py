@@ -212,6 +212,10 @@ class Linear(Protocol):
     @property
     def weight_rate(self) -> str: ...
 
+    @property
+    def plain(self) -> "Linear":
+        """The map by the same weights in the dtype of its inputs, as outside of training."""
+
     def __hash__(self) -> int:
         """Hashes by value, as a frozen dataclass does."""
 

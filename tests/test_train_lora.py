@@ -17,7 +17,7 @@ from tests.runs import arguments, losses, only_resume, saved_settings, weights_o
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import find_weights, load_model_weights, parameter_shapes, shape_of_weights
 from training.evaluation import __main__ as evaluation
-from training.families.lora import Adapters, adapt, read_adapters
+from training.families.lora import Adapters, read_adapters
 from training.generate import __main__ as generate
 from training.host import errors
 from training.host.choices import LORA_TARGETS
@@ -73,7 +73,7 @@ def theirs(base, folder):
 def ours(folder):
     """The decoder with the adapters of a folder beside its frozen weights."""
     model = Transformer(shape_of_weights(folder))
-    adapt(model, read_adapters(folder)[0])
+    read_adapters(folder)[0].prepare(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     entries = find_weights(folder, shapes)
     model.load_state_dict({name: weights_module._read_weight(entry) for name, entry in entries.items()})

@@ -67,7 +67,7 @@ def load_state(optimizer: MasterAdamW, checkpoint: Path) -> None:
 
     load_optimizer_state(checkpoint, own, convert)
     stored = [name for name in states if "master" not in own.get(name, {}) and name not in converted]
-    quantized = [name for name in stored if states[name].format.is_quantized]
+    quantized = [name for name in stored if states[name].format.holds_weight]
     halves = {name: states[name].weight for name in stored if name not in quantized}
     with failing_together():
         read_tensors({name: weights()[name] for name in halves}, halves)

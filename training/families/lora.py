@@ -1,7 +1,7 @@
 """Low-rank adapters of a model: which projections have one, how large it is, and what peft's files say of it.
 
-`adapt` freezes a model.Transformer and adds the adapters, which are then all that is trained. Names of parameters are
-peft's behind "base_model.model.model.", such as layers.0.self_attn.q_proj.lora_A.weight.
+`Adapters.prepare` freezes a model.Transformer and adds the adapters. Names of parameters are peft's behind
+"base_model.model.model.", such as layers.0.self_attn.q_proj.lora_A.weight.
 
 A folder of adapters has peft's adapter_config.json and adapter_model.safetensors. The first names the folder of the
 base: the model that was adapted.
@@ -19,9 +19,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from kernels.lora import LORA
-from model import Share
+from kernels.config import Share
+from kernels.linear import PLAIN
+from kernels.lora import LoRA
+from kernels.parts import Linear
 from training.families.rows import PREFIX, WRAPPED_PREFIX, is_wrapper
+from training.families.trained import Trained
 from training.host.choices import DELTA_NET_TARGETS, LORA_BITS, LORA_TARGETS
 from training.host.errors import SHOWN_OF_A_PATH, UserError
 from training.host.files import read_json
@@ -47,8 +50,23 @@ OURS = {BASE, "r", "lora_alpha", "target_modules"}
 PARTS = dict(zip((*LORA_TARGETS, *DELTA_NET_TARGETS), 4 * ("self_attn",) + 3 * ("mlp",) + 3 * ("linear_attn",)))
 
 
+class _Rooted(torch.autograd.Function):
+    """Returns x as a part of a graph, so that backward goes through the first block. Nothing takes x's gradient.
+
+    Were x itself the graph's leaf, autograd would hold it from forward to backward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, root):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return None, None
+
+
 @dataclass(frozen=True)
-class Adapters:
+class Adapters(Trained):
     """Adapters of all blocks of a model.
 
     Args:
@@ -76,16 +94,46 @@ class Adapters:
     def scale(self) -> float:
         return self.alpha / self.rank
 
+    def prepare(self, model: nn.Module) -> None:
+        model.requires_grad_(False)
+        for name, projection in [*model.layers.named_modules()]:
+            if name.rpartition(".")[2] in self.targets:
+                N, K = projection.weight.shape
+                options = {"bias": False, "device": projection.weight.device, "dtype": projection.weight.dtype}
+                projection.lora_A = nn.Linear(K, self.rank, **options)
+                projection.lora_B = nn.Linear(self.rank, N, **options)
+                projection.lora_scale = self.scale
+        for name, parameter in model.named_parameters():
+            if ADAPTERS in name and not parameter.is_meta:
+                model.initialize_parameter(name, parameter)
+        for block in model.layers:
+            block.mixer.linear = block.mlp.linear = self.linear(PLAIN)
+        root = torch.zeros((), requires_grad=True)
+        model.embed_tokens.register_forward_hook(lambda module, inputs, x_BTD: _Rooted.apply(x_BTD, root))
+
     def widths(self, share: Share, layer: int) -> dict[str, tuple[int, ...]]:
         """Returns rows N and columns K of the matrices in a block that have adapters, by projection."""
         return {name: shape for name, shape in share.maps(layer).items() if name in self.targets}
 
-    def layer_parameters(self, share: Share, layer: int) -> int:
-        """Elements of one block's adapters."""
+    def linear(self, base: Linear) -> Linear:
+        return LoRA(base)
+
+    def elements(self, share: Share) -> int:
+        return sum(self.layer_elements(share, layer) for layer in range(share.num_hidden_layers))
+
+    def layer_elements(self, share: Share, layer: int) -> int:
         return self.rank * sum(map(sum, self.widths(share, layer).values()))
 
+    def traffic(self, share: Share, layer: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Forward reads x and writes y. Backward reads dy, writes dx, and reads both factors of each gradient."""
+        widths = sum(map(sum, self.widths(share, layer).values()))
+        return {"adapters": widths}, {"adapters": 3 * widths}
+
+    def described(self, share: Share) -> list[tuple[str, str]]:
+        trained = f"{self.elements(share):,} parameters of {share.num_parameters():,}"
+        return [("adapters", f"rank {self.rank}, in {', '.join(self.targets)}: {trained}")]
+
     def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the adapters of a model by name, from the shapes of its parameters."""
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in matrices.items():
             projection = name.removesuffix(".weight")
@@ -93,40 +141,6 @@ class Adapters:
                 N, K = shape
                 shapes |= {f"{projection}.lora_A.weight": (self.rank, K), f"{projection}.lora_B.weight": (N, self.rank)}
         return shapes
-
-
-class _Rooted(torch.autograd.Function):
-    """Returns x as a part of a graph, so that backward goes through the first block. Nothing takes x's gradient.
-
-    Were x itself the graph's leaf, autograd would hold it from forward to backward.
-    """
-
-    @staticmethod
-    def forward(ctx, x, root):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dx):
-        return None, None
-
-
-def adapt(model: nn.Module, adapters: Adapters) -> None:
-    """Freeze a model.Transformer, and give the projections of its blocks adapters on the device where they are."""
-    model.requires_grad_(False)
-    for name, projection in [*model.layers.named_modules()]:
-        if name.rpartition(".")[2] in adapters.targets:
-            N, K = projection.weight.shape
-            options = {"bias": False, "device": projection.weight.device, "dtype": projection.weight.dtype}
-            projection.lora_A = nn.Linear(K, adapters.rank, **options)
-            projection.lora_B = nn.Linear(adapters.rank, N, **options)
-            projection.lora_scale = adapters.scale
-    for name, parameter in model.named_parameters():
-        if ADAPTERS in name and not parameter.is_meta:
-            model.initialize_parameter(name, parameter)
-    for block in model.layers:
-        block.mixer.linear = block.mlp.linear = LORA
-    root = torch.zeros((), requires_grad=True)
-    model.embed_tokens.register_forward_hook(lambda module, inputs, x_BTD: _Rooted.apply(x_BTD, root))
 
 
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:

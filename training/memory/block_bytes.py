@@ -42,15 +42,3 @@ def work(step: StepShape, execution: Execution, parts: LayerParts) -> list[Work]
     """Returns the work of the linear maps in a block's mixer and in its MLP under an execution."""
     sizes, is_skippable = (step.tokens, step.share.hidden_size, step.element_size), not step.share.norms_after
     return [part.linear_work(*sizes, tile_size=execution.mlp_tile_size, is_skippable=is_skippable) for part in parts]
-
-
-def adapter_traffic(step: StepShape, layer: int) -> tuple[int, int]:
-    """Returns the bytes that adapters of a block read and write, in forward and in backward.
-
-    Forward reads x and writes y. Backward reads dy and writes dx, then reads both factors of each gradient.
-    """
-    if step.adapters is None:
-        return 0, 0
-    rows, columns = (sum(sizes) for sizes in zip(*step.adapters.widths(step.share, layer).values()))
-    unit = step.element_size * step.tokens
-    return unit * (columns + rows), unit * 3 * (columns + rows)

@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from kernels.common import BODIES
 from kernels.head_exchange import HeadExchange, RanksOnMeta
 from kernels.parts import LayerParts, Linear
 from kernels.tensor_parallel import TensorRanks
-from model import Context, ModelConfig, Transformer
-from training.families.lora import Adapters, adapt
+from model import Context, ModelConfig, Share, Transformer
+from training.families.trained import Trained
 from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
@@ -35,14 +35,14 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes per element
 class Setting(NamedTuple):
     """A block and how it runs: all that its bytes depend on, but for tokens and documents."""
 
-    share: Any  # a model.Share
+    share: Share
     parts: LayerParts
     is_whole: bool
     keeps_results: bool
     heads_at_a_time: int | None
     mlp_tile_size: int | None
     linear: Linear
-    adapters: Adapters | None
+    trained: Trained
     element_size: int
     num_ranks: int
     tensor_ranks: int
@@ -81,7 +81,7 @@ def block_bytes(step: StepShape, execution: Execution, placement: Placement, par
     setting = Setting(
         step.share, parts, whole, placement.results != "recompute",
         None if whole or not parts.mixer.works_in_groups else execution.heads_at_a_time,
-        None if whole else execution.mlp_tile_size, execution.linear, step.adapters, step.element_size, step.num_ranks,
+        None if whole else execution.mlp_tile_size, execution.linear, step.trained, step.element_size, step.num_ranks,
         step.tensor_ranks,
     )  # fmt: skip
     return _block_bytes(setting, step.tokens, execution.attention_backend, step.context_length, step.longest_packed)
@@ -127,7 +127,7 @@ def trace(setting: Setting, tokens: int) -> Trace:
 @functools.lru_cache(maxsize=256)
 def _run(setting: Setting, tokens: int) -> Trace:
     """Runs a block on the meta device, as the only block of a model."""
-    parts, adapters = setting.parts, setting.adapters
+    parts = setting.parts
     shape = ModelConfig(**vars(replace(
         setting.share, num_hidden_layers=1, vocab_size=1, layer_kinds=(parts.mixer.kind,), layer_mlps=(parts.mlp,),
         layer_rotates=(getattr(parts.mixer, "rotates", True),),
@@ -136,8 +136,7 @@ def _run(setting: Setting, tokens: int) -> Trace:
     execution = Execution((placement,), setting.mlp_tile_size, setting.heads_at_a_time, linear=setting.linear)
     with torch.device("meta"), torch.enable_grad():
         model = Transformer(shape).cast(DTYPES[setting.element_size])
-        if adapters is not None:
-            adapt(model, adapters)
+        setting.trained.prepare(model)
         apply_execution(model, execution)
         [block] = model.layers
         block.mixer.exchange = HeadExchange(RanksOnMeta(setting.num_ranks)) if setting.num_ranks > 1 else None

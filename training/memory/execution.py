@@ -13,7 +13,8 @@ from torch import Tensor
 from kernels.linear import PLAIN
 from kernels.parts import Linear, MixerKind
 from training.host.choices import LOSSES
-from training.optim.inventory import Inventory, block_of
+from training.optim.formats import FROZEN, StateFormat
+from training.optim.inventory import Inventory
 
 PLACES = ("gpu", "host", "recompute")
 
@@ -69,8 +70,8 @@ class Execution:
         attention_backend: the library kernel that attends, a name in kernels.attention.full.BACKENDS.
         kinds: how each block attends, one kind per block; (): as the model's configuration says.
         linear: the linear maps of all blocks, see kernels.parts.Linear. The head's is kernels.linear.PLAIN.
-        frozen_bits: bits per element in which frozen matrices of blocks are kept, see training.optim.quantized. 16: in
-            bf16. Below 16 they are in bf16 during a visit alone, so no block can be whole.
+        frozen: format of the blocks' frozen matrices. Where the format holds the weight, the parameter has memory
+            during a visit alone, so no block can be whole.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
         ends: place of the weights of embedding and head, as `Placement.weights`: "gpu" or "host". On the host they need
             the chunked loss, which runs the head forward and backward in one visit.
@@ -88,7 +89,7 @@ class Execution:
     attention_backend: str = "auto"
     kinds: tuple[MixerKind, ...] = ()
     linear: Linear = PLAIN
-    frozen_bits: int = 16
+    frozen: StateFormat = FROZEN
     impl: str = "auto"
     ends: str = "gpu"
 
@@ -99,10 +100,6 @@ class Execution:
             raise ValueError(f"ends must be one of gpu, host, got {self.ends!r}")
         if self.ends == "host" and self.loss_impl != "chunked":
             raise ValueError(f"ends on the host need loss_impl chunked, got {self.loss_impl}; place them on gpu")
-        if self.frozen_bits < 16 and any(placement.is_whole for placement in self.placements):
-            raise ValueError(
-                f"frozen_bits {self.frozen_bits} needs placed blocks, got whole ones; recompute their rest"
-            )
 
 
 def inventory_of(
@@ -114,7 +111,7 @@ def inventory_of(
     return Inventory.of(
         named, accumulate=accumulate, gpu_state_bytes=execution.gpu_state_bytes, state_format=execution.state_format,
         host_weights=host_weights([name for name, _ in named], places, execution.ends),
-        quantized=quantized_weights(named, execution.frozen_bits),
+        frozen=execution.frozen,
     )  # fmt: skip
 
 
@@ -127,12 +124,6 @@ def host_weights(names: Iterable[str], places: Sequence[str], ends: str) -> list
     away = blocks | ({"embed_tokens", "lm_head"} if ends == "host" else set())
     # The first two parts of layers.3.mlp.up_proj.weight name its block, the first part of lm_head.weight the head.
     return [name for name in names if not away.isdisjoint((name.split(".")[0], ".".join(name.split(".")[:2])))]
-
-
-def quantized_weights(named_parameters: Iterable[tuple[str, Tensor]], frozen_bits: int) -> dict[str, int]:
-    """Returns the bits per element of the parameters that are kept quantized: frozen matrices of blocks."""
-    matrices = (name for name, p in named_parameters if p.ndim == 2 and not p.requires_grad)
-    return {name: frozen_bits for name in matrices if block_of(name) is not None} if frozen_bits < 16 else {}
 
 
 def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:

@@ -5,7 +5,7 @@ the activations that the block's `Placement` names. Backward rebuilds the block 
 graph, so only one block's activations exist at a time. An operation does not run again if its results were kept, or if
 no gradient needs its result: `kernels.common.operation` declares both. A whole block is left to autograd.
 
-The weights of a placed block are on the GPU, or visit it from host memory or quantized, see `training.memory.visiting`:
+The weights of a placed block are on the GPU, or visit it from where they are kept, see `training.memory.visiting`:
 in forward, with or without gradients, and in backward. Embedding and head need none in backward: the chunked loss makes
 the head's gradient in forward.
 """
@@ -22,15 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kernels.common import KEEPABLE, SKIPPABLE
-from kernels.linear import PLAIN
-from kernels.lora import LORA, LoRA
 from kernels.parts import AttentionKind, Linear, MixerKind
 from training.host.memory import HostCopies, PinnedArena
 from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.visiting import Homes, VisitingWeights
 from training.optim.inventory import Inventory
-from training.optim.quantized import Quantized
 
 
 def allocate(model: nn.Module, inventory: Inventory, device: torch.device) -> None:
@@ -110,7 +107,7 @@ def set_linear(model: nn.Module, linear: Linear) -> None:
 def products_in_bf16(model: nn.Module) -> Iterator[None]:
     """Has a model.Transformer compute as it does outside of training, whatever linear maps it trains with."""
     had = model.layers[0].mlp.linear
-    set_linear(model, LORA if isinstance(had, LoRA) else PLAIN)
+    set_linear(model, had.plain)
     try:
         yield
     finally:
@@ -131,8 +128,8 @@ def apply_placement(
         arena: pinned memory for everything placed on the "host".
         skips: whether to keep the choices of operations in forward and to leave out skippable operations in backward.
             False for compiled blocks, because their operations cannot be seen.
-        homes: weights in host memory of the blocks with weights on the "host", and of no others; and quantized
-            weights of any block but a whole one. On several GPUs no block can have some.
+        homes: weights in host memory of the blocks with weights on the "host", and of no others; and weights in other
+            forms of any block but a whole one. On several GPUs no block can have some.
 
     Raises:
         ValueError: placements that do not fit the blocks, the homes or each other, or need an arena.
@@ -149,10 +146,10 @@ def apply_placement(
         raise ValueError("placements in host memory need an arena")
     for layer, (block, placement) in enumerate(zip(blocks, placements)):
         found = [homes.get(parameter) for parameter in block.parameters()]
-        if any((h is not None) != (placement.weights == "host") for h in found if not isinstance(h, Quantized)):
+        if any((h is not None) != (placement.weights == "host") for h in found if h is None or isinstance(h, Tensor)):
             raise ValueError(f"block {layer} is placed with weights on the {placement.weights}, where they do not live")
-        if placement.is_whole and any(isinstance(h, Quantized) for h in found):
-            raise ValueError(f"block {layer} is left to autograd, but has quantized weights; recompute its rest")
+        if placement.is_whole and any(h is not None for h in found):
+            raise ValueError(f"block {layer} is left to autograd, but its weights visit; recompute its rest")
     placed = _PlacedBlocks(blocks, placements, arena, skips, homes)
     for layer, block in enumerate(blocks):
         if not placements[layer].is_whole:

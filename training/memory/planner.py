@@ -17,6 +17,7 @@ from training.memory.execution import Execution, Placement
 from training.memory.kinds import describe
 from training.memory.machine import ASSUMED_NETWORK, H200, Rates
 from training.memory.stages import Stage
+from training.optim.formats import STATE_FORMATS
 
 # A plan's predicted peak must stay below budget / HEADROOM. The 4% cover allocator fragmentation and what the cost
 # model does not count. Where no plan stays below, a plan below budget / LEAST_HEADROOM will do: at the limit the
@@ -25,8 +26,9 @@ HEADROOM = 1.04
 LEAST_HEADROOM = 1.01
 # Tokens, in every plan. Tiles cost no time, and save one matrix product that a placed block otherwise recomputes.
 MLP_TILE_SIZE = 8192
-# Share of a step's seconds that compact state must save where float32 state fits too: its moments are less precise.
-COMPACT_SAVES = 0.01
+# Share of a step's seconds that a smaller format of optimizer state must save where the first fits too: it is less
+# precise.
+FORMAT_SAVES = 0.01
 # Share that optimizer state on the host must save as well, and weights there once more.
 OFFLOAD_SAVES = 0.01
 _CONTEXT_MULTIPLE = 1024  # tokens: the precision to which the largest context is found
@@ -86,18 +88,14 @@ class Plan:
         if math.isinf(on_gpu) and _num_visiting(execution):
             on_gpu = self.step.inventory(execution).gpu_state
         state = {math.inf: "GPU", 0: "host"}.get(on_gpu) or f"up to {gib(on_gpu)} on the GPU, the rest on the host"
-        state += f", {execution.state_format}" if self.why or execution.state_format != "float32" else ""
+        state += f", {execution.state_format}" if self.why or execution.state_format != STATE_FORMATS[0] else ""
         state += f" (auto: {self.why})" if self.why else ""
         if num_whole < len(placements):
             heads = "one key/value head at a time" if execution.heads_at_a_time else "all heads at once"
             tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"
             rows += [("attention", heads), ("MLP", tiles)]
         rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
-        if adapters := self.step.adapters:
-            trained = f"{self.step.trained:,} parameters of {self.step.elements:,}"
-            rows.append(("adapters", f"rank {adapters.rank}, in {', '.join(adapters.targets)}: {trained}"))
-            if execution.frozen_bits < 16:
-                rows.append(("frozen matrices", f"{execution.frozen_bits} bits; costs some loss, see docs/lora.md"))
+        rows += [*self.step.trained.described(self.step.share), *execution.frozen.described]
         if execution.linear.rate != PLAIN.rate:
             rows.append(("linear maps", f"{execution.linear.name}, head bf16; costs some loss, see docs/memory.md"))
         if self.compared:
@@ -134,17 +132,17 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
     if step.batch_size > 1:
         length += f" with batch_size {step.batch_size}"
     length += f" does not fit into {describe_budgets(*budgets)}"
-    compact = step.with_format("compact")
-    is_compact = step.given.state_format != "float32" or not has_plan(compact, *budgets)  # or it would not help
-    advice = "" if is_compact else "; give optimizer_state compact"
+    first, *_, smallest = STATE_FORMATS
+    helps = step.given.state_format == first and has_plan(step.with_format(smallest), *budgets)
+    advice = f"; give optimizer_state {smallest}" if helps else ""
     fewer = _largest(step.batch_size - 1, lambda n: has_plan(step.with_batch(n), *budgets))
     largest = find_max_context(step if fewer else step.with_batch(1), *budgets)
     if fewer:
         lower = f"lower batch_size to {fewer}" + f", or context_length to {largest}" * (largest > 0)
         raise UserError(f"{length}{advice}; {'or ' if advice else ''}{lower}")
     if largest:
-        float32, alone = " in float32" if advice else "", " with batch_size 1" * (step.batch_size > 1)
-        raise UserError(f"{length}{advice}; the largest that does{float32} is {largest}{alone}")
+        now, alone = f" in {first}" if advice else "", " with batch_size 1" * (step.batch_size > 1)
+        raise UserError(f"{length}{advice}; the largest that does{now} is {largest}{alone}")
     least = step.with_format(_formats(step)[-1])
     state = f"its optimizer's state {gib(step.inventory(least.given).gpu_state)} of either"
     parameters = f"its parameters take {gib(step.parameter_bytes)} of {'either' if step.can_visit else 'the GPU'}"
@@ -157,7 +155,7 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
 
 
 def _choose(step: Step, seconds: dict[Execution, float]) -> tuple[Execution, str]:
-    """Returns the fastest execution, or the fastest in float32 where compact state hardly saves time; and why.
+    """Returns the fastest execution, or the fastest in the first format where others hardly save time; and why.
 
     Optimizer state and weights on the host must save time as well, see OFFLOAD_SAVES.
     """
@@ -168,19 +166,19 @@ def _choose(step: Step, seconds: dict[Execution, float]) -> tuple[Execution, str
     fastest = min(seconds, key=cost)
     if step.given.state_format != "auto":
         return fastest, ""
-    in_float32 = (execution for execution in seconds if execution.state_format == "float32")
-    float32 = min(in_float32, key=cost, default=None)
-    if float32 is None:
-        return fastest, "too little room for float32"
-    saved = seconds[float32] - seconds[fastest]
-    if saved < COMPACT_SAVES * seconds[float32]:
-        return float32, f"costs less than {COMPACT_SAVES:.0%} of a step"
+    first = STATE_FORMATS[0]
+    precise = min((execution for execution in seconds if execution.state_format == first), key=cost, default=None)
+    if precise is None:
+        return fastest, f"too little room for {first}"
+    saved = seconds[precise] - seconds[fastest]
+    if saved < FORMAT_SAVES * seconds[precise]:
+        return precise, f"costs less than {FORMAT_SAVES:.0%} of a step"
     return fastest, f"saves {saved:.1f} s of a step"
 
 
 def _formats(step: Step) -> tuple[str, ...]:
     """Returns the formats that the optimizer's state may have; the last takes the least of both budgets."""
-    return ("float32", "compact") if step.given.state_format == "auto" else (step.given.state_format,)
+    return STATE_FORMATS if step.given.state_format == "auto" else (step.given.state_format,)
 
 
 def _heads_at_a_time(step: Step) -> tuple[int | None, ...]:
@@ -288,7 +286,8 @@ class _Search:
         """
         step, given, L = self.step, self.step.given, self.step.layers
         of_all = math.inf, 0.75, 0.5, 0.25, 0
-        of_ends = (math.inf, 0) if step.share.tie_word_embeddings else (math.inf, 0.5, 0)  # embedding and head
+        ends = step.share.num_ends
+        of_ends = math.inf, *(i / ends for i in reversed(range(ends)))  # embedding and head
         for num, state_format in itertools.product(self.waiting, _formats(step)):
             can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
             losses = ("auto", "chunked") if can_choose else (given.loss_impl,)
@@ -344,7 +343,7 @@ class _Search:
         kept = most(L, lambda n: _placed(base, inputs, n))
         on_gpu = sum(placement.results == "gpu" for placement in kept.placements)
         if on_gpu == L and set(inputs) == {"gpu"}:
-            limit = 0 if base.frozen_bits < 16 else L - _num_visiting(base)
+            limit = 0 if base.frozen.holds_weight else L - _num_visiting(base)
             return most(limit, lambda n: _placed(base, inputs, L, whole=n))
         return most(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n))
 

@@ -72,7 +72,7 @@ class Machine:
     def checkpoint_bytes(self, plan: Plan) -> int:
         """Returns the bytes on disk of a checkpoint of a planned run, to resume from."""
         step = plan.step
-        numel = step.trained if step.adapters else self.model.num_parameters()
+        numel = step.trained.elements(self.model)
         return bytes_saved(numel, plan.execution.state_format, is_half=step.num_shards == 0) + SPARE_BYTES
 
 
@@ -241,7 +241,8 @@ def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None)
     if machine.flops:
         assert step.documents is not None
         model, kinds = machine.model, step.given.kinds
-        flops_of = functools.partial(forward_flops, model, kinds=kinds, trains_matrices=step.adapters is None)
+        trains_matrices = step.given.linear.trains_matrices
+        flops_of = functools.partial(forward_flops, model, kinds=kinds, trains_matrices=trains_matrices)
         forward = sum(count * flops_of([round(n)]) for n, count in step.documents.lengths)
         flops = 3 * step.micro_batches * forward / (step.num_ranks * step.tensor_ranks)
         answer["mfu"] = flops / plan.seconds / machine.flops

@@ -66,14 +66,13 @@ class Stages:
     def _always(self) -> dict[str, int]:
         """Returns the bytes that all stages have."""
         step, L = self.step, self.step.layers
-        ends = 1 if step.share.tie_word_embeddings else 2  # matrices of embedding and head
         tables = 1 + (step.share.local_rope_theta is not None)
         positions = step.num_ranks + (step.is_packed or step.num_ranks > 1)
         return {
-            "parameters": step.parameter_bytes - sum(self.weights[:L]) - ends * self.weights[L],
+            "parameters": step.parameter_bytes - sum(self.weights[:L]) - step.share.num_ends * self.weights[L],
             "optimizer": self.optimizer.gpu_state + self.optimizer.gpu_room,
             # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
-            # Layers with a window may have their own. 64 bytes per token: token ids, labels, losses.
+            # Some layers may have their own. 64 bytes per token: token ids, labels, losses.
             "workspace": LIBRARY_BYTES
             + step.tokens * (4 * step.share.rotary_width * positions * tables + 64)
             + step.arriving_bytes * any(self.weights[:L]),
@@ -118,8 +117,9 @@ class Stages:
 
     def _backward(self) -> Iterator[Stage]:
         step, optimizer, weights, L = self.step, self.optimizer, self.weights, self.step.layers
-        # An untied head's gradient is ready after the loss. A tied head's gradient waits for the embedding's.
-        tied, ready = (step.head_gradient, 0.0) if step.share.tie_word_embeddings else (0, step.head_share)
+        # A separate head's gradient is ready after the loss. If head and embedding are one matrix, it waits.
+        separate = step.share.num_ends - 1
+        waiting, ready = (1 - separate) * step.head_gradient, separate * step.head_share
         # Shares of the parameters. Gradients of `gone` have left for the host, of `stays` none do.
         gone = ready * optimizer.rows[-1].state_on_host
         waited = gone * (step.last_bytes > LEAVING_BYTES)  # compute waits until a large head's gradient has left
@@ -131,14 +131,14 @@ class Stages:
             for part, sizes in zip(("MLP", "attention"), self.block_bytes[layer][1:]):
                 here += step.layer_shares[layer] * (part == "attention")
                 gone += step.layer_shares[layer] * (part == "attention" and weights[layer] > 0)
-                gradients = tied + min(LEAVING_BYTES, int(optimizer.leaving_gradients * (here - waited)))
+                gradients = waiting + min(LEAVING_BYTES, int(optimizer.leaving_gradients * (here - waited)))
                 name, on_gpu = f"backward of layer {layer}, {part}", (here - gone) / stays
                 inputs, attention, mlp = map(add, (step.input_bytes, *sizes), (*self._fetched(layer), 0))
                 yield self._stage(name, layer, on_gpu, gradients, (inputs, attention, mlp), self._running(layer))
         # The embedding's gradient, as it is made.
-        gradients = tied + step.head_gradient + min(LEAVING_BYTES, optimizer.leaving_gradients)
+        gradients = waiting + step.head_gradient + min(LEAVING_BYTES, optimizer.leaving_gradients)
         if step.num_shards and step.tensor_ranks > 1:  # autograd adds two DTensors into a third
-            gradients += tied
+            gradients += waiting
         gradients += embedding_sums(step) if step.head_gradient else 0
         on_gpu = 1 - step.head_share / stays * (weights[-1] == 0)
         yield self._stage("backward of embedding", 0, on_gpu, gradients, (step.input_bytes, 0, 0))

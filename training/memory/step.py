@@ -10,10 +10,11 @@ from typing import Any, Self
 import numpy as np
 from torch import Tensor
 
+from kernels.config import Share
 from kernels.parts import LayerParts, MixerKind
 from training.data.packing import deal
-from training.families.lora import Adapters
-from training.memory.execution import Execution, Placement, host_weights, needed_for_backward, quantized_weights
+from training.families.trained import ALL, Trained
+from training.memory.execution import Execution, Placement, host_weights, needed_for_backward
 from training.optim.inventory import Inventory, Row
 
 LENGTHS_PER_OCTAVE = 8  # bins of document lengths between one power of two and the next
@@ -79,7 +80,7 @@ class StepShape:
     """A training step of a model, with its bytes and seconds under any execution.
 
     Args:
-        share: one rank's share of the model, a model.Share.
+        share: one rank's share of the model, a kernels.config.Share.
         named_parameters: the model's, on any device. Where FSDP2 shards them, DTensors or a rank's shards.
         context_length, batch_size, micro_batches: for one rank, or for the ranks that share sequences.
         documents: the documents of a micro-batch. None: not known. Bytes are then counted for sequences of several
@@ -92,10 +93,10 @@ class StepShape:
         tensor_ranks: ranks that share each matrix.
         num_machines: machines of equally many ranks. Ranks of one machine share sequences and matrices.
         num_copies: copies of the sharded parameters, on machines of their own where there are enough.
-        adapters: all that is trained; None: every parameter is.
+        trained: what is trained of the model.
     """
 
-    share: Any
+    share: Share
     named_parameters: Iterable[tuple[str, Tensor]]
     context_length: int
     batch_size: int = 1
@@ -108,18 +109,17 @@ class StepShape:
     tensor_ranks: int = 1
     num_machines: int = 1
     num_copies: int = 1
-    adapters: Adapters | None = None
+    trained: Trained = ALL
 
     def __post_init__(self):
         share, self.named_parameters = self.share, list(self.named_parameters)
         names = [name for name, _ in self.named_parameters]
-        quantized = quantized_weights(self.named_parameters, self.given.frozen_bits)
 
         @functools.cache
         def on_gpu(state_format: str) -> Inventory:
             accumulate = self.micro_batches > 1
             return Inventory.of(
-                self.named_parameters, accumulate=accumulate, state_format=state_format, quantized=quantized
+                self.named_parameters, accumulate=accumulate, state_format=state_format, frozen=self.given.frozen
             )
 
         @functools.cache
@@ -134,49 +134,44 @@ class StepShape:
         self.layers = share.num_hidden_layers
         self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
         self.norms_per_layer = sum(name.endswith("layernorm.weight") for name in share.layer_parameters(0))
-        self.elements = share.num_parameters()
-        matrices = [share.layer_matrix_parameters(layer) for layer in range(self.layers)]
-        layer_elements = max(matrices)
-        # Elements that are trained, in all and in each layer, and shares of them.
-        in_layers = matrices
-        self.trained = self.elements
-        if self.adapters:
-            in_layers = [self.adapters.layer_parameters(share, layer) for layer in range(self.layers)]
-            self.trained = sum(in_layers)
-        self.layer_shares = [elements / self.trained for elements in in_layers]
-        self.head_share = 0.0 if self.adapters else share.vocab_size * share.hidden_size / self.trained
-        self.head_gradient = 0 if self.adapters else self.head  # bytes
         rows = inventory((), "gpu", math.inf, "float32").rows
-        self.last_bytes = self.element_size * rows[-1].numel  # an untied head's, on one rank
+        has_gradient = rows[0].gradient_dtype is not None  # the embedding's, and all other matrices'
+        # Elements in all, and shares of the trained ones.
+        self.elements, self.trained_elements = share.num_parameters(), self.trained.elements(share)
+        in_layers = (self.trained.layer_elements(share, layer) for layer in range(self.layers))
+        self.layer_shares = [elements / self.trained_elements for elements in in_layers]
+        self.head_share = has_gradient * share.vocab_size * share.hidden_size / self.trained_elements
+        self.head_gradient = has_gradient * self.head  # bytes
+        self.last_bytes = self.element_size * rows[-1].numel  # a separate head's, on one rank
         self.parameter_bytes = sum(row.stored_bytes for row in rows)
         if self.num_shards:
-            # FSDP2 holds gathered: the embedding and an untied head with its gradient; one block; the next block, both
+            # FSDP2 holds gathered: the embedding and a separate head with its gradient; one block; the next block, both
             # as it arrives and whole. The gradients of one block exist in the activations' dtype and, on their way to
             # other ranks, in float32.
-            self.parameter_bytes += self.head if share.tie_word_embeddings else 2 * self.head + self.head_gradient
-            gradient_bytes = 0 if self.adapters else self.element_size + 4
-            self.parameter_bytes += layer_elements * (3 * self.element_size + gradient_bytes)
+            layer_elements = max(map(share.layer_matrix_parameters, range(self.layers)))
+            self.parameter_bytes += share.num_ends * self.head + (share.num_ends - 1) * self.head_gradient
+            self.parameter_bytes += layer_elements * (3 * self.element_size + has_gradient * (self.element_size + 4))
             # FSDP2 allocates the gradients' shards and the float32 tensor that it sums on its reduction stream. That
-            # tensor is larger for the embedding and an untied head than for a block.
-            head_elements = self.head // self.element_size * (1 if share.tie_word_embeddings else 2)
-            self.reduction_bytes = 0 if self.adapters else 4 * max(0, head_elements - layer_elements)
+            # tensor is larger for the embedding and a separate head than for a block.
+            head_elements = self.head // self.element_size * share.num_ends
+            self.reduction_bytes = has_gradient * 4 * max(0, head_elements - layer_elements)
             if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
                 self.reduction_bytes += 4 * sum(row.numel for row in rows if row.gradient_dtype)
         self._weigh_blocks(rows)
 
     def _weigh_blocks(self, rows: Iterable[Row]) -> None:
-        """Sets bytes of each block's weights: as they are kept, during a visit, and of the quantized ones alone."""
+        """Sets bytes of each block's weights: as they are kept, during a visit, and of those that a format holds."""
         blocks: list[list[Row]] = [[] for _ in range(self.layers)]
         for row in rows:
             if row.block is not None:
                 blocks[row.block].append(row)
-        compressed = [[row for row in block if row.format.is_quantized] for block in blocks]
+        held = [[row for row in block if row.format.holds_weight] for block in blocks]
         self.stored_bytes = [sum(row.stored_bytes for row in block) for block in blocks]
         self.weight_bytes = [sum(row.weight_bytes for row in block) for block in blocks]
-        self.quantized_bytes = [sum(row.stored_bytes for row in block) for block in compressed]
-        self.visiting_bytes = [sum(row.weight_bytes for row in block) for block in compressed]
+        self.held_bytes = [sum(row.stored_bytes for row in block) for block in held]
+        self.visiting_bytes = [sum(row.weight_bytes for row in block) for block in held]
         # A weight on its way from the host.
-        self.arriving_bytes = max((row.stored_bytes for block in compressed for row in block), default=0)
+        self.arriving_bytes = max((row.stored_bytes for block in held for row in block), default=0)
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> Self:
         """Returns the same step at another context length, of one document per sequence if this step's are.
@@ -251,9 +246,9 @@ class StepShape:
     def unplanned(self, placement: Placement, **changes: Any) -> Execution:
         """Returns an execution that nobody searched: blocks placed alike, and float32 state unless asked otherwise.
 
-        Blocks with quantized weights keep their input in place of all activations.
+        Blocks whose weights a format holds keep their input in place of all activations.
         """
-        placement = Placement() if placement.is_whole and self.given.frozen_bits < 16 else placement
+        placement = Placement() if placement.is_whole and self.given.frozen.holds_weight else placement
         given = replace(self.given, state_format="float32") if self.given.state_format == "auto" else self.given
         return replace(given, placements=(placement,) * self.layers, **changes)
 
@@ -282,10 +277,10 @@ class StepShape:
     def visiting_weights(self, execution: Execution) -> list[int]:
         """Returns the bytes of weights that are on the GPU only during a visit, in the order of `waiting_weights`.
 
-        Quantized weights visit wherever they are kept.
+        Weights that a format holds visit wherever they are kept.
         """
         sizes = zip(execution.placements, self.weight_bytes, self.visiting_bytes)
-        blocks = [whole if placement.weights == "host" else quantized for placement, whole, quantized in sizes]
+        blocks = [whole if placement.weights == "host" else held for placement, whole, held in sizes]
         return blocks + 2 * [self.head * (execution.ends == "host")]
 
     def fetched_bytes(self, execution: Execution) -> tuple[list[int], list[int]]:
@@ -310,7 +305,7 @@ class StepShape:
 
 
 @functools.cache
-def _parts(share: Any, kinds: tuple[MixerKind, ...]) -> tuple[LayerParts, ...]:
+def _parts(share: Share, kinds: tuple[MixerKind, ...]) -> tuple[LayerParts, ...]:
     made = functools.cache(LayerParts)  # equal layers have one object
     layers = ((share.parts(i), kind) for i, kind in enumerate(kinds))
     return tuple(made(parts.mixer.with_kind(kind), parts.mlp) for parts, kind in layers)

@@ -5,12 +5,13 @@ and the traffic of FSDP2 are counted one after the other: without NVLink they sh
 """
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.qkv_attention import AttentionPart
-from training.memory.block_bytes import adapter_traffic, sent_bytes, work
+from training.memory.block_bytes import sent_bytes, work
 from training.memory.execution import Execution, needed_for_backward
 from training.memory.machine import Rates
 from training.memory.step import PackedDocuments, StepShape
@@ -62,8 +63,12 @@ class _Timeline:
         self.exchange = [size * sent / rates["gpu link"] for size in sizes]
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.
         self.reduction = 2 * step.input_bytes * (1 - 1 / step.tensor_ranks) / rates["gpu link"]
-        traffic = (adapter_traffic(step, layer) for layer in range(self.layers))
-        self.adapting = [tuple(size / rates["adapters"] for size in of_layer) for of_layer in traffic]
+        # Seconds of parameters that were added to a layer, in forward and in backward, by the name of their rate.
+        traffic, unit = functools.partial(step.trained.traffic, step.share), step.element_size * step.tokens
+        self.added = [
+            tuple({rate: unit * size / rates[rate] for rate, size in sizes.items()} for sizes in traffic(layer))
+            for layer in range(self.layers)
+        ]
         self.longer = 1 + (PLACED_IS_LONGER * len(self.placed) / self.layers if execution.heads_at_a_time else 0)
 
     @functools.cached_property
@@ -84,8 +89,8 @@ class _Timeline:
 
     @functools.cached_property
     def visits(self) -> list[float]:
-        """Seconds in which a visit reads quantized weights and writes them in bf16: whenever a block runs."""
-        sizes = zip(self.step.quantized_bytes, self.step.visiting_bytes)
+        """Seconds in which a visit reads weights that a format holds and writes them: whenever a block runs."""
+        sizes = zip(self.step.held_bytes, self.step.visiting_bytes)
         return [sum(pair) / self.rates["memory"] for pair in sizes]
 
     def attend(self, layer: int) -> float:
@@ -100,7 +105,7 @@ class _Timeline:
             "products": self.longer * sum(self.products),
             "memory": self.longer * sum(self.moves),
             "dequantization": self.longer * sum(self.visits),
-            "adapters": sum(forward for forward, _ in self.adapting),
+            **_sum(forward for forward, _ in self.added),
             "sums over ranks": 2 * self.layers * self.reduction,
         }
 
@@ -111,19 +116,14 @@ class _Timeline:
         # Backward sends q, k, v and the output again where it attends some heads at a time.
         attention += sum(self.exchange) * (2 if self.execution.heads_at_a_time else 1)
         of_weights = sum(self.products) * rates[linear.rate] / rates[linear.weight_rate] * linear.trains_matrices
-        repeated = [self._again(layer) for layer in self.placed]
-
-        def again(work: str) -> float:
-            return sum(layer[work] for layer in repeated)
-
-        return {
-            "attention": self.longer * attention + again("attention"),
-            "products": self.longer * (sum(self.products) + of_weights) + again("products"),
-            "memory": self.longer * 2 * sum(self.moves) + again("memory"),
-            "dequantization": self.longer * sum(self.visits) + again("dequantization"),
-            "adapters": sum(backward for _, backward in self.adapting) + again("adapters"),
-            "sums over ranks": 2 * self.layers * self.reduction + again("sums over ranks"),
+        once = {
+            "attention": self.longer * attention,
+            "products": self.longer * (sum(self.products) + of_weights),
+            "memory": self.longer * 2 * sum(self.moves),
+            "dequantization": self.longer * sum(self.visits),
+            "sums over ranks": 2 * self.layers * self.reduction,
         }
+        return _sum([once, *(backward for _, backward in self.added), *map(self._again, self.placed)])
 
     def _again(self, layer: int) -> dict[str, float]:
         """Returns the seconds in which backward computes again what a placed block did not keep, by their work."""
@@ -138,7 +138,7 @@ class _Timeline:
             "products": products + sum(self.products[i] for i in before),
             "memory": sum(self.moves[i] for i in before),
             "dequantization": sum(self.visits[i] for i in before),
-            "adapters": sum(self.adapting[i][0] for i in blocks),
+            **_sum(self.added[i][0] for i in blocks),
             "sums over ranks": self.reduction * (2 * len(before) + (1 if mlp.is_skipped else 2)),
         }
 
@@ -196,12 +196,12 @@ class _Timeline:
         apart = min(step.num_copies, step.num_machines)  # copies that share no machine
         between_machines = elements * (step.num_machines // apart - 1) / ranks / rates["network"]
         byte = max(elements * (1 - 1 / ranks) / rates["gpu link"], between_machines)  # seconds, 1 byte each
-        gather, add = step.element_size * byte, 4 * byte * step.trained / elements
-        ends = share.vocab_size * share.hidden_size / elements * (1 if share.tie_word_embeddings else 2)
+        gather, add = step.element_size * byte, 4 * byte * step.trained_elements / elements
+        ends = share.vocab_size * share.hidden_size / elements * share.num_ends
         # Copies sum their float32 shards, there and back, in the last backward. It is counted after the other exchange,
         # although both overlap where they go by different links.
         link = rates["network" if apart > 1 else "gpu link"]
-        return ends, gather, add, 4 * 2 * (1 - 1 / step.num_copies) * step.trained / ranks / link
+        return ends, gather, add, 4 * 2 * (1 - 1 / step.num_copies) * step.trained_elements / ranks / link
 
     def _update(self, forward: float, weights: float, sent: float) -> tuple[float, float]:
         """Returns the seconds of the update beyond the forward beside it, and the seconds of its copies.
@@ -220,6 +220,14 @@ class _Timeline:
         head, block = max(0, step.head_share - on_gpu), step.layer_shares[0]
         first = fetched * (head + block) / max(1 - on_gpu, block)
         return update + max(min(first, fetched), fetched + weights - forward, returned + sent - forward), fetched
+
+
+def _sum(seconds: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Returns sums by name."""
+    total: dict[str, float] = {}
+    for each in seconds:
+        total |= {name: total.get(name, 0.0) + amount for name, amount in each.items()}
+    return total
 
 
 def format_timeline(phases: list[Phase]) -> str:

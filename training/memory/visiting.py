@@ -1,8 +1,8 @@
-"""Weights that visit the GPU: they live in pinned host memory or quantized, and are fetched ahead of a block's turn.
+"""Weights that visit the GPU: they live in host memory or in fewer bits, and are fetched ahead of a block's turn.
 
 Forward and backward run one block at a time, so the weights of two blocks are on the GPU at most: the block that runs,
 and the next one. The 14B's blocks have 0.66 GB of weights each: at 50 GB/s a fetch takes 13 ms beside the block before.
-Embedding and head may visit like blocks, before the first and after the last. Quantized weights visit from wherever
+Embedding and head may visit like blocks, before the first and after the last. Weights in fewer bits visit from wherever
 they are kept: a visit has them in the parameter's own dtype.
 """
 
@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from training.optim.quantized import Quantized
+from training.optim.formats import Home
 
-Homes = Mapping[nn.Parameter, Tensor | Quantized]  # weights between visits, see `MasterAdamW.homes`
+Homes = Mapping[nn.Parameter, Home]  # weights between visits, see `MasterAdamW.homes`
 
 
 class VisitingWeights:
@@ -24,13 +24,13 @@ class VisitingWeights:
     hooks and autograd hold on to it. A graph that reads it must be made and run backward in one visit. The end of a
     visit counts as a change of the parameter, so autograd refuses to go through an older graph.
 
-    Memory of weights is allocated and freed on the compute stream, which waits for the copies, see `HostCopies`. Codes
-    of a quantized weight that come from the host are in memory of the copies' stream. On a CPU, copies are plain.
+    Memory of weights is allocated and freed on the compute stream, which waits for the copies, see `HostCopies`. What
+    is read to write weights of fewer bits is in memory of the copies' stream. On a CPU, copies are plain.
 
     Args:
         homes: for each block that has any, by number: its parameters that visit, with their weights. The embedding is
-            block -1, the head has the number after the last block's. If they are tied, one parameter is in both,
-            which are never present at once.
+            block -1, the head has the number after the last block's. If they share a matrix, one parameter is in
+            both, which are never present at once.
     """
 
     def __init__(self, homes: dict[int, Homes], device: torch.device):
@@ -69,10 +69,10 @@ class VisitingWeights:
         self.to_gpu.wait_stream(self.device_module.current_stream())
         with self.device_module.stream(self.to_gpu):
             for parameter, home in self.homes[block].items():
-                if isinstance(home, Quantized):
-                    home.write_into(parameter.detach())
-                else:
+                if isinstance(home, Tensor):
                     parameter.detach().copy_(home, non_blocking=True)
+                else:
+                    home.write_into(parameter.detach())
 
     def _finish_fetching(self) -> None:
         """Make kernels queued from now on wait for all fetches."""

@@ -34,9 +34,8 @@ from torch.distributed.tensor import DTensor
 
 from training.host.memory import PinnedArena
 from training.host.torch_internals import dtensor_like
-from training.optim.formats import BETA1, BETA2, Kept, QuantizedState, StateFormat, Update
+from training.optim.formats import BETA1, BETA2, Home, Kept, QuantizedState, StateFormat, Update
 from training.optim.inventory import Inventory, Row, local_view
-from training.optim.quantized import Quantized
 from training.optim.ring import Ring, allocate
 
 
@@ -62,12 +61,12 @@ class State:
     @property
     def weight(self) -> Tensor:
         """The weight where it lives. A quantized weight is on "meta": only its state has values."""
-        if self.format.is_quantized:
+        if self.format.holds_weight:
             return torch.empty_like(self.parameter, device="meta")
         return self.parameter if self.home is None else self.home
 
     @property
-    def lent(self) -> Tensor | Quantized | None:
+    def lent(self) -> Home | None:
         """The weight that a visit copies to the GPU; None for a weight that stays on the GPU."""
         return self.format.weight(self.tensors) if isinstance(self.format, QuantizedState) else self.home
 
@@ -157,7 +156,7 @@ class MasterAdamW:
                 )
                 weakref.finalize(self, hook.remove)
         lent = ((state.parameter, state.lent) for state in self.states.values())
-        self.homes: dict[nn.Parameter, Tensor | Quantized] = {p: weight for p, weight in lent if weight is not None}
+        self.homes: dict[nn.Parameter, Home] = {p: weight for p, weight in lent if weight is not None}
         self.norms = torch.zeros(next(indices), device=device)  # norm of each piece of the gradients
         copies = [state.row.copies for state in self.states.values() for _ in state.pieces]
         self.copies = torch.tensor(copies, device=device)  # ranks that have the same elements, for each piece
@@ -347,7 +346,7 @@ class MasterAdamW:
         }
         for state in states:
             if not state.row.state_on_host:
-                tensors["parameters" if state.format.is_quantized else "optimizer"] += state.tensors.values()
+                tensors["parameters" if state.format.holds_weight else "optimizer"] += state.tensors.values()
                 tensors["gradients"].append(state.gradient)
         return {group: [tensor for tensor in found if tensor is not None] for group, found in tensors.items()}
 

@@ -8,7 +8,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ from training.host.torch_internals import fused_adamw_
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import Quantized, quantize
 
+STATE_FORMATS = "float32", "compact"  # of trained parameters, from the most bytes to the least
+Home = Tensor | Quantized  # a weight between visits to the GPU
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8  # of AdamW
 
 
@@ -68,7 +70,7 @@ class StateFormat(ABC):
     """
 
     parameter_dtype: torch.dtype
-    is_quantized: ClassVar[bool] = False  # whether a frozen weight is in the kept tensors, and not in the parameter
+    holds_weight: ClassVar[bool] = False  # whether a frozen weight is in the kept tensors, and not in the parameter
     needs_room: ClassVar[bool]  # whether `update` writes the gradient in float32 into the update's room
 
     @property
@@ -87,6 +89,11 @@ class StateFormat(ABC):
     @abstractmethod
     def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
         """Makes a step of AdamW by the gradient [n], of any dtype, all on one device."""
+
+    @property
+    def described(self) -> list[tuple[str, str]]:
+        """Rows of a plan, each with a title."""
+        return []
 
     @property
     def group(self) -> int:
@@ -202,12 +209,16 @@ class FrozenState(StateFormat):
 class QuantizedState(FrozenState):
     """A frozen weight in `bits` bits per element, see `quantized.py`. The parameter itself keeps no memory."""
 
-    is_quantized = True
+    holds_weight = True
     bits: int
 
     @property
     def kept(self) -> dict[str, Kept]:
         return {"codes": Kept(torch.uint8, 8 // self.bits), "scales": Kept(torch.float32, QUANTIZED_GROUP)}
+
+    @property
+    def described(self) -> list[tuple[str, str]]:
+        return [("frozen matrices", f"{self.bits} bits; costs some loss, see docs/lora.md")]
 
     def weight(self, state: dict[str, Tensor]) -> Quantized:
         """Returns the weight that the kept tensors hold."""
@@ -223,22 +234,30 @@ class QuantizedState(FrozenState):
             state["scales"].copy_(made.scales)
 
 
+FROZEN = FrozenState(torch.bfloat16)
+
+
+def frozen_format(bits: int) -> StateFormat:
+    """Returns the format of frozen matrices of blocks in `bits` bits per element; 16: in their parameters."""
+    return FROZEN if bits == 16 else QuantizedState(torch.bfloat16, bits)
+
+
 def format_with(names: Collection[str], parameter_dtype: torch.dtype) -> StateFormat | None:
     """Returns the format that keeps tensors of these names for such a parameter, if there is one."""
     formats = Float32State(parameter_dtype), CompactState(parameter_dtype)
     return next((format for format in formats if format.kept.keys() == set(names)), None)
 
 
-def format_of(parameter: Tensor, state_format: str, bits: int = 16) -> StateFormat:
+def format_of(parameter: Tensor, state_format: str, frozen: StateFormat = FROZEN) -> StateFormat:
     """Returns the format of one parameter's state, which a parameter that takes no gradient does not have.
 
     In "compact", matrices whose rows are groups on every rank are compact. All other state is small, and float32.
-    A frozen parameter is kept in `bits` bits per element, below 16 quantized.
+    A frozen parameter has the format `frozen`, in its own dtype.
     """
-    if state_format not in ("float32", "compact"):
-        raise ValueError(f"a format is float32 or compact, got {state_format}")
+    if state_format not in STATE_FORMATS:
+        raise ValueError(f"a format is {' or '.join(STATE_FORMATS)}, got {state_format}")
     if not parameter.requires_grad:
-        return FrozenState(parameter.dtype) if bits == 16 else QuantizedState(parameter.dtype, bits)
+        return replace(frozen, parameter_dtype=parameter.dtype)
     ranks = 1  # number of ranks with a part of each row
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements)

@@ -7,16 +7,15 @@ will do.
 import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from training.host.memory import SLOT_ALIGNMENT
-from training.optim.formats import Kept, StateFormat, format_of
+from training.optim.formats import FROZEN, Kept, StateFormat, format_of
 
 # 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
 PIECE_ELEMENTS = 2**23
@@ -60,7 +59,7 @@ class Row:
     @property
     def is_visiting(self) -> bool:
         """Whether the parameter has memory on the GPU only while its block runs."""
-        return self.weight_on_host or self.format.is_quantized
+        return self.weight_on_host or self.format.holds_weight
 
     @property
     def weight_bytes(self) -> int:
@@ -70,12 +69,12 @@ class Row:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the weight where it is kept."""
-        return self.format.num_bytes(self.numel) if self.format.is_quantized else self.weight_bytes
+        return self.format.num_bytes(self.numel) if self.format.holds_weight else self.weight_bytes
 
     @functools.cached_property
     def state_bytes(self) -> int:
         """Bytes of masters and moments."""
-        return 0 if self.format.is_quantized else self.format.num_bytes(self.numel)
+        return 0 if self.format.holds_weight else self.format.num_bytes(self.numel)
 
     @property
     def gradient_bytes(self) -> int:
@@ -114,7 +113,7 @@ class Inventory:
     def of(
         cls, named_parameters: Iterable[tuple[str, Tensor]], *, accumulate: bool = True,
         gpu_state_bytes: float = math.inf, state_format: str = "float32", host_weights: Collection[str] = (),
-        quantized: Mapping[str, int] = MappingProxyType({}),
+        frozen: StateFormat = FROZEN,
     ) -> "Inventory":  # fmt: skip
         """Decides where the state of each parameter lives, and in which format.
 
@@ -124,17 +123,18 @@ class Inventory:
                 rest lives in pinned host memory. State of `host_weights` is never on the GPU, and does not count.
             state_format: "float32" or "compact", see `training.optim.formats`.
             host_weights: names of the parameters whose weights live in pinned host memory, as their state does.
-            quantized: bits per element of the frozen parameters that are kept quantized, by name.
+            frozen: format of the blocks' frozen matrices.
 
         Raises:
             ValueError: weights on the host or quantized of sharded parameters; a name that is no parameter's.
         """
         rows, named = [], dict(named_parameters)
-        if unknown := {*host_weights, *quantized} - named.keys():
+        if unknown := {*host_weights} - named.keys():
             raise ValueError(f"{', '.join(sorted(unknown))}: no parameters of these names")
         for name, parameter in named.items():
-            format = format_of(parameter, state_format, quantized.get(name, 16))
-            if (name in host_weights or format.is_quantized) and isinstance(parameter, DTensor):
+            is_matrix = parameter.ndim == 2 and block_of(name) is not None
+            format = format_of(parameter, state_format, frozen if is_matrix else FROZEN)
+            if (name in host_weights or format.holds_weight) and isinstance(parameter, DTensor):
                 raise ValueError("weights of sharded parameters stay on the GPU, in bf16; place them there")
             dtype = (torch.float32 if accumulate else parameter.dtype) if parameter.requires_grad else None
             rows.append(Row(name, _local(parameter).numel(), _num_copies(parameter), format, dtype, False, False))
@@ -209,7 +209,7 @@ class Inventory:
 
 
 def _on_host(format: StateFormat, gradient_dtype: torch.dtype | None, weight_on_host: bool) -> dict[str, Kept]:
-    has_weight = weight_on_host and not format.is_quantized
+    has_weight = weight_on_host and not format.holds_weight
     weight = {"weight": Kept(format.parameter_dtype)} if has_weight else {}
     gradient = {"gradient": Kept(gradient_dtype)} if gradient_dtype else {}
     return {**format.kept, **gradient, **weight}

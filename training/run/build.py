@@ -17,7 +17,7 @@ from kernels.attention.full import TESTED_FLASH_ATTN_4
 from model import ModelConfig, Share, Transformer
 from training.checkpoint.files import restore_rng
 from training.checkpoint.state import load_state, load_weights, read_weights
-from training.families.lora import Adapters, adapt
+from training.families.trained import ALL, Trained
 from training.host.errors import UserError
 from training.host.sizes import available_host_bytes, gib
 from training.memory.cost_model import Step
@@ -50,7 +50,7 @@ def step_of(recipe: Recipe, model: Transformer, world: World, documents: PackedD
     return Step(
         model.share, model.named_parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
         num_shards=num_shards, tensor_ranks=config.tensor_parallel_size, num_machines=world.num_machines,
-        num_copies=world.replicate, adapters=recipe.adapters,
+        num_copies=world.replicate, trained=recipe.trained,
     )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ def step_on_meta(
     tensor_parallel_size: int = 1,
     num_machines: int = 1,
     replicate: int = 1,
-    adapters: Adapters | None = None,
+    trained: Trained = ALL,
 ) -> Step:
     """A step of a model on the meta device, which takes no memory; each sequence is one document.
 
@@ -75,10 +75,10 @@ def step_on_meta(
         context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
         num_machines: machines that have equally many of the GPUs.
         replicate: copies of the weights.
-        adapters: all that is trained; None: every parameter is.
+        trained: what is trained of the model.
     """
     num_shards = num_gpus // tensor_parallel_size // replicate
-    parameters = _parameters_on_meta(model_config, tensor_parallel_size, adapters)
+    parameters = _parameters_on_meta(model_config, tensor_parallel_size, trained)
     exact = {name for name, declared in model_config.parameters().items() if declared.is_exact}
     shards = [
         (name, p.chunk(num_shards)[0].to(torch.float32 if name in exact or is_master else torch.bfloat16))
@@ -89,18 +89,17 @@ def step_on_meta(
     return Step(
         model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches, documents,
         given or Execution(), num_ranks=context_parallel_size, num_shards=num_shards if num_gpus > 1 else 0,
-        tensor_ranks=tensor_parallel_size, num_machines=num_machines, num_copies=replicate, adapters=adapters,
+        tensor_ranks=tensor_parallel_size, num_machines=num_machines, num_copies=replicate, trained=trained,
     )  # fmt: skip
 
 
 @functools.cache  # tables and searches ask for one model's parameters many times
 def _parameters_on_meta(
-    model_config: ModelConfig, tensor_ranks: int, adapters: Adapters | None
+    model_config: ModelConfig, tensor_ranks: int, trained: Trained
 ) -> list[tuple[str, torch.nn.Parameter]]:
     with torch.device("meta"):
         model = Transformer(model_config, tensor_ranks)
-    if adapters is not None:
-        adapt(model, adapters)
+    trained.prepare(model)
     return list(model.named_parameters())
 
 
@@ -119,7 +118,7 @@ def check_fits(recipe: Recipe, world: World) -> None:
     """
     if recipe.memory_budget is None:
         return
-    config, model = recipe.config, model_on_meta(recipe.model, world, recipe.adapters)
+    config, model = recipe.config, model_on_meta(recipe.model, world, recipe.trained)
     if message := without_plan(config, model.share):
         raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
     short = PackedDocuments(longest=1, lengths=((1, config.batch_size * config.context_length),))
@@ -204,17 +203,16 @@ def explain_out_of_memory(recipe: Recipe, plan: Plan, device: torch.device) -> s
 # Building
 
 
-def model_on_meta(model_config: ModelConfig, world: World, adapters: Adapters | None = None) -> Transformer:
+def model_on_meta(model_config: ModelConfig, world: World, trained: Trained = ALL) -> Transformer:
     """A model that takes no memory: bf16 on one GPU, else float32, from which FSDP computes in bf16.
 
     Frozen weights on GPUs are bf16 in any case.
     """
     with torch.device("meta"):
         model = Transformer(model_config, world.tensor_size)
-    if adapters is not None:
-        adapt(model, adapters)
-        if world.device.type == "cuda":
-            model.cast(torch.bfloat16, only_frozen=True)
+    trained.prepare(model)
+    if world.device.type == "cuda":
+        model.cast(torch.bfloat16, only_frozen=True)
     if world.size > 1:
         share_matrices(model, world)
         shard_model(model, model.layers, world)
@@ -228,7 +226,7 @@ def build_model(
     recipe: Recipe, world: World, documents: PackedDocuments | None = None
 ) -> tuple[Transformer, MasterAdamW, Plan]:
     """A model and its optimizer, with weights that are not set yet, and the plan that both follow."""
-    config, model = recipe.config, model_on_meta(recipe.model, world, recipe.adapters)
+    config, model = recipe.config, model_on_meta(recipe.model, world, recipe.trained)
     plan = plan_memory(recipe, model, world, documents)
     accumulate = config.gradient_accumulation_steps > 1
     inventory = inventory_of(model.named_parameters(), plan.execution, accumulate=accumulate)
@@ -262,7 +260,7 @@ def build(recipe: Recipe, documents: PackedDocuments, world: World) -> tuple[Tra
 def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     """A model of fresh weights and an optimizer, on which a profiler measures `step`."""
     gc.collect()  # frees the memory of an earlier bench
-    model = model_on_meta(ModelConfig(**vars(step.share)), world, step.adapters)
+    model = model_on_meta(ModelConfig(**vars(step.share)), world, step.trained)
     inventory = inventory_of(model.named_parameters(), execution, accumulate=step.micro_batches > 1)
     allocate(model, inventory, world.device)
     optimizer = MasterAdamW(model.named_parameters(), inventory, impl=execution.impl)

@@ -23,7 +23,6 @@ from kernels.compact_adamw import GROUP
 from kernels.fp8 import FP8, check_fp8
 from kernels.gated_delta_net import DeltaNet
 from kernels.linear import PLAIN
-from kernels.lora import LORA, LoRA
 from kernels.parts import Linear
 from model import GATES, MODEL_SIZES, ModelConfig
 from training.checkpoint.carried import NOTHING, Carried, read_carried
@@ -46,6 +45,7 @@ from training.families.lora import (
     to_adapter_config,
 )
 from training.families.rope import extend
+from training.families.trained import ALL, Trained
 from training.flags import LARGE
 from training.host.errors import UserError, program, refused_as_user_error
 from training.host.files import read_json
@@ -53,6 +53,7 @@ from training.host.sizes import parse_bytes
 from training.memory.execution import Execution
 from training.memory.kinds import KindsByStep, check_head_dim, kinds_by_step
 from training.memory.machine import gpu_budget
+from training.optim.formats import frozen_format
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import check_library
 from training.parallel.tensor import check_matrix_sharing
@@ -82,7 +83,7 @@ class StepRecipe:
     config: StepFlags  # the flags, with what a run inherits and fills in
     model: ModelConfig
     kinds: KindsByStep  # how each layer attends
-    adapters: Adapters | None  # all that is trained; None: every parameter is
+    trained: Trained  # what is trained of the model
     linear: Linear  # the maps of all blocks
     state_format: str  # format of the optimizer's state; "auto": a plan chooses
     impl: str  # Triton kernels or their references
@@ -91,7 +92,8 @@ class StepRecipe:
         """Returns an execution with all that a plan does not choose."""
         return Execution(
             loss_impl=self.config.loss_impl, attention_backend=attention_backend, kinds=self.kinds.at(1),
-            linear=self.linear, frozen_bits=self.config.lora_bits, state_format=self.state_format, impl=self.impl,
+            linear=self.linear, frozen=frozen_format(self.config.lora_bits), state_format=self.state_format,
+            impl=self.impl,
         )  # fmt: skip
 
 
@@ -101,21 +103,19 @@ def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRec
     Raises:
         UserError: flags that do not fit the model's shape or the number of GPUs, whatever the machine.
     """
-    kinds, adapters, impl = kinds_by_step(config, model), adapters_of(config, model), getattr(config, "kernels", "auto")
+    kinds, trained, impl = kinds_by_step(config, model), trained_of(config, model), getattr(config, "kernels", "auto")
     check_matrix_sharing(config.tensor_parallel_size, model)
     chooses_blocks = any(kind.list_length for kind in kinds.at(1))
     check_sharing(config.context_parallel_size, model, chooses_blocks, config.tensor_parallel_size)
     check_lora_bits(config.lora_bits, model, num_gpus)
-    linear = PLAIN if config.linear == PLAIN.name else FP8(impl)
-    if adapters:
-        linear = LORA if linear == PLAIN else LoRA(linear)
-    return StepRecipe(config, model, kinds, adapters, linear, state_format_of(config, model.hidden_size), impl)
+    linear = trained.linear(PLAIN if config.linear == PLAIN.name else FP8(impl))
+    return StepRecipe(config, model, kinds, trained, linear, state_format_of(config, model.hidden_size), impl)
 
 
-def adapters_of(config: StepFlags, model: ModelConfig) -> Adapters | None:
-    """The adapters of --lora and its flags; None: every weight is trained. Raises UserError for other targets."""
+def trained_of(config: StepFlags, model: ModelConfig) -> Trained:
+    """Every weight, or the adapters of --lora and its flags. Raises UserError for other targets."""
     if config.lora is None:
-        return None
+        return ALL
     maps = {name for layer in range(model.num_hidden_layers) for name in model.maps(layer)}
     given = "all-linear" if config.lora_targets is None else config.lora_targets
     targets = tuple(name for name in PARTS if name in maps) if given == "all-linear" else tuple(given.split(","))
@@ -225,12 +225,12 @@ class Recipe(StepRecipe):
 
     def companions(self) -> Companions:
         """Returns what is carried; adapters' configuration, and settings of config.json that go along with them."""
-        if self.adapters is None:
+        if not isinstance(self.trained, Adapters):
             return Companions(carried=self.carried)
         assert self.source is not None, "adapters adapt something"
         base = self.source.base.absolute()
-        content = json.dumps(to_adapter_config(self.adapters, base), indent=2) + "\n"
-        settings = settings_beside(self.adapters, base) | {FROZEN_BITS: self.config.lora_bits}
+        content = json.dumps(to_adapter_config(self.trained, base), indent=2) + "\n"
+        settings = settings_beside(self.trained, base) | {FROZEN_BITS: self.config.lora_bits}
         return Companions({ADAPTER_CONFIG: content.encode()}, settings, self.carried)
 
 
@@ -281,19 +281,19 @@ def decide(given: dict, world: World) -> Recipe:
         recipe = recipe_of(
             config, model, world, given=frozenset(given), progress=start.progress, checkpoint=checkpoint, source=source
         )
-        if source and checkpoint and recipe.adapters != source.adapters:
+        if source and checkpoint and recipe.trained != (source.adapters or ALL):
             raise UserError(
-                f"{checkpoint} was trained with {source.adapters or 'no adapters'}, not {recipe.adapters}; drop what "
+                f"{checkpoint} was trained with {source.adapters or ALL}, not {recipe.trained}; drop what "
                 f"differs, or start from its weights with --init_from {checkpoint} and another --output_dir"
             )
         config.tokenizer = choose_tokenizer(config, checkpoint)
         weights, carried = dict[str, Entry](), NOTHING
         if source:
             shapes = parameter_shapes(model)
-            shapes |= recipe.adapters.shapes(shapes) if recipe.adapters else {}
+            shapes |= recipe.trained.shapes(shapes)
             weights = find_weights(source.folder, shapes, may_lack=source.fresh)
             carried = read_carried(source.base)
-            carried = carried.beside_adapters() if recipe.adapters else carried
+            carried = carried if recipe.trained == ALL else carried.beside_adapters()
         tokenizer = open_tokenizer(recipe, start.tokenizer)
         recipe = replace(recipe, weights=weights, carried=carried, tokenizer=tokenizer)
         if source and not (checkpoint or config.show_batch):

@@ -1,11 +1,9 @@
 """Says when a run saves and how large its checkpoints are, and refuses a run that the disk has no room for."""
 
 import logging
-import math
 from pathlib import Path
 
 from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints
-from training.checkpoint.weights import parameter_shapes
 from training.host.errors import UserError
 from training.host.files import size_on_disk
 from training.optim.formats import bytes_saved
@@ -31,9 +29,7 @@ def checkpoint_bytes(recipe: Recipe, world: World, planned: str | None = None) -
     Weights and state are of the adapters alone, if the run trains adapters. `planned` is the format of the state, once
     there is a plan.
     """
-    numbers, is_cuda = recipe.model.num_parameters(), world.device.type == "cuda"
-    if recipe.adapters:
-        numbers = sum(map(math.prod, recipe.adapters.shapes(parameter_shapes(recipe.model)).values()))
+    numbers, is_cuda = recipe.trained.elements(recipe.model), world.device.type == "cuda"
     state_format = planned or recipe.state_format
     if state_format == "auto":  # until the plan is made, which may choose compact, the least is counted
         state_format = "compact" if recipe.memory_budget else "float32"

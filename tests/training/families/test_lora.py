@@ -12,12 +12,13 @@ from model import MODEL_SIZES, Transformer, adapted
 from tests.optimizers import make_optimizer
 from training.checkpoint.state import load_weights
 from training.families.config_json import from_config_json
-from training.families.lora import Adapters, adapt
+from training.families.lora import Adapters
 from training.host.choices import LORA_TARGETS
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import allocate, apply_execution
 from training.optim.adamw import MasterAdamW
+from training.optim.formats import frozen_format
 from training.optim.quantized import quantize
 from training.parallel.fsdp import initial_weights
 
@@ -72,7 +73,7 @@ def our_names(theirs):
 def ours_like(theirs, name):
     config = from_config_json(theirs.config.to_dict())
     model = Transformer(config)
-    adapt(model, FORMS[name][2])
+    FORMS[name][2].prepare(model)
     model.load_state_dict(our_names(theirs))
     return model
 
@@ -163,15 +164,21 @@ def train_placed(tied, place, bits=16, round_to=16):
     pair = Placement("gpu", "gpu", weights=place), Placement("recompute", weights=place)
     placements = *pair, Placement("host", "host", weights=place)
     execution = Execution(
-        placements, mlp_tile_size=16, heads_at_a_time=1, loss_impl="chunked", ends=place, linear=LORA, frozen_bits=bits
+        placements,
+        mlp_tile_size=16,
+        heads_at_a_time=1,
+        loss_impl="chunked",
+        ends=place,
+        linear=LORA,
+        frozen=frozen_format(bits),
     )
     with torch.device("meta"):
         model = Transformer(config)
-    adapt(model, adapters)
+    adapters.prepare(model)
     inventory = inventory_of(model.named_parameters(), execution, accumulate=True)
     on_host = sum(row.weight_on_host for row in inventory)
     assert on_host == (len(inventory.rows) - 1 if place == "host" else 0)  # the last norm's stays
-    assert sum(row.format.is_quantized for row in inventory) == (7 * 3 if bits < 16 else 0)
+    assert sum(row.format.holds_weight for row in inventory) == (7 * 3 if bits < 16 else 0)
     allocate(model, inventory, torch.device("cpu"))
     optimizer = MasterAdamW(model.named_parameters(), inventory)
 
@@ -181,7 +188,7 @@ def train_placed(tied, place, bits=16, round_to=16):
         return name, weight
 
     load_weights(optimizer, (rounded(*pair) for pair in initial_weights(model, seed=0)))
-    arena = Step(config, model.named_parameters(), 61, batch_size=4, given=execution, adapters=adapters)
+    arena = Step(config, model.named_parameters(), 61, batch_size=4, given=execution, trained=adapters)
     apply_execution(model, execution, arena.arena_bytes(execution), optimizer.homes)
     losses = []
     for ids in batches(4):
@@ -214,10 +221,8 @@ def test_quantized_weights_train_as_the_weights_that_they_round_to(bits, place):
 
 
 def test_a_whole_block_cannot_have_quantized_weights():
-    with pytest.raises(ValueError, match="frozen_bits 4 needs placed blocks, got whole ones; recompute their rest"):
-        Execution((Placement(), WHOLE), linear=LORA, frozen_bits=4)
     model, home = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=1)), quantize(torch.zeros(64), 4)
-    with pytest.raises(ValueError, match="block 0 is left to autograd, but has quantized weights"):
+    with pytest.raises(ValueError, match="block 0 is left to autograd, but its weights visit"):
         apply_execution(model, Execution((WHOLE,)), homes={model.layers[0].mlp.up_proj.weight: home})
 
 
@@ -226,7 +231,7 @@ def loss_and_gradients(execution, device, dtype):
     config = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, head_dim=64, hidden_size=256)
     with torch.device("meta"):
         model = Transformer(config)
-    adapt(model, Adapters(16, 32.0))
+    Adapters(16, 32.0).prepare(model)
     model.to(dtype).to_empty(device=device)
     cpu = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -272,7 +277,7 @@ def test_fresh_adapters_change_nothing_and_start_as_pefts():
     model = Transformer(config)
     ids = batches(1)[0]
     before = model(ids, return_logits=True).logits
-    adapt(model, Adapters(8, 16.0))
+    Adapters(8, 16.0).prepare(model)
     torch.testing.assert_close(model(ids, return_logits=True).logits, before, rtol=0, atol=0)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (".lora_" in name)

@@ -13,7 +13,7 @@ from kernels.attention.full import FULL, attention_flops, together_pairs
 from kernels.lora import LORA
 from model import MODEL_SIZES, Transformer
 from training.families.lora import Adapters
-from training.memory.block_bytes import adapter_traffic, results_bytes
+from training.memory.block_bytes import results_bytes
 from training.memory.cost_model import Step, forward_flops
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import H200
@@ -406,19 +406,27 @@ def test_adapters_spare_the_products_of_weights_gradients(size, placement):
     """And the update, but for the adapters'. What adapters read and write is counted beside it."""
     adapters, given = Adapters(16, 32.0), Execution(loss_impl="chunked")
     full = step_on_meta(MODEL_SIZES[size], 32_768, given=given)
-    lora = step_on_meta(MODEL_SIZES[size], 32_768, given=replace(given, linear=LORA), adapters=adapters)
+    lora = step_on_meta(MODEL_SIZES[size], 32_768, given=replace(given, linear=LORA), trained=adapters)
     placed = [replace(step.given, placements=(placement,) * 36, mlp_tile_size=8192) for step in (full, lora)]
     share = full.share
     matrices = 36 * share.layer_matrix_parameters() + share.vocab_size * share.hidden_size
     updates = [4 * step.inventory(e).gpu_state / H200["memory"] for step, e in zip((full, lora), placed)]
-    forward, backward = adapter_traffic(lora, 0)
+    forward, backward = (2 * 32_768 * sizes["adapters"] for sizes in adapters.traffic(share, 0))
     again = 0 if placement.is_whole else forward
     expected = 2 * 32_768 * matrices / H200["products"] + updates[0] - updates[1]
     expected -= 36 * (forward + backward + again) / H200["adapters"]
     saved = full.seconds(placed[0], H200) - lora.seconds(placed[1], H200)
     assert saved == pytest.approx(expected, rel=1e-6)
-    assert lora.trained == sum(p.numel() for _, p in lora.named_parameters if p.requires_grad)
+    assert lora.trained_elements == sum(p.numel() for _, p in lora.named_parameters if p.requires_grad)
     assert updates[1] < 0.01 * updates[0] and 0 < forward < backward
+
+
+def test_layers_without_adapters_have_no_traffic_of_them():
+    """Three of four layers of Qwen3.5 have no q_proj."""
+    config = replace(MODEL_SIZES["qwen3.5-4B"], num_hidden_layers=4)
+    step = step_on_meta(config, 4096, given=Execution(linear=LORA), trained=Adapters(4, 8.0, ("q_proj",)))
+    forward = step.timeline(step.unplanned(Placement()), H200)[0]
+    assert forward.compute["adapters"] == pytest.approx(2 * 4096 * (2560 + 2 * 16 * 256) / H200["adapters"])
 
 
 def test_forward_flops_count_attention_causally():

@@ -11,10 +11,11 @@ from kernels.attention.full import FULL
 from kernels.fp8 import FP8
 from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
-from kernels.lora import LORA
+from kernels.linear import PLAIN
 from model import MODEL_SIZES, ModelConfig, Transformer
 from training.families.config_json import in_family
 from training.families.lora import Adapters
+from training.families.trained import ALL
 from training.memory import dry_run
 from training.memory.dry_run import LONG, block_bytes
 from training.memory.execution import WHOLE, Execution, Placement
@@ -27,11 +28,11 @@ SMALL_BYTES = 2**23
 D, F, H, G, K = 2560, 9728, 32, 8, 128  # the 4B's
 
 
-def step_of(tokens, kind=FULL, linear=None, adapters=None, model_type="qwen3", num_ranks=1, **changes):
+def step_of(tokens, kind=FULL, linear=None, trained=ALL, model_type="qwen3", num_ranks=1, **changes):
     config = replace(MODEL_SIZES["4B"], num_hidden_layers=1, vocab_size=64, layer_kinds=(kind,), **changes)
-    given = Execution(linear=linear or (LORA if adapters else Execution().linear), attention_backend="cudnn")
+    given = Execution(linear=linear or trained.linear(PLAIN), attention_backend="cudnn")
     return step_on_meta(
-        in_family(config, model_type), tokens, given=given, adapters=adapters, context_parallel_size=num_ranks
+        in_family(config, model_type), tokens, given=given, trained=trained, context_parallel_size=num_ranks
     )
 
 
@@ -92,7 +93,7 @@ UNLIKE = {
     "sparse": ({"kind": Sparse()}, PLACED, 8192, 2),
     "gates": ({"kind": NSA()}, KEPT, 4096, None),
     "fp8": ({"linear": FP8()}, KEPT, 8192, 1),
-    "adapters": ({"adapters": Adapters(16, 16.0, ("q_proj", "down_proj"))}, WHOLE, None, None),
+    "adapters": ({"trained": Adapters(16, 16.0, ("q_proj", "down_proj"))}, WHOLE, None, None),
     "norms after": ({"model_type": "olmo3"}, KEPT, 8192, None),
     "four norms": ({"model_type": "gemma3_text"}, PLACED, 2048, 1),
     "shared": ({"num_ranks": 4}, KEPT, 8192, 1),

@@ -16,6 +16,7 @@ from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200
 from training.memory.planner import HEADROOM, LEAST_HEADROOM, _Search, find_max_context, has_plan, make_plan
 from training.memory.step import PackedDocuments
+from training.optim.formats import frozen_format
 from training.run.build import step_on_meta
 
 GIB = 2**30
@@ -69,7 +70,7 @@ def test_adapters_of_the_4b_fit_16_gib_with_little_host_memory():
     given = Execution(state_format="float32")
     full = step_on_meta(MODEL_SIZES["4B"], 131_072, given=given)
     lora = step_on_meta(
-        MODEL_SIZES["4B"], 131_072, given=replace(given, linear=LORA), adapters=Adapters(16, 32.0)
+        MODEL_SIZES["4B"], 131_072, given=replace(given, linear=LORA), trained=Adapters(16, 32.0)
     )  # fmt: skip
     assert not has_plan(full, 16 * GIB, 28 * GIB)
     plans = [make_plan(lora, gpu * GIB, host * GIB) for gpu, host in ((16, 28), (24, 28), (24, 110), (139, 110))]
@@ -82,11 +83,10 @@ def test_adapters_of_the_4b_fit_16_gib_with_little_host_memory():
 
 def test_fewer_bits_of_frozen_weights_fit_less_memory_and_save_time():
     """Checks the 8B at 65,536 tokens, whose weights in bf16 need more memory, and then more time."""
+    givens = {bits: Execution(linear=LORA, frozen=frozen_format(bits)) for bits in (16, 8, 4)}
     steps = {
-        bits: step_on_meta(
-            MODEL_SIZES["8B"], 65_536, given=Execution(linear=LORA, frozen_bits=bits), adapters=Adapters(16, 32.0)
-        )
-        for bits in (16, 8, 4)
+        bits: step_on_meta(MODEL_SIZES["8B"], 65_536, given=given, trained=Adapters(16, 32.0))
+        for bits, given in givens.items()
     }
     assert [has_plan(step, 15 * GIB, 12 * GIB) for step in steps.values()] == [False, True, True]
     plans = {bits: make_plan(step, 15 * GIB, 26 * GIB) for bits, step in steps.items()}
@@ -105,7 +105,7 @@ def test_fewer_bits_of_frozen_weights_fit_less_memory_and_save_time():
 def test_weights_beside_adapters_may_wait_on_the_host(size):
     """Checks weights of all blocks, and of embedding and head, where a GPU has no room for the weights."""
     lora = step_on_meta(
-        MODEL_SIZES[size], 16_384, given=Execution(linear=LORA), adapters=Adapters(16, 32.0)
+        MODEL_SIZES[size], 16_384, given=Execution(linear=LORA), trained=Adapters(16, 32.0)
     )  # fmt: skip
     plan = make_plan(lora, 0.6 * lora.parameter_bytes, HOST)
     assert {p.weights for p in plan.execution.placements} >= {"host"}

@@ -31,7 +31,7 @@ from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.optimizers import make_optimizer
 from tests.storage_counter import StorageCounter
 from training.families.config_json import in_family
-from training.families.lora import Adapters, adapt
+from training.families.lora import Adapters
 from training.host.choices import LORA_TARGETS
 from training.memory import profiler, stages
 from training.memory.cost_model import Step
@@ -52,7 +52,7 @@ from training.memory.profiler import (
 from training.memory.stages import Stage
 from training.memory.step import PackedDocuments
 from training.optim.adamw import MasterAdamW
-from training.optim.formats import QuantizedState
+from training.optim.formats import QuantizedState, frozen_format
 from training.optim.quantized import Quantized
 
 
@@ -79,7 +79,7 @@ def own_bytes(step):
     """Bytes that operations take inside, by what their footprints say of it; outputs are counted already."""
     ops, share = torch.ops.fathom, step.share
     sizes = step.tokens, share.hidden_size, share.vocab_size
-    loss = linear_cross_entropy_footprint(*sizes, trains_head=step.adapters is None)
+    loss = linear_cross_entropy_footprint(*sizes, trains_head=step.head_gradient > 0)
 
     def delta_rule(q, k, v, *more):
         rule = delta_rule_footprint(step.tokens, *q.shape[2:3], *v.shape[2:3], q.shape[3], v.shape[3])
@@ -121,8 +121,7 @@ class SharedBench(Bench):
 def model_of(step):
     """A model of the shape that one rank has."""
     model = Transformer(ModelConfig(**vars(step.share)))
-    if step.adapters:
-        adapt(model, step.adapters)
+    step.trained.prepare(model)
     return model
 
 
@@ -180,8 +179,8 @@ def step_of(
     config = replace(in_family(config, model_type), num_hidden_layers=layers, layer_kinds=kinds, **scalars or {})
     with torch.device("meta"):
         model = Transformer(config, options.get("tensor_ranks", 1)).cast(torch.bfloat16)
-    if adapters := options.get("adapters"):
-        adapt(model, adapters)
+    if adapters := options.get("trained"):
+        adapters.prepare(model)
         given = replace(given, linear=LORA)
     documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
     return Step(model.share, model.named_parameters(), context_length, documents=documents, given=given, **options)
@@ -215,7 +214,7 @@ CASES = {
     "windows, kept, groups": (524_288, [ON_HOST, GPU] * 2, 8192, 1, {"kinds": (Window(), Window(), Sparse(), FULL)}),
     "a wider MLP": (131_072, [Placement(), GPU, ON_HOST, GPU], 8192, None, {"scalars": WIDER}),
     "a wider MLP, whole": (65_536, [WHOLE] * 4, None, None, {"scalars": WIDER}),
-    "lora, a wider MLP": (65_536, [GPU, WHOLE] * 2, None, 1, {"scalars": WIDER, "adapters": Adapters(64, 64.0)}),
+    "lora, a wider MLP": (65_536, [GPU, WHOLE] * 2, None, 1, {"scalars": WIDER, "trained": Adapters(64, 64.0)}),
     "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, 1, {"gpu_state_bytes": 2e9}),
     "ends": (131_072, [VISITS] * 4, 8192, 1, {"ends": "host", "gpu_state_bytes": 0}),
     "untied, the head's state on the host": (65_536, [VISITS] * 4, 8192, None, {"size": "8B", "gpu_state_bytes": 8e9}),
@@ -230,17 +229,17 @@ CASES = {
     "norms before and after, whole": (16_384, [WHOLE] * 4, None, None, {"scalars": FOUR_NORMS}),
     "norms after": (65_536, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"scalars": NORMS_AFTER}),
     "norms after, whole": (16_384, [WHOLE] * 4, None, None, {"scalars": NORMS_AFTER}),
-    "lora, checkpointing": (131_072, [Placement()] * 4, None, None, {"adapters": Adapters(16, 32.0)}),
-    "lora, whole": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, {"adapters": Adapters(64, 32.0)}),
-    "lora, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"adapters": Adapters(16, 32.0), "gpu_state_bytes": 0}),
-    "lora, some projections": (131_072, [ON_HOST] * 4, 8192, 1, {"adapters": Adapters(8, 8.0, ("q_proj", "v_proj"))}),
+    "lora, checkpointing": (131_072, [Placement()] * 4, None, None, {"trained": Adapters(16, 32.0)}),
+    "lora, whole": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, {"trained": Adapters(64, 32.0)}),
+    "lora, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"trained": Adapters(16, 32.0), "gpu_state_bytes": 0}),
+    "lora, some projections": (131_072, [ON_HOST] * 4, 8192, 1, {"trained": Adapters(8, 8.0, ("q_proj", "v_proj"))}),
     **{
         f"lora, {name}, {','.join(targets)}": (
             65_536,
             placements,
             8192,
             None,
-            {"adapters": Adapters(64, 64.0, targets)},
+            {"trained": Adapters(64, 64.0, targets)},
         )
         for name, placements in (("whole", [WHOLE] * 4), ("mixed", [GPU, WHOLE, WHOLE, WHOLE]))
         for targets in (
@@ -257,7 +256,7 @@ CASES = {
             [WHOLE] * 4,
             None,
             None,
-            {"adapters": Adapters(64, 64.0, (target,)), **more},
+            {"trained": Adapters(64, 64.0, (target,)), **more},
         )
         for name, more in (
             ("nsa", {"kinds": (NSA(),)}),
@@ -271,23 +270,23 @@ CASES = {
         [VISITS] * 4,
         8192,
         1,
-        {"adapters": Adapters(16, 16.0), "ends": "host", "gpu_state_bytes": 0},
+        {"trained": Adapters(16, 16.0), "ends": "host", "gpu_state_bytes": 0},
     ),
-    "lora, nsa": (65_536, [Placement(), GPU] * 2, 8192, None, {"adapters": Adapters(16, 16.0), "kinds": (NSA(),)}),
+    "lora, nsa": (65_536, [Placement(), GPU] * 2, 8192, None, {"trained": Adapters(16, 16.0), "kinds": (NSA(),)}),
     "lora, untied, standard loss": (
         8192,
         [Placement(), WHOLE] * 2,
         None,
         None,
-        {"adapters": Adapters(16, 16.0), "size": "8B", "loss_impl": "standard"},
+        {"trained": Adapters(16, 16.0), "size": "8B", "loss_impl": "standard"},
     ),
-    "lora, 4 bits": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"adapters": Adapters(16, 16.0), "frozen_bits": 4}),
+    "lora, 4 bits": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"trained": Adapters(16, 16.0), "bits": 4}),
     "lora, 8 bits, weights on the host": (
         131_072,
         [VISITS] * 2 + [GPU] * 2,
         8192,
         None,
-        {"adapters": Adapters(16, 16.0, ("q_proj", "v_proj")), "frozen_bits": 8, "size": "8B", "gpu_state_bytes": 0},
+        {"trained": Adapters(16, 16.0, ("q_proj", "v_proj")), "bits": 8, "size": "8B", "gpu_state_bytes": 0},
     ),
     **{
         f"lora on fp8, {name}, {len(targets)} projections": (
@@ -295,7 +294,7 @@ CASES = {
             placements,
             tile_size,
             heads,
-            {"adapters": Adapters(16, 16.0, targets), "linear": LoRA(FP8("triton"))},
+            {"trained": Adapters(16, 16.0, targets), "linear": LoRA(FP8("triton"))},
         )
         for name, placements, tile_size, heads in (
             ("checkpointing", [Placement()] * 4, None, None),
@@ -319,10 +318,11 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     """
     context_length, placements, tile_size, heads, more = CASES[case]
     kinds, state = more.get("kinds", (FULL,)), more.get("gpu_state_bytes", math.inf)
-    options = {"num_hidden_layers": 4, "kinds": kinds, "scalars": more.get("scalars"), "adapters": more.get("adapters")}
-    options["model_type"] = more.get("model_type", "qwen3")
+    options = {"kinds": kinds, "num_hidden_layers": 4, "model_type": "qwen3"}
+    options |= {name: more[name] for name in ("scalars", "trained", "model_type") if name in more}
     step = step_of(more.get("size", "4B"), context_length, loss_impl=more.get("loss_impl", "chunked"), **options)
-    given = replace(step.given, linear=more.get("linear", step.given.linear), frozen_bits=more.get("frozen_bits", 16))
+    frozen = frozen_format(more.get("bits", 16))
+    given = replace(step.given, linear=more.get("linear", step.given.linear), frozen=frozen)
     step = replace(step, given=given)
     execution = replace(
         step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads,

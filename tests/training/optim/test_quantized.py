@@ -14,7 +14,7 @@ from training.host.errors import UserError
 from training.host.memory import SLOT_ALIGNMENT
 from training.memory.visiting import VisitingWeights
 from training.optim import quantized
-from training.optim.formats import QuantizedState
+from training.optim.formats import QuantizedState, frozen_format
 from training.optim.inventory import Inventory
 from training.optim.quantized import GROUP, Quantized, check_library, quantize
 
@@ -24,7 +24,7 @@ NF4 = torch.tensor([
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ])  # fmt: skip
-SHAPES = {"first": (96, 64), "bias": (96,), "second": (32, 192)}
+SHAPES = {"layers.0.first": (96, 64), "bias": (96,), "layers.1.second": (32, 192)}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -76,8 +76,8 @@ def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path
     """Checks weights from memory, from tensors and from files, unlike ones in a row, visit by visit."""
     weights = {name: drawn(*shape, seed=i).bfloat16() for i, (name, shape) in enumerate(SHAPES.items())}
     parameters = {n: nn.Parameter(w.to(device, copy=True), requires_grad=n == "bias") for n, w in weights.items()}
-    matrices = [parameters["first"], parameters["second"]]
-    options = {"quantized": {"first": bits, "second": bits}, "host_weights": [*parameters] if on_host else ()}
+    matrices = [parameters["layers.0.first"], parameters["layers.1.second"]]
+    options = {"frozen": frozen_format(bits), "host_weights": [*parameters] if on_host else ()}
     predicted = Inventory.of(parameters.items(), accumulate=False, **options)
     optimizer = make_optimizer(parameters.items(), accumulate=False, **options)
     assert not any(matrix.untyped_storage().nbytes() for matrix in matrices)
@@ -91,7 +91,7 @@ def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path
     visiting = VisitingWeights(dict(enumerate(of_blocks)), torch.device(device))
 
     def check(expected):
-        for block, name in enumerate(("first", "second")):
+        for block, name in enumerate(("layers.0.first", "layers.1.second")):
             with visiting.visit(block, block + 1), torch.no_grad():
                 exact = written(quantize(expected[name].float().to(device), bits), SHAPES[name], torch.bfloat16, device)
                 torch.testing.assert_close(parameters[name], nn.Parameter(exact, requires_grad=False), rtol=0, atol=0)

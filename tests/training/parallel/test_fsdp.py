@@ -11,7 +11,7 @@ from kernels.attention.full import FULL
 from kernels.gated_delta_net import DeltaNet
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
-from training.families.lora import Adapters, adapt
+from training.families.lora import Adapters
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World
 
@@ -30,7 +30,7 @@ def build(device, world=None, config=None, adapters=None):
     with torch.device("meta"):
         model = Transformer(config or CONFIGS[device.type])
     if adapters:
-        adapt(model, adapters)
+        adapters.prepare(model)
     if world is None:
         model.cast(torch.bfloat16)
     else:

@@ -18,7 +18,6 @@ from training.memory import kinds
 from training.parallel.world import World
 from training.run import recipe
 from training.run.recipe import (
-    adapters_of,
     check_linear,
     check_lora_bits,
     check_machine,
@@ -26,6 +25,7 @@ from training.run.recipe import (
     recipe_of,
     resolve_memory_budget,
     state_format_of,
+    trained_of,
 )
 from training.run.settings import TrainConfig
 
@@ -41,10 +41,10 @@ from training.run.settings import TrainConfig
 )
 def test_adapters_are_of_the_models_projections(size, given, targets):
     config = TrainConfig(lora=2, lora_targets=given)
-    assert adapters_of(config, MODEL_SIZES[size]).targets == targets
+    assert trained_of(config, MODEL_SIZES[size]).targets == targets
     for unknown, message in (("out_proj", "lora_targets out_proj: this model has"), ("", "targets among")):
         with pytest.raises(UserError, match=message):
-            adapters_of(replace(config, lora_targets=unknown), MODEL_SIZES["tiny"])
+            trained_of(replace(config, lora_targets=unknown), MODEL_SIZES["tiny"])
 
 
 def test_a_run_is_decided_once(corpus, tmp_path, monkeypatch):
@@ -55,7 +55,7 @@ def test_a_run_is_decided_once(corpus, tmp_path, monkeypatch):
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, **k: counts.update([name]) or function(*a, **k))
 
-    for name in ("adapters_of", "choose_model", "find_weights", "kinds_by_step", "parse_interval", "open_tokenizer"):
+    for name in ("trained_of", "choose_model", "find_weights", "kinds_by_step", "parse_interval", "open_tokenizer"):
         count(recipe, name)
     count(kinds, "numbers_by_layer")
     base, run = weights_of_another_shape(tmp_path / "base"), tmp_path / "run"

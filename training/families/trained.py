@@ -1,0 +1,49 @@
+"""What a run trains of a model, which plans and models ask; `lora.py` has adapters in place of every parameter."""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from kernels.config import Share
+from kernels.parts import Linear
+
+
+@dataclass(frozen=True, repr=False)
+class Trained:
+    """What is trained of a model: every parameter. A subclass trains others."""
+
+    def __repr__(self) -> str:
+        return "no adapters"
+
+    def prepare(self, model: nn.Module) -> None:
+        """Freezes parameters of a model.Transformer and adds others, on the device where it is."""
+
+    def linear(self, base: Linear) -> Linear:
+        """Returns the linear map of blocks whose matrices `base` multiplies by."""
+        return base
+
+    def elements(self, share: Share) -> int:
+        """Returns the trained elements of a model."""
+        return share.num_parameters()
+
+    def layer_elements(self, share: Share, layer: int) -> int:
+        """Returns the trained elements of a block's matrices."""
+        return share.layer_matrix_parameters(layer)
+
+    def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of added parameters by name, from the shapes of the model's."""
+        return {}
+
+    def traffic(self, share: Share, layer: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Returns what added parameters of a block read and write in forward and in backward.
+
+        Elements per token, by the name of a rate.
+        """
+        return {}, {}
+
+    def described(self, share: Share) -> list[tuple[str, str]]:
+        """Returns rows of a plan, each with a title."""
+        return []
+
+
+ALL = Trained()
