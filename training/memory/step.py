@@ -14,7 +14,7 @@ from kernels.config import Share
 from kernels.parts import LayerParts, MixerKind
 from training.data.packing import deal
 from training.families.trained import ALL, Trained
-from training.memory.execution import Execution, Placement, host_weights, needed_for_backward
+from training.memory.execution import Execution, Placement, host_weights, inventory_of, needed_for_backward
 from training.optim.inventory import Inventory, Row
 
 LENGTHS_PER_OCTAVE = 8  # bins of document lengths between one power of two and the next
@@ -114,13 +114,12 @@ class StepShape:
     def __post_init__(self):
         share, self.named_parameters = self.share, list(self.named_parameters)
         names = [name for name, _ in self.named_parameters]
+        on_gpus = replace(self.given, placements=(), ends="gpu", gpu_state_bytes=math.inf)
 
         @functools.cache
         def on_gpu(state_format: str) -> Inventory:
-            accumulate = self.micro_batches > 1
-            return Inventory.of(
-                self.named_parameters, accumulate=accumulate, state_format=state_format, frozen=self.given.frozen
-            )
+            execution = replace(on_gpus, state_format=state_format)
+            return inventory_of(self.named_parameters, execution, accumulate=self.micro_batches > 1)
 
         @functools.cache
         def away(places: tuple[str, ...], ends: str) -> set[str]:

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from training.host.memory import PinnedArena
 from training.host.torch_internals import dtensor_like
 from training.optim.formats import BETA1, BETA2, Home, Kept, QuantizedState, StateFormat, Update
 from training.optim.inventory import Inventory, Row, local_view
@@ -139,7 +138,7 @@ class MasterAdamW:
         self.late: deque[tuple[State, int, slice]] = deque()  # pieces of states whose update is not queued yet
         self.queues_in_forward = False  # whether the next forward queues them, see `update_beside_forward`
         self.room = torch.empty(inventory.room, device=device)  # one piece of a gradient in float32
-        self.arena = PinnedArena(inventory.host, device) if inventory.host else None
+        self.arena = inventory.arena(device)
 
         # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a tensor's hook.
         optimizer = weakref.proxy(self)

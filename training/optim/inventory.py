@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from training.host.memory import SLOT_ALIGNMENT
+from training.host.memory import SLOT_ALIGNMENT, PinnedArena
 from training.optim.formats import FROZEN, Kept, StateFormat, format_of
 
 # 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
@@ -175,6 +175,10 @@ class Inventory:
     def host(self) -> int:
         """Bytes of pinned memory: masters, moments, gradients, weights that live there, and quantized weights."""
         return sum(row.host_bytes for row in self.rows)
+
+    def arena(self, device: torch.device) -> PinnedArena | None:
+        """Returns memory for all that is not on the GPU; None: all is there."""
+        return PinnedArena(self.host, device) if self.host else None
 
     @functools.cached_property
     def updated(self) -> int:

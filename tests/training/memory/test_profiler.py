@@ -143,7 +143,7 @@ def run_dry(step, *executions, warm_up=False):
                 return slot
 
         monkeypatch.setattr("training.memory.placement.PinnedArena", FakeArena)
-        monkeypatch.setattr("training.optim.adamw.PinnedArena", FakeArena)
+        monkeypatch.setattr("training.optim.inventory.PinnedArena", FakeArena)
         model = model_of(step).cast(torch.bfloat16)
         for module in model.modules() if step.tensor_ranks > 1 else ():
             if hasattr(module, "tensor_ranks"):

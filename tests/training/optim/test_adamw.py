@@ -41,7 +41,6 @@ from training.checkpoint.manifest import OPTIMIZER
 from training.checkpoint.state import load_state, load_weights, read_weights
 from training.checkpoint.weights import find_weights
 from training.host.memory import PinnedArena
-from training.optim import adamw
 from training.optim.adamw import warmup_cosine
 from training.optim.formats import Float32State, Kept
 from training.optim.inventory import LEAVING_BYTES, NUM_SLOTS, Inventory, block_of
@@ -176,7 +175,7 @@ class FileArena(PinnedArena):
 @STATE_FORMAT
 def test_state_and_weights_may_wait_in_a_file(dtype, micro_batches, state_format, device, monkeypatch, tmp_path):
     expected = run(make_parameters(dtype, device, WIDE), "device", micro_batches, state_format=state_format)
-    monkeypatch.setattr(adamw, "PinnedArena", functools.partial(FileArena, tmp_path / "state"))
+    monkeypatch.setattr(training.optim.inventory, "PinnedArena", functools.partial(FileArena, tmp_path / "state"))
     parameters, optimizers = make_parameters(dtype, device, WIDE), []
     found = run(
         parameters, "host", micro_batches, state_format=state_format, host_weights=[*WIDE], prepare=optimizers.append
