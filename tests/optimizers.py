@@ -73,7 +73,7 @@ def values_of(optimizer):
         parameter = full({name: {"": optimizer.parameters[name].detach()}})[name][""].cpu()
         kept = {key: tensor.cpu().flatten() for key, tensor in tensors.items() if key not in ("master", "step")}
         own = tensors["master"].detach().cpu() if "master" in tensors else parameter
-        format = format_with(kept.keys(), own.dtype)
+        format = format_with({key: tensor.dtype for key, tensor in kept.items()}, own.dtype)
         values[name] = {**format.read(kept, own.flatten()), "parameter": parameter.flatten()}
     return values
 

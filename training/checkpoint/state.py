@@ -90,7 +90,7 @@ def load_optimizer_state(
 
     Args:
         convert: is called with (name, the file's tensors, names of tensors that were read) for each parameter whose
-            state has other tensors in the file. Tensors that both have are read as they are.
+            state has tensors of other names or dtypes in the file. Tensors that both have are read as they are.
     """
     tensors = flat(state)
     with failing_together():
@@ -104,8 +104,9 @@ def load_optimizer_state(
         common: dict[str, set[str]] = {}  # parameter of another format -> tensors that both formats have
         for name, own in state.items() if convert else ():
             stored = in_file.get(name, {})
-            if stored and own.keys() != stored.keys():
-                kinds = [{k: (t.dtype, tuple(t.shape)) for k, t in side.items()} for side in (own, stored)]
+            kinds = [{k: (t.dtype, tuple(t.shape)) for k, t in side.items()} for side in (own, stored)]
+            dtypes, stored_dtypes = ({key: dtype for key, (dtype, _) in side.items()} for side in kinds)
+            if stored and dtypes != stored_dtypes:
                 common[name] = {key for key, kind in kinds[0].items() if kinds[1].get(key) == kind}
                 for key in (own.keys() | stored.keys()) - common[name]:
                     tensors.pop(f"{name}.{key}", None), entries.pop(f"{name}.{key}", None)
@@ -133,9 +134,11 @@ def _convert(optimizer: MasterAdamW, name: str, stored: dict[str, Entry], weight
     """Set the values of one parameter but those in `done`, from the weight and the state that are `stored`."""
     state = optimizer.states[name]
     dtype = torch.float32 if "master" in stored else torch.bfloat16
-    source, parameter = format_with(stored.keys() - {"master", "step"}, dtype), state.weight
+    dtypes = {key: entry.dtype for key, entry in stored.items() if key not in ("master", "step")}
+    source, parameter = format_with(dtypes, dtype), state.weight
     if source is None:
-        raise UserError(f"{weight.file.parent} is of another model or optimizer: {name} has {', '.join(stored)}")
+        found = ", ".join(f"{key} in {dtype}" for key, dtype in dtypes.items())
+        raise UserError(f"{weight.file.parent} is of another model or optimizer: {name} has {found}")
     for entry, kept in [(weight, Kept(dtype)), *((stored[key], kept) for key, kept in source.kept.items())]:
         shape = kept.shape(parameter.shape)
         if (entry.dtype, entry.shape) != (kept.dtype, shape):

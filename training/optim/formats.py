@@ -7,7 +7,7 @@ write values, to make an update, or how large its tensors are.
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -242,10 +242,10 @@ def frozen_format(bits: int) -> StateFormat:
     return FROZEN if bits == 16 else QuantizedState(torch.bfloat16, bits)
 
 
-def format_with(names: Collection[str], parameter_dtype: torch.dtype) -> StateFormat | None:
-    """Returns the format that keeps tensors of these names for such a parameter, if there is one."""
+def format_with(dtypes: Mapping[str, torch.dtype], parameter_dtype: torch.dtype) -> StateFormat | None:
+    """Returns the format that keeps tensors of these names and dtypes for such a parameter, if there is one."""
     formats = Float32State(parameter_dtype), CompactState(parameter_dtype)
-    return next((format for format in formats if format.kept.keys() == set(names)), None)
+    return next((f for f in formats if {name: kept.dtype for name, kept in f.kept.items()} == dtypes), None)
 
 
 def format_of(parameter: Tensor, state_format: str, frozen: StateFormat = FROZEN) -> StateFormat:

@@ -177,7 +177,7 @@ class Inventory:
         return sum(row.host_bytes for row in self.rows)
 
     def arena(self, device: torch.device) -> PinnedArena | None:
-        """Returns memory for all that is not on the GPU; None: all is there."""
+        """Returns memory for all that is not on the GPU; None if nothing is."""
         return PinnedArena(self.host, device) if self.host else None
 
     @functools.cached_property

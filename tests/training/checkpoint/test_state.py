@@ -24,6 +24,7 @@ from tests.optimizers import (
 )
 from tests.optimizers import small_pieces as small_pieces  # a fixture of all tests here
 from tests.ranks import run_ranks
+from tests.training.optim.test_adamw import BFloat16Moments
 from training.checkpoint import pieces
 from training.checkpoint.manifest import OPTIMIZER, verify_checkpoint
 from training.checkpoint.pieces import flat
@@ -134,6 +135,30 @@ def test_a_checkpoint_is_loaded_in_either_format(dtype, loaded_dtype, saved, loa
             its_optimizer.step(1e-2)
         assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
         assert all(torch.equal(parameters[n], restored[n]) for n in parameters)
+
+
+def test_state_of_the_same_names_in_another_dtype_is_converted(tmp_path, monkeypatch):
+    parameters, restored = (make_parameters(torch.bfloat16, "cpu", WIDE) for _ in range(2))
+    optimizer = make_optimizer(parameters.items())
+    backward(parameters, 0)
+    optimizer.step(1e-2)
+    state = optimizer.state_dict()
+    path = save_checkpoint(
+        tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(training.optim.formats, "Float32State", BFloat16Moments)
+        other = make_optimizer(restored.items())
+    load_state(other, path)
+    for name, loaded in copy_of_state(other).items():
+        assert torch.equal(loaded["master"], state[name]["master"]) and loaded["step"] == 1
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(loaded[key], state[name][key].bfloat16()) and loaded[key].dtype == torch.bfloat16
+    assert all(torch.equal(parameters[n], restored[n]) for n in parameters)
+    state["matrix"]["exp_avg"] = state["matrix"]["exp_avg"].half()
+    path = save_checkpoint(tmp_path, 4, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state)
+    with pytest.raises(UserError, match=r"another model or optimizer: matrix has exp_avg in torch\.float16"):
+        load_state(make_optimizer(restored.items()), path)
 
 
 LARGE = {"matrix": (10240, 1536), "norm.weight": (1536,)}  # float32 state of 189 MB, compact of 65 MB
