@@ -82,5 +82,9 @@ class Plain(Part):
         total = None if totals is None else totals[0]
         return [self.weight_gradient(dy_t, x_t, out=total, accumulate=total is not None) if needs[0] else None]
 
+    @property
+    def head(self) -> "Plain":
+        return PLAIN
+
 
 PLAIN = Plain()

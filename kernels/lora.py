@@ -76,6 +76,10 @@ class LoRA(Plain):
     def plain(self) -> "LoRA":
         return LORA
 
+    @property
+    def head(self) -> Linear:  # type: ignore[override]
+        return self.base.head
+
     def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return self.maps(x, [weight], () if bias is None else [bias])[0]
 

@@ -216,6 +216,10 @@ class Linear(Protocol):
     def plain(self) -> "Linear":
         """The map by the same weights in the dtype of its inputs, as outside of training."""
 
+    @property
+    def head(self) -> "Linear":
+        """The map of the head where blocks have this map."""
+
     def __hash__(self) -> int:
         """Hashes by value, as a frozen dataclass does."""
 

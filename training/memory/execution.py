@@ -69,7 +69,7 @@ class Execution:
         loss_impl: "auto" switches by the size of the logits; "chunked" and "standard" force a loss.
         attention_backend: the library kernel that attends, a name in kernels.attention.full.BACKENDS.
         kinds: how each block attends, one kind per block; (): as the model's configuration says.
-        linear: the linear maps of all blocks, see kernels.parts.Linear. The head's is kernels.linear.PLAIN.
+        linear: the linear maps of all blocks, see kernels.parts.Linear, which say what the head's is.
         frozen: format of the blocks' frozen matrices. Where the format holds the weight, the parameter has memory
             during a visit alone, so no block can be whole.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.

@@ -97,7 +97,8 @@ class Plan:
         rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
         rows += [*self.step.trained.described(self.step.share), *execution.frozen.described]
         if execution.linear.rate != PLAIN.rate:
-            rows.append(("linear maps", f"{execution.linear.name}, head bf16; costs some loss, see docs/memory.md"))
+            names = f"{execution.linear.name}, head {execution.linear.head.name}"
+            rows.append(("linear maps", f"{names}; costs some loss, see docs/memory.md"))
         if self.compared:
             compared = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.compared.items())
             rows.append(("attention kernel", f"{execution.attention_backend} (auto: a step takes {compared})"))

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kernels.linear import PLAIN
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.qkv_attention import AttentionPart
 from training.memory.block_bytes import sent_bytes, work
@@ -182,7 +181,8 @@ class _Timeline:
         share = self.step.share
         sizes = self.step.tokens, share.hidden_size, share.vocab_size
         footprint = linear_cross_entropy_footprint(*sizes, trains_head=self.step.head_gradient > 0)
-        return footprint.matrix_flops / self.rates[PLAIN.rate]  # the standard loss has the same products
+        # The standard loss has the same products.
+        return footprint.matrix_flops / self.rates[self.execution.linear.head.rate]
 
     def _sharding(self) -> tuple[float, float, float, float]:
         """Returns the share of embedding and head, and the seconds to gather all parameters, to add up, to sum copies.

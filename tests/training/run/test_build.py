@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,11 +13,12 @@ from kernels.attention import NSA, Window
 from kernels.attention.full import FULL
 from kernels.fp8 import FP8
 from kernels.linear import PLAIN
+from kernels.lora import LoRA
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from tests.storage_counter import StorageCounter
 from training.checkpoint.weights import find_weights
-from training.memory.execution import WHOLE, Placement
+from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.placement import apply_execution
 from training.memory.planner import Plan, find_max_context, make_plan
@@ -63,6 +64,33 @@ def test_fp8_has_kernels_bytes_seconds_and_a_line_of_the_plan():
     apply_execution(model, replace(fp8.execution, placements=(WHOLE,) * len(model.layers)))
     assert all(block.self_attn.linear == block.mlp.linear == FP8() for block in model.layers)
     assert model.linear == PLAIN
+
+
+@dataclass(frozen=True)
+class FP8WithHead(FP8):
+    """FP8 for the head as well."""
+
+    @property
+    def head(self):
+        return self
+
+
+def test_blocks_maps_say_what_the_heads_is():
+    step, plans = step_on_meta(MODEL_SIZES["4B"], 32_768), {}
+    for linear in (FP8(), FP8WithHead(), LoRA(FP8WithHead())):
+        plans[linear] = Plan(step, step.unplanned(Placement(), linear=linear), rates=H200)
+    loss = {linear: plan.step.timeline(plan.execution, H200)[1].seconds for linear, plan in plans.items()}
+    with_head, adapted = [*plans][1:]
+    assert loss[with_head] == loss[adapted] == pytest.approx(650 / 1080 * loss[FP8()])
+    assert re.search("linear maps +fp8, head fp8; costs some loss", str(plans[with_head]))
+    model = Transformer(MODEL_SIZES["tiny"])
+    ids = torch.randint(256, (1, 32))
+    losses = [model(ids, ids).loss]
+    for linear in (with_head, FP8()):
+        apply_execution(model, Execution((WHOLE,) * len(model.layers), linear=linear))
+        losses.append(model(ids, ids).loss)
+    assert len({loss.item() for loss in losses}) == 3 and model.linear == PLAIN
+    torch.testing.assert_close(torch.stack(losses[1:]), losses[0].expand(2), rtol=1e-2, atol=0)
 
 
 def test_kernels_are_also_the_optimizers(monkeypatch):
