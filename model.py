@@ -261,7 +261,8 @@ def _shifted_targets(labels: Tensor | None, targets: Tensor | None, documents: D
     """
     if labels is not None:
         if documents is not None:
-            labels = labels.masked_fill(documents.positions_BT.to(labels.device) == 0, IGNORE_INDEX)
+            follows = documents.positions_BT.diff(dim=1) == 1  # the token before is its document's or its prompt's
+            labels = labels.masked_fill(~F.pad(follows, (1, 0)).to(labels.device), IGNORE_INDEX)
         return labels[:, 1:]
     if targets is None or (documents is not None and not documents.are_whole):
         return targets
@@ -430,7 +431,7 @@ class Transformer(nn.Module):
             rotations = self.rotations(start + T, device, slice(start, start + T))
             return Context(rotations, start + T, caches=caches)
         # The positions in a share of a sequence reach as far as the whole sequence's longest document.
-        longest, positions_BT = max(documents.lengths), documents.positions_BT.to(device, non_blocking=True)
+        longest, positions_BT = documents.longest, documents.positions_BT.to(device, non_blocking=True)
         return Context(self.rotations(max(T, longest), device, positions_BT), longest, documents.segments)
 
     def rotations(

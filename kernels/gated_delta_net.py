@@ -16,6 +16,7 @@ rank has some heads of all tokens.
 `StateCache` holds what later tokens need of earlier ones: the states, and three rows before the convolution.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
@@ -24,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .attention.documents import has_prompts
+from .attention.prompts import Drop, Expand, copies_of
 from .convolution import WIDTH, qkv_convolution, qkv_convolution_footprint, qkv_convolution_reference
 from .delta_net import delta_rule, delta_rule_footprint, delta_rule_reference
 from .delta_net.chunks import CHUNK
@@ -231,7 +234,8 @@ def gated_delta_net(
     Args:
         x_BTD: of the matrices' dtype.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
-            have each token once; None: each batch row is one document.
+            have each token once, or five, see `kernels.attention.documents.Documents`; None: each batch row is one
+            document.
         cache: goes on from the tokens that it has seen, one document per row, and sees these; None: nothing before.
         exchange: between ranks that share each sequence; x and the result are of this rank's tokens, and `segments` of
             whole sequences. None: each rank has its own sequences.
@@ -253,18 +257,44 @@ def gated_delta_net(
         z = linear(x_BTD, p.z)  # beside the exchange
         qkv, convolution = receive().flatten(2), _by_rank(convolution, kind, exchange.size, 0)[exchange.rank]
         del receive
-    q, k, v = qkv_convolution(
-        qkv if cache is None else cache.joined(qkv), convolution, G, H, K, segments=segments, impl=impl
-    )
-    del qkv
-    if cache is None:
+    convolve = functools.partial(qkv_convolution, weight_CW=convolution, G=G, H=H, K=K, impl=impl)
+    if has_prompts(segments):
+        inputs = [qkv, g, beta]
+        del qkv, g, beta
+        out = _with_prompts(inputs, convolve, segments, impl)
+    elif cache is None:
+        q, k, v = convolve(qkv, segments=segments)
+        del qkv
         out = delta_rule(q, k, v, g, beta, segments=segments, impl=impl)
+        del q, k, v, g, beta
     else:
-        q, k, v = (x[:, WIDTH - 1 :] for x in (q, k, v))
+        q, k, v = (x[:, WIDTH - 1 :] for x in convolve(cache.joined(qkv)))
         out, cache.state = delta_rule(q, k, v, g, beta, initial_state=cache.state, with_state=True, impl=impl)
-    del q, k, v, g, beta
+        del qkv, q, k, v, g, beta
     out = exchange.to_tokens(out)  # type: ignore[arg-type]
     shape = out.shape
     normed = rms_norm(out, p.norm, p.eps, impl=impl)
     del out
     return linear(swiglu(z.view(shape), normed, impl=impl).flatten(2), p.out)  # type: ignore[arg-type]
+
+
+def _with_prompts(inputs: list[Tensor], convolve: Callable, segments: Tensor, impl: str) -> Tensor:
+    """Returns the delta rule's output [B, T, H, V] of documents that may go on from prompts; empties `inputs`.
+
+    Before each answer stand copies of its prompt's last three tokens, which the convolution reads. Without strength and
+    decay they leave the state as it is: the prompt's last state, from which all of its answers start.
+
+    Args:
+        inputs: rows before the convolution [B, T, C], g and beta [B, T, H].
+    """
+    like = inputs[0].new_empty(()).expand(inputs[0].shape[:2])
+    copies = copies_of(like, segments, WIDTH - 1)
+    beta, g = (Expand.apply(inputs.pop(), copies, True) for _ in range(2))
+    q, k, v = convolve(Expand.apply(inputs.pop(), copies), segments=copies.segments)
+    documents, first = copies.segments, copies.num_before
+    of_answers = documents[:, 1] >= first
+    before, answers = ([x[:, part] for x in (q, k, v, g, beta)] for part in (slice(first), slice(first, None)))
+    out, states = delta_rule(*before, segments=documents[~of_answers], with_state=True, impl=impl)
+    own = documents[of_answers] - torch.tensor([0, first, first])
+    out_of_answers = delta_rule(*answers, segments=own, initial_state=states[copies.prompts], impl=impl)
+    return Drop.apply(torch.cat([out, out_of_answers], 1), copies, like)

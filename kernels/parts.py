@@ -305,6 +305,8 @@ class MixerKind(Part, ABC):
         longest_document: tokens of the longest document that it takes.
         gpu_head_dims: head widths that its GPU kernels take; (): any.
         h200_rates: its rates on an H200, by the names that `work` uses.
+        reads_prompts: whether its `forward` and `backward` take segments with prompts. For other kinds prompts are
+            copied, see `kernels.attention.prompts.Copies`.
         draws_full_power: whether its kernels need as much power as matrix products. Between products, the others run at
             a lower clock than by themselves.
     """
@@ -316,6 +318,7 @@ class MixerKind(Part, ABC):
     selected_blocks: int = 0
     gpu_head_dims: ClassVar[tuple[int, ...]] = ()
     h200_rates: ClassVar[dict[str, float]]
+    reads_prompts: ClassVar[bool] = False
     draws_full_power: ClassVar[bool] = False
 
     @property

@@ -12,13 +12,14 @@ from kernels.attention.full import FULL
 from kernels.attention.nsa.nsa import NSA
 from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
+from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
 from kernels.rope import LinearScaling, Llama3Scaling, RotaryTables, YarnScaling, rope_frequencies
 from model import MODEL_SIZES, KeyValueCache, ModelOutput, Transformer
 from training.data.loader import Batch
 from training.families.config_json import in_family, to_config_json
 from training.families.rows import FAMILIES
-from training.memory.execution import WHOLE, Execution
+from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
 
 TINY = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, hidden_size=64, intermediate_size=96)
@@ -192,6 +193,55 @@ def test_packed_documents_equal_separate_ones():
     for row, start, stop in [(0, 0, 10), (0, 10, 11), (0, 11, 48), (1, 0, 48)]:
         alone = model(ids[row : row + 1, start:stop], return_hidden_states=True).hidden_states
         torch.testing.assert_close(packed[row : row + 1, start:stop], alone, rtol=1e-4, atol=1e-5)
+
+
+def shared_and_separate(groups, width=None):
+    """Rows of a prompt and its answers as one row of `width` tokens each, and each answer after its prompt by itself.
+
+    Args:
+        groups: for each row, tuples of the tokens of a prompt and of its answers.
+
+    Returns:
+        Of shared rows ids, targets, document_ids and prompt_ids; ids and targets of the others.
+    """
+    generator, shared, separate = torch.Generator().manual_seed(len(groups)), [], []
+    for row in groups:
+        made, number = [], 0  # (id, target, document, prompt)
+        for count, *answers in row:
+            *prompt, last = torch.randint(256, (count,), generator=generator).tolist()
+            made += [(i, -100, number, number) for i in prompt]
+            for document, tokens in enumerate(answers, number + 1):
+                answer = torch.randint(256, (tokens,), generator=generator).tolist()
+                targets = [*answer, -100]
+                made += [(i, target, document, number) for i, target in zip([last, *answer], targets)]
+                separate.append(([*prompt, last, *answer], [-100] * len(prompt) + targets))
+            number += len(answers) + 1
+        shared.append(made + (width - len(made)) * [(0, -100, number, number)])
+    return torch.tensor(shared).unbind(2), [torch.tensor(row).unsqueeze(1) for row in separate]
+
+
+@pytest.mark.parametrize(
+    "kind", [FULL, Window(5), Sparse(2, 32, 64, 90), NSA(4, 64), DeltaNet(2, 4, 16, 16)], ids=lambda kind: kind.name
+)
+def test_a_shared_prompt_equals_separate_rows(kind):
+    """Loss and every gradient, of 1 to 8 answers; whole blocks, and blocks that run again some heads at a time."""
+    config = replace(TINY, layer_kinds=(kind, FULL))
+    for groups, width in (
+        ([[(7, 1)]], 8), ([[(9, 3, 1, 20, 2, 5, 1, 1, 8)]], 60), ([[(100, 70, 1), (2, 4, 6)], [(130, 30, 1, 2)]], 200),
+    ):  # fmt: skip
+        (ids, targets, documents, prompts), separate = shared_and_separate(groups, width)
+        options = {"documents": find_documents(documents, prompts), "denominator": 10.0}
+        expected, whole, placed = (build(config) for _ in range(3))
+        apply_execution(placed, Execution((Placement("gpu", "recompute"), Placement("gpu", "gpu")), heads_at_a_time=1))
+        losses = [expected(*row[:1], targets=row[1], denominator=10.0).loss for row in separate]
+        sum(losses).backward()
+        for model in (whole, placed):
+            loss = model(ids, targets=targets, **options).loss
+            loss.backward()
+            torch.testing.assert_close(loss, sum(losses), rtol=1e-6, atol=0)
+            for ours, theirs in zip(model.parameters(), expected.parameters()):
+                error = (ours.grad - theirs.grad).abs().max()
+                assert error <= 1e-5 * theirs.grad.abs().max() + 3e-8  # a delta net's decays have gradients of 1e-7
 
 
 def test_documents_are_found():

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from ..common import operation
 from ..parts import AttentionKind, part_of
+from .documents import has_prompts
 from .full import FULL, choose_backend
+from .prompts import copies_for
 
 
 @operation("fathom::attend", keepable="results", chooses="lists")
@@ -26,7 +28,14 @@ def _attend(
     Args:
         kind: the kind's number, see `kernels.parts.Part`.
     """
-    outs, lses, chosen = part_of(kind).forward(q, k, v, segments, lists, backend, on_triton)
+    own, copies = part_of(kind), copies_for(part_of(kind), q, segments)
+    if copies is None:
+        outs, lses, chosen = own.forward(q, k, v, segments, lists, backend, on_triton)
+    else:
+        given = *map(copies.expand, (q, k, v)), copies.segments, None if lists is None else copies.expand(lists)
+        outs, lses, chosen = own.forward(*given, backend, on_triton)
+        outs, lses = [copies.drop(x, q) for x in outs], [copies.drop(x, q) for x in lses]
+        chosen = None if chosen is None else copies.drop(chosen, q)
     return [*outs, *lses, chosen if lists is None and chosen is not None else _no_lists(k)]
 
 
@@ -47,7 +56,18 @@ def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: list[Tensor], lses: list[Tensor],
     lists: Tensor, segments: Tensor | None, kind: int, backend: str, on_triton: bool,
 ) -> list[Tensor]:  # fmt: skip
-    return [*part_of(kind).backward(dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton)]
+    return [*_backward(part_of(kind), dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton)]
+
+
+def _backward(kind, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
+    copies = copies_for(kind, q, segments)
+    if copies is None:
+        return kind.backward(dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton)
+    given = [None if x is None else copies.expand(x) for x in (q, k, v, gates)]
+    kept = [copies.expand(x) for x in outs], [copies.expand(x) for x in lses], copies.expand(lists)
+    dout = copies.without_copies(copies.expand(dout))
+    dq, dk, dv, *d_gates = kind.backward(dout, *given, *kept, copies.segments, backend, on_triton)
+    return [copies.drop(dq, q), copies.add(dk, q), copies.add(dv, q), *(copies.drop(x, q) for x in d_gates)]
 
 
 @_attend_backward.register_fake
@@ -61,7 +81,7 @@ def attend_backward(
 ) -> Sequence[Tensor]:  # fmt: skip
     """Returns dq, dk, dv and, if there are gates, their gradient. Arguments are as in `AttentionKind.backward`."""
     if kind.gpu_head_dims and not on_triton:  # a reference, which may call autograd: not inside an operation
-        return kind.backward(dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton)
+        return _backward(kind, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton)
     kept = list(outs), list(lses), lists, segments, kind.number, backend, on_triton
     return torch.ops.fathom.attend_backward(dout, q, k, v, gates, *kept)
 
@@ -110,7 +130,8 @@ def attention(
         q_BTHK: queries [B, T, H, K]; bfloat16 or float16 on CUDA, any floating dtype on a CPU.
         k_BTGK, v_BTGK: keys and values [B, T, G, K], G a divisor of H.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token) that
-            cover every token once; None: each batch row is one document.
+            cover every token once, or five columns, see `kernels.attention.documents.Documents`; None: each batch row
+            is one document.
         kind: what a token attends to.
         gates: logits [B, T, H, gates_per_head], for a kind that has gates.
         lists: chosen blocks [B, T, G, blocks] by index in their document, in place of the kind's own choice. Their
@@ -123,11 +144,13 @@ def attention(
 
     Raises:
         ValueError: an H that is not a multiple of G, shapes or a dtype that no kernel takes, an unavailable backend,
-            lists for a kind without a choice.
+            lists for a kind without a choice or for documents with prompts.
         RuntimeError: in backward, create_graph=True.
     """
     on_triton = kind.check(q_BTHK, k_BTGK, v_BTGK, segments, impl)
     check_gates(gates, kind, q_BTHK.shape[:3])
+    if lists is not None and has_prompts(segments):
+        raise ValueError("documents with prompts choose blocks of keys themselves; give no lists")
     if lists is not None:
         lists = kind.normalise_lists(lists, q_BTHK, segments)
     options = kind.number, choose_backend(backend, q_BTHK.device), on_triton

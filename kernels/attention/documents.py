@@ -5,6 +5,8 @@ call of its own. Neighbouring short documents attend together in one call, with 
 
 Some libraries build a plan for each new length. They get few lengths: `rounded_length` rounds up a document that
 attends alone, which adds 4% to its work on average and 13% at most.
+
+Documents may go on from another one, their prompt, as prompts.py describes.
 """
 
 import ctypes
@@ -32,24 +34,55 @@ class Documents:
     If ranks share a sequence, a rank has the positions of its own tokens, but segments and lengths of whole sequences.
     """
 
-    segments: Tensor | None  # int64 [S, 3], rows (batch row, start, stop); None where each row is one document
-    positions_BT: Tensor  # int64, each token's position in its document
-    lengths: list[int]  # tokens of each document
+    # int64 [S, 3], rows (batch row, start, stop), or [S, 5] with start and stop of the prompt that a document goes on
+    # from, both 0 where it has none; None where each row is one document.
+    segments: Tensor | None
+    positions_BT: Tensor  # int64, each token's position in its document, counted from its prompt's first token
+    lengths: list[int]  # tokens of each document, without its prompt
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, with its prompt."""
+        return max(map(sum, zip(self.lengths, self.prompt_lengths)))
+
+    @property
+    def answers(self) -> list[tuple[int, int]]:
+        """Tokens of the prompt, and without it, of each document that has one."""
+        return [pair for pair in zip(self.prompt_lengths, self.lengths) if pair[0]]
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of the prompt of each document; 0 where it has none."""
+        if self.segments is None or not has_prompts(self.segments):
+            return [0] * len(self.lengths)
+        return (self.segments[:, 4] - self.segments[:, 3]).tolist()
 
     @property
     def are_whole(self) -> bool:
         """Whether the positions cover whole sequences, not one rank's share."""
         return self.positions_BT.numel() == sum(self.lengths)
 
+    def padded(self, count: int) -> "Documents":
+        """Returns whole sequences, each with one more document of `count` tokens at its end."""
+        B, T = self.positions_BT.shape
+        table = all_segments(self.segments, B, T)
+        padding = torch.tensor([(row, T, T + count) + (0, 0) * has_prompts(self.segments) for row in range(B)])
+        table = torch.cat([table, padding])
+        table = table[table[:, 0].argsort(stable=True)]
+        positions_BT = torch.cat([self.positions_BT, torch.arange(count).expand(B, -1)], 1)
+        return Documents(table, positions_BT, (table[:, 2] - table[:, 1]).tolist())
 
-def find_documents(document_ids: Tensor) -> Documents:
+
+def find_documents(document_ids: Tensor, prompt_ids: Tensor | None = None) -> Documents:
     """Returns the documents packed in each row.
 
     Args:
         document_ids: the document of each token, integers [B, T]. [[0, 0, 0, 1, 1]] has documents of 3 and 2 tokens.
+        prompt_ids: the document that a token's document goes on from, or its own; None: all are their own. With
+            document_ids [[0, 0, 0, 1, 1, 2]], [[0, 0, 0, 0, 0, 0]] makes documents 1 and 2 answers to document 0.
 
     Raises:
-        ValueError: ids that decrease within a row.
+        ValueError: ids that decrease within a row; an answer that follows neither its prompt nor its prompt's answer.
     """
     ids_BT = document_ids.cpu()
     B, T = ids_BT.shape
@@ -60,10 +93,34 @@ def find_documents(document_ids: Tensor) -> Documents:
     rows, starts = first_BT.nonzero(as_tuple=True)
     stops = torch.where(rows == rows.roll(-1), starts.roll(-1), T)
     stops[-1] = T
+    segments, lengths = torch.stack([rows, starts, stops], dim=1), stops - starts
     index_BT = torch.arange(T).expand(B, T)
     positions_BT = index_BT - torch.where(first_BT, index_BT, 0).cummax(dim=1).values
-    segments = torch.stack([rows, starts, stops], dim=1)
-    return Documents(None if len(segments) == B else segments, positions_BT, (stops - starts).tolist())
+    if prompt_ids is not None and not torch.equal(prompts_BT := prompt_ids.cpu(), ids_BT):
+        segments = _with_prompts(segments, ids_BT, prompts_BT)
+        before = segments[:, 4] - segments[:, 3]
+        positions_BT = positions_BT + before.repeat_interleave(lengths).view(B, T)
+    return Documents(None if len(segments) == B else segments, positions_BT, lengths.tolist())
+
+
+def _with_prompts(segments: Tensor, ids_BT: Tensor, prompts_BT: Tensor) -> Tensor:
+    """Returns segments with two more columns, see `Documents`; arguments as in `find_documents`."""
+    ids, prompts = (x[segments[:, 0], segments[:, 1]] for x in (ids_BT, prompts_BT))
+    found: list[tuple[int, ...]] = []
+    for (row, start, stop), own, prompt in zip(segments.tolist(), ids.tolist(), prompts.tolist()):
+        last = found[-1] if found and found[-1][0] == row else (row, 0, 0, 0, 0)
+        begin, end = last[1:3] if last[4] == 0 else last[3:]
+        if own == prompt:
+            begin = end = 0
+        elif start == 0 or ids_BT[row, begin] != prompt:
+            raise ValueError(f"document {own} of row {row} must follow its prompt, {prompt}, or another answer to it")
+        found.append((row, start, stop, begin, end))
+    return torch.tensor(found)
+
+
+def has_prompts(segments: Tensor | None) -> bool:
+    """Returns whether some document goes on from another one."""
+    return segments is not None and segments.shape[1] == 5
 
 
 class Span(NamedTuple):
@@ -143,11 +200,13 @@ def all_segments(segments: Tensor | None, B: int, T: int) -> Tensor:
 
 
 def as_bytes(segments: Tensor | None) -> bytes | None:
-    """Returns segments as bytes: unlike a tensor, they can be the key of a cache."""
-    if segments is None:
-        return None
-    segments = segments.long().contiguous()
-    return ctypes.string_at(segments.data_ptr(), segments.nbytes)
+    """Returns segments without prompts as bytes: unlike a tensor, they can be the key of a cache."""
+    return None if segments is None else table_as_bytes(segments[:, :3])
+
+
+def table_as_bytes(table: Tensor) -> bytes:
+    table = table.long().contiguous()
+    return ctypes.string_at(table.data_ptr(), table.nbytes)
 
 
 def from_bytes(documents: bytes | None, B: int, T: int) -> Tensor:

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from .. import torch_internals
 from ..parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork
-from .documents import LONGEST_TOGETHER, SPACING, document_calls, most_tokens_together, rounded_length
+from .documents import LONGEST_TOGETHER, SPACING, document_calls, has_prompts, most_tokens_together, rounded_length
+from .prompts import add_gradients_of_prompts, attend_to_prompts
 from .reference import attend_written_out, within_documents
 
 _CUDNN_SHORTEST = 64  # tokens; shorter rows run in FlashAttention-2, because cuDNN refuses a row of one token
@@ -45,17 +46,22 @@ def attention_reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments
     return attend_written_out(q_BTHK, k_BTGK, v_BTGK, is_earlier[:, None, None])[0]
 
 
+Keys = tuple[Tensor, int]  # where keys of documents that attend together begin, and the most of one document
+
+
 class Kernel(NamedTuple):
     """A library's causal attention: functions for rows of one document each, and for documents that attend together.
 
     Args:
-        forward: q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp [B, H, T] float32.
-        backward: dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v.
+        forward: q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp [B, H, T] float32. With a keyword
+            `causal` of False every query sees all keys, which may be more or fewer.
+        backward: dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v; `causal` as above.
         forward_together: q [N, H, K], k and v [N, G, K], begins, longest -> out [N, H, K], log-sum-exp [H, N] float32.
             Documents follow each other in the N tokens. `begins` has the first token of each document and N, int32 on
             the device of q; `longest` is the number of tokens of the longest document. A keyword `window` has each
-            token attend to so many last tokens; only FlashAttention's kernels take it.
-        backward_together: dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv; `window` as above.
+            token attend to so many last tokens; only FlashAttention's kernels take it. With a keyword `keys`, begins
+            and longest of the keys, each document's queries see all its keys.
+        backward_together: dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv; keywords as above.
         workspace_rows: bytes that `backward` allocates for itself, divided by q's bytes. Measured.
         rows_together: the same number for `backward_together`, without the float32 dq of SPACING more tokens per
             document.
@@ -80,49 +86,57 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
     if q.shape[1] < _CUDNN_SHORTEST:
-        return _flash_forward(q, k, v)
-    out, lse = torch_internals.cudnn_attention(*_heads_first(q, k, v), None, True, 0.0, True)[:2]
+        return _flash_forward(q, k, v, causal)
+    out, lse = torch_internals.cudnn_attention(*_heads_first(q, k, v), None, True, 0.0, causal)[:2]
     return out.transpose(1, 2), lse.squeeze(-1)
 
 
-def _cudnn_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
-    T = q.shape[1]
-    if T < _CUDNN_SHORTEST:
-        return _flash_backward(dout, q, k, v, out, lse)
-    seed = _unused_seed(q)
+def _cudnn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = True
+) -> Sequence[Tensor]:
+    if q.shape[1] < _CUDNN_SHORTEST:
+        return _flash_backward(dout, q, k, v, out, lse, causal)
+    lengths, seed = (q.shape[1], k.shape[1]), _unused_seed(q)
     return _heads_first(*torch_internals.cudnn_attention_backward(
-        *_heads_first(dout, q, k, v, out), lse.unsqueeze(-1), seed, seed, None, None, None, T, T, 0.0, True
+        *_heads_first(dout, q, k, v, out), lse.unsqueeze(-1), seed, seed, None, None, None, *lengths, 0.0, causal
     ))  # fmt: skip
 
 
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = torch_internals.flash_attention(*_heads_first(q, k, v), 0.0, True)[:2]
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
+    out, lse = torch_internals.flash_attention(*_heads_first(q, k, v), 0.0, causal)[:2]
     return out.transpose(1, 2), lse
 
 
-def _flash_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
-    T, seed = q.shape[1], _unused_seed(q)
+def _flash_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = True
+) -> Sequence[Tensor]:
+    lengths, seed = (q.shape[1], k.shape[1]), _unused_seed(q)
     return _heads_first(*torch_internals.flash_attention_backward(
-        *_heads_first(dout, q, k, v, out), lse, None, None, T, T, 0.0, True, seed, seed
+        *_heads_first(dout, q, k, v, out), lse, None, None, *lengths, 0.0, causal, seed, seed
     ))  # fmt: skip
 
 
 def _flash_forward_together(
-    q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int, window: int | None = None, keys: Keys | None = None
 ) -> Sequence[Tensor]:
-    lengths = begins, begins, longest, longest
-    return torch_internals.varlen_flash_attention(q, k, v, *lengths, 0.0, True, False, **_window_sides(window))[:2]
+    arguments = *_flash_lengths(begins, longest, keys), 0.0, keys is None, False
+    return torch_internals.varlen_flash_attention(q, k, v, *arguments, **_window_sides(window))[:2]
 
 
 def _flash_backward_together(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor, longest: int,
-    window: int | None = None,
+    window: int | None = None, keys: Keys | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    lengths, seed = (begins, begins, longest, longest), _unused_seed(q)
+    arguments, seed = (*_flash_lengths(begins, longest, keys), 0.0, keys is None), _unused_seed(q)
     backward = torch_internals.varlen_flash_attention_backward
-    return backward(dout, q, k, v, out, lse, *lengths, 0.0, True, seed, seed, **_window_sides(window))
+    return backward(dout, q, k, v, out, lse, *arguments, seed, seed, **_window_sides(window))
+
+
+def _flash_lengths(begins: Tensor, longest: int, keys: Keys | None) -> tuple[Tensor, Tensor, int, int]:
+    of_keys = keys or (begins, longest)
+    return begins, of_keys[0], longest, of_keys[1]
 
 
 def _window_sides(window: int | None) -> dict[str, int]:
@@ -140,55 +154,67 @@ def _is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = torch_internals.cpu_attention(*_heads_first(q, k, v), 0.0, True)
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
+    out, lse = torch_internals.cpu_attention(*_heads_first(q, k, v), 0.0, causal)
     return out.transpose(1, 2), lse
 
 
-def _cpu_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
+def _cpu_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = True
+) -> Sequence[Tensor]:
     heads_first = _heads_first(dout, q, k, v, out)
-    return _heads_first(*torch_internals.cpu_attention_backward(*heads_first, lse, 0.0, True))
+    return _heads_first(*torch_internals.cpu_attention_backward(*heads_first, lse, 0.0, causal))
 
 
-def _cpu_forward_together(q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+def _cpu_forward_together(
+    q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int, keys: Keys | None = None
+) -> tuple[Tensor, Tensor]:
     """Attends to one document after the other: the CPU has no kernel for several."""
-    documents = zip(*(x.split(begins.diff().tolist()) for x in (q, k, v)))
-    outs, lses = zip(*(_cpu_forward(*(x[None] for x in document)) for document in documents))
+    lengths, of_keys = begins.diff().tolist(), (begins if keys is None else keys[0]).diff().tolist()
+    documents = zip(q.split(lengths), k.split(of_keys), v.split(of_keys))
+    outs, lses = zip(*(_cpu_forward(q[None], k[None], v[None], keys is None) for q, k, v in documents))
     return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0]
 
 
 def _cpu_backward_together(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor, longest: int
-) -> list[Tensor]:
-    lengths = begins.diff().tolist()
-    documents = zip(*(x.split(lengths) for x in (dout, q, k, v, out)), lse.split(lengths, 1))
-    gradients = zip(*(_cpu_backward(*(x[None] for x in document)) for document in documents))
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor, longest: int,
+    keys: Keys | None = None,
+) -> list[Tensor]:  # fmt: skip
+    lengths, of_keys = begins.diff().tolist(), (begins if keys is None else keys[0]).diff().tolist()
+    tensors = *(x.split(lengths) for x in (dout, q)), *(x.split(of_keys) for x in (k, v)), out.split(lengths)
+    documents = zip(*tensors, lse.split(lengths, 1))
+    options = {"causal": keys is None}
+    gradients = zip(*(_cpu_backward(*(x[None] for x in document), **options) for document in documents))
     return [torch.cat(parts, 1)[0] for parts in gradients]
 
 
 def _flash_attn_4_forward(
-    q: Tensor, k: Tensor, v: Tensor, *together, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, *together, window: int | None = None, **options
 ) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    options = {"causal": True, **_flash_attn_4_lengths(*together), **_window_sides(window)}
+    options = {**_flash_attn_4_options(*together, **options), **_window_sides(window)}
     return _flash_attn_fwd(q, k, v, return_lse=True, **options)[:2]
 
 
 def _flash_attn_4_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *together, window: int | None = None
-) -> Sequence[Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *together, window: int | None = None,
+    **options,
+) -> Sequence[Tensor]:  # fmt: skip
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    options = {"causal": True, **_flash_attn_4_lengths(*together), **_window_sides(window)}
+    options = {**_flash_attn_4_options(*together, **options), **_window_sides(window)}
     return _flash_attn_bwd(q, k, v, out, dout, lse, deterministic=_is_deterministic(), **options)[:3]
 
 
-def _flash_attn_4_lengths(begins: Tensor | None = None, longest: int = 0) -> dict:
-    """Returns flash-attn-4's arguments for documents that attend together; {} for rows of one document each."""
+def _flash_attn_4_options(
+    begins: Tensor | None = None, longest: int = 0, *, causal: bool = True, keys: Keys | None = None
+) -> dict:
+    """Returns flash-attn-4's arguments for documents that attend together; `causal` alone for rows of one each."""
     if begins is None:
-        return {}
-    return {"cu_seqlens_q": begins, "cu_seqlens_k": begins, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return {"causal": causal}
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return {"causal": keys is None, **dict(zip(names, _flash_lengths(begins, longest, keys)))}
 
 
 _FLASH = Kernel(_flash_forward, _flash_backward, _flash_forward_together, _flash_backward_together, 6, 4, 2)
@@ -365,6 +391,7 @@ class Full(AttentionKind):
     """Attention to everything before a token and to the token itself."""
 
     name: ClassVar[str] = "full"
+    reads_prompts: ClassVar[bool] = True
     h200_rates: ClassVar[dict[str, float]] = {
         "full forward": 570e12,
         "full backward": 535e12,
@@ -390,10 +417,15 @@ class Full(AttentionKind):
 
     def forward(self, q, k, v, segments, lists, backend, on_triton):
         out, lse = full_forward(q, k, v, segments, backend)
+        if has_prompts(segments):
+            attend_to_prompts(q, k, v, out, lse, segments, KERNELS[backend])
         return [out], [lse], None
 
     def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
-        return full_backward(dout, q, k, v, outs[0], lses[0], segments, backend)
+        gradients = full_backward(dout, q, k, v, outs[0], lses[0], segments, backend)
+        if has_prompts(segments):
+            add_gradients_of_prompts(dout, q, k, v, outs[0], lses[0], gradients, segments, KERNELS[backend])
+        return gradients
 
     def decode(self, q, k, v, gates):
         q, k, v = _heads_first(q, k, v)

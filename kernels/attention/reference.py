@@ -26,11 +26,15 @@ def scores_written_out(q: Tensor, k: Tensor) -> Tensor:
 
 
 def within_documents(q: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns which earlier tokens share a token's document, bool [B, T, T], and each token's index in it, [B, T]."""
+    """Returns which earlier tokens share a token's document, bool [B, T, T], and each token's index in it, [B, T].
+
+    A document's prompt is its beginning.
+    """
     B, T = q.shape[:2]
-    document_BT, index_BT = (torch.empty(B, T, dtype=torch.long) for _ in range(2))
-    for i, (row, start, stop) in enumerate(all_segments(segments, B, T).tolist()):
-        document_BT[row, start:stop] = i
-        index_BT[row, start:stop] = torch.arange(stop - start)
-    is_earlier = (document_BT[:, :, None] == document_BT[:, None, :]).tril()
+    is_earlier, index_BT = torch.zeros(B, T, T, dtype=torch.bool), torch.empty(B, T, dtype=torch.long)
+    for row, start, stop, *prompt in all_segments(segments, B, T).tolist():
+        first, last = prompt or (0, 0)
+        is_earlier[row, start:stop, first:last] = True
+        is_earlier[row, start:stop, start:stop] = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+        index_BT[row, start:stop] = torch.arange(stop - start) + last - first
     return is_earlier.to(q.device), index_BT.to(q.device)

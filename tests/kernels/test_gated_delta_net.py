@@ -6,6 +6,7 @@ import torch
 from kernels.gated_delta_net import DeltaNet, DeltaNetParameters, StateCache, gated_delta_net, gated_delta_net_reference
 from kernels.lora import LORA
 from kernels.parts import Adapted
+from tests.kernels.attention.inputs import segments_of_groups
 from tests.kernels.compare import outputs_and_gradients, random
 
 D = 24
@@ -45,6 +46,24 @@ def test_matches_float64(kind, lengths, impl, device, poisoned_memory):
         call(gated_delta_net, kind, segments=segments, impl=impl),
     )
     compare(plain, ours, [random(1, sum(lengths), D), *parameters_of(kind)])
+
+
+@pytest.mark.parametrize(
+    ("impl", "groups"),
+    [("torch", [(70, 3, 1, 66), (2, 5), (1, 1, 1), (4,)]), ("torch", [(5, 2)]), ("triton", [(66, 2, 1), (2, 3)])],
+)
+def test_answers_start_from_their_prompts_state(impl, groups, device):
+    """Compares with the reference on the same documents one by one, each after a copy of its prompt."""
+    kind, segments = KINDS[0 if impl == "triton" else 1], segments_of_groups(groups)
+    rows, lengths, own = [], [], []
+    for _, start, stop, first, last in segments.tolist():
+        own += [sum(lengths) + last - first + i for i in range(stop - start)]
+        rows += [*range(first, last), *range(start, stop)]
+        lengths.append(last - first + stop - start)
+    separate = call(gated_delta_net_reference, kind, segments=segments_of(lengths))
+    shared = call(gated_delta_net, kind, segments=segments, impl=impl)
+    inputs = [random(1, int(segments[-1, 2]), D), *parameters_of(kind)]
+    compare(lambda x, *tensors: separate(x[:, rows], *tensors)[:, own], shared, inputs)
 
 
 def test_matches_transformers(device):

@@ -43,8 +43,7 @@ class Batch:
         input_ids, targets, documents, length = self.input_ids, self.targets, self.documents, self.input_ids.shape[1]
         padding = self.padding
         if count := -length % size:
-            document_ids = (documents.positions_BT == 0).cumsum(1)
-            documents = find_documents(F.pad(document_ids, (0, count), value=length + 1))
+            documents = documents.padded(count)
             input_ids, targets = F.pad(input_ids, (0, count)), F.pad(targets, (0, count), value=IGNORE_INDEX)
             padding += (count,) * len(targets)
         share = (length + count) // size

@@ -22,6 +22,21 @@ def segments_of(*lengths_by_row):
     return torch.tensor(rows)
 
 
+def segments_of_groups(*rows):
+    """[(5, 2, 1), (3,)] -> a prompt of 5 tokens with answers of 2 and 1, and a document of 3, all in row 0."""
+    found = []
+    for row, groups in enumerate(rows):
+        place = 0
+        for prompt, *answers in groups:
+            first, last = place, place + prompt
+            found.append((row, first, last, 0, 0))
+            place = last
+            for answer in answers:
+                found.append((row, place, place + answer, first, last))
+                place += answer
+    return torch.tensor(found)
+
+
 def make_qkv(B, T, H, G, K, dtype, device, seed=0):
     return [random(B, T, n, K, seed=seed + i, dtype=dtype, device=device) for i, n in enumerate((H, G, G))]
 
