@@ -218,7 +218,7 @@ class _Timeline:
         # Nothing runs before the embedding and the first block are updated.
         on_gpu = inventory.gpu_gradients / (inventory.gpu_gradients + inventory.leaving_gradients)
         head, block = max(0, step.head_share - on_gpu), step.layer_shares[0]
-        first = fetched * (head + block) / max(1 - on_gpu, block)
+        first = fetched * (head + block) / (max(1 - on_gpu, block) or 1)  # nothing is fetched if all stays
         return update + max(min(first, fetched), fetched + weights - forward, returned + sent - forward), fetched
 
 
