@@ -239,6 +239,21 @@ def test_steps_past_the_end_hold_the_last_learning_rate(corpus, tmp_path, monkey
     assert f"learning rate: 0.0003 in step 8 -> {expected:.3g} in step 9" in caplog.messages
 
 
+def test_other_weights_beside_resume_auto_are_refused(released, corpus, tmp_path, capsys):
+    """The run goes on from its own weights, whether or not a resume before named them."""
+    command = arguments(corpus, tmp_path / "run", "--resume", "auto", "--tokenizer", "bytes")
+    other = tmp_path / "other"
+    shutil.copytree(released, other)
+    for steps, words in ((2, ["--init_from", str(released)]), (3, []), (4, ["--init_from", f"{released}/."])):
+        assert train.main([*command, *words, "--max_steps", str(steps)]) == 0
+    assert train.main([*command, "--init_from", str(other), "--max_steps", "5"]) == 1
+    assert f"step_00000004 is of a run from {released}/.; give that, drop init_from, or" in capsys.readouterr().err
+    command[command.index(str(tmp_path / "run"))] = str(tmp_path / "fresh")
+    assert train.main([*command, "--max_steps", "2"]) == 0
+    assert train.main([*command, "--init_from", str(other), "--max_steps", "3"]) == 1
+    assert "is of a run from random weights" in capsys.readouterr().err
+
+
 def test_resume_refuses_another_tokenizer_before_the_data(released, corpus, tmp_path, monkeypatch, capsys):
     run, file = tmp_path / "run", released / "tokenizer.json"
     write_tokenizer(file)

@@ -56,6 +56,17 @@ def refuse_trained_on(held_out: list[TokenStore | PreparedStore], trained_on: li
             raise UserError(f"validation_data {store.source(0)} has the documents that a path of data has; {cure}")
 
 
+def refuse_twice(stores: list[TokenStore | PreparedStore]) -> None:
+    """Raises UserError if --data has a file twice, by two paths or a link: it would be held out and trained on."""
+    files = [file for store in stores for file in dict.fromkeys(store.files())]
+    first: dict[object, str] = {}
+    for file in files:
+        if (other := first.setdefault(file_id(file), file)) is not file:
+            raise UserError(f"data has {other} and {file}, which are one file; leave one out")
+    if len({store.identity for store in stores}) < len(stores):
+        raise UserError("two paths of data have the same documents; leave one out")
+
+
 def file_id(file: str) -> object:
     """Returns what is the same for a file by all its paths and links."""
     try:
@@ -142,6 +153,8 @@ def load_corpus(
         raise UserError("chat_reasoning has no effect without chats; drop it (prepare has a flag of its own)")
     first_own = max(1, len(paths))
     stores, own = stores[:first_own], stores[first_own:]
+    if paths:
+        refuse_twice(stores)
     if own:
         refuse_trained_on(own, stores)
         train, held_out = whole(join(stores)), whole(join(own), seed)

@@ -30,6 +30,7 @@ from training.data.containers import CONTAINERS, cut_rows, suffix_of
 from training.data.forms import parse_columns
 from training.data.prepared import DOCUMENT, FORMAT, INDEX, MASKED, TOKEN, PreparedStore, canonical, hash_of_index
 from training.data.sources import (
+    AS_CHATS,
     DEFAULT,
     BadRows,
     Document,
@@ -41,6 +42,7 @@ from training.data.sources import (
     say_found,
     say_left_out,
 )
+from training.data.template import template_hash
 from training.host.errors import UserError
 from training.host.files import flush, only_run_in, read_file, read_json, write_file
 
@@ -106,6 +108,7 @@ def prepare(
             "format": FORMAT, "tokenizer": opened.identity, "tokenizer_name": opened.name, "eos_id": opened.eos_id,
             "are_samples": any(part["are_samples"] for part in kept), "source": str(source),
             "reasoning": reading.reasoning or "template",
+            "chat_template": template_hash(opened) if any(map(_has_chats, kept)) else None,
             "documents": sum(part["documents"] for part in kept), "tokens": sum(part["tokens"] for part in kept),
             "targets": sum(part["targets"] for part in kept),
             "parts": kept,
@@ -123,6 +126,11 @@ def _settle_bad_rows(parts: Iterable[str], done: dict[str, dict], reading: Readi
     for name in parts:
         bad.add(BadRows(**done[name]["bad"]) if name in done else BadRows())
     bad.settle(reading.bad_rows, or_more=not done.keys() >= {*parts})
+
+
+def _has_chats(part: dict) -> bool:
+    """Whether a part has rows that a chat template wrote."""
+    return any(AS_CHATS in what for what in part.get("found", {}))
 
 
 def _hash_of_templates(tokenizer) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from training.data.containers import place
+from training.data.template import template_hash
 from training.data.tokenizer import check_ids
 from training.data.tokens import Store
 from training.host.errors import UserError
@@ -100,6 +101,11 @@ class PreparedStore(Store):
             raise UserError(
                 f"{folder} was prepared with documents that end with id {index['eos_id']}, this run's end with "
                 f"{tokenizer.eos_id} ({tokenizer.eos_token}): {AGAIN}"
+            )
+        if (made := index.get("chat_template")) and made != template_hash(tokenizer):
+            raise UserError(
+                f"{folder} was prepared with another chat template than this run's, which generation would follow: "
+                f"give --chat_template as prepare had it, or {AGAIN}"
             )
         self.folder, self.eos_id, self.are_samples = folder, tokenizer.eos_id, index["are_samples"]
         self._vocab_size, self.parts = vocab_size, [part["name"] for part in index["parts"]]

@@ -36,6 +36,7 @@ from training.host.files import inside, read_file, read_json
 logger = logging.getLogger(__name__)
 SUFFIXES = ".txt,.md,.py"  # files that are a document each
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
+AS_CHATS = ", as chats"  # in the log, behind a form that a chat template wrote
 SHOWN = 8  # suffixes of files that are left out
 PANDOC = "pandoc -t plain -o {0}.txt {0}"
 TO_TEXT = {".pdf": "pdftotext {0} {0}.txt", ".docx": PANDOC, ".epub": PANDOC, ".odt": PANDOC}
@@ -363,7 +364,7 @@ class DocumentReader:
         is_chat = "messages" in made and ("completion" not in made or self._has_template)
         is_sample = not is_chat and "completion" in made
         encoded = (*self._chat.encode(made), True) if is_chat else self._encode_made(made, is_sample)
-        self.found[f"rows of {form.name}{', as chats' * is_chat}{', as prompts with completions' * is_sample}"] += 1
+        self.found[f"rows of {form.name}{AS_CHATS * is_chat}{', as prompts with completions' * is_sample}"] += 1
         return encoded
 
     def _encode_made(self, made: dict, is_sample: bool) -> tuple[np.ndarray, np.ndarray | None, bool]:

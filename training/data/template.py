@@ -5,6 +5,7 @@ memory: a rendering that hangs is ended by SIGTERM.
 """
 
 import functools
+import hashlib
 import itertools
 import json
 import logging
@@ -98,6 +99,12 @@ def read_template(tokenizer: FileTokenizer) -> tuple[Path, str | None]:
             named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
             template = named[0].get("template") if named else None
     return file, template if isinstance(template, str) else None
+
+
+def template_hash(tokenizer) -> str | None:
+    """Returns a hash of a tokenizer's chat template; None if it has none."""
+    source = read_template(tokenizer)[1] if isinstance(tokenizer, FileTokenizer) else None
+    return source and hashlib.sha256(source.encode()).hexdigest()
 
 
 def _compile(source: str, file: Path):

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from dataclasses import dataclass, field
+from os.path import realpath
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from training.run.settings import DEFAULT_STEPS, TrainConfig, check_config
 logger = logging.getLogger(__name__)
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
 NOT_INHERITED = (
-    "resume", "init_from", "rope_scaling", "output_dir", "device", "show_batch", "collective_timeout", "log_file",
+    "resume", "rope_scaling", "output_dir", "device", "show_batch", "collective_timeout", "log_file",
 )  # fmt: skip
 BUDGETS = ("memory_budget", "host_budget")
 # A flag given with --resume drops the earlier run's settings that it would contradict.
@@ -80,6 +81,7 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     state = load_state(checkpoint)
     if state["ignored"]:
         logger.info("settings of another version, ignored: %s", ", ".join(name[:80] for name in state["ignored"]))
+    refuse_other_weights(checkpoint, state["settings"], given.get("init_from"))
     progress = Progress(**{each.name: state[each.name] for each in dataclasses.fields(Progress)})
     step, saved = progress.step, state["settings"] | {"max_steps": progress.max_steps}
     before = TrainConfig(**saved)
@@ -104,6 +106,18 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     elif rate != rates[1]:
         changes.append(f"learning rate: {rates[0]:.3g} in step {step} -> {rate:.3g} in step {step + 1}")
     return Start(config, progress, state["tokenizer"], changes)
+
+
+def refuse_other_weights(checkpoint: Path, saved: dict, asked: str | None) -> None:
+    """Refuse --init_from beside --resume auto if the run was not started from that folder."""
+    started = saved.get("init_from")
+    if asked is None or started == asked or (started is None and saved.get("model_size") is None):
+        return
+    if started is None or realpath(started) != realpath(asked):
+        raise UserError(
+            f"init_from {asked}: {checkpoint} is of a run from {started or 'random weights'}; give that, drop "
+            "init_from, or give another --output_dir"
+        )
 
 
 def state_to_save(settings: dict, progress: Progress, tokens_per_step: int, ranks: int, tokenizer: str) -> dict:

@@ -134,6 +134,18 @@ def test_validation_data_are_held_out_whole(paths, tmp_path):
     assert documents(whole) == documents(held_out)
 
 
+def test_documents_that_would_be_held_out_and_trained_on_are_refused(paths, tmp_path):
+    text, samples = paths
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "link.jsonl").symlink_to(text)
+    (tmp_path / "copy.jsonl").write_bytes((tmp_path / "text.jsonl").read_bytes())
+    for others in ([text], [samples, str(tmp_path / "folder")], [str(tmp_path)]):
+        with pytest.raises(ValueError, match=r"data has \S+jsonl and \S+jsonl, which are one file; leave one out"):
+            load([text, *others])
+    with pytest.raises(ValueError, match="two paths of data have the same documents; leave one out"):
+        load([text, str(tmp_path / "copy.jsonl")])
+
+
 def test_validation_data_that_say_nothing_are_refused(paths, tmp_path):
     text, samples = paths
     empty, link, copy = tmp_path / "empty.txt", tmp_path / "link.jsonl", tmp_path / "copy.jsonl"

@@ -23,6 +23,7 @@ from tests.training.data.test_tokenizer import write_tokenizer
 from tests.training.data.test_tokens import with_peak
 from training.data import prepare as preparing
 from training.data.__main__ import main
+from training.data.chat import open_tokenizer
 from training.data.corpus import load_corpus, open_stores
 from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, hash_of_index
@@ -188,6 +189,25 @@ def test_tokens_that_templates_write_decide_what_parts_hold(tmp_path, corpus, on
         named.write_text(content)
         parts.append(prepare(corpus, tmp_path / str(number), str(tmp_path / "tokenizer"))["parts"][0]["name"])
     assert parts[0] != parts[1]
+
+
+def test_a_set_of_chats_is_trained_with_the_template_that_wrote_it(tmp_path, one_process):
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    for end in "AB":
+        template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[" + end + "]{% endfor %}"
+        (tmp_path / f"{end}.jinja").write_text(template)
+    chat = {"messages": [{"role": "user", "content": "he"}, {"role": "assistant", "content": "x"}]}
+    for name, row in (("chats", chat), ("samples", {"prompt": "he", "completion": "x"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+        source, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name} set"
+        prepare(source, out, path, chat_template=str(tmp_path / "A.jinja"))
+    with_templates = [open_tokenizer(path, name and str(tmp_path / name)) for name in ("A.jinja", "B.jinja", None)]
+    for tokenizer in with_templates:
+        PreparedStore(tmp_path / "samples set", tokenizer, 300)
+    PreparedStore(tmp_path / "chats set", with_templates[0], 300)
+    for tokenizer in with_templates[1:]:
+        with pytest.raises(UserError, match="chats set was prepared with another chat template than this run's"):
+            PreparedStore(tmp_path / "chats set", tokenizer, 300)
 
 
 def test_parts_of_other_corpora_are_left(tmp_path, corpus, one_process):
