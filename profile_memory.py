@@ -39,6 +39,7 @@ from typing import Any
 import torch
 
 from model import MODEL_SIZES
+from training.checkpoint.carried import read_carried
 from training.checkpoint.weights import shape_of_weights
 from training.data.chat import open_tokenizer
 from training.data.corpus import open_stores, pack
@@ -116,6 +117,14 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
         raise UserError(f"--timeline draws .png, .svg or .pdf, got {flags.timeline}")
     if flags.timeline:
         import_optional("matplotlib.figure", "--timeline")
+
+
+def carried_bytes(recipe: StepRecipe) -> int:
+    """Returns the bytes that a checkpoint of every weight carries untrained from --init_from, if that is whole."""
+    folder = recipe.config.init_from
+    with suppress(UserError):  # config.json alone is enough for a prediction
+        return read_carried(Path(folder)).num_bytes if folder else 0
+    return 0
 
 
 def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) -> Machine:
@@ -357,11 +366,12 @@ def main(argv: list[str]) -> int:
         check_flags(flags, recipe.model.num_hidden_layers, can_measure)
         # In a comparison memory_budget is the budget of the planned way only.
         machine = choose_machine(recipe, None if flags.compare else flags.memory_budget, world)
+        machine = dataclasses.replace(machine, carried_bytes=carried_bytes(recipe))
         results = report(recipe, machine, can_measure, world)
     if flags.json:
         settings = {name: value for name, value in vars(flags).items() if not isinstance(value, Path)}
         environment = {**dataclasses.asdict(machine), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-        written = json.dumps({"settings": settings, "environment": environment, **results})
+        written = json.dumps({"settings": settings, "environment": environment, **results}, default=str)  # dtypes
         finite = json.loads(written, parse_constant=lambda infinite: None)  # JSON does not know infinity
         replace_file(flags.json, json.dumps(finite) + "\n")
     return 0 if results.get("answer", {}).get("fits", True) else 1

@@ -104,6 +104,10 @@ class DeltaNet(MixerKind):
     def kind(self) -> "DeltaNet":
         return self
 
+    @property
+    def reach(self) -> int:
+        return 0  # a state has what earlier tokens left, and no keys and values are kept
+
     def with_kind(self, kind: MixerKind) -> MixerKind:
         return kind
 

@@ -20,6 +20,8 @@ from model import MODEL_SIZES
 from profile_memory import main
 from tests.training.memory.test_profiler import dry_run, run_dry  # noqa: F401
 from tests.training.memory.test_profiler import step_of as step_of_format
+from tests.wrappers import not_trained, release
+from training.checkpoint.weights import shape_of_weights
 from training.families.config_json import to_config_json
 from training.host.sizes import budget_of_machine
 from training.memory import reports
@@ -216,6 +218,19 @@ def test_a_checkpoint_takes_what_a_run_has_room_for(words, settings, num_gpus, n
     recipe = recipe_of(TrainConfig(**settings), profile_memory.MODEL_SIZES["0.6B"], world)
     assert taken == checkpoint_bytes(recipe, world)
     assert f"\ndisk: {taken / GIB:.2f} GiB per checkpoint; a run needs room for two\n" in capsys.readouterr().out
+
+
+def test_a_checkpoint_takes_what_it_carries_untrained(tmp_path):
+    folder = release("gemma3", tmp_path / "released")
+    flags = "--gpu", "H200", "--init_from", str(folder), "--context_length", "64"
+    carried = sum(len(content) for _, _, content in not_trained(folder).values())
+    found = run_main(tmp_path, *flags)["answer"]["checkpoint_bytes"]
+    adapters = run_main(tmp_path, *flags, "--lora", "4")["answer"]["checkpoint_bytes"]
+    world = World(0, 1, torch.device("cuda"))
+    recipe = recipe_of(TrainConfig(optimizer_state="float32"), shape_of_weights(folder), world)
+    assert carried and found == checkpoint_bytes(recipe, world) + carried
+    recipe = recipe_of(TrainConfig(lora=4), shape_of_weights(folder), world)
+    assert adapters == checkpoint_bytes(recipe, world)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,14 @@ from tests.runs import arguments, losses, only_resume, saved_settings, weights_o
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import find_weights, load_model_weights, parameter_shapes, shape_of_weights
 from training.evaluation import __main__ as evaluation
-from training.families.lora import Adapters, read_adapters
+from training.families.lora import Adapters, read_adapters, to_adapter_config
 from training.generate import __main__ as generate
 from training.host import errors
 from training.host.choices import LORA_TARGETS
 from training.host.errors import UserError, pip_install
 from training.optim.quantized import quantize
+from training.run.recipe import Source, adapters_found
+from training.run.settings import TrainConfig
 
 RANK = 3
 
@@ -325,10 +327,19 @@ def test_one_command_starts_and_goes_on(base, corpus, tmp_path, capsys):
     further = ["--init_from", str(tmp_path / "run/step_00000004"), "--lora_targets", "up_proj,q_proj"]
     assert train.main(arguments(corpus, tmp_path / "further", *further, steps=2)) == 0
     capsys.readouterr()
+    assert train.main(arguments(corpus, tmp_path / "every", *further[:-1], "all-linear", steps=2)) == 1
+    assert "lora_targets all-linear: the adapters of" in capsys.readouterr().err
     without = arguments(corpus, tmp_path / "other", "--lora", "4", "--resume", "auto")
     assert train.main(without) == 1 and "lora has no effect without init_from" in capsys.readouterr().err
     resumed = only_resume(tmp_path / "run", "--max_steps", "9", "--lora_plus", "2")
     assert train.main(resumed) == 0 and saved_settings(tmp_path / "run", 9)["lora_plus"] == 2
+
+
+def test_all_linear_is_every_projection_of_the_adapters_to_go_on_with(base, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(to_adapter_config(Adapters(4, 8.0), base)))
+    asked = TrainConfig(init_from=str(tmp_path), lora_targets="all-linear")
+    found = adapters_found(asked, ["lora_targets"], Source.read(tmp_path))
+    assert found["lora_targets"] == ",".join(LORA_TARGETS)
 
 
 def test_a_run_of_all_weights_takes_no_adapters(corpus, tmp_path, capsys):

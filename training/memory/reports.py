@@ -19,6 +19,7 @@ import torch
 
 from model import ModelConfig
 from training.checkpoint.files import SPARE_BYTES
+from training.families.trained import ALL
 from training.host.errors import UserError
 from training.host.sizes import GIB, PROCESS_BYTES, SYSTEM_BYTES, gib, parse_bytes
 from training.memory import profiler
@@ -54,6 +55,7 @@ class Machine:
     flops: float | None = None  # dense bf16 peak of the GPU, FLOP/s; None: not known
     host_memory: int | None = None  # bytes of the machine, as sold; None: not known
     processes: int = 1  # on the machine
+    carried_bytes: int = 0  # tensors of the weights' folder that checkpoints carry untrained
 
     @property
     def limits(self) -> tuple[float, float, Rates]:
@@ -72,8 +74,9 @@ class Machine:
     def checkpoint_bytes(self, plan: Plan) -> int:
         """Returns the bytes on disk of a checkpoint of a planned run, to resume from."""
         step = plan.step
-        numel = step.trained.elements(self.model)
-        return bytes_saved(numel, plan.execution.state_format, is_half=step.num_shards == 0) + SPARE_BYTES
+        numel, carried = step.trained.elements(self.model), self.carried_bytes if step.trained == ALL else 0
+        saved = bytes_saved(numel, plan.execution.state_format, is_half=step.num_shards == 0)
+        return saved + carried + SPARE_BYTES
 
 
 @dataclass(frozen=True)

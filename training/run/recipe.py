@@ -362,7 +362,11 @@ def adapters_found(asked: TrainConfig, given: Iterable[str], source: Source) -> 
         logger.info("adapters: lora_dropout %.20s of %s is left out", dropout, source.folder)
     own: dict = {"lora": found.rank, "lora_alpha": found.alpha, "lora_targets": ",".join(found.targets)}
     for name, value in own.items():
-        if name in given and getattr(asked, name) != value:
+        said = getattr(asked, name)
+        if name in given and said == "all-linear":
+            every = trained_of(replace(asked, lora=found.rank), shape_of_weights(source.folder))
+            said = ",".join(every.targets) if isinstance(every, Adapters) else said
+        if name in given and said != value:
             merge = f"{program()} -m training.checkpoint.weights export {source.folder} OUT --merge"
             raise UserError(
                 f"{name} {getattr(asked, name)}: the adapters of {source.folder} have {value}; drop it, or merge them "
@@ -426,7 +430,7 @@ def _with_gates(shape: ModelConfig, config: TrainConfig, folder: str | Path, res
             f"{folder} was trained without attention_type {asked.name}; to turn it into that, start from its weights "
             f"with --init_from {folder} and another --output_dir"
         )
-    if any(kind.reach is not None for kind in shape.kinds):
+    if any(kind.reach for kind in shape.kinds):
         raise UserError(
             f"attention_type {asked.name} would take the place of the windows of {folder}; use sparse, which leaves "
             "windows alone, or full"

@@ -98,6 +98,8 @@ def test_what_does_not_fit_is_refused_before_the_weights_are_read(folder, monkey
         load(opened, 131_072, 131_072, WORLD, None)
     with pytest.raises(UserError, match=r"of 0 tokens 0.00 GiB, 14.00 GiB are there: give .* a larger --memory_budget"):
         load(opened, 131_072, 0, WORLD, "14GB")
+    gated = MODEL_SIZES["qwen3.5-4B"]  # 8 of its 32 layers have keys and values, of 4 heads of 256
+    assert "131,072 tokens 8.00 GiB" in inference.check_memory(gated, 131_072, CPU, 2**40)
     with pytest.raises(UserError, match=r"memory_budget 51GB: 50.00 GiB of this machine's memory are free; lower it"):
         memory_budget("51GB", CPU)
 
