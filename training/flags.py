@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 
-from training.host.errors import UserError, program
+from training.host.errors import UserError, import_with_variables, program
 from training.host.files import check_working_directory, read_file
 
 LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
@@ -190,12 +190,14 @@ def answer_early(read: Callable[[list[str]], object]) -> None:
         read: reads the words of the command line. The script reads them again. Ranks of torchrun read them only then:
             the main rank shows the error.
     """
-    if "RANK" not in os.environ:
-        try:
+    try:
+        if "RANK" not in os.environ:
             check_working_directory()
             read(sys.argv[1:])
-        except UserError as error:
-            sys.exit(f"error: {' '.join(str(error).splitlines())}")
+        for package, prefix in (("tqdm", "TQDM_"), ("torch", "TORCH")):
+            import_with_variables(package, prefix)
+    except UserError as error:
+        sys.exit(f"error: {' '.join(str(error).splitlines())}")
 
 
 def as_words(values: dict, names: list[str], kind: type | None = None) -> list[str]:

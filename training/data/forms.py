@@ -39,7 +39,10 @@ MASKS = {
 }  # fmt: skip
 IGNORED = -100  # in "labels": a token that is not trained on
 NUMBERS = {"id", "index", "turn", "timestamp", "tool_call_id"}  # fields of a message that may be numbers
-TEXTS = {"role", "content", "name", "text", "arguments", "reasoning_content", "reasoning", "thinking"}  # any words
+TEXTS = {  # any words
+    "role", "content", "name", "text", "arguments", "reasoning_content", "reasoning", "thinking", "lang", "language",
+}  # fmt: skip
+TRUTHS = {"true", "false", "yes", "no", "on", "off", "0", "1"}  # strings that stand for a truth
 FLAG_WORDS = re.compile("(^|_)(loss|train|trained|training|trainable|mask|masked|weight|weights)(_|$)", re.IGNORECASE)
 
 
@@ -163,7 +166,7 @@ def refuse_unknown_flags(fields: dict, what: str, known: Collection[str]) -> Non
     """Refuses a field that may ask for another mask: its value is a number or a truth, or its name speaks of losses."""
     for name, value in fields.items():
         is_text = isinstance(value, str) and name in TEXTS
-        may_mask = isinstance(value, bool | int | float) or value in ("true", "false", "True", "False")
+        may_mask = isinstance(value, bool | int | float) or str(value).strip().lower() in TRUTHS
         may_mask |= value is not None and FLAG_WORDS.search(name) is not None
         if may_mask and not is_text and name not in known:
             raise UserError(
@@ -236,8 +239,10 @@ def _message(turn, what: str) -> dict:
         turn = {SHAREGPT.get(name, name): value for name, value in turn.items()}
     if not isinstance(turn, dict) or "role" not in turn:
         raise UserError(f'{what} must be an object with "role" and "content", or "from" and "value"')
-    if not turn.get("content") and (found := [name for name in CONTENTS if turn.get(name)]):
-        raise UserError(f'{what} has "{found[0]}" and no content: it would be empty; give it as "content"')
+    content = turn.get("content")
+    if found := [name for name in CONTENTS if turn.get(name) and turn[name] != content]:
+        beside = "beside its content, where it would be ignored" if content else "and no content: it would be empty"
+        raise UserError(f'{what} has "{found[0]}" {beside}; give it as "content"')
     message = {**turn, "role": ROLES.get(str(turn["role"]), turn["role"])}
     # "function_call" is also OpenAI's name for a call, before there were several.
     calls = [message.pop(name) for name in ("tool_calls", "function_call") if message.get(name)]

@@ -74,8 +74,9 @@ class FileTokenizer:
         self.ordinary_size = max(ordinary.values(), default=-1) + 1  # without added tokens
         self.eos_id = self._find_end(vocabulary)
         self.eos_token = self._tokenizer.id_to_token(self.eos_id)
-        # Ids that the file puts before every text. One token may begin and end texts.
-        end = None if self.eos_token == self.special_tokens.get("bos_token") else self.eos_id
+        # Ids that the file puts before every text: the special tokens before the word, if it has a token.
+        is_begun = not all(probe.special_tokens_mask) or self.eos_token == self.special_tokens.get("bos_token")
+        end = None if is_begun else self.eos_id
         added = itertools.takewhile(lambda each: each[1] and each[0] != end, zip(probe.ids, probe.special_tokens_mask))
         self._before = np.array([i for i, _ in added], dtype=np.uint32)
 

@@ -71,6 +71,18 @@ def import_optional(module: str, user: str, package: str | None = None) -> Modul
         ) from None
 
 
+def import_with_variables(package: str, prefix: str) -> None:
+    """Imports a package that reads environment variables of a prefix. Raises UserError for values that it refuses."""
+    try:
+        importlib.import_module(package)
+    except ValueError as error:
+        given = ", ".join(f"{name}={value[:40]}" for name, value in os.environ.items() if name.startswith(prefix))
+        if not given:
+            raise
+        why = " ".join(str(error).split())[:100]
+        raise UserError(f"{package} refuses {given} of the environment ({why}); unset it, or mend it") from None
+
+
 def whole_number(variable: str, default: int) -> int:
     """Returns the number in an environment variable, `default` if it is not set. Raises UserError for other values."""
     value = os.environ.get(variable, str(default))

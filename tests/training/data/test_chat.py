@@ -557,6 +557,7 @@ def test_bad_messages(folder, tmp_path, caplog):
         ([{**user, "train": True}, assistant], r"message 1 \(user\) has tool_calls, reasoning or a weight, which only"),
         ([user, calls, {**tool, "loss": 1}, assistant], r"message 3 \(tool\) has tool_calls, reasoning or a weight"),
         ([user, {**assistant, "learn": False}], r'message 2 \(assistant\) has "learn": false, which is not known here'),
+        ([user, {**assistant, "skip": "Yes"}], r'message 2 \(assistant\) has "skip": "Yes", which is not known here'),
         ([{**user, "score": 0.7}, assistant], r'message 1 \(user\) has "score": 0.7, which is not known here; remove'),
         (
             [user, {**assistant, "ignored": "true"}],

@@ -226,6 +226,8 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
         ({"messages": [{"role": "system", "text": "a"}, ASK, ANSWER]}, 'message 1 of "messages" has "text" and no con'),
         ({"messages": [{"role": "system", "content": "", "text": "a"}, ASK]}, 'message 1 of "messages" has "text" and'),
         ({"messages": [ASK, {"role": "assistant", "value": "a"}]}, 'message 2 of "messages" has "value" and no con'),
+        ({"messages": [ASK, {**ANSWER, "text": "b"}]}, 'message 2 of "messages" has "text" beside its content'),
+        ({"conversations": [{"from": "gpt", "value": "a", "text": "b"}]}, 'message 1 .* "text" beside its content'),
         ({"messages": [{"from": "human", "value": "a", "content": "b"}, ANSWER]}, 'message 1 of "messages" must be an'),
         ({"messages": [ASK, ANSWER], "functions": TOOLS}, 'has "functions" beside "messages", where it would be'),
         ({"conversations": [ASK, ANSWER], "system_prompt": "a"}, 'has "system_prompt" beside "conversations"'),

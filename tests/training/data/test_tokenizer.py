@@ -228,7 +228,8 @@ def test_a_space_of_its_own_is_on_its_side_of_the_cut(tmp_path, kind):
     assert tokenizer.encode_with_offsets(" \nx")[1].tolist() == [[0, 1], [1, 2], [2, 3]]
 
 
-def test_a_text_may_begin_with_the_token_that_ends_texts(tmp_path):
+@pytest.mark.parametrize("config", ['{"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}', "{}"])
+def test_a_text_may_begin_with_the_token_that_ends_texts(tmp_path, config):
     from tokenizers import Tokenizer, processors
     from transformers import AutoTokenizer
 
@@ -240,7 +241,7 @@ def test_a_text_may_begin_with_the_token_that_ends_texts(tmp_path):
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 257)]
     )
     tokenizer.save(path)
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}')
+    (tmp_path / "tokenizer_config.json").write_text(config)
     expected = AutoTokenizer.from_pretrained(tmp_path)("he").input_ids
     assert load_tokenizer(path).encode_from_start("he").tolist() == expected == [257, 256]
 

@@ -166,6 +166,13 @@ def test_a_deleted_working_directory_is_one_line(monkeypatch, tmp_path, capsys):
     )
 
 
+def test_variables_that_a_library_refuses_at_its_import_are_one_line():
+    given = {**os.environ, "TQDM_NCOLS": "wide", "TQDM_DELAY": "1"}
+    ended = subprocess.run([sys.executable, "train.py"], env=given, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert re.fullmatch("error: tqdm refuses [^\n]*TQDM_NCOLS=wide[^\n]*; unset it, or mend it\n", ended.stderr)
+
+
 def test_closed_standard_files_become_empty_ones():
     """Another file would get number 2, and the errors that libraries print would be written into it."""
     program = (
