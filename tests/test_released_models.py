@@ -355,7 +355,10 @@ def test_a_gpu_equals_a_cpu(model_type, H, G, K):
         assert not wrong, (execution, wrong)
 
 
-COMPANIONS = {"tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages }}", "generation_config.json": "{}"}
+COMPANIONS = {
+    "tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages }}", "generation_config.json": "{}",
+    "preprocessor_config.json": "{}", "video_preprocessor_config.json": "{}", "processor_config.json": "{}",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -49,10 +49,12 @@ from training.optim.quantized import check_library, quantize
 
 logger = logging.getLogger(__name__)
 
-# Files beside weights that go along into checkpoints: a tokenizer, its chat template, defaults for generation.
+# Files beside weights that go along into checkpoints: a tokenizer, its chat template, defaults for generation, and how
+# images become tokens, without which programs open no model of text and images.
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
