@@ -36,6 +36,7 @@ from training.host.files import inside, read_file, read_json
 logger = logging.getLogger(__name__)
 SUFFIXES = ".txt,.md,.py"  # files that are a document each
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
+SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?:[-_./]|$)")  # in names of files of rows
 AS_CHATS = ", as chats"  # in the log, behind a form that a chat template wrote
 SHOWN = 8  # suffixes of files that are left out
 PANDOC = "pandoc -t plain -o {0}.txt {0}"
@@ -194,6 +195,7 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
             documents = [kind for kind, _ in others if kind in TO_TEXT]
             cures = "".join(f"; text of a {kind}: {TO_TEXT[kind].format('FILE')}" for kind in documents)
             logger.warning("data: left out files of other kinds in %s: %s%s%s", path, shown, more, cures)
+        texts = _without_held_out(path, texts)
     elif not path.is_file():  # a pipe would be waited for
         raise UserError(f"cannot read {path}: it is no regular file; give --data a file or a folder")
     elif (suffix := suffix_of(path)) not in (kinds := [*_texts(reading.suffixes), *CONTAINERS]):
@@ -207,6 +209,23 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
         texts = [path]
     check_packages(texts)
     return texts
+
+
+def _without_held_out(folder: Path, files: list[Path]) -> list[Path]:
+    """Returns files of a folder without other splits than train, if files of rows are named by both, and their card.
+
+    A download of the Hugging Face Hub has data/train-00000-of-00001.parquet, data/test-..., and README.md.
+    """
+    of_rows = [file for file in files if suffix_of(file) in CONTAINERS]
+    named = {file: match[1] for file in of_rows if (match := SPLIT.search(str(file.relative_to(folder)).lower()))}
+    others = sorted({*named.values()} - {"train"}) if "train" in named.values() else []
+    if others:
+        left_out = ", ".join(others)
+        logger.warning("data: %s: split train is read; left out: %s; give files by name to read them", folder, left_out)
+    cards = [file for file in files if of_rows and file.name == "README.md" and file.read_bytes()[:4] == b"---\n"]
+    if cards:
+        logger.warning("data: left out %s, which describes a dataset", cards[0])
+    return [file for file in files if named.get(file) not in others and file not in cards]
 
 
 def _texts(suffixes: str | None) -> list[str]:

@@ -30,6 +30,27 @@ def test_default_corpus(caplog):
     assert not caplog.records
 
 
+def test_of_a_folder_with_splits_train_is_read(tmp_path, caplog):
+    """Files as `hf download` makes them; without train, or as texts, all are read."""
+    for name in ("data/train-00000-of-00001", "data/test-00000-of-00001", "en/validation", "more"):
+        (tmp_path / f"{name}.jsonl").parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}')
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\nA dataset.")
+    (tmp_path / "data/test.txt").write_text("text")
+
+    def names(path):
+        return sorted(str(file.relative_to(tmp_path)) for file in sources.find_files(path))
+
+    assert names(tmp_path) == ["data/test.txt", "data/train-00000-of-00001.jsonl", "more.jsonl"]
+    assert f"{tmp_path}: split train is read; left out: test, validation; give files" in caplog.text
+    assert f"left out {tmp_path}/README.md, which describes a dataset" in caplog.text
+    assert len(names(tmp_path / "data/test-00000-of-00001.jsonl")) == 1
+    (tmp_path / "data/train-00000-of-00001.jsonl").unlink()
+    assert len(names(tmp_path)) == 4
+    (tmp_path / "README.md").write_text("# A text")
+    assert "README.md" in names(tmp_path)
+
+
 def test_folder_is_read_in_order_and_text_files_only(tmp_path):
     for name, text in {
         "b/z.py": "z",
