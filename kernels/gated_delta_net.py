@@ -71,6 +71,7 @@ class DeltaNet(MixerKind):
     name: ClassVar[str] = "delta"
     module: ClassVar[str] = "linear_attn"
     works_in_groups: ClassVar[bool] = False
+    has_keys: ClassVar[bool] = False
     # Measured on an H100 (benchmarks/results/delta_net_h100_2026-11-26.md): scans wait for each other, not for memory.
     h200_rates: ClassVar[dict[str, float]] = {"delta forward": 161e12, "delta backward": 153e12}
 
@@ -103,10 +104,6 @@ class DeltaNet(MixerKind):
     @property
     def kind(self) -> "DeltaNet":
         return self
-
-    @property
-    def reach(self) -> int:
-        return 0  # a state has what earlier tokens left, and no keys and values are kept
 
     def with_kind(self, kind: MixerKind) -> MixerKind:
         return kind

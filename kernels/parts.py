@@ -299,6 +299,7 @@ class MixerKind(Part, ABC):
         name: the kind's name in flags.
         takes: names of the flags that it obeys.
         branches: number of outputs that are kept for backward, each with a log-sum-exp.
+        has_keys: whether generation keeps keys and values of earlier tokens.
         gates_per_head: gate logits per token and query head, which the model computes from the layer's input.
         selected_blocks: blocks of keys per token, as flags count them; 0: the kind chooses none.
         list_length: blocks of keys in a list, without blocks that every token has anyway.
@@ -315,6 +316,7 @@ class MixerKind(Part, ABC):
     takes: ClassVar[tuple[str, ...]] = ()
     branches: ClassVar[int] = 1
     gates_per_head: ClassVar[int] = 0
+    has_keys: ClassVar[bool] = True
     selected_blocks: int = 0
     gpu_head_dims: ClassVar[tuple[int, ...]] = ()
     h200_rates: ClassVar[dict[str, float]]

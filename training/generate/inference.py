@@ -144,7 +144,7 @@ def check_memory(shape: ModelConfig, cached: int, device: torch.device, budget: 
     """Returns what weights and a cache of `cached` tokens take, in words. Raises UserError if it is above `budget`."""
     size = dtype_on(device).itemsize
     weight_bytes = size * shape.num_parameters()
-    held = sum(cache_capacity(cached, kind.reach) for kind in shape.kinds)  # tokens, all layers
+    held = sum(cache_capacity(cached, kind.reach) for kind in shape.kinds if kind.has_keys)  # tokens
     cache_bytes = held * size * 2 * shape.num_key_value_heads * shape.head_dim
     takes = f"the weights take {gib(weight_bytes)}, keys and values of {cached:,} tokens {gib(cache_bytes)}"
     if weight_bytes + cache_bytes > budget:

@@ -430,7 +430,7 @@ def _with_gates(shape: ModelConfig, config: TrainConfig, folder: str | Path, res
             f"{folder} was trained without attention_type {asked.name}; to turn it into that, start from its weights "
             f"with --init_from {folder} and another --output_dir"
         )
-    if any(kind.reach for kind in shape.kinds):
+    if any(kind.reach is not None for kind in shape.kinds):
         raise UserError(
             f"attention_type {asked.name} would take the place of the windows of {folder}; use sparse, which leaves "
             "windows alone, or full"
