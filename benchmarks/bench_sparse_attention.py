@@ -402,9 +402,8 @@ class Bench:
 
             def with_tiles(function, *arguments):
                 def make(config):
-                    tiles = mock.patch.multiple(
-                        band, queries_config=lambda *_: config, KEYS_CONFIG=config, WIDE_CONFIG=config
-                    )
+                    names = "KEYS_CONFIG", "WIDE_FORWARD_CONFIG", "WIDE_BACKWARD_CONFIG"
+                    tiles = mock.patch.multiple(band, queries_config=lambda *_: config, **dict.fromkeys(names, config))
                     return tiles(lambda: function(*arguments))
 
                 return make

@@ -33,7 +33,10 @@ QUERIES_CONFIG = TileConfig(rows=128, num_warps=8, num_stages=3)
 # Where a block has at most 64 rows, as of heads that share no keys: the fastest with 32 heads of 128.
 NARROW_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
 KEYS_CONFIG = TileConfig(rows=32, num_warps=4, num_stages=3)
-WIDE_CONFIG = TileConfig(rows=64, num_warps=8, num_stages=2)  # heads wider than 128, in all three kernels
+# Heads wider than 128. Forward's was the fastest on an H100 with 16 and 4 heads of 256: 64 rows took twice as long. As
+# many rows do not fit in backward.
+WIDE_FORWARD_CONFIG = TileConfig(rows=128, num_warps=8, num_stages=2)
+WIDE_BACKWARD_CONFIG = TileConfig(rows=64, num_warps=8, num_stages=2)
 
 
 @triton.jit
@@ -264,24 +267,22 @@ def _band_dkv_kernel(
         tl.store(dv_ptr + kv_offsets, dv.to(v.dtype), mask=key_mask)
 
 
-def queries_config(device: torch.device, block_rows: int, K: int) -> TileConfig:
-    """Returns tiles of kernels over queries, of which a block has so many rows, with heads of width K.
+def queries_config(device: torch.device, block_rows: int) -> TileConfig:
+    """Returns tiles of kernels over queries, of which a block has so many rows, with heads of up to 128 elements.
 
     Three stages need shared memory that only Hopper and B200 have. On older GPUs narrow tiles of 64 rows would spill
     hundreds of bytes, tiles of 32 rows 8.
     """
-    if K > 128:
-        return wide_config(WIDE_CONFIG, device)
     is_large = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
     if block_rows <= NARROW_CONFIG.rows:
         return NARROW_CONFIG if is_large else NARROW_CONFIG._replace(rows=32)
     return QUERIES_CONFIG if is_large else QUERIES_CONFIG._replace(num_stages=2)
 
 
-def _launch_over_queries(kernel, q, k, tensors, layout, **constants):
-    """Launches a kernel whose programs have a tile of queries and a key/value head each."""
+def _launch_over_queries(kernel, wide, q, k, tensors, layout, **constants):
+    """Launches a kernel whose programs have a tile of queries and a key/value head each; `wide` is for wide heads."""
     rows = layout.block_size * triton.next_power_of_2(q.shape[1] // k.shape[1])
-    config = queries_config(q.device, rows, q.shape[2])
+    config = queries_config(q.device, rows) if q.shape[2] <= 128 else wide_config(wide, q.device)
     tile = launch_constants(q, k.shape[1], layout.block_size, config)
     kernel[layout.num_blocks * (layout.block_size // tile["BLOCK_T"]), k.shape[1]](
         *tensors, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]), **tile,
@@ -298,7 +299,7 @@ def band_forward(
     `into` are out and lse to be written to; None: new tensors.
     """
     out, lse = into or (torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
-    _launch_over_queries(_band_forward_kernel, q, k, (q, k, v, out, lse), layout, EXACT=exact)
+    _launch_over_queries(_band_forward_kernel, WIDE_FORWARD_CONFIG, q, k, (q, k, v, out, lse), layout, EXACT=exact)
     return out, lse
 
 
@@ -309,12 +310,12 @@ def band_dq(
     """Writes the band's part into dq, or adds it with `add`; returns delta = sum(dout * out) [tokens, H] float32."""
     delta = torch.empty_like(lse)
     tensors = dout, q, k, v, out, lse, delta, dq
-    _launch_over_queries(_band_dq_kernel, q, k, tensors, layout, EXACT=exact, ADD=add)
+    _launch_over_queries(_band_dq_kernel, WIDE_BACKWARD_CONFIG, q, k, tensors, layout, EXACT=exact, ADD=add)
     return delta
 
 
 def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, extra=False, exact=False):
-    config = KEYS_CONFIG if q.shape[2] <= 128 else wide_config(WIDE_CONFIG, q.device)
+    config = KEYS_CONFIG if q.shape[2] <= 128 else wide_config(WIDE_BACKWARD_CONFIG, q.device)
     tile = launch_constants(q, k.shape[1], layout.block_size, config)
     _band_dkv_kernel[len(layout.extra_block) if extra else layout.num_blocks, len(heads)](
         dout, q, k, v, lse, delta, total, dk, dv, layout.extra_block, layout.extra_start, layout.block_start,

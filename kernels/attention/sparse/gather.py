@@ -31,7 +31,7 @@ BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=64)
 # Two warp groups of backward halve the columns of dk and dv, which together take half of all registers.
 WIDE_FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=1, tiles=32)
 # An item has as many rows in all backward configurations, which `sparse_workspace` counts on.
-WIDE_BACKWARD_CONFIG = TileConfig(rows=64, num_warps=8, num_stages=2, tiles=64)
+WIDE_BACKWARD_CONFIG = TileConfig(rows=64, num_warps=8, num_stages=3, tiles=64)
 
 
 @triton.jit

@@ -50,8 +50,7 @@ KERNELS_TO_COMPILE = {
     "sparse.gather": [
         ("_gather_forward_kernel", GATHER, {"num_stages": 3}),
         ("_gather_backward_kernel", GATHER | {"CHUNK": 1024}, {"num_stages": 3}),
-        ("_gather_forward_kernel", GATHER | WIDE, {"num_stages": 1}, 90),
-        ("_gather_backward_kernel", GATHER | WIDE | {"CHUNK": 1024}, {"num_warps": 8, "num_stages": 2}, 90),
+        ("_gather_backward_kernel", GATHER | WIDE | {"CHUNK": 1024}, {"num_warps": 8, "num_stages": 3}, 90),
         (
             "_gather_backward_kernel",
             GATHER | WIDE | {"CHUNK": 1024, "BLOCK_T": 4},
@@ -88,7 +87,7 @@ KERNELS_TO_COMPILE = {
         ),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": False}, {"num_stages": 3}),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}, {"num_stages": 3}),
-        ("_band_dq_kernel", BAND | WIDE | {"ADD": False}, {"num_warps": 8, "num_stages": 2}, 90),
+        ("_band_forward_kernel", BAND | WIDE | {"BLOCK_T": 32}, {"num_warps": 8, "num_stages": 2}, 90),
         ("_band_dkv_kernel", BAND | WIDE | {"EXTRA": False}, {"num_warps": 8, "num_stages": 2}, 90),
         *(("_band_dkv_kernel", BAND_KEYS | EXACT_KEYS | {"SHORT": short}, {"num_stages": 3}) for short in (0, 12)),
     ],
@@ -106,7 +105,6 @@ KERNELS_TO_COMPILE = {
         ("_round_keys_kernel", {"G": 8, "K": 128, "BLOCK": 64, "KEYS": 32}, {}),
         ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 2}, 80),
         ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 4}, 90),
-        ("_scores_kernel", SCORES | WIDE | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 4}, 90),
         ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 2}, 80),
         ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 4}, 90),
         ("_top_kernel", TOP | {"OF_CHUNKS": True}, {"num_warps": 1}),
