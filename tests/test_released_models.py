@@ -182,9 +182,9 @@ def random_settings(model_type, random):
         "rope_theta": pick(1e4, 1e6), "rms_norm_eps": pick(1e-6, 1e-5), "max_position_embeddings": 128,
         "hidden_act": pick("silu", "gelu_pytorch_tanh"), "pad_token_id": None,
     }  # fmt: skip
-    if model_type in ("qwen2", "smollm3", "olmo3", "gemma3_text"):
+    if model_type in ("qwen2", "smollm3", "olmo2", "olmo3", "gemma3_text"):
         settings["hidden_size"] = H * K
-    if model_type in ("qwen2", "smollm3", "olmo3"):
+    if model_type in ("qwen2", "smollm3", "olmo2", "olmo3"):
         del settings["head_dim"]
     settings["rope_scaling"] = pick(None, YARN, LLAMA3, {"rope_type": "linear", "factor": 2.0})
     if model_type == "mistral":

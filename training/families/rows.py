@@ -92,6 +92,10 @@ FAMILIES = {
         defaults={"num_key_value_heads": None, "max_position_embeddings": 2048, **dict.fromkeys(SCALARS, 1.0)},
         fixed=NO_BIASES,
     ),
+    "olmo2": Family(
+        form={"qk_norm": "width", "norms_before": False, "norms_after": True, "norm_cast_before_weight": False},
+        defaults={"num_key_value_heads": None, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}, fixed=NO_BIASES,
+    ),
     "olmo3": Family(
         form={"qk_norm": "width", "norms_before": False, "norms_after": True, "norm_cast_before_weight": False},
         defaults={
