@@ -88,7 +88,7 @@ def decide(flags: ProfileFlags) -> StepRecipe:
     check_replicate(num_gpus, flags.nproc, tensor, flags.replicate)
     shape = shape_of_weights(flags.init_from) if flags.init_from else MODEL_SIZES[flags.model_size]
     recipe = decide_step(flags, shape_with(flags.attention_type, shape), num_gpus)
-    if message := without_plan(flags, recipe.model.share(tensor)):
+    if message := without_plan(recipe.model.share(tensor), flags.context_parallel_size):
         raise UserError(f"{message}; lower context_parallel_size")
     return recipe
 

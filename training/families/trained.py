@@ -1,4 +1,4 @@
-"""What a run trains of a model, which plans and models ask; `lora.py` has adapters in place of every parameter."""
+"""Says what a run trains of a model: here every parameter; in `lora.py` adapters alone."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from kernels.parts import Linear
 
 @dataclass(frozen=True, repr=False)
 class Trained:
-    """What is trained of a model: every parameter. A subclass trains others."""
+    """Trains every parameter of a model. A subclass trains others."""
 
     def __repr__(self) -> str:
         return "no adapters"

@@ -65,17 +65,17 @@ class Stages:
 
     def _always(self) -> dict[str, int]:
         """Returns the bytes that all stages have."""
-        step, L = self.step, self.step.layers
+        step = self.step
         tables = 1 + (step.share.local_rope_theta is not None)
         positions = step.num_ranks + (step.is_packed or step.num_ranks > 1)
         return {
-            "parameters": step.parameter_bytes - sum(self.weights[:L]) - step.share.num_ends * self.weights[L],
+            "parameters": step.parameter_bytes - sum(self.optimizer.waiting.values()),
             "optimizer": self.optimizer.gpu_state + self.optimizer.gpu_room,
             # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
             # Some layers may have their own. 64 bytes per token: token ids, labels, losses.
             "workspace": LIBRARY_BYTES
             + step.tokens * (4 * step.share.rotary_width * positions * tables + 64)
-            + step.arriving_bytes * any(self.weights[:L]),
+            + self.optimizer.arriving,
         }
 
     def _stage(

@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from kernels.parts import LayerParts, MixerKind
 from training.data.packing import deal
 from training.families.trained import ALL, Trained
 from training.memory.execution import Execution, Placement, host_weights, inventory_of, needed_for_backward
-from training.optim.inventory import Inventory, Row
+from training.optim.inventory import Inventory
 
 LENGTHS_PER_OCTAVE = 8  # bins of document lengths between one power of two and the next
 
@@ -156,21 +156,6 @@ class StepShape:
             self.reduction_bytes = has_gradient * 4 * max(0, head_elements - layer_elements)
             if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
                 self.reduction_bytes += 4 * sum(row.numel for row in rows if row.gradient_dtype)
-        self._weigh_blocks(rows)
-
-    def _weigh_blocks(self, rows: Iterable[Row]) -> None:
-        """Sets bytes of each block's weights: as they are kept, during a visit, and of those that a format holds."""
-        blocks: list[list[Row]] = [[] for _ in range(self.layers)]
-        for row in rows:
-            if row.block is not None:
-                blocks[row.block].append(row)
-        held = [[row for row in block if row.format.holds_weight] for block in blocks]
-        self.stored_bytes = [sum(row.stored_bytes for row in block) for block in blocks]
-        self.weight_bytes = [sum(row.weight_bytes for row in block) for block in blocks]
-        self.held_bytes = [sum(row.stored_bytes for row in block) for block in held]
-        self.visiting_bytes = [sum(row.weight_bytes for row in block) for block in held]
-        # A weight on its way from the host.
-        self.arriving_bytes = max((row.stored_bytes for block in held for row in block), default=0)
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> Self:
         """Returns the same step at another context length, of one document per sequence if this step's are.
@@ -270,17 +255,17 @@ class StepShape:
 
         After the blocks come the head, number L as it runs, and the embedding, number -1 of the list.
         """
-        blocks = [size * (p.weights == "host") for p, size in zip(execution.placements, self.stored_bytes)]
-        return blocks + 2 * [self.head * (execution.ends == "host")]
+        return self._by_block(execution, self.inventory(execution).waiting)
 
     def visiting_weights(self, execution: Execution) -> list[int]:
         """Returns the bytes of weights that are on the GPU only during a visit, in the order of `waiting_weights`.
 
         Weights that a format holds visit wherever they are kept.
         """
-        sizes = zip(execution.placements, self.weight_bytes, self.visiting_bytes)
-        blocks = [whole if placement.weights == "host" else held for placement, whole, held in sizes]
-        return blocks + 2 * [self.head * (execution.ends == "host")]
+        return self._by_block(execution, self.inventory(execution).visiting)
+
+    def _by_block(self, execution: Execution, sizes: Mapping[int | None, int]) -> list[int]:
+        return [sizes.get(i, 0) for i in range(self.layers)] + 2 * [self.head * (execution.ends == "host")]
 
     def fetched_bytes(self, execution: Execution) -> tuple[list[int], list[int]]:
         """Returns the bytes of weights that backward of each block waits for, and that arrive beside it.

@@ -89,8 +89,8 @@ class _Timeline:
     @functools.cached_property
     def visits(self) -> list[float]:
         """Seconds in which a visit reads weights that a format holds and writes them: whenever a block runs."""
-        sizes = zip(self.step.held_bytes, self.step.visiting_bytes)
-        return [sum(pair) / self.rates["memory"] for pair in sizes]
+        unpacked = self.step.inventory(self.execution).unpacked
+        return [unpacked.get(i, 0) / self.rates["memory"] for i in range(self.layers)]
 
     def attend(self, layer: int) -> float:
         """Returns the seconds of a layer's attention in forward, its exchange between ranks included."""

@@ -29,7 +29,7 @@ from training.host.torch_internals import fused_adamw_
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import Quantized, quantize
 
-STATE_FORMATS = "float32", "compact"  # of trained parameters, from the most bytes to the least
+STATE_FORMATS = "float32", "compact"  # formats of trained parameters, from the most bytes to the least
 Home = Tensor | Quantized  # a weight between visits to the GPU
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8  # of AdamW
 

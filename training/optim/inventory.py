@@ -7,6 +7,7 @@ will do.
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -184,6 +185,38 @@ class Inventory:
     def updated(self) -> int:
         """The part of `host` that an update fetches: all but frozen weights."""
         return sum(row.host_bytes for row in self.rows if row.gradient_dtype)
+
+    @functools.cached_property
+    def waiting(self) -> dict[int | None, int]:
+        """Bytes of the weights that wait on the host, by block; None: of embedding and head."""
+        return self._by_block((row, row.stored_bytes) for row in self.rows if row.weight_on_host)
+
+    @functools.cached_property
+    def visiting(self) -> dict[int | None, int]:
+        """Bytes of the weights that are on the GPU only while their block runs, by block."""
+        return self._by_block((row, row.weight_bytes) for row in self.rows if row.is_visiting)
+
+    @functools.cached_property
+    def unpacked(self) -> dict[int | None, int]:
+        """Bytes that are read and written as weights leave the format that holds them, by block."""
+        return self._by_block((row, row.stored_bytes + row.weight_bytes) for row in self._held)
+
+    @functools.cached_property
+    def arriving(self) -> int:
+        """Bytes of a weight on its way from the host, in the format that holds it."""
+        is_away = any(row.weight_on_host for row in self._held)
+        return max(row.stored_bytes for row in self._held) if is_away else 0
+
+    @property
+    def _held(self) -> Iterator[Row]:
+        return (row for row in self.rows if row.format.holds_weight)
+
+    @staticmethod
+    def _by_block(sizes: Iterable[tuple[Row, int]]) -> dict[int | None, int]:
+        total: Counter[int | None] = Counter()
+        for row, size in sizes:
+            total[row.block] += size
+        return total
 
     @functools.cached_property
     def slots(self) -> dict[StateFormat, tuple[int, dict[str, Kept]]]:

@@ -33,7 +33,6 @@ from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
 from training.run.recipe import Recipe, backend_of
-from training.run.settings import StepFlags, TrainConfig
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ def check_fits(recipe: Recipe, world: World) -> None:
     if recipe.memory_budget is None:
         return
     config, model = recipe.config, model_on_meta(recipe.model, world, recipe.trained)
-    if message := without_plan(config, model.share):
+    if message := without_plan(model.share, config.context_parallel_size):
         raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
     short = PackedDocuments(longest=1, lengths=((1, config.batch_size * config.context_length),))
     step, budgets = step_of(recipe, model, world, short), memory_budgets(recipe, world)
@@ -127,9 +126,9 @@ def check_fits(recipe: Recipe, world: World) -> None:
         make_plan(step, *budgets)  # raises the error that says why
 
 
-def without_plan(config: StepFlags, share: Share) -> str | None:
-    """Why no plan counts what `config.context_parallel_size` ranks take of a model; None: plans do."""
-    heads, ranks = share.num_key_value_heads, config.context_parallel_size
+def without_plan(share: Share, ranks: int) -> str | None:
+    """Why no plan counts what ranks that share sequences take of a model; None: plans do."""
+    heads = share.num_key_value_heads
     return f"no plan counts copies of {heads} key/value heads on {ranks} ranks" if heads % ranks else None
 
 
@@ -148,7 +147,7 @@ def plan_memory(recipe: Recipe, model: Transformer, world: World, documents: Pac
     if world.num_machines > 1:
         rates["network"] = measure_network(dist.group.WORLD, world.num_machines, world.device)
     rates = dict(zip(rates, world.min(*rates.values())))
-    others = measure_flash_attn_4(recipe.config, step, world)
+    others = measure_flash_attn_4(step, world) if recipe.config.attention_backend == "auto" else {}
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)
     if others:
@@ -162,10 +161,10 @@ def plan_memory(recipe: Recipe, model: Transformer, world: World, documents: Pac
     return plan
 
 
-def measure_flash_attn_4(config: TrainConfig, step: Step, world: World) -> Rates:
-    """Measures flash-attn-4's attention on all ranks if "auto" chose cuDNN's; {} if a rank cannot run it."""
+def measure_flash_attn_4(step: Step, world: World) -> Rates:
+    """Measures flash-attn-4's attention on all ranks if cuDNN's was chosen; {} if a rank cannot run it."""
     rates: Rates = {}
-    if (config.attention_backend, step.given.attention_backend) != ("auto", "cudnn"):
+    if step.given.attention_backend != "cudnn":
         return rates
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version, tested = importlib.metadata.version("flash-attn-4"), ", ".join(TESTED_FLASH_ATTN_4)
@@ -174,7 +173,7 @@ def measure_flash_attn_4(config: TrainConfig, step: Step, world: World) -> Rates
             logger.warning("flash-attn-4 %s is not among the tested versions (%s): %s", version, tested, advice)
         else:
             try:
-                of_step = config.context_length, step.given.kinds
+                of_step = step.context_length, step.given.kinds
                 rates = measure_attention(step.share, "flash-attn-4", world.device, *of_step)
             except Exception as error:  # a package of it that is missing or does not fit
                 logger.warning("attention is cuDNN's: flash-attn-4 %s fails here: %s", version, error)
@@ -184,7 +183,7 @@ def measure_flash_attn_4(config: TrainConfig, step: Step, world: World) -> Rates
 
 def explain_out_of_memory(recipe: Recipe, plan: Plan, device: torch.device) -> str:
     """A table of what the step was predicted to take, and a plan that should fit; computed without GPU memory."""
-    if message := without_plan(recipe.config, plan.step.share):
+    if message := without_plan(plan.step.share, plan.step.num_ranks):
         return f"{message}; raise --context_parallel_size, or lower --context_length"
     try:
         if recipe.memory_budget is None:
