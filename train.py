@@ -264,7 +264,10 @@ def take_step(run: Run) -> dict | None:
     shape = run.recipe.model
     trains_matrices = run.recipe.linear.trains_matrices
     flops = sum(
-        forward_flops(shape, batch.text_lengths, kinds, batch.num_valid_tokens, trains_matrices) for batch in batches
+        forward_flops(
+            shape, batch.text_lengths, kinds, batch.num_valid_tokens, trains_matrices, batch.documents.prompts
+        )
+        for batch in batches
     )
     run.amounts = own_amounts(flops, world)
     if config.selected_blocks_start is not None:

@@ -72,6 +72,7 @@ class DeltaNet(MixerKind):
     module: ClassVar[str] = "linear_attn"
     works_in_groups: ClassVar[bool] = False
     has_keys: ClassVar[bool] = False
+    reads_prompts: ClassVar[bool] = True  # its copies are three tokens of each prompt
     # Measured on an H100 (benchmarks/results/delta_net_h100_2026-11-26.md): scans wait for each other, not for memory.
     h200_rates: ClassVar[dict[str, float]] = {"delta forward": 161e12, "delta backward": 153e12}
 
@@ -144,6 +145,9 @@ class DeltaNet(MixerKind):
         _, _, K, V = self.sizes
         forward = 2.0 * length * H * (CHUNK * (3 * K + 2 * V) + 3 * K * V)
         return AttentionFlops(forward, 0, BACKWARD_FLOPS * forward)
+
+    def with_copies(self, lengths, prompts):
+        return [*lengths]
 
     def results_bytes(self, num_tokens: int, element_size: int) -> tuple[int, int]:
         rule = delta_rule_footprint(num_tokens, *self.sizes, element_size=element_size)

@@ -147,11 +147,12 @@ class MixerPart(LayerPart, Protocol):
     def inside_bytes(
         self, num_tokens: int, element_size: int, *, backend: str, context_length: int, longest: int | None = None,
         heads_at_a_time: int | None = None, num_ranks: int = 1,
+        prompts: Iterable[tuple[float, float, float, float]] = (),
     ) -> dict[str, int]:  # fmt: skip
         """Returns the bytes that operations take inside, where tensors do not show them, by the operation's name.
 
-        `context_length` and `longest` are as in `kernels.attention.full.backward_workspace`. The tokens are a rank's,
-        of `num_ranks` that share each sequence.
+        `prompts` are as in `MixerKind.work`, `context_length` and `longest` as in
+        `kernels.attention.full.backward_workspace`. The tokens are a rank's, of `num_ranks` that share each sequence.
         """
 
 
@@ -354,22 +355,55 @@ class MixerKind(Part, ABC):
     def flops(self, length: int, H: int, G: int, K: int) -> AttentionFlops:
         """Returns the floating-point operations of one document of `length` tokens."""
 
-    def forward_flops(self, lengths: Iterable[int], H: int, G: int, K: int) -> float:
-        """Returns the floating-point operations of forward, summed over documents; choosing blocks is not counted."""
+    def copied(self, prompt: int) -> int:
+        """Returns the tokens of a prompt of so many that are copied before each of its answers."""
+        return 0 if self.reads_prompts else prompt if self.reach is None else min(prompt, self.reach - 1)
+
+    def with_copies(
+        self, lengths: Iterable[tuple[float, float]], prompts: Iterable[tuple[float, float, float, float]]
+    ) -> list[tuple[float, float]]:
+        """Returns `lengths`, less prompts and answers, plus the documents that attend in their place; as for `work`.
+
+        The first answer goes on from its prompt, the others from copies.
+        """
+        found = [*lengths]
+        for prompt, answers, tokens, count in prompts:
+            own, copied = tokens / answers, self.copied(round(prompt))
+            found += [(prompt + own, count), (copied + own, (answers - 1) * count)]
+            found += [(prompt, -count), (own, -answers * count)]
+        return found
+
+    def prompt_flops(self, prompt: int, answers: int, tokens: int, H: int, G: int, K: int) -> AttentionFlops:
+        """Returns the floating-point operations of a prompt's answers beyond documents of these lengths."""
+        documents = self.with_copies((), [(prompt, answers, tokens, 1)])
+        parts = zip(
+            (0, 0, 0), *([count * n for n in self.flops(round(length), H, G, K)] for length, count in documents)
+        )
+        return AttentionFlops(*map(sum, parts))
+
+    def forward_flops(
+        self, lengths: Iterable[int], H: int, G: int, K: int, prompts: Iterable[tuple[int, int, int]] = ()
+    ) -> float:
+        """Returns the floating-point operations of forward, summed over documents; choosing blocks is not counted.
+
+        `prompts` are as in `kernels.attention.documents.Documents`.
+        """
         flops = {length: self.flops(length, H, G, K).forward for length in {*lengths}}
-        return sum(flops[length] for length in lengths)
+        of_prompts = (self.prompt_flops(*prompt, H, G, K).forward for prompt in prompts)
+        return sum(flops[length] for length in lengths) + sum(of_prompts)
 
     def work(
         self, lengths: Iterable[tuple[float, float]], H: int, G: int, K: int, *, backend: str, steps: int,
-        is_packed: bool = True,
+        is_packed: bool = True, prompts: Iterable[tuple[float, float, float, float]] = (),
     ) -> AttentionWork:  # fmt: skip
         """Returns the work of attention to documents: `lengths` has pairs of tokens and a number of such documents.
 
         `steps` groups of heads attend one after the other, each in calls of its own. With `is_packed`, a batch row may
-        hold several documents.
+        hold several documents. `prompts` are as in `kernels.attention.documents.Documents`, and a number of each;
+        `lengths` has prompts and answers as well.
         """
         totals = [0.0, 0.0, 0.0]
-        for length, count in lengths:
+        for length, count in self.with_copies(lengths, prompts):
             flops = self.flops(max(1, round(length)), H, G, K)
             totals = [total + count * of_part for total, of_part in zip(totals, flops)]
         return AttentionWork(*({f"{self.name} {part}": n} for part, n in zip(AttentionWork._fields, totals)))

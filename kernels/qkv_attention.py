@@ -12,7 +12,8 @@ every rank, and exchanges tokens for heads around attention. With 8 key/value he
 has heads 0 and 4. A rank keeps attention's outputs for its own tokens, and log-sum-exps and lists for its own heads.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -569,14 +570,26 @@ class AttentionPart:
     def inside_bytes(
         self, num_tokens: int, element_size: int, *, backend: str, context_length: int, longest: int | None = None,
         heads_at_a_time: int | None = None, num_ranks: int = 1,
+        prompts: Iterable[tuple[float, float, float, float]] = (),
     ) -> dict[str, int]:  # fmt: skip
         (H, G, K), N = self.heads, num_ranks
         steps = G // N // (heads_at_a_time or G // N)
+        H, G = H // N // steps, G // N // steps
+        copies = ((answers - 1) * count * self.kind.copied(round(prompt)) for prompt, answers, _, count in prompts)
+        copied = math.ceil(sum(copies))
+        tokens = num_tokens * N + copied
         declared = self.kind.footprint(
-            num_tokens * N, H // N // steps, G // N // steps, K, element_size=element_size, backend=backend,
-            context_length=context_length, longest=longest,
-        )  # fmt: skip
-        return {"fathom::attend": declared.forward, "fathom::attend_backward": declared.backward}
+            tokens, H, G, K, element_size=element_size, backend=backend, context_length=context_length, longest=longest
+        )
+        if not copied:
+            return {"fathom::attend": declared.forward, "fathom::attend_backward": declared.backward}
+        # q, k and v with copies, and results; then also the results' gradient, and dq, dk and dv.
+        q, kv = H * K * element_size, 2 * G * K * element_size
+        forward, backward = (tokens * (n * (q + kv) + declared.results) for n in (1, 2))
+        return {
+            "fathom::attend": declared.forward + forward,
+            "fathom::attend_backward": declared.backward + backward + tokens * q,
+        }
 
     def linear_work(
         self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,

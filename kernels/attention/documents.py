@@ -46,9 +46,14 @@ class Documents:
         return max(map(sum, zip(self.lengths, self.prompt_lengths)))
 
     @property
-    def answers(self) -> list[tuple[int, int]]:
-        """Tokens of the prompt, and without it, of each document that has one."""
-        return [pair for pair in zip(self.prompt_lengths, self.lengths) if pair[0]]
+    def prompts(self) -> list[tuple[int, int, int]]:
+        """Tokens of each prompt, the number of its answers, and their tokens."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        if self.segments is not None and has_prompts(self.segments):
+            for row, start, stop, first, last in self.segments.tolist():
+                if last:
+                    found.setdefault((row, first, last), []).append(stop - start)
+        return [(last - first, len(lengths), sum(lengths)) for (_, first, last), lengths in found.items()]
 
     @property
     def prompt_lengths(self) -> list[int]:

@@ -442,13 +442,19 @@ class Full(AttentionKind):
         forward = attention_flops(H, K, length * (length + 1) / 2)
         return AttentionFlops(forward, 0, BACKWARD_FLOPS * forward)
 
-    def work(self, lengths, H, G, K, *, backend, steps, is_packed=True):
+    def prompt_flops(self, prompt, answers, tokens, H, G, K):
+        forward = attention_flops(H, K, prompt * tokens)
+        return AttentionFlops(forward, 0, BACKWARD_FLOPS * forward)
+
+    def work(self, lengths, H, G, K, *, backend, steps, is_packed=True, prompts=()):
         longest = KERNELS["cudnn" if backend == "auto" else backend].longest_together if is_packed else 0
         alone = [pair for pair in lengths if pair[0] > longest]
         together = [pair for pair in lengths if pair[0] <= longest]
         flops = attention_flops(H, K, sum(count * n * (n + 1) / 2 for n, count in alone))
         of_together = sum(count * together_pairs(n * (n + 1) / 2, n) for n, count in together)
         amounts = {"full": flops, "together": attention_flops(H, K, of_together)}
+        for prompt, _, tokens, count in prompts:
+            amounts["full" if prompt > longest else "together"] += attention_flops(H, K, count * prompt * tokens)
         calls = steps * sum(count for _, count in alone) if is_packed else 0
         return AttentionWork(
             {**{f"{name} forward": n for name, n in amounts.items()}, "full calls forward": calls},

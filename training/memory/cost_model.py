@@ -52,7 +52,7 @@ class Step(StepShape):
 
 def forward_flops(
     share: Share, document_lengths: Sequence[int], kinds: Sequence[MixerKind] = (), num_targets: int | None = None,
-    trains_matrices: bool = True,
+    trains_matrices: bool = True, prompts: Sequence[tuple[int, int, int]] = (),
 ) -> float:  # fmt: skip
     """Returns the floating-point operations of one forward over documents of these lengths, attention causal.
 
@@ -62,9 +62,11 @@ def forward_flops(
     Args:
         kinds: how each layer attends; (): as the configuration says.
         num_targets: tokens that the head predicts; None: as many as the documents have.
+        prompts: as in `kernels.attention.documents.Documents`; `document_lengths` has prompts and answers as well.
     """
     matrices, tokens = sum(map(share.layer_matrix_parameters, range(share.num_hidden_layers))), sum(document_lengths)
     head = share.vocab_size * share.hidden_size * (tokens if num_targets is None else num_targets)
     mixers = Counter(share.parts(i).mixer.with_kind(kind) for i, kind in enumerate(kinds or share.kinds))
-    attention = sum(n * mixer.kind.forward_flops(document_lengths, *mixer.heads) for mixer, n in mixers.items())
+    lengths = document_lengths
+    attention = sum(n * mixer.kind.forward_flops(lengths, *mixer.heads, prompts) for mixer, n in mixers.items())
     return 2 * (matrices * tokens + head) * (1 if trains_matrices else 2 / 3) + attention

@@ -84,15 +84,20 @@ def block_bytes(step: StepShape, execution: Execution, placement: Placement, par
         None if whole else execution.mlp_tile_size, execution.linear, step.trained, step.element_size, step.num_ranks,
         step.tensor_ranks,
     )  # fmt: skip
-    return _block_bytes(setting, step.tokens, execution.attention_backend, step.context_length, step.longest_packed)
+    prompts = step.documents.prompts if step.documents else ()
+    documents = step.context_length, step.longest_packed, prompts
+    return _block_bytes(setting, step.tokens, execution.attention_backend, *documents)
 
 
 @functools.lru_cache(maxsize=8192)
-def _block_bytes(setting: Setting, tokens: int, backend: str, context_length: int, longest: int | None) -> BlockBytes:
+def _block_bytes(
+    setting: Setting, tokens: int, backend: str, context_length: int, longest: int | None,
+    prompts: tuple[tuple[float, float, float, float], ...],
+) -> BlockBytes:  # fmt: skip
     """`longest`: tokens of the longest document, where a sequence may have several."""
     inside = setting.parts.mixer.inside_bytes(
         tokens, setting.element_size, backend=backend, context_length=context_length, longest=longest,
-        heads_at_a_time=setting.heads_at_a_time, num_ranks=setting.num_ranks,
+        heads_at_a_time=setting.heads_at_a_time, num_ranks=setting.num_ranks, prompts=prompts,
     )  # fmt: skip
     moments, alive, (kept, of_attention, attention, mlp) = trace(setting, tokens)
     dy = setting.element_size * setting.share.hidden_size * tokens

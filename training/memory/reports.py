@@ -247,6 +247,8 @@ def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None)
         trains_matrices = step.given.linear.trains_matrices
         flops_of = functools.partial(forward_flops, model, kinds=kinds, trains_matrices=trains_matrices)
         forward = sum(count * flops_of([round(n)]) for n, count in step.documents.lengths)
+        for prompt, answers, tokens, count in step.documents.prompts:
+            forward += count * flops_of([], prompts=[(round(prompt), round(answers), round(tokens))])
         flops = 3 * step.micro_batches * forward / (step.num_ranks * step.tensor_ranks)
         answer["mfu"] = flops / plan.seconds / machine.flops
         speed += f", MFU {answer['mfu']:.0%}"

@@ -26,6 +26,8 @@ class PackedDocuments:
 
     longest: int  # tokens of the longest document that may come
     lengths: tuple[tuple[float, float], ...]  # (tokens, average number of such documents in a micro-batch)
+    # (tokens, answers, tokens of all answers, average number) of prompts; `lengths` has prompts and answers as well.
+    prompts: tuple[tuple[float, float, float, float], ...] = ()
 
     @property
     def count(self) -> float:
@@ -174,8 +176,10 @@ class StepShape:
         step = copy.copy(self)
         step.batch_size = batch_size
         if self.documents:
-            lengths = tuple((length, count * batch_size / self.batch_size) for length, count in self.documents.lengths)
-            step.documents = PackedDocuments(self.documents.longest, lengths)
+            times = batch_size / self.batch_size
+            lengths = tuple((length, count * times) for length, count in self.documents.lengths)
+            prompts = tuple((P, answers, tokens, count * times) for P, answers, tokens, count in self.documents.prompts)
+            step.documents = PackedDocuments(self.documents.longest, lengths, prompts)
         return step
 
     def with_format(self, state_format: str) -> Self:

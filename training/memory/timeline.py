@@ -255,7 +255,7 @@ def attention_seconds(
     steps = own_heads // (execution.heads_at_a_time or own_heads)
     work = attention.kind.work(
         documents.lengths, H // step.num_ranks, own_heads, K, backend=execution.attention_backend, steps=steps,
-        is_packed=documents.count > step.batch_size,
+        is_packed=documents.count > step.batch_size, prompts=documents.prompts,
     )  # fmt: skip
     forward, choice, backward = (sum(n / rates[name] for name, n in amounts.items() if n) for amounts in work)
     return forward, choice, backward

@@ -315,9 +315,9 @@ class NSA(AttentionKind):
         backward = BACKWARD_FLOPS * compressed + selected.backward + 7 * in_window
         return AttentionFlops(compressed + selected.forward + 2 * in_window, choice, backward)
 
-    def work(self, lengths, H, G, K, *, backend, steps, is_packed=True):
+    def work(self, lengths, H, G, K, *, backend, steps, is_packed=True, prompts=()):
         """Adds the compressed branch's calls of a library's kernel, one for each long packed document."""
-        lengths = [*lengths]
+        lengths = self.with_copies(lengths, prompts)
         work = super().work(lengths, H, G, K, backend=backend, steps=steps)
         calls = FULL.work(lengths, H, G, K, backend=backend, steps=steps, is_packed=is_packed)
         for amounts, part in ((work.forward, "forward"), (work.backward, "backward")):

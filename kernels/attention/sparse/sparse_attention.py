@@ -319,8 +319,8 @@ class Sparse(AttentionKind):
     def flops(self, length, H, G, K):
         return FULL.flops(length, H, G, K) if length < self.dense_below else sparse_flops(length, H, G, K, self)
 
-    def work(self, lengths, H, G, K, *, backend, steps, is_packed=True):
-        lengths = [*lengths]
+    def work(self, lengths, H, G, K, *, backend, steps, is_packed=True, prompts=()):
+        lengths = self.with_copies(lengths, prompts)
         short, long = ([pair for pair in lengths if (pair[0] < self.dense_below) is side] for side in (True, False))
         options = {"backend": backend, "steps": steps, "is_packed": is_packed}
         parts = zip(FULL.work(short, H, G, K, **options), super().work(long, H, G, K, **options))

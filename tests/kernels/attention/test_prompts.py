@@ -61,7 +61,7 @@ def test_prompts_are_found_and_refused():
     assert documents.segments.tolist() == [list(row) for row in expected]
     assert documents.positions_BT.tolist() == [[0, 1, 2, 3, 4, 3, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
     assert documents.lengths == [3, 2, 1, 2, 1, 2, 5] and documents.longest == 7
-    assert documents.answers == [(3, 2), (3, 1), (2, 5)]
+    assert documents.prompts == [(3, 2, 3), (2, 1, 5)]
     padded = documents.padded(2)
     assert padded.positions_BT[:, 8:].tolist() == 2 * [[0, 1]] and padded.are_whole
     assert padded.segments[[4, -1]].tolist() == [[0, 8, 10, 0, 0], [1, 8, 10, 0, 0]]

@@ -10,7 +10,12 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from kernels.attention.full import FULL, attention_flops, together_pairs
+from kernels.attention.nsa.nsa import NSA
+from kernels.attention.sparse.sparse_attention import Sparse
+from kernels.attention.window import Window
+from kernels.gated_delta_net import DeltaNet
 from kernels.lora import LORA
+from kernels.qkv_attention import AttentionPart
 from model import MODEL_SIZES, Transformer
 from training.families.lora import Adapters
 from training.memory.block_bytes import results_bytes
@@ -428,6 +433,42 @@ def test_layers_without_adapters_have_no_traffic_of_them():
     step = step_on_meta(config, 4096, given=Execution(linear=LORA), trained=Adapters(4, 8.0, ("q_proj",)))
     forward = step.timeline(step.unplanned(Placement()), H200)[0]
     assert forward.compute["adapters"] == pytest.approx(2 * 4096 * (2560 + 2 * 16 * 256) / H200["adapters"])
+
+
+def test_answers_count_what_they_see_of_their_prompts():
+    """An answer and its prompt have the pairs of one document. Kinds other than full copy prompts as far as they reach,
+    but not for the first answer."""
+    config, heads, (P, R) = MODEL_SIZES["4B"], (32, 8, 128), (6400, 640)
+    once, whole = forward_flops(config, [P, R], prompts=[(P, 1, R)]), forward_flops(config, [P + R])
+    assert once == pytest.approx(whole, rel=1e-9)
+    delta, lengths, prompts = DeltaNet(), [P, *8 * [R]], [(P, 8, 8 * R)]
+    assert delta.forward_flops(lengths, *heads, prompts) == delta.forward_flops(lengths, *heads)
+    for kind, copied in ((Window(1000), 999), (Sparse(32), P), (Sparse(32, dense_below=0), P), (NSA(), P), (FULL, 0)):
+        expected = kind.forward_flops([P + R, *7 * [copied + R]], *heads)
+        if kind == FULL:
+            expected = 8 * kind.forward_flops([P + R], *heads) - 7 * kind.forward_flops([P], *heads)
+        assert kind.copied(P) == copied
+        assert kind.forward_flops(lengths, *heads, prompts) == pytest.approx(expected, rel=1e-9)
+        options = {"backend": "cudnn", "steps": 1, "is_packed": False}  # all documents alone
+        work = kind.work([(P, 2), (R, 16)], *heads, **options, prompts=[(P, 8, 8 * R, 2)])
+        assert sum(work.forward.values()) == pytest.approx(2 * expected, rel=1e-9)
+
+
+def test_copies_of_prompts_take_bytes():
+    """Counts q, k, v and the output with 7 copies of what a kind reaches of a prompt; in backward also gradients."""
+    documents = PackedDocuments(32_768, ((16_384, 1), (2048, 8)), ((16_384, 8, 16_384, 1),))
+    for kind, tokens in ((FULL, 0), (Window(4096), 32_768 + 7 * 4095), (Sparse(32), 32_768 + 7 * 16_384)):
+        inside, plain = (
+            AttentionPart(32, 8, 128, kind).inside_bytes(
+                32_768, 2, backend="cudnn", context_length=32_768, longest=32_768, prompts=prompts
+            )
+            for prompts in (documents.prompts, ())
+        )
+        more = {name: inside[name] - plain[name] for name in plain}
+        q, kv, result = 2 * 32 * 128, 4 * 8 * 128, 2 * 32 * 128 + 4 * 32
+        assert more["fathom::attend"] >= tokens * (q + kv + result)
+        assert more["fathom::attend_backward"] >= tokens * (2 * (q + kv) + q + result)
+        assert more["fathom::attend"] <= 2.2 * tokens * (q + kv + result)
 
 
 def test_forward_flops_count_attention_causally():
