@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from kernels.attention.documents import Documents
 from kernels.config import MODEL_SIZES as MODEL_SIZES  # which others import from here
 from kernels.config import ModelConfig, Share
 from kernels.convolution import WIDTH
-from kernels.cross_entropy import cross_entropy
+from kernels.cross_entropy import Details, cross_entropy
 from kernels.gated_delta_net import DeltaNet, DeltaNetParameters, StateCache, gated_delta_net
 from kernels.gated_mlp import gated_mlp
 from kernels.head_exchange import HeadExchange
@@ -276,9 +276,34 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
+class Objective(Protocol):
+    """A loss of log-probabilities, which `Transformer.forward` takes in place of cross-entropy."""
+
+    reads_entropy: bool
+
+    def __call__(self, log_probs_BT: Tensor, entropy_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the loss [] and minus its derivative by each log-probability, float32 [B, T].
+
+        Where there is no target, the log-probability is 0, and the derivative is not read.
+        """
+
+
+class _Valued(torch.autograd.Function):
+    """Returns `value`, whose gradient goes to `surrogate`: a sum of another size, but of the same derivatives."""
+
+    @staticmethod
+    def forward(ctx, surrogate, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        return d_loss, None
+
+
 @dataclass
 class ModelOutput:
     loss: Tensor | None = None  # float32 scalar
+    log_probs: Tensor | None = None  # float32 [B, T], of the targets; 0 where there is none; without a gradient
     logits: Tensor | None = None  # [B, T, V]; without a gradient where ranks share the head
     hidden_states: Tensor | None = None  # [B, T, D], what the head gets
 
@@ -363,6 +388,9 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         denominator: Tensor | float | None = None,
         num_targets: int | None = None,
+        weights: Tensor | None = None,
+        objective: Objective | None = None,
+        return_log_probs: bool = False,
         return_logits: bool = False,
         return_hidden_states: bool = False,
         caches: list[Cache] | None = None,
@@ -379,7 +407,10 @@ class Transformer(nn.Module):
             denominator: divides the summed loss (valid targets of all micro-batches and ranks); None: the valid
                 targets of this call.
             num_targets: number of targets that are not -100; a caller that knows it spares the host a wait for the GPU.
-            return_logits, return_hidden_states: fill those fields of the output.
+            weights: float32 [B, T], multiply the targets' losses.
+            objective: the loss, in place of cross-entropy over `denominator`. Without logits the head runs twice, for
+                the log-probabilities and for the gradients; the blocks run once.
+            return_log_probs, return_logits, return_hidden_states: fill those fields of the output.
             caches: one `KeyValueCache` per layer, while generating.
 
         Raises:
@@ -389,7 +420,9 @@ class Transformer(nn.Module):
         if labels is not None and targets is not None:
             raise ValueError("give either labels or targets")
         positions_BT = None if documents is None else documents.positions_BT
-        for name, tensor in (("labels", labels), ("targets", targets), ("documents", positions_BT)):
+        for name, tensor in (
+            ("labels", labels), ("targets", targets), ("documents", positions_BT), ("weights", weights),
+        ):  # fmt: skip
             if tensor is not None and tensor.shape != input_ids.shape:
                 expected, got = tuple(input_ids.shape), tuple(tensor.shape)
                 raise ValueError(f"{name} must have input_ids' shape {expected}, got {got}")
@@ -400,9 +433,15 @@ class Transformer(nn.Module):
         x_BTD = self.head_input(x_BTD)
         with self.head_visit():
             logits_BTV = self.linear(self.tensor_ranks.enter(x_BTD), self.output_weight) if return_logits else None
-            loss = None if targets is None else self._loss(x_BTD, targets, logits_BTV, denominator, num_targets)
+            loss, log_probs_BT = None, None
+            if targets is not None:
+                loss, log_probs_BT = self._loss(
+                    x_BTD, targets, logits_BTV, objective,
+                    denominator=denominator, num_targets=num_targets, weights=weights,
+                )  # fmt: skip
         return ModelOutput(
             loss=loss,
+            log_probs=log_probs_BT if return_log_probs else None,
             logits=self.tensor_ranks.gather(logits_BTV) if logits_BTV is not None else None,
             hidden_states=x_BTD if return_hidden_states else None,
         )
@@ -443,25 +482,40 @@ class Transformer(nn.Module):
         return found[0], found[-1]
 
     def _loss(
-        self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, denominator, num_targets: int | None
-    ) -> Tensor:
-        """Cross-entropy of the first positions against their targets [B, T or T - 1], float32 scalar.
+        self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, objective: Objective | None, *,
+        denominator: Tensor | float | None, num_targets: int | None, weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Returns the loss of the first positions against their targets [B, T or T - 1], and log-probabilities [B, T].
 
         The loss reads `logits_BTV` where they are given. Without them, `Share.uses_chunked_loss` chooses.
         """
         ranks, size = self.tensor_ranks, (x_BTD.shape[:2].numel(), x_BTD.element_size(), self.loss_impl)
-        options = dict(ignore_index=IGNORE_INDEX, denominator=denominator, process_group=ranks.group, impl=self.impl)
-        num_without = x_BTD.shape[1] - targets.shape[1]
-        x_BTD = x_BTD[:, : targets.shape[1]]
+        own, num_without = targets.shape[1], x_BTD.shape[1] - targets.shape[1]
+        options: dict = dict(ignore_index=IGNORE_INDEX, process_group=ranks.group, impl=self.impl, return_details=True)
         is_chunked = logits_BTV is None and self.share.uses_chunked_loss(*size)
         log_loss_choice(is_chunked, self.share, *size)
+        function: Callable[..., Details]
         if is_chunked:
-            options["num_valid_tokens"] = num_targets
-            return linear_cross_entropy(x_BTD, self.output_weight, targets, linear=self.linear, **options)
-        if logits_BTV is None:  # no caller reads these logits, so their gradient may overwrite them
-            logits_BTV = self.linear(ranks.enter(x_BTD), self.output_weight)
-            return cross_entropy(logits_BTV, targets, inplace=True, **options)
-        return cross_entropy(logits_BTV, F.pad(targets, (0, num_without), value=IGNORE_INDEX), **options)
+            options |= {"num_valid_tokens": num_targets, "linear": self.linear}
+            function = functools.partial(linear_cross_entropy, x_BTD[:, :own], self.output_weight, targets, **options)
+        elif logits_BTV is None:  # no caller reads these logits, so their gradient may overwrite them
+            logits_BTV = self.linear(ranks.enter(x_BTD[:, :own]), self.output_weight)
+            function = functools.partial(cross_entropy, logits_BTV, targets, inplace=True, **options)
+        else:
+            targets = F.pad(targets, (0, num_without), value=IGNORE_INDEX)
+            own, num_without = own + num_without, 0
+            function = functools.partial(cross_entropy, logits_BTV, targets, **options)
+        if objective is None:
+            found = function(denominator=denominator, weights=None if weights is None else weights[:, :own])
+            return found.loss, F.pad(-found.per_token_loss, (0, num_without))
+        with torch.no_grad():
+            found = function(return_entropy=objective.reads_entropy)
+        log_probs_BT = F.pad(-found.per_token_loss, (0, num_without))
+        entropy_BT = None if found.entropy is None else F.pad(found.entropy, (0, num_without))
+        value, weights = objective(log_probs_BT, entropy_BT)
+        if torch.is_grad_enabled():
+            value = _Valued.apply(function(reduction="sum", weights=weights[:, :own]).loss, value)
+        return value, log_probs_BT
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, **options) -> Tensor:
         """`input_ids` [B, T >= 1] and what `next_tokens` yields after them, int64 [B, T + max_new_tokens]."""

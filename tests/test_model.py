@@ -469,3 +469,57 @@ def test_all_labels_ignored_gives_zero():
 def test_bad_configs_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(TINY, **change)
+
+
+class SquaredSums:
+    """A loss of the sums of log-probabilities in each row, and of its entropy, which gives no gradient."""
+
+    reads_entropy = True
+
+    def __call__(self, log_probs, entropy):
+        assert entropy.shape == log_probs.shape and entropy[log_probs == 0].eq(0).all()
+        with torch.enable_grad():
+            leaf = log_probs.detach().requires_grad_()
+            value = (leaf.sum(1) / 10).square().sum()
+            (gradient,) = torch.autograd.grad(value, leaf)
+        return value.detach() + entropy.sum(), -gradient
+
+
+@pytest.mark.parametrize("given", ["labels", "targets", "logits"])
+@pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_objective_of_log_probabilities_is_differentiated_through_its_weights(tied, loss_impl, given):
+    config = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, tie_word_embeddings=tied, initializer_range=0.1)
+    torch.manual_seed(0)
+    model, ids = Transformer(config), torch.randint(256, (2, 9))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    logits = model(ids, return_logits=True).logits.float()
+    log_p = logits.log_softmax(-1)
+    chosen = torch.where(targets == -100, 0, log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0])
+    entropy = torch.where(targets == -100, 0, -(log_p.exp() * log_p).sum(-1))
+    exact = (chosen.sum(1) / 10).square().sum()
+    wanted = torch.autograd.grad(exact, list(model.parameters()))
+
+    model.loss_impl = loss_impl
+    options = {"labels": labels} if given == "labels" else {"targets": targets}
+    options["return_logits"] = given == "logits"
+    found = model(ids, objective=SquaredSums(), return_log_probs=True, **options)
+    torch.testing.assert_close(found.log_probs, chosen.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.loss.detach(), (exact + entropy.sum()).detach(), rtol=1e-5, atol=0)
+    for gradient, expected in zip(torch.autograd.grad(found.loss, list(model.parameters())), wanted):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, objective=SquaredSums(), **options).loss, found.loss.detach())
+
+    weights = torch.randn(2, 9)
+    found = model(ids, weights=weights, denominator=3, **options).loss
+    expected = torch.autograd.grad(-(chosen_of(model, ids, targets) * weights).sum() / 3, list(model.parameters()))
+    for gradient, wanted_ in zip(torch.autograd.grad(found, list(model.parameters())), expected):
+        torch.testing.assert_close(gradient, wanted_, rtol=1e-4, atol=1e-5 * float(wanted_.abs().max()))
+
+
+def chosen_of(model, ids, targets):
+    log_p = model(ids, return_logits=True).logits.float().log_softmax(-1)
+    return torch.where(targets == -100, 0, log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0])
