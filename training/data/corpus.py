@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,8 @@ def open_stores(
 
     def open_store(path: str | None) -> TokenStore | PreparedStore:
         if path is not None and is_prepared(Path(path)):
+            if reading.rows is not None:
+                raise UserError(f"{path} is a prepared set, which holds no rows of an --objective; give the rows")
             return PreparedStore(Path(path), tokenizer, vocab_size)
         return TokenStore(read_documents(path, tokenizer, vocab_size, reading, unused), tokenizer.eos_id)
 
@@ -141,16 +143,19 @@ def _best_fit(
 def load_corpus(
     paths: list[str], tokenizer, vocab_size: int, *, validation_fraction: float, context_length: int, seed: int,
     reading: Reading = DEFAULT, packing: str | None = None, overlong: str | None = None, weights: str | None = None,
-    validation_data: Sequence[str] = (),
+    validation_data: Sequence[str] = (), finish: Callable[[Sequence[TokenStore]], None] | None = None,
 ) -> tuple[Selection, Selection, Packing]:  # fmt: skip
     """Returns (training documents, held-out documents, packing of the training documents) for a run's settings.
 
     With paths of `validation_data` their documents are held out, in random order, and all others are trained on.
+    `finish` completes the columns of documents that `reading.rows` has made.
     """
     shares = None if weights is None else parse_weights(weights, len(paths))
     stores = open_stores(paths, tokenizer, vocab_size, reading, validation_data)
     if reading.reasoning and not any(store.are_samples for store in stores if isinstance(store, TokenStore)):
         raise UserError("chat_reasoning has no effect without chats; drop it (prepare has a flag of its own)")
+    if finish is not None:
+        finish([store for store in stores if isinstance(store, TokenStore)])
     first_own = max(1, len(paths))
     stores, own = stores[:first_own], stores[first_own:]
     if paths:

@@ -146,7 +146,7 @@ def _refuse_preferences(row: dict) -> None:
         names = " and ".join(f'"{name}"' for name in sorted(found))
         cure = "--columns completion=chosen (or messages=chosen, for whole chats) trains on the chosen answers alone"
         cure = cure if "chosen" in found else "give rows of the good answers alone, without these fields"
-        raise UserError(f"is a preference row, with {names}, and preferences are not trained on yet; {cure}")
+        raise UserError(f"is a preference row, with {names}: give an --objective such as dpo; or {cure}")
 
 
 def says_trained(fields: dict, what: str) -> bool | None:

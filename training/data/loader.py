@@ -11,9 +11,32 @@ import torch.nn.functional as F
 
 from kernels.attention.documents import Documents, find_documents
 from model import IGNORE_INDEX
-from training.data.packing import Packing, Span, Stream, deal, padding_lengths
+from training.data.packing import BestFitPacking, Packing, Span, Stream, deal, padding_lengths
 from training.data.tokens import Store
 from training.host.errors import UserError
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers in a micro-batch, each with its prompt a document, and their numbers for an objective."""
+
+    index_BT: torch.Tensor  # int64 [B, T], the document of each token, counted over all rows, padding included
+    # float32 [documents, counted so]: what a document's last token has, by the names of Store.columns; padding: NaN.
+    values: dict[str, torch.Tensor]
+    columns_BT: dict[str, torch.Tensor]  # float32 [B, T]: what the target at a position has; 0 where there is none
+
+    def slice(self, own: slice, padding: int) -> "Answers":
+        """Returns these documents with a rank's positions of [B, T + padding]: the last of a row has its padding."""
+        index_BT = torch.cat([self.index_BT, self.index_BT[:, -1:].expand(-1, padding)], 1)[:, own]
+        columns_BT = {name: F.pad(x_BT, (0, padding))[:, own] for name, x_BT in self.columns_BT.items()}
+        return Answers(index_BT, self.values, columns_BT)
+
+    def to(self, device: torch.device) -> "Answers":
+        values, columns_BT = (
+            {name: x.to(device, non_blocking=True) for name, x in each.items()}
+            for each in (self.values, self.columns_BT)
+        )
+        return Answers(self.index_BT.to(device, non_blocking=True), values, columns_BT)
 
 
 @dataclass(frozen=True)
@@ -27,6 +50,7 @@ class Batch:
     documents: Documents  # tokens see only their own document; padding is documents, too, see padding_lengths
     num_valid_tokens: int  # number of targets that are not -100
     padding: tuple[int, ...] = ()  # tokens of each document that is padding
+    answers: Answers | None = None  # of data with columns
 
     @property
     def text_lengths(self) -> list[int]:
@@ -46,10 +70,11 @@ class Batch:
             documents = documents.padded(count)
             input_ids, targets = F.pad(input_ids, (0, count)), F.pad(targets, (0, count), value=IGNORE_INDEX)
             padding += (count,) * len(targets)
-        share = (length + count) // size
+        share, answers = (length + count) // size, self.answers
         own = slice(rank * share, (rank + 1) * share)
         documents, targets = replace(documents, positions_BT=documents.positions_BT[:, own]), targets[:, own]
-        return Batch(input_ids[:, own], targets, documents, int((targets != IGNORE_INDEX).sum()), padding)
+        answers = answers and answers.slice(own, count)
+        return Batch(input_ids[:, own], targets, documents, int((targets != IGNORE_INDEX).sum()), padding, answers)
 
 
 def longest_first(spans: list[Span]) -> list[Span]:
@@ -62,22 +87,51 @@ def make_batch(store: Store, sequences: list[list[Span]], context_length: int) -
     shape = len(sequences), context_length
     input_ids, targets = np.full(shape, store.eos_id, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
     document_ids, all_padding = np.zeros(shape, dtype=np.int32), []
+    columns = {name: np.zeros(shape, dtype=np.float32) for name in store.columns}
+    ends: list[int] = []  # documents of each row that are not padding
     for row, spans in enumerate(sequences):
-        position = 0
-        for segment, (document, start, stop) in enumerate(longest_first(spans)):
+        position, segment = 0, 0
+        for document, start, stop in longest_first(spans):
             ids, is_masked = store.read_masked(document, start, stop)
             end = position + len(ids)
             input_ids[row, position:end] = ids
             # The first token of a span is not a target, whatever precedes it. Neither is a prompt.
             targets[row, position : end - 1] = np.where(is_masked[1:], IGNORE_INDEX, ids[1:])
-            document_ids[row, position:end] = segment
-            position = end
+            values = store.read_columns(document, start, stop)
+            for name, column in values.items():
+                columns[name][row, position:end] = column
+            texts = np.diff(values["answer"], prepend=values["answer"][:1]).astype(bool).cumsum() if values else 0
+            document_ids[row, position:end] = segment + texts
+            segment, position = document_ids[row, end - 1] + 1 if end > position else segment, end
         padding = padding_lengths(context_length - position)
-        document_ids[row, position:] = len(spans) + np.repeat(np.arange(len(padding)), padding)
+        document_ids[row, position:] = segment + np.repeat(np.arange(len(padding)), padding)
         all_padding += padding
+        ends.append(segment)
+    answers = _make_answers(document_ids, ends, targets != IGNORE_INDEX, columns) if columns else None
     input_ids, targets, document_ids = map(torch.from_numpy, (input_ids, targets, document_ids))
     num_valid_tokens = int((targets != IGNORE_INDEX).sum())
-    return Batch(input_ids, targets, find_documents(document_ids), num_valid_tokens, tuple(all_padding))
+    return Batch(input_ids, targets, find_documents(document_ids), num_valid_tokens, tuple(all_padding), answers)
+
+
+def _make_answers(
+    document_ids: np.ndarray, num_texts: list[int], is_target: np.ndarray, columns: dict[str, np.ndarray]
+) -> Answers:
+    """Makes the answers of a batch.
+
+    Args:
+        document_ids: [B, T], counted from 0 in each row, texts before padding.
+        num_texts: documents of each row that are not padding.
+        columns: float32 [B, T] by name, of the tokens at their own positions.
+    """
+    counts = document_ids[:, -1:] + 1
+    index = (document_ids + np.cumsum(counts, 0) - counts).astype(np.int64)
+    _, firsts = np.unique(index.ravel()[::-1], return_index=True)
+    lasts = index.size - 1 - firsts  # place of each document's last token
+    is_padding = document_ids.ravel()[lasts] >= np.repeat(num_texts, counts.ravel())
+    values = {name: np.where(is_padding, np.float32(np.nan), x.ravel()[lasts]) for name, x in columns.items()}
+    shifted = {name: np.where(is_target, np.roll(x, -1, 1), np.float32(0)) for name, x in columns.items()}
+    made = ({name: torch.from_numpy(x) for name, x in each.items()} for each in (values, shifted))
+    return Answers(torch.from_numpy(index), *made)
 
 
 class PackedLoader:
@@ -181,6 +235,8 @@ def check_same_data(state: dict, ours: dict) -> None:
 
 def count_sequences(store: Store, context_length: int) -> int:
     """Returns the number of sequences that `validation_batches` makes without a limit."""
+    if store.columns:
+        return BestFitPacking(store.lengths, context_length, seed=0).sequences_per_epoch
     return -(-(int(store.lengths.sum()) - 1) // (context_length - 1))
 
 
@@ -191,19 +247,25 @@ def validation_batches(
 
     A sequence begins with the last token of the sequence before: so each token except a document's first is a target
     exactly once. The tail is padded. Every rank gets the same number of batches, for its collectives to match; a batch
-    behind the last sequence is padding only.
+    behind the last sequence is padding only. Documents with columns stay whole, as in training.
 
     Args:
         context_length, batch_size, rank, world_size: see PackedLoader.
         limit: most sequences over all ranks, so that the result does not depend on the number of ranks.
     """
-    stream = Stream(store.lengths, np.arange(len(store.lengths)))
-    stride, num_sequences = context_length - 1, count_sequences(store, context_length)
+    stream, stride = Stream(store.lengths, np.arange(len(store.lengths))), context_length - 1
+    packing = BestFitPacking(store.lengths, context_length, seed=0) if store.columns else None
+    num_sequences = packing.sequences_per_epoch if packing else count_sequences(store, context_length)
     num_sequences = num_sequences if limit is None else min(num_sequences, limit)
+
+    def spans(i: int) -> list[Span]:
+        if i >= num_sequences:
+            return []
+        return packing.spans(0, i) if packing else stream.cut(i * stride, i * stride + context_length)
+
     for first in range(rank, num_sequences + rank, batch_size * world_size):
         indices = range(first, first + batch_size * world_size, world_size)
-        sequences = [stream.cut(i * stride, i * stride + context_length) if i < num_sequences else [] for i in indices]
-        yield make_batch(store, sequences, context_length)
+        yield make_batch(store, [spans(i) for i in indices], context_length)
 
 
 def check_can_validate(store: Store, context_length: int, limit: int) -> None:

@@ -10,10 +10,10 @@ import re
 import shlex
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -56,6 +56,26 @@ class Document:
     is_complete: bool = False  # whether the tokens have an end of their own, a chat's; an end-of-text id follows others
     file: str = ""
     line: int = 0  # its line in a .jsonl file, or its row in a table; 0: the document is the whole file
+    # float32 [N] each: numbers of the tokens that an objective reads, see training/objectives/rows.py. Where "answer"
+    # changes, another text begins: it does not see the one before, and is not cut from it.
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+Encoded = tuple[np.ndarray, np.ndarray | None, bool]  # tokens, masked and is_complete of a Document
+
+
+class RowReader(Protocol):
+    """Reads the rows of an objective, whose fields are not those of forms.py."""
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """All fields that it reads."""
+
+    def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> tuple[str, Encoded, dict[str, np.ndarray]]:
+        """Returns a row's form, its tokens, and their columns.
+
+        `encode` takes a row that forms.py knows. Raises UserError and NothingToLearn, as `forms.recognise`.
+        """
 
 
 class Reading(NamedTuple):
@@ -65,6 +85,7 @@ class Reading(NamedTuple):
     suffixes: str | None = None  # suffixes of texts, such as ".rs,.c"; None: SUFFIXES
     columns: str | None = None  # see parse_columns
     bad_rows: str | None = None  # "drop" leaves rows out that cannot be read; None or "refuse": UserError
+    rows: RowReader | None = None  # of an objective; None: forms.py reads them
 
     def refuse_without_effect(self, paths: list[Path]) -> None:
         """Raises UserError for flags that no path of data heeds. A folder may heed any.
@@ -73,7 +94,7 @@ class Reading(NamedTuple):
             paths: of the data without prepared sets, which were read with flags of their own.
         """
         for name, value in self._asdict().items():
-            if value and name != "reasoning" and not paths:
+            if value and name not in ("reasoning", "rows") and not paths:
                 raise UserError(f"{name} has no effect on prepared sets; drop it (prepare has a flag of its own)")
         have_rows = {suffix_of(path) in CONTAINERS if path.is_file() else None for path in paths}
         if self.suffixes and have_rows == {True}:
@@ -324,7 +345,8 @@ class DocumentReader:
         if self.has_read_enough:
             return
         if suffix_of(file) in CONTAINERS:
-            for number, row in read_rows(file, start, stop, first, FIELDS.union(self._columns)):
+            own = self._reading.rows.fields if self._reading.rows else frozenset()
+            for number, row in read_rows(file, start, stop, first, FIELDS.union(self._columns, own)):
                 yield from self._read_row(row, str(file), number)
                 if self.has_read_enough:
                     return
@@ -348,7 +370,8 @@ class DocumentReader:
             row = self._parse(row, where, number) if isinstance(row, bytes) else row
             if isinstance(row, dict):
                 self.used.update(self._columns.keys() & row.keys())
-            encoded = self._encode(rename(row, self._columns))
+            row = rename(row, self._columns)
+            encoded, columns = (self._encode(row), {}) if self._reading.rows is None else self._encode_own(row)
         except NothingToLearn as what:
             self._leave_out(str(what), where)
         except NoTemplate as error:
@@ -357,7 +380,14 @@ class DocumentReader:
             self._last_row = self._last_row or self._rows + READ_ON
             self.bad.add(BadRows(1, [where], str(error)))
         else:
-            yield self._checked(Document(*encoded, file, number))
+            yield self._checked(Document(*encoded, file, number, columns))
+
+    def _encode_own(self, row: object) -> tuple[Encoded, dict[str, np.ndarray]]:
+        """Returns what the objective's reader makes of a row."""
+        assert self._reading.rows is not None
+        form, encoded, columns = self._reading.rows(row, lambda part: self._encode_as(part)[1])
+        self.found[f"rows of {form}"] += 1
+        return encoded, columns
 
     def _parse(self, line: bytes, where: str, number: int) -> object:
         line = self._without_mark(line, where) if number == 1 else line
@@ -377,16 +407,21 @@ class DocumentReader:
     def _leave_out(self, what: str, where: str) -> None:
         self.left_out.setdefault(what, [0, where])[0] += 1
 
-    def _encode(self, row: object) -> tuple[np.ndarray, np.ndarray | None, bool]:
-        """Returns (tokens, masked, is_complete) of a row; see Document."""
+    def _encode(self, row: object) -> Encoded:
+        """Returns the tokens of a row, and counts it."""
+        form, encoded = self._encode_as(row)
+        self.found[form] += 1
+        return encoded
+
+    def _encode_as(self, row: object) -> tuple[str, Encoded]:
+        """Returns a row's form, in words for the log, and its tokens."""
         form, made = recognise(row)
         is_chat = "messages" in made and ("completion" not in made or self._has_template)
         is_sample = not is_chat and "completion" in made
         encoded = (*self._chat.encode(made), True) if is_chat else self._encode_made(made, is_sample)
-        self.found[f"rows of {form.name}{AS_CHATS * is_chat}{', as prompts with completions' * is_sample}"] += 1
-        return encoded
+        return f"rows of {form.name}{AS_CHATS * is_chat}{', as prompts with completions' * is_sample}", encoded
 
-    def _encode_made(self, made: dict, is_sample: bool) -> tuple[np.ndarray, np.ndarray | None, bool]:
+    def _encode_made(self, made: dict, is_sample: bool) -> Encoded:
         names = ("prompt", "completion") if is_sample else ("text",)
         for name in names:
             if not isinstance(made.get(name), str):
@@ -398,7 +433,7 @@ class DocumentReader:
             raise UserError("escaped NUL or lone surrogate in the text; remove it")
         return self._encode_text(text, *before)
 
-    def _encode_text(self, text: str, prompt: str | None = None) -> tuple[np.ndarray, np.ndarray | None, bool]:
+    def _encode_text(self, text: str, prompt: str | None = None) -> Encoded:
         """Returns (tokens, masked, is_complete) of a text. A text that ends with the end-of-text token is complete."""
         if (stripped := text.rstrip()).endswith(self._tokenizer.eos_token):
             text = stripped

@@ -20,7 +20,8 @@ class Store(Protocol):
     eos_id: int  # the tokenizer's end-of-text id; padding of sequences has it, too
     lengths: np.ndarray  # int64 [N], tokens of each document, its end included
     are_samples: bool  # whether any document has tokens that are not targets, as a prompt's: it should not be cut
-    identity: int  # a checksum of 32 bits over the documents, their order and their masks
+    identity: int  # a checksum of 32 bits over the documents, their order, their masks and their columns
+    columns: tuple[str, ...] = ()  # names of the numbers that each token has beside its id, see sources.Document
 
     def source(self, document: int) -> str:
         """Returns a document's file; for a row with its number, as "a.jsonl:7"."""
@@ -32,6 +33,10 @@ class Store(Protocol):
         positions 1 .. 3 are 6, 7 and the end-of-text id.
         """
 
+    def read_columns(self, document: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Returns numbers of the tokens of read_masked, float32 [stop - start], by the names of `columns`."""
+        return {}
+
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Returns the ids of read_masked."""
         return self.read_masked(document, start, stop)[0]
@@ -39,6 +44,8 @@ class Store(Protocol):
 
 class TokenStore(Store):
     """Documents in memory, all in one array: their tokens, 28 bytes per document, and a byte per token for masks.
+
+    Each column takes 4 bytes per token.
 
     Args:
         documents: of one dtype; each is dropped once it is copied.
@@ -48,7 +55,7 @@ class TokenStore(Store):
         self.eos_id, self.identity = eos_id, 0
         tokens, masked, borders = bytearray(), bytearray(), array("q", [0])
         self._files, self._numbers, self._lines = [""], array("i"), array("q")  # a document's file is _files[number]
-        dtype = np.dtype(np.uint8)
+        dtype, values = np.dtype(np.uint8), dict[str, bytearray]()
         for document in documents:
             own, dtype = np.ascontiguousarray(document.tokens).data, document.tokens.dtype
             length = len(own) + (not document.is_complete)
@@ -57,6 +64,12 @@ class TokenStore(Store):
                 masked += bytes(borders[-1] - len(masked))
                 masked += document.masked.data
                 self.identity = zlib.crc32(document.masked.data, self.identity)
+            for name, column in document.columns.items():
+                assert len(column) == length, "whoever gives columns ends the tokens"
+                values.setdefault(name, bytearray()).extend(column.astype(np.float32).tobytes())
+                self.identity = zlib.crc32(
+                    column.astype(np.float32).tobytes(), zlib.crc32(name.encode(), self.identity)
+                )
             tokens += own
             if not document.is_complete:
                 tokens += np.array(eos_id, dtype).tobytes()
@@ -70,6 +83,29 @@ class TokenStore(Store):
         self._tokens, self._masked = np.frombuffer(tokens, dtype), np.frombuffer(masked, bool)
         self._borders = np.frombuffer(borders, np.int64)
         self.lengths = np.diff(self._borders)
+        self._values = {name: np.frombuffer(column, np.float32) for name, column in values.items()}
+        assert all(len(column) == self._borders[-1] for column in self._values.values()), "all documents have columns"
+
+    @property
+    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(self._values)
+
+    def last_values(self, name: str) -> np.ndarray:
+        """Returns a column's number of the last token of each document."""
+        return self._values[name][self._borders[1:] - 1]
+
+    def drop_column(self, name: str) -> None:
+        del self._values[name]
+
+    def add_column(self, name: str, values: np.ndarray) -> None:
+        """Gives each token another number. Values are float32 [tokens of all documents], in their order."""
+        assert len(values) == self._borders[-1]
+        self._values[name] = values
+        self.identity = zlib.crc32(np.ascontiguousarray(values).data, zlib.crc32(name.encode(), self.identity))
+
+    def read_columns(self, document: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        first = int(self._borders[document])
+        return {name: column[first + start : first + stop] for name, column in self._values.items()}
 
     def source(self, document: int) -> str:
         return place(self._files[self._numbers[document]], self._lines[document])
@@ -93,6 +129,12 @@ class JoinedStore(Store):
         self.are_samples = any(store.are_samples for store in stores)
         self.identity = zlib.crc32(repr([store.identity for store in stores]).encode())
         self._ends = np.cumsum([len(store.lengths) for store in stores])
+        self.columns = stores[0].columns
+        if any(set(store.columns) != set(self.columns) for store in stores):
+            raise UserError(
+                f"the paths of --data have different columns: the first has {' and '.join(self.columns) or 'none'}, "
+                "another one has not; give rows of one form"
+            )
 
     def _find(self, document: int) -> tuple[Store, int]:
         """Returns (store, the document's number in that store)."""
@@ -107,6 +149,10 @@ class JoinedStore(Store):
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         store, number = self._find(document)
         return store.read_masked(number, start, stop)
+
+    def read_columns(self, document: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        store, number = self._find(document)
+        return store.read_columns(number, start, stop)
 
 
 def join(stores: Sequence[Store]) -> Store:
@@ -123,6 +169,7 @@ class Selection(Store):
 
     def __init__(self, store: Store, documents: np.ndarray, part: tuple[int, int] | None = None):
         self._store, self.eos_id, self.are_samples = store, store.eos_id, store.are_samples
+        self.columns = store.columns
         self.documents, self._start = documents, part[0] if part else 0
         self.lengths = np.full(len(documents), part[1] - part[0]) if part else store.lengths[documents]
 
@@ -137,6 +184,9 @@ class Selection(Store):
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         return self._store.read_masked(int(self.documents[document]), self._start + start, self._start + stop)
+
+    def read_columns(self, document: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        return self._store.read_columns(int(self.documents[document]), self._start + start, self._start + stop)
 
 
 def whole(store: Store, seed: int | None = None) -> Selection:

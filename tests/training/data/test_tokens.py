@@ -58,7 +58,7 @@ def test_identity_is_the_checksum_of_lengths_tokens_and_masks():
 )
 def test_split_takes_documents_one_after_the_other(lengths, fraction, seed):
     """Each drawn document is held out if what is left of the share holds it."""
-    store = SimpleNamespace(lengths=np.array(lengths), eos_id=0, are_samples=False, identity=0)
+    store = SimpleNamespace(lengths=np.array(lengths), eos_id=0, are_samples=False, identity=0, columns=())
     allowed, expected = fraction * sum(lengths), []
     for i in np.random.default_rng(seed).permutation(len(lengths)).tolist():
         if lengths[i] <= allowed:
@@ -74,7 +74,7 @@ def test_split_takes_documents_one_after_the_other(lengths, fraction, seed):
 def test_split_takes_17_bytes_per_document():
     count = 2_000_000
     lengths = np.random.default_rng(0).integers(2, 3000, count)
-    store = SimpleNamespace(lengths=lengths, eos_id=0, are_samples=False, identity=0)
+    store = SimpleNamespace(lengths=lengths, eos_id=0, are_samples=False, identity=0, columns=())
     (train, _), bytes_ = with_peak(lambda: split(store, 0.01, seed=0))
     assert bytes_ < 17.5 * count and len(train.lengths) > 0.98 * count
 
