@@ -22,6 +22,7 @@ import dataclasses
 import gc
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -44,6 +45,7 @@ from training.memory.cost_model import forward_flops
 from training.memory.kinds import spell_by_layer
 from training.memory.placement import set_kinds
 from training.memory.step import PackedDocuments
+from training.objectives.choose import complete, row_reader
 from training.parallel.world import World, join_world
 from training.plots.curves import draw_at_end
 from training.run.build import build, check_fits, explain_out_of_memory
@@ -186,8 +188,12 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
         config.data, recipe.tokenizer, recipe.model.vocab_size, validation_fraction=config.validation_fraction,
         context_length=config.context_length, seed=config.seed, packing=config.packing, overlong=config.overlong,
         weights=config.data_weights,
-        reading=Reading(config.chat_reasoning, config.suffixes, config.columns, config.bad_rows),
+        reading=Reading(
+            config.chat_reasoning, config.suffixes, config.columns, config.bad_rows,
+            row_reader(config, recipe.tokenizer.eos_id, config.lora is not None),
+        ),
         validation_data=config.validation_data,
+        finish=partial(complete, config, recipe.tokenizer, None if recipe.checkpoint else config.init_from),
     )  # fmt: skip
     if config.chat_template and not store.are_samples:
         raise UserError("chat_template has no effect without chats; drop it")
@@ -230,10 +236,11 @@ def take_step(run: Run) -> dict | None:
     values = {"step": step, "learning_rate": rate, "epoch": run.loader.epoch, "loss": None}
     try:
         with run.stopping.looking():
-            loss, norm = train_step(
-                run.model, run.optimizer, batches, world, rate, config.max_grad_norm, run.before_update
-            )
-        values |= {"loss": loss, "gradient_norm": norm}
+            loss, norm, metrics = train_step(
+                run.model, run.optimizer, batches, world, rate, config.max_grad_norm, run.before_update,
+                run.recipe.objective,
+            )  # fmt: skip
+        values |= {"loss": loss, "gradient_norm": norm, **metrics}
         if is_spike(loss, run.recent_losses):
             values["is_spike"], usual = True, mean(run.recent_losses)
             logger.warning("step %d: loss %.3f is a spike above a mean of %.3f", step, loss, usual)
@@ -301,7 +308,8 @@ def add_validation(run: Run, values: dict) -> None:
     )  # fmt: skip
     try:
         with run.stopping.looking():
-            loss = validate(run.model, run.read_together(batches), world, run.stopping.is_asked)
+            read = run.read_together(batches)
+            loss, metrics = validate(run.model, read, world, run.stopping.is_asked, run.recipe.objective)
     except Stopped:
         run.stopped = True
         logger.warning("the validation of step %d is cut short; --resume makes up for it", step)
@@ -311,6 +319,7 @@ def add_validation(run: Run, values: dict) -> None:
     run.validation_seconds += now - began
     share = run.validation_seconds / (now - run.began)
     values |= {"validation_loss": loss, "validation_seconds": now - began, "validation_share": share}
+    values |= {f"validation_{name}": value for name, value in metrics.items()}
 
 
 def owes_validation(config: TrainConfig, progress: Progress) -> bool:

@@ -13,6 +13,7 @@ from training.evaluation.__main__ import EvaluationFlags
 from training.flags import SMALLEST, Rule, grouped
 from training.generate.flags import GenerateFlags
 from training.host.files import replace_file
+from training.logprobs.flags import LogProbsFlags
 from training.plots.__main__ import PlotsFlags
 from training.run.profile_flags import ProfileFlags
 from training.run.settings import TrainConfig
@@ -23,6 +24,7 @@ COMMANDS = {
     "profile_memory.py": ProfileFlags,
     "-m training.evaluation": EvaluationFlags,
     "-m training.generate": GenerateFlags,
+    "-m training.logprobs": LogProbsFlags,
     "-m training.data prepare": PrepareFlags,
     "-m training.data verify": VerifyFlags,
     "-m training.checkpoint.weights export": ExportFlags,

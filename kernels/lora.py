@@ -169,9 +169,12 @@ LORA = LoRA()
 
 
 def adapted(projection: nn.Linear) -> Weight:
-    """Returns the weight of a projection: its matrix, with the adapter that families/lora.py may have given it."""
+    """Returns the weight of a projection: its matrix, with the adapter that families/lora.py may have given it.
+
+    An adapter whose scale is 0 is left out.
+    """
     matrix = local(projection.weight)
-    if not hasattr(projection, "lora_A"):
+    if not getattr(projection, "lora_scale", 0):
         return matrix
     a, b, scale = local(projection.lora_A.weight), local(projection.lora_B.weight), projection.lora_scale
     return Adapted(matrix, a, b if scale == 1 else b * scale)

@@ -23,6 +23,7 @@ from training.flags import USUAL_NAMES, Rule, flag, given_flags, grouped, read_c
 from training.generate.flags import GenerateFlags
 from training.host import choices
 from training.host.errors import UserError
+from training.logprobs.flags import LogProbsFlags
 from training.plots.__main__ import PlotsFlags
 from training.run.profile_flags import ProfileFlags
 from training.run.rules import FOR_ONE_STEP
@@ -275,6 +276,7 @@ COMMANDS = {
     "profile_memory.py": ProfileFlags,
     "training.evaluation": EvaluationFlags,
     "training.generate": GenerateFlags,
+    "training.logprobs": LogProbsFlags,
     "training.plots": PlotsFlags,
     "training.data prepare": PrepareFlags,
     "training.data verify": VerifyFlags,
@@ -306,9 +308,11 @@ def test_no_flag_of_any_command_takes_an_empty_word_or_a_number_without_bounds(k
 # data. A new flag stands here, or in a row of its command's table `rules`.
 ALWAYS = {
     "train.py": """model_size context_length batch_size gradient_accumulation_steps attention_backend loss_impl linear
-        device kernels data packing tokenizer show_batch epochs learning_rate warmup_steps weight_decay max_grad_norm
+        device kernels data tokenizer show_batch epochs learning_rate warmup_steps weight_decay max_grad_norm
         skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens tensorboard wandb
         log_file""",
+    "training.logprobs": """checkpoint tokenizer memory_budget device out objective data validation_data context_length
+        columns bad_rows""",
     "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend linear lora nproc nnodes
         gpu compare json context_parallel_size tensor_parallel_size replicate""",
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",
@@ -326,6 +330,7 @@ ELSEWHERE = {
     "profile_memory.py": f"{OF_ATTENTION} optimizer_state",
     "training.evaluation": OF_ATTENTION,
     "training.generate": OF_ATTENTION,
+    "training.logprobs": f"{OF_ATTENTION} chat_reasoning chat_template",
     "training.data prepare": "chat_reasoning chat_template",
 }
 
@@ -338,6 +343,19 @@ OF_STEP = [
 REFUSED = {
     "train.py": [
         *OF_STEP,
+        ("--objective dpo", "objective"),
+        ("--beta 0.1", "beta"),
+        ("--objective ipo --label_smoothing 0.1", "label_smoothing"),
+        ("--objective orpo --nll_weight 1", "nll_weight"),
+        ("--objective dpo --margin 1", "margin"),
+        ("--objective cispo --clip_low 0.1", "clip_low"),
+        ("--objective dpo --clip_high 0.1", "clip_high"),
+        ("--objective dpo --old_logprobs x", "old_logprobs"),
+        ("--objective grpo --truncation 2", "truncation"),
+        ("--objective grpo --reference_logprobs x", "reference_logprobs"),
+        ("--objective dpo --beta 0 --data x", "objective dpo needs a beta above 0"),
+        ("--objective dpo --packing concatenate", "packing"),
+        ("--objective dpo --overlong split", "overlong"),
         ("--resume --init_from x", "init_from"),
         ("--rope_scaling yarn:4", "rope_scaling"),
         (
@@ -365,6 +383,8 @@ REFUSED = {
             "--init_from x --lora_alpha 8 --lora_targets q_proj --lora_bits 8 --lora_plus 4",
             "lora_alpha lora_targets lora_bits lora_plus",
         ),
+        ("--init_from x --lora 4 --reference_logprobs x", "reference_logprobs"),
+        ("--objective dpo --data x", "objective dpo needs log-probabilities of a reference: make them by "),
         ("--selected_blocks_start 64 --selected_blocks_steps 9", "selected_blocks_start selected_blocks_steps"),
         ("--attention_type sparse --selected_blocks_steps 9", "selected_blocks_steps"),
         ("--attention_type sparse --selected_blocks_start 9", "selected_blocks_start"),

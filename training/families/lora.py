@@ -13,6 +13,7 @@ import contextlib
 import math
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,6 +142,19 @@ class Adapters(Trained):
                 N, K = shape
                 shapes |= {f"{projection}.lora_A.weight": (self.rank, K), f"{projection}.lora_B.weight": (N, self.rank)}
         return shapes
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Has a model.Transformer compute as its base does."""
+    had = {module: module.lora_scale for module in model.modules() if hasattr(module, "lora_scale")}
+    for module in had:
+        module.lora_scale = 0
+    try:
+        yield
+    finally:
+        for module, scale in had.items():
+            module.lora_scale = scale
 
 
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:

@@ -14,3 +14,7 @@ LORA_BITS = (16, 8, 4)  # per element of a frozen matrix
 LOSSES = ("auto", "chunked", "standard")
 GPU_BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4")  # kernels.attention.full.BACKENDS but cpu
 BAD_ROWS = ("refuse", "drop")  # of training.data.sources.Reading
+PAIR_OBJECTIVES = ("dpo", "ipo", "simpo", "orpo")  # of training.objectives
+CLIPPED_OBJECTIVES = ("grpo", "dapo", "dr_grpo", "gspo")
+ROLLOUT_OBJECTIVES = (*CLIPPED_OBJECTIVES, "cispo", "importance_sampling")
+OBJECTIVES = ("next_token", "weighted", *PAIR_OBJECTIVES, *ROLLOUT_OBJECTIVES)

@@ -53,6 +53,8 @@ from training.host.sizes import parse_bytes
 from training.memory.execution import Execution
 from training.memory.kinds import KindsByStep, check_head_dim, kinds_by_step
 from training.memory.machine import gpu_budget
+from training.objectives.choose import choose
+from training.objectives.scored import Objective
 from training.optim.formats import frozen_format
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import check_library
@@ -218,6 +220,11 @@ class Recipe(StepRecipe):
     weights: dict[str, Entry] = field(default_factory=dict)  # where the source has each weight
     carried: Carried = NOTHING  # the part of the source that is not trained and goes into checkpoints
     tokenizer: ByteTokenizer | FileTokenizer = field(default_factory=ByteTokenizer)
+
+    @property
+    def objective(self) -> Objective | None:
+        """What a step minimises; None: the loss of the next tokens."""
+        return choose(self.config, self.config.context_length)
 
     def settings(self, max_steps: int, state_format: str) -> dict:
         """The settings by name, with what data and plan have settled: the last step and the format of the state."""

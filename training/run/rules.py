@@ -4,6 +4,7 @@ What depends on the machine, the model or the data is refused elsewhere: recipe.
 """
 
 from training.flags import Rule
+from training.objectives.flags import RULES as OBJECTIVE
 
 FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline data"
 
@@ -17,6 +18,7 @@ STEP = (
 # A run may take other settings from its checkpoint or from the adapters of init_from: these hold for flags alone.
 TRAIN = (
     *STEP,
+    *OBJECTIVE,
     Rule("init_from", "with resume; drop one, or give --resume auto", lambda s: s.resume == "yes"),
     Rule("rope_scaling", "without init_from, whose weights it extends; drop it, or give those",
          lambda s: s.init_from is None),
@@ -52,6 +54,10 @@ TRAIN = (
 # These hold once the start of the run is known.
 STARTED = (
     Rule("lora_alpha lora_targets lora_bits lora_plus", "without lora; drop it, or give lora", lambda s: not s.lora),
+    Rule("reference_logprobs", "with lora, whose reference is the base; drop it", lambda s: s.lora),
+    Rule("", "objective {objective} needs log-probabilities of a reference: make them by {program} -m "
+         "training.logprobs, and give --reference_logprobs; or train adapters with lora, whose base is the reference",
+         lambda s: s.objective in ("dpo", "ipo") and not s.lora and not s.reference_logprobs),
     Rule("selected_blocks_start selected_blocks_steps",
          "without an attention_type that chooses blocks; drop the one, or give the other",
          lambda s: s.attention_type == "full"),

@@ -24,6 +24,7 @@ from training.host.choices import (
     OPTIMIZER_STATES,
 )
 from training.host.errors import UserError, import_optional, program
+from training.objectives.flags import ObjectiveFlags
 from training.run.rules import STARTED, TRAIN
 
 DEFAULT_STEPS = 300
@@ -54,8 +55,10 @@ ABSENT = {
         "the learning rate rises for --warmup_steps and falls by a cosine to --final_learning_rate_ratio; give those",
     "lora_dropout lora_bias bias use_dora use_rslora modules_to_save init_lora_weights exclude_modules rank_pattern":
         "adapters are plain LoRA; give --lora, --lora_alpha, --lora_targets and --lora_plus",
-    "dropout label_smoothing label_smoothing_factor neftune_noise_alpha z_loss":
-        "the loss is plain cross entropy, without dropout or noise; drop it",
+    "dropout label_smoothing_factor neftune_noise_alpha z_loss":
+        "the loss of next tokens is plain cross entropy, without dropout or noise; drop it",
+    "rl loss_type pref_loss simpo_gamma epsilon epsilon_high kto_tag":
+        "--objective names the loss, such as dpo or grpo; --beta, --margin, --clip_low and --clip_high are its numbers",
     "cpu_offload offload offload_optimizer offload_param activation_offloading":
         "a plan decides what waits on the host; --memory_budget and --host_budget bound it",
     "use_liger_kernel liger_kernel_config use_liger use_unsloth enable_liger_kernel":
@@ -131,7 +134,7 @@ class StepFlags:
 
 
 @dataclass
-class TrainConfig(StepFlags):
+class TrainConfig(ObjectiveFlags, StepFlags):
     """Train a decoder; torchrun --nproc_per_node=N train.py trains it on N GPUs."""
 
     lora_alpha: float | None = flag(

@@ -7,8 +7,10 @@ import torch
 
 from model import Transformer
 from training.data.loader import Batch
+from training.families.lora import without_adapters
 from training.host.errors import UserError
 from training.memory.placement import products_in_bf16
+from training.objectives.scored import Minimised, Objective, Terms, collect
 from training.optim.adamw import MasterAdamW
 from training.parallel.world import World
 from training.run.stopping import Stopped
@@ -26,11 +28,48 @@ class NotFinite(UserError):
     """A step's loss or gradient is not finite; the weights are as they were before it."""
 
 
-def run_model(model: Transformer, batch: Batch, world: World, denominator: float | None = None) -> torch.Tensor:
-    """The summed loss of a micro-batch, float32 [], divided by `denominator`; None: by the number of its targets."""
+def run_model(
+    model: Transformer, batch: Batch, world: World, denominator: float | None = None,
+    objective: Objective | None = None, all_terms: list[Terms] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The loss of a micro-batch, float32 [], divided by `denominator`. Adds an objective's metrics to `all_terms`.
+
+    Without an objective it is the summed loss of the next tokens, times their weights if the data have some. A
+    `denominator` of None is the number of its targets.
+    """
     input_ids, targets = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.targets))
-    known = {"documents": batch.documents, "num_targets": batch.num_valid_tokens}
-    return model(input_ids, targets=targets, denominator=denominator, **known).loss
+    known: dict = {"targets": targets, "documents": batch.documents, "num_targets": batch.num_valid_tokens}
+    if objective is None:
+        weights = None if batch.answers is None else batch.answers.columns_BT.get("weight")
+        if weights is not None:
+            known["weights"] = weights.to(world.device, non_blocking=True)
+        return model(input_ids, denominator=denominator, **known).loss
+    assert denominator is not None
+    reference_BT, group = None, world.mesh.get_group("context") if world.mesh and world.context_size > 1 else None
+    if objective.needs_reference and model_has_adapters(model):
+        with torch.no_grad(), without_adapters(model):
+            reference_BT = model(input_ids, denominator=1.0, return_log_probs=True, **known).log_probs
+    minimised = Minimised(objective, batch, denominator, world.device, group, reference_BT)
+    loss = model(input_ids, objective=minimised, **known).loss
+    if all_terms is not None:
+        all_terms.append(minimised.terms)
+    return loss
+
+
+def model_has_adapters(model: Transformer) -> bool:
+    """Whether the model is a frozen base with adapters."""
+    return any(hasattr(module, "lora_scale") for module in model.modules())
+
+
+def count_losses(batches: list[Batch], world: World, objective: Objective | None) -> float:
+    """Returns the denominator of the loss of `batches`, whole ones, and of the other ranks'; NaN if a rank has none."""
+    own: float = math.nan
+    if batches and objective is None:
+        own = sum(batch.slice(world.context_rank, world.context_size).num_valid_tokens for batch in batches)
+    elif batches and objective is not None:
+        own = sum(map(objective.count, batches)) / world.context_size
+    # Ranks that share matrices have the same tokens, and the whole loss each: both count once.
+    return world.sum(own)[0] / world.tensor_size
 
 
 def train_step(
@@ -41,8 +80,9 @@ def train_step(
     learning_rate: float,
     max_grad_norm: float,
     before_update: Callable[[], None] = lambda: None,
-) -> tuple[float, float]:
-    """One optimizer step over all micro-batches of all ranks. Returns (mean loss per token, gradient norm).
+    objective: Objective | None = None,
+) -> tuple[float, float, dict[str, float]]:
+    """One optimizer step over all micro-batches of all ranks. Returns (mean loss, gradient norm, the other metrics).
 
     The update may go on afterwards. From one return to the next is the time of one step: the last update, beside
     forward, and backward.
@@ -53,21 +93,21 @@ def train_step(
         batches: of whole sequences; ranks that share sequences have the same ones, and each takes its part. []: this
             rank could not read its batches.
         before_update: called ahead of the update, as `Saver.before_update`.
+        objective: what is minimised; None: the loss of the next tokens.
     """
+    num_valid = count_losses(batches, world, objective)
     batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
-    # Ranks that share matrices have the same tokens, and the whole loss each: both count once.
-    num_valid = world.sum(sum(batch.num_valid_tokens for batch in batches) if batches else math.nan)[0]
-    num_valid /= world.tensor_size
     if math.isnan(num_valid):
         raise NotRead
     if not num_valid:
         raise NoTarget
     losses: list[torch.Tensor] = []
+    all_terms: list[Terms] = []
     try:
         for batch in batches:
             if world.replicate > 1:  # FSDP2 adds up each copy's gradients, and sums over copies once per step
                 model.set_requires_all_reduce(batch is batches[-1])
-            loss = run_model(model, batch, world, num_valid)
+            loss = run_model(model, batch, world, num_valid, objective, all_terms)
             loss.backward()
             losses.append(loss.detach())
         norm, loss = optimizer.clip_grad_norm(max_grad_norm, torch.stack(losses).sum())
@@ -78,25 +118,30 @@ def train_step(
         optimizer.zero_grad()
         raise
     before_update()
+    metrics = collect(all_terms, world)
     optimizer.step(learning_rate)
-    return loss, norm
+    return loss, norm, metrics
 
 
 @torch.no_grad()
-def validate(model: Transformer, batches: Iterable[Batch], world: World, is_asked: Callable[[], bool]) -> float:
-    """Mean loss per held-out token, over all ranks, with products in bf16 as in generation and evaluation.
+def validate(
+    model: Transformer, batches: Iterable[Batch], world: World, is_asked: Callable[[], bool],
+    objective: Objective | None = None,
+) -> tuple[float, dict[str, float]]:  # fmt: skip
+    """Mean loss on held-out data, over all ranks, with products in bf16 as in generation and evaluation; metrics.
 
     Args:
         batches: of whole sequences, as many on each rank.
         is_asked: called before each batch; if it returns True, Stopped is raised.
     """
-    total, count = 0.0, 0
+    total, count, all_terms = 0.0, 0.0, list[Terms]()
     with products_in_bf16(model):
         for batch in batches:
             if is_asked():
                 raise Stopped
+            count += objective.count(batch) / world.context_size if objective else 0
             batch = batch.slice(world.context_rank, world.context_size)
-            total += float(run_model(model, batch, world, 1.0))
-            count += batch.num_valid_tokens
-    total, all_tokens = world.sum(total, count)
-    return total / all_tokens
+            total += float(run_model(model, batch, world, 1.0, objective, all_terms))
+            count += 0 if objective else batch.num_valid_tokens
+    total, everything = world.sum(total, count)
+    return total / everything, collect(all_terms, world)

@@ -308,7 +308,7 @@ def train(world: World, micro_batches: int) -> tuple[list, dict]:
     steps = []
     for _ in range(3):
         batches = loader.next_step(micro_batches)
-        steps.append(train_step(model, optimizer, batches, world, learning_rate=1e-3, max_grad_norm=1.0))
+        steps.append(train_step(model, optimizer, batches, world, learning_rate=1e-3, max_grad_norm=1.0)[:2])
     return steps, {n: p.full_tensor() if world.size > 1 else p for n, p in model.named_parameters()}
 
 

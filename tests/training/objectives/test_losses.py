@@ -1,0 +1,264 @@
+"""Losses of pairs and of rollouts against formulas of the papers, and what packing, accumulation and ranks change."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from model import ModelConfig, Transformer
+from tests.ranks import run_ranks
+from training.data.loader import make_batch
+from training.data.sources import Document
+from training.data.tokens import TokenStore
+from training.families.lora import Adapters
+from training.objectives.preferences import Preference
+from training.objectives.rollouts import Rollout
+from training.objectives.rows import advantages
+from training.objectives.scored import collect
+from training.parallel.ulysses import share_sequences
+from training.parallel.world import World
+from training.run.step import count_losses, run_model
+
+CPU = World(0, 1, torch.device("cpu"))
+CONFIG = ModelConfig(64, 32, 48, 1, 4, 2, 16, initializer_range=0.2)
+PAIRS = [((3, 4), (3, 6)), ((2, 7), (2, 1)), ((1, 1), (1, 1))]  # prompt, answer
+ROLLOUTS = [(4, 3), (4, 1), (2, 9), (7, 5), (3, 2)]
+PREFERENCES = [
+    Preference("dpo", 0.3), Preference("dpo", 0.1, label_smoothing=0.2), Preference("dpo", 0.1, nll_weight=0.7),
+    Preference("ipo", 0.4), Preference("simpo", 2.0, margin=0.5), Preference("simpo", 1.5, 0.1, 0.3, 0.2),
+    Preference("orpo", 0.2),
+]  # fmt: skip
+KINDS = [
+    Rollout("grpo"), Rollout("grpo", beta=0.3), Rollout("dapo", 0.1, 0.1, 0.3), Rollout("dr_grpo", context_length=32),
+    Rollout("gspo", 0.2, 0.05, 0.1), Rollout("cispo", clip_high=0.3), Rollout("importance_sampling", 0.05),
+]  # fmt: skip
+
+
+def build():
+    torch.manual_seed(0)
+    return Transformer(CONFIG)
+
+
+def documents_of(lengths, seed, columns=()):
+    """A document of texts (prompt, answer); the second answer token of a long answer is no target, as a tool's."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(1, 64, sum(map(sum, lengths))).astype(np.uint32)
+    masked = np.concatenate([np.arange(p + a) < p for p, a in lengths])
+    if lengths[0][1] > 4:
+        masked[lengths[0][0] + 1] = True
+    numbers = np.repeat(np.arange(len(lengths)), [p + a for p, a in lengths])
+    found = {"answer": numbers} | {name: -4.5 + 0.7 * generator.standard_normal(len(tokens)) for name in columns}
+    if "advantage" in columns:
+        found["advantage"] = np.full(len(tokens), generator.standard_normal())
+    return Document(tokens, masked, True, columns={name: x.astype(np.float32) for name, x in found.items()})
+
+
+def store_of(objective):
+    if isinstance(objective, Preference):
+        documents = [documents_of(pair, i, ("reference",)) for i, pair in enumerate(PAIRS)]
+    else:
+        columns = "advantage", "old", "written", "reference"
+        documents = [documents_of([each], i, columns) for i, each in enumerate(ROLLOUTS)]
+    return TokenStore(documents, 0)
+
+
+def answers_of(model, store):
+    """For each answer its targets' log-probabilities, differentiable, and columns."""
+    found = []
+    for document in range(len(store.lengths)):
+        stop = int(store.lengths[document])
+        ids, masked = store.read_masked(document, 0, stop)
+        columns = store.read_columns(document, 0, stop)
+        for number in np.unique(columns["answer"]):
+            own = columns["answer"] == number
+            tokens, at = torch.from_numpy(ids[own])[None], torch.from_numpy(~masked[own])[1:]
+            log_p = model(tokens, return_logits=True).logits[0, :-1].double().log_softmax(-1)
+            log_p = log_p.gather(1, tokens[0, 1:, None])[:, 0][at]
+            found.append((log_p, {n: torch.from_numpy(x[own]).double()[1:][at] for n, x in columns.items()}))
+    return found
+
+
+def loss_of_pairs(objective, answers):
+    """As the papers write it, pair by pair."""
+    total, beta = 0.0, objective.beta
+    for (chosen, at_c), (rejected, at_r) in zip(answers[::2], answers[1::2]):
+        ratio_c, ratio_r = chosen - at_c["reference"], rejected - at_r["reference"]
+        nll = -chosen.mean()
+        if objective.name == "dpo":
+            reward = beta * (ratio_c.sum() - ratio_r.sum())
+            s = objective.label_smoothing
+            total += -(1 - s) * torch.log(torch.sigmoid(reward)) - s * torch.log(1 - torch.sigmoid(reward))
+        elif objective.name == "ipo":
+            total += (ratio_c.mean() - ratio_r.mean() - 1 / (2 * beta)) ** 2
+        elif objective.name == "simpo":
+            reward, s = beta * (chosen.mean() - rejected.mean()) - objective.margin, objective.label_smoothing
+            total += -(1 - s) * torch.log(torch.sigmoid(reward)) - s * torch.log(torch.sigmoid(-reward))
+        else:
+            odds = [p / (1 - p) for p in (chosen.mean().exp(), rejected.mean().exp())]
+            total += nll - beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
+        total += objective.nll_weight * nll
+    return total / len(PAIRS)
+
+
+def loss_of_rollouts(objective, answers):
+    """As the papers write it, token by token."""
+    by_answer, low, high = [], 1 - objective.clip_low, 1 + objective.clip_high
+    for log_p, at in answers:
+        advantage, ratio = at["advantage"], (log_p - at["old"]).exp()
+        trust = (at["old"] - at["written"]).exp().clamp(max=objective.truncation)
+        ahead = at["reference"] - log_p
+        penalty = objective.beta * (ahead.exp() - ahead - 1)
+        if objective.name == "gspo":
+            ratio = (log_p - at["old"]).mean().exp()
+            advantage, trust = (trust * advantage).mean(), 1.0
+        clipped = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        if objective.name == "importance_sampling":
+            clipped = ratio * advantage
+        elif objective.name == "cispo":
+            clipped = torch.minimum(ratio, torch.tensor(high)).detach() * advantage * log_p
+        by_answer.append(-clipped * trust + penalty)
+    if objective.name in ("grpo", "gspo"):
+        return torch.stack([each.mean() for each in by_answer]).mean()
+    total = torch.cat(by_answer)
+    return total.sum() / (len(answers) * 32) if objective.name == "dr_grpo" else total.mean()
+
+
+def divided(store, how):
+    """Micro-batches of all documents: one row of all, a row each in one batch, a batch each in reverse order."""
+    spans = [(i, 0, int(n)) for i, n in enumerate(store.lengths)]
+    if how == "packed":
+        return [make_batch(store, [spans], 80)]
+    if how == "rows":
+        return [make_batch(store, [spans[:2], spans[2:], []], 48)]
+    return [make_batch(store, [[span]], 17) for span in reversed(spans)]
+
+
+def run(model, batches, objective, world=CPU):
+    model.zero_grad()
+    count, losses, terms = count_losses(batches, world, objective), [], []
+    for batch in batches:
+        batch = batch.slice(world.context_rank, world.context_size)
+        loss = run_model(model, batch, world, count, objective, terms)
+        loss.backward()
+        losses.append(loss.item())
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return world.sum(math.fsum(losses))[0], gradients, collect(terms, world)
+
+
+def assert_same(found, expected):
+    assert found[0] == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
+    scale = max(float(g.abs().max()) for g in expected[1].values())
+    for name, gradient in expected[1].items():
+        assert float((found[1][name] - gradient).abs().max()) < 1e-5 * max(scale, 1), name
+
+
+def exact_of(model, objective, store):
+    formula = loss_of_pairs if isinstance(objective, Preference) else loss_of_rollouts
+    loss = formula(objective, answers_of(model, store))
+    return float(loss.detach()), dict(
+        zip(dict(model.named_parameters()), torch.autograd.grad(loss, [*model.parameters()]))
+    )
+
+
+@pytest.mark.parametrize("objective", [*PREFERENCES, *KINDS], ids=lambda o: f"{o.name}-{o.beta}")
+def test_loss_and_every_gradient_are_the_papers_however_answers_are_divided(objective):
+    model, store = build(), store_of(objective)
+    expected, metrics = exact_of(model, objective, store), []
+    for how, model.loss_impl in (("packed", "standard"), ("rows", "chunked"), ("each", "chunked")):
+        found = run(model, divided(store, how), objective)
+        assert_same(found, expected)
+        metrics.append(found[2])
+    for name, value in metrics[0].items():
+        assert value == pytest.approx(metrics[1][name], abs=1e-5) == pytest.approx(metrics[2][name], abs=1e-5), name
+
+
+def test_metrics_say_what_they_mean():
+    model = build()
+    objective = Preference("dpo", 0.3)
+    answers = answers_of(model, store_of(objective))
+    rewards = [0.3 * float((log_p - at["reference"]).sum().detach()) for log_p, at in answers]
+    found = run(model, divided(store_of(objective), "rows"), objective)[2]
+    chosen, rejected = np.array(rewards[::2]), np.array(rewards[1::2])
+    wanted = {"accuracy": (chosen > rejected).mean(), "margin": (chosen - rejected).mean()}
+    wanted |= {"reward_chosen": chosen.mean(), "reward_rejected": rejected.mean()}
+    assert found == pytest.approx(wanted, rel=1e-4)
+
+    objective = Rollout("dapo", 0.1, 0.1, 0.3)
+    answers = answers_of(model, store_of(objective))
+    log_p = torch.cat([log_p for log_p, _ in answers]).detach()
+    old, reference, advantage = (torch.cat([at[n] for _, at in answers]) for n in ("old", "reference", "advantage"))
+    found = run(model, divided(store_of(objective), "rows"), objective)[2]
+    ratio, ahead = (log_p - old).exp(), reference - log_p
+    is_clipped = ((ratio > 1.3) & (advantage > 0)) | ((ratio < 0.9) & (advantage < 0))
+    wanted = {
+        "clip_share": is_clipped.double().mean(), "kl": (ahead.exp() - ahead - 1).mean(),
+        "old_difference": (log_p - old).abs().mean(), "old_difference_max": (log_p - old).abs().max(),
+    }  # fmt: skip
+    assert 0 < wanted["clip_share"] < 1 and 0 < found.pop("entropy") < math.log(64)
+    assert found == pytest.approx({name: float(x) for name, x in wanted.items()}, rel=1e-4)
+
+
+def test_the_first_loss_of_dpo_is_ln_2_beside_adapters_whose_base_is_the_reference():
+    """The base is found by leaving the adapters out; once they are trained, the loss is of the difference."""
+    model, objective = build(), Preference("dpo", 0.1)
+    documents = [documents_of(pair, i) for i, pair in enumerate(PAIRS)]
+    batches = divided(TokenStore(documents, 0), "rows")
+    base = answers_of(model, TokenStore(documents, 0))
+    Adapters(2, 4.0).prepare(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            model.initialize_parameter(name, parameter.data)
+    loss, gradients, _ = run(model, batches, objective)
+    assert loss == pytest.approx(math.log(2), abs=1e-6) and all(g.isfinite().all() for g in gradients.values())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B.weight"):
+                parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    now = answers_of(model, TokenStore(documents, 0))
+    expected = loss_of_pairs(objective, [(p, {"reference": q.detach()}) for (p, _), (q, _) in zip(now, base)])
+    assert float(expected.detach()) != pytest.approx(math.log(2), abs=1e-3)
+    assert run(model, batches, objective)[0] == pytest.approx(float(expected.detach()), abs=1e-6)
+
+
+def test_weights_of_rows_multiply_their_loss():
+    model, lengths = build(), [(4, 3), (2, 9)]
+    documents = [documents_of([each], i) for i, each in enumerate(lengths)]
+    for document, weight in zip(documents, (-0.5, 1.75)):
+        document.columns["weight"] = np.full(len(document.tokens), weight, np.float32)
+    store = TokenStore(documents, 0)
+    parts = [log_p * at["weight"] for log_p, at in answers_of(model, store)]
+    exact = -torch.cat(parts).sum() / sum(map(len, parts))
+    wanted = float(exact), dict(zip(dict(model.named_parameters()), torch.autograd.grad(exact, [*model.parameters()])))
+    for how in ("packed", "each"):
+        assert_same(run(model, divided(store, how), None), wanted)
+
+
+def check_ranks(world):
+    """Ranks share the sequences, of an odd number of tokens too, or have sequences of their own."""
+    for objective in (PREFERENCES[2], PREFERENCES[6], KINDS[1], KINDS[3], KINDS[4]):
+        model, store = build(), store_of(objective)
+        expected, metrics = exact_of(model, objective, store), run(model, divided(store, "rows"), objective)[2]
+        if world.context_size > 1:
+            share_sequences(model, world)
+        for how in ("rows", "each")[world.context_size == 1 :]:
+            batches = divided(store, how)
+            own = batches[world.data_rank :: world.data_size]
+            loss, gradients, found = run(model, own, objective, world)
+            for gradient in gradients.values():
+                torch.distributed.all_reduce(gradient)
+            assert_same((loss, gradients), expected)
+            assert found == pytest.approx(metrics, abs=1e-5)
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_two_ranks(shared):
+    run_ranks(2, check_ranks, context_parallel_size=shared)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_advantages_are_rewards_beside_their_groups(scaled):
+    rewards, groups = np.float32([1, 3, 5, 7, 2]), np.float32([0, 1, 0, 1, 2])
+    found = advantages(rewards, groups, scaled)
+    wanted = np.array([-2, -2, 2, 2, 0]) / ((np.sqrt([8, 8, 8, 8, 1]) + 1e-4) if scaled else 1)
+    assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)

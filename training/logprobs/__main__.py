@@ -1,0 +1,97 @@
+"""Stores log-probabilities of a corpus: `python -m training.logprobs MODEL OUT --data pairs.jsonl --objective dpo`."""
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from training.data.chat import open_tokenizer
+from training.data.corpus import open_stores
+from training.data.loader import longest_first, make_batch
+from training.data.packing import BestFitPacking
+from training.data.sources import Reading
+from training.data.tokens import Store, TokenStore, join
+from training.flags import read_flags
+from training.generate.inference import load, mending_out_of_memory, open_folder
+from training.host.errors import UserError
+from training.host.processes import command
+from training.logprobs.flags import LogProbsFlags
+from training.objectives.choose import row_reader
+from training.objectives.flags import ObjectiveFlags
+from training.objectives.stored import digest_of, store
+from training.parallel.world import World, join_world
+
+
+@torch.no_grad()
+def log_probabilities(
+    run: Callable[..., torch.Tensor], documents: Store, context_length: int, device: torch.device
+) -> np.ndarray:
+    """Returns the log-probability of each token of all documents, in their order; 0 of what is no target.
+
+    Args:
+        run: takes input ids, targets, documents and the number of targets; returns log-probabilities [1, T].
+    """
+    packing, starts = BestFitPacking(documents.lengths, context_length, seed=0), np.cumsum(documents.lengths)
+    values = np.zeros(int(starts[-1]), np.float32)
+    starts = starts - documents.lengths
+    for index in tqdm(range(packing.sequences_per_epoch), unit="sequence", disable=None):
+        spans, position = packing.spans(0, index), 0
+        batch = make_batch(documents, [spans], context_length)
+        if not batch.num_valid_tokens:
+            continue
+        given = (x.to(device) for x in (batch.input_ids, batch.targets))
+        found = run(*given, batch.documents, batch.num_valid_tokens)[0].float().cpu().numpy()
+        for document, _, stop in longest_first(spans):
+            first = int(starts[document])
+            values[first + 1 : first + stop] = found[position : position + stop - 1]
+            position += stop
+    return values
+
+
+def score(flags: LogProbsFlags, world: World) -> None:
+    """Opens model and data, and stores what it finds."""
+    opened = open_folder(flags, world)
+    tokenizer = opened.tokenizer
+    if flags.chat_template:
+        tokenizer = open_tokenizer(flags.tokenizer or opened.tokenizer.name, flags.chat_template)
+    as_trained = replace(ObjectiveFlags(objective=flags.objective), old_logprobs="this")  # rows need none of their own
+    reading = Reading(
+        flags.chat_reasoning, None, flags.columns, flags.bad_rows, row_reader(as_trained, tokenizer.eos_id)
+    )  # fmt: skip
+    stores = open_stores(flags.data, tokenizer, opened.shape.vocab_size, reading, flags.validation_data)
+    in_memory = [each for each in stores if isinstance(each, TokenStore)]
+    if len(in_memory) < len(stores):
+        raise UserError("prepared sets have no log-probabilities beside them; give the rows that they were made of")
+    documents = join(stores)
+    if (longest := int(documents.lengths.max())) > flags.context_length:
+        raise UserError(f"the longest document has {longest:,} tokens; raise --context_length {flags.context_length:,}")
+    model = load(opened, flags.context_length, 0, world, flags.memory_budget)
+
+    def run(ids, targets, packed, num_targets):
+        known = {"documents": packed, "num_targets": num_targets, "denominator": 1.0}
+        return model(ids, targets=targets, return_log_probs=True, **known).log_probs
+
+    assert flags.out is not None
+    values = log_probabilities(run, documents, flags.context_length, world.device)
+    identities = [each.identity for each in in_memory]
+    store(flags.out, values, digest_of(flags.checkpoint), tokenizer.identity, identities)
+    targets = values[values != 0]
+    print(f"{flags.out}: {len(targets):,} targets, {-targets.mean():.4f} nats each")
+
+
+@command
+def main(argv: list[str]) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    flags = read_flags(LogProbsFlags, argv, "python -m training.logprobs")
+    if not flags.data or flags.out is None:
+        raise UserError("give the folder that is made behind the model's, and --data, the rows that are read")
+    with join_world(flags.device) as world, mending_out_of_memory():
+        score(flags, world)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

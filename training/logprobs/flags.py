@@ -1,0 +1,24 @@
+"""Flags of training.logprobs. No torch is imported here: --help is to be quick."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.data.chat import REASONING
+from training.flags import flag
+from training.generate.flags import ModelFlags
+from training.host.choices import BAD_ROWS, OBJECTIVES
+
+
+@dataclass
+class LogProbsFlags(ModelFlags):
+    """Log-probabilities of a corpus under a model, for --reference_logprobs and --old_logprobs of train.py."""
+
+    out: Path | None = flag(None, "the folder that is made", positional=True)
+    objective: str = flag("next_token", "whose rows are read, as train.py has it", OBJECTIVES, group="data")
+    data: list[str] = flag(list, "files or folders of rows, as train.py has them")
+    validation_data: list[str] = flag(list, "as train.py has them")
+    context_length: int = flag(4096, "tokens that are read at once; no answer may be longer", least=2, most=2**27)
+    columns: str | None = flag(None, "names of fields, as train.py has them: prompt=question")
+    bad_rows: str | None = flag(None, "rows that cannot be read; default: refuse", BAD_ROWS)
+    chat_reasoning: str | None = flag(None, "as train.py has it", REASONING)
+    chat_template: str | None = flag(None, "as train.py has it")

@@ -1,0 +1,84 @@
+"""Finds an objective by its flags, the reader of its rows, and what their columns lack."""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from training.data.sources import RowReader
+from training.data.tokens import TokenStore
+from training.host.choices import PAIR_OBJECTIVES, ROLLOUT_OBJECTIVES
+from training.objectives.flags import ObjectiveFlags
+from training.objectives.preferences import Preference
+from training.objectives.rollouts import Rollout
+from training.objectives.rows import Pairs, Rollouts, Weighted, advantages
+from training.objectives.scored import Objective
+from training.objectives.stored import Stored
+
+logger = logging.getLogger(__name__)
+CLIPS = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
+
+
+def choose(flags: ObjectiveFlags, context_length: int) -> Objective | None:
+    """Returns the objective; None: the loss of next tokens, with or without weights."""
+    name, beta = flags.objective, flags.beta
+    if name in PAIR_OBJECTIVES:
+        margin = (0.5 if flags.margin is None else flags.margin) if name == "simpo" else 0.0
+        beta = beta or (2.0 if name == "simpo" else 0.1)
+        return Preference(name, beta, flags.label_smoothing, flags.nll_weight, margin)
+    if name in ROLLOUT_OBJECTIVES:
+        low, high = CLIPS.get(name, (0.2, 0.2))
+        low, high = (
+            default if given is None else given for given, default in ((flags.clip_low, low), (flags.clip_high, high))
+        )
+        return Rollout(name, beta or 0.0, low, high, flags.truncation or 1.0, context_length)
+    return None
+
+
+def row_reader(flags: ObjectiveFlags, eos_id: int, has_adapters: bool = False) -> RowReader | None:
+    """Returns the reader of the objective's rows; None: forms.py reads them."""
+    if flags.objective in PAIR_OBJECTIVES:
+        return Pairs(eos_id)
+    if flags.objective in ROLLOUT_OBJECTIVES:
+        columns = {}
+        if flags.old_logprobs is None or flags.truncation:
+            columns["old_logprobs"] = "old" if flags.old_logprobs is None else "written"
+        if flags.beta and not flags.reference_logprobs and not has_adapters:
+            columns["ref_logprobs"] = "reference"
+        return Rollouts(eos_id, columns)
+    return Weighted(eos_id) if flags.objective == "weighted" else None
+
+
+def complete(flags: ObjectiveFlags, tokenizer, start: str | None, stores: Sequence[TokenStore]) -> None:
+    """Gives documents the columns that their rows lack: advantages of groups, and stored log-probabilities.
+
+    Args:
+        start: the folder of weights that a run starts from; None: it goes on from a checkpoint, and what is stored was
+            compared when it started.
+    """
+    found = {
+        column: Stored.read(folder)
+        for column, folder in (("reference", flags.reference_logprobs), ("old", flags.old_logprobs)) if folder
+    }  # fmt: skip
+    for stored in found.values():
+        stored.check(stores, tokenizer.identity, start)
+    if flags.objective in ROLLOUT_OBJECTIVES:
+        give_advantages(stores, scaled=flags.objective != "dr_grpo")
+    for column, stored in found.items():
+        stored.give(stores, column)
+
+
+def give_advantages(stores: Sequence[TokenStore], scaled: bool) -> None:
+    """Makes advantages of rewards, over the groups of all stores."""
+    own = [store for store in stores if "reward" in store.columns and len(store.lengths)]
+    if not own:
+        return
+    rewards, groups = (np.concatenate([store.last_values(name) for store in own]) for name in ("reward", "group"))
+    values = advantages(rewards, groups, scaled)
+    _, counts = np.unique(groups, return_counts=True)
+    if alone := int((counts == 1).sum()):
+        logger.warning("data: %d of %d groups have one answer, whose advantage is 0", alone, len(counts))
+    for store, part in zip(own, np.split(values, np.cumsum([len(store.lengths) for store in own])[:-1])):
+        store.add_column("advantage", np.repeat(part, store.lengths))
+        for name in ("reward", "group"):
+            store.drop_column(name)

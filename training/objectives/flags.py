@@ -1,0 +1,70 @@
+"""Flags of objectives, and which of them have no effect. No torch is imported here: --help is to be quick."""
+
+from dataclasses import dataclass
+
+from training.flags import SMALLEST, Rule, flag
+from training.host.choices import CLIPPED_OBJECTIVES, OBJECTIVES, PAIR_OBJECTIVES, ROLLOUT_OBJECTIVES
+
+
+@dataclass
+class ObjectiveFlags:
+    """What a step minimises."""
+
+    objective: str = flag(
+        "next_token", "what is minimised: the loss of next tokens, with weights of rows, or of pairs or rollouts",
+        OBJECTIVES, group="objective",
+    )  # fmt: skip
+    beta: float | None = flag(
+        None, "weight of the reference (pairs; default: 0.1, simpo 2.0), or of the KL to it (rollouts; default: 0)",
+        least=0.0, most=1e6,
+    )  # fmt: skip
+    label_smoothing: float = flag(0.0, "dpo, simpo: share of pairs that are taken to be swapped", least=0.0, most=0.5)
+    nll_weight: float = flag(0.0, "dpo, ipo, simpo: weight of the chosen answers' mean loss", least=0.0, most=1e6)
+    margin: float | None = flag(None, "simpo: rewards' difference that is asked for; default: 0.5", least=0.0, most=1e6)
+    clip_low: float | None = flag(
+        None, "rollouts: ratios are cut below 1 less this; default: 0.2, gspo 3e-4", least=0.0, most=1.0
+    )
+    clip_high: float | None = flag(
+        None,
+        "rollouts: ratios are cut above 1 and this; default: 0.2, dapo 0.28, gspo 4e-4, cispo 4",
+        least=0.0,
+        most=1e6,
+    )
+    reference_logprobs: str | None = flag(None, "log-probabilities of a reference, made by training.logprobs")
+    old_logprobs: str | None = flag(
+        None, "rollouts: the old policy's, made by training.logprobs; default: the rows' old_logprobs"
+    )
+    truncation: float | None = flag(
+        None, "with old_logprobs: most weight of a token for old over the rows' own; default: rows' are not read",
+        least=SMALLEST, most=1e6,
+    )  # fmt: skip
+
+
+def _is_beside(names: tuple[str, ...]):
+    return lambda s: s.objective not in names
+
+
+def _reads_no_reference(s) -> bool:
+    return s.objective not in ("dpo", "ipo") and not (s.objective in ROLLOUT_OBJECTIVES and s.beta)
+
+
+RULES = (
+    Rule("objective", "without data; give rows that it reads", lambda s: s.objective != "next_token" and not s.data),
+    Rule("beta", "with objective {objective}; drop it", _is_beside((*PAIR_OBJECTIVES, *ROLLOUT_OBJECTIVES))),
+    Rule("label_smoothing", "with objective {objective}; drop it, or give dpo or simpo", _is_beside(("dpo", "simpo"))),
+    Rule("nll_weight", "with objective {objective}; drop it, or give dpo, ipo or simpo",
+         _is_beside(("dpo", "ipo", "simpo"))),
+    Rule("margin", "with objective {objective}; drop it, or give simpo", _is_beside(("simpo",))),
+    Rule("clip_low", "with objective {objective}; drop it", _is_beside(CLIPPED_OBJECTIVES)),
+    Rule("clip_high", "with objective {objective}; drop it", _is_beside((*CLIPPED_OBJECTIVES, "cispo"))),
+    Rule("old_logprobs", "with objective {objective}; drop it", _is_beside(ROLLOUT_OBJECTIVES)),
+    Rule("truncation", "without old_logprobs, to which rows' own are compared; drop it, or give those",
+         lambda s: s.old_logprobs is None),
+    Rule("reference_logprobs", "with objective {objective} and beta {beta}, which read no reference; drop it",
+         _reads_no_reference),
+    Rule("", "objective {objective} needs a beta above 0", lambda s: s.beta == 0 and s.objective in PAIR_OBJECTIVES),
+    Rule("packing", "concatenate with objective {objective}, whose answers are not cut; drop it",
+         lambda s: s.packing == "concatenate" and s.objective != "next_token"),
+    Rule("overlong", "split with objective {objective}, whose answers are not cut; drop it, or give drop",
+         lambda s: s.overlong == "split" and s.objective != "next_token"),
+)  # fmt: skip

@@ -1,0 +1,185 @@
+"""Rows of data that objectives read, with the names that TRL has for their fields.
+
+Pairs have "chosen" and "rejected", and a "prompt" unless they are whole chats. Weighted rows are those of forms.py with
+"weight", a number. Rollouts have "prompt" and "completion", or "prompt_ids" and "completion_ids" with an optional
+"completion_mask"; "advantage", a number or one per token, or "reward" and "group"; "old_logprobs" and, where asked
+for, "ref_logprobs", a number per token of the completion.
+"""
+
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+
+from training.data.forms import NothingToLearn
+from training.data.sources import Encoded
+from training.host.errors import UserError
+
+LARGEST_ID = 2**31 - 1
+Row = tuple[str, Encoded, dict[str, np.ndarray]]
+SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
+
+
+class Pairs:
+    """Rows of a chosen and a rejected answer, which become one document: prompt, chosen, prompt, rejected."""
+
+    fields: ClassVar[frozenset[str]] = frozenset(("prompt", "chosen", "rejected", "tools"))
+
+    def __init__(self, eos_id: int):
+        self._eos_id = eos_id
+
+    def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
+        row = _needs(row, "chosen", "rejected")
+        answers = [row["chosen"], row["rejected"]]
+        prompt = row.get("prompt")
+        if prompt is None:
+            prompt, *answers = _shared_prompt(*answers)
+        tools = {"tools": row["tools"]} if row.get("tools") else {}
+        tokens, masked = zip(
+            *(ended(encode({"prompt": prompt, "completion": answer, **tools}), self._eos_id) for answer in answers)
+        )
+        numbers = np.repeat(np.array([0, 1], np.float32), [len(each) for each in tokens])
+        encoded = np.concatenate(tokens), np.concatenate(masked), True
+        return "pairs", encoded, {"answer": numbers}
+
+
+def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
+    """Returns the messages that two chats begin with, and the others of each."""
+    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        raise UserError('needs a "prompt" beside "chosen" and "rejected", unless these are lists of messages')
+    same = next((i for i, pair in enumerate(zip(chosen, rejected)) if pair[0] != pair[1]), 0)
+    if same == 0:
+        raise UserError('"chosen" and "rejected" have no message in common to be the prompt; give it as "prompt"')
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+class Weighted:
+    """Rows of forms.py with a "weight", which multiplies the loss of all their targets; 1 where there is none."""
+
+    fields: ClassVar[frozenset[str]] = frozenset(("weight",))
+
+    def __init__(self, eos_id: int):
+        self._eos_id = eos_id
+
+    def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
+        row = _needs(row)
+        weight = _number(row.get("weight", 1.0), "weight")
+        if weight == 0:
+            raise NothingToLearn("rows of weight 0")
+        tokens, masked = ended(encode({name: value for name, value in row.items() if name != "weight"}), self._eos_id)
+        answer = np.zeros(len(tokens), np.float32)
+        return "weighted texts", (tokens, masked, True), {"answer": answer, "weight": answer + np.float32(weight)}
+
+
+class Rollouts:
+    """Rows of recorded answers, each a document. Groups of rewards become advantages by `advantages`."""
+
+    fields: ClassVar[frozenset[str]] = frozenset((
+        "prompt", "completion", "prompt_ids", "completion_ids", "completion_mask", "advantage", "reward", "group",
+        "old_logprobs", "ref_logprobs", "tools",
+    ))  # fmt: skip
+
+    def __init__(self, eos_id: int, columns: dict[str, str]):
+        """Reads numbers of each token of the completions from fields, the keys of `columns`."""
+        self._eos_id, self._groups, self._columns = eos_id, dict[object, int](), columns
+
+    def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
+        row = _needs(row)
+        if row.get("completion_ids") is not None:
+            tokens, masked = self._from_ids(row)
+            places = np.arange(len(row["prompt_ids"]), len(tokens))
+        else:
+            row = _needs(row, "prompt", "completion")
+            tools = {"tools": row["tools"]} if row.get("tools") else {}
+            encoded = encode({"prompt": row["prompt"], "completion": row["completion"], **tools})
+            tokens, masked = ended(encoded, self._eos_id)
+            if row.get("completion_mask") is not None:
+                raise UserError('has "completion_mask" without "completion_ids", whose tokens it counts')
+            places = (~masked).nonzero()[0]
+        columns = {"answer": np.zeros(len(tokens), np.float32)}
+        for name, column in self._columns.items():
+            columns[column] = _put(_list(_needs(row, name)[name], name), places, len(tokens), name)
+        return "rollouts", (tokens, masked, True), columns | self._advantage(row, places, len(tokens))
+
+    def _from_ids(self, row: dict) -> tuple[np.ndarray, np.ndarray]:
+        prompt, completion = (_ids(_needs(row, name)[name], name) for name in ("prompt_ids", "completion_ids"))
+        given = row.get("completion_mask")
+        mask = np.ones(len(completion)) if given is None else np.array(_list(given, "completion_mask"))
+        if len(mask) != len(completion) or not np.isin(mask, (0, 1)).all():
+            raise UserError(f'"completion_mask" must be {len(completion)} numbers, 0 or 1, as many as completion_ids')
+        masked = np.concatenate([np.ones(len(prompt), bool), mask == 0])
+        if masked[1:].all() or not len(prompt):
+            raise NothingToLearn("rollouts without a prompt or a target")
+        return np.concatenate([prompt, completion]), masked
+
+    def _advantage(self, row: dict, places: np.ndarray, length: int) -> dict[str, np.ndarray]:
+        if (given := row.get("advantage")) is not None:
+            if isinstance(given, list):
+                return {"advantage": _put(_list(given, "advantage"), places, length, "advantage")}
+            return {"advantage": np.full(length, _number(given, "advantage"), np.float32)}
+        row = _needs(row, "reward", "group")
+        if isinstance(row["group"], list | dict):
+            raise UserError('"group" must be a number or a text')
+        number = self._groups.setdefault(row["group"], len(self._groups))
+        reward = _number(row["reward"], "reward")
+        return {"reward": np.full(length, reward, np.float32), "group": np.full(length, number, np.float32)}
+
+
+def advantages(rewards: np.ndarray, groups: np.ndarray, scaled: bool) -> np.ndarray:
+    """Returns rewards less the mean of their group, over its deviation if `scaled`; float32, 0 in groups of one."""
+    _, place, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    rewards = rewards.astype(np.float64)
+    less = rewards - (np.bincount(place, rewards) / counts)[place]
+    if not scaled:
+        return less.astype(np.float32)
+    deviation = np.sqrt(np.bincount(place, less**2) / np.maximum(counts - 1, 1))
+    return (less / (deviation + SMALL)[place]).astype(np.float32)
+
+
+def ended(encoded: Encoded, eos_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens, uint32, with the end-of-text id behind them, and a mask that has the first token."""
+    tokens, masked, is_complete = encoded
+    tokens = tokens.astype(np.uint32)
+    masked = np.zeros(len(tokens), bool) if masked is None else masked.copy()
+    if not is_complete:
+        tokens, masked = np.append(tokens, np.uint32(eos_id)), np.append(masked, False)
+    masked[0] = True  # no token comes before it
+    return tokens, masked
+
+
+def _needs(row: object, *names: str) -> dict:
+    if not isinstance(row, dict):
+        raise UserError(f"is not an object but a {type(row).__name__}")
+    if missing := [name for name in names if row.get(name) is None]:
+        has = ", ".join(f'"{str(name)[:30]}"' for name in [*row][:20]) or "nothing"
+        raise UserError(f'needs "{missing[0]}" for this --objective; it has {has}; --columns {missing[0]}=NAME renames')
+    return row
+
+
+def _number(value, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > 1e9:
+        raise UserError(f'"{name}" must be a number within 1e9 of 0, got {str(value)[:40]}')
+    return float(value)
+
+
+def _list(values, name: str) -> list[float]:
+    if not isinstance(values, list):
+        raise UserError(f'"{name}" must be a list of numbers, got {str(values)[:40]}')
+    return [_number(float(value) if isinstance(value, bool) else value, name) for value in values]
+
+
+def _ids(values, name: str) -> np.ndarray:
+    found = _list(values, name)
+    if any(value != int(value) or not 0 <= value <= LARGEST_ID for value in found):
+        raise UserError(f'"{name}" must be a list of token ids')
+    return np.array(found, dtype=np.uint32)
+
+
+def _put(values: list[float], places: np.ndarray, length: int, name: str) -> np.ndarray:
+    """Returns `length` numbers: values at their places, the completion's tokens, and 0 elsewhere."""
+    if len(values) != len(places):
+        raise UserError(f'"{name}" has {len(values)} numbers, the completion {len(places)} tokens; give ids of both')
+    column = np.zeros(length, np.float32)
+    column[places] = values
+    return column

@@ -1,0 +1,167 @@
+"""Log-probabilities of a micro-batch's answers, and what an objective says of them.
+
+An objective is a formula: it gives a loss for each token or for each answer, which autograd differentiates by the
+log-probabilities. Minus these derivatives are the weights of the targets, with which the model's loss is run.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model import IGNORE_INDEX
+from training.data.loader import Answers, Batch
+from training.parallel.world import World
+
+
+class _SumByAnswer(torch.autograd.Function):
+    """Sums x [B, T] over the tokens of each answer, [A], and over the ranks that share the sequences."""
+
+    @staticmethod
+    def forward(ctx, x_BT, index_BT, num_answers, group):
+        ctx.save_for_backward(index_BT)
+        places = torch.arange(num_answers + 1, device=x_BT.device)
+        offsets = torch.searchsorted(index_BT.flatten(), places)  # where each answer begins: indices ascend
+        sums = torch.segment_reduce(x_BT.flatten(), "sum", offsets=offsets, unsafe=True)
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        return sums
+
+    @staticmethod
+    def backward(ctx, d_sums):
+        (index_BT,) = ctx.saved_tensors
+        return d_sums[index_BT], None, None, None
+
+
+@dataclass
+class Scored:
+    """A micro-batch whose targets have log-probabilities, float64. A is the number of documents, padding included."""
+
+    log_probs_BT: Tensor  # 0 where there is no target
+    is_target_BT: Tensor
+    answers: Answers  # on the device
+    reference_BT: Tensor | None = None  # log-probabilities of the reference
+    entropy_BT: Tensor | None = None
+    group: dist.ProcessGroup | None = None  # ranks that share the sequences
+
+    def sum(self, x_BT: Tensor) -> Tensor:
+        """Sums over the tokens of each answer, [A]."""
+        return _SumByAnswer.apply(x_BT, self.answers.index_BT, len(self.answers.values["answer"]), self.group)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Targets of each answer, [A], at least 1."""
+        return self.sum(self.is_target_BT.double()).clamp(min=1)
+
+    @property
+    def is_answer(self) -> Tensor:
+        """Whether a document is no padding, [A]."""
+        return ~self.answers.values["answer"].isnan()
+
+    def column(self, name: str) -> Tensor:
+        """Numbers of the targets, float64 [B, T]; 0 where there is no target."""
+        return self.answers.columns_BT[name].double()
+
+
+@dataclass
+class Terms:
+    """A loss in parts, of which all are added up, and its metrics.
+
+    Args:
+        by_token: [B, T], 0 where there is no target; None: there is no such part.
+        by_answer: [A], 0 of documents that have no such loss.
+        means: numerator and denominator of each metric, [] both, to be added up over micro-batches and ranks.
+        largest: [] by name.
+    """
+
+    by_token: Tensor | None = None
+    by_answer: Tensor | None = None
+    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    largest: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Objective(Protocol):
+    """What a step minimises, of answers that have log-probabilities."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it reads log-probabilities of a reference."""
+
+    @property
+    def reads_entropy(self) -> bool:
+        """Whether it reads entropies."""
+
+    def count(self, batch: Batch) -> float:
+        """Returns what a whole micro-batch, of all ranks that share it, adds to the denominator of the step's loss."""
+
+    def __call__(self, scored: Scored) -> Terms:
+        """Returns the loss before it is divided."""
+
+
+def differentiate(
+    objective: Callable[[Scored], Terms], scored: Scored, denominator: float
+) -> tuple[Tensor, Tensor, Terms]:
+    """Returns the loss [], minus its derivative by each log-probability, float32 [B, T], and the terms.
+
+    Ranks that share sequences have the losses of all answers and of their own tokens. A loss of answers is divided by
+    the number of ranks, so that the sum over ranks is the loss; its derivatives are by a rank's own tokens, and whole.
+    """
+    with torch.enable_grad():
+        leaf = scored.log_probs_BT.detach().requires_grad_()
+        scored.log_probs_BT = leaf
+        terms = objective(scored)
+        parts = [part.sum() / denominator for part in (terms.by_token, terms.by_answer) if part is not None]
+        (gradient,) = torch.autograd.grad(torch.stack(parts).sum(), leaf)
+    ranks = 1 if scored.group is None else dist.get_world_size(scored.group)
+    shares = [1.0] * (terms.by_token is not None) + [1 / ranks] * (terms.by_answer is not None)
+    value = torch.stack([part.detach() * share for part, share in zip(parts, shares)]).sum()
+    return value.float(), -gradient.float(), terms
+
+
+class Minimised:
+    """An objective over one micro-batch, as `model.Transformer.forward` takes it. Afterwards it has `terms`."""
+
+    def __init__(
+        self, objective: Objective, batch: Batch, denominator: float, device: torch.device,
+        group: dist.ProcessGroup | None = None, reference_BT: Tensor | None = None,
+    ):  # fmt: skip
+        assert batch.answers is not None, "an objective has answers"
+        self.objective, self.denominator, self.group = objective, denominator, group
+        self.answers, self.reads_entropy = batch.answers.to(device), objective.reads_entropy
+        self.is_target_BT = (batch.targets != IGNORE_INDEX).to(device, non_blocking=True)
+        if reference_BT is None and "reference" in self.answers.columns_BT:
+            reference_BT = self.answers.columns_BT["reference"]
+        self.reference_BT, self.terms = reference_BT, Terms()
+
+    def __call__(self, log_probs_BT: Tensor, entropy_BT: Tensor | None) -> tuple[Tensor, Tensor]:
+        reference_BT = None if self.reference_BT is None else self.reference_BT.double()
+        scored = Scored(
+            log_probs_BT.double(), self.is_target_BT, self.answers, reference_BT, entropy_BT, self.group
+        )  # fmt: skip
+        value, weights, terms = differentiate(self.objective, scored, self.denominator)
+        # Detached, so that no graph stays.
+        means = {name: (a.detach(), b.detach()) for name, (a, b) in terms.means.items()}
+        self.terms = Terms(means=means, largest={name: x.detach() for name, x in terms.largest.items()})
+        return value, weights
+
+
+def collect(all_terms: list[Terms], world: World) -> dict[str, float]:
+    """Returns metrics by name, from all micro-batches of all ranks. Each has the same names."""
+    if not all_terms or not all_terms[0].means:
+        return {}
+    means, largest = all_terms[0].means.keys(), all_terms[0].largest.keys()
+    sums = torch.stack([torch.stack([x for name in means for x in terms.means[name]]) for terms in all_terms]).sum(0)
+    numbers = world.sum(*sums.tolist())
+    found = {name: a / b if b else 0.0 for name, a, b in zip(means, numbers[::2], numbers[1::2])}
+    if largest:
+        tops = torch.stack([torch.stack([terms.largest[name] for name in largest]) for terms in all_terms]).amax(0)
+        found |= dict(zip(largest, world.sum(*tops.tolist(), operation=dist.ReduceOp.MAX)))
+    return found
+
+
+def mean_of(x: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns numerator and denominator of the mean of x where a condition holds, [] float64."""
+    return torch.where(where, x.double(), 0).sum(), where.sum().double()

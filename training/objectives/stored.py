@@ -1,0 +1,98 @@
+"""Log-probabilities of a corpus under a model, in a folder that `python -m training.logprobs` makes.
+
+logprobs.f32 has float32 for each token of the documents, in their order, 0 for what is no target. logprobs.json says of
+which model and which documents they are: a run with others is refused.
+"""
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from training.checkpoint.manifest import fingerprint
+from training.data.tokens import TokenStore
+from training.families.lora import ADAPTER_WEIGHTS, has_adapters, read_adapters
+from training.host.errors import UserError, program
+from training.host.files import read_file, read_json, replace_file
+
+INDEX, VALUES, FORMAT = "logprobs.json", "logprobs.f32", "fathom logprobs 1"
+
+
+def digest_of(folder: str | Path) -> str:
+    """Returns a digest of a folder's weights: of the headers, two rows of each tensor, and all of its adapters."""
+    if not has_adapters(folder):
+        return f"{fingerprint(Path(folder)):08x}"
+    _, base = read_adapters(folder)
+    return f"{fingerprint(base):08x}+{zlib.crc32(Path(folder, ADAPTER_WEIGHTS).read_bytes()):08x}"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Log-probabilities, and what they belong to."""
+
+    folder: Path
+    weights: str  # digest_of their model's
+    tokenizer: str  # its identity
+    documents: list[int]  # identities of the stores, which tell tokens and masks, and so the chat template
+    tokens: int
+    crc32: int
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Stored":
+        """Reads what a folder says of itself. Raises UserError for a damaged or other one."""
+        file = Path(folder, INDEX)
+        if not file.is_file():
+            raise UserError(f"{folder} has no {INDEX}: make it by `{program()} -m training.logprobs`")
+        index = read_json(file)
+        try:
+            if index.pop("format") != FORMAT:
+                raise TypeError
+            made = cls(Path(folder), **index)
+            if not isinstance(made.documents, list) or not all(isinstance(x, int) for x in (made.tokens, made.crc32)):
+                raise TypeError
+            return made
+        except (TypeError, KeyError):
+            raise UserError(f"{file} is damaged, or of another version; make the folder anew") from None
+
+    def check(self, stores: Sequence[TokenStore], tokenizer: str, start: str | Path | None) -> None:
+        """Refuses log-probabilities of another model, tokenizer or other documents. `start` None is any model."""
+        anew = f"make it anew by `{program()} -m training.logprobs`"
+        if self.tokenizer != tokenizer:
+            raise UserError(
+                f"{self.folder} was made with tokenizer {self.tokenizer[:12]}, this run's is {tokenizer[:12]}; {anew}"
+            )
+        if self.documents != [store.identity for store in stores]:
+            raise UserError(
+                f"{self.folder} is of other documents, or of the same by another chat template or objective: it needs "
+                f"the same --data and --validation_data, with their settings; {anew}"
+            )
+        if start is not None and self.weights != (found := digest_of(start)):
+            raise UserError(f"{self.folder} is of weights {self.weights}, and {start} has {found}; {anew}")
+
+    def give(self, stores: Sequence[TokenStore], column: str) -> None:
+        """Gives the stores' documents the log-probabilities as a column. Raises UserError for a damaged file."""
+        content = read_file(self.folder / VALUES, "make the folder anew")
+        if len(content) != 4 * self.tokens or zlib.crc32(content) != self.crc32:
+            raise UserError(f"{self.folder / VALUES} is damaged: its size or CRC-32 is another; make the folder anew")
+        values, first = np.frombuffer(content, "<f4").astype(np.float32), 0
+        for store in stores:
+            stop = first + int(store.lengths.sum())
+            store.add_column(column, values[first:stop])
+            first = stop
+
+
+def store(folder: Path, values: np.ndarray, weights: str, tokenizer: str, documents: list[int]) -> None:
+    """Writes a folder that Stored reads; logprobs.json last."""
+    content = values.astype("<f4").tobytes()
+    made = Stored(folder, weights, tokenizer, documents, len(values), zlib.crc32(content))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / INDEX).unlink(missing_ok=True)
+        (folder / VALUES).write_bytes(content)
+        index = {"format": FORMAT} | {name: value for name, value in asdict(made).items() if name != "folder"}
+        replace_file(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error.strerror}; give another folder") from None
