@@ -102,6 +102,7 @@ def patch_interpreter():
 
 
 def pytest_configure(config):
+    gc.disable()  # until tests are collected: looking for garbage among their imports takes a second
     # Commands that a shell script starts in the background ignore SIGINT, and so would the runs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not torch.cuda.is_available():
@@ -161,6 +162,7 @@ def pytest_collection_finish():
         import torch._dynamo  # noqa: F401  some test of each worker imports it
 
     gc.freeze()
+    gc.enable()
     gc.freeze = gc.unfreeze = lambda: None
 
 

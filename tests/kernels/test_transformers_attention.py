@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kernels import register_attention
 
@@ -77,6 +77,8 @@ def test_packed_documents_attend_as_if_alone(name):
 
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
 def test_the_trainer_takes_the_same_steps_as_with_sdpa(model_type, tmp_path):
+    from transformers import Trainer, TrainingArguments  # 3 s, in each process that collects this file
+
     losses = {}
     batch = make_batch()
     rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(2)]
