@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import train
 from benchmarks import memory_report
 from docs.flags import COMMANDS, PAGE, page
 from kernels.apply_to import MODEL_TYPES, apply_to
+from model import MODEL_SIZES
 from training.families.rows import FAMILIES, WRAPPERS
 from training.flags import given_flags, refuse
 from training.run import settings
@@ -126,7 +128,8 @@ def test_commands_have_one_habit_and_flags_exist():
 
 
 def test_blocks_run(tmp_path, monkeypatch, capsys):
-    """Runs the marked blocks of all pages in a folder with one file of the checkout, in their order."""
+    """Runs the marked blocks of all pages in a folder with one file of the checkout, in their order, by one layer."""
+    monkeypatch.setitem(MODEL_SIZES, "tiny", replace(MODEL_SIZES["tiny"], num_hidden_layers=1))
     (tmp_path / "model.py").write_bytes((ROOT / "model.py").read_bytes())
     monkeypatch.chdir(tmp_path)
     text = "".join(block for path in GUIDES for block in blocks(path.read_text(), RUN)).replace("\\\n", " ")

@@ -50,7 +50,7 @@ def test_what_fp8_can_hold_is_held(shape, dtype, device, poisoned_memory):
         assert not values_t[:, shape[0] :].float().any()
 
 
-@pytest.mark.parametrize("shape", [(1000, 2560), (130, 9728), (1, 16), (17, 48)])
+@pytest.mark.parametrize("shape", [(300, 1280), (130, 9728), (1, 16), (17, 48)])
 def test_kernels_round_as_pytorch_does(shape, device):
     """Rows of all magnitudes, from those that vanish beside the largest to some that do not."""
     x = random(*shape, dtype=torch.bfloat16) * 2.0 ** (torch.arange(shape[0], device=device) % 40 - 30)[:, None]

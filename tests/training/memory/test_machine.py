@@ -11,6 +11,7 @@ from kernels.lora import LORA
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
 from training.host.sizes import PROCESS_BYTES, SYSTEM_BYTES, available_host_bytes, budget_of_machine, parse_bytes
+from training.memory import machine
 from training.memory.machine import (
     ASSUMED_NETWORK,
     GPUS,
@@ -264,7 +265,7 @@ def test_the_network_is_measured_by_all_ranks():
 def measure_in_ranks(world):
     """Two processes on two pretended machines: half of what is gathered comes from the other."""
     assert world.num_machines == 1
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    os.environ["LOCAL_WORLD_SIZE"], machine._GATHERED_BYTES = "1", 2**23
     assert world.num_machines == 2
     measured = measure_network(world.fsdp_mesh.get_group(), world.num_machines, world.device)
     assert 1e6 < measured < 1e12 and measured != ASSUMED_NETWORK

@@ -224,7 +224,10 @@ def explain_out_of_memory(plan_budget=None, **settings):
 
 
 def plan_beside_flash_attn_4(monkeypatch, measured, version="4.0.0b36", **settings):
-    """Returns the plan of a 4B on an H200; flash-attn-4 has `measured` times its assumed rates, or raises it."""
+    """Returns the plan of a 4B of 12 layers on an H200.
+
+    flash-attn-4 has `measured` times its assumed rates, or raises it.
+    """
 
     def measure_attention(share, backend, device, context_length, kinds):
         if isinstance(measured, Exception):
@@ -239,7 +242,7 @@ def plan_beside_flash_attn_4(monkeypatch, measured, version="4.0.0b36", **settin
     monkeypatch.setattr(run, "cap_gpu_memory", lambda *_: None)
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"flash-attn-4": version}[name])
     config, world = TrainConfig(context_length=131_072, batch_size=1, **settings), World(0, 1, CPU)
-    recipe = replace(recipe_of(config, MODEL_SIZES["4B"], world), memory_budget="auto")
+    recipe = replace(recipe_of(config, replace(MODEL_SIZES["4B"], num_hidden_layers=12), world), memory_budget="auto")
     with torch.device("meta"):
         model = Transformer(recipe.model).to(torch.bfloat16)
     return plan_memory(recipe, model, world, PackedDocuments.one_each(131_072, 1))
