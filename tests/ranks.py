@@ -57,10 +57,11 @@ def meeting_point() -> TCPStore:
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
-def announce(rank: int, num_ranks: int, port: int) -> None:
-    """Tell `join_world` in this process its rank, and the port of the `meeting_point`."""
-    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{num_ranks}"}
-    os.environ |= {"LOCAL_WORLD_SIZE": f"{num_ranks}", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+def announce(rank: int, num_ranks: int, port: int, per_machine: int | None = None) -> None:
+    """Tell `join_world` in this process its rank, and the port of the `meeting_point`; all ranks are on one machine."""
+    per_machine = per_machine or num_ranks
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank % per_machine}", "WORLD_SIZE": f"{num_ranks}"}
+    os.environ |= {"LOCAL_WORLD_SIZE": f"{per_machine}", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 

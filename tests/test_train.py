@@ -5,7 +5,6 @@ import logging
 import math
 import re
 import shutil
-import socket
 import sys
 import time
 from dataclasses import fields, replace
@@ -13,11 +12,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
 import train
 from model import MODEL_SIZES
-from tests.ranks import start_torchrun
+from tests.ranks import announce, meeting_point
 from tests.runs import (
     ROOT,
     arguments,
@@ -192,17 +192,21 @@ def test_checkpoints_trained_on_bytes_need_no_tokenizer(released, corpus, tmp_pa
     assert "--tokenizer bytes" in capsys.readouterr().err
 
 
+def train_on_a_machine(rank, port, argv):
+    announce(rank, 2, port, per_machine=1)
+    assert train.main(argv) == 0
+
+
 def test_two_machines_equal_one_process(corpus, tmp_path):
-    """Two machines of one process each train and save; one process goes on, and equals a process that did it all."""
+    """Two machines of one process each train and save; one process goes on, and equals a process that did it all.
+
+    test_train_stops.py has train.py under torchrun, test_world.py the torchruns of two machines.
+    """
     one, two = tmp_path / "one", tmp_path / "two"
     assert train.main(arguments(corpus, one, "--gradient_accumulation_steps", "2")) == 0
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"--rdzv_endpoint=127.0.0.1:{free.getsockname()[1]}"
     words = arguments(corpus, two, "--gradient_checkpointing", "--sample_tokens", "3", "--checkpoint_interval", "2")
-    words = "--nnodes=2", "--rdzv_backend=c10d", endpoint, "train.py", *words
-    for machine in [start_torchrun(tmp_path, *words) for _ in range(2)]:
-        machine.join(300)
-        assert machine.exitcode == 0, (tmp_path / "errors").read_text()[-3000:]
+    store = meeting_point()
+    mp.start_processes(train_on_a_machine, (store.port, words), 2, start_method="forkserver")
     equals_one(two, one)
     interrupt(two, 2, tmp_path / "lost")
     assert train.main(arguments(corpus, two, "--gradient_accumulation_steps", "2", "--resume")) == 0
