@@ -492,39 +492,37 @@ def test_a_pass_after_one_that_was_broken_off(placements):
 
 def test_placements_that_make_no_sense_are_refused():
     blocks = Transformer(TINY).layers
-    with pytest.raises(ValueError, match="one of gpu, host, recompute, got 'disk'"):
-        Placement("disk")
-    with pytest.raises(ValueError, match="4 blocks need as many placements, got 3"):
-        apply_placement(blocks, [Placement()] * 3)
-    with pytest.raises(ValueError, match="first block"):
-        apply_placement(blocks, [Placement("recompute")] * 4)
-    with pytest.raises(ValueError, match="need an arena"):
-        apply_placement(blocks, UNIFORM["gpu host"])
-    with pytest.raises(ValueError, match="one of gpu, recompute, got 'host'"):
-        Placement("gpu", "gpu", "host")
-    with pytest.raises(ValueError, match="weights must be placed in one of gpu, host, got 'recompute'"):
-        Placement(weights="recompute")
-    with pytest.raises(ValueError, match="rest on gpu needs weights there, got host"):
-        replace(WHOLE, weights="host")
-    with pytest.raises(ValueError, match="needs input and results there, got gpu and recompute"):
-        Placement(rest="gpu")
-    with pytest.raises(ValueError, match="block 2's input cannot be recomputed from block 1"):
-        apply_placement(blocks, [Placement(), WHOLE, Placement("recompute"), Placement()])
-    with pytest.raises(ValueError, match="weights must be placed in one of gpu, host, got 'recompute'"):
-        Placement(weights="recompute")
-    with pytest.raises(ValueError, match="rest on gpu needs weights there"):
-        replace(WHOLE, weights="host")
-    with pytest.raises(ValueError, match="block 1 is placed with weights on the host, where they do not live"):
-        apply_placement(blocks, [Placement(), Placement(weights="host")] * 2)
-    with pytest.raises(ValueError, match="ends must be one of gpu, host, got 'disk'"):
-        Execution(ends="disk")
-    with pytest.raises(ValueError, match="ends on the host need loss_impl chunked, got auto; place them on gpu"):
-        Execution(ends="host")
-    with pytest.raises(ValueError, match="embedding and head are placed on the host, where they do not live"):
-        apply_execution(Transformer(TINY), Execution((WHOLE,) * 4, loss_impl="chunked", ends="host"))
     homes = {parameter: parameter.detach() for parameter in blocks[2].parameters()}
-    with pytest.raises(ValueError, match="block 2 is placed with weights on the gpu, where they do not live"):
-        apply_placement(blocks, [Placement()] * 4, homes=homes)
+    for message, place in (
+        ("one of gpu, host, recompute, got 'disk'", lambda: Placement("disk")),
+        ("4 blocks need as many placements, got 3", lambda: apply_placement(blocks, [Placement()] * 3)),
+        ("first block", lambda: apply_placement(blocks, [Placement("recompute")] * 4)),
+        ("need an arena", lambda: apply_placement(blocks, UNIFORM["gpu host"])),
+        ("one of gpu, recompute, got 'host'", lambda: Placement("gpu", "gpu", "host")),
+        ("weights must be placed in one of gpu, host, got 'recompute'", lambda: Placement(weights="recompute")),
+        ("rest on gpu needs weights there, got host", lambda: replace(WHOLE, weights="host")),
+        ("needs input and results there, got gpu and recompute", lambda: Placement(rest="gpu")),
+        (
+            "block 2's input cannot be recomputed from block 1",
+            lambda: apply_placement(blocks, [Placement(), WHOLE, Placement("recompute"), Placement()]),
+        ),
+        (
+            "block 1 is placed with weights on the host, where they do not live",
+            lambda: apply_placement(blocks, [Placement(), Placement(weights="host")] * 2),
+        ),
+        ("ends must be one of gpu, host, got 'disk'", lambda: Execution(ends="disk")),
+        ("ends on the host need loss_impl chunked, got auto; place them on gpu", lambda: Execution(ends="host")),
+        (
+            "embedding and head are placed on the host, where they do not live",
+            lambda: apply_execution(Transformer(TINY), Execution((WHOLE,) * 4, loss_impl="chunked", ends="host")),
+        ),
+        (
+            "block 2 is placed with weights on the gpu, where they do not live",
+            lambda: apply_placement(blocks, [Placement()] * 4, homes=homes),
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            place()
 
 
 def test_sharded_over_two_processes():

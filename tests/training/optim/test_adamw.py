@@ -144,6 +144,13 @@ def run(parameters, placement, micro_batches, steps=5, prepare=None, state_forma
     return copy_of_state(optimizer), weights_of(optimizer), norms
 
 
+def assert_equal_runs(found, expected):
+    """Compare state, weights and norms bit for bit."""
+    assert found[2] == expected[2]
+    assert_equal_states(found[0], expected[0])
+    assert_equal_states(found[1], expected[1])
+
+
 HOST_WEIGHTS = pytest.mark.parametrize("host_weights", [["matrix"], ["norm.weight", "other"], [*SHAPES]], ids=len)
 
 
@@ -156,9 +163,7 @@ def test_weights_on_the_host_agree_bit_for_bit(dtype, micro_batches, state_forma
     parameters = make_parameters(dtype, device, WIDE)
     found = run(parameters, "device", micro_batches, state_format=state_format, host_weights=host_weights)
     expected = run(make_parameters(dtype, device, WIDE), "device", micro_batches, state_format=state_format)
-    assert found[2] == expected[2]
-    assert_equal_states(found[0], expected[0])
-    assert_equal_states(found[1], expected[1])
+    assert_equal_runs(found, expected)
     assert [n for n, p in parameters.items() if not p.untyped_storage().nbytes()] == host_weights
 
 
@@ -180,9 +185,7 @@ def test_state_and_weights_may_wait_in_a_file(dtype, micro_batches, state_format
     found = run(
         parameters, "host", micro_batches, state_format=state_format, host_weights=[*WIDE], prepare=optimizers.append
     )
-    assert found[2] == expected[2]
-    assert_equal_states(found[0], expected[0])
-    assert_equal_states(found[1], expected[1])
+    assert_equal_runs(found, expected)
     in_file = (tmp_path / "state").read_bytes()
     for state in optimizers[0].states.values():
         for tensor in (state.home, *state.tensors.values()):
@@ -251,13 +254,15 @@ def test_weights_of_sharded_parameters_stay_on_the_gpu(tmp_path):
 
 @DTYPES
 @MICRO_BATCHES
+@STATE_FORMAT
 @pytest.mark.parametrize("placement", ["host", "partly"])
-def test_placements_agree_bit_for_bit(dtype, micro_batches, placement, device):
-    state, weights, norms = run(make_parameters(dtype, device), placement, micro_batches)
-    expected_state, expected_weights, expected_norms = run(make_parameters(dtype, device), "device", micro_batches)
-    assert norms == expected_norms
-    assert_equal_states(state, expected_state)
-    assert_equal_states(weights, expected_weights)
+def test_placements_agree_bit_for_bit(dtype, micro_batches, state_format, placement, device):
+    shapes = WIDE if state_format == "compact" else SHAPES
+    found, expected = (
+        run(make_parameters(dtype, device, shapes), place, micro_batches, state_format=state_format)
+        for place in (placement, "device")
+    )
+    assert_equal_runs(found, expected)
 
 
 @PLACEMENT
@@ -288,14 +293,19 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm_before_anything_moves(p
 
 
 @PLACEMENT
-def test_masters_start_from_float32_weights(placement, device):
+@STATE_FORMAT
+def test_masters_start_from_float32_weights(state_format, placement, device):
     """Float32 shards under FSDP do the same: bf16 parameters are rounded, their masters are not."""
-    parameters = make_parameters(torch.bfloat16, device)
-    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=PLACEMENTS[placement])
+    parameters = make_parameters(torch.bfloat16, device, WIDE)
+    options = {"gpu_state_bytes": PLACEMENTS[placement], "state_format": state_format}
+    optimizer = make_optimizer(parameters.items(), **options)
     weights = {name: torch.randn(p.shape, device=device) for name, p in parameters.items()}
     load_weights(optimizer, weights.items())
-    for name, state in copy_of_state(optimizer).items():
-        assert torch.equal(state["master"], weights[name]) and torch.equal(parameters[name], weights[name].bfloat16())
+    for name, state in optimizer.states.items():
+        on_device = {key: tensor.to(device) for key, tensor in state.tensors.items()}
+        master = state.format.read(on_device, parameters[name].detach().flatten())["master"]
+        assert torch.equal(master, weights[name].flatten())
+        assert torch.equal(parameters[name], weights[name].bfloat16())
 
 
 @MICRO_BATCHES
@@ -354,18 +364,6 @@ def test_checkpoint_holds_each_tensor_not_the_whole_arena(tmp_path, device):
 
 
 @DTYPES
-@MICRO_BATCHES
-@pytest.mark.parametrize("placement", ["host", "partly"])
-def test_compact_placements_agree_bit_for_bit(dtype, micro_batches, placement, device):
-    args = micro_batches, 5, None, "compact"
-    state, weights, norms = run(make_parameters(dtype, device, WIDE), placement, *args)
-    expected_state, expected_weights, expected_norms = run(make_parameters(dtype, device, WIDE), "device", *args)
-    assert norms == expected_norms
-    assert_equal_states(state, expected_state)
-    assert_equal_states(weights, expected_weights)
-
-
-@DTYPES
 def test_compact_masters_stay_near_float32s(dtype, device):
     """The first update is the same up to rounding: it comes before any moment is rounded."""
     for steps, tolerance in ((1, 1e-6), (20, 2e-3)):  # each step moves a weight by about 1e-2
@@ -394,18 +392,6 @@ def test_impl_reaches_the_update(impl, placement, monkeypatch):
     backward(parameters, 0)
     optimizer.step(1e-2)
     assert seen == [impl] * 12  # pieces of the matrix
-
-
-@PLACEMENT
-def test_compact_masters_start_from_float32_weights(placement, device):
-    parameters = make_parameters(torch.bfloat16, device, WIDE)
-    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=PLACEMENTS[placement], state_format="compact")
-    weights = {name: torch.randn(p.shape, device=device) for name, p in parameters.items()}
-    load_weights(optimizer, weights.items())
-    for name, state in optimizer.states.items():
-        on_device = {key: tensor.to(device) for key, tensor in state.tensors.items()}
-        assert torch.equal(state.format.read(on_device, parameters[name].detach().flatten())["master"],
-                           weights[name].flatten())  # fmt: skip
 
 
 @DTYPES

@@ -90,13 +90,17 @@ def test_what_is_refused_and_what_is_a_warning(tmp_path, capsys, monkeypatch, ca
     assert capsys.readouterr().err == f"error: a picture needs the package matplotlib: {install}\n"
 
 
-@pytest.mark.parametrize("value", ["1" + "0" * 400, "1e999", "NaN", '"x"', "[]", "[[]]", "{}", "true", "null", "-1"])
-def test_an_edited_file_is_drawn_without_the_values_that_are_no_numbers(tmp_path, capsys, value):
+NO_NUMBERS = "1" + "0" * 400, "1e999", "NaN", '"x"', "[]", "[[]]", "{}", "true", "null", "-1"
+
+
+def test_an_edited_file_is_drawn_without_the_values_that_are_no_numbers(tmp_path, capsys):
     write_run(tmp_path / "run", 5)
     file = tmp_path / "run" / "metrics.jsonl"
     names = ["step", "loss", "learning_rate", "tokens_per_second", "mfu", "peak_memory_gib", "is_spike"]
-    edited = [json.dumps({"step": 6, "loss": 2.0, name: "?"}).replace('"?"', value) for name in names]
-    edited += [f'{{"step": 7, "peak_memory_gib": [1.0, {value}]}}', "[" * 100_000, "3"]
+    edited = ["[" * 100_000, "3"]
+    for value in NO_NUMBERS:
+        edited += [json.dumps({"step": 6, "loss": 2.0, name: "?"}).replace('"?"', value) for name in names]
+        edited.append(f'{{"step": 7, "peak_memory_gib": [1.0, {value}]}}')
     file.write_text("\n".join([file.read_text(), *edited]))
     assert main([str(tmp_path / "run")]) == 0 and capsys.readouterr().err == ""
 
@@ -108,17 +112,19 @@ def test_a_picture_on_a_full_disk_is_one_line(tmp_path, capsys):
     assert re.fullmatch("error: [^\n]*No space left on device[^\n]*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["$x^$", "$", r"a\$b$", "_run", "\udcff\udcfe", "\ud800", "100%", "{x}"])
-def test_a_folders_name_is_a_label_as_it_is(tmp_path, name):
+def test_a_folders_name_is_a_label_as_it_is(tmp_path):
+    names = "$x^$", "$", r"a\$b$", "_run", "\udcff\udcfe", "\ud800", "100%", "{x}"
     rows = [{"first": 0, "last": 63, "loss": 2.0}, {"first": 64, "last": 127, "loss": 1.0}]
-    draw_losses(tmp_path / "losses.png", [(name, rows)])
-    draw_needles(tmp_path / "needles.svg", [(name, [{"length": 256, "score": 0.5, "samples": 3}])])
+    draw_losses(tmp_path / "losses.png", [(name, rows) for name in names])
+    needles = [{"length": 256, "score": 0.5, "samples": 3}]
+    draw_needles(tmp_path / "needles.svg", [(name, needles) for name in names])
     assert (tmp_path / "losses.png").stat().st_size > 10_000 and {p.name for p in tmp_path.iterdir()} == {
         "losses.png", "needles.svg"
     }  # fmt: skip
     figure = Figure()
     axes = figure.subplots()
-    axes.plot([1], label=as_label(name))
-    [shown] = axes.legend().texts
+    for name in names:
+        axes.plot([1], label=as_label(name))
+    shown = axes.legend().texts
     figure.savefig(tmp_path / "legend.svg", format="svg")
-    assert shown.get_text() == as_label(name)
+    assert [text.get_text() for text in shown] == [as_label(name) for name in names]
