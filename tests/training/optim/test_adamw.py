@@ -3,6 +3,7 @@ import gc
 import math
 import os
 import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -509,13 +510,19 @@ def test_an_optimizer_no_longer_used_is_freed(placement):
     assert all(p.grad is not None for p in parameters.values())  # its hooks are gone, too
 
 
+class Layer(nn.Linear):
+    mixer = property(lambda self: self)
+
+
 class Sharded(nn.Module):
     """Odd sizes, which two ranks share unequally; `small` leaves the second rank nothing."""
+
+    declared: ClassVar = {}  # no parameter is exact
 
     def __init__(self, width=6, hidden=11):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(width, hidden), nn.Linear(hidden, 5)])
+        self.layers = nn.ModuleList([Layer(width, hidden), Layer(hidden, 5)])
         self.small = nn.Parameter(torch.randn(1, 5))
 
     def forward(self, x):
