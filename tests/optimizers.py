@@ -33,6 +33,12 @@ def small_pieces(monkeypatch, request):
         monkeypatch.setattr(training.optim.inventory, "PIECE_ELEMENTS", 32)
 
 
+class Layer(nn.Linear):
+    """A block of a model that FSDP2 shards: it is its own mixer."""
+
+    mixer = property(lambda self: self)
+
+
 def make_parameters(dtype, device, shapes=SHAPES):
     generator = torch.Generator(device).manual_seed(0)
     return {n: nn.Parameter(torch.randn(s, generator=generator, device=device).to(dtype)) for n, s in shapes.items()}

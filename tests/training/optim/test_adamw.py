@@ -27,6 +27,7 @@ from tests.optimizers import (
     SHAPES,
     STATE_FORMAT,
     WIDE,
+    Layer,
     assert_equal_states,
     backward,
     copy_of_state,
@@ -508,10 +509,6 @@ def test_an_optimizer_no_longer_used_is_freed(placement):
     assert alive() is None
     backward(parameters, 1)
     assert all(p.grad is not None for p in parameters.values())  # its hooks are gone, too
-
-
-class Layer(nn.Linear):
-    mixer = property(lambda self: self)
 
 
 class Sharded(nn.Module):
