@@ -159,7 +159,7 @@ def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
     gc.collect()
     gc.freeze()  # a full collection would look at all that was imported, and the ranks would wait for the one in it
     stack.callback(gc.unfreeze)
-    unit = "byte" if recipe.tokenizer.name == "bytes" else "token"
+    unit = "" if recipe.objective else " nats per byte" if recipe.tokenizer.name == "bytes" else " nats per token"
     # The stack ends the bar's line before an error is shown.
     display = stack.enter_context(Display(first_step, progress.max_steps, world.is_main, unit))
     return Run(
@@ -200,6 +200,8 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
     own = {"validation_crc32": held_out.identity} if config.validation_data else {}
     loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, True, own)
     loader.check_enough_for_step(config.gradient_accumulation_steps)
+    if held_out.columns and (count := int((held_out.lengths > config.context_length).sum())):
+        logger.warning("data: %s held-out documents, longer than a sequence, are in no validation", f"{count:,}")
     if config.validation_sequences:
         check_can_validate(held_out, config.context_length, config.validation_sequences)
     check_same_on_all_ranks({**dataclasses.asdict(config), **loader.state_dict()}, world)

@@ -67,7 +67,7 @@ class Display(contextlib.ExitStack):
     every step. Beside a progress bar --log_file alone has the lines. Other ranks than the main rank show nothing.
     """
 
-    def __init__(self, first_step: int, max_steps: int, is_main: bool, unit: str = "token"):
+    def __init__(self, first_step: int, max_steps: int, is_main: bool, unit: str = " nats per token"):
         super().__init__()
         self._total, self._first, self._unit = max_steps, first_step, unit
         where = None if is_main else True  # None: not without a terminal
@@ -99,7 +99,7 @@ class Display(contextlib.ExitStack):
 
     def show_validation(self, values: dict) -> None:
         """Show a validation's loss, and the share of the run's time that validations have taken."""
-        loss, share = f"{values['validation_loss']:.4f} nats per {self._unit}", f"{values['validation_share']:.0%}"
+        loss, share = f"{values['validation_loss']:.4f}{self._unit}", f"{values['validation_share']:.0%}"
         logger.info("step %d: validation loss %s; validations take %s of the time", values["step"], loss, share)
 
 

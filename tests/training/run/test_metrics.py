@@ -193,7 +193,7 @@ def test_without_a_terminal_a_step_is_a_line_of_the_log(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     ends = iter([0.0, 100.0, 200.0, 200.4, 200.8, 200.9])
     monkeypatch.setattr(time, "monotonic", lambda: next(ends))
-    with Display(10, 15, is_main=True, unit="byte") as display:
+    with Display(10, 15, is_main=True, unit=" nats per byte") as display:
         for step in range(11, 16):
             display.show({"step": step, **VALUES, **({"loss": None} if step == 12 else {})})
         display.show_validation({"step": 15, "validation_loss": 2.5, "validation_share": 0.061})
