@@ -34,7 +34,7 @@ from training.checkpoint.saver import Saver
 from training.checkpoint.weights import NO_COMPANIONS, Companions, read_companions
 from training.data.chat import stop_ids
 from training.data.corpus import load_corpus
-from training.data.loader import PackedLoader, check_can_validate, count_sequences, validation_batches
+from training.data.loader import PackedLoader, check_can_validate, count_sequences, prompts_of, validation_batches
 from training.data.show import show_batch
 from training.data.sources import Reading
 from training.data.tokens import Store
@@ -142,7 +142,7 @@ def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
     documents = PackedDocuments.average(
         *loader.packing.document_lengths(), loader.packing.longest_document,
         config.batch_size, world.data_size, config.gradient_accumulation_steps,
-    )  # fmt: skip
+    ).with_prompts(*prompts_of(loader.store))  # fmt: skip
     model, optimizer, plan = build(recipe, documents, world)
     state_format = plan.execution.state_format
     if saves and (larger := checkpoint_bytes(recipe, world, state_format)) > size:

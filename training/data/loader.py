@@ -15,6 +15,8 @@ from training.data.packing import BestFitPacking, Packing, Span, Stream, deal, p
 from training.data.tokens import Store
 from training.host.errors import UserError
 
+PROMPT = -1  # in the column "answer": a text that those behind it in its document go on from
+
 
 @dataclass(frozen=True)
 class Answers:
@@ -86,7 +88,7 @@ def make_batch(store: Store, sequences: list[list[Span]], context_length: int) -
     """Makes a batch with a sequence in each row: its spans, the longest first, then end-of-text ids without targets."""
     shape = len(sequences), context_length
     input_ids, targets = np.full(shape, store.eos_id, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
-    document_ids, all_padding = np.zeros(shape, dtype=np.int32), []
+    (document_ids, prompt_ids), all_padding = np.zeros((2, *shape), dtype=np.int32), []
     columns = {name: np.zeros(shape, dtype=np.float32) for name in store.columns}
     ends: list[int] = []  # documents of each row that are not padding
     for row, spans in enumerate(sequences):
@@ -102,15 +104,21 @@ def make_batch(store: Store, sequences: list[list[Span]], context_length: int) -
                 columns[name][row, position:end] = column
             texts = np.diff(values["answer"], prepend=values["answer"][:1]).astype(bool).cumsum() if values else 0
             document_ids[row, position:end] = segment + texts
+            has_prompt = bool(values) and end > position and values["answer"][0] == PROMPT
+            prompt_ids[row, position:end] = segment + (0 if has_prompt else texts)
             segment, position = document_ids[row, end - 1] + 1 if end > position else segment, end
         padding = padding_lengths(context_length - position)
-        document_ids[row, position:] = segment + np.repeat(np.arange(len(padding)), padding)
+        document_ids[row, position:] = prompt_ids[row, position:] = segment + np.repeat(
+            np.arange(len(padding)), padding
+        )
         all_padding += padding
         ends.append(segment)
     answers = _make_answers(document_ids, ends, targets != IGNORE_INDEX, columns) if columns else None
-    input_ids, targets, document_ids = map(torch.from_numpy, (input_ids, targets, document_ids))
-    num_valid_tokens = int((targets != IGNORE_INDEX).sum())
-    return Batch(input_ids, targets, find_documents(document_ids), num_valid_tokens, tuple(all_padding), answers)
+    input_ids, targets, document_ids, prompt_ids = map(
+        torch.from_numpy, (input_ids, targets, document_ids, prompt_ids)
+    )  # fmt: skip
+    num_valid_tokens, documents = int((targets != IGNORE_INDEX).sum()), find_documents(document_ids, prompt_ids)
+    return Batch(input_ids, targets, documents, num_valid_tokens, tuple(all_padding), answers)
 
 
 def _make_answers(
@@ -132,6 +140,16 @@ def _make_answers(
     shifted = {name: np.where(is_target, np.roll(x, -1, 1), np.float32(0)) for name, x in columns.items()}
     made = ({name: torch.from_numpy(x) for name, x in each.items()} for each in (values, shifted))
     return Answers(torch.from_numpy(index), *made)
+
+
+def prompts_of(store: Store) -> tuple[float, float]:
+    """Returns the share of tokens in prompts of several answers, and answers in a document, from 1,000 documents."""
+    if "answer" not in store.columns:
+        return 0.0, 0.0
+    sample = np.linspace(0, len(store.lengths) - 1, min(1000, len(store.lengths))).astype(int).tolist()
+    columns = [store.read_columns(i, 0, int(store.lengths[i]))["answer"] for i in sample]
+    tokens, answers = np.concatenate(columns), [len(np.unique(column[column != PROMPT])) for column in columns]
+    return float((tokens == PROMPT).mean()), sum(answers) / len(answers)
 
 
 class PackedLoader:

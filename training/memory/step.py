@@ -34,6 +34,16 @@ class PackedDocuments:
         """Documents in a micro-batch, on average."""
         return sum(count for _, count in self.lengths)
 
+    def with_prompts(self, share: float, answers: float) -> "PackedDocuments":
+        """Returns the same tokens where each document is a prompt, a `share` of its tokens, and so many answers."""
+        if not share:
+            return self
+        parts = ((share * n, (1 - share) * n, count) for n, count in self.lengths)
+        prompts = tuple((prompt, answers, tokens, count) for prompt, tokens, count in parts)
+        lengths = [(prompt, count) for prompt, _, _, count in prompts]
+        lengths += [(tokens / answers, answers * count) for _, _, tokens, count in prompts]
+        return PackedDocuments(self.longest, tuple(lengths), prompts)
+
     @classmethod
     def one_each(cls, context_length: int, batch_size: int) -> "PackedDocuments":
         """Returns documents as long as their sequences, one in each."""

@@ -7,12 +7,13 @@ for, "ref_logprobs", a number per token of the completion.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
 
 from training.data.forms import NothingToLearn
+from training.data.loader import PROMPT
 from training.data.sources import Encoded
 from training.host.errors import UserError
 
@@ -22,7 +23,11 @@ SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
 
 
 class Pairs:
-    """Rows of a chosen and a rejected answer, which become one document: prompt, chosen, prompt, rejected."""
+    """Rows of a chosen and a rejected answer, which become one document: prompt, chosen, rejected.
+
+    Each answer begins with the prompt's last token, which predicts its next one, see kernels/attention/prompts.py. The
+    column "answer" is 0 in the chosen answer, 1 in the rejected one, and `PROMPT` before both.
+    """
 
     fields: ClassVar[frozenset[str]] = frozenset(("prompt", "chosen", "rejected", "tools"))
 
@@ -39,9 +44,19 @@ class Pairs:
         tokens, masked = zip(
             *(ended(encode({"prompt": prompt, "completion": answer, **tools}), self._eos_id) for answer in answers)
         )
-        numbers = np.repeat(np.array([0, 1], np.float32), [len(each) for each in tokens])
-        encoded = np.concatenate(tokens), np.concatenate(masked), True
+        shared = _shared_tokens(tokens, masked)
+        parts = [(tokens[0][:shared], masked[0][:shared])]
+        parts += [(own[shared:], mask[shared:]) for own, mask in zip(tokens, masked)]
+        numbers = np.repeat(np.array([PROMPT, 0, 1], np.float32), [len(own) for own, _ in parts])
+        encoded = np.concatenate([own for own, _ in parts]), np.concatenate([mask for _, mask in parts]), True
         return "pairs", encoded, {"answer": numbers}
+
+
+def _shared_tokens(tokens: Sequence[np.ndarray], masked: Sequence[np.ndarray]) -> int:
+    """Returns how many tokens two answers share before the last one that neither has to predict."""
+    length = min(map(len, tokens))
+    is_shared = (tokens[0][:length] == tokens[1][:length]) & masked[0][:length] & masked[1][:length]
+    return max(0, int(np.append(is_shared, False).argmin()) - 1)
 
 
 def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:

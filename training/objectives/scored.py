@@ -58,8 +58,8 @@ class Scored:
 
     @property
     def is_answer(self) -> Tensor:
-        """Whether a document is no padding, [A]."""
-        return ~self.answers.values["answer"].isnan()
+        """Whether a document is neither padding nor the prompt of others, [A]."""
+        return self.answers.values["answer"] >= 0
 
     def column(self, name: str) -> Tensor:
         """Numbers of the targets, float64 [B, T]; 0 where there is no target."""

@@ -454,6 +454,18 @@ def test_answers_count_what_they_see_of_their_prompts():
         assert sum(work.forward.values()) == pytest.approx(2 * expected, rel=1e-9)
 
 
+def test_documents_of_a_prompt_and_its_answers():
+    """Of 1,000 tokens, of which 800 are the prompt: in full attention as much as the pairs that are left."""
+    documents = PackedDocuments(1000, ((1000.0, 3.0),))
+    assert documents.with_prompts(0.0, 0.0) == documents
+    shared = documents.with_prompts(0.8, 2.0)
+    assert shared.prompts == ((800, 2, pytest.approx(200), 3),) and shared.count == 9
+    assert shared.lengths == ((800, 3), (pytest.approx(100), 6))
+    work = FULL.work(shared.lengths, 4, 2, 32, backend="cudnn", steps=1, is_packed=False, prompts=shared.prompts)
+    pairs = 3 * (2 * 900 * 901 / 2 - 800 * 801 / 2)
+    assert work.forward["full forward"] == pytest.approx(attention_flops(4, 32, pairs))
+
+
 def test_copies_of_prompts_take_bytes():
     """Counts q, k, v and the output with 7 copies of what a kind reaches of a prompt; in backward also gradients."""
     documents = PackedDocuments(32_768, ((16_384, 1), (2048, 8)), ((16_384, 8, 16_384, 1),))

@@ -1,16 +1,22 @@
 """Rows of pairs and rollouts as documents, and log-probabilities that are stored and given back."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from model import MODEL_SIZES, Transformer
 from training.data.corpus import open_stores
-from training.data.sources import Reading
+from training.data.loader import PROMPT, make_batch, prompts_of
+from training.data.sources import Document, Reading
 from training.data.tokenizer import ByteTokenizer
+from training.data.tokens import TokenStore
 from training.host.errors import UserError
-from training.objectives.choose import complete, row_reader
+from training.objectives.choose import choose, complete, row_reader
 from training.objectives.flags import ObjectiveFlags
+from training.objectives.scored import Minimised
 from training.objectives.stored import store as write
 
 BYTES = ByteTokenizer()
@@ -33,7 +39,52 @@ def texts_of(store, document):
 
 def test_a_pair_is_one_document_of_two_texts(tmp_path):
     store, _ = read(tmp_path, [{"prompt": "ab", "chosen": "c", "rejected": "de", "id": 7}], objective="dpo")
-    assert texts_of(store, 0) == ("ab*c*$ab*d*e*$", {"answer": [0, 0, 0, 0, 1, 1, 1, 1, 1]})
+    assert texts_of(store, 0) == ("ab*c*$b*d*e*$", {"answer": [-1, 0, 0, 0, 1, 1, 1, 1]})
+    store, _ = read(tmp_path, [{"prompt": "a", "chosen": "ab", "rejected": "b"}], objective="dpo")
+    assert texts_of(store, 0) == ("a*a*b*$a*b*$", {"answer": [0, 0, 0, 0, 1, 1, 1]})  # too short to be shared
+    assert prompts_of(store) == (0.0, 2.0)
+
+
+def test_pairs_share_their_prompt_and_keep_loss_and_gradients(tmp_path):
+    """Against pairs whose answers each have the prompt before them: packed, of a short prompt, of one-token answers."""
+    rows = [
+        {"prompt": "what is it? " * n, "chosen": "it is good"[:m], "rejected": "bad"[:m]}
+        for n, m in ((3, 10), (1, 1), (2, 9))
+    ]  # fmt: skip
+    store, flags = read(tmp_path, [*rows, {"prompt": "a", "chosen": "b", "rejected": "c"}], objective="simpo")
+    apart = TokenStore([_apart(store, document) for document in range(4)], store.eos_id)
+    assert apart.lengths.sum() - store.lengths.sum() == 12 * (3 + 1 + 2) - 3
+    share, answers = prompts_of(store)
+    assert answers == 2 and share == (12 * (3 + 1 + 2) - 3) / store.lengths.sum()
+    torch.manual_seed(0)
+    model = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=2))
+    found = []
+    for each in (apart, store):
+        batch = make_batch(
+            each,
+            [
+                [(0, 0, int(each.lengths[0])), (3, 0, int(each.lengths[3]))],
+                [(1, 0, int(each.lengths[1])), (2, 0, int(each.lengths[2]))],
+            ],
+            160,
+        )
+        objective = Minimised(choose(flags, 160), batch, 4.0, torch.device("cpu"))
+        loss = model(batch.input_ids, targets=batch.targets, documents=batch.documents, objective=objective).loss
+        found.append((loss, torch.autograd.grad(loss, [*model.parameters()]), batch))
+    (expected, wanted, _), (loss, gradients, batch) = found
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for ours, theirs in zip(gradients, wanted):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    assert [answers for _, answers, _ in batch.documents.prompts] == [2, 2, 2]
+
+
+def _apart(store, document):
+    """A pair as its two answers, each behind the prompt."""
+    ids, masked = store.read_masked(document, 0, int(store.lengths[document]))
+    answer = store.read_columns(document, 0, len(ids))["answer"]
+    places = [i for number in (0, 1) for i in range(len(ids)) if answer[i] in (PROMPT, number)]
+    numbers = [number for number in (0, 1) for i in range(len(ids)) if answer[i] in (PROMPT, number)]
+    return Document(ids[places].astype(np.uint32), masked[places], True, columns={"answer": np.float32(numbers)})
 
 
 @pytest.mark.parametrize(
@@ -96,10 +147,10 @@ def test_weights_of_rows(tmp_path):
 def test_stored_log_probabilities_belong_to_documents_and_are_checked(tmp_path):
     rows = [{"prompt": "ab", "chosen": "c", "rejected": "de"}]
     store, flags = read(tmp_path, rows, objective="dpo", reference_logprobs=str(tmp_path / "out"))
-    values = np.arange(9, dtype=np.float32)
+    values = np.arange(8, dtype=np.float32)
     write(tmp_path / "out", values, "of weights", "bytes", [store.identity])
     complete(flags, BYTES, None, [store])
-    assert store.read_columns(0, 2, 9)["reference"].tolist() == [*range(2, 9)]
+    assert store.read_columns(0, 2, 8)["reference"].tolist() == [*range(2, 8)]
 
     other, _ = read(tmp_path, [{**rows[0], "chosen": "x"}], objective="dpo")
     with pytest.raises(UserError, match="other documents"):
