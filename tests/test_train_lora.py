@@ -103,49 +103,47 @@ def test_a_checkpoint_holds_adapters_and_their_state_alone(run, base):
     assert losses(run)[-1] < losses(run)[0]
 
 
+def resumed(run, folder):
+    """A copy of a run without its last checkpoint, resumed."""
+    shutil.copytree(run, folder)
+    shutil.rmtree(folder / "step_00000006")
+    assert train.main(only_resume(folder)) == 0
+    assert losses(folder)[-3:] == losses(run)[-3:]
+    assert equal(adapters_in(folder / "step_00000006"), adapters_in(run / "step_00000006"))
+    return folder
+
+
 def test_a_resumed_run_is_the_run_that_was_not_stopped(run, tmp_path):
-    stopped = tmp_path / "run"
-    shutil.copytree(run, stopped)
-    shutil.rmtree(stopped / "step_00000006")
-    assert train.main(only_resume(stopped)) == 0
+    stopped = resumed(run, tmp_path / "run")
     assert saved_settings(stopped, 6)["lora"] == RANK
-    assert equal(adapters_in(stopped / "step_00000006"), adapters_in(run / "step_00000006"))
-    assert losses(stopped)[-3:] == losses(run)[-3:]
     states = [load_file(folder / "step_00000006/optimizer.safetensors") for folder in (stopped, run)]
     assert equal(*states)
 
 
-def test_quantized_weights_train_resume_and_go_on(base_of_groups, corpus, tmp_path, caplog):
-    """Checks --lora_bits: a resumed run, another number of bits from there on, and the files as of any run."""
+@pytest.fixture(scope="module")
+def exact(base_of_groups, corpus, tmp_path_factory):
+    """A run of six steps beside matrices that nothing rounds."""
+    output_dir = tmp_path_factory.mktemp("exact") / "run"
+    assert train.main(lora_arguments(base_of_groups, corpus, output_dir, steps=6)) == 0
+    return output_dir
+
+
+@pytest.mark.parametrize(("name", "value"), [("lora_bits", 4), ("linear", "fp8")])
+def test_adapters_train_beside_rounded_matrices_and_resume(
+    name, value, exact, base_of_groups, corpus, tmp_path, caplog
+):
+    """Checks a resumed run, another number of bits from there on, and the files as of any run."""
     caplog.set_level(logging.INFO)
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert train.main(lora_arguments(base_of_groups, corpus, whole, "--lora_bits", "4", steps=6)) == 0
-    shutil.copytree(whole, stopped)
-    shutil.rmtree(stopped / "step_00000006")
-    assert train.main(only_resume(stopped)) == 0
-    assert saved_settings(stopped, 6)["lora_bits"] == 4
-    last = adapters_in(whole / "step_00000006")
-    assert equal(adapters_in(stopped / "step_00000006"), last) and losses(stopped)[-3:] == losses(whole)[-3:]
-    assert train.main([*only_resume(stopped), "--lora_bits", "8", "--max_steps", "7"]) == 0
-    assert "lora_bits: 4 -> 8" in caplog.messages
-    exact = tmp_path / "exact"
-    assert train.main(lora_arguments(base_of_groups, corpus, exact, steps=6)) == 0
-    found = adapters_in(exact / "step_00000006")
+    whole = tmp_path / "whole"
+    assert train.main(lora_arguments(base_of_groups, corpus, whole, f"--{name}", str(value), steps=6)) == 0
+    stopped = resumed(whole, tmp_path / "stopped")
+    assert saved_settings(stopped, 6)[name] == value
+    last, found = (adapters_in(folder / "step_00000006") for folder in (whole, exact))
     assert found.keys() == last.keys() and not equal(found, last)
     assert losses(whole) == pytest.approx(losses(exact), rel=0.01)
-
-
-def test_adapters_train_beside_frozen_matrices_in_fp8_and_resume(base_of_groups, corpus, tmp_path):
-    whole, stopped, exact = tmp_path / "whole", tmp_path / "stopped", tmp_path / "exact"
-    assert train.main(lora_arguments(base_of_groups, corpus, whole, "--linear", "fp8", steps=6)) == 0
-    shutil.copytree(whole, stopped)
-    shutil.rmtree(stopped / "step_00000006")
-    assert train.main(only_resume(stopped)) == 0
-    last = adapters_in(whole / "step_00000006")
-    assert equal(adapters_in(stopped / "step_00000006"), last) and losses(stopped)[-3:] == losses(whole)[-3:]
-    assert train.main(lora_arguments(base_of_groups, corpus, exact, steps=6)) == 0
-    assert not equal(adapters_in(exact / "step_00000006"), last)
-    assert losses(whole) == pytest.approx(losses(exact), rel=0.01)
+    if name == "lora_bits":
+        assert train.main([*only_resume(stopped), "--lora_bits", "8", "--max_steps", "7"]) == 0
+        assert "lora_bits: 4 -> 8" in caplog.messages
 
 
 def test_adapters_are_added_to_the_weights_that_they_were_trained_beside(

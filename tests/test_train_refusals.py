@@ -259,16 +259,9 @@ def test_cuda_asked_for_and_absent(corpus, tmp_path, capsys):
     assert "PyTorch sees no CUDA GPU" in capsys.readouterr().err
 
 
-def test_checkpoints_that_do_not_fit_are_refused(corpus, tmp_path, capsys):
+def test_a_run_whose_only_checkpoint_is_damaged_is_refused(corpus, tmp_path, capsys):
     run = tmp_path / "run"
     assert train.main(arguments(corpus, run, steps=1)) == 0
-    capsys.readouterr()
-    assert train.main(arguments(corpus, run, steps=1)) == 1  # without --resume a run is never run over
-    assert "is already there" in capsys.readouterr().err
-    assert train.main(arguments(corpus, run, "--resume", steps=1)) == 1
-    assert "raise max_steps" in capsys.readouterr().err
-    assert train.main(arguments(corpus, run, "--resume", "--model_size", "0.6B", steps=2)) == 1
-    assert "of another size" in capsys.readouterr().err
     file = run / "step_00000001" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     for how in ("yes", "auto"):  # never from the start where there is something to lose
