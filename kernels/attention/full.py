@@ -32,7 +32,7 @@ from .documents import LONGEST_TOGETHER, SPACING, document_calls, has_prompts, m
 from .prompts import add_gradients_of_prompts, attend_to_prompts
 from .reference import attend_written_out, within_documents
 
-_CUDNN_SHORTEST = 64  # tokens; shorter rows run in FlashAttention-2, because cuDNN refuses a row of one token
+_CUDNN_SHORTEST = 64  # tokens; shorter rows and prompts run in FlashAttention-2: cuDNN refuses a row of one token
 # Tokens. A document whose rounded length runs past the end of the batch is copied, to pad it. If that length is above
 # this limit, one key/value head is copied at a time.
 _LONGEST_COPIED = 32_768
@@ -87,7 +87,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
-    if q.shape[1] < _CUDNN_SHORTEST:
+    if min(q.shape[1], k.shape[1]) < _CUDNN_SHORTEST:
         return _flash_forward(q, k, v, causal)
     out, lse = torch_internals.cudnn_attention(*_heads_first(q, k, v), None, True, 0.0, causal)[:2]
     return out.transpose(1, 2), lse.squeeze(-1)
@@ -96,7 +96,7 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tupl
 def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = True
 ) -> Sequence[Tensor]:
-    if q.shape[1] < _CUDNN_SHORTEST:
+    if min(q.shape[1], k.shape[1]) < _CUDNN_SHORTEST:
         return _flash_backward(dout, q, k, v, out, lse, causal)
     lengths, seed = (q.shape[1], k.shape[1]), _unused_seed(q)
     return _heads_first(*torch_internals.cudnn_attention_backward(

@@ -43,7 +43,8 @@ def test_windows_reach_into_the_prompt(window, impl, device, poisoned_memory):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
 @pytest.mark.parametrize(
-    "rows", [[(2501, 600, 1, 70)], [(300, 7, 65), (2300, 100), (128, 129), (143,)], [(2100, 1072)]]
+    "rows",
+    [[(2501, 600, 1, 70)], [(300, 7, 65), (2300, 100), (128, 129), (143,)], [(2100, 1072)], [(1, 2200), (40, 930, 1)]],
 )
 def test_gpu_backends_match_float64(backend, rows, device):
     segments = segments_of_groups(rows)
