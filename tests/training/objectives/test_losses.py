@@ -8,7 +8,7 @@ import torch
 
 from model import ModelConfig, Transformer
 from tests.ranks import run_ranks
-from training.data.loader import make_batch
+from training.data.loader import PROMPT, make_batch
 from training.data.sources import Document
 from training.data.tokens import TokenStore
 from training.families.lora import Adapters
@@ -44,6 +44,9 @@ def documents_of(lengths, seed, columns=()):
     """A document of texts (prompt, answer); the second answer token of a long answer is no target, as a tool's."""
     generator = np.random.default_rng(seed)
     tokens = generator.integers(1, 64, sum(map(sum, lengths))).astype(np.uint32)
+    if len(lengths) == 2:  # a pair has one prompt
+        (count, own), _ = lengths
+        tokens[count + own : 2 * count + own] = tokens[:count]
     masked = np.concatenate([np.arange(p + a) < p for p, a in lengths])
     if lengths[0][1] > 4:
         masked[lengths[0][0] + 1] = True
@@ -60,6 +63,19 @@ def store_of(objective):
     else:
         columns = "advantage", "old", "written", "reference"
         documents = [documents_of([each], i, columns) for i, each in enumerate(ROLLOUTS)]
+    return TokenStore(documents, 0)
+
+
+def sharing_prompts(store):
+    """The same pairs, each with its prompt once, as `rows.Pairs` makes them."""
+    documents = []
+    for document, ((count, own), _) in enumerate(PAIRS):
+        ids, masked = store.read_masked(document, 0, int(store.lengths[document]))
+        columns = {name: x.copy() for name, x in store.read_columns(document, 0, len(ids)).items()}
+        columns["answer"][: count - 1] = PROMPT
+        kept = np.delete(np.arange(len(ids)), slice(count + own, 2 * count + own - 1))
+        columns = {name: x[kept] for name, x in columns.items()}
+        documents.append(Document(ids[kept].astype(np.uint32), masked[kept], True, columns=columns))
     return TokenStore(documents, 0)
 
 
@@ -235,10 +251,14 @@ def test_weights_of_rows_multiply_their_loss():
 
 
 def check_ranks(world):
-    """Ranks share the sequences, of an odd number of tokens too, or have sequences of their own."""
-    for objective in (PREFERENCES[2], PREFERENCES[6], KINDS[1], KINDS[3], KINDS[4]):
+    """Ranks share the sequences, of an odd number of tokens too, or have sequences of their own. Some pairs share
+    their prompts."""
+    for objective in (PREFERENCES[2], PREFERENCES[0], PREFERENCES[6], KINDS[1], KINDS[3], KINDS[4]):
         model, store = build(), store_of(objective)
         expected, metrics = exact_of(model, objective, store), run(model, divided(store, "rows"), objective)[2]
+        if objective in PREFERENCES[:3]:
+            store = sharing_prompts(store)
+            assert any(batch.documents.prompts for batch in divided(store, "rows"))
         if world.context_size > 1:
             share_sequences(model, world)
         for how in ("rows", "each")[world.context_size == 1 :]:
