@@ -190,7 +190,7 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
         weights=config.data_weights,
         reading=Reading(
             config.chat_reasoning, config.suffixes, config.columns, config.bad_rows,
-            row_reader(config, recipe.tokenizer.eos_id, config.lora is not None),
+            row_reader(config, recipe.tokenizer.eos_id, config.context_length, config.lora is not None),
         ),
         validation_data=config.validation_data,
         finish=partial(complete, config, recipe.tokenizer, None if recipe.checkpoint else config.init_from),

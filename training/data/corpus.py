@@ -33,7 +33,8 @@ def open_stores(
             if reading.rows is not None:
                 raise UserError(f"{path} is a prepared set, which holds no rows of an --objective; give the rows")
             return PreparedStore(Path(path), tokenizer, vocab_size)
-        return TokenStore(read_documents(path, tokenizer, vocab_size, reading, unused), tokenizer.eos_id)
+        documents = read_documents(path, tokenizer, vocab_size, reading, unused)
+        return TokenStore(reading.rows.join(documents) if reading.rows else documents, tokenizer.eos_id)
 
     stores = [open_store(path) for path in paths or (None,)]
     try:

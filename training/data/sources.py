@@ -77,6 +77,10 @@ class RowReader(Protocol):
         `encode` takes a row that forms.py knows. Raises UserError and NothingToLearn, as `forms.recognise`.
         """
 
+    def join(self, documents: Iterable[Document]) -> Iterable[Document]:
+        """Returns documents of the same answers, of which neighbours may have become one."""
+        return documents
+
 
 class Reading(NamedTuple):
     """How files become documents, as the flags of these names say."""

@@ -49,6 +49,9 @@ class TokenStore(Store):
 
     Args:
         documents: of one dtype; each is dropped once it is copied.
+
+    Attributes:
+        text_identity: a checksum as `identity`, of no other column than "answer".
     """
 
     def __init__(self, documents: Iterable[Document], eos_id: int):
@@ -67,9 +70,6 @@ class TokenStore(Store):
             for name, column in document.columns.items():
                 assert len(column) == length, "whoever gives columns ends the tokens"
                 values.setdefault(name, bytearray()).extend(column.astype(np.float32).tobytes())
-                self.identity = zlib.crc32(
-                    column.astype(np.float32).tobytes(), zlib.crc32(name.encode(), self.identity)
-                )
             tokens += own
             if not document.is_complete:
                 tokens += np.array(eos_id, dtype).tobytes()
@@ -82,7 +82,9 @@ class TokenStore(Store):
         masked += bytes(borders[-1] - len(masked) if masked else 0)
         self._tokens, self._masked = np.frombuffer(tokens, dtype), np.frombuffer(masked, bool)
         self._borders = np.frombuffer(borders, np.int64)
-        self.lengths = np.diff(self._borders)
+        self.lengths, self.text_identity = np.diff(self._borders), zlib.crc32(values.get("answer", b""), self.identity)
+        for name, content in values.items():
+            self.identity = zlib.crc32(content, zlib.crc32(name.encode(), self.identity))
         self._values = {name: np.frombuffer(column, np.float32) for name, column in values.items()}
         assert all(len(column) == self._borders[-1] for column in self._values.values()), "all documents have columns"
 
@@ -90,9 +92,9 @@ class TokenStore(Store):
     def columns(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(self._values)
 
-    def last_values(self, name: str) -> np.ndarray:
-        """Returns a column's number of the last token of each document."""
-        return self._values[name][self._borders[1:] - 1]
+    def column(self, name: str) -> np.ndarray:
+        """Returns a column's numbers of the tokens of all documents, in their order."""
+        return self._values[name]
 
     def drop_column(self, name: str) -> None:
         del self._values[name]

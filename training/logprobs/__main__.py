@@ -59,9 +59,8 @@ def score(flags: LogProbsFlags, world: World) -> None:
     if flags.chat_template:
         tokenizer = open_tokenizer(flags.tokenizer or opened.tokenizer.name, flags.chat_template)
     as_trained = replace(ObjectiveFlags(objective=flags.objective), old_logprobs="this")  # rows need none of their own
-    reading = Reading(
-        flags.chat_reasoning, None, flags.columns, flags.bad_rows, row_reader(as_trained, tokenizer.eos_id)
-    )  # fmt: skip
+    rows = row_reader(as_trained, tokenizer.eos_id, flags.context_length)
+    reading = Reading(flags.chat_reasoning, None, flags.columns, flags.bad_rows, rows)
     stores = open_stores(flags.data, tokenizer, opened.shape.vocab_size, reading, flags.validation_data)
     in_memory = [each for each in stores if isinstance(each, TokenStore)]
     if len(in_memory) < len(stores):
@@ -77,7 +76,7 @@ def score(flags: LogProbsFlags, world: World) -> None:
 
     assert flags.out is not None
     values = log_probabilities(run, documents, flags.context_length, world.device)
-    identities = [each.identity for each in in_memory]
+    identities = [each.text_identity for each in in_memory]
     store(flags.out, values, digest_of(flags.checkpoint), tokenizer.identity, identities)
     targets = values[values != 0]
     print(f"{flags.out}: {len(targets):,} targets, {-targets.mean():.4f} nats each")

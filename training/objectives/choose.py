@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from training.data.loader import PROMPT
 from training.data.sources import RowReader
 from training.data.tokens import TokenStore
 from training.host.choices import PAIR_OBJECTIVES, ROLLOUT_OBJECTIVES
@@ -35,7 +36,7 @@ def choose(flags: ObjectiveFlags, context_length: int) -> Objective | None:
     return None
 
 
-def row_reader(flags: ObjectiveFlags, eos_id: int, has_adapters: bool = False) -> RowReader | None:
+def row_reader(flags: ObjectiveFlags, eos_id: int, context_length: int, has_adapters: bool = False) -> RowReader | None:
     """Returns the reader of the objective's rows; None: forms.py reads them."""
     if flags.objective in PAIR_OBJECTIVES:
         return Pairs(eos_id)
@@ -45,7 +46,7 @@ def row_reader(flags: ObjectiveFlags, eos_id: int, has_adapters: bool = False) -
             columns["old_logprobs"] = "old" if flags.old_logprobs is None else "written"
         if flags.beta and not flags.reference_logprobs and not has_adapters:
             columns["ref_logprobs"] = "reference"
-        return Rollouts(eos_id, columns)
+        return Rollouts(eos_id, columns, context_length)
     return Weighted(eos_id) if flags.objective == "weighted" else None
 
 
@@ -73,12 +74,24 @@ def give_advantages(stores: Sequence[TokenStore], scaled: bool) -> None:
     own = [store for store in stores if "reward" in store.columns and len(store.lengths)]
     if not own:
         return
-    rewards, groups = (np.concatenate([store.last_values(name) for store in own]) for name in ("reward", "group"))
+    lasts = [_last_tokens(store) for store in own]
+    rewards, groups = (
+        np.concatenate([store.column(name)[places] for store, places in zip(own, lasts)])
+        for name in ("reward", "group")
+    )
     values = advantages(rewards, groups, scaled)
     _, counts = np.unique(groups, return_counts=True)
     if alone := int((counts == 1).sum()):
         logger.warning("data: %d of %d groups have one answer, whose advantage is 0", alone, len(counts))
-    for store, part in zip(own, np.split(values, np.cumsum([len(store.lengths) for store in own])[:-1])):
-        store.add_column("advantage", np.repeat(part, store.lengths))
+    for store, places, part in zip(own, lasts, np.split(values, np.cumsum([*map(len, lasts)])[:-1])):
+        store.add_column("advantage", np.repeat(part, np.diff(places, prepend=-1)))
         for name in ("reward", "group"):
             store.drop_column(name)
+
+
+def _last_tokens(store: TokenStore) -> np.ndarray:
+    """Returns the place of each answer's last token, int64."""
+    answer = store.column("answer")
+    is_last = np.append(answer[1:] != answer[:-1], True)
+    is_last[np.cumsum(store.lengths) - 1] = True
+    return (is_last & (answer != PROMPT)).nonzero()[0]

@@ -49,11 +49,10 @@ class Rollout:
     def count(self, batch: Batch) -> float:
         """Returns the number of answers, of tokens, or of tokens that answers of full length would have."""
         assert batch.answers is not None
-        if self.name in BY_ANSWER:
-            return float((~batch.answers.values["answer"].isnan()).sum())
-        if self.name == "dr_grpo":
-            return float((~batch.answers.values["answer"].isnan()).sum()) * self.context_length
-        return float((batch.targets != IGNORE_INDEX).sum())
+        if self.name not in (*BY_ANSWER, "dr_grpo"):
+            return float((batch.targets != IGNORE_INDEX).sum())
+        answers = float((batch.answers.values["answer"] >= 0).sum())  # neither padding nor prompts
+        return answers * self.context_length if self.name == "dr_grpo" else answers
 
     def __call__(self, scored: Scored) -> Terms:
         is_target, advantage = scored.is_target_BT, scored.column("advantage")

@@ -6,23 +6,25 @@ Pairs have "chosen" and "rejected", and a "prompt" unless they are whole chats. 
 for, "ref_logprobs", a number per token of the completion.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
 from training.data.forms import NothingToLearn
 from training.data.loader import PROMPT
-from training.data.sources import Encoded
+from training.data.sources import Document, Encoded, RowReader
 from training.host.errors import UserError
 
-LARGEST_ID = 2**31 - 1
+LARGEST_ID, TOKEN_BYTES = 2**31 - 1, 4
 Row = tuple[str, Encoded, dict[str, np.ndarray]]
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
 
 
-class Pairs:
+class Pairs(RowReader):
     """Rows of a chosen and a rejected answer, which become one document: prompt, chosen, rejected.
 
     Each answer begins with the prompt's last token, which predicts its next one, see kernels/attention/prompts.py. The
@@ -45,11 +47,18 @@ class Pairs:
             *(ended(encode({"prompt": prompt, "completion": answer, **tools}), self._eos_id) for answer in answers)
         )
         shared = _shared_tokens(tokens, masked)
-        parts = [(tokens[0][:shared], masked[0][:shared])]
-        parts += [(own[shared:], mask[shared:]) for own, mask in zip(tokens, masked)]
-        numbers = np.repeat(np.array([PROMPT, 0, 1], np.float32), [len(own) for own, _ in parts])
-        encoded = np.concatenate([own for own, _ in parts]), np.concatenate([mask for _, mask in parts]), True
-        return "pairs", encoded, {"answer": numbers}
+        numbers = _numbers([*map(len, tokens)], shared)
+        return "pairs", (_joined(tokens, shared), _joined(masked, shared), True), {"answer": numbers}
+
+
+def _joined(answers: Sequence[np.ndarray], shared: int) -> np.ndarray:
+    """Joins values of the tokens of answers: of the first tokens, which they share, once; then each one's others."""
+    return np.concatenate([answers[0][:shared], *(own[shared:] for own in answers)])
+
+
+def _numbers(lengths: Sequence[int], shared: int) -> np.ndarray:
+    """Returns the column "answer" of joined answers, float32: `PROMPT`, then 0, 1, ..."""
+    return np.repeat(np.arange(PROMPT, len(lengths), dtype=np.float32), [shared, *(n - shared for n in lengths)])
 
 
 def _shared_tokens(tokens: Sequence[np.ndarray], masked: Sequence[np.ndarray]) -> int:
@@ -69,7 +78,7 @@ def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
     return chosen[:same], chosen[same:], rejected[same:]
 
 
-class Weighted:
+class Weighted(RowReader):
     """Rows of forms.py with a "weight", which multiplies the loss of all their targets; 1 where there is none."""
 
     fields: ClassVar[frozenset[str]] = frozenset(("weight",))
@@ -87,17 +96,24 @@ class Weighted:
         return "weighted texts", (tokens, masked, True), {"answer": answer, "weight": answer + np.float32(weight)}
 
 
-class Rollouts:
-    """Rows of recorded answers, each a document. Groups of rewards become advantages by `advantages`."""
+class Rollouts(RowReader):
+    """Rows of recorded answers. Neighbours of one prompt become documents: prompt, answer, answer, as pairs do.
+
+    Groups of rewards become advantages by `advantages`.
+    """
 
     fields: ClassVar[frozenset[str]] = frozenset((
         "prompt", "completion", "prompt_ids", "completion_ids", "completion_mask", "advantage", "reward", "group",
         "old_logprobs", "ref_logprobs", "tools",
     ))  # fmt: skip
 
-    def __init__(self, eos_id: int, columns: dict[str, str]):
-        """Reads numbers of each token of the completions from fields, the keys of `columns`."""
+    def __init__(self, eos_id: int, columns: dict[str, str], context_length: int):
+        """Reads numbers of each token of the completions from fields, the keys of `columns`.
+
+        A prompt and its answers are at most `context_length` tokens, unless one answer is longer.
+        """
         self._eos_id, self._groups, self._columns = eos_id, dict[object, int](), columns
+        self._context_length = context_length
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
         row = _needs(row)
@@ -116,6 +132,17 @@ class Rollouts:
         for name, column in self._columns.items():
             columns[column] = _put(_list(_needs(row, name)[name], name), places, len(tokens), name)
         return "rollouts", (tokens, masked, True), columns | self._advantage(row, places, len(tokens))
+
+    def join(self, documents: Iterable[Document]) -> Iterator[Document]:
+        for prompt, rows in itertools.groupby(documents, _prompt):
+            shared, group, room = max(0, len(prompt) // TOKEN_BYTES - 1), list[Document](), self._context_length
+            for row in rows:
+                if group and (shared == 0 or len(row.tokens) - shared > room):
+                    yield _share(group, shared)
+                    group, room = [], self._context_length
+                room -= len(row.tokens) - shared * bool(group)
+                group.append(row)
+            yield _share(group, shared)
 
     def _from_ids(self, row: dict) -> tuple[np.ndarray, np.ndarray]:
         prompt, completion = (_ids(_needs(row, name)[name], name) for name in ("prompt_ids", "completion_ids"))
@@ -139,6 +166,22 @@ class Rollouts:
         number = self._groups.setdefault(row["group"], len(self._groups))
         reward = _number(row["reward"], "reward")
         return {"reward": np.full(length, reward, np.float32), "group": np.full(length, number, np.float32)}
+
+
+def _prompt(document: Document) -> bytes:
+    """Returns the tokens before a document's first target."""
+    assert document.masked is not None
+    return document.tokens[: document.masked.argmin()].tobytes()
+
+
+def _share(rows: Sequence[Document], shared: int) -> Document:
+    """Returns documents of one answer each as one, whose answers share their first tokens."""
+    if len(rows) == 1:
+        return rows[0]
+    columns = {name: _joined([row.columns[name] for row in rows], shared) for name in rows[0].columns}
+    columns["answer"] = _numbers([len(row.tokens) for row in rows], shared)
+    tokens, masked = (_joined([getattr(row, name) for row in rows], shared) for name in ("tokens", "masked"))
+    return replace(rows[0], tokens=tokens, masked=masked, columns=columns)
 
 
 def advantages(rewards: np.ndarray, groups: np.ndarray, scaled: bool) -> np.ndarray:

@@ -36,7 +36,7 @@ class Stored:
     folder: Path
     weights: str  # digest_of their model's
     tokenizer: str  # its identity
-    documents: list[int]  # identities of the stores, which tell tokens and masks, and so the chat template
+    documents: list[int]  # text_identity of the stores, which tells tokens and masks, and so the chat template
     tokens: int
     crc32: int
 
@@ -64,10 +64,10 @@ class Stored:
             raise UserError(
                 f"{self.folder} was made with tokenizer {self.tokenizer[:12]}, this run's is {tokenizer[:12]}; {anew}"
             )
-        if self.documents != [store.identity for store in stores]:
+        if self.documents != [store.text_identity for store in stores]:
             raise UserError(
                 f"{self.folder} is of other documents, or of the same by another chat template or objective: it needs "
-                f"the same --data and --validation_data, with their settings; {anew}"
+                f"the same --data, --validation_data and --context_length, with their settings; {anew}"
             )
         if start is not None and self.weights != (found := digest_of(start)):
             raise UserError(f"{self.folder} is of weights {self.weights}, and {start} has {found}; {anew}")

@@ -14,7 +14,7 @@ from training.data.tokens import TokenStore
 from training.families.lora import Adapters
 from training.objectives.preferences import Preference
 from training.objectives.rollouts import Rollout
-from training.objectives.rows import advantages
+from training.objectives.rows import Rollouts, advantages
 from training.objectives.scored import collect
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
@@ -23,7 +23,7 @@ from training.run.step import count_losses, run_model
 CPU = World(0, 1, torch.device("cpu"))
 CONFIG = ModelConfig(64, 32, 48, 1, 4, 2, 16, initializer_range=0.2)
 PAIRS = [((3, 4), (3, 6)), ((2, 7), (2, 1)), ((1, 1), (1, 1))]  # prompt, answer
-ROLLOUTS = [(4, 3), (4, 1), (2, 9), (7, 5), (3, 2)]
+ROLLOUTS = [(4, 3), (4, 1), (4, 6), (7, 5), (3, 2)]  # three answers to one prompt
 PREFERENCES = [
     Preference("dpo", 0.3), Preference("dpo", 0.1, label_smoothing=0.2), Preference("dpo", 0.1, nll_weight=0.7),
     Preference("ipo", 0.4), Preference("simpo", 2.0, margin=0.5), Preference("simpo", 1.5, 0.1, 0.3, 0.2),
@@ -63,12 +63,20 @@ def store_of(objective):
     else:
         columns = "advantage", "old", "written", "reference"
         documents = [documents_of([each], i, columns) for i, each in enumerate(ROLLOUTS)]
+        for document in documents[1:3]:
+            document.tokens[:4] = documents[0].tokens[:4]
     return TokenStore(documents, 0)
 
 
 def sharing_prompts(store):
-    """The same pairs, each with its prompt once, as `rows.Pairs` makes them."""
+    """The same pairs or rollouts, each prompt once: pairs as `rows.Pairs` makes them."""
     documents = []
+    if len(store.lengths) == len(ROLLOUTS):
+        for document, length in enumerate(store.lengths.tolist()):
+            ids, masked = store.read_masked(document, 0, length)
+            columns = store.read_columns(document, 0, length)
+            documents.append(Document(ids.astype(np.uint32), masked, True, columns=columns))
+        return TokenStore(Rollouts(0, {}, 17).join(documents), 0)
     for document, ((count, own), _) in enumerate(PAIRS):
         ids, masked = store.read_masked(document, 0, int(store.lengths[document]))
         columns = {name: x.copy() for name, x in store.read_columns(document, 0, len(ids)).items()}
@@ -181,12 +189,14 @@ def exact_of(model, objective, store):
 def test_loss_and_every_gradient_are_the_papers_however_answers_are_divided(objective):
     model, store = build(), store_of(objective)
     expected, metrics = exact_of(model, objective, store), []
-    for how, model.loss_impl in (("packed", "standard"), ("rows", "chunked"), ("each", "chunked")):
-        found = run(model, divided(store, how), objective)
+    ways = [(store, "packed", "standard"), (store, "rows", "chunked"), (store, "each", "chunked")]
+    shared = sharing_prompts(store)
+    for each, how, model.loss_impl in (*ways, (shared, "rows", "chunked"), (shared, "each", "standard")):
+        found = run(model, divided(each, how), objective)
         assert_same(found, expected)
         metrics.append(found[2])
     for name, value in metrics[0].items():
-        assert value == pytest.approx(metrics[1][name], abs=1e-5) == pytest.approx(metrics[2][name], abs=1e-5), name
+        assert [found[name] for found in metrics[1:]] == pytest.approx([value] * 4, abs=1e-5), name
 
 
 def test_metrics_say_what_they_mean():
@@ -251,12 +261,12 @@ def test_weights_of_rows_multiply_their_loss():
 
 
 def check_ranks(world):
-    """Ranks share the sequences, of an odd number of tokens too, or have sequences of their own. Some pairs share
-    their prompts."""
+    """Ranks share the sequences, of an odd number of tokens too, or have sequences of their own. Some pairs and
+    rollouts share their prompts."""
     for objective in (PREFERENCES[2], PREFERENCES[0], PREFERENCES[6], KINDS[1], KINDS[3], KINDS[4]):
         model, store = build(), store_of(objective)
         expected, metrics = exact_of(model, objective, store), run(model, divided(store, "rows"), objective)[2]
-        if objective in PREFERENCES[:3]:
+        if objective in (*PREFERENCES[:3], *KINDS[3:]):
             store = sharing_prompts(store)
             assert any(batch.documents.prompts for batch in divided(store, "rows"))
         if world.context_size > 1:

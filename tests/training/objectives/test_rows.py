@@ -9,11 +9,14 @@ import torch
 
 from model import MODEL_SIZES, Transformer
 from training.data.corpus import open_stores
-from training.data.loader import PROMPT, make_batch, prompts_of
+from training.data.loader import PROMPT, PackedLoader, make_batch, prompts_of
+from training.data.packing import BestFitPacking
+from training.data.show import show_batch
 from training.data.sources import Document, Reading
 from training.data.tokenizer import ByteTokenizer
 from training.data.tokens import TokenStore
 from training.host.errors import UserError
+from training.logprobs.__main__ import log_probabilities
 from training.objectives.choose import choose, complete, row_reader
 from training.objectives.flags import ObjectiveFlags
 from training.objectives.scored import Minimised
@@ -22,10 +25,10 @@ from training.objectives.stored import store as write
 BYTES = ByteTokenizer()
 
 
-def read(tmp_path, rows, **flags):
+def read(tmp_path, rows, context_length=1, **flags):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = ObjectiveFlags(**flags)
-    [store] = open_stores([str(tmp_path / "a.jsonl")], BYTES, 256, Reading(rows=row_reader(found, 0)))
+    [store] = open_stores([str(tmp_path / "a.jsonl")], BYTES, 256, Reading(rows=row_reader(found, 0, context_length)))
     return store, found
 
 
@@ -120,6 +123,36 @@ def test_rewards_become_advantages_of_groups(tmp_path, caplog):
     assert set(store.columns) == {"answer", "old", "advantage"} and "1 of 2 groups have one answer" in caplog.text
 
 
+def test_rollouts_of_one_prompt_are_one_document_while_they_fit(tmp_path):
+    """Advantages, what is shown, and log-probabilities stay those of the rows."""
+    rows = [IDS | {"reward": reward, "group": group} for reward, group in ((1, "a"), (5, "b"), (3, "a"))]
+    rows += [rows[0] | {"prompt_ids": [66, 66]}, rows[1] | {"prompt_ids": [66]}, rows[1] | {"prompt_ids": [66]}]
+    store, flags = read(tmp_path, rows, 9, objective="dr_grpo")
+    apart, _ = read(tmp_path, rows, objective="dr_grpo")
+    assert store.lengths.tolist() == [9, 5, 5, 4, 4] and apart.lengths.tolist() == [5, 5, 5, 5, 4, 4]
+    torch.manual_seed(0)
+    model = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=1)).requires_grad_(False)
+
+    def run(ids, targets, packed, _):
+        return model(ids, targets=targets, documents=packed, denominator=1.0, return_log_probs=True).log_probs
+
+    found, wanted = (log_probabilities(run, each, 9, torch.device("cpu")) for each in (store, apart))
+    torch.testing.assert_close(*(torch.from_numpy(x[x != 0]) for x in (found, wanted)), rtol=1e-5, atol=0)
+    assert (found[[0, 1, 5]] == 0).all() and (found != 0).sum() == 18
+    shown = show_batch(PackedLoader(store, BestFitPacking(store.lengths, 9, seed=0), 5), BYTES)
+    assert "tokens 0 to 8, 6 of them trained on\nAB[[CDE]]B[[CDE]]\n" in shown
+    complete(flags, BYTES, None, [store])
+    advantage = [1 - 5 / 3] * 5 + [0.0] * 4  # group a has 1, 3, 1
+    assert texts_of(store, 0) == (
+        "AB*C*D*EB*C*D*E",
+        {
+            "answer": [-1, 0, 0, 0, 0, 1, 1, 1, 1], "old": [0, 0, -1, -2, -3, 0, -1, -2, -3],
+            "advantage": pytest.approx(advantage),
+        },
+    )  # fmt: skip
+    assert store.read_columns(1, 4, 5)["advantage"][0] == pytest.approx(3 - 5 / 3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -144,11 +177,25 @@ def test_weights_of_rows(tmp_path):
     assert texts_of(store, 1)[1]["weight"] == [1, 1, 1]
 
 
+def test_stored_log_probabilities_belong_to_rows_whose_numbers_may_change(tmp_path):
+    """Made without the engine's log-probabilities, and read beside them; other prompts in a document are refused."""
+    rows = [IDS | {"advantage": 1.0}, IDS | {"advantage": 2.0}]
+    plain, _ = read(tmp_path, rows, 9, objective="grpo", old_logprobs="any")
+    write(tmp_path / "out", np.arange(9, dtype=np.float32), "of weights", "bytes", [plain.text_identity])
+    known = {"objective": "grpo", "old_logprobs": str(tmp_path / "out"), "truncation": 2.0}
+    store, flags = read(tmp_path, [row | {"advantage": -1.0} for row in rows], 9, **known)
+    complete(flags, BYTES, None, [store])
+    assert set(store.columns) == {"answer", "written", "old", "advantage"}
+    apart, _ = read(tmp_path, rows, 8, **known)
+    with pytest.raises(UserError, match="--context_length"):
+        complete(flags, BYTES, None, [apart])
+
+
 def test_stored_log_probabilities_belong_to_documents_and_are_checked(tmp_path):
     rows = [{"prompt": "ab", "chosen": "c", "rejected": "de"}]
     store, flags = read(tmp_path, rows, objective="dpo", reference_logprobs=str(tmp_path / "out"))
     values = np.arange(8, dtype=np.float32)
-    write(tmp_path / "out", values, "of weights", "bytes", [store.identity])
+    write(tmp_path / "out", values, "of weights", "bytes", [store.text_identity])
     complete(flags, BYTES, None, [store])
     assert store.read_columns(0, 2, 8)["reference"].tolist() == [*range(2, 8)]
 
@@ -161,7 +208,7 @@ def test_stored_log_probabilities_belong_to_documents_and_are_checked(tmp_path):
     (tmp_path / "out" / "logprobs.f32").write_bytes(damaged)
     with pytest.raises(UserError, match=r"logprobs.f32 is damaged"):
         complete(flags, BYTES, None, [same])
-    write(tmp_path / "out", values, "of weights", "another tokenizer", [same.identity])
+    write(tmp_path / "out", values, "of weights", "another tokenizer", [same.text_identity])
     with pytest.raises(UserError, match="another toke"):
         complete(flags, BYTES, None, [same])
     (tmp_path / "out" / "logprobs.json").write_text("{}")
