@@ -74,7 +74,7 @@ class Stages:
             # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
             # Some layers may have their own. 64 bytes per token: token ids, labels, losses.
             "workspace": LIBRARY_BYTES
-            + step.tokens * (4 * step.share.rotary_width * positions * tables + 64)
+            + step.tokens * (4 * step.share.rotary_width * positions * tables + 64 + step.scoring.token_bytes)
             + self.optimizer.arriving,
         }
 

@@ -87,6 +87,15 @@ class PackedDocuments:
         return cls(longest, tuple(zip(typical.round(6).tolist(), in_bin[found].tolist())))
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """What an objective's log-probabilities take in each micro-batch beside the loss of the next tokens."""
+
+    head_passes: int = 0  # forward passes of the head where the loss is chunked; the standard loss keeps its logits
+    reference_passes: int = 0  # forward passes of blocks and head without adapters
+    token_bytes: int = 0
+
+
 @dataclass(eq=False, repr=False)
 class StepShape:
     """A training step of a model, with its bytes and seconds under any execution.
@@ -106,6 +115,7 @@ class StepShape:
         num_machines: machines of equally many ranks. Ranks of one machine share sequences and matrices.
         num_copies: copies of the sharded parameters, on machines of their own where there are enough.
         trained: what is trained of the model.
+        scoring: what the loss takes more than the next tokens' does.
     """
 
     share: Share
@@ -122,6 +132,7 @@ class StepShape:
     num_machines: int = 1
     num_copies: int = 1
     trained: Trained = ALL
+    scoring: Scoring = Scoring()
 
     def __post_init__(self):
         share, self.named_parameters = self.share, list(self.named_parameters)

@@ -96,7 +96,7 @@ class _Timeline:
         """Returns the seconds of a layer's attention in forward, its exchange between ranks included."""
         return self.attending[layer][0] + self.exchange[layer]
 
-    def forward(self) -> dict[str, float]:
+    def forward(self, with_added: bool = True) -> dict[str, float]:
         """Returns the seconds of kernels in forward of all blocks, by their work."""
         return {
             "attention": self.longer * sum(map(self.attend, range(self.layers))),
@@ -104,7 +104,7 @@ class _Timeline:
             "products": self.longer * sum(self.products),
             "memory": self.longer * sum(self.moves),
             "dequantization": self.longer * sum(self.visits),
-            **_sum(forward for forward, _ in self.added),
+            **_sum(forward for forward, _ in self.added if with_added),
             "sums over ranks": 2 * self.layers * self.reduction,
         }
 
@@ -142,9 +142,10 @@ class _Timeline:
         }
 
     def phases(self) -> list[Phase]:
-        """Returns the phases, in the order of a step."""
+        """Returns the phases, in the order of a step; the reference's, which comes first, is the last."""
         step, rates, L, link = self.step, self.rates, self.layers, self.rates["link"]
         forward, backward, loss = self.forward(), self.backward(), self._loss()
+        reference = self.forward(with_added=False) | {"loss": self._head()}
         sent = [sum(sent_bytes(step, *block)) / link for block in zip(self.placements, self.parts)]
         weights = [size / link for size in step.waiting_weights(self.execution)]  # the last: the embedding's
         waits, beside = ([size / link for size in sizes] for sizes in step.fetched_bytes(self.execution))
@@ -158,6 +159,7 @@ class _Timeline:
             loss = max(loss, weights[i])
         ends, gather, add, sums = self._sharding()
         seconds = max(seconds, copies + (1 - ends) * gather)
+        alone = max(sum(reference.values()), sum(weights), (1 - ends) * gather)  # nothing is kept for backward
         back = max(back, copies + (1 - ends) * (gather + add))
         last = max(back, copies + (1 - ends) * (gather + add + sums))
         # Gradients leave for the host in the first micro-batch. In each later one, the sums come back and leave again.
@@ -175,14 +177,21 @@ class _Timeline:
             Phase("embedding and head between ranks", ends * (gather + add), link=ends * (gather + add), times=count),
             Phase("sums of embedding and head between copies", ends * sums, link=ends * sums),
             Phase("update", update, on_gpu, fetched),
+            Phase("forward of the reference", alone, reference, sum(weights), count * step.scoring.reference_passes),
         ]
 
     def _loss(self) -> float:
         share = self.step.share
         sizes = self.step.tokens, share.hidden_size, share.vocab_size
         footprint = linear_cross_entropy_footprint(*sizes, trains_head=self.step.head_gradient > 0)
-        # The standard loss has the same products.
-        return footprint.matrix_flops / self.rates[self.execution.linear.head.rate]
+        again = self.step.scoring.head_passes * self.step.uses_chunked_loss(self.execution)
+        # The standard loss has the same products, once.
+        return footprint.matrix_flops / self.rates[self.execution.linear.head.rate] + again * self._head()
+
+    def _head(self) -> float:
+        """Returns the seconds of the head's product in forward."""
+        step = self.step
+        return 2 * step.tokens * step.head / step.element_size / self.rates[self.execution.linear.head.rate]
 
     def _sharding(self) -> tuple[float, float, float, float]:
         """Returns the share of embedding and head, and the seconds to gather all parameters, to add up, to sum copies.

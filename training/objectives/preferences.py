@@ -34,7 +34,6 @@ class Preference:
     nll_weight: float = 0.0
     margin: float = 0.0
 
-    columns: ClassVar[frozenset[str]] = frozenset()
     reads_entropy: ClassVar[bool] = False
 
     @property

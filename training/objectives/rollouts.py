@@ -39,7 +39,6 @@ class Rollout:
     truncation: float = 2.0
     context_length: int = 1
 
-    columns: ClassVar[frozenset[str]] = frozenset(("advantage", "old"))
     reads_entropy: ClassVar[bool] = True
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from model import IGNORE_INDEX
 from training.data.loader import Answers, Batch
+from training.memory.step import Scoring
 from training.parallel.world import World
 
 
@@ -99,6 +100,18 @@ class Objective(Protocol):
 
     def __call__(self, scored: Scored) -> Terms:
         """Returns the loss before it is divided."""
+
+
+# Of a token on the GPU: its answer's number (8), whether it is a target (1), up to five columns (20), its
+# log-probability and loss, its weight and its entropy (16).
+TOKEN_BYTES = 45
+
+
+def scoring(objective: Objective | None, has_adapters: bool) -> Scoring:
+    """Returns what an objective takes: log-probabilities, and where adapters are trained those of the base."""
+    if objective is None:
+        return Scoring()
+    return Scoring(1, int(objective.needs_reference and has_adapters), TOKEN_BYTES)
 
 
 def differentiate(

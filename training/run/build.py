@@ -49,7 +49,7 @@ def step_of(recipe: Recipe, model: Transformer, world: World, documents: PackedD
     return Step(
         model.share, model.named_parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
         num_shards=num_shards, tensor_ranks=config.tensor_parallel_size, num_machines=world.num_machines,
-        num_copies=world.replicate, trained=recipe.trained,
+        num_copies=world.replicate, trained=recipe.trained, scoring=recipe.scoring,
     )  # fmt: skip
 
 

@@ -53,8 +53,9 @@ from training.host.sizes import parse_bytes
 from training.memory.execution import Execution
 from training.memory.kinds import KindsByStep, check_head_dim, kinds_by_step
 from training.memory.machine import gpu_budget
+from training.memory.step import Scoring
 from training.objectives.choose import choose
-from training.objectives.scored import Objective
+from training.objectives.scored import Objective, scoring
 from training.optim.formats import frozen_format
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import check_library
@@ -225,6 +226,11 @@ class Recipe(StepRecipe):
     def objective(self) -> Objective | None:
         """What a step minimises; None: the loss of the next tokens."""
         return choose(self.config, self.config.context_length)
+
+    @property
+    def scoring(self) -> Scoring:
+        """What the objective takes of a step, for its plan."""
+        return scoring(self.objective, isinstance(self.trained, Adapters))
 
     def settings(self, max_steps: int, state_format: str) -> dict:
         """The settings by name, with what data and plan have settled: the last step and the format of the state."""

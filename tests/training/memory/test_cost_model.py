@@ -1,3 +1,4 @@
+import copy
 import gc
 import math
 import re
@@ -18,12 +19,13 @@ from kernels.lora import LORA
 from kernels.qkv_attention import AttentionPart
 from model import MODEL_SIZES, Transformer
 from training.families.lora import Adapters
+from training.families.trained import ALL
 from training.memory.block_bytes import results_bytes
 from training.memory.cost_model import Step, forward_flops
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import H200
 from training.memory.planner import Plan, _Search, find_max_context
-from training.memory.step import PackedDocuments
+from training.memory.step import PackedDocuments, Scoring
 from training.memory.timeline import UPDATE_BESIDE_FORWARD, attention_seconds
 from training.optim.inventory import NUM_SLOTS
 from training.parallel.world import World, make_mesh
@@ -425,6 +427,37 @@ def test_adapters_spare_the_products_of_weights_gradients(size, placement):
     assert saved == pytest.approx(expected, rel=1e-6)
     assert lora.trained_elements == sum(p.numel() for _, p in lora.named_parameters if p.requires_grad)
     assert updates[1] < 0.01 * updates[0] and 0 < forward < backward
+
+
+@pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
+def test_objectives_run_a_chunked_head_twice_and_the_base_beside_adapters(loss_impl):
+    """Over four micro-batches. The standard loss keeps its logits."""
+    base, adapters, T = MODEL_SIZES["4B"], Adapters(16, 32.0), 8192
+    given = Execution(loss_impl=loss_impl, linear=LORA)
+    without = step_on_meta(base, T, micro_batches=4, given=given, trained=adapters)
+    execution = replace(given, placements=(WHOLE,) * 36)
+    phases = {phase.name: phase for phase in without.timeline(execution, H200)}
+    forward = sum(seconds for rate, seconds in phases["forward"].compute.items() if rate != "adapters")
+    head = 2 * T * base.hidden_size * base.vocab_size / H200["products"]
+    for passes in (0, 1):
+        step = copy.copy(without)
+        step.scoring = Scoring(1, passes, 45)
+        more = step.seconds(execution, H200) - without.seconds(execution, H200)
+        assert more == pytest.approx(4 * ((loss_impl == "chunked") * head + passes * (forward + head)), rel=1e-6)
+        assert step.peak(execution).bytes - without.peak(execution).bytes == 45 * T
+
+
+def test_a_recipe_tells_its_plan_what_its_objective_takes():
+    def found(trained=ALL, **flags):
+        settings, world = TrainConfig(optimizer_state="float32", **flags), World(0, 1, torch.device("cpu"))
+        recipe = replace(recipe_of(settings, MODEL_SIZES["tiny"], world), trained=trained)
+        scoring = step_of_run(recipe, model_on_meta(recipe.model, world), world, None).scoring
+        return scoring.head_passes, scoring.reference_passes
+
+    assert found() == (0, 0) and found(objective="orpo") == (1, 0)
+    assert found(objective="dpo") == (1, 0) and found(Adapters(2, 4.0), objective="dpo") == (1, 1)
+    assert found(Adapters(2, 4.0), objective="grpo") == (1, 0)
+    assert found(Adapters(2, 4.0), objective="grpo", beta=0.1) == (1, 1)
 
 
 def test_layers_without_adapters_have_no_traffic_of_them():
