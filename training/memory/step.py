@@ -89,7 +89,7 @@ class PackedDocuments:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What an objective's log-probabilities take in each micro-batch beside the loss of the next tokens."""
+    """Scoring of a micro-batch for an objective: passes and bytes that the loss of next tokens does not take."""
 
     head_passes: int = 0  # forward passes of the head where the loss is chunked; the standard loss keeps its logits
     reference_passes: int = 0  # forward passes of blocks and head without adapters

@@ -102,13 +102,11 @@ class Objective(Protocol):
         """Returns the loss before it is divided."""
 
 
-# Of a token on the GPU: its answer's number (8), whether it is a target (1), up to five columns (20), its
-# log-probability and loss, its weight and its entropy (16).
-TOKEN_BYTES = 45
+TOKEN_BYTES = 45  # answer's number (8), mask (1), five columns, and log-probability, loss, weight and entropy (36)
 
 
 def scoring(objective: Objective | None, has_adapters: bool) -> Scoring:
-    """Returns what an objective takes: log-probabilities, and where adapters are trained those of the base."""
+    """Returns what an objective's log-probabilities take, with the base's where it is the reference of adapters."""
     if objective is None:
         return Scoring()
     return Scoring(1, int(objective.needs_reference and has_adapters), TOKEN_BYTES)
