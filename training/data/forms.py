@@ -144,9 +144,13 @@ def _refuse_preferences(row: dict) -> None:
         found = frozenset(("label",))
     if found:
         names = " and ".join(f'"{name}"' for name in sorted(found))
-        cure = "--columns completion=chosen (or messages=chosen, for whole chats) trains on the chosen answers alone"
-        cure = cure if "chosen" in found else "give rows of the good answers alone, without these fields"
-        raise UserError(f"is a preference row, with {names}: give an --objective such as dpo; or {cure}")
+        cure = 'no --objective reads it; give rows of the good answers alone, or of "chosen" and "rejected"'
+        if found == {"chosen", "rejected"}:
+            cure = (
+                "give an --objective such as dpo; or --columns completion=chosen (or messages=chosen, for whole chats)"
+            )
+            cure += " trains on the chosen answers alone"
+        raise UserError(f"is a preference row, with {names}: {cure}")
 
 
 def says_trained(fields: dict, what: str) -> bool | None:

@@ -253,11 +253,14 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c"},
-            'is a preference row, with "chosen" and "rejected", and .* yet',
+            'is a preference row, with "chosen" and "rejected": give an --objective such as dpo; or --columns comp',
         ),
-        ({"chosen": [ASK, ANSWER], "rejected": [ASK, LAST]}, "is a preference row, .*; --columns completion=chosen"),
+        ({"chosen": [ASK, ANSWER], "rejected": [ASK, LAST]}, "is a preference row, .*; or --columns completion=chosen"),
         ({"conversations": [ASK], "chosen": ANSWER, "rejected": LAST}, "is a preference row"),
-        ({"prompt": "a", "completion": "b", "label": False}, 'is a preference row, with "label", and pref'),
+        (
+            {"prompt": "a", "completion": "b", "label": False},
+            'is a preference row, with "label": no --objective reads it; give rows of the good',
+        ),
         ({"prompt": "a", "response": "b", "label": True}, 'is a preference row, with "label"'),
         ({"messages": [ASK, ANSWER], "label": True}, 'is a preference row, with "label"'),
         (
