@@ -380,21 +380,11 @@ class Transformer(nn.Module):
         return local((self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight)
 
     def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        *,
-        targets: Tensor | None = None,
-        documents: Documents | None = None,
-        denominator: Tensor | float | None = None,
-        num_targets: int | None = None,
-        weights: Tensor | None = None,
-        objective: Objective | None = None,
-        return_log_probs: bool = False,
-        return_logits: bool = False,
-        return_hidden_states: bool = False,
-        caches: list[Cache] | None = None,
-    ) -> ModelOutput:
+        self, input_ids: Tensor, labels: Tensor | None = None, *, targets: Tensor | None = None,
+        documents: Documents | None = None, denominator: Tensor | float | None = None, num_targets: int | None = None,
+        weights: Tensor | None = None, objective: Objective | None = None, return_log_probs: bool = False,
+        return_logits: bool = False, return_hidden_states: bool = False, caches: list[Cache] | None = None,
+    ) -> ModelOutput:  # fmt: skip
         """Run the decoder.
 
         Args:

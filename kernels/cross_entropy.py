@@ -571,20 +571,11 @@ class _InPlace(torch.autograd.Function):
 
 
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    weights: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_details: bool = False,
-    return_entropy: bool = False,
-    inplace: bool = False,
-    process_group: dist.ProcessGroup | None = None,
+    logits: Tensor, target: Tensor, *, reduction: str = "mean", ignore_index: int = -100, softcap: float | None = None,
+    weights: Tensor | None = None, denominator: float | Tensor | None = None, return_details: bool = False,
+    return_entropy: bool = False, inplace: bool = False, process_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
-) -> Tensor | Details:
+) -> Tensor | Details:  # fmt: skip
     """Cross-entropy of integer labels, computed in float32 whatever the logits' dtype.
 
     Args:
@@ -599,8 +590,7 @@ def cross_entropy(
             of labels in all micro-batches of all ranks. The default is the number of rows not ignored. The loss is 0
             where all rows are ignored.
         return_details: also return each row's loss and log-sum-exp.
-        return_entropy: also return these and the entropy of each row's probabilities, which reads the logits twice
-            more.
+        return_entropy: also return these and the entropy of each row's probabilities; reads the logits twice more.
         inplace: lets the gradient overwrite the logits in forward. This saves a second [..., V] and a read of it. The
             logits are gone, and backward can run once.
         process_group: shards the vocabulary. Each rank calls with the same target and the logits of its own classes:
@@ -622,8 +612,7 @@ def cross_entropy(
     if inplace and not logits.is_contiguous():
         raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
     rows = logits.reshape(-1, logits.shape[-1])
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
     options = RowOptions(ignore_index, softcap, on_triton)
     weights = checked_weights(weights, logits, target, reduction)
     scale = loss_scale(labels, reduction, ignore_index, denominator, torch.promote_types(logits.dtype, torch.float32))
@@ -636,13 +625,11 @@ def cross_entropy(
         in_gradient = in_gradient if weights is None else in_gradient * weights
         terms, losses, log_sum_exp = _InPlace.apply(rows, labels, in_gradient, group_name, options)
     else:
-        terms, log_sum_exp, _ = _forward(rows, labels, group_name, *options)
-        losses = terms
-        terms = terms if weights is None else terms * weights
+        losses, log_sum_exp, _ = _forward(rows, labels, group_name, *options)
+        terms = losses if weights is None else losses * weights
     loss = terms.view(target.shape) if reduction == "none" else terms.sum() * scale
-    if not (return_details or return_entropy):
-        return loss
-    return details(loss, losses, log_sum_exp, target.shape, entropies)
+    found = details(loss, losses, log_sum_exp, target.shape, entropies)
+    return found if return_details or return_entropy else loss
 
 
 class CrossEntropyLoss(nn.Module):

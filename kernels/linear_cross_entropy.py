@@ -237,24 +237,12 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_setup_context)
 
 
 def linear_cross_entropy(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    *,
-    linear_bias: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    weights: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    num_valid_tokens: int | None = None,
-    chunk_size: int = CHUNK_SIZE,
-    process_group: dist.ProcessGroup | None = None,
-    return_details: bool = False,
-    return_entropy: bool = False,
-    linear: Linear = PLAIN,
-    impl: str = "auto",
-) -> Tensor | Details:
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    reduction: str = "mean", ignore_index: int = -100, softcap: float | None = None, weights: Tensor | None = None,
+    denominator: float | Tensor | None = None, num_valid_tokens: int | None = None, chunk_size: int = CHUNK_SIZE,
+    process_group: dist.ProcessGroup | None = None, return_details: bool = False, return_entropy: bool = False,
+    linear: Linear = PLAIN, impl: str = "auto",
+) -> Tensor | Details:  # fmt: skip
     """Cross-entropy of `input @ linear_weight.T + linear_bias`, with logits of one chunk of tokens at a time.
 
     The signature follows PyTorch's `F.linear_cross_entropy`, without class weights and label smoothing. Autocast casts
