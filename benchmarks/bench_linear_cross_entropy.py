@@ -94,7 +94,7 @@ def compare_chunked(tokens: int, weight: torch.Tensor) -> dict[str, dict[str, fl
     device = weight.device
     x, target = make_inputs(tokens, weight)
     masked = torch.where(torch.rand(tokens, device=device) < 0.75, -100, target)
-    num_masked = int((masked != -100).sum())
+    num_masked, weights = int((masked != -100).sum()), torch.randn(tokens, device=device)
     losses = {
         "ours": lambda: linear_cross_entropy(x, weight, target, num_valid_tokens=tokens),
         # The last position of a sequence has no target; the denominator counts all micro-batches' targets.
@@ -102,6 +102,9 @@ def compare_chunked(tokens: int, weight: torch.Tensor) -> dict[str, dict[str, fl
             x[None, :-1], weight, target[None, 1:], denominator=tokens - 1
         ),
         "ours, 75% of labels -100": lambda: linear_cross_entropy(x, weight, masked, num_valid_tokens=num_masked),
+        "ours, a weight per token": lambda: linear_cross_entropy(
+            x, weight, target, num_valid_tokens=tokens, weights=weights
+        ),
     }
     if peer := liger_loss(device):
         losses["Liger, bf16 dW"] = lambda: peer(x, weight, target, None)
