@@ -3,8 +3,8 @@
 `.venv/bin/python -m benchmarks.bench_shared_prompts`
 
 "shared" is one row of the prompt and its answers. "apart" is a row of the prompt and one answer after the other, and is
-the reference: results and gradients of the input, those of the prompt added up, are compared with it first. Mixers are
-full attention, a window of 4,096 tokens, sparse attention and a gated delta net.
+the reference. Results and gradients of the input are compared with it first, with the prompt's gradients added up.
+Mixers are full attention, a window of 4,096 tokens, sparse attention and a gated delta net.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Optimizers of tests, whose parameters live where a test says, and what tests compare of them."""
+"""Optimizers whose parameters live where a test says, and the values that tests compare."""
 
 import math
 from types import MappingProxyType
