@@ -457,15 +457,12 @@ def test_all_labels_ignored_gives_zero():
         assert all(not p.grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_attention_heads": 3}, "multiple of num_key_value_heads"),
-        ({"head_dim": 33}, "even"),
-        ({"vocab_size": 0}, "vocab_size must be at least 1"),
-        ({"hidden_act": "relu"}, "silu, gelu_tanh"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"num_attention_heads": 3}, "multiple of num_key_value_heads"),
+    ({"head_dim": 33}, "even"),
+    ({"vocab_size": 0}, "vocab_size must be at least 1"),
+    ({"hidden_act": "relu"}, "silu, gelu_tanh"),
+])  # fmt: skip
 def test_bad_configs_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(TINY, **change)

@@ -233,34 +233,26 @@ def test_a_checkpoint_takes_what_it_carries_untrained(tmp_path):
     assert adapters == checkpoint_bytes(recipe, world)
 
 
-@pytest.mark.parametrize(
-    ("flags", "first"),
-    [
-        ("--gpu 20GB --host_budget 36GB --batch_size 8", "--batch_size 2 --gradient_accumulation_steps 4"),
-        ("--gpu 12GB --host_budget 8GB --batch_size 2", "--batch_size 1 --lora 16"),
-        ("--gpu 16GB --host_budget 6GB --attention_type nsa", "--attention_type full"),
-        (
-            "--gpu 12GB --host_budget 12GB --batch_size 2 --optimizer_state float32",
-            "--batch_size 1 --optimizer_state compact",
-        ),
-        ("--gpu 12GB --host_memory 10GB", "--lora 16"),
-        ("--gpu 14GB --host_memory 10GB --linear fp8", "--lora 16"),
-        ("--gpu 12GB --no-gradient_checkpointing", "drop --gradient_checkpointing"),
-        ("--gpu 4GB --no-gradient_checkpointing", "drop --gradient_checkpointing --context_length"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "first"), [
+    ("--gpu 20GB --host_budget 36GB --batch_size 8", "--batch_size 2 --gradient_accumulation_steps 4"),
+    ("--gpu 12GB --host_budget 8GB --batch_size 2", "--batch_size 1 --lora 16"),
+    ("--gpu 16GB --host_budget 6GB --attention_type nsa", "--attention_type full"),
+    ("--gpu 12GB --host_budget 12GB --batch_size 2 --optimizer_state float32",
+     "--batch_size 1 --optimizer_state compact"),
+    ("--gpu 12GB --host_memory 10GB", "--lora 16"),
+    ("--gpu 14GB --host_memory 10GB --linear fp8", "--lora 16"),
+    ("--gpu 12GB --no-gradient_checkpointing", "drop --gradient_checkpointing"),
+    ("--gpu 4GB --no-gradient_checkpointing", "drop --gradient_checkpointing --context_length"),
+])  # fmt: skip
 def test_cheaper_changes_come_first(flags, first, nine_layers, tmp_path, capsys):
     _, rows = answer_of(tmp_path, capsys, *flags.split())
     assert next(iter(rows)).startswith(first)
 
 
-@pytest.mark.parametrize(
-    ("flags", "first"),
-    [
-        ("--gpu 12GB --attention_type sparse", "--attention_type full"),
-        ("--gpu 16GB --memory_budget 15GB --model_size 8B --lora 16 --host_memory 32GB", "--lora_bits 8"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "first"), [
+    ("--gpu 12GB --attention_type sparse", "--attention_type full"),
+    ("--gpu 16GB --memory_budget 15GB --model_size 8B --lora 16 --host_memory 32GB", "--lora_bits 8"),
+])  # fmt: skip
 def test_cheaper_changes_of_whole_models_come_first(flags, first, tmp_path, capsys):
     _, rows = answer_of(tmp_path, capsys, *flags.split())
     assert next(iter(rows)).startswith(first)
@@ -297,15 +289,8 @@ def test_an_epoch_of_the_data_is_timed_for_its_documents(nine_layers, tmp_path, 
     samples = [{"prompt": "p" * 700, "completion": "c" * (99 + i)} for i in range(40)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
     data = (
-        "--data",
-        str(tmp_path / "samples.jsonl"),
-        "--context_length",
-        "2048",
-        "--gpu",
-        "H100",
-        "--model_size",
-        "0.6B",
-    )
+        "--data", str(tmp_path / "samples.jsonl"), "--context_length", "2048", "--gpu", "H100", "--model_size", "0.6B",
+    )  # fmt: skip
     answer = run_main(tmp_path, *data, "--batch_size", "4")["answer"]
     out = capsys.readouterr()
     assert "tokenizing" in out.err and answer["sequences"] == 20 and "in 20 sequences, " in out.out
@@ -409,98 +394,72 @@ def test_with_and_without(small, tmp_path, capsys):
         assert f"{int(context_length):,} tokens: {size:.1f} GiB" in out
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--attention_type nsa --dense_below 4096", "dense_below has no effect with attention_type nsa"),
-        ("--selected_blocks 16", "selected_blocks has no effect with attention_type full"),
-        ("--attention_type sparse --dense_below 0", "dense_below must be between 1 and 2147483647, got 0"),
-        ("--context_length 0", "context_length must be between 2 and 134217728, got 0"),
-        ("--context_length 2147483647", "context_length must be between 2 and 134217728, got 2147483647"),
-        ("--batch_size 2147483647", "batch_size must be between 1 and 1048576, got 2147483647"),
-        ("--gpu 999999999999999T --find_max_context", "no GPU '999999999999999T' in the table"),
-        ("--memory_budget 999999999999999T --find_max_context --device cpu", "between 1MB and 1023TB"),
-        ("--context_length many", "invalid int value"),
-        ("--batch_size 0", "batch_size must be between 1 and"),
-        ("--num_layers 37", "num_layers must be at most 36, got 37"),
-        ("--model_size 5B", "invalid choice"),
-        ("--contextlength 5", "unknown flag --contextlength; did you mean --context_length?"),
-        ("--attention_backend slow", "invalid choice"),
-        ("--json nowhere/memory.json", "--json 'nowhere/memory.json' cannot be written to: No such file"),
-        ("--json /", "--json '/' cannot be written to: Is a directory; give another file"),
-        ("--timeline /proc/step.png", "--timeline '/proc/step.png' cannot be written to: "),
-        ("--timeline step.jpeg", "draws .png, .svg or .pdf"),
-        ("--gpu RTX4091", "no GPU 'RTX4091' in the table, did you mean RTX4090;"),
-        ("--gpu RTX4090 --memory_budget 30GB", "30.00 GiB is more than the 23.99 GiB of RTX4090"),
-        ("--gpu RTX4090 --device cuda", "device has no effect with gpu, which predicts for another"),
-        ("--memory_budget 24", "a memory size is between 1MB and 1023TB and looks like \"24GB\", got '24'"),
-        ("--host_memory 100", "looks like \"24GB\", got '100'"),
-        ("--host_memory 4GB --gpu H100", "host_memory 4GB: the system and nproc 1 take 4GB before any is pinned; give"),
-        ("--host_budget 100", "looks like \"24GB\", got '100'"),
-        ("--gpu 24", "no GPU '24' in the table; give one of RTX3060, RTX3060Ti, RTX3070"),
-        ("--tokenizer bytes", "tokenizer has no effect without data"),
-        ("--data nowhere", "data path nowhere does not exist"),
-        (
-            "--data README.md --num_layers 4",
-            "num_layers needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data",
-        ),
-        ("--compare --data README.md", "data has no effect with compare"),
-        ("--gpu 3GB --model_size 8B", "the model does not fit into 2.00 GiB of GPU and any amount of host memory"),
-        ("--memory_budget much", 'looks like "24GB"'),
-        ("--compare --find_max_context", "find_max_context has no effect with compare"),
-        ("--compare --loss_impl chunked", "loss_impl has no effect with compare"),
-        ("--compare --context_length 4096", "context_length has no effect with compare"),
-        (
-            "--find_max_context --no-gradient_checkpointing",
-            "gradient_checkpointing has no effect with find_max_context",
-        ),
-        ("--compare --stages", "stages has no effect with compare"),
-        ("--find_max_context --stages", "stages has no effect with find_max_context"),
-        ("--measure", "measure has no effect but with find_max_context"),
-        ("--compare --measure --gpu H100", "measure needs one GPU"),
-        ("--num_layers 4 --gpu H100", "num_layers needs one GPU"),
-        (
-            "--measure --compare --nproc 2",
-            "measure needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data or",
-        ),
-        ("--num_layers 4 --nnodes 2", "num_layers needs one GPU"),
-        (
-            "--nnodes 2 --context_parallel_size 2",
-            "context_parallel_size 2 x tensor_parallel_size 1 must divide nproc 1",
-        ),
-        ("--nnodes 99999", "nnodes must be between 1 and 65536, got 99999"),
-        ("--nproc 0", "nproc must be between 1 and"),
-        ("--nproc 2 --context_parallel_size 0", "context_parallel_size must be between 1 and"),
-        (
-            "--context_parallel_size 2",
-            "context_parallel_size 2 x tensor_parallel_size 1 must divide nproc 1; give other",
-        ),
-        ("--nproc 6 --tensor_parallel_size 4", "context_parallel_size 1 x tensor_parallel_size 4 must divide nproc 6"),
-        ("--replicate 2", "replicate 2 x tensor_parallel_size 1 must divide the number of processes, 1; start another"),
-        ("--nproc 2 --nnodes 3 --replicate 2", "replicate 2 must be a multiple or a divisor of the 3 machines"),
-        ("--nproc 3 --tensor_parallel_size 3", "tensor_parallel_size 3 must divide the model's num_key_value_heads 8"),
-        ("--nproc 6 --context_parallel_size 6", "must divide the model's 32 query heads; give one of 1, 2, 4, 8, 16"),
-        ("--nproc 16 --context_parallel_size 16", "no plan counts copies of 8 key/value heads on 16 ranks; lower"),
-        (
-            "--nproc 16 --context_parallel_size 16 --attention_type sparse",
-            "context_parallel_size 16 must divide the model's 8 key/value heads",
-        ),
-        (
-            "--lora 16 --lora_bits 4 --nproc 2",
-            "lora_bits 4 on 2 GPUs is not supported: FSDP2 shards bf16; give lora_bits",
-        ),
-        ("--lora 16 --lora_bits 4 --compare", "--compare keeps blocks whole, which lora_bits 4 cannot; drop one"),
-        (
-            "--lora 16 --lora_bits 8 --no-gradient_checkpointing",
-            "--no-gradient_checkpointing keeps blocks whole, which",
-        ),
-        ("--gradient_checkpointing --memory_budget 24GB", "memory_budget has no effect with gradient_checkpointing"),
-        ("--no-gradient_checkpointing --host_budget 24GB", "host_budget has no effect with gradient_checkpointing"),
-        ("--compare --memory_budget 200GB --gpu H100", "memory_budget 200GB is more than the 78.65 GiB"),
-        ("--gpu RTX4090 --attention_backend flash-attn-4", "flash-attn-4 needs compute capability 9.0, which RTX4090"),
-        ("--find_max_context --memory_budget 1GB --gpu 24GB", "does not fit into 1.00 GiB of GPU and any amount"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--attention_type nsa --dense_below 4096", "dense_below has no effect with attention_type nsa"),
+    ("--selected_blocks 16", "selected_blocks has no effect with attention_type full"),
+    ("--attention_type sparse --dense_below 0", "dense_below must be between 1 and 2147483647, got 0"),
+    ("--context_length 0", "context_length must be between 2 and 134217728, got 0"),
+    ("--context_length 2147483647", "context_length must be between 2 and 134217728, got 2147483647"),
+    ("--batch_size 2147483647", "batch_size must be between 1 and 1048576, got 2147483647"),
+    ("--gpu 999999999999999T --find_max_context", "no GPU '999999999999999T' in the table"),
+    ("--memory_budget 999999999999999T --find_max_context --device cpu", "between 1MB and 1023TB"),
+    ("--context_length many", "invalid int value"),
+    ("--batch_size 0", "batch_size must be between 1 and"),
+    ("--num_layers 37", "num_layers must be at most 36, got 37"),
+    ("--model_size 5B", "invalid choice"),
+    ("--contextlength 5", "unknown flag --contextlength; did you mean --context_length?"),
+    ("--attention_backend slow", "invalid choice"),
+    ("--json nowhere/memory.json", "--json 'nowhere/memory.json' cannot be written to: No such file"),
+    ("--json /", "--json '/' cannot be written to: Is a directory; give another file"),
+    ("--timeline /proc/step.png", "--timeline '/proc/step.png' cannot be written to: "),
+    ("--timeline step.jpeg", "draws .png, .svg or .pdf"),
+    ("--gpu RTX4091", "no GPU 'RTX4091' in the table, did you mean RTX4090;"),
+    ("--gpu RTX4090 --memory_budget 30GB", "30.00 GiB is more than the 23.99 GiB of RTX4090"),
+    ("--gpu RTX4090 --device cuda", "device has no effect with gpu, which predicts for another"),
+    ("--memory_budget 24", "a memory size is between 1MB and 1023TB and looks like \"24GB\", got '24'"),
+    ("--host_memory 100", "looks like \"24GB\", got '100'"),
+    ("--host_memory 4GB --gpu H100", "host_memory 4GB: the system and nproc 1 take 4GB before any is pinned; give"),
+    ("--host_budget 100", "looks like \"24GB\", got '100'"),
+    ("--gpu 24", "no GPU '24' in the table; give one of RTX3060, RTX3060Ti, RTX3070"),
+    ("--tokenizer bytes", "tokenizer has no effect without data"),
+    ("--data nowhere", "data path nowhere does not exist"),
+    ("--data README.md --num_layers 4", "num_layers needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data"),
+    ("--compare --data README.md", "data has no effect with compare"),
+    ("--gpu 3GB --model_size 8B", "the model does not fit into 2.00 GiB of GPU and any amount of host memory"),
+    ("--memory_budget much", 'looks like "24GB"'),
+    ("--compare --find_max_context", "find_max_context has no effect with compare"),
+    ("--compare --loss_impl chunked", "loss_impl has no effect with compare"),
+    ("--compare --context_length 4096", "context_length has no effect with compare"),
+    ("--find_max_context --no-gradient_checkpointing", "gradient_checkpointing has no effect with find_max_context"),
+    ("--compare --stages", "stages has no effect with compare"),
+    ("--find_max_context --stages", "stages has no effect with find_max_context"),
+    ("--measure", "measure has no effect but with find_max_context"),
+    ("--compare --measure --gpu H100", "measure needs one GPU"),
+    ("--num_layers 4 --gpu H100", "num_layers needs one GPU"),
+    ("--measure --compare --nproc 2", "measure needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data or"),
+    ("--num_layers 4 --nnodes 2", "num_layers needs one GPU"),
+    ("--nnodes 2 --context_parallel_size 2", "context_parallel_size 2 x tensor_parallel_size 1 must divide nproc 1"),
+    ("--nnodes 99999", "nnodes must be between 1 and 65536, got 99999"),
+    ("--nproc 0", "nproc must be between 1 and"),
+    ("--nproc 2 --context_parallel_size 0", "context_parallel_size must be between 1 and"),
+    ("--context_parallel_size 2", "context_parallel_size 2 x tensor_parallel_size 1 must divide nproc 1; give other"),
+    ("--nproc 6 --tensor_parallel_size 4", "context_parallel_size 1 x tensor_parallel_size 4 must divide nproc 6"),
+    ("--replicate 2", "replicate 2 x tensor_parallel_size 1 must divide the number of processes, 1; start another"),
+    ("--nproc 2 --nnodes 3 --replicate 2", "replicate 2 must be a multiple or a divisor of the 3 machines"),
+    ("--nproc 3 --tensor_parallel_size 3", "tensor_parallel_size 3 must divide the model's num_key_value_heads 8"),
+    ("--nproc 6 --context_parallel_size 6", "must divide the model's 32 query heads; give one of 1, 2, 4, 8, 16"),
+    ("--nproc 16 --context_parallel_size 16", "no plan counts copies of 8 key/value heads on 16 ranks; lower"),
+    ("--nproc 16 --context_parallel_size 16 --attention_type sparse",
+     "context_parallel_size 16 must divide the model's 8 key/value heads"),
+    ("--lora 16 --lora_bits 4 --nproc 2", "lora_bits 4 on 2 GPUs is not supported: FSDP2 shards bf16; give lora_bits"),
+    ("--lora 16 --lora_bits 4 --compare", "--compare keeps blocks whole, which lora_bits 4 cannot; drop one"),
+    ("--lora 16 --lora_bits 8 --no-gradient_checkpointing", "--no-gradient_checkpointing keeps blocks whole, which"),
+    ("--gradient_checkpointing --memory_budget 24GB", "memory_budget has no effect with gradient_checkpointing"),
+    ("--no-gradient_checkpointing --host_budget 24GB", "host_budget has no effect with gradient_checkpointing"),
+    ("--compare --memory_budget 200GB --gpu H100", "memory_budget 200GB is more than the 78.65 GiB"),
+    ("--gpu RTX4090 --attention_backend flash-attn-4", "flash-attn-4 needs compute capability 9.0, which RTX4090"),
+    ("--find_max_context --memory_budget 1GB --gpu 24GB", "does not fit into 1.00 GiB of GPU and any amount"),
+])  # fmt: skip
 def test_bad_flags_are_one_line(flags, message, capsys):
     assert main(flags.split()) == 1
     error = capsys.readouterr().err

@@ -61,24 +61,12 @@ FORMS = {
     "Granite": ("granite", 4, 2, {"tie_word_embeddings": True, **SCALARS}, "bfloat16", "20KB"),
     "Ministral 3": ("ministral3", 4, 2, {"head_dim": 16, "rope_parameters": BETA, **NO_PAD}, "bfloat16", "1GB"),
     "OLMo 3": ("olmo3", 4, 4, {"rope_scaling": YARN, "sliding_window": 64, **NO_PAD}, "bfloat16", "20KB"),
-    "Gemma 3": (
-        "gemma3_text",
-        4,
-        2,
-        {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 24, **NO_PAD},
-        "bfloat16",
-        "1GB",
-    ),
-    "Qwen 3.5": (
-        "qwen3_5_text",
-        4,
-        2,
-        {**DELTA_NET, "layer_types": ["linear_attention", "full_attention"]},
-        "float32",
-        "1GB",
-    ),
+    "Gemma 3": ("gemma3_text", 4, 2, {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 24, **NO_PAD},
+                "bfloat16", "1GB"),
+    "Qwen 3.5": ("qwen3_5_text", 4, 2, {**DELTA_NET, "layer_types": ["linear_attention", "full_attention"]}, "float32",
+                 "1GB"),
     "Mistral": ("mistral", 4, 2, {"head_dim": 16, "sliding_window": None, "rope_theta": 1e6}, "bfloat16", "20KB"),
-}
+}  # fmt: skip
 
 
 def release(name, folder):
@@ -440,17 +428,14 @@ def test_weights_come_and_go_bit_for_bit(qwen2, tmp_path, capsys):
     assert load_file(f"{extended}/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--rope_scaling", "yarn"], "rope_scaling must look like yarn:4"),
-        (["--rope_scaling", "yarn:0.5"], "factor of rope_type yarn must be at least 1, got 0.5"),
-        (["--rope_scaling", "linear:4:64"], "rope_scaling must look like"),
-        (["--rope_scaling", "yarn:4:999999999"], "yarn:4:999999999: 3999999996 tokens are more than"),
-        (["--model_size", "0.6B"], "it has vocab_size 300, model_size 0.6B has 151936; drop model_size"),
-        (["--tensor_parallel_size", "2"], "tensor_parallel_size 2 must divide"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--rope_scaling", "yarn"], "rope_scaling must look like yarn:4"),
+    (["--rope_scaling", "yarn:0.5"], "factor of rope_type yarn must be at least 1, got 0.5"),
+    (["--rope_scaling", "linear:4:64"], "rope_scaling must look like"),
+    (["--rope_scaling", "yarn:4:999999999"], "yarn:4:999999999: 3999999996 tokens are more than"),
+    (["--model_size", "0.6B"], "it has vocab_size 300, model_size 0.6B has 151936; drop model_size"),
+    (["--tensor_parallel_size", "2"], "tensor_parallel_size 2 must divide"),
+])  # fmt: skip
 def test_flags_that_do_not_fit_the_folder(flags, message, qwen2, corpus, tmp_path, capsys):
     assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(qwen2), *flags)) == 1
     assert message in capsys.readouterr().err

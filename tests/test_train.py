@@ -18,17 +18,7 @@ from safetensors.torch import load_file
 import train
 from model import MODEL_SIZES
 from tests.ranks import announce, meeting_point
-from tests.runs import (
-    ROOT,
-    arguments,
-    edit_trainer_json,
-    interrupt,
-    losses,
-    metrics,
-    only_resume,
-    parse,
-    weights,
-)
+from tests.runs import ROOT, arguments, edit_trainer_json, interrupt, losses, metrics, only_resume, parse, weights
 from training.generate.inference import open_tokenizer
 from training.host.errors import UserError
 from training.memory.cost_model import forward_flops

@@ -189,14 +189,11 @@ def base_of(folder):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("given", "added", "stops"),
-    [
-        ("chatml", ["<|im_start|>", "<|im_end|>"], [257, 259]),
-        (TURNS, ["<|turn|>", "<|over|>"], [257, 259]),
-        (PLAIN, [], 257),
-    ],
-)
+@pytest.mark.parametrize(("given", "added", "stops"), [
+    ("chatml", ["<|im_start|>", "<|im_end|>"], [257, 259]),
+    (TURNS, ["<|turn|>", "<|over|>"], [257, 259]),
+    (PLAIN, [], 257),
+])  # fmt: skip
 def test_a_chat_template_is_given_to_a_base_model(tmp_path, chats, given, added, stops):
     """Tokens and mask are as if the folder had template and tokens, and what is saved has them for transformers."""
     folder, saved = base_of(tmp_path), tmp_path / "saved"
@@ -255,21 +252,16 @@ def test_a_run_with_a_chat_template_is_saved_with_it_and_resumed(released, chats
     assert made["tokenizer"] == load_tokenizer(str(run / "step_00000002")).identity
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--chat_template", "{folder}/none"], "none: No such file or directory; give --chat_template a file of a"),
-        (
-            ["--chat_template", "{folder}/wide"],
-            "<|d4|> and 40 more, which {folder}/tokenizer.json lacks: the model's vocab",
-        ),
-        (["--chat_template", "{folder}/bad"], "bad cannot be read: "),
-        (["--chat_template", "{folder}/fails"], "fails fails: "),
-        (["--chat_template", "chatml", "--lora", "4"], "adapters would not train their embeddings"),
-        (["--chat_template", "chatml", "--tokenizer", "bytes"], "needs a tokenizer of words, not bytes"),
-        (["--chat_template", "chatml", "--data", "{folder}/a.txt"], "chat_template has no effect without chats"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    (["--chat_template", "{folder}/none"], "none: No such file or directory; give --chat_template a file of a"),
+    (["--chat_template", "{folder}/wide"],
+     "<|d4|> and 40 more, which {folder}/tokenizer.json lacks: the model's vocab"),
+    (["--chat_template", "{folder}/bad"], "bad cannot be read: "),
+    (["--chat_template", "{folder}/fails"], "fails fails: "),
+    (["--chat_template", "chatml", "--lora", "4"], "adapters would not train their embeddings"),
+    (["--chat_template", "chatml", "--tokenizer", "bytes"], "needs a tokenizer of words, not bytes"),
+    (["--chat_template", "chatml", "--data", "{folder}/a.txt"], "chat_template has no effect without chats"),
+])  # fmt: skip
 def test_templates_that_cannot_be_trained_are_refused(released, chats, tmp_path, given, message, capsys):
     folder = base_of(released)
     (folder / "wide").write_text("".join(f"<|d{i}|>" for i in range(43)) + TURNS)

@@ -113,29 +113,12 @@ def test_a_run_of_epochs_goes_on(texts, tmp_path, capsys, caplog):
     """A run that was stopped ends as the whole run does. More epochs stretch the cosine; --resume auto ends at once."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     flags = [
-        "--data",
-        *texts,
-        "--context_length",
-        "256",
-        "--batch_size",
-        "1",
-        "--sample_tokens",
-        "0",
-        "--device",
-        "cpu",
-    ]
+        "--data", *texts, "--context_length", "256", "--batch_size", "1", "--sample_tokens", "0", "--device", "cpu",
+    ]  # fmt: skip
     flags += [
-        "--warmup_steps",
-        "1",
-        "--validation_sequences",
-        "1",
-        "--checkpoint_interval",
-        "1",
-        "--keep_checkpoints",
-        "9",
-        "--epochs",
-        "0.5",
-    ]
+        "--warmup_steps", "1", "--validation_sequences", "1", "--checkpoint_interval", "1", "--keep_checkpoints", "9",
+        "--epochs", "0.5",
+    ]  # fmt: skip
     assert train.main([*flags, "--output_dir", str(whole)]) == 0
     steps = len(losses(whole))
     assert steps > 1 and metrics(whole)[-1]["epoch"] >= 0.5 > metrics(whole)[-2]["epoch"]

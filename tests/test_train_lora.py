@@ -284,20 +284,17 @@ def test_lora_plus_multiplies_the_rate_of_b(base, corpus, tmp_path):
     assert lengths[16] / lengths[1] == pytest.approx(16, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        (["--tensor_parallel_size", "2"], "lora with tensor_parallel_size is not supported"),
-        (["--lora_targets", "q_proj,lm_head"], "targets among q_proj, k_proj"),
-        (["--lora_targets", "q_proj,q_proj"], "targets among q_proj, k_proj"),
-        (["--lora_alpha", "0"], "lora_alpha must be"),
-        (["--lora", "0"], "lora must be"),
-        (["--lora_bits", "2"], "invalid choice: 2 (choose from 16, 8, 4)"),
-        (["--lora_bits", "4", "--compile"], "lora_bits 4 with compile is not supported"),
-        (["--attention_type", "nsa"], "has no gates of it"),
-        (["--rope_scaling", "yarn:4"], "export BASE OUT --rope_scaling yarn:4"),
-    ],
-)
+@pytest.mark.parametrize(("extra", "message"), [
+    (["--tensor_parallel_size", "2"], "lora with tensor_parallel_size is not supported"),
+    (["--lora_targets", "q_proj,lm_head"], "targets among q_proj, k_proj"),
+    (["--lora_targets", "q_proj,q_proj"], "targets among q_proj, k_proj"),
+    (["--lora_alpha", "0"], "lora_alpha must be"),
+    (["--lora", "0"], "lora must be"),
+    (["--lora_bits", "2"], "invalid choice: 2 (choose from 16, 8, 4)"),
+    (["--lora_bits", "4", "--compile"], "lora_bits 4 with compile is not supported"),
+    (["--attention_type", "nsa"], "has no gates of it"),
+    (["--rope_scaling", "yarn:4"], "export BASE OUT --rope_scaling yarn:4"),
+])  # fmt: skip
 def test_what_is_not_supported_is_refused(extra, message, base, corpus, tmp_path, capsys):
     assert train.main(lora_arguments(base, corpus, tmp_path / "run", *extra, steps=2)) == 1
     assert message in capsys.readouterr().err
@@ -366,43 +363,40 @@ def test_a_run_keeps_its_adapters(name, value, run, corpus, tmp_path, capsys):
     assert "or merge them first" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"use_dora": True}, "has use_dora True, which this decoder does not compute"),
-        ({"peft_type": "IA3"}, "has peft_type 'IA3', which"),
-        ({"modules_to_save": ["lm_head"], "use_rslora": True}, "has modules_to_save ['lm_head'], use_rslora True"),
-        ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
-        ({"init_lora_weights": "pissa_niter_16"}, "has init_lora_weights 'pissa_niter_16'"),
-        ({"init_lora_weights": "olora"}, "has init_lora_weights 'olora'"),
-        ({"init_lora_weights": "corda"}, "has init_lora_weights 'corda'"),
-        ({"alora_invocation_tokens": [1, 2]}, "has alora_invocation_tokens [1, 2]"),
-        ({"use_qalora": True}, "has use_qalora True"),
-        ({"layers_to_transform": 0}, "has layers_to_transform 0"),
-        ({"task_type": "SEQ_CLS"}, "has task_type 'SEQ_CLS'"),
-        ({"setting_of_tomorrow": 3}, "has setting_of_tomorrow 3"),
-        ({"peft_type": None}, "has peft_type None"),
-        ({"target_modules": ["q_proj", "embed_tokens"]}, "has target_modules"),
-        ({"target_modules": "every-linear"}, "has target_modules"),
-        ({"target_modules": "(q_proj"}, "has target_modules"),
-        ({"target_modules": ["layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"]}, "has target_modules"),
-        ({"target_modules": ["mlp.q_proj"]}, "has target_modules"),
-        ({"r": "many"}, "is damaged, or not of peft"),
-        ({"r": None}, "is damaged, or not of peft"),
-        ({"r": float("inf")}, "r inf must be a whole number"),
-        ({"r": 8.9}, "r 8.9 must be a whole number"),
-        ({"r": True}, "r True must be a whole number"),
-        ({"r": 0}, "adapters need a rank and an alpha above 0"),
-        ({"lora_alpha": float("nan")}, "adapters need a rank and an alpha above 0"),
-        ({"lora_alpha": float("inf")}, "adapters need a rank and an alpha above 0"),
-        ({"lora_alpha": 10**400}, "int too large to convert to float"),
-        ({"lora_alpha": "16"}, "lora_alpha '16' a number"),
-        ({"base_model_name_or_path": "Qwen/Qwen3-4B"}, "names 'Qwen/Qwen3-4B' as the folder of the weights"),
-        ({"base_model_name_or_path": 5000 * "a"}, "a' as the folder of the weights that were adapted, and it is not"),
-        ({"base_model_name_or_path": None}, "base_model_name_or_path None a folder"),
-        ({"base_model_name_or_path": "itself"}, "it holds adapters itself"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"use_dora": True}, "has use_dora True, which this decoder does not compute"),
+    ({"peft_type": "IA3"}, "has peft_type 'IA3', which"),
+    ({"modules_to_save": ["lm_head"], "use_rslora": True}, "has modules_to_save ['lm_head'], use_rslora True"),
+    ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
+    ({"init_lora_weights": "pissa_niter_16"}, "has init_lora_weights 'pissa_niter_16'"),
+    ({"init_lora_weights": "olora"}, "has init_lora_weights 'olora'"),
+    ({"init_lora_weights": "corda"}, "has init_lora_weights 'corda'"),
+    ({"alora_invocation_tokens": [1, 2]}, "has alora_invocation_tokens [1, 2]"),
+    ({"use_qalora": True}, "has use_qalora True"),
+    ({"layers_to_transform": 0}, "has layers_to_transform 0"),
+    ({"task_type": "SEQ_CLS"}, "has task_type 'SEQ_CLS'"),
+    ({"setting_of_tomorrow": 3}, "has setting_of_tomorrow 3"),
+    ({"peft_type": None}, "has peft_type None"),
+    ({"target_modules": ["q_proj", "embed_tokens"]}, "has target_modules"),
+    ({"target_modules": "every-linear"}, "has target_modules"),
+    ({"target_modules": "(q_proj"}, "has target_modules"),
+    ({"target_modules": ["layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"]}, "has target_modules"),
+    ({"target_modules": ["mlp.q_proj"]}, "has target_modules"),
+    ({"r": "many"}, "is damaged, or not of peft"),
+    ({"r": None}, "is damaged, or not of peft"),
+    ({"r": float("inf")}, "r inf must be a whole number"),
+    ({"r": 8.9}, "r 8.9 must be a whole number"),
+    ({"r": True}, "r True must be a whole number"),
+    ({"r": 0}, "adapters need a rank and an alpha above 0"),
+    ({"lora_alpha": float("nan")}, "adapters need a rank and an alpha above 0"),
+    ({"lora_alpha": float("inf")}, "adapters need a rank and an alpha above 0"),
+    ({"lora_alpha": 10**400}, "int too large to convert to float"),
+    ({"lora_alpha": "16"}, "lora_alpha '16' a number"),
+    ({"base_model_name_or_path": "Qwen/Qwen3-4B"}, "names 'Qwen/Qwen3-4B' as the folder of the weights"),
+    ({"base_model_name_or_path": 5000 * "a"}, "a' as the folder of the weights that were adapted, and it is not"),
+    ({"base_model_name_or_path": None}, "base_model_name_or_path None a folder"),
+    ({"base_model_name_or_path": "itself"}, "it holds adapters itself"),
+])  # fmt: skip
 def test_adapters_of_other_kinds_are_refused(changes, message, run, base, corpus, tmp_path, capsys):
     folder = tmp_path / "peft"
     theirs(base, run / "step_00000006").save_pretrained(folder)

@@ -7,16 +7,7 @@ import pytest
 import torch
 
 import train
-from tests.runs import (
-    ANNEALED,
-    GIB,
-    SPARSE,
-    arguments,
-    only_resume,
-    parse,
-    trainer_state,
-    weights_of_another_shape,
-)
+from tests.runs import ANNEALED, GIB, SPARSE, arguments, only_resume, parse, trainer_state, weights_of_another_shape
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.run import recipe
 
@@ -95,14 +86,11 @@ def test_released_weights_want_their_tokenizer(released, corpus, tmp_path, capsy
     assert train.main(folder) == 0 and (tmp_path / "folder" / "step_00000001" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "window must be from 1 to"),
-        ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type 'longrope'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling beside other rope_parameters"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 0}, "window must be from 1 to"),
+    ({"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type 'longrope'"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling beside other rope_parameters"),
+])  # fmt: skip
 def test_released_weights_that_this_decoder_cannot_compute(settings, message, released, corpus, tmp_path, capsys):
     path = released / "config.json"
     config = {**json.loads(path.read_text()), "layer_types": None, **settings}
@@ -145,14 +133,10 @@ BAD_FLAGS = [
     (["--selected_blocks_start", "40", *SPARSE], "selected_blocks_start has no effect without selected_blocks_steps"),
     (["--selected_blocks_steps", "40", *SPARSE], "selected_blocks_steps has no effect without selected_blocks_start"),
     ([*ANNEALED, "0", *SPARSE], "selected_blocks_steps must be between 1 and 2147483647, got 0"),
-    (
-        [*ANNEALED, "4", "--selected_blocks", "8x3,4", *SPARSE],
-        "selected_blocks_start 8x2,4 must be above selected_blocks",
-    ),
-    (
-        [*ANNEALED, "4", "--selected_blocks", "8x2,4", *SPARSE],
-        "selected_blocks_start 8x2,4 must be above selected_blocks",
-    ),
+    ([*ANNEALED, "4", "--selected_blocks", "8x3,4", *SPARSE],
+     "selected_blocks_start 8x2,4 must be above selected_blocks"),
+    ([*ANNEALED, "4", "--selected_blocks", "8x2,4", *SPARSE],
+     "selected_blocks_start 8x2,4 must be above selected_blocks"),
     (["--attention_type", "sparse"], "dense_below 8192 attend to everything; raise the one"),
     (["--attention_backend", "cudnn"], "needs a CUDA device"),
     (["--context_parallel_size", "0"], "context_parallel_size must be between 1 and 1048576, got 0"),
@@ -181,7 +165,7 @@ BAD_FLAGS = [
     (["--config="], "config is an empty string or has a NUL; give a value, or drop it"),
     (["--output_dir="], "output_dir is an empty string or has a NUL"),
     (["--init_from", "no/such/folder"], "has no config.json"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("extra", "message"), BAD_FLAGS, ids=[" ".join(e) for e, _ in BAD_FLAGS])
@@ -211,31 +195,21 @@ def test_a_plan_that_cannot_be_is_refused_before_the_data_are_read(corpus, tmp_p
     monkeypatch.setattr("training.run.build.gpu_budget", lambda text, device: 24 * GIB)
     monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
     flags = [
-        "--model_size",
-        "4B",
-        "--context_length",
-        str(2**21),
-        "--host_budget",
-        "64GB",
-        "--attention_backend",
-        "cpu",
-    ]
+        "--model_size", "4B", "--context_length", str(2**21), "--host_budget", "64GB", "--attention_backend", "cpu",
+    ]  # fmt: skip
     assert train.main(arguments(corpus, tmp_path / "run", *flags)) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: context_length 2097152 with batch_size 2 does not fit into 24.00 GiB of GPU and 64")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("context_lenght = 5", r"bad.toml: unknown key 'context_lenght'; did you mean context_length\?"),
-        ("context_length = 'long'", "bad.toml: argument --context_length: invalid int value: 'long'"),
-        ("context_length = true", "bad.toml: argument --context_length: expected one argument"),
-        ("data = 1979-05-27", "bad.toml: data must be a word, a number, true, false or a list"),
-        ("model_size = '5B'", "bad.toml: argument --model_size: invalid choice: '5B'"),
-        ("context_length =", "bad.toml: Invalid value"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("context_lenght = 5", r"bad.toml: unknown key 'context_lenght'; did you mean context_length\?"),
+    ("context_length = 'long'", "bad.toml: argument --context_length: invalid int value: 'long'"),
+    ("context_length = true", "bad.toml: argument --context_length: expected one argument"),
+    ("data = 1979-05-27", "bad.toml: data must be a word, a number, true, false or a list"),
+    ("model_size = '5B'", "bad.toml: argument --model_size: invalid choice: '5B'"),
+    ("context_length =", "bad.toml: Invalid value"),
+])  # fmt: skip
 def test_bad_toml_is_refused(text, message, tmp_path):
     path = tmp_path / "bad.toml"
     path.write_text(text)

@@ -150,10 +150,7 @@ def test_long_then_short_then_long_fits_the_planned_arena(name, placement):
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=3, derandomize=True, deadline=None, database=None)
 @example([LONG, SHORT], "host, then whole")
-@given(
-    sequence=st.lists(st.tuples(rows(), rows()), min_size=1, max_size=2),
-    placement=st.sampled_from([*PLACEMENTS]),
-)
+@given(sequence=st.lists(st.tuples(rows(), rows()), min_size=1, max_size=2), placement=st.sampled_from([*PLACEMENTS]))
 def test_how_documents_are_divided_changes_nothing(name, sequence, placement):
     """In any sequence of batches a document's loss and gradients do not depend on its neighbours.
 

@@ -13,15 +13,12 @@ from benchmarks import bench_train_step
 PACKED = ["--packed", "--steps", "3"]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--save_to"],
-        [*PACKED, "--lora", "4"],
-        [*PACKED, "--in_order", "--mean_length", "9"],
-        [*PACKED, "--heavy_tailed", "--linear", "fp8"],
-    ],
-)
+@pytest.mark.parametrize("flags", [
+    ["--save_to"],
+    [*PACKED, "--lora", "4"],
+    [*PACKED, "--in_order", "--mean_length", "9"],
+    [*PACKED, "--heavy_tailed", "--linear", "fp8"],
+])  # fmt: skip
 def test_times_every_step_but_the_first(flags, monkeypatch, capsys, tmp_path):
     arguments = ["--model_size", "tiny", "--context_length", "64", "--settings", "checkpointing", "--device", "cpu"]
     arguments += [*flags, str(tmp_path)] if flags == ["--save_to"] else flags

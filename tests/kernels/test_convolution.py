@@ -126,16 +126,13 @@ def test_footprint(device):
     assert footprint.backward == 2 * x.nbytes + partial
 
 
-@pytest.mark.parametrize(
-    ("x", "weight", "segments", "message"),
-    [
-        ((1, 8, CHANNELS), (CHANNELS, 3), None, r"a weight \[channels, 4\]"),
-        ((1, 8, CHANNELS + 1), (CHANNELS + 1, 4), None, r"128 \+ 3 \* V channels"),
-        ((1, 8, 128), (128, 4), None, r"128 \+ 3 \* V channels"),
-        ((1, 8, 128 + 3 * 20), (128 + 3 * 20, 4), None, "got 32 and 20"),
-        ((1, 8, CHANNELS), (CHANNELS, 4), [(0, 0, 7)], "each of 1 x 8 tokens once"),
-    ],
-)
+@pytest.mark.parametrize(("x", "weight", "segments", "message"), [
+    ((1, 8, CHANNELS), (CHANNELS, 3), None, r"a weight \[channels, 4\]"),
+    ((1, 8, CHANNELS + 1), (CHANNELS + 1, 4), None, r"128 \+ 3 \* V channels"),
+    ((1, 8, 128), (128, 4), None, r"128 \+ 3 \* V channels"),
+    ((1, 8, 128 + 3 * 20), (128 + 3 * 20, 4), None, "got 32 and 20"),
+    ((1, 8, CHANNELS), (CHANNELS, 4), [(0, 0, 7)], "each of 1 x 8 tokens once"),
+])  # fmt: skip
 def test_refused(x, weight, segments, message, device):
     segments = None if segments is None else torch.tensor(segments)
     with pytest.raises(ValueError, match=message):

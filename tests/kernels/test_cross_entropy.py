@@ -323,12 +323,9 @@ def test_strided_logits(device, layout):
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
-    shape=st.sampled_from([(6,), (6, 1), (1, 6), (2, 3)]),
-    of_target=st.sampled_from(STRIDES),
-    reduction=st.sampled_from(["mean", "none"]),
-    inplace=st.booleans(),
-    impl=st.sampled_from(IMPLEMENTATIONS),
-)
+    shape=st.sampled_from([(6,), (6, 1), (1, 6), (2, 3)]), of_target=st.sampled_from(STRIDES),
+    reduction=st.sampled_from(["mean", "none"]), inplace=st.booleans(), impl=st.sampled_from(IMPLEMENTATIONS),
+)  # fmt: skip
 def test_strides_of_target(shape, of_target, reduction, inplace, impl):
     target = torch.tensor([2, 0, -100, 3, 1, 4], device=DEVICE).view(shape)
     logits = 3 * torch.randn(*shape, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -411,17 +408,14 @@ def test_triton_runs_the_kernel_and_torch_does_not(device, monkeypatch):
     assert len(launches) == (2 if device.type == "cuda" else 1)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"target": torch.zeros(3, dtype=torch.long)}, "target must be"),
-        ({"target": torch.zeros(2, 5)}, "integer labels"),
-        ({"reduction": "average"}, "reduction"),
-        ({"softcap": 0.0}, "softcap"),
-        ({"logits": torch.zeros(2, 5, 53, dtype=torch.float64)}, "float64"),
-        ({"logits": torch.zeros(2, 53, 5).mT, "inplace": True}, "contiguous"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    ({"target": torch.zeros(3, dtype=torch.long)}, "target must be"),
+    ({"target": torch.zeros(2, 5)}, "integer labels"),
+    ({"reduction": "average"}, "reduction"),
+    ({"softcap": 0.0}, "softcap"),
+    ({"logits": torch.zeros(2, 5, 53, dtype=torch.float64)}, "float64"),
+    ({"logits": torch.zeros(2, 53, 5).mT, "inplace": True}, "contiguous"),
+])  # fmt: skip
 def test_refuses(device, change, message):
     arguments = {"logits": torch.zeros(2, 5, 53), "target": torch.zeros(2, 5, dtype=torch.long), "impl": "triton"}
     arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in {**arguments, **change}.items()}

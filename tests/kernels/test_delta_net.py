@@ -234,20 +234,17 @@ def test_footprint(device, small_stretches, monkeypatch):
         assert counter.read().peak - before == pytest.approx(footprint.backward, abs=2**10)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": (1, 8, 2, 32)}, "q and k must be"),
-        ({"v": (1, 8, 3, 16)}, "H a multiple of G"),
-        ({"g": (1, 8, 2)}, "g and beta must be"),
-        ({"k": (1, 8, 2, 16), "dtype": torch.float16}, "of one dtype"),
-        ({"q": (1, 8, 2, 24), "k": (1, 8, 2, 24)}, r"\(16, 32, 64, 128\), got 24"),
-        ({"segments": torch.tensor([(0, 0, 4)])}, "each of 1 x 8 tokens once"),
-        ({"segments": torch.tensor([(0, 0, 4), (0, 5, 8)])}, "each of 1 x 8 tokens once"),
-        ({"segments": torch.tensor([(0, 0, 8), (0, 8, 8)])}, "no empty document"),
-        ({"initial": (2, 4, 16, 16)}, r"initial_state must be \[1, 4, 16, 16\]"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"q": (1, 8, 2, 32)}, "q and k must be"),
+    ({"v": (1, 8, 3, 16)}, "H a multiple of G"),
+    ({"g": (1, 8, 2)}, "g and beta must be"),
+    ({"k": (1, 8, 2, 16), "dtype": torch.float16}, "of one dtype"),
+    ({"q": (1, 8, 2, 24), "k": (1, 8, 2, 24)}, r"\(16, 32, 64, 128\), got 24"),
+    ({"segments": torch.tensor([(0, 0, 4)])}, "each of 1 x 8 tokens once"),
+    ({"segments": torch.tensor([(0, 0, 4), (0, 5, 8)])}, "each of 1 x 8 tokens once"),
+    ({"segments": torch.tensor([(0, 0, 8), (0, 8, 8)])}, "no empty document"),
+    ({"initial": (2, 4, 16, 16)}, r"initial_state must be \[1, 4, 16, 16\]"),
+])  # fmt: skip
 def test_refused(change, message, device):
     shapes = {"q": (1, 8, 2, 16), "k": (1, 8, 2, 16), "v": (1, 8, 4, 16), "g": (1, 8, 4), "beta": (1, 8, 4)} | change
     tensors = {n: torch.zeros(s, device=device) for n, s in shapes.items() if isinstance(s, tuple)}

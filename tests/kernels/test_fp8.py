@@ -190,11 +190,7 @@ def test_a_gpu_multiplies_what_a_cpu_does(shape, device):
     out = torch.empty(M, N, dtype=torch.bfloat16, device=device)
     assert FP8_LINEAR.forward(*factors, bias, out=out) is out
     dy = FP8_LINEAR.factor(random(M, N, seed=3, dtype=torch.bfloat16))
-    found = (
-        out,
-        FP8_LINEAR.input_gradient(dy, FP8_LINEAR.transpose(factors[1])),
-        weight_gradient(dy, factors[0]),
-    )
+    found = (out, FP8_LINEAR.input_gradient(dy, FP8_LINEAR.transpose(factors[1])), weight_gradient(dy, factors[0]))
     x8, weight8, dy8 = on_cpu(factors[0]), on_cpu(factors[1]), on_cpu(dy)
     expected = (
         FP8_LINEAR.forward(x8, weight8, bias.cpu()),

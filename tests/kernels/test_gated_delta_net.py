@@ -80,13 +80,8 @@ def test_matches_transformers(device):
         )  # fmt: skip
         theirs, (x, *tensors) = qwen.Qwen3_5GatedDeltaNet(config, 0), [random(2, 70, D), *parameters_of(kind)]
         names = (
-            *(f"in_proj_{name}" for name in ("qkv", "z", "b", "a")),
-            "conv1d",
-            "A_log",
-            "dt_bias",
-            "norm",
-            "out_proj",
-        )
+            *(f"in_proj_{name}" for name in ("qkv", "z", "b", "a")), "conv1d", "A_log", "dt_bias", "norm", "out_proj",
+        )  # fmt: skip
         with torch.no_grad():
             for name, tensor in zip(names, tensors):
                 own = getattr(theirs, name)

@@ -28,11 +28,7 @@ KERNELS_TO_COMPILE = [
     for activation in GATES
     for kernel in (
         KernelToCompile("_gated_activation_forward_kernel", _SIGNATURE, _4B | {"ACTIVATION": activation}),
-        KernelToCompile(
-            "_gated_activation_backward_kernel",
-            _SIGNATURE | _GRADIENTS,
-            _4B | {"ACTIVATION": activation},
-        ),
+        KernelToCompile("_gated_activation_backward_kernel", _SIGNATURE | _GRADIENTS, _4B | {"ACTIVATION": activation}),
     )
 ]
 
@@ -181,19 +177,16 @@ def test_custom_ops(device):
     )
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda t: swiglu(t(2, 8), t(2, 9), impl="triton"), r"\[2, 8\]"),
-        (lambda t: swiglu(t(2, 8), t(2, 8).half(), impl="triton"), "float16"),
-        (lambda t: swiglu(t(2, 8).double(), t(2, 8).double(), impl="triton"), "float64"),
-        (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(8, 4), activation="relu"), "'relu'"),
-        (lambda t: gated_mlp(t(2, 8), t(4, 8), t(5, 8), t(8, 4)), r"\[5, 8\]"),
-        (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(4, 8)), r"\[4, 8\]"),
-        (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(8, 4), tile_size=0), "got 0"),
-        (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(8, 4).half(), tile_size=4), "float16"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda t: swiglu(t(2, 8), t(2, 9), impl="triton"), r"\[2, 8\]"),
+    (lambda t: swiglu(t(2, 8), t(2, 8).half(), impl="triton"), "float16"),
+    (lambda t: swiglu(t(2, 8).double(), t(2, 8).double(), impl="triton"), "float64"),
+    (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(8, 4), activation="relu"), "'relu'"),
+    (lambda t: gated_mlp(t(2, 8), t(4, 8), t(5, 8), t(8, 4)), r"\[5, 8\]"),
+    (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(4, 8)), r"\[4, 8\]"),
+    (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(8, 4), tile_size=0), "got 0"),
+    (lambda t: gated_mlp(t(2, 8), t(4, 8), t(4, 8), t(8, 4).half(), tile_size=4), "float16"),
+])  # fmt: skip
 def test_refused(call, message, device):
     with pytest.raises(ValueError, match=message):
         call(functools.partial(torch.ones, device=device))
@@ -201,12 +194,9 @@ def test_refused(call, message, device):
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
-    shape=st.lists(st.integers(1, 5), max_size=2),
-    width=st.integers(1, 3000),
-    activation=st.sampled_from(ACTIVATIONS),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 100),
-)
+    shape=st.lists(st.integers(1, 5), max_size=2), width=st.integers(1, 3000), activation=st.sampled_from(ACTIVATIONS),
+    dtype=st.sampled_from(DTYPES), seed=st.integers(0, 100),
+)  # fmt: skip
 def test_property_activation_matches_float64(shape, width, activation, dtype, seed):
     compare(
         random(*shape, width, seed=seed, dtype=dtype), random(*shape, width, seed=seed + 1, dtype=dtype), activation
@@ -215,14 +205,9 @@ def test_property_activation_matches_float64(shape, width, activation, dtype, se
 
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(
-    rows=st.integers(1, 20),
-    D=st.integers(1, 20),
-    F=st.integers(1, 40),
-    tile_size=st.integers(1, 25),
-    activation=st.sampled_from(ACTIVATIONS),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 100),
-)
+    rows=st.integers(1, 20), D=st.integers(1, 20), F=st.integers(1, 40), tile_size=st.integers(1, 25),
+    activation=st.sampled_from(ACTIVATIONS), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 100),
+)  # fmt: skip
 def test_property_tiled_mlp_matches_float64(rows, D, F, tile_size, activation, dtype, seed):
     compare_with_float64(
         functools.partial(gated_mlp_reference, activation=activation),

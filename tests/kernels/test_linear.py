@@ -72,14 +72,9 @@ def test_pieces_match_float64(shape, given, has_bias, dtype, device, poisoned_me
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
-    M=st.integers(1, 40),
-    K=st.integers(1, 40),
-    N=st.integers(1, 40),
-    given=st.booleans(),
-    has_bias=st.booleans(),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 100),
-)
+    M=st.integers(1, 40), K=st.integers(1, 40), N=st.integers(1, 40), given=st.booleans(), has_bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES), seed=st.integers(0, 100),
+)  # fmt: skip
 def test_property_pieces_match_float64(M, K, N, given, has_bias, dtype, seed):
     compare(inputs_of(M, K, N, dtype, has_bias, seed), given)
 

@@ -209,8 +209,7 @@ class _Counted(Plain):
 
 
 @pytest.mark.parametrize(
-    "trained, gemms",
-    [(("input", "head"), 3), (("input",), 2), (("head",), 2), (("bias",), 1), ((), 1)],
+    "trained, gemms", [(("input", "head"), 3), (("input",), 2), (("head",), 2), (("bias",), 1), ((), 1)]
 )
 def test_what_is_frozen_costs_no_gemm(device, trained, gemms):
     input, linear_weight, target = _inputs(device)
@@ -342,13 +341,10 @@ def test_noncontiguous_inputs(device):
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
-    shape=st.sampled_from([(6,), (6, 1), (1, 6), (2, 3)]),
-    of_target=st.sampled_from(STRIDES),
-    reduction=st.sampled_from(["mean", "none"]),
-    all_valid=st.booleans(),
-    chunk_size=st.sampled_from([4, 4096]),
+    shape=st.sampled_from([(6,), (6, 1), (1, 6), (2, 3)]), of_target=st.sampled_from(STRIDES),
+    reduction=st.sampled_from(["mean", "none"]), all_valid=st.booleans(), chunk_size=st.sampled_from([4, 4096]),
     impl=st.sampled_from(IMPLEMENTATIONS),
-)
+)  # fmt: skip
 def test_strides_of_target(shape, of_target, reduction, all_valid, chunk_size, impl):
     target = torch.tensor([2, 0, 1 if all_valid else -100, 3, 1, 4], device=DEVICE).view(shape)
     generator = torch.Generator().manual_seed(0)
@@ -372,22 +368,19 @@ def test_triton_runs_once_a_chunk_and_torch_never(device, monkeypatch, impl):
     assert grids == ([(5,), (5,), (2,)] if impl == "triton" else [])
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"target": torch.zeros(3, dtype=torch.long)}, "target must be"),
-        ({"linear_weight": torch.zeros(131, 23)}, "linear_weight must be"),
-        ({"linear_weight": torch.zeros(131, 24, dtype=torch.bfloat16)}, "input's dtype"),
-        ({"linear_bias": torch.zeros(130)}, "linear_bias must be"),
-        ({"reduction": "average"}, "reduction"),
-        ({"num_valid_tokens": 15}, "num_valid_tokens"),
-        ({"chunk_size": 0}, "chunk_size"),
-        ({"weights": torch.zeros(7)}, "weights must be"),
-        ({"weights": torch.zeros(2, 7, dtype=torch.long)}, "weights must be"),
-        ({"weights": torch.zeros(2, 7), "reduction": "none"}, "no effect"),
-        ({"impl": "cuda"}, "impl"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    ({"target": torch.zeros(3, dtype=torch.long)}, "target must be"),
+    ({"linear_weight": torch.zeros(131, 23)}, "linear_weight must be"),
+    ({"linear_weight": torch.zeros(131, 24, dtype=torch.bfloat16)}, "input's dtype"),
+    ({"linear_bias": torch.zeros(130)}, "linear_bias must be"),
+    ({"reduction": "average"}, "reduction"),
+    ({"num_valid_tokens": 15}, "num_valid_tokens"),
+    ({"chunk_size": 0}, "chunk_size"),
+    ({"weights": torch.zeros(7)}, "weights must be"),
+    ({"weights": torch.zeros(2, 7, dtype=torch.long)}, "weights must be"),
+    ({"weights": torch.zeros(2, 7), "reduction": "none"}, "no effect"),
+    ({"impl": "cuda"}, "impl"),
+])  # fmt: skip
 def test_refuses(device, change, message):
     arguments = dict(zip(("input", "linear_weight", "target"), _inputs(device)))
     arguments |= {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in change.items()}

@@ -13,17 +13,14 @@ T, D = 70, 32
 
 
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
-@pytest.mark.parametrize(
-    ("kind", "group", "head_dim", "message"),
-    [
-        (Sparse(dense_below=0), 2, 48, "head_dim of"),
-        (Sparse(dense_below=0), 17, 64, "up to 16 query heads"),
-        (Sparse(2, block_size=48, window=96, dense_below=0), 2, 64, "block_size must be one of"),
-        (Window(64), 2, 48, "head_dim of"),
-        (NSA(), 2, 48, "head_dim of"),
-        (NSA(), 2, 64, r"gates must be \[B, T, H, 3\]"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "group", "head_dim", "message"), [
+    (Sparse(dense_below=0), 2, 48, "head_dim of"),
+    (Sparse(dense_below=0), 17, 64, "up to 16 query heads"),
+    (Sparse(2, block_size=48, window=96, dense_below=0), 2, 64, "block_size must be one of"),
+    (Window(64), 2, 48, "head_dim of"),
+    (NSA(), 2, 48, "head_dim of"),
+    (NSA(), 2, 64, r"gates must be \[B, T, H, 3\]"),
+])  # fmt: skip
 def test_a_kind_refuses_what_it_does_not_take(kind, group, head_dim, message, heads_at_a_time):
     """Some heads at a time as well as all at once, before anything is computed."""
     given = inputs(group, head_dim)

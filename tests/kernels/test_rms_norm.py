@@ -20,34 +20,21 @@ _HIDDEN = {"INNER": 1, "D": 2560, "BLOCK_ROWS": 1, "BLOCK_D": 4096}
 _HEADS = {"INNER": 32, "D": 128, "BLOCK_D": 128}
 KERNELS_TO_COMPILE = [
     KernelToCompile(
-        "_rms_norm_forward_kernel",
-        _FORWARD | {"residual_ptr": "*bf16", "total_ptr": "*bf16"},
+        "_rms_norm_forward_kernel", _FORWARD | {"residual_ptr": "*bf16", "total_ptr": "*bf16"},
         _HIDDEN | {"CAST_BEFORE_WEIGHT": True},
     ),
     KernelToCompile(
-        "_rms_norm_forward_kernel",
-        _FORWARD,
-        _HEADS
-        | {
-            "BLOCK_ROWS": 16,
-            "CAST_BEFORE_WEIGHT": True,
-            "residual_ptr": None,
-            "total_ptr": None,
-        },
+        "_rms_norm_forward_kernel", _FORWARD,
+        _HEADS | {"BLOCK_ROWS": 16, "CAST_BEFORE_WEIGHT": True, "residual_ptr": None, "total_ptr": None},
     ),
     KernelToCompile(
-        "_rms_norm_backward_kernel",
-        _BACKWARD | {"d_total_ptr": "*bf16"},
-        _HIDDEN | {"NUM_STAGES": 4},
-        num_warps=8,
+        "_rms_norm_backward_kernel", _BACKWARD | {"d_total_ptr": "*bf16"}, _HIDDEN | {"NUM_STAGES": 4}, num_warps=8,
     ),
     KernelToCompile(
-        "_rms_norm_backward_kernel",
-        _BACKWARD,
-        _HEADS | {"BLOCK_ROWS": 32, "NUM_STAGES": 4, "d_total_ptr": None},
+        "_rms_norm_backward_kernel", _BACKWARD, _HEADS | {"BLOCK_ROWS": 32, "NUM_STAGES": 4, "d_total_ptr": None},
         num_warps=8,
     ),
-]
+]  # fmt: skip
 
 
 def compare(x, weight, residual=None, **options):
@@ -162,16 +149,13 @@ def test_rounds_as_transformers_does(device):
         assert (difference <= 2 * torch.finfo(x.dtype).eps * expected.abs()).all()
 
 
-@pytest.mark.parametrize(
-    ("x", "weight", "residual", "message"),
-    [
-        (torch.ones(2, 8), torch.ones(4), None, r"weight must be \[8\]"),
-        (torch.ones(2, 8), torch.ones(8), torch.ones(3, 8), r"residual must be \[2, 8\]"),
-        (torch.ones(2, 8), torch.ones(8), torch.ones(2, 8).bfloat16(), "bfloat16"),
-        (torch.ones(2, 8).double(), torch.ones(8), None, "float64"),
-        (torch.ones(2, 8193), torch.ones(8193), None, "8192 elements, got 8193"),
-    ],
-)
+@pytest.mark.parametrize(("x", "weight", "residual", "message"), [
+    (torch.ones(2, 8), torch.ones(4), None, r"weight must be \[8\]"),
+    (torch.ones(2, 8), torch.ones(8), torch.ones(3, 8), r"residual must be \[2, 8\]"),
+    (torch.ones(2, 8), torch.ones(8), torch.ones(2, 8).bfloat16(), "bfloat16"),
+    (torch.ones(2, 8).double(), torch.ones(8), None, "float64"),
+    (torch.ones(2, 8193), torch.ones(8193), None, "8192 elements, got 8193"),
+])  # fmt: skip
 def test_refused(x, weight, residual, message, device):
     x, weight, residual = (t if t is None else t.to(device) for t in (x, weight, residual))
     with pytest.raises(ValueError, match=message):
@@ -180,13 +164,10 @@ def test_refused(x, weight, residual, message, device):
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
-    shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    d=st.integers(8, 300),
-    dtype=st.sampled_from(DTYPES),
-    with_residual=st.booleans(),
-    options=st.sampled_from([{}, GEMMA, {"weight_offset": 0.5}, {"eps": 1e-3}]),
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=3), d=st.integers(8, 300), dtype=st.sampled_from(DTYPES),
+    with_residual=st.booleans(), options=st.sampled_from([{}, GEMMA, {"weight_offset": 0.5}, {"eps": 1e-3}]),
     seed=st.integers(0, 100),
-)
+)  # fmt: skip
 def test_property_matches_float64(shape, d, dtype, with_residual, options, seed):
     x, weight = random(*shape, d, seed=seed, dtype=dtype), random(d, seed=seed + 1, dtype=dtype)
     residual = random(*shape, d, seed=seed + 2, dtype=dtype) if with_residual else None

@@ -155,16 +155,13 @@ def test_rotates_as_transformers_does(device):
             torch.testing.assert_close(ours, theirs.transpose(1, 2))
 
 
-@pytest.mark.parametrize(
-    ("q_shape", "k_shape", "table_shape", "message"),
-    [
-        ((1, 3, 2, 33), (1, 3, 2, 33), (3, 16), "even K"),
-        ((1, 3, 2, 32), (1, 4, 2, 32), (3, 16), "q and k must be"),
-        ((1, 3, 2, 32), (1, 3, 2, 32), (2, 16), r"\[3, 16\]"),
-        ((1, 3, 2, 32), (1, 3, 2, 32), (3, 32), r"\[3, 16\]"),
-        ((1, 3, 200, 256), (1, 3, 2, 256), (3, 128), "got 200 . 128"),
-    ],
-)
+@pytest.mark.parametrize(("q_shape", "k_shape", "table_shape", "message"), [
+    ((1, 3, 2, 33), (1, 3, 2, 33), (3, 16), "even K"),
+    ((1, 3, 2, 32), (1, 4, 2, 32), (3, 16), "q and k must be"),
+    ((1, 3, 2, 32), (1, 3, 2, 32), (2, 16), r"\[3, 16\]"),
+    ((1, 3, 2, 32), (1, 3, 2, 32), (3, 32), r"\[3, 16\]"),
+    ((1, 3, 200, 256), (1, 3, 2, 256), (3, 128), "got 200 . 128"),
+])  # fmt: skip
 def test_refused(q_shape, k_shape, table_shape, message, device):
     q, k, cos = (torch.ones(shape, device=device) for shape in (q_shape, k_shape, table_shape))
     with pytest.raises(ValueError, match=message):
@@ -179,15 +176,9 @@ def test_float64_is_refused_by_the_kernel(device):
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
-    B=st.integers(1, 2),
-    T=st.integers(1, 6),
-    H=st.integers(1, 9),
-    G=st.integers(1, 9),
-    half=st.integers(1, 70),
-    dtype=st.sampled_from(DTYPES),
-    by_row=st.booleans(),
-    seed=st.integers(0, 100),
-)
+    B=st.integers(1, 2), T=st.integers(1, 6), H=st.integers(1, 9), G=st.integers(1, 9), half=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES), by_row=st.booleans(), seed=st.integers(0, 100),
+)  # fmt: skip
 def test_property_matches_float64(B, T, H, G, half, dtype, by_row, seed):
     q, k = queries_and_keys(B, T, H, G, 2 * half, dtype, seed)
     positions = torch.randint(0, 30, (B, T), generator=torch.Generator().manual_seed(seed)).to(DEVICE)

@@ -122,17 +122,14 @@ def test_padding_is_not_attended_to_and_generation_equals_sdpa(padding_side):
     assert_near(logits[1:], logits[:1])
 
 
-@pytest.mark.parametrize(
-    ("options", "inputs", "message"),
-    [
-        ({"model_type": "mistral", "sliding_window": 8}, {}, "does not support sliding_window"),
-        ({"attention_dropout": 0.1}, {}, "does not support dropout"),
-        ({}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "a mask of 4 dimensions"),
-        ({}, {"is_causal": False}, "not causal"),
-        ({}, {"position_ids": torch.arange(8).expand(3, 1, 8)}, "hands no position_ids"),
-        ({}, {"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q must count the tokens"),
-    ],
-)
+@pytest.mark.parametrize(("options", "inputs", "message"), [
+    ({"model_type": "mistral", "sliding_window": 8}, {}, "does not support sliding_window"),
+    ({"attention_dropout": 0.1}, {}, "does not support dropout"),
+    ({}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "a mask of 4 dimensions"),
+    ({}, {"is_causal": False}, "not causal"),
+    ({}, {"position_ids": torch.arange(8).expand(3, 1, 8)}, "hands no position_ids"),
+    ({}, {"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q must count the tokens"),
+])  # fmt: skip
 def test_what_is_not_supported_is_refused_in_one_line(options, inputs, message):
     model = make_model(**options).train()
     model.set_attn_implementation("fathom")

@@ -77,32 +77,29 @@ def test_dashes_stand_for_underscores():
     assert given == {"max_steps": 3, "show_batch": False, "init_from": "a-b", "data": ["__x"]}
 
 
-@pytest.mark.parametrize(
-    ("word", "ours"),
-    [
-        ("--lr", "learning_rate"),
-        ("--seq-len=9", "context_length"),
-        ("--num-train-epochs", "epochs"),
-        ("--val-data", "validation_data"),
-        ("--test_data", "validation_data"),
-        ("--validation_split=0.1", "validation_fraction"),
-        ("--dataset_text_field", "columns"),
-        ("--out", "output_dir"),
-        ("--lora_rank=8", "lora"),
-        ("--val_set_size", "validation_fraction"),
-        ("--eval-steps", "validation_interval"),
-        ("--save_steps", "checkpoint_interval"),
-        ("--save_total_limit", "keep_checkpoints"),
-        ("--sample_packing", "packing"),
-        ("--per_device_train_batch_size", "batch_size"),
-        ("--flash_attn", "attention_backend"),
-        ("--target_modules", "lora_targets"),
-        ("--load_in_4bit", "lora_bits"),
-        ("--resume_from_checkpoint", "resume"),
-        ("--warmup_ratio", "warmup_steps"),
-        ("--template", "chat_template"),
-    ],
-)
+@pytest.mark.parametrize(("word", "ours"), [
+    ("--lr", "learning_rate"),
+    ("--seq-len=9", "context_length"),
+    ("--num-train-epochs", "epochs"),
+    ("--val-data", "validation_data"),
+    ("--test_data", "validation_data"),
+    ("--validation_split=0.1", "validation_fraction"),
+    ("--dataset_text_field", "columns"),
+    ("--out", "output_dir"),
+    ("--lora_rank=8", "lora"),
+    ("--val_set_size", "validation_fraction"),
+    ("--eval-steps", "validation_interval"),
+    ("--save_steps", "checkpoint_interval"),
+    ("--save_total_limit", "keep_checkpoints"),
+    ("--sample_packing", "packing"),
+    ("--per_device_train_batch_size", "batch_size"),
+    ("--flash_attn", "attention_backend"),
+    ("--target_modules", "lora_targets"),
+    ("--load_in_4bit", "lora_bits"),
+    ("--resume_from_checkpoint", "resume"),
+    ("--warmup_ratio", "warmup_steps"),
+    ("--template", "chat_template"),
+])  # fmt: skip
 def test_the_flag_that_is_meant(word, ours):
     with pytest.raises(UserError, match=f"^unknown flag {word}; did you mean --{ours}\\?$"):
         given_flags(TrainConfig, [word], "train.py")
@@ -222,49 +219,43 @@ def test_a_file_gives_way_to_flags(tmp_path):
     assert given == Greeting("Ada", None, 4, "plain", [1, 2.5], Path("a.txt"), True)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "name is missing: whom to greet"),
-        (["Ada", "--time", "2"], "unknown flag --time; did you mean --times?"),
-        (["Ada", "--name", "Ada"], "unknown flag --name"),
-        (["Ada", "Monday", "noon"], "unknown flag noon"),
-        (["Ada", "--times", "0"], "times must be between 1 and 9, got 0"),
-        (["Ada", "--times", "2.5"], "argument --times: invalid int value: '2.5'"),
-        (["Ada", "--tone", "cold"], "invalid choice: 'cold' (choose from 'plain', 'warm')"),
-        (["Ada", "--pauses", "1", "nan"], "pauses must be between 0 and 60, got nan"),
-        (["Ada", "--pauses"], "argument --pauses: expected at least one argument"),
-        ([""], "name is an empty string or has a NUL; give a value, or drop it"),
-        (["Ada", "--aloud", "--file", ""], "file is an empty string or has a NUL; give a value, or drop it"),
-        (["Ada", "--config", ""], "config is an empty string or has a NUL; give a value, or drop it"),
-        (["Ada", "--pauses", "0", "--tone"], "pauses has no effect with tone warm; drop one"),
-        (["Ada", "--times", "6", "--tone"], "6 times in tone warm is too often; drop one"),
-        (["Ada", "--softly"], "softly has no effect without aloud; drop it"),
-        (["Ada", "--no-aloud", "--file", "a.txt"], "file has no effect without aloud; drop it"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "message"), [
+    ([], "name is missing: whom to greet"),
+    (["Ada", "--time", "2"], "unknown flag --time; did you mean --times?"),
+    (["Ada", "--name", "Ada"], "unknown flag --name"),
+    (["Ada", "Monday", "noon"], "unknown flag noon"),
+    (["Ada", "--times", "0"], "times must be between 1 and 9, got 0"),
+    (["Ada", "--times", "2.5"], "argument --times: invalid int value: '2.5'"),
+    (["Ada", "--tone", "cold"], "invalid choice: 'cold' (choose from 'plain', 'warm')"),
+    (["Ada", "--pauses", "1", "nan"], "pauses must be between 0 and 60, got nan"),
+    (["Ada", "--pauses"], "argument --pauses: expected at least one argument"),
+    ([""], "name is an empty string or has a NUL; give a value, or drop it"),
+    (["Ada", "--aloud", "--file", ""], "file is an empty string or has a NUL; give a value, or drop it"),
+    (["Ada", "--config", ""], "config is an empty string or has a NUL; give a value, or drop it"),
+    (["Ada", "--pauses", "0", "--tone"], "pauses has no effect with tone warm; drop one"),
+    (["Ada", "--times", "6", "--tone"], "6 times in tone warm is too often; drop one"),
+    (["Ada", "--softly"], "softly has no effect without aloud; drop it"),
+    (["Ada", "--no-aloud", "--file", "a.txt"], "file has no effect without aloud; drop it"),
+])  # fmt: skip
 def test_flags_that_are_refused(argv, message):
     with pytest.raises(UserError) as refused:
         read(*argv)
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("times = true", "argument --times: expected one argument"),
-        ("times = 10", "times must be between 1 and 9, got 10"),
-        ("pauses = ['a']", "argument --pauses: invalid float value: 'a'"),
-        ("pauses = [[1]]", r"pauses must be a word, a number, true, false or a list, got \[\[1\]\]"),
-        ("pauses = []", "argument --pauses: expected at least one argument"),
-        ("tone = 'cold'", "argument --tone: invalid choice: 'cold'"),
-        ("file = 1979-05-27", "file must be a word, a number, true, false or a list, got"),
-        ("time = 3", "unknown key 'time'; did you mean times?"),
-        ("name = 'Ada'", "unknown key 'name'"),
-        ("help = true", "unknown key 'help'"),
-        ("times =", "Invalid value"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("times = true", "argument --times: expected one argument"),
+    ("times = 10", "times must be between 1 and 9, got 10"),
+    ("pauses = ['a']", "argument --pauses: invalid float value: 'a'"),
+    ("pauses = [[1]]", r"pauses must be a word, a number, true, false or a list, got \[\[1\]\]"),
+    ("pauses = []", "argument --pauses: expected at least one argument"),
+    ("tone = 'cold'", "argument --tone: invalid choice: 'cold'"),
+    ("file = 1979-05-27", "file must be a word, a number, true, false or a list, got"),
+    ("time = 3", "unknown key 'time'; did you mean times?"),
+    ("name = 'Ada'", "unknown key 'name'"),
+    ("help = true", "unknown key 'help'"),
+    ("times =", "Invalid value"),
+])  # fmt: skip
 def test_files_that_are_refused(text, message, tmp_path):
     (tmp_path / "greeting.toml").write_text(text)
     with pytest.raises(UserError, match=message if "between" in message else f"greeting.toml: {message}"):
@@ -272,16 +263,11 @@ def test_files_that_are_refused(text, message, tmp_path):
 
 
 COMMANDS = {
-    "train.py": TrainConfig,
-    "profile_memory.py": ProfileFlags,
-    "training.evaluation": EvaluationFlags,
-    "training.generate": GenerateFlags,
-    "training.logprobs": LogProbsFlags,
-    "training.plots": PlotsFlags,
-    "training.data prepare": PrepareFlags,
-    "training.data verify": VerifyFlags,
+    "train.py": TrainConfig, "profile_memory.py": ProfileFlags, "training.evaluation": EvaluationFlags,
+    "training.generate": GenerateFlags, "training.logprobs": LogProbsFlags, "training.plots": PlotsFlags,
+    "training.data prepare": PrepareFlags, "training.data verify": VerifyFlags,
     "training.checkpoint.weights export": ExportFlags,
-}
+}  # fmt: skip
 
 
 def words_with(kind, name, value):

@@ -21,19 +21,13 @@ TYPES = {
     **dict.fromkeys(("compressed_ptr", "selected_ptr", "window_ptr", "d_out_ptr", "d_logits_ptr"), "*bf16"),
     **dict.fromkeys(
         (
-            "lse_ptr",
-            "delta_ptr",
-            "slot_lse_ptr",
-            "partial_ptr",
-            "total_ptr",
-            "scores_ptr",
-            "maxima_ptr",
+            "lse_ptr", "delta_ptr", "slot_lse_ptr", "partial_ptr", "total_ptr", "scores_ptr", "maxima_ptr",
             "d_pooled_ptr",
         ),
         "*fp32",
     ),
     **dict.fromkeys(("blocks_ptr", "chunks_ptr", "chosen_ptr"), "*i16"),
-}
+}  # fmt: skip
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
 BAND = HEADS | TILE | {"WINDOW": 8, "SHORT": 0, "EXACT": False}
 BAND_KEYS = BAND | {"BLOCK_T": 8}

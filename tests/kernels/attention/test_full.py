@@ -158,13 +158,10 @@ def test_custom_ops_and_compile(device):
     assert torch.equal(compiled(q, k, v), attention(q, k, v, segments))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda q, k, v: (q, k[:, :5], v), "got \\(1, 8, 4, 32\\), \\(1, 5"),
-        (lambda q, k, v: (q[:, :, :3], k, v), "H = n G"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda q, k, v: (q, k[:, :5], v), "got \\(1, 8, 4, 32\\), \\(1, 5"),
+    (lambda q, k, v: (q[:, :, :3], k, v), "H = n G"),
+])  # fmt: skip
 def test_refuses_what_no_kernel_takes(change, message, device):
     with pytest.raises(ValueError, match=message):
         attention(*change(*make_qkv(1, 8, 4, 2, 32, torch.float32, device)))

@@ -19,13 +19,7 @@ from kernels.attention.nsa.compression import (
     pool_windows_reference,
 )
 from kernels.attention.nsa.gates import gate_backward, gated_sum, gated_sum_reference
-from kernels.attention.nsa.nsa import (
-    BLOCK_SIZE,
-    LOCAL_TOKENS,
-    NSA,
-    compressed_reference,
-    nsa_attention_reference,
-)
+from kernels.attention.nsa.nsa import BLOCK_SIZE, LOCAL_TOKENS, NSA, compressed_reference, nsa_attention_reference
 from kernels.attention.sparse import band, combine, common, gather, selection, sparse_attention
 from kernels.attention.sparse.layout import make_layout
 from tests.kernels.attention.inputs import NoLaunch, Peak, make_qkv, random_lists, segments_of
@@ -197,14 +191,11 @@ def test_under_compile_and_no_second_derivative(device):
         torch.autograd.grad(function(*inputs).square().sum(), inputs[0], create_graph=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"selected_blocks": 3}, "at least 4, got 3: nsa forces 3"),
-        ({"window": 500}, "multiple of block_size"),
-        ({"gates": torch.zeros(1, 8, 3, 2)}, r"gates must be \[B, T, H, 3\]"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"selected_blocks": 3}, "at least 4, got 3: nsa forces 3"),
+    ({"window": 500}, "multiple of block_size"),
+    ({"gates": torch.zeros(1, 8, 3, 2)}, r"gates must be \[B, T, H, 3\]"),
+])  # fmt: skip
 def test_refused(options, message, device):
     q, k, v, gates = make_inputs(1, 8, 2, 1, 64, bf16, device)
     with pytest.raises(ValueError, match=message):

@@ -155,15 +155,12 @@ def test_round_keys(dtype, mean_keys, device, poisoned_memory):
 
 
 @pytest.mark.parametrize(("early", "late"), [(selection.EARLY, selection.LATE), (0, 96), (96, 128)])
-@pytest.mark.parametrize(
-    ("group", "dtype", "scored"),
-    [
-        (1, torch.float32, torch.float32),
-        (3, torch.float32, FP8),
-        (4, torch.bfloat16, torch.bfloat16),
-        (4, torch.bfloat16, FP8),
-    ],
-)
+@pytest.mark.parametrize(("group", "dtype", "scored"), [
+    (1, torch.float32, torch.float32),
+    (3, torch.float32, FP8),
+    (4, torch.bfloat16, torch.bfloat16),
+    (4, torch.bfloat16, FP8),
+])  # fmt: skip
 def test_scores(group, dtype, scored, early, late, device, monkeypatch):
     """A range that begins and ends within documents. Each `Look` has tokens, in documents of unlike lengths."""
     if scored == FP8 and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):

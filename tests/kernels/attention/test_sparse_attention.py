@@ -251,17 +251,14 @@ def test_no_second_derivative(device):
         torch.autograd.grad(out.square().sum(), q, create_graph=True)
 
 
-@pytest.mark.parametrize(
-    ("shape", "options", "message"),
-    [
-        ((1, 8, 3, 2, 64), {}, "H = n G"),
-        ((1, 8, 2, 2, 48), {}, "head_dim"),
-        ((1, 8, 32, 1, 64), {}, "up to 16 query heads"),
-        ((1, 8, 2, 2, 64), {"block_size": 48}, "block_size must be one of"),
-        ((1, 8, 2, 2, 64), {"window": 500}, "multiple of block_size"),
-        ((1, 8, 2, 2, 64), {"window": 0}, "multiple of block_size"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "options", "message"), [
+    ((1, 8, 3, 2, 64), {}, "H = n G"),
+    ((1, 8, 2, 2, 48), {}, "head_dim"),
+    ((1, 8, 32, 1, 64), {}, "up to 16 query heads"),
+    ((1, 8, 2, 2, 64), {"block_size": 48}, "block_size must be one of"),
+    ((1, 8, 2, 2, 64), {"window": 500}, "multiple of block_size"),
+    ((1, 8, 2, 2, 64), {"window": 0}, "multiple of block_size"),
+])  # fmt: skip
 def test_refused(shape, options, message, device):
     B, T, H, G, K = shape
     with pytest.raises(ValueError, match=message):

@@ -199,11 +199,8 @@ def test_a_longer_context_is_written_into_the_whole_models_settings(tmp_path):
 
 def test_names_go_into_files_and_back():
     names = (
-        "embed_tokens.weight",
-        "layers.0.mlp.up_proj.weight",
-        "layers.1.self_attn.q_proj.lora_A.weight",
-        "norm.weight",
-    )
+        "embed_tokens.weight", "layers.0.mlp.up_proj.weight", "layers.1.self_attn.q_proj.lora_A.weight", "norm.weight",
+    )  # fmt: skip
     for prefix in (PREFIX, WRAPPED_PREFIX, "language_model.model."):
         assert [name_of(name_in_file(name, prefix)) for name in (*names, "lm_head.weight")] == [
             *names,

@@ -166,8 +166,7 @@ def damage(file, place=-5):
 
 
 @pytest.mark.parametrize(
-    "name, place",
-    [("model.safetensors", -5), ("model.safetensors", 30), ("config.json", 30), ("manifest.json", -5)],
+    "name, place", [("model.safetensors", -5), ("model.safetensors", 30), ("config.json", 30), ("manifest.json", -5)]
 )
 def test_weights_are_compared_wherever_a_manifest_lies_beside_them(name, place, tmp_path):
     path = save(tmp_path, 1)

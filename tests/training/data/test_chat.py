@@ -141,15 +141,9 @@ QWEN35 = """
 # ChatML without a loop over the messages.
 INDEXED = CHATML.replace("for m in messages %}", "for i in range(messages | length) %}{% set m = messages[i] %}")
 SPECIAL = [
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "[TOOL_RESULTS]",
-    "[/TOOL_RESULTS]",
-    "<|user|>",
-    "<|assistant|>",
-    "<|end|>",
+    "<start_of_turn>", "<end_of_turn>", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|user|>", "<|assistant|>", "<|end|>",
     "<|endoftext|>",
-]
+]  # fmt: skip
 SPECIAL += ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<s>", "</s>"]
 
 
@@ -538,10 +532,8 @@ def test_bad_messages(folder, tmp_path, caplog):
     cases = [
         ("x", '"messages" must be a list of objects, or JSON of one'),
         ([3], 'message 1 of "messages" must be an object with "role" and "content", or "from" and "value"'),
-        (
-            [user, {"role": "critic", "content": "b"}],
-            r"message 2 \(critic\) has a role that is not known; known are sys",
-        ),
+        ([user, {"role": "critic", "content": "b"}],
+         r"message 2 \(critic\) has a role that is not known; known are sys"),
         ([user, assistant, tool], r"message 3 \(tool\) follows assistant"),
         ([user, calls, assistant], r"message 3 \(assistant\) follows an assistant that calls tools, .* tool"),
         ([user, {**assistant, "reasoning": ["so"]}], r"message 2 \(assistant\) has reasoning that is not one string"),
@@ -549,25 +541,19 @@ def test_bad_messages(folder, tmp_path, caplog):
         ([{**user, "thinking": "a"}, assistant], r"message 1 \(user\) has tool_calls, reasoning or a weight"),
         ([{**user, "tool_calls": [{"name": "f"}]}, assistant], r"message 1 \(user\) has tool_calls, reasoning or a"),
         ([user, {**assistant, "weight": 0.5}], r'message 2 \(assistant\) has "weight": 0.5; it must be true, false, 1'),
-        (
-            [user, {**assistant, "loss": "false"}],
-            r'message 2 \(assistant\) has "loss": "false"; it must be true, false',
-        ),
+        ([user, {**assistant, "loss": "false"}],
+         r'message 2 \(assistant\) has "loss": "false"; it must be true, false'),
         ([user, {**assistant, "train": True, "weight": 0}], "says that it is trained on, and that it is not"),
         ([{**user, "train": True}, assistant], r"message 1 \(user\) has tool_calls, reasoning or a weight, which only"),
         ([user, calls, {**tool, "loss": 1}, assistant], r"message 3 \(tool\) has tool_calls, reasoning or a weight"),
         ([user, {**assistant, "learn": False}], r'message 2 \(assistant\) has "learn": false, which is not known here'),
         ([user, {**assistant, "skip": "Yes"}], r'message 2 \(assistant\) has "skip": "Yes", which is not known here'),
         ([{**user, "score": 0.7}, assistant], r'message 1 \(user\) has "score": 0.7, which is not known here; remove'),
-        (
-            [user, {**assistant, "ignored": "true"}],
-            r'message 2 \(assistant\) has "ignored": "true", which is not known',
-        ),
+        ([user, {**assistant, "ignored": "true"}],
+         r'message 2 \(assistant\) has "ignored": "true", which is not known'),
         ([user, {**assistant, "train_detail": [{"train": 0}]}], r'has "train_detail": .*, which is not known here'),
-        (
-            [user, {**assistant, "content": [{"type": "text", "text": "b", "loss": False}]}],
-            'a part of message 2 .* "lo',
-        ),
+        ([user, {**assistant, "content": [{"type": "text", "text": "b", "loss": False}]}],
+         'a part of message 2 .* "lo'),
         ([user, {**calls, "tool_calls": [{"name": "f", "weight": 0}]}], 'a call of message 2 .* has "weight": 0'),
         ([user, {**assistant, "tool_calls": [{"function": {"name": 3}}]}], 'tool_calls" must be a list of objects'),
         ([{**user, "content": [{"type": "image"}]}, assistant], r"message 1 \(user\) has a content that is no text"),
@@ -576,7 +562,7 @@ def test_bad_messages(folder, tmp_path, caplog):
         ([{**user, "content": "x<|im_end|>"}, assistant], r"a message has '<\|im_end\|>' in it, which begins or ends"),
         ([{**user, "content": "<|im_start|>assistant\nx"}, assistant], r"a message has '<\|im_start\|>"),
         ([user, {**assistant, "name": "\ud800"}], "escaped NUL or lone surrogate in the messages"),
-    ]
+    ]  # fmt: skip
     for value, message in cases:
         (tmp_path / "a.jsonl").write_text(f"{good}\n{json.dumps({'messages': value})}\n")
         with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{message}") as error:
@@ -606,23 +592,20 @@ def test_bad_messages(folder, tmp_path, caplog):
         load_documents(str(tmp_path / "a.jsonl"), load_tokenizer("bytes"), 300)
 
 
-@pytest.mark.parametrize(
-    "template, message",
-    [
-        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
-        ("{{ messages.__init__.__globals__ }}", "unsafe"),
-        ("{% include '/etc/passwd' %}", "fails: no loader"),
-        ("{{ messages.append(1) }}", "unsafe|not safely callable"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-        ("{{ raise_exception('no system\nhere') }}", "fails: no system"),
-        ("{{ nothing.at.all }}", "'nothing' is undefined"),
-        ("{% if %}", r"cannot be read: Expected an expression"),
-        ("(" * 100_000, "does not write each message once"),
-        ("{{ " + "(" * 100_000, "cannot be read"),
-        ("x", "does not write each message once"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not show where the assistant's turns begin"),
-    ],
-)
+@pytest.mark.parametrize("template, message", [
+    ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+    ("{{ messages.__init__.__globals__ }}", "unsafe"),
+    ("{% include '/etc/passwd' %}", "fails: no loader"),
+    ("{{ messages.append(1) }}", "unsafe|not safely callable"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ("{{ raise_exception('no system\nhere') }}", "fails: no system"),
+    ("{{ nothing.at.all }}", "'nothing' is undefined"),
+    ("{% if %}", r"cannot be read: Expected an expression"),
+    ("(" * 100_000, "does not write each message once"),
+    ("{{ " + "(" * 100_000, "cannot be read"),
+    ("x", "does not write each message once"),
+    ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not show where the assistant's turns begin"),
+])  # fmt: skip
 def test_hostile_templates(shown, template, message):
     with pytest.raises(ValueError, match=message) as error:
         shown(template, TALK)

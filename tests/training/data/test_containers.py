@@ -120,23 +120,20 @@ def test_damaged_files(tmp_path, name, content, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (b'[{"text": "a"}', r"row 2: not JSON \(the file ends before it"),
-        (b'[{"text": "a"},', r"row 2: not JSON \(Expecting value"),
-        (b'[{"text": "a"} {"text": "b"}]', r"row 2: not JSON \(there is no comma before it"),
-        (b'[{"text": "a"}] 3', r"row 2: not JSON \(the array has ended before it"),
-        (b'[{"text": "a"}, {"text": "b]', r"row 2: not JSON \(Unterminated string"),
-        (b'{"text": "a"}\n{"text" "b"}' + b" " * 99, r"row 2: not JSON \(Expecting ':' delimiter"),
-        (b'[{"text": "a"}, ["b"]]', "row 2: is not an object but a list"),
-        (b'[{"txt": "a"}]', 'row 1: has the fields "txt"; known are'),
-        (b"[" * 200_000, "row 1: not JSON"),
-        (b'["\xff"]', "is not UTF-8: byte 0xff; convert it"),
-        (b" ", "is empty"),
-        (b"[]", "is empty"),
-    ],
-)
+@pytest.mark.parametrize("content, message", [
+    (b'[{"text": "a"}', r"row 2: not JSON \(the file ends before it"),
+    (b'[{"text": "a"},', r"row 2: not JSON \(Expecting value"),
+    (b'[{"text": "a"} {"text": "b"}]', r"row 2: not JSON \(there is no comma before it"),
+    (b'[{"text": "a"}] 3', r"row 2: not JSON \(the array has ended before it"),
+    (b'[{"text": "a"}, {"text": "b]', r"row 2: not JSON \(Unterminated string"),
+    (b'{"text": "a"}\n{"text" "b"}' + b" " * 99, r"row 2: not JSON \(Expecting ':' delimiter"),
+    (b'[{"text": "a"}, ["b"]]', "row 2: is not an object but a list"),
+    (b'[{"txt": "a"}]', 'row 1: has the fields "txt"; known are'),
+    (b"[" * 200_000, "row 1: not JSON"),
+    (b'["\xff"]', "is not UTF-8: byte 0xff; convert it"),
+    (b" ", "is empty"),
+    (b"[]", "is empty"),
+])  # fmt: skip
 def test_bad_arrays(tmp_path, content, message):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError, match=rf"a\.json(, )? ?{message}") as error:
@@ -296,26 +293,19 @@ def test_saved_datasets(tmp_path, caplog):
             texts(file.parent)
 
 
-@pytest.mark.parametrize(
-    "name, suffixes, message",
-    [
-        ("a.rs", None, r"a\.rs has suffix '\.rs', not \.txt, \.md, .*; to read it as text, give --suffixes \.rs$"),
-        ("a.rs.gz", None, r"suffix '\.gz', .*; to read it as text, give --suffixes \.rs$"),
-        (
-            "a.txt",
-            ".rs",
-            r"a\.txt has suffix '\.txt', not \.rs, \.jsonl, .*; to read it as text, give --suffixes \.txt",
-        ),
-        ("a b.pdf", None, r"make text of it: pdftotext '.*/a b\.pdf' '.*/a b\.pdf'\.txt$"),
-        ("a.docx", None, r"make text of it: pandoc -t plain -o .*/a\.docx\.txt .*/a\.docx$"),
-        ("a.gz", None, r"decompress it, or rename it to tell its kind, as in NAME\.jsonl\.gz"),
-        ("a.parquet.gz", None, "rename it to tell its kind"),
-        ("Makefile", None, "rename it to tell its kind"),
-        ("a.txt", "rs", r"suffixes must be of text files, with commas between them, as \.rs,\.c: got 'rs'"),
-        ("a.txt", ".rs,", "suffixes must be of text files.*: got ''"),
-        ("a.txt", ".rs,.parquet", "suffixes must be of text files.*: got '.parquet'"),
-    ],
-)
+@pytest.mark.parametrize("name, suffixes, message", [
+    ("a.rs", None, r"a\.rs has suffix '\.rs', not \.txt, \.md, .*; to read it as text, give --suffixes \.rs$"),
+    ("a.rs.gz", None, r"suffix '\.gz', .*; to read it as text, give --suffixes \.rs$"),
+    ("a.txt", ".rs", r"a\.txt has suffix '\.txt', not \.rs, \.jsonl, .*; to read it as text, give --suffixes \.txt"),
+    ("a b.pdf", None, r"make text of it: pdftotext '.*/a b\.pdf' '.*/a b\.pdf'\.txt$"),
+    ("a.docx", None, r"make text of it: pandoc -t plain -o .*/a\.docx\.txt .*/a\.docx$"),
+    ("a.gz", None, r"decompress it, or rename it to tell its kind, as in NAME\.jsonl\.gz"),
+    ("a.parquet.gz", None, "rename it to tell its kind"),
+    ("Makefile", None, "rename it to tell its kind"),
+    ("a.txt", "rs", r"suffixes must be of text files, with commas between them, as \.rs,\.c: got 'rs'"),
+    ("a.txt", ".rs,", "suffixes must be of text files.*: got ''"),
+    ("a.txt", ".rs,.parquet", "suffixes must be of text files.*: got '.parquet'"),
+])  # fmt: skip
 def test_files_of_other_kinds(tmp_path, name, suffixes, message):
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(ValueError, match=message) as error:
@@ -346,14 +336,9 @@ def test_suffixes_and_names_of_the_hub(tmp_path, one_process):  # noqa: F811
     assert prepare(tmp_path, tmp_path / "set", "bytes", reading=Reading(suffixes=".rs,.h"))["documents"] == 2
     with pytest.raises(ValueError, match="suffixes has no effect on prepared sets"):
         load_corpus(
-            [str(tmp_path / "set")],
-            BYTES,
-            256,
-            validation_fraction=0.5,
-            context_length=4,
-            seed=0,
+            [str(tmp_path / "set")], BYTES, 256, validation_fraction=0.5, context_length=4, seed=0,
             reading=Reading(suffixes=".rs"),
-        )
+        )  # fmt: skip
     with pytest.raises(
         ValueError, match=r"does not exist; .*: .*/bin/hf download no/such-data --repo-type dataset --local-dir DIR"
     ):

@@ -58,23 +58,17 @@ def test_documents_that_are_too_long(paths, caplog):
         assert total == sum(n for n in store.lengths if overlong == "split" or n <= 20)
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"overlong": "drop", "packing": "concatenate"}, "overlong has no effect where documents are concatenated"),
-        (
-            {"weights": "1"},
-            "must be 2 numbers above 0, 2147483647 at most, one for each path of --data, .* got '1'",
-        ),
-        ({"weights": "1,x"}, "must be 2 numbers"),
-        ({"weights": "1,nan"}, "must be 2 numbers"),
-        ({"weights": "1,0"}, "must be 2 numbers"),
-        ({"weights": "1e308,1e308"}, "must be 2 numbers"),
-        ({"weights": "1e-320,1"}, "must be 2 numbers"),
-        ({"weights": "1,1e9"}, "less than 1 / 10,000 of all"),
-        ({"context_length": 12, "weights": "1,1"}, r"12 of 12 documents|11 of 11 documents"),
-    ],
-)
+@pytest.mark.parametrize("settings, message", [
+    ({"overlong": "drop", "packing": "concatenate"}, "overlong has no effect where documents are concatenated"),
+    ({"weights": "1"}, "must be 2 numbers above 0, 2147483647 at most, one for each path of --data, .* got '1'"),
+    ({"weights": "1,x"}, "must be 2 numbers"),
+    ({"weights": "1,nan"}, "must be 2 numbers"),
+    ({"weights": "1,0"}, "must be 2 numbers"),
+    ({"weights": "1e308,1e308"}, "must be 2 numbers"),
+    ({"weights": "1e-320,1"}, "must be 2 numbers"),
+    ({"weights": "1,1e9"}, "less than 1 / 10,000 of all"),
+    ({"context_length": 12, "weights": "1,1"}, r"12 of 12 documents|11 of 11 documents"),
+])  # fmt: skip
 def test_settings_that_do_not_go_together(paths, settings, message):
     with pytest.raises(ValueError, match=message):
         load(paths, **settings)

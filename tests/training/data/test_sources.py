@@ -107,55 +107,35 @@ def test_prompt_is_masked(tmp_path):
     assert batch.num_valid_tokens == 3
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("e.txt", b"", r"e\.txt is empty: no text in any .*; give other --data"),
-        ("e.txt", b" \n", r"e\.txt is empty"),
-        ("e.jsonl", b"", r"e\.jsonl is empty"),
-        ("b.txt", b"abc\0d", r"b\.txt is binary: NUL byte at offset 3"),
-        ("b.md", b"ab\xffd", r"b\.md is not UTF-8: byte 0xff at offset 2"),
-        (
-            "b.csv",
-            b"abc",
-            r"b\.csv has suffix '\.csv', not \.txt, .*; to read it as text, give --suffixes \.csv",
-        ),
-        ("l.jsonl", b'{"text": "a"}\n{"text": \n', r"l\.jsonl:2: not JSON \(Expecting value: .*\)"),
-        ("l.jsonl", b'{"text": "a"}\n\n{"text": \n', r"l\.jsonl:3: not JSON"),
-        ("l.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", r"l\.jsonl:1: not JSON"),
-        (
-            "l.jsonl",
-            b'{"text": "a"}\n["text"]\n',
-            r"l\.jsonl:2: is not an object but a list; known are objects",
-        ),
-        ("l.jsonl", b'{"text": "a"}\n"text"\n', r"l\.jsonl:2: is not an object but a str"),
-        (
-            "l.jsonl",
-            b'{"txt": "a"}',
-            r'l\.jsonl:1: has the fields "txt"; known are "text"; "prompt" and "completion"; .*Alpaca',
-        ),
-        ("l.jsonl", b'{"text": 3}', r'l\.jsonl:1: needs a string "text"'),
-        ("l.jsonl", b'{"text": ""}\n\n', r"l\.jsonl is empty"),
-        (
-            "l.jsonl",
-            b'{"text": "a", "messages": [{"role": "user"}]}',
-            r'l\.jsonl:1: has "text" beside "messages", where it would be',
-        ),
-        ("l.jsonl", b'{"text": "a", "completion": "b", "prompt": "c"}', r'l\.jsonl:1: has "text" beside "completion"'),
-        ("l.jsonl", b'{"text": "a", "prompt": "c"}', r'l\.jsonl:1: has "prompt" beside "text"'),
-        ("l.jsonl", b'{"messages": [{"role": "user"}], "prompt": "c"}', r'l\.jsonl:1: has "prompt" beside "messages"'),
-        ("l.jsonl", b'{"text": "a", "tools": [{}]}', r'l\.jsonl:1: has "tools" beside "text"'),
-        (
-            "l.jsonl",
-            b'{"text": "a", "messages": null, "tools": []}\n{"txt": null}',
-            r'l\.jsonl:2: has the fields "txt" \(null\); known are',
-        ),
-        ("l.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"l\.jsonl:2: the line is not UTF-8: byte 0xff at offset 10"),
-        ("l.jsonl", b'{"text": "a\\u0000"}', r"l\.jsonl:1: escaped NUL"),
-        ("l.jsonl", b'{"text": "\\ud800"}', r"l\.jsonl:1: escaped NUL or lone surrogate"),
-        ("l.jsonl", b'{"completion": "a"}', r'l\.jsonl:1: needs a string "prompt"'),
-    ],
-)
+@pytest.mark.parametrize("name, content, message", [
+    ("e.txt", b"", r"e\.txt is empty: no text in any .*; give other --data"),
+    ("e.txt", b" \n", r"e\.txt is empty"),
+    ("e.jsonl", b"", r"e\.jsonl is empty"),
+    ("b.txt", b"abc\0d", r"b\.txt is binary: NUL byte at offset 3"),
+    ("b.md", b"ab\xffd", r"b\.md is not UTF-8: byte 0xff at offset 2"),
+    ("b.csv", b"abc", r"b\.csv has suffix '\.csv', not \.txt, .*; to read it as text, give --suffixes \.csv"),
+    ("l.jsonl", b'{"text": "a"}\n{"text": \n', r"l\.jsonl:2: not JSON \(Expecting value: .*\)"),
+    ("l.jsonl", b'{"text": "a"}\n\n{"text": \n', r"l\.jsonl:3: not JSON"),
+    ("l.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", r"l\.jsonl:1: not JSON"),
+    ("l.jsonl", b'{"text": "a"}\n["text"]\n', r"l\.jsonl:2: is not an object but a list; known are objects"),
+    ("l.jsonl", b'{"text": "a"}\n"text"\n', r"l\.jsonl:2: is not an object but a str"),
+    ("l.jsonl", b'{"txt": "a"}',
+     r'l\.jsonl:1: has the fields "txt"; known are "text"; "prompt" and "completion"; .*Alpaca'),
+    ("l.jsonl", b'{"text": 3}', r'l\.jsonl:1: needs a string "text"'),
+    ("l.jsonl", b'{"text": ""}\n\n', r"l\.jsonl is empty"),
+    ("l.jsonl", b'{"text": "a", "messages": [{"role": "user"}]}',
+     r'l\.jsonl:1: has "text" beside "messages", where it would be'),
+    ("l.jsonl", b'{"text": "a", "completion": "b", "prompt": "c"}', r'l\.jsonl:1: has "text" beside "completion"'),
+    ("l.jsonl", b'{"text": "a", "prompt": "c"}', r'l\.jsonl:1: has "prompt" beside "text"'),
+    ("l.jsonl", b'{"messages": [{"role": "user"}], "prompt": "c"}', r'l\.jsonl:1: has "prompt" beside "messages"'),
+    ("l.jsonl", b'{"text": "a", "tools": [{}]}', r'l\.jsonl:1: has "tools" beside "text"'),
+    ("l.jsonl", b'{"text": "a", "messages": null, "tools": []}\n{"txt": null}',
+     r'l\.jsonl:2: has the fields "txt" \(null\); known are'),
+    ("l.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"l\.jsonl:2: the line is not UTF-8: byte 0xff at offset 10"),
+    ("l.jsonl", b'{"text": "a\\u0000"}', r"l\.jsonl:1: escaped NUL"),
+    ("l.jsonl", b'{"text": "\\ud800"}', r"l\.jsonl:1: escaped NUL or lone surrogate"),
+    ("l.jsonl", b'{"completion": "a"}', r'l\.jsonl:1: needs a string "prompt"'),
+])  # fmt: skip
 def test_bad_corpus(tmp_path, name, content, message):
     with pytest.raises(ValueError, match=message) as error:
         read_text(tmp_path, name, content)

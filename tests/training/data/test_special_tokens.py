@@ -24,43 +24,28 @@ DECODER = {
 }
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        {"special_tokens_map.json": MAP},
-        {"added_tokens.json": {"<|a|>": 260, "<|b|>": 259}},
-        {"special_tokens_map.json": MAP, "added_tokens.json": {"<|b|>": 257, "<|a|>": 300}},
-        {
-            "special_tokens_map.json": {"extra_special_tokens": ["<|a|>"]},
-            "added_tokens.json": {"<|b|>": 258, "<|a|>": 7},
-        },
-        {"special_tokens_map.json": {"bos_token": "<|b|>"}, "added_tokens.json": {"<|b|>": 259, "</s>": 258}},
-        {"special_tokens_map.json": MAP, "tokenizer_config.json": {"eos_token": "</s>", "pad_token": "<|p|>"}},
-        {"special_tokens_map.json": MAP, "tokenizer_config.json": {"eos_token": "<|q|>", "added_tokens_decoder": {}}},
-        {"special_tokens_map.json": MAP, "tokenizer_config.json": {"added_tokens_decoder": DECODER}},
-        {"tokenizer_config.json": {"added_tokens_decoder": DECODER, "bos_token": "<s>", "eos_token": "<|p|>"}},
-        {"tokenizer_config.json": {"eos_token": {"__type": "AddedToken", "content": "</s>", **FLAGS, "lstrip": True}}},
-        {"tokenizer_config.json": {"image_token": "<img>", "extra_special_tokens": {"x_token": "<|x|>"}}},
-        {"tokenizer_config.json": {"eos_token": "<|q|>", "extra_special_tokens": ["<|x|>", "he"]}},
-        {"tokenizer_config.json": {"eos_token": None, "additional_special_tokens": ["<|q|>"]}},
-        {
-            "tokenizer_config.json": {
-                "extra_special_tokens": {"x_token": "<|x|>"},
-                "additional_special_tokens": ["<|q|>"],
-            }
-        },
-        {"tokenizer_config.json": {"extra_special_tokens": []}, "special_tokens_map.json": MAP},
-        {"tokenizer_config.json": {"extra_special_tokens": {}}, "special_tokens_map.json": MAP},
-        {
-            "tokenizer_config.json": {"additional_special_tokens": ["<|q|>"]},
-            "special_tokens_map.json": {"extra_special_tokens": ["<|x|>"]},
-        },
-        {
-            "tokenizer_config.json": {"eos_token": {"__type": "AddedToken", "content": "<|q|>", **FLAGS}},
-            "added_tokens.json": {"<|q|>": 259},
-        },
-    ],
-)
+@pytest.mark.parametrize("files", [
+    {"special_tokens_map.json": MAP},
+    {"added_tokens.json": {"<|a|>": 260, "<|b|>": 259}},
+    {"special_tokens_map.json": MAP, "added_tokens.json": {"<|b|>": 257, "<|a|>": 300}},
+    {"special_tokens_map.json": {"extra_special_tokens": ["<|a|>"]}, "added_tokens.json": {"<|b|>": 258, "<|a|>": 7}},
+    {"special_tokens_map.json": {"bos_token": "<|b|>"}, "added_tokens.json": {"<|b|>": 259, "</s>": 258}},
+    {"special_tokens_map.json": MAP, "tokenizer_config.json": {"eos_token": "</s>", "pad_token": "<|p|>"}},
+    {"special_tokens_map.json": MAP, "tokenizer_config.json": {"eos_token": "<|q|>", "added_tokens_decoder": {}}},
+    {"special_tokens_map.json": MAP, "tokenizer_config.json": {"added_tokens_decoder": DECODER}},
+    {"tokenizer_config.json": {"added_tokens_decoder": DECODER, "bos_token": "<s>", "eos_token": "<|p|>"}},
+    {"tokenizer_config.json": {"eos_token": {"__type": "AddedToken", "content": "</s>", **FLAGS, "lstrip": True}}},
+    {"tokenizer_config.json": {"image_token": "<img>", "extra_special_tokens": {"x_token": "<|x|>"}}},
+    {"tokenizer_config.json": {"eos_token": "<|q|>", "extra_special_tokens": ["<|x|>", "he"]}},
+    {"tokenizer_config.json": {"eos_token": None, "additional_special_tokens": ["<|q|>"]}},
+    {"tokenizer_config.json": {"extra_special_tokens": {"x_token": "<|x|>"}, "additional_special_tokens": ["<|q|>"]}},
+    {"tokenizer_config.json": {"extra_special_tokens": []}, "special_tokens_map.json": MAP},
+    {"tokenizer_config.json": {"extra_special_tokens": {}}, "special_tokens_map.json": MAP},
+    {"tokenizer_config.json": {"additional_special_tokens": ["<|q|>"]},
+     "special_tokens_map.json": {"extra_special_tokens": ["<|x|>"]}},
+    {"tokenizer_config.json": {"eos_token": {"__type": "AddedToken", "content": "<|q|>", **FLAGS}},
+     "added_tokens.json": {"<|q|>": 259}},
+])  # fmt: skip
 def test_tokens_beside_the_file_are_as_in_transformers(tmp_path, files):
     write_tokenizer(tmp_path / "tokenizer.json")
     for name, content in files.items():

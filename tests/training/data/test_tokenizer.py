@@ -162,14 +162,9 @@ def write_pieces(file, prepend):
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     letters = [
-        *"abcdefghijklmnopqrstuvwxyzPQ.:?,!\n\u2581\u00e9",
-        "re",
-        "\u2581re",
-        "\u2581x",
-        "\u2581P",
-        "?\n",
+        *"abcdefghijklmnopqrstuvwxyzPQ.:?,!\n\u2581\u00e9", "re", "\u2581re", "\u2581x", "\u2581P", "?\n",
         "\u2581\u2581",
-    ]
+    ]  # fmt: skip
     merges = [("r", "e"), ("\u2581", "re"), ("\u2581", "x"), ("\u2581", "P"), ("?", "\n"), ("\u2581", "\u2581")]
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges, unk_token="?"))
     if prepend == "normalizer":

@@ -132,26 +132,23 @@ def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, m
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--sequences", "0", "--samples", "0"], "leave nothing to evaluate"),
-        (["--samples", "0", "--lengths", "300"], "lengths has no effect with samples 0"),
-        (["--sequences", "0", "--margin", "1"], "margin has no effect with sequences 0"),
-        (["--short_context", "300"], "no text is longer than short_context 300, the longest has 256 tokens"),
-        (["--lengths", "20"], "no needle fits 20 tokens"),
-        (["--lengths", "0", "300"], "lengths must be between 2 and"),
-        (["--margin", "-1"], "margin must be between 0 and"),
-        (["--beside", "no/such.json"], "no/such.json is missing or damaged"),
-        (["--data", "no/such"], "data path no/such does not exist"),
-        (["--memory_budget", "1MB"], "the weights take 0.00 GiB"),
-        (["--attention_type", "nsa"], "it has no gates of nsa"),
-        (["--evaluator", "no/such"], "no/such has no config.json"),
-        (["--context_length", str(2**27 + 1)], "context_length must be between 2 and 134217728, got 134217729"),
-        (["--lengths", "300", "9" * 400], "lengths must be between 2 and 134217728, got 999"),
-        (["--margin", "1" + 400 * "0"], "margin must be between 0 and 1000000.0, got inf"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--sequences", "0", "--samples", "0"], "leave nothing to evaluate"),
+    (["--samples", "0", "--lengths", "300"], "lengths has no effect with samples 0"),
+    (["--sequences", "0", "--margin", "1"], "margin has no effect with sequences 0"),
+    (["--short_context", "300"], "no text is longer than short_context 300, the longest has 256 tokens"),
+    (["--lengths", "20"], "no needle fits 20 tokens"),
+    (["--lengths", "0", "300"], "lengths must be between 2 and"),
+    (["--margin", "-1"], "margin must be between 0 and"),
+    (["--beside", "no/such.json"], "no/such.json is missing or damaged"),
+    (["--data", "no/such"], "data path no/such does not exist"),
+    (["--memory_budget", "1MB"], "the weights take 0.00 GiB"),
+    (["--attention_type", "nsa"], "it has no gates of nsa"),
+    (["--evaluator", "no/such"], "no/such has no config.json"),
+    (["--context_length", str(2**27 + 1)], "context_length must be between 2 and 134217728, got 134217729"),
+    (["--lengths", "300", "9" * 400], "lengths must be between 2 and 134217728, got 999"),
+    (["--margin", "1" + 400 * "0"], "margin must be between 0 and 1000000.0, got inf"),
+])  # fmt: skip
 def test_bad_input_is_one_line(flags, message, folders, tmp_path, capsys):
     assert run(folders["full"], tmp_path, *flags) == (1, None)
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -194,17 +191,14 @@ def test_the_validation_data_of_a_run_are_read(folders, tmp_path):
     assert code == 0 and sum(row["tokens"] for row in found["loss_by_position"]) == len(own.read_text()) - 1
 
 
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        ({"data": 5}, "data path 5 does not exist"),
-        ({"seed": "a"}, "invalid int value: 'a'"),
-        ({"seed": None}, "seed is missing"),
-        ({"validation_fraction": [1]}, "validation_fraction"),
-        ({"context_length": 0}, "context_length must be between 2 and"),
-        ({"chat_reasoning": 3}, "invalid choice: '3'"),
-    ],
-)
+@pytest.mark.parametrize(("edit", "message"), [
+    ({"data": 5}, "data path 5 does not exist"),
+    ({"seed": "a"}, "invalid int value: 'a'"),
+    ({"seed": None}, "seed is missing"),
+    ({"validation_fraction": [1]}, "validation_fraction"),
+    ({"context_length": 0}, "context_length must be between 2 and"),
+    ({"chat_reasoning": 3}, "invalid choice: '3'"),
+])  # fmt: skip
 def test_edited_settings_of_a_run_are_refused(edit, message, folders, tmp_path, capsys):
     folder = shutil.copytree(folders["full"], tmp_path / "copy")
     trainer = json.loads((folder / "trainer.json").read_text())

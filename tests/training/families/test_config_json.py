@@ -42,70 +42,61 @@ def test_config_json_round_trip():
         from_config_json({**newer, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}})
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type 'longrope' .it takes linear, llama3, yarn"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0, "turns": 3}}, "turns of rope_type linear"),
-        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor of rope_type linear must be at least 1, got 0.5"),
-        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor of rope_type yarn is '4'"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
-        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
-        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
-        ({"model_type": None}, "model_type None"),
-        ({"num_experts": 8}, "num_experts"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
-        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "code of its own in auto_map"),
-        ({"rope_scaling": {"type": "default", "mrope_section": [8, 8]}}, "mrope_section"),
-        ({"use_sliding_window": True, "sliding_window": 0}, "window must be from 1 to 1073741824, got 0"),
-        ({"use_sliding_window": True, "sliding_window": True}, "of the wrong type or out .*sliding_window is True"),
-        ({"use_sliding_window": True, "sliding_window": 64.0}, "of the wrong type or out .*sliding_window is 64.0"),
-        ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, "layer_types names 3 layers of 36"),
-        ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 36}, "layers of chunked_attention"),
-        ({"use_sliding_window": True, "model_type": "qwen3_nsa"}, "windows in layers of nsa"),
-        ({"use_sliding_window": True, "num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824; at most 4096"),
-        ({"model_type": "llama", "layer_types": ["sliding_attention"] * 36}, "layers of sliding_attention"),
-        ({"layer_types": ["full_attention"] * 35 + ["sliding_attention"]}, "layers of sliding_attention"),
-        ({"is_causal": False}, "is_causal"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
-        ({"rope_theta": None}, "lacks rope_theta"),
-        ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window True"),
-        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers of 36"),
-        ({"model_type": "smollm3", "no_rope_layers": []}, "no_rope_layers names 0 layers of 36"),
-        (
-            {"model_type": "smollm3", "no_rope_layers": [2] * 36},
-            "of the wrong type .*no_rope_layers is .2, 2",
-        ),
-        ({"model_type": "smollm3", "no_rope_layer_interval": 0, "no_rope_layers": None}, "of the wrong type or out of"),
-        ({"model_type": "smollm3", "num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
-        ({"use_sliding_window": True, "num_hidden_layers": 0}, "must be at least 1, got 0|must not be empty"),
-        ({"model_type": "granite", "head_dim": 0}, "of the wrong type or out of range"),
-        ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier is 0; it must be a number above 0"),
-        ({"model_type": "granite", "logits_scaling": "8"}, "logits_scaling is '8'; it must be a number above 0"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, "rope_type 'longrope' .it takes linear, llama3, yarn"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
+    ({"rope_scaling": {"type": "linear", "factor": 4.0, "turns": 3}}, "turns of rope_type linear"),
+    ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor of rope_type linear must be at least 1, got 0.5"),
+    ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor of rope_type yarn is '4'"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+    ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
+    ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+    ({"model_type": None}, "model_type None"),
+    ({"num_experts": 8}, "num_experts"),
+    ({"attention_bias": True}, "attention_bias"),
+    ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
+    ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+    ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window 4096"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ({"auto_map": {"AutoModelForCausalLM": "modeling.Other"}}, "code of its own in auto_map"),
+    ({"rope_scaling": {"type": "default", "mrope_section": [8, 8]}}, "mrope_section"),
+    ({"use_sliding_window": True, "sliding_window": 0}, "window must be from 1 to 1073741824, got 0"),
+    ({"use_sliding_window": True, "sliding_window": True}, "of the wrong type or out .*sliding_window is True"),
+    ({"use_sliding_window": True, "sliding_window": 64.0}, "of the wrong type or out .*sliding_window is 64.0"),
+    ({"use_sliding_window": True, "layer_types": ["sliding_attention"] * 3}, "layer_types names 3 layers of 36"),
+    ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 36}, "layers of chunked_attention"),
+    ({"use_sliding_window": True, "model_type": "qwen3_nsa"}, "windows in layers of nsa"),
+    ({"use_sliding_window": True, "num_hidden_layers": 2**30}, "num_hidden_layers is 1073741824; at most 4096"),
+    ({"model_type": "llama", "layer_types": ["sliding_attention"] * 36}, "layers of sliding_attention"),
+    ({"layer_types": ["full_attention"] * 35 + ["sliding_attention"]}, "layers of sliding_attention"),
+    ({"is_causal": False}, "is_causal"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+    ({"rope_theta": None}, "lacks rope_theta"),
+    ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window True"),
+    ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers names 2 layers of 36"),
+    ({"model_type": "smollm3", "no_rope_layers": []}, "no_rope_layers names 0 layers of 36"),
+    ({"model_type": "smollm3", "no_rope_layers": [2] * 36}, "of the wrong type .*no_rope_layers is .2, 2"),
+    ({"model_type": "smollm3", "no_rope_layer_interval": 0, "no_rope_layers": None}, "of the wrong type or out of"),
+    ({"model_type": "smollm3", "num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+    ({"use_sliding_window": True, "num_hidden_layers": 0}, "must be at least 1, got 0|must not be empty"),
+    ({"model_type": "granite", "head_dim": 0}, "of the wrong type or out of range"),
+    ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier is 0; it must be a number above 0"),
+    ({"model_type": "granite", "logits_scaling": "8"}, "logits_scaling is '8'; it must be a number above 0"),
+])  # fmt: skip
 def test_settings_that_would_compute_something_else_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         from_config_json({**to_config_json(MODEL_SIZES["4B"]), **settings})
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rope_scaling": {"type": "default"}},
-        {"use_sliding_window": False, "sliding_window": 4096},
-        {"use_sliding_window": True, "sliding_window": None},
-        {"use_sliding_window": True, "max_window_layers": 36},
-        {"layer_types": ["full_attention"] * 36, "attention_dropout": 0.1, "head_dim": None},
-        {"rope_scaling": {"rope_type": "default", "type": "default", "attention_factor": None}},
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    {"rope_scaling": {"type": "default"}},
+    {"use_sliding_window": False, "sliding_window": 4096},
+    {"use_sliding_window": True, "sliding_window": None},
+    {"use_sliding_window": True, "max_window_layers": 36},
+    {"layer_types": ["full_attention"] * 36, "attention_dropout": 0.1, "head_dim": None},
+    {"rope_scaling": {"rope_type": "default", "type": "default", "attention_factor": None}},
+])  # fmt: skip
 def test_settings_without_effect_are_taken(settings):
     config = MODEL_SIZES["4B"]
     assert from_config_json({**to_config_json(config), **settings}) == config
@@ -143,18 +134,11 @@ def test_a_pattern_of_layers_comes_back_as_it_was(kinds, layers):
     assert read == config or layers < len(kinds)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"layer_kinds": (Window(64), Window(128))},
-        {"layer_kinds": (NSA(), FULL)},
-        {"layer_kinds": (Window(64), NSA())},
-        {"layer_kinds": (Sparse(),)},
-        {"layer_rotates": (True, False)},
-        {"residual_multiplier": 0.5},
-        {"attention_multiplier": 0.5},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"layer_kinds": (Window(64), Window(128))}, {"layer_kinds": (NSA(), FULL)}, {"layer_kinds": (Window(64), NSA())},
+    {"layer_kinds": (Sparse(),)}, {"layer_rotates": (True, False)}, {"residual_multiplier": 0.5},
+    {"attention_multiplier": 0.5},
+])  # fmt: skip
 def test_kinds_of_layers_that_no_file_can_say_are_not_written(change):
     with pytest.raises(ValueError, match=r"model_type 'qwen3' has no config.json for these kinds of layers"):
         to_config_json(replace(TINY, **change))
@@ -301,16 +285,13 @@ def test_settings_of_gemma_and_ministral_that_are_refused(settings, message):
         from_config_json(content)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "theta", "settings"),
-    [
-        ("olmo3", 5e5, {"rope_type": "default"}),
-        ("olmo3", 5e5, {"rope_type": "default", "rope_theta": 500_000.0}),
-        ("gemma3_text", 1e6, {"type": "default", "rope_theta": 1e6}),
-        ("gemma3_text", 1e6, {"sliding_attention": None}),
-        ("gemma3_text", 1e6, {"full_attention": {"type": "default"}, "rope_theta": None}),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "theta", "settings"), [
+    ("olmo3", 5e5, {"rope_type": "default"}),
+    ("olmo3", 5e5, {"rope_type": "default", "rope_theta": 500_000.0}),
+    ("gemma3_text", 1e6, {"type": "default", "rope_theta": 1e6}),
+    ("gemma3_text", 1e6, {"sliding_attention": None}),
+    ("gemma3_text", 1e6, {"full_attention": {"type": "default"}, "rope_theta": None}),
+])  # fmt: skip
 def test_flat_rope_parameters_of_families_whose_layers_have_their_own(model_type, theta, settings):
     """transformers passes over them, so that they may only say what holds without them."""
     content = to_config_json(in_family(replace(TINY, rope_theta=theta), model_type))
@@ -359,17 +340,14 @@ def test_what_a_file_leaves_out_is_what_transformers_takes():
     assert yarn == YarnScaling(4.0, original_max_position_embeddings=8)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "gemma"}, rf"no family has model_type 'gemma'.*has a row for {', '.join(FAMILIES)}"),
-        ({"model_type": "llama"}, "model_type 'llama' has no config.json for .*: qk_norm 'head'$"),
-        ({"has_qkv_biases": True}, "model_type 'qwen3' has no config.json for .*: has_qkv_biases True$"),
-        ({"norms_after": True, "logits_scaling": 2.0}, "for .*: norms_after True, logits_scaling 2.0$"),
-        ({"initializer_range": 0.0}, "for .*: initializer_range is 0.0; it must be as 0.02 is$"),
-        ({"layer_kinds": (NSA(selected_blocks=8),)}, r"for .*: layer_kinds .NSA.selected_blocks=8"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"model_type": "gemma"}, rf"no family has model_type 'gemma'.*has a row for {', '.join(FAMILIES)}"),
+    ({"model_type": "llama"}, "model_type 'llama' has no config.json for .*: qk_norm 'head'$"),
+    ({"has_qkv_biases": True}, "model_type 'qwen3' has no config.json for .*: has_qkv_biases True$"),
+    ({"norms_after": True, "logits_scaling": 2.0}, "for .*: norms_after True, logits_scaling 2.0$"),
+    ({"initializer_range": 0.0}, "for .*: initializer_range is 0.0; it must be as 0.02 is$"),
+    ({"layer_kinds": (NSA(selected_blocks=8),)}, r"for .*: layer_kinds .NSA.selected_blocks=8"),
+])  # fmt: skip
 def test_a_model_that_would_be_read_back_otherwise_is_not_written(change, message):
     with pytest.raises(ValueError, match=message):
         to_config_json(replace(TINY, **change))
@@ -409,26 +387,21 @@ def test_what_is_written_is_read_back(model_type):
     assert 8 < written < 52
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be as 1e-06 is"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be as True is"),
-        ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
-        ({"hidden_size": "many"}, "a value is of the wrong type"),
-        ({"rope_scaling": 1}, "a value is of the wrong type"),
-        ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "factor of rope_type linear is '10000"),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 5e-324}},
-            "beta_slow of rope_type yarn must be at least 1e-30, got 5e-324",
-        ),
-        ({"rope_theta": 1}, "rope_theta must be above 1, got 1"),
-        ({"rope_theta": 2**63}, "rope_theta must be above 1"),
-        ({"rope_theta": float("inf")}, "rope_theta is inf; it must be as 1000000.0 is"),
-        ({"rope_theta": 1e-300}, "rope_theta must be above 1, got 1e-300"),
-        ({"num_hidden_layers": 4097}, "num_hidden_layers is 4097; at most 4096 are built"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be as 1e-06 is"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be as True is"),
+    ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
+    ({"hidden_size": "many"}, "a value is of the wrong type"),
+    ({"rope_scaling": 1}, "a value is of the wrong type"),
+    ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "factor of rope_type linear is '10000"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 5e-324}},
+     "beta_slow of rope_type yarn must be at least 1e-30, got 5e-324"),
+    ({"rope_theta": 1}, "rope_theta must be above 1, got 1"),
+    ({"rope_theta": 2**63}, "rope_theta must be above 1"),
+    ({"rope_theta": float("inf")}, "rope_theta is inf; it must be as 1000000.0 is"),
+    ({"rope_theta": 1e-300}, "rope_theta must be above 1, got 1e-300"),
+    ({"num_hidden_layers": 4097}, "num_hidden_layers is 4097; at most 4096 are built"),
+])  # fmt: skip
 def test_values_of_the_wrong_type_or_out_of_range(settings, message):
     with pytest.raises(ValueError, match=message):
         from_config_json({**to_config_json(TINY), **settings})

@@ -164,14 +164,9 @@ def train_placed(tied, place, bits=16, round_to=16):
     pair = Placement("gpu", "gpu", weights=place), Placement("recompute", weights=place)
     placements = *pair, Placement("host", "host", weights=place)
     execution = Execution(
-        placements,
-        mlp_tile_size=16,
-        heads_at_a_time=1,
-        loss_impl="chunked",
-        ends=place,
-        linear=LORA,
+        placements, mlp_tile_size=16, heads_at_a_time=1, loss_impl="chunked", ends=place, linear=LORA,
         frozen=frozen_format(bits),
-    )
+    )  # fmt: skip
     with torch.device("meta"):
         model = Transformer(config)
     adapters.prepare(model)

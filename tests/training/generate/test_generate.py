@@ -53,41 +53,33 @@ def test_prompts_from_argument_input_and_files(folder, tmp_path, monkeypatch, ca
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["abc", "--top_p", "0.5"], "top_p has no effect with temperature 0"),
-        (["abc", "--temperature", "1", "--top_p", "0"], "top_p must be between 1e-12 and 1, got 0.0"),
-        (["abc", "--temperature", "nan"], "temperature must be between 0 and 100"),
-        (["abc", "--max_new_tokens", "0"], "max_new_tokens must be between 1 and"),
-        (["abc", "--file", "x"], "both a prompt and --file"),
-        (["ab\udcff"], "the prompt is not UTF-8: byte 0xff at offset 2"),
-        (["abc", "--chat", "--system", "\udce9"], "--system is not UTF-8: byte 0xe9 at offset 0"),
-        (["--file", "no/such"], "no/such"),
-        ([""], "prompt is an empty string"),
-        (
-            ["abc", "--memory_budget", "1MB"],
-            "keys and values of 259 tokens 0.00 GiB, 0.00 GiB are there: give shorter texts",
-        ),
-        (["abc", "--selected_blocks", "4"], "selected_blocks has no effect with attention_type full"),
-        (["abc", "--top_k", "4"], "unknown flag --top_k"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (["abc", "--top_p", "0.5"], "top_p has no effect with temperature 0"),
+    (["abc", "--temperature", "1", "--top_p", "0"], "top_p must be between 1e-12 and 1, got 0.0"),
+    (["abc", "--temperature", "nan"], "temperature must be between 0 and 100"),
+    (["abc", "--max_new_tokens", "0"], "max_new_tokens must be between 1 and"),
+    (["abc", "--file", "x"], "both a prompt and --file"),
+    (["ab\udcff"], "the prompt is not UTF-8: byte 0xff at offset 2"),
+    (["abc", "--chat", "--system", "\udce9"], "--system is not UTF-8: byte 0xe9 at offset 0"),
+    (["--file", "no/such"], "no/such"),
+    ([""], "prompt is an empty string"),
+    (["abc", "--memory_budget", "1MB"],
+     "keys and values of 259 tokens 0.00 GiB, 0.00 GiB are there: give shorter texts"),
+    (["abc", "--selected_blocks", "4"], "selected_blocks has no effect with attention_type full"),
+    (["abc", "--top_k", "4"], "unknown flag --top_k"),
+])  # fmt: skip
 def test_bad_input_is_one_line(flags, message, folder, capsys):
     assert main([folder, "--device", "cpu", *flags]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (None, "standard input is empty"),
-        (SimpleNamespace(buffer=io.BytesIO(b"")), "standard input is empty"),
-        (SimpleNamespace(buffer=io.BytesIO(b"a\xe9")), "standard input is not UTF-8: byte 0xe9 at offset 1"),
-        (SimpleNamespace(buffer=io.FileIO("/dev/null", "w")), "cannot read standard input"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    (None, "standard input is empty"),
+    (SimpleNamespace(buffer=io.BytesIO(b"")), "standard input is empty"),
+    (SimpleNamespace(buffer=io.BytesIO(b"a\xe9")), "standard input is not UTF-8: byte 0xe9 at offset 1"),
+    (SimpleNamespace(buffer=io.FileIO("/dev/null", "w")), "cannot read standard input"),
+])  # fmt: skip
 def test_standard_input_that_is_no_prompt(given, message, folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", given)
     assert main([folder, "--device", "cpu"]) == 1

@@ -99,18 +99,12 @@ def test_names_that_the_terminal_cannot_show_are_escaped(name, monkeypatch):
     assert shown.getvalue() == name.encode("ascii", "backslashreplace") + b"\n"
 
 
-@pytest.mark.parametrize(
-    "content, why",
-    [
-        ("import no_such_part", "ModuleNotFoundError: No module named 'no_such_part'"),
-        (
-            "raise OSError('libcuda.so.1: cannot open\\nshared object file')",
-            "OSError: libcuda.so.1: cannot open shared",
-        ),
-        ("raise RuntimeError('numpy 1 and 2')", "RuntimeError: numpy 1 and 2"),
-        ("(", "SyntaxError: '\\(' was never closed"),
-    ],
-)
+@pytest.mark.parametrize("content, why", [
+    ("import no_such_part", "ModuleNotFoundError: No module named 'no_such_part'"),
+    ("raise OSError('libcuda.so.1: cannot open\\nshared object file')", "OSError: libcuda.so.1: cannot open shared"),
+    ("raise RuntimeError('numpy 1 and 2')", "RuntimeError: numpy 1 and 2"),
+    ("(", "SyntaxError: '\\(' was never closed"),
+])  # fmt: skip
 def test_a_package_that_is_broken_is_one_line(tmp_path, monkeypatch, content, why):
     (tmp_path / "broken_package.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
@@ -132,20 +126,11 @@ def test_numbers_in_the_environment(monkeypatch):
         whole_number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)
 
 
-@pytest.mark.parametrize(
-    "error, line",
-    [
-        (
-            OSError(errno.EMFILE, "Too many open files"),
-            r"Too many open files: this process may have \d+ at once; raise",
-        ),
-        (
-            OSError(errno.EMFILE, "Too many open files", "a.py"),
-            r"Too many open files: this process may have \d+ at once",
-        ),
-        (RuntimeError("can't start new thread"), r"the system starts no more threads; raise .*ulimit -u.*"),
-    ],
-)
+@pytest.mark.parametrize("error, line", [
+    (OSError(errno.EMFILE, "Too many open files"), r"Too many open files: this process may have \d+ at once; raise"),
+    (OSError(errno.EMFILE, "Too many open files", "a.py"), r"Too many open files: this process may have \d+ at once"),
+    (RuntimeError("can't start new thread"), r"the system starts no more threads; raise .*ulimit -u.*"),
+])  # fmt: skip
 def test_limits_of_a_process_are_lines(error, line, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder"))
 

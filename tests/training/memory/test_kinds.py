@@ -13,17 +13,14 @@ from training.host.errors import UserError
 from training.memory.kinds import ANNEALING_STAGES, FLAGS, annealed, kinds_of, numbers_by_layer, spell_by_layer
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers", "short"),
-    [
-        ("32", [32] * 4, "32"),
-        ("0", [0] * 4, "0"),
-        ("64x2,32", [64, 64, 32, 32], "64x2,32"),
-        ("64,64,48,32", [64, 64, 48, 32], "64x2,48,32"),
-        ("64x3,32x1", [64, 64, 64, 32], "64x3,32"),
-        ("8,4", [8, 4, 4, 4], "8,4"),
-    ],
-)
+@pytest.mark.parametrize(("text", "numbers", "short"), [
+    ("32", [32] * 4, "32"),
+    ("0", [0] * 4, "0"),
+    ("64x2,32", [64, 64, 32, 32], "64x2,32"),
+    ("64,64,48,32", [64, 64, 48, 32], "64x2,48,32"),
+    ("64x3,32x1", [64, 64, 64, 32], "64x3,32"),
+    ("8,4", [8, 4, 4, 4], "8,4"),
+])  # fmt: skip
 def test_numbers_by_layer(text, numbers, short):
     assert numbers_by_layer("selected_blocks", text, 4) == numbers
     assert spell_by_layer(numbers) == short and numbers_by_layer("selected_blocks", short, 4) == numbers

@@ -72,19 +72,15 @@ def group_files(folder, names, limit):
 
 
 @pytest.mark.parametrize(
-    ("line", "root", "names"),
-    [("0::/{}", "/sys/fs/cgroup", V2), ("4:cpuset,memory:/{}", "/sys/fs/cgroup/memory", V1)],
+    ("line", "root", "names"), [("0::/{}", "/sys/fs/cgroup", V2), ("4:cpuset,memory:/{}", "/sys/fs/cgroup/memory", V1)]
 )
-@pytest.mark.parametrize(
-    ("path", "limits", "expected"),
-    [
-        ("", {"": None}, 80),
-        ("", {"": 50}, 0.8 * (50 - 6)),
-        ("slurm/job_7/step_0", {"": None, "/slurm/job_7": 30, "/slurm/job_7/step_0": None}, 0.8 * (30 - 6)),
-        ("user.slice/run.scope", {"/user.slice": 60, "/user.slice/run.scope": 20}, 0.8 * (20 - 6)),
-        ("docker/of_the_host", {"": 40}, 0.8 * (40 - 6)),
-    ],
-)
+@pytest.mark.parametrize(("path", "limits", "expected"), [
+    ("", {"": None}, 80),
+    ("", {"": 50}, 0.8 * (50 - 6)),
+    ("slurm/job_7/step_0", {"": None, "/slurm/job_7": 30, "/slurm/job_7/step_0": None}, 0.8 * (30 - 6)),
+    ("user.slice/run.scope", {"/user.slice": 60, "/user.slice/run.scope": 20}, 0.8 * (20 - 6)),
+    ("docker/of_the_host", {"": 40}, 0.8 * (40 - 6)),
+])  # fmt: skip
 def test_host_memory_is_that_of_the_control_groups(line, root, names, path, limits, expected, monkeypatch):
     """100 GiB are available on the machine."""
     files = {
@@ -149,36 +145,33 @@ def test_adapters_are_read_and_written_at_a_plausible_rate():
     assert 0.1 * rates["memory"] < rates["adapters"] < 2 * rates["memory"]
 
 
-@pytest.mark.parametrize(
-    ("device_name", "name"),
-    [
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA GH200 480GB", "H200"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("NVIDIA A800-SXM4-80GB", "A100-40GB"),
-        ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
-        ("NVIDIA A100-PCIE-40GB", "A100-PCIe"),
-        ("NVIDIA A40", "A40"),
-        ("NVIDIA RTX A6000", "A6000"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA GeForce RTX 4090", "RTX4090"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 4090 D", None),
-        ("NVIDIA GeForce RTX 4070", "RTX4070"),
-        ("NVIDIA GeForce RTX 4070 Ti", "RTX4070Ti"),
-        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070TiSuper"),
-        ("NVIDIA GeForce RTX 3080 Ti Laptop GPU", None),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA A10G", "A10G"),
-        ("NVIDIA RTX A4000", "A4000"),
-        ("NVIDIA RTX A2000", None),
-        ("Tesla T4", None),
-    ],
-)
+@pytest.mark.parametrize(("device_name", "name"), [
+    ("NVIDIA H200", "H200"),
+    ("NVIDIA GH200 480GB", "H200"),
+    ("NVIDIA H100 80GB HBM3", "H100"),
+    ("NVIDIA H100 PCIe", "H100-PCIe"),
+    ("NVIDIA A800-SXM4-80GB", "A100-40GB"),
+    ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
+    ("NVIDIA A100-PCIE-40GB", "A100-PCIe"),
+    ("NVIDIA A40", "A40"),
+    ("NVIDIA RTX A6000", "A6000"),
+    ("NVIDIA L40S", "L40S"),
+    ("NVIDIA GeForce RTX 4090", "RTX4090"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA GeForce RTX 4090 D", None),
+    ("NVIDIA GeForce RTX 4070", "RTX4070"),
+    ("NVIDIA GeForce RTX 4070 Ti", "RTX4070Ti"),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070TiSuper"),
+    ("NVIDIA GeForce RTX 3080 Ti Laptop GPU", None),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
+    ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None),
+    ("NVIDIA A10", "A10"),
+    ("NVIDIA A10G", "A10G"),
+    ("NVIDIA RTX A4000", "A4000"),
+    ("NVIDIA RTX A2000", None),
+    ("Tesla T4", None),
+])  # fmt: skip
 def test_what_the_driver_calls_them(device_name, name):
     assert find_gpu(device_name) == GPUS.get(name)
 

@@ -141,10 +141,7 @@ def test_attention_by_groups_is_as_exact():
     """Against float64; in bfloat16, where the input's gradient is rounded once a group."""
     _, expected = run(build(dtype=torch.float64))
     for dtype in (torch.float32, torch.bfloat16):
-        (_, whole), (_, by_groups) = (
-            run(build(dtype=dtype)),
-            run(build([Placement()] * 4, dtype, heads_at_a_time=1)),
-        )
+        (_, whole), (_, by_groups) = (run(build(dtype=dtype)), run(build([Placement()] * 4, dtype, heads_at_a_time=1)))
         whole_error, error = ((gradients - expected).norm() for gradients in (whole, by_groups))
         assert error <= 1.5 * whole_error
 
@@ -432,10 +429,7 @@ def test_nsa_under_placements(name, heads_at_a_time, native_alone):
 
 @pytest.mark.parametrize(
     ("kind", "module", "function"),
-    [
-        (SPARSE, "sparse.sparse_attention", "top_blocks_reference"),
-        (NATIVE, "nsa.nsa", "choose_reference"),
-    ],
+    [(SPARSE, "sparse.sparse_attention", "top_blocks_reference"), (NATIVE, "nsa.nsa", "choose_reference")],
     ids=["sparse", "nsa"],
 )
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])

@@ -24,8 +24,7 @@ HOST = 110 * GIB
 
 
 @pytest.mark.parametrize(
-    ("context", "gib"),
-    [(65_536, 16), (131_072, 24), (262_144, 40), (393_216, 64), (524_288, 80), (1_048_576, 139)],
+    ("context", "gib"), [(65_536, 16), (131_072, 24), (262_144, 40), (393_216, 64), (524_288, 80), (1_048_576, 139)]
 )
 def test_contexts_that_must_fit(context, gib):
     step = step_of(MODEL_SIZES["4B"], context)

@@ -234,13 +234,7 @@ CASES = {
     "lora, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"trained": Adapters(16, 32.0), "gpu_state_bytes": 0}),
     "lora, some projections": (131_072, [ON_HOST] * 4, 8192, 1, {"trained": Adapters(8, 8.0, ("q_proj", "v_proj"))}),
     **{
-        f"lora, {name}, {','.join(targets)}": (
-            65_536,
-            placements,
-            8192,
-            None,
-            {"trained": Adapters(64, 64.0, targets)},
-        )
+        f"lora, {name}, {','.join(targets)}": (65_536, placements, 8192, None, {"trained": Adapters(64, 64.0, targets)})
         for name, placements in (("whole", [WHOLE] * 4), ("mixed", [GPU, WHOLE, WHOLE, WHOLE]))
         for targets in (
             ("q_proj", "v_proj"),

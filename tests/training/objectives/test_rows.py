@@ -90,14 +90,11 @@ def _apart(store, document):
     return Document(ids[places].astype(np.uint32), masked[places], True, columns={"answer": np.float32(numbers)})
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "a", "chosen": "b"}, 'needs "rejected"'),
-        ({"chosen": "ab", "rejected": "ac"}, 'needs a "prompt"'),
-        ({"chosen": [{"role": "user", "content": "x"}], "rejected": [{"role": "user", "content": "y"}]}, "in common"),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), [
+    ({"prompt": "a", "chosen": "b"}, 'needs "rejected"'),
+    ({"chosen": "ab", "rejected": "ac"}, 'needs a "prompt"'),
+    ({"chosen": [{"role": "user", "content": "x"}], "rejected": [{"role": "user", "content": "y"}]}, "in common"),
+])  # fmt: skip
 def test_other_pairs_are_refused(tmp_path, row, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, [row], objective="simpo")
@@ -153,18 +150,15 @@ def test_rollouts_of_one_prompt_are_one_document_while_they_fit(tmp_path):
     assert store.read_columns(1, 4, 5)["advantage"][0] == pytest.approx(3 - 5 / 3)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"old_logprobs": None}, 'needs "old_logprobs"'),
-        ({"old_logprobs": [1.0]}, "has 1 numbers, the completion 3 tokens"),
-        ({"advantage": "high"}, "must be a number"),
-        ({"advantage": [1, 2]}, "has 2 numbers"),
-        ({"completion_mask": [1, 2, 1]}, "0 or 1"),
-        ({"completion_ids": [1, 2.5, 3]}, "token ids"),
-        ({"completion_ids": [1, 2, 300]}, "vocab_size"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"old_logprobs": None}, 'needs "old_logprobs"'),
+    ({"old_logprobs": [1.0]}, "has 1 numbers, the completion 3 tokens"),
+    ({"advantage": "high"}, "must be a number"),
+    ({"advantage": [1, 2]}, "has 2 numbers"),
+    ({"completion_mask": [1, 2, 1]}, "0 or 1"),
+    ({"completion_ids": [1, 2.5, 3]}, "token ids"),
+    ({"completion_ids": [1, 2, 300]}, "vocab_size"),
+])  # fmt: skip
 def test_other_rollouts_are_refused(tmp_path, change, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, [IDS | {"advantage": 1.0} | change], objective="grpo")

@@ -565,13 +565,9 @@ def check_sharded(world, folder):
             for key, tensor in tensors.items():
                 torch.testing.assert_close(expected[name][key], tensor.detach(), rtol=1e-4, atol=1e-6)
     path = save_checkpoint(
-        folder / "run",
-        1,
-        weights=ANY_WEIGHTS,
-        model_config={},
-        trainer_state={},
+        folder / "run", 1, weights=ANY_WEIGHTS, model_config={}, trainer_state={},
         optimizer_state=optimizer.state_dict(),
-    )
+    )  # fmt: skip
     model, other, _ = train_sharded(0, world, 3, steps=1)
     load_state(other, path)
     assert_equal_states(full(other.state_dict()), expected)

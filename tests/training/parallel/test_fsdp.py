@@ -16,10 +16,7 @@ from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World
 
 # The packed documents' cos and sin, [B, T, K/2], pass through every block; 0.6B's width with two blocks on a GPU.
-CONFIGS = {
-    "cpu": MODEL_SIZES["tiny"],
-    "cuda": replace(MODEL_SIZES["0.6B"], num_hidden_layers=2, vocab_size=1024),
-}
+CONFIGS = {"cpu": MODEL_SIZES["tiny"], "cuda": replace(MODEL_SIZES["0.6B"], num_hidden_layers=2, vocab_size=1024)}
 
 
 def build(device, world=None, config=None, adapters=None):

@@ -292,15 +292,9 @@ def test_four_ranks_equal_one_process():
 def check_two_gpus(world: World) -> None:
     check_exchange(world)
     names = (
-        "dense, packed",
-        "one document of odd length",
-        "dense, packed, two heads",
-        "sparse, one head",
-        "nsa",
-        "window, full",
-        "delta net, full",
-        "delta nets of one document",
-    )
+        "dense, packed", "one document of odd length", "dense, packed, two heads", "sparse, one head", "nsa",
+        "window, full", "delta net, full", "delta nets of one document",
+    )  # fmt: skip
     check_on_gpus(world, {name: CASES[name] for name in names})
 
 
@@ -371,13 +365,10 @@ def test_heads_that_cannot_be_shared_are_refused():
         check_sharing(4, tiny, chooses_blocks=False, tensor_size=2)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "heads", "message"),
-    [
-        (4, 1, "4 ranks do not divide the 2 key/value heads; attend by all heads at once"),
-        (2, 2, "heads_at_a_time must divide a rank's 1 key/value heads, got 2"),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "heads", "message"), [
+    (4, 1, "4 ranks do not divide the 2 key/value heads; attend by all heads at once"),
+    (2, 2, "heads_at_a_time must divide a rank's 1 key/value heads, got 2"),
+])  # fmt: skip
 def test_some_heads_at_a_time_are_of_a_rank(ranks, heads, message):
     attention, x = Attention(MODEL_SIZES["tiny"], layer=0), torch.zeros(1, 8, 128)
     attention.exchange, attention.heads_at_a_time = mock.Mock(size=ranks), heads

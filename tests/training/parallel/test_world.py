@@ -134,15 +134,12 @@ TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, r
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
-@pytest.mark.parametrize(
-    ("death", "rank", "message"),
-    [
-        ("UserError", 0, "error: rank 0 fails"),
-        ("RuntimeError", 1, "RuntimeError: rank 1 fails"),
-        ("SIGKILL", 1, None),
-        ("in the last barrier", 1, None),
-    ],
-)
+@pytest.mark.parametrize(("death", "rank", "message"), [
+    ("UserError", 0, "error: rank 0 fails"),
+    ("RuntimeError", 1, "RuntimeError: rank 1 fails"),
+    ("SIGKILL", 1, None),
+    ("in the last barrier", 1, None),
+])  # fmt: skip
 def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device, tmp_path):
     """The output has no other rank's error, and ends with torchrun's summary, where the error stands again."""
     died, ranks, torchruns = fail(tmp_path, *DYING, death, device)

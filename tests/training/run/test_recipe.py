@@ -30,15 +30,12 @@ from training.run.recipe import (
 from training.run.settings import TrainConfig
 
 
-@pytest.mark.parametrize(
-    ("size", "given", "targets"),
-    [
-        ("tiny", None, LORA_TARGETS),
-        ("tiny", "all-linear", LORA_TARGETS),
-        ("tiny", "v_proj,q_proj", ("q_proj", "v_proj")),
-        ("qwen3.5-0.8B", None, (*LORA_TARGETS, *DELTA_NET_TARGETS)),
-    ],
-)
+@pytest.mark.parametrize(("size", "given", "targets"), [
+    ("tiny", None, LORA_TARGETS),
+    ("tiny", "all-linear", LORA_TARGETS),
+    ("tiny", "v_proj,q_proj", ("q_proj", "v_proj")),
+    ("qwen3.5-0.8B", None, (*LORA_TARGETS, *DELTA_NET_TARGETS)),
+])  # fmt: skip
 def test_adapters_are_of_the_models_projections(size, given, targets):
     config = TrainConfig(lora=2, lora_targets=given)
     assert trained_of(config, MODEL_SIZES[size]).targets == targets
@@ -74,16 +71,13 @@ def test_a_recipe_stays_as_it_is():
         made.memory_budget = "24GB"
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, "auto"),
-        ({"memory_budget": "auto"}, "auto"),
-        ({"memory_budget": "24GB", "host_budget": "84GB"}, "24GB"),
-        ({"gradient_checkpointing": True}, None),
-        ({"compile": True}, None),
-    ],
-)
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({}, "auto"),
+    ({"memory_budget": "auto"}, "auto"),
+    ({"memory_budget": "24GB", "host_budget": "84GB"}, "24GB"),
+    ({"gradient_checkpointing": True}, None),
+    ({"compile": True}, None),
+])  # fmt: skip
 def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
     assert resolve_memory_budget(TrainConfig(**settings), torch.device("cuda")) == expected
 
