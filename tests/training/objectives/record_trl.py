@@ -1,0 +1,152 @@
+"""Writes trl.json anew: `python -m tests.training.objectives.record_trl`, where trl 1.16.0 and datasets are installed.
+
+The methods are TRL's own, called on an object with the attributes that they read. The model is transformers' Qwen3.
+"""
+
+import contextlib
+import functools
+import json
+from collections import defaultdict
+from types import SimpleNamespace
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
+from trl.trainer.dpo_trainer import DPOTrainer
+from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.training.objectives.trl_cases import (
+    CONFIG,
+    CONTEXT_LENGTH,
+    PAIRS,
+    RECORDED,
+    ROLLOUTS,
+    TRUNCATION,
+    Row,
+    rows,
+    set_weights,
+)
+from training.families.config_json import to_config_json
+from training.families.names import name_in_file
+
+OUTPUTS = "log_probs", "entropy", "mean_logits", "is_top1"
+
+
+def build():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(CONFIG))).eval()
+    theirs = dict(model.named_parameters())
+    set_weights({ours: theirs[name_in_file(ours)] for ours in CONFIG.parameters()})
+    add_fused_lm_head(model, outputs=OUTPUTS)
+    return model
+
+
+def trainer(**attributes) -> SimpleNamespace:
+    """An object with the attributes that TRL's methods read."""
+    same = lambda x, **_: x  # noqa: E731
+    accelerator = SimpleNamespace(
+        gather=same, gather_for_metrics=same, reduce=same, autocast=contextlib.nullcontext, num_processes=1,
+        device=torch.device("cpu"), is_main_process=False,
+    )  # fmt: skip
+    metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
+    model = SimpleNamespace(training=False)
+    return SimpleNamespace(
+        accelerator=accelerator, _metrics=metrics, model=model, aux_loss_enabled=False, _total_train_tokens=0,
+        _tp_size=1, **attributes,
+    )  # fmt: skip
+
+
+def padded(values, left: bool = False) -> torch.Tensor:
+    """[rows, longest] of rows of numbers, 0 behind or before them."""
+    length = max(map(len, values))
+    whole = [[*[0] * (length - len(row)), *row] if left else [*row, *[0] * (length - len(row))] for row in values]
+    return torch.tensor(whole)
+
+
+def of_pairs(given: list[Row]) -> dict[str, torch.Tensor]:
+    """Inputs as TRL's collator makes them: the chosen answers, then the rejected ones."""
+    given = given[::2] + given[1::2]
+    ids = padded([[*row.prompt.tolist(), *row.completion.tolist()] for row in given])
+    masks = [[0] * len(row.prompt) + [1] * len(row.completion) for row in given]
+    attention = padded([[1] * len(mask) for mask in masks])
+    reference = torch.tensor([float(row.reference.sum()) for row in given])
+    chosen, rejected = reference.chunk(2)
+    return {
+        "input_ids": ids, "attention_mask": attention, "completion_mask": padded(masks),
+        "ref_chosen_logps": chosen, "ref_rejected_logps": rejected,
+    }  # fmt: skip
+
+
+def loss_of_pairs(name: str, model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    ours, settings = PAIRS[name]
+    if settings:
+        own = trainer(
+            ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_weights=[1.0],
+            label_smoothing=0.0, beta=ours.beta, use_weighting=False, **settings,
+        )  # fmt: skip
+        if not ours.label_smoothing:
+            return DPOTrainer._compute_loss(own, model, inputs, False)
+        # TRL smooths no labels of "sigmoid": cDPO is the mean of both orders of a pair.
+        swapped = inputs | {
+            name: torch.cat([inputs[name][3:], inputs[name][:3]])
+            for name in ("input_ids", "attention_mask", "completion_mask")
+        }
+        swapped |= {
+            "ref_chosen_logps": inputs["ref_rejected_logps"],
+            "ref_rejected_logps": inputs["ref_chosen_logps"],
+        }
+        both = [DPOTrainer._compute_loss(own, model, each, False) for each in (inputs, swapped)]
+        return (1 - ours.label_smoothing) * both[0] + ours.label_smoothing * both[1]
+    labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+    sums = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels,
+                 fused_lm_head=True).log_probs.sum(1)  # fmt: skip
+    chosen, rejected = (sums / inputs["completion_mask"].sum(1)).chunk(2)
+    own = trainer(beta=ours.beta, alpha=0.0, loss_type="simpo", simpo_gamma=ours.margin, label_smoothing=0.0)
+    if name == "simpo":
+        return CPOTrainer.cpo_loss(own, chosen, rejected)[0].mean()
+    return (-chosen - ORPOTrainer.odds_ratio_loss(own, chosen, rejected)[0]).mean()
+
+
+def loss_of_rollouts(name: str, model, given: list[Row]) -> torch.Tensor:
+    ours, settings = ROLLOUTS[name]
+    is_cispo, has_written = name == "cispo", name == "dapo"
+    own = trainer(
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=ours.beta, epsilon_low=ours.clip_low,
+        epsilon_high=ours.clip_high + is_cispo, use_vllm=has_written, vllm_importance_sampling_correction=True,
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=None), max_completion_length=CONTEXT_LENGTH,
+        _entropy_bonus_enabled=False, **{"importance_sampling_level": "token", **settings},
+    )  # fmt: skip
+    own._get_per_token_logps_and_entropies = functools.partial(GRPOTrainer._get_per_token_logps_and_entropies, own)
+    old, written = padded([row.old for row in given]), padded([row.written for row in given])
+    inputs = {
+        "prompt_ids": padded([row.prompt for row in given], left=True),
+        "prompt_mask": padded([[1] * len(row.prompt) for row in given], left=True),
+        "completion_ids": padded([row.completion for row in given]),
+        "completion_mask": padded([[1] * len(row.completion) for row in given]),
+        "tool_mask": padded([row.mask.astype(int) for row in given]),
+        "advantages": torch.tensor([row.advantage for row in given]),
+        "old_per_token_logps": old, "ref_per_token_logps": padded([row.reference for row in given]),
+        "num_items_in_batch": torch.tensor(sum(int(row.mask.sum()) for row in given)),
+        "importance_sampling_ratio": (old - written).exp().clamp(max=TRUNCATION),
+    }  # fmt: skip
+    return GRPOTrainer._compute_loss(own, model, inputs)
+
+
+def main() -> None:
+    found, given = {}, rows()
+    for name in (*PAIRS, *ROLLOUTS):
+        model = build()
+        loss = loss_of_pairs(name, model, of_pairs(given)) if name in PAIRS else loss_of_rollouts(name, model, given)
+        loss.backward()
+        theirs = dict(model.named_parameters())
+        gradients = {ours: theirs[name_in_file(ours)].grad.flatten().tolist() for ours in CONFIG.parameters()}
+        gradients = {ours: [float(f"{x:.7g}") for x in values] for ours, values in gradients.items()}
+        found[name] = {"loss": float(f"{loss.item():.8g}"), "gradients": gradients}
+        print(name, loss.item())
+    lines = (f"{json.dumps(name)}: {json.dumps(each, separators=(',', ':'))}" for name, each in found.items())
+    RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
