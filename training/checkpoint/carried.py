@@ -19,7 +19,7 @@ from torch import Tensor
 from training.checkpoint.manifest import weight_files
 from training.checkpoint.pieces import Entry, open_entries
 from training.families.config_json import TOKEN_IDS, from_config_json, to_config_json
-from training.families.names import name_of
+from training.families.names import EXPERTS, by_expert, name_in_file, name_of
 from training.families.rope import ROTARY_SETTINGS
 from training.families.rows import PREFIX, WRAPPED_PREFIX, is_wrapper
 from training.host.files import read_json
@@ -35,10 +35,16 @@ class Carried:
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by name in the file
     prefix: str = PREFIX  # before the text model's names in files
     config: dict = field(default_factory=dict)  # config.json of the whole model; empty: it is the text model's
+    joins_experts: bool = False  # whether files have one tensor for all experts of a layer, not one for each
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def in_files(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Returns the tensors that files have of a parameter, in the order of its elements, with their shapes."""
+        found = {} if self.joins_experts else by_expert(name, shape)
+        return {name_in_file(each, self.prefix): size for each, size in (found or {name: shape}).items()}
 
     def beside_adapters(self) -> "Carried":
         """The same for adapters, whose base keeps its tensors. peft has names of transformers' modules."""
@@ -66,7 +72,7 @@ NOTHING = Carried()
 def read_carried(folder: Path) -> Carried:
     """Returns what a folder of whole weights holds beside a text model. Reads headers and config.json."""
     tensors: dict[str, Tensor] = {}
-    prefix = PREFIX
+    prefix, joins_experts = PREFIX, False
     for file in weight_files(folder):
         entries = open_entries(file)
         others = {name: entry for name, entry in entries.items() if name_of(name) is None}
@@ -74,8 +80,11 @@ def read_carried(folder: Path) -> Carried:
             content = np.memmap(file, mode="r")
             tensors |= {name: _view(content, entry) for name, entry in others.items()}
         prefix = next((key.removesuffix(EMBEDDING) for key in entries if name_of(key) == EMBEDDING), prefix)
+        joins_experts |= any(map(EXPERTS.fullmatch, entries))
     config = read_json(folder / "config.json")
-    return Carried(tensors, prefix, config) if is_wrapper(config) else Carried(tensors)
+    if not is_wrapper(config):
+        prefix, config = PREFIX, {}
+    return Carried(tensors, prefix, config, joins_experts)
 
 
 def _view(content: np.memmap, entry: Entry) -> Tensor:

@@ -11,7 +11,7 @@ import math
 import operator
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,13 +43,22 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor in a file."""
+    """A whole tensor in a file, or in `parts`: tensors of equal size, whose elements follow one another."""
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int  # first byte in the file
     name: str = ""  # in the file
+    parts: tuple["Entry", ...] = ()
+
+    @classmethod
+    def joined(cls, name: str, shape: tuple[int, ...], parts: Sequence["Entry"]) -> "Entry":
+        """Returns the tensor of this shape that `parts` are, in order; the only part if it is that tensor."""
+        first = parts[0]
+        if len({part.dtype for part in parts}) > 1:
+            raise UserError(f"{first.file}: {first.name} and {len(parts) - 1} others of {name} are of unlike dtypes")
+        return first if first.shape == shape else cls(first.file, first.dtype, shape, first.start, name, tuple(parts))
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,21 @@ class Piece:
         """
         start, stop = self.offset[-1] // group * group, -(-(self.offset[-1] + self.shape[-1]) // group) * group
         return Piece(self.name, (*self.offset[:-1], start // unit), (*self.shape[:-1], (stop - start) // unit))
+
+    def in_parts(self, entry: Entry, content: memoryview) -> Iterator[tuple[Entry, "Piece", memoryview]]:
+        """Yields the piece's tensors in files, each with the piece of it and its share of the piece's elements.
+
+        A piece of a tensor in parts holds some of them whole.
+        """
+        if not entry.parts:
+            yield entry, self, content
+            return
+        numel = math.prod(entry.shape) // len(entry.parts)
+        first, size = self.offset[0] * math.prod(entry.shape[1:]) // numel, numel * entry.dtype.itemsize
+        assert self.shape[1:] == entry.shape[1:] and len(content) % size == 0, f"{self} cuts parts"
+        for i in range(len(content) // size):
+            part = entry.parts[first + i]
+            yield part, Piece(part.name, (0,) * len(part.shape), part.shape), content[i * size : (i + 1) * size]
 
     def runs(self, entry: Entry) -> Iterator[tuple[int, int]]:
         """(first byte in the file, bytes) of each contiguous run, in the order of the piece's elements.
@@ -91,6 +115,10 @@ class Piece:
 
     def read(self, entry: Entry, content: memoryview) -> None:
         """Fill `content` with the piece's elements."""
+        for part, piece, share in self.in_parts(entry, content):
+            piece._read(part, share)
+
+    def _read(self, entry: Entry, content: memoryview) -> None:
         try:
             with entry.file.open("rb", buffering=0) as file:
                 for start, length in self.runs(entry):

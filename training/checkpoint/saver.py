@@ -46,7 +46,6 @@ from training.checkpoint.pieces import (
 from training.checkpoint.ranks import all_gather, failing_together, rank_and_world_size
 from training.checkpoint.weights import NO_COMPANIONS, Companions
 from training.families.lora import ADAPTER_WEIGHTS, ADAPTERS
-from training.families.names import name_in_file
 from training.host.direct import DirectFile
 from training.host.errors import UserError
 from training.host.files import flush, write_file
@@ -128,20 +127,30 @@ class Saver:
             small["config.json"] = _json(content, indent=2)
             small["trainer.json"] = _json({"step": step, "trainer_state": trainer_state}, indent=2)
         weights_file = ADAPTER_WEIGHTS if all(ADAPTERS in name for name in weights) else WEIGHTS
-        files = {weights_file: {name_in_file(name, carried.prefix): tensor for name, tensor in weights.items()}}
-        files[weights_file] |= carried.tensors
+        files = {weights_file: weights | carried.tensors}
         if optimizer_state is not None:
             files[OPTIMIZER] = flat(optimizer_state)
         self._step, self._small, self._headers, self._pieces, self._is_current = step, small, {}, [], True
         for file, tensors in files.items():
             is_weights = file == weights_file
-            kinds = {name: (_dtype_of(tensor, is_weights), tuple(tensor.shape)) for name, tensor in tensors.items()}
+            shapes = {name: {name: tuple(tensor.shape)} for name, tensor in tensors.items()}
+            if is_weights:
+                shapes |= {name: carried.in_files(name, tuple(weight.shape)) for name, weight in weights.items()}
+            kinds = {
+                each: (_dtype_of(tensor, is_weights), shape)
+                for name, tensor in tensors.items()
+                for each, shape in shapes[name].items()
+            }
             header = header_of(aligned(kinds) if is_weights else kinds)
             size = len(header) + sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
             self._headers[file] = header, size
             entries = read_entries(header, Path(file))
             own = {name: tensor for name, tensor in tensors.items() if is_written_here(tensor, rank)}
-            self._pieces += [(entries[piece.name], piece, part) for piece, part in local_pieces(own)]
+            places = {
+                name: Entry.joined(name, tuple(tensor.shape), [entries[each] for each in shapes[name]])
+                for name, tensor in own.items()
+            }
+            self._pieces += [(places[piece.name], piece, part) for piece, part in local_pieces(own)]
         self._stage(max((part.nbytes for *_, part in self._pieces if part.is_cuda), default=0))
         self._start()
 
@@ -258,10 +267,11 @@ class Saver:
             try:
                 on_host = part.contiguous() if staging is None else self._fetch(part, staging)
                 if piece.name not in self.companions.carried.tensors and not is_finite(on_host):
-                    raise UserError(f"{piece.name} is not finite: no checkpoint of step {self._step} is written")
+                    raise UserError(f"{entry.name} is not finite: no checkpoint of step {self._step} is written")
                 content = bytes_of(on_host.to(entry.dtype))
-                piece.write(files[entry.file.name], entry, content)
-                checksums[entry.file.name].append([piece.name, piece.offset, piece.shape, zlib.crc32(content)])
+                for each, box, share in piece.in_parts(entry, content):
+                    box.write(files[each.file.name], each, share)
+                    checksums[each.file.name].append([each.name, box.offset, box.shape, zlib.crc32(share)])
             finally:
                 if staging is not None:
                     self._staging.put(staging)

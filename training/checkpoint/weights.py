@@ -6,6 +6,7 @@ adapter_model.safetensors (`training.families.lora`), and names the folder with 
 `python -m training.checkpoint.weights export IN OUT` turns a checkpoint into such a folder, for other programs to open.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -39,7 +40,7 @@ from training.checkpoint.pieces import (
 )
 from training.families.config_json import TOKEN_IDS, from_config_json, to_config_json
 from training.families.lora import ADAPTER_WEIGHTS, Adapters, has_adapters, read_adapters, read_frozen_bits
-from training.families.names import NOT_WEIGHTS, name_in_file, name_of
+from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
 from training.families.rope import extend
 from training.flags import flag, read_command
 from training.host.errors import UserError, hub_download, refused_as_user_error
@@ -128,19 +129,26 @@ def find_weights(
             expected = {name: shape for name, shape in expected.items() if part not in name}
     another = f"checkpoint {path} is of another size"
     hint = "choose the matching --model_size, or another checkpoint"
+    in_files: dict[str, dict[str, tuple[int, ...]]] = {}  # the tensors that these files have of each weight
     for name, shape in expected.items():
+        each = by_expert(name, shape)
+        in_files[name] = {name: shape} if found.keys().isdisjoint(each) else each
+    for name, shape in (item for tensors in in_files.values() for item in tensors.items()):
         if name not in found:
             raise UserError(f"{another}: it has no {name_in_file(name)}, this model needs it; {hint}")
         if found[name].shape != tuple(shape):
             raise UserError(f"{another}: {name_in_file(name)} has shape {list(found[name].shape)}, "
                              f"this model needs {list(shape)}; {hint}")  # fmt: skip
     tied_copy = found.pop("lm_head.weight", None) if "lm_head.weight" not in expected else None
-    for name in found:
-        if name not in expected:
-            raise UserError(f"{another}: it has {name_in_file(name)}, this model does not; {hint}")
+    known = {*itertools.chain(*in_files.values())}
+    for name in (name for name in found if name not in known):
+        raise UserError(f"{another}: it has {name_in_file(name)}, this model does not; {hint}")
     if tied_copy and not _are_equal(tied_copy, found["embed_tokens.weight"]):
         raise UserError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
-    return {name: found[name] for name in expected}
+    return {
+        name: Entry.joined(name_in_file(name), tuple(shape), [found[each] for each in in_files[name]])
+        for name, shape in expected.items()
+    }
 
 
 def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
@@ -264,10 +272,10 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     companions = read_companions(tokenizer) if tokenizer.is_file() else NO_COMPANIONS
     with making(target) as folder:
         weights, carried = load_model_weights(source, shapes), read_carried(folders_of(source)[-1])
-        names = {name: name_in_file(name, carried.prefix) for name in shapes}
+        in_files = {name: carried.in_files(name, shape) for name, shape in shapes.items()}
         exact = {name for name, declared in config.parameters().items() if declared.is_exact_in_files}
         dtypes = {name: torch.float32 if name in exact else dtype for name in shapes}
-        kinds = {names[name]: (dtypes[name], shape) for name, shape in shapes.items()}
+        kinds = {each: (dtypes[name], shape) for name in shapes for each, shape in in_files[name].items()}
         kinds |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in carried.tensors.items()}
         header = header_of(aligned(kinds))
         entries = read_entries(header, folder / WEIGHTS)
@@ -275,9 +283,13 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
             file.write(header)
             for name, weight in weights:
                 if not weight.to(dtype).isfinite().all():
-                    raise UserError(f"{names[name]} is not finite in {dtype}; choose another --dtype")
-                file.seek(entries[names[name]].start)
-                file.write(bytes_of(weight.to(dtypes[name])))
+                    raise UserError(
+                        f"{name_in_file(name, carried.prefix)} is not finite in {dtype}; choose another --dtype"
+                    )
+                parts = weight.to(dtypes[name]).view(len(in_files[name]), -1)
+                for each, part in zip(in_files[name], parts):
+                    file.seek(entries[each].start)
+                    file.write(bytes_of(part))
             for name, tensor in carried.tensors.items():
                 file.seek(entries[name].start)
                 file.write(bytes_of(tensor))

@@ -15,9 +15,11 @@ from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint, unreadable
 from tests.training.checkpoint.test_files import Model, assert_same_state, damage, save, weights_of
 from training.checkpoint import weights as weights_module
-from training.checkpoint.manifest import fingerprint
+from training.checkpoint.carried import read_carried
+from training.checkpoint.manifest import fingerprint, verify_checkpoint
 from training.checkpoint.pieces import read_header
-from training.checkpoint.weights import load_model_weights
+from training.checkpoint.saver import Saver
+from training.checkpoint.weights import Companions, load_model_weights
 from training.evaluation import __main__ as evaluation
 from training.families.config_json import to_config_json
 from training.generate import __main__ as generate
@@ -228,3 +230,45 @@ def test_only_the_header_is_read_before_the_check(tmp_path, monkeypatch):
     assert reads == []
     list(itertools.islice(weights, 1))
     assert reads == [(11, 6)]
+
+
+def test_files_have_experts_apart_or_together(tmp_path):
+    """A checkpoint has the form of the folder that it comes from; each expert's matrices are read into their places."""
+    E, D, F = 3, 4, 6
+    names = {"norm.weight": (D,), "layers.0.mlp.experts.gate_up_proj": (E, 2 * F, D)}
+    names |= {"layers.0.mlp.experts.down_proj": (E, D, F)}
+    together = {name: torch.randn(shape).bfloat16() for name, shape in names.items()}
+    gate_up, down = ([*together.values()][i] for i in (1, 2))
+    apart = {"model.norm.weight": together["norm.weight"]}
+    for e in range(E):
+        each = {"gate_proj": gate_up[e, :F], "up_proj": gate_up[e, F:], "down_proj": down[e]}
+        apart |= {f"model.layers.0.mlp.experts.{e}.{name}.weight": x.contiguous() for name, x in each.items()}
+    forms = {"apart": apart, "together": {f"model.{name}": weight for name, weight in together.items()}}
+    for form, tensors in forms.items():
+        folder = tmp_path / form
+        folder.mkdir()
+        for i in range(2):  # a matrix's neighbours are in another file
+            save_file({name: tensors[name] for name in sorted(tensors)[i::2]}, folder / f"{i}.safetensors")
+        places = {name: f"{i}.safetensors" for i in range(2) for name in sorted(tensors)[i::2]}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+        assert_same_state(dict(load_model_weights(folder, names)), together)
+        companions = Companions(carried=read_carried(folder))
+        for dtype in (torch.float32, torch.bfloat16):
+            state = {name: weight.to(dtype) for name, weight in together.items()}
+            saver = Saver(folder / str(dtype), 1, companions=companions)
+            saver.begin(1, weights=state, model_config={}, optimizer_state={}, trainer_state={})
+            saver.finish()
+            written = {name: weight.to(dtype) for name, weight in tensors.items()}
+            assert_same_state(load_file(saver.last / "model.safetensors"), written)
+            verify_checkpoint(saver.last)
+            assert_same_state(dict(load_model_weights(saver.last, names)), state)
+    wider = {**names, "layers.0.mlp.experts.gate_up_proj": (E + 1, 2 * F, D)}
+    with pytest.raises(UserError, match=r"it has no model\.layers\.0\.mlp\.experts\.3\.gate_proj\.weight, this model"):
+        load_model_weights(tmp_path / "apart", wider)
+    with pytest.raises(UserError, match=r"experts\.gate_up_proj has shape \[3, 12, 4\], this model needs \[4, 12, 4\]"):
+        load_model_weights(tmp_path / "together", wider)
+    apart["model.layers.0.mlp.experts.1.up_proj.weight"] = torch.zeros(F, D)
+    save_file(apart, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"5 others of model\.layers\.0\.mlp\.experts\.gate_up_proj are of"):
+        load_model_weights(tmp_path, names)
