@@ -68,7 +68,7 @@ def _convolution_kernel(
     HEADS: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """Writes one head of BLOCK_T tokens. `x_ptr` and `weight_ptr` point to the first channel of the first head."""
-    first, head = tl.program_id(1).to(tl.int64) * BLOCK_T, tl.program_id(0)
+    first, head = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK_T, tl.program_id(0) % HEADS
     t, c = tl.arange(0, BLOCK_T), tl.arange(0, K)
     is_token = t < num_tokens - first
     position = tl.load(positions_ptr + first + t, mask=is_token, other=0)
@@ -167,7 +167,7 @@ def _convolution_backward_kernel(
 
     BLOCK is a power of two above the program's tokens, among which it looks for documents' starts.
     """
-    head, block = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, block = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     first, c, t = block * (STRIPS * STRIP), head * K + tl.arange(0, K)[None, :], tl.arange(0, BLOCK)
     near = (t < STRIPS * STRIP + 3) & (first + t < num_tokens)
     has_starts = tl.min(tl.load(positions_ptr + first + t, mask=near, other=3), axis=0) < 3
@@ -205,7 +205,7 @@ def _forward(
     outs, num_tokens = _empty_outputs(x, G, H, K), x.shape[0] * x.shape[1]
     positions = _positions(*x.shape[:2], as_bytes(segments), x.device)
     for out, (channel, heads, width, scale, is_normalised) in zip(outs, _groups(x, G, H, K)):
-        _convolution_kernel[(heads, triton.cdiv(num_tokens, BLOCK_T))](
+        _convolution_kernel[(heads * triton.cdiv(num_tokens, BLOCK_T),)](
             x[..., channel:], weight[channel:], positions, out, num_tokens, x.stride(1), EPS, scale,
             HEADS=heads, K=width, BLOCK_T=BLOCK_T, NORMALISE=is_normalised, num_warps=4,
         )  # fmt: skip
@@ -229,7 +229,7 @@ def _backward(
     dx, partial = x.new_empty(x.shape), x.new_empty(blocks, C, WIDTH, dtype=torch.float32)
     positions = _positions(B, T, as_bytes(segments), x.device)
     for d_out, (channel, heads, width, scale, is_normalised) in zip(d_outs, _groups(x, G, H, K)):
-        _convolution_backward_kernel[(heads, blocks)](
+        _convolution_backward_kernel[(heads * blocks,)](
             d_out.contiguous(), x[..., channel:], weight[channel:], positions, dx[..., channel:],
             partial[:, channel:], B * T, x.stride(1), EPS, scale, CHANNELS=C, HEADS=heads, K=width,
             STRIPS=STRIPS, STRIP=STRIP, NORMALISE=is_normalised,
