@@ -1,10 +1,7 @@
 import functools
 import gc
 import importlib
-import math
-import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,16 +17,11 @@ from kernels.attention.full import FULL, KERNELS
 from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
-from training.checkpoint.state import load_weights
 from training.host.memory import PinnedArena
 from training.memory.block_bytes import results_bytes
 from training.memory.cost_model import Step
 from training.memory.execution import PLACES, WHOLE, Execution, Placement, inventory_of
-from training.memory.placement import allocate, apply_execution, apply_placement
-from training.memory.planner import make_plan
-from training.memory.step import PackedDocuments
-from training.optim.adamw import MasterAdamW
-from training.optim.inventory import NUM_SLOTS
+from training.memory.placement import apply_execution, apply_placement
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World
 
@@ -78,6 +70,11 @@ def send_home(model, execution):
     return homes
 
 
+def engine(model):
+    """What runs a model's blocks where they are placed."""
+    return model.layers[0].forward.func.__self__
+
+
 def make_batch(packed):
     ids = torch.randint(256, (2, 51), generator=torch.Generator().manual_seed(0))
     documents = torch.zeros_like(ids)
@@ -100,41 +97,33 @@ def run(model, packed=False):
 @pytest.mark.parametrize("tile_size", [None, 40])
 def test_placements_change_no_bit(tile_size, packed):
     loss, gradients = run(build(mlp_tile_size=tile_size), packed)
-    for name, placements in (PLACEMENTS | WEIGHTS).items():
+    for name, placements in (PLACEMENTS | WEIGHTS | (WITH_WHOLE if tile_size is None else {})).items():
         placed_loss, placed_gradients = run(build(placements, mlp_tile_size=tile_size), packed)
         assert torch.equal(placed_loss, loss) and torch.equal(placed_gradients, gradients), name
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_whole_blocks_change_no_bit(packed):
-    loss, gradients = run(build(), packed)
-    for name, placements in WITH_WHOLE.items():
-        placed_loss, placed_gradients = run(build(placements), packed)
-        assert torch.equal(placed_loss, loss) and torch.equal(placed_gradients, gradients), name
+def assert_close_runs(found, expected, error=1e-6):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+    assert (found[1] - expected[1]).abs().max() <= error * expected[1].abs().max()
 
 
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
-@pytest.mark.parametrize("name", WITH_WHOLE)
-def test_whole_blocks_beside_tiles_and_groups_differ_by_rounding(name, heads_at_a_time):
+def test_whole_blocks_beside_tiles_and_groups_differ_by_rounding(heads_at_a_time):
     """And are of all rows and heads at once."""
-    loss, gradients = run(build())
-    model = build(WITH_WHOLE[name], mlp_tile_size=40, heads_at_a_time=heads_at_a_time)
-    placed_loss, placed_gradients = run(model)
-    torch.testing.assert_close(placed_loss, loss, rtol=1e-6, atol=0)
-    assert (placed_gradients - gradients).abs().max() <= 1e-6 * gradients.abs().max()
-    if name == "all whole":
-        assert torch.equal(placed_gradients, gradients)
+    expected = run(build())
+    for name, placements in WITH_WHOLE.items():
+        found = run(build(placements, mlp_tile_size=40, heads_at_a_time=heads_at_a_time))
+        assert_close_runs(found, expected)
+        assert name != "all whole" or torch.equal(found[1], expected[1])
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_by_groups_differs_by_rounding(packed):
     """And all placements of it agree, bit for bit."""
-    expected_loss, expected = run(build(mlp_tile_size=40), packed)
+    expected = run(build(mlp_tile_size=40), packed)
     results = [run(build(p, heads_at_a_time=1, mlp_tile_size=40), packed) for p in PLACEMENTS.values()]
-    for loss, gradients in results:
-        torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
-        assert (gradients - expected).abs().max() <= 1e-6 * expected.abs().max()
-        assert torch.equal(gradients, results[0][1])
+    assert_close_runs(results[0], expected)
+    assert all(torch.equal(found, same) for result in results for found, same in zip(result, results[0]))
 
 
 def test_attention_by_groups_is_as_exact():
@@ -225,7 +214,7 @@ def kept_bytes(placements, **options):
     model = build(placements, **options)
     ids, _ = make_batch(packed=False)
     model(ids, ids).loss.backward()  # RoPE's tables are there
-    placed = model.layers[0].forward.func.__self__
+    placed = engine(model)
     arena_storage = None if placed.copies is None else placed.copies.arena._bytes.untyped_storage()._cdata
     with LiveBytes() as live:
         loss = model(ids, ids).loss
@@ -250,7 +239,7 @@ def test_keeps_what_is_planned(name, heads_at_a_time):
 
 def test_nothing_grows_over_twenty_steps():
     model = build(PLACEMENTS["pairs"], heads_at_a_time=1, mlp_tile_size=40)
-    placed = model.layers[0].forward.func.__self__
+    placed = engine(model)
     optimizer = make_optimizer(model.named_parameters(), gpu_state_bytes=0)
     ids, documents = make_batch(packed=True)
     seen = []
@@ -272,7 +261,7 @@ def test_validation_and_generation_keep_nothing(placements):
         losses = [model(ids, ids, documents=documents).loss for model in (plain, placed)]
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     assert torch.equal(plain.generate(ids[:1], 5), placed.generate(ids[:1], 5))
-    assert not placed.layers[0].forward.func.__self__.copies.slots
+    assert not engine(placed).copies.slots
     assert placements[0].weights == "gpu" or resident(placed) == placed.embed_tokens.weight.nbytes
 
 
@@ -312,7 +301,7 @@ def test_weights_of_two_blocks_visit_at_a_time(name, ends):
 def test_weights_that_changed_since_a_broken_pass_are_fetched_anew(ends):
     model = build(WEIGHTS["weights"], ends=ends, loss_impl="chunked")
     expected = build(PLACEMENTS["host host"], loss_impl="chunked")
-    blocks = model.layers[0].forward.func.__self__.weights.homes.values()
+    blocks = engine(model).weights.homes.values()
     homes = {parameter: home for block in blocks for parameter, home in block.items()}
     ids, _ = make_batch(packed=False)
     handle = model.layers[0].mlp.register_forward_hook(lambda *_: 1 / 0)
@@ -330,7 +319,7 @@ def test_weights_that_changed_since_a_broken_pass_are_fetched_anew(ends):
 
 def test_a_graph_that_is_older_than_a_visit_is_refused():
     model = build(WEIGHTS["weights"])
-    weights, parameter = model.layers[0].forward.func.__self__.weights, model.layers[0].mlp.up_proj.weight
+    weights, parameter = engine(model).weights, model.layers[0].mlp.up_proj.weight
     with weights.visit(0):
         made = (parameter * parameter).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -350,8 +339,8 @@ class TwoCalls(torch.nn.Module):
         return self.attention(x_BTD + self.attention(x_BTD, context), context)
 
 
-@pytest.mark.parametrize("placements", [PLACEMENTS["gpu gpu"], PLACEMENTS["host host"], PLACEMENTS["chain"]])
-def test_a_block_may_attend_twice(placements):
+@pytest.mark.parametrize("name", ["gpu gpu", "host host", "chain"])
+def test_a_block_may_attend_twice(name):
     def gradients(placements):
         model = build()
         for block in model.layers:
@@ -360,13 +349,18 @@ def test_a_block_may_attend_twice(placements):
             apply_placement(model.layers, placements, arena=PinnedArena(2**22, CPU))
         return run(model, packed=True)
 
-    assert all(map(torch.equal, gradients(placements), gradients(None)))
+    assert all(map(torch.equal, gradients(PLACEMENTS[name]), gradients(None)))
 
 
 SPARSE = Sparse(selected_blocks=1, block_size=32, window=32, dense_below=200)  # of 7 blocks each sees 3 at most
 NATIVE = NSA(selected_blocks=4, window=64)
+MIXED_KINDS = Window(64), SPARSE, FULL, Window(128)
+KINDS = {
+    "sparse": tuple(replace(SPARSE, selected_blocks=n) for n in (2, 1, 0, 1)), "mixed": MIXED_KINDS, "nsa": (NATIVE,)
+}  # fmt: skip
 
 
+@functools.cache
 def run_sparsely(*kinds, placements=(WHOLE,) * 4, heads_at_a_time=None):
     """Loss and all gradients over a sequence of 220 tokens, and one of two documents."""
     model = build(placements, kinds=kinds or (FULL,), heads_at_a_time=heads_at_a_time, mlp_tile_size=40)
@@ -378,26 +372,21 @@ def run_sparsely(*kinds, placements=(WHOLE,) * 4, heads_at_a_time=None):
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("heads_at_a_time", [None, 1])
-@pytest.mark.parametrize("name", ["gpu recompute", "gpu gpu", "host host", "chain"])
-def test_sparse_attention_under_every_placement(name, heads_at_a_time):
-    by_layer = [replace(SPARSE, selected_blocks=blocks) for blocks in (2, 1, 0, 1)]
-    placed = {"placements": PLACEMENTS[name], "heads_at_a_time": heads_at_a_time}
-    expected, found = run_sparsely(*by_layer), run_sparsely(*by_layer, **placed)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
-    assert (found[1] - expected[1]).abs().max() <= 2e-6 * expected[1].abs().max()
+@pytest.mark.parametrize(("kind", "names", "heads_at_a_time"), [
+    *(("sparse", ["gpu recompute", "gpu gpu", "host host", "chain"], heads) for heads in (None, 1)),
+    *(("mixed", ["gpu gpu", "host host", "chain"], heads) for heads in (None, 1)),
+    ("nsa", ["gpu recompute", "chain"], 1), ("nsa", ["host host"], None),
+])  # fmt: skip
+def test_kinds_of_attention_under_placements(kind, names, heads_at_a_time):
+    """Also windows, chosen blocks and attention to everything in one model: each layer keeps its own kind."""
+    for name in names:
+        placed = {"placements": tuple(PLACEMENTS[name]), "heads_at_a_time": heads_at_a_time}
+        assert_close_runs(run_sparsely(*KINDS[kind], **placed), run_sparsely(*KINDS[kind]), 2e-6)
 
 
-@pytest.mark.parametrize("heads_at_a_time", [None, 1])
-@pytest.mark.parametrize("name", ["gpu gpu", "host host", "chain"])
-def test_layers_of_several_kinds_under_placements(name, heads_at_a_time):
-    """Windows, chosen blocks and attention to everything, which differ, in one model: each layer keeps its own kind."""
-    mixed = Window(64), SPARSE, FULL, Window(128)
-    expected = run_sparsely(*mixed)
-    found = run_sparsely(*mixed, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
-    assert (found[1] - expected[1]).abs().max() <= 2e-6 * expected[1].abs().max()
-    assert expected[0] not in [run_sparsely(*others)[0] for others in ([FULL], [*mixed[1:], FULL], mixed[::-1])]
+def test_layers_of_several_kinds_differ():
+    others = [FULL], [*MIXED_KINDS[1:], FULL], MIXED_KINDS[::-1]
+    assert run_sparsely(*MIXED_KINDS)[0] not in [run_sparsely(*kinds)[0] for kinds in others]
 
 
 def test_an_execution_says_how_layers_attend():
@@ -414,19 +403,6 @@ def test_an_execution_says_how_layers_attend():
             apply_execution(build(kinds=kinds), Execution((WHOLE,) * 4, kinds=(asked,) * 4))
 
 
-@pytest.fixture(scope="module")
-def native_alone():
-    """Loss and gradients of NSA with all blocks whole."""
-    return run_sparsely(NATIVE)
-
-
-@pytest.mark.parametrize(("name", "heads_at_a_time"), [("gpu recompute", 1), ("host host", None), ("chain", 1)])
-def test_nsa_under_placements(name, heads_at_a_time, native_alone):
-    loss, gradients = run_sparsely(NATIVE, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
-    torch.testing.assert_close(loss, native_alone[0], rtol=1e-6, atol=0)
-    assert (gradients - native_alone[1]).abs().max() <= 2e-6 * native_alone[1].abs().max()
-
-
 @pytest.mark.parametrize(
     ("kind", "module", "function"),
     [(SPARSE, "sparse.sparse_attention", "top_blocks_reference"), (NATIVE, "nsa.nsa", "choose_reference")],
@@ -440,7 +416,7 @@ def test_blocks_are_chosen_once(kind, module, function, heads_at_a_time, monkeyp
     monkeypatch.setattr(module, function, lambda *a, **k: chosen.append(1) or select(*a, **k))
     for name in ("gpu recompute", "host gpu", "chain")[: 3 if kind is SPARSE else 1]:
         chosen.clear()
-        run_sparsely(kind, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
+        run_sparsely.__wrapped__(kind, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
         calls = 4 * (TINY.num_key_value_heads if heads_at_a_time else 1)
         assert len(chosen) == calls * (1 if kind is SPARSE else 3)
 
@@ -448,8 +424,7 @@ def test_blocks_are_chosen_once(kind, module, function, heads_at_a_time, monkeyp
 def test_sparse_attention_with_all_blocks_is_dense():
     dense, some = run_sparsely(), run_sparsely(SPARSE)
     whole, short = run_sparsely(replace(SPARSE, selected_blocks=8)), run_sparsely(replace(SPARSE, dense_below=221))
-    torch.testing.assert_close(whole[0], dense[0], rtol=1e-6, atol=0)
-    assert (whole[1] - dense[1]).abs().max() <= 1e-5 * dense[1].abs().max()
+    assert_close_runs(whole, dense, 1e-5)
     assert torch.equal(short[1], dense[1]) and some[0] != dense[0]
 
 
@@ -487,6 +462,11 @@ def test_a_pass_after_one_that_was_broken_off(placements):
 def test_placements_that_make_no_sense_are_refused():
     blocks = Transformer(TINY).layers
     homes = {parameter: parameter.detach() for parameter in blocks[2].parameters()}
+    there, again = (
+        [Placement(), Placement(weights="host")] * 2,
+        [Placement(), WHOLE, Placement("recompute"), Placement()],
+    )
+    ends, live = Execution((WHOLE,) * 4, loss_impl="chunked", ends="host"), "where they do not live"
     for message, place in (
         ("one of gpu, host, recompute, got 'disk'", lambda: Placement("disk")),
         ("4 blocks need as many placements, got 3", lambda: apply_placement(blocks, [Placement()] * 3)),
@@ -496,25 +476,14 @@ def test_placements_that_make_no_sense_are_refused():
         ("weights must be placed in one of gpu, host, got 'recompute'", lambda: Placement(weights="recompute")),
         ("rest on gpu needs weights there, got host", lambda: replace(WHOLE, weights="host")),
         ("needs input and results there, got gpu and recompute", lambda: Placement(rest="gpu")),
-        (
-            "block 2's input cannot be recomputed from block 1",
-            lambda: apply_placement(blocks, [Placement(), WHOLE, Placement("recompute"), Placement()]),
-        ),
-        (
-            "block 1 is placed with weights on the host, where they do not live",
-            lambda: apply_placement(blocks, [Placement(), Placement(weights="host")] * 2),
-        ),
+        ("block 2's input cannot be recomputed from block 1", lambda: apply_placement(blocks, again)),
+        (f"block 1 is placed with weights on the host, {live}", lambda: apply_placement(blocks, there)),
         ("ends must be one of gpu, host, got 'disk'", lambda: Execution(ends="disk")),
         ("ends on the host need loss_impl chunked, got auto; place them on gpu", lambda: Execution(ends="host")),
-        (
-            "embedding and head are placed on the host, where they do not live",
-            lambda: apply_execution(Transformer(TINY), Execution((WHOLE,) * 4, loss_impl="chunked", ends="host")),
-        ),
-        (
-            "block 2 is placed with weights on the gpu, where they do not live",
-            lambda: apply_placement(blocks, [Placement()] * 4, homes=homes),
-        ),
-    ):
+        (f"embedding and head are placed on the host, {live}", lambda: apply_execution(Transformer(TINY), ends)),
+        (f"block 2 is placed with weights on the gpu, {live}",
+         lambda: apply_placement(blocks, [Placement()] * 4, homes=homes)),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             place()
 
@@ -547,233 +516,3 @@ def compare_sharded(world: World) -> None:
     expected = gradients(None)
     for name in ("gpu gpu", "host host", "pairs", "chain", "whole last", "whole first"):  # each place of each kind
         assert torch.equal(gradients((PLACEMENTS | WITH_WHOLE)[name]), expected), name
-
-
-# A 0.6B with few layers and a small vocabulary
-SMALL = replace(MODEL_SIZES["0.6B"], num_hidden_layers=6, vocab_size=1024)
-
-
-def build_on_gpu(config, tokens, execution=None):
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = Transformer(config).to(torch.bfloat16)
-    if execution is None:
-        return model
-    step = Step(config, model.named_parameters(), tokens)
-    apply_execution(model, execution, step.arena_bytes(execution), send_home(model, execution))
-    return model
-
-
-@pytest.mark.gpu
-def test_placements_agree_on_a_gpu():
-    """Up to bfloat16's rounding, which differs with tiles and groups; a copy not waited for would be far off."""
-    ids = torch.randint(1024, (1, 16_384), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-    documents = find_documents((torch.arange(16_384)[None] > 9_000).long())
-
-    def gradients(model):
-        for tokens in (ids.flip(1), ids.roll(5), ids):
-            model.zero_grad()
-            loss = model(tokens, tokens, documents=documents).loss
-            loss.backward()
-        return float(loss.detach()), {n: p.grad.float() for n, p in model.named_parameters()}
-
-    expected_loss, expected = gradients(build_on_gpu(SMALL, 16_384))
-    layers = SMALL.num_hidden_layers
-    cases = {
-        "gpu": (Placement("gpu", "gpu"),) * layers,
-        "host": (Placement("host", "host"),) * layers,
-        "pairs": (Placement("host", "host"), Placement("recompute", "host")) * (layers // 2),
-        "weights": (Placement("host", "host", weights="host"),) * layers,
-        "weights, pairs": (Placement("host", weights="host"), Placement("recompute", weights="host")) * (layers // 2),
-    }
-    for name, placements in cases.items():
-        for heads in (None, 1):
-            loss, found = gradients(build_on_gpu(SMALL, 16_384, Execution(placements, 2048, heads)))
-            assert loss == pytest.approx(expected_loss, rel=1e-3)
-            for parameter, gradient in found.items():
-                difference = (gradient - expected[parameter]).norm() / expected[parameter].norm()
-                assert difference < 0.1, (name, heads, parameter, float(difference))
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("deterministic")
-def test_whole_blocks_agree_with_placed_ones_on_a_gpu():
-    """Bit for bit."""
-    ids = torch.randint(1024, (1, 8192), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-
-    def gradients(*placements):
-        placements *= SMALL.num_hidden_layers // len(placements)
-        model = build_on_gpu(SMALL, 8192, Execution(placements, attention_backend="flash"))
-        loss = model(ids, ids).loss
-        loss.backward()
-        return loss.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters()])
-
-    loss, expected = gradients(Placement())
-    on_host = Placement("gpu", "gpu", weights="host")
-    for placements in ([WHOLE], [Placement("host", "host"), WHOLE], [WHOLE, Placement("gpu", "gpu")], [WHOLE, on_host]):
-        placed_loss, found = gradients(*placements)
-        assert torch.equal(placed_loss, loss) and torch.equal(found, expected)
-
-
-@pytest.mark.gpu
-def test_a_short_context_is_planned_whole_and_its_peak_is_as_predicted():
-    config, tokens = MODEL_SIZES["0.6B"], 4096
-    with torch.device("meta"):
-        step = Step(config, Transformer(config).to(torch.bfloat16).named_parameters(), tokens)
-    for gib, least, most in ((40, 28, 28), (12, 1, 27)):
-        plan = make_plan(step, gib * 2**30, 8 * 2**30)
-        assert least <= sum(p.is_whole for p in plan.execution.placements) <= most
-        measured = measured_peak(config, tokens, plan.execution)
-        assert measured == pytest.approx(plan.peak.bytes, rel=0.05), plan
-
-
-def build_with_optimizer(config, tokens, execution, accumulate=True):
-    """A model on the GPU whose weights are wherever the execution has them, and its optimizer."""
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        model = Transformer(config).to(torch.bfloat16)
-    inventory = inventory_of(model.named_parameters(), execution, accumulate=accumulate)
-    allocate(model, inventory, torch.device("cuda"))
-    optimizer = MasterAdamW(model.named_parameters(), inventory)
-    load_weights(optimizer, initial_weights(model, seed=0))
-    optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
-    arena_bytes = Step(config, model.named_parameters(), tokens).arena_bytes(execution)
-    apply_execution(model, execution, arena_bytes, optimizer.homes)
-    return model, optimizer
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("state_format", "ends", "tied"),
-    [("float32", "gpu", True), ("compact", "gpu", True), ("float32", "host", False), ("compact", "host", True)],
-)
-@pytest.mark.usefixtures("deterministic")
-def test_visiting_weights_train_alike_on_a_gpu(state_format, ends, tied):
-    """Bit for bit, whatever stream is late."""
-    ids = torch.randint(1024, (1, 4096), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-
-    def train(weights, late=None):
-        pair = Placement("host", "gpu", weights=weights), Placement("recompute", weights=weights)
-        share = 0 if late == "update" else math.inf  # of the state of weights on the GPU
-        placements = pair * (SMALL.num_hidden_layers // 2)
-        execution = Execution(
-            placements, state_format=state_format, gpu_state_bytes=share, loss_impl="chunked",
-            ends=ends if weights == "host" else "gpu", attention_backend="flash",
-        )  # fmt: skip
-        model, optimizer = build_with_optimizer(replace(SMALL, tie_word_embeddings=tied), 4096, execution)
-        visiting, losses = model.layers[0].forward.func.__self__.weights, []
-        fetch, update = visiting._fetch, optimizer._update
-
-        def fetch_late(block):
-            with torch.cuda.stream(visiting.to_gpu if late == "copies" else torch.cuda.current_stream()):
-                torch.cuda._sleep(20_000_000)  # longer than a block
-            fetch(block)
-
-        def update_late(*arguments):
-            torch.cuda._sleep(20_000_000)
-            update(*arguments)
-
-        visiting._fetch = fetch_late if late in ("copies", "compute") else fetch
-        optimizer._update = update_late if late == "update" else update
-        for shift in range(4):
-            for tokens in (ids.roll(shift), ids.flip(1)[:, : 1000 + shift]):
-                loss = model(tokens, tokens).loss
-                loss.backward()
-                losses.append(float(loss.detach()))
-            optimizer.clip_grad_norm(1.0)
-            optimizer.step(1e-3)
-            with torch.no_grad():  # right after the update
-                losses.append(float(model(ids, ids).loss))
-        return losses, torch.cat([weight.detach().flatten().cpu().float() for weight in optimizer.weights().values()])
-
-    losses, expected = train("gpu")
-    cases = ("host", None), ("host", "copies"), ("host", "compute"), ("host", "update"), ("gpu", "update")
-    for weights, late in cases:
-        found_losses, found = train(weights, late)
-        assert found_losses == losses and torch.equal(found, expected), (weights, late)
-
-
-@pytest.mark.gpu
-def test_weights_on_the_host_free_the_gpus_memory():
-    """All but two blocks' weights leave the peak of a step, and a model is built within what stays."""
-    config, tokens = replace(MODEL_SIZES["0.6B"], num_hidden_layers=12, vocab_size=1024), 2048
-
-    def peaks(weights):
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        execution = Execution((Placement("gpu", weights=weights),) * 12, gpu_state_bytes=0)
-        model, optimizer = build_with_optimizer(config, tokens, execution, accumulate=False)
-        built = torch.cuda.max_memory_allocated() - before
-        for _ in range(2):
-            torch.cuda.reset_peak_memory_stats()
-            ids = torch.randint(config.vocab_size, (1, tokens), device="cuda")
-            model(ids, ids).loss.backward()
-            optimizer.step(1e-4)
-        block = sum(parameter.nbytes for parameter in model.layers[0].parameters())
-        return built, torch.cuda.max_memory_allocated() - before, block
-
-    (built, peak, block), (built_there, peak_there, _) = peaks("host"), peaks("gpu")
-    assert built_there - built == pytest.approx(12 * block, rel=0.1)
-    slots = NUM_SLOTS * 2 * 2**23  # of weights, in the update
-    assert 0.95 * (10 * block - slots) <= peak_there - peak <= 12 * block  # an update needs no block's weights
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("weights", ["gpu", "host"])
-def test_nothing_grows_over_fifty_steps_on_a_gpu(weights):
-    pair = Placement("host", "host", weights=weights), Placement("recompute", "gpu", weights=weights)
-    placements = pair * (SMALL.num_hidden_layers // 2)
-    execution = Execution(placements, 1024, heads_at_a_time=1, gpu_state_bytes=0)
-    model, optimizer = build_with_optimizer(SMALL, 4096, execution)
-    arena = model.layers[0].forward.func.__self__.copies.arena
-    ids = torch.randint(1024, (1, 4096), device="cuda")
-    seen = []
-    for _ in range(50):
-        model(ids, ids).loss.backward()
-        optimizer.step(1e-4)
-        torch.cuda.synchronize()
-        torch.empty(1, device="cuda")  # the allocator now takes back what other streams have done with
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-        seen.append((torch.cuda.memory_allocated(), arena.used_bytes, torch.cuda.memory_reserved(), resident))
-    assert seen[9][:2] == seen[-1][:2]
-    assert seen[-1][2] <= 1.05 * seen[9][2] and seen[-1][3] - seen[9][3] < 32 * 2**20
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("length", [32_768 - 1001, 2000])
-@pytest.mark.parametrize("name", ["checkpointing", "attention kept", "all on the host"])
-def test_peak_is_as_predicted(name, length):
-    """Of a document of 1001 tokens and one of the rest, and of documents of 2000 tokens."""
-    config, tokens = MODEL_SIZES["0.6B"], 32_768
-    layers = config.num_hidden_layers
-    execution = {
-        "checkpointing": Execution((Placement(),) * layers),
-        "attention kept": Execution((Placement("gpu", "gpu"),) * layers, 8192, gpu_state_bytes=0),
-        "all on the host": Execution((Placement("host", "host"),) * layers, 8192, 1, gpu_state_bytes=0),
-    }[name]
-    execution = replace(execution, loss_impl="chunked")
-    with torch.device("meta"):
-        parameters = list(Transformer(config).to(torch.bfloat16).named_parameters())
-    documents = PackedDocuments(length, ((length, tokens / length + 1),))
-    predicted = Step(config, parameters, tokens, documents=documents).peak(execution)
-    measured = measured_peak(config, tokens, execution, (torch.arange(tokens)[None] + length - 1001) // length)
-    assert measured == pytest.approx(predicted.bytes, rel=0.05), predicted
-
-
-def measured_peak(config, tokens, execution, documents=None):
-    """Bytes of the second training step of a packed sequence."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    model = build_on_gpu(config, tokens, execution)
-    optimizer = make_optimizer(model.named_parameters(), accumulate=False, gpu_state_bytes=execution.gpu_state_bytes)
-    ids = torch.randint(config.vocab_size, (1, tokens), device="cuda")
-    if documents is None:
-        documents = (torch.arange(tokens)[None] > 1_000).long()
-    for _ in range(2):
-        torch.cuda.reset_peak_memory_stats()
-        model(ids, ids, documents=find_documents(documents)).loss.backward()
-        optimizer.step(1e-4)
-    return torch.cuda.max_memory_allocated() - before

@@ -68,11 +68,9 @@ def test_adapters_of_the_4b_fit_16_gib_with_little_host_memory():
     """At 131,072 tokens, where full training needs more of both. More memory saves time."""
     given = Execution(state_format="float32")
     full = step_on_meta(MODEL_SIZES["4B"], 131_072, given=given)
-    lora = step_on_meta(
-        MODEL_SIZES["4B"], 131_072, given=replace(given, linear=LORA), trained=Adapters(16, 32.0)
-    )  # fmt: skip
+    lora = step_on_meta(MODEL_SIZES["4B"], 131_072, given=replace(given, linear=LORA), trained=Adapters(16, 32.0))
     assert not has_plan(full, 16 * GIB, 28 * GIB)
-    plans = [make_plan(lora, gpu * GIB, host * GIB) for gpu, host in ((16, 28), (24, 28), (24, 110), (139, 110))]
+    plans = [make_plan(lora, gpu * GIB, host * GIB) for gpu, host in ((16, 28), (24, 28), (139, 110))]
     assert all(plan.peak.bytes <= plan.gpu_budget and plan.host_bytes <= plan.host_budget for plan in plans)
     seconds = [plan.seconds for plan in plans]
     assert seconds == sorted(seconds, reverse=True)
@@ -103,9 +101,7 @@ def test_fewer_bits_of_frozen_weights_fit_less_memory_and_save_time():
 @pytest.mark.parametrize("size", ["4B", "8B"])
 def test_weights_beside_adapters_may_wait_on_the_host(size):
     """Checks weights of all blocks, and of embedding and head, where a GPU has no room for the weights."""
-    lora = step_on_meta(
-        MODEL_SIZES[size], 16_384, given=Execution(linear=LORA), trained=Adapters(16, 32.0)
-    )  # fmt: skip
+    lora = step_on_meta(MODEL_SIZES[size], 16_384, given=Execution(linear=LORA), trained=Adapters(16, 32.0))
     plan = make_plan(lora, 0.6 * lora.parameter_bytes, HOST)
     assert {p.weights for p in plan.execution.placements} >= {"host"}
     assert 0.4 * lora.parameter_bytes < plan.host_bytes < HOST
@@ -223,7 +219,7 @@ def test_as_many_weights_visit_as_both_budgets_need():
 def test_weights_stay_on_the_gpu_where_they_cost_nothing(monkeypatch):
     """The same plans as without weights that visit, and a row about weights in none."""
     step = step_of(MODEL_SIZES["4B"], 32_768, state_format="auto")
-    budgets = [(139, 110), (48, 110), (24, 110), (24, 50)]
+    budgets = [(139, 110), (24, 50)]
     plans = [make_plan(step, gpu * GIB, host * GIB) for gpu, host in budgets]
     monkeypatch.setattr(Step, "can_visit", False)
     for plan, (gpu, host) in zip(plans, budgets):
@@ -231,13 +227,10 @@ def test_weights_stay_on_the_gpu_where_they_cost_nothing(monkeypatch):
         assert set(places_of_weights(plan)) == {"gpu"} and "weights" not in str(plan)
 
 
-def test_a_shorter_host_than_weights_need_keeps_them_on_the_gpu():
+def test_weights_stay_where_the_host_is_shorter_and_on_several_gpus():
     """Weights on the host take 2 bytes per parameter there."""
     step = step_of(MODEL_SIZES["4B"], 16_384, state_format="compact")
     assert set(places_of_weights(make_plan(step, 40 * GIB, 4 * GIB))) == {"gpu"}
-
-
-def test_weights_of_several_gpus_do_not_visit():
     for options in ({"num_gpus": 2}, {"num_gpus": 2, "tensor_parallel_size": 2}):
         step = step_on_meta(MODEL_SIZES["0.6B"], 65_536, **options)
         assert not step.can_visit
@@ -247,7 +240,7 @@ def test_weights_of_several_gpus_do_not_visit():
 
 def test_weights_that_visit_lengthen_the_context_and_never_the_step(monkeypatch):
     step = step_of(MODEL_SIZES["4B"], 16_384, state_format="compact")
-    budgets = [(gpu * GIB, 60 * GIB) for gpu in (10, 12, 14, 16, 24)]
+    budgets = [(gpu * GIB, 60 * GIB) for gpu in (10, 14, 24)]
     longest = [find_max_context(step, *budget) for budget in budgets]
     seconds = [make_plan(step, *budget).seconds for budget in budgets]
     assert seconds == sorted(seconds, reverse=True) and longest == sorted(longest)
@@ -255,14 +248,6 @@ def test_weights_that_visit_lengthen_the_context_and_never_the_step(monkeypatch)
     for budget, visited, took in zip(budgets, longest, seconds):
         assert find_max_context(step, *budget) < visited
         assert not has_plan(step, *budget) or make_plan(step, *budget).seconds >= took
-
-
-def test_headroom_is_left_where_it_can_be():
-    """Up to the largest context that fits with the least of it."""
-    step = step_of(MODEL_SIZES["0.6B"], 1024, state_format="auto")
-    largest = find_max_context(step, 6 * GIB, 16 * GIB)
-    assert 6 * GIB / make_plan(step.at(largest // 2), 6 * GIB, 16 * GIB).peak.bytes > HEADROOM
-    assert LEAST_HEADROOM < 6 * GIB / make_plan(step.at(largest), 6 * GIB, 16 * GIB).peak.bytes < HEADROOM
 
 
 def test_a_plan_is_made_in_seconds():
@@ -280,14 +265,15 @@ def test_more_memory_is_never_slower():
 
 
 def test_the_largest_context_fits_and_the_next_does_not():
-    step = step_of(MODEL_SIZES["0.6B"], 1024, state_format="auto")
-    largest = find_max_context(step, 6 * GIB, 16 * GIB)
+    """Headroom is left where it can be, and the least of it at the largest context."""
+    step, budgets = step_of(MODEL_SIZES["0.6B"], 1024, state_format="auto"), (6 * GIB, 16 * GIB)
+    largest = find_max_context(step, *budgets)
     assert largest > 32_768 and largest % 1024 == 0
-    make_plan(step.at(largest), 6 * GIB, 16 * GIB)
-    with pytest.raises(
-        ValueError, match=rf"context_length {largest + 1024} does .*; the largest that does is {largest}$"
-    ):
-        make_plan(step.at(largest + 1024), 6 * GIB, 16 * GIB)
+    assert 6 * GIB / make_plan(step.at(largest // 2), *budgets).peak.bytes > HEADROOM
+    assert LEAST_HEADROOM < 6 * GIB / make_plan(step.at(largest), *budgets).peak.bytes < HEADROOM
+    refusal = rf"context_length {largest + 1024} does .*; the largest that does is {largest}$"
+    with pytest.raises(ValueError, match=refusal):
+        make_plan(step.at(largest + 1024), *budgets)
     with pytest.raises(ValueError, match="at 1024 tokens of context and batch_size 1: its parameters take"):
         make_plan(step, 1 * GIB, HOST)
 
@@ -333,15 +319,10 @@ def test_chosen_blocks_have_numbers_of_16_bits(kind):
         make_plan(step.at(2_097_089), 1000 * GIB, HOST)
 
 
-@pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
-def test_a_loss_that_was_asked_for_stays(loss_impl):
-    assert (
-        make_plan(step_of(MODEL_SIZES["0.6B"], 4096, loss_impl=loss_impl), 40 * GIB, HOST).execution.loss_impl
-        == loss_impl
-    )
-
-
-def test_a_small_budget_chunks_a_loss_that_would_be_whole():
+def test_a_small_budget_chunks_a_loss_that_would_be_whole_unless_one_was_asked_for():
+    for loss_impl in ("chunked", "standard"):
+        short = step_of(MODEL_SIZES["0.6B"], 4096, loss_impl=loss_impl)
+        assert make_plan(short, 40 * GIB, HOST).execution.loss_impl == loss_impl
     step = step_of(MODEL_SIZES["0.6B"], 32_768)
     assert make_plan(step, 80 * GIB, HOST).execution.loss_impl == "auto"
     assert make_plan(step, 8 * GIB, HOST).execution.loss_impl == "chunked"

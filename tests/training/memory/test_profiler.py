@@ -160,18 +160,9 @@ def run_dry(step, *executions, warm_up=False):
 
 
 def step_of(
-    size,
-    context_length,
-    *,
-    backend="cpu",
-    loss_impl="auto",
-    num_hidden_layers=None,
-    kinds=(FULL,),
-    model_type="qwen3",
-    state_format="float32",
-    scalars=None,
-    **options,
-):
+    size, context_length, *, backend="cpu", loss_impl="auto", num_hidden_layers=None, kinds=(FULL,),
+    model_type="qwen3", state_format="float32", scalars=None, **options,
+):  # fmt: skip
     """Layers repeat `kinds`; `tensor_ranks` in the options share each matrix; `scalars` are ModelConfig's."""
     config = MODEL_SIZES[size]
     given = Execution(loss_impl=loss_impl, attention_backend=backend, state_format=state_format)
@@ -192,8 +183,17 @@ SCALARS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_sc
 FOUR_NORMS = {"norms_after": True, "local_rope_theta": 1e4, "norm_weight_offset": 1.0, "norm_cast_before_weight": False}
 NORMS_AFTER = {"norms_before": False, "norms_after": True, "qk_norm": "width"}
 WIDER = {"layer_mlps": (*[GatedMLPPart(9728)] * 3, GatedMLPPart(24_576, "gelu_tanh"))}
+STANDARD_8B = {"size": "8B", "loss_impl": "standard"}
+QV, ON_FP8 = ("q_proj", "v_proj"), {"linear": LoRA(FP8("triton"))}
 BY_LAYER = tuple(map(Sparse, (64, 32, 0, 128)))
 QWEN35 = {"size": "qwen3.5-4B", "kinds": MODEL_SIZES["qwen3.5-4B"].layer_kinds, "model_type": "qwen3_5_text"}
+
+
+def adapters(rank, *targets, **options):
+    return {"trained": Adapters(rank, float(rank), targets or LORA_TARGETS), **options}
+
+
+LORA_8_BITS = adapters(16, *QV, bits=8, size="8B", gpu_state_bytes=0)
 CASES = {
     "checkpointing": (131_072, [Placement()] * 4, None, None, {}),
     "whole": (16_384, [WHOLE] * 4, None, None, {}),
@@ -214,7 +214,7 @@ CASES = {
     "windows, kept, groups": (524_288, [ON_HOST, GPU] * 2, 8192, 1, {"kinds": (Window(), Window(), Sparse(), FULL)}),
     "a wider MLP": (131_072, [Placement(), GPU, ON_HOST, GPU], 8192, None, {"scalars": WIDER}),
     "a wider MLP, whole": (65_536, [WHOLE] * 4, None, None, {"scalars": WIDER}),
-    "lora, a wider MLP": (65_536, [GPU, WHOLE] * 2, None, 1, {"scalars": WIDER, "trained": Adapters(64, 64.0)}),
+    "lora, a wider MLP": (65_536, [GPU, WHOLE] * 2, None, 1, adapters(64, scalars=WIDER)),
     "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, 1, {"gpu_state_bytes": 2e9}),
     "ends": (131_072, [VISITS] * 4, 8192, 1, {"ends": "host", "gpu_state_bytes": 0}),
     "untied, the head's state on the host": (65_536, [VISITS] * 4, 8192, None, {"size": "8B", "gpu_state_bytes": 8e9}),
@@ -229,79 +229,37 @@ CASES = {
     "norms before and after, whole": (16_384, [WHOLE] * 4, None, None, {"scalars": FOUR_NORMS}),
     "norms after": (65_536, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"scalars": NORMS_AFTER}),
     "norms after, whole": (16_384, [WHOLE] * 4, None, None, {"scalars": NORMS_AFTER}),
-    "lora, checkpointing": (131_072, [Placement()] * 4, None, None, {"trained": Adapters(16, 32.0)}),
-    "lora, whole": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, {"trained": Adapters(64, 32.0)}),
-    "lora, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"trained": Adapters(16, 32.0), "gpu_state_bytes": 0}),
-    "lora, some projections": (131_072, [ON_HOST] * 4, 8192, 1, {"trained": Adapters(8, 8.0, ("q_proj", "v_proj"))}),
+    "lora, checkpointing": (131_072, [Placement()] * 4, None, None, adapters(16)),
+    "lora, whole": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, adapters(64)),
+    "lora, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, adapters(16, gpu_state_bytes=0)),
+    "lora, some projections": (131_072, [ON_HOST] * 4, 8192, 1, adapters(8, *QV)),
     **{
-        f"lora, {name}, {','.join(targets)}": (65_536, placements, 8192, None, {"trained": Adapters(64, 64.0, targets)})
-        for name, placements in (("whole", [WHOLE] * 4), ("mixed", [GPU, WHOLE, WHOLE, WHOLE]))
+        f"lora, mixed, {','.join(targets)}": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, adapters(64, *targets))
         for targets in (
-            ("q_proj", "v_proj"),
-            ("down_proj",),
-            ("gate_proj", "up_proj"),
-            ("o_proj",),
-            ("k_proj", "up_proj"),
+            ("q_proj", "v_proj"), ("down_proj",), ("gate_proj", "up_proj"), ("o_proj",), ("k_proj", "up_proj"),
         )
     },
     **{
-        f"lora, whole, {name}, {target}": (
-            65_536,
-            [WHOLE] * 4,
-            None,
-            None,
-            {"trained": Adapters(64, 64.0, (target,)), **more},
-        )
+        f"lora, whole, {name}, {targets}": (65_536, [WHOLE] * 4, None, None, adapters(64, *targets) | more)
         for name, more in (
-            ("nsa", {"kinds": (NSA(),)}),
-            ("four norms", {"scalars": FOUR_NORMS}),
-            ("scalars", {"scalars": SCALARS}),
+            ("nsa", {"kinds": (NSA(),)}), ("four norms", {"scalars": FOUR_NORMS}), ("scalars", {"scalars": SCALARS}),
         )
-        for target in ("v_proj", "o_proj", "up_proj", "down_proj")
+        for targets in (("v_proj", "up_proj"), ("o_proj", "down_proj"))
     },
-    "lora, ends": (
-        131_072,
-        [VISITS] * 4,
-        8192,
-        1,
-        {"trained": Adapters(16, 16.0), "ends": "host", "gpu_state_bytes": 0},
-    ),
-    "lora, nsa": (65_536, [Placement(), GPU] * 2, 8192, None, {"trained": Adapters(16, 16.0), "kinds": (NSA(),)}),
-    "lora, untied, standard loss": (
-        8192,
-        [Placement(), WHOLE] * 2,
-        None,
-        None,
-        {"trained": Adapters(16, 16.0), "size": "8B", "loss_impl": "standard"},
-    ),
-    "lora, 4 bits": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"trained": Adapters(16, 16.0), "bits": 4}),
-    "lora, 8 bits, weights on the host": (
-        131_072,
-        [VISITS] * 2 + [GPU] * 2,
-        8192,
-        None,
-        {"trained": Adapters(16, 16.0, ("q_proj", "v_proj")), "bits": 8, "size": "8B", "gpu_state_bytes": 0},
-    ),
-    **{
-        f"lora on fp8, {name}, {len(targets)} projections": (
-            131_072,
-            placements,
-            tile_size,
-            heads,
-            {"trained": Adapters(16, 16.0, targets), "linear": LoRA(FP8("triton"))},
-        )
-        for name, placements, tile_size, heads in (
-            ("checkpointing", [Placement()] * 4, None, None),
-            ("whole", [WHOLE] * 4, None, None),
-            ("groups", [ON_HOST, GPU] * 2, 8192, 1),
-        )
-        for targets in (LORA_TARGETS, ("q_proj", "v_proj"))
-    },
+    "lora, ends": (131_072, [VISITS] * 4, 8192, 1, adapters(16, ends="host", gpu_state_bytes=0)),
+    "lora, nsa": (65_536, [Placement(), GPU] * 2, 8192, None, adapters(16, kinds=(NSA(),))),
+    "lora, untied, standard loss": (8192, [Placement(), WHOLE] * 2, None, None, adapters(16) | STANDARD_8B),
+    "lora, 4 bits": (131_072, [ON_HOST, GPU] * 2, 8192, 1, adapters(16, bits=4)),
+    "lora, 8 bits, weights on the host": (131_072, [VISITS] * 2 + [GPU] * 2, 8192, None, LORA_8_BITS),
+    "lora on fp8, checkpointing": (131_072, [Placement()] * 4, None, None, adapters(16, *QV) | ON_FP8),
+    "lora on fp8, whole": (131_072, [WHOLE] * 4, None, None, adapters(16) | ON_FP8),
+    "lora on fp8, whole, q and v": (131_072, [WHOLE] * 4, None, None, adapters(16, *QV) | ON_FP8),
+    "lora on fp8, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, adapters(16) | ON_FP8),
     "delta nets": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, QWEN35),
     "delta nets, whole": (65_536, [WHOLE] * 4, None, None, QWEN35),
     "delta nets, checkpointing": (131_072, [Placement()] * 4, None, None, QWEN35),
     "untied ends": (524_288, [VISITS] * 4, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

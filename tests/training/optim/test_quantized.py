@@ -79,7 +79,7 @@ def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path
     matrices = [parameters["layers.0.first"], parameters["layers.1.second"]]
     options = {"frozen": frozen_format(bits), "host_weights": [*parameters] if on_host else ()}
     predicted = Inventory.of(parameters.items(), accumulate=False, **options)
-    optimizer = make_optimizer(parameters.items(), accumulate=False, **options)
+    optimizer = make_optimizer(parameters, accumulate=False, **options)
     assert not any(matrix.untyped_storage().nbytes() for matrix in matrices)
     homes = [optimizer.homes[matrix] for matrix in matrices]
     assert all(isinstance(home, Quantized) for home in homes)
