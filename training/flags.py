@@ -1,11 +1,9 @@
 """Reads the flags of every command, and the TOML file that --config names.
 
-A command declares a flat dataclass whose fields `flag` makes: a field's name is the flag and the key of the file. Flags
-override the file, the file overrides defaults. The class's docstring is what --help says of the command.
-
-With the field `times: int = flag(1, "how often", least=1)` a command takes `--times 2`, and a file `times = 2`. All
-numbers have bounds, and no word is empty. The table `rules` of the class says which flags are refused beside others.
-Dashes may stand for the underscores of a flag. No torch is imported here: --help is to be quick.
+A command declares a flat dataclass whose fields `flag` makes: a field's name is the flag and the key of the file, and
+the class's docstring is what --help says. With the field `times: int = flag(1, "how often", least=1)` a command takes
+`--times 2`, and a file `times = 2`. Flags override the file, the file overrides defaults. All numbers have bounds, no
+word is empty, and dashes may stand for underscores. No torch is imported here: --help is to be quick.
 """
 
 import difflib
@@ -26,70 +24,19 @@ LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
 SMALLEST = 1e-12  # stands for "above 0"
 LEAST_NEAR = 0.82  # likeness of a name to the one that is meant: --eval_data is no slip of --data
 TOML_BYTES = 2**20  # a longer file of settings is refused
-USUAL_NAMES = {  # names that flags have elsewhere, for "did you mean"
-    "learning_rate": "lr peak_lr max_lr",
-    "context_length": """seq_len seq_length sequence_len sequence_length max_seq_len max_seq_length max_length
-        block_size cutoff_len model_max_length""",
-    "max_steps": "steps num_steps max_iters train_iters",
-    "epochs": "num_epochs num_train_epochs n_epochs",
-    "gradient_accumulation_steps": "grad_accum grad_acc_steps accumulation_steps gradient_accumulation",
-    "batch_size": "bs micro_batch_size device_batch_size train_batch_size per_device_train_batch_size",
-    "init_from": "model model_name model_name_or_path pretrained_model_name_or_path base_model model_path",
-    "data": "dataset datasets dataset_name dataset_path dataset_dir train_data train_dataset train_file train_files",
-    "validation_data": """val_data valid_data test_data eval_data eval_dataset val_file validation_file eval_file
-        dev_data""",
-    "columns": "dataset_text_field text_field text_column",
-    "max_grad_norm": "grad_clip clip_grad clip_grad_norm gradient_clipping gradient_clip_val",
-    "output_dir": "out out_dir output save_dir",
-    "wandb": "wandb_project report_to",
-    "tensorboard": "tensorboard_dir logging_dir",
-    "lora": "lora_rank lora_r lora_dim use_lora use_peft r",
-    "lora_targets": "lora_target lora_target_modules target_modules",
-    "lora_bits": "load_in_4bit load_in_8bit quantization_bit quantization qlora",
-    "lora_plus": "loraplus_lr_ratio",
-    "validation_fraction": """val_set_size val_size val_split eval_split test_size validation_split
-        validation_split_percentage""",
-    "validation_interval": """eval_steps eval_interval eval_every eval_iters eval_freq eval_strategy evaluation_strategy
-        evals_per_epoch val_check_interval""",
-    "validation_sequences": "max_eval_samples eval_samples",
-    "checkpoint_interval": "save_steps save_interval save_every save_freq save_strategy saves_per_epoch ckpt_interval",
-    "keep_checkpoints": "save_total_limit",
-    "save": "save_only_model",
-    "resume": "resume_from resume_from_checkpoint auto_resume_from_checkpoints",
-    "packing": "sample_packing pack_sequences neat_packing pad_to_sequence_len",
-    "attention_backend": """flash_attn flash_attention use_flash_attention use_flash_attention_2 use_flash_attn
-        attn_implementation sdp_attention xformers_attention""",
-    "gradient_checkpointing": "activation_checkpointing use_gradient_checkpointing grad_checkpointing recompute",
-    "compile": "torch_compile",
-    "warmup_steps": "warmup warmup_iters warmup_ratio num_warmup_steps",
-    "context_parallel_size": "cp cp_size context_parallel sequence_parallel sequence_parallel_size sp_size",
-    "tensor_parallel_size": "tp tp_size tensor_parallel tensor_model_parallel_size",
-    "tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
-    "chat_template": "template prompt_template chat_template_path",
-    "seed": "random_seed data_seed",
-    "device": "use_cpu no_cuda",
-    "collective_timeout": "ddp_timeout",
-    "nproc": "nproc_per_node num_gpus n_gpus num_processes gpus devices",
-    "nnodes": "num_nodes num_machines",
-}
+# Names that flags have elsewhere, for "did you mean", and flags that have nothing here in their place.
+OTHER_TRAINERS = tomllib.loads(Path(__file__).with_name("other_trainers.toml").read_text())
+USUAL_NAMES, ABSENT = OTHER_TRAINERS["usual"], OTHER_TRAINERS["absent"]
 
 
 def flag(
-    default=MISSING,
-    help: str = "",
-    choices: Iterable[str | int] | None = None,
-    *,
-    least: float = 0,
-    most: float = LARGE,
-    bare: str | None = None,
-    positional: bool = False,
-    group: str | None = None,
-):
+    default=MISSING, help: str = "", choices: Iterable[str | int] | None = None, *, least: float = 0,
+    most: float = LARGE, bare: str | None = None, positional: bool = False, group: str | None = None,
+):  # fmt: skip
     """Makes a field whose type is bool, int, float, str or Path, a list of such a type, or such a type or None.
 
     Args:
         default: value of a flag that is not given; `list` stands for an empty list. Without it the flag must be given.
-        help: line in --help.
         choices: words or numbers that the flag takes.
         least, most: range of a number, or of each number of a list.
         bare: value of a flag that stands without a value.
@@ -141,12 +88,7 @@ def read_command(kinds: dict[str, type], argv: list[str], program: str):
 def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.Any]:
     """Returns the values that --config's file and flags give, by the names of the fields; defaults are left out.
 
-    Args:
-        kind: a dataclass whose fields `flag` made.
-        program: how the command is called, for --help.
-
-    Raises:
-        UserError: a flag or key is unknown or missing, or has a value that it does not take; the file cannot be read.
+    Raises UserError for a flag or key that is unknown or missing, or has a value that it does not take.
     """
     places = "".join(f" {each.name}" for each in fields(kind) if each.metadata["positional"])
     parser = Parser(
@@ -184,11 +126,9 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
 
 
 def answer_early(read: Callable[[list[str]], object]) -> None:
-    """Answer --help, and refuse wrong flags, before a script imports torch, which takes seconds.
+    """Answer --help, and refuse wrong flags by `read`, before a script imports torch, which takes seconds.
 
-    Args:
-        read: reads the words of the command line. The script reads them again. Ranks of torchrun read them only then:
-            the main rank shows the error.
+    Ranks of torchrun read the words only then: the main rank shows the error.
     """
     try:
         if "RANK" not in os.environ:
@@ -203,12 +143,7 @@ def answer_early(read: Callable[[list[str]], object]) -> None:
 def as_words(values: dict, names: list[str], kind: type | None = None) -> list[str]:
     """Returns the words of a command line: {"times": 2, "aloud": False} is ["--times=2", "--no-aloud"].
 
-    Args:
-        names: keys that there are.
-        kind: the command's dataclass, for advice on others.
-
-    Raises:
-        UserError: a name that is not in `names`, a value that is neither a word, a number, true or false, nor a list.
+    Raises UserError for names that are not in `names`, and for values that no flag has. `kind` is as in `_unknown`.
     """
     words = []
     for name, value in values.items():
@@ -240,8 +175,6 @@ def grouped(kind: type) -> dict[str, list[Field]]:
 
 
 class Parser(ArgumentParser):
-    """Reports errors as UserError."""
-
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(message)
 
@@ -299,31 +232,26 @@ def _read_toml(path: Path) -> dict[str, typing.Any]:
     text = read_file(path, "give --config a TOML file", TOML_BYTES).decode("utf-8-sig")
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     try:
-        content = tomllib.loads(text)
+        if not is_yaml:
+            return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
-        if not (is_yaml or re.search(r"^[\w-]+:(\s|$)|^\s*\{", text, re.MULTILINE)):
+        if not re.search(r"^[\w-]+:(\s|$)|^\s*\{", text, re.MULTILINE):
             raise
-        is_yaml = True
-    if is_yaml:
-        raise UserError("it is YAML or JSON, and settings are TOML: for max_steps: 20 write max_steps = 20")
-    return content
+    raise UserError("it is YAML or JSON, and settings are TOML: for max_steps: 20 write max_steps = 20")
 
 
 def _unknown(what: str, word: str, names: list[str], kind: type | None) -> str:
-    """Returns the message for a flag or key that a command does not have.
+    """Returns the message for a flag or key that a command lacks: it names the flag that is meant.
 
-    It names the flag that is meant. Why there is nothing like some other trainer's flag, the table `absent` of the
-    command's class says.
+    The table `absent` of the command's class says why there is nothing like some other trainer's flag.
     """
     name, dashes = _underscored(word.partition("=")[0]).lstrip("-"), "--" if what == "flag" else ""
     usual = [ours for ours, theirs in USUAL_NAMES.items() if name in theirs.split()]
     for theirs, why in getattr(kind, "absent", {}).items():
         if name in theirs.split() and not {*usual} & {*names}:
-            return f"there is no {dashes}{name}: {why}"
+            return f"there is no {dashes}{name}: {why.format(python=program(), torchrun=program('torchrun'))}"
     if what == "flag" and word.endswith((".toml", ".yaml", ".yml", ".json")) and not word.startswith("-"):
         return f"unknown flag {word}; did you mean --config {word}?"
-    close = (
-        [ours for ours in usual if ours in names] if usual else difflib.get_close_matches(name, names, 1, LEAST_NEAR)
-    )
-    hint = f"; did you mean {dashes}{close[0]}?" if close else ""
-    return f"unknown {what} {word if what == 'flag' else repr(word)}{hint}"
+    meant = [each for each in usual if each in names]
+    meant = meant if usual else difflib.get_close_matches(name, names, 1, LEAST_NEAR)
+    return f"unknown {what} {word if dashes else repr(word)}" + (f"; did you mean {dashes}{meant[0]}?" if meant else "")

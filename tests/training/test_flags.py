@@ -19,7 +19,7 @@ from model import MODEL_SIZES
 from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.flags import EvaluationFlags
-from training.flags import USUAL_NAMES, Rule, flag, given_flags, grouped, read_command, read_flags, refuse
+from training.flags import ABSENT, USUAL_NAMES, Rule, flag, given_flags, grouped, read_command, read_flags, refuse
 from training.generate.flags import GenerateFlags
 from training.host import choices
 from training.host.errors import UserError
@@ -27,7 +27,7 @@ from training.logprobs.flags import LogProbsFlags
 from training.plots.__main__ import PlotsFlags
 from training.run.profile_flags import ProfileFlags
 from training.run.rules import FOR_ONE_STEP
-from training.run.settings import ABSENT, TrainConfig
+from training.run.settings import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -325,7 +325,7 @@ OF_STEP = [
     ("--init_from x --lora 4 --tensor_parallel_size 2", "lora with tensor_parallel_size is not supported: ranks have "),
     ("--init_from x --lora 4 --optimizer_state compact", "optimizer_state compact has no effect with lora, whose "),
 ]
-# For each row of `rules` a command line, and the flags that have no effect there, or the beginning of the message.
+# A command line for each row of `rules`, and the flags that have no effect there, or the beginning of the message.
 REFUSED = {
     "train.py": [
         *OF_STEP,
@@ -406,7 +406,11 @@ REFUSED = {
         ("x --samples 0 --lengths 9 --seed 0", "lengths seed"),
         ("x --sequences 0 --lengths 9 --context_length 9", "context_length"),
     ],
-    "training.generate": [("x --top_p 1 --seed 0", "top_p seed"), ("x --system x", "system")],
+    "training.generate": [
+        ("x --top_p 1 --seed 0", "top_p seed"),
+        ("x --system x", "system"),
+        ("x hello --file x", "both a prompt and --file are given; drop one"),
+    ],
 }
 
 
@@ -450,7 +454,7 @@ def test_flags_with_an_effect_are_taken(words):
 
 def test_a_huge_file_of_settings_takes_no_memory(tmp_path):
     with (tmp_path / "run.toml").open("wb") as file:
-        file.truncate(3 * 2**30)  # of which the disk stores nothing
+        file.truncate(3 * 2**30)  # the disk stores nothing of it
     with pytest.raises(UserError, match=r"run\.toml: it has 3221225472 bytes, at most 1048576 are read"):
         read_flags(TrainConfig, ["--config", str(tmp_path / "run.toml")], "train.py")
 

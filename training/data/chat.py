@@ -41,8 +41,7 @@ class ChatTemplate:
     Args:
         tokenizer: a FileTokenizer; its folder has chat_template.jinja, or tokenizer_config.json with a chat_template.
         reasoning: treatment of the reasoning in turns before the last user message. "template": left to the template;
-            Qwen3's drops it. "drop": removed. "keep": each turn is rendered as if its user message were the last one,
-            so that it stands in the text as the model wrote it.
+            Qwen3's drops it. "drop": removed. "keep": each turn is rendered as if its user message were the last one.
 
     Raises:
         UserError: there is no template or no jinja2; the template fails, or does not show where turns begin and end.
@@ -54,10 +53,8 @@ class ChatTemplate:
         self._tokenizer, self._reasoning = tokenizer, reasoning
         self._file, source = read_template(tokenizer)
         if source is None:
-            raise UserError(
-                f"chats need a chat template, and {tokenizer.folder} has none: add chat_template.jinja, or give "
-                "--chat_template"
-            )
+            cure = "add chat_template.jinja, or give --chat_template"
+            raise UserError(f"chats need a chat template, and {tokenizer.folder} has none: {cure}")
         self._template = Template(source, self._file, tokenizer.special_tokens)
         self._turns = Turns(self._template, tokenizer)
         self._template.learn_parts()
@@ -79,8 +76,8 @@ class ChatTemplate:
                 says so, as by "weight": 0 or "loss": false, has no targets; see says_trained.
 
         Raises:
-            UserError: the messages are not a chat; the template refuses them, or leaves out a message, tools, calls or
-                reasoning, which nobody would learn then.
+            UserError: the messages are not a chat; the template refuses them, or leaves out a part, which nobody would
+                learn.
             NothingToLearn: a question or an answer is empty, or nothing is a target.
         """
         tools = record.get("tools") or None  # a template may announce an empty list
@@ -124,7 +121,8 @@ class ChatTemplate:
                 bodies += [earlier[a:b] for a, b in turns_of_earlier[len(bodies) :]]
             parts = [text[a:b] for a, b in itertools.pairwise([0, *itertools.chain(*turns), len(text)])]
             parts[1::2] = [*map(self._with_end_of, parts[1::2], bodies), *parts[1::2][len(bodies) :]]
-            text, turns = _join(parts)
+            ends = [*itertools.accumulate(map(len, parts))]
+            text, turns = "".join(parts), [*zip(ends[::2], ends[1::2])]  # every second part is a turn
         return text, self._turns.behind_given(text, turns)
 
     def _check_shown(self, messages: list[dict], tools: list | None, text: str, turns: list[Turn]) -> None:
@@ -164,11 +162,9 @@ class ChatTemplate:
             self._shown.add(kind)
 
     def _refuse_lost(self, what: str, where: str, value: str) -> None:
+        lost = f"chat template {self._file} does not write the {what} of {where}: {value[:40]!r}"
         inline = "write it into the content as the model does, " if what == "reasoning" else ""
-        raise UserError(
-            f"chat template {self._file} does not write the {what} of {where}: {value[:40]!r}; {inline}remove it, or "
-            "give a --tokenizer whose template does"
-        )
+        raise UserError(f"{lost}; {inline}remove it, or give a --tokenizer whose template does")
 
     def _with_end_of(self, turn: str, body: str) -> str:
         """Returns `body`, another rendering of a turn, with the end of `turn`: a chat's last turn may end otherwise."""
@@ -185,12 +181,6 @@ class ChatTemplate:
                 raise UserError("escaped NUL or lone surrogate in the messages; remove it")
             if found := [word for word in self._turns.borders if word in value]:
                 raise UserError(f"a message has {found[0]!r} in it, which begins or ends turns; remove it")
-
-
-def _join(parts: list[str]) -> tuple[str, list[Turn]]:
-    """Returns (text, turns) of parts, every second of which is a turn: ["a", "bc", "d"] gives "abcd" and (1, 3)."""
-    ends = [*itertools.accumulate(map(len, parts))]
-    return "".join(parts), [*zip(ends[::2], ends[1::2])]
 
 
 def has_template(tokenizer) -> bool:

@@ -23,7 +23,7 @@ from training.host.errors import UserError, import_optional, is_installed
 MOST = 2**26  # bytes of a row
 MOST_OF_TEXT = 2**28  # bytes of a compressed text
 CHUNK = 2**20  # characters of a .json file that are read at a time
-BATCH_BYTES = 2**28  # of the values in a batch of a table
+BATCH_BYTES = 2**28  # values in a batch of a table
 LEAST_OF_A_BOMB, MOST_RATIO = 2**29, 500  # bytes that a row group holds, for each byte of it in the file
 BATCH = 64  # rows of a table that are turned into Python's objects at a time
 COMPRESSIONS = (".gz", ".zst")
@@ -75,11 +75,8 @@ def check_packages(files: list[Path]) -> None:
 def read_rows(file: Path, start: int = 0, stop: int = 0, first: int = 1, fields: frozenset[str] = frozenset()):
     """Yields (number, row) of the rows in a file, or in its piece `start`, `stop`, `first`, which cut_rows gave.
 
-    Args:
-        fields: columns of tables to read. A table without any of them is read whole.
-
-    Raises:
-        UserError: the file is damaged, cut short or unreadable, or a row has more than MOST bytes.
+    `fields` are the columns of tables to read; a table without any of them is read whole. Raises UserError if the file
+    is damaged, cut short or unreadable, or a row has more than MOST bytes.
     """
     with refusing_damage(file):
         yield from CONTAINERS[suffix_of(file)].read(file, start, stop, first, fields)
@@ -96,9 +93,7 @@ def read_compressed(file: Path) -> bytes:
     with refusing_damage(file), _open(file) as stream:
         content = stream.read(MOST_OF_TEXT + 1)
     if len(content) > MOST_OF_TEXT:
-        raise UserError(
-            f"{file} holds more than {MOST_OF_TEXT:,} bytes of text; decompress it, or cut it into several files"
-        )
+        raise UserError(f"{file} holds more than {MOST_OF_TEXT:,} bytes; decompress it, or cut it into several files")
     return content
 
 
@@ -329,7 +324,7 @@ def _rows_of(batches: Iterable, file: Path, first: int) -> Iterator[Row]:
 
 
 def _size_of(array) -> int:
-    """Returns about the bytes of an Arrow array's Python objects, which may be many times those of the array.
+    """Returns about the bytes of an Arrow array's Python objects, which may be many times its own bytes.
 
     A list of a million nulls takes 8 bytes in the array, and a dictionary's value counts wherever it is used.
     """

@@ -22,10 +22,7 @@ logger = logging.getLogger(__name__)
 def open_stores(
     paths: list[str] | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT, validation_data: Sequence[str] = ()
 ) -> list[TokenStore | PreparedStore]:
-    """Returns a store for each path, or for the default corpus without paths; then for each path of --validation_data.
-
-    Prepared sets stay on disk.
-    """
+    """Returns a store for each path (without any for the default corpus), then for each of --validation_data."""
     unused = {*parse_columns(reading.columns)}
 
     def open_store(path: str | None) -> TokenStore | PreparedStore:
@@ -48,26 +45,27 @@ def open_stores(
     return stores
 
 
-def refuse_trained_on(held_out: list[TokenStore | PreparedStore], trained_on: list[TokenStore | PreparedStore]) -> None:
-    """Raises UserError if stores of --validation_data and of --data have a file in common, or the same documents."""
-    cure = "take it out of one of them: a loss on what was trained on says nothing"
-    files = {file_id(file) for store in trained_on for file in store.files()}
-    for store in held_out:
-        if both := next((file for file in store.files() if file_id(file) in files), None):
-            raise UserError(f"{both} is in validation_data and in data; {cure}")
-        if store.identity in {other.identity for other in trained_on}:
-            raise UserError(f"validation_data {store.source(0)} has the documents that a path of data has; {cure}")
+def refuse_twice(
+    stores: list[TokenStore | PreparedStore], held_out: list[TokenStore | PreparedStore], are_given: bool
+) -> None:
+    """Raises UserError if a file, by two paths or a link, or the same documents would be held out and trained on.
 
-
-def refuse_twice(stores: list[TokenStore | PreparedStore]) -> None:
-    """Raises UserError if --data has a file twice, by two paths or a link: it would be held out and trained on."""
-    files = [file for store in stores for file in dict.fromkeys(store.files())]
+    Args:
+        stores: of --data; `are_given`: not the default corpus, whose files may have any number of links.
+        held_out: of --validation_data.
+    """
     first: dict[object, str] = {}
-    for file in files:
-        if (other := first.setdefault(file_id(file), file)) is not file:
+    for file in (file for store in stores for file in dict.fromkeys(store.files())):
+        if (other := first.setdefault(file_id(file), file)) is not file and are_given:
             raise UserError(f"data has {other} and {file}, which are one file; leave one out")
     if len({store.identity for store in stores}) < len(stores):
         raise UserError("two paths of data have the same documents; leave one out")
+    cure = "take it out of one of them: a loss on what was trained on says nothing"
+    for store in held_out:
+        if both := next((file for file in store.files() if file_id(file) in first), None):
+            raise UserError(f"{both} is in validation_data and in data; {cure}")
+        if store.identity in {other.identity for other in stores}:
+            raise UserError(f"validation_data {store.source(0)} has the documents that a path of data has; {cure}")
 
 
 def file_id(file: str) -> object:
@@ -125,16 +123,12 @@ def _best_fit(
     """Packs the documents `first`, `first` + 1, ... of `train`, which have these lengths. Logs what it leaves out."""
     too_long = (lengths > context_length).nonzero()[0]
     if len(too_long):
-        document = int(too_long[0])
-        what = (
-            f"{len(too_long):,} of {len(lengths):,} documents, {lengths[too_long].sum() / lengths.sum():.1%} of the "
-            f"tokens, are longer than context_length {context_length:,}"
-        )
+        share = f"{lengths[too_long].sum() / lengths.sum():.1%} of the tokens"
+        count = f"{len(too_long):,} of {len(lengths):,} documents"
+        what = f"{count}, {share}, are longer than context_length {context_length:,}"
         if overlong == "refuse":
-            raise UserError(
-                f"{what}, the first {train.source(first + document)} with {lengths[document]:,}; raise "
-                "--context_length, or choose --overlong drop or split"
-            )
+            example = f"the first {train.source(first + int(too_long[0]))} with {lengths[too_long[0]]:,}"
+            raise UserError(f"{what}, {example}; raise --context_length, or choose --overlong drop or split")
         logger.warning("data: %s: %s", what, {"drop": "left out", "split": "split"}[overlong])
     packing = BestFitPacking(lengths, context_length, seed, overlong == "split")
     logger.info("data: best_fit fills %.1f%% of %s sequences", 100 * packing.filled, f"{packing.sequences_per_epoch:,}")
@@ -153,16 +147,14 @@ def load_corpus(
     """
     shares = None if weights is None else parse_weights(weights, len(paths))
     stores = open_stores(paths, tokenizer, vocab_size, reading, validation_data)
-    if reading.reasoning and not any(store.are_samples for store in stores if isinstance(store, TokenStore)):
+    in_memory = [store for store in stores if isinstance(store, TokenStore)]
+    if reading.reasoning and not any(store.are_samples for store in in_memory):
         raise UserError("chat_reasoning has no effect without chats; drop it (prepare has a flag of its own)")
     if finish is not None:
-        finish([store for store in stores if isinstance(store, TokenStore)])
-    first_own = max(1, len(paths))
-    stores, own = stores[:first_own], stores[first_own:]
-    if paths:
-        refuse_twice(stores)
+        finish(in_memory)
+    stores, own = stores[: max(1, len(paths))], stores[max(1, len(paths)) :]
+    refuse_twice(stores, own, are_given=bool(paths))
     if own:
-        refuse_trained_on(own, stores)
         train, held_out = whole(join(stores)), whole(join(own), seed)
     else:
         train, held_out = split(join(stores), validation_fraction, seed)

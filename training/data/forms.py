@@ -140,16 +140,14 @@ def rename(row: object, columns: dict[str, str]) -> object:
 def _refuse_preferences(row: dict) -> None:
     """Raises UserError for a row that says which of two answers is better, or whether its answer is good."""
     found = next((names for names in PREFERENCES if all(row.get(name) is not None for name in names)), None)
-    if found is None and isinstance(row.get("label"), bool) and row.get("text") is None:  # of texts it is a class
+    if found is None and isinstance(row.get("label"), bool) and row.get("text") is None:  # a text has a class
         found = frozenset(("label",))
     if found:
         names = " and ".join(f'"{name}"' for name in sorted(found))
         cure = 'no --objective reads it; give rows of the good answers alone, or of "chosen" and "rejected"'
         if found == {"chosen", "rejected"}:
-            cure = (
-                "give an --objective such as dpo; or --columns completion=chosen (or messages=chosen, for whole chats)"
-            )
-            cure += " trains on the chosen answers alone"
+            columns = "--columns completion=chosen (or messages=chosen, for whole chats)"
+            cure = f"give an --objective such as dpo; or {columns} trains on the chosen answers alone"
         raise UserError(f"is a preference row, with {names}: {cure}")
 
 
@@ -173,10 +171,8 @@ def refuse_unknown_flags(fields: dict, what: str, known: Collection[str]) -> Non
         may_mask = isinstance(value, bool | int | float) or str(value).strip().lower() in TRUTHS
         may_mask |= value is not None and FLAG_WORDS.search(name) is not None
         if may_mask and not is_text and name not in known:
-            raise UserError(
-                f'{what} has "{name[:40]}": {json.dumps(value)[:40]}, which is not known here; remove it, or name it '
-                f"as one of {', '.join(FLAGS)} if it says whether the message is trained on"
-            )
+            has = f'{what} has "{name[:40]}": {json.dumps(value)[:40]}, which is not known here'
+            raise UserError(f"{has}; remove it, or name it as one of {', '.join(FLAGS)} if it is a mask")
 
 
 def _is_mask(value: object) -> bool:
@@ -273,10 +269,8 @@ def _from_pair(row: dict) -> dict:
     question, answer = next(pair for pair in PAIRS if {*pair} <= row.keys())
     for name in row.keys() - {question, answer}:
         if row[name]:
-            raise UserError(
-                f'has "{name}" beside "{question}" and "{answer}", where it would be ignored; write it into the '
-                f"question, or give --columns prompt={question},completion={answer} to leave it out"
-            )
+            cure = f"write it into the question, or leave it out by --columns prompt={question},completion={answer}"
+            raise UserError(f'has "{name}" beside "{question}" and "{answer}", where it would be ignored; {cure}')
     if not isinstance(row[question], str) or not isinstance(row[answer], str):
         raise UserError(f'needs strings "{question}" and "{answer}"')
     return {"prompt": row[question], "completion": row[answer]}

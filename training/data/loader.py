@@ -52,7 +52,7 @@ class Batch:
     documents: Documents  # tokens see only their own document; padding is documents, too, see padding_lengths
     num_valid_tokens: int  # number of targets that are not -100
     padding: tuple[int, ...] = ()  # tokens of each document that is padding
-    answers: Answers | None = None  # of data with columns
+    answers: Answers | None = None  # None: data without columns
 
     @property
     def text_lengths(self) -> list[int]:
@@ -62,9 +62,9 @@ class Batch:
     def slice(self, rank: int, size: int) -> "Batch":
         """Returns the share of `rank`, 0 .. size - 1, if `size` ranks share each sequence: [B, T / size] neighbours.
 
-        With 8 tokens and 4 ranks, rank 1 has positions 2 and 3. The documents' segments and lengths describe whole
-        sequences, because each rank attends over whole sequences with some of the heads. Sequences are padded first to
-        a multiple of `size`, by a document without targets.
+        With 8 tokens and 4 ranks, rank 1 has positions 2 and 3. The documents describe whole sequences: each rank
+        attends over whole sequences with some of the heads. Sequences are padded first to a multiple of `size`, by a
+        document without targets.
         """
         input_ids, targets, documents, length = self.input_ids, self.targets, self.documents, self.input_ids.shape[1]
         padding = self.padding
@@ -166,8 +166,6 @@ class PackedLoader:
         identity: what else must be the same in a resumed run, beside the packing's identity and the store's.
 
     Attributes:
-        num_tokens: tokens of the store, the documents' ends included.
-        sequences_per_epoch: the packing's.
         next_sequence: the position in the global order, over all epochs and ranks.
     """
 
@@ -194,11 +192,11 @@ class PackedLoader:
         """Raise UserError if an optimizer step takes more sequences than an epoch has."""
         needed = self.batch_size * gradient_accumulation_steps * self.world_size
         if needed > self.sequences_per_epoch:
+            sizes = f"batch_size {self.batch_size} x gradient_accumulation_steps {gradient_accumulation_steps}"
+            taken = f"{needed} sequences of {self.packing.context_length} tokens ({sizes} x {self.world_size} ranks)"
             raise UserError(
-                f"one step takes {needed} sequences of {self.packing.context_length} tokens "
-                f"(batch_size {self.batch_size} x gradient_accumulation_steps {gradient_accumulation_steps} x "
-                f"{self.world_size} ranks), the corpus has {self.sequences_per_epoch}; "
-                "lower --gradient_accumulation_steps, --batch_size or --context_length, or give more --data"
+                f"one step takes {taken}, the corpus has {self.sequences_per_epoch}; lower "
+                "--gradient_accumulation_steps, --batch_size or --context_length, or give more --data"
             )
 
     def next_step(self, micro_batches: int = 1) -> list[Batch]:
@@ -244,11 +242,9 @@ def check_same_data(state: dict, ours: dict) -> None:
     """Raise UserError if a loader's saved `state` differs from `ours`, this run's values under the same names."""
     for name, value in ours.items():
         if state.get(name) != value:
-            raise UserError(
-                f"cannot resume: the checkpoint's data has {name} {state.get(name)}, this run {value}; "
-                "resume with the same --data and --validation_data, their settings, --tokenizer, --context_length and "
-                "--seed"
-            )
+            found = f"the checkpoint's data has {name} {state.get(name)}, this run {value}"
+            flags = "--data, --validation_data, their settings, --tokenizer, --context_length and --seed"
+            raise UserError(f"cannot resume: {found}; resume with the same {flags}")
 
 
 def count_sequences(store: Store, context_length: int) -> int:
@@ -261,15 +257,13 @@ def count_sequences(store: Store, context_length: int) -> int:
 def validation_batches(
     store: Store, context_length: int, batch_size: int, rank: int = 0, world_size: int = 1, limit: int | None = None
 ) -> Iterator[Batch]:
-    """Yields the held-out documents once, in order, in batches of [batch_size, context_length].
+    """Yields the held-out documents once, in order, in batches of [batch_size, context_length]; arguments as
+    PackedLoader's.
 
     A sequence begins with the last token of the sequence before: so each token except a document's first is a target
     exactly once. The tail is padded. Every rank gets the same number of batches, for its collectives to match; a batch
-    behind the last sequence is padding only. Documents with columns stay whole, as in training.
-
-    Args:
-        context_length, batch_size, rank, world_size: see PackedLoader.
-        limit: most sequences over all ranks, so that the result does not depend on the number of ranks.
+    behind the last sequence is padding only. Documents with columns stay whole, as in training. `limit` bounds the
+    sequences over all ranks, so that the result does not depend on the number of ranks.
     """
     stream, stride = Stream(store.lengths, np.arange(len(store.lengths))), context_length - 1
     packing = BestFitPacking(store.lengths, context_length, seed=0) if store.columns else None
@@ -289,7 +283,5 @@ def validation_batches(
 def check_can_validate(store: Store, context_length: int, limit: int) -> None:
     """Raise UserError if no sequence of `validation_batches` has a target, as where all tokens are prompts."""
     if not any(batch.num_valid_tokens for batch in validation_batches(store, context_length, 1, limit=limit)):
-        raise UserError(
-            f"the first {limit} held-out sequences have no token to be predicted; raise --validation_sequences, or "
-            "give 0, or other --validation_data"
-        )
+        none = f"the first {limit} held-out sequences have no token to be predicted"
+        raise UserError(f"{none}; raise --validation_sequences, or give 0, or other --validation_data")

@@ -15,9 +15,8 @@ THINKING = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 def check_messages(messages) -> tuple[list[dict], list[bool]]:
     """Returns the messages of a chat as templates read them, and for each of the assistant whether it is trained on.
 
-    Each content is one string, and reasoning has one name.
-
-    Results of tools follow a message that calls tools, and nothing else does. Any other order is left to the template.
+    Each content is one string, and reasoning has one name. Results of tools follow a message that calls tools, and
+    nothing else does. Any other order is left to the template.
     """
     if not isinstance(messages, list) or not messages:
         raise UserError(f'"messages" is {"an empty list" if messages == [] else "no list"}; remove the line')

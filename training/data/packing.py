@@ -45,17 +45,17 @@ def padding_lengths(count: int) -> list[int]:
 def deal(costs: np.ndarray, num_ranks: int) -> np.ndarray:
     """Deals a step's sequences to ranks, so that the ranks finish every micro-batch together.
 
-    Sequences are sorted by cost, and each num_ranks neighbours make a row: rank r takes the sequence at place r of each
-    row. Every second row is reversed, so that no rank gets the costlier sequence each time. A single rank keeps the
-    order as it is. For costs [7, 1, 5, 2] and 2 ranks this is [[1, 3], [0, 2]]: rank 0 takes costs 1, then 7, rank 1
-    takes 2, then 5.
+    Sequences are sorted by cost, and each num_ranks neighbours make a row: rank r takes place r of each row. Every
+    second row is reversed, so that no rank gets the costlier sequence each time. A single rank keeps the order as it
+    is. For costs [7, 1, 5, 2] and 2 ranks this is [[1, 3], [0, 2]]: rank 0 takes costs 1, then 7, rank 1 takes 2, then
+    5.
 
     Args:
         costs: number [..., N], each sequence's cost; N is a multiple of num_ranks.
 
     Returns:
-        int64 [..., N / num_ranks, num_ranks], positions in `costs`. A micro-batch of b sequences on each rank is b
-        neighbouring rows.
+        int64 [..., N / num_ranks, num_ranks], positions in `costs`; a micro-batch of b sequences is b neighbouring
+            rows.
     """
     order = np.argsort(costs, axis=-1, kind="stable") if num_ranks > 1 else np.indices(costs.shape)[-1]
     rows = order.reshape(*costs.shape[:-1], -1, num_ranks)
@@ -66,9 +66,7 @@ def deal(costs: np.ndarray, num_ranks: int) -> np.ndarray:
 class Stream:
     """Documents one after the other in a given order. Spans are cut from it when they are asked for.
 
-    Args:
-        lengths: int64 [N], tokens of each document.
-        order: int64 [N], the documents' numbers in their order.
+    `lengths` are the tokens of each document, `order` the documents' numbers in their order; both int64 [N].
     """
 
     def __init__(self, lengths: np.ndarray, order: np.ndarray):
@@ -90,11 +88,8 @@ class ConcatenatedPacking:
 
     The sequences are taken in random order, too, so that a batch is not one document. A document that is cut goes on in
     another sequence as a new segment. The incomplete sequence at an epoch's end is dropped; another epoch, whose order
-    differs, drops other tokens.
-
-    Args:
-        lengths: int64 [N], tokens of each document, its end included.
-        seed: each epoch's orders are drawn from (seed, epoch).
+    differs, drops other tokens. `lengths` are int64 [N], ends included; each epoch's orders are drawn from (seed,
+    epoch).
     """
 
     def __init__(self, lengths: np.ndarray, context_length: int, seed: int):
@@ -102,10 +97,8 @@ class ConcatenatedPacking:
         self.identity = {"context_length": context_length, "seed": seed, "packing": "concatenate"}
         self.sequences_per_epoch = int(lengths.sum()) // context_length
         if self.sequences_per_epoch == 0:
-            raise UserError(
-                f"the corpus of {lengths.sum()} training tokens is shorter than one context_length "
-                f"{context_length}; lower --context_length or give more --data"
-            )
+            size = f"the corpus of {lengths.sum()} training tokens is shorter than one context_length {context_length}"
+            raise UserError(f"{size}; lower --context_length or give more --data")
         self.longest_document = min(context_length, int(lengths.max()))
         self._draw = functools.lru_cache(maxsize=1)(self._draw_anew)
 
@@ -134,10 +127,7 @@ class BestFitPacking:
 
     From the longest document to the shortest, each goes into the sequence with the least room that still holds it. The
     number of sequences depends on the lengths alone. For each epoch it is drawn anew which documents of a length meet,
-    and in which order the sequences are taken.
-
-    Args:
-        split: cut longer documents every context_length tokens. Without it they are left out.
+    and in which order the sequences are taken. Longer documents are left out, or `split` every context_length tokens.
 
     Attributes:
         filled: share of the sequences' tokens that are not padding.
@@ -193,10 +183,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """Puts items into bins: each goes into the bin with the least room that holds it, or into a new bin.
 
     Items of one size and bins of one room are taken together. Items of size 3 go in pairs into bins with room for 7, so
-    that a million items of a hundred sizes take a few thousand rounds.
-
-    Args:
-        sizes: int64 [N], descending, 1 .. capacity.
+    that a million items of a hundred sizes take a few thousand rounds. `sizes` are int64 [N], descending, 1 ..
+    capacity.
 
     Returns:
         int64 [N], the bin of each item. For sizes [5, 3, 3, 2, 1] and capacity 6 this is [0, 1, 1, 2, 0].

@@ -33,7 +33,6 @@ from training.data.sources import (
     AS_CHATS,
     DEFAULT,
     BadRows,
-    Document,
     DocumentReader,
     Reading,
     find_files,
@@ -47,13 +46,9 @@ from training.host.errors import UserError
 from training.host.files import flush, only_run_in, read_file, read_json, write_file
 
 PART_BYTES = 2**24  # of text
-MEANING = 3  # Counts changes of what rows mean: parts made before offsets of tokens had their spaces are made anew.
+MEANING = 4  # Counts changes of what rows mean, and of what summaries hold: parts made before are made anew.
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
-# Types of the values that a part's summary must have.
-SUMMARY_TYPES = {
-    "documents": int, "tokens": int, "targets": int, "largest_id": int, "are_samples": bool, "sha256": dict,
-    "bad": dict, "used": list,
-}  # fmt: skip
+
 GOES_ON = "mend that, as by making room, and the same command goes on from here"
 
 
@@ -66,6 +61,10 @@ class Extent(NamedTuple):
     start: int  # bytes start .. stop - 1 of the file
     stop: int
     line: int  # number of the first row; 0 for a text file
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
 
 
 def prepare(
@@ -98,20 +97,18 @@ def prepare(
             name = file.name.split(".")[0]
             if OURS.fullmatch(file.name) and name not in parts and not _is_of_use(out / name):
                 file.unlink()
-        say_found(source, [done[name].get("found", {}) for name in parts])
-        say_left_out([done[name].get("left_out", {}) for name in parts])
+        say_found(source, [done[name]["found"] for name in parts])
+        say_left_out([done[name]["left_out"] for name in parts])
         refuse_unused({*parse_columns(reading.columns)}.difference(*(done[name]["used"] for name in parts)))
         kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
         if not kept:
             raise UserError(f"{source} has no text; give a path that holds some")
+        has_chats = any(AS_CHATS in what for part in kept for what in part["found"])
         index = {
             "format": FORMAT, "tokenizer": opened.identity, "tokenizer_name": opened.name, "eos_id": opened.eos_id,
             "are_samples": any(part["are_samples"] for part in kept), "source": str(source),
-            "reasoning": reading.reasoning or "template",
-            "chat_template": template_hash(opened) if any(map(_has_chats, kept)) else None,
-            "documents": sum(part["documents"] for part in kept), "tokens": sum(part["tokens"] for part in kept),
-            "targets": sum(part["targets"] for part in kept),
-            "parts": kept,
+            "reasoning": reading.reasoning or "template", "chat_template": template_hash(opened) if has_chats else None,
+            **{name: sum(part[name] for part in kept) for name in ("documents", "tokens", "targets")}, "parts": kept,
         }  # fmt: skip
         index["sha256"] = hash_of_index(index)
         flush(out)
@@ -128,11 +125,6 @@ def _settle_bad_rows(parts: Iterable[str], done: dict[str, dict], reading: Readi
     bad.settle(reading.bad_rows, or_more=not done.keys() >= {*parts})
 
 
-def _has_chats(part: dict) -> bool:
-    """Whether a part has rows that a chat template wrote."""
-    return any(AS_CHATS in what for what in part.get("found", {}))
-
-
 def _hash_of_templates(tokenizer) -> str:
     """Returns a hash of the files beside a tokenizer that may hold a chat template, or tokens that it writes."""
     found = hashlib.sha256()
@@ -145,10 +137,6 @@ def _hash_of_templates(tokenizer) -> str:
     return found.hexdigest()
 
 
-def _bytes_of(extents: list[Extent]) -> int:
-    return sum(extent.stop - extent.start for extent in extents)
-
-
 def _find_parts(files: list[Path], identity: str, reading: Reading) -> dict[str, list[Extent]]:
     """Returns the parts by their names. Shows progress: .jsonl files are read for the ends of their lines."""
     parts = {}
@@ -158,14 +146,13 @@ def _find_parts(files: list[Path], identity: str, reading: Reading) -> dict[str,
             content = {"format": FORMAT, "meaning": MEANING, "pieces": extents, "identity": identity}
             content |= {"reasoning": reading.reasoning or "template", "columns": parse_columns(reading.columns)}
             parts[f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"] = extents
-            progress.update(_bytes_of(extents))
+            progress.update(sum(extent.num_bytes for extent in extents))
     return parts
 
 
 def _plan(files: list[Path]) -> Iterator[list[Extent]]:
     """Yields the parts, each some whole text files, or some whole rows of one file."""
     whole: list[Extent] = []
-    total = 0
     for file in files:
         status = file.stat()
         extent = Extent(str(file), status.st_size, status.st_mtime_ns, 0, status.st_size, 0)
@@ -174,26 +161,22 @@ def _plan(files: list[Path]) -> Iterator[list[Extent]]:
                 yield [extent._replace(start=start, stop=stop, line=line)]
             continue
         whole.append(extent)
-        total += status.st_size
-        if total >= PART_BYTES or len(whole) == 10_000:
+        if sum(each.size for each in whole) >= PART_BYTES or len(whole) == 1000:
             yield whole
-            whole, total = [], 0
+            whole = []
     if whole:
         yield whole
 
 
 def _read_part(path: Path) -> dict | None:
-    """Returns a part's summary, or None if the part is not complete, or somebody has edited its .json."""
+    """Returns a part's summary, or None if the part is not complete, or its .json is damaged or edited."""
     try:
-        found = read_json(path.with_suffix(".json"))["summary"]
-        counts = [*found.get("found", {}).values(), *(count for count, _ in found.get("left_out", {}).values())]
-        are_typed = all(type(found[name]) is kind for name, kind in SUMMARY_TYPES.items())
-        bad = BadRows(**found["bad"])
-        are_typed &= type(bad.count) is int and {*map(type, (bad.why, *bad.places, *found["used"]))} == {str}
+        content = read_json(path.with_suffix(".json"))
+        found = content["summary"]
         sizes = [path.with_suffix(kind).stat().st_size for kind in (".tokens", ".documents")]
-        is_whole = are_typed and {*map(type, counts)} <= {int}
+        is_whole = content["sha256"] == hashlib.sha256(canonical(found)).hexdigest()
         return found if is_whole and sizes == [4 * found["tokens"], 24 * found["documents"]] else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
@@ -214,25 +197,32 @@ def _has_changed(extent: Extent | list) -> bool:
 
 
 def _make_parts(
-    parts: dict[str, list[Extent]],
-    done: dict[str, dict],
-    out: Path,
-    settings: tuple[str, Reading, str | None],
+    parts: dict[str, list[Extent]], done: dict[str, dict], out: Path, settings: tuple[str, Reading, str | None],
     workers: int,
-) -> None:
+) -> None:  # fmt: skip
     """Makes the parts that are not done, in parallel and with a progress bar, and adds their summaries to `done`."""
     missing = [name for name in parts if name not in done]
     if not missing:
         return
-    total, before = (sum(_bytes_of(parts[name]) for name in names) for names in (parts, done))
+    sizes = {name: sum(extent.num_bytes for extent in extents) for name, extents in parts.items()}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each core has a process
     context = multiprocessing.get_context("forkserver")
-    with _starting_workers():
-        pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, settings)
-    try:
-        with tqdm(total=total, initial=before, unit="B", unit_scale=True, desc="tokenizing") as progress:
-            with _starting_workers():
-                tasks = {pool.submit(_make_part, out / name, parts[name]): name for name in missing}
+    with contextlib.ExitStack() as stack:
+        try:
+            pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, settings)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            tasks = {pool.submit(_make_part, out / name, parts[name]): name for name in missing}
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, UserError | BrokenProcessPool):
+                raise
+            limits = "raise the limits of processes and open files (ulimit -u, ulimit -n)"
+            cure = f"make /dev/shm writable, make room in it, or {limits}"
+            raise UserError(f"cannot start worker processes: {error}; {cure}") from None
+        before = sum(sizes[name] for name in done)
+        progress = stack.enter_context(
+            tqdm(total=sum(sizes.values()), initial=before, unit="B", unit_scale=True, desc="tokenizing")
+        )
+        try:
             for task in as_completed(tasks):
                 if task.cancelled():
                     continue
@@ -241,27 +231,10 @@ def _make_parts(
                     for other in tasks:
                         other.cancel()
                 progress.set_postfix(tokens=f"{sum(part['tokens'] for part in done.values()):,}")
-                progress.update(_bytes_of(parts[tasks[task]]))
-    except BrokenProcessPool:
-        raise UserError(
-            "a worker was killed, as when memory runs out: the same command with fewer --workers goes on"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _starting_workers() -> Iterator[None]:
-    """Turn the system's refusals of processes, and of the queues between them, into a UserError."""
-    try:
-        yield
-    except BrokenProcessPool:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise UserError(
-            f"cannot start worker processes: {error}; make /dev/shm writable, make room in it, or raise the limits of "
-            "processes and open files (ulimit -u, ulimit -n)"
-        ) from None
+                progress.update(sizes[tasks[task]])
+        except BrokenProcessPool:
+            cure = "the same command with fewer --workers goes on"
+            raise UserError(f"a worker was killed, as when memory runs out: {cure}") from None
 
 
 _reader: DocumentReader | None = None  # a worker's
@@ -283,13 +256,6 @@ def _open_reader(path: str, reading: Reading, chat_template: str | None) -> None
     _reader = DocumentReader(tokenizer, tokenizer.vocab_size, reading._replace(bad_rows="drop"))
 
 
-def _read_extent(extent: Extent, reader: DocumentReader) -> Iterator[Document]:
-    path = Path(extent.path)
-    if _has_changed(extent):
-        raise UserError(f"{path} has changed since the command began: start it again, it goes on from here")
-    return reader.read(path, extent.start, extent.stop, extent.line)
-
-
 def _make_part(path: Path, extents: list[Extent]) -> dict:
     """Writes a part's three files, the .json last; returns its summary."""
     assert _reader is not None
@@ -300,7 +266,9 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
     try:
         with path.with_suffix(".tokens.new").open("wb") as stream:
             for number, extent in enumerate(extents):
-                for document in _read_extent(extent, _reader):
+                if _has_changed(extent):
+                    raise UserError(f"{extent.path} has changed since the command began: start it again, it goes on")
+                for document in _reader.read(Path(extent.path), extent.start, extent.stop, extent.line):
                     tokens = document.tokens.astype(TOKEN)
                     largest = max(largest, int(tokens.max(initial=0)))
                     if document.masked is not None:
@@ -314,17 +282,18 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
             stream.flush()
             os.fsync(stream.fileno())
         path.with_suffix(".tokens.new").rename(path.with_suffix(".tokens"))
-        table = np.array(rows, dtype=DOCUMENT).reshape(-1, 3).tobytes()
-        _write(path.with_suffix(".documents"), table)
-        summary = {
-            "documents": len(rows), "tokens": end, "targets": targets, "largest_id": largest,
-            "are_samples": are_samples, "found": _reader.found, "left_out": _reader.left_out,
-            "bad": dataclasses.asdict(_reader.bad), "used": sorted(_reader.used),
-            "sha256": {".tokens": digest.hexdigest(), ".documents": hashlib.sha256(table).hexdigest()},
-        }  # fmt: skip
-        _write(path.with_suffix(".json"), json.dumps({"pieces": extents, "summary": summary}).encode())
     except OSError as error:
         raise UserError(f"cannot make {path}: {error.strerror}; {GOES_ON}") from None
+    table = np.array(rows, dtype=DOCUMENT).reshape(-1, 3).tobytes()
+    _write(path.with_suffix(".documents"), table)
+    summary = {
+        "documents": len(rows), "tokens": end, "targets": targets, "largest_id": largest, "are_samples": are_samples,
+        "found": _reader.found, "left_out": _reader.left_out, "bad": dataclasses.asdict(_reader.bad),
+        "used": sorted(_reader.used),
+        "sha256": {".tokens": digest.hexdigest(), ".documents": hashlib.sha256(table).hexdigest()},
+    }  # fmt: skip
+    content = {"pieces": extents, "summary": summary, "sha256": hashlib.sha256(canonical(summary)).hexdigest()}
+    _write(path.with_suffix(".json"), json.dumps(content).encode())
     return summary
 
 

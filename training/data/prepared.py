@@ -32,7 +32,7 @@ MASKED = 1 << 31  # set in tokens that are not targets
 MOST_INDEX_BYTES = 2**26  # set.json grows by 200 bytes per 16 MB of text
 PART_NAME = re.compile(r"part-[0-9a-f]{16}")
 # Types of the values by which a set is opened, in set.json and for each of its parts.
-SET_TYPES = {"tokenizer": str, "tokenizer_name": str, "are_samples": bool, "parts": list}
+TYPES = {"tokenizer": str, "tokenizer_name": str, "are_samples": bool, "parts": list}
 PART_TYPES = {"name": str, "documents": int, "tokens": int, "largest_id": int, "sha256": dict}
 AGAIN = "delete the set, and prepare it again"
 
@@ -65,7 +65,7 @@ def read_index(folder: Path) -> dict:
         raise UserError(f'{file} is not of format "{FORMAT}": it is no set, or one to be made anew with this version')
     if index.get("sha256") != hash_of_index(index):
         raise UserError(f"{file} does not have the hash that it says: it is damaged or was edited; {AGAIN}")
-    _check_types(index, SET_TYPES, str(file))
+    _check_types(index, TYPES, str(file))
     for number, part in enumerate(index["parts"]):
         _check_types(part, PART_TYPES, f"{file}, part {number}")
         if not PART_NAME.fullmatch(part["name"]):
@@ -91,22 +91,16 @@ class PreparedStore(Store):
     """
 
     def __init__(self, folder: Path, tokenizer, vocab_size: int):
-        index = read_index(folder)
+        index, was = read_index(folder), f"{folder} was prepared with"
         if index["tokenizer"] != tokenizer.identity:
-            raise UserError(
-                f"{folder} was prepared with tokenizer {index['tokenizer_name'][:200]} ({index['tokenizer'][:12]}), "
-                f"this run has {tokenizer.name} ({tokenizer.identity[:12]}): give that --tokenizer, or {AGAIN}"
-            )
-        if index.get("eos_id", tokenizer.eos_id) != tokenizer.eos_id:
-            raise UserError(
-                f"{folder} was prepared with documents that end with id {index['eos_id']}, this run's end with "
-                f"{tokenizer.eos_id} ({tokenizer.eos_token}): {AGAIN}"
-            )
+            theirs = f"{was} tokenizer {index['tokenizer_name'][:200]} ({index['tokenizer'][:12]})"
+            ours = f"this run has {tokenizer.name} ({tokenizer.identity[:12]})"
+            raise UserError(f"{theirs}, {ours}: give that --tokenizer, or {AGAIN}")
+        if (ends := index.get("eos_id", tokenizer.eos_id)) != tokenizer.eos_id:
+            ours = f"this run's end with {tokenizer.eos_id} ({tokenizer.eos_token})"
+            raise UserError(f"{was} documents that end with id {ends}, {ours}: {AGAIN}")
         if (made := index.get("chat_template")) and made != template_hash(tokenizer):
-            raise UserError(
-                f"{folder} was prepared with another chat template than this run's, which generation would follow: "
-                f"give --chat_template as prepare had it, or {AGAIN}"
-            )
+            raise UserError(f"{was} another chat template than this run's; give --chat_template as then, or {AGAIN}")
         self.folder, self.eos_id, self.are_samples = folder, tokenizer.eos_id, index["are_samples"]
         self._vocab_size, self.parts = vocab_size, [part["name"] for part in index["parts"]]
         # Equal for sets of the same corpus, wherever and whenever they were made.
@@ -134,11 +128,9 @@ class PreparedStore(Store):
         borders = np.concatenate([[0], table[:, 0]])
         wrong = ((borders[1:] <= borders[:-1]) | (borders[1:] > part["tokens"])).nonzero()[0]
         if len(wrong) or borders[-1] != part["tokens"]:
-            which = f"document {wrong[0]}" if len(wrong) else f"the last document, at {borders[-1]:,},"
-            raise UserError(
-                f"{self.folder / part['name']}.documents: {which} does not end behind its start and within the "
-                f"{part['tokens']:,} tokens of the part; {AGAIN}"
-            )
+            which = f"document {wrong[0] if len(wrong) else len(table) - 1} does not end behind its start"
+            within = f"within the {part['tokens']:,} tokens of the part"
+            raise UserError(f"{self.folder / part['name']}.documents: {which} and {within}; {AGAIN}")
         return borders
 
     def _find(self, document: int) -> tuple[str, int]:
@@ -153,9 +145,7 @@ class PreparedStore(Store):
         except OSError as error:
             raise UserError(f"cannot read {self.folder / name}: {error.strerror or error}; {AGAIN}") from None
         if len(values) < count:
-            raise UserError(
-                f"{self.folder / name} is unreadable at value {first + count:,}: it is cut short or damaged; {AGAIN}"
-            )
+            raise UserError(f"{self.folder / name} is cut short or damaged, before value {first + count:,}; {AGAIN}")
         return values
 
     def source(self, document: int) -> str:
@@ -184,10 +174,8 @@ class PreparedStore(Store):
         raw = self._read(f"{name}.tokens", TOKEN, first, stop - start)
         ids, is_masked = (raw & (MASKED - 1)).astype(np.int64), raw >= MASKED
         if ids.max() >= self._vocab_size:
-            raise UserError(
-                f"{self.folder / name}.tokens: {self.source(document)} has token id {ids.max()}, not below the "
-                f"model's vocab_size {self._vocab_size}: the file is damaged; {AGAIN}"
-            )
+            which = f"{self.source(document)} has token id {ids.max()}, not below the model's vocab_size"
+            raise UserError(f"{self.folder / name}.tokens: {which} {self._vocab_size}: it is damaged; {AGAIN}")
         return ids, is_masked
 
 

@@ -12,14 +12,12 @@ EXTRA, LEGACY = "extra_special_tokens", "additional_special_tokens"
 
 
 def add_special_tokens(tokenizer, folder: Path) -> tuple[dict[str, str], bool]:
-    """Add to a tokenizer the tokens that the files beside it name.
+    """Add to a tokenizer the tokens that the files beside it name; returns (special tokens by name, whether it was
+    changed).
 
-    These are tokenizer_config.json and, if that has no added_tokens_decoder, special_tokens_map.json and
-    added_tokens.json. A token gets the next free id, unless the
-    vocabulary has it: ids in the files have no effect but order.
-
-    Returns:
-        (special tokens by names such as "bos_token", whether the tokenizer was changed).
+    The files are tokenizer_config.json and, if that has no added_tokens_decoder, special_tokens_map.json and
+    added_tokens.json. A token gets the next free id, unless the vocabulary has it: ids in the files decide the order
+    alone.
     """
     try:
         padding = {"pad_token": tokenizer.padding["pad_token"]} if tokenizer.padding else {}
@@ -45,9 +43,7 @@ def first_stop_id(folder: Path, known) -> int | None:
 def _read(folder: Path, own: dict, defaults: dict) -> tuple[dict[str, str], list]:
     """Returns (special tokens by name, tokens to add).
 
-    Args:
-        own: the added tokens of tokenizer.json by their ids.
-        defaults: special tokens by names that no file needs to name.
+    `own` are the added tokens of tokenizer.json by their ids, `defaults` special tokens that no file needs to name.
     """
     from tokenizers import AddedToken
 

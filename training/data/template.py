@@ -32,8 +32,8 @@ class Template:
     """Writes messages as text, with marks around the assistant's parts.
 
     {% generation %} marks the parts of a template that has these tags. In another template the loops over messages get
-    marks: a part is then the text that a loop writes at a message of the assistant. So the parts are found, too, where
-    a template changes earlier turns. Qwen3's drops their reasoning.
+    marks: a part is then the text that a loop writes at a message of the assistant. So the parts are found where a
+    template changes earlier turns, too: Qwen3's drops their reasoning.
 
     Attributes:
         is_marked: whether the template has {% generation %}.

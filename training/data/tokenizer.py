@@ -87,14 +87,13 @@ class FileTokenizer:
         if found is None:
             found = next((vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None)
         if found is None:
-            raise UserError(
-                f"tokenizer {self.name} has no token to end documents: name its eos_token in a tokenizer_config.json "
-                f"beside it, or add one of {', '.join(END_OF_TEXT_TOKENS)}"
-            )
+            cure = "name its eos_token in a tokenizer_config.json beside it"
+            usual = ", ".join(END_OF_TEXT_TOKENS)
+            raise UserError(f"tokenizer {self.name} has no token to end documents: {cure}, or add one of {usual}")
         return found
 
     def give_chats(self, file: Path, template: str, tokens: list[str]) -> None:
-        """Take a chat template in place of the folder's, and add those of its special tokens that are missing."""
+        """Take a chat template in place of the folder's, and add its special tokens where they are missing."""
         self.chat_template, self.added_for_chats = (file, template), [t for t in tokens if t not in self.added_tokens]
         if self.added_for_chats:
             self._tokenizer.add_special_tokens(self.added_for_chats)
@@ -156,7 +155,7 @@ class FileTokenizer:
 
     @property
     def beginning(self) -> str:
-        """What the file puts before every text."""
+        """The text that the file puts before every text."""
         return self.decode(self._before, with_special=True)
 
     @functools.cached_property
@@ -206,12 +205,7 @@ class FileTokenizer:
 def load_tokenizer(path: str | None) -> ByteTokenizer | FileTokenizer:
     """Opens a run's tokenizer: a tokenizer.json, or the folder that has it; "bytes" or None for bytes.
 
-    Returns:
-        An object with these names: name; identity ("bytes", or the SHA-256 of the file with its folder's tokens);
-        vocab_size, added tokens included; ordinary_size, without them; eos_id and eos_token;
-        encode(text) -> ids, uint8 or uint32; encode_from_start(text) -> ids, which begin as the file begins every text;
-        encode_sample(prompt, completion) -> ids from the start, and the prompt's number; decode(ids,
-        with_special=False) -> text.
+    Its identity is "bytes", or the SHA-256 of the file with its folder's tokens; ids are uint8 or uint32.
     """
     return ByteTokenizer() if path in (None, "bytes") else FileTokenizer(Path(path))
 
@@ -220,7 +214,5 @@ def check_ids(largest: int, tokenizer, vocab_size: int, where: str) -> None:
     """Raise UserError if `largest`, of the ids at `where`, or the end-of-text id is not below a model's vocab_size."""
     largest = max(largest, tokenizer.eos_id)
     if largest >= vocab_size:
-        raise UserError(
-            f"{where}: token id {largest} is not below the model's vocab_size {vocab_size}; "
-            f"tokenizer {tokenizer.name} needs a model of vocab_size {tokenizer.vocab_size} or more"
-        )
+        needs = f"tokenizer {tokenizer.name} needs a model of vocab_size {tokenizer.vocab_size} or more"
+        raise UserError(f"{where}: token id {largest} is not below the model's vocab_size {vocab_size}; {needs}")

@@ -45,10 +45,7 @@ class Store(Protocol):
 class TokenStore(Store):
     """Documents in memory, all in one array: their tokens, 28 bytes per document, and a byte per token for masks.
 
-    Each column takes 4 bytes per token.
-
-    Args:
-        documents: of one dtype; each is dropped once it is copied.
+    Each column takes 4 bytes per token. The documents are of one dtype, and each is dropped once it is copied.
 
     Attributes:
         text_identity: a checksum as `identity`, of no other column than "answer".
@@ -133,10 +130,8 @@ class JoinedStore(Store):
         self._ends = np.cumsum([len(store.lengths) for store in stores])
         self.columns = stores[0].columns
         if any(set(store.columns) != set(self.columns) for store in stores):
-            raise UserError(
-                f"the paths of --data have different columns: the first has {' and '.join(self.columns) or 'none'}, "
-                "another one has not; give rows of one form"
-            )
+            first = " and ".join(self.columns) or "none"
+            raise UserError(f"the first path of data has columns {first}, another one has not; give rows of one form")
 
     def _find(self, document: int) -> tuple[Store, int]:
         """Returns (store, the document's number in that store)."""
@@ -192,9 +187,8 @@ class Selection(Store):
 
 
 def whole(store: Store, seed: int | None = None) -> Selection:
-    """Selects all documents of a store: in their order, or in an order drawn by `seed`.
-
-    In random order a validation that stops early has seen a fair sample.
+    """Selects all documents of a store: in their order, or in an order drawn by `seed`, of which any part is a fair
+    sample.
     """
     numbers = np.arange(len(store.lengths))
     return Selection(store, numbers if seed is None else np.random.default_rng(seed).permutation(numbers))
@@ -203,14 +197,9 @@ def whole(store: Store, seed: int | None = None) -> Selection:
 def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selection, Selection]:
     """Holds out whole documents, drawn by `seed`: at least one, and at most `validation_fraction` of all tokens.
 
-    A corpus of one document is cut, and its tail is held out.
-
-    Returns:
-        (training documents in their order, held-out documents), neither empty. The held-out documents are in random
-        order, so that a validation that stops early has seen a fair sample.
-
-    Raises:
-        UserError: there is one document, and it is a sample or too short to be cut.
+    A corpus of one document is cut, and its tail is held out. Returns (training documents in their order, held-out
+    documents in random order), neither empty. Raises UserError if there is one document, a sample or too short to be
+    cut.
     """
     lengths = store.lengths
     if len(lengths) == 1:

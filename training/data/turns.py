@@ -95,12 +95,7 @@ class Turns:
         return parts
 
     def _learn(self, text: str, parts: list[Turn], answers: list[tuple[str, str, str]]) -> None:
-        """Learn header, ends and borders of turns from `text`, the rendering of TALK.
-
-        Args:
-            parts: the assistant's parts of the text.
-            answers: see _answers.
-        """
+        """Learn header, ends and borders of turns from `text`, the rendering of TALK, and its parts."""
         heads, _, tails = zip(*answers)
         before, asked = self._template.render(TALK[:1]), self._template.render(TALK[:1], asks=True)
         # Text before an answer, without a space at its end: that is part of the answer's first token.
@@ -135,10 +130,8 @@ class Turns:
         return max((token for token in self._added if token in before), key=before.rfind, default=before.strip())
 
     def _refusal(self, fault: str) -> UserError:
-        return UserError(
-            f"chat template {self._template.file} {fault}: in a copy of it put {{% generation %}} and "
-            "{% endgeneration %} around the assistant's words, and give it as --chat_template FILE"
-        )
+        cure = "in a copy of it put {% generation %} and {% endgeneration %} around the assistant's words"
+        return UserError(f"chat template {self._template.file} {fault}: {cure}, and give it as --chat_template FILE")
 
 
 def _answers(text: str, parts: list[Turn]) -> list[tuple[str, str, str]]:

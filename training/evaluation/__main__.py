@@ -54,7 +54,7 @@ SHORT_CONTEXT = 4096  # LongPPL's, as the defaults of margin and ceiling
 
 @dataclass
 class RunSettings:
-    """Settings of the checkpoint's run: they say which texts it held out. Somebody may have edited them."""
+    """Settings of the checkpoint's run that say which texts it held out. Somebody may have edited them."""
 
     validation_fraction: float = flag(help="share of the tokens", least=SMALLEST, most=1 - SMALLEST)
     seed: int = flag(help="drew the held-out texts")
@@ -98,17 +98,14 @@ def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Ques
         if not pieces:
             raise UserError("no document of the data has a token to be predicted (prompts do not count); give --data")
     short = flags.short_context or max(2, min(SHORT_CONTEXT, context_length // 4))
-    if flags.short_context is not None and not any(len(piece.ids) > short for piece in pieces):
-        raise UserError(
-            f"no text is longer than short_context {short}, the longest has {len(pieces[0].ids)} tokens; lower it, or "
-            "give longer --data and a larger --context_length"
-        )
+    if flags.short_context is not None and len(pieces[0].ids) <= short:
+        has = f"no text is longer than short_context {short}, the longest has {len(pieces[0].ids)} tokens"
+        raise UserError(f"{has}; lower it, or give longer --data and a larger --context_length")
     if flags.samples:
         samples = [Samples(length, opened.tokenizer, flags.seed, flags.samples) for length in sorted({*lengths})]
         if not samples[-1].size:
-            raise UserError(
-                f"no needle fits {max(lengths)} tokens of this tokenizer; give larger --lengths, or --samples 0"
-            )
+            fits = f"no needle fits {max(lengths)} tokens of this tokenizer"
+            raise UserError(f"{fits}; give larger --lengths, or --samples 0")
     return Questions(pieces, short, samples)
 
 
@@ -194,16 +191,12 @@ def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
     earlier = [(file.absolute().parent.name, read_json(file)) for file in files]
     for file, (_, content) in zip(files, earlier):
         try:
-            for row in content["loss_by_position"]:
-                math.fsum((row["first"], row["last"], row["loss"]))  # numbers
-                if not 0 <= row["first"] <= row["last"]:
-                    raise IndexError
-            content["tasks"] = [row for row in content["tasks"] if row["task"] == "needle"]
-            for row in content["tasks"]:
-                math.fsum((row["length"], row["score"] or 0, row.get("samples", 0)))
-                if not row.get("samples", 0) >= 0:
-                    raise IndexError
-        except (KeyError, IndexError, TypeError, AttributeError, OverflowError):
+            content["tasks"] = [row for row in content["tasks"] if row["task"] == "needle"]  # earlier versions had more
+            numbers = [row[name] for row in content["loss_by_position"] for name in ("first", "last", "loss")]
+            numbers += [row[name] or 0 for row in content["tasks"] for name in ("length", "score")]
+            if not (math.isfinite(math.fsum(numbers)) and min(numbers, default=0) >= 0):
+                raise ValueError
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
             raise UserError(f"--beside {file} is no evaluation.json of this command") from None
     return earlier
 
@@ -230,15 +223,15 @@ def report(
 ) -> None:
     """Write JSON, print the tables, draw the pictures. Losses are per `unit`: token or byte."""
     content = {"settings": vars(flags), "torch": torch.__version__, **asdict(found), "is_complete": is_complete}
-    text = json.dumps(content, indent=1, default=str)
-    if flags.output_dir:
-        replace_file(flags.output_dir / "evaluation.json", text + "\n")
     columns = [(name, {row["first"]: row["loss"] for row in one["loss_by_position"]}) for name, one in earlier]
     tables = [positions.format_positions(found.loss_by_position, columns, unit)] if found.loss_by_position else []
     if found.key_tokens:
         tables.append(positions.format_key_tokens(found.key_tokens, flags.margin, flags.ceiling))
     if found.tasks:
         tables.append(format_needles(found.tasks))
+    if flags.output_dir:
+        text = json.dumps(content, indent=1, default=str)
+        replace_file(flags.output_dir / "evaluation.json", text + "\n")
     print("\n\n".join(tables))
     if flags.output_dir:
         draw(flags.output_dir, json.loads(text), earlier, unit)

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,18 +19,7 @@ FILLER = (
     "The river runs past the old mill.", "A boat waits at the pier.", "The wind is mild today.",
     "We walk up the hill and rest.", "Someone left the gate open.", "It will rain before the evening.",
 )  # fmt: skip
-WORDS = """
-amber bold brisk calm clear cold coral crisp dark deep dry dusty early faint fair fine fresh grand gray green happy
-hollow iron ivory keen late light lone long loud mild neat noble old pale plain proud quick quiet rare red rough round
-sharp short shy silver slow small soft solid steep still strong sweet tall thin warm white wide wild young
-
-acorn anchor apple arrow badge barn basin beach bell bench bird bridge brook cabin candle canoe castle cedar chair cliff
-cloud coin copper crane creek crown desk door eagle falcon farm feather fence field flame forest fox garden glass goat
-grove hammer harbor hawk island jacket kettle ladder lake lamp leaf lemon lion maple meadow mirror moss mountain needle
-oak orchard otter owl paddle path pearl pebble pine pond rabbit raven ridge ring river robin rope saddle salmon shell
-ship shore spoon spring star stone storm stream table tiger tower trail tree valley violin wagon wall water wheel willow
-window wolf wood
-"""
+WORDS = Path(__file__).with_name("words.txt").read_text()
 ADJECTIVES, NOUNS = (part.split() for part in WORDS.split("\n\n"))
 
 
@@ -97,7 +87,7 @@ class Result:
 def judge(answer: Callable, samples: Samples, tick: Callable[[], None] = lambda: None) -> Result:
     """Asks all samples and scores the answers; calls `tick` after each.
 
-    `answer` takes a prompt's ids and the number of tokens to write at most, and returns the ids that it writes.
+    `answer(ids of a prompt, tokens to write at most)` returns the ids that it writes.
     """
     if samples.size == 0:
         return Result("needle", samples.length, 0, None)

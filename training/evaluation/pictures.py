@@ -17,8 +17,14 @@ def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]], unit: str 
         # A bucket stands at its middle, on a logarithmic axis.
         middles = [(max(1, row["first"]) * (row["last"] + 1)) ** 0.5 for row in rows]
         axes.plot(middles, [row["loss"] for row in rows], "o-", label=as_label(name))
-    axes.set_xscale("log", base=2)
     axes.set(xlabel=f"{unit}s before the predicted one", ylabel=f"loss, nats per {unit}", title="Loss by position")
+    _finish(figure, path)
+
+
+def _finish(figure: Figure, path: Path) -> None:
+    """Save a picture of curves over a number of tokens."""
+    [axes] = figure.axes
+    axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)
     axes.legend()
     save_picture(figure, path)
@@ -40,18 +46,13 @@ def draw_needles(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.subplots()
     for name, rows in curves:
-        rows = [row for row in rows if row["score"] is not None]
-        if not rows:
-            continue
-        lengths, scores = ([row[column] for row in rows] for column in ("length", "score"))
-        ends = [interval(row["score"], row.get("samples", 0)) for row in rows]
-        bars = [[abs(end - score) for end, score in zip(side, scores)] for side in zip(*ends)]
-        axes.errorbar(lengths, scores, bars, fmt="o-", capsize=3, label=as_label(name))
-    axes.set_xscale("log", base=2)
+        if rows := [row for row in rows if row["score"] is not None]:
+            lengths, scores = ([row[column] for row in rows] for column in ("length", "score"))
+            ends = [interval(row["score"], row.get("samples", 0)) for row in rows]
+            bars = [[abs(end - score) for end, score in zip(side, scores)] for side in zip(*ends)]
+            axes.errorbar(lengths, scores, bars, fmt="o-", capsize=3, label=as_label(name))
     axes.set(ylim=(-0.05, 1.05), xlabel="tokens", ylabel="share of the needles found\nbars: 95% interval")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save_picture(figure, path)
+    _finish(figure, path)
 
 
 def draw_depths(path: Path, rows: Sequence[dict]) -> None:

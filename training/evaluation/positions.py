@@ -44,7 +44,7 @@ class Piece(NamedTuple):
 
     @property
     def is_target(self) -> np.ndarray:
-        """bool [T - 1]: whether the tokens at positions 1 to T - 1 count; nothing predicts the first token."""
+        """Whether the tokens at positions 1 to T - 1 count, bool [T - 1]; nothing predicts the first token."""
         return ~self.is_masked[1:]
 
 
@@ -61,8 +61,7 @@ def longest_pieces(store: Store, context_length: int, count: int) -> list[Piece]
     )
     places = np.fromiter(all_places, dtype=np.dtype((np.int64, 3)))
     _, start, stop = places.T
-    longest_first = np.lexsort((start, start - stop))
-    pieces = (Piece(*store.read_masked(*places[i].tolist())) for i in longest_first)
+    pieces = (Piece(*store.read_masked(*places[i].tolist())) for i in np.lexsort((start, start - stop)))
     return list(islice((piece for piece in pieces if piece.is_target.any()), count))
 
 
@@ -194,8 +193,6 @@ def format_key_tokens(found: KeyTokens, margin: float, ceiling: float) -> str:
         f"all of these        {found.long_of_all:8.4f} nats; with the short context {found.short_of_all:.4f}",
     ]
     if found.long is not None:
-        lines.append(
-            f"tokens that need it {found.long:8.4f} nats; with the short context {found.short:.4f}; "
-            f"LongPPL {found.long_ppl:.3f}"
-        )
+        short = f"with the short context {found.short:.4f}; LongPPL {found.long_ppl:.3f}"
+        lines.append(f"tokens that need it {found.long:8.4f} nats; {short}")
     return "\n".join(lines)

@@ -28,14 +28,6 @@ from training.host.processes import command
 from training.parallel.world import World, join_world
 
 
-def check_flags(flags: GenerateFlags) -> None:
-    """Refuse two kinds of prompts at once, and a system's message that is no text."""
-    if flags.system is not None:
-        _decode(os.fsencode(flags.system), "--system")
-    if flags.prompt is not None and flags.file:
-        raise UserError("both a prompt and --file are given; drop one")
-
-
 def read_prompts(flags: GenerateFlags) -> list[str]:
     """Returns the argument, the files' content, or standard input. Raises UserError for an empty text."""
     if flags.prompt is not None:
@@ -79,9 +71,10 @@ def generate(flags: GenerateFlags, opened: Opened, prompts: list[list[int]], wor
     for number, ids in enumerate(prompts):
         if len(prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}==> {flags.file[number]} <==")
-        generator = torch.Generator(world.device).manual_seed(flags.seed or 0)
-        options = {"temperature": flags.temperature, "top_p": flags.top_p or 1.0, "generator": generator}
-        tokens = write(model, ids, flags.max_new_tokens, opened.stop_ids, **options)
+        tokens = write(
+            model, ids, flags.max_new_tokens, opened.stop_ids, temperature=flags.temperature, top_p=flags.top_p or 1.0,
+            generator=torch.Generator(world.device).manual_seed(flags.seed or 0),
+        )  # fmt: skip
         for text in decoded(tokens, opened.tokenizer):
             print(text, end="", flush=True)
         print()
@@ -91,7 +84,8 @@ def generate(flags: GenerateFlags, opened: Opened, prompts: list[list[int]], wor
 def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     flags = read_generate_flags(argv)
-    check_flags(flags)
+    if flags.system is not None:
+        _decode(os.fsencode(flags.system), "--system")
     texts = read_prompts(flags)
     with join_world(flags.device) as world, mending_out_of_memory():
         opened = open_folder(flags, world)

@@ -48,6 +48,7 @@ class GenerateFlags(ModelFlags):
         Rule("top_p seed", "with temperature 0, which is greedy; give --temperature, or drop it",
              lambda f: f.temperature == 0),
         Rule("system", "without --chat; drop it, or give --chat", lambda f: not f.chat),
+        Rule("", "both a prompt and --file are given; drop one", lambda f: f.prompt is not None and f.file),
     )  # fmt: skip
 
 

@@ -44,23 +44,15 @@ LONG_TEXT = 32_768  # tokens from which on attention works on one key/value head
 
 @dataclass(frozen=True)
 class Opened:
-    """A model's folder, before any weight is read.
-
-    Args:
-        settings: of the run that saved the folder; empty for weights from elsewhere.
-        kinds: how each layer attends.
-        stop_ids: ids that end what the model writes: the tokenizer's end of text, and the eos_token_id of config.json
-            and generation_config.json.
-        corpus_crc32: identity of the documents that its run was trained on; None where no run made it.
-    """
+    """A model's folder, before any weight is read."""
 
     folder: Path
     shape: ModelConfig
-    settings: dict
-    kinds: tuple[MixerKind, ...]
+    settings: dict  # the run's that saved the folder; empty for weights from elsewhere
+    kinds: tuple[MixerKind, ...]  # how each layer attends
     tokenizer: ByteTokenizer | FileTokenizer
-    stop_ids: frozenset[int]
-    corpus_crc32: int | None
+    stop_ids: frozenset[int]  # end what the model writes: the tokenizer's end of text, and the folder's eos_token_id
+    corpus_crc32: int | None  # identity of the documents that its run was trained on; None where no run made it
 
 
 def open_folder(flags: ModelFlags, world: World) -> Opened:
@@ -100,9 +92,8 @@ def attention_of(flags: ModelFlags, shape: ModelConfig, settings: dict, device: 
 def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteTokenizer | FileTokenizer:
     """Returns the tokenizer of that name; None: the tokenizer that the folder's weights were trained with.
 
-    Raises:
-        UserError: the folder names none, or words have ids that the model does not have. Added tokens may have them,
-            as Gemma 3's for images.
+    Raises UserError if the folder names none, or words have ids that the model lacks. Added tokens may have them, as
+    Gemma 3's for images.
     """
     tokenizer = load_tokenizer(tokenizer_of(folder) if name is None else name)
     if tokenizer.ordinary_size > vocab_size:
@@ -155,13 +146,12 @@ def check_memory(shape: ModelConfig, cached: int, device: torch.device, budget: 
 def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: str | None) -> Transformer:
     """Returns the model on its device, bf16 on a GPU and float32 on a CPU.
 
+    Raises UserError, before a weight is read, if the weights and a cache of `cached` tokens do not fit the budget.
+
     Args:
         tokens: length of the longest forward.
         cached: tokens of the longest text that is read and written with a key/value cache; 0: none is.
         budget_text: the --memory_budget, to which a GPU's memory is capped.
-
-    Raises:
-        UserError: the weights and a cache of `cached` tokens do not fit the budget. Nothing has been read then.
     """
     device, shape = world.device, opened.shape
     dtype, budget = dtype_on(device), memory_budget(budget_text, device)
@@ -203,9 +193,7 @@ def mending_out_of_memory() -> Iterator[None]:
 def token_losses(model: Transformer, hidden_BTD: Tensor, targets: Tensor) -> Tensor:
     """Returns the loss of each token, float32 [B * T] on the CPU, 0 without a target. Few logits exist at a time.
 
-    Args:
-        hidden_BTD: what the head gets, already normalised.
-        targets: ids, int64 [B, T].
+    `hidden_BTD` is what the head gets, already normalised; `targets` are ids, int64 [B, T].
     """
     num_rows = max(1, LOSS_BYTES // ((hidden_BTD.element_size() + 8) * model.config.vocab_size))
     losses = []

@@ -10,7 +10,7 @@ from typing import ClassVar
 from training.data.chat import REASONING
 from training.data.packing import PACKINGS
 from training.data.sources import SUFFIXES
-from training.flags import SMALLEST, Rule, flag, given_flags, refuse
+from training.flags import ABSENT, SMALLEST, Rule, flag, given_flags, refuse
 from training.host.choices import (
     ATTENTION_TYPES,
     BAD_ROWS,
@@ -23,7 +23,7 @@ from training.host.choices import (
     MODEL_SIZES,
     OPTIMIZER_STATES,
 )
-from training.host.errors import UserError, import_optional, program
+from training.host.errors import UserError, import_optional
 from training.objectives.flags import ObjectiveFlags
 from training.run.rules import STARTED, TRAIN
 
@@ -37,48 +37,6 @@ VALIDATION_SEQUENCES, VALIDATION_TOKENS = 128, 2**20
 LONG_CONTEXT = 16_384  # tokens
 MANY_EPOCHS = 10  # a run of more is warned of
 COLLECTIVE_TIMEOUT = 10  # minutes
-
-# Flags of other trainers for which there is nothing here, and why.
-ABSENT = {
-    "pipeline_parallel_size pipeline_model_parallel_size pp pp_size":
-        "the last stage would hold the loss, and wait or be waited for, while up to 8B FSDP2 shards all layers; start "
-        "more processes, or raise --context_parallel_size",
-    "deepspeed deepspeed_config fsdp fsdp_config accelerator_config parallelism_config zero_stage":
-        "FSDP2 shards weights, gradients and optimizer state over all processes without a flag; start them by torchrun",
-    "nproc nproc_per_node num_gpus n_gpus num_processes gpus devices nnodes num_nodes num_machines":
-        f"torchrun starts the processes: {program('torchrun')} --nproc_per_node=8 train.py",
-    "bf16 fp16 tf32 mixed_precision precision dtype torch_dtype compute_dtype":
-        "GPUs compute in bf16 beside float32 masters, CPUs in float32; drop it",
-    "optim optimizer adam_beta1 adam_beta2 adam_epsilon beta1 beta2":
-        "the optimizer is AdamW with betas of 0.9 and 0.95; drop it, or give --optimizer_state compact for 8 bits",
-    "lr_scheduler lr_scheduler_type lr_scheduler_kwargs learning_rate_scheduler scheduler lr_decay_style min_lr":
-        "the learning rate rises for --warmup_steps and falls by a cosine to --final_learning_rate_ratio; give those",
-    "lora_dropout lora_bias bias use_dora use_rslora modules_to_save init_lora_weights exclude_modules rank_pattern":
-        "adapters are plain LoRA; give --lora, --lora_alpha, --lora_targets and --lora_plus",
-    "dropout label_smoothing_factor neftune_noise_alpha z_loss":
-        "the loss of next tokens is plain cross entropy, without dropout or noise; drop it",
-    "rl loss_type pref_loss simpo_gamma epsilon epsilon_high kto_tag":
-        "--objective names the loss, such as dpo or grpo; --beta, --margin, --clip_low and --clip_high are its numbers",
-    "cpu_offload offload offload_optimizer offload_param activation_offloading":
-        "a plan decides what waits on the host; --memory_budget and --host_budget bound it",
-    "use_liger_kernel liger_kernel_config use_liger use_unsloth enable_liger_kernel":
-        "fused kernels and the chunked loss run without a flag; drop it",
-    "logging_steps logging_strategy log_interval log_level":
-        "metrics.jsonl has every step; --log_file, --tensorboard and --wandb have more",
-    "dataloader_num_workers num_workers dataset_num_proc preprocessing_num_workers":
-        f"batches are read ahead without a flag; {program()} -m training.data prepare tokenizes in parallel",
-    "group_by_length length_column_name": "--packing best_fit fills sequences with texts of all lengths; give that",
-    "eval_batch_size per_device_eval_batch_size": "a validation takes batch_size sequences at a time; drop it",
-    "load_best_model_at_end metric_for_best_model early_stopping early_stopping_patience":
-        "the checkpoint of the lowest validation loss is kept beside the last ones, and no run ends early; drop it",
-    "train_on_inputs train_on_prompt completion_only_loss assistant_only_loss mask_prompt":
-        "prompts and other people's turns are not trained on; --show_batch shows what is",
-    "do_train do_eval do_predict stage finetuning_type training_type":
-        "train.py trains every weight by next tokens, or adapters with --lora; drop it",
-    "push_to_hub hub_model_id hub_token hub_strategy":
-        f"nothing is uploaded; export the checkpoint with {program()} -m training.checkpoint.weights, and upload that",
-    "trust_remote_code": "no code in a model's folder is run; drop it",
-}  # fmt: skip
 
 
 @dataclass
@@ -130,7 +88,7 @@ class StepFlags:
     replicate: int = flag(1, "copies of the weights, each sharded over GPUs; 1 per machine spares a slow network",
                           least=1, most=2**20)  # fmt: skip
 
-    absent: ClassVar[dict[str, str]] = ABSENT
+    absent: ClassVar[dict[str, str]] = ABSENT  # flags of other trainers, and why there is nothing like them
 
 
 @dataclass

@@ -121,7 +121,7 @@ def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus
     with pytest.raises(ValueError, match="corpus has text in it, which its set would hide"):
         prepare(corpus / "0.txt", corpus, "bytes")
     with pytest.raises(ValueError, match=r"0\.txt has changed since the command began: start it again"):
-        preparing._read_extent(preparing.Extent(str(corpus / "0.txt"), 1, 1, 0, 1, 0), None)
+        preparing._make_part(tmp_path / "part", [preparing.Extent(str(corpus / "0.txt"), 1, 1, 0, 1, 0)])
     first = len(made)
     (corpus / "lines.jsonl").write_text(good)
     expected = prepare(corpus, tmp_path / "set", "bytes")
@@ -443,7 +443,7 @@ def test_no_part_is_begun_after_one_with_rows_that_cannot_be_read(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.ENOSPC, errno.ENOSYS, errno.EMFILE])
 def test_workers_that_cannot_be_started_are_one_line(tmp_path, monkeypatch, capsys, code):
-    """As where /dev/shm, in which queues between processes are made, is read-only, full or not there."""
+    """Queues between processes are made in /dev/shm, which may be read-only or full."""
 
     def refuse(*_, **__):
         raise OSError(code, os.strerror(code))
