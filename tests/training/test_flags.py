@@ -333,6 +333,7 @@ REFUSED = {
         ("--beta 0.1", "beta"),
         ("--objective ipo --label_smoothing 0.1", "label_smoothing"),
         ("--objective orpo --nll_weight 1", "nll_weight"),
+        ("--objective dpo --desirable_weight 2 --undesirable_weight 2", "desirable_weight undesirable_weight"),
         ("--objective dpo --margin 1", "margin"),
         ("--objective cispo --clip_low 0.1", "clip_low"),
         ("--objective dpo --clip_high 0.1", "clip_high"),

@@ -17,4 +17,5 @@ BAD_ROWS = ("refuse", "drop")  # of training.data.sources.Reading
 PAIR_OBJECTIVES = ("dpo", "ipo", "simpo", "orpo")  # of training.objectives
 CLIPPED_OBJECTIVES = ("grpo", "dapo", "dr_grpo", "gspo")
 ROLLOUT_OBJECTIVES = (*CLIPPED_OBJECTIVES, "cispo", "importance_sampling")
-OBJECTIVES = ("next_token", "weighted", *PAIR_OBJECTIVES, *ROLLOUT_OBJECTIVES)
+REFERENCE_OBJECTIVES = ("dpo", "ipo", "kto")  # whatever their beta is
+OBJECTIVES = ("next_token", "weighted", *PAIR_OBJECTIVES, "kto", *ROLLOUT_OBJECTIVES)

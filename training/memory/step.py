@@ -92,7 +92,7 @@ class Scoring:
     """Scoring of a micro-batch for an objective: passes and bytes that the loss of next tokens does not take."""
 
     head_passes: int = 0  # forward passes of the head where the loss is chunked; the standard loss keeps its logits
-    reference_passes: int = 0  # forward passes of blocks and head without adapters
+    forward_passes: int = 0  # of blocks and head, without a backward
     token_bytes: int = 0
 
 

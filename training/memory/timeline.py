@@ -177,7 +177,7 @@ class _Timeline:
             Phase("embedding and head between ranks", ends * (gather + add), link=ends * (gather + add), times=count),
             Phase("sums of embedding and head between copies", ends * sums, link=ends * sums),
             Phase("update", update, on_gpu, fetched),
-            Phase("forward of the reference", alone, reference, sum(weights), count * step.scoring.reference_passes),
+            Phase("forward without backward", alone, reference, sum(weights), count * step.scoring.forward_passes),
         ]
 
     def _loss(self) -> float:

@@ -10,9 +10,10 @@ from training.data.sources import RowReader
 from training.data.tokens import TokenStore
 from training.host.choices import PAIR_OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.objectives.flags import ObjectiveFlags
+from training.objectives.kto import KTO
 from training.objectives.preferences import Preference
 from training.objectives.rollouts import Rollout
-from training.objectives.rows import Pairs, Rollouts, Weighted, advantages
+from training.objectives.rows import Labelled, Pairs, Rollouts, Weighted, advantages
 from training.objectives.scored import Objective
 from training.objectives.stored import Stored
 
@@ -27,6 +28,8 @@ def choose(flags: ObjectiveFlags, context_length: int) -> Objective | None:
         margin = (0.5 if flags.margin is None else flags.margin) if name == "simpo" else 0.0
         beta = beta or (2.0 if name == "simpo" else 0.1)
         return Preference(name, beta, flags.label_smoothing, flags.nll_weight, margin)
+    if name == "kto":
+        return KTO(beta or 0.1, flags.desirable_weight, flags.undesirable_weight)
     if name in ROLLOUT_OBJECTIVES:
         low, high = CLIPS.get(name, (0.2, 0.2))
         low, high = (
@@ -40,6 +43,8 @@ def row_reader(flags: ObjectiveFlags, eos_id: int, context_length: int, has_adap
     """Returns the reader of the objective's rows; None: forms.py reads them."""
     if flags.objective in PAIR_OBJECTIVES:
         return Pairs(eos_id)
+    if flags.objective == "kto":
+        return Labelled(eos_id)
     if flags.objective in ROLLOUT_OBJECTIVES:
         columns = {}
         if flags.old_logprobs is None or flags.truncation:

@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 
 from training.flags import SMALLEST, Rule, flag
-from training.host.choices import CLIPPED_OBJECTIVES, OBJECTIVES, PAIR_OBJECTIVES, ROLLOUT_OBJECTIVES
+from training.host.choices import (
+    CLIPPED_OBJECTIVES,
+    OBJECTIVES,
+    PAIR_OBJECTIVES,
+    REFERENCE_OBJECTIVES,
+    ROLLOUT_OBJECTIVES,
+)
 
 
 @dataclass
@@ -15,11 +21,13 @@ class ObjectiveFlags:
         OBJECTIVES, group="objective",
     )  # fmt: skip
     beta: float | None = flag(
-        None, "weight of the reference (pairs; default: 0.1, simpo 2.0), or of the KL to it (rollouts; default: 0)",
+        None, "weight of the reference, in rollouts of the KL to it; default: 0.1, simpo 2.0, rollouts 0",
         least=0.0, most=1e6,
     )  # fmt: skip
     label_smoothing: float = flag(0.0, "dpo, simpo: share of pairs that are taken to be swapped", least=0.0, most=0.5)
     nll_weight: float = flag(0.0, "dpo, ipo, simpo: weight of the chosen answers' mean loss", least=0.0, most=1e6)
+    desirable_weight: float = flag(1.0, "kto: weight of the loss of desirable answers", least=0.0, most=1e6)
+    undesirable_weight: float = flag(1.0, "kto: weight of the loss of the others", least=0.0, most=1e6)
     margin: float | None = flag(None, "simpo: rewards' difference that is asked for; default: 0.5", least=0.0, most=1e6)
     clip_low: float | None = flag(
         None, "rollouts: ratios are cut below 1 less this; default: 0.2, gspo 3e-4", least=0.0, most=1.0
@@ -45,15 +53,17 @@ def _is_beside(names: tuple[str, ...]):
 
 
 def _reads_no_reference(s) -> bool:
-    return s.objective not in ("dpo", "ipo") and not (s.objective in ROLLOUT_OBJECTIVES and s.beta)
+    return s.objective not in REFERENCE_OBJECTIVES and not (s.objective in ROLLOUT_OBJECTIVES and s.beta)
 
 
 RULES = (
     Rule("objective", "without data; give rows that it reads", lambda s: s.objective != "next_token" and not s.data),
-    Rule("beta", "with objective {objective}; drop it", _is_beside((*PAIR_OBJECTIVES, *ROLLOUT_OBJECTIVES))),
+    Rule("beta", "with objective {objective}; drop it", _is_beside((*PAIR_OBJECTIVES, "kto", *ROLLOUT_OBJECTIVES))),
     Rule("label_smoothing", "with objective {objective}; drop it, or give dpo or simpo", _is_beside(("dpo", "simpo"))),
     Rule("nll_weight", "with objective {objective}; drop it, or give dpo, ipo or simpo",
          _is_beside(("dpo", "ipo", "simpo"))),
+    Rule("desirable_weight undesirable_weight", "with objective {objective}; drop it, or give kto",
+         _is_beside(("kto",))),
     Rule("margin", "with objective {objective}; drop it, or give simpo", _is_beside(("simpo",))),
     Rule("clip_low", "with objective {objective}; drop it", _is_beside(CLIPPED_OBJECTIVES)),
     Rule("clip_high", "with objective {objective}; drop it", _is_beside((*CLIPPED_OBJECTIVES, "cispo"))),
@@ -62,7 +72,8 @@ RULES = (
          lambda s: s.old_logprobs is None),
     Rule("reference_logprobs", "with objective {objective} and beta {beta}, which read no reference; drop it",
          _reads_no_reference),
-    Rule("", "objective {objective} needs a beta above 0", lambda s: s.beta == 0 and s.objective in PAIR_OBJECTIVES),
+    Rule("", "objective {objective} needs a beta above 0",
+         lambda s: s.beta == 0 and s.objective in (*PAIR_OBJECTIVES, "kto")),
     Rule("packing", "concatenate with objective {objective}, whose answers are not cut; drop it",
          lambda s: s.packing == "concatenate" and s.objective != "next_token"),
     Rule("overlong", "split with objective {objective}, whose answers are not cut; drop it, or give drop",

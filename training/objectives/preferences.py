@@ -12,20 +12,19 @@ To DPO, IPO and SimPO `nll_weight` times -c' may be added. The mean over the pai
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from training.data.loader import Batch
-from training.objectives.scored import Scored, Terms, mean_of
+from training.objectives.scored import Objective, Scored, Terms, mean_of
 
 CHOSEN, REJECTED = 0, 1  # values of the column "answer"
 
 
 @dataclass(frozen=True)
-class Preference:
+class Preference(Objective):
     """A loss of pairs."""
 
     name: str
@@ -33,8 +32,6 @@ class Preference:
     label_smoothing: float = 0.0  # share of pairs whose answers are taken to be in the wrong order
     nll_weight: float = 0.0
     margin: float = 0.0
-
-    reads_entropy: ClassVar[bool] = False
 
     @property
     def needs_reference(self) -> bool:

@@ -23,20 +23,20 @@ from torch import Tensor
 
 from model import IGNORE_INDEX
 from training.data.loader import Batch
-from training.objectives.scored import Scored, Terms, mean_of
+from training.objectives.scored import Objective, Scored, Terms, mean_of
 
 BY_ANSWER = ("grpo", "gspo")
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Rollout(Objective):
     """A loss of recorded rollouts."""
 
     name: str
     beta: float = 0.0
     clip_low: float = 0.2
     clip_high: float = 0.2
-    truncation: float = 2.0
+    truncation: float = 1.0
     context_length: int = 1
 
     reads_entropy: ClassVar[bool] = True

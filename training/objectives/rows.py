@@ -1,6 +1,7 @@
 """Rows of data that objectives read, with the names that TRL has for their fields.
 
-Pairs have "chosen" and "rejected", and a "prompt" unless they are whole chats. Weighted rows are those of forms.py with
+Pairs have "chosen" and "rejected", and a "prompt" unless they are whole chats. Labelled rows have "prompt",
+"completion" and "label", true of a desirable answer. Weighted rows are those of forms.py with
 "weight", a number. Rollouts have "prompt" and "completion", or "prompt_ids" and "completion_ids" with an optional
 "completion_mask"; "advantage", a number or one per token, or "reward" and "group"; "old_logprobs" and, where asked
 for, "ref_logprobs", a number per token of the completion.
@@ -76,6 +77,48 @@ def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
     if same == 0:
         raise UserError('"chosen" and "rejected" have no message in common to be the prompt; give it as "prompt"')
     return chosen[:same], chosen[same:], rejected[same:]
+
+
+class Labelled(RowReader):
+    """Rows of an answer and its label. Each becomes a document: prompt, answer, and the answer of the row before.
+
+    The first row gets the last one's, and comes last. The column "answer" is as in pairs, "label" is 1 or 0.
+    """
+
+    fields: ClassVar[frozenset[str]] = frozenset(("prompt", "completion", "label", "tools"))
+
+    def __init__(self, eos_id: int):
+        self._eos_id = eos_id
+
+    def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
+        row = _needs(row, "prompt", "completion", "label")
+        if row["label"] not in (0, 1):
+            raise UserError(f'"label" must be true or false, got {str(row["label"])[:40]}')
+        known = {name: row[name] for name in ("prompt", "completion", "tools") if row.get(name)}
+        tokens, masked = ended(encode(known), self._eos_id)
+        answer = np.zeros(len(tokens), np.float32)
+        return "labelled answers", (tokens, masked, True), {"answer": answer, "label": answer + row["label"]}
+
+    def join(self, documents: Iterable[Document]) -> Iterator[Document]:
+        rows = iter(documents)
+        if (first := next(rows, None)) is None:
+            return
+        before = first
+        for row in itertools.chain(rows, [first]):
+            if row is before:
+                raise UserError("kto needs two rows or more: it asks for a prompt with the answer of another row")
+            yield _beside_answer_of(row, before)
+            before = row
+
+
+def _beside_answer_of(row: Document, other: Document) -> Document:
+    """Returns a document with the answer of another one behind its own."""
+    prompt, theirs = _prompt_length(row), _prompt_length(other)
+    tokens, masked = (
+        np.concatenate([getattr(row, name)[:prompt], getattr(other, name)[theirs:]]) for name in ("tokens", "masked")
+    )
+    columns = {name: np.full(len(tokens), column[0]) for name, column in row.columns.items()}
+    return _share([row, replace(row, tokens=tokens, masked=masked, columns=columns)], max(0, prompt - 1))
 
 
 class Weighted(RowReader):
@@ -168,10 +211,15 @@ class Rollouts(RowReader):
         return {"reward": np.full(length, reward, np.float32), "group": np.full(length, number, np.float32)}
 
 
+def _prompt_length(document: Document) -> int:
+    """Returns how many tokens stand before a document's first target."""
+    assert document.masked is not None
+    return int(document.masked.argmin())
+
+
 def _prompt(document: Document) -> bytes:
     """Returns the tokens before a document's first target."""
-    assert document.masked is not None
-    return document.tokens[: document.masked.argmin()].tobytes()
+    return document.tokens[: _prompt_length(document)].tobytes()
 
 
 def _share(rows: Sequence[Document], shared: int) -> Document:

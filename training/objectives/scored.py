@@ -6,7 +6,7 @@ log-probabilities. Minus these derivatives are the weights of the targets, with 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -84,32 +84,39 @@ class Terms:
     largest: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Objective(Protocol):
+class Objective:
     """What a step minimises, of answers that have log-probabilities."""
+
+    reads_entropy: ClassVar[bool] = False
+    reads_step: ClassVar[bool] = False  # its loss depends on its metrics of the whole step
 
     @property
     def needs_reference(self) -> bool:
         """Whether it reads log-probabilities of a reference."""
+        return False
 
-    @property
-    def reads_entropy(self) -> bool:
-        """Whether it reads entropies."""
+    def beside(self, metrics: dict[str, float]) -> "Objective":
+        """Returns the objective of a step with these metrics, if it `reads_step`."""
+        return self
 
     def count(self, batch: Batch) -> float:
         """Returns what a whole micro-batch, of all ranks that share it, adds to the denominator of the step's loss."""
+        raise NotImplementedError
 
     def __call__(self, scored: Scored) -> Terms:
         """Returns the loss before it is divided."""
+        raise NotImplementedError
 
 
 TOKEN_BYTES = 45  # answer's number (8), mask (1), five columns, and log-probability, loss, weight and entropy (36)
 
 
 def scoring(objective: Objective | None, has_adapters: bool) -> Scoring:
-    """Returns what an objective's log-probabilities take, with the base's where it is the reference of adapters."""
+    """Returns what an objective takes, with the base's pass where it is the reference of adapters."""
     if objective is None:
         return Scoring()
-    return Scoring(1, int(objective.needs_reference and has_adapters), TOKEN_BYTES)
+    passes = 1 + (objective.needs_reference and has_adapters)  # to score the answers
+    return Scoring(1, passes - 1 + passes * objective.reads_step, TOKEN_BYTES)
 
 
 def differentiate(

@@ -4,6 +4,7 @@ What depends on the machine, the model or the data is refused elsewhere: recipe.
 """
 
 from training.flags import Rule
+from training.host.choices import REFERENCE_OBJECTIVES
 from training.objectives.flags import RULES as OBJECTIVE
 
 FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline data"
@@ -57,7 +58,7 @@ STARTED = (
     Rule("reference_logprobs", "with lora, whose reference is the base; drop it", lambda s: s.lora),
     Rule("", "objective {objective} needs log-probabilities of a reference: make them by {program} -m "
          "training.logprobs, and give --reference_logprobs; or train adapters with lora, whose base is the reference",
-         lambda s: s.objective in ("dpo", "ipo") and not s.lora and not s.reference_logprobs),
+         lambda s: s.objective in REFERENCE_OBJECTIVES and not s.lora and not s.reference_logprobs),
     Rule("selected_blocks_start selected_blocks_steps",
          "without an attention_type that chooses blocks; drop the one, or give the other",
          lambda s: s.attention_type == "full"),

@@ -56,6 +56,19 @@ def run_model(
     return loss
 
 
+def beside_step(
+    model: Transformer, batches: Iterable[Batch], world: World, objective: Objective | None
+) -> Objective | None:
+    """Returns the objective of a step whose micro-batches these are. A forward pass more finds what it reads."""
+    if objective is None or not objective.reads_step:
+        return objective
+    terms = list[Terms]()
+    with torch.no_grad():
+        for batch in batches:
+            run_model(model, batch, world, 1.0, objective, terms)
+    return objective.beside(collect(terms, world))
+
+
 def model_has_adapters(model: Transformer) -> bool:
     """Whether the model is a frozen base with adapters."""
     return any(hasattr(module, "lora_scale") for module in model.modules())
@@ -104,6 +117,7 @@ def train_step(
     losses: list[torch.Tensor] = []
     all_terms: list[Terms] = []
     try:
+        objective = beside_step(model, batches, world, objective)
         for batch in batches:
             if world.replicate > 1:  # FSDP2 adds up each copy's gradients, and sums over copies once per step
                 model.set_requires_all_reduce(batch is batches[-1])
@@ -136,6 +150,10 @@ def validate(
     """
     total, count, all_terms = 0.0, 0.0, list[Terms]()
     with products_in_bf16(model):
+        if objective is not None and objective.reads_step:
+            batches = [*batches]
+            own = (batch.slice(world.context_rank, world.context_size) for batch in batches)
+            objective = beside_step(model, own, world, objective)
         for batch in batches:
             if is_asked():
                 raise Stopped

@@ -452,10 +452,11 @@ def test_a_recipe_tells_its_plan_what_its_objective_takes():
         settings, world = TrainConfig(optimizer_state="float32", **flags), World(0, 1, torch.device("cpu"))
         recipe = replace(recipe_of(settings, MODEL_SIZES["tiny"], world), trained=trained)
         scoring = step_of_run(recipe, model_on_meta(recipe.model, world), world, None).scoring
-        return scoring.head_passes, scoring.reference_passes
+        return scoring.head_passes, scoring.forward_passes
 
     assert found() == (0, 0) and found(objective="orpo") == (1, 0)
     assert found(objective="dpo") == (1, 0) and found(Adapters(2, 4.0), objective="dpo") == (1, 1)
+    assert found(objective="kto") == (1, 1) and found(Adapters(2, 4.0), objective="kto") == (1, 3)
     assert found(Adapters(2, 4.0), objective="grpo") == (1, 0)
     assert found(Adapters(2, 4.0), objective="grpo", beta=0.1) == (1, 1)
 

@@ -15,11 +15,15 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.kto_trainer import KTOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.training.objectives.trl_cases import (
     CONFIG,
     CONTEXT_LENGTH,
+    KTOS,
+    LABELS,
+    OBJECTIVES,
     PAIRS,
     RECORDED,
     ROLLOUTS,
@@ -108,6 +112,24 @@ def loss_of_pairs(name: str, model, inputs: dict[str, torch.Tensor]) -> torch.Te
     return (-chosen - ORPOTrainer.odds_ratio_loss(own, chosen, rejected)[0]).mean()
 
 
+def loss_of_labels(name: str, model, given: list[Row]) -> torch.Tensor:
+    ours = KTOS[name]
+    own = trainer(
+        beta=ours.beta, desirable_weight=ours.desirable_weight, undesirable_weight=ours.undesirable_weight,
+        loss_type="kto", calculate_KL=True, precompute_ref_logps=True,
+    )  # fmt: skip
+    own._compute_kl_logps = functools.partial(KTOTrainer._compute_kl_logps, own)
+    others = [row._replace(completion=before.completion) for row, before in zip(given, given[-1:] + given[:-1])]
+    inputs = {"label": torch.tensor(LABELS), "ref_logps": torch.tensor([float(row.reference.sum()) for row in given])}
+    inputs["ref_KL_logps"] = inputs["ref_logps"].roll(1)
+    for prefix, each in (("", given), ("KL_", others)):
+        inputs[f"{prefix}input_ids"] = padded([[*row.prompt.tolist(), *row.completion.tolist()] for row in each])
+        masks = [[0] * len(row.prompt) + [1] * len(row.completion) for row in each]
+        inputs[f"{prefix}completion_mask"] = padded(masks)
+        inputs[f"{prefix}attention_mask"] = padded([[1] * len(mask) for mask in masks])
+    return KTOTrainer._compute_loss(own, model, inputs, False)
+
+
 def loss_of_rollouts(name: str, model, given: list[Row]) -> torch.Tensor:
     ours, settings = ROLLOUTS[name]
     is_cispo, has_written = name == "cispo", name == "dapo"
@@ -135,9 +157,12 @@ def loss_of_rollouts(name: str, model, given: list[Row]) -> torch.Tensor:
 
 def main() -> None:
     found, given = {}, rows()
-    for name in (*PAIRS, *ROLLOUTS):
+    for name in OBJECTIVES:
         model = build()
-        loss = loss_of_pairs(name, model, of_pairs(given)) if name in PAIRS else loss_of_rollouts(name, model, given)
+        if name in PAIRS:
+            loss = loss_of_pairs(name, model, of_pairs(given))
+        else:
+            loss = (loss_of_labels if name in KTOS else loss_of_rollouts)(name, model, given)
         loss.backward()
         theirs = dict(model.named_parameters())
         gradients = {ours: theirs[name_in_file(ours)].grad.flatten().tolist() for ours in CONFIG.parameters()}

@@ -12,13 +12,14 @@ from training.data.loader import PROMPT, make_batch
 from training.data.sources import Document
 from training.data.tokens import TokenStore
 from training.families.lora import Adapters
+from training.objectives.kto import KTO
 from training.objectives.preferences import Preference
 from training.objectives.rollouts import Rollout
 from training.objectives.rows import Rollouts, advantages
 from training.objectives.scored import collect
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
-from training.run.step import count_losses, run_model
+from training.run.step import beside_step, count_losses, run_model, validate
 
 CPU = World(0, 1, torch.device("cpu"))
 CONFIG = ModelConfig(64, 32, 48, 1, 4, 2, 16, initializer_range=0.2)
@@ -29,6 +30,7 @@ PREFERENCES = [
     Preference("ipo", 0.4), Preference("simpo", 2.0, margin=0.5), Preference("simpo", 1.5, 0.1, 0.3, 0.2),
     Preference("orpo", 0.2),
 ]  # fmt: skip
+KTOS = [KTO(0.3), KTO(0.5, 1.5, 0.7)]
 KINDS = [
     Rollout("grpo"), Rollout("grpo", beta=0.3), Rollout("dapo", 0.1, 0.1, 0.3), Rollout("dr_grpo", context_length=32),
     Rollout("gspo", 0.2, 0.05, 0.1), Rollout("cispo", clip_high=0.3), Rollout("importance_sampling", 0.05),
@@ -58,8 +60,11 @@ def documents_of(lengths, seed, columns=()):
 
 
 def store_of(objective):
-    if isinstance(objective, Preference):
+    if isinstance(objective, Preference | KTO):
         documents = [documents_of(pair, i, ("reference",)) for i, pair in enumerate(PAIRS)]
+        for i, document in enumerate(documents):
+            document.columns["reference"] -= 1  # so that kto's z is above 0
+            document.columns["label"] = np.full(len(document.tokens), i % 2, np.float32)
     else:
         columns = "advantage", "old", "written", "reference"
         documents = [documents_of([each], i, columns) for i, each in enumerate(ROLLOUTS)]
@@ -125,6 +130,19 @@ def loss_of_pairs(objective, answers):
     return total / len(PAIRS)
 
 
+def loss_of_labels(objective, answers):
+    """As the paper writes it, answer by answer. The second of each pair is of another prompt."""
+    ratios = [(log_p - at["reference"]).sum() for log_p, at in answers]
+    z, total = torch.stack(ratios[1::2]).mean().clamp(min=0).detach(), 0.0
+    assert z > 0.1
+    for ratio, (_, at) in zip(ratios[::2], answers[::2]):
+        if at["label"][0]:
+            total += objective.desirable_weight * (1 - torch.sigmoid(objective.beta * (ratio - z)))
+        else:
+            total += objective.undesirable_weight * (1 - torch.sigmoid(objective.beta * (z - ratio)))
+    return total / len(PAIRS)
+
+
 def loss_of_rollouts(objective, answers):
     """As the papers write it, token by token."""
     by_answer, low, high = [], 1 - objective.clip_low, 1 + objective.clip_high
@@ -161,8 +179,9 @@ def divided(store, how):
 def run(model, batches, objective, world=CPU):
     model.zero_grad()
     count, losses, terms = count_losses(batches, world, objective), [], []
+    batches = [batch.slice(world.context_rank, world.context_size) for batch in batches]
+    objective = beside_step(model, batches, world, objective)
     for batch in batches:
-        batch = batch.slice(world.context_rank, world.context_size)
         loss = run_model(model, batch, world, count, objective, terms)
         loss.backward()
         losses.append(loss.item())
@@ -178,14 +197,14 @@ def assert_same(found, expected):
 
 
 def exact_of(model, objective, store):
-    formula = loss_of_pairs if isinstance(objective, Preference) else loss_of_rollouts
+    formula = {Preference: loss_of_pairs, KTO: loss_of_labels, Rollout: loss_of_rollouts}[type(objective)]
     loss = formula(objective, answers_of(model, store))
     return float(loss.detach()), dict(
         zip(dict(model.named_parameters()), torch.autograd.grad(loss, [*model.parameters()]))
     )
 
 
-@pytest.mark.parametrize("objective", [*PREFERENCES, *KINDS], ids=lambda o: f"{o.name}-{o.beta}")
+@pytest.mark.parametrize("objective", [*PREFERENCES, *KTOS, *KINDS], ids=lambda o: getattr(o, "name", "kto"))
 def test_loss_and_every_gradient_are_the_papers_however_answers_are_divided(objective):
     model, store = build(), store_of(objective)
     expected, metrics = exact_of(model, objective, store), []
@@ -195,6 +214,9 @@ def test_loss_and_every_gradient_are_the_papers_however_answers_are_divided(obje
         found = run(model, divided(each, how), objective)
         assert_same(found, expected)
         metrics.append(found[2])
+    with torch.no_grad():  # what is held out has the same loss
+        held_out = validate(model, iter(divided(shared, "each")), CPU, lambda: False, objective)
+    assert held_out[0] == pytest.approx(expected[0], rel=2e-2)
     for name, value in metrics[0].items():
         assert [found[name] for found in metrics[1:]] == pytest.approx([value] * 4, abs=1e-5), name
 
@@ -263,10 +285,10 @@ def test_weights_of_rows_multiply_their_loss():
 def check_ranks(world):
     """Ranks share the sequences, of an odd number of tokens too, or have sequences of their own. Some pairs and
     rollouts share their prompts."""
-    for objective in (PREFERENCES[2], PREFERENCES[0], PREFERENCES[6], KINDS[1], KINDS[3], KINDS[4]):
+    for objective in (PREFERENCES[2], PREFERENCES[0], PREFERENCES[6], KTOS[1], KINDS[1], KINDS[3], KINDS[4]):
         model, store = build(), store_of(objective)
         expected, metrics = exact_of(model, objective, store), run(model, divided(store, "rows"), objective)[2]
-        if objective in (*PREFERENCES[:3], *KINDS[3:]):
+        if objective in (*PREFERENCES[:3], *KTOS, *KINDS[3:]):
             store = sharing_prompts(store)
             assert any(batch.documents.prompts for batch in divided(store, "rows"))
         if world.context_size > 1:

@@ -48,6 +48,18 @@ def test_a_pair_is_one_document_of_two_texts(tmp_path):
     assert prompts_of(store) == (0.0, 2.0)
 
 
+def test_an_answer_with_a_label_stands_beside_the_answer_of_the_row_before(tmp_path):
+    """The first row gets the last one's answer, and comes last."""
+    rows = [{"prompt": "ab", "completion": "c", "label": True}, {"prompt": "d", "completion": "ef", "label": 0}]
+    store, _ = read(tmp_path, [*rows, {"prompt": "gh", "completion": "i", "label": False}], objective="kto")
+    assert [texts_of(store, i)[0] for i in range(3)] == ["d*e*f*$d*c*$", "gh*i*$h*e*f*$", "ab*c*$b*i*$"]
+    assert texts_of(store, 1)[1] == {"answer": [-1, 0, 0, 0, 1, 1, 1, 1], "label": [0] * 8}
+    assert texts_of(store, 2)[1]["label"] == [1] * 7
+    for bad, message in ((rows[:1], "two rows"), ([rows[0] | {"label": "good"}], "must be true or false")):
+        with pytest.raises(UserError, match=message):
+            read(tmp_path, bad, objective="kto")
+
+
 def test_pairs_share_their_prompt_and_keep_loss_and_gradients(tmp_path):
     """Against pairs whose answers each have the prompt before them: packed, of a short prompt, of one-token answers."""
     rows = [

@@ -1,23 +1,35 @@
 """Losses and gradients of every parameter against values that TRL 1.16.0 computed, see record_trl.py."""
 
 import json
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 import torch
 
 from model import Transformer
-from tests.training.objectives.trl_cases import CONFIG, OBJECTIVES, PAIRS, RECORDED, Row, rows, set_weights
+from tests.training.objectives.trl_cases import (
+    CONFIG,
+    KTOS,
+    LABELS,
+    OBJECTIVES,
+    PAIRS,
+    RECORDED,
+    Row,
+    rows,
+    set_weights,
+)
 from training.data.loader import make_batch
 from training.data.sources import Document
 from training.data.tokens import TokenStore
+from training.objectives.rows import Labelled
 from training.parallel.world import World
-from training.run.step import count_losses, run_model
+from training.run.step import beside_step, count_losses, run_model
 
 FOUND = json.loads(RECORDED.read_text())
 
 
-def store_of(given: list[Row], together: int) -> TokenStore:
+def documents_of(given: list[Row], together: int) -> list[Document]:
     """Documents of so many answers each, every answer behind its own prompt."""
     documents = []
     for first in range(0, len(given), together):
@@ -32,13 +44,15 @@ def store_of(given: list[Row], together: int) -> TokenStore:
         columns["answer"] = np.repeat(np.arange(len(own)), lengths)
         columns["advantage"] = np.repeat([row.advantage for row in own], lengths)
         documents.append(Document(tokens, masked, True, columns={n: x.astype(np.float32) for n, x in columns.items()}))
-    return TokenStore(documents, 0)
+    return documents
 
 
-def assert_as_trl(name: str, store: TokenStore) -> None:
+def assert_as_trl(name: str, documents: Iterable[Document]) -> None:
     model, objective, world = Transformer(CONFIG), OBJECTIVES[name], World(0, 1, torch.device("cpu"))
     set_weights(dict(model.named_parameters()))
+    store = TokenStore(documents, 0)
     batches = [make_batch(store, [[(i, 0, int(n)) for i, n in enumerate(store.lengths)]], 80)]
+    objective = beside_step(model, batches, world, objective)
     loss = run_model(model, batches[0], world, count_losses(batches, world, objective), objective)
     loss.backward()
     assert loss.item() == pytest.approx(FOUND[name]["loss"], abs=1e-5)
@@ -53,11 +67,22 @@ def assert_as_trl(name: str, store: TokenStore) -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_loss_and_every_gradient_are_trls(name):
-    """One token of a rollout is a tool's; TRL's pairs have none."""
-    is_pair = name in PAIRS
-    given = [row._replace(mask=np.ones_like(row.mask)) if is_pair else row for row in rows()]
-    columns = {"dapo": ()}.get(name, ("written",))  # rollouts of one engine alone
-    store = store_of(given, 2 if is_pair else 1)
-    for column in columns:
-        store.drop_column(column)
-    assert_as_trl(name, store)
+    """One token of a rollout is a tool's; TRL's pairs and labelled answers have none."""
+    is_rollout = name not in {**PAIRS, **KTOS}
+    given = [row if is_rollout else row._replace(mask=np.ones_like(row.mask)) for row in rows()]
+    documents = documents_of(given, 2 if name in PAIRS else 1)
+    for document, label in zip(documents, LABELS):
+        document.columns["label"] = np.full(len(document.tokens), label, np.float32)
+        if name != "dapo":  # the others are rollouts of one engine
+            del document.columns["written"]
+    if name in KTOS:
+        documents = [*Labelled(0).join(documents)]
+        _give_references(documents, given)
+    assert_as_trl(name, documents)
+
+
+def _give_references(documents: list[Document], given: list[Row]) -> None:
+    """Gives each answer in a document of two the numbers of its own row."""
+    for number, document in enumerate(documents):
+        row, other = given[(number + 1) % len(given)], given[number]
+        document.columns["reference"][~document.masked] = np.concatenate([row.reference, other.reference])

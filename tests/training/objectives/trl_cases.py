@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from model import ModelConfig
+from training.objectives.kto import KTO
 from training.objectives.preferences import Preference
 from training.objectives.rollouts import Rollout
 from training.objectives.scored import Objective
@@ -61,4 +62,8 @@ ROLLOUTS: dict[str, tuple[Rollout, dict]] = {
     "gspo": (Rollout("gspo", 0.1, 0.05, 0.1), {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
     "cispo": (Rollout("cispo", 0.0, 1.0, 0.1), {"loss_type": "cispo"}),
 }
-OBJECTIVES: dict[str, Objective] = {name: ours for name, (ours, _) in (*PAIRS.items(), *ROLLOUTS.items())}
+LABELS = True, False, True, True, False, False  # of the answers
+KTOS = {"kto": KTO(0.3, 1.3, 0.8)}
+OBJECTIVES: dict[str, Objective] = {
+    **{name: ours for name, (ours, _) in (*PAIRS.items(), *ROLLOUTS.items())}, **KTOS
+}  # fmt: skip
