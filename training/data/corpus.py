@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from training.data.forms import parse_columns
 from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking, Packing
 from training.data.prepared import PreparedStore, is_prepared
 from training.data.sources import DEFAULT, Reading, read_documents, refuse_unused
@@ -23,7 +22,7 @@ def open_stores(
     paths: list[str] | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT, validation_data: Sequence[str] = ()
 ) -> list[TokenStore | PreparedStore]:
     """Returns a store for each path (without any for the default corpus), then for each of --validation_data."""
-    unused = {*parse_columns(reading.columns)}
+    unused = {*reading.renames}
 
     def open_store(path: str | None) -> TokenStore | PreparedStore:
         if path is not None and is_prepared(Path(path)):

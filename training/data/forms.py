@@ -87,13 +87,14 @@ def recognise(row: object) -> tuple[Form, dict]:
             raise NothingToLearn("rows without text")
         names = ", ".join(f'"{str(name)[:30]}"{" (null)" * (name not in given)}' for name in [*row][:20]) or "none"
         raise UserError(f"has the fields {names}; known are {KNOWN}; --columns text=NAME gives others")
-    _refuse_masked(row)
+    refuse_masked(row)
     own = {name: row[name] for name in (form.decides, *form.takes) if name in row}
     made = form.convert(own)
     clashing = CLASHING.union(UNREAD if form.decides != "text" else ())
     if form.decides not in ("messages", "conversations", "text"):  # where an answer is one field, another may be meant
+        parts = {"input", "history", "output", "response"}
         clashing = clashing.union(
-            SHOWN_WITH, {"output", "response"}, (other.decides for other in FORMS if other.needs and other.is_of(row))
+            SHOWN_WITH, parts, (other.decides for other in FORMS if other.needs and other.is_of(row))
         )
     for name in clashing.intersection(given).difference(own):
         if row[name] not in EMPTY and not _is_repeated(row[name], own, made):
@@ -110,29 +111,32 @@ def is_row(row: object) -> bool:
     )
 
 
-def parse_columns(text: str | None) -> dict[str, str]:
+def parse_columns(text: str | None, fields: Collection[str] = ()) -> dict[str, str]:
     """Returns names of fields that forms know, by names in the data: {"q": "prompt"} of "prompt=q".
+
+    Args:
+        fields: others that may be named, as an objective's.
 
     Raises:
         UserError: the text is not such a list, or names a field twice, or one that no form has.
     """
     pairs = [[name.strip() for name in pair.partition("=")[::2]] for pair in text.split(",")] if text else []
-    columns = {theirs: ours for ours, theirs in pairs}
+    columns, known = {theirs: ours for ours, theirs in pairs}, COLUMNS.union(fields)
     is_once = len(columns) == len({*columns.values()}) == len(pairs)
-    if not is_once or "" in columns or not COLUMNS.issuperset(columns.values()):
+    if not is_once or "" in columns or not known.issuperset(columns.values()):
         what = f"columns must name each field once, as prompt=question,completion=answer: got {str(text)[:50]!r}"
-        raise UserError(f"{what}; before each = stands one of {', '.join(sorted(COLUMNS))}")
+        raise UserError(f"{what}; before each = stands one of {', '.join(sorted(known))}")
     return columns
 
 
 def rename(row: object, columns: dict[str, str]) -> object:
     """Returns a row with the names of parse_columns. A field that has such a name already is left out.
 
-    Fields that a question may be shown with are left out, too, where a completion is named.
+    Fields that a question may be shown with are left out, too, where an answer is named.
     """
     if not isinstance(row, dict) or columns.keys().isdisjoint(row):
         return row
-    left_out = columns.keys() | (SHOWN_WITH if "completion" in columns.values() else ())
+    left_out = columns.keys() | (SHOWN_WITH if {"completion", "chosen"} & {*columns.values()} else ())
     others = {name: value for name, value in row.items() if name not in left_out}
     return others | {columns[name]: value for name, value in row.items() if name in columns}
 
@@ -182,14 +186,14 @@ def _is_mask(value: object) -> bool:
     )
 
 
-def _refuse_masked(row: dict) -> None:
+def refuse_masked(row: dict, cure: str = "remove it") -> None:
     """Raises UserError for a row that masks some of its tokens, and NothingToLearn for one that is not trained on."""
     masks = [name for name in MASKS if row.get(name) is not None]
     masks += [name for name, value in row.items() if name not in FLAGS and FLAG_WORDS.search(name) and _is_mask(value)]
     if isinstance(labels := row.get("labels"), list) and IGNORED in labels:
         masks.append("labels")
     if masks:
-        raise UserError(f'has "{min(masks)}", which is not obeyed; remove it')
+        raise UserError(f'has "{min(masks)}", which is not obeyed; {cure}')
     if says_trained(row, "the row") is False:
         raise NothingToLearn("rows that say they are not trained on")
 
@@ -311,7 +315,9 @@ def _system(row: dict) -> list[dict]:
 
 PAIRS = (("prompt", "response"), ("query", "response"), ("question", "answer"))
 SHOWN_WITH = frozenset(("context", "choices", "options"))  # parts of a question that no form has
-LEFT_OUT_BY_NAMING = ", or give --columns prompt=NAME,completion=NAME, with this row's names, to leave it out"
+LEFT_OUT_BY_NAMING = (
+    ", or give --columns prompt=NAME,completion=NAME (pairs: chosen=NAME), with this row's names, to leave it out"
+)
 BESIDE = (*sorted(SHOWN_WITH), "input", "system", "history", "response")  # parts of a question or an answer
 FORMS = (
     Form("messages", "messages", ("tools",), object, _from_turns),

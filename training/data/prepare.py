@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from training.data.chat import open_tokenizer
 from training.data.containers import CONTAINERS, cut_rows, suffix_of
-from training.data.forms import parse_columns
 from training.data.prepared import DOCUMENT, FORMAT, INDEX, MASKED, TOKEN, PreparedStore, canonical, hash_of_index
 from training.data.sources import (
     AS_CHATS,
@@ -99,7 +98,7 @@ def prepare(
                 file.unlink()
         say_found(source, [done[name]["found"] for name in parts])
         say_left_out([done[name]["left_out"] for name in parts])
-        refuse_unused({*parse_columns(reading.columns)}.difference(*(done[name]["used"] for name in parts)))
+        refuse_unused({*reading.renames}.difference(*(done[name]["used"] for name in parts)))
         kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
         if not kept:
             raise UserError(f"{source} has no text; give a path that holds some")
@@ -144,7 +143,7 @@ def _find_parts(files: list[Path], identity: str, reading: Reading) -> dict[str,
     with tqdm(total=total, unit="B", unit_scale=True, desc="finding lines", leave=False) as progress:
         for extents in _plan(files):
             content = {"format": FORMAT, "meaning": MEANING, "pieces": extents, "identity": identity}
-            content |= {"reasoning": reading.reasoning or "template", "columns": parse_columns(reading.columns)}
+            content |= {"reasoning": reading.reasoning or "template", "columns": reading.renames}
             parts[f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"] = extents
             progress.update(sum(extent.num_bytes for extent in extents))
     return parts

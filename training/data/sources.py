@@ -91,6 +91,11 @@ class Reading(NamedTuple):
     bad_rows: str | None = None  # "drop" leaves rows out that cannot be read; None or "refuse": UserError
     rows: RowReader | None = None  # of an objective; None: forms.py reads them
 
+    @property
+    def renames(self) -> dict[str, str]:
+        """Names of fields that are read, by names in the data; see parse_columns."""
+        return parse_columns(self.columns, self.rows.fields if self.rows else ())
+
     def refuse_without_effect(self, paths: list[Path]) -> None:
         """Raises UserError for flags that no path of data heeds. A folder may heed any.
 
@@ -268,7 +273,7 @@ def is_data(file: Path, reading: Reading = DEFAULT) -> bool:
     if suffix != ".json" or not file.is_file():
         return suffix in (*_texts(reading.suffixes), *CONTAINERS) and file.is_file()
     with contextlib.suppress(UserError, StopIteration):
-        return is_row(rename(next(read_rows(file))[1], parse_columns(reading.columns)))
+        return is_row(rename(next(read_rows(file))[1], reading.renames))
     return False
 
 
@@ -319,7 +324,7 @@ class DocumentReader:
     def __init__(self, tokenizer, vocab_size: int, reading: Reading = DEFAULT):
         self._tokenizer, self._vocab_size, self._reading = tokenizer, vocab_size, reading
         self.eos_id, self.found, self.left_out = tokenizer.eos_id, Counter[str](), dict[str, list]()
-        self.bad, self.used, self._columns = BadRows(), set[str](), parse_columns(reading.columns)
+        self.bad, self.used, self._columns = BadRows(), set[str](), reading.renames
         self._rows, self._last_row = 0, 0  # rows that were looked at, and after which reading ends
         self._largest = -1  # id that was checked
 

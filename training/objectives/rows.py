@@ -15,13 +15,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from training.data.forms import NothingToLearn
+from training.data.forms import NothingToLearn, refuse_masked
 from training.data.loader import PROMPT
 from training.data.sources import Document, Encoded, RowReader
 from training.host.errors import UserError
 
 LARGEST_ID, TOKEN_BYTES = 2**31 - 1, 4
 Row = tuple[str, Encoded, dict[str, np.ndarray]]
+LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus infinity, and round above 0
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
 
 
@@ -39,13 +40,10 @@ class Pairs(RowReader):
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
         row = _needs(row, "chosen", "rejected")
-        answers = [row["chosen"], row["rejected"]]
-        prompt = row.get("prompt")
-        if prompt is None:
-            prompt, *answers = _shared_prompt(*answers)
-        tools = {"tools": row["tools"]} if row.get("tools") else {}
+        prompt, *answers = _cut(row.get("prompt"), row["chosen"], row["rejected"])
+        others = _others(row, self.fields)
         tokens, masked = zip(
-            *(ended(encode({"prompt": prompt, "completion": answer, **tools}), self._eos_id) for answer in answers)
+            *(ended(encode({**others, "prompt": prompt, "completion": each}), self._eos_id) for each in answers)
         )
         shared = _shared_tokens(tokens, masked)
         numbers = _numbers([*map(len, tokens)], shared)
@@ -67,6 +65,28 @@ def _shared_tokens(tokens: Sequence[np.ndarray], masked: Sequence[np.ndarray]) -
     length = min(map(len, tokens))
     is_shared = (tokens[0][:length] == tokens[1][:length]) & masked[0][:length] & masked[1][:length]
     return max(0, int(np.append(is_shared, False).argmin()) - 1)
+
+
+def _cut(prompt, chosen, rejected) -> tuple:
+    """Returns the prompt and both answers behind it. Whole chats begin with it, whether the row has it or not."""
+    are_lists = isinstance(chosen, list) and isinstance(rejected, list)
+    if prompt is None or (are_lists and isinstance(prompt, str)):
+        shared, *answers = _shared_prompt(chosen, rejected)
+        if prompt and all(not isinstance(each, dict) or each.get("content") != prompt for each in shared):
+            raise UserError('has a "prompt" with which no message before both answers agrees; give it as messages')
+        return shared, *answers
+    if are_lists and isinstance(prompt, list) and prompt == chosen[: len(prompt)] == rejected[: len(prompt)]:
+        return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
+    return prompt, chosen, rejected
+
+
+def _others(row: dict, fields: frozenset[str]) -> dict:
+    """Returns the tools of a row, and all fields that its reader lacks: forms.py refuses what it would ignore.
+
+    Chats beside a prompt repeat it, as "messages" in UltraFeedback.
+    """
+    left_out = fields.union(("messages", "conversations")) - {"tools"}
+    return {name: value for name, value in row.items() if name not in left_out}
 
 
 def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
@@ -155,26 +175,35 @@ class Rollouts(RowReader):
 
         A prompt and its answers are at most `context_length` tokens, unless one answer is longer.
         """
-        self._eos_id, self._groups, self._columns = eos_id, dict[object, int](), columns
-        self._context_length = context_length
+        self._eos_id, self._columns, self._context_length = eos_id, columns, context_length
+        self._groups = dict[object, tuple[int, int]]()  # number, and hash of the prompt
+        self._has_advantages: bool | None = None  # or rewards; None: no row was read
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
-        row = _needs(row)
+        row, form = _needs(row), "rollouts"
         if row.get("completion_ids") is not None:
+            refuse_masked(_others(row, self.fields), "remove it, or give --columns completion_mask=NAME")
             tokens, masked = self._from_ids(row)
             places = np.arange(len(row["prompt_ids"]), len(tokens))
         else:
             row = _needs(row, "prompt", "completion")
-            tools = {"tools": row["tools"]} if row.get("tools") else {}
-            encoded = encode({"prompt": row["prompt"], "completion": row["completion"], **tools})
-            tokens, masked = ended(encoded, self._eos_id)
+            own = {name: row[name] for name in ("prompt", "completion")}
+            tokens, masked = ended(encode(_others(row, self.fields) | own), self._eos_id)
             if row.get("completion_mask") is not None:
                 raise UserError('has "completion_mask" without "completion_ids", whose tokens it counts')
             places = (~masked).nonzero()[0]
         columns = {"answer": np.zeros(len(tokens), np.float32)}
         for name, column in self._columns.items():
-            columns[column] = _put(_list(_needs(row, name)[name], name), places, len(tokens), name)
-        return "rollouts", (tokens, masked, True), columns | self._advantage(row, places, len(tokens))
+            values = _list(_needs(row, name)[name], name)
+            for value in (min(values, default=0), max(values, default=0)):
+                if not LEAST_LOGPROB <= value <= MOST_LOGPROB:
+                    raise UserError(f'"{name}" must be log-probabilities, {LEAST_LOGPROB:g} to 0, got {value:g}')
+            columns[column] = _put(values, places, len(tokens), name)
+        columns |= self._advantage(row, places, len(tokens))
+        if masked.all():  # as where it was cut: its reward counts in its group, and it does in means over answers
+            form, tokens, masked = "rollouts without a target", tokens[:1], masked[:1]
+            columns = {name: values[:1] for name, values in columns.items()}
+        return form, (tokens, masked, True), columns
 
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
         for prompt, rows in itertools.groupby(documents, _prompt):
@@ -194,19 +223,27 @@ class Rollouts(RowReader):
         if len(mask) != len(completion) or not np.isin(mask, (0, 1)).all():
             raise UserError(f'"completion_mask" must be {len(completion)} numbers, 0 or 1, as many as completion_ids')
         masked = np.concatenate([np.ones(len(prompt), bool), mask == 0])
-        if masked[1:].all() or not len(prompt):
-            raise NothingToLearn("rollouts without a prompt or a target")
+        if not len(prompt):
+            raise NothingToLearn("rollouts without a prompt")
         return np.concatenate([prompt, completion]), masked
 
     def _advantage(self, row: dict, places: np.ndarray, length: int) -> dict[str, np.ndarray]:
-        if (given := row.get("advantage")) is not None:
+        given = row.get("advantage")
+        if self._has_advantages not in (None, given is not None):
+            raise UserError('has one of "advantage" and "reward", and rows before it the other; give one in all rows')
+        self._has_advantages = given is not None
+        if given is not None:
             if isinstance(given, list):
                 return {"advantage": _put(_list(given, "advantage"), places, length, "advantage")}
             return {"advantage": np.full(length, _number(given, "advantage"), np.float32)}
         row = _needs(row, "reward", "group")
         if isinstance(row["group"], list | dict):
             raise UserError('"group" must be a number or a text')
-        number = self._groups.setdefault(row["group"], len(self._groups))
+        prompt = hash(repr(row["prompt"] if row.get("completion_ids") is None else row["prompt_ids"]))
+        number, first_prompt = self._groups.setdefault(row["group"], (len(self._groups), prompt))
+        if prompt != first_prompt:
+            group = str(row["group"])[:40]
+            raise UserError(f'"group" {group} has another prompt before; give "advantage", or a group to each prompt')
         reward = _number(row["reward"], "reward")
         return {"reward": np.full(length, reward, np.float32), "group": np.full(length, number, np.float32)}
 

@@ -19,16 +19,19 @@ from training.host.errors import UserError
 from training.logprobs.__main__ import log_probabilities
 from training.objectives.choose import choose, complete, row_reader
 from training.objectives.flags import ObjectiveFlags
+from training.objectives.rows import Pairs
 from training.objectives.scored import Minimised
 from training.objectives.stored import store as write
 
 BYTES = ByteTokenizer()
+ASKS, SAYS = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 
 
-def read(tmp_path, rows, context_length=1, **flags):
+def read(tmp_path, rows, context_length=1, columns=None, **flags):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = ObjectiveFlags(**flags)
-    [store] = open_stores([str(tmp_path / "a.jsonl")], BYTES, 256, Reading(rows=row_reader(found, 0, context_length)))
+    reading = Reading(columns=columns, rows=row_reader(found, 0, context_length))
+    [store] = open_stores([str(tmp_path / "a.jsonl")], BYTES, 256, reading)
     return store, found
 
 
@@ -106,10 +109,46 @@ def _apart(store, document):
     ({"prompt": "a", "chosen": "b"}, 'needs "rejected"'),
     ({"chosen": "ab", "rejected": "ac"}, 'needs a "prompt"'),
     ({"chosen": [{"role": "user", "content": "x"}], "rejected": [{"role": "user", "content": "y"}]}, "in common"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "be brief"}, '"system" beside'),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "input": "of LLaMA-Factory"}, '"input" beside'),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}, '"images" beside'),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "loss_masks": [1]}, '"loss_masks", which is not obeyed'),
+    ({"prompt": "z", "chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "y"}]}, "agrees"),
 ])  # fmt: skip
 def test_other_pairs_are_refused(tmp_path, row, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, [row], objective="simpo")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}]},
+        {"prompt": [ASKS], "chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}]},
+        {"prompt": "hi", "chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}], "messages": [ASKS]},
+        {"prompt": [ASKS], "chosen": [SAYS], "rejected": [SAYS | {"content": "other"}], "tools": []},
+    ],
+)
+def test_whole_chats_have_their_prompt_once(row):
+    """TRL's implicit prompts, and UltraFeedback's, which has the question beside both chats."""
+    given = []
+
+    def encode(part):
+        given.append(part)
+        return np.arange(1 + len(given)), None, True
+
+    Pairs(0)(row, encode)
+    chats = [[ASKS, SAYS], [ASKS, SAYS | {"content": "other"}]]
+    assert [part["prompt"] + part["completion"] for part in given] == chats
+    assert given[0]["prompt"] == [ASKS] and "messages" not in given[0]
+
+
+def test_columns_rename_the_fields_of_an_objective(tmp_path):
+    row = {"q": "a", "better": "b", "worse": "c", "context": "left out where answers are named"}
+    store, _ = read(tmp_path, [row], columns="prompt=q,chosen=better,rejected=worse", objective="simpo")
+    assert texts_of(store, 0)[0] == "a*b*$a*c*$"
+    with pytest.raises(UserError, match="stands one of"):
+        read(tmp_path, [row], columns="prompt=q,completion_ids=better", objective="simpo")
 
 
 IDS = {"prompt_ids": [65, 66], "completion_ids": [67, 68, 69], "old_logprobs": [-1, -2, -3]}
@@ -132,10 +171,24 @@ def test_rewards_become_advantages_of_groups(tmp_path, caplog):
     assert set(store.columns) == {"answer", "old", "advantage"} and "1 of 2 groups have one answer" in caplog.text
 
 
+def test_an_answer_without_a_target_counts_in_its_group_and_in_the_mean(tmp_path, caplog):
+    """As in TRL, where answers that were cut are masked: they have rewards, and a loss of 0."""
+    rows = [IDS | {"reward": reward, "group": 0} for reward in (1, 3, 8, 4)]
+    rows[2] |= {"completion_mask": [0, 0, 0]}
+    rows[3] |= {"completion_ids": [], "old_logprobs": []}
+    with caplog.at_level("INFO"):
+        store, flags = read(tmp_path, rows, 16, objective="dr_grpo")
+    assert "2 rows of rollouts without a target" in caplog.text
+    complete(flags, BYTES, None, [store])
+    assert store.lengths.tolist() == [9, 1, 1] and store.read_columns(0, 8, 9)["advantage"] == -1
+    batch = make_batch(store, [[(i, 0, int(n)) for i, n in enumerate(store.lengths)]], 16)
+    assert batch.num_valid_tokens == 6 and choose(replace(flags, objective="grpo"), 16).count(batch) == 4
+
+
 def test_rollouts_of_one_prompt_are_one_document_while_they_fit(tmp_path):
     """Advantages, what is shown, and log-probabilities stay those of the rows."""
     rows = [IDS | {"reward": reward, "group": group} for reward, group in ((1, "a"), (5, "b"), (3, "a"))]
-    rows += [rows[0] | {"prompt_ids": [66, 66]}, rows[1] | {"prompt_ids": [66]}, rows[1] | {"prompt_ids": [66]}]
+    rows += [rows[0] | {"prompt_ids": [66, 66], "group": "c"}, *[rows[1] | {"prompt_ids": [66], "group": "d"}] * 2]
     store, flags = read(tmp_path, rows, 9, objective="dr_grpo")
     apart, _ = read(tmp_path, rows, objective="dr_grpo")
     assert store.lengths.tolist() == [9, 5, 5, 4, 4] and apart.lengths.tolist() == [5, 5, 5, 5, 4, 4]
@@ -151,29 +204,40 @@ def test_rollouts_of_one_prompt_are_one_document_while_they_fit(tmp_path):
     shown = show_batch(PackedLoader(store, BestFitPacking(store.lengths, 9, seed=0), 5), BYTES)
     assert "tokens 0 to 8, 6 of them trained on\nAB[[CDE]]B[[CDE]]\n" in shown
     complete(flags, BYTES, None, [store])
-    advantage = [1 - 5 / 3] * 5 + [0.0] * 4  # group a has 1, 3, 1
+    advantage = [-1] * 5 + [0.0] * 4
     assert texts_of(store, 0) == (
         "AB*C*D*EB*C*D*E",
         {
             "answer": [-1, 0, 0, 0, 0, 1, 1, 1, 1], "old": [0, 0, -1, -2, -3, 0, -1, -2, -3],
-            "advantage": pytest.approx(advantage),
+            "advantage": advantage,
         },
     )  # fmt: skip
-    assert store.read_columns(1, 4, 5)["advantage"][0] == pytest.approx(3 - 5 / 3)
+    assert store.read_columns(1, 4, 5)["advantage"][0] == 1
 
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"old_logprobs": None}, 'needs "old_logprobs"'),
-    ({"old_logprobs": [1.0]}, "has 1 numbers, the completion 3 tokens"),
+    ({"old_logprobs": [-1.0]}, "has 1 numbers, the completion 3 tokens"),
     ({"advantage": "high"}, "must be a number"),
     ({"advantage": [1, 2]}, "has 2 numbers"),
     ({"completion_mask": [1, 2, 1]}, "0 or 1"),
     ({"completion_ids": [1, 2.5, 3]}, "token ids"),
     ({"completion_ids": [1, 2, 300]}, "vocab_size"),
+    ({"old_logprobs": [1.0, 2.0, 3.0]}, "-1000 to 0, got 1"),
+    ({"old_logprobs": [-1.0, -9999.0, -1.0]}, "-1000 to 0, got -9999"),
+    ({"response_mask": [1, 0, 1]}, "give --columns completion_mask="),
+    ({"advantage": None, "reward": 1, "group": 0}, "give one in all rows"),
 ])  # fmt: skip
 def test_other_rollouts_are_refused(tmp_path, change, message):
     with pytest.raises(UserError, match=message):
-        read(tmp_path, [IDS | {"advantage": 1.0} | change], objective="grpo")
+        read(tmp_path, [IDS | {"advantage": 1.0}, IDS | {"advantage": 1.0} | change], objective="grpo")
+
+
+def test_groups_of_two_prompts_are_refused(tmp_path):
+    """Files of several steps may each number their groups from 0."""
+    rows = [IDS | {"reward": 1, "group": 0}, IDS | {"reward": 2, "group": 0, "prompt_ids": [66]}]
+    with pytest.raises(UserError, match='"group" 0 has another prompt before'):
+        read(tmp_path, rows, objective="grpo")
 
 
 def test_weights_of_rows(tmp_path):
