@@ -160,7 +160,7 @@ def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) 
     )
     description = f"{described}; its speed {speed}"
     host_bytes = host_limit(flags, math.inf)
-    rates = scale_rates(gpu, backend, kinds)
+    rates = scale_rates(gpu, backend, kinds, model.head_dim)
     return Machine(description, gpu_bytes, host_bytes, rates, model, recipe.execution(backend), gpu.flops, *host)
 
 

@@ -408,8 +408,11 @@ class MixerKind(Part, ABC):
             totals = [total + count * of_part for total, of_part in zip(totals, flops)]
         return AttentionWork(*({f"{self.name} {part}": n} for part, n in zip(AttentionWork._fields, totals)))
 
-    def rates_with(self, backend: str, native: str) -> dict[str, float]:
-        """Returns rates of `backend` for a GPU whose best backend is `native`, but that has an H200's peak FLOP/s."""
+    def rates_with(self, backend: str, native: str, head_dim: int) -> dict[str, float]:
+        """Returns rates of `backend` for a GPU whose best backend is `native`, but that has an H200's peak FLOP/s.
+
+        Attention has heads of width `head_dim`.
+        """
         return self.h200_rates
 
     @abstractmethod

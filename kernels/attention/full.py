@@ -462,12 +462,14 @@ class Full(AttentionKind):
             {**{f"{name} backward": BACKWARD_FLOPS * n for name, n in amounts.items()}, "full calls backward": calls},
         )
 
-    def rates_with(self, backend, native):
+    def rates_with(self, backend, native, head_dim):
         alone = 1 if native == "flash" else _HOPPER_RATES[backend]
         # FlashAttention-2 attends to short packed documents where cuDNN attends to long ones.
         together = _HOPPER_RATES["flash"] if native == backend == "cudnn" else alone
         rates = {name: rate * (1 if "calls" in name else alone) for name, rate in self.h200_rates.items()}
-        return rates | {f"together {part}": together * self.h200_rates[f"full {part}"] for part in _PARTS}
+        rates |= {f"together {part}": together * self.h200_rates[f"full {part}"] for part in _PARTS}
+        wide = dict(zip(_PARTS, _WIDE_RATES[backend] if head_dim > 128 else (1, 1)))
+        return {name: rate * (1 if "calls" in name else wide[name.split()[-1]]) for name, rate in rates.items()}
 
     def measure_rates(self, H, G, K, context_length, backend, seconds, device):
         """Measures one document of 16,384 tokens, and packed documents that attend together and alone.
@@ -505,6 +507,9 @@ _PARTS = "forward", "backward"
 # instructions. On an A100, for which it was written, it reaches the share of peak that cuDNN reaches on Hopper (Dao,
 # arXiv 2307.08691).
 _HOPPER_RATES = {"cudnn": 1.0, "flash": 0.58, "flash-attn-4": 1.14}
+# The rates of forward and backward with heads of 256, divided by the rates with heads of 128, on an H100 and an H200.
+# flash-attn-4's were not measured: they are as cuDNN's.
+_WIDE_RATES = {"cudnn": (1.0, 0.71), "flash": (0.8, 0.86), "flash-attn-4": (0.88, 0.62)}
 
 
 def together_pairs(pairs: float, tokens: float) -> float:

@@ -342,12 +342,15 @@ def _read_name(text: str) -> tuple[str, int | None]:
     return name, int(size[1]) or None if size else None
 
 
-def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[MixerKind] | None = None) -> Rates:
+def scale_rates(
+    gpu: GPU, attention_backend: str, kinds: Iterable[MixerKind] | None = None, head_dim: int = 128
+) -> Rates:
     """Returns the rates of a GPU that is not here: it is assumed to come as near to its data sheet as an H200 does.
 
     Args:
         attention_backend: a name in kernels.attention.full.BACKENDS.
         kinds: the kinds of attention to have rates for; None: all.
+        head_dim: width of attention's heads.
     """
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, _BYTES["link"] * gpu.link_bandwidth / h200.link_bandwidth
@@ -355,7 +358,7 @@ def scale_rates(gpu: GPU, attention_backend: str, kinds: Iterable[MixerKind] | N
     products[FP8_LINEAR.weight_rate] = _H200_FP8_GRADIENTS
     rates = {name: rate * flops for name, rate in products.items()}
     for kind in [kind() for kind in (*KINDS.values(), DeltaNet)] if kinds is None else {*kinds}:
-        for name, rate in kind.rates_with(attention_backend, gpu.attention_backend).items():
+        for name, rate in kind.rates_with(attention_backend, gpu.attention_backend, head_dim).items():
             rates[name] = rate * (1 if "calls" in name else flops)
     memory = _BYTES["memory"] * gpu.memory_bandwidth / h200.memory_bandwidth
     links = {"link": link, "gpu link": _gpu_link_rate(gpu, link), "network": ASSUMED_NETWORK}

@@ -324,8 +324,8 @@ class NSA(AttentionKind):
             amounts[f"full calls {part}"] = getattr(calls, part)[f"full calls {part}"]
         return work
 
-    def rates_with(self, backend, native):
-        return FULL.rates_with(backend, native) | self.h200_rates
+    def rates_with(self, backend, native, head_dim):
+        return FULL.rates_with(backend, native, head_dim) | self.h200_rates
 
     def measure_rates(self, H, G, K, context_length, backend, seconds, device):
         """Measures at the context's length; past 131,072 tokens, with one key/value head."""

@@ -55,6 +55,7 @@ from .selection import (
 
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
 WIDE_HEAD_DIMS, WIDE_SHARED_MEMORY = (*HEAD_DIMS, 256), 160 * 1024
+WIDE_RATES = {"sparse forward": 127e12, "sparse choice": 829e12, "sparse backward": 163e12}  # of 256, on an H100
 WORKSPACE_BYTES = 9 * 2**28  # holds half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
 SCORES_BYTES = WORKSPACE_BYTES  # limit on scores that exist at a time: no more than the slots after them
 
@@ -326,8 +327,9 @@ class Sparse(AttentionKind):
         parts = zip(FULL.work(short, H, G, K, **options), super().work(long, H, G, K, **options))
         return AttentionWork(*(of_short | of_long for of_short, of_long in parts))
 
-    def rates_with(self, backend, native):
-        return FULL.rates_with(backend, native) | self.h200_rates
+    def rates_with(self, backend, native, head_dim):
+        own = WIDE_RATES if head_dim > max(HEAD_DIMS) else self.h200_rates
+        return FULL.rates_with(backend, native, head_dim) | own
 
     def measure_rates(self, H, G, K, context_length, backend, seconds, device):
         """Measures attention at 65,536 tokens, and the choice, whose share grows with length, at the context's length.

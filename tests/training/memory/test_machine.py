@@ -228,6 +228,9 @@ def test_rates_are_scaled_by_the_data_sheets():
     assert a100["products"] == pytest.approx(650e12 * 312 / 989)
     assert a100["full forward"] == pytest.approx(570e12 * 312 / 989)
     assert scale_rates(GPUS["H200"], "flash")["full forward"] == pytest.approx(328e12, rel=0.01)
+    wide = scale_rates(GPUS["H200"], "cudnn", head_dim=256)
+    assert wide["full backward"] == pytest.approx(380e12, rel=0.01) and wide["full forward"] == H200["full forward"]
+    assert wide["sparse choice"] == 829e12 and wide["full calls backward"] == H200["full calls backward"]
     assert a100["together forward"] == a100["full forward"]
     assert a100["link"] == 25e9 and a100["gpu link"] == pytest.approx(H200["gpu link"] * 300 / 450)
     assert a100.keys() == H200.keys() and all(0 < rate <= H200[name] for name, rate in a100.items())
