@@ -204,7 +204,7 @@ class GatedMLP(nn.Module):
         self.tile_size: int | None = None  # rows at a time, where memory is short
         self.tensor_ranks = TensorRanks(None)  # ranks that share its matrices
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, context: Context | None = None) -> Tensor:
         weights = [adapted(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj)]
         y_BTD = gated_mlp(
             self.tensor_ranks.enter(x_BTD), *weights, activation=self.activation, tile_size=self.tile_size,
@@ -249,8 +249,8 @@ class Block(nn.Module):
         else:
             normed_BTD, x_BTD = self.mlp_norm(attended_BTD, residual=x_BTD)
         if self.post_feedforward_layernorm is None:
-            return x_BTD + scaled(self.mlp(normed_BTD), self.multiplier)
-        return x_BTD + self.post_feedforward_layernorm(scaled(self.mlp(normed_BTD), self.multiplier))
+            return x_BTD + scaled(self.mlp(normed_BTD, context), self.multiplier)
+        return x_BTD + self.post_feedforward_layernorm(scaled(self.mlp(normed_BTD, context), self.multiplier))
 
 
 def _shifted_targets(labels: Tensor | None, targets: Tensor | None, documents: Documents | None) -> Tensor | None:

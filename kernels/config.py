@@ -134,7 +134,11 @@ class Share:
 
     def layer_matrix_parameters(self, layer: int = 0) -> int:
         """Elements of one block's matrices."""
-        return sum(p.numel for p in self.layer_parameters(layer).values() if len(p.shape) == 2)
+        return sum(p.numel for p in self.layer_parameters(layer).values() if p.is_matrix)
+
+    def layer_active_parameters(self, layer: int = 0) -> int:
+        """Elements of one block's matrices that one token is multiplied by."""
+        return sum(round(p.active * p.numel) for p in self.layer_parameters(layer).values() if p.is_matrix)
 
     def num_parameters(self) -> int:
         """All trained elements; a tied head counts once."""

@@ -399,6 +399,7 @@ class GatedMLPPart:
     intermediate_size: int
     activation: str = "silu"
     module: ClassVar[str] = "mlp"
+    tile_size: ClassVar[int] = 8192
 
     def __post_init__(self):
         if self.activation not in ACTIVATIONS:
@@ -409,6 +410,9 @@ class GatedMLPPart:
     def share(self, ranks: int) -> "GatedMLPPart":
         """Returns the part of each of `ranks` that share the matrices."""
         return replace(self, intermediate_size=self.intermediate_size // ranks)
+
+    def choice_bytes(self, num_tokens: int) -> int:
+        return 0
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         into = Parameter((self.intermediate_size, hidden_size), shared_dim=0, is_map=True)

@@ -86,6 +86,7 @@ class Parameter:
         is_map: whether it is the matrix of a linear map, which adapters and FP8 apply to.
         is_exact: whether it stays float32 where the others are bf16.
         is_exact_in_files: whether released files have it in float32 as well.
+        active: share of its elements that one token is multiplied by, such as 8 of 128 experts'.
     """
 
     shape: tuple[int, ...]
@@ -94,10 +95,16 @@ class Parameter:
     is_map: bool = False
     is_exact: bool = False
     is_exact_in_files: bool = False
+    active: float = 1.0
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix, or one for each expert. A convolution of channels by themselves has [C, 1, W]."""
+        return len(self.shape) > 1 and 1 not in self.shape[1:-1]
 
 
 class LayerPart(Protocol):
@@ -128,6 +135,22 @@ class LayerPart(Protocol):
             tile_size: rows that the MLP works on at a time; None: all.
             is_skippable: whether no gradient depends on the MLP's result, see `Work.is_skipped`.
         """
+
+
+class MLPPart(LayerPart, Protocol):
+    """Description of the part in which each token is alone.
+
+    Attributes:
+        tile_size: tokens of a tile in which its products are efficient.
+    """
+
+    tile_size: ClassVar[int]
+
+    def share(self, ranks: int) -> "MLPPart":
+        """Returns the part of each of `ranks` that share the matrices."""
+
+    def choice_bytes(self, num_tokens: int) -> int:
+        """Returns the bytes of choices, such as of experts, which a block always keeps for backward."""
 
 
 class MixerPart(LayerPart, Protocol):
@@ -164,12 +187,14 @@ class Work(NamedTuple):
         repeated_flops: those that run again in backward, where activations were not kept.
         elementwise_bytes: bytes that are read and written outside of matrix products and attention.
         is_skipped: whether a second forward leaves the part out, see `kernels.common.operation`.
+        rate: name of the measured rate of its products; None: of the block's linear map.
     """
 
     matrix_flops: float
     repeated_flops: float
     elementwise_bytes: int
     is_skipped: bool = False
+    rate: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +202,7 @@ class LayerParts:
     """Descriptions of what a block is made of, beside its norms. Compares by identity, which is quick."""
 
     mixer: Any  # a MixerPart: kernels.qkv_attention.AttentionPart or kernels.gated_delta_net.DeltaNet
-    mlp: Any  # feed-forward: kernels.gated_mlp.GatedMLPPart
+    mlp: Any  # an MLPPart: kernels.gated_mlp.GatedMLPPart or kernels.experts.part.ExpertsPart
 
     def __iter__(self) -> Iterator[LayerPart]:
         return iter((self.mixer, self.mlp))

@@ -33,7 +33,6 @@ from training.host.sizes import available_host_bytes, gib, parse_bytes
 from training.memory.kinds import FLAGS, check_head_dim, kinds_of
 from training.memory.machine import cap_gpu_memory, gpu_budget
 from training.memory.placement import set_kinds
-from training.memory.planner import MLP_TILE_SIZE
 from training.parallel.fsdp import copy_weights
 from training.parallel.world import World
 
@@ -166,10 +165,10 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
     copy_weights(model, weights)
     model.rotations(max(tokens, cached), device)  # once: writing past a prompt would make them anew, twice as long
     set_kinds(model, opened.kinds)
-    for block in model.layers:
+    for layer, block in enumerate(model.layers):
         block.mixer.backend = choose_backend("auto", device)
         block.mixer.heads_at_a_time = 1 if tokens >= LONG_TEXT and shape.attends_in_groups else None
-        block.mlp.tile_size = MLP_TILE_SIZE
+        block.mlp.tile_size = shape.parts(layer).mlp.tile_size
     return model
 
 

@@ -35,7 +35,7 @@ def waiting_bytes(step: StepShape, placement: Placement, parts: LayerParts) -> t
         return step.input_bytes, *block_bytes(step, step.given, placement, parts).kept
     results, choices = results_bytes(step, parts)
     kept = results if placement.results == "gpu" else 0
-    return step.input_bytes if placement.input == "gpu" else 0, kept + choices, 0
+    return step.input_bytes if placement.input == "gpu" else 0, kept + choices, parts.mlp.choice_bytes(step.tokens)
 
 
 def work(step: StepShape, execution: Execution, parts: LayerParts) -> list[Work]:

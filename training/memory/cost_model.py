@@ -64,7 +64,7 @@ def forward_flops(
         num_targets: tokens that the head predicts; None: as many as the documents have.
         prompts: as in `kernels.attention.documents.Documents`; `document_lengths` has prompts and answers as well.
     """
-    matrices, tokens = sum(map(share.layer_matrix_parameters, range(share.num_hidden_layers))), sum(document_lengths)
+    matrices, tokens = sum(map(share.layer_active_parameters, range(share.num_hidden_layers))), sum(document_lengths)
     head = share.vocab_size * share.hidden_size * (tokens if num_targets is None else num_targets)
     mixers = Counter(share.parts(i).mixer.with_kind(kind) for i, kind in enumerate(kinds or share.kinds))
     lengths = document_lengths

@@ -128,7 +128,7 @@ def measure_attention(
     """Measures what `measure_rates` does of attention, on a GPU. Arguments are the same."""
     backend, rates = choose_backend(attention_backend, device), Rates()
     x, weight = _factors(share.hidden_size, share.intermediate_size, device)
-    product, times = x @ weight, 65_536 * share.layer_matrix_parameters(0) // (len(x) * weight.numel())
+    product, times = x @ weight, 65_536 * share.layer_active_parameters(0) // (len(x) * weight.numel())
 
     def layer() -> None:
         for _ in range(times):

@@ -24,8 +24,6 @@ from training.optim.formats import STATE_FORMATS
 # allocator gives back free pages of its expandable segments, and that costs some time.
 HEADROOM = 1.04
 LEAST_HEADROOM = 1.01
-# Tokens, in every plan. Tiles cost no time, and save one matrix product that a placed block otherwise recomputes.
-MLP_TILE_SIZE = 8192
 # Share of a step's seconds that a smaller format of optimizer state must save where the first fits too: it is less
 # precise.
 FORMAT_SAVES = 0.01
@@ -288,12 +286,14 @@ class _Search:
         step, given, L = self.step, self.step.given, self.step.layers
         of_all = math.inf, 0.75, 0.5, 0.25, 0
         ends = step.share.num_ends
+        # Tiles cost no time, and save one matrix product that a placed block otherwise recomputes.
+        tile_size = max(parts.mlp.tile_size for parts in {*step.parts})
         of_ends = math.inf, *(i / ends for i in reversed(range(ends)))  # embedding and head
         for num, state_format in itertools.product(self.waiting, _formats(step)):
             can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
             losses = ("auto", "chunked") if can_choose else (given.loss_impl,)
             weights = (_placement(weights="host"),) * min(num, L) + (_placement(),) * (L - num)
-            base = replace(given, placements=weights, mlp_tile_size=MLP_TILE_SIZE, state_format=state_format)
+            base = replace(given, placements=weights, mlp_tile_size=tile_size, state_format=state_format)
             if num > L:
                 losses, base = ("chunked",), replace(base, loss_impl="chunked", ends="host")
             shares = of_all if num == 0 else of_ends if num <= L else (0,)

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kernels.linear_cross_entropy import linear_cross_entropy_footprint
+from kernels.parts import Work
 from kernels.qkv_attention import AttentionPart
 from training.memory.block_bytes import sent_bytes, work
 from training.memory.execution import Execution, needed_for_backward
@@ -73,8 +74,11 @@ class _Timeline:
     @functools.cached_property
     def products(self) -> list[float]:
         """Seconds of each layer's matrix products in forward."""
-        rate = self.rates[self.execution.linear.rate]
-        return [sum(part.matrix_flops for part in parts) / rate for parts in self.work]
+        return [sum(part.matrix_flops / self._rate(part) for part in parts) for parts in self.work]
+
+    def _rate(self, part: Work) -> float:
+        """Returns the FLOP/s of a part's matrix products."""
+        return self.rates[part.rate or self.execution.linear.rate]
 
     @functools.cached_property
     def moves(self) -> list[float]:
@@ -131,7 +135,7 @@ class _Timeline:
         attention = sum(self.attend(i) for i in blocks if self.placements[i].results == "recompute")
         if not self.execution.heads_at_a_time:  # kept outputs are exchanged again
             attention += sum(self.exchange[i] for i in blocks if self.placements[i].results != "recompute")
-        products = sum(part.repeated_flops for part in self.work[layer]) / self.rates[self.execution.linear.rate]
+        products = sum(part.repeated_flops / self._rate(part) for part in self.work[layer])
         return {
             "attention": attention,
             "products": products + sum(self.products[i] for i in before),
