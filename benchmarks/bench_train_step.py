@@ -48,13 +48,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from benchmarks.common import print_json, print_table
+from benchmarks.common import peer_model, print_json, print_table
 from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL
 from kernels.attention.window import Window
 from kernels.gated_delta_net import DeltaNet
-from kernels.rope import rope_frequencies
-from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig, Transformer
+from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.pieces import SAVING_BYTES
 from training.checkpoint.saver import Saver
@@ -64,7 +63,6 @@ from training.data.sources import Document, read_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.families.config_json import to_config_json
-from training.families.names import name_in_file
 from training.host.choices import LINEARS, LORA_BITS, LORA_TARGETS, OPTIMIZER_STATES
 from training.host.files import size_on_disk
 from training.host.sizes import GIB
@@ -407,26 +405,9 @@ def peer_step(config: ModelConfig, lora: int | None, bits: int, world: World) ->
 
     `lora` is the rank of adapters, and `bits` are of the frozen matrices beside them.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if world.device.type == "cuda":  # Liger's kernels run nowhere else
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-        MODEL_TYPE_TO_APPLY_LIGER_FN[config.model_type]()
-        if any(isinstance(kind, DeltaNet) for kind in config.layer_kinds):
-            use_fla()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config))).to(torch.bfloat16)
-    rotary = model.model.rotary_emb
-    model.to_empty(device=world.device)
-    frequencies = rope_frequencies(config.rotary_width, config.rope_theta, device=world.device).float()
-    rotary.inv_freq = rotary.original_inv_freq = frequencies
-    with torch.no_grad():
-        initializer = Transformer.initialize_parameter
-        declared = {name_in_file(name): parameter for name, parameter in config.parameters().items()}
-        holder = argparse.Namespace(config=config, declared=declared)
-        for name, parameter in model.named_parameters():
-            initializer(holder, name, parameter)
+    if any(isinstance(kind, DeltaNet) for kind in config.layer_kinds) and world.device.type == "cuda":
+        use_fla()
+    model = peer_model(config, world.device)
     if lora is not None:
         from peft import LoraConfig, get_peft_model
 

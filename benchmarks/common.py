@@ -17,6 +17,11 @@ import torch
 import torch._functorch.config
 import triton
 
+from kernels.rope import rope_frequencies
+from model import ModelConfig, Transformer
+from training.families.config_json import to_config_json
+from training.families.names import name_in_file
+
 
 def parse_flags(description: str, cpu_tokens: int | None = None, **flags: dict) -> argparse.Namespace:
     """Parse --device (a torch.device), --tokens and the script's own flags, and print the environment.
@@ -200,3 +205,25 @@ def print_json(operation: str, device: torch.device, out: Path | None = None, /,
     if out is not None:
         with out.open("a") as file:
             file.write(line + "\n")
+
+
+def peer_model(config: ModelConfig, device: torch.device) -> torch.nn.Module:
+    """transformers' model with weights drawn as ours, bf16, with Liger's kernels on a GPU."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if device.type == "cuda":  # Liger's kernels run nowhere else
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+        MODEL_TYPE_TO_APPLY_LIGER_FN[config.model_type]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config))).to(torch.bfloat16)
+    rotary = model.model.rotary_emb
+    model.to_empty(device=device)
+    frequencies = rope_frequencies(config.rotary_width, config.rope_theta, device=device).float()
+    rotary.inv_freq = rotary.original_inv_freq = frequencies
+    declared = {name_in_file(name): parameter for name, parameter in config.parameters().items()}
+    holder = argparse.Namespace(config=config, declared=declared)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            Transformer.initialize_parameter(holder, name, parameter)
+    return model
