@@ -41,10 +41,8 @@ class Pairs(RowReader):
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
         row = _needs(row, "chosen", "rejected")
         prompt, *answers = _cut(row.get("prompt"), row["chosen"], row["rejected"])
-        others = _others(row, self.fields)
-        tokens, masked = zip(
-            *(ended(encode({**others, "prompt": prompt, "completion": each}), self._eos_id) for each in answers)
-        )
+        row = row | {"prompt": prompt}
+        tokens, masked = zip(*(ended(encode(_sample(row, self.fields, each)), self._eos_id) for each in answers))
         shared = _shared_tokens(tokens, masked)
         numbers = _numbers([*map(len, tokens)], shared)
         return "pairs", (_joined(tokens, shared), _joined(masked, shared), True), {"answer": numbers}
@@ -80,13 +78,13 @@ def _cut(prompt, chosen, rejected) -> tuple:
     return prompt, chosen, rejected
 
 
-def _others(row: dict, fields: frozenset[str]) -> dict:
-    """Returns the tools of a row, and all fields that its reader lacks: forms.py refuses what it would ignore.
+def _sample(row: dict, fields: frozenset[str], completion) -> dict:
+    """Returns a row of forms.py of the prompt, one answer, and all that no reader has in `fields`.
 
-    Chats beside a prompt repeat it, as "messages" in UltraFeedback.
+    So forms.py refuses what it would ignore. Chats beside a prompt repeat it, as "messages" in UltraFeedback.
     """
-    left_out = fields.union(("messages", "conversations")) - {"tools"}
-    return {name: value for name, value in row.items() if name not in left_out}
+    left_out = fields.union(("messages", "conversations")) - {"prompt", "tools"}
+    return {name: value for name, value in row.items() if name not in left_out} | {"completion": completion}
 
 
 def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
@@ -114,8 +112,7 @@ class Labelled(RowReader):
         row = _needs(row, "prompt", "completion", "label")
         if row["label"] not in (0, 1):
             raise UserError(f'"label" must be true or false, got {str(row["label"])[:40]}')
-        known = {name: row[name] for name in ("prompt", "completion", "tools") if row.get(name)}
-        tokens, masked = ended(encode(known), self._eos_id)
+        tokens, masked = ended(encode(_sample(row, self.fields, row["completion"])), self._eos_id)
         answer = np.zeros(len(tokens), np.float32)
         return "labelled answers", (tokens, masked, True), {"answer": answer, "label": answer + row["label"]}
 
@@ -182,13 +179,12 @@ class Rollouts(RowReader):
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
         row, form = _needs(row), "rollouts"
         if row.get("completion_ids") is not None:
-            refuse_masked(_others(row, self.fields), "remove it, or give --columns completion_mask=NAME")
+            refuse_masked(_sample(row, self.fields, None), "remove it, or give --columns completion_mask=NAME")
             tokens, masked = self._from_ids(row)
             places = np.arange(len(row["prompt_ids"]), len(tokens))
         else:
             row = _needs(row, "prompt", "completion")
-            own = {name: row[name] for name in ("prompt", "completion")}
-            tokens, masked = ended(encode(_others(row, self.fields) | own), self._eos_id)
+            tokens, masked = ended(encode(_sample(row, self.fields, row["completion"])), self._eos_id)
             if row.get("completion_mask") is not None:
                 raise UserError('has "completion_mask" without "completion_ids", whose tokens it counts')
             places = (~masked).nonzero()[0]

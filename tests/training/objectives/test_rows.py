@@ -143,6 +143,14 @@ def test_whole_chats_have_their_prompt_once(row):
     assert given[0]["prompt"] == [ASKS] and "messages" not in given[0]
 
 
+@pytest.mark.parametrize("objective", ["kto", "grpo"])
+def test_what_rows_of_one_answer_would_ignore_is_refused(tmp_path, objective):
+    row = {"prompt": "a", "completion": "b", "system": "be", "old_logprobs": [-1, -1], "advantage": 1}
+    row |= {"label": True} if objective == "kto" else {}
+    with pytest.raises(UserError, match='"system" beside'):
+        read(tmp_path, [row], objective=objective)
+
+
 def test_columns_rename_the_fields_of_an_objective(tmp_path):
     row = {"q": "a", "better": "b", "worse": "c", "context": "left out where answers are named"}
     store, _ = read(tmp_path, [row], columns="prompt=q,chosen=better,rejected=worse", objective="simpo")
