@@ -10,9 +10,10 @@ checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on
 Python standard library, bytes. With `--lora 16` all of them train adapters of that rank alone, the peer by peft's, in
 bf16, or with `--lora_bits 4` beside bitsandbytes' linear maps of 4 bits.
 
-The first of a setting's `--steps` compiles kernels and makes workspaces and optimizer state; above 131,072 tokens it
-has 16,384. The last step is timed, from the end of the backward before to the end of its own: an update of state on the
-host goes on beside the next forward, and the peer's step has ended by then.
+The first of a setting's `--steps` compiles kernels and makes workspaces and optimizer state. It has
+`--warm_up_tokens`; by default 16,384 above 131,072 tokens, and else as many as the others. The last step is timed, from
+the end of the backward before to the end of its own: an update of state on the host goes on beside the next forward,
+and the peer's step has ended by then.
 
 With `--packed` each step takes another sequence of documents, packed as train.py packs them. The second half of the
 steps is timed, since cuDNN has then built its plans of most lengths, and predicted from its own documents' lengths.
@@ -101,6 +102,7 @@ def main() -> None:
         help="the same plan, with weights and optimizer state of all its blocks on the host, whatever --host_budget is",
     )
     parser.add_argument("--steps", type=int, default=2, help="at least 2; see above for which are timed")
+    parser.add_argument("--warm_up_tokens", type=int, help="tokens of the first step; see above")
     parser.add_argument("--context_parallel_size", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--tensor_parallel_size", type=int, default=1, help="ranks that share each matrix")
     parser.add_argument("--replicate", type=int, default=1, help="copies of the weights, each sharded over ranks")
@@ -185,8 +187,9 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
         with mock.patch("training.data.loader.deal", in_order) if arguments.in_order else nullcontext():
             return [[loader.next_step(count) for loader in loaders] for _ in range(arguments.steps)]
     tokens, steps = np.concatenate([document.tokens for document in documents]), []
+    default = WARM_UP_TOKENS if length > LONGEST_REPEATED else length
     for step in range(arguments.steps):
-        first = WARM_UP_TOKENS if step == 0 and length > LONGEST_REPEATED else length
+        first = length if step else arguments.warm_up_tokens or default
         ids = torch.from_numpy(tokens[None, :first].astype("int64"))
         targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
         batch = Batch(ids, targets, find_documents(torch.zeros_like(ids)), first - 1)

@@ -34,7 +34,7 @@ from .delta_net.rule import HEAD_WIDTHS
 from .gated_mlp import gated_activation_reference, swiglu
 from .head_exchange import HeadExchange
 from .linear import PLAIN
-from .parts import AttentionFlops, Linear, MixerKind, Parameter, Weight, Work
+from .parts import Adapted, AttentionFlops, Linear, MixerKind, Parameter, Weight, Work
 from .rms_norm import rms_norm, rms_norm_reference
 
 BACKWARD_FLOPS = 3.0  # times forward's, in the delta rule: states and chunks' matrices are made again
@@ -220,14 +220,29 @@ def _decay_and_strength(a: Tensor, b: Tensor, p: DeltaNetParameters) -> tuple[Te
     return -p.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + p.dt_bias.to(dtype)), b.sigmoid().to(dtype)
 
 
-def _by_rank(x: Tensor, kind: DeltaNet, ranks: int, dim: int) -> Tensor:
-    """Orders channels by the rank that has their heads: q, k, v [..., C, ...] become [..., ranks, C / ranks, ...].
-
-    Ranks are the outermost dimension in memory, as they are sent.
-    """
+def _rows_by_rank(weight: Weight, kind: DeltaNet, ranks: int) -> list[Weight]:
+    """Returns the rows of each rank's heads, in q, in k and in v, of a weight whose rows are channels."""
+    if isinstance(weight, Adapted):
+        matrices, bs = (_rows_by_rank(rows, kind, ranks) for rows in (weight.matrix, weight.b))
+        return [Adapted(matrix, weight.a, b) for matrix, b in zip(matrices, bs)]  # type: ignore[arg-type]
     G, H, K, V = kind.sizes
-    parts = (part.unflatten(dim, (ranks, -1)) for part in x.split([G * K, G * K, H * V], dim))
-    return torch.cat([part.movedim(dim, 0) for part in parts], dim + 1).movedim(0, dim)
+    parts = (part.chunk(ranks) for part in weight.split([G * K, G * K, H * V]))
+    return [torch.cat(rows) for rows in zip(*parts)]
+
+
+def _project_to_heads(
+    x_BTD: Tensor, weight: Weight, kind: DeltaNet, exchange: HeadExchange, linear: Linear
+) -> Callable[[], Tensor]:
+    """Projects to the channels of other ranks' heads, and starts to send them.
+
+    Returns a function that projects to this rank's channels beside that, and waits: [B, T / N, D] to [B, T, C / N].
+    """
+    if exchange.size == 1:
+        return lambda: linear(x_BTD, weight)
+    rows, own = _rows_by_rank(weight, kind, exchange.size), exchange.rank
+    parts = [None if rank == own else linear(x_BTD, of_rank) for rank, of_rank in enumerate(rows)]
+    receive = exchange.start_parts_to_heads(parts)
+    return lambda: receive(linear(x_BTD, rows[own]))
 
 
 def gated_delta_net(
@@ -251,17 +266,18 @@ def gated_delta_net(
         ValueError: what `qkv_convolution` and `delta_rule` refuse, and ranks that do not divide the key heads.
     """
     p, exchange = parameters, exchange or HeadExchange(None)
-    convolution, (G, H, K, _) = p.convolution, kind.of_rank(exchange.size).sizes
+    G, H, K, _ = kind.of_rank(exchange.size).sizes
+    receive_qkv = _project_to_heads(x_BTD, p.qkv, kind, exchange, linear)
     a, b = PLAIN.maps(x_BTD, [p.a, p.b])
     g, beta = _decay_and_strength(a, b, p)
     if exchange.size == 1:
-        qkv, z = linear.maps(x_BTD, [p.qkv, p.z])
+        qkv, convolution = receive_qkv(), p.convolution
     else:
-        g, beta = exchange.to_heads(torch.stack([g, beta], -1)).unbind(-1)
-        receive = exchange.start_to_heads(_by_rank(linear(x_BTD, p.qkv), kind, exchange.size, 2))
-        z = linear(x_BTD, p.z)  # beside the exchange
-        qkv, convolution = receive().flatten(2), _by_rank(convolution, kind, exchange.size, 0)[exchange.rank]
-        del receive
+        receive_gates = exchange.start_to_heads(torch.stack([g, beta], -1))
+        qkv, convolution = receive_qkv(), _rows_by_rank(p.convolution, kind, exchange.size)[exchange.rank]
+        g, beta = receive_gates().unbind(-1)
+        del receive_gates
+    del receive_qkv
     convolve = functools.partial(qkv_convolution, weight_CW=convolution, G=G, H=H, K=K, impl=impl)
     if has_prompts(segments):
         inputs = [qkv, g, beta]
@@ -276,11 +292,12 @@ def gated_delta_net(
         q, k, v = (x[:, WIDTH - 1 :] for x in convolve(cache.joined(qkv)))
         out, cache.state = delta_rule(q, k, v, g, beta, initial_state=cache.state, with_state=True, impl=impl)
         del qkv, q, k, v, g, beta
-    out = exchange.to_tokens(out)  # type: ignore[arg-type]
-    shape = out.shape
-    normed = rms_norm(out, p.norm, p.eps, impl=impl)
+    receive = exchange.start_to_tokens(out)  # type: ignore[arg-type]
     del out
-    return linear(swiglu(z.view(shape), normed, impl=impl).flatten(2), p.out)  # type: ignore[arg-type]
+    z = linear(x_BTD, p.z)  # beside the exchange; and backward frees its gradient before the rule's backward
+    normed = rms_norm(receive(), p.norm, p.eps, impl=impl)
+    del receive
+    return linear(swiglu(z.view(normed.shape), normed, impl=impl).flatten(2), p.out)  # type: ignore
 
 
 def _with_prompts(inputs: list[Tensor], convolve: Callable, segments: Tensor, impl: str) -> Tensor:

@@ -8,7 +8,7 @@ Method: Jacobs et al., DeepSpeed Ulysses, arXiv 2309.14509.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,65 @@ class _Received(torch.autograd.Function):
         return ctx.flight.start(d_received, ctx.group), None, None
 
 
+class _Parts:
+    """Parts on their way: part i goes to rank i; this rank's own is left out, and may be made beside them."""
+
+    def __init__(self, group: dist.ProcessGroup | RanksOnMeta):
+        self.group, self.rank = group, group.rank()
+
+    def start(self, sent: Sequence[Tensor | None], received: Sequence[Tensor]) -> None:
+        """Sends parts, and receives as many, of other ranks. Nobody may read these before `wait`."""
+        self.sent, self.works = sent, []
+        others = [i for i in range(self.group.size()) if i != self.rank]
+        if not received[0].is_meta:
+            pairs = [pair for i in others for pair in ((dist.isend, sent[i], i), (dist.irecv, received[i], i))]
+            operations = [dist.P2POp(way, part, group=self.group, group_peer=i) for way, part, i in pairs]
+            self.works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        del self.sent, self.works
+
+
+class _PartsSent(torch.autograd.Function):
+    """Starts to send parts, and returns [N, ...] with room for this rank's own. Its backward waits, as `_Sent`'s."""
+
+    @staticmethod
+    def forward(ctx, parts, *tensors):
+        ctx.parts, part = parts, next(tensor for tensor in tensors if tensor is not None)
+        received = part.new_empty(len(tensors), *part.shape)
+        parts.start(tensors, received.unbind())
+        return received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_received):
+        ctx.parts.wait()
+        gradients = [None if i == ctx.parts.rank else d for i, d in enumerate(ctx.parts.gradients)]
+        del ctx.parts.gradients
+        return None, *gradients
+
+
+class _PartsReceived(torch.autograd.Function):
+    """Waits for parts, and adds this rank's own. Backward sends the gradients of the others back."""
+
+    @staticmethod
+    def forward(ctx, received, own, parts):
+        parts.wait()
+        ctx.parts = parts
+        received[parts.rank].copy_(own)
+        return received.view_as(received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_received):
+        sent, rank = d_received.contiguous().unbind(), ctx.parts.rank
+        ctx.parts.gradients = [d if i == rank else torch.empty_like(d) for i, d in enumerate(sent)]
+        ctx.parts.start(sent, ctx.parts.gradients)
+        return d_received, sent[rank], None  # `_PartsSent` takes the gradients that come
+
+
 class HeadExchange:
     """Exchanges some tokens of all heads for all tokens of some heads, between the ranks of one group. Differentiable.
 
@@ -123,9 +182,24 @@ class HeadExchange:
         receive = self._send(x_BTHK.unflatten(2, (self.size, -1)).movedim(2, 0))
         return lambda: receive().movedim(0, 1).flatten(1, 2)  # [N, B, T / N, heads / N, K] -> [B, T, heads / N, K]
 
+    def start_parts_to_heads(self, parts: Sequence[Tensor | None]) -> Callable[[Tensor], Tensor]:
+        """Starts to send part i [B, T / N, C] to rank i; this rank's own is None.
+
+        Returns a function that takes the own part, which may be made beside the exchange. It waits, and returns the
+        parts of all ranks' tokens, [B, T, C]. Kernels that are queued between run beside it, as in `start_to_heads`.
+        """
+        assert self.group is not None, "one rank has no other to send to"
+        flight = _Parts(self.group)
+        received = _PartsSent.apply(flight, *parts)
+        return lambda own: _PartsReceived.apply(received, own, flight).movedim(0, 1).flatten(1, 2)
+
     def to_tokens(self, x_BTHK: Tensor) -> Tensor:
         """Turns [B, T, heads / N, K] into [B, T / N, heads, K]: undoes `to_heads`, if that repeated no heads."""
+        return self.start_to_tokens(x_BTHK)()
+
+    def start_to_tokens(self, x_BTHK: Tensor) -> Callable[[], Tensor]:
+        """Starts `to_tokens`, and returns a function that waits for its result; see `start_to_heads`."""
         if self.group is None:
-            return x_BTHK
-        parts = self._send(x_BTHK.unflatten(1, (self.size, -1)).movedim(1, 0))()
-        return parts.movedim(0, 2).flatten(2, 3)  # [N, B, T / N, heads / N, K] -> [B, T / N, heads, K]
+            return lambda: x_BTHK
+        receive = self._send(x_BTHK.unflatten(1, (self.size, -1)).movedim(1, 0))
+        return lambda: receive().movedim(0, 2).flatten(2, 3)  # [N, B, T / N, heads / N, K] -> [B, T / N, heads, K]

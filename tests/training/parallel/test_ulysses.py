@@ -135,6 +135,18 @@ def check_exchange(world: World) -> None:
             assert torch.equal(tokens, x)
             tokens.backward(d_whole[:, own])
             assert torch.equal(y.grad, d_ranks[rank])
+            check_parts(exchange, whole[:, own].flatten(2), y.detach().flatten(2), d_whole)
+
+
+def check_parts(exchange: HeadExchange, x: torch.Tensor, expected: torch.Tensor, d_whole: torch.Tensor) -> None:
+    """The exchange of parts, of which a rank's own comes later, makes of x [B, 3, C] what `to_heads` does."""
+    parts = [part.clone().requires_grad_() for part in x.chunk(exchange.size, 2)]
+    others = [None if rank == exchange.rank else part for rank, part in enumerate(parts)]
+    y = exchange.start_parts_to_heads(others)(parts[exchange.rank])
+    assert torch.equal(y, expected)
+    y.backward(d_whole.flatten(2).chunk(exchange.size, 2)[exchange.rank])
+    own = slice(3 * exchange.rank, 3 * exchange.rank + 3)
+    assert torch.equal(torch.cat([part.grad for part in parts], 2), d_whole[:, own].flatten(2))
 
 
 def build(case: Case, world: World) -> Transformer:
