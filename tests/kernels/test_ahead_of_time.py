@@ -10,7 +10,8 @@ from kernels.attention.sparse.sparse_attention import WIDE_SHARED_MEMORY
 
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.stem: path.read_text() for path in sorted((ROOT / "kernels").glob("*.py"))}
-SOURCES["delta_net"] = "".join(path.read_text() for path in sorted((ROOT / "kernels/delta_net").glob("*.py")))
+for folder in ("delta_net", "experts"):
+    SOURCES[folder] = "".join(path.read_text() for path in sorted((ROOT / "kernels" / folder).glob("*.py")))
 SPARSE = {path.stem: path.read_text() for path in sorted((ROOT / "kernels/attention").rglob("*.py"))}
 MOST_SPILLED = 1024  # bytes per thread; gather backward with heads of 256 spills 1008 by Triton 3.6 on sm_80
 MOST_SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}  # sm_86 and sm_89 have 99 KiB, and run sm_80's code
