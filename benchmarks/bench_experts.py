@@ -32,13 +32,13 @@ NAMES = "y", "dx", "d_gate_up", "d_down", "d_weights"
 LARGE = [Tile(256, 64, *rest) for rest in ((3, 8), (4, 8), (3, 8, True))]
 SMALL = [Tile(128, 64, *rest) for rest in ((3, 4), (3, 8), (4, 8))]
 BESIDE = [Tile(128, 64, 3, 8), Tile(128, 64, 4, 8), Tile(128, 64, 3, 8, True), Tile(64, 64, 3, 8), Tile(64, 64, 3, 4)]
-DEEP = [Tile(256, 64, 3, 8), Tile(256, 32, 5, 8), Tile(256, 64, 5, 8), Tile(128, 64, 5, 4), Tile(128, 64, 5, 8)]
+GATHERED = [Tile(256, 64, 3, 8), Tile(256, 64, 4, 8), Tile(256, 32, 5, 8), Tile(128, 64, 3, 4), Tile(128, 64, 4, 8)]
 CANDIDATES = {
     "gate_up": BESIDE,
     "down": [*LARGE, *SMALL, Tile(128, 64, 3, 4, True)],
     "d_hidden": [*LARGE, *SMALL, Tile(128, 64, 3, 8, True)],
-    "d_down": DEEP,
-    "d_gate_up": DEEP,
+    "d_down": GATHERED,
+    "d_gate_up": GATHERED,
     "dx": [*LARGE, *SMALL, Tile(128, 64, 3, 4, True)],
 }
 

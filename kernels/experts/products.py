@@ -1,8 +1,8 @@
 """Matrix products of a mixture's experts, over rows that are sorted by expert.
 
 An entry is a token's j-th expert, number n k + j. Its place is its position among the entries sorted by expert. Rows of
-a product are entries by place. Rows of x and of dy are gathered where they are loaded, and results go back to
-the order of entries where they are stored, so neither is copied.
+a product are entries by place. Rows of x and of dy are gathered where they are loaded, and results go back to the order
+of entries where they are stored, so neither is copied.
 
 A tile is up to ROWS places of one expert and some columns. How many tiles there are is known on the GPU alone: programs
 go through all of them in turns. No sum is shared by programs.
@@ -41,8 +41,8 @@ HOPPER = {
     "gate_up": Tile(128, 64, 3, 8),
     "down": Tile(256, 64, 3, 8, True),
     "d_hidden": Tile(256, 64, 3, 8),
-    "d_down": Tile(256, 64, 5, 8),
-    "d_gate_up": Tile(256, 64, 5, 8),
+    "d_down": Tile(256, 64, 3, 8),
+    "d_gate_up": Tile(256, 64, 3, 8),
     "dx": Tile(256, 64, 3, 8, True),
 }
 OLDER = dict.fromkeys(HOPPER, Tile(128, 32, 3, 8)) | {"gate_up": Tile(64, 32, 3, 8)}
@@ -247,11 +247,12 @@ def _d_weight_kernel(
     d, columns = tile // COLUMN_TILES * ROWS + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     start, stop = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    _, token_rows = _gathered(tokens_ptr, order_ptr, start + tl.arange(0, DEPTH), stop, K, D)
     for first in range(start, stop, DEPTH):
         places = first + tl.arange(0, DEPTH)
-        _, token_rows = _gathered(tokens_ptr, order_ptr, places, stop, K, D)
         is_there = (places < stop)[:, None] if D % ROWS == 0 else (places < stop)[:, None] & (d < D)[None, :]
         tokens = tl.load(token_rows + d[None, :], mask=is_there, other=0.0)
+        _, token_rows = _gathered(tokens_ptr, order_ptr, places + DEPTH, stop, K, D)  # the next step's
         total = tl.dot(tl.trans(tokens), rows_d.load([first, column]), total, input_precision="ieee")
     out = d[:, None] + columns[None, :] * D if TRANSPOSED else d[:, None] * WIDTH + columns[None, :]
     out += expert.to(tl.int64) * (D * WIDTH) + out_ptr
