@@ -31,7 +31,6 @@ from .convolution import WIDTH, qkv_convolution, qkv_convolution_footprint, qkv_
 from .delta_net import delta_rule, delta_rule_footprint, delta_rule_reference
 from .delta_net.chunks import CHUNK
 from .delta_net.rule import HEAD_WIDTHS
-from .gated_mlp import gated_activation_reference, swiglu
 from .head_exchange import HeadExchange
 from .linear import PLAIN
 from .parts import Adapted, AttentionFlops, Linear, MixerKind, Parameter, Weight, Work
@@ -171,7 +170,7 @@ class DeltaNet(MixerKind):
     ) -> Work:  # fmt: skip
         _, H, _, V = self.sizes
         flops = 2.0 * num_tokens * hidden_size * (self.channels + 2 * H * V + 2 * H)
-        return Work(flops, flops, element_size * num_tokens * (2 * self.channels + 5 * H * V))
+        return Work(flops, flops, element_size * num_tokens * (2 * self.channels + 3 * H * V))
 
     def measure_rates(self, H, G, K, context_length, backend, seconds: Callable[..., float], device):
         (G, H, K, V), T = self.sizes, 32_768
@@ -210,8 +209,7 @@ def gated_delta_net_reference(
     q, k, v = qkv_convolution_reference(qkv, p.convolution, G, H, K, segments=segments)
     g, beta = _decay_and_strength(a, b, p)
     out, _ = delta_rule_reference(q, k, v, g, beta, segments=segments)
-    normed = rms_norm_reference(out, p.norm, p.eps)
-    return F.linear(gated_activation_reference(z.view(out.shape), normed, "silu").flatten(2), p.out)  # type: ignore
+    return F.linear(rms_norm_reference(out, p.norm, p.eps, gate=z.view(out.shape)).flatten(2), p.out)  # type: ignore
 
 
 def _decay_and_strength(a: Tensor, b: Tensor, p: DeltaNetParameters) -> tuple[Tensor, Tensor]:
@@ -295,9 +293,11 @@ def gated_delta_net(
     receive = exchange.start_to_tokens(out)  # type: ignore[arg-type]
     del out
     z = linear(x_BTD, p.z)  # beside the exchange; and backward frees its gradient before the rule's backward
-    normed = rms_norm(receive(), p.norm, p.eps, impl=impl)
+    out = receive()
     del receive
-    return linear(swiglu(z.view(normed.shape), normed, impl=impl).flatten(2), p.out)  # type: ignore
+    normed = rms_norm(out, p.norm, p.eps, gate=z.view(out.shape), impl=impl)
+    del out
+    return linear(normed.flatten(2), p.out)  # type: ignore[union-attr]
 
 
 def _with_prompts(inputs: list[Tensor], convolve: Callable, segments: Tensor, impl: str) -> Tensor:

@@ -56,7 +56,7 @@ def gated_mlp_reference(
 
 
 @triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
     """Returns act(x) and act'(x)."""
     if ACTIVATION == "gelu_tanh":
         y = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 sqrt(2 / pi) (...)
@@ -83,7 +83,7 @@ def _gated_activation_forward_kernel(
     mask = columns < F
     gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0)
-    value, _ = _activate(gate, ACTIVATION)
+    value, _ = activate(gate, ACTIVATION)
     tl.store(output_ptr + row * F + columns, (value * up.to(tl.float32)).to(up.dtype), mask=mask)
 
 
@@ -103,7 +103,7 @@ def _gated_activation_backward_kernel(
     up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0)
     dtype = up.dtype
     up = up.to(tl.float32)
-    value, derivative = _activate(gate, ACTIVATION)
+    value, derivative = activate(gate, ACTIVATION)
     tl.store(d_gate_ptr + offsets, (d_output * up * derivative).to(dtype), mask=mask)
     tl.store(d_up_ptr + offsets, (d_output * value).to(dtype), mask=mask)
     if output_ptr is not None:

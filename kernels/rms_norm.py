@@ -1,25 +1,29 @@
-"""Root-mean-square normalisation of the last dimension in one launch, of the input or of input + residual.
+"""Root-mean-square normalisation of the last dimension in one launch, of the input or of input + residual; with a gate.
 
     total = input + residual                          rounded to the input's dtype, as PyTorch rounds it
     normed = total * rstd * (weight + weight_offset)  with rstd = 1 / sqrt(mean(total^2) + eps)
+    output = normed * silu(gate)                      normed itself without a gate
 
-Backward, with x_hat = total * rstd and g = d_normed * (weight + weight_offset):
+Backward, with x_hat = total * rstd, d_normed = d_output * silu(gate) and g = d_normed * (weight + weight_offset):
 
     d_input = d_residual = rstd * (g - x_hat * mean(g * x_hat)) + d_total
     d_weight = sum over rows of d_normed * x_hat
+    d_gate = d_output * normed * silu'(gate)
 
-Kept for backward: the input, or the total, an output anyway; and one float32 rstd per row.
+Kept for backward: the input, or the total, an output anyway; the gate; and one float32 rstd per row.
 
 d_weight is summed in float32 in two stages: a fixed number of partial sums, then their sum. Without atomics, every run
 gives the same bits.
 """
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .common import operation, use_triton
+from .gated_mlp import activate
 
 LARGEST_ROW = 8192  # elements; a row lives in one program's registers
 FORWARD_BLOCK, BACKWARD_BLOCK = 2048, 4096  # elements that a program works on at once: many short rows, or one
@@ -32,6 +36,7 @@ def rms_norm_reference(
     eps: float = 1e-6,
     *,
     residual: Tensor | None = None,
+    gate: Tensor | None = None,
     weight_offset: float = 0.0,
     cast_before_weight: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -41,13 +46,16 @@ def rms_norm_reference(
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     if cast_before_weight:
         normed = normed.to(total.dtype)
-    normed = (normed * (weight.to(x.dtype) + weight_offset)).to(total.dtype)
+    normed = normed * (weight.to(x.dtype) + weight_offset)
+    if gate is not None:
+        normed = normed * F.silu(gate.to(x.dtype))
+    normed = normed.to(total.dtype)
     return normed if residual is None else (normed, total)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_forward_kernel(
-    input_ptr, residual_ptr, weight_ptr, normed_ptr, total_ptr, rstd_ptr,
+    input_ptr, residual_ptr, gate_ptr, weight_ptr, normed_ptr, total_ptr, rstd_ptr,
     num_rows, outer_stride, inner_stride, eps, weight_offset,
     INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
@@ -77,12 +85,16 @@ def _rms_norm_forward_kernel(
     normed = x * rstd[:, None]
     if CAST_BEFORE_WEIGHT:
         normed = normed.to(dtype).to(tl.float32)
-    tl.store(normed_ptr + offsets, (normed * scale[None, :]).to(dtype), mask=mask)
+    normed *= scale[None, :]
+    if gate_ptr is not None:
+        value, _ = activate(tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32), "silu")
+        normed *= value
+    tl.store(normed_ptr + offsets, normed.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_backward_kernel(
-    d_normed_ptr, d_total_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, partial_ptr,
+    d_normed_ptr, d_total_ptr, x_ptr, gate_ptr, weight_ptr, rstd_ptr, dx_ptr, d_gate_ptr, partial_ptr,
     num_rows, outer_stride, inner_stride, weight_offset,
     INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
@@ -104,6 +116,12 @@ def _rms_norm_backward_kernel(
         rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)  # [BLOCK_ROWS]
 
         x_hat = x.to(tl.float32) * rstd[:, None]
+        if gate_ptr is not None:
+            gate = tl.load(gate_ptr + offsets, mask=mask, other=0.0)
+            value, slope = activate(gate.to(tl.float32), "silu")
+            d_gate = d_normed * x_hat * scale[None, :] * slope
+            tl.store(d_gate_ptr + offsets, d_gate.to(gate.dtype), mask=mask)
+            d_normed *= value
         g = d_normed * scale[None, :]
         dx = rstd[:, None] * g - x_hat * (rstd * tl.sum(g * x_hat, axis=1) / D)[:, None]
         if d_total_ptr is not None:
@@ -130,6 +148,10 @@ def _evenly_spaced_rows(x: Tensor) -> Tensor:
     return x.contiguous().view(-1, 1, x.shape[-1])
 
 
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
 def _blocks(d: int, elements: int) -> dict[str, int]:
     block_d = triton.next_power_of_2(d)
     return {"D": d, "BLOCK_D": block_d, "BLOCK_ROWS": max(1, elements // block_d)}
@@ -137,14 +159,15 @@ def _blocks(d: int, elements: int) -> dict[str, int]:
 
 @operation("fathom::rms_norm_forward")
 def _forward(
-    input: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float, cast_before_weight: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    input: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor, eps: float, weight_offset: float,
+    cast_before_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns normed, total (empty without a residual) and rstd."""
     x = _evenly_spaced_rows(input) if residual is None else input.reshape(-1, 1, input.shape[-1]).contiguous()
     normed, total, rstd = _empty_outputs(input, residual)
     blocks = _blocks(input.shape[-1], FORWARD_BLOCK)
     _rms_norm_forward_kernel[(triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]),)](
-        x, None if residual is None else residual.contiguous(), weight.contiguous(), normed, total, rstd,
+        x, _contiguous(residual), _contiguous(gate), weight.contiguous(), normed, total, rstd,
         rstd.numel(), x.stride(0), x.stride(1), eps, weight_offset, INNER=x.shape[1], **blocks,
         CAST_BEFORE_WEIGHT=cast_before_weight, num_warps=max(4, blocks["BLOCK_D"] // 1024),
     )  # fmt: skip
@@ -161,39 +184,46 @@ _forward.register_fake(lambda input, residual, *rest: _empty_outputs(input, resi
 
 @operation("fathom::rms_norm_backward")
 def _backward(
-    d_normed: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor, weight_offset: float
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x (the input, or the total) and of the weight."""
+    d_normed: Tensor, d_total: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor, rstd: Tensor,
+    weight_offset: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of x (the input, or the total), of the weight, and of the gate (empty without it)."""
     rows = _evenly_spaced_rows(x)
     blocks = _blocks(x.shape[-1], BACKWARD_BLOCK)
     num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     num_programs = min(PROGRAMS_PER_SM * num_sms, triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]))
-    dx, partial = x.new_empty(x.shape), x.new_empty(num_programs, x.shape[-1], dtype=torch.float32)
+    dx, d_weight, d_gate = _empty_gradients(x, gate, weight)
+    partial = x.new_empty(num_programs, x.shape[-1], dtype=torch.float32)
+    stages = 1 if blocks["BLOCK_D"] > BACKWARD_BLOCK else 4 if gate is None else 3
     _rms_norm_backward_kernel[(num_programs,)](
-        d_normed.contiguous(), None if d_total is None else d_total.contiguous(), rows, weight.contiguous(), rstd,
-        dx, partial, rstd.numel(), rows.stride(0), rows.stride(1), weight_offset, INNER=rows.shape[1], **blocks,
-        NUM_STAGES=4 if blocks["BLOCK_D"] <= BACKWARD_BLOCK else 1, num_warps=max(8, blocks["BLOCK_D"] // 512),
+        d_normed.contiguous(), _contiguous(d_total), rows, _contiguous(gate), weight.contiguous(), rstd, dx,
+        None if gate is None else d_gate, partial, rstd.numel(), rows.stride(0), rows.stride(1), weight_offset,
+        INNER=rows.shape[1], **blocks, NUM_STAGES=stages, num_warps=max(8, blocks["BLOCK_D"] // 512),
     )  # fmt: skip
-    return dx, partial.sum(0).to(weight.dtype)
+    return dx, d_weight.copy_(partial.sum(0)), d_gate
 
 
-_backward.register_fake(lambda d_normed, d_total, x, weight, *rest: (x.new_empty(x.shape), torch.empty_like(weight)))
+def _empty_gradients(x, gate, weight):
+    return x.new_empty(x.shape), torch.empty_like(weight), x.new_empty(0 if gate is None else gate.shape)
+
+
+_backward.register_fake(lambda d_normed, d_total, x, gate, weight, *rest: _empty_gradients(x, gate, weight))
 
 
 def _setup_context(ctx, inputs, output):
-    input, residual, weight, _, ctx.weight_offset, _ = inputs
+    input, residual, gate, weight, _, ctx.weight_offset, _ = inputs
     _, total, rstd = output
     ctx.set_materialize_grads(False)  # saves the zeros that autograd would make for an unused total
-    ctx.save_for_backward(input if residual is None else total, weight, rstd)
-    ctx.has_residual = residual is not None
+    ctx.save_for_backward(input if residual is None else total, gate, weight, rstd)
+    ctx.has_residual, ctx.has_gate = residual is not None, gate is not None
 
 
 def _gradients(ctx, d_normed, d_total, d_rstd):
     d_total = d_total if ctx.has_residual else None
     if d_normed is None:
-        return d_total, d_total, None, None, None, None
-    dx, d_weight = _backward(d_normed, d_total, *ctx.saved_tensors, ctx.weight_offset)
-    return dx, dx if ctx.has_residual else None, d_weight, None, None, None
+        return d_total, d_total, *[None] * 5
+    dx, d_weight, d_gate = _backward(d_normed, d_total, *ctx.saved_tensors, ctx.weight_offset)
+    return dx, dx if ctx.has_residual else None, d_gate if ctx.has_gate else None, d_weight, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
@@ -205,6 +235,7 @@ def rms_norm(
     eps: float = 1e-6,
     *,
     residual: Tensor | None = None,
+    gate: Tensor | None = None,
     weight_offset: float = 0.0,
     cast_before_weight: bool = True,
     impl: str = "auto",
@@ -217,6 +248,7 @@ def rms_norm(
         weight: [D], any floating dtype.
         eps: added to the mean of squares.
         residual: of the input's shape and dtype; added to the input before the norm.
+        gate: of the input's shape and dtype; silu of it multiplies the normalised input.
         weight_offset: added to the weight in float32; 1.0 is Gemma's convention.
         cast_before_weight: rounds to the input's dtype before the product with the weight, as Llama and Qwen3 do in
             transformers. False keeps float32 until the end, as Gemma does.
@@ -230,14 +262,14 @@ def rms_norm(
     """
     if weight.shape != input.shape[-1:]:
         raise ValueError(f"weight must be [{input.shape[-1]}], the input's last dimension, got {list(weight.shape)}")
-    if residual is not None and (residual.shape, residual.dtype) != (input.shape, input.dtype):
-        expected, got = (f"{list(x.shape)} {x.dtype}" for x in (input, residual))
-        raise ValueError(f"residual must be {expected} as the input is, got {got}")
+    for name, other in (("residual", residual), ("gate", gate)):
+        if other is not None and (other.shape, other.dtype) != (input.shape, input.dtype):
+            expected, got = (f"{list(x.shape)} {x.dtype}" for x in (input, other))
+            raise ValueError(f"{name} must be {expected} as the input is, got {got}")
     if not use_triton(impl, input):
-        return rms_norm_reference(
-            input, weight, eps, residual=residual, weight_offset=weight_offset, cast_before_weight=cast_before_weight
-        )
+        options = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
+        return rms_norm_reference(input, weight, eps, residual=residual, gate=gate, **options)  # type: ignore
     if input.shape[-1] > LARGEST_ROW and not input.is_meta:
         raise ValueError(f"rms_norm's kernel takes rows of up to {LARGEST_ROW} elements, got {input.shape[-1]}")
-    normed, total, _ = _forward(input, residual, weight, eps, weight_offset, cast_before_weight)
+    normed, total, _ = _forward(input, residual, gate, weight, eps, weight_offset, cast_before_weight)
     return normed if residual is None else (normed, total)

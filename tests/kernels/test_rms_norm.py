@@ -18,21 +18,31 @@ _FORWARD = {"input_ptr": "*bf16", "normed_ptr": "*bf16", "eps": "fp32", **_POINT
 _BACKWARD = {"d_normed_ptr": "*bf16", "x_ptr": "*bf16", "dx_ptr": "*bf16", "partial_ptr": "*fp32", **_POINTERS, **_ROWS}
 _HIDDEN = {"INNER": 1, "D": 2560, "BLOCK_ROWS": 1, "BLOCK_D": 4096}
 _HEADS = {"INNER": 32, "D": 128, "BLOCK_D": 128}
+_NO_GATE = {"gate_ptr": None, "d_gate_ptr": None}
 KERNELS_TO_COMPILE = [
     KernelToCompile(
         "_rms_norm_forward_kernel", _FORWARD | {"residual_ptr": "*bf16", "total_ptr": "*bf16"},
-        _HIDDEN | {"CAST_BEFORE_WEIGHT": True},
+        _HIDDEN | {"CAST_BEFORE_WEIGHT": True, "gate_ptr": None},
+    ),
+    *(
+        KernelToCompile(
+            "_rms_norm_forward_kernel", _FORWARD | gate,
+            _HEADS | {"BLOCK_ROWS": 16, "CAST_BEFORE_WEIGHT": True, "residual_ptr": None, "total_ptr": None} | without,
+        )
+        for gate, without in (({}, {"gate_ptr": None}), ({"gate_ptr": "*bf16"}, {}))
     ),
     KernelToCompile(
-        "_rms_norm_forward_kernel", _FORWARD,
-        _HEADS | {"BLOCK_ROWS": 16, "CAST_BEFORE_WEIGHT": True, "residual_ptr": None, "total_ptr": None},
+        "_rms_norm_backward_kernel", _BACKWARD | {"d_total_ptr": "*bf16"},
+        _HIDDEN | {"NUM_STAGES": 4, **_NO_GATE}, num_warps=8,
     ),
-    KernelToCompile(
-        "_rms_norm_backward_kernel", _BACKWARD | {"d_total_ptr": "*bf16"}, _HIDDEN | {"NUM_STAGES": 4}, num_warps=8,
-    ),
-    KernelToCompile(
-        "_rms_norm_backward_kernel", _BACKWARD, _HEADS | {"BLOCK_ROWS": 32, "NUM_STAGES": 4, "d_total_ptr": None},
-        num_warps=8,
+    *(
+        KernelToCompile(
+            "_rms_norm_backward_kernel", _BACKWARD | gate,
+            _HEADS | {"BLOCK_ROWS": 32, "NUM_STAGES": stages, "d_total_ptr": None} | without, num_warps=8,
+        )
+        for gate, stages, without in (
+            ({}, 4, _NO_GATE), ({"gate_ptr": "*bf16", "d_gate_ptr": "*bf16", "weight_ptr": "*fp32"}, 3, {}),
+        )
     ),
 ]  # fmt: skip
 
@@ -62,6 +72,22 @@ def test_matches_float64(shape, options, dtype, device, poisoned_memory):
 def test_residual_matches_float64(shape, options, dtype, device, poisoned_memory):
     x, residual = (random(*shape, seed=seed, dtype=dtype) for seed in (0, 8))
     compare(x, random(shape[-1], seed=9, dtype=dtype), residual, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 37), (2, 3, 5, 128), (70, 128)])
+def test_gate_matches_float64(shape, dtype, device, poisoned_memory):
+    """The weight is float32, as a gated delta net's; the gate reaches far to both sides."""
+    x, gate = random(*shape, dtype=dtype), 9 * random(*shape, seed=8, dtype=dtype)
+
+    def call(function, x, weight, gate):
+        return function(x, weight, gate=gate)
+
+    compare_with_float64(
+        functools.partial(call, rms_norm_reference),
+        functools.partial(call, functools.partial(rms_norm, impl="triton")),
+        [x, random(shape[-1], seed=9), gate],
+    )
 
 
 def test_total_is_rounded_as_eager_would(device):
@@ -129,11 +155,11 @@ def test_under_compile_and_checkpoint(wrap, device):
     assert all(torch.equal(a, b) for a, b in zip(plain, ours))
 
 
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_custom_op(with_residual, device):
-    x, weight = random(5, 37).requires_grad_(), random(37, seed=1).requires_grad_()
-    residual = random(5, 37, seed=2).requires_grad_() if with_residual else None
-    torch.library.opcheck(torch.ops.fathom.rms_norm_forward, (x, residual, weight, 1e-6, 0.0, True))
+@pytest.mark.parametrize("given", ["neither", "residual", "gate"])
+def test_custom_op(given, device):
+    x, weight, other = (random(*shape, seed=i).requires_grad_() for i, shape in enumerate([(5, 37), (37,), (5, 37)]))
+    residual, gate = (other if given == name else None for name in ("residual", "gate"))
+    torch.library.opcheck(torch.ops.fathom.rms_norm_forward, (x, residual, gate, weight, 1e-6, 0.0, True))
 
 
 def test_rounds_as_transformers_does(device):
