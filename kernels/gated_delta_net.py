@@ -69,6 +69,7 @@ class DeltaNet(MixerKind):
 
     name: ClassVar[str] = "delta"
     module: ClassVar[str] = "linear_attn"
+    kept_whole: ClassVar[str] = "q, k and v, which gated delta nets have in one matrix"
     works_in_groups: ClassVar[bool] = False
     has_keys: ClassVar[bool] = False
     reads_prompts: ClassVar[bool] = True  # its copies are three tokens of each prompt
@@ -131,6 +132,9 @@ class DeltaNet(MixerKind):
 
     def shared_sizes(self) -> dict[str, int]:
         return {}
+
+    def heads_to_share(self) -> dict[str, int]:
+        return {"key heads of gated delta nets": self.num_key_heads}
 
     def check_heads(self, head_dim):
         if not {self.key_dim, self.value_dim} <= {*HEAD_WIDTHS}:

@@ -159,10 +159,17 @@ class MixerPart(LayerPart, Protocol):
     Attributes:
         kind: the kind that it is of, which a run may replace by `with_kind`.
         works_in_groups: whether it obeys `heads_at_a_time`.
+        kept_whole: what tensor-parallel ranks would part; None: they can share all of its matrices.
     """
 
     @property
     def works_in_groups(self) -> bool: ...
+
+    @property
+    def kept_whole(self) -> str | None: ...
+
+    def heads_to_share(self) -> dict[str, int]:
+        """Returns the numbers of heads that ranks that share each sequence must divide, by their names for people."""
 
     def results_bytes(self, num_tokens: int, element_size: int) -> tuple[int, int]:
         """Returns the bytes of the results that a block can keep, and of choices, which it always keeps."""

@@ -533,6 +533,10 @@ class AttentionPart:
         return self.num_heads, self.num_key_value_heads, self.head_dim
 
     @property
+    def kept_whole(self) -> str | None:
+        return "heads that are normalised together" if self.qk_norm == "width" else None
+
+    @property
     def norm_sizes(self) -> tuple[int, int]:
         """Elements of q's and k's norm."""
         H, G, K = self.heads
@@ -559,6 +563,11 @@ class AttentionPart:
 
     def shared_sizes(self) -> dict[str, int]:
         return {"num_key_value_heads": self.num_key_value_heads}
+
+    def heads_to_share(self) -> dict[str, int]:
+        if self.kind.list_length:
+            return {"key/value heads, whose query heads choose blocks together": self.num_key_value_heads}
+        return {"query heads": self.num_heads}
 
     def with_kind(self, kind: AttentionKind) -> "AttentionPart":
         return replace(self, kind=kind)

@@ -6,7 +6,6 @@ import math
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from kernels.gated_delta_net import DeltaNet
 from kernels.tensor_parallel import TensorRanks
 from model import ModelConfig
 from training.host.errors import UserError
@@ -38,19 +37,11 @@ def share_matrices(model: nn.Module, world: World) -> None:
 
 def check_matrix_sharing(size: int, model_config: ModelConfig) -> None:
     """Raise UserError, with the sizes that can, unless so many ranks can share each of a model's matrices equally."""
-    if size > 1 and model_config.qk_norm == "width":
-        raise UserError(
-            f"tensor_parallel_size {size} would part the heads that {model_config.model_type} normalises together; use "
-            "context_parallel_size"
-        )
-    layers = map(model_config.parts, range(model_config.num_hidden_layers))
-    named = dict.fromkeys(size for layer in layers for part in layer for size in part.shared_sizes().items())
+    layers = [*map(model_config.parts, range(model_config.num_hidden_layers))]
+    if size > 1 and (whole := next((parts.mixer.kept_whole for parts in layers if parts.mixer.kept_whole), None)):
+        raise UserError(f"tensor_parallel_size {size} would part {whole}; use context_parallel_size")
+    named = dict.fromkeys(size for parts in layers for part in parts for size in part.shared_sizes().items())
     sizes = [*named, ("vocab_size", model_config.vocab_size)]
-    if size > 1 and any(isinstance(kind, DeltaNet) for kind in model_config.layer_kinds):
-        raise UserError(
-            f"tensor_parallel_size {size} would part q, k and v, which gated delta nets have in one matrix; use "
-            "context_parallel_size"
-        )
     common = math.gcd(*(number for _, number in sizes))
     if common % size:
         divisors = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)

@@ -108,8 +108,7 @@ def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRec
     """
     kinds, trained, impl = kinds_by_step(config, model), trained_of(config, model), getattr(config, "kernels", "auto")
     check_matrix_sharing(config.tensor_parallel_size, model)
-    chooses_blocks = any(kind.list_length for kind in kinds.at(1))
-    check_sharing(config.context_parallel_size, model, chooses_blocks, config.tensor_parallel_size)
+    check_sharing(config.context_parallel_size, model, kinds.at(1), config.tensor_parallel_size)
     check_lora_bits(config.lora_bits, model, num_gpus)
     linear = trained.linear(PLAIN if config.linear == PLAIN.name else FP8(impl))
     return StepRecipe(config, model, kinds, trained, linear, state_format_of(config, model.hidden_size), impl)

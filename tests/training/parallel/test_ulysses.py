@@ -363,18 +363,18 @@ def test_a_run_goes_on_with_any_split(tmp_path, monkeypatch, capsys):
 
 def test_heads_that_cannot_be_shared_are_refused():
     tiny = MODEL_SIZES["tiny"]  # 4 query heads, 2 key/value heads
-    check_sharing(4, tiny, chooses_blocks=False)
-    check_sharing(2, tiny, chooses_blocks=True)
+    check_sharing(4, tiny)
+    check_sharing(2, tiny, (Sparse(),) * tiny.num_hidden_layers)
     for size in (3, 8):
         with pytest.raises(UserError, match=f"size {size} must divide the model's 4 query heads; give one of 1, 2, 4"):
-            check_sharing(size, tiny, chooses_blocks=False)
+            check_sharing(size, tiny)
     with pytest.raises(UserError, match=r"size 4 must divide the model's 2 key/value heads, .* give one of 1, 2$"):
-        check_sharing(4, tiny, chooses_blocks=True)
-    message = "16 must divide the model's 24 query heads and 16 key heads of gated delta nets; give one of 1, 2, 4, 8$"
+        check_sharing(4, tiny, (Sparse(),) * tiny.num_hidden_layers)
+    message = "16 must divide the model's 16 key heads of gated delta nets and 24 query heads; give one of 1, 2, 4, 8$"
     with pytest.raises(UserError, match=message):
-        check_sharing(16, MODEL_SIZES["qwen3.5-27B"], chooses_blocks=False)
+        check_sharing(16, MODEL_SIZES["qwen3.5-27B"])
     with pytest.raises(UserError, match="size 4 must divide a rank's 2 query heads; give one of 1, 2"):
-        check_sharing(4, tiny, chooses_blocks=False, tensor_size=2)
+        check_sharing(4, tiny, tensor_size=2)
 
 
 @pytest.mark.parametrize(("ranks", "heads", "message"), [
