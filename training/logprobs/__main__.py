@@ -70,7 +70,10 @@ def score(flags: LogProbsFlags, world: World) -> None:
         raise UserError(f"the longest document has {longest:,} tokens; raise --context_length {flags.context_length:,}")
     model = load(opened, flags.context_length, 0, world, flags.memory_budget)
 
+    counts = list[int]()
+
     def run(ids, targets, packed, num_targets):
+        counts.append(num_targets)
         known = {"documents": packed, "num_targets": num_targets, "denominator": 1.0}
         return model(ids, targets=targets, return_log_probs=True, **known).log_probs
 
@@ -78,8 +81,7 @@ def score(flags: LogProbsFlags, world: World) -> None:
     values = log_probabilities(run, documents, flags.context_length, world.device)
     identities = [each.text_identity for each in in_memory]
     store(flags.out, values, digest_of(flags.checkpoint), tokenizer.identity, identities)
-    targets = values[values != 0]
-    print(f"{flags.out}: {len(targets):,} targets, {-targets.mean():.4f} nats each")
+    print(f"{flags.out}: {sum(counts):,} targets, {-values.sum(dtype=np.float64) / sum(counts):.4f} nats each")
 
 
 @command

@@ -1,10 +1,10 @@
 """Rows of data that objectives read, with the names that TRL has for their fields.
 
 Pairs have "chosen" and "rejected", and a "prompt" unless they are whole chats. Labelled rows have "prompt",
-"completion" and "label", true of a desirable answer. Weighted rows are those of forms.py with
-"weight", a number. Rollouts have "prompt" and "completion", or "prompt_ids" and "completion_ids" with an optional
-"completion_mask"; "advantage", a number or one per token, or "reward" and "group"; "old_logprobs" and, where asked
-for, "ref_logprobs", a number per token of the completion.
+"completion" and "label", true of a desirable answer. Weighted rows are rows of forms.py with "weight", a number.
+Rollouts have "prompt" and "completion", or "prompt_ids" and "completion_ids" with an optional "completion_mask";
+"advantage", a number or one per token, or "reward" and "group"; "old_logprobs" and, where asked for, "ref_logprobs", a
+number per token of the completion.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from training.data.loader import PROMPT
 from training.data.sources import Document, Encoded, RowReader
 from training.host.errors import UserError
 
-LARGEST_ID, TOKEN_BYTES = 2**31 - 1, 4
+LARGEST_ID = 2**31 - 1
 Row = tuple[str, Encoded, dict[str, np.ndarray]]
 LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus infinity, and round above 0
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
@@ -157,7 +157,7 @@ class Weighted(RowReader):
 
 
 class Rollouts(RowReader):
-    """Rows of recorded answers. Neighbours of one prompt become documents: prompt, answer, answer, as pairs do.
+    """Rows of recorded answers. Rows of one prompt become documents: prompt, answer, answer, as pairs do.
 
     Groups of rewards become advantages by `advantages`.
     """
@@ -202,15 +202,23 @@ class Rollouts(RowReader):
         return form, (tokens, masked, True), columns
 
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
-        for prompt, rows in itertools.groupby(documents, _prompt):
-            shared, group, room = max(0, len(prompt) // TOKEN_BYTES - 1), list[Document](), self._context_length
+        """Yields documents in the order of their first rows. They are two at least, for one to be held out."""
+        by_prompt, groups = dict[bytes, list[Document]](), list[tuple[list[Document], int]]()
+        for row in documents:
+            by_prompt.setdefault(row.tokens[: _prompt_length(row)].tobytes(), []).append(row)
+        for rows in by_prompt.values():
+            shared, room = max(0, _prompt_length(rows[0]) - 1), 0
             for row in rows:
-                if group and (shared == 0 or len(row.tokens) - shared > room):
-                    yield _share(group, shared)
-                    group, room = [], self._context_length
-                room -= len(row.tokens) - shared * bool(group)
-                group.append(row)
-            yield _share(group, shared)
+                if shared == 0 or len(row.tokens) - shared > room:
+                    groups.append(([], shared))
+                    room = self._context_length - shared
+                room -= len(row.tokens) - shared
+                groups[-1][0].append(row)
+        if len(groups) == 1:
+            rows, shared = groups.pop()
+            groups = [(part, shared) for part in (rows[:-1], rows[-1:]) if part]
+        for rows, shared in groups:
+            yield _share(rows, shared)
 
     def _from_ids(self, row: dict) -> tuple[np.ndarray, np.ndarray]:
         prompt, completion = (_ids(_needs(row, name)[name], name) for name in ("prompt_ids", "completion_ids"))
@@ -248,11 +256,6 @@ def _prompt_length(document: Document) -> int:
     """Returns how many tokens stand before a document's first target."""
     assert document.masked is not None
     return int(document.masked.argmin())
-
-
-def _prompt(document: Document) -> bytes:
-    """Returns the tokens before a document's first target."""
-    return document.tokens[: _prompt_length(document)].tobytes()
 
 
 def _share(rows: Sequence[Document], shared: int) -> Document:

@@ -5,6 +5,7 @@ what depends on the machine, and on the number of sequences in the data.
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -221,7 +222,7 @@ class Recipe(StepRecipe):
     carried: Carried = NOTHING  # the part of the source that is not trained and goes into checkpoints
     tokenizer: ByteTokenizer | FileTokenizer = field(default_factory=ByteTokenizer)
 
-    @property
+    @functools.cached_property
     def objective(self) -> Objective | None:
         """What a step minimises; None: the loss of the next tokens."""
         return choose(self.config, self.config.context_length)

@@ -46,7 +46,8 @@ def run_model(
         return model(input_ids, denominator=denominator, **known).loss
     assert denominator is not None
     reference_BT, group = None, world.mesh.get_group("context") if world.mesh and world.context_size > 1 else None
-    if objective.needs_reference and model_has_adapters(model):
+    assert batch.answers is not None, "an objective has answers"
+    if objective.needs_reference and "reference" not in batch.answers.columns_BT:  # it is the base of adapters
         with torch.no_grad(), without_adapters(model):
             reference_BT = model(input_ids, denominator=1.0, return_log_probs=True, **known).log_probs
     minimised = Minimised(objective, batch, denominator, world.device, group, reference_BT)
@@ -67,11 +68,6 @@ def beside_step(
         for batch in batches:
             run_model(model, batch, world, 1.0, objective, terms)
     return objective.beside(collect(terms, world))
-
-
-def model_has_adapters(model: Transformer) -> bool:
-    """Whether the model is a frozen base with adapters."""
-    return any(hasattr(module, "lora_scale") for module in model.modules())
 
 
 def count_losses(batches: list[Batch], world: World, objective: Objective | None) -> float:

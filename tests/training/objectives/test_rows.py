@@ -14,7 +14,7 @@ from training.data.packing import BestFitPacking
 from training.data.show import show_batch
 from training.data.sources import Document, Reading
 from training.data.tokenizer import ByteTokenizer
-from training.data.tokens import TokenStore
+from training.data.tokens import TokenStore, split
 from training.host.errors import UserError
 from training.logprobs.__main__ import log_probabilities
 from training.objectives.choose import choose, complete, row_reader
@@ -223,6 +223,15 @@ def test_rollouts_of_one_prompt_are_one_document_while_they_fit(tmp_path):
     assert store.read_columns(1, 4, 5)["advantage"][0] == 1
 
 
+def test_rollouts_share_a_prompt_wherever_they_stand_and_one_is_left_to_be_held_out(tmp_path):
+    rows = [IDS | {"prompt_ids": prompt, "advantage": number} for number, prompt in enumerate(([65, 66], [67, 68]) * 2)]
+    store, _ = read(tmp_path, rows, 16, objective="grpo")
+    assert [texts_of(store, i)[1]["advantage"] for i in (0, 1)] == [[0] * 5 + [2] * 4, [1] * 5 + [3] * 4]
+    assert [store.source(i) for i in (0, 1)] == [f"{tmp_path}/a.jsonl:{line}" for line in (1, 2)]
+    one, _ = read(tmp_path, [rows[0]] * 3, 16, objective="grpo")
+    assert one.lengths.tolist() == [9, 5] and all(len(part.lengths) for part in split(one, 0.1, 0))
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"old_logprobs": None}, 'needs "old_logprobs"'),
     ({"old_logprobs": [-1.0]}, "has 1 numbers, the completion 3 tokens"),
@@ -257,9 +266,9 @@ def test_weights_of_rows(tmp_path):
 
 def test_stored_log_probabilities_belong_to_rows_whose_numbers_may_change(tmp_path):
     """Made without the engine's log-probabilities, and read beside them; other prompts in a document are refused."""
-    rows = [IDS | {"advantage": 1.0}, IDS | {"advantage": 2.0}]
+    rows = [IDS | {"advantage": number} for number in (1.0, 2.0, 3.0)]
     plain, _ = read(tmp_path, rows, 9, objective="grpo", old_logprobs="any")
-    write(tmp_path / "out", np.arange(9, dtype=np.float32), "of weights", "bytes", [plain.text_identity])
+    write(tmp_path / "out", np.arange(14, dtype=np.float32), "of weights", "bytes", [plain.text_identity])
     known = {"objective": "grpo", "old_logprobs": str(tmp_path / "out"), "truncation": 2.0}
     store, flags = read(tmp_path, [row | {"advantage": -1.0} for row in rows], 9, **known)
     complete(flags, BYTES, None, [store])
