@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # Triton's kernels take these
@@ -102,3 +103,14 @@ def cast_by_autocast(*tensors: torch.Tensor | None) -> tuple:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     return tuple(tensor if tensor is None else tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+def aligned(x: torch.Tensor) -> torch.Tensor:
+    """Returns x as descriptors take it: contiguous, and from an address that is a multiple of 16."""
+    x = x.contiguous()
+    return x if x.is_meta or x.data_ptr() % 16 == 0 else x.clone()
+
+
+def describe(x: torch.Tensor, width: int, rows: int, columns: int) -> TensorDescriptor:
+    """Describes x as a matrix of rows of `width` elements, read in blocks of `rows` x `columns`."""
+    return TensorDescriptor.from_tensor(x.view(-1, width), [rows, columns])

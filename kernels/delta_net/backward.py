@@ -19,11 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention.documents import as_bytes
-from ..common import operation
+from ..common import aligned, describe, operation
 from .chunks import (
     CHUNK,
-    aligned,
-    describe,
     describe_inputs,
     describe_matrices,
     launch_beside,

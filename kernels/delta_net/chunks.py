@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..attention.documents import document_bounds
+from ..common import describe
 
 CHUNK = 64  # tokens
 PIECE = 64  # chunks from one kept state to the next
@@ -197,17 +198,6 @@ def _scan_kernel(
             tl.store(kept_ptr + next_kept * (H * K * V) + own_state, S)
         elif final_ptr is not None:
             tl.store(final_ptr + public_state, S)
-
-
-def aligned(x: Tensor) -> Tensor:
-    """Returns x as descriptors take it: contiguous, and from an address that is a multiple of 16."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
-def describe(x: Tensor, width: int, rows: int, columns: int) -> TensorDescriptor:
-    """Describes x as a matrix of rows of `width` elements, read in blocks of `rows` x `columns`."""
-    return TensorDescriptor.from_tensor(x.view(-1, width), [rows, columns])
 
 
 def sizes(k: Tensor, v: Tensor) -> dict[str, int]:

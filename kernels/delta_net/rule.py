@@ -26,14 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.documents import as_bytes, check_documents, document_bounds
-from ..common import operation, use_triton
+from ..common import aligned, operation, use_triton
 from ..parts import Footprint
 from .backward import delta_rule_backward
 from .chunks import (
     CHUNK,
     PIECE,
     STRETCH,
-    aligned,
     describe_inputs,
     describe_matrices,
     kept_rows,

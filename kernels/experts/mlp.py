@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ..common import cast_by_autocast, operation, rounds, use_triton
+from ..common import aligned, cast_by_autocast, operation, rounds, use_triton
 from .products import (
     Groups,
     gate_up_gradients,
@@ -47,12 +47,6 @@ def expert_mlp_reference(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tens
     return rows.sum(1, dtype=dtype).to(x.dtype)
 
 
-def _aligned(*tensors: Tensor) -> list[Tensor]:
-    """Returns tensors as kernels take them: contiguous, and from addresses that are multiples of 16."""
-    found = [x.contiguous() for x in tensors]
-    return [x if x.is_meta or x.data_ptr() % 16 == 0 else x.clone() for x in found]
-
-
 def _run(
     x: Tensor, gate_up: Tensor, down: Tensor, groups: Groups, weights: Tensor, kept: Tensor | None, y: Tensor
 ) -> None:
@@ -67,7 +61,7 @@ def _run(
 @operation("fathom::expert_mlp", composed=True)
 def _forward(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Returns y, and gate and up of the entries by expert, [N k, 2 F]."""
-    x, gate_up, down, weights = _aligned(x, gate_up, down, weights)
+    x, gate_up, down, weights = (aligned(t) for t in (x, gate_up, down, weights))
     y, kept = _empty_outputs(x, gate_up, experts)
     _run(x, gate_up, down, group(experts, len(down), x), weights, kept, y)
     return y, kept
@@ -83,7 +77,7 @@ _forward.register_fake(lambda x, gate_up, down, experts, weights: _empty_outputs
 def _run_tiles(
     x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, tile_size: int
 ) -> Tensor:  # fmt: skip
-    x, gate_up, down, weights = _aligned(x, gate_up, down, weights)
+    x, gate_up, down, weights = (aligned(t) for t in (x, gate_up, down, weights))
     y = x.new_empty(x.shape)
     for i in rounds(triton.cdiv(len(x), tile_size), x):
         tile = slice(i * tile_size, (i + 1) * tile_size)
@@ -108,7 +102,7 @@ def _backward(
     `kept` has gate and up of all entries, and the only tile is all tokens; None: they are made again.
     """
     needs_x, needs_gate_up, needs_down, _ = needs_gradient
-    dy, x, gate_up, down, weights = _aligned(dy, x, gate_up, down, weights)
+    dy, x, gate_up, down, weights = (aligned(t) for t in (dy, x, gate_up, down, weights))
     num_tiles = triton.cdiv(len(x), tile_size)
     dx, d_weights = x.new_empty(x.shape), weights.new_empty(weights.shape)
     totals = [

@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..common import describe
 from ..gated_mlp import _activate
 from .route import sort_by_expert
 
@@ -272,10 +272,6 @@ def _sum_kernel(rows_ptr, out_ptr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl
     tl.store(out_ptr + token * D + columns, total.to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
-def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, columns])
-
-
 def _options(tile: Tile, x: Tensor) -> dict[str, int]:
     sizes = {"ROWS": rows_of(x), "COLUMNS": tile.columns, "DEPTH": tile.depth}
     return {**sizes, "num_warps": tile.warps, "num_stages": tile.stages}
@@ -300,7 +296,7 @@ def gate_up_product(
     if x.is_meta:
         return
     F, tile = hidden.shape[1], tile_of("gate_up", x)
-    tensors = x, _describe(gate_up, tile.columns, tile.depth), weights, kept, hidden
+    tensors = x, describe(gate_up, x.shape[1], tile.columns, tile.depth), weights, kept, hidden
     _go_through_tiles(_gate_up_kernel, tile, groups, F, x, *tensors, K=weights.shape[1], D=x.shape[1], F=F)
 
 
@@ -308,10 +304,10 @@ def project(rows: Tensor, weight: Tensor, groups: Groups, out: Tensor, *, transp
     """Writes rows [N k, K], by place, times weight [E, M, K], transposed [E, K, M], into out [N, k, M], by entry."""
     if rows.is_meta:
         return
-    M, tile = out.shape[-1], tile_of("dx" if transposed else "down", rows)
+    K, M, tile = rows.shape[1], out.shape[-1], tile_of("dx" if transposed else "down", rows)
     block = (tile.depth, tile.columns) if transposed else (tile.columns, tile.depth)
-    tensors = _describe(rows, rows_of(rows), tile.depth), _describe(weight, *block), out
-    sizes = {"INTO": rows.shape[1], "OUT_OF": M, "TRANSPOSED": transposed}
+    tensors = describe(rows, K, rows_of(rows), tile.depth), describe(weight, M if transposed else K, *block), out
+    sizes = {"INTO": K, "OUT_OF": M, "TRANSPOSED": transposed}
     _go_through_tiles(_project_kernel, tile, groups, M, rows, *tensors, **sizes)
 
 
@@ -326,7 +322,7 @@ def gate_up_gradients(
     F, tile = down.shape[-1], tile_of("d_hidden", dy)
     partial = dy.new_empty(*weights.shape, triton.cdiv(F, tile.columns), dtype=torch.float32)
     if not dy.is_meta:
-        tensors = dy, _describe(down, tile.depth, tile.columns), weights, kept, d_kept, hidden, partial
+        tensors = dy, describe(down, F, tile.depth, tile.columns), weights, kept, d_kept, hidden, partial
         _go_through_tiles(_d_hidden_kernel, tile, groups, F, dy, *tensors, K=weights.shape[1], D=dy.shape[1], F=F)
     return partial.sum(-1)
 
@@ -348,7 +344,7 @@ def weight_gradient(
     D, W, tile = tokens.shape[1], rows.shape[1], tile_of("d_gate_up" if transposed else "d_down", tokens)
     programs = len(out) * triton.cdiv(D, rows_of(tokens)) * triton.cdiv(W, tile.columns)
     _d_weight_kernel[(programs,)](
-        tokens, _describe(rows, tile.depth, tile.columns), groups.order, groups.offsets, out,
+        tokens, describe(rows, W, tile.depth, tile.columns), groups.order, groups.offsets, out,
         K=len(rows) // len(tokens), D=D, WIDTH=W, TRANSPOSED=transposed, ADD=add, **_options(tile, tokens),
     )  # fmt: skip
 
