@@ -3,18 +3,16 @@
 The answer comes first, then the plan. The exit status is 1 where a step does not fit, and the changes that would make
 it fit are listed with their flags. `--data` gives the hours of an epoch; `--stages` adds memory stage by stage.
 
-On a GPU a step is predicted and measured: a whole step as train.py runs it on one GPU (bf16 weights, float32 masters
-and Adam moments), of random tokens, one document per sequence. Without a GPU, for another GPU that --gpu names, or for
-the documents of --data, a step is predicted. The step follows the plan that train.py would make for the memory at hand;
---gradient_checkpointing and --no-gradient_checkpointing profile a step without a plan instead.
+On a GPU a step is predicted and measured: a whole step as train.py runs it on one GPU, of random tokens, one document
+per sequence. Without a GPU, for another GPU that --gpu names, or for the documents of --data, it is predicted. The step
+follows the plan that train.py would make for the memory at hand, or --gradient_checkpointing.
 
 `--nproc 8 --context_parallel_size 4` predicts the step that train.py would run under torchrun on 8 GPUs of one machine,
 4 sharing each sequence: bytes of one GPU, and seconds. With `--nnodes 2` it is on 8 GPUs each of 2 machines, and with
 `--replicate 2` each machine shards a copy of the weights. benchmarks.bench_train_step measures such a step.
 
-`--find_max_context` says how long a context fits, `--compare` what the chunked loss, checkpointing and offloading save.
-`--measure` confirms either on the GPU. training/memory/reports.py answers these questions. Memory sizes are in GiB,
-2**30 bytes; "24GB" on the command line means 24 GiB.
+`--find_max_context` says how long a context fits, `--compare` what the chunked loss, checkpointing and offloading save;
+`--measure` confirms either on the GPU. Memory sizes are in GiB, 2**30 bytes; "24GB" on the command line is 24 GiB.
 """
 
 import sys
@@ -107,9 +105,8 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
         check_library(f"lora_bits {flags.lora_bits} that is measured")
     for name in ("measure", "num_layers"):
         if getattr(flags, name) and not can_measure:
-            raise UserError(
-                f"{name} needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data or --device cpu; drop it"
-            )
+            why = "needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data or --device cpu"
+            raise UserError(f"{name} {why}; drop it")
     for name in ("timeline", "json"):
         if path := getattr(flags, name):
             check_can_write(path, f"--{name}")
@@ -152,15 +149,10 @@ def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) 
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
     if flags.linear == "fp8" and not gpu.has_fp8:
         raise UserError(f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {name} is older; use linear bf16")
-    described = name if flags.gpu else "no GPU in use, so an H200"
-    speed = (
-        "was measured on another H200"
-        if gpu.device_name == GPUS["H200"].device_name
-        else "is an H200's scaled by data sheets, not measured"
-    )
-    description = f"{described}; its speed {speed}"
-    host_bytes = host_limit(flags, math.inf)
-    rates = scale_rates(gpu, backend, kinds, model.head_dim)
+    is_h200 = gpu.device_name == GPUS["H200"].device_name
+    speed = "was measured on another H200" if is_h200 else "is an H200's scaled by data sheets, not measured"
+    description = f"{name if flags.gpu else 'no GPU in use, so an H200'}; its speed {speed}"
+    host_bytes, rates = host_limit(flags, math.inf), scale_rates(gpu, backend, kinds, model.head_dim)
     return Machine(description, gpu_bytes, host_bytes, rates, model, recipe.execution(backend), gpu.flops, *host)
 
 
@@ -258,9 +250,8 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
         found |= change(flags, machine, world, **base, attention_type="full")
     if flags.optimizer_state == "float32":
         found |= change(flags, machine, world, **base, optimizer_state="compact")
-    adapters = (
-        base | {"lora": OFFERED_RANK} | ({"optimizer_state": "auto"} if flags.optimizer_state == "compact" else {})
-    )
+    adapters = base | {"lora": OFFERED_RANK}
+    adapters |= {"optimizer_state": "auto"} if flags.optimizer_state == "compact" else {}
     takes_adapters = flags.lora is None and not machine.model.layer_kinds[0].gates_per_head  # these would stay random
     for bits in ({}, {"lora_bits": 4}) if takes_adapters else ():
         found |= change(flags, machine, world, **adapters, **bits)

@@ -40,7 +40,7 @@ from training.data.sources import Reading
 from training.data.tokens import Store
 from training.host.errors import UserError
 from training.host.files import only_run_in
-from training.host.processes import command, outliving_its_output, say_last
+from training.host.processes import command, outliving_its_output
 from training.memory.cost_model import forward_flops
 from training.memory.kinds import spell_by_layer
 from training.memory.placement import set_kinds
@@ -79,9 +79,8 @@ def main(argv: list[str]) -> int:
 def train(given: dict, world: World) -> int:
     """A run, from the checks to the final checkpoint and a sample; returns the process's exit status.
 
-    Args:
-        given: settings that flags and --config give, by the names of TrainConfig's fields, and the world's parallel
-            sizes, which a checkpoint's settings do not change any more.
+    `given` are the settings of flags and --config, by the names of TrainConfig's fields, and the world's parallel
+    sizes, which a checkpoint's settings do not change any more.
     """
     output_dir = Path(TrainConfig(**given).output_dir)
     with contextlib.ExitStack() as stack:
@@ -121,11 +120,10 @@ def finish_again(recipe: Recipe, world: World) -> None:
     """Do what a kill at the end of the run may have left undone."""
     config, checkpoint = recipe.config, recipe.checkpoint
     logger.info("%s is of the last of %d steps: nothing is left to do", checkpoint, recipe.progress.max_steps)
-    if not world.is_main:
-        return
-    draw_at_end(Path(config.output_dir))
-    if config.save != "none" and checkpoint:
-        delete_old(checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
+    if world.is_main:
+        draw_at_end(Path(config.output_dir))
+        if config.save != "none" and checkpoint:
+            delete_old(checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
 
 
 def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
@@ -211,12 +209,10 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
         "data: %s training tokens, %s held out; %s tokens a step", f"{loader.num_tokens:,}",
         f"{(held_out.lengths - 1).sum():,}", f"{tokens_per_step(config, world):,}",
     )  # fmt: skip
-    limit, held_out_sequences = config.validation_sequences, count_sequences(held_out, config.context_length)
-    if limit and limit < held_out_sequences:
-        logger.info(
-            "data: a validation reads %s of %s held-out sequences, --validation_sequences more",
-            f"{limit:,}", f"{held_out_sequences:,}",
-        )  # fmt: skip
+    limit, there = config.validation_sequences, count_sequences(held_out, config.context_length)
+    if limit and limit < there:
+        reads = f"{limit:,} of {there:,} held-out sequences"
+        logger.info("data: a validation reads %s, --validation_sequences more", reads)
     return loader, held_out
 
 
@@ -270,15 +266,9 @@ def take_step(run: Run) -> dict | None:
     run.progress = dataclasses.replace(run.progress, step=step, tokens=tokens, loader=run.loader.state_dict())
     run.is_updating = False
     values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
-    shape = run.recipe.model
-    trains_matrices = run.recipe.linear.trains_matrices
-    flops = sum(
-        forward_flops(
-            shape, batch.text_lengths, kinds, batch.num_valid_tokens, trains_matrices, batch.documents.prompts
-        )
-        for batch in batches
-    )
-    run.amounts = own_amounts(flops, world)
+    shape, trains = run.recipe.model, run.recipe.linear.trains_matrices
+    read = ((each.text_lengths, kinds, each.num_valid_tokens, trains, each.documents.prompts) for each in batches)
+    run.amounts = own_amounts(sum(forward_flops(shape, *each) for each in read), world)
     if config.selected_blocks_start is not None:
         values["selected_blocks"] = spell_by_layer([kind.selected_blocks for kind in kinds])
     return values
@@ -376,8 +366,6 @@ def end(run: Run) -> int:
         number = run.stopping.first_signal()
         stopped = f"{number.name}: stopped after step {step} of {run.progress.max_steps}"
         logger.info(stopped)
-        if run.world.is_main:
-            say_last(stopped)
         return 128 + number
     return 0
 

@@ -57,7 +57,7 @@ def test_a_signal_saves_and_the_exit_status_says_unfinished(number, ranks, corpu
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + number if ranks == 1 else process.returncode != 0, output
     last = metrics(run)[-1]["step"]
-    assert output.splitlines()[-1] == f"{number.name}: stopped after step {last} of 100000"  # also below torchrun's
+    assert f"{number.name}: stopped after step {last} of 100000" in output.splitlines()
     assert [path.name for path in run.glob("*step_*")] == [f"step_{last:08d}"]
     assert train.main([*only_resume(run), "--max_steps", f"{last + 1}"]) == 0
 
@@ -103,7 +103,7 @@ def test_a_signal_between_blocks_drops_the_step(corpus, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("interval", "last"), [("2", 2), ("0", 4)])
 def test_a_signal_in_validation_leaves_it_to_the_resumed_run(interval, last, corpus, tmp_path, monkeypatch, caplog):
-    """After the last step, too: the checkpoint gets the loss, and after that nothing is left to do."""
+    """The checkpoint gets the loss, after the last step, too; nothing is left to do then."""
     is_asked = Stopping.is_asked
 
     def once_noted(self):
@@ -330,7 +330,7 @@ def test_resume_auto_starts_goes_on_and_passes_damage_over(corpus, tmp_path, cap
 
 
 def test_checkpoints_without_optimizer_state_say_how_to_go_on(corpus, tmp_path, capsys):
-    """With and without --resume alike; what a killed save left there is cleared all the same."""
+    """A run is refused with and without --resume; what a killed save left there is cleared all the same."""
     run = tmp_path / "run"
     assert train.main(arguments(corpus, run, "--save", "model", steps=1)) == 0
     (run / ".step_00000009.tmp").mkdir()

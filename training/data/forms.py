@@ -209,10 +209,6 @@ def _is_repeated(value, own: dict, made: dict) -> bool:
     return any(value in text for text in texts) or all(text in value for text in texts)
 
 
-def _as_it_is(row: dict) -> dict:
-    return row
-
-
 def _parsed(value, what: str):
     """Returns the value of a text of JSON: a table cannot hold objects of several kinds otherwise."""
     if not isinstance(value, str):
@@ -287,7 +283,8 @@ def _from_alpaca(row: dict) -> dict:
     if not all(isinstance(text, str) for text in (instruction, given, output, row.get("system") or "")):
         raise UserError('needs strings "instruction" and "output", and "input" and "system" if it has them')
     history = row.get("history") or []
-    if not isinstance(history, list) or any(not _is_pair(turn) for turn in history):
+    pairs = history if isinstance(history, list) and all(isinstance(turn, list) for turn in history) else [()]
+    if any(len(turn) != 2 or not all(isinstance(text, str) for text in turn) for turn in pairs):
         raise UserError('has a "history" that is not a list of pairs, each of an instruction and an output')
     system = _system(row)
     question = f"{instruction}\n{given}" if given.strip() else instruction
@@ -305,10 +302,6 @@ def _from_alpaca(row: dict) -> dict:
     }
 
 
-def _is_pair(turn) -> bool:
-    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
-
-
 def _system(row: dict) -> list[dict]:
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
@@ -323,9 +316,9 @@ FORMS = (
     Form("messages", "messages", ("tools",), object, _from_turns),
     Form("ShareGPT", "conversations", ("system", "tools"), object, _from_turns),
     Form("prompt and completion", "completion", ("prompt", "tools"), list, _from_lists),
-    Form("prompt and completion", "completion", ("prompt",), object, _as_it_is),
+    Form("prompt and completion", "completion", ("prompt",), object, dict),
     Form("Alpaca", "instruction", ("input", "output", "system", "history"), object, _from_alpaca),
-    Form("text", "text", (), object, _as_it_is),
+    Form("text", "text", (), object, dict),
     *(Form(f"{asked} and {said}", said, (asked, *BESIDE), object, _from_pair, needs=asked) for asked, said in PAIRS),
 )
 OF_FORMS = frozenset(name for form in FORMS for name in (form.decides, *form.takes))

@@ -109,15 +109,13 @@ def _with_object(call: dict) -> dict:
 
 def function_names(tools, what: str = "tools") -> list[str]:
     """Returns the functions' names. A tool, or a call of one, is a function itself or has it under "function"."""
-    found = [_name(tool) for tool in tools] if isinstance(tools, list) else [None] * (tools is not None)
+    found = [None] if tools is not None else []
+    if isinstance(tools, list):
+        functions = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
+        found = [function.get("name") if isinstance(function, dict) else None for function in functions]
     if not all(isinstance(name, str) for name in found):
         raise UserError(f'{what} must be a list of objects, each with a string as "name"')
     return [str(name) for name in found]
-
-
-def _name(tool):
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    return function.get("name") if isinstance(function, dict) else None
 
 
 def without_reasoning(message: dict) -> dict:

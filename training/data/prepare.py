@@ -2,8 +2,8 @@
 
 The corpus is cut into parts of about 16 MB, each made by one process. A part's name is a hash of all that decides its
 content: files, their sizes and times, tokenizer, chat template and settings. Parts that exist are not made again: after
-a stop the same command goes on, and after a change of some files it makes only their parts. It deletes the parts of
-files that have changed. Parts of other corpora and settings are left.
+a stop the same command goes on, and after a change of some files it makes only their parts. Other parts are deleted
+once the set is complete.
 """
 
 import contextlib
@@ -94,7 +94,7 @@ def prepare(
         _settle_bad_rows(parts, done, reading)
         for file in out.iterdir():
             name = file.name.split(".")[0]
-            if OURS.fullmatch(file.name) and name not in parts and not _is_of_use(out / name):
+            if OURS.fullmatch(file.name) and name not in parts:
                 file.unlink()
         say_found(source, [done[name]["found"] for name in parts])
         say_left_out([done[name]["left_out"] for name in parts])
@@ -179,20 +179,9 @@ def _read_part(path: Path) -> dict | None:
         return None
 
 
-def _is_of_use(path: Path) -> bool:
-    """Whether a part is complete and its files have not changed: the command that made it may go on with it."""
-    try:
-        return not any(map(_has_changed, read_json(path.with_suffix(".json"))["pieces"]))
-    except FileNotFoundError:
-        return path.with_suffix(".json").exists()  # a corpus may be back later
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-
-
-def _has_changed(extent: Extent | list) -> bool:
-    path, *known = extent[:3]
-    status = os.stat(path)
-    return known != [status.st_size, status.st_mtime_ns]
+def _has_changed(extent: Extent) -> bool:
+    status = os.stat(extent.path)
+    return (extent.size, extent.time_ns) != (status.st_size, status.st_mtime_ns)
 
 
 def _make_parts(

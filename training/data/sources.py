@@ -65,7 +65,7 @@ Encoded = tuple[np.ndarray, np.ndarray | None, bool]  # tokens, masked and is_co
 
 
 class RowReader(Protocol):
-    """Reads the rows of an objective, whose fields are not those of forms.py."""
+    """Reads the rows of an objective, whose fields differ from those that forms.py knows."""
 
     @property
     def fields(self) -> frozenset[str]:
@@ -89,7 +89,7 @@ class Reading(NamedTuple):
     suffixes: str | None = None  # suffixes of texts, such as ".rs,.c"; None: SUFFIXES
     columns: str | None = None  # see parse_columns
     bad_rows: str | None = None  # "drop" leaves rows out that cannot be read; None or "refuse": UserError
-    rows: RowReader | None = None  # of an objective; None: forms.py reads them
+    rows: RowReader | None = None  # None: forms.py reads them, no objective
 
     @property
     def renames(self) -> dict[str, str]:
@@ -379,8 +379,11 @@ class DocumentReader:
             row = self._parse(row, where, number) if isinstance(row, bytes) else row
             if isinstance(row, dict):
                 self.used.update(self._columns.keys() & row.keys())
-            row = rename(row, self._columns)
-            encoded, columns = (self._encode(row), {}) if self._reading.rows is None else self._encode_own(row)
+            row, columns = rename(row, self._columns), dict[str, np.ndarray]()
+            if self._reading.rows is None:
+                form, encoded = self._encode(row)
+            else:
+                form, encoded, columns = self._reading.rows(row, lambda part: self._encode(part)[1])
         except NothingToLearn as what:
             self._leave_out(str(what), where)
         except NoTemplate as error:
@@ -389,14 +392,8 @@ class DocumentReader:
             self._last_row = self._last_row or self._rows + READ_ON
             self.bad.add(BadRows(1, [where], str(error)))
         else:
+            self.found[f"rows of {form}"] += 1
             yield self._checked(Document(*encoded, file, number, columns))
-
-    def _encode_own(self, row: object) -> tuple[Encoded, dict[str, np.ndarray]]:
-        """Returns what the objective's reader makes of a row."""
-        assert self._reading.rows is not None
-        form, encoded, columns = self._reading.rows(row, lambda part: self._encode_as(part)[1])
-        self.found[f"rows of {form}"] += 1
-        return encoded, columns
 
     def _parse(self, line: bytes, where: str, number: int) -> object:
         line = self._without_mark(line, where) if number == 1 else line
@@ -416,22 +413,12 @@ class DocumentReader:
     def _leave_out(self, what: str, where: str) -> None:
         self.left_out.setdefault(what, [0, where])[0] += 1
 
-    def _encode(self, row: object) -> Encoded:
-        """Returns the tokens of a row, and counts it."""
-        form, encoded = self._encode_as(row)
-        self.found[form] += 1
-        return encoded
-
-    def _encode_as(self, row: object) -> tuple[str, Encoded]:
+    def _encode(self, row: object) -> tuple[str, Encoded]:
         """Returns a row's form, in words for the log, and its tokens."""
         form, made = recognise(row)
-        is_chat = "messages" in made and ("completion" not in made or self._has_template)
-        is_sample = not is_chat and "completion" in made
-        encoded = (*self._chat.encode(made), True) if is_chat else self._encode_made(made, is_sample)
-        return f"rows of {form.name}{AS_CHATS * is_chat}{', as prompts with completions' * is_sample}", encoded
-
-    def _encode_made(self, made: dict, is_sample: bool) -> Encoded:
-        names = ("prompt", "completion") if is_sample else ("text",)
+        if "messages" in made and ("completion" not in made or self._has_template):
+            return f"{form.name}{AS_CHATS}", (*self._chat.encode(made), True)
+        names = ("prompt", "completion") if "completion" in made else ("text",)
         for name in names:
             if not isinstance(made.get(name), str):
                 raise UserError(f'needs a string "{name}"')
@@ -440,7 +427,8 @@ class DocumentReader:
             raise NothingToLearn("rows without text")
         if UNSTORABLE.search("".join([*before, text])):
             raise UserError("escaped NUL or lone surrogate in the text; remove it")
-        return self._encode_text(text, *before)
+        is_sample = ", as prompts with completions" if before else ""
+        return f"{form.name}{is_sample}", self._encode_text(text, *before)
 
     def _encode_text(self, text: str, prompt: str | None = None) -> Encoded:
         """Returns (tokens, masked, is_complete) of a text. A text that ends with the end-of-text token is complete."""

@@ -132,7 +132,8 @@ def _compile(source: str, file: Path):
     extensions = [Generation, ext.loopcontrols]
     environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
-    environment.globals |= {"raise_exception": raise_exception, "mark_message": _mark_message, "mark_end": _mark_end}
+    environment.globals |= {"raise_exception": raise_exception, "mark_message": _mark_message}
+    environment.globals["mark_end"] = lambda values: CLOSE if any(map(_mark_message, values)) else ""
     if "strftime_now" in source and "strftime_now is defined" not in source:  # Llama's has a date of its own otherwise
         environment.globals["strftime_now"] = TODAY.strftime
         logger.info("chat template %s asks for the day: it is told %s on every day", file, TODAY)
@@ -175,10 +176,6 @@ def _mark_message(value) -> str:
     """Returns the mark before what a loop writes for a message; none for other values, such as a call of a tool."""
     role = value.get("role") if isinstance(value, dict) else None
     return OPEN if role == "assistant" else CLOSE if role in ROLES else ""
-
-
-def _mark_end(values) -> str:
-    return CLOSE if any(_mark_message(value) for value in values) else ""
 
 
 def _failure(file: Path, how: str, error: Exception) -> UserError:

@@ -1,7 +1,7 @@
 """The assistant's turns in a chat that a template wrote."""
 
-import itertools
 import re
+from os.path import commonprefix
 
 from training.data.template import CLOSE, OPEN, Template, Turn
 from training.data.tokenizer import FileTokenizer
@@ -110,7 +110,7 @@ class Turns:
         self.borders += (self._header.strip(),)
         if not self._template.is_marked and self.ends:
             opener = text[parts[0][1] : text.index("RrR")].strip()
-            shared = _shared_start(self._header.strip(), opener)
+            shared = commonprefix([self._header.strip(), opener])  # noqa: RUF071  strings, not paths
             opener = shared if shared in self._added else opener
             self.borders += (self._beginning(TALK[:2]), opener, self._beginning(CALLED))
 
@@ -142,8 +142,3 @@ def _answers(text: str, parts: list[Turn]) -> list[tuple[str, str, str]]:
         found += [text[inside[0][0] : inside[-1][1]].partition(word)] if inside else []
         start = stop
     return [answer for answer in found if answer[1]]
-
-
-def _shared_start(*texts: str) -> str:
-    """Returns what all texts begin with: "ab" for "abc" and "abd"."""
-    return "".join(letters[0] for letters in itertools.takewhile(lambda each: len({*each}) == 1, zip(*texts)))

@@ -16,9 +16,8 @@ class EvaluationFlags(ModelFlags):
     """Judge what a model makes of its context: losses by position, and needles by length and depth."""
 
     context_length: int | None = flag(
-        None, "tokens read at most; default: as trained, of other weights up to 32768", least=2, most=LONGEST,
-        group="evaluation",
-    )  # fmt: skip
+        None, "tokens read at most; default: as trained, else up to 32768", least=2, most=LONGEST, group="evaluation"
+    )
     output_dir: Path | None = flag(None, "evaluation.json and pictures go there; else nothing is written")
     beside: list[Path] = flag(list, "evaluation.json of earlier ones, to be shown beside")
     sequences: int = flag(16, "the longest pieces of the data, so many; 0: no losses", group="losses")

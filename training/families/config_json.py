@@ -27,7 +27,7 @@ from training.families.rows import (
 )
 
 MOST_LAYERS = 4096  # a limit, because plans have something for each layer
-TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # of a tokenizer: null here, for families have defaults
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # a tokenizer's: null here, for families have defaults
 NOT_COMPUTED = "config.json has {}, which this decoder does not compute"
 
 
@@ -104,11 +104,8 @@ def _write(config: ModelConfig, family: Family) -> dict:
 def from_config_json(content: dict) -> ModelConfig:
     """Returns the model that config.json declares. Rotary settings may be in `rope_scaling` or `rope_parameters`.
 
-    A model of text and images has its text model's settings in `text_config`.
-
-    Raises:
-        ValueError: a model_type without a row in `FAMILIES`, a setting that the decoder does not compute, a missing
-            field, or a value of the wrong type or out of range.
+    A model of text and images has its text model's settings in `text_config`. Raises ValueError for a model_type
+    without a row in `FAMILIES`, a setting that the decoder does not compute, and a missing or wrong value.
     """
     try:
         config = _read(content)

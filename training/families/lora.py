@@ -68,15 +68,10 @@ class _Rooted(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Adapters(Trained):
-    """Adapters of all blocks of a model.
+    """Adapters of all blocks of a model, on the projections `targets`, among PARTS.
 
-    Args:
-        rank: rows of A and columns of B.
-        alpha: B A is scaled by alpha / rank.
-        targets: names of the projections that have one, among PARTS.
-
-    Raises:
-        ValueError: a rank or alpha that is not positive and finite; targets that are none, unknown or named twice.
+    A has `rank` rows, B as many columns, and B A is scaled by alpha / rank. Raises ValueError for a rank or alpha that
+    is not positive and finite, and for targets that are none, unknown or named twice.
     """
 
     rank: int
@@ -86,9 +81,8 @@ class Adapters(Trained):
     def __post_init__(self):
         ordered = tuple(name for name in PARTS if name in self.targets)
         if self.rank < 1 or not 0 < self.alpha < math.inf or not ordered or len(ordered) != len(self.targets):
-            raise ValueError(
-                f"adapters need a rank and an alpha above 0, and targets among {', '.join(PARTS)}, got {self}"
-            )
+            needs = f"a rank and an alpha above 0, and targets among {', '.join(PARTS)}"
+            raise ValueError(f"adapters need {needs}, got {self}")
         object.__setattr__(self, "targets", ordered)
 
     @property
@@ -196,62 +190,46 @@ def projections_named(targets: object) -> tuple[str, ...] | None:
     if isinstance(targets, str):
         with contextlib.suppress(re.error, OverflowError, RecursionError):
             names = {name: f"layers.0.{part}.{name}" for name, part in PARTS.items()}
-            both = PREFIX, WRAPPED_PREFIX
-            return (
-                tuple(name for name in names if any(re.fullmatch(targets, each + names[name]) for each in both)) or None
-            )
+            found = [re.fullmatch(targets, each + full) for full in names.values() for each in (PREFIX, WRAPPED_PREFIX)]
+            return tuple(name for name, *both in zip(names, found[::2], found[1::2]) if any(both)) or None
     if not isinstance(targets, list):
         return None
-    everywhere: set[str] = set()
-    in_blocks: dict[str, set[int]] = {}
+    blocks_of: dict[str, set[int | None]] = {}  # None: every block
     for target in targets:
         match = re.fullmatch(r"(?:(?:(?:model\.)?layers\.)?(\d{1,4})\.)?(?:(\w+)\.)?(\w+)", str(target), re.ASCII)
         block, part, name = match.groups() if match else (None, None, "")
         if name not in PARTS or part not in (PARTS[name], None) or (block and not part):
             return None
-        if block:
-            in_blocks.setdefault(name, set()).add(int(block))
-        else:
-            everywhere.add(name)
-    named = {name: blocks for name, blocks in in_blocks.items() if name not in everywhere}
-    all_blocks = {*range(1 + max(max(blocks) for blocks in in_blocks.values()))} if in_blocks else set()
-    if any(blocks != all_blocks for blocks in named.values()):
+        blocks_of.setdefault(name, set()).add(int(block) if block else None)
+    last = max((block for blocks in blocks_of.values() for block in blocks if block is not None), default=0)
+    if any(None not in blocks and blocks != {*range(last + 1)} for blocks in blocks_of.values()):
         return None
-    return tuple(name for name in PARTS if name in everywhere or name in named)
+    return tuple(name for name in PARTS if name in blocks_of)
 
 
 def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
     """Returns the adapters that a folder's adapter_config.json declares, and the folder of their base.
 
-    Raises:
-        UserError: adapters that this decoder does not compute, or a base that is not on this machine.
+    Raises UserError for adapters that this decoder does not compute, and a base that is not on this machine.
     """
     file = Path(folder, ADAPTER_CONFIG)
-    content: dict = dict.fromkeys(OURS) | read_json(file)
-    found = {"peft_type": None} | {
-        name: value for name, value in content.items() if value is not False and value not in EMPTY
-    }
-    refused = [
-        f"{name} {value!r:.60}"
-        for name, value in found.items()
-        if name not in NO_EFFECT | OURS and value not in TAKEN.get(name, ())
-    ]
-    rank, alpha, targets = content["r"], content["lora_alpha"], content["target_modules"]
-    projections = projections_named(targets)
-    if projections is None:
+    content: dict = dict.fromkeys((*OURS, "peft_type")) | read_json(file)
+    rank, alpha, targets, named = (content[name] for name in ("r", "lora_alpha", "target_modules", BASE))
+    found = {name: value for name, value in content.items() if name not in NO_EFFECT | OURS and value is not False}
+    asked = {name: value for name, value in found.items() if name == "peft_type" or value not in EMPTY}
+    refused = [f"{name} {value!r:.60}" for name, value in asked.items() if value not in TAKEN.get(name, ())]
+    if (projections := projections_named(targets)) is None:
         refused.append(f"target_modules {targets!r:.80}")
     if refused:
         raise UserError(f"{file} has {', '.join(refused)}, which this decoder does not compute; give other adapters")
-    named = content[BASE]
+    damaged = f"{file} is damaged, or not of peft"
     if type(rank) is not int or type(alpha) not in (int, float) or not isinstance(named, str):
-        raise UserError(
-            f"{file} is damaged, or not of peft: r {rank!r:.40} must be a whole number, lora_alpha {alpha!r:.40} a "
-            f"number, and {BASE} {named!r:.80} a folder; give other adapters"
-        )
+        numbers = f"r {rank!r:.40} must be a whole number, lora_alpha {alpha!r:.40} a number"
+        raise UserError(f"{damaged}: {numbers}, and {BASE} {named!r:.80} a folder; give other adapters")
     try:
         adapters = Adapters(rank, float(alpha), projections or ())
     except (ValueError, OverflowError) as error:
-        raise UserError(f"{file} is damaged, or not of peft: {error!s:.300}; give other adapters") from None
+        raise UserError(f"{damaged}: {error!s:.300}; give other adapters") from None
     base = Path(named)
     shown = f"{file} names {named[:SHOWN_OF_A_PATH]!r} as the folder of the weights that were adapted"
     if not os.path.isfile(base / "config.json"):  # Path.is_file raises errors for long names

@@ -116,11 +116,8 @@ def _completed(settings: dict, content: dict) -> dict:
 def extend(config: ModelConfig, text: str) -> ModelConfig:
     """Returns the model with scaled rotary frequencies, and with max_position_embeddings set to what they now reach.
 
-    Args:
-        text: "yarn:4" or "linear:4"; "yarn:4:32768" if the original length is not the declared length.
-
-    Raises:
-        UserError: another form, a factor below 1, or a model whose frequencies are already scaled in another way.
+    `text` is "yarn:4" or "linear:4", or "yarn:4:32768" if the original length is not the declared length. Raises
+    UserError for another form, a factor below 1, and a model whose frequencies are already scaled in another way.
     """
     match = re.fullmatch(r"(yarn|linear):(\d+(?:\.\d+)?)(?::(\d{1,9}))?", text)
     if match is None or (match[1] == "linear" and match[3]):

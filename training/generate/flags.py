@@ -12,19 +12,11 @@ from training.host.choices import ATTENTION_TYPES
 class ModelFlags:
     """Flags that say which model is opened, and how it attends."""
 
-    checkpoint: Path = flag(
-        help="a step_ folder of a run, or a folder in Hugging Face's form", positional=True, group="model"
-    )
+    checkpoint: Path = flag(help="a step_ folder, or one of Hugging Face's form", positional=True, group="model")
     attention_type: str | None = flag(None, "default: as the checkpoint was trained, else its own", ATTENTION_TYPES)
-    selected_blocks: str | None = flag(
-        None, "by layer as 64x4,32; default: as the checkpoint was trained, else as train.py has it"
-    )
-    dense_below: int | None = flag(
-        None, "of sparse: shorter texts attend to everything; default: as trained, else 8192", least=1
-    )
-    tokenizer: str | None = flag(
-        None, "a tokenizer.json, or bytes; default: the one that the weights were trained with"
-    )
+    selected_blocks: str | None = flag(None, "by layer as 64x4,32; default: as trained, else as train.py has it")
+    dense_below: int | None = flag(None, "as train.py has it; default: as trained, else 8192", least=1)
+    tokenizer: str | None = flag(None, "a tokenizer.json, or bytes; default: as the weights were trained with")
     memory_budget: str | None = flag(None, "GPU memory, or on a CPU host memory, as 24GB; default: what is free")
     device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
 
@@ -39,9 +31,7 @@ class GenerateFlags(ModelFlags):
     system: str | None = flag(None, "with --chat: the system's message before it")
     max_new_tokens: int = flag(256, "tokens to write at most", least=1)
     temperature: float = flag(0.0, "0: the likeliest token each time", most=100)
-    top_p: float | None = flag(
-        None, "sample from the likeliest tokens of this share of the probability; default: 1", least=SMALLEST, most=1
-    )
+    top_p: float | None = flag(None, "probability of the tokens to sample from; default: 1", least=SMALLEST, most=1)
     seed: int | None = flag(None, "of sampling; default: 0", most=2**63 - 1)
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -2,8 +2,8 @@
 
 A checkpoint of 56 GB is larger than the page cache that a machine has left beside pinned memory. Written through the
 cache, it waits for the kernel to find pages and to write dirty ones back. O_DIRECT goes past the cache, and needs
-offsets, lengths and addresses that are multiples of ALIGNMENT. So the bytes are copied through a small aligned buffer.
-The unaligned bytes at both ends of a range go through the cache.
+offsets, lengths and addresses that are multiples of ALIGNMENT: the bytes are copied through a small aligned buffer. The
+unaligned bytes at both ends of a range go through the cache.
 """
 
 import contextlib

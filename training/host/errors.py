@@ -53,10 +53,7 @@ def is_installed(package: str) -> bool:
 def import_optional(module: str, user: str, package: str | None = None) -> ModuleType:
     """Imports a module of an optional package that `user`, such as a flag, needs.
 
-    Raises UserError if the package is missing, or is there and fails.
-
-    Args:
-        package: its name, if the module's first name is another.
+    `package` is its name, if the module's first name is another. Raises UserError if it is missing, or there and fails.
     """
     package = package or module.partition(".")[0]
     if not is_installed(package):
@@ -64,11 +61,9 @@ def import_optional(module: str, user: str, package: str | None = None) -> Modul
     try:
         return importlib.import_module(module)
     except Exception as error:  # a file or a library that it needs is missing, or of another version
-        why = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{user} needs the package {package}, which fails here ({type(error).__name__}: {why}); install it anew: "
-            f"{pip_install(f'--force-reinstall {package}')}"
-        ) from None
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        cure = f"install it anew: {pip_install(f'--force-reinstall {package}')}"
+        raise UserError(f"{user} needs the package {package}, which fails here ({why}); {cure}") from None
 
 
 def import_with_variables(package: str, prefix: str) -> None:

@@ -1,7 +1,4 @@
-"""Small files, read and written with errors of one line. Files and folders that are complete or absent.
-
-A folder that belongs to one run.
-"""
+"""Small files, read and written with errors of one line; files and folders that are complete or absent."""
 
 import contextlib
 import fcntl
@@ -47,8 +44,8 @@ def check_can_write(file: Path, flag: str) -> None:
 def read_file(file: Path, what_to_do: str, most: float = math.inf) -> bytes:
     """Returns the content of a file.
 
-    Raises UserError, with `what_to_do` at the end, if the file cannot be read, has more than `most` bytes or is not a
-    regular file: a pipe would be waited for.
+    Raises UserError, with `what_to_do` at the end, for a file that cannot be read, has more than `most` bytes or is not
+    regular: a pipe would be waited for.
     """
     try:
         if file.exists() and not file.is_file():
@@ -180,10 +177,8 @@ def only_run_in(folder: Path) -> Iterator[None]:
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
             file.seek(0)
-            raise UserError(
-                f"another run, process {file.read().strip()}, writes into {folder}: wait for its end, or choose "
-                "another folder"
-            ) from None
+            other = f"another run, process {file.read().strip()}, writes into {folder}"
+            raise UserError(f"{other}: wait for its end, or choose another folder") from None
         except OSError as error:
             logger.warning("%s has no locks (%s): take care that no other run writes there", folder, error)
         with contextlib.suppress(OSError):  # a full disk takes no process number; the lock holds all the same

@@ -61,19 +61,17 @@ def _refused(num_bytes: int, why: str) -> UserError:
     """Returns the error for an arena that cannot be made."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     locked = "is unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.3f} GB"
-    left = available_host_bytes() / GIB
-    return UserError(
-        f"cannot pin {num_bytes / GIB:.1f} GB of host memory ({why}): {left:.1f} GB are left to this process, and "
-        f"ulimit -l {locked}; lower --host_budget, or raise ulimit -l where that is less"
-    )
+    left = f"{available_host_bytes() / GIB:.1f} GB are left to this process, and ulimit -l {locked}"
+    cure = "lower --host_budget, or raise ulimit -l where that is less"
+    return UserError(f"cannot pin {num_bytes / GIB:.1f} GB of host memory ({why}): {left}; {cure}")
 
 
 class HostCopies:
     """Copies tensors to slots of the arena and back, on one stream for each direction; on a CPU, copies are plain.
 
-    The GPU memory of every tensor here is allocated and freed on the compute stream. That stream waits for a copy
-    before the memory can be used again. If record_stream took the place of these waits, peak memory would depend on how
-    far the host runs ahead of the GPU.
+    The GPU memory of every tensor here is allocated and freed on the compute stream, which waits for a copy before the
+    memory can be used again. With record_stream in place of these waits, peak memory would depend on how far the host
+    runs ahead of the GPU.
     """
 
     def __init__(self, arena: PinnedArena):

@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -32,21 +31,18 @@ def line_of(error: BaseException) -> str | None:
     Users can mend bad input, files that the system refuses, and memory that ran out.
     """
     if is_out_of_host_memory(error):
-        asked = str(error).strip().splitlines() or ["MemoryError"]
-        return (
-            f"error: out of host memory, of which {available_host_bytes() / GIB:.1f} GB are left to this process "
-            f"({asked[0][:300]}); lower --host_budget or --batch_size, or end what else runs here"
-        )
+        asked = (str(error).strip().splitlines() or ["MemoryError"])[0][:300]
+        left = f"{available_host_bytes() / GIB:.1f} GB are left to this process ({asked})"
+        cure = "lower --host_budget or --batch_size, or end what else runs here"
+        return f"error: out of host memory, of which {left}; {cure}"
     if isinstance(error, UserError):
         return f"error: {' '.join(str(error).splitlines())}"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"error: {error.strerror}: this process may have {most} at once; raise that limit, as by ulimit -n 1024"
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return (
-            "error: the system starts no more threads; raise the limit of processes (ulimit -u, a container's pids) or "
-            "of memory (ulimit -v), or end what else runs here"
-        )
+        limits = "the limit of processes (ulimit -u, a container's pids) or of memory (ulimit -v)"
+        return f"error: the system starts no more threads; raise {limits}, or end what else runs here"
     if isinstance(error, OSError) and error.filename is not None:
         return f"error: {error.strerror}: {str(error.filename)[:SHOWN_OF_A_PATH]}"
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # an open file's reads and writes do not name it
@@ -59,9 +55,9 @@ def line_of(error: BaseException) -> str | None:
 def show_error(error: BaseException, is_main: bool) -> None:
     """Print the error that ends this process, and have torchrun repeat it in its summary.
 
-    Two sorts of errors wait for twice GRACE_SECONDS, and are shown only if nothing ends the rank meanwhile. Errors of
-    other ranks than the main rank: often every rank fails alike, and one message is enough. Errors in a collective:
-    often a peer died, and the peer's own error is the one to read.
+    Errors of other ranks than the main rank wait for twice GRACE_SECONDS, and are shown only if nothing ends the rank
+    meanwhile: often every rank fails alike, and one message is enough. So do errors in a collective: often a peer died,
+    and the peer's own error is the one to read.
     """
     shown = line_of(error) or "".join(traceback.format_exception(error)).rstrip()
     frames = traceback.extract_tb(error.__traceback__)
@@ -73,18 +69,6 @@ def show_error(error: BaseException, is_main: bool) -> None:
         told = {"py_callstack": shown, "timestamp": int(time.time())}
         with suppress(OSError, ValueError):  # somebody may have changed the variable
             Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))
-
-
-def say_last(line: str) -> None:
-    """Have a line follow the traceback with which torchrun ends after a signal; without torchrun nothing is printed.
-
-    A shell waits for torchrun's end, for a minute at most. A zombie has ended, though nobody has asked how.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        has_ended = '[ ! -e "/proc/$1" ] || grep -q "^State:.Z" "/proc/$1/status"'
-        script = f'for i in $(seq 600); do if {has_ended}; then echo "$2" >&2; exit; fi; sleep 0.1; done'
-        with suppress(OSError):  # a machine without a shell
-            subprocess.Popen(["sh", "-c", script, "sh", str(os.getppid()), line], start_new_session=True)
 
 
 def open_standard_files() -> None:
@@ -154,9 +138,9 @@ def outliving_its_output() -> Iterator[None]:
 class Watchdog:
     """Prints the stack of each thread of this process once if `expect` is not called again in time.
 
-    Python's faulthandler.dump_traceback_later walks the frames of threads while they run. In a step that was slow, not
-    stuck, this ended the process with a segmentation fault (Python 3.12, in a Triton launch). The thread here walks the
-    frames under the interpreter's lock, and every library call that waits gives the lock back.
+    Python's faulthandler.dump_traceback_later walks frames while they run: in a step that was slow, not stuck, this
+    ended the process with a segmentation fault (Python 3.12, in a Triton launch). The thread here walks them under the
+    interpreter's lock, and every library call that waits gives the lock back.
     """
 
     def __init__(self) -> None:
@@ -175,7 +159,7 @@ class Watchdog:
 
     def _bark(self, seconds: float) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        lines = [f"nothing has ended for {seconds:.0f} s; what the threads of this process do:\n"]
-        for identity, frame in sys._current_frames().items():
-            lines += [f"thread {names.get(identity, identity)}:\n", *traceback.format_stack(frame)]
-        print("".join(lines), file=sys.__stderr__, flush=True)
+        frames = sys._current_frames().items()
+        stacks = (f"thread {names.get(each, each)}:\n" + "".join(traceback.format_stack(at)) for each, at in frames)
+        said = f"nothing has ended for {seconds:.0f} s; what the threads of this process do:\n{''.join(stacks)}"
+        print(said, file=sys.__stderr__, flush=True)

@@ -18,8 +18,7 @@ PROCESS_BYTES = 2 * GIB
 def parse_bytes(text: str) -> int:
     """Returns the bytes in "24GB", "24GiB", "512MB" or a plain number. A GB is 2**30 bytes too, as GPUs are sold.
 
-    Raises:
-        UserError: the text is not a size, or of 1 PiB or less than 1 MiB, such as gigabytes without their unit.
+    Raises UserError for text that is not a size, or is below 1 MiB, such as gigabytes without their unit.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     size = 0 if match is None else int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
@@ -36,15 +35,12 @@ def budget_of(free_bytes: float, processes: int) -> int:
 def budget_of_machine(memory_bytes: int, processes: int) -> int:
     """Returns the bytes that each process may pin by default, on an idle machine of so much memory.
 
-    Raises:
-        UserError: the processes fill the memory before they pin anything.
+    Raises UserError if the processes fill the memory before they pin anything.
     """
     taken = SYSTEM_BYTES + processes * PROCESS_BYTES
     if memory_bytes <= taken:
-        raise UserError(
-            f"host_memory {memory_bytes / GIB:g}GB: the system and nproc {processes} take {taken / GIB:g}GB before any "
-            "is pinned; give more"
-        )
+        take = f"the system and nproc {processes} take {taken / GIB:g}GB before any is pinned"
+        raise UserError(f"host_memory {memory_bytes / GIB:g}GB: {take}; give more")
     return budget_of(memory_bytes - taken, processes)
 
 
@@ -63,12 +59,11 @@ def _bytes_left_in_groups() -> Iterator[float]:
     yield math.inf
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if not controllers:
-            root, limit, usage, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, limit, usage = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        root, limit, usage, cache = "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+        if "memory" in controllers.split(","):
+            root, limit, usage = f"{root}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
             cache = "total_inactive_file"
-        else:
+        elif controllers:
             continue
         group = Path(root, path.lstrip("/"))
         for folder in (group, *group.parents[: len(group.parts) - len(Path(root).parts)]):

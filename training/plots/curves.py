@@ -45,11 +45,9 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
         peaks = row.get("peak_memory_gib")
         row["peak"] = max(filter(_is_number, peaks), default=None) if isinstance(peaks, list) else None
     panels = {
-        "loss": f"loss, nats per {_unit(run)}",
-        "learning_rate": "learning rate",
-        "tokens_per_second": "tokens per second",
-        "peak": "peak GPU memory of the fullest rank, GiB",
-    }
+        "loss": f"loss, nats per {_unit(run)}", "learning_rate": "learning rate",
+        "tokens_per_second": "tokens per second", "peak": "peak GPU memory of the fullest rank, GiB",
+    }  # fmt: skip
     panels = {name: label for name, label in panels.items() if _points(rows, name)[0]}
     columns = 2 if len(panels) == 4 else max(1, len(panels))
     figure = figures.Figure(figsize=(12, 7 if columns == 2 else 4), layout="constrained")

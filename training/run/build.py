@@ -69,12 +69,11 @@ def step_on_meta(
     """A step of a model on the meta device, which takes no memory; each sequence is one document.
 
     Args:
-        num_gpus: the step is of the first of so many, which need not exist: FSDP2 deals the rows of a parameter out as
-            torch.chunk does, and gives no GPU more than the first.
+        num_gpus: the step is the first GPU's of so many, which need not exist: torch.chunk, as FSDP2, gives no GPU
+            more.
         context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
         num_machines: machines that have equally many of the GPUs.
         replicate: copies of the weights.
-        trained: what is trained of the model.
     """
     num_shards = num_gpus // tensor_parallel_size // replicate
     parameters = _parameters_on_meta(model_config, tensor_parallel_size, trained)
@@ -112,8 +111,7 @@ def memory_budgets(recipe: Recipe, world: World) -> tuple[float, float]:
 def check_fits(recipe: Recipe, world: World) -> None:
     """Refuse, before the data are read, a step for which there is no plan even if all documents are short.
 
-    Raises:
-        UserError: no plan fits (the largest context that would is named), or ranks have copies of key/value heads.
+    Raises UserError: it names the largest context that fits, or says that ranks have copies of key/value heads.
     """
     if recipe.memory_budget is None:
         return

@@ -105,11 +105,7 @@ class Display(contextlib.ExitStack):
 
 @contextlib.contextmanager
 def also_logged_into(log_file: str | None) -> Iterator[None]:
-    """Append what is logged to a file, with times, and the error that ends the run. None: do nothing.
-
-    Raises:
-        UserError: the file cannot be written to.
-    """
+    """Append what is logged to a file, with times, and the error that ends the run. None: do nothing."""
     if log_file is None:
         yield
         return
@@ -255,8 +251,7 @@ def tensorboard_writer(folder: Path, from_step: int) -> Writer:
 def wandb_writer(settings: dict, stack: contextlib.ExitStack) -> Writer:
     """Sends metrics and settings to Weights & Biases. A resumed run goes on in its run, named in output_dir/wandb_id.
 
-    Raises:
-        UserError: wandb cannot be imported, or cannot start, as without a login; wandb_id cannot be read.
+    Raises UserError if wandb cannot be imported or started, as without a login, or wandb_id cannot be read.
     """
     folder, project = settings["output_dir"], settings["wandb"]
     file = Path(folder, "wandb_id")
@@ -266,16 +261,13 @@ def wandb_writer(settings: dict, stack: contextlib.ExitStack) -> Writer:
     try:
         import wandb  # optional
 
-        run = wandb.init(
-            project=project, dir=folder, id=earlier or None, resume="allow", config=settings, allow_val_change=True,
-        )  # fmt: skip
+        go_on = {"id": earlier or None, "resume": "allow", "allow_val_change": True}
+        run = wandb.init(project=project, dir=folder, config=settings, **go_on)
         run.define_metric("*", step_metric="step")  # wandb's own count of steps would drop what a resumed run repeats
         replace_file(file, f"{run.id}\n")
     except Exception as error:
-        login = f"{program('wandb')} login"
-        raise UserError(
-            f"--wandb {project}: {error}; log in with `{login}`, set WANDB_MODE=offline, or drop it"
-        ) from None
+        cure = f"log in with `{program('wandb')} login`, set WANDB_MODE=offline, or drop it"
+        raise UserError(f"--wandb {project}: {error}; {cure}") from None
 
     def finish(kind, *_) -> None:
         try:

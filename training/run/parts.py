@@ -100,11 +100,11 @@ class Run:
             return
         self.save()  # the weights are as before this step, finite or refused
         self.saver.wait()
-        raise UserError(
-            f"step {step}: {error}, stopped before the update; the last good checkpoint: {self.saver.last or 'none'}. "
-            f"{'Go on from it' if self.saver.last else 'Start again'} with a lower --learning_rate, or leave such "
-            f"steps out with --skip_nonfinite_steps; documents of the step: {sources}"
-        ) from None
+        last = f"the last good checkpoint: {self.saver.last or 'none'}"
+        goes_on = "Go on from it" if self.saver.last else "Start again"
+        cure = f"{goes_on} with a lower --learning_rate, or leave such steps out with --skip_nonfinite_steps"
+        why = f"step {step}: {error}, stopped before the update; {last}"
+        raise UserError(f"{why}. {cure}; documents of the step: {sources}") from None
 
     def promise_shutdown_once(self, seconds: float) -> None:
         """Say how long the run goes on after a signal, as soon as a step of so many seconds tells."""
@@ -117,9 +117,8 @@ class Run:
     def save_after_error(self) -> None:
         """Save the steps that were done, if this rank is the only one: other ranks would wait in a collective."""
         self.display.close()  # ends the progress bar's line
-        if self.world.size > 1 or self.is_updating:
-            return
-        try:
-            self.save()
-        except Exception as error:  # a GPU may answer no more; the first error is the one to show
-            logger.warning("no checkpoint of step %d: %s", self.progress.step, error)
+        if self.world.size == 1 and not self.is_updating:
+            try:
+                self.save()
+            except Exception as error:  # a GPU may answer no more; the first error is the one to show
+                logger.warning("no checkpoint of step %d: %s", self.progress.step, error)

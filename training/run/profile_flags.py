@@ -27,12 +27,8 @@ class ProfileFlags(StepFlags):
     )
     nproc: int = flag(1, "predict for so many GPUs of a machine, as torchrun's --nproc_per_node", least=1, most=2**10)
     nnodes: int = flag(1, "predict for so many machines, as torchrun's --nnodes", least=1, most=2**16)
-    gpu: str | None = flag(
-        None, "predict for another GPU: RTX4090, A100-80GB, H100 ...; a size, as 24GB: the slowest one with as much"
-    )
-    host_memory: str | None = flag(
-        None, "predict for a machine of so much host memory, as sold: 64GB; its processes pin what train.py would"
-    )
+    gpu: str | None = flag(None, "predict for RTX4090, A100-80GB, H100 ...; a size, 24GB: the slowest with as much")
+    host_memory: str | None = flag(None, "predict for a machine of so much, as sold: 64GB")
     data: list[str] = flag(list, "as in train.py: predict the hours of an epoch, for its documents", group="data")
     tokenizer: str | None = flag(None, "of data, a tokenizer.json or its folder, or bytes; default: init_from's")
     chat_template: str | None = flag(None, "of chats in data, as train.py's")
@@ -44,9 +40,7 @@ class ProfileFlags(StepFlags):
     compare: bool = flag(False, "with and without chunked loss, checkpointing, a plan; 32k to 256k")
     measure: bool = flag(False, "with find_max_context and compare: confirm on the GPU")
     num_layers: int | None = flag(None, "measure so many of the layers, where a whole step takes too long", least=1)
-    stages: str | None = flag(
-        None, "memory by stages: a row for equal neighbouring layers; all: for each", ("equal", "all"), bare="equal"
-    )
+    stages: str | None = flag(None, "memory by stages; all: a row for each layer", ("equal", "all"), bare="equal")
     timeline: Path | None = flag(None, "draw the step there (.png, .svg)")
     json: Path | None = flag(None, "write everything there")
 

@@ -1,7 +1,6 @@
 """Decides all that a run needs before its data are read. Nothing later reads a flag's text or a folder's headers.
 
-Top to bottom: what is decided of a step, for train.py and profile_memory.py; of a run; its start, model and tokenizer;
-what depends on the machine, and on the number of sequences in the data.
+Top to bottom: a step, for train.py and profile_memory.py; a run; its start, model and tokenizer; the machine; the data.
 """
 
 import dataclasses
@@ -63,7 +62,7 @@ from training.optim.quantized import check_library
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World
-from training.run.resume import Progress, Start, how_to_go_on, resume
+from training.run.resume import Progress, Start, how_to_go_on, resume, start_from
 from training.run.settings import (
     CHECKPOINT_INTERVAL,
     DEFAULT_STEPS,
@@ -87,7 +86,7 @@ class StepRecipe:
     config: StepFlags  # the flags, with what a run inherits and fills in
     model: ModelConfig
     kinds: KindsByStep  # how each layer attends
-    trained: Trained  # what is trained of the model
+    trained: Trained  # the part of the model that is trained
     linear: Linear  # the maps of all blocks
     state_format: str  # format of the optimizer's state; "auto": a plan chooses
     impl: str  # Triton kernels or their references
@@ -104,8 +103,7 @@ class StepRecipe:
 def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRecipe:
     """Returns what the flags decide of a step of `model`.
 
-    Raises:
-        UserError: flags that do not fit the model's shape or the number of GPUs, whatever the machine.
+    Raises UserError for flags that do not fit the model's shape or the number of GPUs, whatever the machine.
     """
     kinds, trained, impl = kinds_by_step(config, model), trained_of(config, model), getattr(config, "kernels", "auto")
     check_matrix_sharing(config.tensor_parallel_size, model)
@@ -122,10 +120,8 @@ def trained_of(config: StepFlags, model: ModelConfig) -> Trained:
     maps = {name for layer in range(model.num_hidden_layers) for name in model.maps(layer)}
     given = "all-linear" if config.lora_targets is None else config.lora_targets
     targets = tuple(name for name in PARTS if name in maps) if given == "all-linear" else tuple(given.split(","))
-    if missing := [name for name in targets if name in PARTS and name not in maps]:
-        raise UserError(
-            f"lora_targets {', '.join(missing)}: this model has {', '.join(sorted(maps))}; give some of these"
-        )
+    if missing := ", ".join(name for name in targets if name in PARTS and name not in maps):
+        raise UserError(f"lora_targets {missing}: this model has {', '.join(sorted(maps))}; give some of these")
     alpha = getattr(config, "lora_alpha", 2.0 * config.lora)  # no flag of profile_memory.py, where it has no effect
     with refused_as_user_error("lora: "):
         return Adapters(config.lora, alpha, targets)
@@ -140,21 +136,18 @@ def check_lora_bits(bits: int, model: ModelConfig, num_gpus: int) -> None:
     share = model.share()
     for name, (_, columns) in (item for layer in range(share.num_hidden_layers) for item in share.maps(layer).items()):
         if columns % QUANTIZED_GROUP:
-            raise UserError(
-                f"lora_bits {bits} needs rows of whole groups of {QUANTIZED_GROUP}, and {name} has {columns} columns; "
-                "give lora_bits 16"
-            )
+            needs = f"lora_bits {bits} needs rows of whole groups of {QUANTIZED_GROUP}"
+            raise UserError(f"{needs}, and {name} has {columns} columns; give lora_bits 16")
 
 
 def state_format_of(config: StepFlags, hidden_size: int) -> str:
     """--optimizer_state. Adapters have float32 state, as has a model whose rows are no whole groups.
 
-    Raises:
-        UserError: compact state where there is none.
+    Raises UserError for compact state where there is none; a rule refuses it beside adapters.
     """
     if config.lora is None and hidden_size % GROUP == 0:
         return config.optimizer_state
-    if config.lora is None and config.optimizer_state == "compact":  # adapters' a rule refuses
+    if config.lora is None and config.optimizer_state == "compact":
         rows = f"rows of {hidden_size}, which is no multiple of {GROUP}"
         raise UserError(f"optimizer_state compact has no effect on {rows}; drop it")
     return "float32"
@@ -224,12 +217,12 @@ class Recipe(StepRecipe):
 
     @functools.cached_property
     def objective(self) -> Objective | None:
-        """What a step minimises; None: the loss of the next tokens."""
+        """The objective of a step; None: the loss of the next tokens."""
         return choose(self.config, self.config.context_length)
 
     @property
     def scoring(self) -> Scoring:
-        """What the objective takes of a step, for its plan."""
+        """The part of a step that the objective takes, for its plan."""
         return scoring(self.objective, isinstance(self.trained, Adapters))
 
     def settings(self, max_steps: int, state_format: str) -> dict:
@@ -257,11 +250,7 @@ def recipe_of(config: TrainConfig, model: ModelConfig, world: World, **more) -> 
 
 
 def parse_interval(text: str) -> tuple[int, float]:
-    """(steps, seconds) between checkpoints: "200" is (200, 0), every 200 steps, and "30min" is (0, 1800).
-
-    Raises:
-        UserError: another form.
-    """
+    """(steps, seconds) between checkpoints: "200" is (200, 0), "30min" is (0, 1800). Raises UserError for others."""
     match = re.fullmatch(r"(\d{1,9})|(\d{1,6}(?:\.\d{1,6})?)min", text)
     if match is None:
         raise UserError(f"checkpoint_interval must be a number of steps, or of minutes as 30min: got {text!r}")
@@ -295,10 +284,8 @@ def decide(given: dict, world: World) -> Recipe:
             config, model, world, given=frozenset(given), progress=start.progress, checkpoint=checkpoint, source=source
         )
         if source and checkpoint and recipe.trained != (source.adapters or ALL):
-            raise UserError(
-                f"{checkpoint} was trained with {source.adapters or ALL}, not {recipe.trained}; drop what "
-                f"differs, or start from its weights with --init_from {checkpoint} and another --output_dir"
-            )
+            was = f"{checkpoint} was trained with {source.adapters or ALL}, not {recipe.trained}"
+            raise UserError(f"{was}; drop what differs, or {start_from(checkpoint)}")
         config.tokenizer = choose_tokenizer(config, checkpoint)
         weights, carried = dict[str, Entry](), NOTHING
         if source:
@@ -356,8 +343,7 @@ def find_checkpoint(config: TrainConfig, passed_over: dict[Path, str]) -> Path |
 def begin(asked: TrainConfig, given: dict, source: Source | None) -> Start:
     """Makes the start of a run at its first step, with the adapters of --init_from if it holds some.
 
-    Raises:
-        UserError: flags that say otherwise; adapters and flags that do not fit each other.
+    Raises UserError for flags that say otherwise, or do not fit the adapters.
     """
     filled: dict = {"max_steps": None if asked.epochs else DEFAULT_STEPS, "model_size": None if source else "tiny"}
     config = TrainConfig(**{**filled, **given, **(adapters_found(asked, given, source) if source else {})})
@@ -380,11 +366,9 @@ def adapters_found(asked: TrainConfig, given: Iterable[str], source: Source) -> 
             every = trained_of(replace(asked, lora=found.rank), shape_of_weights(source.folder))
             said = ",".join(every.targets) if isinstance(every, Adapters) else said
         if name in given and said != value:
+            theirs = f"{name} {getattr(asked, name)}: the adapters of {source.folder} have {value}"
             merge = f"{program()} -m training.checkpoint.weights export {source.folder} OUT --merge"
-            raise UserError(
-                f"{name} {getattr(asked, name)}: the adapters of {source.folder} have {value}; drop it, or merge them "
-                f"first: {merge}"
-            )
+            raise UserError(f"{theirs}; drop it, or merge them first: {merge}")
     if "lora_bits" not in given:
         own["lora_bits"] = source.frozen_bits
         if source.frozen_bits < 16:
@@ -418,10 +402,8 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
     shape = shape_of_weights(folder)
     for name in ("vocab_size", "hidden_size", "num_hidden_layers") if config.model_size else ():
         if getattr(shape, name) != getattr(size, name):
-            raise UserError(
-                f"{folder} is of another size: it has {name} {getattr(shape, name)}, model_size {config.model_size} "
-                f"has {getattr(size, name)}; drop model_size, to take theirs"
-            )
+            has = f"it has {name} {getattr(shape, name)}, model_size {config.model_size} has {getattr(size, name)}"
+            raise UserError(f"{folder} is of another size: {has}; drop model_size, to take theirs")
     shape = _with_gates(shape, config, folder, resumed)
     if config.rope_scaling is not None:
         shape = _extended(shape, config.rope_scaling, resumed)
@@ -434,25 +416,18 @@ def _with_gates(shape: ModelConfig, config: TrainConfig, folder: str | Path, res
     if bool(trained.gates_per_head) == bool(asked.gates_per_head):
         return shape
     if trained.gates_per_head:
-        raise UserError(
-            f"{folder} was trained with attention_type {trained.name}, and attention_type {asked.name} would drop its "
-            f"gates; give --attention_type {trained.name}, or other weights"
-        )
+        own = f"attention_type {trained.name}, whose gates attention_type {asked.name} would drop"
+        raise UserError(f"{folder} was trained with {own}; give --attention_type {trained.name}, or other weights")
     if resumed:
-        raise UserError(
-            f"{folder} was trained without attention_type {asked.name}; to turn it into that, start from its weights "
-            f"with --init_from {folder} and another --output_dir"
-        )
+        was = f"{folder} was trained without attention_type {asked.name}"
+        raise UserError(f"{was}; to turn it into that, {start_from(folder)}")
     if any(kind.reach is not None for kind in shape.kinds):
-        raise UserError(
-            f"attention_type {asked.name} would take the place of the windows of {folder}; use sparse, which leaves "
-            "windows alone, or full"
-        )
+        why = f"would take the place of the windows of {folder}; use sparse, which leaves windows alone, or full"
+        raise UserError(f"attention_type {asked.name} {why}")
     if config.lora is not None:
-        raise UserError(
-            f"lora with attention_type {asked.name}: {folder} has no gates of it, which would stay random; train all "
-            "weights, or give another attention_type"
-        )
+        why = f"{folder} has no gates of it, which would stay random"
+        cure = "train all weights, or give another attention_type"
+        raise UserError(f"lora with attention_type {asked.name}: {why}; {cure}")
     logger.info("attention: %s has no gates of %s; they are initialised, near 1/2", folder, asked.name)
     return shape_with(asked.name, shape)
 
@@ -484,11 +459,8 @@ def choose_tokenizer(config: TrainConfig, checkpoint: Path | None) -> str:
 def open_tokenizer(recipe: Recipe, identity: str | None) -> ByteTokenizer | FileTokenizer:
     """Opens the tokenizer of the run, with its chat template.
 
-    Args:
-        identity: of the tokenizer that a resumed run was trained with.
-
-    Raises:
-        UserError: the tokenizer is another one; tokens of the chat template would not be trained.
+    `identity` is the tokenizer's that a resumed run was trained with. Raises UserError if the tokenizer is another one,
+    or if tokens of the chat template would not be trained.
     """
     config, checkpoint, template = recipe.config, recipe.checkpoint, recipe.config.chat_template
     if template not in (None, "chatml") and checkpoint and not exists(template):
@@ -497,10 +469,9 @@ def open_tokenizer(recipe: Recipe, identity: str | None) -> ByteTokenizer | File
     if template is not None and tokenizer.added_for_chats:
         _check_are_trained(config, recipe.model.vocab_size, tokenizer)
     if checkpoint and identity != tokenizer.identity:
-        raise UserError(
-            f"cannot resume: {checkpoint} was trained with tokenizer {str(identity)[:12]}, {tokenizer.name} is "
-            f"{tokenizer.identity[:12]} (first digits of the files' SHA-256); give that --tokenizer"
-        )
+        was = f"{checkpoint} was trained with tokenizer {str(identity)[:12]}"
+        found = f"{tokenizer.name} is {tokenizer.identity[:12]} (first digits of the files' SHA-256)"
+        raise UserError(f"cannot resume: {was}, {found}; give that --tokenizer")
     return tokenizer
 
 
@@ -510,10 +481,8 @@ def _check_are_trained(config: TrainConfig, vocab_size: int, tokenizer: FileToke
     names = ", ".join(added[:SHOWN_TOKENS]) + f" and {len(added) - SHOWN_TOKENS} more" * (len(added) > SHOWN_TOKENS)
     needs = f"chat_template {config.chat_template} needs the tokens {names}, which {tokenizer.name} lacks"
     if tokenizer.vocab_size > vocab_size:
-        raise UserError(
-            f"{needs}: the model's vocab_size {vocab_size} has no room for {tokenizer.vocab_size} ids; give a template "
-            "of plain words or of the tokenizer's tokens"
-        )
+        why = f"the model's vocab_size {vocab_size} has no room for {tokenizer.vocab_size} ids"
+        raise UserError(f"{needs}: {why}; give a template of plain words or of the tokenizer's tokens")
     if config.lora is not None:
         raise UserError(f"{needs}: adapters would not train their embeddings; drop lora, or give another template")
     logger.info("chat: new tokens %s: the embedding's rows of their ids are trained", names)
@@ -526,9 +495,7 @@ def check_machine(recipe: Recipe, world: World) -> None:
     """Refuse what this machine cannot run, and a memory budget that is not free, before anything takes time."""
     config, device = recipe.config, world.device
     if device.type == "cuda" and config.kernels == "torch" and recipe.memory_budget is not None:
-        raise UserError(
-            "kernels torch takes more memory than plans count; use auto, or --gradient_checkpointing without a plan"
-        )
+        raise UserError("kernels torch takes more memory than plans count; use auto, or --gradient_checkpointing")
     for name in ("memory_budget", "host_budget"):
         if device.type != "cuda" and getattr(config, name) is not None:
             raise UserError(f"{name} has no effect on a CPU; drop it")
@@ -550,10 +517,8 @@ def count_steps(recipe: Recipe, loader: PackedLoader) -> Progress:
     """Returns the start with the steps that epochs need, and logs how many epochs the run makes.
 
     An epoch is `loader.sequences_per_epoch` sequences of the loader's order. The steps left are counted from its
-    position, so that ranks, batch_size and gradient_accumulation_steps may change at a resume.
-
-    Raises:
-        UserError: no step is left; settings that do not fit the number of steps.
+    position, so that ranks, batch_size and gradient_accumulation_steps may change at a resume. Raises UserError if no
+    step is left, or for settings that do not fit the number of steps.
     """
     config, progress, per_epoch = recipe.config, recipe.progress, loader.sequences_per_epoch
     per_step = config.batch_size * config.gradient_accumulation_steps * loader.world_size

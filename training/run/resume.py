@@ -69,6 +69,11 @@ def how_to_go_on(found: list[Path]) -> str:
     )
 
 
+def start_from(checkpoint: str | Path) -> str:
+    """Advice for a run that cannot go on from a checkpoint."""
+    return f"start from its weights with --init_from {checkpoint} and another --output_dir"
+
+
 def resume(checkpoint: Path, given: dict, world: World) -> Start:
     """Makes a start from a checkpoint, with its settings changed by the given ones.
 
@@ -114,18 +119,15 @@ def refuse_other_weights(checkpoint: Path, saved: dict, asked: str | None) -> No
     if asked is None or started == asked or (started is None and saved.get("model_size") is None):
         return
     if started is None or realpath(started) != realpath(asked):
-        raise UserError(
-            f"init_from {asked}: {checkpoint} is of a run from {started or 'random weights'}; give that, drop "
-            "init_from, or give another --output_dir"
-        )
+        own = f"{checkpoint} is of a run from {started or 'random weights'}"
+        raise UserError(f"init_from {asked}: {own}; give that, drop init_from, or give another --output_dir")
 
 
 def state_to_save(settings: dict, progress: Progress, tokens_per_step: int, ranks: int, tokenizer: str) -> dict:
     """The trainer_state of a checkpoint, which `load_state` reads.
 
     Args:
-        settings: as given, but with the format of the optimizer's state: a resumed run finds out anew what "auto"
-            stands for elsewhere.
+        settings: as given, but with the format of the optimizer's state.
         ranks: data-parallel ones.
         tokenizer: the tokenizer's identity.
     """
@@ -165,10 +167,8 @@ def load_state(checkpoint: Path) -> dict:
         settings = given_flags(TrainConfig, as_words(saved, known), "train.py")
         return state | {"settings": settings, "ignored": sorted(state["settings"].keys() - {*known})}
     except UserError as error:
-        raise UserError(
-            f"{checkpoint}/trainer.json is damaged: {error}; move that checkpoint elsewhere, or start from its weights "
-            "with --init_from and another --output_dir"
-        ) from None
+        cure = f"move that checkpoint elsewhere, or {start_from(checkpoint)}"
+        raise UserError(f"{checkpoint}/trainer.json is damaged: {error}; {cure}") from None
 
 
 def parallel_sizes_of(given: dict) -> dict[str, int]:

@@ -26,8 +26,7 @@ def is_save_due(recipe: Recipe, step: int, since_save: float, has_failed: bool) 
 def checkpoint_bytes(recipe: Recipe, world: World, planned: str | None = None) -> int:
     """Bytes of a checkpoint on disk: bf16 weights on GPUs, float32 on a CPU; the optimizer's state; what is carried.
 
-    Weights and state are of the adapters alone, if the run trains adapters. `planned` is the format of the state, once
-    there is a plan.
+    Weights and state are of what is trained. `planned` is the format of the state, once there is a plan.
     """
     numbers, is_cuda = recipe.trained.elements(recipe.model), world.device.type == "cuda"
     state_format = planned or recipe.state_format
@@ -52,12 +51,11 @@ def check_disk(recipe: Recipe, progress: Progress, size: int) -> None:
     steps_left = max(1, progress.max_steps - progress.step)
     saves = steps_left if seconds else 1 + (steps_left - 1) // (steps or steps_left)
     kept = (config.keep_checkpoints or KEPT_CHECKPOINTS) + (config.validation_sequences != 0) + 1
-    try:
-        check_room(output_dir, min(2, saves + len(found)) * size, size_on_disk(found))
-    except OSError as error:
-        or_else = "choose another --output_dir" + ", or --save model" * (config.save == "full")
-        raise UserError(f"{error.strerror}; free some space, {or_else}") from None
-    try:
-        check_room(output_dir, min(kept, saves + len(found)) * size, size_on_disk(found))
-    except OSError as error:
-        logger.warning("%s: old checkpoints will be deleted before new ones are complete", error.strerror)
+    for least in (2, kept):
+        try:
+            check_room(output_dir, min(least, saves + len(found)) * size, size_on_disk(found))
+        except OSError as error:
+            if least == 2:
+                or_else = "choose another --output_dir" + ", or --save model" * (config.save == "full")
+                raise UserError(f"{error.strerror}; free some space, {or_else}") from None
+            logger.warning("%s: old checkpoints will be deleted before new ones are complete", error.strerror)

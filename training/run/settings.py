@@ -31,6 +31,7 @@ DEFAULT_STEPS = 300
 PEAK_LEARNING_RATE = 2e-5  # suits continued training; training from scratch wants more, and a far longer warm-up
 TINY_PEAK_LEARNING_RATE = 3e-3
 LORA_PEAK_LEARNING_RATE = 2e-4
+USUAL_PEAKS = f"{PEAK_LEARNING_RATE}, with lora {LORA_PEAK_LEARNING_RATE}, for tiny {TINY_PEAK_LEARNING_RATE}"
 OVERLONG, RESUME = ("refuse", "drop", "split"), ("no", "yes", "auto")
 CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS = "30min", 2
 VALIDATION_SEQUENCES, VALIDATION_TOKENS = 128, 2**20
@@ -43,28 +44,15 @@ COLLECTIVE_TIMEOUT = 10  # minutes
 class StepFlags:
     """Flags of a training step, which train.py takes and profile_memory.py profiles."""
 
-    model_size: str | None = flag(
-        None, "shape of the model; default: init_from's, else tiny", MODEL_SIZES, group="model"
-    )
+    model_size: str | None = flag(None, "default: init_from's, else tiny", MODEL_SIZES, group="model")
     init_from: str | None = flag(None, "weights to start from: folder of a released model, or a checkpoint")
-    lora: int | None = flag(
-        None, "train adapters of this rank beside frozen weights; default: init_from's if it holds adapters, else "
-        "every weight is trained", least=1, most=2**13,
-    )  # fmt: skip
-    lora_targets: str | None = flag(
-        None, "projections with adapters, by commas, such as q_proj,v_proj; default: all-linear, all of a block"
-    )
-    lora_bits: int = flag(
-        16, "bits per element of frozen matrices; 8 and 4 (NF4) need bitsandbytes, and cost some loss", LORA_BITS,
-    )  # fmt: skip
+    lora: int | None = flag(None, "train adapters of this rank; default: init_from's, if it has", least=1, most=2**13)
+    lora_targets: str | None = flag(None, "with adapters: q_proj,v_proj; default: all-linear, all of a block")
+    lora_bits: int = flag(16, "bits per element of frozen matrices; 8 and 4 (NF4) cost some loss", LORA_BITS)
     context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27, group="batch")
-    batch_size: int = flag(
-        None, f"sequences in a micro-batch of a rank; default: 8, from {LONG_CONTEXT} tokens on 1", least=1, most=2**20
-    )
+    batch_size: int = flag(None, f"sequences; default: 8, from {LONG_CONTEXT} tokens on 1", least=1, most=2**20)
     gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1, most=2**20)
-    attention_type: str = flag(
-        "full", "sparse: to chosen blocks; nsa: native sparse attention", ATTENTION_TYPES, group="attention"
-    )
+    attention_type: str = flag("full", "sparse, nsa: to chosen blocks", ATTENTION_TYPES, group="attention")
     selected_blocks: str | None = flag(None, "blocks of 64 a token chooses, by layer: 64x4,32; default: 32, nsa: 16")
     dense_below: int | None = flag(None, "sparse: shorter documents attend to everything; default: 8192", least=1)
     attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
@@ -72,21 +60,12 @@ class StepFlags:
     linear: str = flag("bf16", "fp8: the blocks' products in 8 bits, scaled by row; costs some loss", LINEARS)
     device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
     gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")
-    memory_budget: str | None = flag(
-        None, "GPU memory to plan for and not to exceed: 24GB; default: auto, what is free"
-    )
+    memory_budget: str | None = flag(None, "GPU memory to plan for and keep to: 24GB; default: auto, what is free")
     host_budget: str | None = flag(None, "host memory each process may pin; default: its share of 80% of what is free")
-    optimizer_state: str = flag(
-        "auto",
-        "compact: 8-bit moments, 4.1 bytes per parameter beside bf16, not 12; auto: a plan chooses",
-        OPTIMIZER_STATES,
-    )
-    context_parallel_size: int = flag(
-        1, "GPUs that share each sequence, by heads in attention", least=1, most=2**20, group="several GPUs"
-    )
+    optimizer_state: str = flag("auto", "compact: 8-bit moments, 4.1 bytes per parameter, not 12", OPTIMIZER_STATES)
+    context_parallel_size: int = flag(1, "GPUs that share each sequence", least=1, most=2**20, group="several GPUs")
     tensor_parallel_size: int = flag(1, "GPUs that share each matrix", least=1, most=2**20)
-    replicate: int = flag(1, "copies of the weights, each sharded over GPUs; 1 per machine spares a slow network",
-                          least=1, most=2**20)  # fmt: skip
+    replicate: int = flag(1, "copies of the weights; 1 per machine spares a slow network", least=1, most=2**20)
 
     absent: ClassVar[dict[str, str]] = ABSENT  # flags of other trainers, and why there is nothing like them
 
@@ -95,25 +74,16 @@ class StepFlags:
 class TrainConfig(ObjectiveFlags, StepFlags):
     """Train a decoder; torchrun --nproc_per_node=N train.py trains it on N GPUs."""
 
-    lora_alpha: float | None = flag(
-        None, "adapters are scaled by alpha / rank; default: twice the rank", least=SMALLEST, most=1e9, group="model"
-    )
+    lora_alpha: float | None = flag(None, "scale x rank; default: 2 x rank", least=SMALLEST, most=1e9, group="model")
     rope_scaling: str | None = flag(None, "extends the context of init_from: yarn:4, yarn:4:32768 or linear:4")
-    selected_blocks_start: str | None = flag(
-        None, "selected_blocks of the first step; it falls to selected_blocks", group="attention"
-    )
+    selected_blocks_start: str | None = flag(None, "of the first step; falls to selected_blocks", group="attention")
     selected_blocks_steps: int | None = flag(None, "steps from selected_blocks_start to selected_blocks", least=1)
-    kernels: str = flag(
-        "auto", "auto: Triton on GPUs, PyTorch references on CPUs", IMPLEMENTATIONS, group="memory and speed"
-    )
+    kernels: str = flag("auto", "auto: Triton on GPUs, PyTorch on CPUs", IMPLEMENTATIONS, group="memory and speed")
     compile: bool = flag(False, "no plan: torch.compile each block")
     collective_timeout: int | None = flag(
-        None, f"minutes a process waits for another after the first step; default: {COLLECTIVE_TIMEOUT}",
-        least=1, most=2**20, group="several GPUs",
-    )  # fmt: skip
-    data: list[str] = flag(
-        list, "files or folders of texts, JSON, Parquet; prepared sets; default: Python's library", group="data"
+        None, f"minutes to wait for a process; default: {COLLECTIVE_TIMEOUT}", least=1, most=2**20, group="several GPUs"
     )
+    data: list[str] = flag(list, "files, folders, prepared sets; default: Python's library", group="data")
     suffixes: str | None = flag(None, f"of texts, such as .rs,.c,.html; default: {SUFFIXES}")
     columns: str | None = flag(None, "names of rows' fields in data: prompt=question,completion=answer")
     bad_rows: str | None = flag(None, "rows of data that cannot be read; default: refuse", BAD_ROWS)
@@ -121,50 +91,28 @@ class TrainConfig(ObjectiveFlags, StepFlags):
     packing: str | None = flag(None, "default: best_fit for data with samples, else concatenate", PACKINGS)
     overlong: str | None = flag(None, "best_fit: documents longer than a sequence; default: refuse", OVERLONG)
     chat_reasoning: str | None = flag(None, "reasoning before a chat's last user message; default: template", REASONING)
-    chat_template: str | None = flag(
-        None, "a Jinja file, or chatml; its special tokens are added; default: the folder's"
-    )
+    chat_template: str | None = flag(None, "a Jinja file, or chatml, with its tokens; default: the folder's")
     tokenizer: str | None = flag(None, "a tokenizer.json or its folder, or bytes; default: init_from's, else bytes")
     validation_fraction: float = flag(0.02, "share of the tokens held out", least=SMALLEST, most=1 - SMALLEST)
     validation_data: list[str] = flag(list, "held-out files of your own, as data has them; nothing of data is held out")
     show_batch: bool = flag(False, "print a batch, with what is trained on between [[ and ]], and exit")
-    max_steps: int | None = flag(
-        None, f"steps in all; default: {DEFAULT_STEPS} from where the run starts", least=1, group="optimizer"
-    )
-    epochs: float | None = flag(
-        None, "passes over the data in all, such as 3 or 0.5, in place of max_steps", least=SMALLEST, most=1e9
-    )
-    learning_rate: float | None = flag(
-        None,
-        f"peak; default: {PEAK_LEARNING_RATE}, with lora {LORA_PEAK_LEARNING_RATE}, for tiny {TINY_PEAK_LEARNING_RATE}",
-        least=SMALLEST, most=1.0,
-    )  # fmt: skip
-    lora_plus: float | None = flag(
-        None, "LoRA+: learning rate of adapters' B over their A's; default: 1", least=SMALLEST, most=1e9
-    )
+    max_steps: int | None = flag(None, f"in all; default: {DEFAULT_STEPS} from the start", least=1, group="optimizer")
+    epochs: float | None = flag(None, "passes over the data, in place of max_steps: 0.5", least=SMALLEST, most=1e9)
+    learning_rate: float | None = flag(None, f"peak; default: {USUAL_PEAKS}", least=SMALLEST, most=1.0)
+    lora_plus: float | None = flag(None, "learning rate of B over A's, LoRA+; default: 1", least=SMALLEST, most=1e9)
     final_learning_rate_ratio: float = flag(0.1, "the cosine ends at this share of the peak", least=0.0, most=1.0)
     warmup_steps: int = flag(20, "steps of linear warm-up")
     weight_decay: float = flag(0.1, "decay of the matrices, and of nothing else", least=0.0, most=10.0)
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", least=SMALLEST, most=1e9)
     skip_nonfinite_steps: int = flag(0, "steps that may be left out because their loss or gradient is not finite")
     seed: int = flag(0, "draws the initial weights, the data's order and the sample")
-    output_dir: str = flag(
-        "runs/default", "checkpoints, metrics.jsonl and the resolved configuration", group="checkpoints"
-    )
-    resume: str = flag(
-        "no", "go on from the newest checkpoint in output_dir; auto: if there is one", RESUME, bare="yes"
-    )
+    output_dir: str = flag("runs/default", "checkpoints and metrics.jsonl go there", group="checkpoints")
+    resume: str = flag("no", "go on from output_dir's newest checkpoint; auto: if there is one", RESUME, bare="yes")
     save: str = flag("full", "a checkpoint holds: full, to resume from; model; or none", ("full", "model", "none"))
-    checkpoint_interval: str | None = flag(
-        None, f"steps, or minutes as 30min; 0: at the end; default: {CHECKPOINT_INTERVAL}"
-    )
-    keep_checkpoints: int | None = flag(
-        None, f"last ones to keep, besides the best one; default: {KEPT_CHECKPOINTS}", least=1
-    )
+    checkpoint_interval: str | None = flag(None, f"steps, or minutes; 0: at the end; default: {CHECKPOINT_INTERVAL}")
+    keep_checkpoints: int | None = flag(None, f"last ones, besides the best; default: {KEPT_CHECKPOINTS}", least=1)
     validation_interval: int = flag(100, "steps between validations; 0: only at the end", group="while it runs")
-    validation_sequences: int | None = flag(
-        None, "held-out sequences in one validation at most; 0: no validation; default: 128, and at most 2^20 tokens"
-    )
+    validation_sequences: int | None = flag(None, "of a validation; 0: none; default: 128, at most 2^20 tokens")
     sample_tokens: int = flag(200, "tokens to generate at the end; 0: none", most=2**27)
     tensorboard: bool = flag(False, "also write TensorBoard's event files, into output_dir/tensorboard")
     wandb: str | None = flag(None, "also send metrics to this project of Weights & Biases; files: output_dir/wandb")
@@ -201,11 +149,7 @@ class TrainConfig(ObjectiveFlags, StepFlags):
 
 
 def given_settings(argv: list[str]) -> dict:
-    """The settings that flags and --config give, by the names of TrainConfig's fields.
-
-    Raises:
-        UserError: as `given_flags`.
-    """
+    """The settings that flags and --config give, by the names of TrainConfig's fields; raises as `given_flags`."""
     return given_flags(TrainConfig, argv, "train.py")
 
 
@@ -215,9 +159,6 @@ def check_config(config: TrainConfig, given: Iterable[str], rules: Iterable[Rule
     Args:
         given: names of the flags that were given. A resumed run has its other settings from the run before.
         rules: TRAIN, or all of TrainConfig.rules once the start of the run is known.
-
-    Raises:
-        UserError: with the value, the limit and what to do.
     """
     refuse(config, given, rules)
     for package, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
@@ -226,16 +167,12 @@ def check_config(config: TrainConfig, given: Iterable[str], rules: Iterable[Rule
     for path, name in itertools.product(config.data + config.validation_data, ("output_dir", "log_file")):
         written = getattr(config, name)
         if written and not config.show_batch and Path(realpath(written)).is_relative_to(realpath(path)):
-            raise UserError(
-                f"{name} {written} lies in data {path}, which would be read with what the run writes; give another "
-                f"{name}"
-            )
+            why = f"{name} {written} lies in data {path}, which would be read with what the run writes"
+            raise UserError(f"{why}; give another {name}")
     ends = {"warmup_steps": "its peak learning rate"}
     if config.selected_blocks_start is not None:  # without it a rule refuses selected_blocks_steps
         ends["selected_blocks_steps"] = "selected_blocks"
     for name, end in ends.items():
         if name in given and config.steps is not None and (steps := getattr(config, name)) > config.steps:
-            raise UserError(
-                f"{name} {steps} is longer than the run of {config.steps} steps, which would never reach {end}; lower "
-                f"it, or raise {config.goal}"
-            )
+            what = f"{name} {steps} is longer than the run of {config.steps} steps, which would never reach {end}"
+            raise UserError(f"{what}; lower it, or raise {config.goal}")

@@ -93,10 +93,8 @@ def train_step(
 ) -> tuple[float, float, dict[str, float]]:
     """One optimizer step over all micro-batches of all ranks. Returns (mean loss, gradient norm, the other metrics).
 
-    The update may go on afterwards. From one return to the next is the time of one step: the last update, beside
-    forward, and backward.
-
-    Raises NoTarget, NotRead, NotFinite, or Stopped inside `Stopping.looking`; the weights are as they were then.
+    The update may go on afterwards: from one return to the next is the time of one step. Raises NoTarget, NotRead,
+    NotFinite, or Stopped inside `Stopping.looking`; the weights are as they were then.
 
     Args:
         batches: of whole sequences; ranks that share sequences have the same ones, and each takes its part. []: this
@@ -140,9 +138,7 @@ def validate(
 ) -> tuple[float, dict[str, float]]:  # fmt: skip
     """Mean loss on held-out data, over all ranks, with products in bf16 as in generation and evaluation; metrics.
 
-    Args:
-        batches: of whole sequences, as many on each rank.
-        is_asked: called before each batch; if it returns True, Stopped is raised.
+    `batches` are of whole sequences, as many on each rank. Raises Stopped where `is_asked` says so before a batch.
     """
     total, count, all_terms = 0.0, 0.0, list[Terms]()
     with products_in_bf16(model):

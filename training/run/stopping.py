@@ -38,10 +38,9 @@ def stop_signals() -> Iterator[list[int]]:
     """Notes the numbers of the signals that ask this process to end while it is in the block.
 
     A signal that was ignored stays so, such as SIGHUP under nohup. A second SIGINT ends the process at once, unless it
-    comes with the first: torchrun passes on a Ctrl-C that its workers have got themselves.
-
-    A thread takes note. Python runs a signal's handler in the main thread alone, after the library call that it is in,
-    and the backward of a GPU is a single call of minutes.
+    comes with the first: torchrun passes on a Ctrl-C that its workers have got themselves. A thread takes note: Python
+    runs a signal's handler in the main thread alone, after the library call that it is in, and the backward of a GPU is
+    a single call of minutes.
     """
     received: list[int] = []
     noted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -82,8 +81,7 @@ class Stopping:
     sum that it began LOOKS_BEHIND looks before. No collective of training waits for a look.
 
     In a look the host waits for the GPU, LOOKS_BEHIND looks back. Otherwise it would queue the whole step at once and
-    fill the GPU's launch queue, in which calls of other threads wait: a checkpoint of state on a GPU would take half as
-    long again (MEMORY_REPORT.md, "Checkpoints beside training").
+    fill the GPU's launch queue, in which calls of other threads wait: a checkpoint would take half as long again.
 
     Args:
         received: numbers of the signals that this rank has got, as `stop_signals` notes them.
@@ -197,9 +195,8 @@ class Stopping:
 def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
     """Say how long a run goes on after a signal that stops it; warn if torchrun would kill it before.
 
-    Args:
-        look_seconds: until the step is taken or dropped.
-        save_seconds: of a checkpoint. A checkpoint that has begun is finished before the last one is saved.
+    `look_seconds` pass until the step is taken or dropped, `save_seconds` in a checkpoint. A checkpoint that has begun
+    is finished before the last one is saved.
     """
     needed = math.ceil(look_seconds + 2 * save_seconds)
     logger.info("SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within about %d s, later on a busy machine", needed)

@@ -210,25 +210,6 @@ def test_a_set_of_chats_is_trained_with_the_template_that_wrote_it(tmp_path, one
             PreparedStore(tmp_path / "chats set", tokenizer, 300)
 
 
-def test_parts_of_other_corpora_are_left(tmp_path, corpus, one_process):
-    """Another corpus, or another tokenizer, was begun in the same folder."""
-    folder, other = tmp_path / "set", tmp_path / "other"
-    shutil.copytree(corpus, other)
-    expected = prepare(corpus, folder, "bytes")
-    (folder / "set.json").unlink()
-    with_tokenizer = prepare(corpus, folder, str(tmp_path / "tokenizer"))
-    (folder / "set.json").unlink()
-    (corpus / "1.txt").rename(tmp_path / "1.txt")  # its disk may be back later
-    prepare(other, folder, "bytes")
-    (folder / "set.json").unlink()
-    (tmp_path / "1.txt").rename(corpus / "1.txt")
-    made = {file.name for file in folder.glob("part-*.tokens")}
-    assert {f"{part['name']}.tokens" for part in [*expected["parts"], *with_tokenizer["parts"]]} <= made
-    times = {name: (folder / name).stat().st_mtime_ns for name in made}
-    assert prepare(corpus, folder, "bytes") == expected
-    assert times == {file.name: file.stat().st_mtime_ns for file in folder.glob("part-*.tokens")}
-
-
 def processes_of(session):
     """Returns the processes of a session that have not ended, by their ids."""
     found = []
