@@ -4,8 +4,8 @@ The answer comes first, then the plan. The exit status is 1 where a step does no
 it fit are listed with their flags. `--data` gives the hours of an epoch; `--stages` adds memory stage by stage.
 
 On a GPU a step is predicted and measured: a whole step as train.py runs it on one GPU, of random tokens, one document
-per sequence. Without a GPU, for another GPU that --gpu names, or for the documents of --data, it is predicted. The step
-follows the plan that train.py would make for the memory at hand, or --gradient_checkpointing.
+per sequence. Without a GPU, for another GPU that --gpu names, for the documents of --data or the loss of --objective,
+it is predicted. The step follows the plan that train.py would make for the memory at hand, or --gradient_checkpointing.
 
 `--nproc 8 --context_parallel_size 4` predicts the step that train.py would run under torchrun on 8 GPUs of one machine,
 4 sharing each sequence: bytes of one GPU, and seconds. With `--nnodes 2` it is on 8 GPUs each of 2 machines, and with
@@ -41,10 +41,11 @@ from training.checkpoint.carried import read_carried
 from training.checkpoint.weights import shape_of_weights
 from training.data.chat import open_tokenizer
 from training.data.corpus import open_stores, pack
-from training.data.loader import PackedLoader
+from training.data.loader import PackedLoader, prompts_of
 from training.data.prepared import is_prepared
 from training.data.sources import Reading
 from training.data.tokens import Selection, Store, join, split
+from training.families.lora import Adapters
 from training.host.choices import LORA_BITS
 from training.host.errors import UserError, import_optional
 from training.host.files import check_can_write, replace_file
@@ -64,7 +65,10 @@ from training.memory.machine import (
 )
 from training.memory.planner import Plan, find_max_context, has_plan, make_plan
 from training.memory.reports import Epoch, Machine, choose_plan, report_comparison, report_max_context, report_step
-from training.memory.step import PackedDocuments
+from training.memory.step import PackedDocuments, Scoring
+from training.objectives.choose import choose, text_reader
+from training.objectives.flags import ObjectiveFlags
+from training.objectives.scored import scoring
 from training.optim.quantized import check_library
 from training.parallel.world import World, check_replicate, join_world
 from training.run.build import build_bench, step_on_meta, without_plan
@@ -105,7 +109,7 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
         check_library(f"lora_bits {flags.lora_bits} that is measured")
     for name in ("measure", "num_layers"):
         if getattr(flags, name) and not can_measure:
-            why = "needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data or --device cpu"
+            why = "needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data, --objective or --device cpu"
             raise UserError(f"{name} {why}; drop it")
     for name in ("timeline", "json"):
         if path := getattr(flags, name):
@@ -166,38 +170,51 @@ def host_limit(flags: ProfileFlags, default: float) -> float:
 # The step, and the data
 
 
+def scoring_of(recipe: StepRecipe) -> Scoring:
+    """Returns what the loss of --objective takes."""
+    flags = recipe.config
+    objective = choose(ObjectiveFlags(objective=flags.objective, beta=flags.beta), flags.lengths[0])
+    return scoring(objective, isinstance(recipe.trained, Adapters))
+
+
 def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]:
     """Returns the step that the flags ask for, and an epoch of --data; without, of one document per sequence."""
     flags = recipe.config
     num_gpus = flags.nproc * flags.nnodes
     mesh = num_gpus, flags.context_parallel_size, flags.tensor_parallel_size, flags.nnodes
-    step = step_on_meta(machine.model, *flags.lengths, machine.given, *mesh, flags.replicate, recipe.trained)
+    step = step_on_meta(
+        machine.model, *flags.lengths, machine.given, *mesh, flags.replicate, recipe.trained, scoring_of(recipe)
+    )
     if not flags.data:
         return step, None
     reading = Reading(None, flags.suffixes, flags.columns, flags.bad_rows)
     train, stores = open_data(
-        (*flags.data,), choose_tokenizer(flags, None), flags.chat_template, machine.model.vocab_size, reading
-    )
+        (*flags.data,), choose_tokenizer(flags, None), flags.chat_template, machine.model.vocab_size, reading,
+        flags.objective, step.context_length,
+    )  # fmt: skip
     packing = pack(train, stores, step.context_length, TrainConfig.seed, overlong=flags.overlong)
     num_ranks = num_gpus // (flags.context_parallel_size * flags.tensor_parallel_size)
     loader = PackedLoader(train, packing, flags.batch_size, world_size=num_ranks)
     loader.check_enough_for_step(flags.gradient_accumulation_steps)
     documents = PackedDocuments.average(
         *packing.document_lengths(), packing.longest_document, flags.batch_size, num_ranks, step.micro_batches
-    )
+    ).with_prompts(*prompts_of(train))
     epoch = Epoch(loader.num_tokens, loader.sequences_per_epoch, getattr(packing, "filled", 1.0))
     return step.at(step.context_length, documents), epoch
 
 
 @functools.cache  # changes of a step that does not fit ask for them again
 def open_data(
-    paths: tuple[str, ...], tokenizer: str, chat_template: str | None, vocab_size: int, reading: Reading
-) -> tuple[Selection, list[Store]]:
+    paths: tuple[str, ...], tokenizer_path: str, chat_template: str | None, vocab_size: int, reading: Reading,
+    objective: str, context_length: int,
+) -> tuple[Selection, list[Store]]:  # fmt: skip
     """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
-        what = f"tokenizing {', '.join(texts)} with {tokenizer}"
+        what = f"tokenizing {', '.join(texts)} with {tokenizer_path}"
         print(f"{what}; prepared sets have their counts", file=sys.stderr, flush=True)
-    stores = open_stores([*paths], open_tokenizer(tokenizer, chat_template), vocab_size, reading)
+    tokenizer = open_tokenizer(tokenizer_path, chat_template)
+    rows = text_reader(objective, tokenizer.eos_id, context_length)
+    stores = open_stores([*paths], tokenizer, vocab_size, reading._replace(rows=rows))
     return split(join(stores), TrainConfig.validation_fraction, TrainConfig.seed)[0], stores
 
 
@@ -332,7 +349,7 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
     part = None
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
-        part = step_on_meta(shape, *flags.lengths, machine.given, trained=recipe.trained)
+        part = step_on_meta(shape, *flags.lengths, machine.given, trained=recipe.trained, scoring=scoring_of(recipe))
     plan, fits = choose_plan(step, machine, flags.gradient_checkpointing)
     if fits and flags.gradient_checkpointing is None:
         changes = find_faster(flags, machine, world, plan)
@@ -352,7 +369,8 @@ def main(argv: list[str]) -> int:
     with join_world("cpu" if flags.gpu else flags.device) as world:
         if world.size > 1:
             raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")
-        can_measure = world.device.type == "cuda" and flags.nproc * flags.nnodes == 1 and not flags.data
+        is_plain = flags.nproc * flags.nnodes == 1 and not flags.data and flags.objective == "next_token"
+        can_measure = world.device.type == "cuda" and is_plain
         recipe = decide(flags)
         check_flags(flags, recipe.model.num_hidden_layers, can_measure)
         # In a comparison memory_budget is the budget of the planned way only.

@@ -30,6 +30,7 @@ from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.planner import find_max_context, has_plan, make_plan
 from training.memory.profiler import GIB
+from training.objectives.scored import TOKEN_BYTES
 from training.parallel.world import World
 from training.run.build import step_on_meta
 from training.run.recipe import recipe_of
@@ -285,6 +286,24 @@ def test_the_size_of_the_machine_limits_its_processes(nine_layers, tmp_path, cap
     assert "\nhost memory: " not in capsys.readouterr().out
 
 
+def test_an_objective_takes_what_train_would_plan_for_it(nine_layers, tmp_path, monkeypatch):
+    """A forward pass, the head's second pass, columns of numbers, and prompts of --data computed once."""
+    rows = [{"prompt": "p" * 900, "chosen": "c" * 20, "rejected": "r" * 20}] * 40
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = "--gpu", "H100", "--model_size", "0.6B", "--context_length", "2048", "--loss_impl", "chunked"
+    plain = run_main(tmp_path, *flags)["answer"]
+    for own, forward_passes in (("dpo",), 0), (("grpo", "--beta", "0.1"), 0), (("kto",), 1):
+        found = run_main(tmp_path, *flags, "--objective", *own)["answer"]
+        assert found["peak"] - plain["peak"] == TOKEN_BYTES * 2048
+        more = found["seconds"] / plain["seconds"] - 1 - 0.25 * forward_passes
+        assert 0.02 < more < 0.2
+    data = *flags, "--data", str(tmp_path / "pairs.jsonl"), "--objective", "dpo"
+    shared = run_main(tmp_path, *data)["answer"]
+    monkeypatch.setattr(profile_memory, "prompts_of", lambda _: (0.0, 0.0))
+    whole = run_main(tmp_path, *data)["answer"]
+    assert shared["sequences"] == 20 and shared["mfu"] != whole["mfu"]
+
+
 def test_an_epoch_of_the_data_is_timed_for_its_documents(nine_layers, tmp_path, capsys):
     samples = [{"prompt": "p" * 700, "completion": "c" * (99 + i)} for i in range(40)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
@@ -436,7 +455,7 @@ def test_with_and_without(small, tmp_path, capsys):
     ("--measure", "measure has no effect but with find_max_context"),
     ("--compare --measure --gpu H100", "measure needs one GPU"),
     ("--num_layers 4 --gpu H100", "num_layers needs one GPU"),
-    ("--measure --compare --nproc 2", "measure needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data or"),
+    ("--measure --compare --nproc 2", "measure needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data"),
     ("--num_layers 4 --nnodes 2", "num_layers needs one GPU"),
     ("--nnodes 2 --context_parallel_size 2", "context_parallel_size 2 x tensor_parallel_size 1 must divide nproc 1"),
     ("--nnodes 99999", "nnodes must be between 1 and 65536, got 99999"),

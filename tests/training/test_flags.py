@@ -300,7 +300,7 @@ ALWAYS = {
     "training.logprobs": """checkpoint tokenizer memory_budget device out objective data validation_data context_length
         columns bad_rows""",
     "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend linear lora nproc nnodes
-        gpu compare json context_parallel_size tensor_parallel_size replicate""",
+        gpu objective compare json context_parallel_size tensor_parallel_size replicate""",
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",
     "training.generate": """checkpoint tokenizer memory_budget device prompt file chat max_new_tokens temperature""",
     "training.plots": "run",
@@ -392,6 +392,7 @@ REFUSED = {
             "--tokenizer x --chat_template x --suffixes .rs --columns text=a --bad_rows drop --overlong drop",
             "tokenizer chat_template suffixes columns bad_rows overlong",
         ),
+        ("--beta 0.1", "beta"),
         ("--measure", "measure"),
         ("--lora_targets q_proj --lora_bits 8", "lora_targets lora_bits"),
         ("--lora 4 --lora_bits 8 --compare", "--compare keeps blocks whole, which lora_bits 8 cannot; drop one"),

@@ -3,7 +3,6 @@
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,8 +19,7 @@ from training.generate.inference import load, mending_out_of_memory, open_folder
 from training.host.errors import UserError
 from training.host.processes import command
 from training.logprobs.flags import LogProbsFlags
-from training.objectives.choose import row_reader
-from training.objectives.flags import ObjectiveFlags
+from training.objectives.choose import text_reader
 from training.objectives.stored import digest_of, store
 from training.parallel.world import World, join_world
 
@@ -58,8 +56,7 @@ def score(flags: LogProbsFlags, world: World) -> None:
     tokenizer = opened.tokenizer
     if flags.chat_template:
         tokenizer = open_tokenizer(flags.tokenizer or opened.tokenizer.name, flags.chat_template)
-    as_trained = replace(ObjectiveFlags(objective=flags.objective), old_logprobs="this")  # rows need none of their own
-    rows = row_reader(as_trained, tokenizer.eos_id, flags.context_length)
+    rows = text_reader(flags.objective, tokenizer.eos_id, flags.context_length)
     reading = Reading(flags.chat_reasoning, None, flags.columns, flags.bad_rows, rows)
     stores = open_stores(flags.data, tokenizer, opened.shape.vocab_size, reading, flags.validation_data)
     in_memory = [each for each in stores if isinstance(each, TokenStore)]

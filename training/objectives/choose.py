@@ -55,6 +55,11 @@ def row_reader(flags: ObjectiveFlags, eos_id: int, context_length: int, has_adap
     return Weighted(eos_id) if flags.objective == "weighted" else None
 
 
+def text_reader(objective: str, eos_id: int, context_length: int) -> RowReader | None:
+    """Returns the reader of an objective's texts, which need not have log-probabilities beside them."""
+    return row_reader(ObjectiveFlags(objective=objective, old_logprobs="elsewhere"), eos_id, context_length)
+
+
 def complete(flags: ObjectiveFlags, tokenizer, start: str | None, stores: Sequence[TokenStore]) -> None:
     """Gives documents the columns that their rows lack: advantages of groups, and stored log-probabilities.
 

@@ -26,7 +26,7 @@ from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_a
 from training.memory.placement import allocate, apply_execution
 from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
-from training.memory.step import PackedDocuments
+from training.memory.step import PackedDocuments, Scoring
 from training.optim.adamw import MasterAdamW
 from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.tensor import share_matrices
@@ -65,6 +65,7 @@ def step_on_meta(
     num_machines: int = 1,
     replicate: int = 1,
     trained: Trained = ALL,
+    scoring: Scoring | None = None,
 ) -> Step:
     """A step of a model on the meta device, which takes no memory; each sequence is one document.
 
@@ -74,6 +75,7 @@ def step_on_meta(
         context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
         num_machines: machines that have equally many of the GPUs.
         replicate: copies of the weights.
+        scoring: what the loss takes more than the next tokens' does.
     """
     num_shards = num_gpus // tensor_parallel_size // replicate
     parameters = _parameters_on_meta(model_config, tensor_parallel_size, trained)
@@ -88,6 +90,7 @@ def step_on_meta(
         model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches, documents,
         given or Execution(), num_ranks=context_parallel_size, num_shards=num_shards if num_gpus > 1 else 0,
         tensor_ranks=tensor_parallel_size, num_machines=num_machines, num_copies=replicate, trained=trained,
+        scoring=scoring or Scoring(),
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from training.flags import Rule, flag, read_flags
-from training.host.choices import BAD_ROWS, GPU_BACKENDS, MODEL_SIZES
+from training.host.choices import BAD_ROWS, GPU_BACKENDS, MODEL_SIZES, OBJECTIVES
 from training.run.rules import PROFILE
 from training.run.settings import OVERLONG, StepFlags
 
@@ -29,6 +29,8 @@ class ProfileFlags(StepFlags):
     nnodes: int = flag(1, "predict for so many machines, as torchrun's --nnodes", least=1, most=2**16)
     gpu: str | None = flag(None, "predict for RTX4090, A100-80GB, H100 ...; a size, 24GB: the slowest with as much")
     host_memory: str | None = flag(None, "predict for a machine of so much, as sold: 64GB")
+    objective: str = flag("next_token", "as train.py's: what its loss takes is predicted", OBJECTIVES)
+    beta: float | None = flag(None, "of rollouts, as train.py's; above 0 a reference is read", least=0.0, most=1e6)
     data: list[str] = flag(list, "as in train.py: predict the hours of an epoch, for its documents", group="data")
     tokenizer: str | None = flag(None, "of data, a tokenizer.json or its folder, or bytes; default: init_from's")
     chat_template: str | None = flag(None, "of chats in data, as train.py's")

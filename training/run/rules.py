@@ -4,7 +4,7 @@ What depends on the machine, the model or the data is refused elsewhere: recipe.
 """
 
 from training.flags import Rule
-from training.host.choices import REFERENCE_OBJECTIVES
+from training.host.choices import REFERENCE_OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.objectives.flags import RULES as OBJECTIVE
 
 FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline data"
@@ -80,6 +80,8 @@ PROFILE = (
     Rule("device", "with gpu, which predicts for another; drop one", lambda s: s.gpu and s.device == "cuda"),
     Rule("tokenizer chat_template suffixes columns bad_rows overlong", "without data; drop it, or give data",
          lambda s: not s.data),
+    Rule("beta", "with objective {objective}, whose plan it leaves alone; drop it",
+         lambda s: s.objective not in ROLLOUT_OBJECTIVES),
     Rule("measure", "but with find_max_context or compare: a step is measured anyway",
          lambda s: not (s.find_max_context or s.compare)),
     Rule("lora_targets lora_bits", "without lora; drop it, or give lora", lambda s: not s.lora),
