@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import describe
-from ..gated_mlp import _activate
+from ..gated_mlp import activate
 from .route import sort_by_expert
 
 SUMMED = 1024  # columns that a program sums over a token's experts
@@ -140,7 +140,7 @@ def _gate_up_kernel(
             kept = kept_ptr + place * (2 * F) + columns[None, :]
             tl.store(kept, gate, mask=is_stored)
             tl.store(kept + F, up, mask=is_stored)
-        value, _ = _activate(gate.to(tl.float32), "silu")
+        value, _ = activate(gate.to(tl.float32), "silu")
         weight = tl.load(weights_ptr + entries).to(tl.float32)[:, None]
         tl.store(
             hidden_ptr + place * F + columns[None, :], (value * up.to(tl.float32) * weight).to(dtype), mask=is_stored
@@ -181,7 +181,7 @@ def _d_columns(d, weight, kept_ptr, d_kept_ptr, hidden_ptr, places, stop, column
     pair = place * (2 * F) + columns[None, :]
     gate = tl.load(kept_ptr + pair, mask=is_stored, other=0.0).to(tl.float32)
     up = tl.load(kept_ptr + F + pair, mask=is_stored, other=0.0).to(tl.float32)
-    value, slope = _activate(gate, "silu")
+    value, slope = activate(gate, "silu")
     hidden = value * up
     dtype = d_kept_ptr.dtype.element_ty
     if hidden_ptr is not None:
