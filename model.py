@@ -24,6 +24,9 @@ from kernels.config import MODEL_SIZES as MODEL_SIZES  # which others import fro
 from kernels.config import ModelConfig, Share
 from kernels.convolution import WIDTH
 from kernels.cross_entropy import Details, cross_entropy
+from kernels.experts import expert_mlp, route
+from kernels.experts.balance import Routing
+from kernels.experts.part import ExpertsPart
 from kernels.gated_delta_net import DeltaNet, DeltaNetParameters, StateCache, gated_delta_net
 from kernels.gated_mlp import gated_mlp
 from kernels.head_exchange import HeadExchange
@@ -55,6 +58,7 @@ class Context:
     longest: int  # tokens of the longest document, the cached ones included
     segments: Tensor | None = None  # the packed documents, see kernels/attention/documents.py
     caches: list[Any] | None = None
+    routing: Routing | None = None  # notes of the layers that have experts; None: nobody reads them
 
     def cache(self, layer: int) -> Any:
         """Returns a layer's cache, of the kind that its mixer makes."""
@@ -190,6 +194,8 @@ class GatedDeltaNet(nn.Module):
 
 
 class GatedMLP(nn.Module):
+    chooses = False
+
     def __init__(self, share: Share, layer: int):
         super().__init__()
         D, part = share.hidden_size, share.parts(layer).mlp
@@ -213,6 +219,39 @@ class GatedMLP(nn.Module):
         return self.tensor_ranks.leave(y_BTD, skippable=self.skippable)
 
 
+class Experts(nn.Module):
+    """A router, and the MLPs of all experts, in the MLP's place. A token goes through a few of them."""
+
+    chooses = True  # once: a second forward takes the first one's choice
+
+    def __init__(self, share: Share, layer: int):
+        super().__init__()
+        self.layer, self.skippable = layer, not share.norms_after
+        D, self.part = share.hidden_size, share.parts(layer).mlp
+        E, F_ = self.part.num_experts, self.part.intermediate_size
+        self.gate = nn.Linear(D, E, bias=False)
+        matrices = ("gate_up_proj", torch.empty(E, 2 * F_, D)), ("down_proj", torch.empty(E, D, F_))
+        self.experts = nn.ParameterDict(matrices)
+        # Knobs, set from outside; see GatedMLP.
+        self.linear: Linear = PLAIN
+        self.impl = "auto"
+        self.tile_size: int | None = None  # tokens at a time
+
+    def forward(self, x_BTD: Tensor, context: Context | None = None) -> Tensor:
+        x_ND, routing = x_BTD.flatten(0, 1), context.routing if context else None
+        logits_NE = self.gate(x_ND)
+        if routing is not None:
+            logits_NE = routing.balanced(logits_NE)
+        experts_Nk, weights_Nk = route(logits_NE, self.part.per_token, normalize=self.part.normalizes)
+        if routing is not None:
+            routing.note(self.layer, logits_NE, experts_Nk)
+        y_ND = expert_mlp(
+            x_ND, self.experts["gate_up_proj"], self.experts["down_proj"], experts_Nk, weights_Nk,
+            tile_size=self.tile_size, skippable=self.skippable, impl=self.impl,
+        )  # fmt: skip
+        return y_ND.view_as(x_BTD)
+
+
 class Block(nn.Module):
     def __init__(self, share: Share, layer: int):
         super().__init__()
@@ -224,7 +263,8 @@ class Block(nn.Module):
         self._mixer = part.module
         self.post_attention_layernorm = RMSNorm(share.hidden_size, share)  # before the MLP, unless norms come after
         self.pre_feedforward_layernorm = RMSNorm(share.hidden_size, share) if before and after else None
-        self.mlp = GatedMLP(share, layer)
+        has_experts = isinstance(share.parts(layer).mlp, ExpertsPart)
+        self.mlp = Experts(share, layer) if has_experts else GatedMLP(share, layer)
         self.post_feedforward_layernorm = RMSNorm(share.hidden_size, share) if after else None
         self.norms_after, self.multiplier = after, share.residual_multiplier
 
@@ -306,6 +346,8 @@ class ModelOutput:
     log_probs: Tensor | None = None  # float32 [B, T], of the targets; 0 where there is none; without a gradient
     logits: Tensor | None = None  # [B, T, V]; without a gradient where ranks share the head
     hidden_states: Tensor | None = None  # [B, T, D], what the head gets
+    expert_load: Tensor | None = None  # tokens of each expert, float32 [layers with experts, E], where a graph is made
+    auxiliary_loss: Tensor | None = None  # the part of `loss` that balances experts, of all tokens, float32 []
 
 
 torch.export.register_dataclass(ModelOutput)  # so that FSDP finds the tensors in it
@@ -418,22 +460,30 @@ class Transformer(nn.Module):
                 raise ValueError(f"{name} must have input_ids' shape {expected}, got {got}")
         targets = _shifted_targets(labels, targets, documents)
         x_BTD, context = self.embed(input_ids), self.context(input_ids, documents, caches)
+        if self.share.has_experts and targets is not None and torch.is_grad_enabled():
+            context.routing = Routing(self.config.router_aux_loss_coef if objective is None else 0.0)
         for layer in self.layers:
             x_BTD = layer(x_BTD, context)
         x_BTD = self.head_input(x_BTD)
         with self.head_visit():
             logits_BTV = self.linear(self.tensor_ranks.enter(x_BTD), self.output_weight) if return_logits else None
-            loss, log_probs_BT = None, None
+            loss, log_probs_BT, load, auxiliary = None, None, None, None
             if targets is not None:
                 loss, log_probs_BT = self._loss(
                     x_BTD, targets, logits_BTV, objective,
                     denominator=denominator, num_targets=num_targets, weights=weights,
                 )  # fmt: skip
+                if context.routing is not None:
+                    share = 1.0 if denominator is None else targets.ne(IGNORE_INDEX).sum() / denominator
+                    exchange = self.layers[0].mixer.exchange
+                    loss, load, auxiliary = context.routing.finish(loss, share, exchange.group if exchange else None)
         return ModelOutput(
             loss=loss,
             log_probs=log_probs_BT if return_log_probs else None,
             logits=self.tensor_ranks.gather(logits_BTV) if logits_BTV is not None else None,
             hidden_states=x_BTD if return_hidden_states else None,
+            expert_load=load,
+            auxiliary_loss=auxiliary,
         )
 
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""RMSNorm of hidden states, with and without the residual, and of heads, with and without a gate.
-
-`python -m benchmarks.bench_rms_norm`
-"""
+"""RMSNorm of hidden states, with and without the residual, and of q's heads: `python -m benchmarks.bench_rms_norm`."""
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +12,6 @@ from benchmarks.common import (
     print_json,
     require_close,
 )
-from kernels.gated_mlp import swiglu
 from kernels.rms_norm import rms_norm, rms_norm_reference
 
 EPS = 1e-6
@@ -46,17 +42,6 @@ def main() -> None:
             f"rms_norm, {title} {list(shape)}", implementations, 2 * x.nbytes, 3 * x.nbytes, copy_rate, device
         )
         del x, implementations
-
-    x, gate = (torch.randn(1, tokens, 32, 128, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
-    weight = torch.randn(128, device=device, requires_grad=True)
-    implementations = {
-        "ours": (lambda x, g, w: rms_norm(x, w, EPS, gate=g), [x, gate, weight]),
-        "ours, the gate apart": (lambda x, g, w: swiglu(g, rms_norm(x, w, EPS)), [x, gate, weight]),
-    }
-    results["heads with a gate"] = compare_with_copy(
-        f"rms_norm with a gate, {list(x.shape)}", implementations, 3 * x.nbytes, 5 * x.nbytes, copy_rate, device
-    )
-    del x, gate, implementations
 
     x, residual = (torch.randn(1, tokens, 2560, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
     weight = torch.randn(2560, dtype=dtype, device=device, requires_grad=True)

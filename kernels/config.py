@@ -7,6 +7,7 @@ V vocab_size.
 from dataclasses import dataclass, fields, replace
 
 from .attention.full import FULL
+from .experts.part import ExpertsPart
 from .gated_delta_net import DeltaNet
 from .gated_mlp import GatedMLPPart
 from .parts import AttentionKind, LayerParts, Parameter
@@ -51,7 +52,7 @@ class Share:
     # Layers with a window have rotary frequencies of this theta, which rope_scaling leaves alone; None: no own ones.
     local_rope_theta: float | None = None
     # MLPs that repeat over the layers, where not all are of intermediate_size and hidden_act.
-    layer_mlps: tuple[GatedMLPPart, ...] = ()
+    layer_mlps: tuple[GatedMLPPart | ExpertsPart, ...] = ()
 
     @property
     def kinds(self) -> tuple[AttentionKind | DeltaNet, ...]:
@@ -67,6 +68,11 @@ class Share:
     def rotary_width(self) -> int:
         """Elements of each head that are rotated."""
         return self.rotary_dim or self.head_dim
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer has a mixture of experts."""
+        return any(isinstance(self.parts(layer).mlp, ExpertsPart) for layer in range(self.num_hidden_layers))
 
     @property
     def attends_in_groups(self) -> bool:
@@ -157,6 +163,7 @@ class ModelConfig(Share):
     rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
+    router_aux_loss_coef: float = 0.0  # of the loss that balances experts; 0: it is not added
     max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
     model_type: str = "qwen3"  # the family's name in config.json, see training/families/rows.py
 
@@ -175,6 +182,8 @@ class ModelConfig(Share):
         GatedMLPPart(self.intermediate_size, self.hidden_act)  # refuses an unknown activation
         if self.hidden_act != "silu" and any(isinstance(kind, DeltaNet) for kind in self.layer_kinds):
             raise ValueError(f"gated delta nets have SiLU, so hidden_act must be silu, got {self.hidden_act!r}")
+        if self.hidden_act != "silu" and self.has_experts:
+            raise ValueError(f"experts have SiLU, so hidden_act must be silu, got {self.hidden_act!r}")
         if not self.layer_kinds or not self.layer_rotates:
             raise ValueError("layer_kinds and layer_rotates must not be empty")
         if self.attention_multiplier is not None and not all(self.layer_rotates):
@@ -207,6 +216,10 @@ _QWEN35_SMALL = replace(
     _QWEN35, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2,
     layer_kinds=(*3 * (DeltaNet(16, 16),), FULL),
 )  # fmt: skip
+_30B_A3B = replace(
+    _UNTIED, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_key_value_heads=4,
+    layer_mlps=(ExpertsPart(128, 8, 768),), model_type="qwen3_moe",
+)  # fmt: skip
 MODEL_SIZES: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
         vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
@@ -218,6 +231,7 @@ MODEL_SIZES: dict[str, ModelConfig] = {
     "8B": replace(_UNTIED, hidden_size=4096, intermediate_size=12288),
     "14B": replace(_UNTIED, hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40),
     "32B": replace(_UNTIED, hidden_size=5120, intermediate_size=25600, num_hidden_layers=64, num_attention_heads=64),
+    "qwen3-30B-A3B": _30B_A3B,
     "qwen3.5-0.8B": replace(_QWEN35_SMALL, hidden_size=1024, intermediate_size=3584),
     "qwen3.5-2B": replace(_QWEN35_SMALL, hidden_size=2048, intermediate_size=6144),
     "qwen3.5-4B": _QWEN35,

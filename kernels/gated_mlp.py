@@ -400,6 +400,7 @@ class GatedMLPPart:
     activation: str = "silu"
     module: ClassVar[str] = "mlp"
     tile_size: ClassVar[int] = 8192
+    kept_whole: ClassVar[None] = None
 
     def __post_init__(self):
         if self.activation not in ACTIVATIONS:

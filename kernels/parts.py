@@ -112,9 +112,13 @@ class LayerPart(Protocol):
 
     Attributes:
         module: its module's name in a block.
+        kept_whole: what tensor-parallel ranks would part; None: they can share all of its matrices.
     """
 
     module: str
+
+    @property
+    def kept_whole(self) -> str | None: ...
 
     def __hash__(self) -> int:
         """Hashes by value: descriptions are keys of caches."""
@@ -159,14 +163,10 @@ class MixerPart(LayerPart, Protocol):
     Attributes:
         kind: the kind that it is of, which a run may replace by `with_kind`.
         works_in_groups: whether it obeys `heads_at_a_time`.
-        kept_whole: what tensor-parallel ranks would part; None: they can share all of its matrices.
     """
 
     @property
     def works_in_groups(self) -> bool: ...
-
-    @property
-    def kept_whole(self) -> str | None: ...
 
     def heads_to_share(self) -> dict[str, int]:
         """Returns the numbers of heads that ranks that share each sequence must divide, by their names for people."""

@@ -46,11 +46,13 @@ DELTA_NET = {
     "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 32, "tie_word_embeddings": True, "pad_token_id": None,
 }  # fmt: skip
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
 # Forms of models: model_type, query and key/value heads, other settings of config.json, dtype of the files, bytes of a
 # shard.
 FORMS = {
     "Qwen3": ("qwen3", 4, 2, {"head_dim": 16, "tie_word_embeddings": True}, "bfloat16", "1GB"),
     "Qwen3, YaRN": ("qwen3", 4, 1, {"head_dim": 32, "rope_scaling": YARN, "rope_theta": 1e6}, "float32", "20KB"),
+    "Qwen3 MoE": ("qwen3_moe", 4, 2, {"head_dim": 16, "rope_theta": 1e6, **EXPERTS}, "bfloat16", "30KB"),
     "Qwen2.5": ("qwen2", 6, 1, {"tie_word_embeddings": True, "rope_theta": 1e6}, "bfloat16", "1GB"),
     "Qwen2.5, YaRN": ("qwen2", 3, 3, {"rope_scaling": {**YARN, "beta_fast": 16, "truncate": False}}, "float16", "9KB"),
     "Llama 2": ("llama", 4, 4, {}, "float16", "30KB"),
@@ -195,6 +197,12 @@ def random_settings(model_type, random):
             "partial_rotary_factor": pick(0.25, 0.5, 1.0),
         }
         settings |= {"linear_key_head_dim": pick(16, 32), "linear_value_head_dim": pick(16, 24)}
+    if model_type == "qwen3_moe":
+        number, normalizes = pick(2, 4, 8), pick(True, False)
+        per_token = pick(2, number) if normalizes else pick(1, 2)  # the only normalised weight has no gradient
+        settings |= {"num_experts": number, "num_experts_per_tok": per_token, "norm_topk_prob": normalizes}
+        settings |= {"moe_intermediate_size": pick(8, 20), "decoder_sparse_step": pick(1, 2), "hidden_act": "silu"}
+        settings["mlp_only_layers"] = [layer for layer in range(layers) if pick(True, False, False)]
     if model_type == "smollm3":
         settings["no_rope_layers"] = [pick(0, 1) for _ in range(layers)]
     if model_type == "granite":
@@ -277,6 +285,7 @@ def test_rotary_settings_of_either_form_are_transformers(model_type, leaves_out)
         if "linear_num_key_heads" in defaults
         else {}
     )
+    sizes |= EXPERTS if "num_experts" in defaults else {}
     ids = torch.randint(131, (1, 70), generator=torch.Generator().manual_seed(1))
     for name, (rope, beside) in ROTARY.items():
         if model_type == "ministral3":

@@ -10,15 +10,19 @@ from dataclasses import fields, replace
 from kernels.attention import KINDS
 from kernels.attention.full import Full
 from kernels.attention.window import Window
+from kernels.experts.part import ExpertsPart
 from kernels.gated_delta_net import DeltaNet
+from kernels.gated_mlp import GatedMLPPart
 from model import MODEL_SIZES, ModelConfig
 from training.families.rope import read_rope, write_rope
 from training.families.rows import (
     ACTIVATIONS,
     DELTA_NET,
+    EXPERTS,
     FAMILIES,
     FIELDS,
     FORM,
+    NUMBER_OF_EXPERTS,
     SCALARS,
     TAKEN,
     WRAPPERS,
@@ -67,7 +71,10 @@ def _layer_by_layer(config: ModelConfig) -> ModelConfig:
     rotates = (config.layer_rotates * config.num_hidden_layers)[: config.num_hidden_layers]
     is_usual = config.attention_multiplier == config.head_dim**-0.5
     multiplier = None if is_usual else config.attention_multiplier
-    return replace(config, layer_kinds=config.kinds, layer_rotates=rotates, attention_multiplier=multiplier)
+    mlps = tuple(config.parts(layer).mlp for layer in range(config.num_hidden_layers))
+    return replace(
+        config, layer_kinds=config.kinds, layer_rotates=rotates, layer_mlps=mlps, attention_multiplier=multiplier
+    )
 
 
 def _write(config: ModelConfig, family: Family) -> dict:
@@ -95,10 +102,25 @@ def _write(config: ModelConfig, family: Family) -> dict:
     if "full_attention_interval" in family.defaults:
         types = ["linear_attention" if isinstance(kind, DeltaNet) else "full_attention" for kind in config.layer_kinds]
         content |= {"layer_types": types, **dict(zip(DELTA_NET, (delta_nets or [DeltaNet()])[0].sizes))}
+    if "num_experts" in family.defaults:
+        content |= _write_experts(config)
     if "rope_parameters" in content and config.local_rope_theta is None:
         del content["rope_theta"]
     content |= {theirs: content.pop(name) for name, theirs in family.names.items()}
     return family.own(content)
+
+
+def _write_experts(config: ModelConfig) -> dict:
+    experts = next((mlp for mlp in config.layer_mlps if isinstance(mlp, ExpertsPart)), None)
+    if experts is None:
+        return {"num_experts": 0}
+    coefficient = config.router_aux_loss_coef
+    return {
+        "num_experts": experts.num_experts, "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size, "norm_topk_prob": experts.normalizes,
+        "decoder_sparse_step": 1, "mlp_only_layers": [i for i, mlp in enumerate(config.layer_mlps) if mlp != experts],
+        "output_router_logits": coefficient > 0, "router_aux_loss_coef": coefficient or EXPERTS["router_aux_loss_coef"],
+    }  # fmt: skip
 
 
 def from_config_json(content: dict) -> ModelConfig:
@@ -136,6 +158,8 @@ def _read(content: dict) -> ModelConfig:
         refused_type = f"model_type {content.get('model_type')!r} (it takes {', '.join([*FAMILIES, *WRAPPERS])})"
         raise ValueError(NOT_COMPUTED.format(refused_type))
     family = FAMILIES[model_type]
+    if "num_experts" in family.defaults and "num_local_experts" in content:  # transformers' newer name
+        content = {"num_experts": content["num_local_experts"], **content}
     content = family.complete(content)
     rope, refused = read_rope(content, family)
     refused = _not_computed(content, family) + refused
@@ -159,6 +183,7 @@ def _read(content: dict) -> ModelConfig:
         hidden_act=ACTIVATIONS[content["hidden_act"]],
         layer_kinds=_layer_kinds(content) if _has_types(content) else (kinds[suffix](),),
         layer_rotates=_layer_rotates(content) if "no_rope_layers" in content else (True,),
+        **(_read_experts(content) if "num_experts" in family.defaults else {}),
         **_read_scalars(content),
     )
     return in_family(config, model_type)
@@ -166,7 +191,9 @@ def _read(content: dict) -> ModelConfig:
 
 def _not_computed(content: dict, family: Family) -> list[str]:
     """Returns the settings that the decoder does not compute, as text, without rotary settings."""
-    taken = {**TAKEN, **{name: (None, value) for name, value in family.fixed.items()}}
+    computed = NUMBER_OF_EXPERTS if "num_experts" in family.defaults else ()
+    taken = {name: some for name, some in TAKEN.items() if name not in computed}
+    taken |= {name: (None, value) for name, value in family.fixed.items()}
     refused = [f"{name} {content.get(name)!r:.60}" for name, some in taken.items() if content.get(name) not in some]
     if "AutoModelForCausalLM" in (content.get("auto_map") or ()):
         refused.append("code of its own in auto_map")
@@ -245,6 +272,32 @@ def _layer_rotates(content: dict) -> tuple[bool, ...]:
     if len(rotates) < layers:
         raise ValueError(f"no_rope_layers names {len(rotates)} layers of {layers}")
     return tuple(map(bool, _pattern(rotates[:layers])))
+
+
+def _read_experts(content: dict) -> dict:
+    """Returns ModelConfig's MLPs, a pattern that repeats through the layers, and the coefficient of their balance.
+
+    Returns {} if no layer has experts.
+    """
+    if content["num_experts"] == 0:
+        return {}
+    number, per_token, width = (
+        _size(content, name) for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    )
+    for name in ("norm_topk_prob", "output_router_logits"):
+        if type(content[name]) is not bool:
+            raise TypeError(f"{name} is {content[name]!r:.60}")
+    experts = ExpertsPart(number, per_token, width, content["norm_topk_prob"])
+    dense = GatedMLPPart(content["intermediate_size"], ACTIVATIONS[content["hidden_act"]])
+    every, without = _size(content, "decoder_sparse_step"), {*(content["mlp_only_layers"] or ())}
+    layers = range(content["num_hidden_layers"])
+    mlps = _pattern([dense if (i + 1) % every or i in without else experts for i in layers])
+    if experts not in mlps:
+        return {}
+    coefficient = content["router_aux_loss_coef"] if content["output_router_logits"] else 0.0
+    if type(coefficient) not in (int, float) or not 0 <= coefficient < 2**31:
+        raise ValueError(f"router_aux_loss_coef is {coefficient!r:.60}; it must be a number from 0")
+    return {"layer_mlps": tuple(mlps), "router_aux_loss_coef": float(coefficient)}
 
 
 def _read_scalars(content: dict) -> dict:

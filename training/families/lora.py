@@ -131,8 +131,8 @@ class Adapters(Trained):
     def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in matrices.items():
-            projection = name.removesuffix(".weight")
-            if projection.rpartition(".")[2] in self.targets:
+            projection, _, end = name.rpartition(".")
+            if end == "weight" and projection.rpartition(".")[2] in self.targets:
                 N, K = shape
                 shapes |= {f"{projection}.lora_A.weight": (self.rank, K), f"{projection}.lora_B.weight": (N, self.rank)}
         return shapes

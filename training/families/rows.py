@@ -49,8 +49,15 @@ SCALARS = "embedding_multiplier", "residual_multiplier", "attention_multiplier",
 DELTA_NET = (  # in the order of kernels.gated_delta_net.DeltaNet's sizes
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
 )  # fmt: skip
+# Experts, in each decoder_sparse_step-th layer that mlp_only_layers does not name. Only output_router_logits makes
+# router_aux_loss_coef count.
+EXPERTS = {
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1,
+    "mlp_only_layers": None, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+NUMBER_OF_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
 SOME_FAMILIES = {
-    *SCALARS, *DELTA_NET, "query_pre_attn_scalar", "use_sliding_window", "sliding_window_pattern",
+    *SCALARS, *DELTA_NET, *EXPERTS, "query_pre_attn_scalar", "use_sliding_window", "sliding_window_pattern",
     "rope_local_base_freq", "no_rope_layers", "no_rope_layer_interval", "full_attention_interval",
     "linear_conv_kernel_dim", "attn_output_gate",
 }  # fmt: skip
@@ -61,6 +68,15 @@ FAMILIES = {
     "qwen3": Family(
         form={"qk_norm": "head"}, defaults={"head_dim": 128, "max_position_embeddings": 32_768, **WINDOW_SWITCH},
         fixed=NO_BIASES,
+    ),
+    "qwen3_moe": Family(
+        form={"qk_norm": "head"},
+        defaults={
+            "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+            "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 32_768,
+            "num_experts": 128, **EXPERTS,
+        },
+        fixed={"use_sliding_window": False, **NO_BIASES}, class_name="Qwen3Moe",
     ),
     "qwen2": Family(form={"has_qkv_biases": True}, defaults={"max_position_embeddings": 32_768, **WINDOW_SWITCH}),
     "llama": Family(defaults={"num_key_value_heads": None, "max_position_embeddings": 2048}, fixed=NO_BIASES),
@@ -148,7 +164,7 @@ ACTIVATIONS = {  # config.json's name -> ModelConfig's; the first of each is wri
 EMPTY: tuple = None, False, 0, "", [], {}
 TAKEN = {  # values of settings, in every family; others are not computed
     **dict.fromkeys(("mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping"), EMPTY),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), EMPTY),
+    **dict.fromkeys(NUMBER_OF_EXPERTS, EMPTY),
     "is_causal": (True,), "hidden_act": tuple(ACTIVATIONS),
 }  # fmt: skip
 FIELDS = (  # settings with one name and meaning in config.json and in ModelConfig

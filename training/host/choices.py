@@ -1,7 +1,7 @@
 """Words that flags choose from. No import stands here: --help is to be quick, and torch takes seconds."""
 
 MODEL_SIZES = (  # names of model.MODEL_SIZES
-    "tiny", "0.6B", "1.7B", "4B", "8B", "14B", "32B",
+    "tiny", "0.6B", "1.7B", "4B", "8B", "14B", "32B", "qwen3-30B-A3B",
     "qwen3.5-0.8B", "qwen3.5-2B", "qwen3.5-4B", "qwen3.5-9B", "qwen3.5-27B",
 )  # fmt: skip
 ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for

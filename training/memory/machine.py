@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
+from kernels.experts.part import ExpertsPart
 from kernels.fp8 import FP8_LINEAR
 from kernels.gated_delta_net import DeltaNet
 from kernels.linear import PLAIN
@@ -106,6 +107,9 @@ def measure_rates(
         made = linear.factor(hidden), linear.factor(x)
         taken = _seconds(lambda: linear.weight_gradient(*map(linear.transpose, made)))
         rates[linear.weight_rate] = flops / taken
+    mlps = [share.parts(layer).mlp for layer in range(share.num_hidden_layers)]
+    for experts in {mlp for mlp in mlps if isinstance(mlp, ExpertsPart)}:
+        rates[experts.rate] = experts.measure_rate(share.hidden_size, _seconds, device)
     rates["adapters"] = rates["memory"]
     if has_adapters:
         a, b = x.new_zeros(16, x.shape[1]), x.new_zeros(hidden.shape[1], 16)
@@ -355,7 +359,7 @@ def scale_rates(
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, _BYTES["link"] * gpu.link_bandwidth / h200.link_bandwidth
     products = {PLAIN.rate: _H200_PRODUCTS, FP8_LINEAR.rate: _H200_FP8_PRODUCTS}
-    products[FP8_LINEAR.weight_rate] = _H200_FP8_GRADIENTS
+    products |= {FP8_LINEAR.weight_rate: _H200_FP8_GRADIENTS, ExpertsPart.rate: ExpertsPart.h200_rate}
     rates = {name: rate * flops for name, rate in products.items()}
     for kind in [kind() for kind in (*KINDS.values(), DeltaNet)] if kinds is None else {*kinds}:
         for name, rate in kind.rates_with(attention_backend, gpu.attention_backend, head_dim).items():

@@ -70,7 +70,7 @@ def apply_execution(
         block.mixer.heads_at_a_time = None if placement.is_whole else execution.heads_at_a_time
         block.mlp.tile_size = None if placement.is_whole else execution.mlp_tile_size
     arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None
-    chooses = any(block.mixer.kind.list_length for block in model.layers)
+    chooses = any(block.mixer.kind.list_length or block.mlp.chooses for block in model.layers)
     skips = execution.mlp_tile_size is not None or chooses
     placed = apply_placement(model.layers, execution.placements, arena, skips, homes)
     embedding, head = model.embed_tokens, model.output_weight

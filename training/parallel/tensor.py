@@ -38,7 +38,8 @@ def share_matrices(model: nn.Module, world: World) -> None:
 def check_matrix_sharing(size: int, model_config: ModelConfig) -> None:
     """Raise UserError, with the sizes that can, unless so many ranks can share each of a model's matrices equally."""
     layers = [*map(model_config.parts, range(model_config.num_hidden_layers))]
-    if size > 1 and (whole := next((parts.mixer.kept_whole for parts in layers if parts.mixer.kept_whole), None)):
+    kept_whole = (part.kept_whole for parts in layers for part in parts if part.kept_whole)
+    if size > 1 and (whole := next(kept_whole, None)):
         raise UserError(f"tensor_parallel_size {size} would part {whole}; use context_parallel_size")
     named = dict.fromkeys(size for parts in layers for part in parts for size in part.shared_sizes().items())
     sizes = [*named, ("vocab_size", model_config.vocab_size)]

@@ -108,6 +108,7 @@ def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRec
     kinds, trained, impl = kinds_by_step(config, model), trained_of(config, model), getattr(config, "kernels", "auto")
     check_matrix_sharing(config.tensor_parallel_size, model)
     check_sharing(config.context_parallel_size, model, kinds.at(1), config.tensor_parallel_size)
+    check_experts(config, model)
     check_lora_bits(config.lora_bits, model, num_gpus)
     linear = trained.linear(PLAIN if config.linear == PLAIN.name else FP8(impl))
     return StepRecipe(config, model, kinds, trained, linear, state_format_of(config, model.hidden_size), impl)
@@ -125,6 +126,15 @@ def trained_of(config: StepFlags, model: ModelConfig) -> Trained:
     alpha = getattr(config, "lora_alpha", 2.0 * config.lora)  # no flag of profile_memory.py, where it has no effect
     with refused_as_user_error("lora: "):
         return Adapters(config.lora, alpha, targets)
+
+
+def check_experts(config: StepFlags, model: ModelConfig) -> None:
+    """Refuse what mixtures of experts do not have."""
+    bf16 = "experts' matrices are bf16"
+    without = {"linear": ("bf16", bf16), "lora_bits": (16, bf16), "compile": (False, "experts are not compiled")}
+    for name, (value, why) in without.items() if model.has_experts else ():
+        if getattr(config, name, value) != value:
+            raise UserError(f"{name} {getattr(config, name)} is not supported: {why}; give {name} {value}, or drop it")
 
 
 def check_lora_bits(bits: int, model: ModelConfig, num_gpus: int) -> None:

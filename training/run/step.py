@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from model import Transformer
+from model import ModelOutput, Transformer
 from training.data.loader import Batch
 from training.families.lora import without_adapters
 from training.host.errors import UserError
@@ -43,7 +43,10 @@ def run_model(
         weights = None if batch.answers is None else batch.answers.columns_BT.get("weight")
         if weights is not None:
             known["weights"] = weights.to(world.device, non_blocking=True)
-        return model(input_ids, denominator=denominator, **known).loss
+        output = model(input_ids, denominator=denominator, **known)
+        if all_terms is not None and output.expert_load is not None:
+            all_terms.append(terms_of_experts(output))
+        return output.loss
     assert denominator is not None
     reference_BT, group = None, world.mesh.get_group("context") if world.mesh and world.context_size > 1 else None
     assert batch.answers is not None, "an objective has answers"
@@ -51,10 +54,23 @@ def run_model(
         with torch.no_grad(), without_adapters(model):
             reference_BT = model(input_ids, denominator=1.0, return_log_probs=True, **known).log_probs
     minimised = Minimised(objective, batch, denominator, world.device, group, reference_BT)
-    loss = model(input_ids, objective=minimised, **known).loss
+    output = model(input_ids, objective=minimised, **known)
     if all_terms is not None:
-        all_terms.append(minimised.terms)
-    return loss
+        terms = terms_of_experts(output) if output.expert_load is not None else Terms()
+        means, largest = minimised.terms.means | terms.means, minimised.terms.largest | terms.largest
+        all_terms.append(Terms(means=means, largest=largest))
+    return output.loss
+
+
+def terms_of_experts(output: ModelOutput) -> Terms:
+    """Returns metrics of a micro-batch's experts: tokens of a layer's fullest over the mean, and the auxiliary loss."""
+    assert output.expert_load is not None
+    load = output.expert_load.double()
+    fullest, one = load.amax(1) / load.mean(1), load.new_ones(())
+    means = {"expert_load": (fullest.mean(), one)}
+    if output.auxiliary_loss is not None:
+        means["auxiliary_loss"] = output.auxiliary_loss.detach().double(), one
+    return Terms(means=means, largest={"expert_load_max": fullest.max()})
 
 
 def beside_step(

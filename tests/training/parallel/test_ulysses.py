@@ -16,6 +16,7 @@ import torch
 import train
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.full import FULL
+from kernels.experts.part import ExpertsPart
 from kernels.gated_delta_net import DeltaNet
 from kernels.head_exchange import HeadExchange
 from kernels.parts import AttentionKind
@@ -60,6 +61,7 @@ class Case(NamedTuple):
     mlp_tile_size: int | None = None
     tied: bool = True
     model_type: str = "qwen3"  # decides about biases and norms of heads
+    experts: tuple[ExpertsPart, ...] = ()  # of both layers
 
 
 PACKED, ONE = (50, 7, 120, 33, 64, 9, 90, 21), (700,)
@@ -104,6 +106,10 @@ CASES = {
     "bfloat16": Case(8, 2, 64, PACKED, (Placement(), WHOLE), "chunked", dtype=torch.bfloat16),
     "delta net, full": Case(8, 4, 67, PACKED, (HOST, Placement("recompute")), "chunked", (DELTA, FULL)),
     "delta nets of one document": Case(8, 4, 160, ONE, (Placement("gpu", "gpu"), WHOLE), "standard", (DELTA, DELTA)),
+    "experts": Case(
+        8, 2, 64, PACKED, (HOST, Placement("recompute")), "chunked", mlp_tile_size=32,
+        experts=(ExpertsPart(6, 2, 48), ExpertsPart(6, 2, 48, False)),
+    ),
     "delta net, bfloat16": Case(
         8, 4, 64, (300, *PACKED, 41), (HOST, WHOLE), "chunked", (DELTA, FULL), dtype=torch.bfloat16,
     ),
@@ -150,7 +156,8 @@ def check_parts(exchange: HeadExchange, x: torch.Tensor, expected: torch.Tensor,
 
 
 def build(case: Case, world: World) -> Transformer:
-    options = {"layer_kinds": case.kinds or (FULL,), "tie_word_embeddings": case.tied}
+    options = {"layer_kinds": case.kinds or (FULL,), "tie_word_embeddings": case.tied, "layer_mlps": case.experts}
+    options["router_aux_loss_coef"] = 0.5 * bool(case.experts)
     if case.model_type == "ministral3":
         options["rope_scaling"] = YarnScaling(4.0, 64, llama_4_scaling_beta=0.5)
     config = in_family(ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, **options), case.model_type)
@@ -192,8 +199,10 @@ def check_model(worlds: dict[int, World]) -> None:
     found = {}
     for i, (name, case) in enumerate(CASES.items()):  # every kind of attention with both sizes, in some case
         for size in (1, 2, 4) if name == "dense, packed" else (2 if i % 3 == 1 else 4,):
-            world = worlds[size]
-            loss, gradients = loss_and_gradients(case, world, batch_size=min(2, SEQUENCES // world.data_size))
+            world = worlds[4 if case.experts else size]
+            # One micro-batch where experts are: the auxiliary loss is of each.
+            batch_size = SEQUENCES if case.experts else min(2, SEQUENCES // world.data_size)
+            loss, gradients = loss_and_gradients(case, world, batch_size)
             found[name, size] = loss, gradients
             if world.is_main:
                 assert_equals_one_process(f"{name}, {size} ranks a sequence", case, loss, gradients)

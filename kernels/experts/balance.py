@@ -1,0 +1,107 @@
+"""What the routers of a forward chose: tokens of each expert, and a loss that has experts share tokens evenly.
+
+Let c_e be the number of rows that go to expert e, and p_e the sum of its probabilities, over the R rows of all layers.
+
+    loss = coefficient E sum over e of (c_e / R) (p_e / R)
+
+Its derivative by a row's probability of e is coefficient E c_e / R^2. The c_e of later layers are known after forward
+alone: forward adds the loss's value, and backward of each layer's logits adds its derivative. So layers whose
+activations are computed again need nothing that they do not have.
+
+The loss is of one micro-batch, as transformers computes it: other splits into micro-batches have another.
+
+Method: Fedus et al., Switch Transformers, arXiv 2101.03961.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .route import tokens_per_expert
+
+
+class Routing:
+    """Notes of a forward's routers.
+
+    Args:
+        coefficient: of the loss; 0: there is none.
+    """
+
+    def __init__(self, coefficient: float = 0.0):
+        self.coefficient, self.rows = coefficient, 0
+        self.counts: dict[int, Tensor] = {}  # by layer: rows that go to each expert, [E]
+        self.sums: dict[int, Tensor] = {}  # by layer: sums of probabilities, float32 [E]
+        self.slope: Tensor | None = None  # derivative by a row's probabilities, [E], once backward has begun
+
+    def balanced(self, logits: Tensor) -> Tensor:
+        """Returns logits [N, E], to which backward adds the derivative of the loss."""
+        return _Balanced.apply(logits, self) if self.coefficient else logits
+
+    def note(self, layer: int, logits: Tensor, experts: Tensor) -> None:
+        """Notes the choice of a layer. A second forward changes nothing."""
+        if layer in self.counts:
+            return
+        self.counts[layer], self.rows = tokens_per_expert(experts, logits.shape[1]), self.rows + len(logits)
+        if self.coefficient:
+            self.sums[layer] = _probabilities(logits.detach()).sum(0)
+
+    def finish(
+        self, loss: Tensor, share: Tensor | float, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ends a forward. Returns its loss, with the auxiliary loss added, the load and the auxiliary loss, whole, [].
+
+        The load is rows of each expert, float32 [layers, E], of all ranks that share sequences.
+
+        Args:
+            share: of this rank's tokens in the loss. A step's shares sum to 1.
+            group: ranks that share sequences; None: each rank has its own.
+        """
+        load, auxiliary = _summed(torch.stack([*self.counts.values()]).float(), group), None
+        if self.coefficient:
+            sums = _summed(torch.stack([*self.sums.values()]).sum(0), group)
+            shares = _summed(torch.as_tensor(share, dtype=torch.float32, device=loss.device).clone(), group)
+            rows = self.rows * (1 if group is None else group.size())
+            slope = self.coefficient * load.shape[1] / rows**2 * load.sum(0)
+            auxiliary = slope @ sums
+            loss = _Added.apply(loss, share * auxiliary, shares * slope, self)
+        return loss, load, auxiliary
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is not None:
+        dist.all_reduce(x, group=group)
+    return x
+
+
+class _Added(torch.autograd.Function):
+    """Adds a value to the loss. Backward tells the routing the slope of that value."""
+
+    @staticmethod
+    def forward(ctx, loss, value, slope, routing):
+        ctx.slope, ctx.routing = slope, routing
+        return loss + value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_loss):
+        ctx.routing.slope = d_loss * ctx.slope
+        return d_loss, None, None, None
+
+
+class _Balanced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, routing):
+        ctx.save_for_backward(logits)
+        ctx.routing = routing
+        return logits.view_as(logits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_logits):
+        p, slope = _probabilities(ctx.saved_tensors[0]), ctx.routing.slope
+        return d_logits + (p * (slope - (p @ slope)[:, None])).to(d_logits.dtype), None

@@ -1,0 +1,92 @@
+"""A mixture of experts as a part of a layer, in the MLP's place."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ..parts import Parameter, Work
+from .mlp import expert_mlp
+from .route import route
+
+MEASURED_TOKENS = 32_768
+
+
+@dataclass(frozen=True)
+class ExpertsPart:
+    """A router and gated MLPs, of which each token goes through some, see `kernels.parts.MLPPart`.
+
+    Args:
+        num_experts: E.
+        per_token: k, experts of each token.
+        intermediate_size: F, of each expert.
+        normalizes: whether a token's k weights sum to 1.
+
+    Raises:
+        ValueError: sizes below 1, or more experts per token than there are.
+    """
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    normalizes: bool = True
+    module: ClassVar[str] = "mlp"
+    tile_size: ClassVar[int] = 32_768  # 2,048 rows for each of 128 experts, 8 per token
+    kept_whole: ClassVar[str] = "experts, and experts over ranks are not there yet"
+    rate: ClassVar[str] = "experts"
+    h200_rate: ClassVar[float] = 420e12  # assumed
+
+    def __post_init__(self):
+        if min(self.num_experts, self.per_token, self.intermediate_size) < 1 or self.per_token > self.num_experts:
+            raise ValueError(f"experts need sizes above 0, and at most num_experts of them per token, got {self}")
+
+    def share(self, ranks: int) -> "ExpertsPart":
+        return self
+
+    def choice_bytes(self, num_tokens: int) -> int:
+        return 4 * self.per_token * num_tokens
+
+    def parameters(self, hidden_size: int) -> dict[str, Parameter]:
+        (E, F, D), active = (self.num_experts, self.intermediate_size, hidden_size), self.per_token / self.num_experts
+        return {
+            "gate.weight": Parameter((E, D)),
+            "experts.gate_up_proj": Parameter((E, 2 * F, D), active=active),
+            "experts.down_proj": Parameter((E, D, F), "residual", active=active),
+        }
+
+    def shared_sizes(self) -> dict[str, int]:
+        return {}
+
+    def linear_work(
+        self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
+        is_skippable: bool = True,
+    ) -> Work:  # fmt: skip
+        """Backward in tiles computes gate and up again, and spares a second forward if that may skip the experts.
+
+        Beside the products, rows of each of a token's experts are read, and their sum is written.
+        """
+        entries = self.per_token * num_tokens
+        flops = 2.0 * hidden_size * (3 * self.intermediate_size * entries + self.num_experts * num_tokens)
+        is_skipped = is_skippable and tile_size is not None
+        again = flops * (not is_skipped) + (0 if tile_size is None else 2 / 3 * flops)
+        moved = element_size * hidden_size * (entries + num_tokens)
+        return Work(flops, again, moved, is_skipped, self.rate)
+
+    def measure_rate(self, hidden_size: int, seconds: Callable[..., float], device: torch.device) -> float:
+        """Measures the FLOP/s of forward and backward by random experts."""
+        D, N, options = hidden_size, MEASURED_TOKENS, {"device": device, "dtype": torch.bfloat16}
+        shapes = (
+            (N, D),
+            (self.num_experts, 2 * self.intermediate_size, D),
+            (self.num_experts, D, self.intermediate_size),
+        )
+        x, gate_up, down = (torch.randn(shape, **options).requires_grad_() for shape in shapes)
+        logits = torch.randn(N, self.num_experts, **options)
+        experts, weights = route(logits, self.per_token, normalize=self.normalizes)
+
+        def forward_and_backward() -> None:
+            torch.autograd.grad(expert_mlp(x, gate_up, down, experts, weights), [x, gate_up, down], x.detach())
+
+        flops = 3 * self.linear_work(N, D, 2).matrix_flops
+        return flops / seconds(forward_and_backward)

@@ -1,0 +1,217 @@
+"""Mixtures of experts: runs, files in both forms, the auxiliary loss, adapters beside them, ranks, and refusals."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import train
+from kernels.experts.part import ExpertsPart
+from kernels.gated_mlp import GatedMLPPart
+from model import MODEL_SIZES, ModelConfig, Transformer
+from tests.runs import arguments, metrics, only_resume
+from training.checkpoint import weights as weights_module
+from training.checkpoint.manifest import WEIGHTS
+from training.checkpoint.weights import load_model_weights
+from training.families.config_json import from_config_json, to_config_json
+from training.host.errors import UserError
+from training.memory.cost_model import forward_flops
+from training.memory.execution import WHOLE, Execution, Placement
+from training.memory.placement import apply_execution
+from training.parallel.tensor import check_matrix_sharing
+
+SIZES = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "mlp_only_layers": [1], "norm_topk_prob": True, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def make(**settings):
+    """Returns transformers' random model, and ours of the same weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("qwen3_moe", **SIZES | settings)
+    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.mul_(3) if parameter.ndim > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
+    ours = Transformer(from_config_json(json.loads(json.dumps(config.to_dict(), default=str))))
+    ours.load_state_dict({name.removeprefix("model."): p.detach() for name, p in theirs.named_parameters()})
+    return theirs, ours
+
+
+def test_the_auxiliary_loss_equals_transformers_wherever_activations_are():
+    theirs, ours = make(output_router_logits=True, router_aux_loss_coef=0.5)
+    ids = torch.randint(256, (2, 90), generator=torch.Generator().manual_seed(1))
+    expected = theirs(ids, labels=ids)
+    (3 * expected.loss).backward()
+    gradients = {name.removeprefix("model."): p.grad for name, p in theirs.named_parameters()}
+    placed = (Placement("gpu"), Placement("recompute"), Placement("gpu", "gpu"))
+    for placements in ((WHOLE,) * 3, placed):
+        apply_execution(ours, Execution(placements, 32, 1))
+        ours.zero_grad()
+        output = ours(ids, ids)
+        (3 * output.loss).backward()
+        torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(output.auxiliary_loss, 0.5 * expected.aux_loss, rtol=1e-6, atol=0)
+        for name, p in ours.named_parameters():
+            atol = 1e-5 * float(gradients[name].abs().max())
+            torch.testing.assert_close(p.grad, gradients[name], rtol=0, atol=atol, msg=name)
+    assert output.expert_load.shape == (2, 8) and torch.equal(output.expert_load.sum(1), torch.full((2,), 3.0 * 180))
+    with torch.no_grad():
+        assert ours(ids, ids).loss < output.loss - 0.5  # a validation's loss has no such part
+
+
+def test_patterns_of_layers():
+    """config.json names layers without experts in two ways; all are read, and one is written."""
+    content = to_config_json(MODEL_SIZES["qwen3-30B-A3B"]) | SIZES | {"num_hidden_layers": 4}
+    experts, dense = ExpertsPart(8, 3, 32), GatedMLPPart(96)
+    for settings, mlps, written in (
+        ({"mlp_only_layers": []}, (experts,), []),
+        ({"mlp_only_layers": None, "decoder_sparse_step": 2}, (dense, experts), [0, 2]),
+        ({"mlp_only_layers": [3], "decoder_sparse_step": 2}, (dense, experts, dense), [0, 2, 3]),
+        ({"num_experts": 0}, (), None),
+        ({"norm_topk_prob": False, "mlp_only_layers": []}, (replace(experts, normalizes=False),), []),
+    ):
+        read = from_config_json({**content, **settings})
+        assert read.layer_mlps == mlps and to_config_json(read).get("mlp_only_layers") == written
+        assert from_config_json(to_config_json(read)).layer_mlps == mlps
+    for settings, message in (
+        ({"num_experts_per_tok": 9}, "at most num_experts of them per token"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "experts have SiLU"),
+        ({"use_sliding_window": True}, "use_sliding_window True"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be a whole number above 0"),
+        ({"output_router_logits": True, "router_aux_loss_coef": -1}, "router_aux_loss_coef is -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_config_json({**content, **settings})
+
+
+def test_a_token_counts_the_experts_that_it_goes_to():
+    """30.5 billion parameters, of which 3.3 multiply a token, embedding included."""
+    model = MODEL_SIZES["qwen3-30B-A3B"]
+    assert model.num_parameters() == 30_532_122_624
+    ends = 2 * model.vocab_size * model.hidden_size
+    active = ends + sum(map(model.layer_active_parameters, range(48)))
+    assert active == 48 * (8 * 3 * 768 * 2048 + 128 * 2048 + 2 * 2048 * 128 * (32 + 4)) + ends
+    assert active / 1e9 == pytest.approx(3.35, abs=0.01)
+    products = forward_flops(model, [1]) - model.layer_kinds[0].forward_flops([1], *model.heads) * 48
+    assert products == 2 * (active - ends / 2)
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """The folder of a released mixture, each expert's matrices by themselves, in two files."""
+    folder = tmp_path_factory.mktemp("released")
+    make(output_router_logits=True, router_aux_loss_coef=0.01)[0].save_pretrained(folder, max_shard_size="250KB")
+    assert len([*folder.glob("*.safetensors")]) > 1
+    return folder
+
+
+def tensors_of(folder):
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def joined(tensors):
+    """Returns the same tensors with one for all experts of a layer."""
+    found = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for layer in (0, 2):
+        start = f"model.layers.{layer}.mlp.experts."
+        each = {name: [tensors[f"{start}{e}.{name}_proj.weight"] for e in range(8)] for name in ("gate", "up", "down")}
+        found[f"{start}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(each["gate"], each["up"])])
+        found[f"{start}down_proj"] = torch.stack(each["down"])
+    return found
+
+
+@pytest.mark.parametrize("form", ["apart", "joined"])
+def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path):
+    """A run of two steps, stopped after the first, equals one that is not; transformers opens what it saves.
+
+    Its files have an expert's matrices apart or joined, as the start has them.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder, tensors = released, tensors_of(released)
+    if form == "joined":
+        folder, tensors = tmp_path / "joined", joined(tensors)
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_bytes((released / "config.json").read_bytes())
+    assert weights_module.main(["export", str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    exported = tensors_of(tmp_path / "out")
+    assert exported.keys() == tensors.keys() and all(torch.equal(exported[name], x) for name, x in tensors.items())
+    start = ["--init_from", str(folder), "--validation_sequences", "0", "--checkpoint_interval", "1"]
+    start += ["--optimizer_state", "compact", "--gradient_checkpointing", "--learning_rate", "1e-2"]
+    start += ["--warmup_steps", "0", "--final_learning_rate_ratio", "1"]
+    assert train.main(arguments(corpus, tmp_path / "run", *start, steps=1)) == 0
+    assert train.main(only_resume(tmp_path / "run", "--max_steps", "2")) == 0
+    last, once = (tmp_path / run / "step_00000002" for run in ("run", "once"))
+    saved = load_file(last / WEIGHTS)
+    assert saved.keys() == tensors.keys()
+    assert not any(torch.equal(saved[name], x) for name, x in tensors.items())  # all are trained
+    ids = torch.randint(256, (1, 50), generator=torch.Generator().manual_seed(1))
+    shape = from_config_json(json.loads((last / "config.json").read_text()))
+    ours = Transformer(shape)
+    ours.load_state_dict(dict(load_model_weights(last, {n: p.shape for n, p in ours.named_parameters()})))
+    if form == "apart":
+        assert train.main(arguments(corpus, tmp_path / "once", *start, steps=2)) == 0
+        assert all(torch.equal(saved[name], x) for name, x in load_file(once / WEIGHTS).items())
+        theirs = AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
+        torch.testing.assert_close(ours(ids, return_logits=True).logits, theirs(ids).logits, rtol=0, atol=1e-4)
+    lines = metrics(tmp_path / "run")
+    assert all(1 < line["expert_load"] <= line["expert_load_max"] <= 8 / 3 for line in lines)
+    assert all(0.02 < line["auxiliary_loss"] < 0.1 for line in lines)
+
+
+def test_adapters_of_attention_beside_experts(released, corpus, tmp_path, capsys):
+    run = tmp_path / "run"
+    start = ["--init_from", str(released), "--validation_sequences", "0", "--lora", "4"]
+    assert train.main(arguments(corpus, run, *start, steps=1)) == 0
+    folder = run / "step_00000001"
+    saved = load_file(folder / "adapter_model.safetensors")
+    own = {name.split(".")[-3] for name in saved}
+    assert own == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # layer 1 has an MLP
+    assert not any("experts" in name for name in saved)
+    merged = str(tmp_path / "merged")
+    assert weights_module.main(["export", str(folder), merged, "--merge", "--dtype", "float32"]) == 0
+    found, before = tensors_of(tmp_path / "merged"), tensors_of(released)
+    assert found.keys() == before.keys()
+    changed = {name for name, x in found.items() if not torch.equal(x, before[name])}
+    assert changed and all(".self_attn." in name or ".layers.1.mlp." in name for name in changed)
+    for flags, message in (
+        (["--lora", "4", "--lora_bits", "4"], "lora_bits 4 is not supported: experts' matrices are bf16; give"),
+        (["--linear", "fp8"], "linear fp8 is not supported: experts' matrices are bf16; give linear bf16, or drop it"),
+        (["--compile"], "compile True is not supported: experts are not compiled"),
+    ):
+        assert train.main(arguments(corpus, tmp_path / "none", "--init_from", str(released), *flags)) == 1
+        assert message in capsys.readouterr().err
+    with pytest.raises(UserError, match="experts over ranks are not there yet; use context_parallel_size"):
+        check_matrix_sharing(2, MODEL_SIZES["qwen3-30B-A3B"])
+
+
+def test_no_gradient_goes_to_an_expert_without_tokens():
+    """Its router's row gets some. Experts in another order are the same model."""
+    config = ModelConfig(64, 32, 48, 2, 2, 1, 16, layer_mlps=(ExpertsPart(6, 2, 24),), model_type="qwen3_moe")
+    torch.manual_seed(0)
+    model = Transformer(config)
+    ids = torch.randint(64, (1, 60))
+    with torch.no_grad():
+        model.layers[0].mlp.gate.weight[4] = -100 * model.layers[0].mlp.gate.weight[:4].abs().sum(0)
+    model.layers[0].post_attention_layernorm.weight.data.abs_()
+    order = torch.randperm(6)
+    output = model(ids, ids)
+    output.loss.backward()
+    idle = (output.expert_load[0] == 0).nonzero().flatten().tolist()
+    experts = model.layers[0].mlp.experts
+    for e in idle:
+        assert not experts["gate_up_proj"].grad[e].any() and not experts["down_proj"].grad[e].any()
+    with torch.no_grad():
+        for block in model.layers:
+            for parameter in block.mlp.parameters():
+                parameter.copy_(parameter[order].clone())
+    torch.testing.assert_close(model(ids, ids).loss, output.loss)
