@@ -301,7 +301,7 @@ ALWAYS = {
         columns bad_rows""",
     "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend linear lora nproc nnodes
         gpu objective compare json context_parallel_size tensor_parallel_size replicate""",
-    "training.evaluation": "checkpoint tokenizer memory_budget device output_dir beside sequences samples",
+    "training.evaluation": "checkpoint tokenizer memory_budget device output_dir objective",
     "training.generate": """checkpoint tokenizer memory_budget device prompt file chat max_new_tokens temperature""",
     "training.plots": "run",
     "training.data prepare": "source out tokenizer workers suffixes columns bad_rows",
@@ -399,6 +399,15 @@ REFUSED = {
         ("--lora 4 --lora_bits 4 --no-gradient_checkpointing", "--no-gradient_checkpointing keeps blocks whole, which"),
     ],
     "training.evaluation": [
+        (
+            "x --objective simpo --data x --sequences 3 --samples 3 --suffixes .x --short_context 9 --margin 3 "
+            "--ceiling 3 --evaluator x --lengths 9 --seed 1 --beside x",
+            "sequences samples suffixes short_context margin ceiling evaluator lengths seed beside",
+        ),
+        ("x --beta 1", "beta"),
+        ("x --objective orpo --data x --reference_logprobs x", "reference_logprobs"),
+        ("x --objective orpo", "objective orpo needs data"),
+        ("x --objective kto --data x", "objective kto needs log-probabilities of a reference: make them by "),
         (
             "x --sequences 0 --data x --suffixes .x --columns text=a --bad_rows drop --short_context 9 --margin 2 "
             "--ceiling 2 --evaluator x",

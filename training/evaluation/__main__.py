@@ -1,7 +1,7 @@
 """Evaluate how a model uses its context: loss by position, loss on tokens that need it, needles by length and depth.
 
 `python -m training.evaluation FOLDER` takes a checkpoint, or weights in Hugging Face's form. positions.py defines the
-losses, needle.py the needles.
+losses, needle.py the needles, answers.py what --objective judges.
 """
 
 import sys
@@ -31,6 +31,7 @@ from training.data.corpus import open_stores
 from training.data.sources import Reading
 from training.data.tokens import Store, join, split
 from training.evaluation import positions
+from training.evaluation.answers import judge_answers
 from training.evaluation.needle import DEPTHS, Result, Samples, judge
 from training.generate.flags import ModelFlags
 from training.generate.inference import (
@@ -85,10 +86,15 @@ class Questions(NamedTuple):
     samples: list[Samples]
 
 
+def context_length_of(flags: EvaluationFlags, opened: Opened) -> int:
+    """Returns the tokens that are read at most."""
+    settings, declared = settings_of(opened), min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT)
+    return flags.context_length or (settings and settings.context_length) or declared
+
+
 def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Questions:
     """Raises UserError for data that cannot be read, and where no text or needle is as long as asked."""
-    settings, declared = settings_of(opened), min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT)
-    context_length = flags.context_length or (settings and settings.context_length) or declared
+    settings, context_length = settings_of(opened), context_length_of(flags, opened)
     lengths = flags.lengths or [max(2, context_length // 4), max(2, context_length // 2), context_length]
     budget = memory_budget(flags.memory_budget, world.device)
     check_memory(opened.shape, max(lengths) if flags.samples else 0, world.device, budget)
@@ -145,6 +151,7 @@ class Evaluation:
     loss_by_position: list[positions.Bucket] = field(default_factory=list)
     key_tokens: positions.KeyTokens | None = None
     tasks: list[Result] = field(default_factory=list)
+    answers: dict[str, float] = field(default_factory=dict)
 
 
 def evaluate(flags: EvaluationFlags, opened: Opened, questions: Questions, world: World, found: Evaluation) -> None:
@@ -229,6 +236,8 @@ def report(
         tables.append(positions.format_key_tokens(found.key_tokens, flags.margin, flags.ceiling))
     if found.tasks:
         tables.append(format_needles(found.tasks))
+    if found.answers:
+        tables.append("\n".join(f"{name:<28}{value:9.4f}" for name, value in found.answers.items()))
     if flags.output_dir:
         text = json.dumps(content, indent=1, default=str)
         replace_file(flags.output_dir / "evaluation.json", text + "\n")
@@ -252,6 +261,11 @@ def main(argv: list[str]) -> None:
         check_can_write(flags.output_dir / "evaluation.json", "--output_dir")
     with join_world(flags.device) as world:
         opened = open_folder(flags, world)
+        if flags.objective != "next_token":
+            with mending_out_of_memory():
+                answers = judge_answers(flags, opened, context_length_of(flags, opened), world)
+            report(flags, Evaluation(answers=answers), True, [], "")
+            return
         questions = make_questions(flags, opened, world)
         found = Evaluation()
         try:

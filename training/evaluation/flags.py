@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from training.flags import Rule, flag, read_flags
+from training.flags import SMALLEST, Rule, flag, read_flags
 from training.generate.flags import ModelFlags
-from training.host.choices import BAD_ROWS
+from training.host.choices import BAD_ROWS, PAIR_OBJECTIVES, REFERENCE_OBJECTIVES
 
 LONGEST = 2**27  # tokens
+JUDGES = "next_token", *PAIR_OBJECTIVES, "kto"
 
 
 @dataclass
@@ -20,6 +21,9 @@ class EvaluationFlags(ModelFlags):
     )
     output_dir: Path | None = flag(None, "evaluation.json and pictures go there; else nothing is written")
     beside: list[Path] = flag(list, "evaluation.json of earlier ones, to be shown beside")
+    objective: str = flag("next_token", "judge answers of data in place of texts: accuracy and margin of pairs", JUDGES)
+    beta: float | None = flag(None, "of the objective, as train.py's", least=SMALLEST, most=1e6)
+    reference_logprobs: str | None = flag(None, "of data, made by training.logprobs with the reference's weights")
     sequences: int = flag(16, "the longest pieces of the data, so many; 0: no losses", group="losses")
     data: list[str] = flag(list, "as train.py's; default: what the run held out, else Python's standard library")
     suffixes: str | None = flag(None, "of texts in data, as train.py's")
@@ -34,6 +38,16 @@ class EvaluationFlags(ModelFlags):
     seed: int = flag(0, "of the samples")
 
     rules: ClassVar[tuple[Rule, ...]] = (
+        Rule("sequences samples suffixes short_context margin ceiling evaluator lengths seed beside",
+             "with objective {objective}, which judges answers alone; drop one", lambda f: f.objective != "next_token"),
+        Rule("beta", "without objective; drop it, or give that", lambda f: f.objective == "next_token"),
+        Rule("reference_logprobs", "with objective {objective}, which reads no reference; drop it",
+             lambda f: f.objective not in REFERENCE_OBJECTIVES),
+        Rule("", "objective {objective} needs data, whose answers it judges", lambda f: f.objective != "next_token"
+             and not f.data),
+        Rule("", "objective {objective} needs log-probabilities of a reference: make them by {program} -m "
+             "training.logprobs, and give --reference_logprobs",
+             lambda f: f.objective in REFERENCE_OBJECTIVES and not f.reference_logprobs),
         Rule("data suffixes columns bad_rows short_context margin ceiling evaluator", "with sequences 0; drop one",
              lambda f: not f.sequences),
         Rule("suffixes columns bad_rows", "without data; drop it, or give those", lambda f: not f.data),

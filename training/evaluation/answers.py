@@ -1,0 +1,35 @@
+"""Judges answers by an objective: loss, and metrics such as accuracy and margin of pairs, as a validation of training.
+
+Whole weights are judged beside the reference in --reference_logprobs, and so are adapters, which are read merged.
+"""
+
+from tqdm import tqdm
+
+from training.data.corpus import open_stores
+from training.data.loader import count_sequences, validation_batches
+from training.data.sources import Reading
+from training.data.tokens import TokenStore, join
+from training.evaluation.flags import EvaluationFlags
+from training.generate.inference import Opened, load
+from training.host.errors import UserError
+from training.objectives.choose import choose, complete, row_reader
+from training.objectives.flags import ObjectiveFlags
+from training.parallel.world import World
+from training.run.step import validate
+
+
+def judge_answers(flags: EvaluationFlags, opened: Opened, context_length: int, world: World) -> dict[str, float]:
+    """Returns the loss of the rows of --data, and the objective's metrics, by name."""
+    asked = ObjectiveFlags(objective=flags.objective, beta=flags.beta, reference_logprobs=flags.reference_logprobs)
+    rows = row_reader(asked, opened.tokenizer.eos_id, context_length)
+    reading = Reading(columns=flags.columns, bad_rows=flags.bad_rows, rows=rows)
+    stores = open_stores(flags.data, opened.tokenizer, opened.shape.vocab_size, reading)
+    complete(asked, opened.tokenizer, None, [store for store in stores if isinstance(store, TokenStore)])
+    store = join(stores)
+    if (longest := int(store.lengths.max())) > context_length:
+        raise UserError(f"the longest document has {longest:,} tokens; raise --context_length {context_length:,}")
+    model = load(opened, context_length, 0, world, flags.memory_budget)
+    total = count_sequences(store, context_length)
+    batches = tqdm(validation_batches(store, context_length, 1), total=total, desc="answers", unit="sequence")
+    loss, metrics = validate(model, batches, world, lambda: False, choose(asked, context_length))
+    return {"loss": loss, **metrics}
