@@ -167,7 +167,7 @@ def read_documents(
         unused -= reader.used
     if document is None:
         where = path or "Python's standard library"
-        kinds = ", ".join([*_texts(reading.suffixes), *CONTAINERS])
+        kinds = ", ".join(_kinds(reading))
         raise UserError(f"{where} is empty: no text in any {kinds} file; give other --data")
 
 
@@ -228,9 +228,11 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
         texts = _without_held_out(path, texts)
     elif not path.is_file():  # a pipe would be waited for
         raise UserError(f"cannot read {path}: it is no regular file; give --data a file or a folder")
-    elif (suffix := suffix_of(path)) not in (kinds := [*_texts(reading.suffixes), *CONTAINERS]):
+    elif (suffix := suffix_of(path)) not in (kinds := _kinds(reading)):
         cure = f"to read it as text, give --suffixes {suffix}"
-        if suffix in TO_TEXT:
+        if reading.rows is not None:
+            cure = "this --objective reads rows"
+        elif suffix in TO_TEXT:
             cure = "make text of it: " + TO_TEXT[suffix].format(shlex.quote(str(path)))
         elif not suffix or suffix in COMPRESSIONS:
             cure = "decompress it, or rename it to tell its kind, as in NAME.jsonl.gz"
@@ -258,6 +260,11 @@ def _without_held_out(folder: Path, files: list[Path]) -> list[Path]:
     return [file for file in files if named.get(file) not in others and file not in cards]
 
 
+def _kinds(reading: Reading) -> list[str]:
+    """Returns the suffixes of files that are read. An objective's rows are not in texts."""
+    return [*(_texts(reading.suffixes) if reading.rows is None else ()), *CONTAINERS]
+
+
 def _texts(suffixes: str | None) -> list[str]:
     """Returns the suffixes of texts. Raises UserError for words that are none, or belong to other files."""
     found = [suffix.strip().lower() for suffix in (suffixes or SUFFIXES).split(",")]
@@ -271,7 +278,7 @@ def is_data(file: Path, reading: Reading = DEFAULT) -> bool:
     """Whether a file of a folder is data. A .json file is, if its first row has a known form: many hold settings."""
     suffix = suffix_of(file)
     if suffix != ".json" or not file.is_file():
-        return suffix in (*_texts(reading.suffixes), *CONTAINERS) and file.is_file()
+        return suffix in _kinds(reading) and file.is_file()
     with contextlib.suppress(UserError, StopIteration):
         return is_row(rename(next(read_rows(file))[1], reading.renames))
     return False

@@ -233,7 +233,7 @@ class Recipe(StepRecipe):
     @property
     def scoring(self) -> Scoring:
         """The part of a step that the objective takes, for its plan."""
-        return scoring(self.objective, isinstance(self.trained, Adapters))
+        return scoring(self.objective, isinstance(self.trained, Adapters) and not self.config.reference_logprobs)
 
     def settings(self, max_steps: int, state_format: str) -> dict:
         """The settings by name, with what data and plan have settled: the last step and the format of the state."""
@@ -369,6 +369,12 @@ def adapters_found(asked: TrainConfig, given: Iterable[str], source: Source) -> 
         return {}
     if dropout := read_json(source.folder / ADAPTER_CONFIG).get("lora_dropout"):
         logger.info("adapters: lora_dropout %.20s of %s is left out", dropout, source.folder)
+    objective = choose(asked, asked.context_length)
+    if objective is not None and objective.needs_reference and not asked.reference_logprobs:
+        logger.warning(
+            "adapters: the reference is the base %s; to have those of %s in it, give --reference_logprobs of that",
+            source.base, source.folder,
+        )  # fmt: skip
     own: dict = {"lora": found.rank, "lora_alpha": found.alpha, "lora_targets": ",".join(found.targets)}
     for name, value in own.items():
         said = getattr(asked, name)

@@ -19,7 +19,6 @@ STEP = (
 # A run may take other settings from its checkpoint or from the adapters of init_from: these hold for flags alone.
 TRAIN = (
     *STEP,
-    *OBJECTIVE,
     Rule("init_from", "with resume; drop one, or give --resume auto", lambda s: s.resume == "yes"),
     Rule("rope_scaling", "without init_from, whose weights it extends; drop it, or give those",
          lambda s: s.init_from is None),
@@ -54,8 +53,8 @@ TRAIN = (
 
 # These hold once the start of the run is known.
 STARTED = (
+    *OBJECTIVE,
     Rule("lora_alpha lora_targets lora_bits lora_plus", "without lora; drop it, or give lora", lambda s: not s.lora),
-    Rule("reference_logprobs", "with lora, whose reference is the base; drop it", lambda s: s.lora),
     Rule("", "objective {objective} needs log-probabilities of a reference: make them by {program} -m "
          "training.logprobs, and give --reference_logprobs; or train adapters with lora, whose base is the reference",
          lambda s: s.objective in REFERENCE_OBJECTIVES and not s.lora and not s.reference_logprobs),

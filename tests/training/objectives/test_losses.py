@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from training.data.loader import PROMPT, make_batch
 from training.data.sources import Document
 from training.data.tokens import TokenStore
-from training.families.lora import Adapters
+from training.families.lora import ADAPTER_CONFIG, Adapters
 from training.objectives.kto import KTO
 from training.objectives.preferences import Preference
 from training.objectives.rollouts import Rollout
@@ -19,6 +19,8 @@ from training.objectives.rows import Rollouts, advantages
 from training.objectives.scored import collect
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
+from training.run.recipe import Source, adapters_found
+from training.run.settings import TrainConfig, check_config
 from training.run.step import beside_step, count_losses, run_model, validate
 
 CPU = World(0, 1, torch.device("cpu"))
@@ -267,6 +269,26 @@ def test_the_first_loss_of_dpo_is_ln_2_beside_adapters_whose_base_is_the_referen
     expected = loss_of_pairs(objective, [(p, {"reference": q.detach()}) for (p, _), (q, _) in zip(now, base)])
     assert float(expected.detach()) != pytest.approx(math.log(2), abs=1e-3)
     assert run(model, batches, objective)[0] == pytest.approx(float(expected.detach()), abs=1e-6)
+
+
+def test_a_stored_reference_stands_in_place_of_the_base_of_adapters(tmp_path, caplog):
+    """Adapters that a run starts from are no part of the base, which it says."""
+    objective = PREFERENCES[0]
+    store = store_of(objective)
+    expected = run(build(), divided(store, "rows"), objective)[0]
+    model = build()
+    Adapters(2, 4.0).prepare(model)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            model.initialize_parameter(name, parameter.data)
+    assert run(model, divided(store, "rows"), objective)[0] == expected != pytest.approx(math.log(2), abs=1e-3)
+
+    (tmp_path / ADAPTER_CONFIG).write_text("{}")
+    for flags in ({}, {"reference_logprobs": "any"}):
+        given = {"objective": "dpo", "data": ["a.jsonl"], "lora": 2, "init_from": str(tmp_path)} | flags
+        check_config(TrainConfig(**given), given, TrainConfig.rules)
+        adapters_found(TrainConfig(**given), given, Source(tmp_path, tmp_path / "base", Adapters(2, 4.0)))
+    assert caplog.text.count("the reference is the base") == 1
 
 
 def test_weights_of_rows_multiply_their_loss():

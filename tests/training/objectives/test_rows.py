@@ -151,6 +151,16 @@ def test_what_rows_of_one_answer_would_ignore_is_refused(tmp_path, objective):
         read(tmp_path, [row], objective=objective)
 
 
+def test_an_objective_reads_no_texts(tmp_path, caplog):
+    (tmp_path / "README.md").write_text("of the pairs beside it")
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
+    reading = Reading(rows=row_reader(ObjectiveFlags(objective="simpo"), 0, 8))
+    [store] = open_stores([str(tmp_path)], BYTES, 256, reading)
+    assert len(store.lengths) == 1 and "left out files of other kinds" in caplog.text
+    with pytest.raises(UserError, match="objective reads rows"):
+        open_stores([str(tmp_path / "README.md")], BYTES, 256, reading)
+
+
 def test_columns_rename_the_fields_of_an_objective(tmp_path):
     row = {"q": "a", "better": "b", "worse": "c", "context": "left out where answers are named"}
     store, _ = read(tmp_path, [row], columns="prompt=q,chosen=better,rejected=worse", objective="simpo")
