@@ -197,7 +197,8 @@ def whole(store: Store, seed: int | None = None) -> Selection:
 def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selection, Selection]:
     """Holds out whole documents, drawn by `seed`: at least one, and at most `validation_fraction` of all tokens.
 
-    A corpus of one document is cut, and its tail is held out. Returns (training documents in their order, held-out
+    Answers to one prompt are held out together, unless there is no other prompt. A corpus of one document is cut, and
+    its tail is held out. Returns (training documents in their order, held-out
     documents in random order), neither empty. Raises UserError if there is one document, a sample or too short to be
     cut.
     """
@@ -209,6 +210,8 @@ def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selectio
             what = "sample" if store.are_samples else f"document of {whole} tokens"
             raise UserError(f"the data are one {what}, too short to hold some out; give more --data")
         return Selection(store, only, (0, cut)), Selection(store, only, (cut, whole))
+    units = _units(store)
+    lengths = lengths if units is None else np.bincount(units, lengths).astype(np.int64)
     allowed, shortest = int(validation_fraction * lengths.sum()), lengths.min()
     order = np.random.default_rng(seed).permutation(len(lengths))
     held_out = [order[:0]]
@@ -221,6 +224,21 @@ def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selectio
             allowed, drawn = allowed - int(sums[count - 1]), drawn[count:]
     chosen = np.concatenate(held_out) if len(held_out) > 1 else np.array([int(np.argmin(lengths))])
     del order, held_out, drawn
-    is_kept = np.ones(len(lengths), dtype=bool)
+    if units is not None:
+        chosen = np.concatenate([(units == unit).nonzero()[0] for unit in chosen])
+    is_kept = np.ones(len(store.lengths), dtype=bool)
     is_kept[chosen] = False
     return Selection(store, is_kept.nonzero()[0]), Selection(store, chosen)
+
+
+def _units(store: Store) -> np.ndarray | None:
+    """Returns a number for each document with answers, equal for one prompt, int64 [N]. None: each is by itself."""
+    if "answer" not in store.columns:
+        return None
+    keys = list[int]()
+    for document, length in enumerate(store.lengths.tolist()):
+        ids, is_masked = store.read_masked(document, 0, length)
+        prompt = int(np.append(is_masked, False).argmin())
+        keys.append(zlib.crc32(ids[:prompt].tobytes()) if prompt > 1 else -1 - document)
+    found, units = np.unique(keys, return_inverse=True)
+    return units if len(found) > 1 else None

@@ -242,6 +242,17 @@ def test_rollouts_share_a_prompt_wherever_they_stand_and_one_is_left_to_be_held_
     assert one.lengths.tolist() == [9, 5] and all(len(part.lengths) for part in split(one, 0.1, 0))
 
 
+def test_answers_to_a_prompt_are_held_out_together(tmp_path):
+    """Of six prompts with two pairs each, apart in the data. Texts without a prompt are held out one by one."""
+    rows = [{"prompt": f"what is {i % 6}?", "chosen": f"it is {i}", "rejected": "no"} for i in range(12)]
+    store, _ = read(tmp_path, rows, objective="simpo")
+    kept, held_out = split(store, 0.4, 0)
+    assert len(kept.lengths) == 8 and sorted([*kept.documents, *held_out.documents]) == [*range(12)]
+    assert {i % 6 for i in kept.documents}.isdisjoint({i % 6 for i in held_out.documents})
+    texts, _ = read(tmp_path, [{"text": f"a {i}"} for i in range(10)], objective="weighted")
+    assert len(split(texts, 0.5, 0)[1].lengths) == 5
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"old_logprobs": None}, 'needs "old_logprobs"'),
     ({"old_logprobs": [-1.0]}, "has 1 numbers, the completion 3 tokens"),
