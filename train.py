@@ -5,8 +5,8 @@ and checkpoints after a step; the end. The rest is in training/run:
 
 - settings.py has the flags, recipe.py all that is decided before the data are read, resume.py what a checkpoint says;
 - build.py makes the model and its memory plan;
-- parts.py has the parts of a run, step.py the arithmetic of a step, stopping.py early ends;
-- saving.py has the room on the disk, metrics.py what is shown and written of each step, sample.py the sample.
+- parts.py has the parts of a run, its checkpoints and its sample, step.py the arithmetic of a step;
+- stopping.py has early ends, metrics.py what is shown and written of each step.
 """
 
 import sys
@@ -50,11 +50,9 @@ from training.parallel.world import World, join_world
 from training.plots.curves import draw_at_end
 from training.run.build import build, check_fits, explain_out_of_memory
 from training.run.metrics import Display, also_logged_into, describe, gpu_metrics, is_spike, open_metrics, own_amounts
-from training.run.parts import Run
+from training.run.parts import Run, check_disk, checkpoint_bytes, is_save_due, log_sample
 from training.run.recipe import Recipe, check_machine, check_same_on_all_ranks, count_steps, decide
 from training.run.resume import Progress, learning_rate_of, parallel_sizes_of, tokens_per_step
-from training.run.sample import log_sample
-from training.run.saving import check_disk, checkpoint_bytes, is_save_due
 from training.run.step import NoTarget, NotFinite, NotRead, train_step, validate
 from training.run.stopping import Stopped, Stopping, stop_signals
 

@@ -33,8 +33,8 @@ from training.memory.profiler import GIB
 from training.objectives.scored import TOKEN_BYTES
 from training.parallel.world import World
 from training.run.build import step_on_meta
+from training.run.parts import checkpoint_bytes
 from training.run.recipe import recipe_of
-from training.run.saving import checkpoint_bytes
 from training.run.settings import TrainConfig
 
 

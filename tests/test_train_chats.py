@@ -24,11 +24,11 @@ from training.data.chat import ChatTemplate, open_tokenizer, stop_ids
 from training.data.prepare import prepare
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
-from training.run import sample
-from training.run.sample import log_sample
+from training.run import parts
+from training.run.parts import log_sample
 from training.run.settings import TrainConfig
 
-TURN = (  # with the mark of an assistant's
+TURN = (  # has the mark of an assistant's
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eot_id|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|eot_id|>{% endif %}"
 )
@@ -162,7 +162,7 @@ def test_a_sample_goes_on_from_a_document(tmp_path, monkeypatch, caplog, row, pr
         asked.append(ids[0].tolist())
         yield from (torch.tensor([[token]]) for token in (256, stop, 256))
 
-    monkeypatch.setattr(sample, "products_in_bf16", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(parts, "products_in_bf16", lambda _: contextlib.nullcontext())
     world = SimpleNamespace(device=torch.device("cpu"), sum=lambda value: [value])
     log_sample(SimpleNamespace(
         held_out=held_out, recipe=SimpleNamespace(tokenizer=tokenizer), optimizer=SimpleNamespace(homes={}),

@@ -35,8 +35,8 @@ from training.families.config_json import from_config_json, to_config_json
 from training.optim.adamw import warmup_cosine
 from training.parallel.world import World
 from training.run import recipe, resume
+from training.run.parts import checkpoint_bytes
 from training.run.recipe import recipe_of
-from training.run.saving import checkpoint_bytes
 from training.run.settings import TrainConfig
 
 
@@ -52,7 +52,7 @@ def test_resume_equals_an_uninterrupted_run(corpus, tmp_path):
 
 
 def test_wider_mlps_in_some_layers_train_and_resume(corpus, tmp_path, monkeypatch):
-    """As wide as the model's own in three layers of four. No family's config.json says so: here the test does."""
+    """Three layers of four are as wide as the model's own. No family's config.json says so: here the test does."""
     usual, wider = GatedMLPPart(384), GatedMLPPart(768, "gelu_tanh")
     shape = replace(MODEL_SIZES["tiny"], layer_mlps=(usual, usual, usual, wider))
     monkeypatch.setitem(MODEL_SIZES, "tiny", shape)
@@ -301,7 +301,7 @@ sys.exit(status or (f"{taken:,} bytes of host memory were resident, {promised:,}
 def test_a_plan_chooses_compact_state_and_a_resumed_run_keeps_it(tmp_path):
     """Float32 state of the 0.6B takes 6.7 GiB, and within 5 GiB of a GPU the way to the host and back takes time.
 
-    Resident host memory stays below what the plan pins, what saving takes, and what a process takes beside them.
+    Resident host memory stays below the bytes of the plan, of saving and of a process.
     """
     flags = {
         "model_size": "0.6B", "context_length": "512", "batch_size": "2", "memory_budget": "5GB", "host_budget": "12GB",

@@ -27,7 +27,7 @@ from training.data import __main__ as data_command
 from training.host.errors import UserError
 from training.optim.adamw import MasterAdamW
 from training.parallel.world import World
-from training.run import saving, step, stopping
+from training.run import parts, step, stopping
 from training.run.recipe import decide, recipe_of
 from training.run.resume import Progress
 from training.run.settings import TrainConfig, given_settings
@@ -369,9 +369,9 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
     world = World(0, 1, torch.device("cpu"))
     recipe = recipe_of(TrainConfig(output_dir=str(run), save="model"), MODEL_SIZES["tiny"], world)
     with pytest.raises(UserError, match=r"free some space, choose another --output_dir$"):
-        saving.check_disk(recipe, Progress(max_steps=8, step=4), 1000)
+        parts.check_disk(recipe, Progress(max_steps=8, step=4), 1000)
     shutil.rmtree(run)
-    free = 2 * saving.checkpoint_bytes(recipe_of(TrainConfig(), MODEL_SIZES["tiny"], world), world)
+    free = 2 * parts.checkpoint_bytes(recipe_of(TrainConfig(), MODEL_SIZES["tiny"], world), world)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
     assert train.main(arguments(corpus, run, "--checkpoint_interval", "1")) == 0
     assert "old checkpoints will be deleted before new ones are complete" in caplog.text
@@ -380,7 +380,7 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
 def test_a_save_that_fails_does_not_end_the_run(corpus, tmp_path, monkeypatch, caplog):
     """The next save is complete, and leaves nothing of the failed one."""
     run, write = tmp_path / "run", Piece.write
-    monkeypatch.setattr(saving, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(parts, "RETRY_SECONDS", 0)
 
     def no_room(piece, *args):
         if not caplog.messages:

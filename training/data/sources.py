@@ -135,9 +135,8 @@ class BadRows:
             logger.warning("data: left out rows that cannot be read: %s, the first %s (%s)", count, where, self.why)
         elif self.count:
             which = "that row" if count == "1" else f"the {count} rows that cannot be read, at {', '.join(self.places)}"
-            raise UserError(
-                f"{self.places[0]}: {self.why}; mend {which}, or give --bad_rows drop to leave out such rows"
-            )
+            cure = f"mend {which}, or give --bad_rows drop to leave out such rows"
+            raise UserError(f"{self.places[0]}: {self.why}; {cure}")
 
 
 def read_documents(
@@ -148,8 +147,7 @@ def read_documents(
     Args:
         path: a file, or a folder, whose subfolders are searched, too, in sorted order. None: the sources of Python's
             standard library on this machine.
-        tokenizer, vocab_size: see DocumentReader.
-        unused: names of columns that no row has had; those that rows have are taken out.
+        unused: names of columns that no row has had; names that rows have are taken out.
 
     Raises:
         UserError: see find_files and DocumentReader; the path holds no text, or rows that cannot be read.

@@ -119,7 +119,26 @@ class TokenStore(Store):
         return ids.astype(np.int64), is_masked.copy() if self.are_samples else np.zeros(len(ids), bool)
 
 
-class JoinedStore(Store):
+class _View(Store):
+    """Documents of other stores: `_find` returns (store, a document's number there, the position where it begins)."""
+
+    def _find(self, document: int) -> tuple[Store, int, int]:
+        raise NotImplementedError
+
+    def source(self, document: int) -> str:
+        store, number, _ = self._find(document)
+        return store.source(number)
+
+    def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        store, number, first = self._find(document)
+        return store.read_masked(number, first + start, first + stop)
+
+    def read_columns(self, document: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        store, number, first = self._find(document)
+        return store.read_columns(number, first + start, first + stop)
+
+
+class JoinedStore(_View):
     """The documents of several stores, one store after the other."""
 
     def __init__(self, stores: Sequence[Store]):
@@ -133,30 +152,17 @@ class JoinedStore(Store):
             first = " and ".join(self.columns) or "none"
             raise UserError(f"the first path of data has columns {first}, another one has not; give rows of one form")
 
-    def _find(self, document: int) -> tuple[Store, int]:
-        """Returns (store, the document's number in that store)."""
+    def _find(self, document: int) -> tuple[Store, int, int]:
         index = int(np.searchsorted(self._ends, document, side="right"))
         store = self._stores[index]
-        return store, document - int(self._ends[index]) + len(store.lengths)
-
-    def source(self, document: int) -> str:
-        store, number = self._find(document)
-        return store.source(number)
-
-    def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        store, number = self._find(document)
-        return store.read_masked(number, start, stop)
-
-    def read_columns(self, document: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        store, number = self._find(document)
-        return store.read_columns(number, start, stop)
+        return store, document - int(self._ends[index]) + len(store.lengths), 0
 
 
 def join(stores: Sequence[Store]) -> Store:
     return stores[0] if len(stores) == 1 else JoinedStore(stores)
 
 
-class Selection(Store):
+class Selection(_View):
     """Some documents of a store, with numbers from 0.
 
     Args:
@@ -169,27 +175,18 @@ class Selection(Store):
         self.columns = store.columns
         self.documents, self._start = documents, part[0] if part else 0
         self.lengths = np.full(len(documents), part[1] - part[0]) if part else store.lengths[documents]
-
         starts = np.broadcast_to(np.int64(self._start), len(documents))
         self.identity = store.identity
         for numbers in (documents, starts, self.lengths):
             for i in range(0, len(numbers), AT_ONCE):
                 self.identity = zlib.crc32(np.ascontiguousarray(numbers[i : i + AT_ONCE]).data, self.identity)
 
-    def source(self, document: int) -> str:
-        return self._store.source(int(self.documents[document]))
-
-    def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        return self._store.read_masked(int(self.documents[document]), self._start + start, self._start + stop)
-
-    def read_columns(self, document: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        return self._store.read_columns(int(self.documents[document]), self._start + start, self._start + stop)
+    def _find(self, document: int) -> tuple[Store, int, int]:
+        return self._store, int(self.documents[document]), self._start
 
 
 def whole(store: Store, seed: int | None = None) -> Selection:
-    """Selects all documents of a store: in their order, or in an order drawn by `seed`, of which any part is a fair
-    sample.
-    """
+    """Selects all documents of a store in their order, or in one drawn by `seed`: any part is a fair sample then."""
     numbers = np.arange(len(store.lengths))
     return Selection(store, numbers if seed is None else np.random.default_rng(seed).permutation(numbers))
 

@@ -12,6 +12,7 @@ import logging
 
 import torch
 import torch.distributed as dist
+from torch.nn import Parameter
 
 from kernels.attention.full import TESTED_FLASH_ATTN_4
 from model import ModelConfig, Share, Transformer
@@ -54,19 +55,10 @@ def step_of(recipe: Recipe, model: Transformer, world: World, documents: PackedD
 
 
 def step_on_meta(
-    model_config: ModelConfig,
-    context_length: int,
-    batch_size: int = 1,
-    micro_batches: int = 1,
-    given: Execution | None = None,
-    num_gpus: int = 1,
-    context_parallel_size: int = 1,
-    tensor_parallel_size: int = 1,
-    num_machines: int = 1,
-    replicate: int = 1,
-    trained: Trained = ALL,
-    scoring: Scoring | None = None,
-) -> Step:
+    model_config: ModelConfig, context_length: int, batch_size: int = 1, micro_batches: int = 1,
+    given: Execution | None = None, num_gpus: int = 1, context_parallel_size: int = 1, tensor_parallel_size: int = 1,
+    num_machines: int = 1, replicate: int = 1, trained: Trained = ALL, scoring: Scoring | None = None,
+) -> Step:  # fmt: skip
     """A step of a model on the meta device, which takes no memory; each sequence is one document.
 
     Args:
@@ -95,11 +87,9 @@ def step_on_meta(
 
 
 @functools.cache  # tables and searches ask for one model's parameters many times
-def _parameters_on_meta(
-    model_config: ModelConfig, tensor_ranks: int, trained: Trained
-) -> list[tuple[str, torch.nn.Parameter]]:
+def _parameters_on_meta(config: ModelConfig, tensor_ranks: int, trained: Trained) -> list[tuple[str, Parameter]]:
     with torch.device("meta"):
-        model = Transformer(model_config, tensor_ranks)
+        model = Transformer(config, tensor_ranks)
     trained.prepare(model)
     return list(model.named_parameters())
 

@@ -1,31 +1,43 @@
-"""The parts of a run, and its checkpoints: after a step, after an error, at the end."""
+"""The parts of a run; its checkpoints, with the room that they need on the disk; its sample."""
 
 import dataclasses
 import logging
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
 
 from model import Transformer
+from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
+from training.data.chat import stop_ids
 from training.data.loader import Batch, PackedLoader
 from training.data.tokens import Store
 from training.families.config_json import to_config_json
 from training.host.errors import UserError
+from training.host.files import size_on_disk
+from training.host.sizes import GIB
+from training.memory.placement import products_in_bf16
 from training.memory.planner import Plan
 from training.optim.adamw import MasterAdamW
+from training.optim.formats import bytes_saved
 from training.parallel.world import World
 from training.run.metrics import Display, Metrics
 from training.run.recipe import Recipe
 from training.run.resume import Progress, state_to_save, tokens_per_step
-from training.run.saving import checkpoint_bytes
-from training.run.settings import TrainConfig
+from training.run.settings import KEPT_CHECKPOINTS, TrainConfig
 from training.run.stopping import Stopping, promise_shutdown
 
 logger = logging.getLogger(__name__)
 LONG_FIRST_STEP_SECONDS = 60.0  # compiling kernels is a small part of such a step
 SAVED_BYTES_PER_SECOND = 5e8  # guess for a slow disk, before the first checkpoint has been measured
+RETRY_SECONDS = 60  # from a checkpoint that failed to the next attempt
+TEXT_TOKENS = 64  # begin a sample, which the model goes on from
+PROMPT_TOKENS = 1024  # at most, the last of a prompt: a chat may be as long as a sequence
 
 
 @dataclasses.dataclass
@@ -122,3 +134,83 @@ class Run:
                 self.save()
             except Exception as error:  # a GPU may answer no more; the first error is the one to show
                 logger.warning("no checkpoint of step %d: %s", self.progress.step, error)
+
+
+# Checkpoints, and the disk
+
+
+def is_save_due(recipe: Recipe, step: int, since_save: float, has_failed: bool) -> bool:
+    """Whether a checkpoint is due after a step, if the last one was begun `since_save` seconds ago, or has failed."""
+    steps, seconds = recipe.save_interval
+    is_time = 0 < seconds < since_save or (has_failed and since_save > RETRY_SECONDS)
+    return is_time or (steps > 0 and step % steps == 0)
+
+
+def checkpoint_bytes(recipe: Recipe, world: World, planned: str | None = None) -> int:
+    """Bytes of a checkpoint on disk: bf16 weights on GPUs, float32 on a CPU; the optimizer's state; what is carried.
+
+    Weights and state are of what is trained. `planned` is the format of the state, once there is a plan.
+    """
+    numbers, is_cuda = recipe.trained.elements(recipe.model), world.device.type == "cuda"
+    state_format = planned or recipe.state_format
+    if state_format == "auto":  # until the plan is made, which may choose compact, the least is counted
+        state_format = "compact" if recipe.memory_budget else "float32"
+    is_half, weight_bytes = is_cuda and world.size == 1, 2 if is_cuda else 4
+    saved_format = state_format if recipe.config.save == "full" else None
+    tensors = bytes_saved(numbers, saved_format, is_half=is_half, weight_bytes=weight_bytes)
+    return tensors + recipe.carried.num_bytes + SPARE_BYTES
+
+
+def check_disk(recipe: Recipe, progress: Progress, size: int) -> None:
+    """Refuse a run for two of whose checkpoints, of `size` bytes, the disk has no room.
+
+    Two are the last one and the one that takes its place. Checkpoints of the steps so far count as free: the run
+    deletes them.
+    """
+    config, (steps, seconds) = recipe.config, recipe.save_interval
+    output_dir = Path(config.output_dir)
+    found = checkpoints(output_dir, progress.step)
+    # Without a step left, a validation that was cut short is made up for.
+    steps_left = max(1, progress.max_steps - progress.step)
+    saves = steps_left if seconds else 1 + (steps_left - 1) // (steps or steps_left)
+    kept = (config.keep_checkpoints or KEPT_CHECKPOINTS) + (config.validation_sequences != 0) + 1
+    for least in (2, kept):
+        try:
+            check_room(output_dir, min(least, saves + len(found)) * size, size_on_disk(found))
+        except OSError as error:
+            if least == 2:
+                or_else = "choose another --output_dir" + ", or --save model" * (config.save == "full")
+                raise UserError(f"{error.strerror}; free some space, {or_else}") from None
+            logger.warning("%s: old checkpoints will be deleted before new ones are complete", error.strerror)
+
+
+# The sample
+
+
+def log_sample(run: Run) -> None:
+    """Log what the model writes for a held-out document, until its end or a signal. All ranks call this.
+
+    A text is continued from its beginning. A sample or a chat is from its first target, as an assistant's turn.
+    """
+    ids, masked = run.held_out.read_masked(0, 0, int(run.held_out.lengths[0]))
+    start = min(TEXT_TOKENS, len(ids) - 1)  # without the document's end
+    if is_sample := bool(masked.any()):
+        start = 1 + int(np.argmin(masked[1:]))
+    prompt, written = ids[max(0, start - PROMPT_TOKENS) : start], list[int]()
+    stops = stop_ids(run.recipe.tokenizer, is_sample)
+    homes = run.optimizer.homes.values()
+    if fetched := sum(home.nbytes for home in homes if home.device.type != run.world.device.type) / GIB:
+        logger.info("sample: each token fetches %.1f GiB of weights from the host; --sample_tokens 0: none", fetched)
+    generator = torch.Generator(run.world.device).manual_seed(run.config.seed)
+    ids_BT = torch.from_numpy(prompt).to(run.world.device)[None]
+    # Each layer and length would be compiled anew.
+    with torch.compiler.set_stance("force_eager"), products_in_bf16(run.model):
+        for next_B1 in run.model.next_tokens(ids_BT, run.config.sample_tokens, temperature=0.8, generator=generator):
+            if any(run.world.sum(int(next_B1) in stops)):
+                break
+            written.append(int(next_B1))
+            if run.stopping.is_asked():
+                break
+    before, after = (run.recipe.tokenizer.decode(part, with_special=is_sample) for part in (prompt.tolist(), written))
+    cut = f"the last {len(prompt):,} tokens of " if len(prompt) < start else ""
+    logger.info("sample, after %sa held-out prompt:\n%s<<<the prompt ends here>>>%s", cut, before, after)

@@ -98,15 +98,9 @@ def count_losses(batches: list[Batch], world: World, objective: Objective | None
 
 
 def train_step(
-    model: Transformer,
-    optimizer: MasterAdamW,
-    batches: list[Batch],
-    world: World,
-    learning_rate: float,
-    max_grad_norm: float,
-    before_update: Callable[[], None] = lambda: None,
-    objective: Objective | None = None,
-) -> tuple[float, float, dict[str, float]]:
+    model: Transformer, optimizer: MasterAdamW, batches: list[Batch], world: World, learning_rate: float,
+    max_grad_norm: float, before_update: Callable[[], None] = lambda: None, objective: Objective | None = None,
+) -> tuple[float, float, dict[str, float]]:  # fmt: skip
     """One optimizer step over all micro-batches of all ranks. Returns (mean loss, gradient norm, the other metrics).
 
     The update may go on afterwards: from one return to the next is the time of one step. Raises NoTarget, NotRead,
@@ -124,8 +118,7 @@ def train_step(
         raise NotRead
     if not num_valid:
         raise NoTarget
-    losses: list[torch.Tensor] = []
-    all_terms: list[Terms] = []
+    losses, all_terms = list[torch.Tensor](), list[Terms]()
     try:
         objective = beside_step(model, batches, world, objective)
         for batch in batches:
