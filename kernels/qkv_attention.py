@@ -59,11 +59,30 @@ class QKVParameters(NamedTuple):
         """Query heads of one key/value head."""
         return len(self.weights[0]) // len(self.weights[1]) // (1 + self.has_output_gate)
 
+    def parted(self) -> tuple["QKVParameters", list]:
+        """Returns the parameters of q, k and v alone, and the gate's weight and bias, if there are some."""
+        if not self.has_output_gate:
+            return self, []
+        (q, gate), of_biases = _alternate(self.weights[0], self.head_dim), []
+        own = self._replace(weights=[q, *self.weights[1:]], has_output_gate=False)
+        if self.biases:
+            bias, *of_biases = _alternate(self.biases[0], self.head_dim)
+            own = own._replace(biases=[bias, *self.biases[1:]])
+        return own, [gate, *of_biases]
+
     def with_one_query_head(self) -> "QKVParameters":
         """Returns the same parameters, with only the first head in the weight, bias and norm of q."""
         parts, count = (self.weights, self.biases, self.norms), self.head_dim * (1 + self.has_output_gate)
         weights, biases, norms = ([rows[:count] for rows in of_qkv[:1]] + of_qkv[1:] for of_qkv in parts)
         return self._replace(weights=weights, biases=biases, norms=norms)
+
+
+def _alternate(rows: Weight, K: int) -> list[Weight]:
+    """Returns rows 0 to K - 1, 2 K to 3 K - 1, ... of a weight or a bias, and the others."""
+    if isinstance(rows, Adapted):
+        matrices, bs = (_alternate(part, K) for part in (rows.matrix, rows.b))
+        return [Adapted(matrix, rows.a, b) for matrix, b in zip(matrices, bs)]  # type: ignore[arg-type]
+    return [part.flatten(0, 1) for part in rows.unflatten(0, (-1, 2, K)).unbind(1)]
 
 
 def _normalise(heads: Tensor, weight: Tensor, eps: float, impl: str) -> Tensor:
@@ -452,14 +471,21 @@ def qkv_attention(
     """
     exchange = exchange or HeadExchange(None)
     if heads_at_a_time is None:
-        q, k, v, output_gate = project_heads(x_BTD, parameters, cos, sin, linear, impl)
-        q, k, v = (exchange.to_heads(x) for x in (q, k, v))
+        parameters, output_gate = parameters.parted()
+        receive = [exchange.start_to_heads(x) for x in project_heads(x_BTD, parameters, cos, sin, linear, impl)[:3]]
+        q, k, v = (receive.pop(0)() for _ in range(3))
         gates = None if gates is None else exchange.to_heads(gates)
         if kind.list_length and q.shape[2] // k.shape[2] != parameters.group:
             raise ValueError("query heads of one key/value head choose blocks together; share between fewer ranks")
         out = attention(q, k, v, segments, kind=kind, gates=gates, backend=backend, impl=impl)
-        del q, k, v  # before the projection is made
-        return linear(gated(exchange.to_tokens(out), output_gate, impl).flatten(2), o_weight)
+        del q, k, v  # before the projections are made
+        receive_out = exchange.start_to_tokens(out)
+        del out
+        # Beside the exchange; and backward frees the gate's gradient before attention's backward.
+        gate = linear(x_BTD, *output_gate) if output_gate else None
+        out = receive_out()
+        del receive_out
+        return linear(gated(out, None if gate is None else gate.view(out.shape), impl).flatten(2), o_weight)
     return _some_heads_at_a_time(
         x_BTD, parameters, o_weight, cos, sin, segments, kind, gates, heads_at_a_time, exchange, linear, backend, impl
     )
