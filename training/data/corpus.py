@@ -16,11 +16,12 @@ from training.flags import LARGE, SMALLEST
 from training.host.errors import UserError
 
 logger = logging.getLogger(__name__)
+Stores = list[TokenStore | PreparedStore]
 
 
 def open_stores(
     paths: list[str] | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT, validation_data: Sequence[str] = ()
-) -> list[TokenStore | PreparedStore]:
+) -> Stores:
     """Returns a store for each path (without any for the default corpus), then for each of --validation_data."""
     unused = {*reading.renames}
 
@@ -44,9 +45,7 @@ def open_stores(
     return stores
 
 
-def refuse_twice(
-    stores: list[TokenStore | PreparedStore], held_out: list[TokenStore | PreparedStore], are_given: bool
-) -> None:
+def refuse_twice(stores: Stores, held_out: Stores, are_given: bool) -> None:
     """Raises UserError if a file, by two paths or a link, or the same documents would be held out and trained on.
 
     Args:
@@ -89,7 +88,7 @@ def parse_weights(text: str, count: int) -> list[float]:
 
 
 def pack(
-    train: Selection, stores: list[TokenStore | PreparedStore], context_length: int, seed: int,
+    train: Selection, stores: Stores, context_length: int, seed: int,
     kind: str | None = None, overlong: str | None = None, weights: list[float] | None = None,
 ) -> Packing:  # fmt: skip
     """Packs the training documents: all together, or each path by itself if `weights` mix the paths.

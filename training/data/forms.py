@@ -63,9 +63,8 @@ class Form(NamedTuple):
     def is_of(self, row: dict) -> bool:
         """Whether a row has the form's fields, with values."""
         found = row.get(self.decides)
-        return (
-            found is not None and isinstance(found, self.kind) and (not self.needs or row.get(self.needs) is not None)
-        )
+        is_asked = not self.needs or row.get(self.needs) is not None
+        return found is not None and isinstance(found, self.kind) and is_asked
 
 
 def recognise(row: object) -> tuple[Form, dict]:

@@ -17,18 +17,13 @@ CALLED: list[dict] = [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL, C
 class Turns:
     """Finds the assistant's turns: the text that a template writes for each message, from its header to its end.
 
-    Marks show which text belongs to which message; see Template. A template without marks must leave earlier text as it
-    is. A message's text is then what a chat gains by that message.
-
-    Header and end are learnt from one short chat. In ChatML they are "<|im_start|>assistant\\n" and "<|im_end|>". The
-    last turn may have an end of its own.
+    Marks show which text belongs to which message; see Template. Header and end are learnt from one short chat: in
+    ChatML they are "<|im_start|>assistant\\n" and "<|im_end|>". The last turn may have an end of its own. Raises
+    UserError if the template does not show where turns begin and end.
 
     Attributes:
         ends: strings that end a turn. Words within {% generation %} may have none.
         borders: words that would begin or end a turn if a message had them.
-
-    Raises:
-        UserError: the template does not show where turns begin and end.
     """
 
     def __init__(self, template: Template, tokenizer: FileTokenizer):
@@ -38,15 +33,13 @@ class Turns:
         self.ends = tuple[str, ...]()
         self.borders: tuple[str, ...] = (OPEN, CLOSE)
         text, parts = template.cut(TALK)
-        self._has_marks = template.is_marked or len(parts) == 2
-        parts = parts if self._has_marks else self._parts_by_prefix(TALK, None, text)
-        answers = _answers(text, parts)
-        is_whole = len(answers) == 2 and len(re.findall("QqQ|AaA|RrR|BbB", text)) == 4
-        if is_whole:
+        answers, is_once = _answers(text, parts), len(re.findall("QqQ|AaA|RrR|BbB", text)) == 4
+        if len(answers) == 2 and is_once:
             self._learn(text, parts, answers)
         if not template.is_marked and not self.ends:
-            fault = "show where the assistant's turns begin and end" if is_whole else "write each message once"
-            raise self._refusal(f"does not {fault}")
+            fault = "show where the assistant's turns begin and end" if is_once else "write each message once"
+            cure = "in a copy of it put {% generation %} and {% endgeneration %} around the assistant's words"
+            raise UserError(f"chat template {template.file} does not {fault}: {cure}, and give it as --chat_template")
         bos = tokenizer.special_tokens.get("bos_token", "")
         tokens = (token for token in self._added if any(token in end for end in self.ends))
         words = (*self.borders, *map(str.strip, self.ends), *tokens, bos if text.startswith(bos) else "")
@@ -54,7 +47,7 @@ class Turns:
 
     def find(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
         """Returns a chat's text, and the assistant's turns in it: without headers, with the tokens that end them."""
-        text, parts = self._parts(messages, tools)
+        text, parts = self._template.cut(messages, tools)
         count = sum(message["role"] == "assistant" for message in messages)
         if len(parts) != count and not self._template.is_marked:
             raise UserError(f"the template shows {len(parts)} turns of the assistant, the messages are {count}")
@@ -75,24 +68,6 @@ class Turns:
         if self._template.is_marked:
             return turns
         return [(start + len(self._given) * text.startswith(self._given, start), stop) for start, stop in turns]
-
-    def _parts(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
-        text, parts = self._template.cut(messages, tools)
-        return text, parts if self._has_marks else self._parts_by_prefix(messages, tools, text)
-
-    def _parts_by_prefix(self, messages: list[dict], tools: list | None, text: str) -> list[Turn]:
-        """Returns what each message of the assistant adds to the text of the messages before it.
-
-        If two messages are "a" and three are "ab", the third one's part is "b".
-        """
-        parts = []
-        for number in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
-            before = self._template.render(messages[:number], tools) if number else ""
-            through = self._template.render(messages[: number + 1], tools)
-            if not (text.startswith(through) and through.startswith(before)):
-                raise self._refusal("rewrites earlier turns")
-            parts.append((len(before), len(through)))
-        return parts
 
     def _learn(self, text: str, parts: list[Turn], answers: list[tuple[str, str, str]]) -> None:
         """Learn header, ends and borders of turns from `text`, the rendering of TALK, and its parts."""
@@ -120,7 +95,7 @@ class Turns:
         Mistral's templates write "[/INST]" behind a question, and "[/TOOL_RESULTS]" behind a tool's result.
         """
         try:
-            text, parts = self._parts(messages, None)
+            text, parts = self._template.cut(messages)
         except UserError:  # no tools, or one call at a time
             return ""
         start, stop = parts[-1] if parts else (0, 0)
@@ -128,10 +103,6 @@ class Turns:
             return self._header.strip()
         before = text[:start].rpartition(messages[-2]["content"])[2]
         return max((token for token in self._added if token in before), key=before.rfind, default=before.strip())
-
-    def _refusal(self, fault: str) -> UserError:
-        cure = "in a copy of it put {% generation %} and {% endgeneration %} around the assistant's words"
-        return UserError(f"chat template {self._template.file} {fault}: {cure}, and give it as --chat_template FILE")
 
 
 def _answers(text: str, parts: list[Turn]) -> list[tuple[str, str, str]]:

@@ -225,9 +225,7 @@ def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]], unit:
         draw_depths(folder / "needle_depths.png", rows)
 
 
-def report(
-    flags: EvaluationFlags, found: Evaluation, is_complete: bool, earlier: Sequence[tuple[str, dict]], unit: str
-) -> None:
+def report(flags: EvaluationFlags, found: Evaluation, is_complete: bool, earlier: list[tuple], unit: str) -> None:
     """Write JSON, print the tables, draw the pictures. Losses are per `unit`: token or byte."""
     content = {"settings": vars(flags), "torch": torch.__version__, **asdict(found), "is_complete": is_complete}
     columns = [(name, {row["first"]: row["loss"] for row in one["loss_by_position"]}) for name, one in earlier]

@@ -19,9 +19,7 @@ from training.run.settings import DEFAULT_STEPS, TrainConfig, check_config
 
 logger = logging.getLogger(__name__)
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
-NOT_INHERITED = (
-    "resume", "rope_scaling", "output_dir", "device", "show_batch", "collective_timeout", "log_file",
-)  # fmt: skip
+NOT_INHERITED = "resume", "rope_scaling", "output_dir", "device", "show_batch", "collective_timeout", "log_file"
 BUDGETS = ("memory_budget", "host_budget")
 # A flag given with --resume drops the earlier run's settings that it would contradict.
 REPLACED: dict[str, tuple[str, ...]] = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
@@ -161,9 +159,8 @@ def load_state(checkpoint: Path) -> dict:
         for name in ("step", "max_steps", "cosine_steps"):
             if not 0 < state[name] <= LARGE:
                 raise UserError(f"{name} must be between 1 and {LARGE}, got {state[name]}")
-        saved = unnamed | {
-            name: value for name, value in state["settings"].items() if name in known and value not in (None, [])
-        }
+        found = state["settings"].items()
+        saved = unnamed | {name: value for name, value in found if name in known and value not in (None, [])}
         settings = given_flags(TrainConfig, as_words(saved, known), "train.py")
         return state | {"settings": settings, "ignored": sorted(state["settings"].keys() - {*known})}
     except UserError as error:

@@ -87,14 +87,12 @@ class Stopping:
         received: numbers of the signals that this rank has got, as `stop_signals` notes them.
         blocks: of the model, called as block(x_BTD, ...).
         micro_batches: of a step.
-        step_seconds: predicted for the first step; 0: not known.
+        seconds: predicted for the first step; 0: not known.
     """
 
-    def __init__(
-        self, received: list[int], world: World, blocks: nn.ModuleList, micro_batches: int, step_seconds: float
-    ):
+    def __init__(self, received: list[int], world: World, blocks: nn.ModuleList, micro_batches: int, seconds: float):
         self.received, self.world = received, world
-        self.step_seconds = step_seconds  # predicted, then the main rank's last step
+        self.step_seconds = seconds  # predicted, then the main rank's last step
         self.look_seconds = 0.0  # from a signal to the end of the last step, at most
         self.watchdog = Watchdog()
         self._num_blocks = 2 * len(blocks) * micro_batches  # forwards and backwards of blocks in a step
