@@ -14,6 +14,7 @@ from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL
 from kernels.attention.nsa.nsa import NSA
 from kernels.attention.window import Window
+from kernels.experts.part import ExpertsPart
 from kernels.gated_delta_net import DeltaNet
 from kernels.rope import YarnScaling
 from model import MODEL_SIZES, ModelConfig, Transformer
@@ -324,7 +325,7 @@ def loss_and_gradients(state, config, device, dtype, execution):
 @pytest.mark.parametrize(
     ("model_type", "H", "G", "K"),
     [("qwen2", 14, 2, 64), ("llama", 3, 1, 64), ("ministral3", 4, 1, 128), ("olmo3", 4, 4, 64),
-     ("gemma3_text", 4, 2, 256), ("qwen3_5_text", 4, 2, 256)],
+     ("gemma3_text", 4, 2, 256), ("qwen3_5_text", 4, 2, 256), ("qwen3_moe", 4, 2, 64)],
 )  # fmt: skip
 def test_a_gpu_equals_a_cpu(model_type, H, G, K):
     """Errors of bfloat16 on a GPU are at most three times a CPU's, both against float32, with packed documents."""
@@ -334,6 +335,8 @@ def test_a_gpu_equals_a_cpu(model_type, H, G, K):
         config = replace(config, layer_kinds=(Window(256), FULL))
     if model_type == "qwen3_5_text":
         config = replace(config, layer_kinds=(DeltaNet(2, 4, 64, 128), FULL), rotary_dim=64)
+    if model_type == "qwen3_moe":  # bfloat16 chooses all experts as float32 does
+        config = replace(config, layer_mlps=(ExpertsPart(4, 4, 192),))
     heads = 1 if config.attends_in_groups else None
     state = {
         name: (0.1 * torch.randn(p.shape) if name.endswith("bias") else p.detach()).bfloat16()

@@ -28,7 +28,7 @@ from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
 from training.memory.step import StepShape
 
-LONG = 32_768  # tokens: twice the largest piece in which anything is computed. From here on each token takes as much.
+LONG = 32_768  # tokens: twice the largest piece in which anything but an MLP is computed
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes per element
 
 
@@ -120,11 +120,12 @@ def _block_bytes(
 
 
 def trace(setting: Setting, tokens: int) -> Trace:
-    """Returns the bytes of a block along a run of so many tokens."""
-    if tokens <= LONG:
+    """Returns the bytes of a block along a run of so many tokens. From two tiles on each token takes as much."""
+    most = max(LONG, 4 * (setting.mlp_tile_size or 0))
+    if tokens <= most:
         return _run(setting, tokens)
-    (moments, *short), (_, *long) = _run(setting, LONG // 2), _run(setting, LONG)
-    times = tokens / (LONG // 2) - 1
+    (moments, *short), (_, *long) = _run(setting, most // 2), _run(setting, most)
+    times = tokens / (most // 2) - 1
     alive, marks = ([round(a + (b - a) * times) for a, b in zip(*pair)] for pair in zip(short, long))
     return Trace(moments, alive, marks)
 

@@ -12,7 +12,6 @@ from training.memory.block_bytes import sent_bytes, waiting_bytes
 from training.memory.dry_run import block_bytes
 from training.memory.execution import Execution, needed_for_backward
 from training.memory.step import StepShape
-from training.optim.inventory import LEAVING_BYTES
 
 LIBRARY_BYTES = 160 * MIB  # cuBLAS workspaces and the small tensors that nothing below counts
 
@@ -122,7 +121,9 @@ class Stages:
         waiting, ready = (1 - separate) * step.head_gradient, separate * step.head_share
         # Shares of the parameters. Gradients of `gone` have left for the host, of `stays` none do.
         gone = ready * optimizer.rows[-1].state_on_host
-        waited = gone * (step.last_bytes > LEAVING_BYTES)  # compute waits until a large head's gradient has left
+        waited = gone * (
+            step.last_bytes > optimizer.leaving_limit
+        )  # compute waits until a large head's gradient has left
         embedding = step.head_share * (weights[L] > 0)
         stays = 1 - sum(share for share, size in zip(step.layer_shares, weights) if size) - embedding - gone
         stays = stays if stays > 1e-9 else math.inf  # all of them leave: a share of none is none
@@ -131,12 +132,12 @@ class Stages:
             for part, sizes in zip(("MLP", "attention"), self.block_bytes[layer][1:]):
                 here += step.layer_shares[layer] * (part == "attention")
                 gone += step.layer_shares[layer] * (part == "attention" and weights[layer] > 0)
-                gradients = waiting + min(LEAVING_BYTES, int(optimizer.leaving_gradients * (here - waited)))
+                gradients = waiting + min(optimizer.leaving_limit, int(optimizer.leaving_gradients * (here - waited)))
                 name, on_gpu = f"backward of layer {layer}, {part}", (here - gone) / stays
                 inputs, attention, mlp = map(add, (step.input_bytes, *sizes), (*self._fetched(layer), 0))
                 yield self._stage(name, layer, on_gpu, gradients, (inputs, attention, mlp), self._running(layer))
         # The embedding's gradient, as it is made.
-        gradients = waiting + step.head_gradient + min(LEAVING_BYTES, optimizer.leaving_gradients)
+        gradients = waiting + step.head_gradient + min(optimizer.leaving_limit, optimizer.leaving_gradients)
         if step.num_shards and step.tensor_ranks > 1:  # autograd adds two DTensors into a third
             gradients += waiting
         gradients += embedding_sums(step) if step.head_gradient else 0

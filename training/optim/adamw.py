@@ -134,7 +134,7 @@ class MasterAdamW:
         meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters if p.requires_grad}
         assert len(meshes) == 1, f"parameters of several meshes: {meshes}"
         self.accumulate, self.impl = inventory.accumulate, impl
-        self.ring = Ring(device, inventory.slots)
+        self.ring = Ring(device, inventory.slots, inventory.leaving_limit)
         self.late: deque[tuple[State, int, slice]] = deque()  # pieces of states whose update is not queued yet
         self.queues_in_forward = False  # whether the next forward queues them, see `update_beside_forward`
         self.room = torch.empty(inventory.room, device=device)  # one piece of a gradient in float32

@@ -21,7 +21,8 @@ from training.optim.formats import FROZEN, Kept, StateFormat, format_of
 # 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
 PIECE_ELEMENTS = 2**23
 NUM_SLOTS = 8  # pieces on the GPU at once: an update waits for a kernel of the forward beside it, up to 20 ms
-LEAVING_BYTES = 2**28  # gradients on their way to the host at once: about one transformer block's, in bf16
+# Gradients on their way to the host at once: about one transformer block's, in bf16. See `Inventory.leaving_limit`.
+LEAVING_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,16 @@ class Inventory:
 
     @functools.cached_property
     def leaving_gradients(self) -> int:
-        """Bytes of the gradients that leave for the host. At most LEAVING_BYTES of them are on the GPU at once."""
+        """Bytes of the gradients that leave for the host. At most `leaving_limit` of them are on the GPU at once."""
         return sum(row.gradient_bytes for row in self.rows if row.state_on_host)
+
+    @functools.cached_property
+    def leaving_limit(self) -> int:
+        """LEAVING_BYTES, or a block's gradients if one of its parameters has more: compute would wait for its copy."""
+        leaving = [(row, row.gradient_bytes) for row in self.rows if row.state_on_host and row.block is not None]
+        if max((size for _, size in leaving), default=0) <= LEAVING_BYTES:
+            return LEAVING_BYTES
+        return max(self._by_block(leaving).values())
 
     @functools.cached_property
     def host(self) -> int:

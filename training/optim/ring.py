@@ -21,10 +21,14 @@ class Ring:
     Args:
         device: of the slots.
         sizes: elements and tensors of the largest piece, by format, see `Inventory.slots`.
+        leaving_limit: bytes of gradients that are on their way to the host at once.
     """
 
-    def __init__(self, device: torch.device, sizes: Mapping[StateFormat, tuple[int, dict[str, Kept]]]):
-        self.device, self.sizes = device, sizes
+    def __init__(
+        self, device: torch.device, sizes: Mapping[StateFormat, tuple[int, dict[str, Kept]]],
+        leaving_limit: int = LEAVING_BYTES,
+    ):  # fmt: skip
+        self.device, self.sizes, self.leaving_limit = device, sizes, leaving_limit
         self.device_module = torch.get_device_module(device)  # torch.cpu's streams and events do nothing
         self.compute = self.device_module.current_stream()
         self.inward, self.updating, self.outward = (self.device_module.Stream() for _ in range(3))
@@ -81,7 +85,7 @@ class Ring:
         with self.device_module.stream(self.outward):
             send()
             self.leaving.append((made, self.outward.record_event()))
-        self.let_go(LEAVING_BYTES)
+        self.let_go(self.leaving_limit)
 
     def let_go(self, num_bytes: int) -> None:
         """Wait on the compute stream until at most `num_bytes` of gradients are on their way to the host.

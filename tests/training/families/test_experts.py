@@ -8,19 +8,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from kernels.compact_adamw import GROUP
 from kernels.experts.part import ExpertsPart
 from kernels.gated_mlp import GatedMLPPart
 from model import MODEL_SIZES, ModelConfig, Transformer
-from tests.runs import arguments, metrics, only_resume
+from tests.runs import GIB, arguments, metrics, only_resume
 from training.checkpoint import weights as weights_module
 from training.checkpoint.manifest import WEIGHTS
 from training.checkpoint.weights import load_model_weights
 from training.families.config_json import from_config_json, to_config_json
+from training.families.lora import Adapters
 from training.host.errors import UserError
 from training.memory.cost_model import forward_flops
 from training.memory.execution import WHOLE, Execution, Placement
+from training.memory.machine import DRIVER_BYTES, GPUS
 from training.memory.placement import apply_execution
+from training.memory.planner import make_plan
 from training.parallel.tensor import check_matrix_sharing
+from training.run.build import step_on_meta
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -102,6 +107,24 @@ def test_a_token_counts_the_experts_that_it_goes_to():
     assert active / 1e9 == pytest.approx(3.35, abs=0.01)
     products = forward_flops(model, [1]) - model.layer_kinds[0].forward_flops([1], *model.heads) * 48
     assert products == 2 * (active - ends / 2)
+
+
+def test_every_weight_of_30b_on_one_h200():
+    """At 131,072 tokens with 128 GiB of host memory: compact state, gradients and weights of some layers wait there.
+
+    A layer's gradients leave while the layer before runs, all 1.2 GB.
+    """
+    step = step_on_meta(MODEL_SIZES["qwen3-30B-A3B"], 131_072, given=Execution(state_format="compact"))
+    plan = make_plan(step, GPUS["H200"].memory_bytes - DRIVER_BYTES, 128 * GIB)
+    execution = plan.execution
+    inventory, experts = step.inventory(execution), 3 * 768 * 2048 * 128
+    assert plan.seconds < 60 and plan.host_bytes < 128 * GIB
+    assert experts * 2 < inventory.leaving_limit < 1.1 * experts * 2
+    assert {row.format.group for row in inventory if ".experts." in row.name} == {GROUP}
+    waiting = sum(placement.weights == "host" for placement in execution.placements)
+    assert 0 < waiting < 48 and sum(inventory.waiting.values()) > waiting * 2 * experts
+    adapters = replace(step, trained=Adapters(16, 16.0, ("q_proj", "v_proj")))
+    assert adapters.trained_elements == 48 * 16 * (2048 + 4096 + 2048 + 512)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import torch
 
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.full import FULL
+from kernels.experts.part import ExpertsPart
 from kernels.fp8 import FP8
 from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
@@ -62,6 +63,20 @@ def test_a_placed_block_keeps_attention_s_results_alone():
             assert sum(bytes_of(step_of(T, kind), PLACED, 8192, heads).kept) == choices, kind
 
 
+def test_experts_keep_their_choice_and_a_tile_at_a_time():
+    """Backward in tiles: gradients of its output and input, its input, the residual sum, choices and weights.
+
+    It comes with sums of matrices' gradients in float32, and a tile's gate and up, their product, and rows of dx.
+    """
+    T, tile, E, k, F = 131_072, 32_768, 16, 4, 768
+    step = step_of(T, layer_mlps=(ExpertsPart(E, k, F),))
+    assert bytes_of(step, PLACED, tile).kept == (0, 4 * k * T)
+    most = 4 * 2 * D * T + 4 * 3 * E * D * F + 2 * k * tile * (2 * F + D)
+    found = bytes_of(step, PLACED, tile).mlp_backward[1]
+    assert most < found < most + 4 * E * 3 * T + 2 * k * tile * F
+    assert bytes_of(step, PLACED).mlp_backward[1] - found > 2 * k * (T - tile) * (2 * F + D) - 4 * 3 * E * D * F
+
+
 def test_a_tile_and_a_group_of_heads_free_what_grows_with_the_sequence():
     """Backward of the MLP in tiles: gradients of its output and input, its input, the residual sum; no hidden states.
 
@@ -101,6 +116,8 @@ UNLIKE = {
     "delta net, whole": ({"kind": DeltaNet(), "model_type": "qwen3_5_text"}, WHOLE, None, None),
     "delta net, shared": ({"kind": DeltaNet(), "model_type": "qwen3_5_text", "num_ranks": 4}, KEPT, 8192, None),
     "output gate": ({"model_type": "qwen3_5_text", "rotary_dim": 64}, PLACED, 8192, None),
+    "experts": ({"layer_mlps": (ExpertsPart(16, 4, 768),)}, KEPT, 8192, None),
+    "experts, whole": ({"layer_mlps": (ExpertsPart(16, 4, 768),)}, WHOLE, None, None),
     "wider": ({"layer_mlps": (GatedMLPPart(24_576, "gelu_tanh"),)}, KEPT, None, None),
 }
 
@@ -119,15 +136,19 @@ def test_two_lengths_tell_of_all_longer_ones(case, monkeypatch):
         dry_run._block_bytes.cache_clear()
 
 
+ON_GPU = {kind.name: {"kind": kind} for kind in (FULL, Window(), Sparse(), NSA(), DeltaNet())}
+ON_GPU["experts"] = {"layer_mlps": (ExpertsPart(16, 4, 768),)}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", [FULL, Window(), Sparse(), NSA(), DeltaNet()], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("case", ON_GPU)
 @pytest.mark.parametrize(
     ("placement", "tile_size", "heads"),
     [(WHOLE, None, None), (PLACED, None, None), (KEPT, 2048, None), (KEPT, 2048, 1)],
 )
-def test_a_block_on_a_gpu(placement, tile_size, heads, kind):
+def test_a_block_on_a_gpu(placement, tile_size, heads, case):
     """At the fullest moments of forward and backward, and between them: to within 2%."""
-    step = step_of(16_384, kind)
+    step = step_of(16_384, **ON_GPU[case])
     expected = bytes_of(step, placement, tile_size, heads)
     model = Transformer(ModelConfig(**vars(step.share))).cuda().cast(torch.bfloat16)
     apply_execution(model, Execution((placement,), tile_size, heads))
