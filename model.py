@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from kernels.attention.cache import KeyValueCache
 from kernels.attention.documents import Documents
-from kernels.config import MODEL_SIZES as MODEL_SIZES  # which others import from here
+from kernels.config import MODEL_SIZES as MODEL_SIZES  # other modules import it from model.py
 from kernels.config import ModelConfig, Share
 from kernels.convolution import WIDTH
 from kernels.cross_entropy import Details, cross_entropy
@@ -30,10 +30,9 @@ from kernels.experts.part import ExpertsPart
 from kernels.gated_delta_net import DeltaNet, DeltaNetParameters, StateCache, gated_delta_net
 from kernels.gated_mlp import gated_mlp
 from kernels.head_exchange import HeadExchange
-from kernels.linear import PLAIN
+from kernels.linear import PLAIN, Linear
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.lora import adapted
-from kernels.parts import Linear
 from kernels.qkv_attention import QKVParameters, gated, project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
 from kernels.rope import RotaryTables

@@ -1,18 +1,11 @@
 """Say whether a training step fits, what it takes, and how long: `python profile_memory.py --context_length 131072`.
 
 The answer comes first, then the plan. The exit status is 1 where a step does not fit, and the changes that would make
-it fit are listed with their flags. `--data` gives the hours of an epoch; `--stages` adds memory stage by stage.
+it fit are listed with their flags. docs/memory.md shows what else it answers, from training/memory/reports.py.
 
 On a GPU a step is predicted and measured: a whole step as train.py runs it on one GPU, of random tokens, one document
-per sequence. Without a GPU, for another GPU that --gpu names, for the documents of --data or the loss of --objective,
-it is predicted. The step follows the plan that train.py would make for the memory at hand, or --gradient_checkpointing.
-
-`--nproc 8 --context_parallel_size 4` predicts the step that train.py would run under torchrun on 8 GPUs of one machine,
-4 sharing each sequence: bytes of one GPU, and seconds. With `--nnodes 2` it is on 8 GPUs each of 2 machines, and with
-`--replicate 2` each machine shards a copy of the weights. benchmarks.bench_train_step measures such a step.
-
-`--find_max_context` says how long a context fits, `--compare` what the chunked loss, checkpointing and offloading save;
-`--measure` confirms either on the GPU. Memory sizes are in GiB, 2**30 bytes; "24GB" on the command line is 24 GiB.
+per sequence. Without a GPU, for another GPU that --gpu names, for several GPUs, for the documents of --data or the loss
+of --objective, it is predicted. Memory sizes are in GiB, 2**30 bytes; "24GB" on the command line means 24 GiB.
 """
 
 import sys
@@ -239,17 +232,11 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
 
 
 def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[str, Plan]:
-    """Returns the changes that make a step fit, as `change` does. The cheapest comes first.
+    """Returns the changes that make a step fit, as `change` does, the cheapest first.
 
-    1. A plan, where the flags ask for none. If that fits, nothing else is tried.
-    2. Fewer sequences at a time, and as many in a step. If even one at a time does not fit, all changes below have one.
-    3. Attention to everything, which takes less memory than attention to chosen blocks.
-    4. Compact optimizer state, where the flags ask for float32.
-    5. Adapters in place of every weight, in bf16 and in 4 bits; where the flags ask for adapters, fewer bits, the most
-       that fit.
-    6. More host memory, the least that is enough.
-    7. Twice as many GPUs of the same host, or 4 or 8 times, that share each sequence and the host's memory.
-    8. The longest context that fits, and with adapters the longest where no other change is enough.
+    If a plan is enough where the flags ask for none, nothing else is tried. Then come fewer sequences at a time, and if
+    one does not fit, with one: attention to everything, compact state, adapters or their fewest bits, the least host
+    memory that is enough, 2, 4 or 8 times as many GPUs that share each sequence, and the longest context that fits.
     """
     base: dict[str, Any] = {}
     if flags.gradient_checkpointing is not None:

@@ -58,10 +58,7 @@ def run_model(model: Transformer, ids: Tensor, labels: Tensor) -> None:
 
 
 def observed_logits_rows(model: Transformer, ids: Tensor, labels: Tensor) -> int:
-    """Returns the rows of the largest [rows, V] tensor that any operation takes in forward or backward.
-
-    The profiler records each operation's input shapes, also inside custom operations.
-    """
+    """Returns the rows of the largest [rows, V] tensor that any operation takes, by the profiler's records."""
     with profile(record_shapes=True) as recorded:
         run_model(model, ids, labels)
     shapes = (shape for event in recorded.function_events for shape in event.input_shapes)
@@ -129,10 +126,7 @@ def standard_loss(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def equivalence(device: torch.device) -> Iterator[Check]:
-    """Compares the errors of the chunked and of the standard loss, both against the standard loss in float64.
-
-    A gradient may have twice the error of the standard loss in the same dtype, and the loss three times.
-    """
+    """Compares errors against float64: gradients may have twice, the loss three times the standard loss's error."""
     generator = torch.Generator().manual_seed(0)
     tokens, hidden_size, vocab_size = 1357, 96, 5003
     hidden = torch.randn(tokens, hidden_size, generator=generator)
@@ -171,10 +165,7 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def accumulation(device: torch.device) -> Iterator[Check]:
-    """Compares 8 sequences in 4 and in 8 micro-batches with one batch, in float32.
-
-    The sequences have unequal numbers of valid labels, so that a mean of means would show.
-    """
+    """Compares unequal sequences in 4 and in 8 micro-batches with one batch: a mean of means would show."""
     torch.manual_seed(0)
     config = small_config(1009, tie_word_embeddings=False)
     model = Transformer(config).to(device)

@@ -24,6 +24,7 @@ from kernels.attention.nsa import compression, gates, nsa
 from kernels.attention.nsa.compression import make_windows
 from kernels.attention.nsa.nsa import NSA, nsa_attention_reference
 from kernels.attention.nsa.window_scores import score_windows
+from kernels.attention.reference import attend_written_out
 from kernels.attention.sparse import band, combine, gather, inverse_index, selection
 from kernels.attention.sparse.common import TileConfig
 from kernels.attention.sparse.layout import EMPTY, first_local_block, make_layout
@@ -31,9 +32,9 @@ from kernels.attention.sparse.sparse_attention import (
     SCORES_BYTES,
     WORKSPACE_BYTES,
     Sparse,
-    sparse_attention_reference,
     sparse_backward,
     sparse_forward,
+    visible_keys,
     work_ranges,
 )
 
@@ -131,8 +132,8 @@ def check(device: torch.device, full: bool, is_nsa: bool) -> None:
             reference = functools.partial(nsa_attention_reference, blocks=lists, segments=segments)
             own = {}
         else:
-            reference = functools.partial(sparse_attention_reference, blocks_BTGS=lists, segments=segments, **sizes)
-            own = sizes
+            visible = visible_keys(inputs[0], lists, segments, **sizes)
+            reference, own = functools.partial(_on_keys, is_visible=visible), sizes
         ours = functools.partial(_attend, segments=segments, lists=lists, **own)
         exact, plain, found = outputs(reference, torch.float64), outputs(reference, dtype), outputs(ours, dtype)
         small = functools.partial(ours, workspace_bytes=2**20)  # several ranges of heads and tokens
@@ -145,6 +146,10 @@ def check(device: torch.device, full: bool, is_nsa: bool) -> None:
     print_table(title, ["case", "dtype", *columns, "worst by ranges"], rows)
     if not all(error <= (30 if row[1] == "float32" else 2.5) for row in rows for error in row[2:]):
         sys.exit("sparse attention is wrong on this machine: not measured")
+
+
+def _on_keys(q, k, v, *, is_visible: Tensor) -> Tensor:
+    return attend_written_out(q, k, v, is_visible)[0]
 
 
 def _attend(q, k, v, gates=None, *, segments=None, lists=None, backend="auto", **options) -> Tensor:

@@ -1,5 +1,7 @@
 """Fused operations for training decoders: each a Triton kernel and its PyTorch reference behind one function.
 
+`impl` of a function is "auto", "triton" or "torch", see `kernels.common.use_triton`.
+
 Installed, this package is `fathom_kernels`; the names below are its public face. In a checkout it is `kernels`, and
 hides Hugging Face's package of that name. transformers may want it, so its names and files are found here as well.
 """

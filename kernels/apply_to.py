@@ -137,16 +137,14 @@ def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict
         model: Llama, Mistral, Ministral 3, Qwen2, Qwen3, Gemma 2, Gemma 3's text model, SmolLM3, Granite or OLMo 3,
             with or without its language-model head, or wrapped by PEFT. accelerate, FSDP and torch.compile come after
             `apply_to`.
-        impl: "auto", "triton" or "torch".
         loss: False keeps the model's own loss, and its logits.
 
     Returns:
         The number of replacements by kind, for instance {"rms_norm": 9, "rope": 2, "gated_mlp": 2, "loss": 1}. The log
         has it as well.
 
-    Raises:
-        ValueError: another `model_type`, activation, loss or version of transformers; or a module that already has a
-            forward of its own, for instance from an earlier `apply_to`. The model is then unchanged.
+    Raises ValueError for another `model_type`, activation, loss or version of transformers; or a module that already
+    has a forward of its own, for instance from an earlier `apply_to`. The model is then unchanged.
     """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in MODEL_TYPES:

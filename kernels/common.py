@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,24 +25,26 @@ KEEPABLE: dict[str, Keepable] = {}  # by the operation's name
 
 
 def operation(
-    name: str, *, keepable: str | None = None, chooses: str | None = None, skippable: bool = False,
-    composed: bool = False,
+    name: str, fake: Callable | None = None, *, keepable: str | None = None, chooses: str | None = None,
+    skippable: bool = False, composed: bool = False, mutates: Sequence[str] = (),
 ) -> Callable:  # fmt: skip
-    """Decorator that makes a `torch.library.custom_op` without mutated arguments, known to activation checkpointing.
+    """Decorator that makes a `torch.library.custom_op`, known to activation checkpointing.
 
     Activation checkpointing runs the forward of a transformer block again in backward. Operations that are declared
     keepable or skippable need not run in this second forward.
 
     Args:
         name: "fathom::...".
+        fake: takes the operation's arguments and returns empty outputs; None for an operation that returns nothing.
         keepable: results worth keeping from forward to backward, where they replace a second run: "results" are kept if
             the block's placement says so, "choices" always and on the GPU.
         chooses: name of an argument, for an operation that returns "results" and, last, a choice. The argument is None
             where the operation is to choose. If only the choice was kept, the second run gets it as this argument, and
             its own last result is ignored.
+        skippable: True where no gradient depends on the operation's result, which is only added to the residual stream.
         composed: True for a function that calls other operations, also on the meta device: a dry run of it shows the
             memory that it takes.
-        skippable: True where no gradient depends on the operation's result, which is only added to the residual stream.
+        mutates: names of arguments that the operation writes to.
     """
 
     def register(function: Callable):
@@ -53,24 +55,21 @@ def operation(
             SKIPPABLE.add(name)
         if composed:
             BODIES[name] = function
-        return torch.library.custom_op(name, function, mutates_args=())
+        made = torch.library.custom_op(name, function, mutates_args=mutates)
+        if fake is not None:
+            made.register_fake(fake)
+        return made
 
     return register
 
 
 def runs_as_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on a GPU, or on the meta device, where a step is run to see the memory that it takes.
-
-    No kernel runs there, so sizes that kernels refuse are taken.
-    """
+    """Whether a tensor is on a GPU, or on the meta device, where no kernel runs and any size is taken."""
     return tensor.is_cuda or tensor.is_meta
 
 
 def rounds(number: int, tensor: torch.Tensor) -> range:
-    """Returns the rounds of a loop over a tensor: 0 to number - 1; on the meta device the first two.
-
-    A loop without data only shows the memory that it takes, and each later round takes as much as the second.
-    """
+    """Returns the rounds of a loop over a tensor; on the meta device the first two: later ones take as much memory."""
     return range(min(number, 2) if tensor.is_meta else number)
 
 

@@ -171,23 +171,10 @@ def _compact_adamw_kernel(
 
 
 def compact_adamw(
-    weight: Tensor,
-    correction: Tensor | None,
-    codes: Tensor,
-    scale: Tensor,
-    codes_sq: Tensor,
-    scale_sq: Tensor,
-    gradient: Tensor,
-    bias_corrections: Tensor,
-    gradient_scale: float = 1.0,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    impl: str = "auto",
-) -> None:
+    weight: Tensor, correction: Tensor | None, codes: Tensor, scale: Tensor, codes_sq: Tensor, scale_sq: Tensor,
+    gradient: Tensor, bias_corrections: Tensor, gradient_scale: float = 1.0, *, lr: float, beta1: float, beta2: float,
+    weight_decay: float, eps: float, impl: str = "auto",
+) -> None:  # fmt: skip
     """Makes an update of AdamW in place. All tensors are flat, contiguous, and on one device; n is a multiple of GROUP.
 
     Args:
@@ -195,14 +182,10 @@ def compact_adamw(
         correction: int16 [n] that makes the weight a float32 master, see `split_master`.
         codes, scale: first moments, int8 [n] and bfloat16 [n / GROUP].
         codes_sq, scale_sq: second moments, uint8 [n] and bfloat16 [n / GROUP].
-        gradient: [n], of a floating-point dtype.
+        gradient: [n], of a floating-point dtype, to be multiplied by `gradient_scale`.
         bias_corrections: float32 [2], 1 - beta^steps of the first and of the second moment.
-        gradient_scale: factor of the gradient.
-        lr, beta1, beta2, weight_decay, eps: torch.optim.AdamW's.
-        impl: "auto", "triton" or "torch".
 
-    Raises:
-        ValueError: tensors that do not fit together.
+    Raises ValueError for tensors that do not fit together.
     """
     expected = torch.float32 if correction is None else torch.bfloat16
     if weight.dtype != expected or weight.numel() != scale.numel() * GROUP:

@@ -155,9 +155,8 @@ class Share:
 class ModelConfig(Share):
     """A decoder, whole; `MODEL_SIZES` holds the named ones.
 
-    Raises:
-        ValueError: a size, activation, norm or pattern of layers that does not exist, heads that do not divide, an odd
-            head_dim, an attention_multiplier beside layers without rotary positions.
+    Raises ValueError for a size, activation, norm or pattern of layers that does not exist, heads that do not divide,
+    an odd head_dim, an attention_multiplier beside layers without rotary positions.
     """
 
     rope_theta: float = 1e6

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from .attention.documents import as_bytes, check_documents, document_bounds
 from .common import operation, use_triton
-from .parts import Footprint
 
 WIDTH = 4  # tokens that the convolution sees
 BLOCK_T = 16  # tokens of a program in forward
@@ -163,10 +162,7 @@ def _convolution_backward_kernel(
     CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr,
     NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Works on STRIPS strips of one head. Pointers but `d_out_ptr` point to the first channel of the first head.
-
-    BLOCK is a power of two above the program's tokens, among which it looks for documents' starts.
-    """
+    """Works on STRIPS strips of one head, and looks for documents' starts among BLOCK tokens, a power of two."""
     head, block = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     first, c, t = block * (STRIPS * STRIP), head * K + tl.arange(0, K)[None, :], tl.arange(0, BLOCK)
     near = (t < STRIPS * STRIP + 3) & (first + t < num_tokens)
@@ -197,7 +193,11 @@ def _rows(x: Tensor) -> Tensor:
     return x if evenly_spaced else x.contiguous()
 
 
-@operation("fathom::qkv_convolution")
+def _empty_outputs(x, G, H, K):
+    return tuple(x.new_empty(*x.shape[:2], heads, width) for _, heads, width, _, _ in _groups(x, G, H, K))
+
+
+@operation("fathom::qkv_convolution", lambda x, weight, *sizes: _empty_outputs(x, *sizes[:3]))
 def _forward(
     x: Tensor, weight: Tensor, G: int, H: int, K: int, segments: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,14 +212,7 @@ def _forward(
     return outs
 
 
-def _empty_outputs(x, G, H, K):
-    return tuple(x.new_empty(*x.shape[:2], heads, width) for _, heads, width, _, _ in _groups(x, G, H, K))
-
-
-_forward.register_fake(lambda x, weight, G, H, K, segments: _empty_outputs(x, G, H, K))
-
-
-@operation("fathom::qkv_convolution_backward")
+@operation("fathom::qkv_convolution_backward", lambda _, *given: tuple(x.new_empty(x.shape) for x in given[:2]))
 def _backward(
     d_outs: list[Tensor], x: Tensor, weight: Tensor, G: int, H: int, K: int, segments: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -236,9 +229,6 @@ def _backward(
             BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
         )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
-
-
-_backward.register_fake(lambda d_outs, x, weight, *rest: (x.new_empty(x.shape), torch.empty_like(weight)))
 
 
 def _setup_context(ctx, inputs, output):
@@ -264,14 +254,11 @@ def qkv_convolution(
         weight_CW: [channels, 4], the last column for the token itself, any floating dtype.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
             have each token once; None: each batch row is one document.
-        impl: "auto", "triton" or "torch".
 
-    Returns:
-        q [B, T, G, K], of norm K^-0.5, k [B, T, G, K], of norm 1, and v [B, T, H, V], contiguous, in the input's dtype.
+    Returns q [B, T, G, K], of norm K^-0.5, k [B, T, G, K], of norm 1, and v [B, T, H, V], contiguous, in x's dtype.
 
-    Raises:
-        ValueError: shapes that do not fit together; with Triton, another dtype than float32, bfloat16 or float16, or a
-            head width other than 16, 32, 64, 128 or 256.
+    Raises ValueError for shapes that do not fit together; with Triton, another dtype than float32, bfloat16 or float16,
+    or a head width other than 16, 32, 64, 128 or 256.
     """
     (B, T, C), V = x_BTC.shape, (x_BTC.shape[-1] - 2 * G * K) // H
     if weight_CW.shape != (C, WIDTH) or V < 1 or 2 * G * K + H * V != C:
@@ -285,8 +272,6 @@ def qkv_convolution(
     return _forward(x_BTC, weight_CW, G, H, K, segments)
 
 
-def qkv_convolution_footprint(num_tokens: int, channels: int, *, element_size: int = 2) -> Footprint:
-    """Footprint of `qkv_convolution`, without documents' tables."""
-    x = element_size * num_tokens * channels
-    partial = 4 * WIDTH * channels * -(-num_tokens // (STRIPS * STRIP))
-    return Footprint(saved=x, forward=x, backward=2 * x + partial)
+def convolution_workspace(num_tokens: int, channels: int) -> int:
+    """Returns the bytes that backward takes inside, for partial sums of the gradient of the weight."""
+    return 4 * WIDTH * channels * -(-num_tokens // (STRIPS * STRIP))

@@ -24,7 +24,6 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from .common import operation, use_triton
-from .parts import Footprint
 from .torch_internals import assert_async, resolve_process_group
 
 VECTOR = 8  # neighbouring columns that one thread holds: 16 bytes of bf16
@@ -32,10 +31,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Details(NamedTuple):
-    """A loss; and each row's loss, log-sum-exp and entropy, float32 in target's shape, detached, 0 for ignored labels.
-
-    A row's loss has no weight in it: it is minus the label's log-probability.
-    """
+    """A loss, and each row's unweighted loss, log-sum-exp and entropy: float32, detached, 0 for ignored labels."""
 
     loss: Tensor
     per_token_loss: Tensor
@@ -52,22 +48,12 @@ class RowOptions(NamedTuple):
 
 
 def cross_entropy_reference(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    weights: Tensor | None = None,
-    denominator: float | Tensor | None = None,
-    return_details: bool = False,
+    logits: Tensor, target: Tensor, *, reduction: str = "mean", ignore_index: int = -100, softcap: float | None = None,
+    weights: Tensor | None = None, denominator: float | Tensor | None = None, return_details: bool = False,
     return_entropy: bool = False,
-) -> Tensor | Details:
+) -> Tensor | Details:  # fmt: skip
     """Plain PyTorch with the contract of `cross_entropy`; float64 stays float64."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    labels = target.flatten()
+    z, labels = _capped(logits, softcap).flatten(0, -2), target.flatten()
     losses = F.cross_entropy(z, labels, reduction="none", ignore_index=ignore_index)
     log_sum_exp = torch.where(labels == ignore_index, 0, z.logsumexp(-1))
     scale = loss_scale(labels, reduction, ignore_index, denominator, z.dtype)
@@ -78,6 +64,12 @@ def cross_entropy_reference(
     p = z.softmax(-1)
     entropies = torch.where(labels == ignore_index, 0, -torch.special.xlogy(p, p).sum(-1)) if return_entropy else None
     return details(loss, losses, log_sum_exp, target.shape, entropies)
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Returns softcap(logits), float32 or wider."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
 def loss_scale(
@@ -97,7 +89,7 @@ def loss_scale(
     return torch.full((), 1 / denominator, device=target.device, dtype=dtype)
 
 
-@operation("fathom::reciprocal")
+@operation("fathom::reciprocal", torch.empty_like)
 def _reciprocal(denominator: Tensor) -> Tensor:
     """Returns 1 / denominator. The denominator must be positive and finite; on CUDA the device asserts it."""
     is_valid = (denominator > 0) & (denominator < torch.inf)
@@ -106,9 +98,6 @@ def _reciprocal(denominator: Tensor) -> Tensor:
     else:
         _check_denominator(is_valid, denominator)
     return 1 / denominator
-
-
-_reciprocal.register_fake(torch.empty_like)
 
 
 def _check_denominator(is_valid, value):
@@ -350,15 +339,9 @@ def shard_of(group_name: str | None, num_columns: int) -> Shard:
 
 
 def row_step(
-    logits: Tensor,
-    target: Tensor,
-    options: RowOptions,
-    shard: Shard,
-    *,
-    statistics: Tensor | None = None,
-    gradient: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> Tensor:
+    logits: Tensor, target: Tensor, options: RowOptions, shard: Shard, *, statistics: Tensor | None = None,
+    gradient: Tensor | None = None, scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns the statistics of whole rows, and writes gradients times `scale` into `gradient`. Not differentiable.
 
     Where each rank of a group holds a shard of every row, one all-gather of [3, N] makes the statistics.
@@ -393,9 +376,7 @@ def row_step(
 
 
 def _row_step_in_torch(logits, target, options, shard, statistics, gradient, scale):
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if options.softcap is not None:
-        z = options.softcap * torch.tanh(z / options.softcap)
+    z = _capped(logits, options.softcap)
     valid = target != options.ignore_index
     is_label = torch.arange(z.shape[1], device=z.device) == (target - shard.first_class)[:, None]  # [N, C]
     if statistics is None:
@@ -430,10 +411,7 @@ def row_entropies(logits: Tensor, target: Tensor, options: RowOptions, shard: Sh
                 VECTOR=VECTOR, **launch_configuration(num_columns, logits.element_size()),
             )  # fmt: skip
     else:
-        z = logits.to(statistics.dtype)
-        if options.softcap is not None:
-            z = options.softcap * torch.tanh(z / options.softcap)
-        below = (z - statistics[0][:, None]).clamp(min=-1e38)
+        below = (_capped(logits, options.softcap) - statistics[0][:, None]).clamp(min=-1e38)
         sums = (below.exp() * below).sum(1)
     if shard.group is not None:
         dist.all_reduce(sums, group=shard.group)
@@ -459,50 +437,40 @@ def row_losses(statistics: Tensor) -> tuple[Tensor, Tensor]:
     return losses, maximum + (others + (true_logit - maximum).exp()).log()
 
 
-@operation("fathom::cross_entropy")
+def _step(logits: Tensor, target: Tensor, group_name: str | None, *options, **tensors: Tensor) -> Tensor:
+    return row_step(logits, target, RowOptions(*options), shard_of(group_name, logits.shape[1]), **tensors)
+
+
+def _empty(logits: Tensor, *shape: int) -> Tensor:
+    return logits.new_empty(*shape, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+@operation("fathom::cross_entropy", lambda logits, *_: (_empty(logits), _empty(logits), _empty(logits, 3)))
 def _forward(
     logits: Tensor, target: Tensor, group_name: str | None, ignore_index: int, softcap: float | None, use_triton: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns losses, log-sum-exps and statistics."""
-    options = RowOptions(ignore_index, softcap, use_triton)
-    shard = shard_of(group_name, logits.shape[1])
-    statistics = row_step(logits, target, options, shard)
+    statistics = _step(logits, target, group_name, ignore_index, softcap, use_triton)
     return *row_losses(statistics), statistics
 
 
-@_forward.register_fake
-def _(logits, target, *options):
-    losses = target.new_empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
-    return losses, torch.empty_like(losses), losses.new_empty(3, *losses.shape)
-
-
-@operation("fathom::cross_entropy_backward")
+@operation("fathom::cross_entropy_backward", lambda d_losses, logits, *_: logits.new_empty(logits.shape))
 def _backward(
     d_losses: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, group_name: str | None,
     ignore_index: int, softcap: float | None, use_triton: bool,
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of the logits, each row times its d_losses."""
-    gradient = logits.new_empty(logits.shape)
-    options = RowOptions(ignore_index, softcap, use_triton)
-    shard = shard_of(group_name, logits.shape[1])
-    row_step(logits, target, options, shard, statistics=statistics, gradient=gradient, scale=d_losses)
-    return gradient
+    tensors = {"statistics": statistics, "gradient": logits.new_empty(logits.shape), "scale": d_losses}
+    _step(logits, target, group_name, ignore_index, softcap, use_triton, **tensors)
+    return tensors["gradient"]
 
 
-_backward.register_fake(lambda d_losses, logits, *rest: logits.new_empty(logits.shape))
-
-
-@operation("fathom::row_entropies")
+@operation("fathom::row_entropies", lambda logits, *_: _empty(logits))
 def _entropies(
     logits: Tensor, target: Tensor, group_name: str | None, ignore_index: int, softcap: float | None, use_triton: bool
 ) -> Tensor:
     options = RowOptions(ignore_index, softcap, use_triton)
     return row_entropies(logits, target, options, shard_of(group_name, logits.shape[1]))
-
-
-@_entropies.register_fake
-def _(logits, target, *options):
-    return target.new_empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _setup_context(ctx, inputs, output):
@@ -518,24 +486,17 @@ def _gradients(ctx, d_losses, d_log_sum_exp, d_statistics):
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
-@torch.library.custom_op("fathom::cross_entropy_in_place", mutates_args=("logits",))
+@operation("fathom::cross_entropy_in_place", lambda logits, *_: (_empty(logits), _empty(logits)), mutates=("logits",))
 def _forward_in_place(
     logits: Tensor, target: Tensor, scale: Tensor, group_name: str | None,
     ignore_index: int, softcap: float | None, use_triton: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns losses and log-sum-exps, and overwrites the logits by their gradients times scale."""
-    options = RowOptions(ignore_index, softcap, use_triton)
-    shard = shard_of(group_name, logits.shape[1])
-    return row_losses(row_step(logits, target, options, shard, gradient=logits, scale=scale))
+    options = group_name, ignore_index, softcap, use_triton
+    return row_losses(_step(logits, target, *options, gradient=logits, scale=scale))
 
 
-@_forward_in_place.register_fake
-def _(logits, target, scale, *options):
-    losses = target.new_empty(target.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
-    return losses, torch.empty_like(losses)
-
-
-@torch.library.custom_op("fathom::scale_rows_", mutates_args=("gradient",))
+@operation("fathom::scale_rows_", None, mutates=("gradient",))
 def _scale_rows_(gradient: Tensor, scale: Tensor, use_triton: bool) -> None:
     """Multiplies the rows of gradient [N, V] by scale [N]."""
     if not use_triton:
@@ -595,7 +556,6 @@ def cross_entropy(
             logits are gone, and backward can run once.
         process_group: shards the vocabulary. Each rank calls with the same target and the logits of its own classes:
             equally many on every rank, in the order of ranks. Every rank returns the loss over all classes.
-        impl: "auto", "triton" or "torch".
 
     Returns:
         The loss, float32 (float64 for float64 logits): [], or [...] if reduction is "none". With `return_details`,
@@ -628,8 +588,8 @@ def cross_entropy(
         losses, log_sum_exp, _ = _forward(rows, labels, group_name, *options)
         terms = losses if weights is None else losses * weights
     loss = terms.view(target.shape) if reduction == "none" else terms.sum() * scale
-    found = details(loss, losses, log_sum_exp, target.shape, entropies)
-    return found if return_details or return_entropy else loss
+    has_details = return_details or return_entropy
+    return details(loss, losses, log_sum_exp, target.shape, entropies) if has_details else loss
 
 
 class CrossEntropyLoss(nn.Module):
@@ -638,8 +598,7 @@ class CrossEntropyLoss(nn.Module):
     The constructor takes the function's options; calls take the function's tensors, and more options such as
     `denominator`.
 
-    Raises:
-        TypeError: an option that the function does not take.
+    Raises TypeError for an option that the function does not take.
     """
 
     function: Callable = staticmethod(cross_entropy)
@@ -654,10 +613,7 @@ class CrossEntropyLoss(nn.Module):
 
 
 def checked_labels(logits: Tensor, target: Tensor, reduction: str, softcap: float | None) -> Tensor:
-    """Returns labels [N] int64, contiguous, as the kernel reads them.
-
-    `logits` may be the hidden states that logits are made of. Raises ValueError for the errors that both losses share.
-    """
+    """Returns labels [N] int64, contiguous, for logits or their hidden states. Raises ValueError as both losses do."""
     if target.shape != logits.shape[:-1]:
         raise ValueError(f"target must be {list(logits.shape[:-1])}, got {list(target.shape)}")
     if target.is_floating_point() or target.dtype == torch.bool:
@@ -680,9 +636,3 @@ def checked_weights(weights: Tensor | None, logits: Tensor, target: Tensor, redu
     if reduction == "none":
         raise ValueError('weights have no effect with reduction="none", whose losses the caller may weigh')
     return weights.detach().reshape(-1).to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
-
-
-def cross_entropy_footprint(num_tokens: int, vocab_size: int, *, element_size: int = 2) -> Footprint:
-    """Footprint of `cross_entropy` with inplace=True, the logits included."""
-    logits = element_size * num_tokens * vocab_size
-    return Footprint(logits, logits, 0)

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from . import torch_internals
 from .common import cast_by_autocast, operation, rounds, use_triton
-from .linear import Plain
+from .linear import Linear
 
 FP8_TYPE, LARGEST = torch.float8_e4m3fn, 448.0
 SHAPE_MULTIPLE = 16  # widths of matrices that the GPUs' products take
@@ -94,13 +94,17 @@ def _transpose_kernel(
     tl.store(output_ptr + columns[:, None] * output_columns + rows[None, :], values, mask=mask)
 
 
-@operation("fathom::quantize_rows")
+def _empty_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=FP8_TYPE), x.new_empty(len(x), 1, dtype=torch.float32)
+
+
+@operation("fathom::quantize_rows", _empty_quantized)
 def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     M, K = x.shape
     if K > LONGEST_ROW:
         raise ValueError(f"rows in FP8 have {LONGEST_ROW:,} elements at most, got {K:,}; use linear bf16")
     x = x if x.stride(1) == 1 else x.contiguous()
-    values, scales = x.new_empty(M, K, dtype=FP8_TYPE), x.new_empty(M, 1, dtype=torch.float32)
+    values, scales = _empty_quantized(x)
     block = triton.next_power_of_2(K)
     _quantize_rows_kernel[(M,)](
         x, values, scales, x.stride(0), K=K, BLOCK_K=block, num_warps=min(8, max(1, block // 512))
@@ -108,12 +112,11 @@ def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-@_quantize_rows.register_fake
-def _(x):
-    return x.new_empty(x.shape, dtype=FP8_TYPE), x.new_empty(len(x), 1, dtype=torch.float32)
+def _empty_transposed(values: Tensor) -> Tensor:
+    return values.new_empty(values.shape[1], triton.cdiv(len(values), SHAPE_MULTIPLE) * SHAPE_MULTIPLE)
 
 
-@operation("fathom::transpose_fp8")
+@operation("fathom::transpose_fp8", lambda values, scales: (_empty_transposed(values), scales.new_empty(())))
 def _transpose_values(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     (M, K), largest = values.shape, scales.amax()
     values_t = _empty_transposed(values)
@@ -122,25 +125,11 @@ def _transpose_values(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return values_t, largest
 
 
-def _empty_transposed(values: Tensor) -> Tensor:
-    return values.new_empty(values.shape[1], triton.cdiv(len(values), SHAPE_MULTIPLE) * SHAPE_MULTIPLE)
-
-
-_transpose_values.register_fake(lambda values, scales: (_empty_transposed(values), scales.new_empty(())))
-
-
 def quantize_rows(x: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
-    """Scales each row of x to FP8's range by a power of two, and rounds it.
+    """Scales each row of x [M, K] to FP8's range by a power of two, and rounds it.
 
-    Args:
-        x: [M, K], float32, bfloat16 or float16.
-        impl: "auto", "triton" or "torch".
-
-    Returns:
-        values [M, K] float8_e4m3fn and scales [M, 1] float32.
-
-    Raises:
-        ValueError: with Triton, rows above LONGEST_ROW elements.
+    Returns values [M, K] float8_e4m3fn and scales [M, 1] float32. Raises ValueError with Triton for rows above
+    LONGEST_ROW elements.
     """
     return _quantize_rows(x) if use_triton(impl, x) else quantize_rows_reference(x)
 
@@ -148,13 +137,8 @@ def quantize_rows(x: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
 def transpose_values(values: Tensor, scales: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """Transposes what `quantize_rows` returned, and scales it by one number.
 
-    Args:
-        values, scales: [M, K] float8_e4m3fn and [M, 1] float32, powers of two.
-        impl: as `quantize_rows`.
-
-    Returns:
-        values [K, M] float8_e4m3fn, with zeros for columns that round M up to a multiple of 16, and the scale []
-        float32.
+    Returns values [K, M] float8_e4m3fn, with zeros for columns that round M up to a multiple of 16, and the scale []
+    float32.
     """
     return _transpose_values(values, scales) if use_triton(impl, scales) else transpose_reference(values, scales)
 
@@ -178,14 +162,10 @@ def _product(a: Factor, b: Factor, out: Tensor | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FP8(Plain):
-    """Products of FP8 factors. `kernels.parts.Linear` describes the methods.
+class FP8(Linear):
+    """Products of FP8 factors. `kernels.linear.Linear` describes the methods."""
 
-    Args:
-        impl: how factors are made: "auto", "triton" or "torch".
-    """
-
-    impl: str = "auto"
+    impl: str = "auto"  # how factors are made: "auto", "triton" or "torch"
 
     name = "fp8"
     rate, weight_rate = "fp8 products", "fp8 weights' gradients"
@@ -256,11 +236,7 @@ FP8_LINEAR = FP8()
 
 
 def check_fp8(device: torch.device, widths: dict[str, int]) -> None:
-    """Raises ValueError where products in FP8 cannot run.
-
-    Args:
-        widths: sizes of matrices by name, such as {"hidden_size": 2560}.
-    """
+    """Raises ValueError where FP8 cannot run; `widths` are sizes of matrices, such as {"hidden_size": 2560}."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {device} is older; use linear bf16")
     for name, width in widths.items():

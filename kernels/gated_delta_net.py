@@ -1,4 +1,4 @@
-"""Gated delta net: a layer's mixer whose memory is a state per value head, not keys and values (arXiv 2412.06464).
+"""Gated delta net: a mixer that remembers a state per value head, not keys and values (arXiv 2412.06464).
 
 The layer's input is x. There are G key heads of width K and H value heads of width V.
 
@@ -8,12 +8,10 @@ The layer's input is x. There are G key heads of width K and H value heads of wi
     o       = delta rule of q, k, v, g and beta                               `delta_rule`
     out     = (norm(o) silu(x W_z^T)) W_out^T                                 norm of each value head
 
-A_log, dt_bias and the norm's weight are float32 beside matrices in bf16: a rounded A_log is another decay.
+A_log, dt_bias and the norm's weight stay float32 beside matrices in bf16: a rounded A_log is another decay.
 
-Ranks that share a sequence exchange tokens for heads before the convolution, and back before the norm. In between, each
-rank has some heads of all tokens.
-
-`StateCache` holds what later tokens need of earlier ones: the states, and three rows before the convolution.
+Ranks that share a sequence exchange tokens for heads before the convolution, and back before the norm: in between, each
+rank has some heads of all tokens. `StateCache` holds the states, and the last rows before the convolution.
 """
 
 import functools
@@ -27,13 +25,13 @@ from torch import Tensor
 
 from .attention.documents import has_prompts
 from .attention.prompts import Drop, Expand, copies_of
-from .convolution import WIDTH, qkv_convolution, qkv_convolution_footprint, qkv_convolution_reference
-from .delta_net import delta_rule, delta_rule_footprint, delta_rule_reference
+from .convolution import WIDTH, convolution_workspace, qkv_convolution, qkv_convolution_reference
+from .delta_net import delta_rule, delta_rule_bytes, delta_rule_reference
 from .delta_net.chunks import CHUNK
 from .delta_net.rule import HEAD_WIDTHS
 from .head_exchange import HeadExchange
-from .linear import PLAIN
-from .parts import Adapted, AttentionFlops, Linear, MixerKind, Parameter, Weight, Work
+from .linear import PLAIN, Linear
+from .parts import Adapted, AttentionFlops, MixerKind, Parameter, Weight, Work
 from .rms_norm import rms_norm, rms_norm_reference
 
 BACKWARD_FLOPS = 3.0  # times forward's, in the delta rule: states and chunks' matrices are made again
@@ -56,17 +54,12 @@ class DeltaNetParameters(NamedTuple):
 
 @dataclass(frozen=True)
 class DeltaNet(MixerKind):
-    """The gated delta net as a kind of mixer, and as a part of a layer, see `kernels.parts.LayerPart`.
-
-    Raises:
-        ValueError: sizes that are not positive, or key heads that do not divide the value heads.
-    """
+    """The gated delta net as a kind of mixer and a `LayerPart`. Raises ValueError for sizes that do not fit."""
 
     num_key_heads: int = 16
     num_value_heads: int = 32
     key_dim: int = 128
     value_dim: int = 128
-
     name: ClassVar[str] = "delta"
     module: ClassVar[str] = "linear_attn"
     kept_whole: ClassVar[str] = "q, k and v, which gated delta nets have in one matrix"
@@ -153,20 +146,16 @@ class DeltaNet(MixerKind):
         return [*lengths]
 
     def results_bytes(self, num_tokens: int, element_size: int) -> tuple[int, int]:
-        rule = delta_rule_footprint(num_tokens, *self.sizes, element_size=element_size)
-        return element_size * num_tokens * self.num_value_heads * self.value_dim + rule.keepable, 0
+        kept, _, _ = delta_rule_bytes(num_tokens, *self.sizes[1:], element_size)
+        return element_size * num_tokens * self.num_value_heads * self.value_dim + kept, 0
 
     def inside_bytes(self, num_tokens: int, element_size: int, *, num_ranks: int = 1, **options) -> dict[str, int]:
         """Has no use for attention's other `options`."""
         own, num_tokens = self.of_rank(num_ranks), num_tokens * num_ranks
-        rule = delta_rule_footprint(num_tokens, *own.sizes, element_size=element_size)
-        results, _ = own.results_bytes(num_tokens, element_size)
-        convolution = qkv_convolution_footprint(num_tokens, own.channels, element_size=element_size)
-        return {
-            "fathom::delta_rule": rule.forward - results,
-            "fathom::delta_rule_backward": rule.backward - (rule.saved - rule.keepable),  # gradients of all inputs
-            "fathom::qkv_convolution_backward": convolution.backward - 2 * convolution.saved,
-        }
+        _, forward, backward = delta_rule_bytes(num_tokens, *own.sizes[1:], element_size)
+        convolution = convolution_workspace(num_tokens, own.channels)
+        names = "fathom::delta_rule", "fathom::delta_rule_backward", "fathom::qkv_convolution_backward"
+        return dict(zip(names, (forward, backward, convolution)))
 
     def linear_work(
         self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
@@ -189,7 +178,7 @@ class DeltaNet(MixerKind):
 
 
 class StateCache:
-    """Keeps what later tokens need of a gated delta net: its states, and the last inputs of its convolution."""
+    """Keeps the states of a gated delta net, and the last inputs of its convolution, for later tokens."""
 
     def __init__(self):
         self.length = 0  # tokens seen so far
@@ -197,7 +186,7 @@ class StateCache:
         self.rows: Tensor | None = None  # [B, 3, C], zeros before the first token
 
     def joined(self, x_BTC: Tensor) -> Tensor:
-        """Returns inputs of the convolution with the three before them, and remembers the last three."""
+        """Returns inputs of the convolution behind the three before them, and remembers the last three."""
         before = x_BTC.new_zeros(len(x_BTC), WIDTH - 1, x_BTC.shape[-1]) if self.rows is None else self.rows
         joined = torch.cat([before, x_BTC], 1)
         self.length, self.rows = self.length + x_BTC.shape[1], joined[:, 1 - WIDTH :]
@@ -254,18 +243,13 @@ def gated_delta_net(
     """Runs a gated delta net from a layer's input to its output projection, [B, T, D] to [B, T, D].
 
     Args:
-        x_BTD: of the matrices' dtype.
-        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
-            have each token once, or five, see `kernels.attention.documents.Documents`; None: each batch row is one
-            document.
-        cache: goes on from the tokens that it has seen, one document per row, and sees these; None: nothing before.
-        exchange: between ranks that share each sequence; x and the result are of this rank's tokens, and `segments` of
+        segments: the documents, see `kernels.attention.documents.Documents`; None: each batch row is one document.
+        cache: continues the tokens that it has seen, one document per row, and sees these; None: nothing before.
+        exchange: between ranks that share each sequence. x and the result are of this rank's tokens, `segments` of
             whole sequences. None: each rank has its own sequences.
         linear: the linear map of the projections to q, k, v and z, and of the output projection.
-        impl: "auto", "triton" or "torch".
 
-    Raises:
-        ValueError: what `qkv_convolution` and `delta_rule` refuse, and ranks that do not divide the key heads.
+    Raises ValueError for what `qkv_convolution` and `delta_rule` refuse, and ranks that do not divide the key heads.
     """
     p, exchange = parameters, exchange or HeadExchange(None)
     G, H, K, _ = kind.of_rank(exchange.size).sizes
@@ -307,11 +291,9 @@ def gated_delta_net(
 def _with_prompts(inputs: list[Tensor], convolve: Callable, segments: Tensor, impl: str) -> Tensor:
     """Returns the delta rule's output [B, T, H, V] of documents that may go on from prompts; empties `inputs`.
 
-    Before each answer stand copies of its prompt's last three tokens, which the convolution reads. Without strength and
-    decay they leave the state as it is: the prompt's last state, from which all of its answers start.
-
-    Args:
-        inputs: rows before the convolution [B, T, C], g and beta [B, T, H].
+    `inputs` are rows before the convolution [B, T, C], g and beta [B, T, H]. Before each answer stand copies of its
+    prompt's last three tokens, which the convolution reads. Without strength and decay they leave the state as it is:
+    the prompt's last state, from which all of its answers start.
     """
     like = inputs[0].new_empty(()).expand(inputs[0].shape[:2])
     copies = copies_of(like, segments, WIDTH - 1)

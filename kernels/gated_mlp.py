@@ -30,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import cast_by_autocast, operation, rounds, use_triton
-from .linear import PLAIN
-from .parts import Linear, Parameter, Weight, Work, part_of, tensors_of, weight_of
+from .linear import PLAIN, Linear
+from .parts import Parameter, Weight, Work, part_of, tensors_of, weight_of
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP
 BLOCK_SIZE = 2048  # columns of one row that one program works on
@@ -127,17 +127,14 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@operation("fathom::gated_activation")
+@operation("fathom::gated_activation", lambda gate, *_: gate.new_empty(gate.shape))
 def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     output = gate.new_empty(gate.shape)
     _launch(_gated_activation_forward_kernel, _rows(gate), _rows(up), output, activation=activation)
     return output
 
 
-_gated_activation.register_fake(lambda gate, up, activation: gate.new_empty(gate.shape))
-
-
-@operation("fathom::gated_activation_backward")
+@operation("fathom::gated_activation_backward", lambda _, *two: tuple(x.new_empty(x.shape) for x in two[:2]))
 def _gated_activation_backward(d_output: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     gradients = d_output.contiguous(), d_gate, d_up, None
@@ -145,31 +142,22 @@ def _gated_activation_backward(d_output: Tensor, gate: Tensor, up: Tensor, activ
     return d_gate, d_up
 
 
-_gated_activation_backward.register_fake(
-    lambda dy, gate, up, name: (gate.new_empty(gate.shape), up.new_empty(up.shape))
-)
-
-
-def _setup_activation(ctx, inputs, output):
+def _setup_context(ctx, inputs, output):
     *tensors, ctx.activation = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _activation_gradients(ctx, d_output):
-    return *_gated_activation_backward(d_output, *ctx.saved_tensors, ctx.activation), None
-
-
-_gated_activation.register_autograd(_activation_gradients, setup_context=_setup_activation)
+_gated_activation.register_autograd(
+    lambda ctx, dy: (*_gated_activation_backward(dy, *ctx.saved_tensors, ctx.activation), None),
+    setup_context=_setup_context,
+)
 
 
 def _run_tiles(
     x: Tensor, gate_tensors: list[Tensor], up_tensors: list[Tensor], down_tensors: list[Tensor],
     part: int, activation: str, tile_size: int, on_triton: bool,
 ) -> Tensor:  # fmt: skip
-    """Runs the layer on x [rows, D] tile by tile, with the tensors of three weights.
-
-    `part` is the number of a `kernels.parts.Linear`.
-    """
+    """Runs the layer on x [rows, D] tile by tile, with the tensors of three weights and a `Linear`'s number."""
     linear: Linear = part_of(part)
     weights = gate_tensors, up_tensors, down_tensors
     output = x.new_empty(len(x), len(down_tensors[0]))
@@ -189,10 +177,14 @@ def _run_tiles(
     return output
 
 
-_tiled_mlp = operation("fathom::tiled_gated_mlp", composed=True)(_run_tiles)
-_skippable_tiled_mlp = operation("fathom::skippable_tiled_gated_mlp", composed=True, skippable=True)(_run_tiles)
-for _operation in (_tiled_mlp, _skippable_tiled_mlp):
-    _operation.register_fake(lambda x, gate, up, down, *options: x.new_empty(len(x), len(down[0])))
+def _like_output(x, gate, up, down, *options):
+    return x.new_empty(len(x), len(down[0]))
+
+
+_tiled_mlp = operation("fathom::tiled_gated_mlp", _like_output, composed=True)(_run_tiles)
+_skippable_tiled_mlp = operation("fathom::skippable_tiled_gated_mlp", _like_output, composed=True, skippable=True)(
+    _run_tiles
+)
 
 
 def _split(flat: Iterable, like: Iterable[Iterable]) -> list[list]:
@@ -201,7 +193,12 @@ def _split(flat: Iterable, like: Iterable[Iterable]) -> list[list]:
     return [[next(elements) for _ in of_weight] for of_weight in like]
 
 
-@operation("fathom::tiled_gated_mlp_backward", composed=True)
+def _fake_gradients(d_output, x, gate_tensors, up_tensors, down_tensors, *options):
+    tensors = x, *gate_tensors, *up_tensors, *down_tensors
+    return [t.new_empty(t.shape) for t, needed in zip(tensors, options[-1]) if needed]
+
+
+@operation("fathom::tiled_gated_mlp_backward", _fake_gradients, composed=True)
 def _tiled_mlp_backward(
     d_output: Tensor, x: Tensor, gate_tensors: list[Tensor], up_tensors: list[Tensor], down_tensors: list[Tensor],
     part: int, activation: str, tile_size: int, on_triton: bool, needs_gradient: list[bool],
@@ -258,12 +255,6 @@ def _tiled_mlp_backward(
     return d_weights if d_x is None else [d_x, *d_weights]
 
 
-@_tiled_mlp_backward.register_fake
-def _(d_output, x, gate_tensors, up_tensors, down_tensors, *options):
-    tensors = x, *gate_tensors, *up_tensors, *down_tensors
-    return [t.new_empty(t.shape) for t, needed in zip(tensors, options[-1]) if needed]
-
-
 def _activation_backward_in_place(d_hidden, gate, up, activation):
     compute_dtype = torch.promote_types(gate.dtype, torch.float32)
     d, x, u = (t.to(compute_dtype, copy=True) for t in (d_hidden, gate, up))
@@ -295,18 +286,13 @@ for _operation in (_tiled_mlp, _skippable_tiled_mlp):
 
 
 def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
-    """Returns silu(gate) * up (Shazeer 2020, arXiv:2002.05202).
+    """Returns silu(gate) * up (Shazeer 2020, arXiv:2002.05202), contiguous, in their dtype.
 
     Args:
         gate, up: [..., F], both of one shape and one dtype: float32, bfloat16 or float16. The two halves of a fused
             projection are read in place.
-        impl: "auto", "triton" or "torch".
 
-    Returns:
-        [..., F], contiguous, in the dtype of gate and up.
-
-    Raises:
-        ValueError: unequal shapes or dtypes; with Triton, another dtype.
+    Raises ValueError for unequal shapes or dtypes; with Triton, another dtype.
     """
     return _gated(gate, up, "silu", impl)
 
@@ -330,17 +316,9 @@ def _gated(gate: Tensor, up: Tensor, activation: str, impl: str) -> Tensor:
 
 
 def gated_mlp(
-    input: Tensor,
-    gate_weight: Weight,
-    up_weight: Weight,
-    down_weight: Weight,
-    *,
-    activation: str = "silu",
-    tile_size: int | None = None,
-    skippable: bool = False,
-    linear: Linear = PLAIN,
-    impl: str = "auto",
-) -> Tensor:
+    input: Tensor, gate_weight: Weight, up_weight: Weight, down_weight: Weight, *, activation: str = "silu",
+    tile_size: int | None = None, skippable: bool = False, linear: Linear = PLAIN, impl: str = "auto",
+) -> Tensor:  # fmt: skip
     """Returns down(act(gate(input)) * up(input)), in tiles of rows if asked (ALST, Snowflake 2025, arXiv:2506.13996).
 
     Args:
@@ -354,13 +332,8 @@ def gated_mlp(
         skippable: whether a second forward may leave tiles out, because no gradient depends on the result, see
             `kernels.common.operation`. A norm that reads the result needs it.
         linear: the part that makes the matrix products.
-        impl: "auto", "triton" or "torch".
 
-    Returns:
-        [..., D].
-
-    Raises:
-        ValueError: unknown activation, tile_size below 1, shapes or dtypes that do not fit.
+    Raises ValueError for unknown activation, tile_size below 1, shapes or dtypes that do not fit.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -390,11 +363,7 @@ def gated_mlp(
 
 @dataclass(frozen=True)
 class GatedMLPPart:
-    """The gated MLP as a part of a layer, see `kernels.parts.LayerPart`.
-
-    Raises:
-        ValueError: an unknown activation or no width.
-    """
+    """The gated MLP as a `kernels.parts.LayerPart`. Raises ValueError for an unknown activation or no width."""
 
     intermediate_size: int
     activation: str = "silu"

@@ -167,9 +167,7 @@ class HeadExchange:
         return self.start_to_heads(x_BTHK)()
 
     def start_to_heads(self, x_BTHK: Tensor) -> Callable[[], Tensor]:
-        """Starts `to_heads`, and returns a function that waits for its result.
-
-        Kernels that are queued between the calls run beside the exchange, and their backward beside its backward.
+        """Starts `to_heads`, and returns a function that waits for its result, beside kernels that are queued before.
 
         Heads are repeated until N divides them. For 16 ranks, 8 heads are repeated twice. For 4 ranks, 6 heads are
         repeated twice, and each rank gets 3 of (0, 0, 1, 1, 2, 2, ...). The gradients of the copies are summed in

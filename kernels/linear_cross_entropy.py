@@ -42,8 +42,8 @@ from .cross_entropy import (
     row_step,
     shard_of,
 )
-from .linear import PLAIN
-from .parts import Factor, Footprint, Linear, part_of
+from .linear import PLAIN, Factor, Linear
+from .parts import part_of
 from .torch_internals import assert_async, backward_keeps_graph
 
 CHUNK_SIZE = 4096  # tokens with logits at one time
@@ -60,10 +60,7 @@ def linear_cross_entropy_reference(
 
 
 def _rows_to_compute(target: Tensor, ignore_index: int, num_valid_tokens: int | None) -> Tensor | None:
-    """Returns the indices of rows with a valid label, in order, or None if all rows have one.
-
-    Waits for the device unless the caller knows how many there are.
-    """
+    """Returns the rows with a valid label, None for all rows. Waits for the device unless their number is given."""
     valid = target != ignore_index
     if num_valid_tokens is None:
         num_valid_tokens = int(valid.sum())
@@ -79,17 +76,16 @@ def _row_length(V: int) -> int:
     return -(-V // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def _groups_of_words(V: int) -> list[slice]:
-    """Returns the words that are multiplied at once: [24:27] and [0:24] for 27.
-
-    The few past the last multiple of 8 come first: dx rounds what they add while it is small.
-    """
-    most = V // WORDS_MULTIPLE * WORDS_MULTIPLE
-    return [words for words in (slice(most, V), slice(0, most)) if words.start < words.stop]
+def logits_bytes(num_tokens: int, vocab_size: int, element_size: int = 2) -> int:
+    """Returns the bytes that `linear_cross_entropy` takes besides its inputs and gradients: a chunk's logits."""
+    return element_size * _row_length(vocab_size) * min(CHUNK_SIZE, num_tokens)
 
 
 class _Head(NamedTuple):
-    """The head by groups of words, as products multiply it."""
+    """The head by groups of words that are multiplied at once, [24:27] and [0:24] for 27.
+
+    The few past the last multiple of 8 come first: dx rounds what they add while it is small.
+    """
 
     groups: list[slice]
     factors: list[Factor]
@@ -98,7 +94,8 @@ class _Head(NamedTuple):
 
 
 def _factor_head(linear: Linear, weight: Tensor, bias: Tensor | None, needs_input: bool) -> _Head:
-    groups = _groups_of_words(len(weight))
+    V, most = len(weight), len(weight) // WORDS_MULTIPLE * WORDS_MULTIPLE
+    groups = [words for words in (slice(most, V), slice(0, most)) if words.start < words.stop]
     factors = [linear.factor(weight[words]) for words in groups]
     factors_t = [linear.transpose(factor) for factor in factors] if needs_input else []
     return _Head(groups, factors, factors_t, [None if bias is None else bias[words] for words in groups])
@@ -119,7 +116,25 @@ def _add_gradients(
             linear.weight_gradient(linear.transpose(factor), x_t, out=d_weight[words], accumulate=accumulate)
 
 
-@operation("fathom::linear_cross_entropy")
+def _empty_outputs(input, linear_weight, target, needs_input, needs_weight, needs_bias, needs_entropy):
+    """Makes each row's loss, log-sum-exp and entropy, and gradients; float32 or wider but for the input's."""
+    losses = input.new_empty(target.shape, dtype=torch.promote_types(input.dtype, torch.float32))
+    return (
+        losses,
+        torch.empty_like(losses),
+        losses.new_empty(target.shape if needs_entropy else 0),
+        input.new_empty(input.shape if needs_input else 0),
+        losses.new_empty(linear_weight.shape if needs_weight else 0),
+        losses.new_empty(len(linear_weight) if needs_bias else 0),
+    )
+
+
+def _fake_outputs(input, linear_weight, target, linear_bias, weights, scale, *options):
+    outputs = _empty_outputs(input, linear_weight, target, *options[:4])
+    return outputs[0].new_empty(()), *outputs
+
+
+@operation("fathom::linear_cross_entropy", _fake_outputs)
 def _loss_and_gradients(
     input: Tensor, linear_weight: Tensor, target: Tensor,
     linear_bias: Tensor | None, weights: Tensor | None, scale: Tensor,
@@ -130,7 +145,7 @@ def _loss_and_gradients(
     """Returns the loss, each row's loss, log-sum-exp and entropy, and the gradients of input, head and bias.
 
     What is not needed is empty. `weights` [N] multiply each row's loss and its gradients. `scale` [] multiplies the sum
-    of the losses, but not yet the gradients. `part` is the number of a `kernels.parts.Linear`.
+    of the losses, but not yet the gradients. `part` is the number of a `kernels.linear.Linear`.
     """
     linear: Linear = part_of(part)
     options = RowOptions(ignore_index, softcap, use_triton)
@@ -179,28 +194,6 @@ def _loss_and_gradients(
     losses.zero_()[computed], log_sum_exp.zero_()[computed] = row_losses(statistics)
     terms = losses if weights is None else losses * weights
     return (terms * scale).sum(), losses, log_sum_exp, entropies, d_input, d_weight, d_bias
-
-
-def _empty_outputs(input, linear_weight, target, needs_input, needs_weight, needs_bias, needs_entropy):
-    """Makes each row's loss, log-sum-exp and entropy, and gradients.
-
-    The input's gradient has its dtype, all else is float32 or wider.
-    """
-    losses = input.new_empty(target.shape, dtype=torch.promote_types(input.dtype, torch.float32))
-    return (
-        losses,
-        torch.empty_like(losses),
-        losses.new_empty(target.shape if needs_entropy else 0),
-        input.new_empty(input.shape if needs_input else 0),
-        losses.new_empty(linear_weight.shape if needs_weight else 0),
-        losses.new_empty(len(linear_weight) if needs_bias else 0),
-    )
-
-
-@_loss_and_gradients.register_fake
-def _(input, linear_weight, target, linear_bias, weights, scale, *options):
-    outputs = _empty_outputs(input, linear_weight, target, *options[:4])
-    return outputs[0].new_empty(()), *outputs
 
 
 def _setup_context(ctx, inputs, output):
@@ -264,8 +257,7 @@ def linear_cross_entropy(
         linear: the part that makes the matrix products.
         impl: "auto", "triton" or "torch", for a chunk's loss and gradient between the GEMMs.
 
-    Returns:
-        As `cross_entropy`: the loss, or `Details`.
+    Returns as `cross_entropy`: the loss, or `Details`.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together; a denominator that `cross_entropy` refuses.
@@ -302,10 +294,7 @@ def _gathered(linear_weight: Tensor) -> Tensor:
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
-    """`linear_cross_entropy` as a module, called as loss(hidden, model.lm_head.weight, labels).
-
-    Labels are not shifted here: label t belongs to hidden state t. Options are as in `CrossEntropyLoss`.
-    """
+    """`linear_cross_entropy` as a module: loss(hidden, model.lm_head.weight, labels), without a shift of labels."""
 
     function = staticmethod(linear_cross_entropy)
 
@@ -322,13 +311,3 @@ def _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_si
         raise ValueError(f"num_valid_tokens must be between 0 and {target.numel()}, got {num_valid_tokens}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-
-
-def linear_cross_entropy_footprint(
-    num_tokens: int, hidden_size: int, vocab_size: int, *, element_size: int = 2, trains_head: bool = True
-) -> Footprint:
-    """Footprint of `linear_cross_entropy`. Forward makes the gradients, the head's in float32 unless it is frozen."""
-    flops, d_input = 2 * num_tokens * hidden_size * vocab_size, element_size * num_tokens * hidden_size
-    d_head = 4 * hidden_size * vocab_size * trains_head
-    logits = element_size * _row_length(vocab_size) * min(CHUNK_SIZE, num_tokens)
-    return Footprint(d_input + d_head, d_input + d_head + logits, 0, matrix_flops=(2 + trains_head) * flops)

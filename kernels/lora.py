@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .common import cast_by_autocast
-from .linear import PLAIN, Plain
-from .parts import Adapted, Factor, Linear, Weight, tensors_of
+from .linear import PLAIN, Factor, Linear
+from .parts import Adapted, Weight, tensors_of
 from .tensor_parallel import local
 
 
@@ -47,16 +47,10 @@ class Both:
 
 
 @dataclass(frozen=True)
-class LoRA(Plain):
-    """Products with adapted weights; other weights are multiplied as `base` does.
+class LoRA(Linear):
+    """Products with adapted weights; other weights are multiplied as `base` does. `Linear` describes the methods."""
 
-    `kernels.parts.Linear` describes the methods.
-
-    Args:
-        base: the map that multiplies by frozen matrices. Adapters are multiplied in their own dtype.
-    """
-
-    base: Linear = PLAIN
+    base: Linear = PLAIN  # multiplies by frozen matrices; adapters are multiplied in their own dtype
 
     trains_matrices = False
 
@@ -169,10 +163,7 @@ LORA = LoRA()
 
 
 def adapted(projection: nn.Linear) -> Weight:
-    """Returns the weight of a projection: its matrix, with the adapter that families/lora.py may have given it.
-
-    An adapter whose scale is 0 is left out.
-    """
+    """Returns a projection's matrix, with the adapter that families/lora.py gave it, unless its scale is 0."""
     matrix = local(projection.weight)
     if not getattr(projection, "lora_scale", 0):
         return matrix

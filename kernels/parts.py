@@ -1,4 +1,4 @@
-"""Parts that vary from model to model, such as kinds of attention and linear maps; and the footprint of an operation.
+"""Parts that vary from model to model, such as kinds of attention and linear maps.
 
 PyTorch's custom operations take tensors, numbers and strings, but no objects. A part therefore has a number: callers
 pass `part.number` to an operation, and the operation calls `part_of(number)`.
@@ -76,26 +76,17 @@ def weight_of(tensors: Sequence[Tensor]) -> Weight:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that a part of a layer declares.
+    """A parameter that a part of a layer declares."""
 
-    Args:
-        shape: as one rank has it.
-        start: its initial values: "normal"; "residual", normal and smaller, of matrices that write into the residual
-            stream; "neutral", with which a norm changes no scale; "zero"; "one"; "decay", logarithms of 0.01 to 16.
-        shared_dim: the dimension that tensor-parallel ranks share; None: each rank has the whole parameter.
-        is_map: whether it is the matrix of a linear map, which adapters and FP8 apply to.
-        is_exact: whether it stays float32 where the others are bf16.
-        is_exact_in_files: whether released files have it in float32 as well.
-        active: share of its elements that one token is multiplied by, such as 8 of 128 experts'.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of one rank
+    # Its initial values: "normal"; "residual", normal and smaller, of matrices that write into the residual stream;
+    # "neutral", with which a norm changes no scale; "zero"; "one"; "decay", logarithms of 0.01 to 16.
     start: str = "normal"
-    shared_dim: int | None = None
-    is_map: bool = False
-    is_exact: bool = False
-    is_exact_in_files: bool = False
-    active: float = 1.0
+    shared_dim: int | None = None  # the dimension that tensor-parallel ranks share; None: each rank has all of it
+    is_map: bool = False  # whether it is the matrix of a linear map, which adapters and FP8 apply to
+    is_exact: bool = False  # whether it stays float32 where the others are bf16
+    is_exact_in_files: bool = False  # whether released files have it in float32 as well
+    active: float = 1.0  # share of its elements that one token is multiplied by, such as 8 of 128 experts'
 
     @property
     def numel(self) -> int:
@@ -108,17 +99,13 @@ class Parameter:
 
 
 class LayerPart(Protocol):
-    """Description of a part of a layer, such as attention or an MLP: its sizes on one rank. A frozen dataclass.
+    """Description of a part of a layer, such as attention or an MLP: its sizes on one rank. A frozen dataclass."""
 
-    Attributes:
-        module: its module's name in a block.
-        kept_whole: what tensor-parallel ranks would part; None: they can share all of its matrices.
-    """
-
-    module: str
+    module: str  # its module's name in a block
 
     @property
-    def kept_whole(self) -> str | None: ...
+    def kept_whole(self) -> str | None:
+        """What tensor-parallel ranks would part; None: they can share all of its matrices."""
 
     def __hash__(self) -> int:
         """Hashes by value: descriptions are keys of caches."""
@@ -133,20 +120,11 @@ class LayerPart(Protocol):
         self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
         is_skippable: bool = True,
     ) -> "Work":  # fmt: skip
-        """Returns the work of the part's linear maps on so many tokens of elements of `element_size` bytes.
-
-        Args:
-            tile_size: rows that the MLP works on at a time; None: all.
-            is_skippable: whether no gradient depends on the MLP's result, see `Work.is_skipped`.
-        """
+        """Returns the work of linear maps, the MLP in tiles; `is_skippable`: no gradient depends on its result."""
 
 
 class MLPPart(LayerPart, Protocol):
-    """Description of the part in which each token is alone.
-
-    Attributes:
-        tile_size: tokens of a tile in which its products are efficient.
-    """
+    """Description of the part in which each token is alone; products are efficient in tiles of `tile_size` tokens."""
 
     tile_size: ClassVar[int]
 
@@ -158,15 +136,11 @@ class MLPPart(LayerPart, Protocol):
 
 
 class MixerPart(LayerPart, Protocol):
-    """Description of the part in which tokens read other tokens.
-
-    Attributes:
-        kind: the kind that it is of, which a run may replace by `with_kind`.
-        works_in_groups: whether it obeys `heads_at_a_time`.
-    """
+    """Description of the part in which tokens read other tokens. A run may replace its `kind` by `with_kind`."""
 
     @property
-    def works_in_groups(self) -> bool: ...
+    def works_in_groups(self) -> bool:
+        """Whether it obeys `heads_at_a_time`."""
 
     def heads_to_share(self) -> dict[str, int]:
         """Returns the numbers of heads that ranks that share each sequence must divide, by their names for people."""
@@ -187,21 +161,13 @@ class MixerPart(LayerPart, Protocol):
 
 
 class Work(NamedTuple):
-    """Work of a part of a layer in forward.
+    """Work of a part of a layer in forward."""
 
-    Args:
-        matrix_flops: floating-point operations of matrix products.
-        repeated_flops: those that run again in backward, where activations were not kept.
-        elementwise_bytes: bytes that are read and written outside of matrix products and attention.
-        is_skipped: whether a second forward leaves the part out, see `kernels.common.operation`.
-        rate: name of the measured rate of its products; None: of the block's linear map.
-    """
-
-    matrix_flops: float
-    repeated_flops: float
-    elementwise_bytes: int
-    is_skipped: bool = False
-    rate: str | None = None
+    matrix_flops: float  # floating-point operations of matrix products
+    repeated_flops: float  # operations that backward runs again, where activations were not kept
+    elementwise_bytes: int  # read and written outside of matrix products and attention
+    is_skipped: bool = False  # whether a second forward leaves the part out, see `kernels.common.operation`
+    rate: str | None = None  # name of the measured rate of its products; None: the linear map's
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,89 +179,6 @@ class LayerParts:
 
     def __iter__(self) -> Iterator[LayerPart]:
         return iter((self.mixer, self.mlp))
-
-
-Factor = Any  # a result of `Linear.factor`
-
-
-class Linear(Protocol):
-    """A linear map, y = x weight^T + bias, and the pieces of its forward and backward.
-
-    The tiled MLP, attention of some heads at a time and the chunked loss call the pieces. All other code calls the
-    object itself, or `maps`, and leaves backward to autograd. Pieces take what `factor` made of their matrices. A
-    weight's factor serves all tiles.
-
-    Attributes:
-        number: the part's number, see `Part`.
-        name: the map's name in flags.
-        rate: name of the measured rate of its products along rows, see `training.memory.machine.Rates`.
-        weight_rate: name of the rate of weights' gradients.
-        trains_matrices: whether matrices have gradients. If not, adapters have.
-    """
-
-    number: int
-    trains_matrices: bool
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def rate(self) -> str: ...
-
-    @property
-    def weight_rate(self) -> str: ...
-
-    @property
-    def plain(self) -> "Linear":
-        """The map by the same weights in the dtype of its inputs, as outside of training."""
-
-    @property
-    def head(self) -> "Linear":
-        """The map of the head where blocks have this map."""
-
-    def __hash__(self) -> int:
-        """Hashes by value, as a frozen dataclass does."""
-
-    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """Maps x [..., K] to [..., N] by weight [N, K] and bias [N]. Differentiable."""
-
-    def maps(self, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Maps x [..., K] by each weight [N_i, K] and bias [N_i], if there are biases. Differentiable."""
-
-    def factor(self, x: Weight) -> Factor:
-        """Returns x [M, K], an input or a weight, in the form in which products multiply it."""
-
-    def transpose(self, x: Factor) -> Factor:
-        """Returns the factor of the transposed matrix."""
-
-    def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        """Maps x [M, K] by weight [N, K] to [M, N] without a graph. The result is written into `out` if it is given."""
-
-    def input_gradient(
-        self, dy: Factor, weight_t: Factor, *, out: Tensor | None = None, accumulate: bool = False
-    ) -> Tensor:
-        """Returns dx = dy weight, [M, K], for dy [M, N] and the transposed weight [K, N], which `transpose` made.
-
-        The result is written into `out` or, with `accumulate`, added to it.
-        """
-
-    def weight_gradient(
-        self, dy_t: Factor, x_t: Factor, *, out: Tensor | None = None, accumulate: bool = False
-    ) -> Tensor:
-        """Returns dy^T x, [N, K], for the transposed dy [N, M] and x [K, M], which `transpose` made.
-
-        `out` is as in `input_gradient`, and may be float32.
-        """
-
-    def weight_gradients(
-        self, dy_t: Factor, x_t: Factor, weight: Weight, needs: Sequence[bool],
-        totals: Sequence[Tensor | None] | None = None,
-    ) -> list[Tensor | None]:  # fmt: skip
-        """Returns the gradients of a weight's tensors, in the order of `tensors_of`; None for those without `needs`.
-
-        No product is made for a tensor without. Gradients are added to `totals`, if these are given. Other arguments
-        are as in `weight_gradient`.
-        """
 
 
 class AttentionBytes(NamedTuple):
@@ -328,36 +211,24 @@ class MixerKind(Part, ABC):
 
     What a token reads depends on its document alone, not on the documents that are packed with it.
 
-    Attributes:
-        name: the kind's name in flags.
-        takes: names of the flags that it obeys.
-        branches: number of outputs that are kept for backward, each with a log-sum-exp.
-        has_keys: whether generation keeps keys and values of earlier tokens.
-        gates_per_head: gate logits per token and query head, which the model computes from the layer's input.
-        selected_blocks: blocks of keys per token, as flags count them; 0: the kind chooses none.
-        list_length: blocks of keys in a list, without blocks that every token has anyway.
-        longest_document: tokens of the longest document that it takes.
-        gpu_head_dims: head widths that its GPU kernels take; (): any.
-        h200_rates: its rates on an H200, by the names that `work` uses.
-        reads_prompts: whether its `forward` and `backward` take segments with prompts. For other kinds prompts are
-            copied, see `kernels.attention.prompts.Copies`.
-        draws_full_power: whether its kernels need as much power as matrix products. Between products, the others run at
-            a lower clock than by themselves.
     """
 
-    name: ClassVar[str]
-    takes: ClassVar[tuple[str, ...]] = ()
-    branches: ClassVar[int] = 1
-    gates_per_head: ClassVar[int] = 0
-    has_keys: ClassVar[bool] = True
-    selected_blocks: int = 0
-    gpu_head_dims: ClassVar[tuple[int, ...]] = ()
-    h200_rates: ClassVar[dict[str, float]]
+    name: ClassVar[str]  # in flags
+    takes: ClassVar[tuple[str, ...]] = ()  # names of the flags that it obeys
+    branches: ClassVar[int] = 1  # outputs that are kept for backward, each with a log-sum-exp
+    gates_per_head: ClassVar[int] = 0  # gate logits per token and query head, which the model computes
+    has_keys: ClassVar[bool] = True  # whether generation keeps keys and values of earlier tokens
+    selected_blocks: int = 0  # blocks of keys per token, as flags count them; 0: the kind chooses none
+    gpu_head_dims: ClassVar[tuple[int, ...]] = ()  # head widths that its GPU kernels take; (): any
+    h200_rates: ClassVar[dict[str, float]]  # its rates on an H200, by the names that `work` uses
+    # Whether `forward` and `backward` take segments with prompts. If not, see `kernels.attention.prompts.Copies`.
     reads_prompts: ClassVar[bool] = False
+    # Whether its kernels need as much power as matrix products. If not, they run at a lower clock between products.
     draws_full_power: ClassVar[bool] = False
 
     @property
     def list_length(self) -> int:
+        """Blocks of keys in a list, without blocks that every token has anyway."""
         return self.selected_blocks
 
     @property
@@ -367,6 +238,7 @@ class MixerKind(Part, ABC):
 
     @property
     def longest_document(self) -> float:
+        """Tokens of the longest document that it takes."""
         return math.inf
 
     def check_heads(self, head_dim: int) -> None:
@@ -394,10 +266,7 @@ class MixerKind(Part, ABC):
     def with_copies(
         self, lengths: Iterable[tuple[float, float]], prompts: Iterable[tuple[float, float, float, float]]
     ) -> list[tuple[float, float]]:
-        """Returns `lengths`, less prompts and answers, plus the documents that attend in their place; as for `work`.
-
-        The first answer goes on from its prompt, the others from copies.
-        """
+        """Returns documents, as for `work`, with the documents that attend in place of prompts and answers."""
         found = [*lengths]
         for prompt, answers, tokens, count in prompts:
             own, copied = tokens / answers, self.copied(round(prompt))
@@ -408,18 +277,13 @@ class MixerKind(Part, ABC):
     def prompt_flops(self, prompt: int, answers: int, tokens: int, H: int, G: int, K: int) -> AttentionFlops:
         """Returns the floating-point operations of a prompt's answers beyond documents of these lengths."""
         documents = self.with_copies((), [(prompt, answers, tokens, 1)])
-        parts = zip(
-            (0, 0, 0), *([count * n for n in self.flops(round(length), H, G, K)] for length, count in documents)
-        )
-        return AttentionFlops(*map(sum, parts))
+        flops = ([count * n for n in self.flops(round(length), H, G, K)] for length, count in documents)
+        return AttentionFlops(*map(sum, zip((0, 0, 0), *flops)))
 
     def forward_flops(
         self, lengths: Iterable[int], H: int, G: int, K: int, prompts: Iterable[tuple[int, int, int]] = ()
     ) -> float:
-        """Returns the floating-point operations of forward, summed over documents; choosing blocks is not counted.
-
-        `prompts` are as in `kernels.attention.documents.Documents`.
-        """
+        """Returns forward's floating-point operations without choices of blocks; `prompts` as in `Documents`."""
         flops = {length: self.flops(length, H, G, K).forward for length in {*lengths}}
         of_prompts = (self.prompt_flops(*prompt, H, G, K).forward for prompt in prompts)
         return sum(flops[length] for length in lengths) + sum(of_prompts)
@@ -454,8 +318,7 @@ class MixerKind(Part, ABC):
     ) -> dict[str, float]:  # fmt: skip
         """Measures the rates of this GPU, in FLOP/s or calls per second, by the names that `work` uses.
 
-        `seconds` runs a function on the GPU and returns the seconds of a call between a layer's matrix products, or,
-        with `in_a_row`, of calls in a row.
+        `seconds` returns the seconds of a call of a function between a layer's products, or `in_a_row` with others.
         """
 
 
@@ -473,31 +336,21 @@ class AttentionKind(MixerKind):
 
     @abstractmethod
     def check(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, impl: str) -> bool:
-        """Returns `on_triton`: whether Triton's kernels run with `impl`, see `kernels.common.use_triton`.
-
-        Raises:
-            ValueError: shapes, dtypes or sizes that no kernel takes.
-        """
+        """Returns `on_triton`, see `kernels.common.use_triton`. Raises ValueError for what no kernel takes."""
 
     @abstractmethod
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None, backend: str,
         on_triton: bool,
     ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:  # fmt: skip
-        """Returns outputs [B, T, H, K] and log-sum-exps [B, T, H] float32, one each per branch, and the lists.
-
-        If `lists` is None, the kind chooses them. A kind without lists returns None for them.
-        """
+        """Returns outputs [B, T, H, K] and log-sum-exps [B, T, H] float32 per branch, and lists, if it has any."""
 
     @abstractmethod
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: Sequence[Tensor],
         lses: Sequence[Tensor], lists: Tensor | None, segments: Tensor | None, backend: str, on_triton: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """Returns dq, dk, dv and, if there are gates, their gradient.
-
-        `outs`, `lses` and `lists` are what `forward` returned.
-        """
+        """Returns dq, dk, dv and, if there are gates, their gradient, from what `forward` returned."""
 
     def normalise_lists(self, lists: Tensor, q: Tensor, segments: Tensor | None) -> Tensor:
         """Returns a caller's lists as `backward` takes them, without blocks that their token cannot choose."""
@@ -509,20 +362,14 @@ class AttentionKind(MixerKind):
 
     @abstractmethod
     def decode(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None) -> Tensor:
-        """Returns the output [B, 1, H, K] of one new token, the last of S.
-
-        Its queries are q [B, 1, H, K]; k and v are the cached [B, S, G, K].
-        """
+        """Returns the output for q [B, 1, H, K] of one new token, the last of S, with cached k and v [B, S, G, K]."""
 
     @abstractmethod
     def footprint(
         self, T: int, H: int, G: int, K: int, *, element_size: int = 2, backend: str = "auto",
         context_length: int | None = None, longest: int | None = None,
     ) -> AttentionBytes:  # fmt: skip
-        """Returns the bytes that T tokens take, for q, k and v of elements of `element_size` bytes.
-
-        `context_length` (None: T) and `longest` are as in `kernels.attention.full.backward_workspace`.
-        """
+        """Returns the bytes that T tokens take; `context_length` (None: T) and `longest` as in `backward_workspace`."""
 
     def rates_at(
         self, T: int, H: int, G: int, K: int, backend: str, seconds: Callable[..., float], device: torch.device
@@ -549,25 +396,3 @@ def sum_to(n: int, most: int | None = None) -> int:
     """Returns the sum of the integers 0 to n - 1, each cut to `most`: sum_to(4) is 6, sum_to(4, 2) is 0 + 1 + 2 + 2."""
     n = max(0, n)
     return n * (n - 1) // 2 - (0 if most is None else sum_to(n - most))
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Memory of an operation on a number of tokens, without weights and their gradients.
-
-    Activation checkpointing runs a forward a second time, before backward. `kernels.common.operation` says which
-    results are kept from the first run, and which operations the second run leaves out.
-
-    Args:
-        saved: bytes kept from forward to backward, the input included if backward needs it.
-        forward: bytes at the fullest moment of a forward that saves nothing, on top of its input.
-        backward: bytes at the fullest moment of backward, on top of `saved`.
-        keepable: part of `saved`: results that, if they are kept, spare the second forward their computation.
-        matrix_flops: floating-point operations of forward's matrix products, where a step's seconds count them so.
-    """
-
-    saved: int
-    forward: int
-    backward: int
-    keepable: int = 0
-    matrix_flops: float = 0

@@ -26,19 +26,8 @@ from .attention.full import FULL, choose_backend
 from .common import operation, rounds
 from .gated_mlp import sigmoid_gated
 from .head_exchange import HeadExchange, group_named
-from .linear import PLAIN
-from .parts import (
-    Adapted,
-    AttentionKind,
-    Factor,
-    Linear,
-    Parameter,
-    Weight,
-    Work,
-    part_of,
-    tensors_of,
-    weight_of,
-)  # fmt: skip
+from .linear import PLAIN, Factor, Linear
+from .parts import Adapted, AttentionKind, Parameter, Weight, Work, part_of, tensors_of, weight_of
 from .rms_norm import rms_norm
 from .rope import rope
 
@@ -86,10 +75,7 @@ def _alternate(rows: Weight, K: int) -> list[Weight]:
 
 
 def _normalise(heads: Tensor, weight: Tensor, eps: float, impl: str) -> Tensor:
-    """Normalises each head of [B, T, H, K] by a weight [K], or all heads of a token together by a weight [H K].
-
-    With a weight of another dtype than the heads', such as float32, the result is rounded only after the weight.
-    """
+    """Normalises heads [B, T, H, K] by a weight [K], or all of a token by [H K]; a float32 weight before rounding."""
     rows = heads if len(weight) == heads.shape[-1] else heads.flatten(2)
     normed = rms_norm(rows, weight, eps, cast_before_weight=weight.dtype == heads.dtype, impl=impl)
     return normed.view(heads.shape)  # type: ignore[union-attr]
@@ -108,10 +94,7 @@ def project_heads(
     x_BTD: Tensor, parameters: QKVParameters, cos: Tensor | None, sin: Tensor | None, linear: Linear = PLAIN,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Returns q [B, T, H, K], k and v [B, T, G, K], with q and k normalised and rotated, see `qkv_attention`.
-
-    The fourth is the logits of the output's gate, [B, T, H, K], if there is one.
-    """
+    """Returns q [B, T, H, K], k and v [B, T, G, K], normalised and rotated, and logits of the output's gate, if any."""
     weights, biases, norms, eps, K, has_gate, rotary_dim = parameters
     q, k, v = (x.unflatten(-1, (-1, K)) for x in linear.maps(x_BTD, weights, biases))
     q, gate = q.unflatten(2, (-1, 2)).unbind(3) if has_gate else (q, None)
@@ -145,20 +128,14 @@ class _Division(NamedTuple):
 
 
 def _divide(num_heads: int, n: int, group_name: str | None) -> tuple[HeadExchange, _Division, _Division]:
-    """Returns a group's exchange, the division of all ranks' heads, and the division of this rank's own heads.
-
-    The ranks have `num_heads` key/value heads in all, each rank n of them in one step.
-    """
+    """Returns the exchange, and the divisions of all ranks' heads and of this rank's, each rank n of them in a step."""
     exchange = HeadExchange(group_named(group_name))
     steps = num_heads // exchange.size // n
     return exchange, _Division(exchange.size, steps), _Division(1, steps)
 
 
 def _rows_of_step(parameters: Sequence[Tensor], step: int, division: _Division) -> Tensor | None:
-    """Returns one step's rows of the q, k and v projections, [(R + 2) n K, D], or of their biases, [(R + 2) n K].
-
-    A step has n key/value heads, each with R query heads. Returns None if there are no parameters.
-    """
+    """Returns a step's rows of the q, k and v projections, [(R + 2) n K, D], or of biases; None without parameters."""
     return torch.cat([division.take(rows, step, 0) for rows in parameters]) if parameters else None
 
 
@@ -168,18 +145,11 @@ def _weight_of_step(tensors: Sequence[Tensor], step: int, division: _Division) -
     return weight_of([rows[0]] if len(tensors) == 3 else [rows[0], tensors[3], rows[1]])
 
 
-def _output_of_step(tensors: Sequence[Tensor], step: int, division: _Division) -> Weight:
-    """Returns one step's columns of the output projection. An adapter's B is the same in all steps."""
-    return weight_of([*(division.take(tensor, step, 1) for tensor in tensors[:2]), *tensors[2:]])
-
-
 class _Gradients:
-    """Gradients of tensors, filled step by step.
+    """Gradients of the tensors that need them, filled step by step.
 
-    Args:
-        tensors: the tensors, whose heads `division` divides along the dimensions `dims`. A tensor without heads has
-            None there: its gradient adds up over steps, in float32.
-        needs: whether each of them has a gradient.
+    `division` divides their heads along the dimensions `dims`. A tensor without heads has None there: its gradient adds
+    up over steps, in float32.
     """
 
     def __init__(
@@ -244,7 +214,13 @@ def _unjoined(parts: Sequence[Tensor | None], lengths: list[int]) -> list[Tensor
     return [*by_rows[0], *parts[1:2], *(by_rows[1] if len(parts) > 1 else ())]
 
 
-@operation("fathom::qkv_attention", keepable="results", chooses="lists", composed=True)
+def _fake_results(x, weights, biases, norms, eps, head_dim, cos, sin, segments, lists, kind, linear, backend,
+                  on_triton, impl, n, group_name):  # fmt: skip
+    exchange, _, _ = _divide(len(weights[1]) // head_dim, n, group_name)
+    return _empty_results(x, weights, head_dim, lists, part_of(kind), exchange.size)
+
+
+@operation("fathom::qkv_attention", _fake_results, keepable="results", chooses="lists", composed=True)
 def _qkv_attention(
     x: Tensor, weights: list[Tensor], biases: list[Tensor], norms: list[Tensor], eps: float, head_dim: int,
     cos: Tensor | None, sin: Tensor | None, segments: Tensor | None, lists: Tensor | None, kind: int, linear: int,
@@ -292,13 +268,6 @@ def _empty_results(
     )
 
 
-@_qkv_attention.register_fake
-def _(x, weights, biases, norms, eps, head_dim, cos, sin, segments, lists, kind, linear, backend, on_triton, impl,
-      n, group_name):  # fmt: skip
-    exchange, _, _ = _divide(len(weights[1]) // head_dim, n, group_name)
-    return _empty_results(x, weights, head_dim, lists, part_of(kind), exchange.size)
-
-
 class _Options(NamedTuple):
     """Arguments of `_QKVAttention` that are not tensors."""
 
@@ -341,7 +310,9 @@ class _QKVAttention(torch.autograd.Function):
         steps = _Backward(ctx, dy)
         for step in rounds(steps.own_heads.steps, dy):
             steps.run(step)
-        return steps.dx_rows.view_as(dy), steps.d_gates, *[None] * 4, *steps.d_parameters()
+        parameters = steps.d_o, steps.d_weights, steps.d_biases, steps.d_norms
+        d_parameters = [gradient for of_part in parameters for gradient in of_part.finished()]
+        return steps.dx_rows.view_as(dy), steps.d_gates, *[None] * 4, *d_parameters
 
 
 class _Backward:
@@ -367,10 +338,6 @@ class _Backward:
         self.d_norms = _Gradients(self.norms, [True] * len(norms), [None] * len(norms), self.all_heads)
         self.d_gates = None if self.gates is None else torch.empty_like(self.gates)
 
-    def d_parameters(self) -> list[Tensor | None]:
-        gradients = self.d_o, self.d_weights, self.d_biases, self.d_norms
-        return [gradient for of_part in gradients for gradient in of_part.finished()]
-
     def run(self, step: int) -> None:
         """Adds one step's part to all gradients."""
         weight = _weight_of_step(self.weights, step, self.all_heads)
@@ -384,10 +351,7 @@ class _Backward:
         self.d_norms.add(step, d_norms)
 
     def _through_attention(self, step: int, weight_factor: Factor):
-        """Returns q, k and v before norms and RoPE, the graph's edges after them, and the gradients at the edges.
-
-        The gradients are of whole sequences, and the gates' gradient is their last if there are gates.
-        """
+        """Returns q, k and v before norms, the graph's edges after RoPE, and gradients there and of gates, if any."""
         options, to_heads = self.options, self.exchange.to_heads
         outs, gates = [self.all_heads.take(out, step) for out in self.outs], self.all_heads.take(self.gates, step)
         d_out = to_heads(self._through_output(step, outs, gates).view(outs[0].shape))
@@ -408,7 +372,8 @@ class _Backward:
 
     def _through_output(self, step: int, outs: list[Tensor], gates: Tensor | None) -> Tensor:
         """Returns the gradient of attention's output, [B T, R n K], and adds to the output projection's."""
-        linear, weight = self.linear, _output_of_step(self.o_tensors, step, self.all_heads)
+        columns = [self.all_heads.take(tensor, step, 1) for tensor in self.o_tensors[:2]]
+        linear, weight = self.linear, weight_of([*columns, *self.o_tensors[2:]])  # an adapter's B is of all steps
         output = self.kind.output(outs, gates, self.options.on_triton).flatten(0, 1).flatten(1)
         dy, output = linear.factor(self.dy_rows), linear.factor(output)
         factors_t = linear.transpose(dy), linear.transpose(output)
@@ -429,21 +394,11 @@ class _Backward:
 
 
 def qkv_attention(
-    x_BTD: Tensor,
-    parameters: QKVParameters,
-    o_weight: Weight,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    segments: Tensor | None = None,
-    *,
-    kind: AttentionKind = FULL,
-    gates: Tensor | None = None,
-    heads_at_a_time: int | None = None,
-    exchange: HeadExchange | None = None,
-    linear: Linear = PLAIN,
-    backend: str = "auto",
-    impl: str = "auto",
-) -> Tensor:
+    x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None, sin: Tensor | None,
+    segments: Tensor | None = None, *, kind: AttentionKind = FULL, gates: Tensor | None = None,
+    heads_at_a_time: int | None = None, exchange: HeadExchange | None = None, linear: Linear = PLAIN,
+    backend: str = "auto", impl: str = "auto",
+) -> Tensor:  # fmt: skip
     """Projects to q, k and v, normalises and rotates q and k, attends causally, and applies the output projection.
 
     Args:
@@ -458,10 +413,6 @@ def qkv_attention(
         exchange: the exchange between ranks that share each sequence. x_BTD, cos, sin and gates are then of this
             rank's tokens, segments of whole sequences. None: nothing is shared.
         linear: the linear map of all projections.
-        impl: "auto", "triton" or "torch".
-
-    Returns:
-        [B, T, D].
 
     Raises:
         ValueError: heads_at_a_time does not divide a rank's key/value heads, or the ranks do not divide all of them;
@@ -528,14 +479,7 @@ def _some_heads_at_a_time(
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """Attention as a part of a layer, see `kernels.parts.LayerPart`.
-
-    Args:
-        qk_norm: RMSNorms of q and k before rotary positions: of each "head", of all heads together ("width"), or none.
-        rotates: whether q and k have rotary positions.
-        has_output_gate: whether each element of the output is multiplied by the sigmoid of a logit of its own.
-        rotary_dim: elements of a head that are rotated; None: all.
-    """
+    """Attention as a part of a layer, see `kernels.parts.LayerPart`; the fields are as in `kernels.config.Share`."""
 
     num_heads: int
     num_key_value_heads: int

@@ -31,15 +31,9 @@ PROGRAMS_PER_SM = 2  # in backward; each loops over rows and leaves one partial 
 
 
 def rms_norm_reference(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    *,
-    residual: Tensor | None = None,
-    gate: Tensor | None = None,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-) -> Tensor | tuple[Tensor, Tensor]:
+    input: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, gate: Tensor | None = None,
+    weight_offset: float = 0.0, cast_before_weight: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Plain PyTorch with the contract of `rms_norm`; float64 stays float64."""
     total = input if residual is None else input + residual
     x = total.to(torch.promote_types(total.dtype, torch.float32))
@@ -60,10 +54,7 @@ def _rms_norm_forward_kernel(
     INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Normalises BLOCK_ROWS rows. All tensors but the input are contiguous.
-
-    Row r of `input` starts at (r // INNER) * outer_stride + (r % INNER) * inner_stride.
-    """
+    """Normalises BLOCK_ROWS rows. All tensors but the input are contiguous; INNER rows of it are evenly spaced."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
     columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask = (rows < num_rows)[:, None] & (columns < D)[None, :]  # [BLOCK_ROWS, BLOCK_D]
@@ -157,7 +148,12 @@ def _blocks(d: int, elements: int) -> dict[str, int]:
     return {"D": d, "BLOCK_D": block_d, "BLOCK_ROWS": max(1, elements // block_d)}
 
 
-@operation("fathom::rms_norm_forward")
+def _empty_outputs(input, residual, *_):
+    total = input.new_empty(0 if residual is None else input.shape)
+    return input.new_empty(input.shape), total, input.new_empty(input.shape[:-1], dtype=torch.float32)
+
+
+@operation("fathom::rms_norm_forward", _empty_outputs)
 def _forward(
     input: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor, eps: float, weight_offset: float,
     cast_before_weight: bool,
@@ -174,15 +170,11 @@ def _forward(
     return normed, total, rstd
 
 
-def _empty_outputs(input, residual):
-    total = input.new_empty(0 if residual is None else input.shape)
-    return input.new_empty(input.shape), total, input.new_empty(input.shape[:-1], dtype=torch.float32)
+def _empty_gradients(x, gate, weight):
+    return x.new_empty(x.shape), torch.empty_like(weight), x.new_empty(0 if gate is None else gate.shape)
 
 
-_forward.register_fake(lambda input, residual, *rest: _empty_outputs(input, residual))
-
-
-@operation("fathom::rms_norm_backward")
+@operation("fathom::rms_norm_backward", lambda _, __, *given: _empty_gradients(*given[:3]))
 def _backward(
     d_normed: Tensor, d_total: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor, rstd: Tensor,
     weight_offset: float,
@@ -201,13 +193,6 @@ def _backward(
         INNER=rows.shape[1], **blocks, NUM_STAGES=stages, num_warps=max(8, blocks["BLOCK_D"] // 512),
     )  # fmt: skip
     return dx, d_weight.copy_(partial.sum(0)), d_gate
-
-
-def _empty_gradients(x, gate, weight):
-    return x.new_empty(x.shape), torch.empty_like(weight), x.new_empty(0 if gate is None else gate.shape)
-
-
-_backward.register_fake(lambda d_normed, d_total, x, gate, weight, *rest: _empty_gradients(x, gate, weight))
 
 
 def _setup_context(ctx, inputs, output):
@@ -230,16 +215,9 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def rms_norm(
-    input: Tensor,
-    weight: Tensor,
-    eps: float = 1e-6,
-    *,
-    residual: Tensor | None = None,
-    gate: Tensor | None = None,
-    weight_offset: float = 0.0,
-    cast_before_weight: bool = True,
-    impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+    input: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, gate: Tensor | None = None,
+    weight_offset: float = 0.0, cast_before_weight: bool = True, impl: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Args:
@@ -252,13 +230,11 @@ def rms_norm(
         weight_offset: added to the weight in float32; 1.0 is Gemma's convention.
         cast_before_weight: rounds to the input's dtype before the product with the weight, as Llama and Qwen3 do in
             transformers. False keeps float32 until the end, as Gemma does.
-        impl: "auto", "triton" or "torch".
 
     Returns:
         The normalised input, in the input's dtype; with `residual`, a pair of it and input + residual.
 
-    Raises:
-        ValueError: shapes or dtypes that do not fit together; with Triton, another dtype, or D above 8,192.
+    Raises ValueError for shapes or dtypes that do not fit together; with Triton, another dtype, or D above 8,192.
     """
     if weight.shape != input.shape[-1:]:
         raise ValueError(f"weight must be [{input.shape[-1]}], the input's last dimension, got {list(weight.shape)}")

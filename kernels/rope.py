@@ -53,10 +53,7 @@ def _rope_kernel(
     BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
     WIDTH: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Rotates all heads of q and k of one token. The outputs and the tables' rows are contiguous.
-
-    Rows of the tables have WIDTH elements: HALF, and in cos perhaps the factor of q.
-    """
+    """Rotates all heads of one token. Tables have WIDTH columns: HALF, and perhaps one for the factor of q."""
     token = tl.program_id(0).to(tl.int64)
     b, t = token // T, token % T
     columns = tl.arange(0, BLOCK_HALF)  # [BLOCK_HALF]
@@ -97,7 +94,7 @@ def _rope_kernel(
         tl.store(k_out_ptr + token * (G * K) + g * K + rest, k_rest, (g < G) & (rest < K))
 
 
-@operation("fathom::rope")
+@operation("fathom::rope", lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)))
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, inverse: bool) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -116,16 +113,13 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, inv
     return q_out, k_out
 
 
-_rotate.register_fake(lambda q, k, *options: (q.new_empty(q.shape), k.new_empty(k.shape)))
-
-
 def _setup_context(ctx, inputs, output):
     _, _, *tables, ctx.rotary_dim, ctx.inverse = inputs
     ctx.save_for_backward(*tables)
 
 
-def _gradients(ctx, d_q, d_k):
-    return *_rotate(d_q, d_k, *ctx.saved_tensors, ctx.rotary_dim, not ctx.inverse), None, None, None, None
+def _gradients(ctx, *d_heads):
+    return *_rotate(*d_heads, *ctx.saved_tensors, ctx.rotary_dim, not ctx.inverse), None, None, None, None
 
 
 _rotate.register_autograd(_gradients, setup_context=_setup_context)
@@ -142,14 +136,12 @@ def rope(
         cos, sin: [T, R / 2] or [B, T, R / 2], float32, for each token's angles. Both may have one column more, with
             which cos multiplies the token's queries.
         rotary_dim: R, the first elements of each head that are rotated; the others pass. None: all of them.
-        impl: "auto", "triton" or "torch".
 
     Returns:
         The rotated q and k, contiguous, in their dtype. Gradients flow to q and k only.
 
-    Raises:
-        ValueError: shapes or dtypes that do not fit together, or an odd head_dim or rotary_dim; with Triton, another
-            dtype, or more than 16,384 elements in the half heads of a token.
+    Raises ValueError for shapes or dtypes that do not fit together, or an odd head_dim or rotary_dim; with Triton,
+    another dtype, or more than 16,384 elements in the half heads of a token.
     """
     rotary_dim = rotary_dim or q_BTHK.shape[-1]
     _check(q_BTHK, k_BTGK, cos, sin, rotary_dim)
@@ -220,26 +212,19 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): like `Llama3Scaling`, with a ramp over pairs, and larger cos and sin.
-
-    Args:
-        beta_fast: turns in the original context from which a frequency is kept.
-        beta_slow: turns up to which a frequency is divided by `factor`.
-        attention_factor: multiplies cos and sin. None stands for 0.1 ln(factor) + 1 or, given `mscale` and
-            `mscale_all_dim`, for (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
-        truncate: whether the ramp begins and ends at whole pairs.
-        llama_4_scaling_beta: multiplies queries at position t by 1 + beta ln(1 + floor(t / original length)), as
-            Ministral 3 does; None: by 1.
-    """
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): as `Llama3Scaling`, with a ramp over pairs, and larger cos and sin."""
 
     factor: float
     original_max_position_embeddings: int
-    beta_fast: float = 32
-    beta_slow: float = 1
+    beta_fast: float = 32  # turns in the original context from which a frequency is kept
+    beta_slow: float = 1  # turns up to which a frequency is divided by `factor`
+    # Multiplies cos and sin. None stands for 0.1 ln(factor) + 1 or, given `mscale` and `mscale_all_dim`, for
+    # (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    truncate: bool = True
+    truncate: bool = True  # whether the ramp begins and ends at whole pairs
+    # Multiplies queries at position t by 1 + beta ln(1 + floor(t / original length)), as Ministral 3 does; None: by 1.
     llama_4_scaling_beta: float | None = None
     rope_type = "yarn"
 
@@ -261,17 +246,15 @@ class YarnScaling:
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         half = len(frequencies)
-        first, last = (self._pair_of(turns, half, theta) for turns in (self.beta_fast, self.beta_slow))
+        # Indices, fractions, of the pairs that turn so often in the original context.
+        circles = self.original_max_position_embeddings / (2 * math.pi)
+        first, last = (half * math.log(circles / n) / math.log(theta) for n in (self.beta_fast, self.beta_slow))
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * half - 1)
         pairs = torch.arange(half, dtype=frequencies.dtype, device=frequencies.device)
         divided = ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
         return torch.lerp(frequencies, frequencies / self.factor, divided)
-
-    def _pair_of(self, turns: float, half: int, theta: float) -> float:
-        """Returns the index, a fraction, of the pair that turns so often in the original context."""
-        return half * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling

@@ -36,10 +36,13 @@ def _sum_over_ranks(x: Tensor, group_name: str) -> Tensor:
     return total
 
 
-_sum = operation("fathom::sum_over_ranks")(_sum_over_ranks)
-_skippable_sum = operation("fathom::skippable_sum_over_ranks", skippable=True)(_sum_over_ranks)
+def _like_input(x, group_name):
+    return x.new_empty(x.shape)
+
+
+_sum = operation("fathom::sum_over_ranks", _like_input)(_sum_over_ranks)
+_skippable_sum = operation("fathom::skippable_sum_over_ranks", _like_input, skippable=True)(_sum_over_ranks)
 for _operation in (_sum, _skippable_sum):
-    _operation.register_fake(lambda x, group_name: x.new_empty(x.shape))
     _operation.register_autograd(lambda ctx, dy: (dy, None))
 
 

@@ -40,9 +40,6 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def assume_constant(function: Callable) -> Callable:
-    """Marks a function as torch.compiler.assume_constant_result does, which imports torch._dynamo, a second, to do so.
-
-    The compiler then calls it while it traces, and takes its result for a constant (2.1).
-    """
+    """Marks a function as torch.compiler.assume_constant_result does, without its import of torch._dynamo (2.1)."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -25,14 +25,9 @@ _last: tuple = ((), (), None)  # the tensors that segments were found from, thei
 
 
 def register_attention(
-    *,
-    selected_blocks: int = 32,
-    window: int = 512,
-    block_size: int = 64,
-    dense_below: int = 8192,
-    backend: str = "auto",
-    impl: str = "auto",
-) -> None:
+    *, selected_blocks: int = 32, window: int = 512, block_size: int = 64, dense_below: int = 8192,
+    backend: str = "auto", impl: str = "auto",
+) -> None:  # fmt: skip
     """Makes `attn_implementation="fathom"` and `"fathom_sparse"` known to transformers.
 
     "fathom" is causal attention to everything. "fathom_sparse" is `Sparse`: each token attends to the first block of

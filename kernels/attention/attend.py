@@ -16,7 +16,18 @@ from .full import FULL, choose_backend
 from .prompts import copies_for
 
 
-@operation("fathom::attend", keepable="results", chooses="lists")
+def _no_lists(k: Tensor) -> Tensor:
+    return k.new_empty(*k.shape[:3], 0, dtype=torch.int16)
+
+
+def _fake_results(q, k, v, segments, lists, kind, backend, on_triton):
+    own, dtype = part_of(kind), torch.promote_types(q.dtype, torch.float32)
+    outs = [q.new_empty(q.shape) for _ in range(own.branches)]
+    chosen = k.new_empty(*k.shape[:3], own.list_length, dtype=torch.int16) if lists is None else _no_lists(k)
+    return [*outs, *(q.new_empty(q.shape[:3], dtype=dtype) for _ in outs), chosen]
+
+
+@operation("fathom::attend", _fake_results, keepable="results", chooses="lists")
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None, kind: int, backend: str,
     on_triton: bool,
@@ -39,19 +50,7 @@ def _attend(
     return [*outs, *lses, chosen if lists is None and chosen is not None else _no_lists(k)]
 
 
-@_attend.register_fake
-def _(q, k, v, segments, lists, kind, backend, on_triton):
-    own, dtype = part_of(kind), torch.promote_types(q.dtype, torch.float32)
-    outs = [q.new_empty(q.shape) for _ in range(own.branches)]
-    chosen = k.new_empty(*k.shape[:3], own.list_length, dtype=torch.int16) if lists is None else _no_lists(k)
-    return [*outs, *(q.new_empty(q.shape[:3], dtype=dtype) for _ in outs), chosen]
-
-
-def _no_lists(k: Tensor) -> Tensor:
-    return k.new_empty(*k.shape[:3], 0, dtype=torch.int16)
-
-
-@torch.library.custom_op("fathom::attend_backward", mutates_args=())
+@operation("fathom::attend_backward", lambda _, *given: [x.new_empty(x.shape) for x in given[:4] if x is not None])
 def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: list[Tensor], lses: list[Tensor],
     lists: Tensor, segments: Tensor | None, kind: int, backend: str, on_triton: bool,
@@ -68,11 +67,6 @@ def _backward(kind, dout, q, k, v, gates, outs, lses, lists, segments, backend, 
     dout = copies.without_copies(copies.expand(dout))
     dq, dk, dv, *d_gates = kind.backward(dout, *given, *kept, copies.segments, backend, on_triton)
     return [copies.drop(dq, q), copies.add(dk, q), copies.add(dv, q), *(copies.drop(x, q) for x in d_gates)]
-
-
-@_attend_backward.register_fake
-def _(dout, q, k, v, gates, outs, lses, lists, segments, kind, backend, on_triton):
-    return [x.new_empty(x.shape) for x in (q, k, v, gates) if x is not None]
 
 
 def attend_backward(
@@ -113,17 +107,9 @@ def check_gates(gates: Tensor | None, kind: AttentionKind, shape: Sequence[int])
 
 
 def attention(
-    q_BTHK: Tensor,
-    k_BTGK: Tensor,
-    v_BTGK: Tensor,
-    segments: Tensor | None = None,
-    *,
-    kind: AttentionKind = FULL,
-    gates: Tensor | None = None,
-    lists: Tensor | None = None,
-    backend: str = "auto",
-    impl: str = "auto",
-) -> Tensor:
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None, *, kind: AttentionKind = FULL,
+    gates: Tensor | None = None, lists: Tensor | None = None, backend: str = "auto", impl: str = "auto",
+) -> Tensor:  # fmt: skip
     """Attends causally with grouped queries, each document of a packed sequence on its own.
 
     Args:
@@ -158,15 +144,9 @@ def attention(
 
 
 def packed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None = None,
-    *,
-    kind: AttentionKind = FULL,
-    backend: str = "auto",
-    impl: str = "auto",
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *, kind: AttentionKind = FULL,
+    backend: str = "auto", impl: str = "auto",
+) -> Tensor:  # fmt: skip
     """Attends causally within documents that follow each other, as flash-attn's flash_attn_varlen_func does.
 
     Args:

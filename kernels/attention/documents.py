@@ -43,7 +43,9 @@ class Documents:
     @property
     def longest(self) -> int:
         """Tokens of the longest document, with its prompt."""
-        return max(map(sum, zip(self.lengths, self.prompt_lengths)))
+        if self.segments is None or not has_prompts(self.segments):
+            return max(self.lengths)
+        return int((self.segments[:, 2] - self.segments[:, 1] + self.segments[:, 4] - self.segments[:, 3]).max())
 
     @property
     def prompts(self) -> list[tuple[int, int, int]]:
@@ -54,13 +56,6 @@ class Documents:
                 if last:
                     found.setdefault((row, first, last), []).append(stop - start)
         return [(last - first, len(lengths), sum(lengths)) for (_, first, last), lengths in found.items()]
-
-    @property
-    def prompt_lengths(self) -> list[int]:
-        """Tokens of the prompt of each document; 0 where it has none."""
-        if self.segments is None or not has_prompts(self.segments):
-            return [0] * len(self.lengths)
-        return (self.segments[:, 4] - self.segments[:, 3]).tolist()
 
     @property
     def are_whole(self) -> bool:
@@ -137,12 +132,9 @@ class Span(NamedTuple):
 
 
 def split_by_length(segments: Tensor, T: int, long_from: int) -> tuple[Tensor, list[Span]]:
-    """Divides the documents of rows of T tokens into short ones and spans of long ones.
+    """Returns the rows of `segments` below `long_from` tokens, and spans of the others, in order.
 
     Documents of 3, 9, 9, 4 and 9 tokens with long_from=9 are two short ones and two spans: (9, 9) and (9).
-
-    Returns:
-        The rows of `segments` that are shorter than `long_from` tokens, and the spans, in order.
     """
     lengths = segments[:, 2] - segments[:, 1]
     long = segments[lengths >= long_from]
@@ -171,11 +163,8 @@ class Call(NamedTuple):
 def divide(documents: Iterable[tuple[int, int]], longest_together: float, most_tokens: int) -> list[Call]:
     """Returns the calls that attend to documents (start, stop), in order. Only neighbours attend together.
 
-    With longest_together=4, documents of 3, 2, 9, 4 and 3 tokens need three calls: (3, 2), 9 and (4, 3).
-
-    Args:
-        longest_together: tokens of the longest document that does not attend alone.
-        most_tokens: most tokens of one call, counting SPACING more per document; one document always fits.
+    With longest_together=4, documents of 3, 2, 9, 4 and 3 tokens need three calls: (3, 2), 9 and (4, 3). A call has at
+    most `most_tokens`, counting SPACING more per document; one document always fits.
     """
     calls: list[Call] = []
     counted = 0  # tokens and SPACING of the documents of the last call
@@ -228,11 +217,7 @@ def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Te
 
 
 def check_documents(segments: Tensor | None, B: int, T: int) -> int:
-    """Returns the number of documents of a batch.
-
-    Raises:
-        ValueError: an empty document, or segments that do not have each token once.
-    """
+    """Returns the number of documents. Raises ValueError unless segments have each token once, and none is empty."""
     if segments is None:
         return B
     first, length = document_bounds(B, T, as_bytes(segments))
@@ -244,10 +229,7 @@ def check_documents(segments: Tensor | None, B: int, T: int) -> int:
 def document_calls(
     q_BTHK: Tensor, segments: Tensor, longest_together: float, position_tokens: int = 1
 ) -> tuple[Call, ...]:
-    """Returns the calls for q's documents, see `divide`. All layers of a step share them and their tables.
-
-    Each position of q and of `segments`, int64 [S, 3] on the CPU, stands for `position_tokens` tokens.
-    """
+    """Returns the calls for q's documents, see `divide`, of positions of so many tokens each. Layers share them."""
     B, T = q_BTHK.shape[:2]
     limits = longest_together / position_tokens, most_tokens_together(B * T, position_tokens)
     return _document_calls(as_bytes(segments), T, *limits, q_BTHK.device)
@@ -266,19 +248,15 @@ def _document_calls(
 
 
 def _longest(call: Call) -> int:
-    """Returns the tokens of the longest document, rounded up to whole tiles, two at least.
-
-    FlashAttention's kernels skip what lies past a document's end. It has other kernels for documents of one tile.
-    """
+    """Returns the tokens of the longest document in whole tiles, at least two: one tile has other kernels."""
     longest = max(stop - start for start, stop in zip((0, *call.ends), call.ends))
     return max(2 * _TILE, -(-longest // _TILE) * _TILE)
 
 
 def rounded_length(length: int, step: int) -> int:
-    """Returns the tokens of a call for one document of `length` tokens, rounded up so that few lengths occur.
+    """Returns a document's tokens rounded up to a multiple of `step`, or of 1/16 of the largest power of two below.
 
-    Results are multiples of `step`; for long documents, of 1/16 of the largest power of two below `length`. With a step
-    of 256, 2,100 becomes 2,304, 5,000 becomes 5,120 and 40,000 becomes 40,960. A step of 1 rounds nothing.
+    With a step of 256, 2,100 becomes 2,304, 5,000 becomes 5,120 and 40,000 becomes 40,960. A step of 1 rounds nothing.
     """
     if step > 1:
         step = max(step, 1 << max(0, (length - 1).bit_length() - 5))

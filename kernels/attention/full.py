@@ -52,33 +52,21 @@ Keys = tuple[Tensor, int]  # where keys of documents that attend together begin,
 class Kernel(NamedTuple):
     """A library's causal attention: functions for rows of one document each, and for documents that attend together.
 
-    Args:
-        forward: q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp [B, H, T] float32. With a keyword
-            `causal` of False every query sees all keys, which may be more or fewer.
-        backward: dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v; `causal` as above.
-        forward_together: q [N, H, K], k and v [N, G, K], begins, longest -> out [N, H, K], log-sum-exp [H, N] float32.
-            Documents follow each other in the N tokens. `begins` has the first token of each document and N, int32 on
-            the device of q; `longest` is the number of tokens of the longest document. A keyword `window` has each
-            token attend to so many last tokens; only FlashAttention's kernels take it. With a keyword `keys`, begins
-            and longest of the keys, each document's queries see all its keys.
-        backward_together: dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv; keywords as above.
-        workspace_rows: bytes that `backward` allocates for itself, divided by q's bytes. Measured.
-        rows_together: the same number for `backward_together`, without the float32 dq of SPACING more tokens per
-            document.
-        expanded_rows: the part of both for dk and dv of each query head, where query heads share key/value heads.
-        longest_together: tokens of the longest document that does not attend alone.
-        length_step: tokens; `step` of `rounded_length`, for a document that attends alone.
+    Documents that attend together follow each other in N tokens. `begins` has the first token of each and N, int32 on
+    the device of q; `longest` is the number of tokens of the longest. A keyword `window` has each token attend to so
+    many last tokens; only FlashAttention's kernels take it. With a keyword `causal` of False, or `keys`, begins and
+    longest of the keys, a document's queries see all its keys, which may be more or fewer.
     """
 
-    forward: Callable
-    backward: Callable
-    forward_together: Callable
-    backward_together: Callable
-    workspace_rows: int
-    rows_together: int
-    expanded_rows: int = 0
-    longest_together: float = math.inf
-    length_step: int = 1
+    forward: Callable  # q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp [B, H, T] float32
+    backward: Callable  # dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v
+    forward_together: Callable  # q [N, H, K], k and v [N, G, K], begins, longest -> out, log-sum-exp [H, N] float32
+    backward_together: Callable  # dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv
+    workspace_rows: int  # bytes that `backward` allocates for itself, divided by q's bytes; measured
+    rows_together: int  # the same of `backward_together`, without the float32 dq of SPACING more tokens per document
+    expanded_rows: int = 0  # the part of both for dk and dv of each query head, where query heads share keys
+    longest_together: float = math.inf  # tokens of the longest document that does not attend alone
+    length_step: int = 1  # tokens; `step` of `rounded_length`, for a document that attends alone
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
@@ -99,9 +87,8 @@ def _cudnn_backward(
     if min(q.shape[1], k.shape[1]) < _CUDNN_SHORTEST:
         return _flash_backward(dout, q, k, v, out, lse, causal)
     lengths, seed = (q.shape[1], k.shape[1]), _unused_seed(q)
-    return _heads_first(*torch_internals.cudnn_attention_backward(
-        *_heads_first(dout, q, k, v, out), lse.unsqueeze(-1), seed, seed, None, None, None, *lengths, 0.0, causal
-    ))  # fmt: skip
+    options = lse.unsqueeze(-1), seed, seed, None, None, None, *lengths, 0.0, causal
+    return _heads_first(*torch_internals.cudnn_attention_backward(*_heads_first(dout, q, k, v, out), *options))
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
@@ -113,9 +100,8 @@ def _flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = True
 ) -> Sequence[Tensor]:
     lengths, seed = (q.shape[1], k.shape[1]), _unused_seed(q)
-    return _heads_first(*torch_internals.flash_attention_backward(
-        *_heads_first(dout, q, k, v, out), lse, None, None, *lengths, 0.0, causal, seed, seed
-    ))  # fmt: skip
+    options = lse, None, None, *lengths, 0.0, causal, seed, seed
+    return _heads_first(*torch_internals.flash_attention_backward(*_heads_first(dout, q, k, v, out), *options))
 
 
 def _flash_forward_together(
@@ -220,16 +206,13 @@ def _flash_attn_4_options(
 _FLASH = Kernel(_flash_forward, _flash_backward, _flash_forward_together, _flash_backward_together, 6, 4, 2)
 KERNELS = {
     "cudnn": _FLASH._replace(
-        forward=_cudnn_forward,
-        backward=_cudnn_backward,
-        workspace_rows=4,
-        longest_together=LONGEST_TOGETHER,
+        forward=_cudnn_forward, backward=_cudnn_backward, workspace_rows=4, longest_together=LONGEST_TOGETHER,
         length_step=256,
     ),
     "flash": _FLASH,
     "flash-attn-4": Kernel(*2 * (_flash_attn_4_forward, _flash_attn_4_backward), 3, 3),
     "cpu": Kernel(_cpu_forward, _cpu_backward, _cpu_forward_together, _cpu_backward_together, 4, 4),
-}
+}  # fmt: skip
 BACKENDS = ("auto", *KERNELS)
 TESTED_FLASH_ATTN_4 = ("4.0.0b36",)  # versions of flash-attn-4 whose results and speed were compared with cuDNN's
 
@@ -239,11 +222,9 @@ def choose_backend(requested: str, device: torch.device) -> str:
     """Returns the name of the kernel that attention runs on `device`. Names other than "auto" are taken or refused.
 
     "auto" is cuDNN's kernel on Hopper and newer GPUs. It is FlashAttention-2 on older GPUs, and on all GPUs if PyTorch
-    is told to use deterministic algorithms. On a CPU it is PyTorch's CPU kernel. A run with a plan also compares
-    flash-attn-4's with cuDNN's, see `training.run.build.plan_memory`.
+    is told to use deterministic algorithms. A run with a plan also compares flash-attn-4's, see `plan_memory`.
 
-    Raises:
-        ValueError: unknown name, or a kernel that this device or installation does not have.
+    Raises ValueError for unknown name, or a kernel that this device or installation does not have.
     """
     if requested not in BACKENDS:
         raise ValueError(f"attention backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
@@ -273,10 +254,7 @@ def choose_backend(requested: str, device: torch.device) -> str:
 
 
 def _window(x: Tensor, start: int, length: int) -> Tensor:
-    """Returns `length` rows of x [tokens, heads, K] from `start` on, as [1, length, heads, K], with zeros past x's end.
-
-    The rows after a document may be the next one's. Causality hides them from it, and their results are thrown away.
-    """
+    """Returns x[start : start + length] as [1, length, heads, K], with zeros past x's end; causality hides the rest."""
     window = x[start : start + length]
     return (window if len(window) == length else F.pad(window, (0, 0, 0, 0, 0, length - len(window))))[None]
 
@@ -303,10 +281,8 @@ def full_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H] float32, computed by `KERNELS[backend]`.
 
-    Args:
-        segments: the documents; with `into` they need not cover all tokens.
-        position_tokens: tokens that each position stands for.
-        into: output and log-sum-exp to be written to, at the rows of the documents; None: new tensors.
+    `into` are both, to be written to at the rows of the documents, which then need not cover all tokens. Each position
+    stands for `position_tokens` tokens.
     """
     (B, T), kernel = q.shape[:2], KERNELS[backend]
     if segments is None:
@@ -340,10 +316,7 @@ def full_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor | None, backend: str,
     position_tokens: int = 1, into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Returns dq, dk and dv, in the layouts of q, k and v, from what `full_forward` returned.
-
-    `into` are dq, dk and dv to be written to, at the rows of the documents.
-    """
+    """Returns dq, dk and dv from what `full_forward` returned; `into` are all three, as in `full_forward`."""
     (B, T), kernel = q.shape[:2], KERNELS[backend]
     dout = dout.contiguous()
     if segments is None:
@@ -531,18 +504,17 @@ def backward_workspace(
     backend: str, num_tokens: int, q_bytes: int, k_bytes: int, context_length: int, longest: int | None,
     position_tokens: int = 1, num_key_value_heads: int = 1,
 ) -> int:  # fmt: skip
-    """Returns the bytes that backward takes besides its arguments and results.
+    """Returns the bytes that backward of all rows takes besides its arguments and results.
 
     Packed rows run one call after another, each with its own results. A document that attends alone also has a padded
     copy of dout and, at the end of the batch, of q, k, v and out.
 
     Args:
-        num_tokens: tokens of all rows.
-        q_bytes, k_bytes: bytes of one token's queries, and of its keys.
+        q_bytes, k_bytes: of one token's queries, and of its keys.
         context_length: tokens of a row.
         longest: tokens of the longest packed document; None: each row is one document.
         position_tokens: tokens that a position stands for. If not 1, all numbers above count positions, not tokens.
-        num_key_value_heads: key/value heads that attend at a time.
+        num_key_value_heads: heads that attend at a time.
     """
     kernel = KERNELS["cudnn" if backend == "auto" else backend]
     spared = kernel.expanded_rows if q_bytes == k_bytes else 0

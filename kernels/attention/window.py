@@ -21,7 +21,7 @@ from ..common import use_triton
 from ..parts import AttentionBytes, AttentionFlops, AttentionKind, sum_to
 from .documents import as_bytes, document_bounds
 from .full import KERNELS, Kernel
-from .reference import attend_written_out, within_documents
+from .reference import attend_written_out, backward_written_out, within_documents
 from .sparse.band import band_dkv, band_dq, band_forward
 from .sparse.layout import make_layout
 from .sparse.sparse_attention import HEAD_DIMS, check_inputs, check_shapes, flat
@@ -35,16 +35,17 @@ def window_reference(
     q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, window: int, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H], with the T x T matrix written out."""
-    is_earlier, index_BT = within_documents(q_BTHK, segments)
-    is_visible = is_earlier & (index_BT[:, :, None] - index_BT[:, None, :] < window)
-    return attend_written_out(q_BTHK, k_BTGK, v_BTGK, is_visible[:, None, None])
+    return attend_written_out(q_BTHK, k_BTGK, v_BTGK, keys_in_window(q_BTHK, window, segments))
+
+
+def keys_in_window(q: Tensor, window: int, segments: Tensor | None) -> Tensor:
+    """Returns which keys a query sees, [B, 1, 1, T, T]."""
+    is_earlier, index_BT = within_documents(q, segments)
+    return (is_earlier & (index_BT[:, :, None] - index_BT[:, None, :] < window))[:, None, None]
 
 
 def begins_of(q: Tensor, segments: Tensor | None) -> tuple[Tensor, int]:
-    """Returns the first token of each document and the number of tokens, int32, and the longest document's tokens.
-
-    Rows of 5 tokens with documents of (3, 2) and (5) tokens give [0, 3, 5, 10] and 5. All layers of a step share them.
-    """
+    """Returns documents' first tokens and the end, int32, and the longest: [0, 3, 5, 10], 5 for lengths 3, 2, 5."""
     return _begins(*q.shape[:2], as_bytes(segments), q.device)
 
 
@@ -56,11 +57,7 @@ def _begins(B: int, T: int, documents: bytes | None, device: torch.device) -> tu
 
 @dataclass(frozen=True)
 class Window(AttentionKind):
-    """Attention to the last `window` tokens, the token itself included. Multiples of 64 are computed without waste.
-
-    Raises:
-        ValueError: a window that has no token, or more than 2**30.
-    """
+    """Attention to the last `window` tokens, the token itself included. Raises ValueError for 0, or more than 2**30."""
 
     window: int = 4096
     name: ClassVar[str] = "window"
@@ -109,7 +106,7 @@ class Window(AttentionKind):
             return [out.contiguous().view(q.shape)], [lse.T.contiguous().view(q.shape[:3])], None
         if not on_triton:
             out, lse = window_reference(q, k, v, self.window, segments)
-            return [out], [lse.to(torch.promote_types(lse.dtype, torch.float32))], None
+            return [out], [lse], None
         out, lse = band_forward(flat(q), flat(k), flat(v), self._layout(q, segments), exact=True)
         return [out.view(q.shape)], [lse.view(q.shape[:3])], None
 
@@ -120,10 +117,7 @@ class Window(AttentionKind):
             gradients = kernel.backward_together(*rows, lse, *begins_of(q, segments), window=self.window)
             return [x.contiguous().view(like.shape) for x, like in zip(gradients, (q, k, v))]
         if not on_triton:
-            with torch.enable_grad():
-                q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-                out, _ = window_reference(q, k, v, self.window, segments)
-            return torch.autograd.grad(out, (q, k, v), dout)
+            return backward_written_out(dout, q, k, v, keys_in_window(q, self.window, segments))
         layout, shapes = self._layout(q, segments), (q.shape, k.shape, v.shape)
         dout, q, k, v, out, lse = map(flat, (dout, q, k, v, outs[0], lses[0]))
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -1,7 +1,7 @@
 """Backward of the gated delta rule.
 
-It goes through the stretches from last to first. In each it makes the chunks' matrices again, then all states from the
-kept ones, piece by piece in parallel. With dS of the state after a chunk, and dS' of the state before it:
+Stretches run from last to first. Each makes the chunks' matrices again, and all states from the kept ones, pieces in
+parallel. dS is the gradient of the state after a chunk, dS' of the state before the chunk:
 
     y    = (I + A)^-T (((q k^T) D)^T dout + exp(G_last - G) k dS)
     dv   = beta y
@@ -150,7 +150,12 @@ def _gradients_kernel(
         tl.store(dg_ptr + gates, d_last + tl.cumsum(d_total, axis=0, reverse=True), mask=is_token)
 
 
-@operation("fathom::delta_rule_backward")
+def _empty_gradients(d_out, d_final, q, k, v, g, beta, kept, initial, segments):
+    like = q, k, v, g, beta, g.new_empty(0) if initial is None else initial
+    return tuple(x.new_empty(x.shape) for x in like)
+
+
+@operation("fathom::delta_rule_backward", _empty_gradients)
 def delta_rule_backward(
     d_out: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, kept: Tensor,
     initial: Tensor | None, segments: Tensor | None,
@@ -158,7 +163,7 @@ def delta_rule_backward(
     """Returns the gradients of q, k, v, g, beta and the initial states (empty without these)."""
     d_out, q, k, v, g, beta = (aligned(x) for x in (d_out, q, k, v, g, beta))
     initial, d_final = (x if x is None else x.contiguous() for x in (initial, d_final))
-    dq, dk, dv, dg, d_beta, d_initial = _empty_gradients(q, k, v, g, beta, initial)
+    dq, dk, dv, dg, d_beta, d_initial = _empty_gradients(None, None, q, k, v, g, beta, None, initial, None)
     G, H, K, V = k.shape[2], v.shape[2], k.shape[3], v.shape[3]
     carry, carried = (g.new_empty(H, V, K) for _ in range(2))
     programs, options = scan_options(k, v)
@@ -191,13 +196,3 @@ def delta_rule_backward(
         carry, carried = carried, carry
         del made, matrices, new, y, states, d_states, pairs, written, states_scan, scan, launches, rows_d
     return dq, dk, dv, dg, d_beta, d_initial
-
-
-def _empty_gradients(q, k, v, g, beta, initial):
-    like = q, k, v, g, beta, g.new_empty(0) if initial is None else initial
-    return tuple(x.new_empty(x.shape) for x in like)
-
-
-delta_rule_backward.register_fake(lambda d_out, d_final, q, k, v, g, beta, kept, initial, segments: _empty_gradients(
-    q, k, v, g, beta, initial
-))  # fmt: skip

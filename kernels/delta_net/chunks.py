@@ -1,11 +1,12 @@
 """Stretches of chunks, the matrices of their chunks, and the scan: shared by forward and backward of the delta rule.
 
-A stretch of up to 256 chunks is processed in the same launches, so that memory does not grow with the sequence. For
-its chunks, in parallel, `_chunk_kernel` writes G, (I + A)^-1 and the scores (q k^T) D; then `_scan_kernel` carries
-each state S^T through them one by one, 64 of V's columns in float32 registers. `rule.py` has the mathematics.
+Launches take a stretch of up to 256 chunks, so that memory does not grow with the sequence. `_chunk_kernel` writes G,
+(I + A)^-1 and the scores (q k^T) D of all its chunks in parallel. `_scan_kernel` carries each state S^T through them
+one by one, 64 of V's columns in float32 registers. `rule.py` has the mathematics.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -25,11 +26,11 @@ SCAN_STAGES = 3
 
 
 class Stretch(NamedTuple):
-    """Chunks that are processed in the same launches. Tables are int64 on the device.
+    """Chunks that the same launches take. Tables are int64 on the device.
 
-    A part is what one document has in a stretch, and consists of pieces. Rows of `parts` and `pieces` are: first token;
-    one past the last; first chunk, counted in the stretch; row of the kept state at the start, -1 where the document
-    starts; row of the kept state at the end of its first piece; document; 1 where the document ends, else 0.
+    The tokens of one document in a stretch are a part, and divide into pieces. Rows of `parts` and `pieces` are: first
+    token; one past the last; first chunk, counted in the stretch; row of the kept state at the start, -1 where the
+    document starts; row of the kept state at the end of the first piece; document; 1 where the document ends, else 0.
     """
 
     chunks: Tensor  # [chunks, 2]: first token and one past the last
@@ -217,8 +218,8 @@ class Chunks(NamedTuple):
     """Matrices and gates of a stretch's chunks, written by `_chunk_kernel`."""
 
     gates: Tensor  # [chunks, H, 2, CHUNK] float32
-    inverse: Tensor  # [chunks, H, CHUNK, CHUNK], as scores
-    scores: Tensor
+    inverse: Tensor  # [chunks, H, CHUNK, CHUNK]
+    scores: Tensor  # [chunks, H, CHUNK, CHUNK]
 
 
 def _empty_chunks(k: Tensor, v: Tensor, stretch: Stretch) -> Chunks:
@@ -241,13 +242,11 @@ def prepared(
     """Yields each stretch, its chunks as `_launch_chunks` makes them, and launches that make the next one's."""
     made = _empty_chunks(k, v, stretches[0])
     _launch_chunks(q, k, g, beta, stretches[0], made)
-    for stretch, following in zip(stretches, [*stretches[1:], None]):
-        if following is None:
-            yield stretch, made, []
-        else:
-            upcoming = _empty_chunks(k, v, following)
-            yield stretch, made, [functools.partial(_launch_chunks, q, k, g, beta, following, upcoming)]
-            made = upcoming
+    for stretch, following in itertools.pairwise(stretches):
+        upcoming = _empty_chunks(k, v, following)
+        yield stretch, made, [functools.partial(_launch_chunks, q, k, g, beta, following, upcoming)]
+        made = upcoming
+    yield stretches[-1], made, []
 
 
 @functools.cache
@@ -256,10 +255,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def launch_beside(device: torch.device, scan: Callable, others: list[Callable]) -> None:
-    """Launches a scan, and beside it others, for the multiprocessors that it leaves free.
-
-    No launch reads what another writes.
-    """
+    """Launches a scan, and others beside it, for the multiprocessors that it leaves free. They share no data."""
     if device.type != "cuda":
         for launch in (scan, *others):
             launch()
@@ -288,8 +284,7 @@ def scan_states(
 ) -> Callable:  # fmt: skip
     """Returns the launch that carries states through `rows`, a stretch's parts or pieces.
 
-    `written` are the output and the final states; and `new` and the states before each chunk, which backward needs.
-    Those that are None are not written.
+    `written` are the output, final states, `new`, and the states before each chunk. None of them is not written.
     """
     programs, options = scan_options(k, v)
     launch = _scan_kernel[(len(rows), programs)]

@@ -1,24 +1,22 @@
-"""Gated delta rule: linear attention whose state forgets, and replaces what it held for a key.
+"""Gated delta rule: linear attention with a state that forgets, and that replaces the value it held for a key.
 
-Each value head has a state S [K, V], zero at the start of a document. With a log decay g <= 0 and a strength beta,
-a token's key k, value v and query q do
+A value head has a state S [K, V], which starts each document at zero. Each token has a key k, a value v, a query q, a
+log decay g <= 0 and a strength beta:
 
     S <- exp(g) S;    S <- S + beta k (v - S^T k)^T;    out = S^T q
 
-Key head j serves value heads j R to j R + R - 1. Tokens of a document are processed in chunks of 64. With G the sum of
-g from the chunk's start to a token, itself included, and D_ij = exp(G_i - G_j) for i >= j, else 0:
+Key head j serves value heads j R to j R + R - 1. Kernels compute chunks of 64 tokens. G is the sum of g from the start
+of the chunk up to and with a token. D_ij = exp(G_i - G_j) for i >= j, else 0:
 
-    A_ij = beta_i (k_i . k_j) D_ij for i > j        strictly lower: a token removes this of earlier ones
-    new  = (I + A)^-1 beta (v - exp(G) k S)         [64, V]: each token adds this along its key
+    A_ij = beta_i (k_i . k_j) D_ij for i > j        strictly lower: token i removes this share of token j
+    new  = (I + A)^-1 beta (v - exp(G) k S)         [64, V]: each token adds its row along its key
     out  = exp(G) q S + ((q k^T) D) new
     S    = exp(G_last) S + (exp(G_last - G) k)^T new
 
-Exponents are differences of G, and none is positive: nothing overflows, however fast a state decays.
+No exponent is positive, so nothing overflows. `chunks.py` runs stretches of 256 chunks; `backward.py` has gradients.
 
-Tokens are processed in stretches of 256 chunks at a time, by `chunks.py`; `backward.py` has the gradients.
-
-Kept for backward: q, k, v, g, beta, and the state every 64 chunks, float32, H K V / 1024 bytes per token. No sum uses
-atomics: every run gives the same bits.
+Kept for backward: q, k, v, g, beta, and the state every 64 chunks in float32, H K V / 1024 bytes per token. Sums have a
+fixed order: every run gives the same bits.
 """
 
 import torch
@@ -27,7 +25,6 @@ from torch import Tensor
 
 from ..attention.documents import as_bytes, check_documents, document_bounds
 from ..common import aligned, operation, use_triton
-from ..parts import Footprint
 from .backward import delta_rule_backward
 from .chunks import (
     CHUNK,
@@ -50,12 +47,12 @@ def delta_rule_reference(
     q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, beta_BTH: Tensor, *,
     segments: Tensor | None = None, initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The recurrence token by token in plain PyTorch, with the contract of `delta_rule`; float64 stays float64."""
+    """Runs the recurrence in plain PyTorch, with the contract of `delta_rule`; float64 stays float64."""
     return _by_document(_recurrence, q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segments, initial_state)
 
 
 def _recurrence(q, k, v, g, beta, state):
-    """Takes one document: q, k [T, H, K], v [T, H, V], g and beta [T, H], and the state [H, K, V]."""
+    """Runs one document: q, k [T, H, K], v [T, H, V], g and beta [T, H], and the state [H, K, V]."""
     outs = []
     for q_t, k_t, v_t, decay_t, beta_t in zip(q, k, v, g.exp(), beta):
         state = decay_t[:, None, None] * state
@@ -104,7 +101,14 @@ def _by_document(function, q, k, v, g, beta, segments, initial_state):
     return torch.cat(outs).view(v.shape).to(v.dtype), torch.stack(states)
 
 
-@operation("fathom::delta_rule", keepable="results")
+def _empty_outputs(q, v, segments, with_state):
+    B, _, H, V = v.shape
+    documents = (B if segments is None else len(segments)) if with_state else 0
+    shapes = (kept_rows(q), H, V, q.shape[3]), (documents, H, q.shape[3], V)
+    return v.new_empty(v.shape), *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+@operation("fathom::delta_rule", lambda q, k, v, *given: _empty_outputs(q, v, *given[3:]), keepable="results")
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, segments: Tensor | None,
     with_state: bool,
@@ -123,21 +127,6 @@ def _forward(
     return out, kept, final
 
 
-def _empty_outputs(q, v, segments, with_state):
-    B, _, H, V = v.shape
-    documents = (B if segments is None else len(segments)) if with_state else 0
-    states = (q.new_empty(n, H, *shape, dtype=torch.float32) for n, shape in _state_shapes(q, V, documents))
-    return v.new_empty(v.shape), *states
-
-
-def _state_shapes(q, V, documents):
-    K = q.shape[3]
-    return (kept_rows(q), (V, K)), (documents, (K, V))
-
-
-_forward.register_fake(lambda q, k, v, g, beta, initial, *rest: _empty_outputs(q, v, *rest))
-
-
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.segments, ctx.with_state = inputs
     ctx.set_materialize_grads(False)
@@ -145,12 +134,12 @@ def _setup_context(ctx, inputs, output):
 
 
 def _gradients(ctx, d_out, d_kept, d_final):
-    q, k, v, g, beta, initial, kept = ctx.saved_tensors
+    *tensors, initial, kept = ctx.saved_tensors
     if d_out is None and d_final is None:
         return (None,) * 8
-    d_out = torch.zeros_like(v) if d_out is None else d_out
+    d_out = torch.zeros_like(tensors[2]) if d_out is None else d_out
     d_final = d_final if ctx.with_state else None
-    *gradients, d_initial = delta_rule_backward(d_out, d_final, q, k, v, g, beta, kept, initial, ctx.segments)
+    *gradients, d_initial = delta_rule_backward(d_out, d_final, *tensors, kept, initial, ctx.segments)
     return *gradients, None if initial is None else d_initial, None, None
 
 
@@ -164,27 +153,23 @@ def delta_rule(
     """Gated delta rule (Yang et al. 2024, arXiv:2412.06464), each document from its own state.
 
     Args:
-        q_BTGK, k_BTGK: [batch, tokens, key heads, K]. k is normalised by the caller, q also scaled.
+        q_BTGK, k_BTGK: [batch, tokens, key heads, K]. The caller normalises k, and normalises and scales q.
         v_BTHV: [batch, tokens, value heads, V]; H is a multiple of G. q, k and v are of one dtype.
-        g_BTH: log decay, at most 0, float32.
-        beta_BTH: strength, 0 to 1, float32.
+        g_BTH, beta_BTH: log decay, at most 0, and strength, 0 to 1, float32.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
             have each token once; None: each batch row is one document.
         initial_state: [documents, H, K, V] float32, in the order of the documents' tokens; None: zeros.
         with_state: whether to return the states after each document's last token.
-        impl: "auto", "triton" or "torch".
 
-    Returns:
-        The output, of v's shape and dtype; with `with_state`, also the states, [documents, H, K, V] float32.
+    Returns the output, of v's shape and dtype; with `with_state`, also the states, [documents, H, K, V] float32.
 
-    Raises:
-        ValueError: shapes or dtypes that do not fit together; with Triton, another dtype, widths K and V other than 16,
-            32, 64 or 128, or float32 wider than 64 on a GPU.
+    Raises ValueError for shapes or dtypes that do not fit together; with Triton, another dtype, widths K and V other
+    than 16, 32, 64 or 128, or float32 wider than 64 on a GPU.
     """
     tensors = q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH
     _check(*tensors, segments, initial_state)
     if use_triton(impl, q_BTGK):
-        _check_for_triton(q_BTGK, v_BTHV)
+        _check_widths(q_BTGK, v_BTHV)
         out, _, final = _forward(*tensors, initial_state, segments, with_state)
     else:
         out, final = _by_document(_chunked, *tensors, segments, initial_state)
@@ -206,7 +191,7 @@ def _check(q, k, v, g, beta, segments, initial_state) -> None:
         raise ValueError(f"initial_state must be {expected} {state_dtype}, got {got}")
 
 
-def _check_for_triton(q: Tensor, v: Tensor) -> None:
+def _check_widths(q: Tensor, v: Tensor) -> None:
     widths = q.shape[-1], v.shape[-1]
     if not {*widths} <= {*HEAD_WIDTHS} and not q.is_meta:
         raise ValueError(f"the delta rule's kernels take head widths {HEAD_WIDTHS}, got {widths[0]} and {widths[1]}")
@@ -214,20 +199,9 @@ def _check_for_triton(q: Tensor, v: Tensor) -> None:
         raise ValueError(f"on a GPU, float32 heads have up to 64 elements, got {max(widths)}; use bfloat16")
 
 
-def delta_rule_footprint(num_tokens: int, G: int, H: int, K: int, V: int, *, element_size: int = 2) -> Footprint:
-    """Footprint of `delta_rule` without states of the caller, for documents longer than a stretch.
-
-    `saved` has q, k, v, g, beta and the kept states. Results worth keeping are these states and the output, which is
-    not counted: the norm that reads it keeps it.
-    """
-    q, v, gates = element_size * num_tokens * G * K, element_size * num_tokens * H * V, 4 * num_tokens * H
+def delta_rule_bytes(num_tokens: int, H: int, K: int, V: int, element_size: int = 2) -> tuple[int, int, int]:
+    """Returns bytes of kept states, and inside of forward and backward, of documents longer than a stretch."""
     state, chunks = H * K * V, min(-(-num_tokens // CHUNK), STRETCH)
     kept = 4 * state * ((num_tokens - 1) // (PIECE * CHUNK))
     matrices = (1 + (num_tokens > STRETCH * CHUNK)) * chunks * H * CHUNK * (2 * 4 + 2 * element_size * CHUNK)
-    backward = matrices + 2 * 4 * state + 2 * element_size * chunks * (state + CHUNK * H * V)
-    return Footprint(
-        saved=2 * q + v + 2 * gates + kept,
-        forward=v + kept + matrices,
-        backward=2 * q + v + 2 * gates + backward,
-        keepable=kept,
-    )
+    return kept, matrices, matrices + 2 * 4 * state + 2 * element_size * chunks * (state + CHUNK * H * V)

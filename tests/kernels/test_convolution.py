@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from kernels import convolution
-from kernels.convolution import qkv_convolution, qkv_convolution_footprint, qkv_convolution_reference
+from kernels.convolution import convolution_workspace, qkv_convolution, qkv_convolution_reference
 from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_gradients, random
 
@@ -117,13 +117,8 @@ def test_custom_op(device):
     torch.library.opcheck(torch.ops.fathom.qkv_convolution, (*tensors, G, H, K, segments_of([2, 4])))
 
 
-def test_footprint(device):
-    x, weight = inputs(100)
-    footprint = qkv_convolution_footprint(100, CHANNELS, element_size=4)
-    assert footprint.saved == x.nbytes
-    assert footprint.forward == sum(part.nbytes for part in triton()(x, weight))
-    partial = 7 * 4 * CHANNELS * 4  # 100 tokens in strips of 2 x 8
-    assert footprint.backward == 2 * x.nbytes + partial
+def test_workspace():
+    assert convolution_workspace(100, CHANNELS) == 7 * 4 * CHANNELS * 4  # 100 tokens in strips of 2 x 8
 
 
 @pytest.mark.parametrize(("x", "weight", "segments", "message"), [

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.gated_mlp import gated_mlp
-from kernels.linear import PLAIN, Plain
+from kernels.linear import PLAIN, Linear
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.parts import Part, part_of
 from kernels.qkv_attention import QKVParameters, qkv_attention
@@ -37,8 +37,8 @@ class _Pieces(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Rounded(Plain):
-    """Rounds factors to `bits` bits of mantissa. Its products are not `Plain`'s."""
+class Rounded(Linear):
+    """Rounds factors to `bits` bits of mantissa. Its products are not `Linear`'s."""
 
     bits: int
 
@@ -121,7 +121,7 @@ def test_pieces_are_bitwise_equal_in_two_runs(device):
 
 
 def test_equal_parts_have_one_number():
-    assert Plain() == PLAIN and Plain().number == PLAIN.number
+    assert Linear() == PLAIN and Linear().number == PLAIN.number
     assert Rounded(5).number == Rounded(5).number != Rounded(6).number != PLAIN.number
     assert all(part_of(part.number) == part for part in (PLAIN, Rounded(5), Rounded(6)))
     assert isinstance(PLAIN, Part)
@@ -138,7 +138,7 @@ def test_the_mlp_has_all_its_products_from_its_part(device):
     assert all(0.01 < (a - b).norm() / b.norm() < 0.5 for a, b in zip(untiled, plain))
 
 
-class Refusing(Plain):
+class Refusing(Linear):
     """Makes no product for the gradient of a weight."""
 
     def weight_gradient(self, dy_t, x_t, **options):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from kernels.linear import PLAIN, Plain
+from kernels.linear import PLAIN, Linear
 from kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.kernels.compare import DEVICE, STRIDES, strided
 from tests.kernels.test_cross_entropy import weights_of
@@ -194,7 +194,7 @@ _PRODUCTS = []  # words and multiply-adds of each product of `_Counted`
 
 
 @dataclass(frozen=True)
-class _Counted(Plain):
+class _Counted(Linear):
     def forward(self, x, weight, *rest, **options):
         _PRODUCTS.append((len(weight), len(x) * weight.numel()))
         return super().forward(x, weight, *rest, **options)

@@ -1,4 +1,4 @@
-"""Refusals of `qkv_attention`; test_footprints.py and test_placement.py compute with it."""
+"""Refusals of `qkv_attention`; test_dry_run.py and test_placement.py compute with it."""
 
 import pytest
 import torch

@@ -51,11 +51,7 @@ class Carried:
         return replace(self, tensors={}, prefix=WRAPPED_PREFIX if self.config else PREFIX)
 
     def config_json(self, model_config: dict, settings: dict, dtype: torch.dtype) -> dict:
-        """Returns config.json for weights in `dtype`, with `settings` on its top level.
-
-        Args:
-            model_config: the text model, from `to_config_json`. The source's `text_config` stays if it says the same.
-        """
+        """Returns config.json with `settings`; the source's `text_config` stays if `model_config` says the same."""
         content = model_config
         if self.config:
             text = self.config["text_config"]

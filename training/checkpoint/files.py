@@ -82,11 +82,7 @@ def checkpoints(output_dir: Path, up_to: float = math.inf) -> list[Path]:
 
 
 def latest_checkpoint(output_dir: Path, passed_over: dict[Path, str]) -> Path | None:
-    """The newest checkpoint without visible damage, or None.
-
-    Args:
-        passed_over: checkpoint -> why it cannot be used. These are not looked at again; newer damaged ones are added.
-    """
+    """The newest checkpoint without visible damage, or None; `passed_over` says why others are not looked at."""
     for path in reversed(checkpoints(output_dir)):
         if path not in passed_over:
             try:
@@ -100,11 +96,7 @@ def latest_checkpoint(output_dir: Path, passed_over: dict[Path, str]) -> Path | 
 
 
 def load_trainer_state(path: str | Path) -> dict:
-    """The trainer_state that was saved, and "step".
-
-    Raises UserError if trainer.json cannot be read, or differs from the manifest beside it, as where somebody edited
-    it.
-    """
+    """The trainer_state that was saved, and "step". Raises UserError for a damaged or edited trainer.json."""
     file = Path(path, "trainer.json")
     trainer = read_json(file)
     check_beside(file.parent, ["trainer.json"])
@@ -115,10 +107,7 @@ def load_trainer_state(path: str | Path) -> dict:
 
 
 def tokenizer_of(folder: Path) -> str:
-    """The path of the folder's tokenizer.json, or "bytes" if its run trained on bytes or its model has 256 ids.
-
-    Adapters without a tokenizer have their base's.
-    """
+    """Path of the folder's tokenizer.json, or of its base's; or "bytes" of a run on bytes or a model of 256 ids."""
     if (folder / "tokenizer.json").is_file():
         return str(folder / "tokenizer.json")
     if (folder / "trainer.json").is_file() and load_trainer_state(folder).get("tokenizer") == "bytes":

@@ -36,10 +36,7 @@ MODEL_FILES = WEIGHTS, "config.json", ADAPTER_WEIGHTS
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Returns the files of a model's weights: the file `path`, or the files in that folder with Hugging Face's names.
-
-    Other files of the folder are none of the model's, such as a consolidated.safetensors.
-    """
+    """Returns the files of a model's weights: `path` itself, or those with Hugging Face's names in that folder."""
     if not path.exists():
         raise UserError(f"checkpoint {path} does not exist")
     for file in (path, path / WEIGHTS):

@@ -27,22 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from training.checkpoint import pieces
 from training.checkpoint.files import SPARE_BYTES, clear_leftovers, delete_old, make_room, put_in_place, rng_state
 from training.checkpoint.manifest import OPTIMIZER, WEIGHTS, write_manifest
-from training.checkpoint.pieces import (
-    IO_THREADS,
-    Entry,
-    Piece,
-    aligned,
-    bytes_of,
-    flat,
-    header_of,
-    in_threads,
-    is_finite,
-    is_written_here,
-    local_pieces,
-    read_entries,
-)
+from training.checkpoint.pieces import Entry, Piece
 from training.checkpoint.ranks import all_gather, failing_together, rank_and_world_size
 from training.checkpoint.weights import NO_COMPANIONS, Companions
 from training.families.lora import ADAPTER_WEIGHTS, ADAPTERS
@@ -98,14 +86,9 @@ class Saver:
         self._staging_bytes = 0  # size of a buffer
 
     def begin(
-        self,
-        step: int,
-        *,
-        weights: dict[str, Tensor],
-        model_config: dict,
-        optimizer_state: dict[str, dict[str, Tensor]] | None,
-        trainer_state: dict,
-    ) -> None:
+        self, step: int, *, weights: dict[str, Tensor], model_config: dict,
+        optimizer_state: dict[str, dict[str, Tensor]] | None, trainer_state: dict,
+    ) -> None:  # fmt: skip
         """Start to write output_dir/step_<step>, once the save before has ended.
 
         Args:
@@ -129,7 +112,7 @@ class Saver:
         weights_file = ADAPTER_WEIGHTS if all(ADAPTERS in name for name in weights) else WEIGHTS
         files = {weights_file: weights | carried.tensors}
         if optimizer_state is not None:
-            files[OPTIMIZER] = flat(optimizer_state)
+            files[OPTIMIZER] = pieces.flat(optimizer_state)
         self._step, self._small, self._headers, self._pieces, self._is_current = step, small, {}, [], True
         for file, tensors in files.items():
             is_weights = file == weights_file
@@ -141,16 +124,16 @@ class Saver:
                 for name, tensor in tensors.items()
                 for each, shape in shapes[name].items()
             }
-            header = header_of(aligned(kinds) if is_weights else kinds)
+            header = pieces.header_of(pieces.aligned(kinds) if is_weights else kinds)
             size = len(header) + sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
             self._headers[file] = header, size
-            entries = read_entries(header, Path(file))
-            own = {name: tensor for name, tensor in tensors.items() if is_written_here(tensor, rank)}
+            entries = pieces.read_entries(header, Path(file))
+            own = {name: tensor for name, tensor in tensors.items() if pieces.is_written_here(tensor, rank)}
             places = {
                 name: Entry.joined(name, tuple(tensor.shape), [entries[each] for each in shapes[name]])
                 for name, tensor in own.items()
             }
-            self._pieces += [(places[piece.name], piece, part) for piece, part in local_pieces(own)]
+            self._pieces += [(places[piece.name], piece, part) for piece, part in pieces.local_pieces(own)]
         self._stage(max((part.nbytes for *_, part in self._pieces if part.is_cuda), default=0))
         self._start()
 
@@ -206,7 +189,7 @@ class Saver:
         """Make a pinned buffer of that size for each writing thread, and a stream for the copies to them."""
         if num_bytes > self._staging_bytes:
             self._stream, self._staging, self._staging_bytes = torch.cuda.Stream(), queue.SimpleQueue(), num_bytes
-            for _ in range(IO_THREADS):
+            for _ in range(pieces.IO_THREADS):
                 self._staging.put(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
 
     def _run(self) -> None:
@@ -266,9 +249,9 @@ class Saver:
             staging = self._staging.get() if part.is_cuda else None
             try:
                 on_host = part.contiguous() if staging is None else self._fetch(part, staging)
-                if piece.name not in self.companions.carried.tensors and not is_finite(on_host):
+                if piece.name not in self.companions.carried.tensors and not pieces.is_finite(on_host):
                     raise UserError(f"{entry.name} is not finite: no checkpoint of step {self._step} is written")
-                content = bytes_of(on_host.to(entry.dtype))
+                content = pieces.bytes_of(on_host.to(entry.dtype))
                 for each, box, share in piece.in_parts(entry, content):
                     box.write(files[each.file.name], each, share)
                     checksums[each.file.name].append([each.name, box.offset, box.shape, zlib.crc32(share)])
@@ -277,7 +260,7 @@ class Saver:
                     self._staging.put(staging)
 
         try:
-            in_threads(write, self._pieces)
+            pieces.in_threads(write, self._pieces)
             self.seconds_read = time.monotonic() - self._began
             self._read.set()
             for file in files:

@@ -12,20 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from training.checkpoint import pieces
 from training.checkpoint.manifest import OPTIMIZER
-from training.checkpoint.pieces import (
-    CONVERTED_BYTES,
-    Entry,
-    Piece,
-    check_finite,
-    flat,
-    in_threads,
-    local_pieces,
-    read_entries,
-    read_header,
-    read_pieces,
-    read_tensors,
-)
+from training.checkpoint.pieces import Entry, Piece
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.weights import find_weights
 from training.host.errors import UserError
@@ -51,7 +40,7 @@ def read_weights(optimizer: MasterAdamW, entries: dict[str, Entry]) -> None:
         state = optimizer.states[piece.name]
         state.write(_elements(state, part), {"master": content.to(optimizer.device).view(-1)})
 
-    read_pieces(entries, {name: optimizer.states[name].weight for name in entries}, write)
+    pieces.read_pieces(entries, {name: optimizer.states[name].weight for name in entries}, write)
 
 
 @torch.no_grad()
@@ -70,7 +59,7 @@ def load_state(optimizer: MasterAdamW, checkpoint: Path) -> None:
     quantized = [name for name in stored if states[name].format.holds_weight]
     halves = {name: states[name].weight for name in stored if name not in quantized}
     with failing_together():
-        read_tensors({name: weights()[name] for name in halves}, halves)
+        pieces.read_tensors({name: weights()[name] for name in halves}, halves)
         read_weights(optimizer, {name: weights()[name] for name in quantized})
     for state in states.values():
         for _, piece in state.pieces if "master" in state.tensors else ():
@@ -92,11 +81,11 @@ def load_optimizer_state(
         convert: is called with (name, the file's tensors, names of tensors that were read) for each parameter whose
             state has tensors of other names or dtypes in the file. Tensors that both have are read as they are.
     """
-    tensors = flat(state)
+    tensors = pieces.flat(state)
     with failing_together():
         if not (path / OPTIMIZER).is_file():
             raise UserError(f"checkpoint {path} has no optimizer state; start from its weights with --init_from")
-        entries = read_entries(read_header(path / OPTIMIZER), path / OPTIMIZER)
+        entries = pieces.read_entries(pieces.read_header(path / OPTIMIZER), path / OPTIMIZER)
         in_file: dict[str, dict[str, Entry]] = defaultdict(dict)
         for name, entry in entries.items():
             parameter, _, key = name.rpartition(".")
@@ -118,7 +107,7 @@ def load_optimizer_state(
             if (tensor.dtype, tuple(tensor.shape)) != (entries[name].dtype, entries[name].shape):
                 raise UserError(f"checkpoint {path} is of another model: {name} has shape {list(entries[name].shape)}, "
                                 f"this model needs {list(tensor.shape)}")  # fmt: skip
-        read_tensors(entries, tensors)
+        pieces.read_tensors(entries, tensors)
         for name, keys in common.items():
             assert convert is not None
             convert(name, in_file[name], keys)
@@ -155,11 +144,11 @@ def _convert(optimizer: MasterAdamW, name: str, stored: dict[str, Entry], weight
         }
         content["master"] = whole.content(weight)
         for key, tensor in content.items():
-            check_finite(tensor, weight if key == "master" else stored[key])
+            pieces.check_finite(tensor, weight if key == "master" else stored[key])
         tensors = {key: tensor.to(optimizer.device).view(-1) for key, tensor in content.items()}
         values = source.read(tensors, tensors.pop("master"))
         start = piece.offset[-1] - whole.offset[-1]
         cut = {key: value.view(whole.shape).narrow(-1, start, piece.shape[-1]) for key, value in values.items()}
         state.write(_elements(state, part), {key: value.reshape(-1) for key, value in cut.items() if key not in done})
 
-    in_threads(read, local_pieces({name: parameter}, CONVERTED_BYTES))
+    pieces.in_threads(read, pieces.local_pieces({name: parameter}, pieces.CONVERTED_BYTES))

@@ -22,22 +22,10 @@ from torch import Tensor
 from kernels.lora import merged
 from kernels.parts import Adapted
 from model import ModelConfig
+from training.checkpoint import pieces
 from training.checkpoint.carried import NOTHING, Carried, read_carried
 from training.checkpoint.manifest import WEIGHTS, verify_weights, weight_files
-from training.checkpoint.pieces import (
-    DTYPE_NAMES,
-    Entry,
-    Piece,
-    aligned,
-    bytes_of,
-    check_finite,
-    header_of,
-    in_threads,
-    open_entries,
-    pieces_of,
-    read_entries,
-    read_tensors,
-)
+from training.checkpoint.pieces import Entry, Piece
 from training.families.config_json import TOKEN_IDS, from_config_json, to_config_json
 from training.families.lora import ADAPTER_WEIGHTS, Adapters, has_adapters, read_adapters, read_frozen_bits
 from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
@@ -114,14 +102,16 @@ def find_weights(
     path = Path(path)
     found: dict[str, Entry] = {}
     for file in _weight_files(path):
-        for key, entry in open_entries(file).items():
+        for key, entry in pieces.open_entries(file).items():
             if (name := name_of(key)) is None:
                 continue
             if name in found:
                 raise UserError(f"{path} has {key} twice, also in {found[name].file.name}; give another folder")
             if not entry.dtype.is_floating_point:
-                fitting = ", ".join(name for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point)
-                raise UserError(f"{file}: {key} is of dtype {DTYPE_NAMES[entry.dtype]}, weights must be of {fitting}")
+                fitting = ", ".join(name for dtype, name in pieces.DTYPE_NAMES.items() if dtype.is_floating_point)
+                raise UserError(
+                    f"{file}: {key} is of dtype {pieces.DTYPE_NAMES[entry.dtype]}, weights must be of {fitting}"
+                )
             if not name.endswith(NOT_WEIGHTS):
                 found[name] = entry
     for part in may_lack:
@@ -224,15 +214,15 @@ def _are_equal(one: Entry, other: Entry) -> bool:
         _, piece = entry_and_piece
         contents = piece.content(one), piece.content(other)
         for content, entry in zip(contents, (one, other)):
-            check_finite(content, entry)
+            pieces.check_finite(content, entry)
         return torch.equal(*contents)
 
-    return one.shape == other.shape and all(in_threads(equal, pieces_of({one.name: one})))
+    return one.shape == other.shape and all(pieces.in_threads(equal, pieces.pieces_of({one.name: one})))
 
 
 def _read_weight(entry: Entry) -> Tensor:
     weight = torch.empty(entry.shape, dtype=entry.dtype)
-    read_tensors({"weight": entry}, {"weight": weight})
+    pieces.read_tensors({"weight": entry}, {"weight": weight})
     return weight
 
 
@@ -277,8 +267,8 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
         dtypes = {name: torch.float32 if name in exact else dtype for name in shapes}
         kinds = {each: (dtypes[name], shape) for name in shapes for each, shape in in_files[name].items()}
         kinds |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in carried.tensors.items()}
-        header = header_of(aligned(kinds))
-        entries = read_entries(header, folder / WEIGHTS)
+        header = pieces.header_of(pieces.aligned(kinds))
+        entries = pieces.read_entries(header, folder / WEIGHTS)
         with (folder / WEIGHTS).open("wb") as file:
             file.write(header)
             for name, weight in weights:
@@ -289,10 +279,10 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
                 parts = weight.to(dtypes[name]).view(len(in_files[name]), -1)
                 for each, part in zip(in_files[name], parts):
                     file.seek(entries[each].start)
-                    file.write(bytes_of(part))
+                    file.write(pieces.bytes_of(part))
             for name, tensor in carried.tensors.items():
                 file.seek(entries[name].start)
-                file.write(bytes_of(tensor))
+                file.write(pieces.bytes_of(tensor))
             size = file.seek(0, os.SEEK_END)
         content = carried.config_json(to_config_json(config), companions.settings, dtype)
         files = {**companions.files, "config.json": (json.dumps(content, indent=2) + "\n").encode()}

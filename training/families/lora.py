@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from kernels.config import Share
-from kernels.linear import PLAIN
+from kernels.linear import PLAIN, Linear
 from kernels.lora import LoRA
-from kernels.parts import Linear
 from training.families.rows import PREFIX, WRAPPED_PREFIX, is_wrapper
 from training.families.trained import Trained
 from training.host.choices import DELTA_NET_TARGETS, LORA_BITS, LORA_TARGETS

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from kernels.config import Share
-from kernels.parts import Linear
+from kernels.linear import Linear
 
 
 @dataclass(frozen=True, repr=False)

@@ -1,6 +1,6 @@
 """Places of a training step's activations, weights and optimizer state, and the bytes and seconds that they cost.
 
-Ten words have a meaning of their own here:
+Nine words have a meaning of their own here:
 
 Block      A transformer layer: attention and MLP, each with its norm and its residual addition. The blocks that sparse
            attention chooses are called blocks of keys.
@@ -14,7 +14,6 @@ Offload    To let tensors wait in page-locked host memory: activations for backw
 Visit      The time in which weights that live on the host, or quantized, are on the GPU in bf16: while their block
            runs, and the block before it.
 Stage      A part of a step, such as the forward of one layer, with the bytes that are alive at its fullest moment.
-Footprint  The bytes and the work of one operation: kept for backward, needed while it runs, computed and moved.
 Execution  How a step is run, apart from the model's shape: placements, kinds, kernels, tiles, and where optimizer state
            lives.
 """

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from kernels.parts import MixerKind
 from model import Share
 from training.host.memory import SLOT_ALIGNMENT
-from training.memory.block_bytes import sent_bytes
+from training.memory.dry_run import sent_bytes
 from training.memory.execution import Execution
 from training.memory.machine import Rates
 from training.memory.stages import Stage, Stages

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from kernels.common import BODIES
 from kernels.head_exchange import HeadExchange, RanksOnMeta
-from kernels.parts import LayerParts, Linear
+from kernels.linear import Linear
+from kernels.parts import LayerParts, Work
 from kernels.tensor_parallel import TensorRanks
 from model import Context, ModelConfig, Share, Transformer
 from training.families.trained import Trained
@@ -117,6 +118,39 @@ def _block_bytes(
         (last - mlp, mlp),
         (of_attention, kept - of_attention),
     )
+
+
+def results_bytes(step: StepShape, parts: LayerParts) -> tuple[int, int]:
+    """Returns the bytes of the mixer's results, which a block can keep, and of its choices, which it always keeps."""
+    return _results_bytes(parts, step.tokens, step.element_size)
+
+
+@functools.lru_cache(maxsize=8192)  # a search for a plan asks for the same few many thousand times
+def _results_bytes(parts: LayerParts, tokens: int, element_size: int) -> tuple[int, int]:
+    return parts.mixer.results_bytes(tokens, element_size)
+
+
+def sent_bytes(step: StepShape, placement: Placement, parts: LayerParts) -> tuple[int, int]:
+    """Returns the bytes that a block sends to the host: its input, results of attention."""
+    return (
+        step.input_bytes if placement.input == "host" else 0,
+        results_bytes(step, parts)[0] if placement.results == "host" else 0,
+    )
+
+
+def waiting_bytes(step: StepShape, placement: Placement, parts: LayerParts) -> tuple[int, int, int]:
+    """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of the MLP."""
+    if placement.is_whole:
+        return step.input_bytes, *block_bytes(step, step.given, placement, parts).kept
+    results, choices = results_bytes(step, parts)
+    kept = results if placement.results == "gpu" else 0
+    return step.input_bytes if placement.input == "gpu" else 0, kept + choices, parts.mlp.choice_bytes(step.tokens)
+
+
+def work(step: StepShape, execution: Execution, parts: LayerParts) -> list[Work]:
+    """Returns the work of the linear maps in a block's mixer and in its MLP under an execution."""
+    sizes, is_skippable = (step.tokens, step.share.hidden_size, step.element_size), not step.share.norms_after
+    return [part.linear_work(*sizes, tile_size=execution.mlp_tile_size, is_skippable=is_skippable) for part in parts]
 
 
 def trace(setting: Setting, tokens: int) -> Trace:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kernels.linear import PLAIN
-from kernels.parts import Linear, MixerKind
+from kernels.linear import PLAIN, Linear
+from kernels.parts import MixerKind
 from training.host.choices import LOSSES
 from training.optim.formats import FROZEN, StateFormat
 from training.optim.inventory import Inventory
@@ -26,8 +26,7 @@ class Placement:
     Places are "gpu", "host", and for activations "recompute", to be computed again. The last norm has no placement: its
     weights stay on the GPU. So do all weights on several GPUs. `Execution.ends` places embedding and head.
 
-    Raises:
-        ValueError: a place that does not exist, or `rest` on the GPU without input, results and weights.
+    Raises ValueError for a place that does not exist, or `rest` on the GPU without input, results and weights.
     """
 
     input: str = "gpu"  # "recompute" runs the block before it again
@@ -58,39 +57,23 @@ WHOLE = Placement("gpu", "gpu", "gpu")
 
 @dataclass(frozen=True)
 class Execution:
-    """How a step is run.
+    """How a step is run. Raises ValueError for unknown values, or ends on the host without the chunked loss."""
 
-    Args:
-        placements: one per block; () as long as none are chosen.
-        mlp_tile_size: tokens that a block's MLP works on at a time; None, and in whole blocks: all.
-        heads_at_a_time: key/value heads that a block's attention works on at a time; None, and in whole blocks: all.
-        gpu_state_bytes: of the optimizer's masters and moments, stay on the GPU, see `Inventory.of`.
-        state_format: of the optimizer's state, see training.optim.formats. "auto": not chosen yet, the planner chooses.
-        loss_impl: "auto" switches by the size of the logits; "chunked" and "standard" force a loss.
-        attention_backend: the library kernel that attends, a name in kernels.attention.full.BACKENDS.
-        kinds: how each block attends, one kind per block; (): as the model's configuration says.
-        linear: the linear maps of all blocks, see kernels.parts.Linear, which say what the head's is.
-        frozen: format of the blocks' frozen matrices. Where the format holds the weight, the parameter has memory
-            during a visit alone, so no block can be whole.
-        impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
-        ends: place of the weights of embedding and head, as `Placement.weights`: "gpu" or "host". On the host they need
-            the chunked loss, which runs the head forward and backward in one visit.
-
-    Raises:
-        ValueError: a loss or a place that does not exist, or embedding and head on the host without the chunked loss.
-    """
-
-    placements: tuple[Placement, ...] = ()
-    mlp_tile_size: int | None = None
-    heads_at_a_time: int | None = None
-    gpu_state_bytes: float = math.inf
-    state_format: str = "float32"
-    loss_impl: str = "auto"
-    attention_backend: str = "auto"
-    kinds: tuple[MixerKind, ...] = ()
-    linear: Linear = PLAIN
+    placements: tuple[Placement, ...] = ()  # one per block; () as long as none are chosen
+    mlp_tile_size: int | None = None  # tokens that a block's MLP works on at a time; None, and in whole blocks: all
+    heads_at_a_time: int | None = None  # key/value heads that attend at a time; None, and in whole blocks: all
+    gpu_state_bytes: float = math.inf  # masters and moments that stay on the GPU, see `Inventory.of`
+    state_format: str = "float32"  # the optimizer's, see training.optim.formats; "auto": not chosen yet
+    loss_impl: str = "auto"  # "auto" switches by the size of the logits; "chunked" and "standard" force a loss
+    attention_backend: str = "auto"  # the library kernel that attends, a name in kernels.attention.full.BACKENDS
+    kinds: tuple[MixerKind, ...] = ()  # how each block attends; (): as the model's configuration says
+    linear: Linear = PLAIN  # the linear map of all blocks, which names the head's
+    # Format of the blocks' frozen matrices. Where it holds the weight, the parameter has memory during a visit alone,
+    # so no block can be whole.
     frozen: StateFormat = FROZEN
-    impl: str = "auto"
+    impl: str = "auto"  # Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS
+    # Place of the weights of embedding and head, as `Placement.weights`. On the "host" they need the chunked loss,
+    # which runs the head forward and backward in one visit.
     ends: str = "gpu"
 
     def __post_init__(self):
@@ -116,10 +99,7 @@ def inventory_of(
 
 
 def host_weights(names: Iterable[str], places: Sequence[str], ends: str) -> list[str]:
-    """Returns the names of parameters whose weights live on the host.
-
-    `places` are of each block's weights, `ends` of the embedding's and the head's.
-    """
+    """Returns names of weights on the host, by the `places` of each block's and `ends` of embedding and head."""
     blocks = {f"layers.{i}" for i, place in enumerate(places) if place == "host"}
     away = blocks | ({"embed_tokens", "lm_head"} if ends == "host" else set())
     # The first two parts of layers.3.mlp.up_proj.weight name its block, the first part of lm_head.weight the head.

@@ -22,8 +22,7 @@ def numbers_by_layer(name: str, text: str, layers: int) -> list[int]:
 
     For 4 layers, "64x2,32" and "64,64,32" are [64, 64, 32, 32]: a last entry without "x" holds for all layers left.
 
-    Raises:
-        UserError: another form, a negative number, too many layers or too few.
+    Raises UserError for another form, a negative number, too many layers or too few.
     """
     entry = r"(\d{1,5})(?:x([1-9]\d{0,4}))?"
     if not re.fullmatch(f"{entry}(,{entry})*", text):
@@ -68,8 +67,7 @@ def kinds_of(flags, config) -> tuple[MixerKind, ...]:
         flags: attention_type, selected_blocks, dense_below and context_length as attributes, None where not given.
         config: a model.ModelConfig.
 
-    Raises:
-        UserError: a value out of range, or a flag without effect.
+    Raises UserError for a value out of range, or a flag without effect.
     """
     kind = KINDS[flags.attention_type]
     given = {name: value for name in FLAGS if (value := getattr(flags, name)) is not None}
@@ -118,11 +116,7 @@ class KindsByStep:
 
 
 def kinds_by_step(flags, config) -> KindsByStep:
-    """Returns `kinds_of` a run, with numbers of blocks that fall if flags have a selected_blocks_start.
-
-    Raises:
-        UserError: see `kinds_of`; blocks that rise, or fall in no layer.
-    """
+    """Returns `kinds_of` a run, by step. Raises UserError for blocks that rise, or fall in no layer."""
     final = kinds_of(flags, config)
     start, steps = (getattr(flags, f"selected_blocks_{name}", None) for name in ("start", "steps"))
     if start is None or steps is None:

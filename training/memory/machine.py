@@ -22,9 +22,9 @@ from kernels.attention.full import choose_backend
 from kernels.experts.part import ExpertsPart
 from kernels.fp8 import FP8_LINEAR
 from kernels.gated_delta_net import DeltaNet
-from kernels.linear import PLAIN
+from kernels.linear import PLAIN, Linear
 from kernels.lora import LORA, LoRA
-from kernels.parts import Adapted, Linear, MixerKind
+from kernels.parts import Adapted, MixerKind
 from training.host.errors import UserError
 from training.host.memory import PinnedArena
 from training.host.sizes import GIB, MIB, parse_bytes
@@ -41,8 +41,7 @@ def gpu_budget(text: str, device: torch.device) -> int:
 
     Memory that this process has already reserved counts as free.
 
-    Raises:
-        UserError: more than is free.
+    Raises UserError for more than is free.
     """
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     budget = free - DRIVER_BYTES if text == "auto" else parse_bytes(text)
@@ -83,14 +82,8 @@ def measure_rates(
 ) -> Rates:  # fmt: skip
     """Measures the rates of this GPU at the shapes of a model.Share. On a CPU: returns an H200's rates.
 
-    The measurement takes 2 to 6 GiB of the GPU for the 4B. Layers whose kinds of attention have one name may differ
-    in settings, such as their number of chosen blocks of keys. The most common setting is measured.
-
-    Args:
-        attention_backend: a name in kernels.attention.full.BACKENDS.
-        context_length: tokens.
-        kinds: how the layers attend, one per layer; (): as the configuration says.
-        linear: the blocks' linear maps, whose rates are measured with the making of factors.
+    The measurement takes 2 to 6 GiB of the GPU for the 4B. Of layers whose kinds of attention have one name, the most
+    common setting is measured. Rates of linear maps have the making of factors in them.
     """
     if device.type != "cuda":
         return H200
@@ -149,11 +142,7 @@ def measure_attention(
 
 
 def measure_network(group: dist.ProcessGroup, num_machines: int, device: torch.device) -> float:
-    """Returns bytes/s each way per GPU between machines: 256 MiB gathered over a group. All its ranks call this.
-
-    Args:
-        num_machines: machines with equally many ranks of the group.
-    """
+    """Returns bytes/s each way per GPU between machines of equally many ranks. All ranks of `group` call this."""
     part = torch.empty(_GATHERED_BYTES // group.size(), dtype=torch.uint8, device=device)
     whole = torch.empty(len(part) * group.size(), dtype=torch.uint8, device=device)
     wait = torch.get_device_module(device).synchronize
@@ -334,10 +323,7 @@ def parse_gpu(text: str) -> tuple[str, GPU]:
 
 
 def _read_name(text: str) -> tuple[str, int | None]:
-    """Returns a GPU's short name, and its gigabytes if the name has them.
-
-    "NVIDIA A100-SXM4-40GB" is ("a100", 40), and "RTX4090" is ("4090", None).
-    """
+    """Returns a GPU's short name and its gigabytes, if named: ("a100", 40) for "NVIDIA A100-SXM4-40GB"."""
     text = re.sub(r"generation|blackwell|(workstation|server) edition", "", text.lower())
     size = re.search(r"(?<=[a-z0-9][- ])(\d{1,4}) ?gi?b?\b", text)
     if size:

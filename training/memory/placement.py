@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from kernels.common import KEEPABLE, SKIPPABLE
-from kernels.parts import AttentionKind, Linear, MixerKind
+from kernels.linear import Linear
+from kernels.parts import AttentionKind, MixerKind
 from training.host.memory import HostCopies, PinnedArena
 from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import Execution, Placement, needed_for_backward
@@ -31,10 +32,7 @@ from training.optim.inventory import Inventory
 
 
 def allocate(model: nn.Module, inventory: Inventory, device: torch.device) -> None:
-    """Give a model.Transformer, which is on the meta device, memory on `device` for the weights that live there.
-
-    Visiting weights get none. All weights together may be larger than the device's memory.
-    """
+    """Give a model.Transformer on the meta device memory on `device` for all weights but visiting ones."""
     visiting = {row.name for row in inventory if row.is_visiting}
     if not visiting:
         model.to_empty(device=device)
@@ -84,11 +82,7 @@ def apply_execution(
 
 
 def set_kinds(model: nn.Module, kinds: Sequence[MixerKind]) -> None:
-    """Set how each block of a model.Transformer attends; (): as the model's configuration says.
-
-    Raises:
-        ValueError: a kind that needs other gates than the block has parameters for.
-    """
+    """Set how each block attends; (): as configured. Raises ValueError for a kind that needs other gates."""
     for block, kind in zip(model.layers, kinds or model.config.kinds):
         own = block.mixer.kind
         is_other = isinstance(kind, AttentionKind) != isinstance(own, AttentionKind)
@@ -124,13 +118,11 @@ def apply_placement(
     Args:
         blocks: the model's blocks, called as block(x_BTD, context), in this order. FSDP2 may shard them. A forward
             pass with gradients must have its backward before the next such pass begins.
-        placements: one per block. `Placement()` for all is gradient checkpointing as it is commonly understood. Whole
-            blocks keep their own forward.
+        placements: one per block. `Placement()` for all is gradient checkpointing as commonly understood.
         arena: pinned memory for everything placed on the "host".
-        skips: whether to keep the choices of operations in forward and to leave out skippable operations in backward.
-            False for compiled blocks, because their operations cannot be seen.
-        homes: weights in host memory of the blocks with weights on the "host", and of no others; and weights in other
-            forms of any block but a whole one. On several GPUs no block can have some.
+        skips: whether to keep choices in forward, and to leave out skippable operations in backward. False for compiled
+            blocks, whose operations cannot be seen.
+        homes: weights of the blocks that have them on the "host", and quantized weights of blocks that are not whole.
 
     Raises:
         ValueError: placements that do not fit the blocks, the homes or each other, or need an arena.
@@ -296,17 +288,13 @@ class _Interception(TorchDispatchMode):
     Args:
         keep: called for each keepable operation with a role, "results" or "choices", and the tensors of the call.
         kept: tensors of each call that was kept, by role.
-        skips: whether skippable operations do not run. They return a tensor of the first argument's shape with
-            arbitrary content.
+        skips: whether skippable operations return anything of the first argument's shape, and do not run.
     """
 
     def __init__(
-        self,
-        *,
-        keep: Callable[[str, Sequence[Tensor]], None] = lambda role, tensors: None,
-        kept: dict[str, list[Sequence[Tensor]]] | None = None,
-        skips: bool = False,
-    ):
+        self, *, keep: Callable[[str, Sequence[Tensor]], None] = lambda role, tensors: None,
+        kept: dict[str, list[Sequence[Tensor]]] | None = None, skips: bool = False,
+    ):  # fmt: skip
         super().__init__()
         self.keep, self.skips = keep, skips
         self.kept = {role: list(calls) for role, calls in (kept or {}).items()}

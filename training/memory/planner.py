@@ -231,10 +231,8 @@ class _Search:
     """A search for executions of a step within limits of its predicted bytes, headroom already taken off.
 
     The last layers keep on the GPU what fits there: backward needs them first, and their memory is free when gradients
-    need it. Layers before them keep on the host, and the first layers not at all.
-
-    `waiting` are numbers of blocks to try: the weights of so many first blocks wait on the host. One more than all
-    blocks means all of them with embedding and head.
+    need it. Layers before them keep on the host, and the first layers not at all. The weights of the first `waiting`
+    blocks wait on the host; one more than all blocks means all of them with embedding and head.
     """
 
     step: Step
@@ -256,8 +254,8 @@ class _Search:
             return _cost(self.step, execution, self.step.seconds(execution, rates))
 
         for base in self.layouts():
-            visiting = _num_visiting(base)
-            if visiting and any(_is_roomy(execution) and not _num_visiting(execution) for execution in found):
+            roomy_here = (e for e in found if all((p.input, p.results) == ("gpu", "gpu") for p in e.placements))
+            if _num_visiting(base) and not all(map(_num_visiting, roomy_here)):
                 break
             roomy = _placed(base, ["gpu"] * L, L)
             if found and cost(roomy) >= least and not self.fits(roomy):
@@ -302,21 +300,18 @@ class _Search:
                 yield replace(base, gpu_state_bytes=on_gpu, heads_at_a_time=heads, loss_impl=loss_impl)
 
     def fastest_inputs(self, base: Execution) -> list[list[str]]:
-        """Returns `fitting_inputs` with as few inputs recomputed as possible: recomputing more only takes longer."""
+        """Returns ways of `inputs_within_host` that fit, with the fewest inputs recomputed: more only take longer."""
         half = self.step.layers // 2
         if not self.has_room(base, half):  # half of the inputs recomputed takes the least memory
             return []
-        return self.fitting_inputs(base, half - _largest(half, lambda fewer: self.has_room(base, half - fewer)))
+        recomputed = half - _largest(half, lambda fewer: self.has_room(base, half - fewer))
+        ways = self.inputs_within_host(base, recomputed)
+        return ways[bisect.bisect_left(ways, True, key=lambda inputs: self.fits(_placed(base, inputs))) :]
 
     def has_room(self, base: Execution, recomputed: int) -> bool:
         """Whether an execution fits in any of the ways of `inputs_within_host`. If any does, the last does."""
         ways = self.inputs_within_host(base, recomputed)
         return bool(ways) and self.fits(_placed(base, ways[-1]))
-
-    def fitting_inputs(self, base: Execution, recomputed: int) -> list[list[str]]:
-        """Returns the ways of `inputs_within_host` in which an execution fits. They are neighbours."""
-        ways = self.inputs_within_host(base, recomputed)
-        return ways[bisect.bisect_left(ways, True, key=lambda inputs: self.fits(_placed(base, inputs))) :]
 
     def inputs_within_host(self, base: Execution, recomputed: int) -> list[list[str]]:
         """Returns the ways to place the layers' inputs for which the host has room, as one place per layer.
@@ -332,10 +327,7 @@ class _Search:
         return ways[: _largest(len(ways), lambda n: step.host_bytes(_placed(base, ways[n - 1])) <= self.host_bytes)]
 
     def keep(self, base: Execution, inputs: list[str]) -> Execution:
-        """Returns `base` with these inputs and as many attention outputs kept as fit, on the GPU first.
-
-        If all inputs and outputs stay on the GPU, as many blocks as fit are left whole.
-        """
+        """Returns `base` with these inputs and all the outputs that fit, on the GPU first; then with whole blocks."""
 
         def most(limit: int, place: Callable[[int], Execution]) -> Execution:
             return place(_largest(limit, lambda n: self.fits(place(n))))
@@ -353,10 +345,7 @@ _placement = functools.cache(Placement)  # a search makes the same few placement
 
 
 def _placed(base: Execution, inputs: list[str], on_gpu: int = 0, on_host: int = 0, whole: int = 0) -> Execution:
-    """Returns `base` with placements of inputs and so many attention outputs, the last `whole` blocks left whole.
-
-    Weights stay where they are in `base`.
-    """
+    """Returns `base` with places of inputs and of so many outputs, and the last `whole` blocks whole."""
     L = len(inputs)
     results = ["recompute"] * (L - on_gpu - on_host) + ["host"] * on_host + ["gpu"] * on_gpu
     rest = ["recompute"] * (L - whole) + ["gpu"] * whole
@@ -384,11 +373,6 @@ def _num_visiting(execution: Execution) -> int:
 def _cost(step: Step, execution: Execution, seconds: float) -> float:
     """Returns the seconds of an execution, and more where state or weights on the host must save OFFLOAD_SAVES."""
     return seconds / (1 - OFFLOAD_SAVES * ((step.inventory(execution).host > 0) + (_num_visiting(execution) > 0)))
-
-
-def _is_roomy(execution: Execution) -> bool:
-    """Whether all inputs and attention outputs stay on the GPU."""
-    return all((p.input, p.results) == ("gpu", "gpu") for p in execution.placements)
 
 
 def _largest(limit: int, holds: Callable[[int], bool]) -> int:

@@ -98,10 +98,7 @@ class CudaCounter:
 
 
 class Recorder:
-    """Splits the steps of a model.Transformer, whose placements are applied, into stages.
-
-    `counter` may be a stand-in with the methods of `CudaCounter` where tensors are fake.
-    """
+    """Splits the steps of a model.Transformer, whose placements are applied, into stages."""
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW, counter: CudaCounter):
         self.model, self.optimizer, self.counter = model, optimizer, counter
@@ -270,10 +267,7 @@ class Recorder:
 
 
 class Bench:
-    """A model.Transformer and its optimizer, whose step is measured under one execution after another.
-
-    The optimizer's state stays where it is.
-    """
+    """A model.Transformer and its optimizer, whose step is measured under one execution after another."""
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW):
         self.model, self.optimizer, self.device = model, optimizer, model.embed_tokens.weight.device
@@ -282,8 +276,7 @@ class Bench:
     def measure(self, step: Step, execution: Execution, counter: CudaCounter | None = None) -> Measurement:
         """Measures one step of random tokens, one document per sequence.
 
-        The seconds of a step above LONGEST_REPEATED tokens leave out its update of state on the host, which would run
-        beside the next forward.
+        Seconds of a step above LONGEST_REPEATED tokens are without the update of state on the host.
 
         Raises:
             torch.OutOfMemoryError: call `clear` once the error is gone; until then its traceback holds tensors.
@@ -314,10 +307,7 @@ class Bench:
         return Measurement(recorder.measured(), seconds, host_bytes, counter.alloc_retries() - retries)
 
     def _warm_up(self, step: Step, execution: Execution, ids: Tensor) -> None:
-        """Run two steps of one layer of each way to run: kernels are compiled for the shapes of `step`.
-
-        The first step's update of state on the host runs in the second, and the second's in the step that is measured.
-        """
+        """Run two steps of one layer of each way to run, which compiles kernels for the shapes of `step`."""
         layers, kinds = self.model.layers, execution.kinds or self.model.config.kinds
         on_gpu = [replace(p, input="gpu", results=p.results.replace("host", "gpu")) for p in execution.placements]
         chosen = dict(zip(zip(kinds, on_gpu), layers))  # a layer of each way
@@ -382,10 +372,7 @@ def thin(execution: Execution, layers: int) -> Execution:
 
 
 def extrapolate(measured: Measurement, part: Step, whole: Step) -> float:
-    """Returns the seconds of a step of all layers, from a measured step of some.
-
-    The stages of layers are scaled by the number of layers, the update by the bytes of parameters.
-    """
+    """Returns seconds of a step of all layers: stages are scaled by layers, the update by bytes of parameters."""
     layers, parameters = whole.layers / part.layers, whole.parameter_bytes / part.parameter_bytes
     scales = (layers if "of layer" in s.name else parameters if s.name == "update" else 1 for s in measured.stages)
     return sum(scale * stage.seconds for scale, stage in zip(scales, measured.stages))
@@ -445,9 +432,8 @@ _NUMBER = re.compile(r"\d+")
 def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
     """Returns, for each row of a table, the indices of the stages that share it.
 
-    A layer has one stage in forward and two in backward. If stages 5 to 8 are the backward of two equal layers, the
-    rows are [5, 7] and [6, 8]. Each layer is compared with the first layer of its run, so that small differences do not
-    add up. The layer with a peak shares no row. `sides` are the predicted stages, and the measured stages if any.
+    If stages 5 to 8 are the backward of two equal layers, the rows are [5, 7] and [6, 8]. Each layer is compared with
+    the first of its run. The layer with a peak shares no row. `sides` are the predicted and the measured stages.
     """
     peaks = {max(range(len(side)), key=lambda i: side[i].bytes) for side in sides}
     runs: list[list[list[int]]] = []
@@ -462,11 +448,7 @@ def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
 
 
 def _are_equal(one: Stage, other: Stage) -> bool:
-    """Whether two layers' stages may share a row: forward and forward, or the same part of backward.
-
-    Predicted bytes of each category may differ by the last digit shown, 0.001 GiB. Measured bytes, and reserved bytes,
-    may differ by 1% of the stage's peak, seconds by 10% or a millisecond.
-    """
+    """Whether two layers' stages may share a row: nearly equal bytes, and seconds that differ by 10% at most."""
     sizes, tolerance = [(one.categories.get(name, 0), other.categories.get(name, 0)) for name in CATEGORIES], GIB / 1000
     if isinstance(one, MeasuredStage) and isinstance(other, MeasuredStage):
         sizes, tolerance = [*sizes, (one.reserved, other.reserved)], 0.01 * one.bytes

@@ -94,11 +94,7 @@ class Epoch:
 def choose_plan(step: Step, machine: Machine, checkpointing: bool | None) -> tuple[Plan | None, bool]:
     """Returns the plan of a step, if there is one, and whether it fits.
 
-    Args:
-        checkpointing: nothing is planned: all blocks are checkpointed, or none. None: as `make_plan` plans.
-
-    Raises:
-        UserError: a document is longer than some layer's attention takes.
+    With `checkpointing` nothing is planned: all blocks are checkpointed, or none. None: `make_plan` plans, and raises.
     """
     if checkpointing is None:
         if step.has_too_long_document or has_plan(step, *machine.limits[:2]):
@@ -280,11 +276,7 @@ def _print_measured(summary: dict) -> None:
 
 
 def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | None = None) -> dict:
-    """Print the longest context that is predicted to fit, and its plan. With `build_bench`, find the longest that does.
-
-    Raises:
-        UserError: no context fits.
-    """
+    """Print the longest context that fits, predicted and with `build_bench` measured. Raises UserError for none."""
     predicted = find_max_context(step, machine.gpu_bytes, machine.host_bytes)
     plan = make_plan(step.at(predicted or step.context_length), *machine.limits)  # raises where none fits
     print(f"predicted: {predicted:,} tokens in {describe_budgets(*machine.limits[:2])}")
@@ -341,8 +333,7 @@ def report_comparison(
         device: the GPU that measures. Its allocator is capped at each way's budget.
         build_bench: builds the benches that measure steps; None: predicted only.
 
-    Raises:
-        UserError: a budget that is more than the GPU has.
+    Raises UserError for a budget that is more than the GPU has.
     """
     if budget is None:
         budget = COMPARED_BUDGET if parse_bytes(COMPARED_BUDGET) <= machine.gpu_bytes else "auto"

@@ -5,11 +5,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import add
 
-from kernels.cross_entropy import cross_entropy_footprint
-from kernels.linear_cross_entropy import linear_cross_entropy_footprint
+from kernels.linear_cross_entropy import logits_bytes
 from training.host.sizes import MIB
-from training.memory.block_bytes import sent_bytes, waiting_bytes
-from training.memory.dry_run import block_bytes
+from training.memory.dry_run import block_bytes, sent_bytes, waiting_bytes
 from training.memory.execution import Execution, needed_for_backward
 from training.memory.step import StepShape
 
@@ -162,11 +160,10 @@ class Stages:
     def _loss_bytes(self) -> int:
         """Returns the bytes of the logits that exist at a time, and of the gradients of the head and its input."""
         step, share, size = self.step, self.step.share, self.step.element_size
-        if step.uses_chunked_loss(self.execution):
-            sizes, trains_head = (step.tokens, share.hidden_size, share.vocab_size), step.head_gradient > 0
-            return linear_cross_entropy_footprint(*sizes, element_size=size, trains_head=trains_head).forward
-        logits = cross_entropy_footprint(step.tokens, share.vocab_size, element_size=size).forward
-        return logits + step.head_gradient + step.input_bytes
+        if step.uses_chunked_loss(self.execution):  # the head's gradient is float32
+            logits = logits_bytes(step.tokens, share.vocab_size, size)
+            return logits + step.head_gradient * 4 // size + step.input_bytes
+        return share.projected_logits_bytes(step.tokens, size) + step.head_gradient + step.input_bytes
 
 
 def embedding_sums(step: StepShape) -> int:

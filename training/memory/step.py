@@ -51,14 +51,9 @@ class PackedDocuments:
 
     @classmethod
     def average(
-        cls,
-        lengths: np.ndarray,
-        sequences: np.ndarray,
-        longest: int,
-        batch_size: int,
-        num_ranks: int,
+        cls, lengths: np.ndarray, sequences: np.ndarray, longest: int, batch_size: int, num_ranks: int,
         micro_batches: int = 1,
-    ) -> "PackedDocuments":
+    ) -> "PackedDocuments":  # fmt: skip
         """Returns the average over an epoch's micro-batches, each of the rank with the most pairs of a query and a key.
 
         All ranks wait for that rank. Documents of similar lengths count as documents of one length with as many pairs.
@@ -98,41 +93,28 @@ class Scoring:
 
 @dataclass(eq=False, repr=False)
 class StepShape:
-    """A training step of a model, with its bytes and seconds under any execution.
+    """A training step of a model, with its bytes and seconds under any execution."""
 
-    Args:
-        share: one rank's share of the model, a kernels.config.Share.
-        named_parameters: the model's, on any device. Where FSDP2 shards them, DTensors or a rank's shards.
-        context_length, batch_size, micro_batches: for one rank, or for the ranks that share sequences.
-        documents: the documents of a micro-batch. None: not known. Bytes are then counted for sequences of several
-            documents, the longest of nearly the whole length, and seconds for sequences of one document.
-        given: settings that planning does not change: attention backend, kinds and implementation, and the loss and
-            the optimizer state's format unless they are "auto".
-        element_size: bytes per element of an activation.
-        num_ranks: ranks that share each sequence, a divisor of the key/value heads.
-        num_shards: ranks over which FSDP2 shards each parameter; 1 where all ranks share matrices; 0: no FSDP2.
-        tensor_ranks: ranks that share each matrix.
-        num_machines: machines of equally many ranks. Ranks of one machine share sequences and matrices.
-        num_copies: copies of the sharded parameters, on machines of their own where there are enough.
-        trained: what is trained of the model.
-        scoring: what the loss takes more than the next tokens' does.
-    """
-
-    share: Share
-    named_parameters: Iterable[tuple[str, Tensor]]
+    share: Share  # one rank's share of the model
+    named_parameters: Iterable[tuple[str, Tensor]]  # on any device; where FSDP2 shards them, DTensors or shards
+    # Lengths and numbers are of one rank, or of the ranks that share sequences.
     context_length: int
     batch_size: int = 1
     micro_batches: int = 1
+    # The documents of a micro-batch. None: not known. Bytes are then counted for sequences of several documents, the
+    # longest of nearly the whole length, and seconds for sequences of one document.
     documents: PackedDocuments | None = None
+    # Settings that planning does not change: attention backend, kinds and implementation, and the loss and the format
+    # of the optimizer's state unless they are "auto".
     given: Execution = Execution()
-    element_size: int = 2
-    num_ranks: int = 1
-    num_shards: int = 0
-    tensor_ranks: int = 1
-    num_machines: int = 1
-    num_copies: int = 1
+    element_size: int = 2  # bytes per element of an activation
+    num_ranks: int = 1  # ranks that share each sequence, a divisor of the key/value heads
+    num_shards: int = 0  # ranks over which FSDP2 shards each parameter; 1 where all share matrices; 0: no FSDP2
+    tensor_ranks: int = 1  # ranks that share each matrix
+    num_machines: int = 1  # machines of equally many ranks; ranks of one share sequences and matrices
+    num_copies: int = 1  # copies of the sharded parameters, on machines of their own where there are enough
     trained: Trained = ALL
-    scoring: Scoring = Scoring()
+    scoring: Scoring = Scoring()  # work of the loss beyond the loss of next tokens
 
     def __post_init__(self):
         share, self.named_parameters = self.share, list(self.named_parameters)
@@ -181,10 +163,7 @@ class StepShape:
                 self.reduction_bytes += 4 * sum(row.numel for row in rows if row.gradient_dtype)
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> Self:
-        """Returns the same step at another context length, of one document per sequence if this step's are.
-
-        Otherwise the documents are not known, unless they are given.
-        """
+        """Returns the same step at another context length; documents that are not one each are unknown, or given."""
         step = copy.copy(self)
         step.context_length = context_length
         if documents is None and not self.is_packed:
@@ -253,10 +232,7 @@ class StepShape:
         return self.documents is not None and self.documents.longest > self.longest_document
 
     def unplanned(self, placement: Placement, **changes: Any) -> Execution:
-        """Returns an execution that nobody searched: blocks placed alike, and float32 state unless asked otherwise.
-
-        Blocks whose weights a format holds keep their input in place of all activations.
-        """
+        """Returns an execution that nobody searched: blocks placed alike, and float32 state unless asked otherwise."""
         placement = Placement() if placement.is_whole and self.given.frozen.holds_weight else placement
         given = replace(self.given, state_format="float32") if self.given.state_format == "auto" else self.given
         return replace(given, placements=(placement,) * self.layers, **changes)
@@ -276,17 +252,11 @@ class StepShape:
         return self.share.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
 
     def waiting_weights(self, execution: Execution) -> list[int]:
-        """Returns the bytes of each block's weights that wait on the host; 0 where they stay on the GPU.
-
-        After the blocks come the head, number L as it runs, and the embedding, number -1 of the list.
-        """
+        """Returns bytes of blocks' weights that wait on the host, then of the head (L) and of the embedding (-1)."""
         return self._by_block(execution, self.inventory(execution).waiting)
 
     def visiting_weights(self, execution: Execution) -> list[int]:
-        """Returns the bytes of weights that are on the GPU only during a visit, in the order of `waiting_weights`.
-
-        Weights that a format holds visit wherever they are kept.
-        """
+        """Returns the bytes of weights that are on the GPU only during a visit, in the order of `waiting_weights`."""
         return self._by_block(execution, self.inventory(execution).visiting)
 
     def _by_block(self, execution: Execution, sizes: Mapping[int | None, int]) -> list[int]:

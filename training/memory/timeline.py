@@ -8,10 +8,9 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kernels.linear_cross_entropy import linear_cross_entropy_footprint
 from kernels.parts import Work
 from kernels.qkv_attention import AttentionPart
-from training.memory.block_bytes import sent_bytes, work
+from training.memory.dry_run import sent_bytes, work
 from training.memory.execution import Execution, needed_for_backward
 from training.memory.machine import Rates
 from training.memory.step import PackedDocuments, StepShape
@@ -24,19 +23,13 @@ COPIES_COST = 0.01  # share of the copies' time that kernels beside them lose
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step that runs `times` in a step, one after another.
-
-    Args:
-        compute: seconds of kernels by the name of their work.
-        link: seconds of copies to and from other memory beside them.
-        seconds: from start to end, where copies that compute does not hide count.
-    """
+    """A part of a step."""
 
     name: str
-    seconds: float
-    compute: dict[str, float] = field(default_factory=dict)
-    link: float = 0.0
-    times: int = 1
+    seconds: float  # from start to end, where copies that compute does not hide count
+    compute: dict[str, float] = field(default_factory=dict)  # seconds of kernels by the name of their work
+    link: float = 0.0  # seconds of copies to and from other memory beside them
+    times: int = 1  # in a step, one after another
 
 
 def timeline(step: StepShape, execution: Execution, rates: Rates) -> list[Phase]:
@@ -61,6 +54,7 @@ class _Timeline:
         sent = 2 * step.element_size * step.tokens * (1 - 1 / step.num_ranks)
         sizes = ((H + G) * K for H, G, K in (parts.mixer.heads for parts in self.parts))
         self.exchange = [size * sent / rates["gpu link"] for size in sizes]
+        self.attention = [forward + more for (forward, _, _), more in zip(self.attending, self.exchange)]  # in forward
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.
         self.reduction = 2 * step.input_bytes * (1 - 1 / step.tensor_ranks) / rates["gpu link"]
         # Seconds of parameters that were added to a layer, in forward and in backward, by the name of their rate.
@@ -96,14 +90,10 @@ class _Timeline:
         unpacked = self.step.inventory(self.execution).unpacked
         return [unpacked.get(i, 0) / self.rates["memory"] for i in range(self.layers)]
 
-    def attend(self, layer: int) -> float:
-        """Returns the seconds of a layer's attention in forward, its exchange between ranks included."""
-        return self.attending[layer][0] + self.exchange[layer]
-
     def forward(self, with_added: bool = True) -> dict[str, float]:
         """Returns the seconds of kernels in forward of all blocks, by their work."""
         return {
-            "attention": self.longer * sum(map(self.attend, range(self.layers))),
+            "attention": self.longer * sum(self.attention),
             "choice of blocks": self.longer * sum(choice for _, choice, _ in self.attending),
             "products": self.longer * sum(self.products),
             "memory": self.longer * sum(self.moves),
@@ -132,7 +122,7 @@ class _Timeline:
         """Returns the seconds in which backward computes again what a placed block did not keep, by their work."""
         start, (_, mlp) = self.needed[layer][0][0], self.work[layer]
         before, blocks = range(start, layer), range(start, layer + 1)  # blocks before run again for this block's input
-        attention = sum(self.attend(i) for i in blocks if self.placements[i].results == "recompute")
+        attention = sum(self.attention[i] for i in blocks if self.placements[i].results == "recompute")
         if not self.execution.heads_at_a_time:  # kept outputs are exchanged again
             attention += sum(self.exchange[i] for i in blocks if self.placements[i].results != "recompute")
         products = sum(part.repeated_flops / self._rate(part) for part in self.work[layer])
@@ -185,12 +175,9 @@ class _Timeline:
         ]
 
     def _loss(self) -> float:
-        share = self.step.share
-        sizes = self.step.tokens, share.hidden_size, share.vocab_size
-        footprint = linear_cross_entropy_footprint(*sizes, trains_head=self.step.head_gradient > 0)
         again = self.step.scoring.head_passes * self.step.uses_chunked_loss(self.execution)
-        # The standard loss has the same products, once.
-        return footprint.matrix_flops / self.rates[self.execution.linear.head.rate] + again * self._head()
+        # Products of logits, of the input's gradient and of the head's, which both losses make.
+        return (2 + (self.step.head_gradient > 0) + again) * self._head()
 
     def _head(self) -> float:
         """Returns the seconds of the head's product in forward."""

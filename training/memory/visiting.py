@@ -20,17 +20,14 @@ Homes = Mapping[nn.Parameter, Home]  # weights between visits, see `MasterAdamW.
 class VisitingWeights:
     """Gives parameters their weights for a visit of their block, and takes their GPU memory away afterwards.
 
-    A parameter keeps its identity and its shape, and only its storage is empty in between, as under FSDP2: modules,
-    hooks and autograd hold on to it. A graph that reads it must be made and run backward in one visit. The end of a
-    visit counts as a change of the parameter, so autograd refuses to go through an older graph.
-
-    Memory of weights is allocated and freed on the compute stream, which waits for the copies, see `HostCopies`. What
-    is read to write weights of fewer bits is in memory of the copies' stream. On a CPU, copies are plain.
+    A parameter keeps its identity and its shape, and only its storage is empty in between, as under FSDP2. A graph that
+    reads it must be made and run backward in one visit: the end of a visit counts as a change of the parameter, so
+    autograd refuses to go through an older graph. Memory of weights is allocated and freed on the compute stream, which
+    waits for the copies, see `HostCopies`. On a CPU, copies are plain.
 
     Args:
-        homes: for each block that has any, by number: its parameters that visit, with their weights. The embedding is
-            block -1, the head has the number after the last block's. If they share a matrix, one parameter is in
-            both, which are never present at once.
+        homes: parameters that visit with their weights, by the number of their block. The embedding is block -1, the
+            head has the number after the last block's. They may share one parameter: they are never present at once.
     """
 
     def __init__(self, homes: dict[int, Homes], device: torch.device):

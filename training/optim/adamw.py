@@ -7,15 +7,10 @@ in float32. The last addition takes the norm, so the exact global norm is known 
 scales by it.
 
 Each parameter is updated on the GPU, in pieces of at most PIECE_ELEMENTS. Pieces and calls are the same wherever the
-state lives, so results are equal bit for bit. State in host memory costs only the time of its copies. A weight may
-live there as well: an update moves it like state, and `training.memory.visiting` brings it to its block. For the 4B
-(4.02e9 parameters) with all state in host memory, at 50 GB/s each way:
-- one micro-batch: bf16 gradients leave during backward, 8 GB in 0.16 s. The update fetches 14 bytes per parameter and
-  sends 12 back at the same time: 1.13 s. Host: 52.4 GiB.
-- several: backward fetches and sends the float32 sums on a side stream, 32 GB in 0.64 s (0.32 s the first time). The
-  update fetches 16 bytes per parameter: 1.29 s. Host: 59.9 GiB.
-With everything on the GPU the update takes about 0.05 s. These are numbers of the float32 format. The next forward
-hides an update that goes through the GPU, see `update_beside_forward`.
+state lives, so results are equal bit for bit. State in host memory costs only the time of its copies, which the next
+forward hides, see `update_beside_forward`. A weight may live there as well: an update moves it like state, and
+`training.memory.visiting` brings it to its block. With all float32 state of the 4B in host memory, at 50 GB/s each way,
+8 GB of gradients leave during backward, and the update fetches 14 bytes per parameter and sends 12 back: 1.13 s.
 """
 
 import functools
@@ -103,29 +98,19 @@ class MasterAdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), decoupled weight decay on matrices only.
 
     Args:
-        named_parameters: the model's, sharded over one mesh of all ranks or not at all. The names are keys of the saved
-            state. Parameters on a GPU are on the current one. Those that take no gradient stay as they are, and have no
-            state.
+        named_parameters: the model's, sharded over one mesh of all ranks or not at all, on a CPU or the current GPU.
+            The names are keys of the saved state. Parameters that take no gradient have no state.
         inventory: where state and weights live, and in which formats, for these parameters; None: in float32 on the
             GPU. Visiting weights lose their memory on the GPU, whose content becomes the weight. UserError where the
             host does not let so much be pinned.
-        weight_decay: argument of torch.optim.AdamW.
         rate_ratios: factors of the learning rate of some parameters, by the end of their names.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
-
-    Attributes:
-        homes: the weights of all parameters without memory: in host memory, or quantized.
     """
 
     def __init__(
-        self,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
-        inventory: Inventory | None = None,
-        *,
-        weight_decay: float = 0.1,
-        rate_ratios: Mapping[str, float] = MappingProxyType({}),
-        impl: str = "auto",
-    ):
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], inventory: Inventory | None = None, *,
+        weight_decay: float = 0.1, rate_ratios: Mapping[str, float] = MappingProxyType({}), impl: str = "auto",
+    ):  # fmt: skip
         self.parameters = dict(named_parameters)
         self.inventory = inventory = inventory or Inventory.of(self.parameters.items())
         assert [row.name for row in inventory] == [*self.parameters], "an inventory of other parameters"
@@ -155,6 +140,7 @@ class MasterAdamW:
                 )
                 weakref.finalize(self, hook.remove)
         lent = ((state.parameter, state.lent) for state in self.states.values())
+        # Weights of all parameters without memory: in host memory, or quantized.
         self.homes: dict[nn.Parameter, Home] = {p: weight for p, weight in lent if weight is not None}
         self.norms = torch.zeros(next(indices), device=device)  # norm of each piece of the gradients
         copies = [state.row.copies for state in self.states.values() for _ in state.pieces]
@@ -248,8 +234,7 @@ class MasterAdamW:
 
         The model's `parts` run in this order. Each waits for its own parameters and the next part's, which may be
         fetched beside it, and the last waits for all. A head that is none of them is fetched beside the last but one.
-        Updates are queued as parts run: a GPU's queue holds about a thousand copies, and the host waits where it is
-        full. Sharded parameters are still updated in `step`: FSDP2 gathers them before their part runs.
+        Sharded parameters are still updated in `step`: FSDP2 gathers them before their part runs.
         """
         if any(isinstance(parameter, DTensor) for parameter in self.parameters.values()):
             return
@@ -273,10 +258,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Update the masters from their gradients, round them into the parameters, and drop the gradients.
-
-        After `update_beside_forward`, state on the host is updated later: in the next forward, or by `end_update`.
-        """
+        """Update masters and parameters, and drop gradients; after `update_beside_forward`, host state later."""
         self.end_update()
         self.ring.let_go(0)
         self.ring.device_module.current_stream().wait_stream(self.ring.outward)  # `room` and `norms` are free
@@ -326,10 +308,7 @@ class MasterAdamW:
         return {name: state.weight for name, state in self.states.items() if state.is_trained}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """References to the state by parameter name, to save.
-
-        Without a "master" the parameter is a part of its master, and must be saved as it is.
-        """
+        """References to the state by name, to save. A parameter without a "master" is a part of it, to be saved too."""
         self.end_update()
         self.ring.device_module.synchronize()
         trained = {name: state for name, state in self.states.items() if state.is_trained}
@@ -352,10 +331,7 @@ class MasterAdamW:
 
 @torch.no_grad()
 def _like(parameter: nn.Parameter, flat: Tensor, kept: Kept) -> Tensor:
-    """`flat` [n / group] in the parameter's shape but for the last dimension, sharded as it is, wherever `flat` is.
-
-    For a group of 32 and a parameter [6, 64] it is [6, 2].
-    """
+    """`flat` in the parameter's shape and sharding but for the last dimension: [6, 2] for a group of 32 and [6, 64]."""
     if not isinstance(parameter, DTensor):
         return flat.view(kept.shape(parameter.shape))
     local = flat.view(kept.shape(parameter.to_local().shape))

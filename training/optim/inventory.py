@@ -27,25 +27,15 @@ LEAVING_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter on this rank: its size, its format, and where its weight and state live.
+    """One parameter on this rank: its size, its format, and where its weight and state live."""
 
-    Args:
-        name: the parameter's name in the model.
-        numel: its elements on this rank.
-        copies: ranks that have the same elements, this one included.
-        format: the tensors that are kept for it: masters and moments, or a quantized weight.
-        gradient_dtype: dtype in which its gradient waits for the update; None: the parameter is frozen.
-        state_on_host: whether the kept tensors are in pinned host memory.
-        weight_on_host: whether its weight is there as well, and visits the GPU.
-    """
-
-    name: str
-    numel: int
-    copies: int
-    format: StateFormat
-    gradient_dtype: torch.dtype | None
-    state_on_host: bool
-    weight_on_host: bool
+    name: str  # in the model
+    numel: int  # on this rank
+    copies: int  # ranks that have the same elements, this one included
+    format: StateFormat  # the tensors that are kept for it: masters and moments, or a quantized weight
+    gradient_dtype: torch.dtype | None  # in which its gradient waits for the update; None: the parameter is frozen
+    state_on_host: bool  # whether the kept tensors are in pinned host memory
+    weight_on_host: bool  # whether its weight is there as well, and visits the GPU
 
     @property
     def block(self) -> int | None:
@@ -103,10 +93,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All parameters on this rank, in the model's order; `accumulate`: several backwards may come before an update.
-
-    Bytes of state on the GPU leave quantized weights out, which count as parameters.
-    """
+    """All parameters on this rank, in order; `accumulate`: several backwards may come before an update."""
 
     rows: tuple[Row, ...]
     accumulate: bool = True
@@ -127,8 +114,7 @@ class Inventory:
             host_weights: names of the parameters whose weights live in pinned host memory, as their state does.
             frozen: format of the blocks' frozen matrices.
 
-        Raises:
-            ValueError: weights on the host or quantized of sharded parameters; a name that is no parameter's.
+        Raises ValueError for weights on the host or quantized of sharded parameters; a name that is no parameter's.
         """
         rows, named = [], dict(named_parameters)
         if unknown := {*host_weights} - named.keys():

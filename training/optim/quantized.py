@@ -21,17 +21,11 @@ LEAST_VERSION = 0, 50  # older ones may not run on the current stream
 
 
 class Quantized(NamedTuple):
-    """A matrix of n elements, row by row.
+    """A matrix of n elements, row by row."""
 
-    Args:
-        codes: uint8, [n] in 8 bits and [n / 2] in 4 bits.
-        scales: float32 [n / 64].
-        bits: 8 or 4.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    bits: int
+    codes: Tensor  # uint8, [n] in 8 bits and [n / 2] in 4 bits
+    scales: Tensor  # float32 [n / 64]
+    bits: int  # 8 or 4
 
     @property
     def device(self) -> torch.device:
@@ -43,10 +37,7 @@ class Quantized(NamedTuple):
 
     @torch.no_grad()
     def write_into(self, matrix: Tensor) -> None:
-        """Writes the elements into a contiguous tensor of any float dtype, on the current stream.
-
-        Codes on the host are copied to the tensor's device first.
-        """
+        """Writes the elements into a contiguous float tensor on any device, on the current stream."""
         library, flat = _library(), matrix.view(-1)
         codes, scales = (tensor.to(flat.device, non_blocking=True) for tensor in (self.codes, self.scales))
         table = _table(flat.device) if self.bits == 8 else None
@@ -62,10 +53,7 @@ class Quantized(NamedTuple):
 
 @torch.no_grad()
 def quantize(elements: Tensor, bits: int) -> Quantized:
-    """Returns elements [n] of any float dtype in so many bits; n is a multiple of 64.
-
-    On a GPU the library's kernels run on the default stream, which must be the current one.
-    """
+    """Returns elements [n], n a multiple of 64, in so many bits. On a GPU it must be on the default stream."""
     library = _library()
     if bits == 8:
         codes, state = library.quantize_blockwise(elements, _table(elements.device), blocksize=GROUP)
@@ -90,10 +78,7 @@ def check_library(user: str) -> None:
 
 @functools.cache
 def _library():
-    """Imports bitsandbytes.functional, which takes seconds.
-
-    On some CPUs it warns that the package `kernels` is not the Hub's, which nothing here needs.
-    """
+    """Imports bitsandbytes.functional, which takes seconds, without its warning about another `kernels`."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from bitsandbytes import functional
 

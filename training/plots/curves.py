@@ -36,10 +36,7 @@ def _is_number(value) -> bool:
 
 
 def draw_run(run: Path, rows: list[dict]) -> Path:
-    """Draws loss, learning rate, throughput and memory by step, and returns the picture's path.
-
-    A panel without a number is left out, such as the GPU's memory in a run on a CPU.
-    """
+    """Draws loss, learning rate, throughput and memory by step, those that have numbers; returns the picture's path."""
     figures = import_optional("matplotlib.figure", "a picture")
     for row in rows:
         peaks = row.get("peak_memory_gib")

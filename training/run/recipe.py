@@ -22,8 +22,7 @@ from kernels.attention.full import choose_backend
 from kernels.compact_adamw import GROUP
 from kernels.fp8 import FP8, check_fp8
 from kernels.gated_delta_net import DeltaNet
-from kernels.linear import PLAIN
-from kernels.parts import Linear
+from kernels.linear import PLAIN, Linear
 from model import GATES, MODEL_SIZES, ModelConfig
 from training.checkpoint.carried import NOTHING, Carried, read_carried
 from training.checkpoint.files import checkpoints, latest_checkpoint, tokenizer_of

@@ -1,18 +1,12 @@
 """NSA's compressed branch: attention to the mean key and value of windows of 32 tokens, one every 16 tokens.
 
-Window i of a document is its tokens 16 i to 16 i + 31; a document of L tokens has floor(L / 16) - 1 windows, or none
-if that is negative. Token t of the document sees the windows that end at t or before: window i if 16 i + 31 <= t. The
-first 31 tokens see none; their output and log-sum-exp are 0.
+A document of L tokens has floor(L / 16) - 1 windows, or none if that is negative. Tokens that see none have an output
+and a log-sum-exp of 0. ../README.md says how a library's causal kernel attends to windows: a tile, 16 tokens that see
+the same windows, is one position with 16 times as many query heads. A document of 100 tokens has windows and tiles 0 to
+4; tile 4 has only the tokens 95 to 99.
 
 Keys are pooled after RoPE, as MoBA (arXiv 2502.13189) and flash-linear-attention's NSA pool them. The mean of 32 keys
 keeps RoPE's slow frequencies, which tell long distances. The other two branches have what the mean loses.
-
-A library's causal kernel does the work. Tile n of a document is its tokens 31 + 16 n to 46 + 16 n, and each of them
-sees exactly the windows 0 to n. Let a tile be one position, and its 16 tokens 16 times as many query heads. Position n
-then sees windows 0 to n, which is causal attention. A document of 100 tokens has windows and tiles 0 to 4; tile 4 has
-only the tokens 95 to 99. With n key/value heads of R query heads at a time, copies go
-
-    [tokens, H, K] -> [windows, n * 16 * R, K] and back
 
 A tile's heads are ordered (key/value head, token, query head), so that the queries of a key/value head are neighbours.
 Kept for backward, per token: the branch's output, H K elements, and the float32 log-sum-exp, H. Windows are pooled
@@ -121,10 +115,7 @@ def _unpool_kernel(
     d_pooled_ptr, target_ptr, windows_of_token_ptr, num_tokens, num_windows,
     G: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk or dv [tokens, G, K] each token's part of its windows' gradients, d_pooled_ptr [G, windows, K].
-
-    A window's mean is over KEYS tokens, so each of them gets 1 / KEYS of the window's gradient.
-    """
+    """Adds to dk or dv [tokens, G, K] each token's part, 1 / KEYS, of its windows' gradients [G, windows, K]."""
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
     mask = token < num_tokens
@@ -226,20 +217,14 @@ def _lse_to_tokens(lse: Tensor, units: int, windows: Windows) -> Tensor:
 
 
 def head_bytes(backend: str, num_windows: int, row_windows: int, longest: int | None, K: int, element_size: int) -> int:
-    """Returns the bytes that one query head takes in backward: q, out, dout and dq in tiles, the library's workspace.
-
-    The windows are counted of all rows, of each row, and of the longest packed document (None: each row is one).
-    """
+    """Returns a query head's bytes in backward: q, out, dout, dq in tiles, and `backward_workspace` of windows."""
     tile = WINDOW_STRIDE * K * element_size
     library = backward_workspace(backend, num_windows, tile, 0, row_windows, longest, WINDOW_STRIDE)
     return 4 * tile * num_windows + library
 
 
 def heads_at_a_time(H: int, G: int, bytes_of_a_head: int, workspace_bytes: int) -> int:
-    """Returns how many query heads' tiles fit: the heads of some key/value heads, else an equal part of one's heads.
-
-    For H = 32 and G = 8 it tries 32, 16, 8, 4, 2 and 1; the last is taken even if it does not fit.
-    """
+    """Returns how many query heads' tiles fit, at least 1. For H = 32 and G = 8 it tries 32, 16, 8, 4 and 2."""
     group = H // G
     sizes = [n * group for n in range(G, 0, -1) if G % n == 0] + [n for n in range(group - 1, 0, -1) if group % n == 0]
     return next((size for size in sizes if size * bytes_of_a_head <= workspace_bytes), 1)

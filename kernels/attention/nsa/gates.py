@@ -3,8 +3,8 @@
     out = sum_b g[b] out[b],  g = sigmoid(logits)
     d_out[b] = g[b] dout,  d_logits[b] = g[b] (1 - g[b]) (dout . out[b])
 
-Forward reads the three outputs and writes one. Backward takes one branch at a time, so that only one d_out exists.
-Kept for backward: the branches' outputs, and 3 logits per token and query head.
+Backward takes one branch at a time, so that only one d_out exists. Kept for backward: the branches' outputs, and 3
+logits per token and query head.
 """
 
 import torch

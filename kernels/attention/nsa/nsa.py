@@ -2,29 +2,26 @@
 
     out[t] = g[compressed] out[compressed] + g[selected] out[selected] + g[window] out[window]
 
-- compressed: the mean keys and values of windows of 32 tokens, one every 16 (compression.py);
-- selected: a document's first block of 64 tokens, the token's own block and the one before it, and the blocks with the
-  highest scores in the compressed branch, `selected_blocks` in all (../sparse/);
-- window: the last `window` tokens, the token itself included (../sparse/band.py, exact).
-
-g is a sigmoid of logits, for every token, query head and branch (gates.py). The caller computes the logits from the
-layer's input. ../README.md has the rest of the mathematics. No gradient flows through the choice of blocks.
+../README.md has the mathematics: compressed is compression.py, selected ../sparse/, and window an exact band of
+../sparse/band.py. g is a sigmoid of logits, for every token, query head and branch (gates.py), which the caller
+computes from the layer's input. No gradient flows through the choice of blocks.
 
 Kept for backward, per token: q, k and v, (H + 2G) K elements; each branch's output, H K, and its float32 log-sum-exp,
 H; the logits, 3 H; and the lists of blocks, G * (selected_blocks - 3) int16.
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ...common import operation
 from ...parts import AttentionBytes, AttentionFlops, AttentionKind, sum_to
 from ..documents import all_segments
 from ..full import BACKWARD_FLOPS, FULL, attention_flops, put
+from ..reference import attend_written_out
 from ..sparse.band import band_dkv, band_dq, band_forward
 from ..sparse.layout import EMPTY, LONGEST_DOCUMENT, Layout, make_layout
 from ..sparse.selection import choose_blocks, top_blocks_reference
@@ -64,66 +61,16 @@ WORKSPACE_BYTES = 7 * 2**28  # holds one key/value head's slots at 131,072 token
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns out [T, H, K] and lse [T, H]; 0 for rows that see nothing.
-
-    Args:
-        q, k, v: [T, H, K], [S, G, K] and [S, G, K].
-        is_visible: [T, G or 1, S].
-    """
-    G = k.shape[1]
-    scores = torch.einsum("tgrk,sgk->tgrs", q.unflatten(1, (G, q.shape[1] // G)), k) / math.sqrt(q.shape[-1])
-    sees = is_visible.any(-1)[:, :, None, None]
-    is_visible = is_visible[:, :, None] | ~sees  # a row that sees nothing sees all for now, which avoids infinities
-    scores = scores.masked_fill(~is_visible, float("-inf"))
-    out = torch.einsum("tgrs,sgk->tgrk", scores.softmax(-1), v).where(sees, 0)
-    lse = scores.logsumexp(-1).where(sees[..., 0], 0)
-    return out.flatten(1, 2), lse.flatten(1).to(torch.promote_types(lse.dtype, torch.float32))
-
-
-def _positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the positions of the queries [T, 1, 1] and of the keys [S] in their document."""
-    position = torch.arange(len(k), device=q.device)
-    return position[len(k) - len(q) :, None, None], position
-
-
-def compressed_reference(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    token, _ = _positions(q, k)
-    keys, values = pool_windows_reference(k), pool_windows_reference(v)
-    if len(keys) == 0:
-        return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
-    last = torch.arange(len(keys), device=q.device) * WINDOW_STRIDE + WINDOW_KEYS - 1  # each window's last token
-    return _attend(q, keys, values, token >= last)
-
-
-def choose_reference(q: Tensor, k: Tensor, lse: Tensor, chosen_blocks: int) -> Tensor:
-    """Returns the lists [T, G, chosen_blocks] int16, chosen by the compressed branch's lse."""
-    token, _ = _positions(q, k)
-    left, num_blocks = token[:, 0, 0] // BLOCK_SIZE - 1, -(-len(k) // BLOCK_SIZE)
-    return top_blocks_reference(
-        window_scores_reference(q, pool_windows_reference(k), lse, left, num_blocks), chosen_blocks
-    )
-
-
-def selected_reference(q: Tensor, k: Tensor, v: Tensor, lists: Tensor) -> tuple[Tensor, Tensor]:
-    token, key = _positions(q, k)
-    block, own = key // BLOCK_SIZE, token // BLOCK_SIZE
-    is_listed = (lists[..., None] == block).any(2)  # [T, G, S]
-    return _attend(q, k, v, (key <= token) & ((block == 0) | (block >= own - 1) | is_listed))
-
-
-def window_reference(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    token, key = _positions(q, k)
-    return _attend(q, k, v, (key <= token) & (key > token - window))
+    """Returns out [T, H, K] and lse [T, H], for q [T, H, K], k and v [S, G, K], and is_visible [T, G or 1, S]."""
+    out, lse = attend_written_out(q[None], k[None], v[None], is_visible.transpose(0, 1)[None, :, None])
+    return out[0], lse[0]
 
 
 def nsa_attention_reference(
     q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, gates_BTHC: Tensor, segments: Tensor | None = None, *,
     selected_blocks: int = 16, window: int = 512, blocks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Computes `nsa_attention` with all scores written out, in the inputs' dtype.
-
-    q_BTHK may have the last T of the S tokens alone, as in decoding.
-    """
+    """Attends with all scores written out, in the inputs' dtype. q may have the last T of the S tokens alone."""
     (B, T), S = q_BTHK.shape[:2], k_BSGK.shape[1]
     out = torch.empty_like(q_BTHK)
     for row, start, stop in all_segments(segments, B, S).tolist():
@@ -136,18 +83,27 @@ def nsa_attention_reference(
 
 def branches_reference(q: Tensor, k: Tensor, v: Tensor, lists: Tensor | int, window: int) -> list[Tensor]:
     """Returns the branches' outputs, their log-sum-exps, and the lists; `lists` may be a number of blocks to choose."""
-    compressed, lse = compressed_reference(q, k, v)
+    key = torch.arange(len(k), device=q.device)  # positions of the keys [S] and of the queries [T, 1, 1]
+    token = key[len(k) - len(q) :, None, None]
+    block, own, is_earlier = key // BLOCK_SIZE, token // BLOCK_SIZE, key <= token
+    keys, values = pool_windows_reference(k), pool_windows_reference(v)
+    last = torch.arange(len(keys), device=q.device) * WINDOW_STRIDE + WINDOW_KEYS - 1  # each window's last token
+    compressed, lse = _attend(q, keys, values, token >= last)
     if isinstance(lists, int):
         with torch.no_grad():
-            lists = choose_reference(q, k, lse, lists)
-    outs, lses = zip((compressed, lse), selected_reference(q, k, v, lists), window_reference(q, k, v, window))
+            scores = window_scores_reference(q, keys, lse, own[:, 0, 0] - 1, -(-len(k) // BLOCK_SIZE))
+            lists = top_blocks_reference(scores, lists)
+    is_listed = (lists[..., None] == block).any(2)  # [T, G, S]
+    selected = _attend(q, k, v, is_earlier & ((block == 0) | (block >= own - 1) | is_listed))
+    in_window = _attend(q, k, v, is_earlier & (key > token - window))
+    outs, lses = zip((compressed, lse), selected, in_window)
     return [*outs, *lses, lists]
 
 
 # The operation and the kind
 
 
-@torch.library.custom_op("fathom::nsa_gated_sum", mutates_args=())
+@operation("fathom::nsa_gated_sum", lambda outs, *_: outs[0].new_empty(outs[0].shape))
 def _nsa_gated_sum(outs: list[Tensor], gates: Tensor, triton_kernels: bool) -> Tensor:
     """Returns the gated sum [B, T, H, K] of three outs [B, T, H, K]; gates are logits [B, T, H, 3]."""
     if not triton_kernels:
@@ -155,27 +111,13 @@ def _nsa_gated_sum(outs: list[Tensor], gates: Tensor, triton_kernels: bool) -> T
     return gated_sum([flat(out) for out in outs], flat(gates)).view(outs[0].shape)
 
 
-@_nsa_gated_sum.register_fake
-def _(outs, gates, triton_kernels):
-    return outs[0].new_empty(outs[0].shape)
-
-
 @dataclass(frozen=True)
 class NSA(AttentionKind):
-    """Native sparse attention. Documents of all lengths attend by it, because the model has learnt its gates.
+    """Native sparse attention, for documents of all lengths. Raises ValueError for too few selected blocks."""
 
-    Args:
-        selected_blocks: blocks of 64 tokens, the first block and the two local blocks included; at least 4.
-        window: tokens of the window branch, a multiple of 64.
-        workspace_bytes: bytes of the tiles and slots that exist at a time; with fewer, launches are more and smaller.
-
-    Raises:
-        ValueError: too few selected blocks.
-    """
-
-    selected_blocks: int = 16
-    window: int = 512
-    workspace_bytes: int = WORKSPACE_BYTES
+    selected_blocks: int = 16  # blocks of 64 tokens, the first and the two local ones included; at least 4
+    window: int = 512  # tokens of the window branch, a multiple of 64
+    workspace_bytes: int = WORKSPACE_BYTES  # tiles and slots at a time; with fewer, launches are more and smaller
     name: ClassVar[str] = "nsa"
     gpu_head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
     takes: ClassVar[tuple[str, ...]] = ("selected_blocks",)
@@ -280,11 +222,7 @@ class NSA(AttentionKind):
         return nsa_attention_reference(q, k, v, gates, **options)
 
     def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
-        """Counts three outputs with log-sum-exps as `results`.
-
-        Forward makes them one after the other: while an earlier branch runs, the later ones' do not exist yet, and
-        `forward` subtracts them.
-        """
+        """Counts three outputs with log-sum-exps as `results`; `forward` is without those that do not exist yet."""
         selected_forward, selected_backward = sparse_workspace(T, H, G, K, self.selected, element_size)
         windows, longest_windows = T // WINDOW_STRIDE, None if longest is None else longest // WINDOW_STRIDE
         row_windows = (context_length or T) // WINDOW_STRIDE

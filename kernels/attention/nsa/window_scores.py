@@ -1,13 +1,7 @@
 """Scores of blocks in native sparse attention, by the compressed branch's windows (arXiv 2502.11089). No gradient.
 
-Blocks have 64 tokens, and windows 32 keys, one every 16. Windows 4 j - 1 to 4 j + 3 touch block j, and the outer two
-reach into its neighbours. kc[i] is the mean key of window i. With the lse of the attention to windows, and for the
-query heads h of a key/value head,
-
-    score[j] = sum_w weight[w] sum_h exp(scale q[h] . kc[4 j - 1 + w] - lse[h]),  weight = 1, 2, 2, 2, 1
-
-exp's argument is capped at 80, so that a sum over 16 heads stays finite. A candidate ends at least 64 tokens before its
-query, which therefore sees all five windows. ../sparse/selection.py takes the best blocks.
+../README.md has the mathematics: windows 4 j - 1 to 4 j + 3 touch block j. exp's argument is capped at 80, so that a
+sum over 16 heads stays finite. ../sparse/selection.py takes the best blocks.
 """
 
 import math
@@ -53,10 +47,7 @@ def _window_scores_kernel(
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     LARGEST_EXPONENT: tl.constexpr,
 ):  # fmt: skip
-    """Computes what `score_windows` returns.
-
-    Heads of a tile's rows are slow, tokens fast: the sum over heads then adds registers of one thread.
-    """
+    """Computes what `score_windows` returns. Tokens of a tile's rows are fast: a thread sums over heads."""
     tiles: tl.constexpr = BLOCK // BLOCK_T
     query_block = first_query_block + tl.program_id(0) // tiles
     head = tl.program_id(1).to(tl.int64)
@@ -98,11 +89,7 @@ def _window_scores_kernel(
 def score_windows(
     q: Tensor, pooled: Tensor, lse: Tensor, first_window: Tensor, layout: Layout, query_blocks: range, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns scores of a range of query blocks, and the largest of each CHUNK, as `choose_blocks` takes them.
-
-    q is [tokens, H, K], pooled [G, windows, K], lse [tokens, H] float32. `first_window` [blocks] has the first window
-    of a block's document.
-    """
+    """Returns scores of query blocks as `choose_blocks` takes them; q [tokens, H, K], pooled [G, windows, K]."""
     G = len(pooled)
     tile = launch_constants(q, G, layout.block_size, SCORES_CONFIG)
     rows = G, len(query_blocks) * layout.block_size

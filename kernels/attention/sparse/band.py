@@ -1,14 +1,8 @@
 """The band: every token attends to its document's first block and to its window, causally, flash-attention style.
 
-The window of a token in block b is the blocks max(0, b - window_blocks + 1) to b, up to the token itself. It begins
-with a whole block, so it has between window - block_size + 1 and window tokens. In backward, with the lse of the whole
-softmax (band and chosen blocks) and delta = sum(dout * out),
-
-    p = exp(scale q . k - lse),  ds = p (dout . v - delta) scale,  dq = ds k,  dk = ds^T q,  dv = p^T dout
-
-A program of backward's first kernel holds queries and makes dq and delta. A program of the second holds a block of keys
-and makes dk and dv. All later tokens of a document attend to its first block: tokens past that block's window are taken
-in extra chunks of `window` tokens, and combine.py adds up the chunks' float32 partial sums.
+../README.md has the mathematics. A program of backward's first kernel holds queries and makes dq and delta. A program
+of the second holds a block of keys and makes dk and dv. All later tokens of a document attend to its first block:
+tokens past that block's window are taken in extra chunks of `window` tokens, and combine.py adds up the chunks' sums.
 
 An exact band (`exact`) is the last `window` tokens, the token itself included, without the first block. It reaches into
 one block more, where a mask hides the keys that are too far back. With a window of 512, token 700 sees 189 to 700.
@@ -181,10 +175,7 @@ def _add_queries(
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr,
     CAUSAL: tl.constexpr, REACH: tl.constexpr,
 ):  # fmt: skip
-    """Adds the parts of the queries from token `start` to dk and dv [BLOCK, K]; returns both.
-
-    A query sees keys up to its own with CAUSAL, and of those its last REACH; None: all.
-    """
+    """Adds to dk and dv [BLOCK, K] of queries from token `start`, which see their last REACH keys (None: all)."""
     columns = tl.arange(0, K)
     token, r, mask = query_rows(start, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
     mask &= token < stop
@@ -294,10 +285,7 @@ def band_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, *, exact: bool = False,
     into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [tokens, H, K], k and v [tokens, G, K] -> out [tokens, H, K], lse [tokens, H] float32.
-
-    `into` are out and lse to be written to; None: new tensors.
-    """
+    """q [tokens, H, K], k and v [tokens, G, K] -> out [tokens, H, K], lse [tokens, H] float32, written `into` both."""
     out, lse = into or (torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device))
     _launch_over_queries(_band_forward_kernel, WIDE_FORWARD_CONFIG, q, k, (q, k, v, out, lse), layout, EXACT=exact)
     return out, lse

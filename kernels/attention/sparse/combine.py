@@ -1,11 +1,7 @@
 """Sums in a fixed order: a token's band and slots into its output or dq, a block's items into its dk and dv.
 
-A slot has the output of a token's attention to one chosen block, see gather.py. The band and each slot s are a softmax
-over keys of their own, with output out[s] and log-sum-exp lse[s]. The softmax over all of them has
-
-    lse = log sum_s exp(lse[s]),  out = sum_s exp(lse[s] - lse) out[s]
-
-Each slot is read once, s ascending. Nothing is kept for backward: there dq is the plain sum of band and slots.
+A slot has the output of a token's attention to one chosen block, see gather.py; ../README.md says how parts make one
+softmax. Each slot is read once, in ascending order. In backward, dq is the plain sum of band and slots.
 """
 
 import triton
@@ -25,10 +21,7 @@ def _combine_kernel(
     S: tl.constexpr, BLOCK_S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
     K: tl.constexpr, BLOCK_T: tl.constexpr, EMPTY: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Adds slots to `out` in place.
-
-    With WEIGHTED they are weighted by their log-sum-exps, and `lse` is updated.
-    """
+    """Adds slots to `out` in place; with WEIGHTED by their log-sum-exps, and updates `lse`."""
     head = tl.program_id(1).to(tl.int64)
     t, r, mask = query_rows(tl.program_id(0) * BLOCK_T, GROUP, GROUP_PAD, BLOCK_T)  # [ROWS]
     mask &= t < num_tokens

@@ -1,17 +1,11 @@
 """Attention to chosen blocks: a program loads one block of keys and values, and gathers the queries that chose it.
 
-Slot (t, s) holds the attention of query t to the block at place s of its list. Over that block's keys j alone it is
-
-    lse[t, s] = log sum_j exp(scale q[t] . k[j]),  out[t, s] = sum_j exp(scale q[t] . k[j] - lse[t, s]) v[j]
-
-combine.py then makes one softmax of a token's slots and its band. A chosen block lies wholly before its query, so there
-is nothing to mask. Backward has the same grid, the lse of the whole softmax, and delta = sum(dout * out):
-
-    p = exp(scale q . k - lse[t]),  ds = p (dout . v - delta[t]) scale
-    dv[j] += p dout,  dk[j] += ds q,  dq of slot (t, s) = sum_j ds k[j]
+Slot (t, s) holds the attention of query t to the block at place s of its list, over that block's keys alone.
+combine.py makes one softmax of a token's slots and its band. A chosen block lies wholly before its query, so there is
+nothing to mask. Backward has the same grid; ../README.md has the mathematics.
 
 A program takes one item of the inverse index: up to `chunk` queries of one block. It writes the item's dk and dv once,
-as float32 partial sums, which combine.py adds up. Nothing is kept for backward.
+as float32 partial sums, which combine.py adds up.
 """
 
 import math
@@ -39,10 +33,7 @@ def _load_item(
     first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Returns the head and the keys of the program's item, and the start and stop of its entries.
-
-    The head is counted among the heads of this call. A surplus item has no entries: start = stop.
-    """
+    """Returns the item's head among this call's, its keys, and the bounds of its entries (surplus items have none)."""
     item = tl.program_id(0)
     row = tl.load(item_row_ptr + item)
     surplus = row == num_rows
@@ -181,10 +172,7 @@ def gather_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, slots: Tensor, index: InverseIndex,
     layout: Layout, heads: range, tokens: range, config: TileConfig,
 ) -> Tensor:  # fmt: skip
-    """Fills `slots` with the parts of dq; returns dk and dv of each item, [2, items, block_size, K] float32.
-
-    lse and delta are [tokens, H] float32. The results of surplus items stay unwritten.
-    """
+    """Fills `slots` with parts of dq; returns dk and dv of each real item, [2, items, block_size, K] float32."""
     items = len(index.item_row)
     partial = torch.empty(2, items, layout.block_size, q.shape[-1], dtype=torch.float32, device=q.device)
     tensors = dout, q, k, v, lse, delta, slots, partial

@@ -30,22 +30,6 @@ class InverseIndex(NamedTuple):
     chunk: int  # most entries of an item
 
 
-def inverse_index_reference(
-    blocks: Tensor, layout: Layout, heads: range, token_ranges: list[range]
-) -> list[list[list[int]]]:
-    """Returns entries by range and row, in plain Python; blocks [tokens of all documents, G, selected]."""
-    N, _, S = blocks.shape
-    rows: list[list[list[int]]] = [[[] for _ in range(len(heads) * layout.num_blocks)] for _ in token_ranges]
-    for of_range, tokens in zip(rows, token_ranges):
-        for i, head in enumerate(heads):
-            for token in tokens:
-                first_block = int(layout.first_block[layout.token_block[token]])
-                for s, block in enumerate(blocks[token, head].tolist()):
-                    if block != EMPTY:
-                        of_range[i * layout.num_blocks + first_block + block].append((i * N + token) * S + s)
-    return rows
-
-
 def build_inverse_index(
     blocks: Tensor, layout: Layout, heads: range, token_ranges: list[range], chunk: int
 ) -> list[InverseIndex]:

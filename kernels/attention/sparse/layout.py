@@ -103,10 +103,7 @@ _cached_layout = functools.lru_cache(maxsize=4)(build_layout)
 
 
 def first_local_block(layout: Layout) -> Tensor:
-    """Returns the first block of each token's window, [tokens], by index in its document.
-
-    A token's candidates are the blocks from 1 to the block before this one. With 1 or less, it has none.
-    """
+    """Returns the first block of each token's window, [tokens], in its document; candidates are 1 to the one before."""
     token_block = layout.token_block.long()
     return token_block - layout.first_block[token_block] - layout.window_blocks + 1
 

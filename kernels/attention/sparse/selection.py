@@ -1,17 +1,9 @@
 """The choice of blocks: each token scores blocks of keys and takes the `selected` best. It carries no gradient.
 
-Let token t be in block b, and let its window begin at block `left`. Its candidates are the blocks 1 <= j < left. The
-query heads of a key/value head share one list. A block's score is its largest logit:
-
-    score[j] = max_{s in block j, h} q[h] . k[s]
-
-The highest scores are chosen, and among equal scores the lowest index: every run makes the same list. Every key is
-looked at, because the mean of neighbouring keys loses what rotary positions turn fast (Prism, arXiv 2602.08426). The
-product grows with the square of a document's length, so far positions look less closely (`Look`). From position
-`EARLY` on the mean of the query heads looks in their place, and from `LATE` on at means of two neighbouring keys.
-
-Only the order of scores matters. GPUs that multiply in FP8 therefore score in FP8: the queries of a token are scaled
-so that their largest element is FP8's largest number, and keys are divided by 4 (`KEY_DIVISOR`).
+A block's score is its largest logit with a query head of the key/value head; ../README.md has the mathematics. With a
+window that begins at block `left`, the candidates are the blocks 1 <= j < left. Far positions look less closely
+(`Look`). GPUs that multiply in FP8 score in FP8: the queries of a token are scaled so that their largest element is
+FP8's largest number, and keys are divided by 4 (`KEY_DIVISOR`). Every run makes the same lists.
 
 The best blocks are found in two rounds, see `top_blocks`. At 131,072 tokens, 32 blocks are searched among 128 chunks
 of 16, then among the 512 blocks of the best chunks, not among all 2,048.
@@ -100,10 +92,7 @@ def candidate_scores(q: Tensor, k: Tensor, look: Look, dtype: torch.dtype) -> Te
 
 
 def scores_reference(q: Tensor, k: Tensor, layout: Layout, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns scores [tokens, G, blocks of the longest document], -inf where a block is not a candidate.
-
-    q is [tokens, H, K], k [tokens, G, K]; `dtype` is as in `candidate_scores` (None: q's own).
-    """
+    """Returns scores [tokens, G, blocks of the longest document], -inf for no candidates; `dtype` None: q's own."""
     size, own_of = layout.block_size, layout.index_of_block.tolist()
     shape = len(q), k.shape[1], max(own_of) + 1
     scores = q.new_full(shape, float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
@@ -118,10 +107,7 @@ def scores_reference(q: Tensor, k: Tensor, layout: Layout, dtype: torch.dtype | 
 
 
 def top_blocks_reference(scores: Tensor, selected: int) -> Tensor:
-    """Returns the indices of the `selected` highest scores, ascending, int16 [..., selected].
-
-    Scores of -inf are not taken. A list with fewer candidates ends in EMPTY.
-    """
+    """Returns the indices of the `selected` highest scores above -inf, ascending, then EMPTY, int16 [..., selected]."""
     values, order = scores.sort(dim=-1, descending=True, stable=True)
     order = torch.where(values > float("-inf"), order, EMPTY)[..., :selected]
     padded = order.new_full((*order.shape[:-1], selected), EMPTY)
@@ -269,10 +255,7 @@ def _top_kernel(
 
 
 def round_keys(k: Tensor, layout: Layout, dtype: torch.dtype, mean_keys: bool = False) -> Tensor:
-    """Returns what the kernel multiplies: keys, or means of two neighbouring keys, [G, blocks, keys per block, K].
-
-    k is [tokens, G, K]. Keys past the end of a short block are 0: nobody can choose it.
-    """
+    """Returns keys, or means of two, [G, blocks, keys per block, K], for k [tokens, G, K]; 0 past a document's end."""
     (_, G, K), size = k.shape, layout.block_size
     keys = torch.empty(G, layout.num_blocks, size // 2 if mean_keys else size, K, dtype=dtype, device=k.device)
     _round_keys_kernel[(layout.num_blocks, G)](
@@ -310,10 +293,7 @@ def score_blocks(
     q: Tensor, keys: Callable[[bool], Tensor], layout: Layout, query_blocks: range, width: int,
     config: ScoresConfig | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns scores of a range of query blocks, and the largest of each CHUNK, as `choose_blocks` takes them.
-
-    q is [tokens, H, K]; keys(mean_keys) returns what `round_keys` returns.
-    """
+    """Returns scores of query blocks as `choose_blocks` takes them; keys(mean_keys) are what `round_keys` returns."""
     (_, H, K), size, num_tokens = q.shape, layout.block_size, len(query_blocks) * layout.block_size
     scores = maxima = None
     for first, blocks, look in parts_of(layout, query_blocks):

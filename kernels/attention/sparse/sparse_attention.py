@@ -2,11 +2,9 @@
 
     out[t] = sum_s softmax_s(scale q[t] . k[s]) v[s],  s <= t, in t's document, in t's blocks
 
-../README.md has the mathematics. Each document decides for itself: one that is shorter than `dense_below` attends to
-everything, by full.py.
-
-../README.md has the order of work as well. A slot holds a token's attention to one chosen block. Slots are the largest
-buffers, so work goes by ranges of key/value heads and tokens whose slots fit `workspace_bytes`.
+../README.md has the mathematics and the order of work. A document that is shorter than `dense_below` attends to
+everything, by full.py. A slot holds a token's attention to one chosen block. Slots are the largest buffers, so work
+goes by ranges of key/value heads and tokens whose slots fit `workspace_bytes`.
 
 Kept for backward, per token: q, k, v and out, (2H + 2G) K elements; the float32 log-sum-exp, H; and the lists of
 blocks, G * selected int16. The choice carries no gradient, and backward never chooses again.
@@ -14,10 +12,9 @@ blocks, G * selected int16. The choice carries no gradient, and backward never c
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import triton
@@ -27,7 +24,7 @@ from ...common import use_triton
 from ...parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork, sum_to
 from ..documents import Span, as_bytes, from_bytes, split_by_length
 from ..full import FULL, check_shapes, full_backward, full_forward, put
-from ..reference import attend_written_out, scores_written_out, within_documents
+from ..reference import attend_written_out, backward_written_out, within_documents
 from .band import band_dkv, band_dkv_extra, band_dq, band_forward
 from .combine import add_partials, combine
 from .common import TileConfig
@@ -60,15 +57,6 @@ WORKSPACE_BYTES = 9 * 2**28  # holds half of one key/value head's slots at 131,0
 SCORES_BYTES = WORKSPACE_BYTES  # limit on scores that exist at a time: no more than the slots after them
 
 
-def sparse_attention_reference(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, blocks_BTGS: Tensor, segments: Tensor | None = None, *,
-    block_size: int = 64, window: int = 512,
-) -> Tensor:  # fmt: skip
-    """Attention with the T x T matrix written out, in the inputs' dtype, on given lists."""
-    visible = visible_keys(q_BTHK, blocks_BTGS, segments, block_size, window)
-    return attend_written_out(q_BTHK, k_BTGK, v_BTGK, visible)[0]
-
-
 def visible_keys(q: Tensor, blocks_BTGS: Tensor, segments: Tensor | None, block_size: int, window: int) -> Tensor:
     """Returns which keys a query sees, [B, G, 1, T, T]."""
     (B, T), G = q.shape[:2], blocks_BTGS.shape[2]
@@ -80,24 +68,6 @@ def visible_keys(q: Tensor, blocks_BTGS: Tensor, segments: Tensor | None, block_
     chosen = chosen.scatter_(-1, blocks_BTGS.long().clamp(max=num_blocks), True)[..., :num_blocks]
     in_lists = chosen.gather(-1, block_BT[:, None, None, :].expand(B, T, G, T)).permute(0, 2, 1, 3)  # [B, G, T, T]
     return (is_earlier[:, None] & (in_band[:, None] | in_lists))[:, :, None]
-
-
-def _reference_backward(dout, q, k, v, out, lse, is_visible) -> Sequence[Tensor]:
-    """Returns dq, dk and dv, with the T x T matrix written out."""
-
-    def by_group(x: Tensor) -> Tensor:
-        """[B, T, H, ...] -> [B, T, G, R, ...]"""
-        return x.unflatten(2, (k.shape[2], -1))
-
-    scores = scores_written_out(q, k)
-    p = (scores - by_group(lse).permute(0, 2, 3, 1)[..., None].to(scores)).exp().masked_fill(~is_visible, 0)
-    delta = by_group((dout * out).sum(-1)).permute(0, 2, 3, 1)[..., None]  # [B, G, R, T, 1]
-    ds = p * (torch.einsum("btgrk,bsgk->bgrts", by_group(dout), v) - delta) / math.sqrt(q.shape[-1])
-    return (
-        torch.einsum("bgrts,bsgk->btgrk", ds, k).flatten(2, 3),
-        torch.einsum("bgrts,btgrk->bsgk", ds, by_group(q)),
-        torch.einsum("bgrts,btgrk->bsgk", p, by_group(dout)),
-    )
 
 
 def range_sizes(T: int, G: int, token_bytes: int, workspace_bytes: int) -> tuple[int, int]:
@@ -121,10 +91,7 @@ def sparse_forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Layout, workspace_bytes: int,
     config: TileConfig | None = None, *, into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [tokens, H, K], k and v [tokens, G, K], blocks [tokens, G, selected] -> out, lse [tokens, H] float32.
-
-    `into` are out and lse to be written to; None: new tensors.
-    """
+    """q [tokens, H, K], k and v [tokens, G, K], blocks [tokens, G, S] -> out, lse [tokens, H] float32, or `into`."""
     (_, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
     config = config or forward_config(q)
     out, lse = band_forward(q, k, v, layout, into=into)
@@ -174,44 +141,26 @@ def flat(x: Tensor) -> Tensor:
     return x.contiguous().flatten(0, 1)
 
 
-class _Batch(NamedTuple):
-    """Documents of a batch, divided by length."""
-
-    short: Tensor | None  # segments of documents that attend to everything; None: no document does
-    long: list[tuple[Span, Layout]]  # spans of documents that choose blocks, with their tables
-
-
 @functools.lru_cache(maxsize=4)
-def _divide_batch(B: int, T: int, documents: bytes | None, device: torch.device, kind: "Sparse") -> _Batch:
-    """Divides a batch into short and long documents. All layers of a step share its tables."""
+def _divide_batch(
+    B: int, T: int, documents: bytes | None, device: torch.device, kind: "Sparse"
+) -> tuple[Tensor | None, list[tuple[Span, Layout]]]:
+    """Returns segments that attend to everything, if any, and spans of others with their tables, which layers share."""
     short, spans = split_by_length(from_bytes(documents, B, T), T, kind.dense_below)
-    layouts = [
-        build_layout(1, span.stop - span.start, as_bytes(span.segments), device, kind.block_size, kind.window)
-        for span in spans
-    ]
-    return _Batch(short if len(short) else None, [*zip(spans, layouts)])
+    sizes = device, kind.block_size, kind.window
+    long = [(span, build_layout(1, span.stop - span.start, as_bytes(span.segments), *sizes)) for span in spans]
+    return short if len(short) else None, long
 
 
 @dataclass(frozen=True)
 class Sparse(AttentionKind):
-    """Attention to a document's first block of keys, a window, and blocks of keys that each token chooses.
+    """Attention to a document's first block, a window, and chosen blocks. Raises ValueError for negative numbers."""
 
-    Args:
-        selected_blocks: most blocks that a token chooses.
-        block_size: tokens per block of keys: 32, 64 or 128.
-        window: tokens, a multiple of `block_size`.
-        dense_below: tokens; a document that is shorter attends to everything, whatever it is packed with.
-        workspace_bytes: bytes of the slots that exist at a time; with fewer, launches are more and smaller.
-
-    Raises:
-        ValueError: dense_below or selected_blocks out of range.
-    """
-
-    selected_blocks: int = 32
-    block_size: int = 64
-    window: int = 512
-    dense_below: int = 8192
-    workspace_bytes: int = WORKSPACE_BYTES
+    selected_blocks: int = 32  # the most that a token chooses
+    block_size: int = 64  # tokens per block of keys: 32, 64 or 128
+    window: int = 512  # tokens, a multiple of block_size
+    dense_below: int = 8192  # tokens; a document that is shorter attends to everything, whatever it is packed with
+    workspace_bytes: int = WORKSPACE_BYTES  # slots at a time; with fewer, launches are more and smaller
     name: ClassVar[str] = "sparse"
     gpu_head_dims: ClassVar[tuple[int, ...]] = WIDE_HEAD_DIMS
     takes: ClassVar[tuple[str, ...]] = ("selected_blocks", "dense_below")
@@ -246,19 +195,18 @@ class Sparse(AttentionKind):
     def for_longest(self, longest):
         return FULL if longest < self.dense_below else self
 
-    def _divide(self, q: Tensor, segments: Tensor | None) -> _Batch:
+    def _divide(self, q: Tensor, segments: Tensor | None) -> tuple[Tensor | None, list[tuple[Span, Layout]]]:
         return _divide_batch(*q.shape[:2], as_bytes(segments), q.device, self)
 
     def choose(self, q: Tensor, k: Tensor, segments: Tensor | None, on_triton: bool) -> Tensor:
         """Returns the blocks of keys that each token and key/value head attends to, beyond first block and window.
 
-        Returns:
-            int16 [B, T, G, selected_blocks]: block indices within the document, ascending, then `EMPTY` (32767). In
-            documents below `dense_below` all are EMPTY.
+        They are int16 [B, T, G, selected_blocks]: indices within the document, ascending, then `EMPTY` (32767). In
+        documents below `dense_below` all are EMPTY.
         """
         lists = torch.full((*k.shape[:3], self.selected_blocks), EMPTY, dtype=torch.int16, device=q.device)
         tensors = flat(q), flat(k), lists.flatten(0, 1)
-        for span, layout in self._divide(q, segments).long:
+        for span, layout in self._divide(q, segments)[1]:
             q_n, k_n, chosen = (x[span.start : span.stop] for x in tensors)
             if not on_triton:
                 chosen.copy_(top_blocks_reference(scores_reference(q_n, k_n, layout), self.selected_blocks))
@@ -295,9 +243,9 @@ class Sparse(AttentionKind):
             if on_triton:
                 sparse_backward(dout, q, k, v, out, lse, lists, layout, self.workspace_bytes, into=into)
             else:
-                dout, q, k, v, out, lse, lists = (x[None] for x in (dout, q, k, v, out, lse, lists))
+                dout, q, k, v, lists = (x[None] for x in (dout, q, k, v, lists))
                 visible = visible_keys(q, lists, span.segments, self.block_size, self.window)
-                put([x[0] for x in _reference_backward(dout, q, k, v, out, lse, visible)], into)
+                put([x[0] for x in backward_written_out(dout, q, k, v, visible)], into)
         return gradients
 
     def decode(self, q, k, v, gates):
@@ -332,10 +280,7 @@ class Sparse(AttentionKind):
         return FULL.rates_with(backend, native, head_dim) | own
 
     def measure_rates(self, H, G, K, context_length, backend, seconds, device):
-        """Measures attention at 65,536 tokens, and the choice, whose share grows with length, at the context's length.
-
-        Past 131,072 tokens both are measured at the context's length, with one key/value head.
-        """
+        """Measures attention at 65,536 tokens, the choice at the context's length, and both past 131,072 tokens."""
         rates = FULL.measure_rates(H, G, K, context_length, backend, seconds, device)
         whole, long = dataclasses.replace(self, dense_below=0), max(16_384, min(context_length, 1_048_576))
         h, g = (H, G) if long <= 131_072 else (H // G, 1)
@@ -365,18 +310,15 @@ def check_inputs(q, k, v, segments, block_size, window, impl, head_dims=HEAD_DIM
             f"sparse attention's kernels take a head_dim of {head_dims} and up to {LARGEST_GROUP} query heads a "
             f"key/value head, got {K} and {H // G}"
         )
-    if q.is_cuda and K > 128 and (q.element_size() > 2 or shared_memory(q.device) < WIDE_SHARED_MEMORY):
-        raise ValueError(
-            f"sparse attention's kernels for a head_dim of {K} take bfloat16 or float16, and {WIDE_SHARED_MEMORY:,} "
-            f"bytes of shared memory, as an A100, H100, H200 or B200 has; got {q.dtype} and "
-            f"{shared_memory(q.device):,} bytes on {torch.cuda.get_device_name(q.device)}; use full"
-        )
+    if q.is_cuda and K > 128:
+        shared_memory = torch.cuda.get_device_properties(q.device).shared_memory_per_block_optin
+        if q.element_size() > 2 or shared_memory < WIDE_SHARED_MEMORY:
+            raise ValueError(
+                f"sparse attention's kernels for a head_dim of {K} take bfloat16 or float16, and "
+                f"{WIDE_SHARED_MEMORY:,} bytes of shared memory, as an A100, H100, H200 or B200 has; got {q.dtype} and "
+                f"{shared_memory:,} bytes on {torch.cuda.get_device_name(q.device)}; use full"
+            )
     return True
-
-
-def shared_memory(device: torch.device) -> int:
-    """Returns the bytes of shared memory that a program can have."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -> int:

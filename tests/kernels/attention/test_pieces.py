@@ -14,7 +14,7 @@ from kernels.attention.sparse.band import band_dkv, band_dq, band_forward
 from kernels.attention.sparse.combine import combine
 from kernels.attention.sparse.common import TileConfig
 from kernels.attention.sparse.gather import gather_forward, item_tokens
-from kernels.attention.sparse.inverse_index import build_inverse_index, inverse_index_reference
+from kernels.attention.sparse.inverse_index import build_inverse_index
 from kernels.attention.sparse.layout import EMPTY, make_layout, normalise_lists
 from kernels.attention.sparse.selection import (
     ScoresConfig,
@@ -58,13 +58,24 @@ def test_lists_are_normalised(device):
     assert normal[0, 0, 0].tolist() == [EMPTY] * 6
 
 
+def entries_by_row(blocks, layout, heads, tokens):
+    """Entries of a range of tokens by row, in plain Python; blocks [tokens of all documents, G, selected]."""
+    (N, _, S), rows = blocks.shape, [[] for _ in range(len(heads) * layout.num_blocks)]
+    for (i, head), token in itertools.product(enumerate(heads), tokens):
+        first_block = int(layout.first_block[layout.token_block[token]])
+        for s, block in enumerate(blocks[token, head].tolist()):
+            if block != EMPTY:
+                rows[i * layout.num_blocks + first_block + block].append((i * N + token) * S + s)
+    return rows
+
+
 @pytest.mark.parametrize(("heads", "num_tokens"), [(range(0, 3), 600), (range(1, 2), 250)])
 def test_inverse_index(heads, num_tokens, device, poisoned_memory):
     layout = make_layout(torch.empty(2, 300, 0, device=device), SEGMENTS, **SMALL)
     blocks = random_lists(torch.empty(2, 300, 0, device=device), 3, SEGMENTS, 3, **SMALL).flatten(0, 1)
     token_ranges = ranges(600, num_tokens)
     indices = build_inverse_index(blocks, layout, heads, token_ranges, chunk=20)
-    all_expected = inverse_index_reference(blocks, layout, heads, token_ranges)
+    all_expected = [entries_by_row(blocks, layout, heads, tokens) for tokens in token_ranges]
     for index, expected in zip(indices, all_expected, strict=True):
         first = index.first_entry.tolist()
         assert [index.entries[a:b].tolist() for a, b in itertools.pairwise(first)] == expected

@@ -6,10 +6,11 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.attention.attend import attention
 from kernels.attention.full import attention_reference
+from kernels.attention.reference import attend_written_out
 from kernels.attention.sparse import band, combine, gather, selection
 from kernels.attention.sparse import sparse_attention as sparse
 from kernels.attention.sparse.layout import EMPTY, make_layout
-from kernels.attention.sparse.sparse_attention import Sparse, sparse_attention_reference, sparse_forward
+from kernels.attention.sparse.sparse_attention import Sparse, sparse_forward, visible_keys
 from tests.kernels.attention.inputs import (
     NoLaunch,
     Peak,
@@ -28,7 +29,7 @@ SMALL = {"block_size": 32, "window": 32}
 
 def compare_on_lists(q, k, v, segments, blocks, sizes, **options):
     compare_with_float64(
-        lambda *x: sparse_attention_reference(*x, blocks, segments, **sizes),
+        lambda *x: attend_written_out(*x, visible_keys(x[0], blocks, segments, **sizes))[0],
         lambda *x: attend_sparsely(*x, segments, blocks=blocks, impl="triton", **sizes),
         [q, k, v],
         **options,

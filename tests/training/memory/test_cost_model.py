@@ -20,8 +20,8 @@ from kernels.qkv_attention import AttentionPart
 from model import MODEL_SIZES, Transformer
 from training.families.lora import Adapters
 from training.families.trained import ALL
-from training.memory.block_bytes import results_bytes
 from training.memory.cost_model import Step, forward_flops
+from training.memory.dry_run import results_bytes
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import H200
 from training.memory.planner import Plan, _Search, find_max_context

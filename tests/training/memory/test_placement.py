@@ -18,8 +18,8 @@ from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
 from training.host.memory import PinnedArena
-from training.memory.block_bytes import results_bytes
 from training.memory.cost_model import Step
+from training.memory.dry_run import results_bytes
 from training.memory.execution import PLACES, WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import apply_execution, apply_placement
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
@@ -405,7 +405,7 @@ def test_an_execution_says_how_layers_attend():
 
 @pytest.mark.parametrize(
     ("kind", "module", "function"),
-    [(SPARSE, "sparse.sparse_attention", "top_blocks_reference"), (NATIVE, "nsa.nsa", "choose_reference")],
+    [(SPARSE, "sparse.sparse_attention", "top_blocks_reference"), (NATIVE, "nsa.nsa", "top_blocks_reference")],
     ids=["sparse", "nsa"],
 )
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])

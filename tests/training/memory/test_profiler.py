@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.documents import Documents
 from kernels.attention.full import FULL
-from kernels.convolution import qkv_convolution_footprint
-from kernels.delta_net import delta_rule_footprint
+from kernels.convolution import convolution_workspace
+from kernels.delta_net import delta_rule_bytes
 from kernels.fp8 import FP8
 from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
 from kernels.head_exchange import HeadExchange
-from kernels.linear_cross_entropy import linear_cross_entropy_footprint
+from kernels.linear_cross_entropy import logits_bytes
 from kernels.lora import LORA, LoRA
 from kernels.parts import part_of
 from kernels.tensor_parallel import TensorRanks
@@ -76,30 +76,20 @@ def attention_bytes(q, k, kind, backend):
 
 
 def own_bytes(step):
-    """Bytes that operations take inside, by what their footprints say of it; outputs are counted already."""
+    """Bytes that operations take inside, as they declare it; outputs are counted already."""
     ops, share = torch.ops.fathom, step.share
-    sizes = step.tokens, share.hidden_size, share.vocab_size
-    loss = linear_cross_entropy_footprint(*sizes, trains_head=step.head_gradient > 0)
 
-    def delta_rule(q, k, v, *more):
-        rule = delta_rule_footprint(step.tokens, *q.shape[2:3], *v.shape[2:3], q.shape[3], v.shape[3])
-        return rule.forward - v.nbytes - rule.keepable
-
-    def delta_rule_backward(d_out, d_final, q, k, v, g, beta, *more):
-        rule = delta_rule_footprint(step.tokens, *q.shape[2:3], *v.shape[2:3], q.shape[3], v.shape[3])
-        return rule.backward - sum(x.nbytes for x in (q, k, v, g, beta))
-
-    def convolution_backward(d_outs, x, *more):
-        return qkv_convolution_footprint(step.tokens, x.shape[2]).backward - 2 * x.nbytes
+    def delta_rule(k, v):
+        return delta_rule_bytes(step.tokens, v.shape[2], k.shape[3], v.shape[3])
 
     return {
-        ops.delta_rule.default: delta_rule,
-        ops.delta_rule_backward.default: delta_rule_backward,
-        ops.qkv_convolution_backward.default: convolution_backward,
+        ops.delta_rule.default: lambda q, k, v, *more: delta_rule(k, v)[1],
+        ops.delta_rule_backward.default: lambda d_out, d_final, q, k, v, *more: delta_rule(k, v)[2],
+        ops.qkv_convolution_backward.default: lambda _, x, *more: convolution_workspace(step.tokens, x.shape[2]),
         ops.attend.default: lambda q, k, v, segments, lists, *kind: attention_bytes(q, k, *kind[:2]).forward,
         ops.attend_backward.default: lambda dout, q, k, *more: attention_bytes(q, k, *more[6:8]).backward,
         torch.ops.aten.embedding_dense_backward.default: stages.embedding_sums(step),
-        ops.linear_cross_entropy.default: loss.forward - loss.saved,
+        ops.linear_cross_entropy.default: logits_bytes(step.tokens, share.vocab_size),
     }
 
 
