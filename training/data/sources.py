@@ -359,8 +359,9 @@ class DocumentReader:
         if self.has_read_enough:
             return
         if suffix_of(file) in CONTAINERS:
-            own = self._reading.rows.fields if self._reading.rows else frozenset()
-            for number, row in read_rows(file, start, stop, first, FIELDS.union(self._columns, own)):
+            # An objective's rows are read whole: forms.py refuses fields by words in their names.
+            fields = frozenset() if self._reading.rows else FIELDS.union(self._columns)
+            for number, row in read_rows(file, start, stop, first, fields):
                 yield from self._read_row(row, str(file), number)
                 if self.has_read_enough:
                     return

@@ -71,8 +71,10 @@ def complete(flags: ObjectiveFlags, tokenizer, start: str | None, stores: Sequen
         column: Stored.read(folder)
         for column, folder in (("reference", flags.reference_logprobs), ("old", flags.old_logprobs)) if folder
     }  # fmt: skip
-    for stored in found.values():
-        stored.check(stores, tokenizer.identity, start)
+    for column, stored in found.items():
+        # Rollouts that follow others keep the reference of the first, whatever was trained since.
+        is_any = column == "reference" and flags.objective in ROLLOUT_OBJECTIVES
+        stored.check(stores, tokenizer.identity, None if is_any else start)
     if flags.objective in ROLLOUT_OBJECTIVES:
         give_advantages(stores, scaled=flags.objective != "dr_grpo")
     for column, stored in found.items():

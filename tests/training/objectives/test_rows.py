@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from model import MODEL_SIZES, Transformer
 from training.data.corpus import open_stores
@@ -271,6 +272,28 @@ def test_other_rollouts_are_refused(tmp_path, change, message):
         read(tmp_path, [IDS | {"advantage": 1.0}, IDS | {"advantage": 1.0} | change], objective="grpo")
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_rollouts_of_tables(tmp_path, suffix):
+    """A table's columns are read whole, a mask of another name too."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    row = IDS | {"advantage": 0.5, "completion_mask": [1, 0, 1]}
+    reading = Reading(rows=row_reader(ObjectiveFlags(objective="grpo"), 0, 9))
+    for rows in ([row, row | {"advantage": -0.5}], [row | {"response_mask": [1, 0, 1]}]):
+        table, file = pyarrow.Table.from_pylist(rows), tmp_path / f"{len(rows)}.{suffix}"
+        if suffix == "parquet":
+            parquet.write_table(table, file)
+        else:
+            with pyarrow.ipc.new_stream(str(file), table.schema) as stream:
+                stream.write_table(table)
+    [store] = open_stores([str(tmp_path / f"2.{suffix}")], BYTES, 256, reading)
+    shown, columns = texts_of(store, 0)
+    assert shown == "AB*CD*EB*CD*E" and columns["advantage"] == [0.5] * 5 + [-0.5] * 4
+    with pytest.raises(UserError, match='"response_mask", which is not obeyed'):
+        open_stores([str(tmp_path / f"1.{suffix}")], BYTES, 256, reading)
+
+
 def test_groups_of_two_prompts_are_refused(tmp_path):
     """Files of several steps may each number their groups from 0."""
     rows = [IDS | {"reward": 1, "group": 0}, IDS | {"reward": 2, "group": 0, "prompt_ids": [66]}]
@@ -294,7 +317,14 @@ def test_stored_log_probabilities_belong_to_rows_whose_numbers_may_change(tmp_pa
     store, flags = read(tmp_path, [row | {"advantage": -1.0} for row in rows], 9, **known)
     complete(flags, BYTES, None, [store])
     assert set(store.columns) == {"answer", "written", "old", "advantage"}
-    apart, _ = read(tmp_path, rows, 8, **known)
+    save_file({"embed_tokens.weight": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match="is of weights"):
+        complete(flags, BYTES, str(tmp_path), [read(tmp_path, rows, 9, **known)[0]])
+    for_kl = {"objective": "grpo", "reference_logprobs": str(tmp_path / "out"), "beta": 0.1}
+    store, flags = read(tmp_path, [row | {"ref_logprobs": None} for row in rows], 9, **for_kl)
+    complete(flags, BYTES, str(tmp_path), [store])
+    assert set(store.columns) == {"answer", "old", "reference", "advantage"}
+    apart, flags = read(tmp_path, rows, 8, **known)
     with pytest.raises(UserError, match="--context_length"):
         complete(flags, BYTES, None, [apart])
 
