@@ -66,15 +66,13 @@ def _shared_tokens(tokens: Sequence[np.ndarray], masked: Sequence[np.ndarray]) -
 
 
 def _cut(prompt, chosen, rejected) -> tuple:
-    """Returns the prompt and both answers behind it. Whole chats begin with it, whether the row has it or not."""
+    """Returns the prompt and both answers of a pair, whose prompt may be what both chats begin with."""
     are_lists = isinstance(chosen, list) and isinstance(rejected, list)
     if prompt is None or (are_lists and isinstance(prompt, str)):
         shared, *answers = _shared_prompt(chosen, rejected)
         if prompt and all(not isinstance(each, dict) or each.get("content") != prompt for each in shared):
             raise UserError('has a "prompt" with which no message before both answers agrees; give it as messages')
         return shared, *answers
-    if are_lists and isinstance(prompt, list) and prompt == chosen[: len(prompt)] == rejected[: len(prompt)]:
-        return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
     return prompt, chosen, rejected
 
 
@@ -83,7 +81,9 @@ def _sample(row: dict, fields: frozenset[str], completion) -> dict:
 
     So forms.py refuses what it would ignore. Chats beside a prompt repeat it, as "messages" in UltraFeedback.
     """
-    left_out = fields.union(("messages", "conversations")) - {"prompt", "tools"}
+    left_out, prompt = fields.union(("messages", "conversations")) - {"prompt", "tools"}, row.get("prompt")
+    if isinstance(prompt, list) and isinstance(completion, list) and completion[: len(prompt)] == prompt:
+        completion = completion[len(prompt) :]  # a whole chat
     return {name: value for name, value in row.items() if name not in left_out} | {"completion": completion}
 
 

@@ -20,7 +20,7 @@ from training.host.errors import UserError
 from training.logprobs.__main__ import log_probabilities
 from training.objectives.choose import choose, complete, row_reader
 from training.objectives.flags import ObjectiveFlags
-from training.objectives.rows import Pairs
+from training.objectives.rows import Labelled, Pairs
 from training.objectives.scored import Minimised
 from training.objectives.stored import store as write
 
@@ -162,6 +162,17 @@ def test_an_objective_reads_no_texts(tmp_path, caplog):
         open_stores([str(tmp_path / "README.md")], BYTES, 256, reading)
 
 
+def test_whole_chats_with_a_label_have_their_prompt_once():
+    given = []
+
+    def encode(part):
+        given.append(part)
+        return np.arange(2), None, True
+
+    Labelled(0)({"prompt": [ASKS], "completion": [ASKS, SAYS], "label": True}, encode)
+    assert given == [{"prompt": [ASKS], "completion": [SAYS]}]
+
+
 def test_columns_rename_the_fields_of_an_objective(tmp_path):
     row = {"q": "a", "better": "b", "worse": "c", "context": "left out where answers are named"}
     store, _ = read(tmp_path, [row], columns="prompt=q,chosen=better,rejected=worse", objective="simpo")
@@ -280,14 +291,14 @@ def test_rollouts_of_tables(tmp_path, suffix):
 
     row = IDS | {"advantage": 0.5, "completion_mask": [1, 0, 1]}
     reading = Reading(rows=row_reader(ObjectiveFlags(objective="grpo"), 0, 9))
-    for rows in ([row, row | {"advantage": -0.5}], [row | {"response_mask": [1, 0, 1]}]):
+    for rows in ([row, row | {"advantage": -0.5}, row | {"prompt_ids": [66]}], [row | {"response_mask": [1, 0, 1]}]):
         table, file = pyarrow.Table.from_pylist(rows), tmp_path / f"{len(rows)}.{suffix}"
         if suffix == "parquet":
             parquet.write_table(table, file)
         else:
             with pyarrow.ipc.new_stream(str(file), table.schema) as stream:
                 stream.write_table(table)
-    [store] = open_stores([str(tmp_path / f"2.{suffix}")], BYTES, 256, reading)
+    [store] = open_stores([str(tmp_path / f"3.{suffix}")], BYTES, 256, reading)
     shown, columns = texts_of(store, 0)
     assert shown == "AB*CD*EB*CD*E" and columns["advantage"] == [0.5] * 5 + [-0.5] * 4
     with pytest.raises(UserError, match='"response_mask", which is not obeyed'):
