@@ -280,6 +280,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         "peak_gib": max(*peaks, torch.cuda.max_memory_allocated() if on_gpu else 0) / GIB,
         "predicted_gib": plan.peak.bytes / GIB if plan else 0.0,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else 0.0,
+        "allocation_retries": torch.cuda.memory_stats()["num_alloc_retries"] if on_gpu else 0,
         "host_gib": resident_bytes() / GIB,
         "predicted_host_gib": pinned / GIB,
         "host_process_bytes": host_peak,

@@ -107,7 +107,7 @@ def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRec
     kinds, trained, impl = kinds_by_step(config, model), trained_of(config, model), getattr(config, "kernels", "auto")
     check_matrix_sharing(config.tensor_parallel_size, model)
     check_sharing(config.context_parallel_size, model, kinds.at(1), config.tensor_parallel_size)
-    check_experts(config, model)
+    check_parts(config, model)
     check_lora_bits(config.lora_bits, model, num_gpus)
     linear = trained.linear(PLAIN if config.linear == PLAIN.name else FP8(impl))
     return StepRecipe(config, model, kinds, trained, linear, state_format_of(config, model.hidden_size), impl)
@@ -127,11 +127,15 @@ def trained_of(config: StepFlags, model: ModelConfig) -> Trained:
         return Adapters(config.lora, alpha, targets)
 
 
-def check_experts(config: StepFlags, model: ModelConfig) -> None:
-    """Refuse what mixtures of experts do not have."""
-    bf16 = "experts' matrices are bf16"
-    without = {"linear": ("bf16", bf16), "lora_bits": (16, bf16), "compile": (False, "experts are not compiled")}
-    for name, (value, why) in without.items() if model.has_experts else ():
+def check_parts(config: StepFlags, model: ModelConfig) -> None:
+    """Refuse what mixtures of experts and gated delta nets do not have."""
+    without: dict[str, tuple[object, str]] = {}
+    if not all(kind.has_keys for kind in model.layer_kinds):
+        without["compile"] = False, "gated delta nets are not compiled"
+    if model.has_experts:
+        bf16 = "experts' matrices are bf16"
+        without |= {"linear": ("bf16", bf16), "lora_bits": (16, bf16), "compile": (False, "experts are not compiled")}
+    for name, (value, why) in without.items():
         if getattr(config, name, value) != value:
             raise UserError(f"{name} {getattr(config, name)} is not supported: {why}; give {name} {value}, or drop it")
 

@@ -44,6 +44,12 @@ def test_adapters_are_of_the_models_projections(size, given, targets):
             trained_of(replace(config, lora_targets=unknown), MODEL_SIZES["tiny"])
 
 
+def test_gated_delta_nets_are_not_compiled():
+    decide_step(TrainConfig(), MODEL_SIZES["qwen3.5-0.8B"], 1)
+    with pytest.raises(UserError, match="compile True is not supported: gated delta nets are not compiled; give"):
+        decide_step(TrainConfig(compile=True), MODEL_SIZES["qwen3.5-0.8B"], 1)
+
+
 def test_a_run_is_decided_once(corpus, tmp_path, monkeypatch):
     """Texts of flags, the adapters' folder and the weights' headers are read once, whether a run starts or goes on."""
     counts: Counter[str] = Counter()
