@@ -79,7 +79,7 @@ def _quantize_rows_kernel(x_ptr, values_ptr, scales_ptr, row_stride, K: tl.const
     tl.store(values_ptr + row * K + columns, values, mask=columns < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _transpose_kernel(
     values_ptr, scales_ptr, largest_ptr, output_ptr, M, K, output_columns, TILE_M: tl.constexpr, TILE_K: tl.constexpr
 ):
