@@ -76,8 +76,7 @@ class ChatTemplate:
                 says so, as by "weight": 0 or "loss": false, has no targets; see says_trained.
 
         Raises:
-            UserError: the messages are not a chat; the template refuses them, or leaves out a part, which nobody would
-                learn.
+            UserError: the messages are not a chat; the template refuses them, or leaves out a part of them.
             NothingToLearn: a question or an answer is empty, or nothing is a target.
         """
         tools = record.get("tools") or None  # a template may announce an empty list

@@ -108,17 +108,15 @@ def make_batch(store: Store, sequences: list[list[Span]], context_length: int) -
             prompt_ids[row, position:end] = segment + (0 if has_prompt else texts)
             segment, position = document_ids[row, end - 1] + 1 if end > position else segment, end
         padding = padding_lengths(context_length - position)
-        document_ids[row, position:] = prompt_ids[row, position:] = segment + np.repeat(
-            np.arange(len(padding)), padding
-        )
+        of_padding = np.repeat(np.arange(len(padding)), padding)
+        document_ids[row, position:] = prompt_ids[row, position:] = segment + of_padding
         all_padding += padding
         ends.append(segment)
     answers = _make_answers(document_ids, ends, targets != IGNORE_INDEX, columns) if columns else None
-    input_ids, targets, document_ids, prompt_ids = map(
-        torch.from_numpy, (input_ids, targets, document_ids, prompt_ids)
-    )  # fmt: skip
-    num_valid_tokens, documents = int((targets != IGNORE_INDEX).sum()), find_documents(document_ids, prompt_ids)
-    return Batch(input_ids, targets, documents, num_valid_tokens, tuple(all_padding), answers)
+    num_valid_tokens = int((targets != IGNORE_INDEX).sum())
+    made = [torch.from_numpy(x) for x in (input_ids, targets, document_ids, prompt_ids)]
+    documents = find_documents(*made[2:])
+    return Batch(made[0], made[1], documents, num_valid_tokens, tuple(all_padding), answers)
 
 
 def _make_answers(
@@ -257,8 +255,7 @@ def count_sequences(store: Store, context_length: int) -> int:
 def validation_batches(
     store: Store, context_length: int, batch_size: int, rank: int = 0, world_size: int = 1, limit: int | None = None
 ) -> Iterator[Batch]:
-    """Yields the held-out documents once, in order, in batches of [batch_size, context_length]; arguments as
-    PackedLoader's.
+    """Yields the held-out documents once, in order, in batches of [batch_size, context_length].
 
     A sequence begins with the last token of the sequence before: so each token except a document's first is a target
     exactly once. The tail is padded. Every rank gets the same number of batches, for its collectives to match; a batch

@@ -46,16 +46,14 @@ def deal(costs: np.ndarray, num_ranks: int) -> np.ndarray:
     """Deals a step's sequences to ranks, so that the ranks finish every micro-batch together.
 
     Sequences are sorted by cost, and each num_ranks neighbours make a row: rank r takes place r of each row. Every
-    second row is reversed, so that no rank gets the costlier sequence each time. A single rank keeps the order as it
-    is. For costs [7, 1, 5, 2] and 2 ranks this is [[1, 3], [0, 2]]: rank 0 takes costs 1, then 7, rank 1 takes 2, then
-    5.
+    second row is reversed, so that no rank gets the costlier sequence each time. A single rank keeps the order. For
+    costs [7, 1, 5, 2] and 2 ranks this is [[1, 3], [0, 2]]: rank 0 takes costs 1, then 7, rank 1 takes 2, then 5.
 
     Args:
         costs: number [..., N], each sequence's cost; N is a multiple of num_ranks.
 
     Returns:
-        int64 [..., N / num_ranks, num_ranks], positions in `costs`; a micro-batch of b sequences is b neighbouring
-            rows.
+        int64 [..., N / num_ranks, num_ranks], positions in `costs`; a micro-batch of b sequences is b rows.
     """
     order = np.argsort(costs, axis=-1, kind="stable") if num_ranks > 1 else np.indices(costs.shape)[-1]
     rows = order.reshape(*costs.shape[:-1], -1, num_ranks)
@@ -88,8 +86,7 @@ class ConcatenatedPacking:
 
     The sequences are taken in random order, too, so that a batch is not one document. A document that is cut goes on in
     another sequence as a new segment. The incomplete sequence at an epoch's end is dropped; another epoch, whose order
-    differs, drops other tokens. `lengths` are int64 [N], ends included; each epoch's orders are drawn from (seed,
-    epoch).
+    differs, drops other tokens. `lengths` are int64 [N], ends included; orders are drawn from (seed, epoch).
     """
 
     def __init__(self, lengths: np.ndarray, context_length: int, seed: int):
@@ -183,8 +180,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """Puts items into bins: each goes into the bin with the least room that holds it, or into a new bin.
 
     Items of one size and bins of one room are taken together. Items of size 3 go in pairs into bins with room for 7, so
-    that a million items of a hundred sizes take a few thousand rounds. `sizes` are int64 [N], descending, 1 ..
-    capacity.
+    that a million items of a hundred sizes take a few thousand rounds. `sizes` are int64 [N], descending, from 1.
 
     Returns:
         int64 [N], the bin of each item. For sizes [5, 3, 3, 2, 1] and capacity 6 this is [0, 1, 1, 2, 0].

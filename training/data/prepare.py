@@ -42,10 +42,10 @@ from training.data.sources import (
 )
 from training.data.template import template_hash
 from training.host.errors import UserError
-from training.host.files import flush, only_run_in, read_file, read_json, write_file
+from training.host.files import flush, only_run_in, read_json, write_file
 
 PART_BYTES = 2**24  # of text
-MEANING = 4  # Counts changes of what rows mean, and of what summaries hold: parts made before are made anew.
+MEANING = 5  # Counts changes of what rows mean, and of what summaries hold: parts made before are made anew.
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
 
 GOES_ON = "mend that, as by making room, and the same command goes on from here"
@@ -77,7 +77,9 @@ def prepare(
     """
     opened, files = open_tokenizer(tokenizer, chat_template), find_files(source, reading)
     reading.refuse_without_effect([source])
-    identity = f"{opened.identity}{opened.eos_id}{_hash_of_templates(opened)}"
+    identity = f"{opened.identity}{opened.eos_id}{getattr(opened, 'special_tokens', '')}"
+    with contextlib.suppress(UserError):  # texts need no template
+        identity += str(template_hash(opened))
     if out.is_dir() and any(file.suffix != ".json" and is_data(file, reading) for file in out.iterdir()):
         raise UserError(f"{out} has text in it, which its set would hide from --data; choose another folder")
     with only_run_in(out):
@@ -122,18 +124,6 @@ def _settle_bad_rows(parts: Iterable[str], done: dict[str, dict], reading: Readi
     for name in parts:
         bad.add(BadRows(**done[name]["bad"]) if name in done else BadRows())
     bad.settle(reading.bad_rows, or_more=not done.keys() >= {*parts})
-
-
-def _hash_of_templates(tokenizer) -> str:
-    """Returns a hash of the files beside a tokenizer that may hold a chat template, or tokens that it writes."""
-    found = hashlib.sha256()
-    if getattr(tokenizer, "chat_template", None):
-        found.update(tokenizer.chat_template[1].encode())
-    files = ("chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json")
-    for name in files if hasattr(tokenizer, "folder") else ():
-        with contextlib.suppress(UserError):
-            found.update(read_file(tokenizer.folder / name, "give --tokenizer another folder"))
-    return found.hexdigest()
 
 
 def _find_parts(files: list[Path], identity: str, reading: Reading) -> dict[str, list[Extent]]:

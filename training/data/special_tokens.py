@@ -12,12 +12,10 @@ EXTRA, LEGACY = "extra_special_tokens", "additional_special_tokens"
 
 
 def add_special_tokens(tokenizer, folder: Path) -> tuple[dict[str, str], bool]:
-    """Add to a tokenizer the tokens that the files beside it name; returns (special tokens by name, whether it was
-    changed).
+    """Add to a tokenizer the tokens that the files beside it name; returns (special tokens by name, if it changed).
 
     The files are tokenizer_config.json and, if that has no added_tokens_decoder, special_tokens_map.json and
-    added_tokens.json. A token gets the next free id, unless the vocabulary has it: ids in the files decide the order
-    alone.
+    added_tokens.json. A token gets the next free id, unless the vocabulary has it; ids in the files give the order.
     """
     try:
         padding = {"pad_token": tokenizer.padding["pad_token"]} if tokenizer.padding else {}

@@ -48,8 +48,7 @@ class FileTokenizer:
     """Hugging Face's tokenizer of a tokenizer.json, or of a folder that has one, with the files beside it.
 
     Special tokens that are written out in a text become their ids. The token that ends documents is the folder's
-    eos_token; without one the first eos_token_id of its generation_config.json or config.json, or the first of
-    END_OF_TEXT_TOKENS.
+    eos_token; without one the first eos_token_id of its model, or the first of END_OF_TEXT_TOKENS.
     """
 
     def __init__(self, path: Path):

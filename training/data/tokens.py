@@ -195,9 +195,8 @@ def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selectio
     """Holds out whole documents, drawn by `seed`: at least one, and at most `validation_fraction` of all tokens.
 
     Answers to one prompt are held out together, unless there is no other prompt. A corpus of one document is cut, and
-    its tail is held out. Returns (training documents in their order, held-out
-    documents in random order), neither empty. Raises UserError if there is one document, a sample or too short to be
-    cut.
+    its tail is held out; UserError if it is a sample or too short. Returns (training documents in their order, held-out
+    documents in random order), neither empty.
     """
     lengths = store.lengths
     if len(lengths) == 1:

@@ -62,8 +62,7 @@ def step_on_meta(
     """A step of a model on the meta device, which takes no memory; each sequence is one document.
 
     Args:
-        num_gpus: the step is the first GPU's of so many, which need not exist: torch.chunk, as FSDP2, gives no GPU
-            more.
+        num_gpus: the step is the first GPU's of so many, which need not exist; no GPU gets more by torch.chunk.
         context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
         num_machines: machines that have equally many of the GPUs.
         replicate: copies of the weights.
