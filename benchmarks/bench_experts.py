@@ -29,17 +29,21 @@ from kernels.experts.products import Tile
 E, TOP_K, D, WIDTH = 128, 8, 2048, 768
 TOLERANCE = 1e-2
 NAMES = "y", "dx", "d_gate_up", "d_down", "d_weights"
-LARGE = [Tile(256, 64, *rest) for rest in ((3, 8), (4, 8), (3, 8, True))]
-SMALL = [Tile(128, 64, *rest) for rest in ((3, 4), (3, 8), (4, 8))]
-BESIDE = [Tile(128, 64, 3, 8), Tile(128, 64, 4, 8), Tile(128, 64, 3, 8, True), Tile(64, 64, 3, 8), Tile(64, 64, 3, 4)]
-GATHERED = [Tile(256, 64, 3, 8), Tile(256, 64, 4, 8), Tile(256, 32, 5, 8), Tile(128, 64, 3, 4), Tile(128, 64, 4, 8)]
+ONE_PER_TILE = [
+    Tile(256, 64, 3, 8),
+    Tile(256, 64, 4, 8),
+    Tile(256, 128, 2, 8),
+    Tile(128, 64, 3, 4),
+    Tile(128, 64, 3, 8),
+]
+PERSISTENT = [Tile(256, 64, 3, 8, True), Tile(128, 64, 4, 8, True)]
 CANDIDATES = {
-    "gate_up": BESIDE,
-    "down": [*LARGE, *SMALL, Tile(128, 64, 3, 4, True)],
-    "d_hidden": [*LARGE, *SMALL, Tile(128, 64, 3, 8, True)],
-    "d_down": GATHERED,
-    "d_gate_up": GATHERED,
-    "dx": [*LARGE, *SMALL, Tile(128, 64, 3, 4, True)],
+    "gate_up": [Tile(128, 64, 3, 8), Tile(128, 64, 4, 8), Tile(128, 128, 2, 8), Tile(64, 64, 3, 4)],
+    "down": ONE_PER_TILE + PERSISTENT,
+    "d_hidden": ONE_PER_TILE,
+    "d_down": ONE_PER_TILE,
+    "d_gate_up": ONE_PER_TILE,
+    "dx": ONE_PER_TILE + PERSISTENT,
 }
 
 

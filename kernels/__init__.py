@@ -17,6 +17,7 @@ from .attention.attend import packed_attention
 from .convolution import qkv_convolution
 from .cross_entropy import CrossEntropyLoss, cross_entropy
 from .delta_net import delta_rule
+from .experts import expert_mlp, route
 from .gated_mlp import gated_mlp, geglu, swiglu
 from .linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from .rms_norm import rms_norm
@@ -25,8 +26,8 @@ from .transformers_attention import register_attention
 
 __all__ = [
     "CrossEntropyLoss", "Full", "LinearCrossEntropyLoss", "Sparse", "Window", "apply_to", "cross_entropy",
-    "delta_rule", "gated_mlp", "geglu", "linear_cross_entropy", "packed_attention", "qkv_convolution",
-    "register_attention", "rms_norm", "rope", "swiglu",
+    "delta_rule", "expert_mlp", "gated_mlp", "geglu", "linear_cross_entropy", "packed_attention", "qkv_convolution",
+    "register_attention", "rms_norm", "rope", "route", "swiglu",
 ]  # fmt: skip
 
 if __name__ == "kernels":

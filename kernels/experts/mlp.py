@@ -115,12 +115,13 @@ def _backward(
         entries, groups = weights_tile.numel(), group(experts[tile], len(down), x)
         hidden = x.new_empty(entries, down.shape[2])
         if kept is None:
-            pair = x.new_empty(entries, gate_up.shape[1])
+            pair = d_pair = x.new_empty(entries, gate_up.shape[1])
             gate_up_product(x_tile, gate_up, groups, weights_tile, pair, hidden)
-        d_pair = x.new_empty(kept.shape) if kept is not None else pair
-        pair = kept if kept is not None else pair
+        else:
+            pair, d_pair = kept, x.new_empty(kept.shape)
+        writes_hidden = needs_down and kept is not None  # else `gate_up_product` has written it
         d_weights[tile] = gate_up_gradients(
-            dy_tile, down, groups, weights_tile, pair, d_pair, hidden if needs_down else None
+            dy_tile, down, groups, weights_tile, pair, d_pair, hidden if writes_hidden else None
         )
         if totals[1] is not None:
             weight_gradient(dy_tile, hidden, groups, totals[1], add=i > 0)

@@ -36,11 +36,11 @@ class Tile(NamedTuple):
     persistent: bool = False  # a program per multiprocessor; else one per tile
 
 
-# By product. "gate_up" has as many columns of up beside its columns of gate.
+# By product, the fastest in benchmarks/bench_experts.py on an H100. "gate_up" has as many columns of up beside gate.
 HOPPER = {
-    "gate_up": Tile(128, 64, 3, 8),
+    "gate_up": Tile(128, 64, 4, 8),
     "down": Tile(256, 64, 3, 8, True),
-    "d_hidden": Tile(256, 64, 3, 8),
+    "d_hidden": Tile(256, 64, 4, 8),
     "d_down": Tile(256, 64, 3, 8),
     "d_gate_up": Tile(256, 64, 3, 8),
     "dx": Tile(256, 64, 3, 8, True),
@@ -174,21 +174,33 @@ def _project_kernel(
 
 
 @triton.jit
-def _d_columns(d, weight, kept_ptr, d_kept_ptr, hidden_ptr, places, stop, columns, F: tl.constexpr):
+def _split(d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Returns the left and the right half of the columns."""
+    return tl.split(d.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def _load_pair(kept_ptr, places, stop, columns, F: tl.constexpr):
+    """Returns gate and up of some columns."""
+    is_there = (places < stop)[:, None] & (columns < F)[None, :]
+    pair = kept_ptr + places.to(tl.int64)[:, None] * (2 * F) + columns[None, :]
+    return tl.load(pair, mask=is_there, other=0.0), tl.load(pair + F, mask=is_there, other=0.0)
+
+
+@triton.jit
+def _store_d_pair(d, weight, gate, up, d_kept_ptr, hidden_ptr, places, stop, columns, F: tl.constexpr):
     """Does for some columns what `_d_hidden_kernel` does from d = dy down on; returns sums of d * silu(gate) * up."""
     is_stored = (places < stop)[:, None] & (columns < F)[None, :]
     place = places.to(tl.int64)[:, None]
-    pair = place * (2 * F) + columns[None, :]
-    gate = tl.load(kept_ptr + pair, mask=is_stored, other=0.0).to(tl.float32)
-    up = tl.load(kept_ptr + F + pair, mask=is_stored, other=0.0).to(tl.float32)
-    value, slope = activate(gate, "silu")
-    hidden = value * up
+    value, slope = activate(gate.to(tl.float32), "silu")
+    hidden = value * up.to(tl.float32)
     dtype = d_kept_ptr.dtype.element_ty
     if hidden_ptr is not None:
         tl.store(hidden_ptr + place * F + columns[None, :], (hidden * weight).to(dtype), mask=is_stored)
     d_h = d * weight
-    tl.store(d_kept_ptr + pair, (d_h * up * slope).to(dtype), mask=is_stored)
-    tl.store(d_kept_ptr + F + pair, (d_h * value).to(dtype), mask=is_stored)
+    pair = d_kept_ptr + place * (2 * F) + columns[None, :]
+    tl.store(pair, (d_h * up.to(tl.float32) * slope).to(dtype), mask=is_stored)
+    tl.store(pair + F, (d_h * value).to(dtype), mask=is_stored)
     return tl.sum(d * hidden, axis=1)
 
 
@@ -200,15 +212,20 @@ def _d_hidden_kernel(
 ):  # fmt: skip
     """Writes the gradients of a tile's gate and up, which may overwrite these, and hidden as `_gate_up_kernel` does.
 
-    Gradients of the entries' weights are written as sums over the tile's columns.
+    Gradients of the entries' weights are written as sums over the tile's columns. An eighth of the columns at a time
+    has room in registers: its gate and up are read while the eighth before is worked on.
     """
     COLUMN_TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
+    EIGHTH: tl.constexpr = COLUMNS // 8
     for number in tl.range(tl.program_id(0), tl.load(count_ptr) * COLUMN_TILES, tl.num_programs(0), flatten=PERSISTENT):
         expert, first, stop = _tile(tiles_ptr, number // COLUMN_TILES)
         column_tile = number % COLUMN_TILES
         column = column_tile * COLUMNS
         places = first + tl.arange(0, ROWS)
         entries, dy_rows = _gathered(dy_ptr, order_ptr, places, stop, K, D)
+        columns = column + tl.arange(0, EIGHTH)
+        gate, up = _load_pair(kept_ptr, places, stop, columns, F)
+        weight = tl.load(weights_ptr + entries).to(tl.float32)[:, None]
         d = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(0, D, DEPTH):
             depth = k + tl.arange(0, DEPTH)
@@ -217,16 +234,19 @@ def _d_hidden_kernel(
             )  # fmt: skip
             d = tl.dot(dy, down_d.load([expert * D + k, column]), d, input_precision="ieee")
 
-        weight = tl.load(weights_ptr + entries).to(tl.float32)[:, None]
         d_weight = tl.zeros([ROWS], tl.float32)
-        left, right = tl.split(d.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
-        for half in tl.static_range(2):  # few columns at a time have room in registers
-            a, b = tl.split((left if half == 0 else right).reshape(ROWS, 2, COLUMNS // 4).permute(0, 2, 1))
-            for quarter in tl.static_range(2):
-                columns = column + (2 * half + quarter) * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)
-                d_weight += _d_columns(
-                    a if quarter == 0 else b, weight, kept_ptr, d_kept_ptr, hidden_ptr, places, stop, columns, F
-                )
+        halves = _split(d, ROWS, COLUMNS)
+        for i in tl.static_range(2):
+            quarters = _split(halves[i], ROWS, COLUMNS // 2)
+            for j in tl.static_range(2):
+                eighths = _split(quarters[j], ROWS, COLUMNS // 4)
+                for k in tl.static_range(2):
+                    next_gate, next_up = _load_pair(kept_ptr, places, stop, columns + EIGHTH, F)
+                    d_weight += _store_d_pair(
+                        eighths[k], weight, gate, up, d_kept_ptr, hidden_ptr, places, stop, columns, F
+                    )
+                    columns += EIGHTH
+                    gate, up = next_gate, next_up
         tl.store(d_weights_ptr + entries * COLUMN_TILES + column_tile, d_weight, mask=places < stop)
 
 
