@@ -38,6 +38,7 @@ from kernels.rms_norm import rms_norm
 from kernels.rope import RotaryTables
 from kernels.sampling import choose_tokens
 from kernels.tensor_parallel import TensorRanks, local
+from kernels.top_k_divergence import top_k_divergence
 from kernels.torch_internals import assert_async
 
 logger = logging.getLogger(__name__)
@@ -423,7 +424,8 @@ class Transformer(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, *, targets: Tensor | None = None,
         documents: Documents | None = None, denominator: Tensor | float | None = None, num_targets: int | None = None,
-        weights: Tensor | None = None, objective: Objective | None = None, return_log_probs: bool = False,
+        weights: Tensor | None = None, objective: Objective | None = None,
+        teacher: tuple[Tensor, Tensor] | None = None, return_log_probs: bool = False,
         return_logits: bool = False, return_hidden_states: bool = False, caches: list[Cache] | None = None,
     ) -> ModelOutput:  # fmt: skip
         """Run the decoder.
@@ -441,6 +443,7 @@ class Transformer(nn.Module):
             weights: float32 [B, T], multiply the targets' losses.
             objective: the loss, in place of cross-entropy over `denominator`. Without logits the head runs twice, for
                 the log-probabilities and for the gradients; the blocks run once.
+            teacher: ids and log-probabilities [B, T, k] of the likeliest words; the loss is the divergence from these.
             return_log_probs, return_logits, return_hidden_states: fill those fields of the output.
             caches: one `KeyValueCache` per layer, while generating.
 
@@ -469,7 +472,7 @@ class Transformer(nn.Module):
             loss, log_probs_BT, load, auxiliary = None, None, None, None
             if targets is not None:
                 loss, log_probs_BT = self._loss(
-                    x_BTD, targets, logits_BTV, objective,
+                    x_BTD, targets, logits_BTV, objective, teacher,
                     denominator=denominator, num_targets=num_targets, weights=weights,
                 )  # fmt: skip
                 if context.routing is not None:
@@ -521,7 +524,8 @@ class Transformer(nn.Module):
         return found[0], found[-1]
 
     def _loss(
-        self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, objective: Objective | None, *,
+        self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, objective: Objective | None,
+        teacher: tuple[Tensor, Tensor] | None, *,
         denominator: Tensor | float | None, num_targets: int | None, weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns the loss of the first positions against their targets [B, T or T - 1], and log-probabilities [B, T].
@@ -530,6 +534,13 @@ class Transformer(nn.Module):
         """
         ranks, size = self.tensor_ranks, (x_BTD.shape[:2].numel(), x_BTD.element_size(), self.loss_impl)
         own, num_without = targets.shape[1], x_BTD.shape[1] - targets.shape[1]
+        if teacher is not None:
+            found = top_k_divergence(
+                x_BTD[:, :own], self.output_weight, targets, *(x[:, :own] for x in teacher),
+                weights=None if weights is None else weights[:, :own], denominator=denominator,
+                num_valid_tokens=num_targets, linear=self.linear, impl=self.impl,
+            )  # fmt: skip
+            return found.loss, F.pad(-found.per_token_loss, (0, num_without))
         options: dict = dict(ignore_index=IGNORE_INDEX, process_group=ranks.group, impl=self.impl, return_details=True)
         is_chunked = logits_BTV is None and self.share.uses_chunked_loss(*size)
         log_loss_choice(is_chunked, self.share, *size)

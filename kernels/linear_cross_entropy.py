@@ -206,19 +206,22 @@ def _setup_context(ctx, inputs, output):
         ctx.save_for_backward(input, linear_weight, target, linear_bias)
 
 
+def scaled_gradients(gradients: list[Tensor], scale: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Returns gradients times `scale` [], in `dtype`. Those that have it are scaled in place, if backward runs once."""
+    scale, kept = scale.reshape(1), backward_keeps_graph()  # CUDA rounds a 0-d factor to the gradient's dtype
+    return [
+        torch.mul(g, scale, out=g if g.dtype == dtype and not kept else torch.empty_like(g, dtype=dtype))
+        for g in gradients
+    ]
+
+
 def _backward(ctx, d_loss, d_losses, *_):
     if torch.is_grad_enabled():
         raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True); its reference has")
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     if ctx.has_gradients:
         scale, *gradients = ctx.saved_tensors
-        scale = (scale * d_loss).reshape(1)  # [1], as CUDA first rounds a 0-d factor to the gradient's dtype
-        # A kept graph may go backward again. Otherwise the gradients are scaled in place.
-        kept = backward_keeps_graph()
-        gradients = [
-            torch.mul(g, scale, out=g if g.dtype == ctx.dtype and not kept else torch.empty_like(g, dtype=ctx.dtype))
-            for g in gradients
-        ]
+        gradients = scaled_gradients(gradients, scale * d_loss, ctx.dtype)
     else:
         tensors = *ctx.saved_tensors, d_losses.contiguous(), d_losses.new_ones(())
         _, _, _, _, *gradients = _loss_and_gradients(*tensors, *needs, False, *ctx.options)

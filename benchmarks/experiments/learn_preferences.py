@@ -83,7 +83,16 @@ def main() -> None:
     known = ["--data", str(data), "--objective", "dpo", "--context_length", str(arguments.context_length)]
     exits(logprobs.main([arguments.model, str(reference), *known]))
     known += ["--init_from", arguments.model, "--reference_logprobs", str(reference), "--save", "none"]
-    known += ["--max_steps", str(arguments.steps), "--batch_size", str(arguments.batch_size), "--warmup_steps", "10"]
+    known += [
+        "--max_steps",
+        str(arguments.steps),
+        "--batch_size",
+        str(arguments.batch_size),
+        "--warmup_steps",
+        "10",
+        "--validation_fraction",
+        "0.1",
+    ]
     known += ["--learning_rate", str(arguments.learning_rate), "--validation_interval", "50", "--sample_tokens", "0"]
     found = {}
     for name, function in (("shared", make_batch), ("apart", make_batch_apart)):

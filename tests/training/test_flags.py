@@ -297,8 +297,8 @@ ALWAYS = {
         device kernels data tokenizer show_batch epochs learning_rate warmup_steps weight_decay max_grad_norm
         skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens tensorboard wandb
         log_file""",
-    "training.logprobs": """checkpoint tokenizer memory_budget device out objective data validation_data context_length
-        columns bad_rows""",
+    "training.logprobs": """checkpoint tokenizer memory_budget device out objective top_k data validation_data
+        context_length columns bad_rows""",
     "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend linear lora nproc nnodes
         gpu objective compare json context_parallel_size tensor_parallel_size replicate""",
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir objective",
@@ -360,6 +360,12 @@ REFUSED = {
         ("--objective dpo --margin 1", "margin"),
         ("--objective cispo --clip_low 0.1", "clip_low"),
         ("--objective dpo --clip_high 0.1", "clip_high"),
+        ("--objective dpo --teacher_logprobs x", "teacher_logprobs"),
+        ("--objective distill --data x", "objective distill needs a teacher's log-probabilities: make them by "),
+        (
+            "--objective distill --data x --teacher_logprobs x --tensor_parallel_size 2",
+            "objective distill with tensor_parallel_size is not supported",
+        ),
         ("--objective dpo --old_logprobs x", "old_logprobs"),
         ("--objective grpo --truncation 2", "truncation"),
         ("--objective grpo --reference_logprobs x", "reference_logprobs"),

@@ -202,6 +202,24 @@ def token_losses(model: Transformer, hidden_BTD: Tensor, targets: Tensor) -> Ten
     return torch.cat(losses)
 
 
+@torch.no_grad()
+def top_log_probs(model: Transformer, hidden_BTD: Tensor, targets: Tensor, k: int) -> Tensor:
+    """Returns the log-probability of each target, the ids of the k likeliest words, and their log-probabilities.
+
+    The result is [B, T, 1 + 2 k], float32 on the CPU, 0 without a target. Arguments are as in `token_losses`.
+    """
+    hidden, targets = hidden_BTD.flatten(0, 1), targets.to(hidden_BTD.device)
+    found = torch.zeros(len(hidden), 1 + 2 * k)
+    num_rows = max(1, LOSS_BYTES // ((hidden.element_size() + 8) * model.config.vocab_size))
+    for rows in (targets.flatten() != IGNORE_INDEX).nonzero()[:, 0].split(num_rows):
+        logits = F.linear(hidden[rows], model.output_weight).float()
+        log_sum_exp = logits.logsumexp(-1, keepdim=True)
+        values, ids = logits.topk(k)
+        own = logits.gather(1, targets.flatten()[rows, None]) - log_sum_exp
+        found[rows.cpu()] = torch.cat([own, ids.float(), values - log_sum_exp], 1).cpu()
+    return found.view(*hidden_BTD.shape[:2], -1)
+
+
 def write(
     model: Transformer, ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset(), **options
 ) -> Iterator[int]:

@@ -18,4 +18,4 @@ PAIR_OBJECTIVES = ("dpo", "ipo", "simpo", "orpo")  # of training.objectives
 CLIPPED_OBJECTIVES = ("grpo", "dapo", "dr_grpo", "gspo")
 ROLLOUT_OBJECTIVES = (*CLIPPED_OBJECTIVES, "cispo", "importance_sampling")
 REFERENCE_OBJECTIVES = ("dpo", "ipo", "kto")  # whatever their beta is
-OBJECTIVES = ("next_token", "weighted", *PAIR_OBJECTIVES, "kto", *ROLLOUT_OBJECTIVES)
+OBJECTIVES = ("next_token", "weighted", "distill", *PAIR_OBJECTIVES, "kto", *ROLLOUT_OBJECTIVES)

@@ -15,7 +15,7 @@ from training.data.packing import BestFitPacking
 from training.data.sources import Reading
 from training.data.tokens import Store, TokenStore, join
 from training.flags import read_flags
-from training.generate.inference import load, mending_out_of_memory, open_folder
+from training.generate.inference import load, mending_out_of_memory, open_folder, top_log_probs
 from training.host.errors import UserError
 from training.host.processes import command
 from training.logprobs.flags import LogProbsFlags
@@ -31,10 +31,11 @@ def log_probabilities(
     """Returns the log-probability of each token of all documents, in their order; 0 of what is no target.
 
     Args:
-        run: takes input ids, targets, documents and the number of targets; returns log-probabilities [1, T].
+        run: takes input ids, targets, documents and the number of targets; returns log-probabilities [1, T], or
+            several numbers of each token, [1, T, N].
     """
     packing, starts = BestFitPacking(documents.lengths, context_length, seed=0), np.cumsum(documents.lengths)
-    values = np.zeros(int(starts[-1]), np.float32)
+    values, count = np.zeros(0, np.float32), int(starts[-1])
     starts = starts - documents.lengths
     for index in tqdm(range(packing.sequences_per_epoch), unit="sequence", disable=None):
         spans, position = packing.spans(0, index), 0
@@ -43,6 +44,8 @@ def log_probabilities(
             continue
         given = (x.to(device) for x in (batch.input_ids, batch.targets))
         found = run(*given, batch.documents, batch.num_valid_tokens)[0].float().cpu().numpy()
+        if not len(values):
+            values = np.zeros((count, *found.shape[1:]), np.float32)
         for document, _, stop in longest_first(spans):
             first = int(starts[document])
             values[first + 1 : first + stop] = found[position : position + stop - 1]
@@ -71,6 +74,9 @@ def score(flags: LogProbsFlags, world: World) -> None:
 
     def run(ids, targets, packed, num_targets):
         counts.append(num_targets)
+        if flags.top_k is not None:
+            hidden_BTD = model(ids, documents=packed, return_hidden_states=True).hidden_states
+            return top_log_probs(model, hidden_BTD, targets, flags.top_k)
         known = {"documents": packed, "num_targets": num_targets, "denominator": 1.0}
         return model(ids, targets=targets, return_log_probs=True, **known).log_probs
 
@@ -78,7 +84,8 @@ def score(flags: LogProbsFlags, world: World) -> None:
     values = log_probabilities(run, documents, flags.context_length, world.device)
     identities = [each.text_identity for each in in_memory]
     store(flags.out, values, digest_of(flags.checkpoint), tokenizer.identity, identities)
-    print(f"{flags.out}: {sum(counts):,} targets, {-values.sum(dtype=np.float64) / sum(counts):.4f} nats each")
+    own = values if flags.top_k is None else values[:, 0]
+    print(f"{flags.out}: {sum(counts):,} targets, {-own.sum(dtype=np.float64) / sum(counts):.4f} nats each")
 
 
 @command

@@ -15,7 +15,7 @@ from training.objectives.preferences import Preference
 from training.objectives.rollouts import Rollout
 from training.objectives.rows import Labelled, Pairs, Rollouts, Weighted, advantages
 from training.objectives.scored import Objective
-from training.objectives.stored import Stored
+from training.objectives.stored import TEACHER, Stored
 
 logger = logging.getLogger(__name__)
 CLIPS = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
@@ -52,7 +52,7 @@ def row_reader(flags: ObjectiveFlags, eos_id: int, context_length: int, has_adap
         if flags.beta and not flags.reference_logprobs and not has_adapters:
             columns["ref_logprobs"] = "reference"
         return Rollouts(eos_id, columns, context_length)
-    return Weighted(eos_id) if flags.objective == "weighted" else None
+    return Weighted(eos_id) if flags.objective in ("weighted", "distill") else None
 
 
 def text_reader(objective: str, eos_id: int, context_length: int) -> RowReader | None:
@@ -69,11 +69,14 @@ def complete(flags: ObjectiveFlags, tokenizer, start: str | None, stores: Sequen
     """
     found = {
         column: Stored.read(folder)
-        for column, folder in (("reference", flags.reference_logprobs), ("old", flags.old_logprobs)) if folder
+        for column, folder in (
+            ("reference", flags.reference_logprobs), ("old", flags.old_logprobs), (TEACHER, flags.teacher_logprobs)
+        )
+        if folder
     }  # fmt: skip
     for column, stored in found.items():
         # Rollouts that follow others keep the reference of the first, whatever was trained since.
-        is_any = column == "reference" and flags.objective in ROLLOUT_OBJECTIVES
+        is_any = column == TEACHER or (column == "reference" and flags.objective in ROLLOUT_OBJECTIVES)
         stored.check(stores, tokenizer.identity, None if is_any else start)
     if flags.objective in ROLLOUT_OBJECTIVES:
         give_advantages(stores, scaled=flags.objective != "dr_grpo")

@@ -42,6 +42,7 @@ class ObjectiveFlags:
     old_logprobs: str | None = flag(
         None, "rollouts: the old policy's, made by training.logprobs; default: the rows' old_logprobs"
     )
+    teacher_logprobs: str | None = flag(None, "distill: a teacher's, made by training.logprobs with --top_k")
     truncation: float | None = flag(
         None, "with old_logprobs: most weight of a token for old over the rows' own; default: rows' are not read",
         least=SMALLEST, most=1e6,
@@ -67,6 +68,11 @@ RULES = (
     Rule("margin", "with objective {objective}; drop it, or give simpo", _is_beside(("simpo",))),
     Rule("clip_low", "with objective {objective}; drop it", _is_beside(CLIPPED_OBJECTIVES)),
     Rule("clip_high", "with objective {objective}; drop it", _is_beside((*CLIPPED_OBJECTIVES, "cispo"))),
+    Rule("teacher_logprobs", "with objective {objective}; drop it, or give distill", _is_beside(("distill",))),
+    Rule("", "objective distill needs a teacher's log-probabilities: make them by {program} -m training.logprobs, with "
+         "--top_k 16, and give --teacher_logprobs", lambda s: s.objective == "distill" and not s.teacher_logprobs),
+    Rule("", "objective distill with tensor_parallel_size is not supported: ranks have parts of the head; give "
+         "context_parallel_size", lambda s: s.objective == "distill" and s.tensor_parallel_size > 1),
     Rule("old_logprobs", "with objective {objective}; drop it", _is_beside(ROLLOUT_OBJECTIVES)),
     Rule("truncation", "without old_logprobs, to which rows' own are compared; drop it, or give those",
          lambda s: s.old_logprobs is None),

@@ -1,6 +1,7 @@
 """Log-probabilities of a corpus under a model, in a folder that `python -m training.logprobs` makes.
 
-logprobs.f32 has float32 for each token of the documents, in their order, 0 for what is no target. logprobs.json says of
+logprobs.f32 has float32 for each token of the documents, in their order, 0 for what is no target. With --top_k the ids
+of the likeliest words and their log-probabilities follow each number, in float32, too. logprobs.json says of
 which model and which documents they are: a run with others is refused.
 """
 
@@ -11,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from training.checkpoint.manifest import fingerprint
 from training.data.tokens import TokenStore
@@ -18,6 +21,7 @@ from training.families.lora import ADAPTER_WEIGHTS, has_adapters, read_adapters
 from training.host.errors import UserError, program
 from training.host.files import read_file, read_json, replace_file
 
+TEACHER = "teacher"  # beginning of the columns of the likeliest words
 INDEX, VALUES, FORMAT = "logprobs.json", "logprobs.f32", "fathom logprobs 1"
 
 
@@ -39,6 +43,7 @@ class Stored:
     documents: list[int]  # text_identity of the stores, which tells tokens and masks, and so the chat template
     tokens: int
     crc32: int
+    top_k: int = 0  # likeliest words of each target
 
     @classmethod
     def read(cls, folder: str | Path) -> "Stored":
@@ -51,7 +56,8 @@ class Stored:
             if index.pop("format") != FORMAT:
                 raise TypeError
             made = cls(Path(folder), **index)
-            if not isinstance(made.documents, list) or not all(isinstance(x, int) for x in (made.tokens, made.crc32)):
+            numbers = made.tokens, made.crc32, made.top_k
+            if not isinstance(made.documents, list) or not all(isinstance(x, int) for x in numbers):
                 raise TypeError
             return made
         except (TypeError, KeyError):
@@ -73,21 +79,39 @@ class Stored:
             raise UserError(f"{self.folder} is of weights {self.weights}, and {start} has {found}; {anew}")
 
     def give(self, stores: Sequence[TokenStore], column: str) -> None:
-        """Gives the stores' documents the log-probabilities as a column. Raises UserError for a damaged file."""
+        """Gives documents log-probabilities as a column, or ids and log-probabilities of a teacher's words.
+
+        Raises UserError for a damaged file, or one without a teacher's words.
+        """
+        if column == TEACHER and not self.top_k:
+            raise UserError(f"{self.folder} was made without --top_k; make it anew with that, such as --top_k 16")
+        width = 1 + 2 * self.top_k
         content = read_file(self.folder / VALUES, "make the folder anew")
-        if len(content) != 4 * self.tokens or zlib.crc32(content) != self.crc32:
+        if len(content) != 4 * self.tokens * width or zlib.crc32(content) != self.crc32:
             raise UserError(f"{self.folder / VALUES} is damaged: its size or CRC-32 is another; make the folder anew")
-        values, first = np.frombuffer(content, "<f4").astype(np.float32), 0
+        values, first = np.frombuffer(content, "<f4").astype(np.float32).reshape(-1, width), 0
+        names = {column: 0} if column != TEACHER else {f"{TEACHER} {i}": i for i in range(1, width)}
         for store in stores:
             stop = first + int(store.lengths.sum())
-            store.add_column(column, values[first:stop])
+            for name, place in names.items():
+                store.add_column(name, np.ascontiguousarray(values[first:stop, place]))
             first = stop
+
+
+def teacher_of(columns_BT: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Returns ids, int64, and log-probabilities of a teacher's words, [B, T, k] both, of a micro-batch's columns."""
+    count = sum(name.startswith(TEACHER) for name in columns_BT)
+    if not count:
+        return None
+    values = torch.stack([columns_BT[f"{TEACHER} {i}"] for i in range(1, count + 1)], -1)
+    return values[..., : count // 2].long(), values[..., count // 2 :]
 
 
 def store(folder: Path, values: np.ndarray, weights: str, tokenizer: str, documents: list[int]) -> None:
     """Writes a folder that Stored reads; logprobs.json last."""
     content = values.astype("<f4").tobytes()
-    made = Stored(folder, weights, tokenizer, documents, len(values), zlib.crc32(content))
+    top_k = values.shape[1] // 2 if values.ndim == 2 else 0
+    made = Stored(folder, weights, tokenizer, documents, len(values), zlib.crc32(content), top_k)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INDEX).unlink(missing_ok=True)

@@ -92,8 +92,10 @@ class StepRecipe:
 
     def execution(self, attention_backend: str) -> Execution:
         """Returns an execution with all that a plan does not choose."""
+        is_distilled = getattr(self.config, "objective", None) == "distill"  # whose loss is chunked always
         return Execution(
-            loss_impl=self.config.loss_impl, attention_backend=attention_backend, kinds=self.kinds.at(1),
+            loss_impl="chunked" if is_distilled else self.config.loss_impl,
+            attention_backend=attention_backend, kinds=self.kinds.at(1),
             linear=self.linear, frozen=frozen_format(self.config.lora_bits), state_format=self.state_format,
             impl=self.impl,
         )  # fmt: skip

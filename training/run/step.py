@@ -11,6 +11,7 @@ from training.families.lora import without_adapters
 from training.host.errors import UserError
 from training.memory.placement import products_in_bf16
 from training.objectives.scored import Minimised, Objective, Terms, collect
+from training.objectives.stored import teacher_of
 from training.optim.adamw import MasterAdamW
 from training.parallel.world import World
 from training.run.stopping import Stopped
@@ -40,9 +41,8 @@ def run_model(
     input_ids, targets = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.targets))
     known: dict = {"targets": targets, "documents": batch.documents, "num_targets": batch.num_valid_tokens}
     if objective is None:
-        weights = None if batch.answers is None else batch.answers.columns_BT.get("weight")
-        if weights is not None:
-            known["weights"] = weights.to(world.device, non_blocking=True)
+        columns_BT = {} if batch.answers is None else batch.answers.to(world.device).columns_BT
+        known |= {"weights": columns_BT.get("weight"), "teacher": teacher_of(columns_BT)}
         output = model(input_ids, denominator=denominator, **known)
         if all_terms is not None and output.expert_load is not None:
             all_terms.append(terms_of_experts(output))
