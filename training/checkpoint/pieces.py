@@ -116,9 +116,10 @@ class Piece:
     def read(self, entry: Entry, content: memoryview) -> None:
         """Fill `content` with the piece's elements."""
         for part, piece, share in self.in_parts(entry, content):
-            piece._read(part, share)
+            piece.read_whole(part, share)
 
-    def _read(self, entry: Entry, content: memoryview) -> None:
+    def read_whole(self, entry: Entry, content: memoryview) -> None:
+        """Fills `content` from an entry without parts."""
         try:
             with entry.file.open("rb", buffering=0) as file:
                 for start, length in self.runs(entry):
