@@ -58,7 +58,7 @@ CASES = {
     "MLP in tiles": lambda T: gated_mlp(zeros(T, 8), *(zeros(8, 8) for _ in "gud"), tile_size=8192, impl="triton"),
     "RMSNorm": lambda T: rms_norm(zeros(T, 16), zeros(16), 1e-6, impl="triton"),
     "RoPE": lambda T: rope(zeros(1, T, 1, 16), zeros(1, T, 1, 16), zeros(T, 8), zeros(T, 8), impl="triton"),
-    "sparse": partial(attend, Sparse(selected_blocks=4, dense_below=0)),
+    "sparse": partial(attend, Sparse(selected_blocks=4, window=64, dense_below=0)),
     "nsa": partial(attend, NSA(selected_blocks=4)),
 }
 
