@@ -154,7 +154,6 @@ def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) 
 
 
 def host_limit(flags: ProfileFlags, default: float) -> float:
-    """Bytes that each process may pin, by --host_budget or the machine's --host_memory."""
     if flags.host_memory:
         return budget_of_machine(parse_bytes(flags.host_memory), flags.nproc)
     return parse_bytes(flags.host_budget) if flags.host_budget else default
@@ -316,7 +315,6 @@ def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan)
 
 
 def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World) -> dict:
-    """Print the answer that the flags ask for, and return what --json writes."""
     flags = recipe.config
     about = f"machine: {machine.description}; attention kernel {machine.given.attention_backend}\n"
     if (gpus := flags.nproc * flags.nnodes) > 1:

@@ -313,7 +313,6 @@ def add_validation(run: Run, values: dict) -> None:
 
 
 def owes_validation(config: TrainConfig, progress: Progress) -> bool:
-    """Whether the validation of the last step was cut short and has not been made up for."""
     return progress.unvalidated is not None and bool(config.validation_sequences)
 
 

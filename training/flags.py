@@ -78,7 +78,6 @@ def read_flags(kind: type, argv: list[str], program: str):
 
 
 def read_command(kinds: dict[str, type], argv: list[str], program: str):
-    """Reads the flags of a program of several commands: the first word names the command, and so the dataclass."""
     parser = Parser(prog=program)
     parser.add_argument("command", choices=kinds, help="; ".join(f"{name}: {kinds[name].__doc__}" for name in kinds))
     name = parser.parse_args(argv[:1]).command
@@ -198,12 +197,10 @@ def _add_argument(parser, each: Field) -> Action:
 
 
 def _underscored(option: str) -> str:
-    """Returns --max_steps for --max-steps."""
     return option[:2] + option[2:].replace("-", "_")
 
 
 def _element(each: Field) -> typing.Any:
-    """Returns the type of one value: int for `int`, `int | None` and `list[int]`."""
     return next(iter(typing.get_args(each.type)), each.type)
 
 

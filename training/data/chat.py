@@ -183,7 +183,6 @@ class ChatTemplate:
 
 
 def has_template(tokenizer) -> bool:
-    """Whether the folder of a tokenizer has a chat template."""
     return isinstance(tokenizer, FileTokenizer) and read_template(tokenizer)[1] is not None
 
 

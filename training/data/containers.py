@@ -64,7 +64,6 @@ def place(file: str | Path, number: int) -> str:
 
 
 def check_packages(files: list[Path]) -> None:
-    """Raises UserError if a file needs a package that is missing."""
     for file in {(suffix_of(file), file.suffix.lower()): file for file in reversed(files)}.values():
         if suffix_of(file) in (".parquet", ".arrow"):
             import_optional("pyarrow", str(file))
@@ -123,7 +122,6 @@ def _zstd(file: Path) -> ModuleType:
 
 
 def _open(file: Path) -> IO[bytes]:
-    """Opens a file for reading; what is compressed is decompressed on the way."""
     if file.suffix.lower() == ".gz":
         return gzip.open(file)  # type: ignore[return-value]
     return _zstd(file).open(file) if file.suffix.lower() == ".zst" else file.open("rb")
@@ -227,7 +225,6 @@ class _Values:
 
 
 def _read_parquet(file: Path, start: int, stop: int, first: int, fields: frozenset[str]) -> Iterator[Row]:
-    """Yields the rows of the row groups that begin in a piece. Groups are given shares of the file's bytes."""
     with _open_parquet(file) as table:
         groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
         ends = [*itertools.accumulate((group.total_byte_size for group in groups), initial=0)]

@@ -61,7 +61,6 @@ class Form(NamedTuple):
     needs: str | None = None  # another field that a row of the form has
 
     def is_of(self, row: dict) -> bool:
-        """Whether a row has the form's fields, with values."""
         found = row.get(self.decides)
         is_asked = not self.needs or row.get(self.needs) is not None
         return found is not None and isinstance(found, self.kind) and is_asked

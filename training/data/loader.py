@@ -56,7 +56,6 @@ class Batch:
 
     @property
     def text_lengths(self) -> list[int]:
-        """Tokens of each document, without padding."""
         return list((Counter(self.documents.lengths) - Counter(self.padding)).elements())
 
     def slice(self, rank: int, size: int) -> "Batch":
@@ -187,7 +186,6 @@ class PackedLoader:
         return self.next_sequence / self.sequences_per_epoch
 
     def check_enough_for_step(self, gradient_accumulation_steps: int) -> None:
-        """Raise UserError if an optimizer step takes more sequences than an epoch has."""
         needed = self.batch_size * gradient_accumulation_steps * self.world_size
         if needed > self.sequences_per_epoch:
             sizes = f"batch_size {self.batch_size} x gradient_accumulation_steps {gradient_accumulation_steps}"
@@ -231,7 +229,6 @@ class PackedLoader:
         return {"next_sequence": self.next_sequence, **self._identity}
 
     def load_state_dict(self, state: dict) -> None:
-        """Goes on from a state, on any number of ranks. Raises UserError for the state of other data."""
         check_same_data(state, self._identity)
         self.next_sequence = state["next_sequence"]
 

@@ -119,7 +119,6 @@ def prepare(
 
 
 def _settle_bad_rows(parts: Iterable[str], done: dict[str, dict], reading: Reading) -> None:
-    """Warns of rows that were left out of the parts that are done, or refuses them."""
     bad = BadRows()
     for name in parts:
         bad.add(BadRows(**done[name]["bad"]) if name in done else BadRows())
@@ -219,7 +218,6 @@ _reader: DocumentReader | None = None  # a worker's
 
 
 def _open_reader(path: str, reading: Reading, chat_template: str | None) -> None:
-    """Begins a worker."""
     global _reader
     if (parent := multiprocessing.parent_process()) is not None:
         # Ctrl-C ends the worker. KeyboardInterrupt would end the part at hand, and the worker would begin the next.

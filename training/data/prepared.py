@@ -134,7 +134,6 @@ class PreparedStore(Store):
         return borders
 
     def _find(self, document: int) -> tuple[str, int]:
-        """Returns (part's name, the document's number in that part)."""
         index = int(np.searchsorted(self._first, document, side="right")) - 1
         return self.parts[index], document - int(self._first[index])
 
@@ -155,7 +154,6 @@ class PreparedStore(Store):
         return place(files[file], line) if file < len(files) else f"{self.folder / name}, document {number}"
 
     def files(self) -> list[str]:
-        """Returns the files that the set was prepared from, and its own."""
         own = [str(self.folder / f"{name}.tokens") for name in self.parts]
         return own + [file for name in self.parts for file in self._files(name)]
 

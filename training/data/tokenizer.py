@@ -154,7 +154,6 @@ class FileTokenizer:
 
     @property
     def beginning(self) -> str:
-        """The text that the file puts before every text."""
         return self.decode(self._before, with_special=True)
 
     @functools.cached_property

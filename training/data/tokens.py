@@ -38,7 +38,6 @@ class Store(Protocol):
         return {}
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Returns the ids of read_masked."""
         return self.read_masked(document, start, stop)[0]
 
 
@@ -110,7 +109,6 @@ class TokenStore(Store):
         return place(self._files[self._numbers[document]], self._lines[document])
 
     def files(self) -> list[str]:
-        """Returns the files of the documents."""
         return self._files[1:]
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

@@ -69,7 +69,6 @@ class RunSettings:
 
 
 def settings_of(opened: Opened) -> RunSettings | None:
-    """Returns the settings of the run that saved the folder; None: no run did. Raises UserError for damaged ones."""
     if not opened.settings:
         return None
     names = [each.name for each in fields(RunSettings)]
@@ -116,7 +115,6 @@ def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Ques
 
 
 def open_texts(flags: EvaluationFlags, opened: Opened, settings: RunSettings | None) -> Store:
-    """The documents of --data, else those that the checkpoint's run held out."""
     own = settings.validation_data if settings and not flags.data else []
     paths, of = flags.data or own or (settings.data if settings else []), flags if flags.data else settings
     reading = Reading(settings.chat_reasoning if settings else None)
@@ -179,7 +177,6 @@ def evaluate(flags: EvaluationFlags, opened: Opened, questions: Questions, world
 
 
 def format_needles(results: Sequence[Result]) -> str:
-    """A table of scores by length, over all depths and for each."""
     lines = ["share of the needles found, by tokens of the prompt"]
     lines.append(f"{'':<28}" + "".join(f"{result.length:>9,}" for result in results))
     rows = {"all depths": [result.score for result in results]}
@@ -209,7 +206,6 @@ def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
 
 
 def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]], unit: str) -> None:
-    """Draw the pictures; without Matplotlib say how to install it."""
     try:
         import_optional("matplotlib.figure", "a picture")
     except UserError as error:

@@ -1,6 +1,7 @@
 """Flags of an evaluation. No torch is imported here."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -56,6 +57,4 @@ class EvaluationFlags(ModelFlags):
     )  # fmt: skip
 
 
-def read_evaluation_flags(argv: list[str]) -> EvaluationFlags:
-    """Reads the command line; raises as `given_flags`."""
-    return read_flags(EvaluationFlags, argv, "python -m training.evaluation")
+read_evaluation_flags = partial(read_flags, EvaluationFlags, program="python -m training.evaluation")

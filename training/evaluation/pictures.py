@@ -22,7 +22,6 @@ def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]], unit: str 
 
 
 def _finish(figure: Figure, path: Path) -> None:
-    """Save a picture of curves over a number of tokens."""
     [axes] = figure.axes
     axes.set_xscale("log", base=2)
     axes.grid(alpha=0.3)

@@ -160,7 +160,6 @@ def key_token_losses(
 
 
 def read_all(model: Transformer, pieces: Iterable[Piece], short_context: int | None) -> tuple[Losses, Losses]:
-    """(`losses_of`, `short_losses_of`) each piece. None: reads no short context."""
     long, short = [], []
     for piece in pieces:
         long.append(losses_of(model, piece.ids[None])[0])
@@ -185,7 +184,6 @@ def format_positions(
 
 
 def format_key_tokens(found: KeyTokens, margin: float, ceiling: float) -> str:
-    """A few lines on key tokens."""
     lines = [
         f"tokens that need the context (LongPPL, arXiv 2410.23771): the loss falls by more than {margin:g} nats from "
         f"{found.short_context:,} tokens of context to all of it, to less than {ceiling:g}",

@@ -151,7 +151,6 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:
-    """Returns peft's adapter_config.json of adapters of the model in the folder `base`."""
     targets: list | str = [*adapters.targets]
     if is_wrapper(read_json(base / "config.json")):  # a vision tower has projections of the same names
         targets = rf"{re.escape(WRAPPED_PREFIX)}layers\.\d+\.\w+\.({'|'.join(targets)})"
@@ -163,7 +162,6 @@ def to_adapter_config(adapters: Adapters, base: Path) -> dict:
 
 
 def has_adapters(folder: str | Path) -> bool:
-    """Whether the folder is of adapters, and not of whole weights."""
     return os.path.isfile(Path(folder, ADAPTER_CONFIG))
 
 

@@ -23,7 +23,6 @@ class Trained:
         return base
 
     def elements(self, share: Share) -> int:
-        """Returns the trained elements of a model."""
         return share.num_parameters()
 
     def layer_elements(self, share: Share, layer: int) -> int:

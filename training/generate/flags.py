@@ -1,6 +1,7 @@
 """Flags of the commands that open a trained model, and of training.generate. No torch is imported here."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -42,6 +43,4 @@ class GenerateFlags(ModelFlags):
     )  # fmt: skip
 
 
-def read_generate_flags(argv: list[str]) -> GenerateFlags:
-    """Reads the command line; raises as `given_flags`."""
-    return read_flags(GenerateFlags, argv, "python -m training.generate")
+read_generate_flags = partial(read_flags, GenerateFlags, program="python -m training.generate")

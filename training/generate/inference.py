@@ -126,7 +126,6 @@ def memory_budget(text: str | None, device: torch.device) -> int:
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
-    """The dtype in which a model is read: bf16 on a GPU, float32 on a CPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
@@ -174,7 +173,6 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
 
 @contextmanager
 def mending_out_of_memory() -> Iterator[None]:
-    """Turns memory that runs out in here into a UserError, with advice."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

@@ -61,14 +61,12 @@ class DirectFile:
 
 
 def _buffer() -> memoryview:
-    """Returns this thread's buffer, which starts at a page."""
     if not hasattr(_buffers, "of_thread"):
         _buffers.of_thread = memoryview(mmap.mmap(-1, BUFFER_BYTES))
     return _buffers.of_thread
 
 
 def _write(descriptor: int, content: memoryview, start: int) -> None:
-    """Write all bytes at `start`, in as many calls as the system needs."""
     while content:
         written = os.pwrite(descriptor, content, start)
         start, content = start + written, content[written:]

@@ -30,7 +30,6 @@ def program(name: str = "python") -> str:
 
 
 def pip_install(packages: str) -> str:
-    """Returns the command that installs packages into this environment."""
     return f"{program()} -m pip install {packages}"
 
 

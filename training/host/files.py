@@ -134,7 +134,6 @@ def making(folder: Path) -> Iterator[Path]:
 
 
 def flush(path: Path) -> None:
-    """Wait until the content of a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -155,7 +154,6 @@ def inside(folder: Path, name: object, named_by: Path) -> Path:
 
 
 def size_on_disk(folders: list[Path]) -> int:
-    """Returns the bytes of all files in these folders."""
     return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
 
 

@@ -58,7 +58,6 @@ class PinnedArena:
 
 
 def _refused(num_bytes: int, why: str) -> UserError:
-    """Returns the error for an arena that cannot be made."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     locked = "is unlimited" if limit == resource.RLIM_INFINITY else f"{limit / GIB:.3f} GB"
     left = f"{available_host_bytes() / GIB:.1f} GB are left to this process, and ulimit -l {locked}"
@@ -90,7 +89,6 @@ class HostCopies:
         self.arena.used_bytes = 0
 
     def send(self, key: tuple[int, str, int], tensors: Sequence[Tensor]) -> None:
-        """Copy tensors to the host while the compute stream goes on."""
         slots = self.slots[key] = [self.arena.allocate(t.shape, t.dtype) for t in tensors]
         # The copy waits for the kernels that make the tensors, and for all fetches of the last pass.
         self._copy(slots, tensors, self.to_host)

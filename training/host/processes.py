@@ -147,7 +147,6 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def expect(self, seconds: float) -> None:
-        """Expect the next call, or `cancel`, within so many seconds."""
         self.cancel()
         self._timer = threading.Timer(seconds, self._bark, [seconds])
         self._timer.daemon = True

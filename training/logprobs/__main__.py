@@ -54,7 +54,6 @@ def log_probabilities(
 
 
 def score(flags: LogProbsFlags, world: World) -> None:
-    """Opens model and data, and stores what it finds."""
     opened = open_folder(flags, world)
     tokenizer = opened.tokenizer
     if flags.chat_template:

@@ -18,17 +18,19 @@ FEWEST_STEPS = 20  # a run of fewer steps has no picture at its end
 def read_metrics(run: Path) -> list[dict]:
     """Returns the lines of a run's metrics.jsonl without damaged ones. Raises UserError where there is none."""
     file = run / "metrics.jsonl"
-    rows = []
-    for line in read_file(file, "give the output_dir of a run").decode(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and _is_number(row.get("step")):
-            rows.append(row)
-    if not rows:
+    lines = read_file(file, "give the output_dir of a run").decode(errors="replace").splitlines()
+    if not (rows := [row for line in lines if (row := parse_line(line))]):
         raise UserError(f"{file} has no step yet; give the output_dir of a run")
     return rows
+
+
+def parse_line(line: str) -> dict | None:
+    """Returns the metrics of a line, which have a step; None of a damaged line."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and _is_number(row.get("step")) else None
 
 
 def _is_number(value) -> bool:
@@ -109,7 +111,6 @@ def _draw_loss(axes, rows: list[dict]) -> None:
 
 
 def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
-    """Returns steps and values of the rows that have a number of this name."""
     found = [row for row in rows if _is_number(row.get(name))]
     return [row["step"] for row in found], [row[name] for row in found]
 

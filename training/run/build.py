@@ -247,7 +247,6 @@ def build(recipe: Recipe, documents: PackedDocuments, world: World) -> tuple[Tra
 
 
 def build_bench(step: Step, execution: Execution, world: World) -> Bench:
-    """A model of fresh weights and an optimizer, on which a profiler measures `step`."""
     gc.collect()  # frees the memory of an earlier bench
     model = model_on_meta(ModelConfig(**vars(step.share)), world, step.trained)
     inventory = inventory_of(model.named_parameters(), execution, accumulate=step.micro_batches > 1)

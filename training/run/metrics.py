@@ -23,6 +23,7 @@ from training.host.processes import line_of
 from training.memory.machine import find_gpu
 from training.memory.planner import Plan
 from training.parallel.world import World
+from training.plots.curves import parse_line
 from training.run.settings import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,6 @@ Writer = Callable[[dict], None]
 
 
 def describe(settings: dict, model: ModelConfig, plan: Plan, world: World) -> None:
-    """Log a run's settings, its model, and what its first step waits for."""
     logger.info("config: %s", json.dumps(differing(settings)))
     logger.info(
         "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x tensor: %d x %d x %d)",
@@ -78,7 +78,6 @@ class Display(contextlib.ExitStack):
         self._began, self._shown = time.monotonic(), -math.inf
 
     def show(self, values: dict) -> None:
-        """Show a step's metrics, and its validation if it had one."""
         loss = "left out" if values["loss"] is None else f"{values['loss']:.3f}" + " (spike)" * ("is_spike" in values)
         shown = {"tokens/s": f"{values['tokens_per_second']:,.0f}"}
         if "mfu" in values:
@@ -98,7 +97,6 @@ class Display(contextlib.ExitStack):
             self.show_validation(values)
 
     def show_validation(self, values: dict) -> None:
-        """Show a validation's loss, and the share of the run's time that validations have taken."""
         loss, share = f"{values['validation_loss']:.4f}{self._unit}", f"{values['validation_share']:.0%}"
         logger.info("step %d: validation loss %s; validations take %s of the time", values["step"], loss, share)
 
@@ -201,7 +199,6 @@ class Metrics:
         self._writers = dict(writers)
 
     def write(self, **values) -> None:
-        """Give metrics with their "step" to all writers."""
         for name, write in [*self._writers.items()]:
             try:
                 write(values)
@@ -220,10 +217,10 @@ def jsonl_writer(path: Path, from_step: int) -> Writer:
     """
     given = read_file(path, "move it elsewhere") if path.exists() else b""
     lines = given.decode(errors="replace").splitlines()
-    steps = [_step(line) for line in lines]
-    if damaged := steps.count(None):
+    rows = [parse_line(line) for line in lines]
+    if damaged := rows.count(None):
         logger.warning("%s: %d of %d lines are damaged and were dropped", path, damaged, len(lines))
-    kept = (line for line, step in zip(lines, steps) if step is not None and step <= from_step)
+    kept = (line for line, row in zip(lines, rows) if row and row["step"] <= from_step)
     replace_file(path, "".join(f"{line}\n" for line in kept))
     file = path.open("a")
 
@@ -284,11 +281,3 @@ def numbers(values: dict) -> dict[str, float]:
     """Returns a step's numbers but the step. A list, such as memory by rank, is its largest number."""
     largest = {name: max(value) if isinstance(value, list) else value for name, value in values.items()}
     return {name: value for name, value in largest.items() if name != "step" and isinstance(value, int | float)}
-
-
-def _step(line: str) -> int | None:
-    """The step of a line; None of a damaged one."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return None

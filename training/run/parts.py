@@ -75,7 +75,6 @@ class Run:
         self.is_updating = True
 
     def save(self) -> None:
-        """Begin the checkpoint of the last step, unless it has been begun."""
         step, world = self.progress.step, self.world
         if self.config.save == "none" or self.saved == step:
             return

@@ -1,6 +1,7 @@
 """The flags of profile_memory.py. No torch is imported here: --help is to be quick."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -54,6 +55,4 @@ class ProfileFlags(StepFlags):
         return self.context_length or CONTEXT_LENGTH, self.batch_size, self.gradient_accumulation_steps
 
 
-def read_profile_flags(argv: list[str]) -> ProfileFlags:
-    """Reads the command line; raises as `given_flags`."""
-    return read_flags(ProfileFlags, argv, "profile_memory.py")
+read_profile_flags = partial(read_flags, ProfileFlags, program="profile_memory.py")

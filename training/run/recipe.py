@@ -91,8 +91,7 @@ class StepRecipe:
     impl: str  # Triton kernels or their references
 
     def execution(self, attention_backend: str) -> Execution:
-        """Returns an execution with all that a plan does not choose."""
-        is_distilled = getattr(self.config, "objective", None) == "distill"  # whose loss is chunked always
+        is_distilled = getattr(self.config, "objective", None) == "distill"  # their loss is always chunked
         return Execution(
             loss_impl="chunked" if is_distilled else self.config.loss_impl,
             attention_backend=attention_backend, kinds=self.kinds.at(1),
@@ -175,7 +174,6 @@ def backend_of(config: StepFlags, device: torch.device) -> str:
 
 
 def check_linear(recipe: StepRecipe, device: torch.device) -> None:
-    """Refuse linear maps that cannot run."""
     if recipe.config.linear == PLAIN.name:
         return
     share = recipe.model.share(recipe.config.tensor_parallel_size)
@@ -273,7 +271,6 @@ def parse_interval(text: str) -> tuple[int, float]:
 
 
 def resolve_memory_budget(config: TrainConfig, device: torch.device) -> str | None:
-    """--memory_budget, on a GPU "auto" by default. None: nothing is planned."""
     is_planned = device.type == "cuda" and not (config.gradient_checkpointing or config.compile)
     return config.memory_budget or "auto" if is_planned else None
 

@@ -68,7 +68,6 @@ def how_to_go_on(found: list[Path]) -> str:
 
 
 def start_from(checkpoint: str | Path) -> str:
-    """Advice for a run that cannot go on from a checkpoint."""
     return f"start from its weights with --init_from {checkpoint} and another --output_dir"
 
 
@@ -189,7 +188,6 @@ def inherited_settings(saved: dict, given: dict, device: torch.device) -> dict:
 
 
 def spell_changes(before: TrainConfig, config: TrainConfig, state: dict, world: World) -> list[str]:
-    """A line for each setting of a resumed run that is not what it was."""
     lines = [
         f"{name}: {getattr(before, name)} -> {value}"
         for name, value in dataclasses.asdict(config).items()
@@ -203,7 +201,6 @@ def spell_changes(before: TrainConfig, config: TrainConfig, state: dict, world: 
 
 
 def tokens_per_step(config: TrainConfig, world: World) -> int:
-    """Tokens of one optimizer step, over all data-parallel ranks and micro-batches."""
     return config.context_length * config.batch_size * config.gradient_accumulation_steps * world.data_size
 
 

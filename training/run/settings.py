@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from os.path import realpath
 from pathlib import Path
 from typing import ClassVar
@@ -127,7 +128,6 @@ class TrainConfig(ObjectiveFlags, StepFlags):
 
     @property
     def goal(self) -> str:
-        """The setting that says when the run ends."""
         return "max_steps" if self.epochs is None else "epochs"
 
     def __post_init__(self):
@@ -148,9 +148,7 @@ class TrainConfig(ObjectiveFlags, StepFlags):
             self.lora_targets = ",".join(sorted(self.lora_targets.split(","), key=order.find))
 
 
-def given_settings(argv: list[str]) -> dict:
-    """The settings that flags and --config give, by the names of TrainConfig's fields; raises as `given_flags`."""
-    return given_flags(TrainConfig, argv, "train.py")
+given_settings = partial(given_flags, TrainConfig, program="train.py")  # the settings of flags and --config, by name
 
 
 def check_config(config: TrainConfig, given: Iterable[str], rules: Iterable[Rule] = TRAIN) -> None:

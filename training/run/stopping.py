@@ -131,12 +131,10 @@ class Stopping:
     # All ranks call the next four together, and get the same answer.
 
     def is_asked(self) -> bool:
-        """Whether any rank has been asked to end."""
         self.watch()
         return self.num_signals() > 0
 
     def num_signals(self) -> float:
-        """Signals that all ranks have got."""
         return self.world.sum(len(self.received))[0]
 
     def agree(self, is_due: bool, seconds: float, amounts: list[float]) -> tuple[bool, bool, list[float]]:
@@ -149,7 +147,6 @@ class Stopping:
         return signals > 0, due > 0, sums
 
     def first_signal(self) -> signal.Signals:
-        """A signal that some rank has got."""
         return signal.Signals(-int(self.world.min(-max(self.received, default=0))[0]))
 
     def _before(self, x_BTD: Tensor) -> None:

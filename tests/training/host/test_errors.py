@@ -44,7 +44,7 @@ def test_no_hint_names_a_program_without_its_environment():
     sources = [*root.glob("*.py"), *root.glob("kernels/**/*.py"), *root.glob("training/**/*.py")]
     found = [
         (path.name, line.strip()) for path in sources for line in path.read_text().splitlines()
-        if bare.search(line) and "-m pip" not in line and "read_flags(" not in line and "read_command(" not in line
+        if bare.search(line) and "-m pip" not in line and "read_flags" not in line and "read_command(" not in line
     ]  # fmt: skip
     assert not [each for each in found if not each[1].startswith(("`", '"""'))]
 
@@ -77,7 +77,7 @@ def test_files_that_cannot_be_written_are_refused_and_others_left_as_they_are(tm
 
 
 def test_a_disk_that_is_full_at_the_end_is_one_line(capsys):
-    """As --json /dev/full: the file can be opened, and what is written later has no place."""
+    """A file such as --json /dev/full can be opened, and has no room later."""
 
     @command
     def write(argv):
