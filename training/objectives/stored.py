@@ -63,6 +63,11 @@ class Stored:
         except (TypeError, KeyError):
             raise UserError(f"{file} is damaged, or of another version; make the folder anew") from None
 
+    @property
+    def word_bytes(self) -> int:
+        """Bytes that a teacher's words take per token of a step: columns, the same as one tensor, and ids as int64."""
+        return 16 + (8 + 8 + 8 + 4) * self.top_k
+
     def check(self, stores: Sequence[TokenStore], tokenizer: str, start: str | Path | None) -> None:
         """Refuses log-probabilities of another model, tokenizer or other documents. `start` None is any model."""
         anew = f"make it anew by `{program()} -m training.logprobs`"

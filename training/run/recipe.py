@@ -55,6 +55,7 @@ from training.memory.machine import gpu_budget
 from training.memory.step import Scoring
 from training.objectives.choose import choose
 from training.objectives.scored import Objective, scoring
+from training.objectives.stored import Stored
 from training.optim.formats import frozen_format
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import check_library
@@ -236,6 +237,8 @@ class Recipe(StepRecipe):
     @property
     def scoring(self) -> Scoring:
         """The part of a step that the objective takes, for its plan."""
+        if self.config.teacher_logprobs is not None:
+            return Scoring(token_bytes=Stored.read(self.config.teacher_logprobs).word_bytes)
         return scoring(self.objective, isinstance(self.trained, Adapters) and not self.config.reference_logprobs)
 
     def settings(self, max_steps: int, state_format: str) -> dict:

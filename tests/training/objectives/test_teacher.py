@@ -11,6 +11,8 @@ from model import Transformer
 from tests.runs import arguments, losses, weights_of_another_shape
 from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
 from training.logprobs import __main__ as logprobs
+from training.parallel.world import World
+from training.run.recipe import decide
 
 K = 8
 
@@ -33,6 +35,11 @@ def test_a_student_learns_from_a_teacher_and_not_from_itself(tmp_path, capsys):
         assert train.main([*arguments(str(tmp_path / "a.jsonl"), tmp_path / "run" / name, steps=5), *flags]) == 0
         found[name] = losses(tmp_path / "run" / name)
     assert abs(found["itself"][0]) < 1e-5
+    given = {"init_from": student, "objective": "distill", "data": ["x"], "output_dir": str(tmp_path / "none")}
+    assert (
+        decide({**given, "teacher_logprobs": stored["teacher"]}, World(0, 1, torch.device("cpu"))).scoring.token_bytes
+        == 16 + 28 * K
+    )
     assert found["teacher"][0] > 1e-3 and found["teacher"][-1] < 0.8 * found["teacher"][0], found
 
     flags = [*known, "--init_from", student, "--teacher_logprobs", stored["without"]]
