@@ -139,9 +139,7 @@ def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict
             `apply_to`.
         loss: False keeps the model's own loss, and its logits.
 
-    Returns:
-        The number of replacements by kind, for instance {"rms_norm": 9, "rope": 2, "gated_mlp": 2, "loss": 1}. The log
-        has it as well.
+    Returns numbers of replacements by kind: {"rms_norm": 9, "rope": 2, "gated_mlp": 2, "loss": 1}. The log has them.
 
     Raises ValueError for another `model_type`, activation, loss or version of transformers; or a module that already
     has a forward of its own, for instance from an earlier `apply_to`. The model is then unchanged.

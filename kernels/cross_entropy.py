@@ -344,12 +344,10 @@ def row_step(
 ) -> Tensor:  # fmt: skip
     """Returns the statistics of whole rows, and writes gradients times `scale` into `gradient`. Not differentiable.
 
-    Where each rank of a group holds a shard of every row, one all-gather of [3, N] makes the statistics.
-
     Args:
-        logits: [N, C], the classes shard.first_class to shard.first_class + C. Rows are contiguous.
+        logits: [N, C], this shard's classes. Rows are contiguous.
         target: [N] int64, contiguous.
-        statistics: [3, N] float32 (float64 for float64 logits); computed if None.
+        statistics: [3, N] float32 (float64 for float64 logits); computed if None, by one all-gather between ranks.
         gradient: [N, C], may be `logits`.
         scale: [] or [N], of the statistics' dtype.
     """
@@ -557,9 +555,7 @@ def cross_entropy(
         process_group: shards the vocabulary. Each rank calls with the same target and the logits of its own classes:
             equally many on every rank, in the order of ranks. Every rank returns the loss over all classes.
 
-    Returns:
-        The loss, float32 (float64 for float64 logits): [], or [...] if reduction is "none". With `return_details`,
-        a `Details`.
+    Returns the loss, float32 (float64 for float64 logits): [], or [...] if reduction is "none"; or a `Details`.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together; a denominator that is not positive and finite
@@ -593,10 +589,7 @@ def cross_entropy(
 
 
 class CrossEntropyLoss(nn.Module):
-    """`cross_entropy` as a module, in place of torch.nn.CrossEntropyLoss. Class dimensions come last: logits [..., V].
-
-    The constructor takes the function's options; calls take the function's tensors, and more options such as
-    `denominator`.
+    """`cross_entropy` as a module. Its options are the constructor's, tensors and more options a call's.
 
     Raises TypeError for an option that the function does not take.
     """

@@ -288,11 +288,8 @@ for _operation in (_tiled_mlp, _skippable_tiled_mlp):
 def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
     """Returns silu(gate) * up (Shazeer 2020, arXiv:2002.05202), contiguous, in their dtype.
 
-    Args:
-        gate, up: [..., F], both of one shape and one dtype: float32, bfloat16 or float16. The two halves of a fused
-            projection are read in place.
-
-    Raises ValueError for unequal shapes or dtypes; with Triton, another dtype.
+    Both are [..., F], float32, bfloat16 or float16; halves of a fused projection are read in place. Raises ValueError
+    for unequal shapes or dtypes, or with Triton another dtype.
     """
     return _gated(gate, up, "silu", impl)
 

@@ -231,8 +231,7 @@ def rms_norm(
         cast_before_weight: rounds to the input's dtype before the product with the weight, as Llama and Qwen3 do in
             transformers. False keeps float32 until the end, as Gemma does.
 
-    Returns:
-        The normalised input, in the input's dtype; with `residual`, a pair of it and input + residual.
+    Returns the normalised input, in the input's dtype; with `residual`, a pair of it and input + residual.
 
     Raises ValueError for shapes or dtypes that do not fit together; with Triton, another dtype, or D above 8,192.
     """

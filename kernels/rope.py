@@ -137,8 +137,7 @@ def rope(
             which cos multiplies the token's queries.
         rotary_dim: R, the first elements of each head that are rotated; the others pass. None: all of them.
 
-    Returns:
-        The rotated q and k, contiguous, in their dtype. Gradients flow to q and k only.
+    Returns the rotated q and k, contiguous, in their dtype. Gradients flow to q and k only.
 
     Raises ValueError for shapes or dtypes that do not fit together, or an odd head_dim or rotary_dim; with Triton,
     another dtype, or more than 16,384 elements in the half heads of a token.

@@ -38,13 +38,8 @@ def register_attention(
     Generation with a dynamic cache: a prompt attends as in training. Each new token then attends to everything, in
     PyTorch's scaled_dot_product_attention.
 
-    A second call replaces the options, also for models that exist.
-
-    Args:
-        selected_blocks, window, block_size, dense_below: options of `Sparse`, in blocks, tokens, tokens and tokens.
-            Documents shorter than `dense_below` attend to everything.
-        backend: library's kernel for attention to everything: "auto", "cudnn", "flash" or "flash-attn-4".
-        impl: "auto", "triton" or "torch", for sparse attention.
+    A second call replaces the options, also for models that exist: four of `Sparse`, and `backend`, the library's
+    kernel for attention to everything: "auto", "cudnn", "flash" or "flash-attn-4".
 
     Raises:
         ImportError: transformers is missing, or older than 5.

@@ -120,13 +120,11 @@ def attention(
             is one document.
         kind: what a token attends to.
         gates: logits [B, T, H, gates_per_head], for a kind that has gates.
-        lists: chosen blocks [B, T, G, blocks] by index in their document, in place of the kind's own choice. Their
-            order does not matter. Duplicates, and blocks that a token cannot choose, are dropped.
+        lists: blocks [B, T, G, blocks] by index in their document, in place of the kind's own choice; their order does
+            not matter. Duplicates, and blocks that a token cannot choose, are dropped.
         backend: the library's kernel for attention to everything, see `kernels.attention.full.choose_backend`.
-        impl: "auto", "triton" or "torch", for all other kernels.
 
-    Returns:
-        [B, T, H, K] in q's dtype.
+    Returns [B, T, H, K] in q's dtype.
 
     Raises:
         ValueError: an H that is not a multiple of G, shapes or a dtype that no kernel takes, an unavailable backend,
@@ -155,14 +153,9 @@ def packed_attention(
         cu_seqlens: integers [documents + 1]: 0, and where each document ends. The host reads them; a tensor on the CPU
             spares it a wait for the GPU.
         kind: `Full()`, `Window(window)` or `Sparse(selected_blocks=...)`.
-        backend, impl: as in `attention`.
 
-    Returns:
-        q's shape and dtype. Scores are scaled by 1 / sqrt(K).
-
-    Raises:
-        ValueError: `cu_seqlens` that do not rise from 0 to N, and what `attention` refuses.
-        RuntimeError: in backward, create_graph=True.
+    Returns q's shape and dtype. Scores are scaled by 1 / sqrt(K). Raises as `attention`, and ValueError for
+    `cu_seqlens` that do not rise from 0 to N.
     """
     if cu_seqlens is None:
         return attention(q, k, v, kind=kind, backend=backend, impl=impl)
