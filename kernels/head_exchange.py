@@ -147,9 +147,7 @@ class HeadExchange:
     Take 32 query and 8 key/value heads. Rank 1 of 4 attends with query heads 8 to 15 and key/value heads 2 and 3. Rank
     5 of 16 attends with query heads 10 and 11 and key/value head 2, and rank 4 has this key/value head as well.
 
-    Args:
-        group: N ranks that share each sequence: rank i has the i-th N-th of its tokens. None: a rank by itself, whose
-            tensors pass unchanged in both directions.
+    Rank i of a `group` of N has the i-th N-th of a sequence's tokens. None: tensors pass unchanged in both directions.
     """
 
     def __init__(self, group: dist.ProcessGroup | RanksOnMeta | None):

@@ -105,7 +105,7 @@ class LayerPart(Protocol):
 
     @property
     def kept_whole(self) -> str | None:
-        """What tensor-parallel ranks would part; None: they can share all of its matrices."""
+        """Name of what tensor-parallel ranks would part; None: they can share all of its matrices."""
 
     def __hash__(self) -> int:
         """Hashes by value: descriptions are keys of caches."""

@@ -9,13 +9,10 @@ def cache_capacity(max_length: int, reach: int | None) -> int:
 
 
 class KeyValueCache:
-    """Keys and values of the tokens seen so far, for one layer.
+    """Keys and values of the tokens seen so far, up to `max_length`, for one layer.
 
-    A cache of a window holds up to two windows. When it is full, the last window moves to its beginning.
-
-    Args:
-        max_length: most tokens that are appended.
-        reach: tokens that a new one sees, itself included (`AttentionKind.reach`); None: all.
+    A new token sees `reach` tokens, itself included; None: all. The cache of a window holds up to two windows. When it
+    is full, the last window moves to its beginning.
     """
 
     def __init__(self, max_length: int, reach: int | None = None):

@@ -74,12 +74,10 @@ class Documents:
 
 
 def find_documents(document_ids: Tensor, prompt_ids: Tensor | None = None) -> Documents:
-    """Returns the documents packed in each row.
+    """Returns the documents packed in each row, by the document of each token, integers [B, T].
 
-    Args:
-        document_ids: the document of each token, integers [B, T]. [[0, 0, 0, 1, 1]] has documents of 3 and 2 tokens.
-        prompt_ids: the document that a token's document goes on from, or its own; None: all are their own. With
-            document_ids [[0, 0, 0, 1, 1, 2]], [[0, 0, 0, 0, 0, 0]] makes documents 1 and 2 answers to document 0.
+    [[0, 0, 0, 1, 1]] has documents of 3 and 2 tokens. `prompt_ids` are the documents from which documents go on, or
+    their own: with [[0, 0, 0, 1, 1, 2]], [[0, 0, 0, 0, 0, 0]] makes documents 1 and 2 answers to document 0.
 
     Raises:
         ValueError: ids that decrease within a row; an answer that follows neither its prompt nor its prompt's answer.

@@ -507,14 +507,9 @@ def backward_workspace(
     """Returns the bytes that backward of all rows takes besides its arguments and results.
 
     Packed rows run one call after another, each with its own results. A document that attends alone also has a padded
-    copy of dout and, at the end of the batch, of q, k, v and out.
-
-    Args:
-        q_bytes, k_bytes: of one token's queries, and of its keys.
-        context_length: tokens of a row.
-        longest: tokens of the longest packed document; None: each row is one document.
-        position_tokens: tokens that a position stands for. If not 1, all numbers above count positions, not tokens.
-        num_key_value_heads: heads that attend at a time.
+    copy of dout and, at the end of the batch, of q, k, v and out. `q_bytes` and `k_bytes` are of one token, a row has
+    `context_length` tokens, and `longest` are the longest packed document's; None: each row is one document. If a
+    position stands for `position_tokens`, all numbers count positions. `num_key_value_heads` attend at a time.
     """
     kernel = KERNELS["cudnn" if backend == "auto" else backend]
     spared = kernel.expanded_rows if q_bytes == k_bytes else 0

@@ -65,13 +65,8 @@ def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[s
 def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[Entry, Piece, int | None]]:
     """Compare sizes, small files and headers of tensors with the manifest: damage that is seen in milliseconds.
 
-    Returns (whole tensor, piece, CRC-32) of each piece of the tensors, still to be compared.
-
-    Args:
-        names: the files to look at; None: all.
-
-    Raises:
-        UserError: one line naming the file that is missing, truncated or corrupted; as all functions here do.
+    Looks at the files `names`; None: all. Returns (whole tensor, piece, CRC-32) of each piece, still to be compared.
+    Raises UserError, one line that names the file, as all functions here do.
     """
     manifest = read_json(path / MANIFEST)
     version, crc = manifest.get("format_version"), manifest.pop("crc32", None)
@@ -118,12 +113,8 @@ def verify_checkpoint(path: Path) -> None:
 def verify_weights(path: str | Path, entries: dict[str, Entry] | None = None) -> None:
     """Compare weights and config.json with the manifest beside them, if there is one. All ranks call this.
 
-    The other files of a checkpoint may change: weights can be used without the optimizer's state, or with another
-    tokenizer. Adapters are verified together with the weights that they adapt.
-
-    Args:
-        path: a folder, or a file of weights in it.
-        entries: weights that must be finite, if there is no manifest to compare them with.
+    The other files of a checkpoint may change. Adapters are verified together with the weights that they adapt. `path`
+    is a folder, or a file of weights in it. Without a manifest the weights `entries` must be finite.
     """
     folder, entries = Path(path) if Path(path).is_dir() else Path(path).parent, entries or {}
     if has_adapters(folder):

@@ -51,16 +51,10 @@ class Saver:
     All ranks make these calls, on one file system. A save that fails leaves the earlier checkpoints, and is logged.
 
     Args:
-        output_dir: the folder for checkpoints.
         keep: how many of the last checkpoints stay, at least 1. The best by validation loss stays as well.
-        last: the checkpoint that the run goes on from, if any. It stays if the disk is full.
-        companions: what goes into every checkpoint: small files and settings, as a tokenizer's, and tensors that are
-            not trained, in their own dtypes.
-
-    Attributes:
-        last: the newest checkpoint that was completed here, or the one that was given.
-        error: why the last save failed; None if it did not, or is still going on.
-        seconds, seconds_read: from a save's start to its end, and until the update could go on.
+        last: the checkpoint that the run goes on from, if any, then the newest completed here. It stays if the disk is
+            full.
+        companions: small files, settings and tensors that are not trained, which go into every checkpoint.
     """
 
     def __init__(
@@ -72,8 +66,8 @@ class Saver:
             size = companions.carried.num_bytes / 1e9
             logger.info("checkpoints carry %d tensors that are not trained (%.2f GB) along", len(tensors), size)
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.error: Exception | None = None
-        self.seconds = self.seconds_read = 0.0
+        self.error: Exception | None = None  # of the last save, if it failed
+        self.seconds = self.seconds_read = 0.0  # of a save, and until the update could go on
         self._thread: threading.Thread | None = None
         self._read = threading.Event()
         self._is_current = False  # whether the state has stood still since the last `begin`

@@ -56,13 +56,9 @@ def forward_flops(
 ) -> float:  # fmt: skip
     """Returns the floating-point operations of one forward over documents of these lengths, attention causal.
 
-    A training step needs three times as many; recomputed activations are not counted (model FLOPs). Where matrices are
-    frozen a step needs two products of each, not three: returns a third of the step's operations.
-
-    Args:
-        kinds: how each layer attends; (): as the configuration says.
-        num_targets: tokens that the head predicts; None: as many as the documents have.
-        prompts: as in `kernels.attention.documents.Documents`; `document_lengths` has prompts and answers as well.
+    They are a third of a training step's, without recomputed activations (model FLOPs). Where matrices are frozen, a
+    step needs two products of each. The head predicts `num_targets` tokens; None: all. `prompts` are as in
+    `kernels.attention.documents.Documents`; `document_lengths` has prompts and answers as well.
     """
     matrices, tokens = sum(map(share.layer_active_parameters, range(share.num_hidden_layers))), sum(document_lengths)
     head = share.vocab_size * share.hidden_size * (tokens if num_targets is None else num_targets)

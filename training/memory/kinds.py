@@ -61,11 +61,7 @@ def kinds_of(flags, config) -> tuple[MixerKind, ...]:
     """Returns how each layer attends by --attention_type and the flags of its kind; every command reads them here.
 
     The flags set layers that attend to everything in the configuration, and layers that have the asked kind already.
-    All other layers, such as windows, keep their own kind.
-
-    Args:
-        flags: attention_type, selected_blocks, dense_below and context_length as attributes, None where not given.
-        config: a model.ModelConfig.
+    All other layers, such as windows, keep their own kind. Attributes of `flags` are None where not given.
 
     Raises UserError for a value out of range, or a flag without effect.
     """

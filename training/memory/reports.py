@@ -109,18 +109,11 @@ def report_step(
     step: Step, machine: Machine, flags, about: str, plan: Plan | None, fits: bool, changes: dict[str, Plan],
     epoch: Epoch | None = None, part: Step | None = None, build_bench: BuildBench | None = None,
 ) -> dict:  # fmt: skip
-    """Print the answer, then `about`, the plan, and the stages that the flags ask for.
+    """Print the answer, then `about` the machine and the model, the plan, and the stages that the flags ask for.
 
-    Args:
-        flags: profile_memory.ProfileFlags.
-        about: lines on the machine and the model.
-        plan, fits: see `choose_plan`.
-        changes: plans of changed steps by the flags to give: steps that are faster, or that fit if this step does not.
-        epoch: of the data whose documents the step has.
-        part: the same step with fewer layers, for the stages, the measurement and the timeline.
-
-    Raises:
-        UserError: neither the step nor a changed step fits, or the measured step ran out of memory.
+    `changes` are plans of changed steps by the flags to give: steps that are faster, or that fit if this step does not.
+    `part` is the same step with fewer layers, for the stages, the measurement and the timeline. Raises UserError where
+    neither the step nor a changed step fits, or where the measured step ran out of memory.
     """
     answer: dict[str, Any] = {"fits": fits}
     if not fits:
@@ -328,12 +321,8 @@ def report_comparison(
 ) -> dict:
     """Print the bytes and seconds of each way at each context, and the smallest GPU on which each context fits.
 
-    Args:
-        budget: GPU memory of the planned way; None: COMPARED_BUDGET if the GPU has that much, otherwise all it has.
-        device: the GPU that measures. Its allocator is capped at each way's budget.
-        build_bench: builds the benches that measure steps; None: predicted only.
-
-    Raises UserError for a budget that is more than the GPU has.
+    `budget` is the GPU memory of the planned way; None: COMPARED_BUDGET if the GPU has that much, otherwise all it has.
+    The allocator of the measuring `device` is capped at each way's budget. Raises UserError for more than the GPU has.
     """
     if budget is None:
         budget = COMPARED_BUDGET if parse_bytes(COMPARED_BUDGET) <= machine.gpu_bytes else "auto"

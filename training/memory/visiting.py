@@ -25,9 +25,8 @@ class VisitingWeights:
     autograd refuses to go through an older graph. Memory of weights is allocated and freed on the compute stream, which
     waits for the copies, see `HostCopies`. On a CPU, copies are plain.
 
-    Args:
-        homes: parameters that visit with their weights, by the number of their block. The embedding is block -1, the
-            head has the number after the last block's. They may share one parameter: they are never present at once.
+    `homes` are parameters that visit with their weights, by block. The embedding is block -1, the head has the number
+    after the last block's. They may share one parameter: they are never present at once.
     """
 
     def __init__(self, homes: dict[int, Homes], device: torch.device):

@@ -308,7 +308,7 @@ class MasterAdamW:
         return {name: state.weight for name, state in self.states.items() if state.is_trained}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """References to the state by name, to save. A parameter without a "master" is a part of it, to be saved too."""
+        """References to the state by name, to save. Where there is no "master", the parameter has a part of it."""
         self.end_update()
         self.ring.device_module.synchronize()
         trained = {name: state for name, state in self.states.items() if state.is_trained}
