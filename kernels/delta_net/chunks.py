@@ -2,7 +2,7 @@
 
 Launches take a stretch of up to 256 chunks, so that memory does not grow with the sequence. `_chunk_kernel` writes G,
 (I + A)^-1 and the scores (q k^T) D of all its chunks in parallel. `_scan_kernel` carries each state S^T through them
-one by one, 64 of V's columns in float32 registers. `rule.py` has the mathematics.
+one by one, some of V's columns in float32 registers. `rule.py` has the mathematics.
 """
 
 import functools
@@ -22,7 +22,7 @@ from ..common import describe
 CHUNK = 64  # tokens
 PIECE = 64  # chunks from one kept state to the next
 STRETCH = 256  # chunks whose states exist at once, and up to a piece more
-SCAN_STAGES = 3
+SCAN_COLUMNS, SCAN_STAGES = 64, 3  # columns of V in a program of a scan, and chunks that it loads at a time
 
 
 class Stretch(NamedTuple):
@@ -206,11 +206,17 @@ def sizes(k: Tensor, v: Tensor) -> dict[str, int]:
     return {"R": v.shape[2] // k.shape[2], "K": k.shape[3], "V": v.shape[3], "C": CHUNK}
 
 
+def scan_shape(device: torch.device) -> tuple[int, int]:
+    """Returns SCAN_COLUMNS and SCAN_STAGES, or what fits the 99 KiB of shared memory of an RTX 50."""
+    is_small = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 12
+    return (32, 2) if is_small else (SCAN_COLUMNS, SCAN_STAGES)
+
+
 def scan_options(k: Tensor, v: Tensor) -> tuple[int, dict[str, int]]:
     """Returns the programs per part of both scans, and their options."""
     H, V = v.shape[2:]
-    block = min(64, V)
-    stages = 1 if k.dtype == torch.float32 else SCAN_STAGES
+    columns, stages = scan_shape(k.device)
+    block, stages = min(columns, V), 1 if k.dtype == torch.float32 else stages
     return H * V // block, {"H": H, "BLOCK_V": block, "STAGES": stages, **sizes(k, v)}
 
 
