@@ -34,7 +34,7 @@ from training.flags import flag, read_command
 from training.host.errors import UserError, hub_download, refused_as_user_error
 from training.host.files import JSON_BYTES, making, read_file, read_json
 from training.host.processes import command
-from training.optim.quantized import check_library, quantize
+from training.optim.quantized import check_library, is_quantized, quantize
 
 logger = logging.getLogger(__name__)
 
@@ -229,7 +229,7 @@ def _read_weight(entry: Entry) -> Tensor:
 def _read_merged(name: str, entries: dict[str, Entry], adapters: Adapters | None, bits: int) -> Tensor:
     """Returns a weight, in float32 with its adapter if it has one. A block's matrix is rounded to `bits` before."""
     weight, projection = _read_weight(entries[name]), name.removesuffix("weight")
-    if bits < 16 and name.startswith("layers.") and weight.ndim == 2:
+    if bits < 16 and is_quantized(name, weight.shape):
         quantized, weight = quantize(weight.float().view(-1), bits), weight.bfloat16()
         quantized.write_into(weight)
     if f"{projection}lora_A.weight" not in entries:

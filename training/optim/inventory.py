@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from training.host.memory import SLOT_ALIGNMENT, PinnedArena
 from training.optim.formats import FROZEN, Kept, StateFormat, format_of
+from training.optim.quantized import is_quantized
 
 # 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
 PIECE_ELEMENTS = 2**23
@@ -120,8 +121,7 @@ class Inventory:
         if unknown := {*host_weights} - named.keys():
             raise ValueError(f"{', '.join(sorted(unknown))}: no parameters of these names")
         for name, parameter in named.items():
-            is_matrix = parameter.ndim == 2 and block_of(name) is not None
-            format = format_of(parameter, state_format, frozen if is_matrix else FROZEN)
+            format = format_of(parameter, state_format, frozen if is_quantized(name, parameter.shape) else FROZEN)
             if (name in host_weights or format.holds_weight) and isinstance(parameter, DTensor):
                 raise ValueError("weights of sharded parameters stay on the GPU, in bf16; place them there")
             dtype = (torch.float32 if accumulate else parameter.dtype) if parameter.requires_grad else None

@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import logging
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,12 @@ from training.host.errors import UserError, is_installed, pip_install
 
 GROUP = 64  # elements that share a scale
 LEAST_VERSION = 0, 50  # older ones may not run on the current stream
+
+
+def is_quantized(name: str, shape: Sequence[int]) -> bool:
+    """Whether a parameter has fewer bits where a model's frozen matrices do: matrices of blocks, but a router's."""
+    is_matrix = len(shape) == 2 or (len(shape) == 3 and shape[1] > 1)  # [E, N, K]: of each expert
+    return is_matrix and name.startswith("layers.") and not name.endswith(".mlp.gate.weight")
 
 
 class Quantized(NamedTuple):

@@ -58,7 +58,7 @@ from training.objectives.scored import Objective, scoring
 from training.objectives.stored import Stored
 from training.optim.formats import frozen_format
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
-from training.optim.quantized import check_library
+from training.optim.quantized import check_library, is_quantized
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World
@@ -135,8 +135,7 @@ def check_parts(config: StepFlags, model: ModelConfig) -> None:
     if not all(kind.has_keys for kind in model.layer_kinds):
         without["compile"] = False, "gated delta nets are not compiled"
     if model.has_experts:
-        bf16 = "experts' matrices are bf16"
-        without |= {"linear": ("bf16", bf16), "lora_bits": (16, bf16), "compile": (False, "experts are not compiled")}
+        without |= {"linear": ("bf16", "experts multiply in bf16"), "compile": (False, "experts are not compiled")}
     for name, (value, why) in without.items():
         if getattr(config, name, value) != value:
             raise UserError(f"{name} {getattr(config, name)} is not supported: {why}; give {name} {value}, or drop it")
@@ -148,11 +147,11 @@ def check_lora_bits(bits: int, model: ModelConfig, num_gpus: int) -> None:
         return
     if num_gpus > 1:
         raise UserError(f"lora_bits {bits} on {num_gpus} GPUs is not supported: FSDP2 shards bf16; give lora_bits 16")
-    share = model.share()
-    for name, (_, columns) in (item for layer in range(share.num_hidden_layers) for item in share.maps(layer).items()):
-        if columns % QUANTIZED_GROUP:
+    for name, parameter in model.parameters().items():
+        if is_quantized(name, parameter.shape) and (columns := parameter.shape[-1]) % QUANTIZED_GROUP:
+            matrix = f"{name.removesuffix('.weight')} has {columns} columns"
             needs = f"lora_bits {bits} needs rows of whole groups of {QUANTIZED_GROUP}"
-            raise UserError(f"{needs}, and {name} has {columns} columns; give lora_bits 16")
+            raise UserError(f"{needs}, and {matrix}; give lora_bits 16")
 
 
 def state_format_of(config: StepFlags, hidden_size: int) -> str:

@@ -207,8 +207,8 @@ def test_adapters_of_attention_beside_experts(released, corpus, tmp_path, capsys
     changed = {name for name, x in found.items() if not torch.equal(x, before[name])}
     assert changed and all(".self_attn." in name or ".layers.1.mlp." in name for name in changed)
     for flags, message in (
-        (["--lora", "4", "--lora_bits", "4"], "lora_bits 4 is not supported: experts' matrices are bf16; give"),
-        (["--linear", "fp8"], "linear fp8 is not supported: experts' matrices are bf16; give linear bf16, or drop it"),
+        (["--lora", "4", "--lora_bits", "4"], "and layers.0.mlp.experts.down_proj has 32 columns; give lora_bits 16"),
+        (["--linear", "fp8"], "linear fp8 is not supported: experts multiply in bf16; give linear bf16, or drop it"),
         (["--compile"], "compile True is not supported: experts are not compiled"),
     ):
         assert train.main(arguments(corpus, tmp_path / "none", "--init_from", str(released), *flags)) == 1
