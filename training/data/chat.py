@@ -36,15 +36,13 @@ class ChatTemplate:
     """Renders and tokenizes chats by the template in a tokenizer's folder, and finds the assistant's turns.
 
     The turns are found in the whole text, and the whole text is tokenized at once. A chat whose own words look like the
-    border of a turn is refused.
+    border of a turn is refused. Raises UserError: there is no template or no jinja2; the template fails, or does not
+    show where turns begin and end.
 
     Args:
         tokenizer: a FileTokenizer; its folder has chat_template.jinja, or tokenizer_config.json with a chat_template.
         reasoning: treatment of the reasoning in turns before the last user message. "template": left to the template;
             Qwen3's drops it. "drop": removed. "keep": each turn is rendered as if its user message were the last one.
-
-    Raises:
-        UserError: there is no template or no jinja2; the template fails, or does not show where turns begin and end.
     """
 
     def __init__(self, tokenizer, reasoning: str = "template"):

@@ -112,11 +112,10 @@ def is_row(row: object) -> bool:
 def parse_columns(text: str | None, fields: Collection[str] = ()) -> dict[str, str]:
     """Returns names of fields that forms know, by names in the data: {"q": "prompt"} of "prompt=q".
 
+    Raises UserError: the text is not such a list, or names a field twice, or one that no form has.
+
     Args:
         fields: others that may be named, as an objective's.
-
-    Raises:
-        UserError: the text is not such a list, or names a field twice, or one that no form has.
     """
     pairs = [[name.strip() for name in pair.partition("=")[::2]] for pair in text.split(",")] if text else []
     columns, known = {theirs: ours for ours, theirs in pairs}, COLUMNS.union(fields)

@@ -65,29 +65,23 @@ def read_index(folder: Path) -> dict:
         raise UserError(f'{file} is not of format "{FORMAT}": it is no set, or one to be made anew with this version')
     if index.get("sha256") != hash_of_index(index):
         raise UserError(f"{file} does not have the hash that it says: it is damaged or was edited; {AGAIN}")
-    _check_types(index, TYPES, str(file))
-    for number, part in enumerate(index["parts"]):
-        _check_types(part, PART_TYPES, f"{file}, part {number}")
-        if not PART_NAME.fullmatch(part["name"]):
-            raise UserError(f"{file} names the part {part['name'][:50]!r}, which is no part of its folder; {AGAIN}")
-    if not index["parts"]:
-        raise UserError(f"{file} has no parts; {AGAIN}")
+    if not _is_typed(index, TYPES) or not index["parts"]:
+        raise UserError(f"{file} has no parts, or values of wrong types; {AGAIN}")
+    for part in index["parts"]:
+        if not _is_typed(part, PART_TYPES) or not PART_NAME.fullmatch(part["name"]):
+            raise UserError(f"{file} names the part {str(part)[:50]}, which is no part of its folder; {AGAIN}")
     return index
 
 
-def _check_types(found, types: dict[str, type], where: str) -> None:
-    for name, kind in types.items():
-        value = found.get(name) if isinstance(found, dict) else None
-        if type(value) is not kind:
-            raise UserError(f"{where}: {name} is {str(value)[:50]}, not {kind.__name__}; {AGAIN}")
+def _is_typed(found, types: dict[str, type]) -> bool:
+    return isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in types.items())
 
 
 class PreparedStore(Store):
     """The documents of a prepared set, read from disk when they are asked for.
 
-    Raises:
-        UserError: see read_index; the set was made with another tokenizer; an id is not below the model's vocab_size;
-            a file does not fit the index by its size or by its documents' ends.
+    Raises UserError: see read_index; the set was made with another tokenizer; an id is not below the model's
+    vocab_size; a file does not fit the index by its size or by its documents' ends.
     """
 
     def __init__(self, folder: Path, tokenizer, vocab_size: int):

@@ -144,13 +144,12 @@ def read_documents(
 ) -> Iterator[Document]:
     """Reads and tokenizes a corpus: each text file and each row of the other files is a document. Yields at least one.
 
+    Raises UserError: see find_files and DocumentReader; the path holds no text, or rows that cannot be read.
+
     Args:
         path: a file, or a folder, whose subfolders are searched, too, in sorted order. None: the sources of Python's
             standard library on this machine.
         unused: names of columns that no row has had; names that rows have are taken out.
-
-    Raises:
-        UserError: see find_files and DocumentReader; the path holds no text, or rows that cannot be read.
     """
     reader, document = DocumentReader(tokenizer, vocab_size, reading), None
     parts = [_standard_library(reader)] if path is None else map(reader.read, find_files(Path(path), reading))
@@ -193,8 +192,7 @@ def say_left_out(parts: list[dict[str, list]]) -> None:
 def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
     """Returns the files of documents at a path of --data: the file itself, or all files in the folder, sorted.
 
-    Raises:
-        UserError: the path, a file or a folder cannot be read, or is of a kind that is not; a package is missing.
+    Raises UserError: the path, a file or a folder cannot be read, or is of a kind that is not; a package is missing.
     """
 
     def refuse(error: OSError):
@@ -353,8 +351,7 @@ class DocumentReader:
     def read(self, file: Path, start: int = 0, stop: int = 0, first: int = 1) -> Iterator[Document]:
         """Yields the documents of a file, or of its piece that cut_rows gave; none if it is empty.
 
-        Raises:
-            UserError: names the file, and the offset; or chats have no template.
+        Raises UserError: names the file, and the offset; or chats have no template.
         """
         if self.has_read_enough:
             return

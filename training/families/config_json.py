@@ -48,8 +48,7 @@ def in_family(config: ModelConfig, model_type: str) -> ModelConfig:
 def to_config_json(config: ModelConfig) -> dict:
     """Returns the config.json of a model. transformers opens it unless attention has parameters of its own.
 
-    Raises:
-        ValueError: no row of `FAMILIES` has this model_type, or its config.json is not read back as this model.
+    Raises ValueError: no row of `FAMILIES` has this model_type, or its config.json is not read back as this model.
     """
     if config.model_type not in FAMILIES:
         rows = f"training/families/rows.py has a row for {', '.join(FAMILIES)}"

@@ -111,8 +111,7 @@ class Stopping:
     def looking(self) -> Iterator[None]:
         """Look between blocks in here, if the last step was long: a rank that was asked to end ends them all.
 
-        Raises:
-            Stopped: from a block's forward or backward.
+        Raises Stopped: from a block's forward or backward.
         """
         if self.step_seconds > LONG_STEP_SECONDS:
             self._every = max(1, int(LOOK_SECONDS * self._num_blocks / self.step_seconds))
