@@ -23,12 +23,16 @@ from training.objectives.choose import text_reader
 from training.objectives.stored import digest_of, store
 from training.parallel.world import World, join_world
 
+logger = logging.getLogger(__name__)
+
 
 @torch.no_grad()
 def log_probabilities(
     run: Callable[..., torch.Tensor], documents: Store, context_length: int, device: torch.device
 ) -> np.ndarray:
     """Returns the log-probability of each token of all documents, in their order; 0 of what is no target.
+
+    Those of longer documents are NaN, with which no step is taken.
 
     Args:
         run: takes input ids, targets, documents and the number of targets; returns log-probabilities [1, T], or
@@ -50,6 +54,7 @@ def log_probabilities(
             first = int(starts[document])
             values[first + 1 : first + stop] = found[position : position + stop - 1]
             position += stop
+    values[np.repeat(documents.lengths > context_length, documents.lengths)] = np.nan
     return values
 
 
@@ -65,8 +70,11 @@ def score(flags: LogProbsFlags, world: World) -> None:
     if len(in_memory) < len(stores):
         raise UserError("prepared sets have no log-probabilities beside them; give the rows that they were made of")
     documents = join(stores)
-    if (longest := int(documents.lengths.max())) > flags.context_length:
-        raise UserError(f"the longest document has {longest:,} tokens; raise --context_length {flags.context_length:,}")
+    if count := int((documents.lengths > flags.context_length).sum()):
+        logger.warning(
+            "data: %d documents are longer than a sequence, the longest has %s tokens: train with --overlong drop",
+            count, f"{documents.lengths.max():,}",
+        )  # fmt: skip
     model = load(opened, flags.context_length, 0, world, flags.memory_budget)
 
     counts = list[int]()
@@ -84,7 +92,7 @@ def score(flags: LogProbsFlags, world: World) -> None:
     identities = [each.text_identity for each in in_memory]
     store(flags.out, values, digest_of(flags.checkpoint), tokenizer.identity, identities)
     own = values if flags.top_k is None else values[:, 0]
-    print(f"{flags.out}: {sum(counts):,} targets, {-own.sum(dtype=np.float64) / sum(counts):.4f} nats each")
+    print(f"{flags.out}: {sum(counts):,} targets, {-np.nansum(own, dtype=np.float64) / sum(counts):.4f} nats each")
 
 
 @command

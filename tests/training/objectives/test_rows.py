@@ -319,6 +319,15 @@ def test_weights_of_rows(tmp_path):
     assert texts_of(store, 1)[1]["weight"] == [1, 1, 1]
 
 
+def test_documents_longer_than_a_sequence_have_log_probabilities_that_are_no_numbers(tmp_path):
+    """A run drops them, as --overlong says, or ends at a loss of NaN."""
+    rows = [{"prompt": "a" * n, "chosen": "b", "rejected": "c"} for n in (20, 2, 3)]
+    store, _ = read(tmp_path, rows, objective="dpo")
+    found = log_probabilities(lambda ids, *_: -torch.ones(ids.shape), store, 12, torch.device("cpu"))
+    is_first = np.repeat([True, False, False], store.lengths)
+    assert np.isnan(found[is_first]).all() and np.isfinite(found[~is_first]).all() and found[~is_first].any()
+
+
 def test_stored_log_probabilities_belong_to_rows_whose_numbers_may_change(tmp_path):
     """Made without the engine's log-probabilities, and read beside them; other prompts in a document are refused."""
     rows = [IDS | {"advantage": number} for number in (1.0, 2.0, 3.0)]
