@@ -448,8 +448,9 @@ def _with_gates(shape: ModelConfig, config: TrainConfig, folder: str | Path, res
         why = f"{folder} has no gates of it, which would stay random"
         cure = "train all weights, or give another attention_type"
         raise UserError(f"lora with attention_type {asked.name}: {why}; {cure}")
+    shape = shape_with(asked.name, shape)
     logger.info("attention: %s has no gates of %s; they are initialised, near 1/2", folder, asked.name)
-    return shape_with(asked.name, shape)
+    return shape
 
 
 def _extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> ModelConfig:
