@@ -28,7 +28,7 @@ from kernels.experts import expert_mlp, route
 from kernels.experts.balance import Routing
 from kernels.experts.part import ExpertsPart
 from kernels.gated_delta_net import DeltaNet, DeltaNetParameters, StateCache, gated_delta_net
-from kernels.gated_mlp import gated_mlp
+from kernels.gated_mlp import GatedMLPPart, gated_mlp
 from kernels.head_exchange import HeadExchange
 from kernels.linear import PLAIN, Linear
 from kernels.linear_cross_entropy import linear_cross_entropy
@@ -196,11 +196,10 @@ class GatedDeltaNet(nn.Module):
 class GatedMLP(nn.Module):
     chooses = False
 
-    def __init__(self, share: Share, layer: int):
+    def __init__(self, share: Share, part: GatedMLPPart, skippable: bool):
         super().__init__()
-        D, part = share.hidden_size, share.parts(layer).mlp
-        F_, self.activation = part.intermediate_size, part.activation
-        self.skippable = not share.norms_after  # whether no gradient depends on the result
+        D, F_, self.activation = share.hidden_size, part.intermediate_size, part.activation
+        self.skippable = skippable  # whether no gradient depends on the result
         self.gate_proj = nn.Linear(D, F_, bias=False)
         self.up_proj = nn.Linear(D, F_, bias=False)
         self.down_proj = nn.Linear(F_, D, bias=False)
@@ -224,14 +223,16 @@ class Experts(nn.Module):
 
     chooses = True  # once: a second forward takes the first one's choice
 
-    def __init__(self, share: Share, layer: int):
+    def __init__(self, share: Share, part: ExpertsPart, layer: int):
         super().__init__()
-        self.layer, self.skippable = layer, not share.norms_after
-        D, self.part = share.hidden_size, share.parts(layer).mlp
-        E, F_ = self.part.num_experts, self.part.intermediate_size
+        self.part, self.layer, self.skippable = part, layer, not share.norms_after
+        D, E, F_ = share.hidden_size, part.num_experts, part.intermediate_size
         self.gate = nn.Linear(D, E, bias=False)
         matrices = ("gate_up_proj", torch.empty(E, 2 * F_, D)), ("down_proj", torch.empty(E, D, F_))
         self.experts = nn.ParameterDict(matrices)
+        if part.shared:  # its result is needed for the gradient of its gate
+            self.shared_expert = GatedMLP(share, part.shared, skippable=False)
+            self.shared_expert_gate = nn.Linear(D, 1, bias=False)
         # Knobs, set from outside; see GatedMLP.
         self.linear: Linear = PLAIN
         self.impl = "auto"
@@ -249,6 +250,9 @@ class Experts(nn.Module):
             x_ND, self.experts["gate_up_proj"], self.experts["down_proj"], experts_Nk, weights_Nk,
             tile_size=self.tile_size, skippable=self.skippable, impl=self.impl,
         )  # fmt: skip
+        if self.part.shared:
+            self.shared_expert.linear, self.shared_expert.tile_size = self.linear, self.tile_size
+            y_ND = y_ND + self.shared_expert_gate(x_ND).sigmoid() * self.shared_expert(x_ND)
         return y_ND.view_as(x_BTD)
 
 
@@ -263,8 +267,8 @@ class Block(nn.Module):
         self._mixer = part.module
         self.post_attention_layernorm = RMSNorm(share.hidden_size, share)  # before the MLP, unless norms come after
         self.pre_feedforward_layernorm = RMSNorm(share.hidden_size, share) if before and after else None
-        has_experts = isinstance(share.parts(layer).mlp, ExpertsPart)
-        self.mlp = Experts(share, layer) if has_experts else GatedMLP(share, layer)
+        mlp = share.parts(layer).mlp
+        self.mlp = Experts(share, mlp, layer) if isinstance(mlp, ExpertsPart) else GatedMLP(share, mlp, not after)
         self.post_feedforward_layernorm = RMSNorm(share.hidden_size, share) if after else None
         self.norms_after, self.multiplier = after, share.residual_multiplier
 

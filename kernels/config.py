@@ -219,6 +219,10 @@ _30B_A3B = replace(
     _UNTIED, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_key_value_heads=4,
     layer_mlps=(ExpertsPart(128, 8, 768),), model_type="qwen3_moe",
 )  # fmt: skip
+_35B_A3B = replace(
+    _QWEN35, hidden_size=2048, intermediate_size=512, num_hidden_layers=40, num_key_value_heads=2,
+    tie_word_embeddings=False, layer_mlps=(ExpertsPart(256, 8, 512, shared_size=512),), model_type="qwen3_5_moe_text",
+)  # fmt: skip
 MODEL_SIZES: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
         vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
@@ -239,4 +243,5 @@ MODEL_SIZES: dict[str, ModelConfig] = {
         _QWEN35, hidden_size=5120, intermediate_size=17_408, num_hidden_layers=64, num_attention_heads=24,
         layer_kinds=(*3 * (DeltaNet(16, 48),), FULL), tie_word_embeddings=False,
     ),
+    "qwen3.5-35B-A3B": _35B_A3B,
 }  # fmt: skip

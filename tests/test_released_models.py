@@ -48,6 +48,7 @@ DELTA_NET = {
     "linear_value_head_dim": 32, "tie_word_embeddings": True, "pad_token_id": None,
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 24}
 # Forms of models: model_type, query and key/value heads, other settings of config.json, dtype of the files, bytes of a
 # shard.
 FORMS = {
@@ -66,6 +67,7 @@ FORMS = {
     "OLMo 3": ("olmo3", 4, 4, {"rope_scaling": YARN, "sliding_window": 64, **NO_PAD}, "bfloat16", "20KB"),
     "Gemma 3": ("gemma3_text", 4, 2, {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 24, **NO_PAD},
                 "bfloat16", "1GB"),
+    "Qwen 3.5 MoE": ("qwen3_5_moe_text", 4, 2, {**DELTA_NET, **SHARED, "full_attention_interval": 2}, "float32", "1GB"),
     "Qwen 3.5": ("qwen3_5_text", 4, 2, {**DELTA_NET, "layer_types": ["linear_attention", "full_attention"]}, "float32",
                  "1GB"),
     "Mistral": ("mistral", 4, 2, {"head_dim": 16, "sliding_window": None, "rope_theta": 1e6}, "bfloat16", "20KB"),
@@ -188,7 +190,7 @@ def random_settings(model_type, random):
     if model_type == "gemma3_text":
         settings["hidden_activation"] = settings.pop("hidden_act")
         settings |= {"query_pre_attn_scalar": pick(K, 24), "rope_local_base_freq": pick(1e3, 1e4)}
-    if model_type == "qwen3_5_text":
+    if model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         types = [pick("linear_attention", "full_attention") for _ in range(layers)]
         types[-1] = "full_attention"  # transformers generates with at least one
         settings |= {"hidden_act": "silu", "layer_types": None if layers > 3 else types, "linear_conv_kernel_dim": 4}
@@ -198,6 +200,10 @@ def random_settings(model_type, random):
             "partial_rotary_factor": pick(0.25, 0.5, 1.0),
         }
         settings |= {"linear_key_head_dim": pick(16, 32), "linear_value_head_dim": pick(16, 24)}
+    if model_type == "qwen3_5_moe_text":
+        settings |= {"num_experts": pick(4, 8), "num_experts_per_tok": pick(2, 3), "moe_intermediate_size": pick(8, 20)}
+        # The only head's decay has a gradient of one element, whose sum cancels.
+        settings |= {"shared_expert_intermediate_size": pick(8, 24), "linear_num_value_heads": 2 * H}
     if model_type == "qwen3_moe":
         number, normalizes = pick(2, 4, 8), pick(True, False)
         per_token = pick(2, number) if normalizes else pick(1, 2)  # the only normalised weight has no gradient

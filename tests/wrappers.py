@@ -30,6 +30,10 @@ TEXT = {
         },
     },
 }  # fmt: skip
+TEXT["qwen3_5_moe"] = TEXT["qwen3_5"] | {
+    "model_type": "qwen3_5_moe_text", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}  # fmt: skip
 TOWER = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
     "image_size": 16, "patch_size": 8,
@@ -38,7 +42,8 @@ VISION = {"gemma3": TOWER, "mistral3": TOWER, "qwen3_5": {
     "hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 48, "patch_size": 8,
     "num_position_embeddings": 16,
 }}  # fmt: skip
-FORMS = [(wrapper, is_newer) for wrapper in TEXT for is_newer in (False, True) if is_newer or wrapper != "qwen3_5"]
+VISION["qwen3_5_moe"] = VISION["qwen3_5"]
+FORMS = [(wrapper, is_newer) for wrapper in TEXT for is_newer in (False, True) if is_newer or "qwen" not in wrapper]
 EXACT = ("A_log", "linear_attn.norm.weight")  # float32 in released files
 
 

@@ -1,11 +1,12 @@
 """A mixture of experts as a part of a layer, in the MLP's place."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from ..gated_mlp import GatedMLPPart
 from ..parts import Parameter, Work
 from .mlp import expert_mlp
 from .route import route
@@ -22,6 +23,7 @@ class ExpertsPart:
         per_token: k, experts of each token.
         intermediate_size: F, of each expert.
         normalizes: whether a token's k weights sum to 1.
+        shared_size: F of an expert that every token goes through, times a sigmoid per token; 0: there is none.
 
     Raises:
         ValueError: sizes below 1, or more experts per token than there are.
@@ -31,6 +33,7 @@ class ExpertsPart:
     per_token: int
     intermediate_size: int
     normalizes: bool = True
+    shared_size: int = 0
     module: ClassVar[str] = "mlp"
     tile_size: ClassVar[int] = 32_768  # 2,048 rows for each of 128 experts, 8 per token
     kept_whole: ClassVar[str] = "experts, and experts over ranks are not there yet"
@@ -41,6 +44,10 @@ class ExpertsPart:
         if min(self.num_experts, self.per_token, self.intermediate_size) < 1 or self.per_token > self.num_experts:
             raise ValueError(f"experts need sizes above 0, and at most num_experts of them per token, got {self}")
 
+    @property
+    def shared(self) -> GatedMLPPart | None:
+        return GatedMLPPart(self.shared_size) if self.shared_size else None
+
     def share(self, ranks: int) -> "ExpertsPart":
         return self
 
@@ -49,10 +56,13 @@ class ExpertsPart:
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         (E, F, D), active = (self.num_experts, self.intermediate_size, hidden_size), self.per_token / self.num_experts
+        shared = self.shared.parameters(D) if self.shared else {}
         return {
             "gate.weight": Parameter((E, D)),
             "experts.gate_up_proj": Parameter((E, 2 * F, D), active=active),
             "experts.down_proj": Parameter((E, D, F), "residual", active=active),
+            **{f"shared_expert.{name}": replace(parameter, shared_dim=None) for name, parameter in shared.items()},
+            **({"shared_expert_gate.weight": Parameter((1, D))} if shared else {}),
         }
 
     def shared_sizes(self) -> dict[str, int]:
@@ -67,7 +77,8 @@ class ExpertsPart:
         Beside the products, rows of each of a token's experts are read, and their sum is written.
         """
         entries = self.per_token * num_tokens
-        flops = 2.0 * hidden_size * (3 * self.intermediate_size * entries + self.num_experts * num_tokens)
+        widths = 3 * self.intermediate_size * entries + (self.num_experts + 3 * self.shared_size) * num_tokens
+        flops = 2.0 * hidden_size * widths
         is_skipped = is_skippable and tile_size is not None
         again = flops * (not is_skipped) + (0 if tile_size is None else 2 / 3 * flops)
         moved = element_size * hidden_size * (entries + num_tokens)

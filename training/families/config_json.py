@@ -24,6 +24,7 @@ from training.families.rows import (
     FORM,
     NUMBER_OF_EXPERTS,
     SCALARS,
+    SHARED_EXPERT,
     TAKEN,
     WRAPPERS,
     Family,
@@ -116,7 +117,8 @@ def _write_experts(config: ModelConfig) -> dict:
     coefficient = config.router_aux_loss_coef
     return {
         "num_experts": experts.num_experts, "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.intermediate_size, "norm_topk_prob": experts.normalizes,
+        "moe_intermediate_size": experts.intermediate_size, SHARED_EXPERT: experts.shared_size,
+        "norm_topk_prob": experts.normalizes,
         "decoder_sparse_step": 1, "mlp_only_layers": [i for i, mlp in enumerate(config.layer_mlps) if mlp != experts],
         "output_router_logits": coefficient > 0, "router_aux_loss_coef": coefficient or EXPERTS["router_aux_loss_coef"],
     }  # fmt: skip
@@ -286,7 +288,8 @@ def _read_experts(content: dict) -> dict:
     for name in ("norm_topk_prob", "output_router_logits"):
         if type(content[name]) is not bool:
             raise TypeError(f"{name} is {content[name]!r:.60}")
-    experts = ExpertsPart(number, per_token, width, content["norm_topk_prob"])
+    shared = _size(content, SHARED_EXPERT) if SHARED_EXPERT in content else 0
+    experts = ExpertsPart(number, per_token, width, content["norm_topk_prob"], shared)
     dense = GatedMLPPart(content["intermediate_size"], ACTIVATIONS[content["hidden_act"]])
     every, without = _size(content, "decoder_sparse_step"), {*(content["mlp_only_layers"] or ())}
     layers = range(content["num_hidden_layers"])

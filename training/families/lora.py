@@ -153,7 +153,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:
     targets: list | str = [*adapters.targets]
     if is_wrapper(read_json(base / "config.json")):  # a vision tower has projections of the same names
-        targets = rf"{re.escape(WRAPPED_PREFIX)}layers\.\d+\.\w+\.({'|'.join(targets)})"
+        targets = rf"{re.escape(WRAPPED_PREFIX)}layers\.\d+\.[\w.]+\.({'|'.join(targets)})"
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", BASE: str(base), "inference_mode": True,
         "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": targets, "lora_dropout": 0.0,

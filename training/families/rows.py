@@ -55,14 +55,18 @@ EXPERTS = {
     "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1,
     "mlp_only_layers": None, "output_router_logits": False, "router_aux_loss_coef": 0.001,
 }  # fmt: skip
+SHARED_EXPERT = "shared_expert_intermediate_size"  # of an expert that every token goes through
 NUMBER_OF_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
 SOME_FAMILIES = {
-    *SCALARS, *DELTA_NET, *EXPERTS, "query_pre_attn_scalar", "use_sliding_window", "sliding_window_pattern",
-    "rope_local_base_freq", "no_rope_layers", "no_rope_layer_interval", "full_attention_interval",
-    "linear_conv_kernel_dim", "attn_output_gate",
+    *SCALARS, *DELTA_NET, *EXPERTS, SHARED_EXPERT, "query_pre_attn_scalar", "use_sliding_window",
+    "sliding_window_pattern", "rope_local_base_freq", "no_rope_layers", "no_rope_layer_interval",
+    "full_attention_interval", "linear_conv_kernel_dim", "attn_output_gate",
 }  # fmt: skip
 SOME_FAMILIES_ROPE = {"llama_4_scaling_beta"}  # the same of rotary settings; families that name them need them
 NO_BIASES = {"attention_bias": False}  # one setting for q, k, v and o
+QWEN35_FORM = {
+    "qk_norm": "head", "norm_weight_offset": 1.0, "norm_cast_before_weight": False, "has_output_gate": True,
+}  # fmt: skip
 WINDOW_SWITCH = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 FAMILIES = {
     "qwen3": Family(
@@ -135,9 +139,7 @@ FAMILIES = {
         scales_embedding=True, class_name="Gemma3", wrapper="gemma3",
     ),
     "qwen3_5_text": Family(
-        form={
-            "qk_norm": "head", "norm_weight_offset": 1.0, "norm_cast_before_weight": False, "has_output_gate": True,
-        },
+        form=QWEN35_FORM,
         defaults={
             "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32,
             "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768,
@@ -146,6 +148,20 @@ FAMILIES = {
         fixed={"attn_output_gate": True, "linear_conv_kernel_dim": 4, **NO_BIASES},
         fixed_rope={"mrope_interleaved": True, "mrope_section": [11, 11, 10]},  # of pictures' positions
         class_name="Qwen3_5", wrapper="qwen3_5",
+    ),
+    "qwen3_5_moe_text": Family(
+        form=QWEN35_FORM,
+        defaults={
+            "vocab_size": 248_320, "hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768,
+            "partial_rotary_factor": 0.25, "full_attention_interval": 4, **dict(zip(DELTA_NET, (16, 32, 128, 128))),
+            "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+        },
+        fixed={"attn_output_gate": True, "linear_conv_kernel_dim": 4, **NO_BIASES},
+        constants={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None},
+        fixed_rope={"mrope_interleaved": True, "mrope_section": [11, 11, 10]},
+        class_name="Qwen3_5Moe", wrapper="qwen3_5_moe",
     ),
 }  # fmt: skip
 WRAPPERS = {family.wrapper: model_type for model_type, family in FAMILIES.items() if family.wrapper}

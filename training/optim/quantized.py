@@ -22,9 +22,9 @@ LEAST_VERSION = 0, 50  # older ones may not run on the current stream
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter has fewer bits where a model's frozen matrices do: matrices of blocks, but a router's."""
+    """Whether a parameter has fewer bits where a model's frozen matrices do: matrices of blocks, but not of gates."""
     is_matrix = len(shape) == 2 or (len(shape) == 3 and shape[1] > 1)  # [E, N, K]: of each expert
-    return is_matrix and name.startswith("layers.") and not name.endswith(".mlp.gate.weight")
+    return is_matrix and name.startswith("layers.") and not name.endswith("gate.weight")
 
 
 class Quantized(NamedTuple):
