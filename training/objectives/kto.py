@@ -7,7 +7,7 @@ belong to other prompts, at least 0 and without gradient:
     undesirable    undesirable_weight (1 - sigmoid(beta (z - x)))
 
 z estimates the KL divergence to the reference. Each document has, as `rows.Labelled` makes it, an answer to its prompt
-and the answer of the row before. z is a mean over the whole step, so that a forward pass over all micro-batches comes
+and one to the prompt before. z is a mean over the whole step, so that a forward pass over all micro-batches comes
 first. TRL takes the mean over a micro-batch of all ranks.
 """
 
@@ -19,7 +19,7 @@ import torch
 from training.data.loader import Batch
 from training.objectives.scored import Objective, Scored, Terms, mean_of
 
-OWN, OTHER = 0, 1  # values of the column "answer": the row's, and of the row before
+OWN, OTHER = 0, 1  # values of the column "answer": the row's, and one to another prompt
 
 
 @dataclass(frozen=True)

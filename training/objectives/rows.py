@@ -7,7 +7,6 @@ Rollouts have "prompt" and "completion", or "prompt_ids" and "completion_ids" wi
 number per token of the completion.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -98,9 +97,10 @@ def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
 
 
 class Labelled(RowReader):
-    """Rows of an answer and its label. Each becomes a document: prompt, answer, and the answer of the row before.
+    """Rows of an answer and its label. Each becomes a document: prompt, answer, and the answer to the prompt before.
 
-    The first row gets the last one's, and comes last. The column "answer" is as in pairs, "label" is 1 or 0.
+    Rows of the first prompt get an answer to the last one, and come last. The column "answer" is as in pairs, "label"
+    is 1 or 0.
     """
 
     fields: ClassVar[frozenset[str]] = frozenset(("prompt", "completion", "label", "tools"))
@@ -117,18 +117,22 @@ class Labelled(RowReader):
         return "labelled answers", (tokens, masked, True), {"answer": answer, "label": answer + row["label"]}
 
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
-        rows = iter(documents)
-        if (first := next(rows, None)) is None:
-            return
-        before = first
-        for row in itertools.chain(rows, [first]):
-            if row is before:
-                raise UserError("kto needs two rows or more: it asks for a prompt with the answer of another row")
-            yield _beside_answer_of(row, before)
-            before = row
+        first, last, other = list[Document](), None, None  # `other` has another prompt than `last`
+        for row in documents:
+            if last is not None and _prompt(row) != _prompt(last):
+                other = last
+            last = row
+            if other is None:
+                first.append(row)
+            else:
+                yield beside_answer_of(row, other)
+        for row in first:
+            if last is None or other is None:
+                raise UserError("kto needs rows of two prompts: it asks for a prompt with an answer to another")
+            yield beside_answer_of(row, last if _prompt(row) != _prompt(last) else other)
 
 
-def _beside_answer_of(row: Document, other: Document) -> Document:
+def beside_answer_of(row: Document, other: Document) -> Document:
     """Returns a document with the answer of another one behind its own."""
     prompt, theirs = _prompt_length(row), _prompt_length(other)
     tokens, masked = (
@@ -205,7 +209,7 @@ class Rollouts(RowReader):
         """Yields documents in the order of their first rows. They are two at least, for one to be held out."""
         by_prompt, groups = dict[bytes, list[Document]](), list[tuple[list[Document], int]]()
         for row in documents:
-            by_prompt.setdefault(row.tokens[: _prompt_length(row)].tobytes(), []).append(row)
+            by_prompt.setdefault(_prompt(row), []).append(row)
         for rows in by_prompt.values():
             shared, room = max(0, _prompt_length(rows[0]) - 1), 0
             for row in rows:
@@ -250,6 +254,11 @@ class Rollouts(RowReader):
             raise UserError(f'"group" {group} has another prompt before; give "advantage", or a group to each prompt')
         reward = _number(row["reward"], "reward")
         return {"reward": np.full(length, reward, np.float32), "group": np.full(length, number, np.float32)}
+
+
+def _prompt(document: Document) -> bytes:
+    """Returns the tokens before a document's first target."""
+    return document.tokens[: _prompt_length(document)].tobytes()
 
 
 def _prompt_length(document: Document) -> int:

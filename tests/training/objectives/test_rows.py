@@ -52,14 +52,17 @@ def test_a_pair_is_one_document_of_two_texts(tmp_path):
     assert prompts_of(store) == (0.0, 2.0)
 
 
-def test_an_answer_with_a_label_stands_beside_the_answer_of_the_row_before(tmp_path):
-    """The first row gets the last one's answer, and comes last."""
+def test_an_answer_with_a_label_stands_beside_an_answer_to_the_prompt_before(tmp_path):
+    """The first row gets the last one's answer, and comes last. Pairs may be unrolled to two rows of a prompt."""
     rows = [{"prompt": "ab", "completion": "c", "label": True}, {"prompt": "d", "completion": "ef", "label": 0}]
     store, _ = read(tmp_path, [*rows, {"prompt": "gh", "completion": "i", "label": False}], objective="kto")
     assert [texts_of(store, i)[0] for i in range(3)] == ["d*e*f*$d*c*$", "gh*i*$h*e*f*$", "ab*c*$b*i*$"]
     assert texts_of(store, 1)[1] == {"answer": [-1, 0, 0, 0, 1, 1, 1, 1], "label": [0] * 8}
     assert texts_of(store, 2)[1]["label"] == [1] * 7
-    for bad, message in ((rows[:1], "two rows"), ([rows[0] | {"label": "good"}], "must be true or false")):
+    both = [{**row, "completion": answer} for row in rows for answer in ("x", "y")]
+    store, _ = read(tmp_path, both, objective="kto")
+    assert [texts_of(store, i)[0] for i in range(4)] == ["d*x*$d*y*$", "d*y*$d*y*$", "ab*x*$b*y*$", "ab*y*$b*y*$"]
+    for bad, message in ((rows[:1] * 2, "of two prompts"), ([rows[0] | {"label": "good"}], "must be true or false")):
         with pytest.raises(UserError, match=message):
             read(tmp_path, bad, objective="kto")
 

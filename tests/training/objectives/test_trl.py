@@ -22,7 +22,7 @@ from tests.training.objectives.trl_cases import (
 from training.data.loader import make_batch
 from training.data.sources import Document
 from training.data.tokens import TokenStore
-from training.objectives.rows import Labelled
+from training.objectives.rows import beside_answer_of
 from training.parallel.world import World
 from training.run.step import beside_step, count_losses, run_model
 
@@ -76,7 +76,8 @@ def test_loss_and_every_gradient_are_trls(name):
         if name != "dapo":  # the others are rollouts of one engine
             del document.columns["written"]
     if name in KTOS:
-        documents = [*Labelled(0).join(documents)]
+        # TRL takes the answer of the row before, where it is to the same prompt too.
+        documents = [beside_answer_of(row, before) for row, before in zip(documents[1:] + documents[:1], documents)]
         _give_references(documents, given)
     assert_as_trl(name, documents)
 
