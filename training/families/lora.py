@@ -23,7 +23,7 @@ from torch import nn
 from kernels.config import Share
 from kernels.linear import PLAIN, Linear
 from kernels.lora import LoRA
-from training.families.rows import PREFIX, WRAPPED_PREFIX, is_wrapper
+from training.families.rows import PREFIX, SHARED_EXPERT, WRAPPED_PREFIX, is_wrapper
 from training.families.trained import Trained
 from training.host.choices import DELTA_NET_TARGETS, LORA_BITS, LORA_TARGETS
 from training.host.errors import SHOWN_OF_A_PATH, UserError
@@ -152,8 +152,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:
     targets: list | str = [*adapters.targets]
-    if is_wrapper(read_json(base / "config.json")):  # a vision tower has projections of the same names
-        targets = rf"{re.escape(WRAPPED_PREFIX)}layers\.\d+\.[\w.]+\.({'|'.join(targets)})"
+    if is_wrapper(content := read_json(base / "config.json")):  # a vision tower has projections of the same names
+        part = r"[\w.]+" if SHARED_EXPERT in content["text_config"] else r"\w+"
+        targets = rf"{re.escape(WRAPPED_PREFIX)}layers\.\d+\.{part}\.({'|'.join(targets)})"
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", BASE: str(base), "inference_mode": True,
         "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": targets, "lora_dropout": 0.0,
