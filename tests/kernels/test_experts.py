@@ -195,12 +195,9 @@ def test_only_the_gradients_asked_for(needed, device):
 @pytest.mark.gpu
 def test_weight_gradients_do_not_lose_small_tiles(device):
     """Sums 600 tiles of one token, all terms of one sign. A bfloat16 sum would stop growing at 256 terms."""
-    tensors, _ = inputs(30, 1, 1, 8, 8, "any", torch.bfloat16)
-    tensors, experts = [t.abs() for t in tensors], torch.zeros(30, 1, dtype=torch.int32, device=device)
-    tensors[0], tensors[3] = tensors[0].repeat(20, 1), tensors[3].repeat(20, 1)
-    experts = experts.repeat(20, 1)
-    gradients = []
-    for function, dtype in ((call(experts, expert_mlp_reference), torch.float64), (call(experts, tile_size=30), None)):
+    (x, gate_up, down, weights), experts = inputs(600, 1, 1, 8, 8, "any", torch.bfloat16)
+    tensors, gradients = [t.abs() for t in (x, gate_up, down, weights)], []
+    for function, dtype in ((call(experts, expert_mlp_reference), torch.float64), (call(experts, tile_size=1), None)):
         leaves = [t.to(dtype or t.dtype).requires_grad_() for t in tensors]
         y = function(*leaves)
         gradients.append(torch.autograd.grad(y, leaves[1:3], torch.ones_like(y)))
