@@ -32,7 +32,7 @@ def log_probabilities(
 ) -> np.ndarray:
     """Returns the log-probability of each token of all documents, in their order; 0 of what is no target.
 
-    Those of longer documents are NaN, with which no step is taken.
+    Documents longer than `context_length` have NaN, with which no step is taken.
 
     Args:
         run: takes input ids, targets, documents and the number of targets; returns log-probabilities [1, T], or

@@ -200,7 +200,7 @@ class Rollouts(RowReader):
                     raise UserError(f'"{name}" must be log-probabilities, {LEAST_LOGPROB:g} to 0, got {value:g}')
             columns[column] = _put(values, places, len(tokens), name)
         columns |= self._advantage(row, places, len(tokens))
-        if masked.all():  # as where it was cut: its reward counts in its group, and it does in means over answers
+        if masked.all():  # its reward counts in its group, and the answer in means over answers
             form, tokens, masked = "rollouts without a target", tokens[:1], masked[:1]
             columns = {name: values[:1] for name, values in columns.items()}
         return form, (tokens, masked, True), columns
