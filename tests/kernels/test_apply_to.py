@@ -176,7 +176,7 @@ def test_shift_labels_of_every_other_token(device):
     assert_equal_training(plain, patched, batch, 3e-6)
 
 
-def test_outputs_beside_the_loss():
+def test_outputs_beside_the_loss_and_gradient_checkpointing():
     plain, patched = make_pair("qwen3", attn_implementation="eager")
     batch = {**make_batch(), "output_hidden_states": True, "output_attentions": True}
     expected, outputs = plain(**batch), patched(**batch)
@@ -187,10 +187,6 @@ def test_outputs_beside_the_loss():
     assert torch.equal(patched(**make_batch(), return_dict=None).loss, outputs.loss)
     loss, *_ = patched(**make_batch(), return_dict=False)
     assert torch.equal(loss, outputs.loss)
-
-
-def test_gradient_checkpointing():
-    plain, patched = make_pair("qwen3")
     patched.gradient_checkpointing_enable()
     assert_equal_training(plain, patched.train(), make_batch(), 3e-6)
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
 
 from kernels import convolution
 from kernels.convolution import convolution_workspace, qkv_convolution, qkv_convolution_reference
@@ -82,39 +81,6 @@ def test_channels_sliced_out_of_a_fused_projection(device):
         sliced = outputs_and_gradients(triton(), [x, weight])
         for found, expected in zip(sliced, outputs_and_gradients(triton(), [x.contiguous(), weight])):
             assert torch.equal(found, expected)
-
-
-def test_two_runs_are_bitwise_equal(device):
-    first, second = (outputs_and_gradients(triton(segments=segments_of([20, 5])), inputs(25)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
-
-
-def test_gradient_where_values_go_nowhere(device):
-    gradients = []
-    for impl in ("torch", "triton"):
-        tensors = [t.requires_grad_() for t in inputs(20)]
-        q, _, _ = qkv_convolution(*tensors, G, H, K, impl=impl)
-        gradients.append(torch.autograd.grad((q * random(*q.shape, seed=3)).sum(), tensors))
-    for plain, ours in zip(*gradients):
-        torch.testing.assert_close(ours, plain)
-
-
-@pytest.mark.parametrize("wrap", ["compile", "checkpoint"])
-def test_under_compile_and_checkpoint(wrap, device):
-    def function(x, weight):
-        return tuple(2 * part for part in triton()(x, weight))
-
-    def checkpointed(*tensors):
-        return checkpoint(function, *tensors, use_reentrant=False)
-
-    wrapped = checkpointed if wrap == "checkpoint" else torch.compile(function, fullgraph=True, backend="aot_eager")
-    plain, ours = (outputs_and_gradients(f, inputs(5)) for f in (function, wrapped))
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours))
-
-
-def test_custom_op(device):
-    tensors = [t.requires_grad_() for t in inputs(6)]
-    torch.library.opcheck(torch.ops.fathom.qkv_convolution, (*tensors, G, H, K, segments_of([2, 4])))
 
 
 def test_workspace():

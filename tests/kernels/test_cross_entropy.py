@@ -101,14 +101,19 @@ OPTIONS = [
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o) or "plain")
-def test_every_option_is_as_exact_as_pytorch(device, options, inplace, impl):
-    logits, target = _inputs(device)
+@pytest.mark.parametrize(("dtype", "options"), [
+    *((torch.float32, options) for options in OPTIONS),
+    *((dtype, options) for dtype in (torch.bfloat16, torch.float16) for options in ({}, {"weights": True})),
+])  # fmt: skip
+def test_every_option_is_as_exact_as_pytorch(device, dtype, options, inplace, impl):
+    logits, target = _inputs(device, dtype=dtype)
     if "ignore_index" in options:
         target[target == -100] = 7
     if "weights" in options:
         options = {**options, "weights": weights_of(target)}
-    _assert_as_exact_as_pytorch(logits, target, 0.7, impl, inplace, **options)
+    # 16-bit gradients that stand in the logits' place are rounded once more by a factor
+    d_loss = 0.7 if dtype == torch.float32 else 1.0
+    _assert_as_exact_as_pytorch(logits, target, d_loss, impl, inplace, **options)
 
 
 def weights_of(target):
@@ -117,15 +122,6 @@ def weights_of(target):
     weights = torch.randn(target.shape, generator=generator) + 1.0001  # so that the sum does not cancel
     weights.view(-1)[2::5], weights.view(-1)[3::5] = 0.0, 1 / 3
     return weights.to(target.device)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_16_bit_logits(device, dtype, inplace, weighted):
-    logits, target = _inputs(device, dtype=dtype)
-    options = {"weights": weights_of(target)} if weighted else {}
-    _assert_as_exact_as_pytorch(logits, target, inplace=inplace, **options)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -197,26 +193,23 @@ def test_an_offset_common_to_all_logits_changes_nothing(device, offset, impl):
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_logits_of_minus_infinity_are_classes_that_cannot_occur(device, impl):
+    """A label out of range makes the loss infinite."""
     logits, target = _inputs(device)
     logits[..., 5:2000] = -torch.inf
     target[(target >= 5) & (target < 2000)] = 3
     _assert_as_exact_as_pytorch(logits, target, impl=impl)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_a_label_out_of_range_makes_the_loss_infinite(device, impl):
-    logits, target = _inputs(device, vocab=53)
-    target[0, 0] = 53
+    target[0, 0] = logits.shape[-1]
     assert cross_entropy(logits, target, impl=impl) == torch.inf
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_all_labels_ignored(device, inplace, impl):
+def test_all_labels_ignored_and_no_rows(device, inplace, impl):
     logits, target = _inputs(device)
-    ignored = torch.full_like(target, -100)
-    loss, gradient = _loss_and_gradient(cross_entropy, logits, ignored, impl=impl, inplace=inplace)
-    assert loss == 0 and gradient.eq(0).all()
+    for rows in (logits, logits[:0]):
+        ignored = torch.full_like(target[: len(rows)], -100)
+        loss, gradient = _loss_and_gradient(cross_entropy, rows, ignored, impl=impl, inplace=inplace)
+        assert loss == 0 and gradient.eq(0).all() and gradient.shape == rows.shape
 
 
 def _whole_and_chunked(logits, target, **options):
@@ -225,12 +218,12 @@ def _whole_and_chunked(logits, target, **options):
 
 
 @pytest.mark.parametrize("value", [0, -3, float("nan"), float("inf")])
-@pytest.mark.parametrize("of", [float, torch.tensor, lambda value: torch.tensor([value], dtype=torch.float64)])
-def test_a_denominator_that_is_not_positive_is_refused(device, of, value):
+def test_a_denominator_that_is_not_positive_is_refused(device, value):
     """Tries numbers and CPU tensors. The assertion of a CUDA tensor would end this process."""
-    for function in _whole_and_chunked(*_inputs(device, vocab=53), denominator=of(value)):
-        with pytest.raises(ValueError, match=f"denominator must be positive and finite, got {float(value)}"):
-            function()
+    for number in (float(value), torch.tensor(value), torch.tensor([value], dtype=torch.float64)):
+        for function in _whole_and_chunked(*_inputs(device, vocab=53), denominator=number):
+            with pytest.raises(ValueError, match=f"denominator must be positive and finite, got {float(value)}"):
+                function()
 
 
 def test_a_denominator_of_one_element_is_a_number_and_of_more_is_refused(device):
@@ -358,14 +351,6 @@ def test_shards_of_the_classes(device, impl):
         expected = whole[:, shard.first_class : shard.first_class + 2101].clone()
         module.row_step(columns, target, options, shard, statistics=statistics, gradient=columns)
         torch.testing.assert_close(columns, expected)
-
-
-def test_no_rows(device):
-    logits = torch.zeros(0, 53, device=device, requires_grad=True)
-    target = torch.zeros(0, dtype=torch.long, device=device)
-    loss = cross_entropy(logits, target, impl="triton")
-    loss.backward()
-    assert loss == 0 and logits.grad.shape == (0, 53)
 
 
 def test_same_bits_every_time_out_of_poisoned_memory(device, poisoned_memory):

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.checkpoint import checkpoint
 
 from kernels.delta_net import backward, chunks, delta_rule, delta_rule_bytes, delta_rule_reference, rule
 from tests.kernels.ahead_of_time import KernelToCompile
@@ -167,24 +166,6 @@ def test_a_sequence_in_two_calls_is_one(device, small_stretches):
     torch.testing.assert_close(last, end)
 
 
-def test_two_runs_are_bitwise_equal(device, small_stretches):
-    options = {"segments": segments_of([100, 70])}
-    first, second = (outputs_and_gradients(ours(**options), inputs(170, documents=2)) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
-
-
-@pytest.mark.parametrize("used", [0, 1], ids=["only the output used", "only the state used"])
-def test_gradient_where_one_output_goes_nowhere(used, device):
-    gradients = []
-    for impl in ("torch", "triton"):
-        tensors = [x.requires_grad_() for x in inputs(70)]
-        output = ours(impl)(*tensors)[used]
-        gradients.append(torch.autograd.grad(output.square().sum(), tensors, allow_unused=True))
-    for plain, triton in zip(*gradients):
-        plain = torch.zeros_like(triton) if plain is None else plain
-        torch.testing.assert_close(triton, plain, rtol=1e-4, atol=1e-5)
-
-
 def test_unaligned_and_strided_inputs(device):
     tensors = inputs(70)[:5]
     expected = delta_rule(*tensors, impl="triton")
@@ -193,26 +174,6 @@ def test_unaligned_and_strided_inputs(device):
     assert torch.equal(delta_rule(*shifted, impl="triton"), expected)
     columns = [torch.stack([x, x + 1], dim=-1)[..., 0] for x in tensors]
     assert torch.equal(delta_rule(*columns, impl="triton"), expected)
-
-
-@pytest.mark.parametrize("wrap", ["compile", "checkpoint"])
-def test_under_compile_and_checkpoint(wrap, device):
-    def function(*tensors):
-        return delta_rule(*tensors, impl="triton") * 2
-
-    def checkpointed(*tensors):
-        return checkpoint(function, *tensors, use_reentrant=False)
-
-    wrapped = checkpointed if wrap == "checkpoint" else torch.compile(function, fullgraph=True, backend="aot_eager")
-    plain, found = (outputs_and_gradients(f, inputs(70)[:5]) for f in (function, wrapped))
-    assert all(torch.equal(a, b) for a, b in zip(plain, found))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_custom_op(packed, device):
-    tensors = [x.requires_grad_() for x in inputs(20, documents=1 + packed)]
-    segments = segments_of([5, 15]) if packed else None
-    torch.library.opcheck(torch.ops.fathom.delta_rule, (*tensors, segments, packed))
 
 
 def test_bytes(device, small_stretches, monkeypatch):

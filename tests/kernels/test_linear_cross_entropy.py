@@ -72,25 +72,22 @@ def _bias(linear_weight):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o) or "plain")
-def test_every_option_is_as_exact_as_pytorch(device, options, impl):
-    input, linear_weight, target = _inputs(device)
+@pytest.mark.parametrize(("dtype", "options"), [
+    *((torch.float32, options) for options in OPTIONS),
+    *((dtype, {"linear_bias": True, **options}) for dtype in (torch.bfloat16, torch.float16)
+      for options in ({}, {"weights": True})),
+])  # fmt: skip
+def test_every_option_is_as_exact_as_pytorch(device, dtype, options, impl):
+    shape = (2, 7) if dtype == torch.float32 else (3, 11)
+    input, linear_weight, target = _inputs(device, shape, dtype=dtype)
     if "ignore_index" in options:
         target[target == -100] = 0
     if "linear_bias" in options:
         options = {**options, "linear_bias": _bias(linear_weight)}
     if "weights" in options:
         options = {**options, "weights": weights_of(target)}
-    _assert_as_exact_as_pytorch(input, linear_weight, target, 0.7, impl=impl, **options)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit(device, dtype, weighted, impl):
-    inputs = _inputs(device, shape=(3, 11), dtype=dtype)
-    options = {"weights": weights_of(inputs[2])} if weighted else {}
-    _assert_as_exact_as_pytorch(*inputs, impl=impl, linear_bias=_bias(inputs[1]), **options)
+    d_loss = 0.7 if dtype == torch.float32 else 1.0
+    _assert_as_exact_as_pytorch(input, linear_weight, target, d_loss, impl=impl, **options)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -19,13 +19,8 @@ TYPES = {
     **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "dout_ptr", "slots_ptr", "pooled_ptr"), "*bf16"),
     **dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "x_ptr", "source_ptr", "target_ptr", "logits_ptr"), "*bf16"),
     **dict.fromkeys(("compressed_ptr", "selected_ptr", "window_ptr", "d_out_ptr", "d_logits_ptr"), "*bf16"),
-    **dict.fromkeys(
-        (
-            "lse_ptr", "delta_ptr", "slot_lse_ptr", "partial_ptr", "total_ptr", "scores_ptr", "maxima_ptr",
-            "d_pooled_ptr",
-        ),
-        "*fp32",
-    ),
+    **dict.fromkeys(("lse_ptr", "delta_ptr", "slot_lse_ptr", "partial_ptr", "total_ptr", "scores_ptr"), "*fp32"),
+    **dict.fromkeys(("maxima_ptr", "d_pooled_ptr"), "*fp32"),
     **dict.fromkeys(("blocks_ptr", "chunks_ptr", "chosen_ptr"), "*i16"),
 }  # fmt: skip
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
@@ -37,38 +32,27 @@ WINDOW_SCORES = {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 2, "CHUNK"
 SCORES = {"G": 8, "GROUP": 4, "K": 128, "BLOCK": 64, "KEYS": 64, "BLOCKS": 2, "WINDOW": 8, "CHUNK": 16, "ROWS": 128}
 TOP = {"S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, "CHUNK": 16}
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
+UNWEIGHTED = HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": False, "lse_ptr": None, "slot_lse_ptr": None}
 WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
 ROWS = {"H": 32, "K": 128, "UNITS": 1, "WIDTH": 512, "WIDTH_PAD": 512, "BLOCK": 8}
 WIDE = {"G": 4, "K": 256}  # Qwen3.5-4B's
+GATHER_WIDE = GATHER | WIDE | {"CHUNK": 1024}
 KERNELS_TO_COMPILE = {
     "sparse.gather": [
         ("_gather_forward_kernel", GATHER, {"num_stages": 3}),
         ("_gather_backward_kernel", GATHER | {"CHUNK": 1024}, {"num_stages": 3}),
-        ("_gather_backward_kernel", GATHER | WIDE | {"CHUNK": 1024}, {"num_warps": 8, "num_stages": 3}, 90),
-        (
-            "_gather_backward_kernel",
-            GATHER | WIDE | {"CHUNK": 1024, "BLOCK_T": 4},
-            {"num_warps": 8, "num_stages": 2},
-            80,
-        ),
+        ("_gather_backward_kernel", GATHER_WIDE, {"num_warps": 8, "num_stages": 3}, 90),
+        ("_gather_backward_kernel", GATHER_WIDE | {"BLOCK_T": 4}, {"num_warps": 8, "num_stages": 2}, 80),
     ],
     "sparse.combine": [
         ("_combine_kernel", HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": True}, {}),
-        (
-            "_combine_kernel",
-            HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": False, "lse_ptr": None, "slot_lse_ptr": None},
-            {},
-        ),
+        ("_combine_kernel", UNWEIGHTED, {}),
         ("_add_partials_kernel", {"BLOCK": 64, "K": 128, "PART": 2048}, {}),
     ],
     "sparse.band": [
         *(
-            (
-                name,
-                BAND | {"BLOCK_T": 32, "EXACT": is_exact, "SHORT": short, **more},
-                {"num_warps": 8, "num_stages": stages},
-                gpu,
-            )
+            (name, BAND | {"BLOCK_T": 32, "EXACT": is_exact, "SHORT": short, **more},
+             {"num_warps": 8, "num_stages": stages}, gpu)
             for is_exact, short in ((False, 0), (True, 0), (True, 12))
             for name, more in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": not is_exact}))
             for gpu, stages in ((80, 2), (90, 3))
@@ -105,7 +89,7 @@ KERNELS_TO_COMPILE = {
         ("_top_kernel", TOP | {"OF_CHUNKS": False}, {"num_warps": 1}),
     ],
     "nsa.window_scores": [("_window_scores_kernel", HEADS | WINDOW_SCORES, {"num_stages": 3})],
-}
+}  # fmt: skip
 
 
 def main(*capabilities: str) -> None:

@@ -2,7 +2,6 @@ import functools
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from kernels.attention.attend import attention
 from kernels.attention.full import attention_reference
@@ -140,24 +139,6 @@ def test_ranges_of_heads_and_tokens_change_nothing_but_the_order_of_sums(device,
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_two_runs_are_bitwise_equal(device):
-    inputs = make_qkv(1, 150, 4, 2, 64, bf16, device)
-    function = functools.partial(attend_sparsely, selected_blocks=2, impl="triton", **SMALL)
-    first, second = (outputs_and_gradients(function, inputs) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
-
-
-def test_a_token_changes_nothing_before_it_nor_in_another_document(device):
-    segments, (q, k, v) = segments_of([120, 80]), make_qkv(1, 200, 2, 1, 64, fp32, device)
-    function = functools.partial(attend_sparsely, selected_blocks=2, impl="triton", **SMALL)
-    before = function(q, k, v, segments)
-    for x in (q, k, v):
-        x[:, 70] += 3
-    after = function(q, k, v, segments)
-    changed = (before != after).any(-1).any(-1)[0]
-    assert not changed[:70].any() and not changed[120:].any() and changed[70]
-
-
 def test_chosen_lists_are_those_of_select_blocks(device):
     q, k, v = make_qkv(1, 150, 2, 1, 64, bf16, device)
     blocks = select_blocks(q, k, selected_blocks=2, impl="triton", **SMALL)
@@ -202,39 +183,6 @@ def test_a_document_does_not_depend_on_its_neighbours(lengths, impl, device, poi
             assert torch.equal(of_document, chosen[0]) and (chosen != EMPTY).any()
 
 
-@pytest.mark.parametrize("wrap", ["compile", "checkpoint"])
-def test_under_compile_and_checkpoint(wrap, device):
-    segments, inputs = segments_of([80, 20]), make_qkv(1, 100, 2, 1, 64, fp32, device)
-    kind = Sparse(1, **SMALL, dense_below=0)
-
-    def function(q, k, v):
-        return attention(q, k, v, segments, kind=kind, impl="triton") * 2
-
-    def checkpointed(*inputs):
-        return checkpoint(function, *inputs, use_reentrant=False)
-
-    wrapped = checkpointed if wrap == "checkpoint" else torch.compile(function, fullgraph=True, backend="aot_eager")
-    plain, ours = (outputs_and_gradients(f, inputs) for f in (function, wrapped))
-    assert all(torch.equal(a, b) for a, b in zip(plain, ours))
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_custom_op(given, device):
-    q, k, v = (x.requires_grad_() for x in make_qkv(1, 100, 2, 1, 64, fp32, device))
-    lists = random_lists(q, 1, None, 2, **SMALL) if given else None
-    options = Sparse(2, **SMALL, dense_below=0).number, "cpu", True
-    # AOT dispatch is covered by the test of compile; the others run forward once each.
-    utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.fathom.attend, (q, k, v, None, lists, *options), test_utils=utils)
-    out, lse, chosen = torch.ops.fathom.attend(q, k, v, None, lists, *options)
-    assert chosen.dtype == torch.int16 and chosen.shape == (1, 100, 1, 0 if given else 2)
-    assert given or torch.equal(chosen, select_blocks(q, k, selected_blocks=2, impl="triton", **SMALL))
-    kept = out, q, k, v, None, [out], [lse], lists if given else chosen, None, *options
-    torch.library.opcheck(torch.ops.fathom.attend_backward, kept, test_utils=utils)
-    attended = attend_sparsely(q, k, v, blocks=lists, selected_blocks=2, impl="triton", **SMALL)
-    assert attended.requires_grad and torch.equal(attended, out)
-
-
 def test_log_sum_exp(device):
     q, k, v = make_qkv(1, 150, 2, 1, 64, fp32, device)
     blocks = all_blocks(q, 1, None, **SMALL)
@@ -243,27 +191,6 @@ def test_log_sum_exp(device):
     scores = torch.einsum("thk,sk->ths", q[0], k[0, :, 0]) / 8
     causal = torch.ones(150, 150, dtype=torch.bool, device=device).tril()[:, None]
     torch.testing.assert_close(lse, scores.masked_fill(~causal, float("-inf")).logsumexp(-1))
-
-
-def test_no_second_derivative(device):
-    q, k, v = (x.requires_grad_() for x in make_qkv(1, 40, 1, 1, 64, fp32, device))
-    out = attend_sparsely(q, k, v, impl="triton")
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(out.square().sum(), q, create_graph=True)
-
-
-@pytest.mark.parametrize(("shape", "options", "message"), [
-    ((1, 8, 3, 2, 64), {}, "H = n G"),
-    ((1, 8, 2, 2, 48), {}, "head_dim"),
-    ((1, 8, 32, 1, 64), {}, "up to 16 query heads"),
-    ((1, 8, 2, 2, 64), {"block_size": 48}, "block_size must be one of"),
-    ((1, 8, 2, 2, 64), {"window": 500}, "multiple of block_size"),
-    ((1, 8, 2, 2, 64), {"window": 0}, "multiple of block_size"),
-])  # fmt: skip
-def test_refused(shape, options, message, device):
-    B, T, H, G, K = shape
-    with pytest.raises(ValueError, match=message):
-        attend_sparsely(*make_qkv(B, T, H, G, K, fp32, device), impl="triton", **options)
 
 
 @pytest.mark.gpu
