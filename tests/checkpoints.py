@@ -20,6 +20,13 @@ def save_checkpoint(output_dir, step: int, keep: int = 2, **state) -> Path:
     return saver.last
 
 
+def damage(file: Path, place: int = -5) -> None:
+    """Flip a bit of a byte."""
+    content = bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+
+
 @contextmanager
 def unreadable(file: Path, only_tensors: bool = False) -> Iterator[None]:
     """Fail reads of a file as a bad sector does: all of them, or only reads of a tensor."""

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 import training.checkpoint.state
 import training.optim.formats
 import training.optim.inventory
+from tests.checkpoints import save_checkpoint
 from training.memory.visiting import VisitingWeights
 from training.optim.adamw import MasterAdamW
 from training.optim.formats import format_with
@@ -70,6 +71,12 @@ def assert_equal_states(found, expected):
 
 def weights_of(optimizer):
     return {name: {"": weight.detach().to(optimizer.device)} for name, weight in optimizer.weights().items()}
+
+
+def save_state(folder, step, optimizer_state, weights=MappingProxyType(ANY_WEIGHTS)):
+    """A checkpoint of optimizer state, and of weights if those are looked at; returns its folder."""
+    state = {"weights": weights, "optimizer_state": optimizer_state}
+    return save_checkpoint(folder, step, **state, model_config={}, trainer_state={})
 
 
 def values_of(optimizer):

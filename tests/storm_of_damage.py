@@ -70,12 +70,10 @@ def damage(file: Path, draws: random.Random) -> str:
     swapped = bytearray(content)
     swapped[place], swapped[other] = swapped[other], swapped[place]
     changed = {
-        "truncated": content[:place],
-        "lengthened": content + draws.randbytes(draws.randrange(1, 100)),
-        "emptied": b"",
+        "truncated": content[:place], "lengthened": content + draws.randbytes(draws.randrange(1, 100)), "emptied": b"",
         "sector zeroed": content[:place] + bytes(len(sector)) + content[place + len(sector) :],
         "two bytes swapped": bytes(swapped),
-    }
+    }  # fmt: skip
     how = draws.choice(["deleted", *changed, *["bit flipped"] * 6])
     if how == "deleted":
         file.unlink()

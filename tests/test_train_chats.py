@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import train
 from model import Transformer
 from tests.runs import arguments
-from tests.training.data.test_chat import CHATML, LLAMA3, OLMO3
+from tests.training.data.templates import CHATML, LLAMA3, OLMO3
 from tests.training.data.test_packing import load_documents
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint.weights import Companions, read_companions
@@ -116,12 +116,10 @@ def test_a_chat_begins_and_ends_turns_once(tmp_path, template, word):
 
 def test_a_template_whose_ends_are_unknown_is_said(tmp_path, caplog):
     for template, message in [
-        (
-            "{% for m in messages %}{{ m.role }}: {{ m.content }} END {% endfor %}",
-            "turns end with no token of their own",
-        ),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }} END {% endfor %}",
+         "turns end with no token of their own"),
         ("{% for m in messages %}", "is not told where turns end: chat template"),
-    ]:
+    ]:  # fmt: skip
         with_tokenizer(tmp_path, template)
         assert stop_ids(load_tokenizer(str(tmp_path)), True) == {257} and message in caplog.text
 

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from tests.checkpoints import damage
 from tests.ranks import run_ranks
 from tests.runs import arguments, losses, only_resume
-from tests.training.checkpoint.test_files import damage
 from tests.wrappers import EXACT, TEXT, bits_of, is_trained, not_trained, release, whole_model
 from training.checkpoint import weights as weights_module
 from training.checkpoint.carried import read_carried
@@ -78,10 +78,8 @@ def test_a_run_is_resumed_and_exported_whole(wrapper, corpus, tmp_path, capsys, 
         assert "tensors that are not trained, as they were" in capsys.readouterr().out
         assert not_trained(target) == others
         kinds = {found[name].dtype for name in found if is_trained(name) and not name.endswith(EXACT)}
-        assert (
-            kinds == {weights_module.EXPORT_DTYPES[dtype]}
-            and found.keys() == load_file(last / "model.safetensors").keys()
-        )
+        assert kinds == {weights_module.EXPORT_DTYPES[dtype]}
+        assert found.keys() == load_file(last / "model.safetensors").keys()
     theirs, ours = whole_model(tmp_path / "exported"), logits(last, text_weights(last))
     torch.testing.assert_close(ours, theirs(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
     # Other commands pass them over.
@@ -202,10 +200,8 @@ def test_names_go_into_files_and_back():
         "embed_tokens.weight", "layers.0.mlp.up_proj.weight", "layers.1.self_attn.q_proj.lora_A.weight", "norm.weight",
     )  # fmt: skip
     for prefix in (PREFIX, WRAPPED_PREFIX, "language_model.model."):
-        assert [name_of(name_in_file(name, prefix)) for name in (*names, "lm_head.weight")] == [
-            *names,
-            "lm_head.weight",
-        ]
+        both = [*names, "lm_head.weight"]
+        assert [name_of(name_in_file(name, prefix)) for name in both] == both
     heads = [name_in_file("lm_head.weight", prefix) for prefix in (WRAPPED_PREFIX, "language_model.model.")]
     assert heads == ["lm_head.weight", "language_model.lm_head.weight"]
     for name in ("model.visual.blocks.0.norm1.weight", "mtp.layers.0.mlp.up_proj.weight", "mtp.norm.weight",

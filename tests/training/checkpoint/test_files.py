@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.checkpoints import save_checkpoint, unreadable
+from tests.checkpoints import damage, save_checkpoint, unreadable
 from tests.ranks import run_ranks
 from training.checkpoint import pieces, saver
 from training.checkpoint.files import (
@@ -159,12 +159,6 @@ def test_every_damaged_file_is_named(tmp_path, monkeypatch):
     verify_checkpoint(path)
 
 
-def damage(file, place=-5):
-    content = bytearray(file.read_bytes())
-    content[place] ^= 4
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize(
     "name, place", [("model.safetensors", -5), ("model.safetensors", 30), ("config.json", 30), ("manifest.json", -5)]
 )
@@ -183,11 +177,15 @@ def test_weights_are_compared_wherever_a_manifest_lies_beside_them(name, place, 
     verify_weights(path)  # passes, like weights from anywhere
 
 
-@pytest.mark.parametrize("content", [{"model.safetensors": [1, 2]}, {"files": ["model.safetensors"]}])
-def test_another_programs_manifest_or_an_older_one_says_nothing(content, tmp_path):
+def test_another_programs_manifest_or_an_older_one_says_nothing(tmp_path):
+    """An older format starts from its weights alone."""
     path = save(tmp_path, 1)
-    (path / "manifest.json").write_text(json.dumps(content))
-    verify_weights(path)
+    for content in ({"files": ["model.safetensors"]}, {"model.safetensors": [1, 2]}):
+        (path / "manifest.json").write_text(json.dumps(content))
+        verify_weights(path)
+    refusal = "has format None, this code 2: it can only start from its weights, with --init"
+    with pytest.raises(UserError, match=refusal):
+        verify_checkpoint(path)
 
 
 def test_bytes_that_nobody_wrote_are_seen(tmp_path):
@@ -294,15 +292,6 @@ def test_damaged_trainer_state(tmp_path):
         load_trainer_state(path)
 
 
-def test_an_older_format_starts_from_its_weights_alone(tmp_path):
-    path = save(tmp_path, 1)
-    (path / "manifest.json").write_text('{"model.safetensors": [1, 2]}')
-    with pytest.raises(
-        UserError, match="has format None, this code 2: it can only start from its weights, with --init"
-    ):
-        verify_checkpoint(path)
-
-
 def test_optimizer_state_of_another_model(tmp_path):
     path = save(tmp_path, 1)
     state = optimizer_state_of(Model())
@@ -340,9 +329,8 @@ def test_keeps_the_newest_the_best_and_what_is_not_the_runs_own(tmp_path):
         save(tmp_path, step, keep=4, trainer_state={"validation_loss": loss})
         if step == 2:
             shutil.copytree(tmp_path / "step_00000002", tmp_path / "step_00000002_best")
-    assert steps_in(tmp_path) == [
-        f"step_{step}" for step in ("00000002", "00000002_best", *["00000003", "00000004", "00000005"])
-    ]
+    names = [f"step_{step:08d}" for step in range(2, 6)]
+    assert steps_in(tmp_path) == sorted([*names, "step_00000002_best"])
     save(tmp_path, 10, keep=2)
     left = ["step_00000002", "step_00000002_best", "step_00000005", "step_00000010"]
     assert steps_in(tmp_path) == left
@@ -358,9 +346,8 @@ def test_files_have_the_mode_that_umask_says(tmp_path):
     before = os.umask(0o022)
     try:
         path = save(tmp_path, 1)
-        assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {
-            0o644
-        } and path.stat().st_mode & 0o777 == 0o755
+        assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o644}
+        assert path.stat().st_mode & 0o777 == 0o755
     finally:
         os.umask(before)
 
@@ -383,10 +370,8 @@ def save_sharded(world, folder):
 def load_sharded(world, folder):
     for placements in ([Shard(0)], [Replicate()]):
         model = shard(Model(2), world.fsdp_mesh, placements)
-        copy_weights(
-            model,
-            load_model_weights(folder / "run" / "step_00000003", {n: p.shape for n, p in model.named_parameters()}),
-        )
+        shapes = {n: p.shape for n, p in model.named_parameters()}
+        copy_weights(model, load_model_weights(folder / "run" / "step_00000003", shapes))
         state = optimizer_state_of(model, value=-1.0)
         load_optimizer_state(folder / "run" / "step_00000003", state)
         expected = Model(1)

@@ -1,5 +1,7 @@
 """An optimizer's state comes back from a checkpoint, in any format, wherever it lives."""
 
+import itertools
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -8,9 +10,7 @@ import training.checkpoint.state
 import training.optim.formats
 import training.optim.inventory
 from benchmarks.bench_train_step import resident_bytes
-from tests.checkpoints import save_checkpoint
 from tests.optimizers import (
-    ANY_WEIGHTS,
     DTYPES,
     PLACEMENTS,
     WIDE,
@@ -19,6 +19,7 @@ from tests.optimizers import (
     copy_of_state,
     make_optimizer,
     make_parameters,
+    save_state,
     values_of,
     weights_of,
 )
@@ -53,10 +54,7 @@ def test_a_checkpoint_is_loaded_wherever_weights_live(dtype, saved, loaded, form
     for seed in range(3):
         backward(optimizer.parameters, seed, optimizer.homes)
         optimizer.step(1e-2)
-    path = save_checkpoint(
-        tmp_path, 3, weights=optimizer.weights(), model_config={}, trainer_state={},
-        optimizer_state=optimizer.state_dict(),
-    )  # fmt: skip
+    path = save_state(tmp_path, 3, optimizer.state_dict(), optimizer.weights())
     for each in (other, third):
         load_state(each, path)
         assert_equal_states(weights_of(each), weights_of(optimizer))
@@ -69,27 +67,6 @@ def test_a_checkpoint_is_loaded_wherever_weights_live(dtype, saved, loaded, form
         backward(optimizer.parameters, 10, optimizer.homes)
         optimizer.step(1e-2)
         assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
-
-
-@DTYPES
-@pytest.mark.parametrize("saved, loaded", [("device", "host"), ("host", "partly"), ("partly", "device")])
-def test_checkpoint_restores_the_optimizer_exactly_in_another_placement(dtype, saved, loaded, device, tmp_path):
-    parameters, restored = make_parameters(dtype, device), make_parameters(dtype, device)
-    optimizer = make_optimizer(parameters.items(), gpu_state_bytes=PLACEMENTS[saved])
-    for seed in range(3):
-        backward(parameters, seed)
-        optimizer.step(1e-2)
-    path = save_checkpoint(
-        tmp_path, 3, weights=ANY_WEIGHTS, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
-    )
-    other = make_optimizer(restored.items(), gpu_state_bytes=PLACEMENTS[loaded])
-    load_state(other, path)
-    assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
-    for both, its_optimizer in ((parameters, optimizer), (restored, other)):
-        backward(both, 10)
-        its_optimizer.step(1e-2)
-    assert_equal_states(copy_of_state(other), copy_of_state(optimizer))
-    assert all(torch.equal(parameters[n], restored[n]) for n in parameters)
 
 
 def assert_converted(found, expected, saved):
@@ -110,8 +87,8 @@ def assert_converted(found, expected, saved):
 
 @DTYPES
 @pytest.mark.parametrize("loaded_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("saved, loaded", [("compact", "float32"), ("float32", "compact"), ("compact", "compact")])
-@pytest.mark.parametrize("placements", [("device", "host"), ("host", "device")])
+@pytest.mark.parametrize(("saved", "loaded"), itertools.product(("compact", "float32"), repeat=2))
+@pytest.mark.parametrize("placements", [("device", "host"), ("host", "partly"), ("partly", "device")])
 def test_a_checkpoint_is_loaded_in_either_format(dtype, loaded_dtype, saved, loaded, placements, device, tmp_path):
     parameters, restored = make_parameters(dtype, device, WIDE), make_parameters(loaded_dtype, device, WIDE)
     on = [PLACEMENTS[placement] for placement in placements]
@@ -119,9 +96,7 @@ def test_a_checkpoint_is_loaded_in_either_format(dtype, loaded_dtype, saved, loa
     for seed in range(3):
         backward(parameters, seed)
         optimizer.step(1e-2)
-    path = save_checkpoint(
-        tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=optimizer.state_dict()
-    )
+    path = save_state(tmp_path, 3, optimizer.state_dict(), parameters)
     verify_checkpoint(path)
     in_file = load_file(path / OPTIMIZER)
     assert (in_file["matrix.exp_avg"].dtype == torch.int8) == (saved == "compact")
@@ -143,9 +118,7 @@ def test_state_of_the_same_names_in_another_dtype_is_converted(tmp_path, monkeyp
     backward(parameters, 0)
     optimizer.step(1e-2)
     state = optimizer.state_dict()
-    path = save_checkpoint(
-        tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state
-    )  # fmt: skip
+    path = save_state(tmp_path, 3, state, parameters)
     with monkeypatch.context() as patch:
         patch.setattr(training.optim.formats, "Float32State", BFloat16Moments)
         other = make_optimizer(restored.items())
@@ -156,7 +129,7 @@ def test_state_of_the_same_names_in_another_dtype_is_converted(tmp_path, monkeyp
             assert torch.equal(loaded[key], state[name][key].bfloat16()) and loaded[key].dtype == torch.bfloat16
     assert all(torch.equal(parameters[n], restored[n]) for n in parameters)
     state["matrix"]["exp_avg"] = state["matrix"]["exp_avg"].half()
-    path = save_checkpoint(tmp_path, 4, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state)
+    path = save_state(tmp_path, 4, state, parameters)
     with pytest.raises(UserError, match=r"another model or optimizer: matrix has exp_avg in torch\.float16"):
         load_state(make_optimizer(restored.items()), path)
 
@@ -170,7 +143,7 @@ PIECES_BYTES = 48 * 2**20  # bound on all pieces on their way, of the sizes belo
 def save_large(world, folder, saved):
     parameters = make_parameters(torch.bfloat16, "cpu", LARGE)
     state = make_optimizer(parameters.items(), state_format=saved).state_dict()
-    save_checkpoint(folder, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state)
+    save_state(folder, 3, state, parameters)
 
 
 def check_memory_of_loading(world, folder, loaded, gpu_state_bytes):
@@ -201,15 +174,13 @@ def test_loading_takes_no_more_host_memory_than_the_state_and_some_pieces(saved,
 def test_state_of_another_model_is_refused_in_another_format(tmp_path):
     parameters = make_parameters(torch.bfloat16, "cpu", WIDE)
     state = make_optimizer(parameters.items(), state_format="compact").state_dict()
-    path = save_checkpoint(
-        tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state
-    )  # fmt: skip
+    path = save_state(tmp_path, 3, state, parameters)
     for shape, message in (((6, 32), r"shape \[6, 64\]"), ((3, 64), r"\[6, 64\]")):
         other = make_optimizer(make_parameters(torch.bfloat16, "cpu", WIDE | {"matrix": shape}).items())
         with pytest.raises(UserError, match=message):
             load_state(other, path)
     state["matrix"].pop("exp_avg_scale")
-    path = save_checkpoint(tmp_path, 4, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state)
+    path = save_state(tmp_path, 4, state, parameters)
     with pytest.raises(UserError, match="another model or optimizer"):
         load_state(make_optimizer(parameters.items()), path)
 
@@ -220,9 +191,7 @@ def test_state_of_another_model_is_refused_in_another_format(tmp_path):
 def test_state_that_is_not_finite_is_refused_in_another_format(saved, loaded, key, tmp_path):
     parameters = make_parameters(torch.bfloat16, "cpu", WIDE)
     state = make_optimizer(parameters.items(), state_format=saved).state_dict()
-    path = save_checkpoint(
-        tmp_path, 3, weights=parameters, model_config={}, trainer_state={}, optimizer_state=state
-    )  # fmt: skip
+    path = save_state(tmp_path, 3, state, parameters)
     tensors = load_file(path / OPTIMIZER)
     tensors[f"matrix.{key}"].view(-1)[1] = float("nan")
     save_file(tensors, path / OPTIMIZER)

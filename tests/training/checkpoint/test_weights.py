@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import train
 from model import MODEL_SIZES, Transformer
-from tests.checkpoints import save_checkpoint, unreadable
-from tests.training.checkpoint.test_files import Model, assert_same_state, damage, save, weights_of
+from tests.checkpoints import damage, save_checkpoint, unreadable
+from tests.training.checkpoint.test_files import Model, assert_same_state, save, weights_of
 from training.checkpoint import weights as weights_module
 from training.checkpoint.carried import read_carried
 from training.checkpoint.manifest import fingerprint, verify_checkpoint

@@ -10,134 +10,26 @@ import sys
 
 import pytest
 
+from tests.training.data.templates import (
+    CHATML,
+    DEEPSEEK,
+    GEMMA3,
+    LLAMA3,
+    MARKED,
+    MINISTRAL3,
+    MISTRAL,
+    OLMO3,
+    PHI3,
+    QWEN3,
+    QWEN35,
+    SMOLLM3,
+)
 from tests.training.data.test_packing import load_documents
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.data.chat import ChatTemplate
 from training.data.forms import FLAGS
 from training.data.tokenizer import load_tokenizer
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
-    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
-# A short form of Qwen3's template. It drops reasoning before the last user message, gives the last answer a thought in
-# any case, lists the tools, and writes their results as a user's messages.
-QWEN3 = """
-{%- if tools %}
-    {{- '<|im_start|>system\n' }}{%- for tool in tools %}{{ tool.function | tojson }}{%- endfor %}{{ '<|im_end|>\n' }}
-{%- endif %}
-{%- set ns = namespace(last=0) %}
-{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for m in messages %}
-    {%- if m.role == 'assistant' %}
-        {{- '<|im_start|>assistant\n' }}
-        {%- if loop.index0 > ns.last and (loop.last or m.reasoning_content) %}
-            {{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}
-        {%- endif %}
-        {{- m.content }}
-        {%- for call in m.tool_calls or [] %}
-            {{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\n' }}
-    {%- elif m.role == 'tool' %}
-        {{- '<|im_start|>user\n<tool_response>' + m.content + '</tool_response><|im_end|>\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}
-"""
-MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-)
-DEEPSEEK = (
-    "{% for m in messages %}{% if m.role == 'user' %}{{ '<User>' + m.content }}{% else %}"
-    "{{ '<Assistant>' + m.content.split('</think>')[-1] + '</s>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<Assistant><think>\n' }}{% endif %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
-)
-PHI3 = (
-    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
-    "{{ '<|assistant|>\n' if add_generation_prompt else '<|endoftext|>' }}"
-)
-# A short form of Gemma 3's template: the system message joins the first question, and the assistant is "model".
-GEMMA3 = """
-{{- bos_token }}
-{%- set before = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
-{%- for m in (messages[1:] if before else messages) %}
-    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{%- endif %}
-    {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (before if loop.first else '') }}
-    {{- m.content | trim + '<end_of_turn>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{%- endif %}
-"""
-# A short form of SmolLM3's: a system message of its own with the day, and marks that have the header inside.
-SMOLLM3 = """
-{%- macro turn(role, content) %}{{ '<|im_start|>' + role + '\n' + content + '<|im_end|>\n' }}{% endmacro %}
-{%- set ns = namespace(system='None') %}
-{%- for m in messages %}
-    {%- if m.role == 'system' %}{%- set ns.system = m.content %}{%- break %}{%- endif %}
-{%- endfor %}
-{{- turn('system', strftime_now('%d %B %Y') + '\n' + ns.system) }}
-{%- for m in messages %}
-    {%- if m.role == 'system' %}{%- continue %}{%- endif %}
-    {%- if m.role == 'user' %}{{ turn('user', m.content) }}
-    {%- else %}{% generation %}{{ turn('assistant', m.content.lstrip('\n')) }}{% endgeneration %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}
-"""
-# A short form of OLMo 3's Think: the last turn ends by another token, and answers begin with "<think>".
-OLMO3 = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
-)
-# A short form of Ministral 3's: no header before an answer to a tool's result, and reasoning in parts of the content.
-MINISTRAL3 = """
-{{- bos_token }}
-{%- for m in messages %}
-    {%- if m.role == 'user' %}{{ '[INST]' + m.content + '[/INST]' }}
-    {%- elif m.role == 'tool' %}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}
-    {%- else %}
-        {%- for part in ([{'type': 'text', 'text': m.content}] if m.content is string else m.content) %}
-            {{- '[THINK]' + part.thinking + '[/THINK]' if part.type == 'thinking' else part.text }}
-        {%- endfor %}
-        {%- for call in m.tool_calls or [] %}
-            {{- '[TOOL_CALLS]' + call.function.name + (call.function.arguments | tojson) }}
-        {%- endfor %}
-        {{- '</s>' }}
-    {%- endif %}
-{%- endfor %}
-"""
-# A short form of Qwen3.5's: it needs a question, answers begin with "<think>", and earlier turns lose theirs.
-QWEN35 = """
-{%- macro text(content) %}{% for part in [content] %}{{ part | trim }}{% endfor %}{% endmacro %}
-{%- set ns = namespace(last=-1) %}
-{%- for m in messages[::-1] %}
-    {%- if m.role == 'user' %}{%- set ns.last = messages | length - loop.index %}{%- break %}{%- endif %}
-{%- endfor %}
-{%- if ns.last < 0 %}{{ raise_exception('no question') }}{%- endif %}
-{%- for m in messages %}
-    {%- for later in messages[loop.index:] %}{% if later.role == 'none' %}{{ later.content }}{% endif %}{% endfor %}
-    {{- '<|im_start|>' + m.role + '\n' }}
-    {%- if m.role == 'assistant' and loop.index0 > ns.last %}
-        {{- '<think>\n' + m.reasoning_content | default('') + '\n</think>\n\n' }}
-    {%- endif %}
-    {{- text(m.content) + '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif %}
-"""
 SPECIAL = [
     "<start_of_turn>", "<end_of_turn>", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<|user|>", "<|assistant|>", "<|end|>",
     "<|endoftext|>",
@@ -218,9 +110,8 @@ def test_turns_of_three_families(shown):
 
 def test_turns_of_a_template_that_begins_answers_and_changes_earlier_turns(shown):
     """Loops that look ahead, and loops within a message, end no turn."""
-    assert shown(
-        QWEN35, [{"role": "assistant", "content": "Ask"}, *TALK[:3], {**TALK[3], "reasoning_content": "t"}]
-    ) == (
+    chat = [{"role": "assistant", "content": "Ask"}, *TALK[:3], {**TALK[3], "reasoning_content": "t"}]
+    assert shown(QWEN35, chat) == (
         "<|im_start|>assistant\n[Ask<|im_end|>]\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello.<|im_end|>]\n"
         "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n<think>\n[t\n</think>\n\nSo.<|im_end|>]\n"
@@ -229,21 +120,27 @@ def test_turns_of_a_template_that_begins_answers_and_changes_earlier_turns(shown
         shown(QWEN35, messages("Hi", "a\ufdd0"))
 
 
-def test_turns_are_what_messages_add_to_the_text(shown, folder):
-    """The text of messages[: i + 1] has a turn more than the text of messages[:i] with the words that ask for it."""
+@pytest.fixture
+def theirs(folder):
+    """transformers' tokenizer of the folder."""
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast(
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="<|im_end|>"
     )
+    tokenizer._tokenizer.no_truncation()
+    tokenizer._tokenizer.no_padding()
+    return tokenizer
+
+
+def test_turns_are_what_messages_add_to_the_text(shown, theirs):
+    """The text of messages[: i + 1] has a turn more than the text of messages[:i] with the words that ask for it."""
     for template, talk in itertools.product((CHATML, LLAMA3, GEMMA3), (TALK, TALK + TALK, TALK[:2] * 3)):
         expected, text = "", ""
         for i in range(0, len(talk), 2):
-            asked, answered = (
-                theirs.apply_chat_template(
-                    talk[: i + n], chat_template=template, tokenize=False, add_generation_prompt=n == 1
-                )
-                for n in (1, 2)
-            )
+            options = {"chat_template": template, "tokenize": False}
+            asked = theirs.apply_chat_template(talk[: i + 1], add_generation_prompt=True, **options)
+            answered = theirs.apply_chat_template(talk[: i + 2], **options)
             turn = answered.removeprefix(asked)
             expected += asked.removeprefix(text) + f"[{turn.rstrip()}]" + turn[len(turn.rstrip()) :]
             text = answered
@@ -428,10 +325,10 @@ def test_a_message_that_the_template_drops_is_refused(shown, folder):
     assert drops != QWEN3
     chat = [{"role": "developer", "content": "Hi"}, *TALK]
     assert "developer\nHi" in shown(QWEN3, chat)
-    with pytest.raises(ValueError, match=r"does not write the content of message 1 \(developer\): 'Hi'; remove it"):
-        shown(drops, chat)
-    with pytest.raises(ValueError, match=r"does not write the content of message 1 \(developer\): 'Hi'; remove it"):
-        ChatTemplate(load_tokenizer(str(folder))).prompt(chat[:2])
+    prompt = lambda: ChatTemplate(load_tokenizer(str(folder))).prompt(chat[:2])  # noqa: E731
+    for reads in (lambda: shown(drops, chat), prompt):
+        with pytest.raises(ValueError, match=r"not write the content of message 1 \(developer\): 'Hi'; remove it"):
+            reads()
     called = [TALK[0], {**TALK[1], "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": 'a "b"\n'}, TALK[3]]
     quoted = QWEN3.replace("<tool_response>' + m.content", "<tool_response>' + (m.content | tojson)")
     assert 'a \\"b\\"\\n' in shown(quoted, called)
@@ -441,10 +338,8 @@ def test_a_message_that_the_template_drops_is_refused(shown, folder):
 
 def test_words_that_a_template_takes_for_reasoning_are_refused(shown):
     """It cuts contents at "</think>", in an answer about the tag, too, and drops the reasoning of the last answer."""
-    assert (
-        shown(DEEPSEEK, messages("Hi", "<think>t</think>a", "b", "c"))
-        == "<User>Hi<Assistant>[a</s>]<User>b<Assistant>[c</s>]"
-    )
+    plain = shown(DEEPSEEK, messages("Hi", "<think>t</think>a", "b", "c"))
+    assert plain == "<User>Hi<Assistant>[a</s>]<User>b<Assistant>[c</s>]"
     for answer in ("Use the </think> tag", "<think>t</think>Use the </think> tag"):
         with pytest.raises(ValueError, match="the content beside </think> of message 2: 'Use the '; remove it"):
             shown(DEEPSEEK, messages("Hi", answer, "b", "c"))
@@ -482,14 +377,7 @@ def test_the_day_is_the_same_on_every_day(shown, caplog):
     assert shown(own, TALK).startswith("26 Jul 2024|")
 
 
-def test_marked_templates_have_the_mask_of_transformers(shown, folder):
-    transformers = pytest.importorskip("transformers")
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="<|im_end|>"
-    )
-    theirs._tokenizer.no_truncation()
-    theirs._tokenizer.no_padding()
+def test_marked_templates_have_the_mask_of_transformers(theirs, folder):
     talks = [TALK, messages("a", "b"), messages("x\n", "\u00e9\u4e2d \U0001f600 he", "a", " z", "q", "r")]
     for talk in talks:
         expected = theirs.apply_chat_template(
@@ -625,11 +513,7 @@ def test_templates_whose_turns_run_on_or_vanish(shown):
             shown(template, TALK)
 
 
-def test_turns_in_any_order_are_as_transformers_writes_them(shown, folder):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="<|im_end|>"
-    )
+def test_turns_in_any_order_are_as_transformers_writes_them(shown, theirs):
     user, assistant, system = ({"role": role, "content": role[0]} for role in ("user", "assistant", "system"))
     chats = [
         [user, user, assistant],

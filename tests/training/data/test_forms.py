@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from tests.training.data.test_chat import CHATML
+from tests.training.data.templates import CHATML
 from tests.training.data.test_packing import load_documents
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.data.corpus import open_stores

@@ -63,9 +63,7 @@ def test_ranks_share_a_steps_sequences_and_finish_together(world_size, batch_siz
     lengths = np.random.default_rng(0).lognormal(3, 1.5, 300).astype(int) + 1
     documents, step = make_documents(lengths.tolist()), world_size * batch_size * micro_batches
     one = make_loader(documents, 128, 1, packing=packing)
-    ranks = [
-        make_loader(documents, 128, batch_size, 0, rank, world_size, packing=packing) for rank in range(world_size)
-    ]
+    ranks = [make_loader(documents, 128, batch_size, 0, n, world_size, packing=packing) for n in range(world_size)]
 
     def pairs(batch):
         return sum(n * (n + 1) // 2 for n in batch.documents.lengths)
@@ -138,9 +136,8 @@ def test_lengths_of_packed_documents_are_those_of_the_batches():
     documents = [Document(np.full(size, 7, dtype=np.uint8)) for size in (3, 30, 1, 11, 2, 9, 0, 21)]
     loader = make_loader(documents, 12, 1, seed=3)
     lengths, sequences = loader.packing.document_lengths()
-    assert (
-        loader.packing.longest_document == 12 and make_loader(documents, 50, 1, seed=3).packing.longest_document == 31
-    )
+    assert loader.packing.longest_document == 12
+    assert make_loader(documents, 50, 1, seed=3).packing.longest_document == 31
     for index in range(loader.sequences_per_epoch):
         [batch] = loader.next_step()
         assert sorted(batch.documents.lengths) == sorted(lengths[sequences == index].tolist())

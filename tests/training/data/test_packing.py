@@ -66,11 +66,9 @@ def test_segments_and_masks():
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    context_length=st.integers(2, 17),
-    batch_size=st.integers(1, 3),
-    seed=st.integers(0, 3),
-)
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), context_length=st.integers(2, 17),
+    batch_size=st.integers(1, 3), seed=st.integers(0, 3),
+)  # fmt: skip
 def test_packing_loses_and_duplicates_no_token(lengths, context_length, batch_size, seed):
     documents = make_documents(lengths)
     total = sum(lengths) + len(lengths)

@@ -53,13 +53,8 @@ def test_of_a_folder_with_splits_train_is_read(tmp_path, caplog):
 
 def test_folder_is_read_in_order_and_text_files_only(tmp_path):
     for name, text in {
-        "b/z.py": "z",
-        "a.txt": "a",
-        "b/c.MD": "c",
-        "d.bin": "\0",
-        "empty.py": "",
-        "b/e.jsonl": "",
-    }.items():
+        "b/z.py": "z", "a.txt": "a", "b/c.MD": "c", "d.bin": "\0", "empty.py": "", "b/e.jsonl": "",
+    }.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "x.jsonl").write_text('{"text": "one\\u2028line"}\r\n{"text": "two", "id": 3}\n')

@@ -51,21 +51,16 @@ def test_tokens_beside_the_file_are_as_in_transformers(tmp_path, files):
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
-    assert (
-        ours.encode(TEXT).tolist() == theirs(TEXT, add_special_tokens=False, truncation=False, padding=False).input_ids
-    )
-    assert {name: getattr(theirs, name) for name in NAMES if getattr(theirs, name)} == {
-        name: token for name, token in ours.special_tokens.items() if name in NAMES
-    }
+    ids = ours.encode(TEXT).tolist()
+    assert ids == theirs(TEXT, add_special_tokens=False, truncation=False, padding=False).input_ids
+    named = {name: token for name, token in ours.special_tokens.items() if name in NAMES}
+    assert {name: getattr(theirs, name) for name in NAMES if getattr(theirs, name)} == named
     assert ours.eos_id == (256 + 1 if theirs.eos_token is None else theirs.eos_token_id)
     assert ours.vocab_size == max(theirs.get_vocab().values()) + 1
-    added = ours._tokenizer.get_added_tokens_decoder()
-    assert {number: repr(token) for number, token in added.items()} == {
-        number: repr(token) for number, token in theirs.added_tokens_decoder.items()
-    }
-    # Special tokens are not shown.
-    ids = ours.encode(TEXT).tolist()
-    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    added = ours._tokenizer.get_added_tokens_decoder(), theirs.added_tokens_decoder
+    first, second = ({number: repr(token) for number, token in each.items()} for each in added)
+    assert first == second
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)  # special tokens are not shown
 
 
 def test_a_template_knows_special_tokens_of_all_files(tmp_path):
@@ -75,10 +70,8 @@ def test_a_template_knows_special_tokens_of_all_files(tmp_path):
         "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    ours, chat = (
-        load_tokenizer(str(tmp_path)),
-        [{"role": "user", "content": "he"}, {"role": "assistant", "content": "x"}],
-    )
+    ours = load_tokenizer(str(tmp_path))
+    chat = [{"role": "user", "content": "he"}, {"role": "assistant", "content": "x"}]
     ids, masked = ChatTemplate(ours).encode({"messages": chat})
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert ids.tolist() == theirs.apply_chat_template(chat, return_dict=False)

@@ -148,11 +148,19 @@ def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, m
     (["--context_length", str(2**27 + 1)], "context_length must be between 2 and 134217728, got 134217729"),
     (["--lengths", "300", "9" * 400], "lengths must be between 2 and 134217728, got 999"),
     (["--margin", "1" + 400 * "0"], "margin must be between 0 and 1000000.0, got inf"),
+    (["--output_dir", "{loop}"], "output_dir {loop} cannot be made"),
+    (["--output_dir", "{loop}/out"], "Too many levels of symbolic links"),
+    (["--beside", "{loop}"], "Too many levels of symbolic links"),
+    (["--data", "{loop}"], "data path {loop} does not exist"),
+    (["--evaluator", "{loop}"], "{loop} has no config.json"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(flags, message, folders, tmp_path, capsys):
-    assert run(folders["full"], tmp_path, *flags) == (1, None)
-    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(error) == 1 and message in error[0] and not (tmp_path / "evaluation.json").exists()
+    """`loop` is a link to itself."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    assert run(folders["full"], tmp_path, *(flag.replace("{loop}", str(loop)) for flag in flags)) == (1, None)
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message.replace("{loop}", str(loop)) in error and not (tmp_path / "evaluation.json").exists()
 
 
 @pytest.mark.parametrize("flags", [("--lengths", "300", str(2**27)), ("--context_length", str(2**27))])
@@ -164,30 +172,22 @@ def test_lengths_that_do_not_fit_are_refused_before_a_sample_or_text_is_made(fla
     assert "keys and values of 134,217,728 tokens" in error and "1.00 GiB are there: give shorter texts" in error
 
 
-def test_links_to_themselves_are_refused_in_one_line(folders, tmp_path, capsys):
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    loop = str(tmp_path / "loop")
-    for flags, message in (
-        (["--output_dir", loop], f"output_dir {loop} cannot be made"),
-        (["--output_dir", f"{loop}/out"], "Too many levels of symbolic links"),
-        (["--beside", loop], "Too many levels of symbolic links"),
-        (["--data", loop], f"data path {loop} does not exist"),
-        (["--evaluator", loop], f"{loop} has no config.json"),
-    ):
-        assert main([folders["full"], "--device", "cpu", *flags]) == 1
-        error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert len(error) == 1 and message in error[0]
+def edited(folder, target, **settings):
+    """A copy of a checkpoint whose run had other settings."""
+    copied = shutil.copytree(folder, target)
+    trainer = json.loads((copied / "trainer.json").read_text())
+    trainer["trainer_state"]["settings"] |= settings
+    (copied / "trainer.json").write_text(json.dumps(trainer))
+    (copied / "manifest.json").unlink()  # it would refuse any edit
+    return str(copied)
 
 
 def test_the_validation_data_of_a_run_are_read(folders, tmp_path):
     """A run with files of its own held out nothing of its data."""
-    folder, own = shutil.copytree(folders["full"], tmp_path / "copy"), tmp_path / "own.txt"
+    own = tmp_path / "own.txt"
     own.write_text("a text of its own")
-    trainer = json.loads((folder / "trainer.json").read_text())
-    trainer["trainer_state"]["settings"] |= {"data": ["gone"], "validation_data": [str(own)]}
-    (folder / "trainer.json").write_text(json.dumps(trainer))
-    (folder / "manifest.json").unlink()  # it would refuse any edit
-    code, found = run(str(folder), tmp_path / "out", "--samples", "0")
+    folder = edited(folders["full"], tmp_path / "copy", data=["gone"], validation_data=[str(own)])
+    code, found = run(folder, tmp_path / "out", "--samples", "0")
     assert code == 0 and sum(row["tokens"] for row in found["loss_by_position"]) == len(own.read_text()) - 1
 
 
@@ -200,12 +200,7 @@ def test_the_validation_data_of_a_run_are_read(folders, tmp_path):
     ({"chat_reasoning": 3}, "invalid choice: '3'"),
 ])  # fmt: skip
 def test_edited_settings_of_a_run_are_refused(edit, message, folders, tmp_path, capsys):
-    folder = shutil.copytree(folders["full"], tmp_path / "copy")
-    trainer = json.loads((folder / "trainer.json").read_text())
-    trainer["trainer_state"]["settings"] |= edit
-    (folder / "trainer.json").write_text(json.dumps(trainer))
-    (folder / "manifest.json").unlink()  # it would refuse any edit
-    assert main([str(folder), "--device", "cpu", "--samples", "0"]) == 1
+    assert main([edited(folders["full"], tmp_path / "copy", **edit), "--device", "cpu", "--samples", "0"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 

@@ -85,9 +85,8 @@ def test_a_disk_that_is_full_at_the_end_is_one_line(capsys):
         Path(argv[0]).write_text("x")
 
     assert write(["/dev/full"]) == 1
-    assert capsys.readouterr().err == (
-        "error: No space left on device: a file is cut short; free some space on the disk, or use another\n"
-    )
+    error = "error: No space left on device: a file is cut short; free some space on the disk, or use another\n"
+    assert capsys.readouterr().err == error
 
 
 @pytest.mark.parametrize("name", ["run\udcff", "é→"])
@@ -146,9 +145,8 @@ def test_a_deleted_working_directory_is_one_line(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert plots.main(["run"]) == 1
-    assert capsys.readouterr().err.startswith(
-        "error: the working directory is gone (No such file or directory); change"
-    )
+    error = "error: the working directory is gone (No such file or directory); change"
+    assert capsys.readouterr().err.startswith(error)
 
 
 def test_variables_that_a_library_refuses_at_its_import_are_one_line():

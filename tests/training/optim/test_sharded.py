@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import training.optim.inventory
-from tests.checkpoints import save_checkpoint
-from tests.optimizers import ANY_WEIGHTS, Layer, assert_equal_states, full, make_optimizer, values_of
+from tests.optimizers import Layer, assert_equal_states, full, make_optimizer, save_state, values_of
 from tests.ranks import run_ranks
 from training.checkpoint.state import load_state
 from training.parallel.fsdp import shard_model
@@ -60,11 +59,6 @@ def train_sharded(gpu_state_bytes, world, micro_batches, steps=3, state_format="
     return model, optimizer, norms
 
 
-def save_state(folder, step, optimizer, weights=ANY_WEIGHTS):
-    state = {"weights": weights, "optimizer_state": optimizer.state_dict()}
-    return save_checkpoint(folder, step, **state, model_config={}, trainer_state={})
-
-
 def check_sharded(world, folder):
     training.optim.inventory.PIECE_ELEMENTS, one = 24, World(0, 1, world.device)
     for micro_batches in (1, 3):
@@ -79,14 +73,14 @@ def check_sharded(world, folder):
         for name, tensors in single.state_dict().items():
             for key, tensor in tensors.items():
                 torch.testing.assert_close(expected[name][key], tensor.detach(), rtol=1e-4, atol=1e-6)
-    path = save_state(folder / "run", 1, optimizer)
+    path = save_state(folder / "run", 1, optimizer.state_dict())
     model, other, _ = train_sharded(0, world, 3, steps=1)
     load_state(other, path)
     assert_equal_states(full(other.state_dict()), expected)
     assert all(torch.equal(p.full_tensor(), expected[n]["master"]) for n, p in model.named_parameters())
     check_compact_sharded(world)
     optimizer = train_sharded(0, world, 1, state_format="compact")[1]
-    save_state(folder, 3, optimizer, optimizer.parameters)
+    save_state(folder, 3, optimizer.state_dict(), optimizer.parameters)
     values = values_of(optimizer)
     if world.is_main:
         torch.save(values, folder / "values.pt")
@@ -179,7 +173,7 @@ def test_sharded_state_stays_on_the_host(tmp_path):
 
         weight, optimizer = make(2.0)
         assert optimizer.state_dict()["weight"]["exp_avg"].to_local().device.type == "cpu"
-        path = save_state(tmp_path / "run", 1, optimizer)
+        path = save_state(tmp_path / "run", 1, optimizer.state_dict())
         other_weight, other = make(3.0)
         load_state(other, path)
         for key in ("exp_avg", "exp_avg_sq"):

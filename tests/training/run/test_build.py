@@ -232,9 +232,8 @@ def plan_beside_flash_attn_4(monkeypatch, measured, version="4.0.0b36", **settin
     def measure_attention(share, backend, device, context_length, kinds):
         if isinstance(measured, Exception):
             raise measured
-        return {
-            name: measured * rate for name, rate in scale_rates(GPUS["H200"], backend, kinds).items() if " " in name
-        }
+        rates = scale_rates(GPUS["H200"], backend, kinds)
+        return {name: measured * rate for name, rate in rates.items() if " " in name}
 
     monkeypatch.setattr("training.run.recipe.choose_backend", lambda name, _: "cudnn" if name == "auto" else name)
     monkeypatch.setattr(run, "measure_attention", measure_attention)
@@ -272,25 +271,22 @@ def test_attention_is_cudnns_where_flash_attn_4_cannot_be_compared(monkeypatch, 
         assert re.search(message, caplog.text)
 
 
-def explanation(plan, advice, fitting):
-    table = format_table(list(plan.step.stages(plan.execution)))
-    return f"predicted for the step as it was placed:\n{table}\npredicted to fit into {advice}:\n{fitting}"
-
-
-@pytest.mark.parametrize("flag", ["gradient_checkpointing", "compile"])
-def test_out_of_memory_without_a_plan_names_one_that_fits(flag, pretended_gpu):
-    text, plan = explain_out_of_memory(**{flag: True})
-    placement = {"gradient_checkpointing": Placement(), "compile": WHOLE}[flag]
-    assert plan.execution.placements == (placement,) * 36
-    advice = "37.00 GiB; --gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
-    assert text == explanation(plan, advice, make_plan(plan.step, 37 * GIB, 60 * GIB))
-
-
-def test_out_of_memory_with_a_plan_names_one_of_less():
-    text, plan = explain_out_of_memory(plan_budget=20 * GIB, optimizer_state="float32")
-    assert "\nforward of layers " in text  # equal layers share a row
-    advice = "18.00 GiB; --memory_budget 18.0GB makes such a plan"
-    assert text == explanation(plan, advice, make_plan(plan.step, 18 * GIB, 60 * GIB))
+@pytest.mark.parametrize(("settings", "advice", "gib"), [
+    *(({flag: True},
+       "37.00 GiB; --gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's", 37)
+      for flag in ("gradient_checkpointing", "compile")),
+    ({"plan_budget": 20 * GIB, "optimizer_state": "float32"},
+     "18.00 GiB; --memory_budget 18.0GB makes such a plan", 18),
+])  # fmt: skip
+def test_out_of_memory_names_a_plan_that_fits(settings, advice, gib, pretended_gpu):
+    text, plan = explain_out_of_memory(**settings)
+    if gib == 37:
+        placement = Placement() if "gradient_checkpointing" in settings else WHOLE
+        assert plan.execution.placements == (placement,) * 36
+    else:
+        assert "\nforward of layers " in text  # equal layers share a row
+    table, fits = format_table(list(plan.step.stages(plan.execution))), make_plan(plan.step, gib * GIB, 60 * GIB)
+    assert text == f"predicted for the step as it was placed:\n{table}\npredicted to fit into {advice}:\n{fits}"
 
 
 def test_out_of_memory_where_no_plan_fits_names_the_largest_context(pretended_gpu):
