@@ -38,7 +38,8 @@ class ExpertsPart:
     tile_size: ClassVar[int] = 32_768  # 2,048 rows for each of 128 experts, 8 per token
     kept_whole: ClassVar[str] = "experts, and experts over ranks are not there yet"
     rate: ClassVar[str] = "experts"
-    h200_rate: ClassVar[float] = 420e12  # assumed
+    # FLOP/s of forward and backward, random tokens, on an H100 (benchmarks/results/experts_h100_2026-11-27.md).
+    h200_rate: ClassVar[float] = 498e12
 
     def __post_init__(self):
         if min(self.num_experts, self.per_token, self.intermediate_size) < 1 or self.per_token > self.num_experts:
