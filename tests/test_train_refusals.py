@@ -22,11 +22,7 @@ def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
     (start / "config.json").write_text(json.dumps({**config, "intermediate_size": 300}))
     for folder, extra, message in (
         ("run", [], "is already there"),
-        (
-            "run",
-            ["--resume", "--max_steps", "1", "--warmup_steps", "1"],
-            "is at step 1, max_steps is 1; raise max_steps",
-        ),
+        ("run", ["--resume", "--max_steps", "1", "--warmup_steps", "1"], "is at step 1, max_steps is 1; raise max_st"),
         ("run", ["--resume", "--context_length", "32"], "context_length 64, this run 32"),
         ("run", ["--resume", "--model_size", "0.6B"], "of another size"),
         ("weights", ["--resume"], "has no optimizer state"),
@@ -48,9 +44,8 @@ def test_a_folder_that_is_not_for_a_run_is_refused(corpus, tmp_path, capsys):
         before = {file: file.read_bytes() for file in folder.glob("*.json")}
         for flags in ([], ["--resume", "auto"], ["--save", "none"]):
             assert train.main(arguments(corpus, folder, *flags)) == 1
-            assert (
-                f"output_dir {folder} holds weights, or a config.json that is not of a run" in capsys.readouterr().err
-            )
+            message = f"output_dir {folder} holds weights, or a config.json that is not of a run"
+            assert message in capsys.readouterr().err
         assert before == {file: file.read_bytes() for file in folder.glob("*.json")}
     (run / "config.json").write_text('{"cut')  # by a kill
     (run / "step_00000001").rename(tmp_path / "elsewhere")
@@ -62,13 +57,6 @@ def test_what_a_run_writes_is_not_its_data(corpus, tmp_path, capsys):
     assert f"output_dir {tmp_path}/run lies in data {tmp_path}, which would be read" in capsys.readouterr().err
     assert train.main(arguments(corpus, tmp_path / "run", "--log_file", corpus)) == 1
     assert f"log_file {corpus} lies in data {corpus}, which would be read" in capsys.readouterr().err
-
-
-def test_data_of_a_symbolic_link_to_itself(tmp_path, capsys):
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
-    assert train.main(arguments(str(loop), tmp_path / "run")) == 1
-    assert f"data path {loop} does not exist" in capsys.readouterr().err
 
 
 def test_released_weights_want_their_tokenizer(released, corpus, tmp_path, capsys):
@@ -99,12 +87,6 @@ def test_released_weights_that_this_decoder_cannot_compute(settings, message, re
     assert train.main(command) == 1
     error = capsys.readouterr().err.strip()
     assert error.startswith(f"error: cannot take {path}: ") and message in error and "\n" not in error
-
-
-def test_an_output_dir_that_cannot_be_written_is_one_line(corpus, tmp_path, capsys):
-    (tmp_path / "file").touch()
-    assert train.main(arguments(corpus, tmp_path / "file" / "run")) == 1
-    assert "file/run cannot be written to: " in capsys.readouterr().err
 
 
 BAD_FLAGS = [
@@ -165,6 +147,7 @@ BAD_FLAGS = [
     (["--config="], "config is an empty string or has a NUL; give a value, or drop it"),
     (["--output_dir="], "output_dir is an empty string or has a NUL"),
     (["--init_from", "no/such/folder"], "has no config.json"),
+    *([] if torch.cuda.is_available() else [(["--device", "cuda"], "PyTorch sees no CUDA GPU")]),
 ]  # fmt: skip
 
 
@@ -180,9 +163,8 @@ def test_bad_input_is_one_line_before_any_model(extra, message, corpus, tmp_path
 def test_a_validation_without_a_token_to_predict_is_refused(tmp_path, capsys):
     line = json.dumps({"prompt": "long " * 100, "completion": "yes"}) + "\n"
     (tmp_path / "a.jsonl").write_text(line * 20)
-    flags = arguments(
-        str(tmp_path / "a.jsonl"), tmp_path / "run", "--validation_fraction", "0.1", "--overlong", "split"
-    )
+    flags = "--validation_fraction", "0.1", "--overlong", "split"
+    flags = arguments(str(tmp_path / "a.jsonl"), tmp_path / "run", *flags)
     assert train.main([*flags, "--validation_sequences", "2"]) == 1
     assert "the first 2 held-out sequences have no token to be predicted; raise" in capsys.readouterr().err
     assert train.main([*flags, "--validation_sequences", "20"]) == 0
@@ -217,20 +199,18 @@ def test_bad_toml_is_refused(text, message, tmp_path):
         parse(["--config", str(path)])
 
 
-def test_links_to_themselves_are_one_line(corpus, tmp_path, capsys):
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
-    for command in (arguments(corpus, loop), arguments(corpus, loop / "run"), arguments(str(loop), tmp_path / "run"),
-                    [*arguments(corpus, loop), "--resume", "auto"]):  # fmt: skip
+def test_paths_that_are_no_folders_are_one_line(corpus, tmp_path, capsys):
+    loop, file = tmp_path / "loop", tmp_path / "file"
+    loop.symlink_to(loop), file.touch()
+    for command, message in (
+        (arguments(corpus, loop), f"{loop}"), (arguments(corpus, loop / "run"), f"{loop}"),
+        (arguments(str(loop), tmp_path / "run"), f"data path {loop} does not exist"),
+        ([*arguments(corpus, loop), "--resume", "auto"], f"{loop}"),
+        (arguments(corpus, file / "run"), "file/run cannot be written to: "),
+    ):  # fmt: skip
         assert train.main(command) == 1
         error = capsys.readouterr().err.strip()
-        assert error.startswith("error: ") and "\n" not in error and str(loop) in error
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_cuda_asked_for_and_absent(corpus, tmp_path, capsys):
-    assert train.main([*arguments(corpus, tmp_path / "run"), "--device", "cuda"]) == 1
-    assert "PyTorch sees no CUDA GPU" in capsys.readouterr().err
+        assert error.startswith("error: ") and "\n" not in error and message in error
 
 
 def test_a_run_whose_only_checkpoint_is_damaged_is_refused(corpus, tmp_path, capsys):

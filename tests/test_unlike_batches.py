@@ -249,17 +249,6 @@ def test_weights_on_the_host_train_alike(name, placement, dtype, state_format, e
     assert len(runs[0]) == len(runs[1]) and all(map(torch.equal, *runs))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_two_rows_are_two_micro_batches(name):
-    """One long document, and short ones in the other row, in one batch or in two: losses equal within 1e-6.
-
-    The longest document of a micro-batch once decided how all were attended to: short ones beside it by chosen blocks,
-    by themselves densely. The losses differed by 1e-3.
-    """
-    model = build(KINDS[name])
-    assert_close(run(model, batched(LONG)), run(model, accumulated(LONG)), name)
-
-
 def test_kinds_differ_where_they_should():
     """Chosen blocks and windows change the loss of a long document by far more than the tests above allow."""
     for batch, differ in ((LONG, True), (SHORT, False)):

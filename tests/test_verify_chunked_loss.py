@@ -97,6 +97,8 @@ def test_sizes_of_the_switch_are_the_owners():
     borders = ((35_335, 2), (17_667, 4))
     assert not any(config.uses_chunked_loss(n, size) for n, size in borders)
     assert all(config.uses_chunked_loss(n + 1, size) for n, size in borders)
+    assert config.uses_chunked_loss(1, loss_impl="chunked")
+    assert not config.uses_chunked_loss(10**6, loss_impl="standard")
 
 
 @pytest.mark.parametrize("broken", ["hidden gradient", "head gradient"])

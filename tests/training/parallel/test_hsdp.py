@@ -123,16 +123,11 @@ def test_four_ranks_equal_one_process():
 def test_copies_that_cannot_be_are_refused():
     for size, local_size, tensor, replicate in ((8, 8, 1, 8), (8, 4, 2, 4), (32, 8, 1, 2), (32, 8, 1, 8), (4, 1, 1, 2)):
         check_replicate(size, local_size, tensor, replicate)
+    divide, machines = "must divide the number of processes", "must be a multiple or a divisor of the 3 machines"
     for size, local_size, tensor, replicate, message in (
-        (1, 1, 1, 2, "replicate 2 x tensor_parallel_size 1 must divide the number of processes, 1; start"),
-        (8, 8, 4, 4, "replicate 4 x tensor_parallel_size 4 must divide the number of processes, 8"),
-        (
-            24,
-            8,
-            1,
-            4,
-            "replicate 4 must be a multiple or a divisor of the 3 machines, .* give 3 for a copy per machine",
-        ),
+        (1, 1, 1, 2, f"replicate 2 x tensor_parallel_size 1 {divide}, 1; start"),
+        (8, 8, 4, 4, f"replicate 4 x tensor_parallel_size 4 {divide}, 8"),
+        (24, 8, 1, 4, f"replicate 4 {machines}, .* give 3 for a copy per machine"),
     ):
         with pytest.raises(UserError, match=message):
             check_replicate(size, local_size, tensor, replicate)

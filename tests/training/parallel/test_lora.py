@@ -34,13 +34,11 @@ def train_shared(world: World, folder: Path) -> None:
     start = arguments(str(folder / "corpus.txt"), folder / "shared", "--init_from", str(base_of(folder)), *STEADY)
     start += ["--context_parallel_size", "2", "--gradient_accumulation_steps", "2", "--sample_tokens", "3"]
     once = ["--gradient_accumulation_steps", "1", "--sample_tokens", "0"]
-    with mock.patch.object(
-        train, "join_world", lambda device, **sizes: nullcontext(worlds[sizes["context_parallel_size"]])
-    ):
+    join = lambda device, **sizes: nullcontext(worlds[sizes["context_parallel_size"]])  # noqa: E731
+    alone = "--max_steps", "2", "--context_parallel_size", "1", *once
+    with mock.patch.object(train, "join_world", join):
         assert train.main([*start, "--max_steps", "1"]) == 0
-        assert (
-            train.main(only_resume(folder / "shared", "--max_steps", "2", "--context_parallel_size", "1", *once)) == 0
-        )
+        assert train.main(only_resume(folder / "shared", *alone)) == 0
         with mock.patch.object(Step, "unplanned", in_pieces):
             for steps, size, more in (("3", "1", []), ("4", "2", ["--gradient_accumulation_steps", "2"])):
                 flags = ["--max_steps", steps, "--context_parallel_size", size, "--gradient_checkpointing", *more]

@@ -15,17 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from model import MODEL_SIZES, Transformer
-from tests.optimizers import make_optimizer
 from tests.ranks import announce, meeting_point, run_ranks, start_torchrun
 from tests.training.data.test_packing import make_documents, make_loader
-from training.checkpoint.state import load_weights
 from training.host.errors import UserError
 from training.parallel import world
-from training.parallel.fsdp import initial_weights, shard_model
-from training.parallel.ulysses import share_sequences
 from training.parallel.world import World, join_world, make_mesh
-from training.run.step import train_step
 
 DOCUMENTS = make_documents([40, 90, 15, 60, 50])
 
@@ -264,7 +258,6 @@ def test_four_ranks():
 def check_four_ranks(world: World) -> None:
     check_meshes(world)
     check_sequences(world)
-    check_training(world)
 
 
 def check_meshes(world: World) -> None:
@@ -289,40 +282,6 @@ def check_sequences(world: World) -> None:
     assert torch.equal(all_taken[0], all_taken[1]) and torch.equal(all_taken[2], all_taken[3])
     [one] = make_loader(DOCUMENTS, 32, 4).next_step()
     assert sorted(torch.cat(all_taken[::2]).tolist()) == sorted(one.input_ids.tolist())
-
-
-def train(world: World, micro_batches: int) -> tuple[list, dict]:
-    """(losses and gradient norms of three steps, the weights after them)."""
-    with torch.device("meta"):
-        model = Transformer(MODEL_SIZES["tiny"])
-    if world.size > 1:
-        shard_model(model, model.layers, world)
-        share_sequences(model, world)
-    model.to_empty(device="cpu")
-    optimizer = make_optimizer(model.named_parameters(), accumulate=micro_batches > 1)
-    load_weights(optimizer, initial_weights(model, seed=0))
-    loader = make_loader(DOCUMENTS, 32, 1, rank=world.data_rank, world_size=world.data_size)
-    steps = []
-    for _ in range(3):
-        batches = loader.next_step(micro_batches)
-        steps.append(train_step(model, optimizer, batches, world, learning_rate=1e-3, max_grad_norm=1.0)[:2])
-    return steps, {n: p.full_tensor() if world.size > 1 else p for n, p in model.named_parameters()}
-
-
-def check_training(world: World) -> None:
-    """Two groups of two ranks train as one process that takes the sequences of both groups.
-
-    Two sums over all ranks serve a step: of targets, and of the norm with the loss.
-    """
-    sums, all_reduce = [], dist.all_reduce
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda *args, **kwargs: sums.append(1) or all_reduce(*args, **kwargs))
-        steps, weights = train(world, 1)
-    assert len(sums) == 2 * len(steps)
-    expected_steps, expected = train(World(0, 1, world.device), 2)
-    torch.testing.assert_close(torch.tensor(steps), torch.tensor(expected_steps), rtol=1e-5, atol=0)
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_a_rank_that_is_stopped_is_named(monkeypatch, capfd):
