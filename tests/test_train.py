@@ -164,7 +164,7 @@ def test_nsa_from_dense_weights_on(corpus, tmp_path, caplog, capsys):
     assert "initialised" not in caplog.text
     capsys.readouterr()
     assert train.main(arguments(corpus, tmp_path / "other", "--init_from", start)) == 1
-    assert "would drop its gates; give --attention_type nsa" in capsys.readouterr().err
+    assert "attention_type full would drop; give --attention_type nsa" in capsys.readouterr().err
     assert train.main(only_resume(dense, "--max_steps", "2", "--attention_type", "nsa")) == 1
     assert "start from its weights with --init_from" in capsys.readouterr().err
 

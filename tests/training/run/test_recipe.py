@@ -116,9 +116,9 @@ def test_quantized_weights_are_refused_where_they_cannot_be():
     ):
         check_lora_bits(4, MODEL_SIZES["0.6B"], num_gpus=2)
     for name, value, found in (
-        ("hidden_size", 100, "q_proj has 100 columns"),
-        ("intermediate_size", 96, "down_proj has 96 columns"),
-        ("head_dim", 10, "o_proj has 160 columns"),
+        ("hidden_size", 100, r"layers\.0\.self_attn\.q_proj has 100 columns"),
+        ("intermediate_size", 96, r"layers\.0\.mlp\.down_proj has 96 columns"),
+        ("head_dim", 10, r"layers\.0\.self_attn\.o_proj has 160 columns"),
     ):
         narrow = replace(MODEL_SIZES["0.6B"], **{name: value})
         with pytest.raises(ValueError, match=f"lora_bits 4 needs rows of whole groups of 64, and {found}; give lora_"):
