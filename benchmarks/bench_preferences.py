@@ -6,9 +6,9 @@ Our step is train.py's. A setting is "auto" or a size, taken as --memory_budget 
 a prompt of its own, in one row. "trl" is TRL's DPOTrainer on transformers' model with Liger's kernels: bf16 weights,
 gradient checkpointing, fused AdamW without float32 masters, and the two answers in two rows. Weights are random.
 
-The reference's log-probabilities are stored before the first step, ours by a forward pass that is timed; TRL's trainer
-stores them, too. With `--lora 16` all train adapters of that rank alone, and each step runs its reference, the base.
-The first loss is ln 2 within the rounding of bf16. The steps after the first are timed.
+The reference's log-probabilities are stored before the first step, by TRL's trainer as well. Our pass for them is
+timed. With `--lora 16` all train adapters of that rank alone, and each step runs its reference, the base. The first
+loss is ln 2 within the rounding of bf16. The steps after the first are timed.
 """
 
 import argparse

@@ -162,7 +162,7 @@ class ModelConfig(Share):
     rope_theta: float = 1e6
     rope_scaling: RopeScaling | None = None
     initializer_range: float = 0.02
-    router_aux_loss_coef: float = 0.0  # of the loss that balances experts; 0: it is not added
+    router_aux_loss_coef: float = 0.0  # factor of the loss that balances experts; 0: it is not added
     max_position_embeddings: int = 40_960  # only declared, for Hugging Face's tools; no length is refused here
     model_type: str = "qwen3"  # the family's name in config.json, see training/families/rows.py
 

@@ -10,13 +10,13 @@ stuttered. `training.logprobs` stores the reference, then train.py runs for 200 
 import argparse
 import json
 import random
+import runpy
 import sys
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 
-import train
 from benchmarks.common import print_json, print_table
 from training.data import loader
 from training.data.loader import PROMPT, Batch, longest_first, make_batch
@@ -83,24 +83,26 @@ def main() -> None:
     known = ["--data", str(data), "--objective", "dpo", "--context_length", str(arguments.context_length)]
     exits(logprobs.main([arguments.model, str(reference), *known]))
     known += ["--init_from", arguments.model, "--reference_logprobs", str(reference), "--save", "none"]
-    known += [
-        "--max_steps",
-        str(arguments.steps),
-        "--batch_size",
-        str(arguments.batch_size),
-        "--warmup_steps",
-        "10",
-        "--validation_fraction",
-        "0.1",
-    ]
+    known += ["--max_steps", str(arguments.steps), "--batch_size", str(arguments.batch_size)]
+    known += ["--warmup_steps", "10", "--validation_fraction", "0.1"]
     known += ["--learning_rate", str(arguments.learning_rate), "--validation_interval", "50", "--sample_tokens", "0"]
     found = {}
     for name, function in (("shared", make_batch), ("apart", make_batch_apart)):
         with mock.patch.object(loader, "make_batch", function):
-            exits(train.main([*known, "--output_dir", str(arguments.out / name)]))
+            exits(run_train([*known, "--output_dir", str(arguments.out / name)]))
         lines = (arguments.out / name / "metrics.jsonl").read_text().splitlines()
         found[name] = [line for line in map(json.loads, lines) if "loss" in line]
     report(arguments, found)
+
+
+def run_train(flags: list[str]) -> int | None:
+    """Runs train.py in this process, where the batches are patched. Returns its exit status."""
+    with mock.patch.object(sys, "argv", ["train.py", *flags]):
+        try:
+            runpy.run_path(str(Path(__file__).parents[2] / "train.py"), run_name="__main__")
+        except SystemExit as ended:
+            return ended.code  # type: ignore[return-value]
+    return None
 
 
 def exits(status: int | None) -> None:

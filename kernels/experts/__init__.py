@@ -1,6 +1,6 @@
 """Mixture of experts: the router, the experts' gated MLPs, and the load of each expert."""
 
 from .mlp import expert_mlp, expert_mlp_reference
-from .route import Choice, load_balancing_loss, route, tokens_per_expert
+from .route import Choice, route, tokens_per_expert
 
-__all__ = ["Choice", "expert_mlp", "expert_mlp_reference", "load_balancing_loss", "route", "tokens_per_expert"]
+__all__ = ["Choice", "expert_mlp", "expert_mlp_reference", "route", "tokens_per_expert"]

@@ -1,4 +1,4 @@
-"""What the routers of a forward chose: tokens of each expert, and a loss that has experts share tokens evenly.
+"""Load of each expert in a forward, and the auxiliary loss, which is least where experts share tokens evenly.
 
 Let c_e be the number of rows that go to expert e, and p_e the sum of its probabilities, over the R rows of all layers.
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .route import tokens_per_expert
+from .route import probabilities_of, tokens_per_expert
 
 
 class Routing:
@@ -44,7 +44,7 @@ class Routing:
             return
         self.counts[layer], self.rows = tokens_per_expert(experts, logits.shape[1]), self.rows + len(logits)
         if self.coefficient:
-            self.sums[layer] = _probabilities(logits.detach()).sum(0)
+            self.sums[layer] = probabilities_of(logits.detach()).sum(0)
 
     def finish(
         self, loss: Tensor, share: Tensor | float, group: dist.ProcessGroup | None
@@ -66,10 +66,6 @@ class Routing:
             auxiliary = slope @ sums
             loss = _Added.apply(loss, share * auxiliary, shares * slope, self)
         return loss, load, auxiliary
-
-
-def _probabilities(logits: Tensor) -> Tensor:
-    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -103,5 +99,5 @@ class _Balanced(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_logits):
-        p, slope = _probabilities(ctx.saved_tensors[0]), ctx.routing.slope
+        p, slope = probabilities_of(ctx.saved_tensors[0]), ctx.routing.slope
         return d_logits + (p * (slope - (p @ slope)[:, None])).to(d_logits.dtype), None

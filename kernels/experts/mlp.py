@@ -58,20 +58,17 @@ def _run(
     sum_entries(rows, y)
 
 
-@operation("fathom::expert_mlp", composed=True)
-def _forward(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns y, and gate and up of the entries by expert, [N k, 2 F]."""
-    x, gate_up, down, weights = (aligned(t) for t in (x, gate_up, down, weights))
-    y, kept = _empty_outputs(x, gate_up, experts)
-    _run(x, gate_up, down, group(experts, len(down), x), weights, kept, y)
-    return y, kept
-
-
-def _empty_outputs(x, gate_up, experts):
+def _empty_outputs(x, gate_up, down, experts, weights):
     return x.new_empty(x.shape), x.new_empty(experts.numel(), gate_up.shape[1])
 
 
-_forward.register_fake(lambda x, gate_up, down, experts, weights: _empty_outputs(x, gate_up, experts))
+@operation("fathom::expert_mlp", _empty_outputs, composed=True)
+def _forward(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns y, and gate and up of the entries by expert, [N k, 2 F]."""
+    x, gate_up, down, weights = (aligned(t) for t in (x, gate_up, down, weights))
+    y, kept = _empty_outputs(x, gate_up, down, experts, weights)
+    _run(x, gate_up, down, group(experts, len(down), x), weights, kept, y)
+    return y, kept
 
 
 def _run_tiles(
@@ -86,13 +83,22 @@ def _run_tiles(
     return y
 
 
-_tiled = operation("fathom::tiled_expert_mlp", composed=True)(_run_tiles)
-_skippable_tiled = operation("fathom::skippable_tiled_expert_mlp", composed=True, skippable=True)(_run_tiles)
-for _operation in (_tiled, _skippable_tiled):
-    _operation.register_fake(lambda x, *rest: x.new_empty(x.shape))
+def _empty_output(x, *rest):
+    return x.new_empty(x.shape)
 
 
-@operation("fathom::expert_mlp_backward", composed=True)
+_tiled = operation("fathom::tiled_expert_mlp", _empty_output, composed=True)(_run_tiles)
+_skippable_tiled = operation("fathom::skippable_tiled_expert_mlp", _empty_output, composed=True, skippable=True)(
+    _run_tiles
+)
+
+
+def _empty_gradients(dy, x, gate_up, down, experts, weights, kept, tile_size, needs_gradient):
+    tensors = x, gate_up, down, weights
+    return [t.new_empty(t.shape) for t, needed in zip(tensors, needs_gradient) if needed]
+
+
+@operation("fathom::expert_mlp_backward", _empty_gradients, composed=True)
 def _backward(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None,
     tile_size: int, needs_gradient: list[bool],
@@ -138,12 +144,6 @@ def _backward(
     return [g for g, needed in zip((dx, d_gate_up, d_down, d_weights), needs_gradient) if needed and g is not None]
 
 
-@_backward.register_fake
-def _(dy, x, gate_up, down, experts, weights, kept, tile_size, needs_gradient):
-    tensors = x, gate_up, down, weights
-    return [t.new_empty(t.shape) for t, needed in zip(tensors, needs_gradient) if needed]
-
-
 def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # saves the zeros that autograd would make for `kept`
     ctx.save_for_backward(*inputs[:5], output[1])
@@ -183,7 +183,7 @@ def expert_mlp(
         experts: [N, k], integers, the experts of each token.
         weights: [N, k], any floating dtype.
         tile_size: tokens of a tile; None runs all at once and keeps gate and up, [N k, 2 F], for backward. In tiles
-            backward makes these again, one third of forward's work, and adds weight gradients up in float32; a single
+            backward makes these again, two thirds of forward's work, and adds weight gradients up in float32; a single
             tile needs no such sums.
         skippable: whether a second forward may leave tiles out, because no gradient depends on the result, see
             `kernels.common.operation`.

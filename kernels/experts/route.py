@@ -8,7 +8,6 @@ Kept for backward: the choice and the probabilities. Under activation checkpoint
 forward takes the first one's, so that rounding cannot route a token otherwise.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -22,16 +21,18 @@ class Choice(NamedTuple):
     weights: Tensor  # [N, k] in the logits' dtype
 
 
-@operation("fathom::choose_experts", keepable="choices")
+def _empty_choice(logits, top_k):
+    return logits.new_empty(len(logits), top_k, dtype=torch.int32)
+
+
+@operation("fathom::choose_experts", _empty_choice, keepable="choices")
 def choose_experts(logits: Tensor, top_k: int) -> Tensor:
     """Returns the experts [N, top_k] of the largest logits [N, E], int32."""
-    return _probabilities(logits).topk(top_k, dim=-1).indices.int()
+    return probabilities_of(logits).topk(top_k, dim=-1).indices.int()
 
 
-choose_experts.register_fake(lambda logits, top_k: logits.new_empty(len(logits), top_k, dtype=torch.int32))
-
-
-def _probabilities(logits: Tensor) -> Tensor:
+def probabilities_of(logits: Tensor) -> Tensor:
+    """Returns the softmax of logits [N, E], in float32 at least."""
     return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -53,7 +54,7 @@ def route(logits: Tensor, top_k: int, *, normalize: bool, experts: Tensor | None
         experts = choose_experts(logits.detach(), top_k)
     elif experts.shape != (len(logits), top_k):
         raise ValueError(f"experts must be {[len(logits), top_k]}, got {list(experts.shape)}")
-    weights = _probabilities(logits).gather(-1, experts.long())
+    weights = probabilities_of(logits).gather(-1, experts.long())
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return Choice(experts, weights.to(logits.dtype))
@@ -76,21 +77,3 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
     """Returns how many tokens of experts [N, k] each expert has, int32 [num_experts], without waiting for the GPU."""
     return sort_by_expert(experts, num_experts)[1].diff()
-
-
-def load_balancing_loss(logits: Iterable[Tensor], top_k: int) -> Tensor:
-    """Auxiliary loss of the Switch Transformer (Fedus et al. 2021, arXiv:2101.03961): least if experts share evenly.
-
-    It is E times the sum over experts of (entries per token) x (mean probability), over the tokens of all layers.
-
-    Args:
-        logits: [N, E] of each layer.
-    """
-    counts, totals, rows = [], [], 0
-    for layer in logits:
-        probabilities = layer.softmax(-1)
-        counts.append(tokens_per_expert(probabilities.topk(top_k, dim=-1).indices, layer.shape[-1]))
-        totals.append(probabilities.float().sum(0))
-        rows += len(layer)
-    shares, means = (torch.stack(sums).sum(0) / rows for sums in (counts, totals))
-    return len(shares) * (shares * means).sum()

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from kernels.experts import expert_mlp, expert_mlp_reference, load_balancing_loss, products, route, tokens_per_expert
+from kernels.experts import expert_mlp, expert_mlp_reference, products, route, tokens_per_expert
+from kernels.experts.balance import Routing
 from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import compare_with_float64, outputs_and_gradients, random, requested_peak
 from tests.storage_counter import StorageCounter
@@ -83,13 +84,15 @@ def test_a_choice_that_was_made_is_taken(device):
     assert torch.equal(made.weights, again.weights)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_load_balancing_loss_is_transformers(dtype, device, qwen):
-    layers = tuple(random(N, 6, seed=N, dtype=dtype, device=device).requires_grad_() for N in (50, 50, 50))
-    theirs = qwen.load_balancing_loss_func(layers, 6, 2)
-    ours = load_balancing_loss(layers, 2)
-    torch.testing.assert_close(ours, theirs)
-    assert torch.equal(ours, load_balancing_loss(torch.stack(layers), 2))
+def test_the_auxiliary_loss_is_transformers(device, qwen):
+    layers = tuple(random(50, 6, seed=seed, device=device).requires_grad_() for seed in range(3))
+    theirs, routing = qwen.load_balancing_loss_func(layers, 6, 2), Routing(1.0)
+    total = sum(routing.balanced(logits).sum() for logits in layers) * 0
+    for layer, logits in enumerate(layers):
+        routing.note(layer, logits, route(logits, 2, normalize=True).experts)
+    ours, load, auxiliary = routing.finish(total, 1.0, None)
+    torch.testing.assert_close((ours, auxiliary), (theirs, theirs.detach()))
+    assert load.sum(1).tolist() == [100] * 3
     for a, b in zip(*(torch.autograd.grad(loss, layers) for loss in (ours, theirs))):
         torch.testing.assert_close(a, b)
 

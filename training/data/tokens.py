@@ -1,6 +1,7 @@
 """Stores of tokens, from which any part of any document is read. prepared.py has the store on disk."""
 
 import zlib
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -120,8 +121,8 @@ class TokenStore(Store):
 class _View(Store):
     """Documents of other stores: `_find` returns (store, a document's number there, the position where it begins)."""
 
-    def _find(self, document: int) -> tuple[Store, int, int]:
-        raise NotImplementedError
+    @abstractmethod
+    def _find(self, document: int) -> tuple[Store, int, int]: ...
 
     def source(self, document: int) -> str:
         store, number, _ = self._find(document)

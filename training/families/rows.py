@@ -67,6 +67,10 @@ NO_BIASES = {"attention_bias": False}  # one setting for q, k, v and o
 QWEN35_FORM = {
     "qk_norm": "head", "norm_weight_offset": 1.0, "norm_cast_before_weight": False, "has_output_gate": True,
 }  # fmt: skip
+QWEN35_DEFAULTS = {
+    "vocab_size": 248_320, "num_attention_heads": 16, "head_dim": 256, "max_position_embeddings": 32_768,
+    "partial_rotary_factor": 0.25, "full_attention_interval": 4, **dict(zip(DELTA_NET, (16, 32, 128, 128))),
+}  # fmt: skip
 WINDOW_SWITCH = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 FAMILIES = {
     "qwen3": Family(
@@ -141,9 +145,8 @@ FAMILIES = {
     "qwen3_5_text": Family(
         form=QWEN35_FORM,
         defaults={
-            "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32,
-            "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768,
-            "partial_rotary_factor": 0.25, "full_attention_interval": 4, **dict(zip(DELTA_NET, (16, 32, 128, 128))),
+            **QWEN35_DEFAULTS, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32,
+            "num_key_value_heads": 4,
         },
         fixed={"attn_output_gate": True, "linear_conv_kernel_dim": 4, **NO_BIASES},
         fixed_rope={"mrope_interleaved": True, "mrope_section": [11, 11, 10]},  # of pictures' positions
@@ -152,9 +155,8 @@ FAMILIES = {
     "qwen3_5_moe_text": Family(
         form=QWEN35_FORM,
         defaults={
-            "vocab_size": 248_320, "hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40,
-            "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768,
-            "partial_rotary_factor": 0.25, "full_attention_interval": 4, **dict(zip(DELTA_NET, (16, 32, 128, 128))),
+            **QWEN35_DEFAULTS, "hidden_size": 2048, "intermediate_size": 512, "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
             "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
             "shared_expert_intermediate_size": 512, "output_router_logits": False, "router_aux_loss_coef": 0.001,
         },

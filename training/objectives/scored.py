@@ -4,6 +4,7 @@ An objective is a formula: it gives a loss for each token or for each answer, wh
 log-probabilities. Minus these derivatives are the weights of the targets, with which the model's loss is run.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -84,7 +85,7 @@ class Terms:
     largest: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Objective:
+class Objective(ABC):
     """What a step minimises, of answers that have log-probabilities."""
 
     reads_entropy: ClassVar[bool] = False
@@ -99,13 +100,13 @@ class Objective:
         """Returns the objective of a step with these metrics, if it `reads_step`."""
         return self
 
+    @abstractmethod
     def count(self, batch: Batch) -> float:
         """Returns what a whole micro-batch, of all ranks that share it, adds to the denominator of the step's loss."""
-        raise NotImplementedError
 
+    @abstractmethod
     def __call__(self, scored: Scored) -> Terms:
         """Returns the loss before it is divided."""
-        raise NotImplementedError
 
 
 TOKEN_BYTES = 45  # answer's number (8), mask (1), five columns, and log-probability, loss, weight and entropy (36)

@@ -52,7 +52,7 @@ from .selection import (
 
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
 WIDE_HEAD_DIMS, WIDE_SHARED_MEMORY = (*HEAD_DIMS, 256), 160 * 1024
-WIDE_RATES = {"sparse forward": 127e12, "sparse choice": 829e12, "sparse backward": 163e12}  # of 256, on an H100
+WIDE_RATES = {"sparse forward": 127e12, "sparse choice": 829e12, "sparse backward": 163e12}  # heads of 256, an H100
 WORKSPACE_BYTES = 9 * 2**28  # holds half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
 SCORES_BYTES = WORKSPACE_BYTES  # limit on scores that exist at a time: no more than the slots after them
 
