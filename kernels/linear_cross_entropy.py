@@ -59,7 +59,7 @@ def linear_cross_entropy_reference(
     return cross_entropy_reference(F.linear(input, linear_weight, linear_bias), target, **options)
 
 
-def _rows_to_compute(target: Tensor, ignore_index: int, num_valid_tokens: int | None) -> Tensor | None:
+def rows_to_compute(target: Tensor, ignore_index: int, num_valid_tokens: int | None) -> Tensor | None:
     """Returns the rows with a valid label, None for all rows. Waits for the device unless their number is given."""
     valid = target != ignore_index
     if num_valid_tokens is None:
@@ -71,17 +71,17 @@ def _rows_to_compute(target: Tensor, ignore_index: int, num_valid_tokens: int | 
     return torch.argsort((~valid).byte(), stable=True)[:num_valid_tokens]
 
 
-def _row_length(V: int) -> int:
+def row_length(V: int) -> int:
     """Returns the elements that a row of V logits takes: 128 for 100."""
     return -(-V // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def logits_bytes(num_tokens: int, vocab_size: int, element_size: int = 2) -> int:
     """Returns the bytes that `linear_cross_entropy` takes besides its inputs and gradients: a chunk's logits."""
-    return element_size * _row_length(vocab_size) * min(CHUNK_SIZE, num_tokens)
+    return element_size * row_length(vocab_size) * min(CHUNK_SIZE, num_tokens)
 
 
-class _Head(NamedTuple):
+class HeadFactor(NamedTuple):
     """The head by groups of words that are multiplied at once, [24:27] and [0:24] for 27.
 
     The few past the last multiple of 8 come first: dx rounds what they add while it is small.
@@ -93,16 +93,16 @@ class _Head(NamedTuple):
     biases: list[Tensor | None]
 
 
-def _factor_head(linear: Linear, weight: Tensor, bias: Tensor | None, needs_input: bool) -> _Head:
+def factor_head(linear: Linear, weight: Tensor, bias: Tensor | None, needs_input: bool) -> HeadFactor:
     V, most = len(weight), len(weight) // WORDS_MULTIPLE * WORDS_MULTIPLE
     groups = [words for words in (slice(most, V), slice(0, most)) if words.start < words.stop]
     factors = [linear.factor(weight[words]) for words in groups]
     factors_t = [linear.transpose(factor) for factor in factors] if needs_input else []
-    return _Head(groups, factors, factors_t, [None if bias is None else bias[words] for words in groups])
+    return HeadFactor(groups, factors, factors_t, [None if bias is None else bias[words] for words in groups])
 
 
-def _add_gradients(
-    linear: Linear, d_logits: Tensor, x: Factor, head: _Head, d_x: Tensor | None, d_weight: Tensor | None,
+def add_gradients(
+    linear: Linear, d_logits: Tensor, x: Factor, head: HeadFactor, d_x: Tensor | None, d_weight: Tensor | None,
     accumulate: bool,
 ) -> None:  # fmt: skip
     """Writes a chunk's gradient of the input into `d_x`, and writes or adds its gradient of the head to `d_weight`."""
@@ -150,7 +150,7 @@ def _loss_and_gradients(
     linear: Linear = part_of(part)
     options = RowOptions(ignore_index, softcap, use_triton)
     shard = shard_of(group_name, len(linear_weight))
-    rows = _rows_to_compute(target, ignore_index, num_valid_tokens)
+    rows = rows_to_compute(target, ignore_index, num_valid_tokens)
     num_rows = len(target) if rows is None else len(rows)
     needs_gradient = needs_input or needs_weight or needs_bias
 
@@ -165,8 +165,8 @@ def _loss_and_gradients(
         d_weight.zero_()
     statistics = losses.new_empty(3, num_rows)
     V = len(linear_weight)
-    logits_buffer = input.new_empty(min(chunk_size, num_rows), _row_length(V))[:, :V]
-    head = _factor_head(linear, linear_weight, linear_bias, needs_input)
+    logits_buffer = input.new_empty(min(chunk_size, num_rows), row_length(V))[:, :V]
+    head = factor_head(linear, linear_weight, linear_bias, needs_input)
 
     for start in range(0, num_rows, chunk_size):
         here = slice(start, start + chunk_size)
@@ -182,7 +182,7 @@ def _loss_and_gradients(
         if gradient is None:
             continue
         d_x = None if not needs_input else d_input[here] if rows is None else torch.empty_like(x)
-        _add_gradients(linear, gradient, x_factor, head, d_x, d_weight if needs_weight else None, start > 0)
+        add_gradients(linear, gradient, x_factor, head, d_x, d_weight if needs_weight else None, start > 0)
         if d_x is not None and rows is not None:
             d_input[chunk] = d_x
         if needs_bias:
@@ -266,7 +266,7 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes or options that do not fit together; a denominator that `cross_entropy` refuses.
         RuntimeError: wrong num_valid_tokens; in backward, create_graph=True.
     """
-    input, linear_weight, linear_bias = cast_by_autocast(input, _gathered(linear_weight), linear_bias)
+    input, linear_weight, linear_bias = cast_by_autocast(input, gathered(linear_weight), linear_bias)
     on_triton = use_triton(impl, input)
     labels = checked_labels(input, target, reduction, softcap)
     _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size)
@@ -287,7 +287,7 @@ def linear_cross_entropy(
     return details(loss, losses, log_sum_exp, target.shape, entropies if return_entropy else None)
 
 
-def _gathered(linear_weight: Tensor) -> Tensor:
+def gathered(linear_weight: Tensor) -> Tensor:
     """Returns a DTensor's whole tensor, whose gradient is summed over its ranks; any other tensor as it is."""
     if not hasattr(linear_weight, "full_tensor"):
         return linear_weight

@@ -29,11 +29,11 @@ from .cross_entropy import (
 from .linear import PLAIN, Linear
 from .linear_cross_entropy import (
     CHUNK_SIZE,
-    _add_gradients,
-    _factor_head,
-    _gathered,
-    _row_length,
-    _rows_to_compute,
+    add_gradients,
+    factor_head,
+    gathered,
+    row_length,
+    rows_to_compute,
     scaled_gradients,
 )
 from .parts import part_of
@@ -81,12 +81,12 @@ def _loss_and_gradients(
     """Returns the loss, each row's, and the gradients of input and head before `scale`; what is not needed is empty."""
     linear: Linear = part_of(part)
     options, shard = RowOptions(ignore_index, None, use_triton), shard_of(None, len(linear_weight))
-    rows = _rows_to_compute(target, ignore_index, num_valid_tokens)
+    rows = rows_to_compute(target, ignore_index, num_valid_tokens)
     rows = torch.arange(len(target), device=target.device) if rows is None else rows
     losses, d_input, d_weight = (x.zero_() for x in _empty_outputs(input, linear_weight, needs_input, needs_weight))
     V = len(linear_weight)
-    logits_buffer = input.new_empty(min(chunk_size, len(rows)), _row_length(V))[:, :V]
-    head = _factor_head(linear, linear_weight, None, needs_input)
+    logits_buffer = input.new_empty(min(chunk_size, len(rows)), row_length(V))[:, :V]
+    head = factor_head(linear, linear_weight, None, needs_input)
     for start in range(0, len(rows), chunk_size):
         chunk = rows[start : start + chunk_size]
         x, words = input[chunk], ids[chunk]
@@ -105,7 +105,7 @@ def _loss_and_gradients(
         at_words = row_weights[:, None] * (log_q.exp() - log_probs[chunk].exp())
         logits.scatter_(1, words, at_words.to(logits.dtype))
         d_x = torch.empty_like(x) if needs_input else None
-        _add_gradients(linear, logits, x_factor, head, d_x, d_weight if needs_weight else None, start > 0)
+        add_gradients(linear, logits, x_factor, head, d_x, d_weight if needs_weight else None, start > 0)
         if d_x is not None:
             d_input[chunk] = d_x
     terms = losses if weights is None else losses * weights
@@ -143,7 +143,7 @@ def top_k_divergence(
     Returns:
         The loss, and each row's without its weight; log-sum-exps are not among them.
     """
-    input, linear_weight = cast_by_autocast(input, _gathered(linear_weight))
+    input, linear_weight = cast_by_autocast(input, gathered(linear_weight))
     on_triton, labels = use_triton(impl, input), checked_labels(input, target, "mean", None)
     if ids.shape != log_probs.shape or ids.shape[:-1] != target.shape:
         raise ValueError(f"ids and log_probs must be {[*target.shape, 'k']}, got {[*ids.shape]}, {[*log_probs.shape]}")

@@ -201,8 +201,8 @@ def test_no_token_is_trained_to_predict_the_next_document(loss_impl):
 
 def test_the_loss_gathers_no_rows_where_every_position_has_a_target(monkeypatch):
     module = importlib.import_module("kernels.linear_cross_entropy")  # the package's attribute is the function
-    rows_to_compute, gathered = module._rows_to_compute, []
-    monkeypatch.setattr(module, "_rows_to_compute", lambda *args: gathered.append(rows_to_compute(*args)))
+    rows_to_compute, gathered = module.rows_to_compute, []
+    monkeypatch.setattr(module, "rows_to_compute", lambda *args: gathered.append(rows_to_compute(*args)))
     for rows in (1, 3):
         model, ids = build(loss_impl="chunked"), tokens(rows, 12)
         model(ids, ids).loss.backward()

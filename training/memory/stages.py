@@ -119,9 +119,8 @@ class Stages:
         waiting, ready = (1 - separate) * step.head_gradient, separate * step.head_share
         # Shares of the parameters. Gradients of `gone` have left for the host, of `stays` none do.
         gone = ready * optimizer.rows[-1].state_on_host
-        waited = gone * (
-            step.last_bytes > optimizer.leaving_limit
-        )  # compute waits until a large head's gradient has left
+        # Compute waits until a large head's gradient has left.
+        waited = gone * (step.last_bytes > optimizer.leaving_limit)
         embedding = step.head_share * (weights[L] > 0)
         stays = 1 - sum(share for share, size in zip(step.layer_shares, weights) if size) - embedding - gone
         stays = stays if stays > 1e-9 else math.inf  # all of them leave: a share of none is none
