@@ -160,7 +160,9 @@ def _check(q, k, cos, sin, R) -> None:
         raise ValueError(f"q and k must be [B, T, heads, K] of one dtype with an even K, got {got}")
     if R % 2 or not 0 < R <= K:
         raise ValueError(f"rotary_dim must be even and up to {K}, got {R}")
-    if cos.shape != sin.shape or cos.shape[:-1] not in ((T,), (B, T)) or cos.shape[-1] - R // 2 not in (0, 1):
+    # Compared by ==: in torch.compile's traces a length that is a symbol is "in" no tuple of numbers.
+    fits = cos.shape[:-1] == (T,) or cos.shape[:-1] == (B, T)
+    if cos.shape != sin.shape or not fits or cos.shape[-1] - R // 2 not in (0, 1):
         got = f"{list(cos.shape)} and {list(sin.shape)}"
         raise ValueError(f"cos and sin must be [{T}, {R // 2}] or [{B}, {T}, {R // 2}], got {got}")
 

@@ -166,3 +166,15 @@ def test_past_2_to_the_31_elements(device):
     for ours, expected in zip(rotated, exact):
         torch.testing.assert_close(ours[:, sample].double(), expected, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(d_q[:, sample].double(), q.detach()[:, sample].double(), rtol=2e-2, atol=3e-2)
+
+
+def test_lengths_that_are_symbols_under_compile():
+    """As where one function is compiled for several lengths. The tables' own lengths are numbers."""
+    torch._dynamo.reset()
+    compiled = torch.compile(rope, fullgraph=True, backend="aot_eager")
+    for T in (7, 5, 1):
+        inputs = queries_and_keys(2, T, 4, 2, 32)
+        for x in inputs:
+            torch._dynamo.maybe_mark_dynamic(x, 1)
+        for tables in (table(T, 32), [x.repeat(2, 1, 1) for x in table(T, 32)]):
+            assert all(map(torch.equal, compiled(*inputs, *tables), rope(*inputs, *tables)))
