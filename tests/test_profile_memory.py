@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -266,8 +267,20 @@ def test_what_would_be_faster(tmp_path, capsys):
     flags = "--gpu", "4090", "--attention_type", "sparse", "--optimizer_state", "float32"
     rows = run_main(tmp_path, *flags, "--host_budget", "60GB")["answer"]["faster"]
     assert [row["flags"] for row in rows] == ["--optimizer_state compact", "--host_budget 110GB"]
-    rows = run_main(tmp_path, *flags[:2], "--host_memory", "64GB")["answer"]["faster"]
+    readme = (Path(profile_memory.__file__).parent / "README.md").read_text()
+    command, shown = re.search(r"\$ .*profile_memory\.py (.*)\n((?:.+\n)+)```", readme).groups()
+    capsys.readouterr()
+    rows = run_main(tmp_path, *command.split())["answer"]["faster"]
     assert [row["flags"] for row in rows] == ["--host_memory 96GB", "--attention_type sparse"]
+    printed, shown = ([*map(split_numbers, text.splitlines())] for text in (capsys.readouterr().out, shown))
+    for (words, numbers), (shown_words, shown_numbers) in zip(printed[: len(shown)], shown, strict=True):
+        assert words == shown_words and numbers == pytest.approx(shown_numbers, rel=0.02)
+
+
+def split_numbers(line: str) -> tuple[list[str], list[float]]:
+    """split_numbers("step: 1,269.65 s") is (["step:", "s"], [1269.65])."""
+    number = r"\d[\d,]*(?:\.\d+)?"
+    return re.sub(number, "", line).split(), [float(each.replace(",", "")) for each in re.findall(number, line)]
 
 
 def test_the_size_of_the_machine_limits_its_processes(nine_layers, tmp_path, capsys):
