@@ -169,7 +169,7 @@ def test_past_2_to_the_31_elements(device):
 
 
 def test_lengths_that_are_symbols_under_compile():
-    """As where one function is compiled for several lengths. The tables' own lengths are numbers."""
+    """Compiles one function for several lengths. The tables' own lengths are numbers."""
     torch._dynamo.reset()
     compiled = torch.compile(rope, fullgraph=True, backend="aot_eager")
     for T in (7, 5, 1):

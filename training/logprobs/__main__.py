@@ -54,6 +54,10 @@ def log_probabilities(
             first = int(starts[document])
             values[first + 1 : first + stop] = found[position : position + stop - 1]
             position += stop
+    if not len(values):
+        raise UserError("the data have no token to be predicted; give others")
+    if not np.isfinite(values).all():
+        raise UserError("some log-probabilities are no numbers: the weights are damaged, or too large for this dtype")
     values[np.repeat(documents.lengths > context_length, documents.lengths)] = np.nan
     return values
 
@@ -70,10 +74,13 @@ def score(flags: LogProbsFlags, world: World) -> None:
     if len(in_memory) < len(stores):
         raise UserError("prepared sets have no log-probabilities beside them; give the rows that they were made of")
     documents = join(stores)
-    if count := int((documents.lengths > flags.context_length).sum()):
+    count, longest = int((documents.lengths > flags.context_length).sum()), f"{documents.lengths.max():,}"
+    if count == len(documents.lengths):
+        raise UserError(f"all documents are longer than --context_length {flags.context_length:,}, up to {longest}")
+    if count:
         logger.warning(
             "data: %d documents are longer than a sequence, the longest has %s tokens: train with --overlong drop",
-            count, f"{documents.lengths.max():,}",
+            count, longest,
         )  # fmt: skip
     model = load(opened, flags.context_length, 0, world, flags.memory_budget)
 

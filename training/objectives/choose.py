@@ -60,7 +60,9 @@ def text_reader(objective: str, eos_id: int, context_length: int) -> RowReader |
     return row_reader(ObjectiveFlags(objective=objective, old_logprobs="elsewhere"), eos_id, context_length)
 
 
-def complete(flags: ObjectiveFlags, tokenizer, start: str | None, stores: Sequence[TokenStore]) -> None:
+def complete(
+    flags: ObjectiveFlags, context_length: int, tokenizer, start: str | None, stores: Sequence[TokenStore]
+) -> None:
     """Gives documents the columns that their rows lack: advantages of groups, and stored log-probabilities.
 
     Args:
@@ -81,7 +83,7 @@ def complete(flags: ObjectiveFlags, tokenizer, start: str | None, stores: Sequen
     if flags.objective in ROLLOUT_OBJECTIVES:
         give_advantages(stores, scaled=flags.objective != "dr_grpo")
     for column, stored in found.items():
-        stored.give(stores, column)
+        stored.give(stores, column, context_length)
 
 
 def give_advantages(stores: Sequence[TokenStore], scaled: bool) -> None:

@@ -83,10 +83,10 @@ class Stored:
         if start is not None and self.weights != (found := digest_of(start)):
             raise UserError(f"{self.folder} is of weights {self.weights}, and {start} has {found}; {anew}")
 
-    def give(self, stores: Sequence[TokenStore], column: str) -> None:
+    def give(self, stores: Sequence[TokenStore], column: str, context_length: int) -> None:
         """Gives documents log-probabilities as a column, or ids and log-probabilities of a teacher's words.
 
-        Raises UserError for a damaged file, or one without a teacher's words.
+        Raises UserError for a damaged file, one without a teacher's words, or one made with a shorter context_length.
         """
         if column == TEACHER and not self.top_k:
             raise UserError(f"{self.folder} was made without --top_k; make it anew with that, such as --top_k 16")
@@ -98,6 +98,14 @@ class Stored:
         names = {column: 0} if column != TEACHER else {f"{TEACHER} {i}": i for i in range(1, width)}
         for store in stores:
             stop = first + int(store.lengths.sum())
+            starts = first + np.cumsum(store.lengths) - store.lengths
+            fits = store.lengths <= context_length  # others are left out, or refused
+            if (lacks := fits & np.isnan(values[starts, 0])).any():
+                longest = f"{store.lengths[lacks].max():,}"
+                raise UserError(
+                    f"{self.folder} was made with a --context_length into which {lacks.sum():,} documents did not fit, "
+                    f"the longest of {longest} tokens; make it anew with --context_length {context_length}"
+                )
             for name, place in names.items():
                 store.add_column(name, np.ascontiguousarray(values[first:stop, place]))
             first = stop
