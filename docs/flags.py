@@ -7,9 +7,9 @@ from argparse import ArgumentParser
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
-from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.__main__ import EvaluationFlags
+from training.export.__main__ import ExportFlags
 from training.flags import SMALLEST, Rule, grouped
 from training.generate.flags import GenerateFlags
 from training.host.files import replace_file
@@ -27,7 +27,7 @@ COMMANDS = {
     "-m training.logprobs": LogProbsFlags,
     "-m training.data prepare": PrepareFlags,
     "-m training.data verify": VerifyFlags,
-    "-m training.checkpoint.weights export": ExportFlags,
+    "-m training.export": ExportFlags,
     "-m training.plots": PlotsFlags,
 }
 MOST_SHOWN = 1000  # larger limits keep nonsense out

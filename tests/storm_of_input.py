@@ -32,7 +32,7 @@ import training.evaluation.__main__ as evaluation
 from model import MODEL_SIZES, Transformer
 from tests.runs import ROOT, SMALL
 from tests.training.data.test_tokenizer import write_tokenizer
-from training.checkpoint import weights
+from training.export import __main__ as export
 from training.generate import __main__ as generate
 from training.plots import __main__ as plots
 from training.run.settings import TrainConfig
@@ -68,7 +68,7 @@ COMMANDS = {
     "evaluation": Command(
         evaluation.main, evaluation.EvaluationFlags, [STEP, "--sequences=1", "--samples=1", "--context_length=64"]
     ),
-    "export": Command(weights.main, weights.ExportFlags, ["export", STEP, "fresh"]),
+    "export": Command(export.main, export.ExportFlags, [STEP, "fresh"]),
     "prepare": Command(
         data.main, data.PrepareFlags, ["prepare", "corpus.txt", "fresh", "--tokenizer=bytes", "--workers=1"]
     ),

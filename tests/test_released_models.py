@@ -21,8 +21,9 @@ from model import MODEL_SIZES, ModelConfig, Transformer
 from tests import wrappers
 from tests.runs import arguments, only_resume
 from tests.training.data.test_tokenizer import write_tokenizer
-from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import load_model_weights, shape_of_weights
+from training.export.__main__ import DTYPES
+from training.export.__main__ import main as export_main
 from training.families.config_json import from_config_json, in_family, to_config_json
 from training.families.rows import FAMILIES
 from training.memory.execution import Execution, Placement
@@ -132,13 +133,13 @@ def test_equals_transformers(name, tmp_path):
 def test_a_model_of_text_and_images_is_exported_whole(wrapper, is_newer, dtype, tmp_path):
     """The text model computes as in transformers. Names, dtypes, bytes and config.json are the source's."""
     is_tied = dtype == "bf16"
-    files = {"is_newer": is_newer, "is_tied": is_tied, "dtype": weights_module.EXPORT_DTYPES[dtype]}
+    files = {"is_newer": is_newer, "is_tied": is_tied, "dtype": DTYPES[dtype]}
     source, target = wrappers.release(wrapper, tmp_path / "source", **files), tmp_path / "target"
     expected, theirs = wrappers.bits_of(load_file(source / "model.safetensors")), wrappers.whole_model(source)
     assert ("language_model.lm_head.weight" in expected) == (not is_tied and not is_newer)
     if is_newer:  # in several files
         split(source)
-    assert weights_module.main(["export", str(source), str(target), "--dtype", dtype]) == 0
+    assert export_main([str(source), str(target), "--dtype", dtype]) == 0
     assert wrappers.bits_of(load_file(target / "model.safetensors")) == expected
     content, before = (json.loads((each / "config.json").read_text()) for each in (target, source))
     assert content.pop("torch_dtype") == content["text_config"].pop("torch_dtype") == before.pop("dtype")
@@ -426,14 +427,14 @@ def test_weights_come_and_go_bit_for_bit(qwen2, tmp_path, capsys):
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, released[f"model.{name}"].float())
         assert torch.equal(optimizer.state_dict()[name]["master"], parameter)
-    assert weights_module.main(["export", str(qwen2), str(tmp_path / "out"), "--dtype", "fp16"]) == 0
+    assert export_main([str(qwen2), str(tmp_path / "out"), "--dtype", "fp16"]) == 0
     assert "parameters of qwen2, torch.float16, 0.00 GB in model.safetensors; chat_template" in capsys.readouterr().out
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == released.keys()
     assert all(torch.equal(exported[name], weight) for name, weight in released.items())
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == COMPANIONS["chat_template.jinja"]
     extended = str(tmp_path / "extended")
-    assert weights_module.main(["export", str(qwen2), extended, "--rope_scaling", "yarn:4:64"]) == 0
+    assert export_main([str(qwen2), extended, "--rope_scaling", "yarn:4:64"]) == 0
     expected = replace(recipe.model, rope_scaling=YarnScaling(4.0, 64), max_position_embeddings=256)
     assert load(tmp_path / "extended").config == expected
     assert load_file(f"{extended}/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
@@ -465,7 +466,7 @@ def test_a_plan_is_of_the_folders_shape(qwen2, tmp_path, capsys):
 
 def test_exports_that_are_refused(qwen2, tmp_path, capsys):
     def refused(*arguments):
-        assert weights_module.main(["export", *map(str, arguments)]) == 1
+        assert export_main([*map(str, arguments)]) == 1
         return capsys.readouterr().err
 
     (tmp_path / "full").mkdir()
@@ -496,7 +497,7 @@ def test_an_export_into_an_empty_folder_has_nothing_of_a_killed_one(qwen2, tmp_p
         folder.mkdir()
     (tmp_path / ".out.tmp" / "left_by_a_kill").touch()
     monkeypatch.chdir(out)
-    assert weights_module.main(["export", str(qwen2), "."]) == 1  # a shell would be left in a deleted folder
+    assert export_main([str(qwen2), "."]) == 1  # a shell would be left in a deleted folder
     monkeypatch.chdir(tmp_path)
-    assert weights_module.main(["export", str(qwen2), "out"]) == 0
+    assert export_main([str(qwen2), "out"]) == 0
     assert (out / "model.safetensors").is_file() and not (out / "left_by_a_kill").exists()

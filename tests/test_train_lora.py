@@ -17,6 +17,7 @@ from tests.runs import arguments, losses, only_resume, saved_settings, weights_o
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import find_weights, load_model_weights, parameter_shapes, shape_of_weights
 from training.evaluation import __main__ as evaluation
+from training.export.__main__ import main as export_main
 from training.families.lora import Adapters, read_adapters, to_adapter_config
 from training.generate import __main__ as generate
 from training.host import errors
@@ -247,7 +248,7 @@ def test_targets_of_some_blocks_are_refused(base, run, corpus, tmp_path, capsys)
 
 def test_merged_weights_are_pefts(run, base, tmp_path):
     folder = run / "step_00000006"
-    weights_module.main(["export", str(folder), str(tmp_path / "merged"), "--merge", "--dtype", "float32"])
+    export_main([str(folder), str(tmp_path / "merged"), "--merge", "--dtype", "float32"])
     expected = dict(theirs(base, folder).merge_and_unload().named_parameters())
     found = load_file(tmp_path / "merged/model.safetensors")
     assert found.keys() == expected.keys()
@@ -257,7 +258,7 @@ def test_merged_weights_are_pefts(run, base, tmp_path):
 
 def test_a_folder_of_adapters_is_read_like_the_merged_one(run, corpus, tmp_path, capsys):
     folder, merged = run / "step_00000006", tmp_path / "merged"
-    weights_module.main(["export", str(folder), str(merged), "--merge", "--dtype", "float32"])
+    export_main([str(folder), str(merged), "--merge", "--dtype", "float32"])
     capsys.readouterr()
     written = []
     for source in (folder, merged):
@@ -461,7 +462,7 @@ def test_adapters_of_a_base_that_was_trained_anew_are_refused(run, base, corpus,
         lambda: train.main(continued),
         lambda: generate.main([str(adapted), "def", "--device", "cpu"]),
         lambda: evaluation.main([str(adapted), *judged, "--output_dir", str(tmp_path / "judged")]),
-        lambda: weights_module.main(["export", str(adapted), str(tmp_path / "merged"), "--merge"]),
+        lambda: export_main([str(adapted), str(tmp_path / "merged"), "--merge"]),
     ):
         capsys.readouterr()
         assert command() == 1
@@ -518,7 +519,7 @@ def test_a_profile_is_of_the_base(run, base, capsys):
 
 
 def test_exports_say_what_they_need(run, base, tmp_path, capsys):
-    assert weights_module.main(["export", str(run / "step_00000006"), str(tmp_path / "out")]) == 1
+    assert export_main([str(run / "step_00000006"), str(tmp_path / "out")]) == 1
     assert "--merge writes whole weights" in capsys.readouterr().err
-    assert weights_module.main(["export", str(base), str(tmp_path / "out"), "--merge"]) == 1
+    assert export_main([str(base), str(tmp_path / "out"), "--merge"]) == 1
     assert "--merge has no effect" in capsys.readouterr().err

@@ -16,9 +16,9 @@ from kernels.common import IMPLEMENTATIONS
 from kernels.fp8 import FP8
 from kernels.linear import PLAIN
 from model import MODEL_SIZES
-from training.checkpoint.weights import ExportFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.flags import EvaluationFlags
+from training.export.__main__ import ExportFlags
 from training.flags import ABSENT, USUAL_NAMES, Rule, flag, given_flags, grouped, read_command, read_flags, refuse
 from training.generate.flags import GenerateFlags
 from training.host import choices
@@ -266,7 +266,7 @@ COMMANDS = {
     "train.py": TrainConfig, "profile_memory.py": ProfileFlags, "training.evaluation": EvaluationFlags,
     "training.generate": GenerateFlags, "training.logprobs": LogProbsFlags, "training.plots": PlotsFlags,
     "training.data prepare": PrepareFlags, "training.data verify": VerifyFlags,
-    "training.checkpoint.weights export": ExportFlags,
+    "training.export": ExportFlags,
 }  # fmt: skip
 
 
@@ -306,7 +306,7 @@ ALWAYS = {
     "training.plots": "run",
     "training.data prepare": "source out tokenizer workers suffixes columns bad_rows",
     "training.data verify": "out",
-    "training.checkpoint.weights export": "source target dtype rope_scaling merge",
+    "training.export": "source target dtype rope_scaling merge",
 }
 ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --data x"
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of

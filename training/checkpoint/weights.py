@@ -2,16 +2,12 @@
 
 The weights are in model.safetensors, or in several such files with an index. A folder of adapters has
 adapter_model.safetensors (`training.families.lora`), and names the folder with all other weights.
-
-`python -m training.checkpoint.weights export IN OUT` turns a checkpoint into such a folder, for other programs to open.
 """
 
 import itertools
 import json
 import logging
-import os
 import re
-import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,17 +19,14 @@ from kernels.lora import merged
 from kernels.parts import Adapted
 from model import ModelConfig
 from training.checkpoint import pieces
-from training.checkpoint.carried import NOTHING, Carried, read_carried
-from training.checkpoint.manifest import WEIGHTS, verify_weights, weight_files
+from training.checkpoint.carried import NOTHING, Carried
+from training.checkpoint.manifest import verify_weights, weight_files
 from training.checkpoint.pieces import Entry, Piece
-from training.families.config_json import TOKEN_IDS, from_config_json, to_config_json
+from training.families.config_json import TOKEN_IDS, from_config_json
 from training.families.lora import ADAPTER_WEIGHTS, Adapters, has_adapters, read_adapters, read_frozen_bits
 from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
-from training.families.rope import extend
-from training.flags import flag, read_command
 from training.host.errors import UserError, hub_download, refused_as_user_error
-from training.host.files import JSON_BYTES, making, read_file, read_json
-from training.host.processes import command
+from training.host.files import JSON_BYTES, read_file, read_json
 from training.optim.quantized import check_library, is_quantized, quantize
 
 logger = logging.getLogger(__name__)
@@ -45,7 +38,6 @@ COMPANIONS = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
     "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-EXPORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -237,80 +229,3 @@ def _read_merged(name: str, entries: dict[str, Entry], adapters: Adapters | None
     assert adapters is not None
     a, b = (_read_weight(entries[f"{projection}lora_{each}.weight"]).float() for each in "AB")
     return merged(Adapted(weight.float(), a, adapters.scale * b))
-
-
-# The command
-
-
-def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | None = None, merge: bool = False) -> str:
-    """Write config.json, model.safetensors and their companions; returns a line that says what was written.
-
-    Raises UserError if `target` is not empty or is being made by another process, the weights are damaged or not finite
-    in `dtype`, no other program computes this model, or `merge` is not as the source needs it.
-    """
-    if has_adapters(source) and not merge:
-        raise UserError(f"{source} holds adapters, as peft reads them; --merge writes whole weights with them")
-    if merge and not has_adapters(source):
-        raise UserError(f"--merge has no effect on {source}, which holds no adapters; drop it")
-    target, config = target.resolve(), shape_of_weights(source)
-    if own := [kind.name for kind in config.layer_kinds if kind.gates_per_head]:
-        raise UserError(f"{source} attends by {own[0]}, which neither transformers nor vLLM computes; give others")
-    if rope_scaling is not None:
-        config = extend(config, rope_scaling)
-    shapes = parameter_shapes(config)
-    tokenizer = next((f for f in folders_of(source) if (f / "tokenizer.json").is_file()), source) / "tokenizer.json"
-    companions = read_companions(tokenizer) if tokenizer.is_file() else NO_COMPANIONS
-    with making(target) as folder:
-        weights, carried = load_model_weights(source, shapes), read_carried(folders_of(source)[-1])
-        in_files = {name: carried.in_files(name, shape) for name, shape in shapes.items()}
-        exact = {name for name, declared in config.parameters().items() if declared.is_exact_in_files}
-        dtypes = {name: torch.float32 if name in exact else dtype for name in shapes}
-        kinds = {each: (dtypes[name], shape) for name in shapes for each, shape in in_files[name].items()}
-        kinds |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in carried.tensors.items()}
-        header = pieces.header_of(pieces.aligned(kinds))
-        entries = pieces.read_entries(header, folder / WEIGHTS)
-        with (folder / WEIGHTS).open("wb") as file:
-            file.write(header)
-            for name, weight in weights:
-                if not weight.to(dtype).isfinite().all():
-                    raise UserError(
-                        f"{name_in_file(name, carried.prefix)} is not finite in {dtype}; choose another --dtype"
-                    )
-                parts = weight.to(dtypes[name]).view(len(in_files[name]), -1)
-                for each, part in zip(in_files[name], parts):
-                    file.seek(entries[each].start)
-                    file.write(pieces.bytes_of(part))
-            for name, tensor in carried.tensors.items():
-                file.seek(entries[name].start)
-                file.write(pieces.bytes_of(tensor))
-            size = file.seek(0, os.SEEK_END)
-        content = carried.config_json(to_config_json(config), companions.settings, dtype)
-        files = {**companions.files, "config.json": (json.dumps(content, indent=2) + "\n").encode()}
-        for name, companion in files.items():
-            (folder / name).write_bytes(companion)
-    others = f", and {len(carried.tensors)} tensors that are not trained, as they were" if carried.tensors else ""
-    return (
-        f"{target}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}{others}, "
-        f"{size / 1e9:.2f} GB in {WEIGHTS}; {', '.join(sorted(files))}"
-    )
-
-
-@dataclass
-class ExportFlags:
-    """Write a folder in Hugging Face's form."""
-
-    source: Path = flag(help="a step_ folder of a run, or a folder in Hugging Face's form", positional=True)
-    target: Path = flag(help="the folder to make", positional=True)
-    dtype: str = flag("bf16", "of the weights", EXPORT_DTYPES)
-    rope_scaling: str | None = flag(None, "extend the context: yarn:4, yarn:4:32768 or linear:4")
-    merge: bool = flag(False, "add adapters to the weights that they adapt")
-
-
-@command
-def main(argv: list[str]) -> None:
-    flags = read_command({"export": ExportFlags}, argv, "python -m training.checkpoint.weights")
-    print(export(flags.source, flags.target, EXPORT_DTYPES[flags.dtype], flags.rope_scaling, flags.merge))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -387,7 +387,7 @@ def adapters_found(asked: TrainConfig, given: Iterable[str], source: Source) -> 
             said = ",".join(every.targets) if isinstance(every, Adapters) else said
         if name in given and said != value:
             theirs = f"{name} {getattr(asked, name)}: the adapters of {source.folder} have {value}"
-            merge = f"{program()} -m training.checkpoint.weights export {source.folder} OUT --merge"
+            merge = f"{program()} -m training.export {source.folder} OUT --merge"
             raise UserError(f"{theirs}; drop it, or merge them first: {merge}")
     if "lora_bits" not in given:
         own["lora_bits"] = source.frozen_bits

@@ -47,7 +47,7 @@ TRAIN = (
     Rule("", "lora_bits {lora_bits} with compile is not supported: weights come and go; drop compile, or give "
          "lora_bits 16", lambda s: s.lora_bits < 16 and s.compile),
     Rule("", "rope_scaling {rope_scaling} with lora: peft would compute without it, as the base does; extend the base: "
-         "{program} -m training.checkpoint.weights export BASE OUT --rope_scaling {rope_scaling}",
+         "{program} -m training.export BASE OUT --rope_scaling {rope_scaling}",
          lambda s: s.rope_scaling and s.lora),
 )  # fmt: skip
 

@@ -14,13 +14,14 @@ from tests.checkpoints import damage
 from tests.ranks import run_ranks
 from tests.runs import arguments, losses, only_resume
 from tests.wrappers import EXACT, TEXT, bits_of, is_trained, not_trained, release, whole_model
-from training.checkpoint import weights as weights_module
 from training.checkpoint.carried import read_carried
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.manifest import verify_checkpoint
 from training.checkpoint.saver import Saver
 from training.checkpoint.weights import Companions, load_model_weights, parameter_shapes, shape_of_weights
 from training.evaluation import __main__ as evaluation
+from training.export.__main__ import DTYPES
+from training.export.__main__ import main as export_main
 from training.families.names import name_in_file, name_of
 from training.families.rows import PREFIX, WRAPPED_PREFIX
 from training.generate import __main__ as generate
@@ -37,7 +38,7 @@ def corpus(tmp_path_factory):
 
 
 def export(source, target, *extra):
-    assert weights_module.main(["export", str(source), str(target), *extra]) == 0
+    assert export_main([str(source), str(target), *extra]) == 0
     return load_file(target / "model.safetensors")
 
 
@@ -78,7 +79,7 @@ def test_a_run_is_resumed_and_exported_whole(wrapper, corpus, tmp_path, capsys, 
         assert "tensors that are not trained, as they were" in capsys.readouterr().out
         assert not_trained(target) == others
         kinds = {found[name].dtype for name in found if is_trained(name) and not name.endswith(EXACT)}
-        assert kinds == {weights_module.EXPORT_DTYPES[dtype]}
+        assert kinds == {DTYPES[dtype]}
         assert found.keys() == load_file(last / "model.safetensors").keys()
     theirs, ours = whole_model(tmp_path / "exported"), logits(last, text_weights(last))
     torch.testing.assert_close(ours, theirs(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
@@ -103,7 +104,7 @@ def test_room_is_made_for_what_is_carried_and_its_damage_is_found(corpus, tmp_pa
     damage(file, content.index(bits_of({name: expected})[name][2]))
     with pytest.raises(UserError, match=r"model\.safetensors is corrupted"):
         verify_checkpoint(run / "step_00000001")
-    assert weights_module.main(["export", str(run / "step_00000001"), str(tmp_path / "out")]) == 1
+    assert export_main([str(run / "step_00000001"), str(tmp_path / "out")]) == 1
     assert "model.safetensors is corrupted" in capsys.readouterr().err
 
 

@@ -21,6 +21,7 @@ from training.checkpoint.pieces import read_header
 from training.checkpoint.saver import Saver
 from training.checkpoint.weights import Companions, load_model_weights
 from training.evaluation import __main__ as evaluation
+from training.export.__main__ import main as export_main
 from training.families.config_json import to_config_json
 from training.generate import __main__ as generate
 from training.host.errors import UserError
@@ -180,7 +181,7 @@ def test_damaged_weights_are_refused_by_every_command(name, tmp_path, monkeypatc
     out = tmp_path / "out"
     commands = [
         (train.main, ["--init_from", str(bad), *data, *cpu, "--output_dir", str(out), "--context_length", "64"]),
-        (weights_module.main, ["export", str(bad), str(out / "exported")]),
+        (export_main, [str(bad), str(out / "exported")]),
         (generate.main, [str(bad), *cpu, "abc"]),
         (evaluation.main, [str(bad), *data, *cpu, "--samples", "0"]),
         (evaluation.main, [str(bad), *data, *cpu, "--samples", "0", "--evaluator", str(good)]),
@@ -211,7 +212,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_by_every_command(value,
     data, cpu, context = ("--data", str(text)), ("--device", "cpu"), ("--context_length", "64")
     for main, argv in [
         (train.main, ["--init_from", str(folder), *data, *cpu, *context, "--output_dir", str(out)]),
-        (weights_module.main, ["export", str(folder), str(out / "exported"), "--dtype", "float32"]),
+        (export_main, [str(folder), str(out / "exported"), "--dtype", "float32"]),
         (generate.main, [str(folder), *cpu, "abc"]),
         (evaluation.main, [str(folder), *data, *cpu, *context, "--samples", "0"]),
     ]:

@@ -13,9 +13,9 @@ from kernels.experts.part import ExpertsPart
 from kernels.gated_mlp import GatedMLPPart
 from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.runs import GIB, arguments, metrics, only_resume
-from training.checkpoint import weights as weights_module
 from training.checkpoint.manifest import WEIGHTS
 from training.checkpoint.weights import load_model_weights
+from training.export.__main__ import main as export_main
 from training.families.config_json import from_config_json, to_config_json
 from training.families.lora import Adapters
 from training.host.errors import UserError
@@ -165,7 +165,7 @@ def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path):
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
         (folder / "config.json").write_bytes((released / "config.json").read_bytes())
-    assert weights_module.main(["export", str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    assert export_main([str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     exported = tensors_of(tmp_path / "out")
     assert exported.keys() == tensors.keys() and all(torch.equal(exported[name], x) for name, x in tensors.items())
     start = ["--init_from", str(folder), "--validation_sequences", "0", "--checkpoint_interval", "1"]
@@ -201,7 +201,7 @@ def test_adapters_of_attention_beside_experts(released, corpus, tmp_path, capsys
     assert own == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # layer 1 has an MLP
     assert not any("experts" in name for name in saved)
     merged = str(tmp_path / "merged")
-    assert weights_module.main(["export", str(folder), merged, "--merge", "--dtype", "float32"]) == 0
+    assert export_main([str(folder), merged, "--merge", "--dtype", "float32"]) == 0
     found, before = tensors_of(tmp_path / "merged"), tensors_of(released)
     assert found.keys() == before.keys()
     changed = {name for name, x in found.items() if not torch.equal(x, before[name])}

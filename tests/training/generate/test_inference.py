@@ -12,8 +12,8 @@ from kernels.attention import NSA, Sparse
 from kernels.attention.full import FULL
 from model import MODEL_SIZES, Block, Transformer
 from tests.checkpoints import save_checkpoint
-from training.checkpoint.weights import main as export_main
 from training.checkpoint.weights import parameter_shapes
+from training.export.__main__ import main as export_main
 from training.families.config_json import to_config_json
 from training.generate import __main__ as generate
 from training.generate import inference
@@ -175,7 +175,7 @@ def test_thousands_of_layers_are_refused_by_the_files_before_they_are_built(fold
     weights, run = str(tmp_path / "weights"), str(tmp_path / "run")
     for main, argv in (
         (generate.main, [weights, "a", "--device", "cpu", "--tokenizer", "bytes", "--attention_type", "full"]),
-        (export_main, ["export", weights, str(tmp_path / "out")]),
+        (export_main, [weights, str(tmp_path / "out")]),
         (train.main, ["--init_from", weights, "--tokenizer", "bytes", "--device", "cpu", "--output_dir", run]),
     ):
         assert main(argv) == 1

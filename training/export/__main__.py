@@ -1,0 +1,105 @@
+"""Writes weights for other programs to open: `python -m training.export runs/default/step_00000300 OUT`."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from training.checkpoint import pieces
+from training.checkpoint.carried import read_carried
+from training.checkpoint.manifest import WEIGHTS
+from training.checkpoint.weights import (
+    NO_COMPANIONS,
+    folders_of,
+    load_model_weights,
+    parameter_shapes,
+    read_companions,
+    shape_of_weights,
+)
+from training.families.config_json import to_config_json
+from training.families.lora import has_adapters
+from training.families.names import name_in_file
+from training.families.rope import extend
+from training.flags import flag, read_flags
+from training.host.errors import UserError
+from training.host.files import making
+from training.host.processes import command
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
+
+
+@dataclass
+class ExportFlags:
+    """Write a folder in Hugging Face's form."""
+
+    source: Path = flag(help="a step_ folder of a run, or a folder in Hugging Face's form", positional=True)
+    target: Path = flag(help="the folder to make", positional=True)
+    dtype: str = flag("bf16", "of the weights", DTYPES)
+    rope_scaling: str | None = flag(None, "extend the context: yarn:4, yarn:4:32768 or linear:4")
+    merge: bool = flag(False, "add adapters to the weights that they adapt")
+
+
+@command
+def main(argv: list[str]) -> None:
+    flags = read_flags(ExportFlags, argv, "python -m training.export")
+    print(export(flags.source, flags.target, DTYPES[flags.dtype], flags.rope_scaling, flags.merge))
+
+
+def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | None = None, merge: bool = False) -> str:
+    """Write config.json, model.safetensors and their companions; returns a line that says what was written.
+
+    Raises UserError if `target` is not empty or is being made by another process, the weights are damaged or not finite
+    in `dtype`, no other program computes this model, or `merge` is not as the source needs it.
+    """
+    if has_adapters(source) and not merge:
+        raise UserError(f"{source} holds adapters, as peft reads them; --merge writes whole weights with them")
+    if merge and not has_adapters(source):
+        raise UserError(f"--merge has no effect on {source}, which holds no adapters; drop it")
+    target, config = target.resolve(), shape_of_weights(source)
+    if own := [kind.name for kind in config.layer_kinds if kind.gates_per_head]:
+        raise UserError(f"{source} attends by {own[0]}, which neither transformers nor vLLM computes; give others")
+    if rope_scaling is not None:
+        config = extend(config, rope_scaling)
+    shapes = parameter_shapes(config)
+    tokenizer = next((f for f in folders_of(source) if (f / "tokenizer.json").is_file()), source) / "tokenizer.json"
+    companions = read_companions(tokenizer) if tokenizer.is_file() else NO_COMPANIONS
+    with making(target) as folder:
+        weights, carried = load_model_weights(source, shapes), read_carried(folders_of(source)[-1])
+        in_files = {name: carried.in_files(name, shape) for name, shape in shapes.items()}
+        exact = {name for name, declared in config.parameters().items() if declared.is_exact_in_files}
+        dtypes = {name: torch.float32 if name in exact else dtype for name in shapes}
+        kinds = {each: (dtypes[name], shape) for name in shapes for each, shape in in_files[name].items()}
+        kinds |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in carried.tensors.items()}
+        header = pieces.header_of(pieces.aligned(kinds))
+        entries = pieces.read_entries(header, folder / WEIGHTS)
+        with (folder / WEIGHTS).open("wb") as file:
+            file.write(header)
+            for name, weight in weights:
+                if not weight.to(dtype).isfinite().all():
+                    raise UserError(
+                        f"{name_in_file(name, carried.prefix)} is not finite in {dtype}; choose another --dtype"
+                    )
+                parts = weight.to(dtypes[name]).view(len(in_files[name]), -1)
+                for each, part in zip(in_files[name], parts):
+                    file.seek(entries[each].start)
+                    file.write(pieces.bytes_of(part))
+            for name, tensor in carried.tensors.items():
+                file.seek(entries[name].start)
+                file.write(pieces.bytes_of(tensor))
+            size = file.seek(0, os.SEEK_END)
+        content = carried.config_json(to_config_json(config), companions.settings, dtype)
+        files = {**companions.files, "config.json": (json.dumps(content, indent=2) + "\n").encode()}
+        for name, companion in files.items():
+            (folder / name).write_bytes(companion)
+    others = f", and {len(carried.tensors)} tensors that are not trained, as they were" if carried.tensors else ""
+    return (
+        f"{target}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}{others}, "
+        f"{size / 1e9:.2f} GB in {WEIGHTS}; {', '.join(sorted(files))}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
