@@ -46,6 +46,7 @@ from training.memory.kinds import spell_by_layer
 from training.memory.placement import set_kinds
 from training.memory.step import PackedDocuments
 from training.objectives.choose import complete, row_reader
+from training.objectives.stored import attention_in_words
 from training.parallel.world import World, join_world
 from training.plots.curves import draw_at_end
 from training.run.build import build, check_fits, explain_out_of_memory
@@ -179,7 +180,8 @@ def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
 
 def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
     """Returns (loader of training batches at the run's place in the data, store of held-out documents)."""
-    config = recipe.config
+    config, start = recipe.config, None if recipe.checkpoint else recipe.config.init_from
+    attention = attention_in_words(recipe.model, recipe.kinds.final)
     store, held_out, packing = load_corpus(
         config.data, recipe.tokenizer, recipe.model.vocab_size, validation_fraction=config.validation_fraction,
         context_length=config.context_length, seed=config.seed, packing=config.packing, overlong=config.overlong,
@@ -189,9 +191,7 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
             row_reader(config, recipe.tokenizer.eos_id, config.context_length, config.lora is not None),
         ),
         validation_data=config.validation_data,
-        finish=partial(
-            complete, config, config.context_length, recipe.tokenizer, None if recipe.checkpoint else config.init_from
-        ),
+        finish=partial(complete, config, config.context_length, recipe.tokenizer, start, attention),
     )  # fmt: skip
     if config.chat_template and not store.are_samples:
         raise UserError("chat_template has no effect without chats; drop it")

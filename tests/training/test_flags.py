@@ -298,7 +298,7 @@ ALWAYS = {
         skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens tensorboard wandb
         log_file""",
     "training.logprobs": """checkpoint tokenizer memory_budget device out objective top_k data validation_data
-        context_length columns bad_rows""",
+        context_length columns bad_rows rope_scaling""",
     "profile_memory.py": """init_from batch_size gradient_accumulation_steps attention_backend linear lora nproc nnodes
         gpu objective compare json context_parallel_size tensor_parallel_size replicate""",
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir objective",

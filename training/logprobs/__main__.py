@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,13 +15,14 @@ from training.data.loader import longest_first, make_batch
 from training.data.packing import BestFitPacking
 from training.data.sources import Reading
 from training.data.tokens import Store, TokenStore, join
+from training.families.rope import extend
 from training.flags import read_flags
 from training.generate.inference import load, mending_out_of_memory, open_folder, top_log_probs
 from training.host.errors import UserError
 from training.host.processes import command
 from training.logprobs.flags import LogProbsFlags
 from training.objectives.choose import text_reader
-from training.objectives.stored import digest_of, store
+from training.objectives.stored import attention_in_words, digest_of, store
 from training.parallel.world import World, join_world
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,9 @@ def log_probabilities(
 
 def score(flags: LogProbsFlags, world: World) -> None:
     opened = open_folder(flags, world)
-    tokenizer = opened.tokenizer
+    if flags.rope_scaling is not None:
+        opened = replace(opened, shape=extend(opened.shape, flags.rope_scaling))
+    tokenizer, attention = opened.tokenizer, attention_in_words(opened.shape, opened.kinds)
     if flags.chat_template:
         tokenizer = open_tokenizer(flags.tokenizer or opened.tokenizer.name, flags.chat_template)
     rows = text_reader(flags.objective, tokenizer.eos_id, flags.context_length)
@@ -97,7 +101,7 @@ def score(flags: LogProbsFlags, world: World) -> None:
     assert flags.out is not None
     values = log_probabilities(run, documents, flags.context_length, world.device)
     identities = [each.text_identity for each in in_memory]
-    store(flags.out, values, digest_of(flags.checkpoint), tokenizer.identity, identities)
+    store(flags.out, values, digest_of(flags.checkpoint), attention, tokenizer.identity, identities)
     own = values if flags.top_k is None else values[:, 0]
     print(f"{flags.out}: {sum(counts):,} targets, {-np.nansum(own, dtype=np.float64) / sum(counts):.4f} nats each")
 

@@ -61,13 +61,15 @@ def text_reader(objective: str, eos_id: int, context_length: int) -> RowReader |
 
 
 def complete(
-    flags: ObjectiveFlags, context_length: int, tokenizer, start: str | None, stores: Sequence[TokenStore]
-) -> None:
+    flags: ObjectiveFlags, context_length: int, tokenizer, start: str | None, attention: str | None,
+    stores: Sequence[TokenStore],
+) -> None:  # fmt: skip
     """Gives documents the columns that their rows lack: advantages of groups, and stored log-probabilities.
 
     Args:
         start: the folder of weights that a run starts from; None: it goes on from a checkpoint, and what is stored was
             compared when it started.
+        attention: stored.attention_in_words the run; None: any, as in an evaluation.
     """
     found = {
         column: Stored.read(folder)
@@ -79,7 +81,7 @@ def complete(
     for column, stored in found.items():
         # Rollouts that follow others keep the reference of the first, whatever was trained since.
         is_any = column == TEACHER or (column == "reference" and flags.objective in ROLLOUT_OBJECTIVES)
-        stored.check(stores, tokenizer.identity, None if is_any else start)
+        stored.check(stores, tokenizer.identity, *((None, None) if is_any else (start, attention)))
     if flags.objective in ROLLOUT_OBJECTIVES:
         give_advantages(stores, scaled=flags.objective != "dr_grpo")
     for column, stored in found.items():

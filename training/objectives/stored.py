@@ -8,21 +8,24 @@ which model and which documents they are: a run with others is refused.
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.config import ModelConfig
+from kernels.parts import MixerKind
 from training.checkpoint.manifest import fingerprint
 from training.data.tokens import TokenStore
 from training.families.lora import ADAPTER_WEIGHTS, has_adapters, read_adapters
 from training.host.errors import UserError, program
 from training.host.files import read_file, read_json, replace_file
+from training.memory.kinds import describe
 
 TEACHER = "teacher"  # beginning of the columns of the likeliest words
-INDEX, VALUES, FORMAT = "logprobs.json", "logprobs.f32", "fathom logprobs 1"
+INDEX, VALUES, FORMAT = "logprobs.json", "logprobs.f32", "fathom logprobs 2"
 
 
 def digest_of(folder: str | Path) -> str:
@@ -33,12 +36,20 @@ def digest_of(folder: str | Path) -> str:
     return f"{fingerprint(base):08x}+{zlib.crc32(Path(folder, ADAPTER_WEIGHTS).read_bytes()):08x}"
 
 
+def attention_in_words(model: ModelConfig, kinds: Sequence[MixerKind]) -> str:
+    """Returns how a model attends, and a digest of all beside its weights that changes its log-probabilities."""
+    exact = *kinds, replace(model, max_position_embeddings=1)
+    scaling = "" if model.rope_scaling is None else f", {model.rope_scaling}"
+    return f"{describe(kinds)}{scaling} ({zlib.crc32(repr(exact).encode()):08x})"
+
+
 @dataclass(frozen=True)
 class Stored:
     """Log-probabilities, and what they belong to."""
 
     folder: Path
     weights: str  # digest_of their model's
+    attention: str  # attention_in_words their model
     tokenizer: str  # its identity
     documents: list[int]  # text_identity of the stores, which tells tokens and masks, and so the chat template
     tokens: int
@@ -68,8 +79,13 @@ class Stored:
         """Bytes that a teacher's words take per token of a step: columns, the same as one tensor, and ids as int64."""
         return 16 + (8 + 8 + 8 + 4) * self.top_k
 
-    def check(self, stores: Sequence[TokenStore], tokenizer: str, start: str | Path | None) -> None:
-        """Refuses log-probabilities of another model, tokenizer or other documents. `start` None is any model."""
+    def check(
+        self, stores: Sequence[TokenStore], tokenizer: str, start: str | Path | None, attention: str | None
+    ) -> None:
+        """Refuses log-probabilities of another model, tokenizer or other documents.
+
+        `start` None is any weights, `attention` None any attention.
+        """
         anew = f"make it anew by `{program()} -m training.logprobs`"
         if self.tokenizer != tokenizer:
             raise UserError(
@@ -79,6 +95,11 @@ class Stored:
             raise UserError(
                 f"{self.folder} is of other documents, or of the same by another chat template or objective: it needs "
                 f"the same --data, --validation_data and --context_length, with their settings; {anew}"
+            )
+        if attention not in (None, self.attention):
+            raise UserError(
+                f"{self.folder} was made with attention {self.attention}, this run has {attention}; {anew} with this "
+                "run's --attention_type, its settings and --rope_scaling"
             )
         if start is not None and self.weights != (found := digest_of(start)):
             raise UserError(f"{self.folder} is of weights {self.weights}, and {start} has {found}; {anew}")
@@ -120,11 +141,11 @@ def teacher_of(columns_BT: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     return values[..., : count // 2].long(), values[..., count // 2 :]
 
 
-def store(folder: Path, values: np.ndarray, weights: str, tokenizer: str, documents: list[int]) -> None:
+def store(folder: Path, values: np.ndarray, weights: str, attention: str, tokenizer: str, documents: list[int]) -> None:
     """Writes a folder that Stored reads; logprobs.json last."""
     content = values.astype("<f4").tobytes()
     top_k = values.shape[1] // 2 if values.ndim == 2 else 0
-    made = Stored(folder, weights, tokenizer, documents, len(values), zlib.crc32(content), top_k)
+    made = Stored(folder, weights, attention, tokenizer, documents, len(values), zlib.crc32(content), top_k)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / INDEX).unlink(missing_ok=True)

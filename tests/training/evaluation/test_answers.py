@@ -1,11 +1,12 @@
 """Answers judged by an objective: as the run's own validation judged them, from stored references to the last line."""
 
 import json
+import math
 
 import pytest
 
 import train
-from tests.runs import arguments, metrics, weights_of_another_shape
+from tests.runs import arguments, losses, metrics, weights_of_another_shape
 from training.evaluation import __main__ as evaluation
 from training.logprobs import __main__ as logprobs
 
@@ -14,6 +15,24 @@ def write(path, count, letter):
     rows = [{"prompt": f"{letter}{i} is", "chosen": f" good {i}", "rejected": f" BAD{i}"} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, capsys):
+    """The same command with the run's own settings makes references with which the first loss is ln 2."""
+    base, data = str(weights_of_another_shape(tmp_path, num_hidden_layers=1)), write(tmp_path / "data.jsonl", 9, "a")
+    known, cpu = ["--objective", "dpo", "--context_length", "64"], ["--device", "cpu", "--data", data]
+    for words, own in (
+        ("factor=4.0", "--rope_scaling yarn:4"),
+        ("8 tokens", "--attention_type sparse --dense_below 8"),
+    ):
+        for name, made_with in (("other", []), ("same", own.split())):
+            if made_with or not (tmp_path / name).exists():
+                assert logprobs.main([base, str(tmp_path / name), *known, *made_with, *cpu]) == 0
+            run = ["--init_from", base, "--reference_logprobs", str(tmp_path / name), *known, *own.split()]
+            assert train.main([*arguments(data, tmp_path / words / name, steps=1), *run]) == (name == "other")
+        assert losses(tmp_path / words / "same")[0] == pytest.approx(math.log(2), abs=1e-6)
+        refusal = capsys.readouterr().err
+        assert "was made with attention everything before" in refusal and words in refusal
 
 
 @pytest.mark.parametrize("objective", ["dpo", "simpo"])
