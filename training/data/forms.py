@@ -46,6 +46,12 @@ TRUTHS = {"true", "false", "yes", "no", "on", "off", "0", "1"}  # strings that s
 FLAG_WORDS = re.compile("(^|_)(loss|train|trained|training|trainable|mask|masked|weight|weights)(_|$)", re.IGNORECASE)
 
 
+CHATS = ("prompt", "completion", "chosen", "rejected")  # fields of texts, or of lists of messages
+PLAIN = ("text", "instruction", "output", "query", "question", "response", "answer")  # fields of texts alone
+OBJECTS = re.compile(r"\s*\[\s*\{")  # the beginning of a list of objects as a text, and of messages
+MESSAGES = re.compile(OBJECTS.pattern + r"""\s*['"](role|content|from|value)['"]\s*:""")
+
+
 class NothingToLearn(Exception):
     """A row is in order, but has nothing to learn. The message says what is counted, such as "blank lines"."""
 
@@ -136,6 +142,35 @@ def rename(row: object, columns: dict[str, str]) -> object:
     left_out = columns.keys() | (SHOWN_WITH if {"completion", "chosen"} & {*columns.values()} else ())
     others = {name: value for name, value in row.items() if name not in left_out}
     return others | {columns[name]: value for name, value in row.items() if name in columns}
+
+
+def with_chats(row: object) -> object:
+    """Returns a row in which lists of messages are lists, where they were JSON, as in tables.
+
+    Raises UserError for messages in a field of texts, and for messages that another program wrote.
+    """
+    if not isinstance(row, dict):
+        return row
+    texts = {name: value for name in (*CHATS, *PLAIN) if isinstance(value := row.get(name), str)}
+    chats = {name: chat for name, text in texts.items() if (chat := _chat_in(text, name)) is not None}
+    if plain := [name for name in chats if name in PLAIN]:
+        raise UserError(f'has messages as a text in "{plain[0]}"; --columns messages={plain[0]} reads a whole chat')
+    return row | chats
+
+
+def _chat_in(text: str, name: str) -> list | None:
+    """Returns the messages that a text has as JSON; None if it is anything else."""
+    if not OBJECTS.match(text):
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        if not MESSAGES.match(text):
+            return None
+        raise UserError(f'has messages in "{name}" that are no JSON, as of pandas; write them by json.dumps') from None
+    fields = {"role", "content"}, {"role", "tool_calls"}, {*SHAREGPT}
+    are_messages = all(isinstance(each, dict) and any(names <= each.keys() for names in fields) for each in found)
+    return found if are_messages else None
 
 
 def _refuse_preferences(row: dict) -> None:

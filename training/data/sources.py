@@ -28,7 +28,7 @@ from training.data.containers import (
     read_rows,
     suffix_of,
 )
-from training.data.forms import FIELDS, NothingToLearn, is_row, parse_columns, recognise, rename
+from training.data.forms import FIELDS, NothingToLearn, is_row, parse_columns, recognise, rename, with_chats
 from training.data.tokenizer import check_ids
 from training.host.errors import UserError, hub_download
 from training.host.files import inside, read_file, read_json
@@ -382,7 +382,7 @@ class DocumentReader:
             row = self._parse(row, where, number) if isinstance(row, bytes) else row
             if isinstance(row, dict):
                 self.used.update(self._columns.keys() & row.keys())
-            row, columns = rename(row, self._columns), dict[str, np.ndarray]()
+            row, columns = with_chats(rename(row, self._columns)), dict[str, np.ndarray]()
             if self._reading.rows is None:
                 form, encoded = self._encode(row)
             else:

@@ -66,6 +66,8 @@ def read(tmp_path, tokenizer, row):
          [ASK, {**ANSWER, "weight": 0}, MORE, LAST], None, "prompt and completion"),
         ({"messages": json.dumps([ASK, ANSWER]), "tools": json.dumps(TOOLS)}, [ASK, ANSWER], TOOLS, "messages"),
         ({"conversations": json.dumps(said([("human", "Hi"), ("model", "Yes?")]))}, [ASK, ANSWER], None, "ShareGPT"),
+        ({"prompt": json.dumps([ASK]), "completion": json.dumps([{"id": 1, **ANSWER}], indent=1)}, [ASK, ANSWER],
+         None, "prompt and completion"),
         ({"messages": said([("human", "Hi"), ("gpt", "Yes?")])}, [ASK, ANSWER], None, "messages"),
         ({"messages": [ASK, {**ANSWER, "role": "model"}]}, [ASK, ANSWER], None, "messages"),
         ({"prompt": said([("human", "Hi")]), "completion": said([("gpt", "Yes?")])}, [ASK, ANSWER], None,
@@ -268,11 +270,22 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
     ({"instruction": "a", "output": "b", "history": [["c"]]}, 'has a "history" that is not a list of pairs'),
     ({"instruction": "a", "output": "b", "text": "other"}, 'has "text" beside "instruction"'),
     ({"messages": [ASK, ANSWER], "text": "a"}, 'has "text" beside "messages"'),
+    ({"prompt": json.dumps([ASK]), "completion": "a"}, 'needs a string "prompt"'),
+    ({"prompt": "a", "completion": json.dumps([ANSWER])}, 'needs a list of messages as "prompt"'),
+    ({"text": json.dumps([ASK, ANSWER])}, 'has messages as a text in "text"; --columns messages=text reads'),
+    ({"prompt": "a", "response": json.dumps([ANSWER])}, 'has messages as a text in "response"'),
+    ({"prompt": str([ASK]), "completion": str([ANSWER])}, 'has messages in "prompt" that are no JSON, as of pandas'),
 ])  # fmt: skip
 def test_refusals(tmp_path, tokenizer, row, message):
     with pytest.raises(ValueError, match=rf"a\.jsonl:1: {message}") as error:
         read(tmp_path, tokenizer, row)
     assert "\n" not in str(error.value)
+
+
+def test_texts_of_json_that_are_no_messages_stay_texts(tmp_path, tokenizer):
+    for text in ('[{"role": "CEO", "name": "Ann"}]', '[{"value": 3}]', "[{}]", "[{role: 'user'}]"):
+        tokens, masked = read(tmp_path, ByteTokenizer(), {"prompt": "a", "completion": text})
+        assert bytes(tokens[1:]).decode() == text and masked == [True] + [False] * len(text)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -147,6 +147,17 @@ def test_whole_chats_have_their_prompt_once(row):
     assert given[0]["prompt"] == [ASKS] and "messages" not in given[0]
 
 
+@pytest.mark.parametrize("objective", ["dpo", "kto", "grpo"])
+def test_messages_may_be_json_as_in_tables(tmp_path, objective):
+    """Bytes have no chat template, so they refuse chats. Before they trained on the JSON as a text."""
+    answers = {"chosen": [SAYS], "rejected": [ASKS]} if objective == "dpo" else {"completion": [SAYS]}
+    row = {"prompt": [ASKS], **answers}
+    others = {"label": True} if objective == "kto" else {"advantage": 1, "old_logprobs": [-1]}
+    for chats in (row, {name: json.dumps(chat) for name, chat in row.items()}):
+        with pytest.raises(UserError, match="chat template"):
+            read(tmp_path, [chats | others], objective=objective)
+
+
 @pytest.mark.parametrize("objective", ["kto", "grpo"])
 def test_what_rows_of_one_answer_would_ignore_is_refused(tmp_path, objective):
     row = {"prompt": "a", "completion": "b", "system": "be", "old_logprobs": [-1, -1], "advantage": 1}
