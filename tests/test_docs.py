@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*GUIDES, ROOT / "MEMORY_REPORT.md", ROOT / "kernels/attention/README.md"]
 BIN = ".venv/bin/"
-OTHERS = {"pip", "pytest", "hf", "ruff", "mypy", "wandb"}  # programs of others in .venv/bin
+OTHERS = {"pip", "pytest", "hf", "ruff", "mypy", "trackio", "wandb"}  # programs of others in .venv/bin
 RUN = "<!-- the tests run this -->\n"  # stands before a block of commands that a CPU runs in seconds
 
 

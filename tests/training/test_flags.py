@@ -295,7 +295,7 @@ def test_no_flag_of_any_command_takes_an_empty_word_or_a_number_without_bounds(k
 ALWAYS = {
     "train.py": """model_size context_length batch_size gradient_accumulation_steps attention_backend loss_impl linear
         device kernels data tokenizer show_batch epochs learning_rate warmup_steps weight_decay max_grad_norm
-        skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens tensorboard wandb
+        skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens tensorboard wandb trackio
         log_file""",
     "training.logprobs": """checkpoint tokenizer memory_budget device out objective top_k data validation_data
         context_length columns bad_rows rope_scaling""",

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import logging
 import math
@@ -31,6 +32,7 @@ FILE_ONLY = logging.getLogger(f"{__name__}.file_only")  # lines for --log_file a
 FILE_ONLY.propagate = False
 FILE_ONLY.addHandler(logging.NullHandler())
 SECONDS_BETWEEN_LINES = 1.0
+TRACKERS = {"wandb": "Weights & Biases", "trackio": "Trackio"}  # settings that are packages, and their names
 Writer = Callable[[dict], None]
 
 
@@ -171,7 +173,7 @@ def set_aside(path: Path) -> None:
 def open_metrics(settings: dict, from_step: int, stack: contextlib.ExitStack) -> "Metrics":
     """Write the resolved settings into output_dir, and open metrics.jsonl beside them, and what else gets metrics.
 
-    The end of `stack` ends the run of Weights & Biases. Raises UserError.
+    The end of `stack` ends the runs of trackers. Raises UserError.
     """
     folder = Path(settings["output_dir"])
     try:
@@ -183,8 +185,8 @@ def open_metrics(settings: dict, from_step: int, stack: contextlib.ExitStack) ->
         raise UserError(f"output_dir {folder} cannot be written to: {error}; choose another") from None
     if settings["tensorboard"]:
         writers["TensorBoard"] = tensorboard_writer(folder / "tensorboard", from_step)
-    if settings["wandb"]:
-        writers["Weights & Biases"] = wandb_writer(settings, stack)
+    for package in filter(settings.get, TRACKERS):
+        writers[TRACKERS[package]] = tracker_writer(package, settings, stack)
     return Metrics(writers)
 
 
@@ -245,36 +247,42 @@ def tensorboard_writer(folder: Path, from_step: int) -> Writer:
     return write
 
 
-def wandb_writer(settings: dict, stack: contextlib.ExitStack) -> Writer:
-    """Sends metrics and settings to Weights & Biases. A resumed run goes on in its run, named in output_dir/wandb_id.
+def tracker_writer(package: str, settings: dict, stack: contextlib.ExitStack) -> Writer:
+    """Sends metrics and settings to wandb or trackio. A resumed run goes on in its run, which output_dir/*_id names.
 
-    Raises UserError if wandb cannot be imported or started, as without a login, or wandb_id cannot be read.
+    Raises UserError if the package cannot be imported or started, as without a login, or that file cannot be read.
     """
-    folder, project = settings["output_dir"], settings["wandb"]
-    file = Path(folder, "wandb_id")
+    folder, project, is_wandb = settings["output_dir"], settings[package], package == "wandb"
+    name, file = "id" if is_wandb else "name", Path(folder, f"{package}_id")  # what a run is found by
     earlier = None
     if settings["resume"] != "no" and file.exists():
-        earlier = read_file(file, "delete it").decode(errors="replace").strip()
+        earlier = read_file(file, "delete it").decode(errors="replace").strip() or None
+    own = {"dir": folder, "allow_val_change": True} if is_wandb else {}
     try:
-        import wandb  # optional
-
-        go_on = {"id": earlier or None, "resume": "allow", "allow_val_change": True}
-        run = wandb.init(project=project, dir=folder, config=settings, **go_on)
-        run.define_metric("*", step_metric="step")  # wandb's own count of steps would drop what a resumed run repeats
-        replace_file(file, f"{run.id}\n")
+        tracker = importlib.import_module(package)  # optional
+        run = tracker.init(project=project, config=settings, resume="allow", **{name: earlier}, **own)
+        if is_wandb:  # its own count of steps would drop what a resumed run repeats
+            run.define_metric("*", step_metric="step")
+        replace_file(file, f"{getattr(run, name)}\n")
     except Exception as error:
-        cure = f"log in with `{program('wandb')} login`, set WANDB_MODE=offline, or drop it"
-        raise UserError(f"--wandb {project}: {error}; {cure}") from None
+        login = f"log in with `{program('wandb')} login`, set WANDB_MODE=offline, or " if is_wandb else ""
+        raise UserError(f"--{package} {project}: {error}; {login}drop it") from None
+
+    def write(values: dict) -> None:
+        if is_wandb:
+            run.log({"step": values["step"], **numbers(values)})
+        else:
+            run.log(numbers(values), step=values["step"])
 
     def finish(kind, *_) -> None:
         try:
-            run.finish(exit_code=int(kind is not None))
+            run.finish(**{"exit_code": int(kind is not None)} if is_wandb else {})
         except Exception as error:
-            sync = f"{program('wandb')} sync"
-            logger.warning("Weights & Biases: %s; `%s` sends what is in %s/wandb", error, sync, folder)
+            sync = f"; `{program('wandb')} sync` sends what is in {folder}/wandb" if is_wandb else ""
+            logger.warning("%s: %s%s", TRACKERS[package], error, sync)
 
     stack.push(finish)
-    return lambda values: run.log({"step": values["step"], **numbers(values)})
+    return write
 
 
 def numbers(values: dict) -> dict[str, float]:

@@ -117,6 +117,7 @@ class TrainConfig(ObjectiveFlags, StepFlags):
     sample_tokens: int = flag(200, "tokens to generate at the end; 0: none", most=2**27)
     tensorboard: bool = flag(False, "also write TensorBoard's event files, into output_dir/tensorboard")
     wandb: str | None = flag(None, "also send metrics to this project of Weights & Biases; files: output_dir/wandb")
+    trackio: str | None = flag(None, "also send metrics to this project of Trackio, on this machine or in a Space")
     log_file: str | None = flag(None, "what is printed is also appended to it, with times")
 
     rules: ClassVar[tuple[Rule, ...]] = TRAIN + STARTED
@@ -159,7 +160,7 @@ def check_config(config: TrainConfig, given: Iterable[str], rules: Iterable[Rule
         rules: TRAIN, or all of TrainConfig.rules once the start of the run is known.
     """
     refuse(config, given, rules)
-    for package, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")):
+    for package, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")):
         if getattr(config, package):
             import_optional(module, f"--{package}", package)
     for path, name in itertools.product(config.data + config.validation_data, ("output_dir", "log_file")):

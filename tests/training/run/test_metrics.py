@@ -176,10 +176,34 @@ def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path,
         open_metrics(resumed, 0, contextlib.ExitStack())
 
 
+def test_trackio_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
+    """A stand-in has trackio's signatures, and so refuses what only wandb takes."""
+    calls = []
+
+    def init(project, name=None, config=None, resume="never"):
+        if project == "closed":
+            raise RuntimeError("no disk")
+        calls.append((project, name, config["seed"], resume))
+        log = lambda metrics, step=None: calls.append((metrics, step))  # noqa: E731
+        return SimpleNamespace(name=name or "sunset-0", id="1", log=log, finish=lambda: calls.append("finished"))
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
+    settings = asdict(TrainConfig(output_dir=str(tmp_path), trackio="p", seed=3))
+    for resume, step in (("no", 1), ("yes", 2)):
+        with contextlib.ExitStack() as stack:
+            metrics = open_metrics(settings | {"resume": resume}, step - 1, stack)
+            metrics.write(step=step, loss=2.5, peak_memory_gib=[1.0, 3.0], selected_blocks="8")
+    numbers = {"loss": 2.5, "peak_memory_gib": 3.0}
+    first, second = ("p", None, 3, "allow"), ("p", "sunset-0", 3, "allow")
+    assert calls == [first, (numbers, 1), "finished", second, (numbers, 2), "finished"]
+    with pytest.raises(UserError, match=r"^--trackio closed: no disk; drop it$"):
+        open_metrics(settings | {"trackio": "closed"}, 0, contextlib.ExitStack())
+
+
 def test_packages_that_are_missing_are_refused_at_the_start(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()  # a folder of logs is no package
     monkeypatch.setattr(errors, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
-    for flags in ({"tensorboard": True}, {"wandb": "p"}):
+    for flags in ({"tensorboard": True}, {"wandb": "p"}, {"trackio": "p"}):
         [name] = flags
         with pytest.raises(UserError, match=f"^--{name} needs the package {name}: {pip_install(name)}$"):
             check_config(TrainConfig(**flags), [])
