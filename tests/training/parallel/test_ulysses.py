@@ -228,11 +228,16 @@ def assert_equals_one_process(
     def errors(found: dict[str, torch.Tensor]) -> dict[str, float]:
         return {n: float((found[n].cpu().float() - g).norm() / g.norm()) for n, g in expected.items()}
 
-    limit = 2 * max(errors(one_process(case, device)[1]).values()) if case.dtype != torch.float32 else 2e-6
-    assert limit < 0.2, f"{name}: one process in {case.dtype} is wrong by {limit / 2}"
     # Gradients of a decay are 1e-5 of the others: in float32, one process that splits its batch is 1e-5 off as well.
-    decays = max(limit, 5e-5)
-    limits = {n: decays if n.endswith(("A_log", "dt_bias")) else limit for n in expected}
+    # In bfloat16 their errors are ten times as large.
+    decays = {n for n in expected if n.endswith(("A_log", "dt_bias"))}
+    limits = {n: 5e-5 if n in decays else 2e-6 for n in expected}
+    if case.dtype != torch.float32:
+        alone = errors(one_process(case, device)[1])
+        for names, most in (decays, 0.3), (expected.keys() - decays, 0.1):
+            limit = 2 * max((alone[n] for n in names), default=0.0)
+            assert limit < 2 * most, f"{name}: one process in {case.dtype} is wrong by {limit / 2}"
+            limits |= dict.fromkeys(names, limit)
     wrong = {n: error for n, error in errors(gradients).items() if not error < limits[n]}
     assert not wrong, f"{name}: {wrong}"
 
