@@ -29,6 +29,7 @@ __all__ = [
     "delta_rule", "expert_mlp", "gated_mlp", "geglu", "linear_cross_entropy", "packed_attention", "qkv_convolution",
     "register_attention", "rms_norm", "rope", "route", "swiglu",
 ]  # fmt: skip
+__version__ = "0.6.0"  # CHANGELOG.md says what is new; pyproject.toml reads it here
 
 if __name__ == "kernels":
     __path__ = pkgutil.extend_path(__path__, __name__)

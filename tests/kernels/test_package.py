@@ -4,10 +4,12 @@ import ast
 import functools
 import importlib
 import os
+import re
 import runpy
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -60,11 +62,20 @@ def test_the_wheel_has_fathom_kernels_alone_and_works_beside_another_kernels(tmp
     assert files == {path.relative_to(ROOT / "kernels") for path in (ROOT / "kernels").rglob("*.py")}
     lines = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist")]
     assert {line.rstrip("<>=.,0123456789") for line in lines} == REQUIRED
+    assert f"\nVersion: {kernels.__version__}\n" in metadata
 
     (elsewhere / "kernels").mkdir(parents=True)
     (elsewhere / "kernels/__init__.py").write_text("IS_ANOTHER = True\n")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (elsewhere, installed)))}
     subprocess.run([sys.executable, "-c", PROGRAM], cwd=elsewhere, env=environment, check=True)
+
+
+def test_version_is_the_newest_of_the_changelog_and_requirements_agree():
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == kernels.__version__
+    assert versions == sorted(versions, key=lambda version: [*map(int, version.split("."))], reverse=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {*project["dependencies"]} <= {*(ROOT / "requirements.txt").read_text().splitlines()}
 
 
 def test_a_checkout_hands_on_the_other_kernels(tmp_path, monkeypatch):

@@ -253,7 +253,7 @@ def tracker_writer(package: str, settings: dict, stack: contextlib.ExitStack) ->
     Raises UserError if the package cannot be imported or started, as without a login, or that file cannot be read.
     """
     folder, project, is_wandb = settings["output_dir"], settings[package], package == "wandb"
-    name, file = "id" if is_wandb else "name", Path(folder, f"{package}_id")  # what a run is found by
+    name, file = "id" if is_wandb else "name", Path(folder, f"{package}_id")  # names a run
     earlier = None
     if settings["resume"] != "no" and file.exists():
         earlier = read_file(file, "delete it").decode(errors="replace").strip() or None
