@@ -8,6 +8,7 @@ stuttered. `training.logprobs` stores the reference, then train.py runs for 200 
 """
 
 import argparse
+import itertools
 import json
 import random
 import runpy
@@ -58,9 +59,13 @@ def make_batch_apart(store: Store, sequences: list[list[Span]], context_length: 
             ids, masked = store.read_masked(document, start, stop)
             columns = store.read_columns(document, start, stop)
             answer = columns["answer"]
-            places = np.concatenate([np.isin(answer, (PROMPT, number)).nonzero()[0] for number in (0, 1)])
+            borders = (np.diff(answer).nonzero()[0] + 1).tolist()
+            shared = np.arange(borders[0] if answer[0] == PROMPT else 0)
+            firsts = borders if len(shared) else [0, *borders]
+            parts = [np.append(shared, np.arange(*own)) for own in itertools.pairwise([*firsts, len(answer)])]
+            places = np.concatenate(parts)
             own = {name: column[places] for name, column in columns.items()}
-            own["answer"] = np.repeat(np.float32([0, 1]), [int(np.isin(answer, (PROMPT, n)).sum()) for n in (0, 1)])
+            own["answer"] = np.repeat(np.float32([0, 1] * (len(parts) // 2)), [*map(len, parts)])
             numbered[-1].append((len(documents), 0, len(places)))
             documents.append(Document(ids[places].astype(np.uint32), masked[places], True, columns=own))
     length = max([context_length, *(sum(stop for _, _, stop in spans) for spans in numbered)])

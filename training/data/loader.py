@@ -145,8 +145,8 @@ def prompts_of(store: Store) -> tuple[float, float]:
         return 0.0, 0.0
     sample = np.linspace(0, len(store.lengths) - 1, min(1000, len(store.lengths))).astype(int).tolist()
     columns = [store.read_columns(i, 0, int(store.lengths[i]))["answer"] for i in sample]
-    tokens, answers = np.concatenate(columns), [len(np.unique(column[column != PROMPT])) for column in columns]
-    return float((tokens == PROMPT).mean()), sum(answers) / len(answers)
+    answers = sum(1 + np.count_nonzero(np.diff(column[column != PROMPT])) for column in columns)
+    return float((np.concatenate(columns) == PROMPT).mean()), answers / len(columns)
 
 
 class PackedLoader:

@@ -42,9 +42,9 @@ def choose(flags: ObjectiveFlags, context_length: int) -> Objective | None:
 def row_reader(flags: ObjectiveFlags, eos_id: int, context_length: int, has_adapters: bool = False) -> RowReader | None:
     """Returns the reader of the objective's rows; None: forms.py reads them."""
     if flags.objective in PAIR_OBJECTIVES:
-        return Pairs(eos_id)
+        return Pairs(eos_id, context_length)
     if flags.objective == "kto":
-        return Labelled(eos_id)
+        return Labelled(eos_id, context_length)
     if flags.objective in ROLLOUT_OBJECTIVES:
         columns = {}
         if flags.old_logprobs is None or flags.truncation:

@@ -25,17 +25,41 @@ LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus inf
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
 
 
-class Pairs(RowReader):
-    """Rows of a chosen and a rejected answer, which become one document: prompt, chosen, rejected.
+class _Sharing(RowReader):
+    """Rows of answers. Rows of one prompt, wherever they stand, become documents: prompt, answers, answers.
 
-    Each answer begins with the prompt's last token, which predicts its next one, see kernels/attention/prompts.py. The
-    column "answer" is 0 in the chosen answer, 1 in the rejected one, and `PROMPT` before both.
+    A prompt and its answers are at most `context_length` tokens, unless one row is longer. Each answer begins with the
+    prompt's last token, which predicts its next one, see kernels/attention/prompts.py. The column "answer" is `PROMPT`
+    in the prompt, and changes from each answer to the next.
     """
 
-    fields: ClassVar[frozenset[str]] = frozenset(("prompt", "chosen", "rejected", "tools"))
+    def __init__(self, eos_id: int, context_length: int):
+        self._eos_id, self._context_length = eos_id, context_length
 
-    def __init__(self, eos_id: int):
-        self._eos_id = eos_id
+    def join(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yields documents in the order of their first rows. They are two at least, for one to be held out."""
+        by_prompt, groups = dict[bytes, list[Document]](), list[tuple[list[Document], int]]()
+        for row in documents:
+            by_prompt.setdefault(row.tokens[: _shareable(row) + 1].tobytes(), []).append(row)
+        for rows in by_prompt.values():
+            shared, room = _shareable(rows[0]), 0
+            for row in rows:
+                if shared == 0 or len(row.tokens) - shared > room:
+                    groups.append(([], shared))
+                    room = self._context_length - shared
+                room -= len(row.tokens) - shared
+                groups[-1][0].append(row)
+        if len(groups) == 1:
+            rows, shared = groups.pop()
+            groups = [(part, shared) for part in (rows[:-1], rows[-1:]) if part]
+        for rows, shared in groups:
+            yield _share(rows, shared)
+
+
+class Pairs(_Sharing):
+    """Rows of a chosen and a rejected answer: the column "answer" is 0 in the chosen ones, 1 in the rejected ones."""
+
+    fields: ClassVar[frozenset[str]] = frozenset(("prompt", "chosen", "rejected", "tools"))
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
         row = _needs(row, "chosen", "rejected")
@@ -96,17 +120,14 @@ def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
     return chosen[:same], chosen[same:], rejected[same:]
 
 
-class Labelled(RowReader):
-    """Rows of an answer and its label. Each becomes a document: prompt, answer, and the answer to the prompt before.
+class Labelled(_Sharing):
+    """Rows of an answer and its label. Each becomes a pair: the answer, and an answer to the prompt before.
 
     Rows of the first prompt get an answer to the last one, and come last. The column "answer" is as in pairs, "label"
     is 1 or 0.
     """
 
     fields: ClassVar[frozenset[str]] = frozenset(("prompt", "completion", "label", "tools"))
-
-    def __init__(self, eos_id: int):
-        self._eos_id = eos_id
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
         row = _needs(row, "prompt", "completion", "label")
@@ -117,6 +138,10 @@ class Labelled(RowReader):
         return "labelled answers", (tokens, masked, True), {"answer": answer, "label": answer + row["label"]}
 
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
+        return super().join(self._beside_others(documents))
+
+    @staticmethod
+    def _beside_others(documents: Iterable[Document]) -> Iterator[Document]:
         first, last, other = list[Document](), None, None  # `other` has another prompt than `last`
         for row in documents:
             if last is not None and _prompt(row) != _prompt(last):
@@ -160,11 +185,8 @@ class Weighted(RowReader):
         return "weighted texts", (tokens, masked, True), {"answer": answer, "weight": answer + np.float32(weight)}
 
 
-class Rollouts(RowReader):
-    """Rows of recorded answers. Rows of one prompt become documents: prompt, answer, answer, as pairs do.
-
-    Groups of rewards become advantages by `advantages`.
-    """
+class Rollouts(_Sharing):
+    """Rows of recorded answers. Groups of rewards become advantages by `advantages`."""
 
     fields: ClassVar[frozenset[str]] = frozenset((
         "prompt", "completion", "prompt_ids", "completion_ids", "completion_mask", "advantage", "reward", "group",
@@ -172,11 +194,9 @@ class Rollouts(RowReader):
     ))  # fmt: skip
 
     def __init__(self, eos_id: int, columns: dict[str, str], context_length: int):
-        """Reads numbers of each token of the completions from fields, the keys of `columns`.
-
-        A prompt and its answers are at most `context_length` tokens, unless one answer is longer.
-        """
-        self._eos_id, self._columns, self._context_length = eos_id, columns, context_length
+        """Reads numbers of each token of the completions from fields, the keys of `columns`."""
+        super().__init__(eos_id, context_length)
+        self._columns = columns
         self._groups = dict[object, tuple[int, int]]()  # number, and hash of the prompt
         self._has_advantages: bool | None = None  # or rewards; None: no row was read
 
@@ -204,25 +224,6 @@ class Rollouts(RowReader):
             form, tokens, masked = "rollouts without a target", tokens[:1], masked[:1]
             columns = {name: values[:1] for name, values in columns.items()}
         return form, (tokens, masked, True), columns
-
-    def join(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yields documents in the order of their first rows. They are two at least, for one to be held out."""
-        by_prompt, groups = dict[bytes, list[Document]](), list[tuple[list[Document], int]]()
-        for row in documents:
-            by_prompt.setdefault(_prompt(row), []).append(row)
-        for rows in by_prompt.values():
-            shared, room = max(0, _prompt_length(rows[0]) - 1), 0
-            for row in rows:
-                if shared == 0 or len(row.tokens) - shared > room:
-                    groups.append(([], shared))
-                    room = self._context_length - shared
-                room -= len(row.tokens) - shared
-                groups[-1][0].append(row)
-        if len(groups) == 1:
-            rows, shared = groups.pop()
-            groups = [(part, shared) for part in (rows[:-1], rows[-1:]) if part]
-        for rows, shared in groups:
-            yield _share(rows, shared)
 
     def _from_ids(self, row: dict) -> tuple[np.ndarray, np.ndarray]:
         prompt, completion = (_ids(_needs(row, name)[name], name) for name in ("prompt_ids", "completion_ids"))
@@ -267,12 +268,20 @@ def _prompt_length(document: Document) -> int:
     return int(document.masked.argmin())
 
 
+def _shareable(row: Document) -> int:
+    """Returns how many of a row's first tokens other answers can share: all of its prompt but the last one."""
+    answer = row.columns["answer"]
+    is_one = answer[0] == answer[-1]
+    return max(0, _prompt_length(row) - 1) if is_one else int((answer == PROMPT).sum())
+
+
 def _share(rows: Sequence[Document], shared: int) -> Document:
-    """Returns documents of one answer each as one, whose answers share their first tokens."""
+    """Returns documents as one, whose answers share their first tokens."""
     if len(rows) == 1:
         return rows[0]
     columns = {name: _joined([row.columns[name] for row in rows], shared) for name in rows[0].columns}
-    columns["answer"] = _numbers([len(row.tokens) for row in rows], shared)
+    if PROMPT not in columns["answer"]:  # each has one answer
+        columns["answer"] = _numbers([len(row.tokens) for row in rows], shared)
     tokens, masked = (_joined([getattr(row, name) for row in rows], shared) for name in ("tokens", "masked"))
     return replace(rows[0], tokens=tokens, masked=masked, columns=columns)
 

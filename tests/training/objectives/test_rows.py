@@ -78,26 +78,47 @@ def test_pairs_share_their_prompt_and_keep_loss_and_gradients(tmp_path):
     assert apart.lengths.sum() - store.lengths.sum() == 12 * (3 + 1 + 2) - 3
     share, answers = prompts_of(store)
     assert answers == 2 and share == (12 * (3 + 1 + 2) - 3) / store.lengths.sum()
+    batch, _ = compare_losses(flags, store, [[0, 3], [1, 2]], apart, [[0, 3], [1, 2]], 160)
+    assert [answers for _, answers, _ in batch.documents.prompts] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("objective", ["simpo", "dpo", "kto"])
+def test_rows_of_one_prompt_share_it_and_keep_loss_and_gradients(tmp_path, objective):
+    """Pairs and labelled answers of one prompt, not all of them neighbours, as many as fit; apart in sequences of 1."""
+    answers = ["it is good", "b", "no", "a longer answer", "x"]
+    rows = [{"prompt": "what is it? " * 2, "chosen": answers[i], "rejected": answers[i - 1] + "!"} for i in range(5)]
+    rows.insert(3, {"prompt": "and so?", "chosen": "c", "rejected": "d"})
+    if objective == "kto":
+        rows = [{"prompt": row["prompt"], "completion": row["chosen"], "label": i < 2} for i, row in enumerate(rows)]
+    (apart, _), (store, flags) = (read(tmp_path, rows, length, objective=objective) for length in (1, 110))
+    for each in (apart, store):
+        each.add_column("reference", np.zeros(each.lengths.sum(), np.float32))
+    first, last = int((store.lengths > 60).sum()), len(store.lengths)
+    assert len(apart.lengths) == 6 and first < last < 6 and store.lengths.sum() < apart.lengths.sum() - 2 * 22
+    own = [[*range(first)], [*range(first, last)]]
+    batch, metrics = compare_losses(flags, store, own, apart, [[0, 1, 2], [3, 4, 5]], 200)
+    counts = [answers for _, answers, _ in batch.documents.prompts]
+    assert sum(counts) == 12 and max(counts) > 2 and prompts_of(store)[1] == 12 / last
+    assert metrics["accuracy" if objective != "kto" else "kl"][1] == 6
+
+
+def compare_losses(flags, store, sequences, apart, sequences_apart, context_length):
+    """Compares loss, gradients and metrics of documents in sequences, all in a batch. Returns the first one's batch."""
     torch.manual_seed(0)
     model = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=2))
     found = []
-    for each in (apart, store):
-        batch = make_batch(
-            each,
-            [
-                [(0, 0, int(each.lengths[0])), (3, 0, int(each.lengths[3]))],
-                [(1, 0, int(each.lengths[1])), (2, 0, int(each.lengths[2]))],
-            ],
-            160,
-        )
-        objective = Minimised(choose(flags, 160), batch, 4.0, torch.device("cpu"))
+    for each, rows in ((apart, sequences_apart), (store, sequences)):
+        spans = [[(i, 0, int(each.lengths[i])) for i in row] for row in rows]
+        batch, objective = make_batch(each, spans, context_length), choose(flags, context_length)
+        objective = Minimised(objective, batch, objective.count(batch), torch.device("cpu"))
         loss = model(batch.input_ids, targets=batch.targets, documents=batch.documents, objective=objective).loss
-        found.append((loss, torch.autograd.grad(loss, [*model.parameters()]), batch))
-    (expected, wanted, _), (loss, gradients, batch) = found
+        found.append((loss, torch.autograd.grad(loss, [*model.parameters()]), batch, objective.terms.means))
+    (expected, wanted, _, metrics), (loss, gradients, batch, own) = found
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(own, metrics, rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(gradients, wanted):
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
-    assert [answers for _, answers, _ in batch.documents.prompts] == [2, 2, 2]
+    return batch, own
 
 
 def _apart(store, document):
@@ -141,7 +162,7 @@ def test_whole_chats_have_their_prompt_once(row):
         given.append(part)
         return np.arange(1 + len(given)), None, True
 
-    Pairs(0)(row, encode)
+    Pairs(0, 1)(row, encode)
     chats = [[ASKS, SAYS], [ASKS, SAYS | {"content": "other"}]]
     assert [part["prompt"] + part["completion"] for part in given] == chats
     assert given[0]["prompt"] == [ASKS] and "messages" not in given[0]
@@ -183,7 +204,7 @@ def test_whole_chats_with_a_label_have_their_prompt_once():
         given.append(part)
         return np.arange(2), None, True
 
-    Labelled(0)({"prompt": [ASKS], "completion": [ASKS, SAYS], "label": True}, encode)
+    Labelled(0, 1)({"prompt": [ASKS], "completion": [ASKS, SAYS], "label": True}, encode)
     assert given == [{"prompt": [ASKS], "completion": [SAYS]}]
 
 
@@ -274,7 +295,8 @@ def test_answers_to_a_prompt_are_held_out_together(tmp_path):
     store, _ = read(tmp_path, rows, objective="simpo")
     kept, held_out = split(store, 0.4, 0)
     assert len(kept.lengths) == 8 and sorted([*kept.documents, *held_out.documents]) == [*range(12)]
-    assert {i % 6 for i in kept.documents}.isdisjoint({i % 6 for i in held_out.documents})
+    prompts = [{store.read(i, 8, 9).item() for i in part.documents} for part in (kept, held_out)]
+    assert [*map(len, prompts)] == [4, 2] and prompts[0].isdisjoint(prompts[1])
     texts, _ = read(tmp_path, [{"text": f"a {i}"} for i in range(10)], objective="weighted")
     assert len(split(texts, 0.5, 0)[1].lengths) == 5
 
