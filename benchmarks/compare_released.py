@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import model as model_file
-from benchmarks.common import print_table
+from benchmarks.common import print_json, print_table
 from model import Transformer
 from training.checkpoint.weights import load_model_weights
 from training.families.config_json import from_config_json
@@ -25,18 +25,19 @@ NEW_TOKENS = 64
 
 
 @torch.no_grad()
-def compare(folder: Path, num_tokens: int) -> list[list[str]]:
-    """Rows of (compared quantity, largest difference)."""
+def compare(folder: Path, num_tokens: int) -> tuple[list[list[str]], float]:
+    """Returns rows of (compared quantity, largest difference), and the difference of the losses."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
     ours = Transformer(from_config_json(json.loads((folder / "config.json").read_text())))
     ours.load_state_dict(dict(load_model_weights(folder, {name: p.shape for name, p in ours.named_parameters()})))
     ids = torch.tensor([tokenizer(Path(model_file.__file__).read_text())["input_ids"][:num_tokens]])
     their_result, our_result = theirs(ids, labels=ids), ours(ids, ids, return_logits=True)
+    loss_difference = float(abs(their_result.loss - our_result.loss))
     rows = [
         ["tokens, largest logit", f"{ids.shape[1]:,}, {our_result.logits.abs().max():.1f}"],
         ["loss, transformers'", f"{their_result.loss:.6f}"],
-        ["loss, difference", f"{abs(their_result.loss - our_result.loss):.1e}"],
+        ["loss, difference", f"{loss_difference:.1e}"],
         ["logits, difference", difference(their_result.logits, our_result.logits)],
     ]
     for prompt in PROMPTS:
@@ -52,7 +53,7 @@ def compare(folder: Path, num_tokens: int) -> list[list[str]]:
     exact = ours.double()(ids, return_logits=True).logits
     from_exact = [difference(result.logits, exact) for result in (their_result, our_result)]
     rows.append(["logits, transformers' and ours from float64", " and ".join(from_exact)])
-    return rows
+    return rows, loss_difference
 
 
 def difference(first: Tensor, second: Tensor) -> str:
@@ -64,7 +65,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=1024)
     arguments = parser.parse_args()
-    print_table(str(arguments.folder), ["", "found"], compare(arguments.folder, arguments.tokens))
+    rows, loss_difference = compare(arguments.folder, arguments.tokens)
+    print_table(str(arguments.folder), ["", "found"], rows)
+    print_json("compare_released", torch.device("cpu"), loss_difference=loss_difference)
 
 
 if __name__ == "__main__":

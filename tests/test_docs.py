@@ -19,7 +19,8 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 import docs.flags
 import kernels
 import train
-from benchmarks import memory_report
+from benchmarks import picture
+from benchmarks.claims import CLAIMS
 from docs.flags import COMMANDS, PAGE, page
 from kernels.apply_to import MODEL_TYPES, apply_to
 from model import MODEL_SIZES
@@ -97,11 +98,15 @@ def parse_only(monkeypatch):
     return read
 
 
-@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
-def test_each_command_takes_its_flags(path, monkeypatch, parse_only):
+PAGES = {path.stem: code(path.read_text()) for path in GUIDES}
+PAGES["claims"] = [BIN + claim.command for claim in CLAIMS]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_each_command_takes_its_flags(page, monkeypatch, parse_only):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(settings, "import_optional", lambda *_: None)
-    for command in (part for line in code(path.read_text()) for part in line.split(BIN)[1:] if " " in part.strip()):
+    for command in dict.fromkeys(part for line in PAGES[page] for part in line.split(BIN)[1:] if " " in part.strip()):
         if (found := split_python(shlex.split(BIN + command.split(" && ")[0], comments=True))) is None:
             continue
         name, words = found
@@ -157,7 +162,7 @@ def test_links_lead_somewhere():
                 assert not anchor or anchor in anchors(file), (path.name, target)
 
 
-@pytest.mark.parametrize("module", [docs.flags, memory_report])
+@pytest.mark.parametrize("module", [docs.flags, picture])
 def test_programs_that_write_pages_have_help_and_no_flags(module, monkeypatch, capsys):
     monkeypatch.setattr(Path, "write_text", lambda *_: pytest.fail("a page was written"))
     for words, status in (["--help"], 0), (["--anything"], 2):

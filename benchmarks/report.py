@@ -1,0 +1,190 @@
+"""Measure the claims of MEMORY_REPORT.md, and write its table: `python -m benchmarks.report --machine h200`.
+
+The commands of benchmarks/claims.py for this kind of machine run in turn. After each, its numbers are written to
+benchmarks/results/report_<gpu>_<commit>.json. The same command again goes on where it was stopped: commands that the
+file has numbers of do not run. With `--seconds 560` a command that would take longer than what is left is left out. The
+exit status is 1 while numbers are missing.
+
+`--write` renders the table between "<!-- claims -->" and "<!-- end -->", from the latest measurement of each claim in
+benchmarks/results/report_*.json. The text around it is written by hand.
+"""
+
+import datetime
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from benchmarks.claims import CLAIMS, Claim
+from benchmarks.common import environment
+from training.host.files import replace_file
+
+ROOT = Path(__file__).parents[1]
+REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
+MACHINES = "h200", "h100", "h100-x2", "cpu"
+MARKERS = "<!-- claims -->\n.*?<!-- end -->"
+COLUMNS = "claim", "measured", "predicted", "peer or floor, measured ÷ it", "GPU", "date, commit", "command"
+
+
+def main(argv: list[str]) -> int:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", choices=MACHINES, help="measure the claims for this kind of machine")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these claims alone")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop before so many have passed")
+    parser.add_argument("--write", action="store_true", help="render the table of MEMORY_REPORT.md")
+    arguments = parser.parse_args(argv)
+    claims = [claim for claim in CLAIMS if claim.machine == arguments.machine]
+    if unknown := {*(arguments.only or ())} - {claim.name for claim in claims}:
+        parser.error(f"--only takes {', '.join(claim.name for claim in claims)}; got {', '.join(sorted(unknown))}")
+    if not arguments.machine and not arguments.write:
+        parser.error("give --machine, or --write")
+    claims = [claim for claim in claims if claim.name in (arguments.only or claim.name)]
+    is_whole = measure_all(claims, arguments.seconds) if claims else True
+    if arguments.write:
+        replace_file(REPORT, render(REPORT.read_text()))
+    return 0 if is_whole else 1
+
+
+# Measuring
+
+
+def measure_all(claims: list[Claim], limit: float) -> bool:
+    """Runs the commands of claims that this commit has no number of; returns whether none is missing at the end."""
+    began = time.monotonic()
+    machine = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    count = 2 if claims[0].machine.endswith("-x2") else 1
+    gpu = machine["gpu"].removeprefix("NVIDIA ").partition(" ")[0] + f"-x{count}" * (count > 1)
+    file = RESULTS / f"report_{gpu.lower()}_{machine['commit'] or 'unknown'}.json"
+    found = json.loads(file.read_text()) if file.exists() else {"claims": {}, "lines": {}}
+    by_command: dict[str, list[Claim]] = {}
+    for claim in claims:
+        if claim.name not in found["claims"]:
+            by_command.setdefault(claim.command, []).append(claim)
+    for command, missing in by_command.items():
+        left = limit - (time.monotonic() - began)
+        if left < missing[0].seconds:
+            print(f"left out, {left:.0f} s are left and it takes {missing[0].seconds}: {command}", flush=True)
+            continue
+        line = run(command, left)
+        about = {**machine, "gpu": gpu, "date": datetime.datetime.now().isoformat(timespec="minutes")}
+        for claim in missing:
+            if (entry := read_claim(claim, line)) is not None:
+                found["claims"][claim.name] = {**entry, "command": command, **about}
+            print(f"{claim.name}: {entry}", flush=True)
+        found["lines"][command] = line
+        replace_file(file, json.dumps(found, indent=1) + "\n")
+    return all(claim.name in found["claims"] for claim in claims)
+
+
+def run(command: str, limit: float) -> dict:
+    """Runs a command for `limit` seconds at most, and returns the keys of its JSON lines; {} where it fails."""
+    print(f"\n{command}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "line.json"
+        words = [{"FILE": str(written), "DIR": folder}.get(word, word) for word in shlex.split(command)]
+        launcher = [sys.executable, *["-m", "torch.distributed.run"] * (words[0] == "torchrun")]
+        process = subprocess.Popen(
+            [*launcher, *words[1:]], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        try:
+            output = process.communicate(timeout=limit if math.isfinite(limit) else None)[0]
+        except subprocess.TimeoutExpired:
+            print(f"killed after {limit:.0f} s", flush=True)
+            return {}
+        finally:  # torchrun's processes end too, and all of them after Ctrl+C
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        print(output, flush=True)
+        lines = output.splitlines() + ([written.read_text()] if written.exists() else [])
+    line: dict = {}
+    for text in lines:
+        with suppress(ValueError):
+            if isinstance(value := json.loads(text), dict):
+                line |= value
+    return {} if process.returncode else line
+
+
+def read_claim(claim: Claim, line: dict) -> dict | None:
+    """Returns the number of a claim, its prediction and its peer's; None where the line has no number."""
+    number = read(line, claim.number)
+    if number is None:
+        return None
+    return {"number": number, "predicted": read(line, claim.predicted), "peer": read(line, claim.peer_number)}
+
+
+def read(line: dict, path: str) -> float | None:
+    """Returns the value at a path such as "results > 24GB > seconds"; None where there is none."""
+    value: object = line
+    for key in path.split(" > "):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, (int, float)) else None
+
+
+# Writing
+
+
+def latest() -> dict[str, dict]:
+    """Returns the latest measurement of each claim, by the claim's name."""
+    found: dict[str, dict] = {}
+    for file in sorted(RESULTS.glob("report_*.json")):
+        for name, entry in json.loads(file.read_text())["claims"].items():
+            if name not in found or found[name]["date"] <= entry["date"]:
+                found[name] = entry
+    return found
+
+
+def render(report: str) -> str:
+    """Returns the report with the table between its markers written anew."""
+    found, rows, above = latest(), [COLUMNS, ["---"] * len(COLUMNS)], None
+    for claim in CLAIMS:
+        rows.append(row_of(claim, entry := found.get(claim.name), above))
+        above = entry
+    measured = [found[claim.name] for claim in CLAIMS if claim.name in found]
+    newest = max(measured, key=lambda entry: entry["date"], default={"commit": ""})["commit"]
+    count = sum(entry["commit"] == newest for entry in measured)
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    counts = f"{len(CLAIMS)} claims: {count} of commit {newest}, {len(measured) - count} of the commits in their rows."
+    return re.sub(MARKERS, lambda _: f"<!-- claims -->\n{counts}\n\n{table}\n<!-- end -->", report, flags=re.DOTALL)
+
+
+def row_of(claim: Claim, entry: dict | None, above: dict | None) -> list[str]:
+    """Returns the cells of a claim. Its command is "same run" below a row of the same run."""
+    if entry is None:
+        return [claim.says, "not measured", "", "", "", "", f"`{claim.command}`"]
+    number, predicted, peer = entry["number"], entry.get("predicted"), entry.get("peer")
+    is_same = above is not None and all(entry[name] == above[name] for name in ("gpu", "date", "commit", "command"))
+    return [
+        claim.says,
+        f"{shown(number)} {claim.unit}".strip(),
+        f"{shown(predicted)} ({predicted / number - 1:+.1%})" if predicted else "",
+        f"{claim.peer} {shown(peer)} ({number / peer:.2f})" if peer else "",
+        entry["gpu"],
+        f"{entry['date'][:10]}, {entry['commit']}",
+        "same run" if is_same else f"`{entry['command']}`",
+    ]
+
+
+def shown(number: float) -> str:
+    """Returns a number with three digits or more, as 0.949, 39.47, 129.6 and 82,944; "out of memory" for NaN."""
+    if math.isnan(number):
+        return "out of memory"
+    if abs(number) < 1:
+        return f"{number:.3g}"
+    digits = next((digits for digits, most in ((3, 2), (2, 100), (1, 1000)) if abs(number) < most), 0)
+    return f"{number:,.{digits}f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

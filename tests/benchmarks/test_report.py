@@ -1,0 +1,83 @@
+"""benchmarks.report: a claim's command runs once, whatever stops the report; its number is read and written."""
+
+import json
+
+import pytest
+
+from benchmarks import report
+from benchmarks.claims import CLAIMS, Claim
+
+LINE = {"operation": "fake", "results": {"ours": {"ms": 3.0}, "theirs": {"ms": 4.0}}, "predicted": 3.3}
+TABLE = "before\n<!-- claims -->\nold\n<!-- end -->\nafter\n"
+
+
+@pytest.fixture
+def two_claims(tmp_path, monkeypatch):
+    """Returns a file to which the first command writes each time it runs. The second command takes an hour."""
+    runs = tmp_path / "runs"
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import json, pathlib, sys\nprint('not JSON')\nprint(json.dumps({LINE!r}))\n"
+        f"open({str(runs)!r}, 'a').write(sys.argv[1])\npathlib.Path(sys.argv[2]).write_text('{{\"most\": 12}}')\n"
+    )
+    command = f"python {program} 1 FILE"
+    paths = "results > ours > ms", "ms", "predicted", "theirs", "results > theirs > ms"
+    claims = [
+        Claim("fast", "a number", "cpu", command, 1, *paths),
+        Claim("most", "of a file", "cpu", command, 1, "most", "tokens"),
+        Claim("slow", "another", "cpu", f"python {program} 2 FILE", 3600, "most", "tokens"),
+        Claim("elsewhere", "a third", "h200", "python nothing.py", 1, "most", "tokens"),
+    ]
+    monkeypatch.setattr(report, "CLAIMS", claims)
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "REPORT", tmp_path / "MEMORY_REPORT.md")
+    report.REPORT.write_text(TABLE)
+    return runs
+
+
+def test_a_report_that_was_stopped_goes_on(two_claims, capsys):
+    assert report.main(["--machine", "cpu", "--seconds", "60", "--write"]) == 1
+    assert two_claims.read_text() == "1" and "left out, " in capsys.readouterr().out
+    before, *rows = report.REPORT.read_text().split("\n| ")
+    fast, most, slow, elsewhere = [row.split(" | ") for row in rows[2:]]
+    assert before.startswith("before\n<!-- claims -->\n4 claims: 2 of commit ")
+    assert fast[:4] == ["a number", "3.00 ms", "3.30 (+10.0%)", "theirs 4.00 (0.75)"] and fast[4] == "CPU"
+    assert most[1] == "12.00 tokens" and most[-1] == "same run |" and slow[1] == elsewhere[1].strip() == "not measured"
+    assert elsewhere[-1] == "`python nothing.py` |\n<!-- end -->\nafter\n"
+
+    assert report.main(["--machine", "cpu"]) == 0  # the second command alone
+    assert two_claims.read_text() == "12"
+    assert report.main(["--machine", "cpu", "--only", "slow"]) == 0 and two_claims.read_text() == "12"
+    assert report.main(["--write"]) == 0 and report.REPORT.read_text().count("not measured") == 1
+
+
+def test_a_command_that_fails_or_takes_too_long_has_no_number(two_claims, tmp_path, monkeypatch, capsys):
+    fails = tmp_path / "fails.py"
+    fails.write_text(
+        "import sys, time\nprint('{\"most\": 1}', flush=True)\ntime.sleep(float(sys.argv[1]))\nsys.exit(3)"
+    )
+    for seconds, says in (("0", "most: None"), ("100", "killed after ")):
+        claim = Claim("most", "a number", "cpu", f"python {fails} {seconds}", 0, "most", "")
+        monkeypatch.setattr(report, "CLAIMS", [claim])
+        assert report.main(["--machine", "cpu", "--seconds", "0.7"]) == 1
+        assert says in capsys.readouterr().out and not report.latest()
+
+
+def test_the_latest_measurement_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    for name, date in (("report_a", "2026-11-26T10:00"), ("report_b", "2026-11-25")):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"claims": {"one": {"date": date}}}))
+    assert report.latest() == {"one": {"date": "2026-11-26T10:00"}}
+    numbers = 0.9494, 1.0132, 39.47, 129.646, 82_944, 7.4e-6, float("nan")
+    assert [*map(report.shown, numbers)] == ["0.949", "1.013", "39.47", "129.6", "82,944", "7.4e-06", "out of memory"]
+
+
+def test_the_report_holds_what_its_command_writes():
+    written = report.REPORT.read_text()
+    assert report.render(written) == written and len({claim.name for claim in CLAIMS}) == len(CLAIMS)
+
+
+def test_unknown_names_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        report.main(["--machine", "cpu", "--only", "nothing"])
+    assert "--only takes released, prepare; got nothing" in capsys.readouterr().err
