@@ -15,15 +15,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.lora import merged
-from kernels.parts import Adapted
 from model import ModelConfig
 from training.checkpoint import pieces
 from training.checkpoint.carried import NOTHING, Carried
 from training.checkpoint.manifest import verify_weights, weight_files
 from training.checkpoint.pieces import Entry, Piece
 from training.families.config_json import TOKEN_IDS, from_config_json
-from training.families.lora import ADAPTER_WEIGHTS, Adapters, has_adapters, read_adapters, read_frozen_bits
+from training.families.lora import (
+    ADAPTER_WEIGHTS,
+    Adapters,
+    adapter_names,
+    has_adapters,
+    read_adapters,
+    read_frozen_bits,
+)
 from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
 from training.host.errors import UserError, hub_download, refused_as_user_error
 from training.host.files import JSON_BYTES, read_file, read_json
@@ -220,12 +225,10 @@ def _read_weight(entry: Entry) -> Tensor:
 
 def _read_merged(name: str, entries: dict[str, Entry], adapters: Adapters | None, bits: int) -> Tensor:
     """Returns a weight, in float32 with its adapter if it has one. A block's matrix is rounded to `bits` before."""
-    weight, projection = _read_weight(entries[name]), name.removesuffix("weight")
+    weight = _read_weight(entries[name])
     if bits < 16 and is_quantized(name, weight.shape):
         quantized, weight = quantize(weight.float().view(-1), bits), weight.bfloat16()
         quantized.write_into(weight)
-    if f"{projection}lora_A.weight" not in entries:
+    if adapters is None or not (place := adapters.place_of(name, weight.shape)):
         return weight
-    assert adapters is not None
-    a, b = (_read_weight(entries[f"{projection}lora_{each}.weight"]).float() for each in "AB")
-    return merged(Adapted(weight.float(), a, adapters.scale * b))
+    return adapters.merge(weight, *(_read_weight(entries[each]) for each in adapter_names(place)))

@@ -13,19 +13,20 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kernels.config import Share
 from kernels.linear import PLAIN, Linear
-from kernels.lora import LoRA
+from kernels.lora import LoRA, merged
+from kernels.parts import Adapted
 from training.families.rows import PREFIX, SHARED_EXPERT, WRAPPED_PREFIX, is_wrapper
 from training.families.trained import Trained
-from training.host.choices import DELTA_NET_TARGETS, LORA_BITS, LORA_TARGETS
+from training.host.choices import DELTA_NET_TARGETS, LORA_BITS, LORA_TARGETS, TARGETS
 from training.host.errors import SHOWN_OF_A_PATH, UserError
 from training.host.files import read_json
 
@@ -67,7 +68,7 @@ class _Rooted(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Adapters(Trained):
-    """Adapters of all blocks of a model, on the projections `targets`, among PARTS.
+    """Adapters of all blocks of a model, on the projections `targets`, among TARGETS.
 
     A has `rank` rows, B as many columns, and B A is scaled by alpha / rank. Raises ValueError for a rank or alpha that
     is not positive and finite, and for targets that are none, unknown or named twice.
@@ -78,9 +79,9 @@ class Adapters(Trained):
     targets: tuple[str, ...] = LORA_TARGETS
 
     def __post_init__(self):
-        ordered = tuple(name for name in PARTS if name in self.targets)
+        ordered = tuple(name for name in TARGETS if name in self.targets)
         if self.rank < 1 or not 0 < self.alpha < math.inf or not ordered or len(ordered) != len(self.targets):
-            needs = f"a rank and an alpha above 0, and targets among {', '.join(PARTS)}"
+            needs = f"a rank and an alpha above 0, and targets among {', '.join(TARGETS)}"
             raise ValueError(f"adapters need {needs}, got {self}")
         object.__setattr__(self, "targets", ordered)
 
@@ -90,12 +91,11 @@ class Adapters(Trained):
 
     def prepare(self, model: nn.Module) -> None:
         model.requires_grad_(False)
-        for name, projection in [*model.layers.named_modules()]:
-            if name.rpartition(".")[2] in self.targets:
-                N, K = projection.weight.shape
-                options = {"bias": False, "device": projection.weight.device, "dtype": projection.weight.dtype}
-                projection.lora_A = nn.Linear(K, self.rank, **options)
-                projection.lora_B = nn.Linear(self.rank, N, **options)
+        for name, parameter in [*model.named_parameters()]:
+            if place := self.place_of(name, parameter.shape):
+                projection, ((rank, K), (N, _)) = model.get_submodule(place), self._factors(parameter.shape)
+                options = {"bias": False, "device": parameter.device, "dtype": parameter.dtype}
+                projection.lora_A, projection.lora_B = nn.Linear(K, rank, **options), nn.Linear(rank, N, **options)
                 projection.lora_scale = self.scale
         for name, parameter in model.named_parameters():
             if ADAPTERS in name and not parameter.is_meta:
@@ -105,9 +105,15 @@ class Adapters(Trained):
         root = torch.zeros((), requires_grad=True)
         model.embed_tokens.register_forward_hook(lambda module, inputs, x_BTD: _Rooted.apply(x_BTD, root))
 
-    def widths(self, share: Share, layer: int) -> dict[str, tuple[int, ...]]:
-        """Returns rows N and columns K of the matrices in a block that have adapters, by projection."""
-        return {name: shape for name, shape in share.maps(layer).items() if name in self.targets}
+    def place_of(self, name: str, shape: Sequence[int]) -> str | None:
+        """Returns the module that has a parameter's adapter; None: it has none."""
+        place = name.rpartition(".")[0]
+        return place if len(shape) > 1 and name.startswith("layers.") and target_of(name) in self.targets else None
+
+    def _factors(self, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns the shapes of A and B beside a matrix of this shape."""
+        N, K = shape
+        return (self.rank, K), (N, self.rank)
 
     def linear(self, base: Linear) -> Linear:
         return LoRA(base)
@@ -116,11 +122,12 @@ class Adapters(Trained):
         return sum(self.layer_elements(share, layer) for layer in range(share.num_hidden_layers))
 
     def layer_elements(self, share: Share, layer: int) -> int:
-        return self.rank * sum(map(sum, self.widths(share, layer).values()))
+        return sum(map(math.prod, self.shapes(_matrices(share, layer)).values()))
 
     def traffic(self, share: Share, layer: int) -> tuple[dict[str, int], dict[str, int]]:
         """Forward reads x and writes y. Backward reads dy, writes dx, and reads both factors of each gradient."""
-        widths = sum(map(sum, self.widths(share, layer).values()))
+        adapted = (shape for name, shape in _matrices(share, layer).items() if self.place_of(name, shape))
+        widths = sum(map(sum, adapted))
         return {"adapters": widths}, {"adapters": 3 * widths}
 
     def described(self, share: Share) -> list[tuple[str, str]]:
@@ -130,11 +137,33 @@ class Adapters(Trained):
     def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in matrices.items():
-            projection, _, end = name.rpartition(".")
-            if end == "weight" and projection.rpartition(".")[2] in self.targets:
-                N, K = shape
-                shapes |= {f"{projection}.lora_A.weight": (self.rank, K), f"{projection}.lora_B.weight": (N, self.rank)}
+            if place := self.place_of(name, shape):
+                shapes |= dict(zip(adapter_names(place), self._factors(shape)))
         return shapes
+
+    def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Returns a matrix with its adapter, in float32."""
+        return merged(Adapted(weight.float(), a.float(), self.scale * b.float()))
+
+
+def target_of(name: str) -> str:
+    """Returns the projection that a parameter belongs to: q_proj for layers.0.self_attn.q_proj.weight."""
+    return name.split(".")[-2]
+
+
+def targets_in(share: Share) -> set[str]:
+    """Returns the projections of a model that may have adapters."""
+    matrices = (name for layer in range(share.num_hidden_layers) for name in _matrices(share, layer))
+    return {target_of(name) for name in matrices} & {*TARGETS}
+
+
+def adapter_names(place: str) -> tuple[str, str]:
+    """Returns the names of A and B of the adapter in a module."""
+    return f"{place}.lora_A.weight", f"{place}.lora_B.weight"
+
+
+def _matrices(share: Share, layer: int) -> dict[str, tuple[int, ...]]:
+    return {f"layers.{layer}.{name}": p.shape for name, p in share.layer_parameters(layer).items() if p.is_matrix}
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ OPTIMIZER_STATES = ("auto", "float32", "compact")  # training.optim.formats; aut
 LINEARS = ("bf16", "fp8")  # names of kernels.linear.PLAIN and kernels.fp8.FP8
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # projections of a block
 DELTA_NET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # projections of a block with a gated delta net
+TARGETS = (*LORA_TARGETS, *DELTA_NET_TARGETS)  # all that may have adapters, in the order in which they are named
 LORA_BITS = (16, 8, 4)  # per element of a frozen matrix
 LOSSES = ("auto", "chunked", "standard")
 GPU_BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4")  # kernels.attention.full.BACKENDS but cpu

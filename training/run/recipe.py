@@ -36,16 +36,17 @@ from training.families.lora import (
     ADAPTER_CONFIG,
     ADAPTERS,
     FROZEN_BITS,
-    PARTS,
     Adapters,
     has_adapters,
     read_adapters,
     read_frozen_bits,
+    targets_in,
     to_adapter_config,
 )
 from training.families.rope import extend
 from training.families.trained import ALL, Trained
 from training.flags import LARGE
+from training.host.choices import TARGETS
 from training.host.errors import UserError, program, refused_as_user_error
 from training.host.files import read_json
 from training.host.sizes import parse_bytes
@@ -119,11 +120,11 @@ def trained_of(config: StepFlags, model: ModelConfig) -> Trained:
     """Every weight, or the adapters of --lora and its flags. Raises UserError for other targets."""
     if config.lora is None:
         return ALL
-    maps = {name for layer in range(model.num_hidden_layers) for name in model.maps(layer)}
+    has = [name for name in TARGETS if name in targets_in(model)]
     given = "all-linear" if config.lora_targets is None else config.lora_targets
-    targets = tuple(name for name in PARTS if name in maps) if given == "all-linear" else tuple(given.split(","))
-    if missing := ", ".join(name for name in targets if name in PARTS and name not in maps):
-        raise UserError(f"lora_targets {missing}: this model has {', '.join(sorted(maps))}; give some of these")
+    targets = tuple(has if given == "all-linear" else given.split(","))
+    if missing := ", ".join(name for name in targets if name in TARGETS and name not in has):
+        raise UserError(f"lora_targets {missing}: this model has {', '.join(has)}; give some of these")
     alpha = getattr(config, "lora_alpha", 2.0 * config.lora)  # no flag of profile_memory.py, where it has no effect
     with refused_as_user_error("lora: "):
         return Adapters(config.lora, alpha, targets)

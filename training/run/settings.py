@@ -15,14 +15,13 @@ from training.flags import ABSENT, SMALLEST, Rule, flag, given_flags, refuse
 from training.host.choices import (
     ATTENTION_TYPES,
     BAD_ROWS,
-    DELTA_NET_TARGETS,
     IMPLEMENTATIONS,
     LINEARS,
     LORA_BITS,
-    LORA_TARGETS,
     LOSSES,
     MODEL_SIZES,
     OPTIMIZER_STATES,
+    TARGETS,
 )
 from training.host.errors import UserError, import_optional
 from training.objectives.flags import ObjectiveFlags
@@ -145,8 +144,8 @@ class TrainConfig(ObjectiveFlags, StepFlags):
             self.lora_alpha = self.lora_alpha or 2.0 * self.lora
             self.lora_targets = "all-linear" if self.lora_targets is None else self.lora_targets
         if self.lora_targets is not None:
-            order = ",".join((*LORA_TARGETS, *DELTA_NET_TARGETS))
-            self.lora_targets = ",".join(sorted(self.lora_targets.split(","), key=order.find))
+            order = {name: i for i, name in enumerate(TARGETS)}
+            self.lora_targets = ",".join(sorted(self.lora_targets.split(","), key=lambda name: order.get(name, -1)))
 
 
 given_settings = partial(given_flags, TrainConfig, program="train.py")  # the settings of flags and --config, by name
