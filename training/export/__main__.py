@@ -19,6 +19,7 @@ from training.checkpoint.weights import (
     read_companions,
     shape_of_weights,
 )
+from training.export.card import card_of
 from training.families.config_json import to_config_json
 from training.families.lora import has_adapters
 from training.families.names import name_in_file
@@ -91,7 +92,11 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
                 file.write(pieces.bytes_of(tensor))
             size = file.seek(0, os.SEEK_END)
         content = carried.config_json(to_config_json(config), companions.settings, dtype)
-        files = {**companions.files, "config.json": (json.dumps(content, indent=2) + "\n").encode()}
+        files = {
+            **companions.files,
+            **card_of(source, target.name, config, dtype),
+            "config.json": (json.dumps(content, indent=2) + "\n").encode(),
+        }
         for name, companion in files.items():
             (folder / name).write_bytes(companion)
     others = f", and {len(carried.tensors)} tensors that are not trained, as they were" if carried.tensors else ""

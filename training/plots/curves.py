@@ -47,20 +47,20 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
         "loss": f"loss, nats per {_unit(run)}", "learning_rate": "learning rate",
         "tokens_per_second": "tokens per second", "peak": "peak GPU memory of the fullest rank, GiB",
     }  # fmt: skip
-    panels = {name: label for name, label in panels.items() if _points(rows, name)[0]}
+    panels = {name: label for name, label in panels.items() if points(rows, name)[0]}
     columns = 2 if len(panels) == 4 else max(1, len(panels))
     figure = figures.Figure(figsize=(12, 7 if columns == 2 else 4), layout="constrained")
     axes = dict(zip(panels, figure.subplots(-(-len(panels) // columns) or 1, columns, squeeze=False).flat))
     for name, panel in axes.items():
         panel.set(xlabel="step", ylabel=panels[name])
         if name != "loss":
-            panel.plot(*_points(rows, name), linewidth=0.8)
+            panel.plot(*points(rows, name), linewidth=0.8)
             panel.set_ylim(bottom=0)
     if "loss" in axes:
         _draw_loss(axes["loss"], rows)
-    if "tokens_per_second" in axes and _points(rows, "mfu")[0]:
+    if "tokens_per_second" in axes and points(rows, "mfu")[0]:
         mfu = axes["tokens_per_second"].twinx()
-        mfu.plot(*_points(rows, "mfu"), "C1", linewidth=0.8)
+        mfu.plot(*points(rows, "mfu"), "C1", linewidth=0.8)
         mfu.set_ylabel("model FLOP utilisation, share of the peak", color="C1")
         mfu.set_ylim(0, 1)
     save_picture(figure, path := run / "metrics.png")
@@ -92,7 +92,7 @@ def as_label(name: str) -> str:
 
 def _draw_loss(axes, rows: list[dict]) -> None:
     """Draws the loss raw and smoothed, validations, spikes and left-out steps. The legend names what is drawn."""
-    steps, losses = _points(rows, "loss")
+    steps, losses = points(rows, "loss")
     span = len(losses) // STEPS_PER_SMOOTHED
     axes.plot(steps, losses, "C0", linewidth=0.8, alpha=0.4 if span else 1, label="training")
     if span:
@@ -100,8 +100,8 @@ def _draw_loss(axes, rows: list[dict]) -> None:
         smooth = [(sums[end] - sums[max(0, end - span)]) / min(span, end) for end in range(1, len(sums))]
         axes.plot(steps, smooth, "C0", label=f"training, mean of {span} steps")
     for name, of, style in (
-        ("validation", _points(rows, "validation_loss"), "C1o-"),
-        ("spike", _points([row for row in rows if row.get("is_spike")], "loss"), "rx"),
+        ("validation", points(rows, "validation_loss"), "C1o-"),
+        ("spike", points([row for row in rows if row.get("is_spike")], "loss"), "rx"),
     ):
         if of[0]:
             axes.plot(*of, style, label=name)
@@ -110,7 +110,8 @@ def _draw_loss(axes, rows: list[dict]) -> None:
     axes.legend()
 
 
-def _points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
+def points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
+    """Returns the steps that have a number of this name, and the numbers."""
     found = [row for row in rows if _is_number(row.get(name))]
     return [row["step"] for row in found], [row[name] for row in found]
 

@@ -1,0 +1,48 @@
+"""The model card of exported weights."""
+
+import shutil
+
+import train
+from tests.runs import arguments, metrics, weights_of_another_shape
+from training.export.__main__ import main as export
+
+RELEASED = "---\nlicense: other\nlicense_name: free\ntags: [x]\n---\n# Base\nlicense: none\n"
+
+
+def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
+    from huggingface_hub import ModelCard
+
+    base = weights_of_another_shape(tmp_path / "models--lab--base" / "snapshots", num_hidden_layers=1)
+    (base / "README.md").write_text(RELEASED)
+    (tmp_path / "notes.txt").write_text("a text of a few words\n" * 200)
+    run = tmp_path / "run"
+    words = arguments(str(tmp_path / "notes.txt"), run, "--init_from", str(base), "--learning_rate", "1e-3", steps=3)
+    assert train.main([*words, "--tokenizer", "bytes", "--validation_interval", "2"]) == 0
+    step, first, second = run / "step_00000003", tmp_path / "mine", tmp_path / "again"
+    assert export([str(step), str(first)]) == 0
+    card = ModelCard.load(first / "README.md")
+    assert (card.data.license, card.data.license_name, card.data.base_model) == ("other", "free", "lab/base")
+    assert card.data.library_name == "transformers" and "fathom" in card.data.tags
+    rows = metrics(run)
+    for row, label in ((rows[0], "1"), (rows[2], "3, mean of 1")):
+        assert f"| {label} | {row['loss']:.4f} |" in card.text
+    for row in rows[1:]:
+        assert f"| {row['step']}, validation | {row['validation_loss']:.4f} |" in card.text
+    for part in ("# mine\n", "`notes.txt`. Held out: 2.00%", "every parameter from `step_00000001`, for 3 steps",
+                 "| learning_rate | 0.001 |", "nats per byte"):  # fmt: skip
+        assert part in card.text
+    assert str(tmp_path) not in card.content
+
+    (step / "README.md").write_text("# My own\n")
+    assert export([str(step), str(second)]) == 0
+    assert (second / "README.md").read_text() == "# My own\n"
+
+    (step / "README.md").unlink()
+    shutil.move(step, moved := tmp_path / "moved")  # away from metrics.jsonl
+    (moved / "manifest.json").unlink()
+    for trainer, written in ((None, True), ("{}", False)):
+        if trainer:
+            (moved / "trainer.json").write_text(trainer)
+        assert export([str(moved), str(target := tmp_path / f"without {written}")]) == 0
+        assert (target / "README.md").is_file() == written
+    assert f"| 3, validation | {rows[2]['validation_loss']:.4f} |" in (tmp_path / "without True/README.md").read_text()

@@ -1,0 +1,104 @@
+"""Writes the model card of trained weights, README.md of their folder as the Hugging Face Hub reads it."""
+
+import logging
+import re
+from contextlib import suppress
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+from kernels import __version__
+from model import ModelConfig
+from training.host.errors import UserError
+from training.host.files import JSON_BYTES, read_file
+from training.plots.curves import points, read_metrics
+from training.run.resume import load_state
+from training.run.settings import TrainConfig
+
+logger = logging.getLogger(__name__)
+CARD = "README.md"
+# Settings on which the weights depend. Those that may hold paths of a machine are not shown.
+SHOWN = """context_length batch_size gradient_accumulation_steps max_steps learning_rate final_learning_rate_ratio
+    warmup_steps weight_decay max_grad_norm lora lora_alpha lora_targets lora_bits lora_plus attention_type
+    selected_blocks dense_below linear optimizer_state objective beta margin clip_low clip_high rope_scaling packing
+    overlong chat_reasoning seed"""
+
+
+def card_of(source: Path, title: str, model: ModelConfig, dtype: torch.dtype) -> dict[str, bytes]:
+    """Returns README.md by its name: the source's own if there is one, else a card if a run has written the source.
+
+    Without either, or if the run's trainer.json does not say enough, there is none.
+    """
+    if (source / CARD).is_file():
+        return {CARD: read_file(source / CARD, "move it elsewhere", JSON_BYTES)}
+    if not (source / "trainer.json").is_file():
+        return {}
+    try:
+        return {CARD: model_card(source, title, model, dtype).encode()}
+    except UserError as error:
+        logger.warning("no %s is written: %s", CARD, error)
+        return {}
+
+
+def model_card(checkpoint: Path, title: str, model: ModelConfig, dtype: torch.dtype) -> str:
+    """Returns the card of a run's checkpoint: base, data, settings, losses, and how they were measured."""
+    state = load_state(checkpoint)
+    config = TrainConfig(**state["settings"])
+    unit = "byte" if config.tokenizer == "bytes" else "token"
+    head = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [fathom, long-context]"]
+    base, held_out = "random weights", f"{config.validation_fraction:.2%} of these {unit}s"
+    if config.init_from:
+        base = f"`{Path(config.init_from).name}`"
+        head += base_of(Path(config.init_from))
+    if config.validation_data:
+        held_out = names(config.validation_data)
+    what = "adapters, merged into the other weights" if config.lora else "every parameter"
+    took = f"for {state['step']:,} steps and {state['tokens']:,} {unit}s"
+    measured = f"at most {config.validation_sequences} sequences of {config.context_length:,} {unit}s"
+    settings = {name: getattr(config, name) for name in SHOWN.split()}
+    return "\n".join([
+        "---", *head, "---", "", f"# {title}", "",
+        f"{model.num_parameters():,} parameters of type {model.model_type}, {str(dtype).removeprefix('torch.')}.",
+        f"Fathom {__version__} trained {what} from {base}, {took}.", "",
+        "## Data", "", f"{names(config.data) or 'Sources of the Python standard library'}. Held out: {held_out}.", "",
+        "## Losses", "", f"| after step | {config.objective}, nats per {unit} |", "| --- | --- |",
+        *losses(checkpoint, state), "",
+        f"A validation is the mean over {measured} that were held out, computed as in training.",
+        "Nothing else was measured: no benchmark, and no safety.", "",
+        "## Settings", "", "| setting | value |", "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in settings.items() if value is not None), "",
+    ])  # fmt: skip
+
+
+def losses(checkpoint: Path, state: dict) -> list[str]:
+    """Returns rows of a table up to the checkpoint: first and last steps, first, lowest and last validations."""
+    rows = []
+    with suppress(UserError):  # the checkpoint may have been moved away from its run
+        rows = [row for row in read_metrics(checkpoint.absolute().parent) if row["step"] <= state["step"]]
+    steps, values = points(rows, "loss")
+    last = max(1, len(steps) // 20)
+    found = [f"| {steps[0]} | {values[0]:.4f} |"] if steps else []
+    found += [f"| {steps[-1]}, mean of {last} | {mean(values[-last:]):.4f} |"] if steps else []
+    validations = dict(zip(*points(rows, "validation_loss")))
+    if not validations and state["validation_loss"] is not None:
+        validations = {state["step"]: state["validation_loss"]}
+    if not validations:
+        return found
+    shown = sorted({min(validations), min(validations, key=validations.__getitem__), max(validations)})
+    return found + [f"| {step}, validation | {validations[step]:.4f} |" for step in shown]
+
+
+def names(paths: list[str]) -> str:
+    return ", ".join(f"`{Path(path).name}`" for path in paths)
+
+
+def base_of(folder: Path) -> list[str]:
+    """Returns lines of a card about the weights that were trained: their name on the Hub and license, where known."""
+    cached = re.search(r"models--([^/]+?)--([^/]+)", str(folder.absolute()))  # a folder of the Hub's cache
+    found = [f"base_model: {cached[1]}/{cached[2]}"] if cached else []
+    if (folder / CARD).is_file():
+        text = read_file(folder / CARD, "move it elsewhere", JSON_BYTES).decode(errors="replace")
+        head = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+        found += re.findall(r"^license(?:_name|_link)?: *\S.*$", head[1], re.MULTILINE) if head else []
+    return found
