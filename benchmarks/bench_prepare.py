@@ -30,6 +30,7 @@ from pyarrow import parquet
 from benchmarks.common import commit
 from training.data import prepare as preparing
 from training.data.prepared import INDEX, hash_of_index
+from training.data.sources import Reading
 from training.host.errors import UserError
 
 GB = 10**9
@@ -152,7 +153,7 @@ def write_corpus(folder: Path, size: int) -> int:
 
 def rate_of_a_core(source: Path, folder: Path, tokenizer: str) -> tuple[float, float]:
     """(bytes, tokens) per second of processor time, in one process that makes three parts."""
-    preparing._open_reader(tokenizer, "template")
+    preparing._open_reader(tokenizer, Reading(), None)
     parts = [pieces for _, pieces in zip(range(3), preparing._plan(sorted(source.iterdir())))]
     start = time.process_time()
     tokens = sum(preparing._make_part(folder / f"one-{i}", pieces)["tokens"] for i, pieces in enumerate(parts))
@@ -162,7 +163,7 @@ def rate_of_a_core(source: Path, folder: Path, tokenizer: str) -> tuple[float, f
 
 def rates_of_formats(folder: Path, size: int, arguments: argparse.Namespace) -> list[dict]:
     """Tokens per second of processor time for the same rows in each format: the median of all rounds, and its range."""
-    preparing._open_reader(arguments.tokenizer, "template")
+    preparing._open_reader(arguments.tokenizer, Reading(), None)
     rows = write_corpus(folder, size) and (folder / "0000.jsonl").read_bytes()
     table = pyarrow.Table.from_pylist([json.loads(line) for line in rows.splitlines()])
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(rows, 6))
