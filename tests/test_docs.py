@@ -32,6 +32,7 @@ from training.run.settings import TrainConfig
 ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*GUIDES, ROOT / "MEMORY_REPORT.md", ROOT / "kernels/attention/README.md"]
+LINKED += (ROOT / "benchmarks/results").glob("history_*.md")
 BIN = ".venv/bin/"
 OTHERS = {"pip", "pytest", "hf", "ruff", "mypy", "trackio", "wandb"}  # programs of others in .venv/bin
 RUN = "<!-- the tests run this -->\n"  # stands before a block of commands that a CPU runs in seconds
@@ -176,8 +177,9 @@ def test_flags_page_is_what_its_command_writes():
     assert PAGE.read_text() == page(), "run .venv/bin/python -m docs.flags"
 
 
-def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+@pytest.mark.parametrize(("name", "most"), [("README.md", 130), ("MEMORY_REPORT.md", 200)])
+def test_first_pages_are_short(name, most):
+    assert len((ROOT / name).read_text().splitlines()) <= most
 
 
 def test_pages_name_all_families():
