@@ -240,7 +240,7 @@ class Experts(nn.Module):
 
     def forward(self, x_BTD: Tensor, context: Context | None = None) -> Tensor:
         x_ND, routing = x_BTD.flatten(0, 1), context.routing if context else None
-        logits_NE = self.gate(x_ND)
+        logits_NE = self.linear.plain(x_ND, adapted(self.gate))
         if routing is not None:
             logits_NE = routing.balanced(logits_NE)
         experts_Nk, weights_Nk = route(logits_NE, self.part.per_token, normalize=self.part.normalizes)

@@ -10,6 +10,7 @@ Method: Hu et al., LoRA, arXiv 2106.09685.
 """
 
 import contextlib
+import itertools
 import math
 import os
 import re
@@ -24,9 +25,10 @@ from kernels.config import Share
 from kernels.linear import PLAIN, Linear
 from kernels.lora import LoRA, merged
 from kernels.parts import Adapted
-from training.families.rows import PREFIX, SHARED_EXPERT, WRAPPED_PREFIX, is_wrapper
+from training.families.config_json import from_config_json
+from training.families.rows import PREFIX, WRAPPED_PREFIX, is_wrapper
 from training.families.trained import Trained
-from training.host.choices import DELTA_NET_TARGETS, LORA_BITS, LORA_TARGETS, TARGETS
+from training.host.choices import DELTA_NET_TARGETS, EXPERTS_TARGETS, LORA_BITS, LORA_TARGETS, TARGETS
 from training.host.errors import SHOWN_OF_A_PATH, UserError
 from training.host.files import read_json
 
@@ -46,9 +48,14 @@ TAKEN = {
 }  # fmt: skip
 EMPTY: tuple = None, "", [], {}
 BASE = "base_model_name_or_path"
-OURS = {BASE, "r", "lora_alpha", "target_modules"}
+OURS = {BASE, "r", "lora_alpha", "target_modules", "target_parameters"}
 # A projection's part of the block.
-PARTS = dict(zip((*LORA_TARGETS, *DELTA_NET_TARGETS), 4 * ("self_attn",) + 3 * ("mlp",) + 3 * ("linear_attn",)))
+MLP_TARGETS = *LORA_TARGETS[4:], *EXPERTS_TARGETS
+PARTS = {**dict.fromkeys(LORA_TARGETS[:4], "self_attn"), **dict.fromkeys(MLP_TARGETS, "mlp")}
+PARTS |= dict.fromkeys(DELTA_NET_TARGETS, "linear_attn")
+# The projection of each parameter that target_parameters may name.
+PARAMETERS = {f"mlp.{name}.weight": name for name in MLP_TARGETS}
+PARAMETERS |= {f"mlp.shared_expert.{name}.weight": name for name in LORA_TARGETS[4:]}
 
 
 class _Rooted(torch.autograd.Function):
@@ -180,14 +187,20 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:
-    targets: list | str = [*adapters.targets]
-    if is_wrapper(content := read_json(base / "config.json")):  # a vision tower has projections of the same names
-        part = r"[\w.]+" if SHARED_EXPERT in content["text_config"] else r"\w+"
-        targets = rf"{re.escape(WRAPPED_PREFIX)}layers\.\d+\.{part}\.({'|'.join(targets)})"
+    """Returns peft's configuration. Beside experts, MLPs are named by parameter: peft takes gate_proj for experts'."""
+    content = read_json(base / "config.json")
+    shape, parameters = from_config_json(content), list[str]()
+    if shape.has_experts:
+        layers = map(shape.layer_parameters, range(shape.num_hidden_layers))
+        names = dict.fromkeys(name for layer in layers for name in layer if name in PARAMETERS)
+        parameters = [name for name in names if PARAMETERS[name] in adapters.targets]
+    targets: list | str = [name for name in adapters.targets if name not in {PARAMETERS[each] for each in parameters}]
+    if targets and is_wrapper(content):  # a vision tower has projections of the same names
+        targets = rf"{re.escape(WRAPPED_PREFIX)}layers\.\d+\.\w+\.({'|'.join(targets)})"
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", BASE: str(base), "inference_mode": True,
         "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": targets, "lora_dropout": 0.0,
-        "bias": "none",
+        "bias": "none", **({"target_parameters": parameters} if parameters else {}),
     }  # fmt: skip
 
 
@@ -234,6 +247,17 @@ def projections_named(targets: object) -> tuple[str, ...] | None:
     return tuple(name for name in PARTS if name in blocks_of)
 
 
+def projections_of(parameters: object) -> tuple[str, ...] | None:
+    """Returns the projections that peft's target_parameters names in every block; None if it names others.
+
+    Names are compared with the ends of full names.
+    """
+    if not isinstance(parameters, list):
+        return () if parameters in EMPTY else None
+    found = [{PARAMETERS[name] for name in PARAMETERS if f".{name}".endswith(f".{each}")} for each in parameters]
+    return tuple({*itertools.chain(*found)}) if all(found) else None
+
+
 def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
     """Returns the adapters that a folder's adapter_config.json declares, and the folder of their base.
 
@@ -241,12 +265,15 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
     """
     file = Path(folder, ADAPTER_CONFIG)
     content: dict = dict.fromkeys((*OURS, "peft_type")) | read_json(file)
-    rank, alpha, targets, named = (content[name] for name in ("r", "lora_alpha", "target_modules", BASE))
+    rank, alpha, named = (content[name] for name in ("r", "lora_alpha", BASE))
+    targets, parameters = content["target_modules"], content["target_parameters"]
     found = {name: value for name, value in content.items() if name not in NO_EFFECT | OURS and value is not False}
     asked = {name: value for name, value in found.items() if name == "peft_type" or value not in EMPTY}
     refused = [f"{name} {value!r:.60}" for name, value in asked.items() if value not in TAKEN.get(name, ())]
-    if (projections := projections_named(targets)) is None:
+    if (projections := projections_named(targets if targets or not parameters else [])) is None:
         refused.append(f"target_modules {targets!r:.80}")
+    if (of_parameters := projections_of(parameters)) is None:
+        refused.append(f"target_parameters {parameters!r:.80}")
     if refused:
         raise UserError(f"{file} has {', '.join(refused)}, which this decoder does not compute; give other adapters")
     damaged = f"{file} is damaged, or not of peft"
@@ -254,7 +281,7 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
         numbers = f"r {rank!r:.40} must be a whole number, lora_alpha {alpha!r:.40} a number"
         raise UserError(f"{damaged}: {numbers}, and {BASE} {named!r:.80} a folder; give other adapters")
     try:
-        adapters = Adapters(rank, float(alpha), projections or ())
+        adapters = Adapters(rank, float(alpha), (*(projections or ()), *(of_parameters or ())))
     except (ValueError, OverflowError) as error:
         raise UserError(f"{damaged}: {error!s:.300}; give other adapters") from None
     base = Path(named)

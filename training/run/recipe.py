@@ -46,7 +46,7 @@ from training.families.lora import (
 from training.families.rope import extend
 from training.families.trained import ALL, Trained
 from training.flags import LARGE
-from training.host.choices import TARGETS
+from training.host.choices import EXPERTS_TARGETS, TARGETS
 from training.host.errors import UserError, program, refused_as_user_error
 from training.host.files import read_json
 from training.host.sizes import parse_bytes
@@ -122,7 +122,8 @@ def trained_of(config: StepFlags, model: ModelConfig) -> Trained:
         return ALL
     has = [name for name in TARGETS if name in targets_in(model)]
     given = "all-linear" if config.lora_targets is None else config.lora_targets
-    targets = tuple(has if given == "all-linear" else given.split(","))
+    linear = [name for name in has if name not in EXPERTS_TARGETS]
+    targets = tuple(linear if given == "all-linear" else given.split(","))
     if missing := ", ".join(name for name in targets if name in TARGETS and name not in has):
         raise UserError(f"lora_targets {missing}: this model has {', '.join(has)}; give some of these")
     alpha = getattr(config, "lora_alpha", 2.0 * config.lora)  # no flag of profile_memory.py, where it has no effect

@@ -14,10 +14,16 @@ from kernels.gated_mlp import GatedMLPPart
 from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.runs import GIB, arguments, metrics, only_resume
 from training.checkpoint.manifest import WEIGHTS
-from training.checkpoint.weights import load_model_weights
+from training.checkpoint.weights import (
+    _read_weight,
+    find_weights,
+    load_model_weights,
+    parameter_shapes,
+    shape_of_weights,
+)
 from training.export.__main__ import main as export_main
 from training.families.config_json import from_config_json, to_config_json
-from training.families.lora import Adapters
+from training.families.lora import Adapters, read_adapters
 from training.host.errors import UserError
 from training.memory.cost_model import forward_flops
 from training.memory.execution import WHOLE, Execution, Placement
@@ -123,8 +129,8 @@ def test_every_weight_of_30b_on_one_h200():
     assert {row.format.group for row in inventory if ".experts." in row.name} == {GROUP}
     waiting = sum(placement.weights == "host" for placement in execution.placements)
     assert 0 < waiting < 48 and sum(inventory.waiting.values()) > waiting * 2 * experts
-    adapters = replace(step, trained=Adapters(16, 16.0, ("q_proj", "v_proj")))
-    assert adapters.trained_elements == 48 * 16 * (2048 + 4096 + 2048 + 512)
+    adapters = replace(step, trained=Adapters(16, 16.0, ("q_proj", "v_proj", "gate")))
+    assert adapters.trained_elements == 48 * 16 * (2048 + 4096 + 2048 + 512 + 2048 + 128)
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +221,38 @@ def test_adapters_of_attention_beside_experts(released, corpus, tmp_path, capsys
         assert message in capsys.readouterr().err
     with pytest.raises(UserError, match="experts over ranks are not there yet; use context_parallel_size"):
         check_matrix_sharing(2, MODEL_SIZES["qwen3-30B-A3B"])
+
+
+def test_peft_opens_adapters_of_routers_and_of_mlps_beside_experts(released, corpus, tmp_path):
+    """They train, peft computes the same with them, and gives them back."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    targets = "q_proj,gate_proj,down_proj,gate"
+    start = ["--init_from", str(released), "--validation_sequences", "0", "--lora", "3", "--learning_rate", "0.1"]
+    run, ids = tmp_path / "run", torch.randint(256, (2, 50), generator=torch.Generator().manual_seed(1))
+    assert train.main(arguments(corpus, run, *start, "--lora_targets", targets, steps=3)) == 0
+    folder = run / "step_00000003"
+    base = AutoModelForCausalLM.from_pretrained(released, dtype=torch.float32)
+    unlike = base(ids).logits
+    theirs = peft.PeftModel.from_pretrained(base, folder)
+    expected = theirs(ids).logits
+    assert (expected - unlike).abs().max() > 0.1
+    shape, adapters = shape_of_weights(folder), read_adapters(folder)[0]
+    merged, model = Transformer(shape), Transformer(shape)
+    merged.load_state_dict(dict(load_model_weights(folder, parameter_shapes(shape))))
+    torch.testing.assert_close(merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4)
+    adapters.prepare(model)
+    entries = find_weights(folder, {name: p.shape for name, p in model.named_parameters()})
+    model.load_state_dict({name: _read_weight(entry) for name, entry in entries.items()})
+    torch.testing.assert_close(model(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "peft")
+    found, saved = (load_file(each / "adapter_model.safetensors") for each in (tmp_path / "peft", folder))
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], x) for name, x in saved.items())
+    content = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    content["base_model_name_or_path"] = str(released)
+    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(content))
+    assert read_adapters(tmp_path / "peft")[0] == adapters == Adapters(3, 6.0, tuple(targets.split(",")))
 
 
 def test_no_gradient_goes_to_an_expert_without_tokens():

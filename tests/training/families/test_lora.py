@@ -1,6 +1,7 @@
 """Adapters against peft's: losses of ten steps, every gradient, merged weights, and files."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from model import MODEL_SIZES, Transformer, adapted
 from tests.optimizers import make_optimizer
 from training.checkpoint.state import load_weights
 from training.families.config_json import from_config_json
-from training.families.lora import Adapters
+from training.families.lora import PARTS, Adapters
 from training.host.choices import LORA_TARGETS
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
@@ -30,11 +31,13 @@ QWEN35 = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "tie_word_embeddings": True,
 }  # fmt: skip
+QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
 FORMS = {  # model_type, other settings, adapters
     "Qwen3": ("qwen3", {"tie_word_embeddings": True}, Adapters(4, 8.0)),
     "Llama": ("llama", {}, Adapters(3, 7.0, ("q_proj", "v_proj"))),
     "Qwen2": ("qwen2", {"tie_word_embeddings": True}, Adapters(2, 1.0, ("k_proj", "o_proj", "down_proj"))),
     "Qwen3.5": ("qwen3_5_text", QWEN35, Adapters(2, 3.0, ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "o_proj"))),
+    "Qwen3-MoE": ("qwen3_moe", QWEN3_MOE, Adapters(2, 3.0, ("v_proj", "up_proj", "gate"))),
     "Granite": ("granite", {"residual_multiplier": 0.5}, Adapters(1, 1.0, ("gate_proj",))),
 }
 EXECUTIONS = {
@@ -46,6 +49,14 @@ EXECUTIONS = {
 }
 
 
+def adapter_config(adapters, has_experts):
+    """Returns peft's rank, alpha and targets. Beside experts it knows MLPs and routers as parameters alone."""
+    names = [f"mlp.{name}.weight" for name in adapters.targets if PARTS[name] == "mlp" and has_experts]
+    modules = [name for name in adapters.targets if f"mlp.{name}.weight" not in names]
+    targets = {"target_modules": modules, "target_parameters": names or None}
+    return {"r": adapters.rank, "lora_alpha": adapters.alpha, **targets}
+
+
 def peft_model(name):
     """A random model of transformers with random adapters of peft."""
     import peft
@@ -55,10 +66,8 @@ def peft_model(name):
     config = transformers.AutoConfig.for_model(model_type, **SIZES, max_position_embeddings=128, **settings)
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_config(config)
-    lora = peft.LoraConfig(
-        r=adapters.rank, lora_alpha=adapters.alpha, target_modules=[*adapters.targets], task_type="CAUSAL_LM"
-    )
-    theirs = peft.get_peft_model(base, lora)
+    lora = adapter_config(adapters, has_experts="num_experts" in settings)
+    theirs = peft.get_peft_model(base, peft.LoraConfig(**lora, task_type="CAUSAL_LM"))
     with torch.no_grad():
         for parameter in theirs.parameters():
             if parameter.requires_grad:
@@ -68,7 +77,7 @@ def peft_model(name):
 
 def our_names(theirs):
     """Parameters of a model of peft by our names."""
-    names = {name: name.replace(".base_layer", "").replace(".default", "") for name, _ in theirs.named_parameters()}
+    names = {n: re.sub(r"\.base_layer(?!\.lora_)|\.default", "", n) for n, _ in theirs.named_parameters()}
     return {names[n].removeprefix("base_model.model.").removeprefix("model."): p for n, p in theirs.named_parameters()}
 
 
