@@ -223,6 +223,7 @@ class MixerKind(Part, ABC):
     h200_rates: ClassVar[dict[str, float]]  # its rates on an H200, by the names that `work` uses
     # Whether `forward` and `backward` take segments with prompts. If not, see `kernels.attention.prompts.Copies`.
     reads_prompts: ClassVar[bool] = False
+    sees_uncopied: ClassVar[bool] = False  # whether answers attend to what is not copied of their prompts as well
     # Whether its kernels need as much power as matrix products. If not, they run at a lower clock between products.
     draws_full_power: ClassVar[bool] = False
 
@@ -270,8 +271,10 @@ class MixerKind(Part, ABC):
         found = [*lengths]
         for prompt, answers, tokens, count in prompts:
             own, copied = tokens / answers, self.copied(round(prompt))
-            found += [(prompt + own, count), (copied + own, (answers - 1) * count)]
+            seen = prompt - copied if self.sees_uncopied else 0.0
+            found += [(prompt + own, count), (seen + copied + own, (answers - 1) * count)]
             found += [(prompt, -count), (own, -answers * count)]
+            found += [(seen, (1 - answers) * count)] * (seen > 0)
         return found
 
     def prompt_flops(self, prompt: int, answers: int, tokens: int, H: int, G: int, K: int) -> AttentionFlops:

@@ -554,15 +554,14 @@ class AttentionPart:
         (H, G, K), N = self.heads, num_ranks
         steps = G // N // (heads_at_a_time or G // N)
         H, G = H // N // steps, G // N // steps
-        copies = ((answers - 1) * count * self.kind.copied(round(prompt)) for prompt, answers, _, count in prompts)
-        copied = math.ceil(sum(copies))
-        tokens = num_tokens * N + copied
+        copies = [(answers - 1) * count * self.kind.copied(round(prompt)) for prompt, answers, _, count in prompts]
+        tokens = num_tokens * N + math.ceil(sum(copies))
         declared = self.kind.footprint(
             tokens, H, G, K, element_size=element_size, backend=backend, context_length=context_length, longest=longest
         )
-        if not copied:
+        if self.kind.reads_prompts or not copies:
             return {"fathom::attend": declared.forward, "fathom::attend_backward": declared.backward}
-        # q, k and v with copies, and results; then also the results' gradient, and dq, dk and dv.
+        # q, k and v in a row with copies, and results; then also the results' gradient, and dq, dk and dv.
         q, kv = H * K * element_size, 2 * G * K * element_size
         forward, backward = (tokens * (n * (q + kv) + declared.results) for n in (1, 2))
         return {

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # Tokens of the longest document that attends together with others, if cuDNN attends to longer ones. cuDNN's kernel is
@@ -126,25 +127,24 @@ class Span(NamedTuple):
 
     start: int
     stop: int
-    segments: Tensor  # int64 [S, 3], rows (0, start, stop) counted from the span's start
+    segments: Tensor  # int64 [S, 3], rows (0, start, stop) counted from the span's start; or [S, 5], see `Documents`
 
 
 def split_by_length(segments: Tensor, T: int, long_from: int) -> tuple[Tensor, list[Span]]:
     """Returns the rows of `segments` below `long_from` tokens, and spans of the others, in order.
 
-    Documents of 3, 9, 9, 4 and 9 tokens with long_from=9 are two short ones and two spans: (9, 9) and (9).
+    Documents of 3, 9, 9, 4 and 9 tokens with long_from=9 are two short ones and two spans: (9, 9) and (9). Documents
+    that go on from another one have its tokens, too, and stand in its span.
     """
-    lengths = segments[:, 2] - segments[:, 1]
+    lengths = segments[:, 2::2].sum(1) - segments[:, 1::2].sum(1)
     long = segments[lengths >= long_from]
-    spans: list[list[tuple[int, int]]] = []
-    for start, stop in sorted((row * T + start, row * T + stop) for row, start, stop in long.tolist()):
-        if not spans or spans[-1][-1][1] != start:
+    spans: list[list[list[int]]] = []
+    for document in sorted((long[:, 1:] + T * long[:, :1]).tolist()):
+        if not spans or spans[-1][-1][1] != document[0]:
             spans.append([])
-        spans[-1].append((start, stop))
-    return segments[lengths < long_from], [
-        Span(first, span[-1][1], torch.tensor([(0, start - first, stop - first) for start, stop in span]))
-        for span in spans
-        for first in [span[0][0]]
+        spans[-1].append(document)
+    return segments[lengths < long_from, :3], [
+        Span(first, span[-1][1], F.pad(torch.tensor(span) - first, (1, 0))) for span in spans for first in [span[0][0]]
     ]
 
 
@@ -201,9 +201,9 @@ def table_as_bytes(table: Tensor) -> bytes:
     return ctypes.string_at(table.data_ptr(), table.nbytes)
 
 
-def from_bytes(documents: bytes | None, B: int, T: int) -> Tensor:
+def from_bytes(documents: bytes | None, B: int, T: int, columns: int = 3) -> Tensor:
     """Returns the segments of which `as_bytes` made `documents`; the rows, if it is None."""
-    given = None if documents is None else torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 3)
+    given = None if documents is None else torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, columns)
     return all_segments(given, B, T)
 
 

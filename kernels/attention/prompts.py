@@ -7,6 +7,7 @@ it: the rows [a b c | d e] and [a b c | f] become [a b | c d e | c f].
 Attention to everything merges two results by their log-sum-exps: of an answer by itself, and of a call in which all
 answers of a prompt see all of its tokens. Backward makes both calls with the merged output and log-sum-exp, and adds up
 their gradients. Other kinds of attention get `Copies`: before each answer its prompt, or as much as the kind reaches.
+Kinds that choose blocks of keys may see whole blocks of the prompt in place: then less than a block is copied.
 """
 
 import functools
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..parts import AttentionKind
+from ..parts import AttentionKind, MixerKind
 from .documents import TOGETHER_TOKENS, has_prompts, table_as_bytes
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Copies(NamedTuple):
     """Documents with copies of the last tokens of their prompts before them, all in one row; answers come last."""
 
     rows: Tensor  # [N] the token of each place, counted through all rows of the batch, on the device
-    segments: Tensor  # int64 [S, 3], the documents with their copies
+    segments: Tensor  # int64 [S, 3], the documents with their copies; [S, 5] if answers see what is not copied
     places: Tensor  # [B T] the place of each token, its copies' aside, on the device
     copies: list[tuple[slice, slice]]  # tokens, and the places of their copies
     num_before: int  # places before the answers
@@ -161,19 +162,19 @@ class Copies(NamedTuple):
         return y
 
 
-def copies_of(x: Tensor, segments: Tensor, reach: int | None, *, continue_prompts: bool = False) -> Copies:
+def copies_of(x: Tensor, segments: Tensor, copied: MixerKind | int, *, continue_prompts: bool = False) -> Copies:
     """Returns the copies for x [B, T, ...]. All layers of a step share them.
 
     Args:
-        reach: the most tokens of a prompt to be copied; None: all.
+        copied: a kind whose method of this name says how many tokens of a prompt are copied, or the most tokens.
         continue_prompts: whether the first answer follows its prompt itself, not a copy.
     """
-    return _cached_copies(table_as_bytes(segments), *x.shape[:2], reach, continue_prompts, x.device)
+    return _cached_copies(table_as_bytes(segments), *x.shape[:2], copied, continue_prompts, x.device)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=16)
 def _cached_copies(
-    documents: bytes, B: int, T: int, reach: int | None, continue_prompts: bool, device: torch.device
+    documents: bytes, B: int, T: int, copied: MixerKind | int, continue_prompts: bool, device: torch.device
 ) -> Copies:
     table = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 5).tolist()
     answers = [(row * T + start, row * T + stop, row * T + first, row * T + end)
@@ -183,24 +184,30 @@ def _cached_copies(
         continued = {(first, end) for _, _, first, end in answers}
         before = [document for document in before if document not in continued]
     parts, stops, copies = [torch.arange(*document) for document in before], [], []
+    prompt_places, seen = dict[int, int](), [(0, 0)] * len(before)  # of the prompt of each document, in the new row
     stops = [*itertools.accumulate(stop - start for start, stop in before)]
     num_before = stops[-1] if stops else 0
     for start, stop, first, end in answers:
         place = stops[-1] if stops else 0
+        prompt = end - first
         if continue_prompts and start == end:
-            tail = end - first
+            tail = prompt
+            prompt_places[first] = place
         else:
-            tail = end - first if reach is None else min(reach, end - first)
+            tail = min(copied, prompt) if isinstance(copied, int) else copied.copied(prompt)
             copies.append((slice(end - tail, end), slice(place, place + tail)))
+        sees = not isinstance(copied, int) and copied.sees_uncopied and tail < prompt
+        seen.append((prompt_places[first], prompt_places[first] + prompt - tail) if sees else (0, 0))
         parts += [torch.arange(end - tail, end), torch.arange(start, stop)]
         stops.append(place + tail + stop - start)
     rows = torch.cat(parts)
     is_copy = torch.zeros(len(rows), dtype=torch.bool)
-    for _, copied in copies:
-        is_copy[copied] = True
+    for _, there in copies:
+        is_copy[there] = True
     places = torch.empty(B * T, dtype=torch.long)
     places[rows[~is_copy]] = torch.arange(len(rows))[~is_copy]
-    segments = torch.tensor([(0, start, stop) for start, stop in zip([0, *stops], stops)])
+    segments = torch.tensor([(0, *bounds, *own) for *bounds, own in zip([0, *stops], stops, seen)])
+    segments = segments if any(map(any, seen)) else segments[:, :3]
     numbers = [] if continue_prompts else [before.index((first, end)) for _, _, first, end in answers]
     prompts = torch.tensor(numbers, dtype=torch.long)
     return Copies(rows.to(device), segments, places.to(device), copies, num_before, prompts.to(device))
@@ -210,7 +217,7 @@ def copies_for(kind: AttentionKind, q: Tensor, segments: Tensor | None) -> Copie
     """Returns the copies that `kind` needs of prompts; None if it needs none."""
     if not has_prompts(segments) or kind.reads_prompts:
         return None
-    return copies_of(q, segments, None if kind.reach is None else kind.reach - 1, continue_prompts=True)
+    return copies_of(q, segments, kind, continue_prompts=True)
 
 
 class Expand(torch.autograd.Function):

@@ -40,6 +40,8 @@ def _load_tile(
 ):  # fmt: skip
     """Returns a program's first token, its block's end, its document's start, and its block's index in the document.
 
+    A document that goes on from blocks of another one starts that many blocks before its first token.
+
     Also returns where to begin visiting blocks of keys, `left`, the window's first block, and `whole`, from which on no
     visit before the own block needs a mask. A visit before `left` stands for block 0: for a window from block 5 on,
     visits are to 4, 5, 6, ..., and blocks are 0, 5, 6, ... An exact window reaches into block `left` in part.
@@ -53,7 +55,7 @@ def _load_tile(
     return (
         block_start + (tl.program_id(0) % tiles) * BLOCK_T,
         tl.load(block_stop_ptr + block).to(tl.int64),
-        tl.load(block_start_ptr + first_block).to(tl.int64),
+        block_start - own * BLOCK,
         own,
         left if EXACT else tl.maximum(left - 1, 0),
         left,
@@ -67,10 +69,15 @@ def _load_tile(
 
 @triton.jit
 def _load_keys(
-    k_ptr, v_ptr, document_start, block, head, stop, columns,
-    G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+    k_ptr, v_ptr, document_start, shared, shared_start, block, head, stop, columns,
+    G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Returns the tokens [BLOCK] of a block's keys, and k and v [BLOCK, K]. With MASKED, `stop` ends the document."""
+    """Returns the tokens [BLOCK] of a block's keys, and k and v [BLOCK, K]. With MASKED, `stop` ends the document.
+
+    With SHARED, the document's first `shared` blocks are another one's, which starts at `shared_start`.
+    """
+    if SHARED:
+        document_start = tl.where(block < shared, shared_start, document_start)
     key = document_start + block * BLOCK + tl.arange(0, BLOCK)
     offsets = (key[:, None] * G + head) * K + columns[None, :]
     if MASKED:
@@ -80,14 +87,30 @@ def _load_keys(
 
 
 @triton.jit
+def _load_shared(
+    block_start_ptr, shared_ptr, first_shared_ptr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, SHARED: tl.constexpr
+):
+    """Returns how many blocks of another document a program's document begins with, and where they start."""
+    if SHARED:
+        block = tl.program_id(0) // (BLOCK // BLOCK_T)
+        first = tl.load(first_shared_ptr + block)
+        return tl.load(shared_ptr + block), tl.load(block_start_ptr + first).to(tl.int64)
+    else:
+        return 0, 0
+
+
+@triton.jit
 def _band_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, block_start_ptr, block_stop_ptr, first_block_ptr, scale,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, block_start_ptr, block_stop_ptr, first_block_ptr,
+    shared_ptr, first_shared_ptr, scale,
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, SHORT: tl.constexpr, EXACT: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     start, stop, document_start, own, visit, left, whole = _load_tile(
         block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, SHORT, EXACT
     )
+    shared, shared_start = _load_shared(block_start_ptr, shared_ptr, first_shared_ptr, BLOCK, BLOCK_T, SHARED)
     if start >= stop:
         return
     head = tl.program_id(1)
@@ -103,15 +126,21 @@ def _band_forward_kernel(
     total = tl.zeros([BLOCK_T * GROUP_PAD], tl.float32)
     out = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
     for i in range(visit, whole):
-        key, k, v = _load_keys(k_ptr, v_ptr, document_start, i, head, stop, columns, G, K, BLOCK, False)
+        key, k, v = _load_keys(
+            k_ptr, v_ptr, document_start, shared, shared_start, i, head, stop, columns, G, K, BLOCK, False, SHARED
+        )
         visible = key[None, :] > token[:, None] - (WINDOW * BLOCK - SHORT)
         scores = tl.where(visible, matmul(q, tl.trans(k)) * scale, float("-inf"))  # [ROWS, BLOCK]
         out, maximum, total = softmax_step(scores, v, out, maximum, total)
     for i in range(whole, own):
         block = tl.where(i < left, 0, i)
-        key, k, v = _load_keys(k_ptr, v_ptr, document_start, block, head, stop, columns, G, K, BLOCK, False)
+        key, k, v = _load_keys(
+            k_ptr, v_ptr, document_start, shared, shared_start, block, head, stop, columns, G, K, BLOCK, False, SHARED
+        )
         out, maximum, total = softmax_step(matmul(q, tl.trans(k)) * scale, v, out, maximum, total)
-    key, k, v = _load_keys(k_ptr, v_ptr, document_start, own, head, stop, columns, G, K, BLOCK, True)
+    key, k, v = _load_keys(
+        k_ptr, v_ptr, document_start, shared, shared_start, own, head, stop, columns, G, K, BLOCK, True, False
+    )
     visible = (key[None, :] <= token[:, None]) & (key[None, :] < stop)
     if SHORT and WINDOW == 1:
         visible &= key[None, :] > token[:, None] - (BLOCK - SHORT)
@@ -124,14 +153,15 @@ def _band_forward_kernel(
 @triton.jit
 def _band_dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr,
-    block_start_ptr, block_stop_ptr, first_block_ptr, scale,
+    block_start_ptr, block_stop_ptr, first_block_ptr, shared_ptr, first_shared_ptr, scale,
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, SHORT: tl.constexpr, EXACT: tl.constexpr,
-    ADD: tl.constexpr,
+    SHARED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     start, stop, document_start, own, visit, left, whole = _load_tile(
         block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, SHORT, EXACT
     )
+    shared, shared_start = _load_shared(block_start_ptr, shared_ptr, first_shared_ptr, BLOCK, BLOCK_T, SHARED)
     if start >= stop:
         return
     head = tl.program_id(1)
@@ -148,16 +178,22 @@ def _band_dq_kernel(
     tl.store(delta_ptr + rows, delta, mask=mask)
     dq = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
     for i in range(visit, whole):
-        key, k, v = _load_keys(k_ptr, v_ptr, document_start, i, head, stop, columns, G, K, BLOCK, False)
+        key, k, v = _load_keys(
+            k_ptr, v_ptr, document_start, shared, shared_start, i, head, stop, columns, G, K, BLOCK, False, SHARED
+        )
         visible = key[None, :] > token[:, None] - (WINDOW * BLOCK - SHORT)
         p = tl.where(visible, tl.exp2(matmul(q, tl.trans(k)) * (scale * LOG2_E) - lse[:, None]), 0.0)  # [ROWS, BLOCK]
         dq += matmul((p * (matmul(dout, tl.trans(v)) - delta[:, None])).to(q.dtype), k)
     for i in range(whole, own):
         block = tl.where(i < left, 0, i)
-        key, k, v = _load_keys(k_ptr, v_ptr, document_start, block, head, stop, columns, G, K, BLOCK, False)
+        key, k, v = _load_keys(
+            k_ptr, v_ptr, document_start, shared, shared_start, block, head, stop, columns, G, K, BLOCK, False, SHARED
+        )
         p = tl.exp2(matmul(q, tl.trans(k)) * (scale * LOG2_E) - lse[:, None])
         dq += matmul((p * (matmul(dout, tl.trans(v)) - delta[:, None])).to(q.dtype), k)
-    key, k, v = _load_keys(k_ptr, v_ptr, document_start, own, head, stop, columns, G, K, BLOCK, True)
+    key, k, v = _load_keys(
+        k_ptr, v_ptr, document_start, shared, shared_start, own, head, stop, columns, G, K, BLOCK, True, False
+    )
     visible = key[None, :] <= token[:, None]
     if SHORT and WINDOW == 1:
         visible &= key[None, :] > token[:, None] - (BLOCK - SHORT)
@@ -199,7 +235,7 @@ def _add_queries(
 @triton.jit(do_not_specialize=["first_head"])
 def _band_dkv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, total_ptr, dk_ptr, dv_ptr,
-    item_block_ptr, item_start_ptr, block_start_ptr, block_stop_ptr, document_stop_ptr,
+    item_block_ptr, item_start_ptr, item_stop_ptr, block_start_ptr, block_stop_ptr, document_stop_ptr,
     first_head, head_elements, scale,
     G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, SHORT: tl.constexpr, EXTRA: tl.constexpr,
@@ -217,8 +253,11 @@ def _band_dkv_kernel(
     item, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     block = tl.load(item_block_ptr + item) if EXTRA else item
     query_start = tl.load(item_start_ptr + item) if EXTRA else tl.load(block_start_ptr + block)
-    query_stop = query_start + (WINDOW + 1 if EXACT else WINDOW) * BLOCK
-    query_stop = tl.minimum(query_stop, tl.load(document_stop_ptr + block))
+    if EXTRA:
+        query_stop = tl.load(item_stop_ptr + item)
+    else:
+        query_stop = query_start + (WINDOW + 1 if EXACT else WINDOW) * BLOCK
+        query_stop = tl.minimum(query_stop, tl.load(document_stop_ptr + block))
     key_stop = tl.load(block_stop_ptr + block).to(tl.int64)
     columns = tl.arange(0, K)
     key = tl.load(block_start_ptr + block).to(tl.int64) + tl.arange(0, BLOCK)
@@ -276,8 +315,9 @@ def _launch_over_queries(kernel, wide, q, k, tensors, layout, **constants):
     config = queries_config(q.device, rows) if q.shape[2] <= 128 else wide_config(wide, q.device)
     tile = launch_constants(q, k.shape[1], layout.block_size, config)
     kernel[layout.num_blocks * (layout.block_size // tile["BLOCK_T"]), k.shape[1]](
-        *tensors, layout.block_start, layout.block_stop, layout.first_block, 1 / math.sqrt(q.shape[-1]), **tile,
-        WINDOW=layout.window_blocks, SHORT=layout.window_short, **constants,
+        *tensors, layout.block_start, layout.block_stop, layout.first_block, *(layout.shared or (None, None))[:2],
+        1 / math.sqrt(q.shape[-1]), **tile, WINDOW=layout.window_blocks, SHORT=layout.window_short,
+        SHARED=layout.shared is not None, **constants,
     )  # fmt: skip
 
 
@@ -306,8 +346,8 @@ def _launch_dkv(dout, q, k, v, lse, delta, total, dk, dv, layout, heads, extra=F
     config = KEYS_CONFIG if q.shape[2] <= 128 else wide_config(WIDE_BACKWARD_CONFIG, q.device)
     tile = launch_constants(q, k.shape[1], layout.block_size, config)
     _band_dkv_kernel[len(layout.extra_block) if extra else layout.num_blocks, len(heads)](
-        dout, q, k, v, lse, delta, total, dk, dv, layout.extra_block, layout.extra_start, layout.block_start,
-        layout.block_stop, layout.document_stop, heads.start, layout.num_tokens * q.shape[-1],
+        dout, q, k, v, lse, delta, total, dk, dv, layout.extra_block, layout.extra_start, layout.extra_stop,
+        layout.block_start, layout.block_stop, layout.document_stop, heads.start, layout.num_tokens * q.shape[-1],
         1 / math.sqrt(q.shape[-1]), **tile, WINDOW=layout.window_blocks, SHORT=layout.window_short, EXTRA=extra,
         EXACT=exact,
     )  # fmt: skip

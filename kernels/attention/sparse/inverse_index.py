@@ -52,6 +52,9 @@ def build_inverse_index(
     dtype = torch.int16 if num_ranges * rows < 2**15 else torch.int32  # two bytes sort in half the passes of four
     no_row = torch.full((), num_ranges * rows, dtype=dtype, device=device)
     row = torch.where(lists == EMPTY, no_row, first_row[:, :, None].to(dtype) + lists)
+    if layout.shared is not None:
+        to_shared = (layout.shared.first - layout.first_block)[layout.token_block, None].to(dtype)  # [tokens, 1]
+        row += torch.where(lists < layout.shared.count[layout.token_block, None], to_shared, 0)
     row, entries = row.flatten().sort(stable=True)
     limits = torch.arange(num_ranges * rows + 1, dtype=dtype, device=device)
     first_entry = torch.searchsorted(row, limits, out_int32=True).unfold(0, rows + 1, rows).contiguous()

@@ -3,6 +3,10 @@
 The B * T tokens of a batch are counted through all rows, and so are the blocks. A document of L tokens has
 ceil(L / block_size) blocks, counted from its first token; the last block may be short. For documents of 100 and 30
 tokens and blocks of 64, block_start is [0, 64, 100], block_stop [64, 100, 130] and first_block [0, 0, 2].
+
+A document may go on from another one, after whole blocks of it, as prompts.py has answers. These blocks are its first
+ones, by index, and no blocks of its own: the second document of 30 tokens after a block of the first one has a block of
+index 1. Its first_block is then 1, as if its blocks stood in a row.
 """
 
 import functools
@@ -17,6 +21,14 @@ EMPTY = 32767  # marks an entry of a list that names no block; lists are int16
 LONGEST_DOCUMENT = EMPTY  # blocks
 
 
+class Shared(NamedTuple):
+    """Blocks of other documents that documents begin with, [blocks] all: of the document that has a block."""
+
+    count: Tensor  # int32: how many; 0 for documents that begin by themselves
+    first: Tensor  # int32: the first of them
+    firsts: list[int]  # the same on the host
+
+
 class Layout(NamedTuple):
     """Tables of a packed batch. The top of this file has an example."""
 
@@ -28,15 +40,18 @@ class Layout(NamedTuple):
     index_of_block: Tensor  # [blocks] int32, on the CPU: a block's index within its document
     block_start: Tensor  # [blocks] int32: a block's first token
     block_stop: Tensor  # [blocks] int32: one past its last token
-    first_block: Tensor  # [blocks] int32: the first block of its document
+    first_block: Tensor  # [blocks] int32: the first block of its document: a block less its index
     document_stop: Tensor  # [blocks] int32: one past the last token of its document
     token_block: Tensor  # [tokens] int32: the block of a token
     # All tokens of a document attend to its first block. The gradients of that block's keys are computed in chunks of
     # queries, each `window_blocks` blocks long. The first chunk is handled as any other block's queries are; the chunks
     # after it are "extra". With 7 blocks and window_blocks = 2, block 0 has extra chunks from blocks 2, 4 and 6 on.
+    # Queries that see blocks of another document are extra chunks of these, too.
     extra_block: Tensor  # [extra chunks] int32: the first block that a chunk belongs to
     extra_start: Tensor  # [extra chunks] int32: the chunk's first query
+    extra_stop: Tensor  # [extra chunks] int32: one past its last query
     first_extra: Tensor  # [blocks + 1] int32: number of extra chunks of all blocks before this one
+    shared: Shared | None = None  # None: all documents begin by themselves
 
     @property
     def has_candidates(self) -> bool:
@@ -49,19 +64,30 @@ def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int
     return _cached_layout(q.shape[0], q.shape[1], as_bytes(segments), q.device, block_size, window)
 
 
-def build_layout(B: int, T: int, documents: bytes | None, device: torch.device, block_size: int, window: int) -> Layout:
-    """Builds the tables that `make_layout` returns, from `as_bytes(segments)`."""
+def build_layout(
+    B: int, T: int, documents: bytes | None, device: torch.device, block_size: int, window: int,
+    prompts: Tensor | None = None,
+) -> Layout:  # fmt: skip
+    """Builds the tables that `make_layout` returns, from `as_bytes(segments)`.
+
+    `prompts` are the first token of what each document goes on from, and one past the last, int64 [documents, 2] in
+    their order: whole blocks of a document, whose first token it is. Both are equal where there are none.
+    """
     start, length = document_bounds(B, T, documents)
     window_blocks = -(-window // block_size)
     num_blocks = (length + block_size - 1) // block_size  # [documents]
-    if num_blocks.max() > LONGEST_DOCUMENT:
+    before = torch.zeros_like(start) if prompts is None else (prompts[:, 1] - prompts[:, 0]) // block_size
+    if (num_blocks + before).max() > LONGEST_DOCUMENT:
         raise ValueError(
             f"sparse attention takes documents of up to {LONGEST_DOCUMENT} blocks of {block_size} tokens, "
             f"got one of {int(length.max())} tokens"
         )
-    num_extra = (num_blocks + window_blocks - 1) // window_blocks - 1
-    first_block = num_blocks.cumsum(0) - num_blocks
-    first_extra = num_extra.cumsum(0) - num_extra
+    num_extra = (num_blocks + window_blocks - 1) // window_blocks - (before == 0).long()
+    own_first = num_blocks.cumsum(0) - num_blocks
+    origin = own_first  # the first block that each document begins with
+    if prompts is not None:
+        document = torch.searchsorted(start, prompts[:, 0].contiguous(), right=True) - 1
+        origin = torch.where(before > 0, own_first[document], own_first)
     total = int(num_blocks.sum())
     total_extra = int(num_extra.sum())
 
@@ -71,16 +97,24 @@ def build_layout(B: int, T: int, documents: bytes | None, device: torch.device, 
         document = torch.searchsorted(stop, position, right=True)
         return document, position - (stop - counts)[document]
 
-    index_of_block = repeat(num_blocks, total)[1].int()
+    of_block, index_of_block = repeat(num_blocks, total)
+    index_of_block = (index_of_block + before[of_block]).int()
+    firsts = origin[of_block].tolist()
+    in_windows = _seen_in_windows(start, length, before, origin, block_size, window_blocks)
     # One small copy goes to the device, which computes everything below.
-    table = torch.stack([start, length, num_blocks, first_block, num_extra, first_extra]).to(device)
-    start, length, num_blocks, first_block, num_extra, first_extra = table
+    table = torch.stack([start, length, num_blocks, own_first, num_extra, before, origin]).to(device)
+    start, length, num_blocks, own_first, num_extra, before, origin = table
     document, index = repeat(num_blocks, total)
     block_start = start[document] + index * block_size
     document_stop = (start + length)[document]
     token_document, token_index = repeat(length, B * T)
     extra_document, extra_index = repeat(num_extra, total_extra)
-    first_extra_of_block = first_extra[document] + torch.where(index == 0, 0, num_extra[document])
+    chunk = window_blocks * block_size
+    extra_start = start[extra_document] + (extra_index + (before == 0).long()[extra_document]) * chunk
+    extra_stop = torch.minimum(extra_start + chunk, (start + length)[extra_document])
+    extra = torch.cat([torch.stack([origin[extra_document], extra_start, extra_stop]), in_windows.to(device)], 1)
+    extra_block, extra_start, extra_stop = extra[:, extra[0].argsort(stable=True)].contiguous()
+    shared = None if prompts is None else Shared(before[document].int(), origin[document].int(), firsts)
     return Layout(
         num_tokens=B * T,
         num_blocks=total,
@@ -90,13 +124,28 @@ def build_layout(B: int, T: int, documents: bytes | None, device: torch.device, 
         index_of_block=index_of_block,
         block_start=block_start.int(),
         block_stop=torch.minimum(block_start + block_size, document_stop).int(),
-        first_block=first_block[document].int(),
+        first_block=(own_first - before)[document].int(),
         document_stop=document_stop.int(),
-        token_block=(first_block[token_document] + token_index // block_size).int(),
-        extra_block=first_block[extra_document].int(),
-        extra_start=(start[extra_document] + (extra_index + 1) * window_blocks * block_size).int(),
-        first_extra=torch.nn.functional.pad(first_extra_of_block, (0, 1), value=total_extra).int(),
+        token_block=(own_first[token_document] + token_index // block_size).int(),
+        extra_block=extra_block.int(),
+        extra_start=extra_start.int(),
+        extra_stop=extra_stop.int(),
+        first_extra=torch.searchsorted(extra_block, torch.arange(total + 1, device=device)).int(),
+        shared=shared,
     )
+
+
+def _seen_in_windows(start, length, before, origin, block_size: int, window_blocks: int) -> Tensor:
+    """Returns which queries have blocks of another document in their window: block, start and stop, int64 [3, items].
+
+    After 5 blocks and with a window of 3, tokens of block 5 see the blocks 3 and 4, tokens of block 6 see block 4.
+    """
+    found = [
+        (first + block, begin, begin + min(tokens, (block + window_blocks - count) * block_size))
+        for begin, tokens, count, first in zip(*(x.tolist() for x in (start, length, before, origin)))
+        for block in range(max(1, count - window_blocks + 1), count)
+    ]
+    return torch.tensor(found, dtype=torch.long).view(-1, 3).T
 
 
 _cached_layout = functools.lru_cache(maxsize=4)(build_layout)

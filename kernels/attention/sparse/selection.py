@@ -98,9 +98,12 @@ def scores_reference(q: Tensor, k: Tensor, layout: Layout, dtype: torch.dtype | 
     scores = q.new_full(shape, float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
     for block, (start, stop) in enumerate(zip(layout.block_start.tolist(), layout.block_stop.tolist())):
         own = own_of[block]
-        left, first_token = own - layout.window_blocks + 1, start - own * size
+        left, places = own - layout.window_blocks + 1, start - own * size + torch.arange(own * size)
         if left > 1:
-            keys = k[first_token + size : first_token + left * size].unflatten(0, (-1, size))
+            if layout.shared is not None and (count := int(layout.shared.count[block])):
+                begin = int(layout.block_start[layout.shared.firsts[block]])
+                places[: count * size] = begin + torch.arange(count * size)
+            keys = k[places[size : left * size].to(k.device)].unflatten(0, (-1, size))
             of_block = candidate_scores(q[start:stop], keys, look_from(own * size), dtype or q.dtype)
             scores[start:stop, :, 1:left] = of_block
     return scores
@@ -135,14 +138,20 @@ def _round_keys_kernel(
     tl.store(keys_ptr + ((head * num_blocks + block) * KEYS + rows) * K + columns, mean.to(keys_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["first_block", "first_index", "stop_index", "before", "num_blocks", "num_tokens"])
+@triton.jit(do_not_specialize=[
+    "own_block", "first_block", "first_index", "stop_index", "before", "num_blocks", "num_tokens", "shared",
+    "first_shared",
+])  # fmt: skip
 def _scores_kernel(
     q_ptr, keys_ptr, scores_ptr, maxima_ptr, block_start_ptr, document_stop_ptr,
-    first_block, first_index, stop_index, before, num_blocks, num_tokens, width,
+    own_block, first_block, first_index, stop_index, before, num_blocks, num_tokens, width, shared, first_shared,
     G: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    SHARED: tl.constexpr,
 ):  # fmt: skip
     """Computes what `score_blocks` returns, for the tokens first_index to stop_index - 1 of one document.
+
+    The document has `own_block`. With SHARED its first `shared` blocks are another one's, from `first_shared` on.
 
     A program has ROWS queries, QUERIES per token: the mean of its query heads, or all of them, of which the last is
     repeated up to a power of two. It goes through BLOCKS blocks of KEYS keys at a time. Long programs start first.
@@ -150,7 +159,8 @@ def _scores_kernel(
     TOKENS: tl.constexpr = ROWS // QUERIES
     head = tl.program_id(1).to(tl.int64)
     first = first_index + (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS  # in the document
-    start, stop = tl.load(block_start_ptr + first_block).to(tl.int64), tl.load(document_stop_ptr + first_block)
+    start = tl.load(block_start_ptr + own_block).to(tl.int64) - (own_block - first_block) * BLOCK
+    stop = tl.load(document_stop_ptr + own_block)
     row, columns = first + tl.arange(0, ROWS) // QUERIES, tl.arange(0, K)
     inside = (row < stop_index) & (start + row < stop)
     address = q_ptr + ((start + row)[:, None] * G + head) * GROUP * K + columns[None, :]  # [ROWS, K]
@@ -175,9 +185,10 @@ def _scores_kernel(
     largest = tl.full([TOKENS], float("-inf"), tl.float32)
     for j0 in range(0, last, BLOCKS):
         key = j0 * KEYS + tl.arange(0, BLOCKS * KEYS)
-        keys = tl.load(
-            keys_ptr + (first_key + key)[:, None] * K + columns[None, :], mask=key[:, None] < last * KEYS, other=0.0
-        )
+        place = first_key + key
+        if SHARED:
+            place += tl.where(key < shared * KEYS, (first_shared - first_block) * KEYS, 0)
+        keys = tl.load(keys_ptr + place[:, None] * K + columns[None, :], mask=key[:, None] < last * KEYS, other=0.0)
         logits = matmul(q, tl.trans(keys))  # [ROWS, BLOCKS * KEYS]
         best = tl.max(tl.reshape(logits, [ROWS, BLOCKS, KEYS]), 2)
         if QUERIES > 1:
@@ -272,21 +283,25 @@ def queries_per_token(group: int, look: Look) -> int:
 class Part(NamedTuple):
     """Query blocks of one document that are scored by one launch."""
 
-    first_block: int  # the document's
+    first_block: int  # the document's, as `Layout.first_block`
+    shared: tuple[int, int]  # how many blocks of another document it begins with, and the first of them
     blocks: range
     look: Look
 
 
 def parts_of(layout: Layout, query_blocks: range) -> Iterator[Part]:
     """Yields the parts of `query_blocks` with candidates. Ends of documents and another `Look` divide parts."""
-    firsts = (layout.index_of_block == 0).nonzero().squeeze(1).tolist()
-    for first, stop in zip(firsts, [*firsts[1:], layout.num_blocks]):
-        begin = first + layout.window_blocks + 1
+    index = layout.index_of_block
+    borders = [0, *((index.diff() != 1).nonzero().squeeze(1) + 1).tolist(), layout.num_blocks]
+    for own, stop in itertools.pairwise(borders):
+        count = int(index[own])
+        first, begin = own - count, max(own, own - count + layout.window_blocks + 1)
+        shared = (count, layout.shared.firsts[own]) if layout.shared else (0, own)
         bounds = sorted([begin, *(first + position // layout.block_size for position in (EARLY, LATE)), stop])
         for start, end in itertools.pairwise(bounds):
             blocks = range(max(start, begin, query_blocks.start), min(end, stop, query_blocks.stop))
             if blocks:
-                yield Part(first, blocks, look_from((blocks.start - first) * layout.block_size))
+                yield Part(first, shared, blocks, look_from((blocks.start - first) * layout.block_size))
 
 
 def score_blocks(
@@ -296,7 +311,7 @@ def score_blocks(
     """Returns scores of query blocks as `choose_blocks` takes them; keys(mean_keys) are what `round_keys` returns."""
     (_, H, K), size, num_tokens = q.shape, layout.block_size, len(query_blocks) * layout.block_size
     scores = maxima = None
-    for first, blocks, look in parts_of(layout, query_blocks):
+    for first, shared, blocks, look in parts_of(layout, query_blocks):
         scored = keys(look.mean_keys)
         G, per_block = len(scored), scored.shape[2]
         if scores is None:
@@ -305,9 +320,9 @@ def score_blocks(
         tile, queries = config or SCORES_CONFIGS[scored.element_size()], queries_per_token(H // G, look)
         _scores_kernel[(triton.cdiv(len(blocks) * size, tile.rows // queries), G)](
             q, scored, scores, maxima, layout.block_start, layout.document_stop,
-            first, (blocks.start - first) * size, (blocks.stop - first) * size, (query_blocks.start - first) * size,
-            layout.num_blocks, num_tokens, width, G=G, GROUP=H // G, K=K, BLOCK=size, KEYS=per_block,
-            WINDOW=layout.window_blocks, CHUNK=CHUNK, ROWS=tile.rows, QUERIES=queries,
+            blocks.start, first, *((block - first) * size for block in (blocks.start, blocks.stop, query_blocks.start)),
+            layout.num_blocks, num_tokens, width, *shared, G=G, GROUP=H // G, K=K, BLOCK=size, KEYS=per_block,
+            WINDOW=layout.window_blocks, CHUNK=CHUNK, ROWS=tile.rows, QUERIES=queries, SHARED=shared[0] > 0,
             BLOCKS=max(1, tile.keys // per_block), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return scores, maxima

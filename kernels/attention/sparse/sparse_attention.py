@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...common import use_triton
 from ...parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork, sum_to
-from ..documents import Span, as_bytes, from_bytes, split_by_length
+from ..documents import Span, as_bytes, from_bytes, has_prompts, split_by_length, table_as_bytes
 from ..full import FULL, check_shapes, full_backward, full_forward, put
 from ..reference import attend_written_out, backward_written_out, within_documents
 from .band import band_dkv, band_dkv_extra, band_dq, band_forward
@@ -143,12 +143,14 @@ def flat(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _divide_batch(
-    B: int, T: int, documents: bytes | None, device: torch.device, kind: "Sparse"
+    B: int, T: int, documents: bytes | None, columns: int, device: torch.device, kind: "Sparse"
 ) -> tuple[Tensor | None, list[tuple[Span, Layout]]]:
     """Returns segments that attend to everything, if any, and spans of others with their tables, which layers share."""
-    short, spans = split_by_length(from_bytes(documents, B, T), T, kind.dense_below)
-    sizes = device, kind.block_size, kind.window
-    long = [(span, build_layout(1, span.stop - span.start, as_bytes(span.segments), *sizes)) for span in spans]
+    short, spans = split_by_length(from_bytes(documents, B, T, columns), T, kind.dense_below)
+    sizes, long = (device, kind.block_size, kind.window), list[tuple[Span, Layout]]()
+    for span in spans:
+        prompts = span.segments[:, 3:] if has_prompts(span.segments) else None
+        long.append((span, build_layout(1, span.stop - span.start, as_bytes(span.segments), *sizes, prompts)))
     return short if len(short) else None, long
 
 
@@ -164,6 +166,7 @@ class Sparse(AttentionKind):
     name: ClassVar[str] = "sparse"
     gpu_head_dims: ClassVar[tuple[int, ...]] = WIDE_HEAD_DIMS
     takes: ClassVar[tuple[str, ...]] = ("selected_blocks", "dense_below")
+    sees_uncopied: ClassVar[bool] = True
     h200_rates: ClassVar[dict[str, float]] = {
         "sparse forward": 144e12,
         "sparse choice": 696e12,
@@ -192,11 +195,16 @@ class Sparse(AttentionKind):
     def normalise_lists(self, lists, q, segments):
         return normalise_lists(lists, make_layout(q, segments, self.block_size, self.window))
 
+    def copied(self, prompt):
+        """Returns the tokens after the last whole block; all, if answers may attend to everything."""
+        return prompt if prompt < self.dense_below else prompt % self.block_size
+
     def for_longest(self, longest):
         return FULL if longest < self.dense_below else self
 
     def _divide(self, q: Tensor, segments: Tensor | None) -> tuple[Tensor | None, list[tuple[Span, Layout]]]:
-        return _divide_batch(*q.shape[:2], as_bytes(segments), q.device, self)
+        table, columns = (None, 3) if segments is None else (table_as_bytes(segments), segments.shape[1])
+        return _divide_batch(*q.shape[:2], table, columns, q.device, self)
 
     def choose(self, q: Tensor, k: Tensor, segments: Tensor | None, on_triton: bool) -> Tensor:
         """Returns the blocks of keys that each token and key/value head attends to, beyond first block and window.

@@ -11,7 +11,8 @@ HEADS = {"G": 8, "GROUP": 4, "GROUP_PAD": 4, "K": 128}
 TILE = {"BLOCK": 64, "BLOCK_T": 16}
 _INTS = (
     "first_token num_tokens first_head num_heads num_blocks num_rows num_items width num_queries "
-    "first_query_block head_elements num_windows first_block first_index stop_index before"
+    "first_query_block head_elements num_windows own_block first_block first_index stop_index before "
+    "shared first_shared"
 )
 TYPES = {
     **dict.fromkeys(_INTS.split(), "i32"),
@@ -24,12 +25,14 @@ TYPES = {
     **dict.fromkeys(("blocks_ptr", "chunks_ptr", "chosen_ptr"), "*i16"),
 }  # fmt: skip
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
-BAND = HEADS | TILE | {"WINDOW": 8, "SHORT": 0, "EXACT": False}
-BAND_KEYS = BAND | {"BLOCK_T": 8}
+UNSHARED = {"SHARED": False, "shared_ptr": None, "first_shared_ptr": None}
+BAND = HEADS | TILE | UNSHARED | {"WINDOW": 8, "SHORT": 0, "EXACT": False}
+BAND_KEYS = HEADS | TILE | {"BLOCK_T": 8, "WINDOW": 8, "SHORT": 0, "EXACT": False}
 EXACT_KEYS = {"EXACT": True, "EXTRA": False, "total_ptr": None}
 BAND_NARROW = BAND | {"G": 32, "GROUP": 1, "GROUP_PAD": 1}
 WINDOW_SCORES = {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 2, "CHUNK": 16, "LARGEST_EXPONENT": 80.0}
 SCORES = {"G": 8, "GROUP": 4, "K": 128, "BLOCK": 64, "KEYS": 64, "BLOCKS": 2, "WINDOW": 8, "CHUNK": 16, "ROWS": 128}
+SCORES |= {"SHARED": False}
 TOP = {"S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, "CHUNK": 16}
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
 UNWEIGHTED = HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": False, "lse_ptr": None, "slot_lse_ptr": None}
@@ -63,10 +66,16 @@ KERNELS_TO_COMPILE = {
             for name, more in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": not is_exact}))
             for gpu, rows in ((80, 32), (90, 64))
         ),
+        *(
+            (name, {n: x for n, x in BAND.items() if x is not None} | {"BLOCK_T": 32, "SHARED": True, **more},
+             {"num_warps": 8, "num_stages": stages}, gpu)
+            for name, more in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": False}))
+            for gpu, stages in ((80, 2), (90, 3))
+        ),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": False}, {"num_stages": 3}),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}, {"num_stages": 3}),
         ("_band_forward_kernel", BAND | WIDE | {"BLOCK_T": 32}, {"num_warps": 8, "num_stages": 2}, 90),
-        ("_band_dkv_kernel", BAND | WIDE | {"EXTRA": False}, {"num_warps": 8, "num_stages": 2}, 90),
+        ("_band_dkv_kernel", BAND_KEYS | WIDE | {"BLOCK_T": 16, "EXTRA": False}, {"num_warps": 8, "num_stages": 2}, 90),
         *(("_band_dkv_kernel", BAND_KEYS | EXACT_KEYS | {"SHORT": short}, {"num_stages": 3}) for short in (0, 12)),
     ],
     "nsa.compression": [
@@ -85,6 +94,8 @@ KERNELS_TO_COMPILE = {
         ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 4}, 90),
         ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 2}, 80),
         ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 4}, 90),
+        ("_scores_kernel", SCORES | {"QUERIES": 1, "SHARED": True}, {"num_warps": 8, "num_stages": 2}, 80),
+        ("_scores_kernel", SCORES | {"QUERIES": 4, "SHARED": True}, {"num_warps": 8, "num_stages": 4}, 90),
         ("_top_kernel", TOP | {"OF_CHUNKS": True}, {"num_warps": 1}),
         ("_top_kernel", TOP | {"OF_CHUNKS": False}, {"num_warps": 1}),
     ],

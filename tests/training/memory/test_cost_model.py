@@ -470,17 +470,17 @@ def test_layers_without_adapters_have_no_traffic_of_them():
 
 
 def test_answers_count_what_they_see_of_their_prompts():
-    """An answer and its prompt have the pairs of one document. Kinds other than full copy prompts as far as they reach,
-    but not for the first answer."""
-    config, heads, (P, R) = MODEL_SIZES["4B"], (32, 8, 128), (6400, 640)
+    """An answer and its prompt have the pairs of one document. Windows and nsa copy prompts as far as they reach, but
+    not for the first answer. Full and sparse attention see a prompt, or its whole blocks, in place."""
+    config, heads, (P, R) = MODEL_SIZES["4B"], (32, 8, 128), (6410, 640)
     once, whole = forward_flops(config, [P, R], prompts=[(P, 1, R)]), forward_flops(config, [P + R])
     assert once == pytest.approx(whole, rel=1e-9)
     delta, lengths, prompts = DeltaNet(), [P, *8 * [R]], [(P, 8, 8 * R)]
     assert delta.forward_flops(lengths, *heads, prompts) == delta.forward_flops(lengths, *heads)
-    for kind, copied in ((Window(1000), 999), (Sparse(32), P), (Sparse(32, dense_below=0), P), (NSA(), P), (FULL, 0)):
+    for kind, copied in ((Window(1000), 999), (Sparse(32), P), (Sparse(32, dense_below=0), 10), (NSA(), P), (FULL, 0)):
         expected = kind.forward_flops([P + R, *7 * [copied + R]], *heads)
-        if kind == FULL:
-            expected = 8 * kind.forward_flops([P + R], *heads) - 7 * kind.forward_flops([P], *heads)
+        if kind == FULL or copied == 10:
+            expected = 8 * kind.forward_flops([P + R], *heads) - 7 * kind.forward_flops([P - copied], *heads)
         assert kind.copied(P) == copied
         assert kind.forward_flops(lengths, *heads, prompts) == pytest.approx(expected, rel=1e-9)
         options = {"backend": "cudnn", "steps": 1, "is_packed": False}  # all documents alone
@@ -503,7 +503,12 @@ def test_documents_of_a_prompt_and_its_answers():
 def test_copies_of_prompts_take_bytes():
     """Counts q, k, v and the output with 7 copies of what a kind reaches of a prompt; in backward also gradients."""
     documents = PackedDocuments(32_768, ((16_384, 1), (2048, 8)), ((16_384, 8, 16_384, 1),))
-    for kind, tokens in ((FULL, 0), (Window(4096), 32_768 + 7 * 4095), (Sparse(32), 32_768 + 7 * 16_384)):
+    for kind, tokens in (
+        (FULL, 0),
+        (Window(4096), 32_768 + 7 * 4095),
+        (Sparse(32), 32_768),
+        (NSA(), 32_768 + 7 * 16_384),
+    ):
         inside, plain = (
             AttentionPart(32, 8, 128, kind).inside_bytes(
                 32_768, 2, backend="cudnn", context_length=32_768, longest=32_768, prompts=prompts
