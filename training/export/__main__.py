@@ -1,5 +1,6 @@
 """Writes weights for other programs to open: `python -m training.export runs/default/step_00000300 OUT`."""
 
+import contextlib
 import json
 import os
 import sys
@@ -93,7 +94,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
             size = file.seek(0, os.SEEK_END)
         content = carried.config_json(to_config_json(config), companions.settings, dtype)
         files = {
-            **companions.files,
+            **reaching(config.max_position_embeddings, companions.files),
             **card_of(source, target.name, config, dtype),
             "config.json": (json.dumps(content, indent=2) + "\n").encode(),
         }
@@ -104,6 +105,20 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
         f"{target}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}{others}, "
         f"{size / 1e9:.2f} GB in {WEIGHTS}; {', '.join(sorted(files))}"
     )
+
+
+def reaching(length: int, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Returns companions whose tokenizer_config.json declares texts of `length` tokens at least: vLLM takes no longer.
+
+    A file that declares nothing, or cannot be read, stays as it is.
+    """
+    name = "tokenizer_config.json"
+    with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+        content = json.loads(files[name])
+        if 0 < content["model_max_length"] < length:
+            content["model_max_length"] = length
+            return files | {name: (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()}
+    return files
 
 
 if __name__ == "__main__":
