@@ -112,6 +112,14 @@ CLAIMS = [
     step("qwen_24gb", "Qwen3.5-4B within 24 GiB", CAPPED_QWEN, "24GB", 150, machine="h100"),
     step("qwen_million", "Qwen3.5-4B, 1,048,576 tokens, sparse", f"{QWEN} --context_length 1048576 --settings "
          "auto+sparse --host_budget 99GB --optimizer_state compact", "auto+sparse", 200),
+    # A mixture of experts, preferences
+    step("mixture", "Qwen3-30B-A3B, every weight, 131,072 tokens", "--model_size qwen3-30B-A3B --host_budget 112GB "
+         "--optimizer_state compact --settings auto --steps 2 --warm_up_tokens 16384", "auto", 300),
+    Claim(
+        "dpo", "4B, DPO on a prompt of 30,720 tokens and two answers", "h100",
+        "python -m benchmarks.bench_preferences --prompt 30720 --answer 2048 --settings auto 24GB trl --steps 2", 240,
+        "results > auto > seconds", "s", "results > auto > predicted_seconds", "TRL", "results > trl > seconds",
+    ),
     # Two GPUs that share a sequence
     step("two", "4B, 131,072 tokens on two GPUs", TWO, "auto", 150, machine="h100-x2"),
     step("two_34gb", "the same within 34 GiB on each", TWO, "34GB", 150, machine="h100-x2"),
