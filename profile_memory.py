@@ -44,6 +44,7 @@ from training.host.errors import UserError, import_optional
 from training.host.files import check_can_write, replace_file
 from training.host.processes import command
 from training.host.sizes import GIB, available_host_bytes, budget_of_machine, gib, parse_bytes
+from training.memory.contexts import draw_contexts, plan_contexts
 from training.memory.cost_model import Step
 from training.memory.kinds import check_head_dim
 from training.memory.machine import (
@@ -104,13 +105,14 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
         if getattr(flags, name) and not can_measure:
             why = "needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data, --objective or --device cpu"
             raise UserError(f"{name} {why}; drop it")
-    for name in ("timeline", "json"):
-        if path := getattr(flags, name):
-            check_can_write(path, f"--{name}")
-    if flags.timeline and flags.timeline.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--timeline draws .png, .svg or .pdf, got {flags.timeline}")
-    if flags.timeline:
-        import_optional("matplotlib.figure", "--timeline")
+    for name in ("timeline", "picture", "json"):
+        if not (path := getattr(flags, name)):
+            continue
+        check_can_write(path, f"--{name}")
+        if name != "json" and path.suffix not in (".png", ".svg", ".pdf"):
+            raise UserError(f"--{name} draws .png, .svg or .pdf, got {path}")
+        if name != "json":
+            import_optional("matplotlib.figure", f"--{name}")
 
 
 def carried_bytes(recipe: StepRecipe) -> int:
@@ -342,7 +344,14 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
         changes = {} if fits else find_changes(flags, machine, world)
     if measures and flags.memory_budget is not None:
         cap_gpu_memory(int(machine.gpu_bytes), world.device)
-    return report_step(step, machine, flags, about, plan, fits, changes, epoch, part, build)
+    results = report_step(step, machine, flags, about, plan, fits, changes, epoch, part, build)
+    if flags.picture:
+        plans = plan_contexts(step, *machine.limits)
+        draw_contexts(flags.picture, f"{flags.init_from or flags.model_size} on {machine.description}", plans)
+        results["contexts"] = {
+            n: {"peak": p.peak.bytes, "host_bytes": p.host_bytes, "seconds": p.seconds} for n, p in plans.items()
+        }
+    return results
 
 
 @command

@@ -363,6 +363,21 @@ def test_several_gpus_are_predicted(nproc, sharing, nine_layers, tmp_path, capsy
     assert re.search(rf"GPUs, data x context +{nproc // sharing} x {sharing}; below, of each\n", out)
 
 
+def test_a_picture_shows_every_context_to_the_longest(nine_layers, nothing_is_faster, tmp_path):
+    flags = "--gpu", "4090", "--host_memory", "16GB", "--model_size", "8B", "--context_length", "2048"
+    contexts = run_main(tmp_path, *flags, "--picture", str(tmp_path / "card.svg"))["contexts"]
+    step = step_of("8B", 2048, backend="flash", num_hidden_layers=9)
+    limits = GPUS["RTX4090"].memory_bytes - GIB, budget_of_machine(16 * GIB, 1)
+    longest = find_max_context(step, *limits)
+    *doubled, last = [int(tokens) for tokens in contexts]
+    assert doubled == [4096 * 2**i for i in range(len(doubled))] and doubled[-1] < last == longest < 3 * doubled[-1]
+    plan = make_plan(step.at(doubled[2]), *limits, scale_rates(GPUS["RTX4090"], "flash", [FULL]))
+    expected = {"peak": plan.peak.bytes, "host_bytes": plan.host_bytes, "seconds": plan.seconds}
+    assert contexts[str(doubled[2])] == expected
+    drawn = (tmp_path / "card.svg").read_text()
+    assert f"<!-- {longest:,} -->" in drawn and f"<!-- {expected['seconds']:.3g} s -->" in drawn
+
+
 def test_several_machines_are_predicted(nine_layers, tmp_path, capsys):
     flags = "--nproc", "1", "--nnodes", "2", "--gpu", "H100", "--host_budget", "40GB", "--context_length", "131072"
     written = run_main(tmp_path, *flags)
@@ -445,6 +460,7 @@ def test_with_and_without(small, tmp_path, capsys):
     ("--json /", "--json '/' cannot be written to: Is a directory; give another file"),
     ("--timeline /proc/step.png", "--timeline '/proc/step.png' cannot be written to: "),
     ("--timeline step.jpeg", "draws .png, .svg or .pdf"),
+    ("--picture card.jpeg", "--picture draws .png, .svg or .pdf, got card.jpeg"),
     ("--gpu RTX4091", "no GPU 'RTX4091' in the table, did you mean RTX4090;"),
     ("--gpu RTX4090 --memory_budget 30GB", "30.00 GiB is more than the 23.99 GiB of RTX4090"),
     ("--gpu RTX4090 --device cuda", "device has no effect with gpu, which predicts for another"),

@@ -308,7 +308,7 @@ ALWAYS = {
     "training.data verify": "out",
     "training.export": "source target dtype rope_scaling merge",
 }
-ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --data x"
+ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --picture x --data x"
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
 ELSEWHERE = {
     "train.py": f"""{OF_ATTENTION} memory_budget context_parallel_size tensor_parallel_size replicate
@@ -387,6 +387,7 @@ REFUSED = {
         ("--compare --find_max_context --loss_impl auto", "find_max_context loss_impl"),
         (f"--find_max_context {ONE_STEP}", FOR_ONE_STEP),
         (f"--compare {ONE_STEP}", FOR_ONE_STEP),
+        ("--picture x --data x", "picture"),
         ("--host_memory 64GB --host_budget 1GB", "host_memory"),
         (
             "--no-gradient_checkpointing --memory_budget 1GB --host_budget 1GB --host_memory 64GB",

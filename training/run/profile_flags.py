@@ -45,6 +45,7 @@ class ProfileFlags(StepFlags):
     num_layers: int | None = flag(None, "measure so many of the layers, where a whole step takes too long", least=1)
     stages: str | None = flag(None, "memory by stages; all: a row for each layer", ("equal", "all"), bare="equal")
     timeline: Path | None = flag(None, "draw the step there (.png, .svg)")
+    picture: Path | None = flag(None, "draw memory and seconds by context there, to the longest that fits (.png, .svg)")
     json: Path | None = flag(None, "write everything there")
 
     rules: ClassVar[tuple[Rule, ...]] = PROFILE

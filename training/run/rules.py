@@ -7,7 +7,7 @@ from training.flags import Rule
 from training.host.choices import REFERENCE_OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.objectives.flags import RULES as OBJECTIVE
 
-FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline data"
+FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline picture data"
 
 STEP = (
     Rule("", "lora with tensor_parallel_size is not supported: ranks have whole adapters; give context_parallel_size, "
@@ -73,6 +73,8 @@ PROFILE = (
     Rule("find_max_context loss_impl", "with compare; drop one", lambda s: s.compare),
     Rule(FOR_ONE_STEP, "with find_max_context; drop one", lambda s: s.find_max_context),
     Rule(FOR_ONE_STEP, "with compare; drop one", lambda s: s.compare),
+    Rule("picture", "with data or gradient_checkpointing; drop one",
+         lambda s: s.data or s.gradient_checkpointing is not None),
     Rule("host_memory", "with host_budget; drop one", lambda s: s.host_budget is not None),
     Rule("memory_budget host_budget host_memory", "with gradient_checkpointing; drop one",
          lambda s: s.gradient_checkpointing is not None),
