@@ -126,7 +126,8 @@ def _best_fit(
         what = f"{count}, {share}, are longer than context_length {context_length:,}"
         if overlong == "refuse":
             example = f"the first {train.source(first + int(too_long[0]))} with {lengths[too_long[0]]:,}"
-            raise UserError(f"{what}, {example}; raise --context_length, or choose --overlong drop or split")
+            choices = "drop" if train.columns else "drop or split"  # an objective's answers are not cut
+            raise UserError(f"{what}, {example}; raise --context_length, or choose --overlong {choices}")
         logger.warning("data: %s: %s", what, {"drop": "left out", "split": "split"}[overlong])
     packing = BestFitPacking(lengths, context_length, seed, overlong == "split")
     logger.info("data: best_fit fills %.1f%% of %s sequences", 100 * packing.filled, f"{packing.sequences_per_epoch:,}")

@@ -143,7 +143,9 @@ class BestFitPacking:
         by_size = np.argsort(-sizes, kind="stable")
         self._document, self._start, self._sizes = document[by_size], start[by_size], sizes[by_size]
         if not len(sizes):
-            raise UserError(f"no document fits into context_length {context_length}; raise it, or --overlong split")
+            raise UserError(
+                f"no document fits into context_length {context_length}; raise it, or split texts by --overlong"
+            )
         sequence = best_fit(self._sizes, context_length)
         self._places = np.argsort(sequence, kind="stable")  # indices into `_sizes`, sequence after sequence
         self._borders = np.concatenate([[0], np.cumsum(np.bincount(sequence))])

@@ -9,6 +9,7 @@ from training.data.loader import PROMPT
 from training.data.sources import RowReader
 from training.data.tokens import TokenStore
 from training.host.choices import PAIR_OBJECTIVES, ROLLOUT_OBJECTIVES
+from training.host.errors import UserError
 from training.objectives.flags import ObjectiveFlags
 from training.objectives.kto import KTO
 from training.objectives.preferences import Preference
@@ -84,6 +85,8 @@ def complete(
         stored.check(stores, tokenizer.identity, *((None, None) if is_any else (start, attention)))
     if flags.objective in ROLLOUT_OBJECTIVES:
         give_advantages(stores, scaled=flags.objective != "dr_grpo")
+        if not flags.beta and not any(store.column("advantage").any() for store in stores):
+            raise UserError("all advantages are 0, so nothing is learnt; give groups whose rewards differ")
     for column, stored in found.items():
         stored.give(stores, column, context_length)
 
@@ -99,9 +102,14 @@ def give_advantages(stores: Sequence[TokenStore], scaled: bool) -> None:
         for name in ("reward", "group")
     )
     values = advantages(rewards, groups, scaled)
-    _, counts = np.unique(groups, return_counts=True)
-    if alone := int((counts == 1).sum()):
-        logger.warning("data: %d of %d groups have one answer, whose advantage is 0", alone, len(counts))
+    _, firsts, place = np.unique(groups, return_index=True, return_inverse=True)
+    is_equal = np.bincount(place, rewards != rewards[firsts][place]) == 0
+    values[is_equal[place]] = 0  # not a rounding error
+    if count := int(is_equal.sum()):
+        logger.warning(
+            "data: %d of %d groups have one answer, or answers of one reward: their advantages are 0",
+            count, len(is_equal),
+        )  # fmt: skip
     for store, places, part in zip(own, lasts, np.split(values, np.cumsum([*map(len, lasts)])[:-1])):
         store.add_column("advantage", np.repeat(part, np.diff(places, prepend=-1)))
         for name in ("reward", "group"):

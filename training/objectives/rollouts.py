@@ -26,6 +26,7 @@ from training.data.loader import Batch
 from training.objectives.scored import Objective, Scored, Terms, mean_of
 
 BY_ANSWER = ("grpo", "gspo")
+LARGEST_EXPONENT = 60.0  # ratios end at e^60 = 1e26, which float32 holds after it was multiplied by an advantage
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Rollout(Objective):
         terms = Terms()
         if self.name == "gspo":
             means = [scored.sum(x) / lengths for x in (moved, factor * advantage)]
-            terms.by_answer, is_clipped = self._clipped(means[0].exp(), means[1])
+            terms.by_answer, is_clipped = self._clipped(_ratio(means[0]), means[1])
             terms.means["clip_share"] = mean_of(is_clipped, scored.is_answer)
         else:
             losses, is_clipped = self._by_token(moved, advantage, scored.log_probs_BT)
@@ -73,7 +74,7 @@ class Rollout(Objective):
             terms.means["clip_share"] = mean_of(is_clipped, is_target)
         if self.needs_reference:
             assert scored.reference_BT is not None, "the recipe has looked for a reference"
-            ahead = torch.where(is_target, scored.reference_BT - scored.log_probs_BT, 0)
+            ahead = torch.where(is_target, scored.reference_BT - scored.log_probs_BT, 0).clamp(max=LARGEST_EXPONENT)
             divergence = ahead.expm1() - ahead
             terms.means["kl"] = mean_of(divergence, is_target)
             penalty = self.beta * divergence * share
@@ -86,7 +87,7 @@ class Rollout(Objective):
 
     def _by_token(self, moved: Tensor, advantage: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the losses, and where a ratio was cut."""
-        ratio = moved.exp()
+        ratio = _ratio(moved)
         if self.name == "importance_sampling":
             return -ratio * advantage, torch.zeros_like(ratio, dtype=torch.bool)
         if self.name == "cispo":
@@ -98,3 +99,8 @@ class Rollout(Objective):
         clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         losses = -torch.minimum(ratio * advantage, clipped * advantage)
         return losses, clipped * advantage < ratio * advantage
+
+
+def _ratio(moved: Tensor) -> Tensor:
+    """Returns e^moved, constant beyond `LARGEST_EXPONENT`: the old policy could not have written such a token."""
+    return moved.clamp(max=LARGEST_EXPONENT).exp()

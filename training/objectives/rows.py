@@ -7,7 +7,6 @@ Rollouts have "prompt" and "completion", or "prompt_ids" and "completion_ids" wi
 number per token of the completion.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
@@ -68,7 +67,8 @@ class Pairs(_Sharing):
         tokens, masked = zip(*(ended(encode(_sample(row, self.fields, each)), self._eos_id) for each in answers))
         shared = _shared_tokens(tokens, masked)
         numbers = _numbers([*map(len, tokens)], shared)
-        return "pairs", (_joined(tokens, shared), _joined(masked, shared), True), {"answer": numbers}
+        form = "pairs of equal answers" if np.array_equal(*tokens) else "pairs"  # which teach nothing, and are said
+        return form, (_joined(tokens, shared), _joined(masked, shared), True), {"answer": numbers}
 
 
 def _joined(answers: Sequence[np.ndarray], shared: int) -> np.ndarray:
@@ -114,8 +114,9 @@ def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
     """Returns the messages that two chats begin with, and the others of each."""
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         raise UserError('needs a "prompt" beside "chosen" and "rejected", unless these are lists of messages')
-    same = next((i for i, pair in enumerate(zip(chosen, rejected)) if pair[0] != pair[1]), 0)
-    if same == 0:
+    both = [*zip(chosen, rejected)]
+    same = next((i for i, pair in enumerate(both) if pair[0] != pair[1]), len(both) - 1)  # each has an answer
+    if same < 1:
         raise UserError('"chosen" and "rejected" have no message in common to be the prompt; give it as "prompt"')
     return chosen[:same], chosen[same:], rejected[same:]
 
@@ -246,7 +247,7 @@ class Rollouts(_Sharing):
                 return {"advantage": _put(_list(given, "advantage"), places, length, "advantage")}
             return {"advantage": np.full(length, _number(given, "advantage"), np.float32)}
         row = _needs(row, "reward", "group")
-        if isinstance(row["group"], list | dict):
+        if isinstance(row["group"], list | dict) or row["group"] != row["group"]:  # NaN
             raise UserError('"group" must be a number or a text')
         prompt = hash(repr(row["prompt"] if row.get("completion_ids") is None else row["prompt_ids"]))
         number, first_prompt = self._groups.setdefault(row["group"], (len(self._groups), prompt))
@@ -318,7 +319,7 @@ def _needs(row: object, *names: str) -> dict:
 
 
 def _number(value, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > 1e9:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e9:  # nor NaN
         raise UserError(f'"{name}" must be a number within 1e9 of 0, got {str(value)[:40]}')
     return float(value)
 
@@ -331,7 +332,9 @@ def _list(values, name: str) -> list[float]:
 
 def _ids(values, name: str) -> np.ndarray:
     found = _list(values, name)
-    if any(value != int(value) or not 0 <= value <= LARGEST_ID for value in found):
+    if any(isinstance(value, bool) for value in values) or any(
+        value != int(value) or not 0 <= value <= LARGEST_ID for value in found
+    ):
         raise UserError(f'"{name}" must be a list of token ids')
     return np.array(found, dtype=np.uint32)
 

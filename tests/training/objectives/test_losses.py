@@ -223,6 +223,18 @@ def test_loss_and_every_gradient_are_the_papers_however_answers_are_divided(obje
         assert [found[name] for found in metrics[1:]] == pytest.approx([value] * 4, abs=1e-5), name
 
 
+@pytest.mark.parametrize("objective", KINDS, ids=lambda o: o.name)
+def test_tokens_that_the_old_policy_could_not_have_written_leave_numbers(objective):
+    """Engines may write -1000 for minus infinity; e^1000 is no number, nor is 0 times it, in loss or gradient."""
+    model, store = build(), store_of(objective)
+    old = store.column("old").copy()
+    old[::3] = -1000
+    store.add_column("old", old)
+    loss, gradients, metrics = run(model, divided(store, "rows"), objective)
+    assert math.isfinite(loss) and all(gradient.isfinite().all() for gradient in gradients.values())
+    assert metrics["old_difference_max"] > 900
+
+
 def test_metrics_say_what_they_mean():
     model = build()
     objective = Preference("dpo", 0.3)

@@ -309,6 +309,11 @@ def test_answers_to_a_prompt_are_held_out_together(tmp_path):
     ({"completion_mask": [1, 2, 1]}, "0 or 1"),
     ({"completion_ids": [1, 2.5, 3]}, "token ids"),
     ({"completion_ids": [1, 2, 300]}, "vocab_size"),
+    ({"prompt_ids": [300]}, "vocab_size"),
+    ({"completion_ids": [1, 2, 10**400]}, "within 1e9 of 0"),
+    ({"completion_ids": [True, False, True]}, "token ids"),
+    ({"advantage": 10**400}, "within 1e9 of 0"),
+    ({"advantage": float("nan")}, "within 1e9 of 0"),
     ({"old_logprobs": [1.0, 2.0, 3.0]}, "-1000 to 0, got 1"),
     ({"old_logprobs": [-1.0, -9999.0, -1.0]}, "-1000 to 0, got -9999"),
     ({"response_mask": [1, 0, 1]}, "give --columns completion_mask="),
@@ -339,6 +344,38 @@ def test_rollouts_of_tables(tmp_path, suffix):
     assert shown == "AB*CD*EB*CD*E" and columns["advantage"] == [0.5] * 5 + [-0.5] * 4
     with pytest.raises(UserError, match='"response_mask", which is not obeyed'):
         open_stores([str(tmp_path / f"1.{suffix}")], BYTES, 256, reading)
+
+
+def test_groups_of_one_reward_have_no_advantage_and_are_said(tmp_path, caplog):
+    """The mean of 0.1 three times is another number. A run that has nothing else is refused, unless it has a KL."""
+    rows = [
+        IDS | {"reward": reward, "group": group} for reward, group in ((0.1, 0), (0.1, 0), (0.1, 0), (2, 1), (3, 1))
+    ]
+    store, flags = read(tmp_path, rows, 6, objective="grpo")
+    complete(flags, 16, BYTES, None, None, [store])
+    assert "1 of 2 groups have one answer, or answers of one reward" in caplog.text
+    assert store.column("advantage")[:15].tolist() == [0] * 15 and store.column("advantage")[15:].all()
+    rows = [row | {"ref_logprobs": row["old_logprobs"]} for row in rows[:3]]
+    complete(flags := ObjectiveFlags("grpo", 0.1), 16, BYTES, None, None, [read(tmp_path, rows, **vars(flags))[0]])
+    with pytest.raises(UserError, match="all advantages are 0"):
+        complete(ObjectiveFlags("grpo"), 16, BYTES, None, None, [read(tmp_path, rows, objective="grpo")[0]])
+    with pytest.raises(UserError, match="must be a number or a text"):
+        read(tmp_path, [rows[0] | {"group": float("nan")}], objective="grpo")
+
+
+def test_equal_answers_are_said_and_chats_that_end_in_others_have_a_prompt(tmp_path, caplog):
+    """The prompt of such chats is all but the last message of the shorter one, as in TRL."""
+    with caplog.at_level("INFO"):
+        store, _ = read(tmp_path, [{"prompt": "ab", "chosen": "c", "rejected": "c"}], objective="simpo")
+    assert texts_of(store, 0)[0] == "ab*c*$b*c*$" and "1 row of pairs of equal answers" in caplog.text
+    for more in ([], [ASKS, SAYS]):
+        given = []
+        Pairs(0, 1)(
+            {"chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS, *more]},
+            lambda part, given=given: (given.append(part), (np.arange(2), None, True))[1],
+        )
+        assert [part["prompt"] for part in given] == [[ASKS], [ASKS]]
+        assert [part["completion"] for part in given] == [[SAYS], [SAYS, *more]]
 
 
 def test_groups_of_two_prompts_are_refused(tmp_path):
