@@ -26,6 +26,7 @@ from training.memory.cost_model import Step
 from training.memory.execution import Execution
 from training.memory.placement import apply_execution
 from training.memory.stages import Stage
+from training.memory.timeline import Phase, draw_phases
 from training.optim.adamw import MasterAdamW
 from training.plots.curves import save_picture
 
@@ -459,13 +460,16 @@ def _are_equal(one: Stage, other: Stage) -> bool:
 
 
 def draw_timeline(
-    path: Path, stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None, budget: float | None = None
-) -> None:
-    """Write a picture of a step to a .png, .svg or .pdf file; for the other arguments see `draw_stages`."""
+    path: Path, phases: list[Phase], stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None,
+    budget: float | None = None,
+) -> None:  # fmt: skip
+    """Write a picture of a step to a .png, .svg or .pdf file: memory, see `draw_stages`, and seconds by phases."""
     from matplotlib.figure import Figure  # optional
 
-    figure = Figure(figsize=(14, 6), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(14, 8), layout="constrained")
+    axes, below = figure.subplots(2, 1, height_ratios=(4, 1))
+    draw_phases(below, phases)
+    below.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     draw_stages(axes, stages, measured, budget)
     axes.set(ylabel="GiB, peak of each stage", title="GPU memory along a step, categories as predicted")
     axes.legend(loc="upper left", fontsize=8)

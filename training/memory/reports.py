@@ -144,12 +144,13 @@ def report_step(
         _print_measured(summary)
     is_planned = flags.gradient_checkpointing is None
     title = f"plan for {describe_budgets(*machine.limits[:2])}" if is_planned else "nothing planned"
-    print(f"{about}\n{title}:\n{plan}\n\n{format_timeline(step.timeline(plan.execution, plan.rates))}")
+    phases = step.timeline(plan.execution, plan.rates)
+    print(f"{about}\n{title}:\n{plan}\n\n{format_timeline(phases)}")
     stages = predicted, measured.stages if measured else None
     if flags.stages:
         print("\n" + profiler.format_table(*stages, flags.stages == "all"))
     if flags.timeline:
-        profiler.draw_timeline(flags.timeline, *stages, machine.gpu_bytes if is_planned else None)
+        profiler.draw_timeline(flags.timeline, phases, *stages, machine.gpu_bytes if is_planned else None)
     written = [side and [dataclasses.asdict(stage) for stage in side] for side in stages]
     results = {"answer": answer, "plan": str(plan), "execution": dataclasses.asdict(execution), "summary": summary}
     return results | dict(zip(("predicted", "measured"), written))

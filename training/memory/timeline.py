@@ -232,8 +232,7 @@ def _sum(seconds: Iterable[dict[str, float]]) -> dict[str, float]:
 
 def format_timeline(phases: list[Phase]) -> str:
     """Returns a table of the phases that take time: their seconds in a step, of kernels by work, and of copies."""
-    shown = [phase for phase in phases if phase.times * phase.seconds > 0]
-    works = [*dict.fromkeys(work for phase in shown for work, seconds in phase.compute.items() if seconds)]
+    shown, works = _shown(phases)
     rows = [["seconds of a step", "in all", *works, "copies beside"]]
     for phase in shown:
         seconds = phase.seconds, *(phase.compute.get(work, 0.0) for work in works), phase.link
@@ -244,6 +243,31 @@ def format_timeline(phases: list[Phase]) -> str:
         f"{row[0]:<{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:]))
         for row in rows
     )
+
+
+def draw_phases(axes, phases: list[Phase]) -> None:
+    """Draw phases one after another on Matplotlib's axes: kernels by work in a lane, copies beside them in another."""
+    start, (shown, works) = 0.0, _shown(phases)
+    total = sum(phase.times * phase.seconds for phase in shown)
+    for phase in shown:
+        at = start
+        for name, seconds in phase.compute.items():
+            if seconds:
+                label = None if name in axes.get_legend_handles_labels()[1] else name
+                axes.barh("kernels", phase.times * seconds, left=at, color=f"C{works.index(name)}", label=label)
+            at += phase.times * seconds
+        axes.barh("copies", phase.times * phase.link, left=start, color="0.6")
+        axes.axvline(start, color="k", linewidth=0.8)
+        if phase is shown[-1] or phase.times * phase.seconds > total / 25:  # names of short phases would overlap
+            axes.annotate(f" {phase.name}", (start, 1.0), xycoords=("data", "axes fraction"), fontsize=8, va="bottom")
+        start += phase.times * phase.seconds
+    axes.set(xlabel="seconds, predicted; the update's copies go on beside the next forward", ylim=(-0.6, 1.6))
+
+
+def _shown(phases: list[Phase]) -> tuple[list[Phase], list[str]]:
+    """Returns the phases that take time, and the names of their work."""
+    shown = [phase for phase in phases if phase.times * phase.seconds > 0]
+    return shown, [*dict.fromkeys(work for phase in shown for work, seconds in phase.compute.items() if seconds)]
 
 
 def attention_seconds(

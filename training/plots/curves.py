@@ -12,6 +12,10 @@ from training.host.files import read_file, read_json, replacing
 logger = logging.getLogger(__name__)
 LARGEST_NUMBER = 1e300  # Matplotlib overflows beyond it; somebody may have edited the file
 STEPS_PER_SMOOTHED = 20  # the smoothed loss is a mean over a twentieth of the run
+OBJECTIVES_METRICS = {  # and of experts
+    "accuracy": "accuracy, share of pairs", "margin": "margin of rewards", "kl": "divergence from the reference, nats",
+    "clip_share": "clipped tokens, share", "entropy": "entropy, nats", "expert_load": "fullest expert ÷ mean",
+}  # fmt: skip
 FEWEST_STEPS = 20  # a run of fewer steps has no picture at its end
 
 
@@ -47,14 +51,22 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
         "loss": f"loss, nats per {_unit(run)}", "learning_rate": "learning rate",
         "tokens_per_second": "tokens per second", "peak": "peak GPU memory of the fullest rank, GiB",
     }  # fmt: skip
+    panels |= OBJECTIVES_METRICS
     panels = {name: label for name, label in panels.items() if points(rows, name)[0]}
-    columns = 2 if len(panels) == 4 else max(1, len(panels))
-    figure = figures.Figure(figsize=(12, 7 if columns == 2 else 4), layout="constrained")
-    axes = dict(zip(panels, figure.subplots(-(-len(panels) // columns) or 1, columns, squeeze=False).flat))
+    columns = 2 if len(panels) > 3 else max(1, len(panels))
+    lines = -(-len(panels) // columns) or 1
+    figure = figures.Figure(figsize=(12, 3.5 * lines if lines > 1 else 4), layout="constrained")
+    axes = dict(zip(panels, figure.subplots(lines, columns, squeeze=False).flat))
+    for empty in figure.axes[len(panels) :]:
+        empty.remove()
     for name, panel in axes.items():
         panel.set(xlabel="step", ylabel=panels[name])
         if name != "loss":
-            panel.plot(*points(rows, name), linewidth=0.8)
+            panel.plot(*points(rows, name), linewidth=0.8, label="training")
+        if name in OBJECTIVES_METRICS and (held_out := points(rows, f"validation_{name}"))[0]:
+            panel.plot(*held_out, "C1o-", label="validation")
+            panel.legend()
+        elif name not in ("loss", *OBJECTIVES_METRICS):
             panel.set_ylim(bottom=0)
     if "loss" in axes:
         _draw_loss(axes["loss"], rows)

@@ -51,9 +51,11 @@ from training.memory.profiler import (
 )
 from training.memory.stages import Stage
 from training.memory.step import PackedDocuments
+from training.memory.timeline import Phase
 from training.optim.adamw import MasterAdamW
 from training.optim.formats import QuantizedState, frozen_format
 from training.optim.quantized import Quantized
+from training.plots.curves import save_picture
 
 
 @pytest.fixture
@@ -569,7 +571,7 @@ def test_measured_layers_share_rows_within_a_tolerance(shared, gib, seconds):
         assert row[6:11] == ["2.000", "2.000", "+0.0%", "2.000", "1.025"]  # the mean of 1.0 and 1.05 s
 
 
-def test_table_and_timeline(tmp_path):
+def test_table_and_timeline(tmp_path, monkeypatch):
     stages = [Stage("embedding", {"parameters": GIB, "MLP": 0}), Stage("update", {"parameters": GIB, "MLP": GIB})]
     measured = [MeasuredStage(s.name, {**dict.fromkeys(CATEGORIES, 0), **s.categories}, 3 * GIB, 0.5) for s in stages]
     header, *rows = format_table(stages).splitlines()
@@ -578,5 +580,18 @@ def test_table_and_timeline(tmp_path):
     rows = format_table(stages, measured).splitlines()[1:]
     assert rows[1].split()[:6] == ["update", "2.000", "2.000", "+0.0%", "1.000", "0.500"]
     pytest.importorskip("matplotlib")
-    draw_timeline(tmp_path / "step.png", stages, measured, budget=3 * GIB)
+    forward = Phase("forward", 3.0, {"attention": 2.0, "products": 1.0, "none": 0.0}, link=0.5, times=2)
+    phases = [
+        forward,
+        Phase("never", 9.0, {"products": 9.0}, times=0),
+        Phase("update", 1.0, {"products": 0.5}, link=4.0),
+    ]
+    drawn = []
+    monkeypatch.setattr(
+        profiler, "save_picture", lambda figure, path: (drawn.append(figure), save_picture(figure, path))
+    )
+    draw_timeline(tmp_path / "step.png", phases, stages, measured, budget=3 * GIB)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    bars = [(bar.get_x(), bar.get_width(), round(bar.get_y() + 0.4)) for bar in drawn[0].axes[1].patches]
+    assert bars == [(0, 4, 0), (4, 2, 0), (0, 1, 1), (6, 0.5, 0), (6, 4, 1)]  # kernels are lane 0, copies lane 1
+    assert drawn[0].axes[1].get_legend_handles_labels()[1] == ["attention", "products"]

@@ -56,6 +56,21 @@ def test_a_picture_has_no_empty_panel_and_names_what_is_drawn(tmp_path, monkeypa
     assert list(smooth[:2]) == pytest.approx([2.98, 2.975])
 
 
+def test_metrics_of_an_objective_have_panels_of_their_own(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(curves, "save_picture", lambda figure, path: drawn.append(figure))
+    rows = [{"step": step, "loss": 0.6, "accuracy": step / 9, "margin": -step, "kl": None} for step in range(9)]
+    rows[-1] |= {"validation_accuracy": 0.75, "validation_loss": 0.5}
+    for own in ({}, {"tokens_per_second": 9.0, "learning_rate": 0.1}):
+        draw_run(tmp_path, [row | own for row in rows])
+    names = [[axes.get_ylabel().split(",")[0] for axes in figure.axes] for figure in drawn]
+    ours = ["accuracy", "margin of rewards"]
+    assert names == [["loss", *ours], ["loss", "learning rate", "tokens per second", *ours]]  # no empty sixth
+    training, validation = drawn[0].axes[1].lines
+    assert list(training.get_ydata()) == [step / 9 for step in range(9)] and list(validation.get_ydata()) == [0.75]
+    assert drawn[0].axes[2].get_ylim()[0] < -8  # margins may be negative
+
+
 @pytest.mark.parametrize(
     ("content", "unit"),
     [('{"tokenizer": "bytes"}', "byte"), ('{"tokenizer": "Qwen3-4B"}', "token"), (None, "token or byte"),
