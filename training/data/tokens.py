@@ -86,6 +86,11 @@ class TokenStore(Store):
         assert all(len(column) == self._borders[-1] for column in self._values.values()), "all documents have columns"
 
     @property
+    def has_targets(self) -> bool:
+        """Whether some token is not masked."""
+        return not len(self._masked) or not self._masked.all()
+
+    @property
     def columns(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(self._values)
 

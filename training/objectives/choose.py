@@ -85,6 +85,8 @@ def complete(
         stored.check(stores, tokenizer.identity, *((None, None) if is_any else (start, attention)))
     if flags.objective in ROLLOUT_OBJECTIVES:
         give_advantages(stores, scaled=flags.objective != "dr_grpo")
+        if not any(store.has_targets for store in stores):
+            raise UserError("all rollouts are masked or empty, so nothing is learnt; give others")
         if not flags.beta and not any(store.column("advantage").any() for store in stores):
             raise UserError("all advantages are 0, so nothing is learnt; give groups whose rewards differ")
     for column, stored in found.items():

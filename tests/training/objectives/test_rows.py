@@ -248,6 +248,8 @@ def test_an_answer_without_a_target_counts_in_its_group_and_in_the_mean(tmp_path
     assert store.lengths.tolist() == [9, 1, 1] and store.read_columns(0, 8, 9)["advantage"] == -1
     batch = make_batch(store, [[(i, 0, int(n)) for i, n in enumerate(store.lengths)]], 16)
     assert batch.num_valid_tokens == 6 and choose(replace(flags, objective="grpo"), 16).count(batch) == 4
+    with pytest.raises(UserError, match="all rollouts are masked or empty"):
+        complete(flags, 16, BYTES, None, None, [read(tmp_path, rows[2:], 16, objective="dr_grpo")[0]])
 
 
 def test_rollouts_of_one_prompt_are_one_document_while_they_fit(tmp_path):
