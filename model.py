@@ -315,6 +315,11 @@ def _shifted_targets(labels: Tensor | None, targets: Tensor | None, documents: D
     return targets[:, :-1]
 
 
+def _padding(documents: Documents | None) -> Tensor | None:
+    """Returns whether tokens are padding, [B T]; None: none is."""
+    return None if documents is None or documents.is_padding_BT is None else documents.is_padding_BT.flatten()
+
+
 def scaled(x: Tensor, factor: float) -> Tensor:
     """x times a scalar of the family; x itself where it has none."""
     return x if factor == 1 else x * factor
@@ -350,7 +355,7 @@ class ModelOutput:
     log_probs: Tensor | None = None  # float32 [B, T], of the targets; 0 where there is none; without a gradient
     logits: Tensor | None = None  # [B, T, V]; without a gradient where ranks share the head
     hidden_states: Tensor | None = None  # [B, T, D], what the head gets
-    expert_load: Tensor | None = None  # tokens of each expert, float32 [layers with experts, E], where a graph is made
+    expert_load: Tensor | None = None  # text of each expert, float32 [layers with experts, E], where a graph is made
     auxiliary_loss: Tensor | None = None  # the part of `loss` that balances experts, of all tokens, float32 []
 
 
@@ -467,7 +472,9 @@ class Transformer(nn.Module):
         targets = _shifted_targets(labels, targets, documents)
         x_BTD, context = self.embed(input_ids), self.context(input_ids, documents, caches)
         if self.share.has_experts and targets is not None and torch.is_grad_enabled():
-            context.routing = Routing(self.config.router_aux_loss_coef if objective is None else 0.0)
+            context.routing = Routing(
+                self.config.router_aux_loss_coef if objective is None else 0.0, _padding(documents)
+            )
         for layer in self.layers:
             x_BTD = layer(x_BTD, context)
         x_BTD = self.head_input(x_BTD)

@@ -12,7 +12,7 @@ Documents may go on from another one, their prompt, as prompts.py describes.
 import ctypes
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ _TILE = 128  # tokens of a FlashAttention tile
 class Documents:
     """Documents packed in each row of a batch. Tensors are on the CPU: the host launches attention by document.
 
-    If ranks share a sequence, a rank has the positions of its own tokens, but segments and lengths of whole sequences.
+    If ranks share a sequence, a rank has what is [B, T] of its own tokens, but segments and lengths of whole sequences.
     """
 
     # int64 [S, 3], rows (batch row, start, stop), or [S, 5] with start and stop of the prompt that a document goes on
@@ -40,6 +40,7 @@ class Documents:
     segments: Tensor | None
     positions_BT: Tensor  # int64, each token's position in its document, counted from its prompt's first token
     lengths: list[int]  # tokens of each document, without its prompt
+    is_padding_BT: Tensor | None = None  # bool; None: no token is padding
 
     @property
     def longest(self) -> int:
@@ -64,14 +65,21 @@ class Documents:
         return self.positions_BT.numel() == sum(self.lengths)
 
     def padded(self, count: int) -> "Documents":
-        """Returns whole sequences, each with one more document of `count` tokens at its end."""
+        """Returns whole sequences, each with `count` tokens of padding at its end, a document."""
         B, T = self.positions_BT.shape
         table = all_segments(self.segments, B, T)
         padding = torch.tensor([(row, T, T + count) + (0, 0) * has_prompts(self.segments) for row in range(B)])
         table = torch.cat([table, padding])
         table = table[table[:, 0].argsort(stable=True)]
         positions_BT = torch.cat([self.positions_BT, torch.arange(count).expand(B, -1)], 1)
-        return Documents(table, positions_BT, (table[:, 2] - table[:, 1]).tolist())
+        is_padding_BT = torch.zeros(B, T, dtype=torch.bool) if self.is_padding_BT is None else self.is_padding_BT
+        is_padding_BT = torch.cat([is_padding_BT, torch.ones(B, count, dtype=torch.bool)], 1)
+        return Documents(table, positions_BT, (table[:, 2] - table[:, 1]).tolist(), is_padding_BT)
+
+    def share(self, own: slice) -> "Documents":
+        """Returns what a rank has of whole sequences, of which it takes the positions `own`."""
+        is_padding_BT = None if self.is_padding_BT is None else self.is_padding_BT[:, own]
+        return replace(self, positions_BT=self.positions_BT[:, own], is_padding_BT=is_padding_BT)
 
 
 def find_documents(document_ids: Tensor, prompt_ids: Tensor | None = None) -> Documents:

@@ -1,6 +1,7 @@
 """Load of each expert in a forward, and the auxiliary loss, which is least where experts share tokens evenly.
 
 Let c_e be the number of rows that go to expert e, and p_e the sum of its probabilities, over the R rows of all layers.
+A row is a token of text: padding counts nowhere.
 
     loss = coefficient E sum over e of (c_e / R) (p_e / R)
 
@@ -26,10 +27,11 @@ class Routing:
 
     Args:
         coefficient: of the loss; 0: there is none.
+        is_padding: bool [N], on any device; None: no token is padding.
     """
 
-    def __init__(self, coefficient: float = 0.0):
-        self.coefficient, self.rows = coefficient, 0
+    def __init__(self, coefficient: float = 0.0, is_padding: Tensor | None = None):
+        self.coefficient, self.is_padding, self.per_token = coefficient, is_padding, 1
         self.counts: dict[int, Tensor] = {}  # by layer: rows that go to each expert, [E]
         self.sums: dict[int, Tensor] = {}  # by layer: sums of probabilities, float32 [E]
         self.slope: Tensor | None = None  # derivative by a row's probabilities, [E], once backward has begun
@@ -42,9 +44,17 @@ class Routing:
         """Notes the choice of a layer. A second forward changes nothing."""
         if layer in self.counts:
             return
-        self.counts[layer], self.rows = tokens_per_expert(experts, logits.shape[1]), self.rows + len(logits)
+        E, self.per_token = logits.shape[1], experts.shape[1]
+        self.counts[layer] = tokens_per_expert(self.fill_padding(experts, E), E)  # experts 0 to E - 1 are counted
         if self.coefficient:
-            self.sums[layer] = probabilities_of(logits.detach()).sum(0)
+            self.sums[layer] = self.fill_padding(probabilities_of(logits.detach()), 0).sum(0)
+
+    def fill_padding(self, x: Tensor, value: int) -> Tensor:
+        """Returns x [N, ...] with `value` in the rows of padding."""
+        if self.is_padding is None:
+            return x
+        self.is_padding = self.is_padding.to(x.device, non_blocking=True)
+        return x.masked_fill(self.is_padding[:, None], value)
 
     def finish(
         self, loss: Tensor, share: Tensor | float, group: dist.ProcessGroup | None
@@ -61,7 +71,7 @@ class Routing:
         if self.coefficient:
             sums = _summed(torch.stack([*self.sums.values()]).sum(0), group)
             shares = _summed(torch.as_tensor(share, dtype=torch.float32, device=loss.device).clone(), group)
-            rows = self.rows * (1 if group is None else group.size())
+            rows = (load.sum() / self.per_token).clamp(min=1)
             slope = self.coefficient * load.shape[1] / rows**2 * load.sum(0)
             auxiliary = slope @ sums
             loss = _Added.apply(loss, share * auxiliary, shares * slope, self)
@@ -99,5 +109,6 @@ class _Balanced(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_logits):
-        p, slope = probabilities_of(ctx.saved_tensors[0]), ctx.routing.slope
+        slope = ctx.routing.slope
+        p = ctx.routing.fill_padding(probabilities_of(ctx.saved_tensors[0]), 0)
         return d_logits + (p * (slope - (p @ slope)[:, None])).to(d_logits.dtype), None

@@ -57,7 +57,9 @@ class Entry:
         """Returns the tensor of this shape that `parts` are, in order; the only part if it is that tensor."""
         first = parts[0]
         if len({part.dtype for part in parts}) > 1:
-            raise UserError(f"{first.file}: {first.name} and {len(parts) - 1} others of {name} are of unlike dtypes")
+            raise UserError(
+                f"{first.file}: {first.name} and {len(parts) - 1} others of {name} are of unlike dtypes; give one dtype"
+            )
         return first if first.shape == shape else cls(first.file, first.dtype, shape, first.start, name, tuple(parts))
 
 
@@ -277,7 +279,9 @@ def pieces_of(entries: dict[str, Entry]) -> Iterator[tuple[Entry, Piece]]:
 def check_finite(content: Tensor, entry: Entry) -> None:
     """Raise UserError unless all elements of a CPU tensor, a piece of `entry`, are finite."""
     if not is_finite(content):
-        raise UserError(f"{entry.name} in {entry.file} is not finite; give other weights")
+        whole = ((part, Piece(part.name, (0,) * len(part.shape), part.shape)) for part in entry.parts)
+        found = next((part for part, piece in whole if not is_finite(piece.content(part))), entry)
+        raise UserError(f"{found.name} in {found.file} is not finite; give other weights")
 
 
 def is_finite(tensor: Tensor) -> bool:

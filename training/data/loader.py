@@ -73,7 +73,7 @@ class Batch:
             padding += (count,) * len(targets)
         share, answers = (length + count) // size, self.answers
         own = slice(rank * share, (rank + 1) * share)
-        documents, targets = replace(documents, positions_BT=documents.positions_BT[:, own]), targets[:, own]
+        documents, targets = documents.share(own), targets[:, own]
         answers = answers and answers.slice(own, count)
         return Batch(input_ids[:, own], targets, documents, int((targets != IGNORE_INDEX).sum()), padding, answers)
 
@@ -88,6 +88,7 @@ def make_batch(store: Store, sequences: list[list[Span]], context_length: int) -
     shape = len(sequences), context_length
     input_ids, targets = np.full(shape, store.eos_id, dtype=np.int64), np.full(shape, IGNORE_INDEX, dtype=np.int64)
     (document_ids, prompt_ids), all_padding = np.zeros((2, *shape), dtype=np.int32), []
+    is_padding = np.zeros(shape, dtype=bool)
     columns = {name: np.zeros(shape, dtype=np.float32) for name in store.columns}
     ends: list[int] = []  # documents of each row that are not padding
     for row, spans in enumerate(sequences):
@@ -109,12 +110,13 @@ def make_batch(store: Store, sequences: list[list[Span]], context_length: int) -
         padding = padding_lengths(context_length - position)
         of_padding = np.repeat(np.arange(len(padding)), padding)
         document_ids[row, position:] = prompt_ids[row, position:] = segment + of_padding
+        is_padding[row, position:] = True
         all_padding += padding
         ends.append(segment)
     answers = _make_answers(document_ids, ends, targets != IGNORE_INDEX, columns) if columns else None
     num_valid_tokens = int((targets != IGNORE_INDEX).sum())
     made = [torch.from_numpy(x) for x in (input_ids, targets, document_ids, prompt_ids)]
-    documents = find_documents(*made[2:])
+    documents = replace(find_documents(*made[2:]), is_padding_BT=torch.from_numpy(is_padding) if all_padding else None)
     return Batch(made[0], made[1], documents, num_valid_tokens, tuple(all_padding), answers)
 
 

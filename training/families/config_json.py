@@ -291,7 +291,9 @@ def _read_experts(content: dict) -> dict:
     shared = _size(content, SHARED_EXPERT) if SHARED_EXPERT in content else 0
     experts = ExpertsPart(number, per_token, width, content["norm_topk_prob"], shared)
     dense = GatedMLPPart(content["intermediate_size"], ACTIVATIONS[content["hidden_act"]])
-    every, without = _size(content, "decoder_sparse_step"), {*(content["mlp_only_layers"] or ())}
+    every, without = _size(content, "decoder_sparse_step"), content["mlp_only_layers"] or []
+    if type(without) is not list or not all(type(i) is int for i in without):
+        raise TypeError(f"mlp_only_layers is {without!r:.60}")
     layers = range(content["num_hidden_layers"])
     mlps = _pattern([dense if (i + 1) % every or i in without else experts for i in layers])
     if experts not in mlps:

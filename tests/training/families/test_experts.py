@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import train
@@ -21,6 +22,9 @@ from training.checkpoint.weights import (
     parameter_shapes,
     shape_of_weights,
 )
+from training.data.loader import make_batch
+from training.data.sources import Document
+from training.data.tokens import TokenStore
 from training.export.__main__ import main as export_main
 from training.families.config_json import from_config_json, to_config_json
 from training.families.lora import Adapters, read_adapters
@@ -77,6 +81,34 @@ def test_the_auxiliary_loss_equals_transformers_wherever_activations_are():
         assert ours(ids, ids).loss < output.loss - 0.5  # a validation's loss has no such part
 
 
+def test_padding_is_no_text_to_the_auxiliary_loss():
+    """Texts of 40 and 71 tokens in rows of 90 equal transformers with an attention mask, and ranks get their part."""
+    theirs, ours = make(output_router_logits=True, router_aux_loss_coef=0.5)
+    lengths, T = torch.tensor([40, 71]), 90
+    tokens = torch.randint(1, 256, (2, T), generator=torch.Generator().manual_seed(1)).numpy().astype("uint32")
+    store = TokenStore([Document(row[:length]) for row, length in zip(tokens, lengths)], 0)
+    batch = make_batch(store, [[(i, 0, int(length))] for i, length in enumerate(lengths)], T)
+    is_text = torch.arange(T) < lengths[:, None]
+    labels = batch.input_ids.where(is_text, -100)
+    expected = theirs(batch.input_ids, attention_mask=is_text.long(), labels=labels)
+    expected.loss.backward()
+    gradients = {name.removeprefix("model."): p.grad for name, p in theirs.named_parameters()}
+    for placement in (WHOLE, Placement("gpu")):
+        apply_execution(ours, Execution((placement,) * 3, 32, 1))
+        ours.zero_grad()
+        output = ours(batch.input_ids, targets=batch.targets, documents=batch.documents)
+        output.loss.backward()
+        torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(output.auxiliary_loss, 0.5 * expected.aux_loss, rtol=1e-6, atol=0)
+        for name, p in ours.named_parameters():
+            atol = 1e-5 * float(gradients[name].abs().max())
+            torch.testing.assert_close(p.grad, gradients[name], rtol=0, atol=atol, msg=name)
+    assert torch.equal(output.expert_load.sum(1), torch.full((2,), 3.0 * lengths.sum()))
+    shares = [batch.slice(rank, 4).documents.is_padding_BT for rank in range(4)]
+    assert torch.equal(torch.cat(shares, 1), F.pad(~is_text, (0, 2), value=True))
+    assert make_batch(store, [[(1, 0, 71)]], 71).documents.is_padding_BT is None
+
+
 def test_patterns_of_layers():
     """config.json names layers without experts in two ways; all are read, and one is written."""
     content = to_config_json(MODEL_SIZES["qwen3-30B-A3B"]) | SIZES | {"num_hidden_layers": 4}
@@ -96,6 +128,8 @@ def test_patterns_of_layers():
         ({"hidden_act": "gelu_pytorch_tanh"}, "experts have SiLU"),
         ({"use_sliding_window": True}, "use_sliding_window True"),
         ({"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+        ({"mlp_only_layers": "1"}, "mlp_only_layers is '1'"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers is .True"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be a whole number above 0"),
         ({"output_router_logits": True, "router_aux_loss_coef": -1}, "router_aux_loss_coef is -1"),
     ):
@@ -195,6 +229,22 @@ def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path):
     lines = metrics(tmp_path / "run")
     assert all(1 < line["expert_load"] <= line["expert_load_max"] <= 8 / 3 for line in lines)
     assert all(0.02 < line["auxiliary_loss"] < 0.1 for line in lines)
+
+
+def test_an_expert_that_is_not_finite_is_named_with_its_file(released, tmp_path):
+    """Its layer's other experts are in files before."""
+    name = "model.layers.2.mlp.experts.7.up_proj.weight"
+    (damaged,) = (file for file in released.glob("*.safetensors") if name in load_file(file))
+    first = "model.layers.2.mlp.experts.0.gate_proj.weight"
+    assert first not in load_file(damaged)
+    for file in released.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(damaged)
+    tensors[name][3, 4] = float("nan")
+    save_file(tensors, tmp_path / damaged.name)
+    shapes = parameter_shapes(shape_of_weights(tmp_path))
+    with pytest.raises(UserError, match=f"{name} in {tmp_path / damaged.name} is not finite"):
+        dict(load_model_weights(tmp_path, shapes))
 
 
 def test_adapters_of_attention_beside_experts(released, corpus, tmp_path, capsys):
