@@ -32,14 +32,14 @@ from training.host.files import replace_file
 
 ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
-MACHINES = "h200", "h100", "h100-x2", "cpu"
+GPUS_OF = {"h200": 1, "h100": 1, "h100-x2": 2, "cpu": 0}  # by the kind of machine
 MARKERS = "<!-- claims -->\n.*?<!-- end -->"
 COLUMNS = "claim", "measured", "predicted", "peer or floor, measured ÷ it", "GPU", "date, commit", "command"
 
 
 def main(argv: list[str]) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", choices=MACHINES, help="measure the claims for this kind of machine")
+    parser.add_argument("--machine", choices=GPUS_OF, help="measure the claims for this kind of machine")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these claims alone")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop before so many have passed")
     parser.add_argument("--write", action="store_true", help="render the table of MEMORY_REPORT.md")
@@ -49,6 +49,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"--only takes {', '.join(claim.name for claim in claims)}; got {', '.join(sorted(unknown))}")
     if not arguments.machine and not arguments.write:
         parser.error("give --machine, or --write")
+    if arguments.machine and (needed := GPUS_OF[arguments.machine]) > torch.cuda.device_count():
+        parser.error(f"--machine {arguments.machine} needs {needed} of its GPUs, here are {torch.cuda.device_count()}")
     claims = [claim for claim in claims if claim.name in (arguments.only or claim.name)]
     is_whole = measure_all(claims, arguments.seconds) if claims else True
     if arguments.write:
@@ -62,8 +64,8 @@ def main(argv: list[str]) -> int:
 def measure_all(claims: list[Claim], limit: float) -> bool:
     """Runs the commands of claims that this commit has no number of; returns whether none is missing at the end."""
     began = time.monotonic()
-    machine = environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    count = 2 if claims[0].machine.endswith("-x2") else 1
+    count = GPUS_OF[claims[0].machine]
+    machine = environment(torch.device("cuda" if count else "cpu"))
     gpu = machine["gpu"].removeprefix("NVIDIA ").partition(" ")[0] + f"-x{count}" * (count > 1)
     file = RESULTS / f"report_{gpu.lower()}_{machine['commit'] or 'unknown'}.json"
     found = json.loads(file.read_text()) if file.exists() else {"claims": {}, "lines": {}}

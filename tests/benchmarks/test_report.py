@@ -77,7 +77,25 @@ def test_the_report_holds_what_its_command_writes():
     assert report.render(written) == written and len({claim.name for claim in CLAIMS}) == len(CLAIMS)
 
 
-def test_unknown_names_are_refused(capsys):
+@pytest.mark.parametrize(("words", "says"), [
+    ("--machine cpu --only nothing", "--only takes released, prepare; got nothing"),
+    ("--machine h100-x2", "--machine h100-x2 needs 2 of its GPUs, here are 1"),
+    ("--seconds 9", "give --machine, or --write"),
+])  # fmt: skip
+def test_what_is_refused(words, says, monkeypatch, capsys):
+    monkeypatch.setattr(report.torch.cuda, "device_count", lambda: 1)
     with pytest.raises(SystemExit):
-        report.main(["--machine", "cpu", "--only", "nothing"])
-    assert "--only takes released, prepare; got nothing" in capsys.readouterr().err
+        report.main(words.split())
+    assert says in capsys.readouterr().err
+
+
+def test_readme_has_the_numbers_of_the_claims():
+    found = report.latest()
+    seconds, peaks = ([found[name + what]["number"] for name in ("dense", "24gb")] for what in ("", "_memory"))
+    peers = [f"{found[name]['peer']:.1f}" for name in ("dense", "dense_memory")]
+    rows = (report.ROOT / "README.md").read_text().split("## Measured")[1].split("| --- | --- |\n")[1].splitlines()[:4]
+    cells = [[cell.strip(" *").removesuffix(" GiB") for cell in row.split("|")[2:5]] for row in rows]
+    assert cells[0][:2] == peers and [row[0] for row in cells[1:3]] == [f"{number:.1f}" for number in seconds]
+    assert [row[1] for row in cells[1:3]] == [f"{number:.1f}" for number in peaks]
+    assert cells[2][2] == f"{found['24gb_host']['number']:.0f}"
+    assert [cells[3][0], cells[3][2]] == [f"{found['64gb']['number']:.1f}", f"{found['64gb_host']['number']:.0f}"]
