@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,7 @@ class Adapters(Trained):
     rank: int
     alpha: float
     targets: tuple[str, ...] = LORA_TARGETS
+    is_whole: ClassVar[bool] = False
 
     def __post_init__(self):
         ordered = tuple(name for name in TARGETS if name in self.targets)

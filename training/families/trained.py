@@ -1,6 +1,7 @@
-"""Says what a run trains of a model: here every parameter; in `lora.py` adapters alone."""
+"""Says what a run trains of a model: here every parameter, or all but routers; in `lora.py` adapters alone."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -11,6 +12,8 @@ from kernels.linear import Linear
 @dataclass(frozen=True, repr=False)
 class Trained:
     """Trains every parameter of a model. A subclass trains others."""
+
+    is_whole: ClassVar[bool] = True  # whether checkpoints hold the model, its frozen parameters as well
 
     def __repr__(self) -> str:
         return "no adapters"
@@ -43,6 +46,33 @@ class Trained:
     def described(self, share: Share) -> list[tuple[str, str]]:
         """Returns rows of a plan, each with a title."""
         return []
+
+
+@dataclass(frozen=True, repr=False)
+class WithoutRouters(Trained):
+    """Trains every parameter but the matrices of routers, so that tokens go on to similar experts."""
+
+    def __repr__(self) -> str:
+        return "no adapters, and with frozen routers"
+
+    def prepare(self, model: nn.Module) -> None:
+        for block in model.layers:
+            if block.mlp.chooses:
+                block.mlp.gate.requires_grad_(False)
+
+    def elements(self, share: Share) -> int:
+        return share.num_parameters() - sum(_router_elements(share, layer) for layer in range(share.num_hidden_layers))
+
+    def layer_elements(self, share: Share, layer: int) -> int:
+        return share.layer_matrix_parameters(layer) - _router_elements(share, layer)
+
+    def described(self, share: Share) -> list[tuple[str, str]]:
+        return [("routers", "frozen")]
+
+
+def _router_elements(share: Share, layer: int) -> int:
+    router = share.layer_parameters(layer).get("mlp.gate.weight")
+    return router.numel if router else 0
 
 
 ALL = Trained()

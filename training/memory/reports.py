@@ -19,7 +19,6 @@ import torch
 
 from model import ModelConfig
 from training.checkpoint.files import SPARE_BYTES
-from training.families.trained import ALL
 from training.host.errors import UserError
 from training.host.sizes import GIB, PROCESS_BYTES, SYSTEM_BYTES, gib, parse_bytes
 from training.memory import profiler
@@ -74,7 +73,7 @@ class Machine:
     def checkpoint_bytes(self, plan: Plan) -> int:
         """Returns the bytes on disk of a checkpoint of a planned run, to resume from."""
         step = plan.step
-        numel, carried = step.trained.elements(self.model), self.carried_bytes if step.trained == ALL else 0
+        numel, carried = step.trained.elements(self.model), self.carried_bytes if step.trained.is_whole else 0
         saved = bytes_saved(numel, plan.execution.state_format, is_half=step.num_shards == 0)
         return saved + carried + SPARE_BYTES
 

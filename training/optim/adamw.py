@@ -301,11 +301,14 @@ class MasterAdamW:
         self._queue_updates()
         self.ring.close()
 
-    def weights(self) -> dict[str, Tensor]:
-        """References to the trained weights by name, to save: parameters, or tensors of their shape on the host."""
+    def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
+        """References to the trained weights by name, to save: parameters, or tensors of their shape on the host.
+
+        With `frozen` to all weights.
+        """
         self.end_update()
         self.ring.device_module.synchronize()
-        return {name: state.weight for name, state in self.states.items() if state.is_trained}
+        return {name: state.weight for name, state in self.states.items() if frozen or state.is_trained}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """References to the state by name, to save. Where there is no "master", the parameter has a part of it."""

@@ -80,7 +80,8 @@ class Run:
             return
         self.saved, self.saved_at = step, time.monotonic()
         self.saver.begin(
-            step, weights=self.optimizer.weights(), model_config=to_config_json(self.recipe.model),
+            step, weights=self.optimizer.weights(frozen=self.recipe.trained.is_whole),
+            model_config=to_config_json(self.recipe.model),
             optimizer_state=self.optimizer.state_dict() if self.config.save == "full" else None,
             trainer_state=state_to_save(
                 self.recipe.settings(self.progress.max_steps, self.plan.execution.state_format), self.progress,

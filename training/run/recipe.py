@@ -44,7 +44,7 @@ from training.families.lora import (
     to_adapter_config,
 )
 from training.families.rope import extend
-from training.families.trained import ALL, Trained
+from training.families.trained import ALL, Trained, WithoutRouters
 from training.flags import LARGE
 from training.host.choices import EXPERTS_TARGETS, TARGETS
 from training.host.errors import UserError, program, refused_as_user_error
@@ -118,8 +118,10 @@ def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRec
 
 def trained_of(config: StepFlags, model: ModelConfig) -> Trained:
     """Every weight, or the adapters of --lora and its flags. Raises UserError for other targets."""
+    if config.freeze_routers and not model.has_experts:
+        raise UserError("freeze_routers has no effect on a model without experts; drop it")
     if config.lora is None:
-        return ALL
+        return WithoutRouters() if config.freeze_routers else ALL
     has = [name for name in TARGETS if name in targets_in(model)]
     given = "all-linear" if config.lora_targets is None else config.lora_targets
     linear = [name for name in has if name not in EXPERTS_TARGETS]
@@ -299,7 +301,8 @@ def decide(given: dict, world: World) -> Recipe:
         recipe = recipe_of(
             config, model, world, given=frozenset(given), progress=start.progress, checkpoint=checkpoint, source=source
         )
-        if source and checkpoint and recipe.trained != (source.adapters or ALL):
+        whole = recipe.trained if recipe.trained.is_whole else ALL
+        if source and checkpoint and recipe.trained != (source.adapters or whole):
             was = f"{checkpoint} was trained with {source.adapters or ALL}, not {recipe.trained}"
             raise UserError(f"{was}; drop what differs, or {start_from(checkpoint)}")
         config.tokenizer = choose_tokenizer(config, checkpoint)
@@ -309,7 +312,7 @@ def decide(given: dict, world: World) -> Recipe:
             shapes |= recipe.trained.shapes(shapes)
             weights = find_weights(source.folder, shapes, may_lack=source.fresh)
             carried = read_carried(source.base)
-            carried = carried if recipe.trained == ALL else carried.beside_adapters()
+            carried = carried if recipe.trained.is_whole else carried.beside_adapters()
         tokenizer = open_tokenizer(recipe, start.tokenizer)
         recipe = replace(recipe, weights=weights, carried=carried, tokenizer=tokenizer)
         if source and not (checkpoint or config.show_batch):

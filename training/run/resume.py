@@ -98,6 +98,9 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
         goal, value = config.goal, getattr(config, config.goal)
         raise UserError(f"{checkpoint} is at step {step}, {goal} is {value:g}; raise {goal} to go on")
     check_config(config, given, TrainConfig.rules)
+    if config.freeze_routers != before.freeze_routers:
+        was = f"{checkpoint} was trained with {'frozen' if before.freeze_routers else 'trained'} routers"
+        raise UserError(f"freeze_routers {config.freeze_routers}: {was}; drop it, or {start_from(checkpoint)}")
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
     changes = spell_changes(before, config, state, world)
     rates = [learning_rate_of(number, before, progress.cosine_steps) for number in (step, step + 1)]

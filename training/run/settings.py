@@ -49,6 +49,7 @@ class StepFlags:
     lora: int | None = flag(None, "train adapters of this rank; default: init_from's, if it has", least=1, most=2**13)
     lora_targets: str | None = flag(None, "for adapters: q_proj,v_proj; default: all-linear, all of a block")
     lora_bits: int = flag(16, "bits per element of frozen matrices; 8, 4 (NF4) cost some loss", LORA_BITS)
+    freeze_routers: bool = flag(False, "routers of a mixture of experts keep their weights")
     context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27, group="batch")
     batch_size: int = flag(None, f"sequences at a time; default: 8, from {LONG_CONTEXT} tokens 1", least=1, most=2**20)
     gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1, most=2**20)

@@ -28,6 +28,7 @@ from training.data.tokens import TokenStore
 from training.export.__main__ import main as export_main
 from training.families.config_json import from_config_json, to_config_json
 from training.families.lora import Adapters, read_adapters
+from training.families.trained import ALL, WithoutRouters
 from training.host.errors import UserError
 from training.memory.cost_model import forward_flops
 from training.memory.execution import WHOLE, Execution, Placement
@@ -36,6 +37,8 @@ from training.memory.placement import apply_execution
 from training.memory.planner import make_plan
 from training.parallel.tensor import check_matrix_sharing
 from training.run.build import step_on_meta
+from training.run.recipe import trained_of
+from training.run.settings import TrainConfig, check_config
 
 SIZES = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -167,6 +170,20 @@ def test_every_weight_of_30b_on_one_h200():
     assert adapters.trained_elements == 48 * 16 * (2048 + 4096 + 2048 + 512 + 2048 + 128)
 
 
+def test_plans_count_no_state_of_frozen_routers():
+    config = ModelConfig(64, 32, 48, 3, 2, 1, 16, layer_mlps=(ExpertsPart(6, 2, 24), GatedMLPPart(48)))
+    whole, frozen = (step_on_meta(config, 512, trained=trained) for trained in (ALL, WithoutRouters()))
+    assert whole.trained_elements - frozen.trained_elements == 2 * 6 * 32
+    sizes = [step.inventory(step.unplanned(WHOLE)).gpu_state for step in (whole, frozen)]
+    assert sizes[0] - sizes[1] == 2 * 6 * 32 * 12
+    assert sum(whole.layer_shares) < 1 and frozen.elements == whole.elements
+    for flags, message in (({}, "on a model without experts"), ({"lora": 2}, "with lora, whose routers are frozen")):
+        with pytest.raises(UserError, match=message):
+            settings = TrainConfig(freeze_routers=True, init_from="base", **flags)
+            check_config(settings, ["freeze_routers"])
+            trained_of(settings, MODEL_SIZES["tiny"])
+
+
 @pytest.fixture(scope="module")
 def released(tmp_path_factory):
     """The folder of a released mixture, each expert's matrices by themselves, in two files."""
@@ -192,10 +209,10 @@ def joined(tensors):
 
 
 @pytest.mark.parametrize("form", ["apart", "joined"])
-def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path):
+def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path, capsys):
     """A run of two steps, stopped after the first, equals one that is not; transformers opens what it saves.
 
-    Its files have an expert's matrices apart or joined, as the start has them.
+    Its files have an expert's matrices apart or joined, as the start has them. Beside joined ones routers are frozen.
     """
     from transformers import AutoModelForCausalLM
 
@@ -211,21 +228,28 @@ def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path):
     start = ["--init_from", str(folder), "--validation_sequences", "0", "--checkpoint_interval", "1"]
     start += ["--optimizer_state", "compact", "--gradient_checkpointing", "--learning_rate", "1e-2"]
     start += ["--warmup_steps", "0", "--final_learning_rate_ratio", "1"]
+    start += ["--freeze_routers"] if form == "joined" else []
     assert train.main(arguments(corpus, tmp_path / "run", *start, steps=1)) == 0
     assert train.main(only_resume(tmp_path / "run", "--max_steps", "2")) == 0
     last, once = (tmp_path / run / "step_00000002" for run in ("run", "once"))
     saved = load_file(last / WEIGHTS)
     assert saved.keys() == tensors.keys()
-    assert not any(torch.equal(saved[name], x) for name, x in tensors.items())  # all are trained
+    is_frozen = {name: form == "joined" and name.endswith("mlp.gate.weight") for name in tensors}
+    assert all(torch.equal(saved[name], x) == is_frozen[name] for name, x in tensors.items())
+    state = {name.rpartition(".")[0] for name in load_file(last / "optimizer.safetensors")}
+    assert len(state) == 36 - 2 * (form == "joined")
     ids = torch.randint(256, (1, 50), generator=torch.Generator().manual_seed(1))
     shape = from_config_json(json.loads((last / "config.json").read_text()))
     ours = Transformer(shape)
     ours.load_state_dict(dict(load_model_weights(last, {n: p.shape for n, p in ours.named_parameters()})))
+    assert train.main(arguments(corpus, tmp_path / "once", *start, steps=2)) == 0
+    assert all(torch.equal(saved[name], x) for name, x in load_file(once / WEIGHTS).items())
     if form == "apart":
-        assert train.main(arguments(corpus, tmp_path / "once", *start, steps=2)) == 0
-        assert all(torch.equal(saved[name], x) for name, x in load_file(once / WEIGHTS).items())
         theirs = AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
         torch.testing.assert_close(ours(ids, return_logits=True).logits, theirs(ids).logits, rtol=0, atol=1e-4)
+    other = "--no-freeze_routers" if form == "joined" else "--freeze_routers"
+    assert train.main(only_resume(tmp_path / "run", "--max_steps", "3", other)) == 1
+    assert f"was trained with {'frozen' if form == 'joined' else 'trained'} routers" in capsys.readouterr().err
     lines = metrics(tmp_path / "run")
     assert all(1 < line["expert_load"] <= line["expert_load_max"] <= 8 / 3 for line in lines)
     assert all(0.02 < line["auxiliary_loss"] < 0.1 for line in lines)
