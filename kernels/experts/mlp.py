@@ -11,10 +11,19 @@ The sum is in float32, in the order of j. Let h = silu(gate) * up, d = down_e^T 
 
 The output of down is needed nowhere. `products.py` has the matrix products.
 
+Frozen matrices may have adapters, gate_up + b_in a_in and down + b_out a_out, of each expert. Let v = a_in x,
+u = a_out (w h), g = b_in^T (d_gate, d_up) and e = b_out^T dy. Products of the rank's width make these, and
+
+    (gate, up) += b_in v,  y += b_out u,  d += a_out^T e,  dx += a_in^T g
+    d_a_in = sum of g x^T,  d_b_in = sum of (d_gate, d_up) v^T,  d_a_out = sum of e (w h)^T,  d_b_out = sum of dy u^T
+
 Kept for backward: x, and gate and up of each of the N k entries; in tiles x alone. A tile is some tokens, sorted by
 expert among themselves. In tiles, backward makes gate and up again, d_gate and d_up overwrite them, and gradients of
 the matrices add up over tiles in float32. No sum uses atomics: every run gives the same bits.
 """
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +31,16 @@ import triton
 from torch import Tensor
 
 from ..common import aligned, cast_by_autocast, operation, rounds, use_triton
+from ..lora import lora_reference
+from ..parts import Weight, tensors_of, weight_of
 from .products import (
     Groups,
+    LowRank,
+    by_place,
     gate_up_gradients,
     gate_up_product,
     group,
+    narrow,
     project,
     sum_entries,
     weight_gradient,
@@ -35,51 +49,77 @@ from .products import (
 ALIGNED = 8  # elements whose multiples the kernels' widths are
 
 
-def expert_mlp_reference(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+class Adapters(NamedTuple):
+    """Adapters of rank r of all experts' matrices."""
+
+    a_in: Tensor  # [E, r, D]
+    b_in: Tensor  # [E, 2 F, r]
+    a_out: Tensor  # [E, r, F]
+    b_out: Tensor  # [E, D, r]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None]) -> "Adapters | None":
+        return None if tensors[0] is None else cls(*(aligned(t) for t in tensors if t is not None))
+
+
+def expert_mlp_reference(x: Tensor, gate_up: Weight, down: Weight, experts: Tensor, weights: Tensor) -> Tensor:
     """A loop over experts in plain PyTorch, with the contract of `expert_mlp`; float64 stays float64."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows = x.new_zeros(*experts.shape, x.shape[1])
-    for e, (into, out_of) in enumerate(zip(gate_up, down)):
+    for e in range(len(down)):
         token, j = (experts == e).nonzero(as_tuple=True)
-        gate, up = F.linear(x[token], into).chunk(2, dim=-1)
+        gate, up = _linear(x[token], gate_up, e).chunk(2, dim=-1)
         hidden = F.silu(gate.to(dtype)) * up.to(dtype) * weights[token, j, None].to(dtype)
-        rows = rows.index_put((token, j), F.linear(hidden.to(x.dtype), out_of))
+        rows = rows.index_put((token, j), _linear(hidden.to(x.dtype), down, e))
     return rows.sum(1, dtype=dtype).to(x.dtype)
 
 
+def _linear(x: Tensor, weight: Weight, e: int) -> Tensor:
+    matrix, *factors = (tensor[e] for tensor in tensors_of(weight))
+    return lora_reference(x, matrix, *factors) if factors else F.linear(x, matrix)
+
+
 def _run(
-    x: Tensor, gate_up: Tensor, down: Tensor, groups: Groups, weights: Tensor, kept: Tensor | None, y: Tensor
-) -> None:
+    x: Tensor, gate_up: Tensor, down: Tensor, groups: Groups, weights: Tensor, adapters: Adapters | None,
+    kept: Tensor | None, y: Tensor,
+) -> None:  # fmt: skip
     """Writes y [N, D], and gate and up into kept [N k, 2 F], if given."""
     hidden = x.new_empty(weights.numel(), down.shape[2])
-    gate_up_product(x, gate_up, groups, weights, kept, hidden)
+    low = LowRank(narrow(x, adapters.a_in, groups), adapters.b_in) if adapters else None
+    gate_up_product(x, gate_up, groups, weights, kept, hidden, low)
+    low = LowRank(narrow(hidden, adapters.a_out, by_place(groups)), adapters.b_out) if adapters else None
     rows = x.new_empty(*weights.shape, x.shape[1])
-    project(hidden, down, groups, rows)
+    project(hidden, down, groups, rows, low=low)
     sum_entries(rows, y)
 
 
-def _empty_outputs(x, gate_up, down, experts, weights):
+def _empty_outputs(x, gate_up, down, experts, weights, *adapters):
     return x.new_empty(x.shape), x.new_empty(experts.numel(), gate_up.shape[1])
 
 
 @operation("fathom::expert_mlp", _empty_outputs, composed=True)
-def _forward(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor,
+    a_in: Tensor | None, b_in: Tensor | None, a_out: Tensor | None, b_out: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns y, and gate and up of the entries by expert, [N k, 2 F]."""
     x, gate_up, down, weights = (aligned(t) for t in (x, gate_up, down, weights))
     y, kept = _empty_outputs(x, gate_up, down, experts, weights)
-    _run(x, gate_up, down, group(experts, len(down), x), weights, kept, y)
+    adapters = Adapters.of([a_in, b_in, a_out, b_out])
+    _run(x, gate_up, down, group(experts, len(down), x), weights, adapters, kept, y)
     return y, kept
 
 
 def _run_tiles(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, tile_size: int
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, tile_size: int,
+    a_in: Tensor | None, b_in: Tensor | None, a_out: Tensor | None, b_out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     x, gate_up, down, weights = (aligned(t) for t in (x, gate_up, down, weights))
-    y = x.new_empty(x.shape)
+    y, adapters = x.new_empty(x.shape), Adapters.of([a_in, b_in, a_out, b_out])
     for i in rounds(triton.cdiv(len(x), tile_size), x):
         tile = slice(i * tile_size, (i + 1) * tile_size)
         groups = group(experts[tile], len(down), x)
-        _run(x[tile], gate_up, down, groups, weights[tile], None, y[tile])
+        _run(x[tile], gate_up, down, groups, weights[tile], adapters, None, y[tile])
     return y
 
 
@@ -93,8 +133,8 @@ _skippable_tiled = operation("fathom::skippable_tiled_expert_mlp", _empty_output
 )
 
 
-def _empty_gradients(dy, x, gate_up, down, experts, weights, kept, tile_size, needs_gradient):
-    tensors = x, gate_up, down, weights
+def _empty_gradients(dy, x, gate_up, down, experts, weights, kept, tile_size, needs_gradient, *adapters):
+    tensors = x, gate_up, down, weights, *adapters
     return [t.new_empty(t.shape) for t, needed in zip(tensors, needs_gradient) if needed]
 
 
@@ -102,67 +142,113 @@ def _empty_gradients(dy, x, gate_up, down, experts, weights, kept, tile_size, ne
 def _backward(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None,
     tile_size: int, needs_gradient: list[bool],
+    a_in: Tensor | None, b_in: Tensor | None, a_out: Tensor | None, b_out: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients that `needs_gradient` asks for, of x, gate_up, down and weights in this order.
+    """Returns the gradients that `needs_gradient` asks for, of x, gate_up, down, weights and adapters in this order.
 
     `kept` has gate and up of all entries, and the only tile is all tokens; None: they are made again.
     """
-    needs_x, needs_gate_up, needs_down, _ = needs_gradient
+    needs_x, needs_gate_up, needs_down, _, *needs_adapters = needs_gradient
     dy, x, gate_up, down, weights = (aligned(t) for t in (dy, x, gate_up, down, weights))
+    adapters = Adapters.of([a_in, b_in, a_out, b_out])
     num_tiles = triton.cdiv(len(x), tile_size)
     dx, d_weights = x.new_empty(x.shape), weights.new_empty(weights.shape)
     totals = [
         torch.empty_like(w, dtype=torch.float32 if num_tiles > 1 else w.dtype) if needed else None
-        for w, needed in ((gate_up, needs_gate_up), (down, needs_down))
+        for w, needed in zip((gate_up, down, *(adapters or ())), (needs_gate_up, needs_down, *needs_adapters))
     ]
     for i in rounds(num_tiles, x):
         tile = slice(i * tile_size, (i + 1) * tile_size)
         x_tile, dy_tile, weights_tile = x[tile], dy[tile], weights[tile]
         entries, groups = weights_tile.numel(), group(experts[tile], len(down), x)
         hidden = x.new_empty(entries, down.shape[2])
+        low = _Low(adapters, totals[2:], x_tile, dy_tile, groups, add=i > 0)
         if kept is None:
             pair = d_pair = x.new_empty(entries, gate_up.shape[1])
-            gate_up_product(x_tile, gate_up, groups, weights_tile, pair, hidden)
+            gate_up_product(x_tile, gate_up, groups, weights_tile, pair, hidden, low.of_x)
         else:
             pair, d_pair = kept, x.new_empty(kept.shape)
-        writes_hidden = needs_down and kept is not None  # else `gate_up_product` has written it
+        writes_hidden = (needs_down or adapters) and kept is not None  # else `gate_up_product` has written it
         d_weights[tile] = gate_up_gradients(
-            dy_tile, down, groups, weights_tile, pair, d_pair, hidden if writes_hidden else None
+            dy_tile, down, groups, weights_tile, pair, d_pair, hidden if writes_hidden else None, low.of_dy
         )
         if totals[1] is not None:
             weight_gradient(dy_tile, hidden, groups, totals[1], add=i > 0)
+        low.take_hidden(hidden)
         del hidden, pair
         if totals[0] is not None:
             weight_gradient(x_tile, d_pair, groups, totals[0], transposed=True, add=i > 0)
+        of_pair = low.take_pair(d_pair)
         if needs_x:
             rows = x.new_empty(*weights_tile.shape, x.shape[1])
-            project(d_pair, gate_up, groups, rows, transposed=True)
+            project(d_pair, gate_up, groups, rows, transposed=True, low=of_pair)
             sum_entries(rows, dx[tile])
             del rows
         del d_pair
-    d_gate_up, d_down = (None if total is None else total.to(x.dtype) for total in totals)
-    return [g for g, needed in zip((dx, d_gate_up, d_down, d_weights), needs_gradient) if needed and g is not None]
+    d_gate_up, d_down, *d_adapters = (None if total is None else total.to(x.dtype) for total in totals)
+    gradients = dx, d_gate_up, d_down, d_weights, *d_adapters
+    return [g for g, needed in zip(gradients, needs_gradient) if needed and g is not None]
+
+
+class _Low:
+    """Products of a tile with adapters, if there are some, in backward. Gradients are written or added to `totals`."""
+
+    def __init__(
+        self, adapters: Adapters | None, totals: Sequence[Tensor | None], x: Tensor, dy: Tensor, groups: Groups,
+        add: bool,
+    ):  # fmt: skip
+        self.adapters, self.totals, self.x, self.dy, self.groups, self.add = adapters, totals, x, dy, groups, add
+        self.of_x: LowRank | None = None
+        self.of_dy: LowRank | None = None
+        if adapters:
+            self.places = by_place(groups)
+            self.of_x = LowRank(narrow(x, adapters.a_in, groups), adapters.b_in)
+            self.of_dy = LowRank(narrow(dy, adapters.b_out.mT.contiguous(), groups), adapters.a_out)
+
+    def take_hidden(self, hidden: Tensor) -> None:
+        """Makes the gradients of a_out and b_out from w h, by place."""
+        if self.adapters is None or self.of_dy is None:
+            return
+        _, _, d_a_out, d_b_out = self.totals
+        if d_a_out is not None:
+            weight_gradient(hidden, self.of_dy.rows, self.places, d_a_out, transposed=True, add=self.add)
+        if d_b_out is not None:
+            narrowed = narrow(hidden, self.adapters.a_out, self.places)
+            weight_gradient(self.dy, narrowed, self.groups, d_b_out, add=self.add)
+
+    def take_pair(self, d_pair: Tensor) -> LowRank | None:
+        """Makes a_in's and b_in's gradients from the pair's, by place. Returns dx's second term."""
+        if self.adapters is None or self.of_x is None:
+            return None
+        d_a_in, d_b_in, *_ = self.totals
+        if d_b_in is not None:
+            weight_gradient(d_pair, self.of_x.rows, self.places, d_b_in, add=self.add)
+        narrowed = narrow(d_pair, self.adapters.b_in.mT.contiguous(), self.places)
+        if d_a_in is not None:
+            weight_gradient(self.x, narrowed, self.groups, d_a_in, transposed=True, add=self.add)
+        return LowRank(narrowed, self.adapters.a_in)
 
 
 def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # saves the zeros that autograd would make for `kept`
-    ctx.save_for_backward(*inputs[:5], output[1])
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.tile_size = None
 
 
 def _setup_tiled(ctx, inputs, output):
-    *tensors, ctx.tile_size = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.tile_size = inputs[:6]
+    ctx.save_for_backward(*tensors, *inputs[6:], None)
 
 
 def _gradients(ctx, dy, _=None):
-    x, gate_up, down, experts, weights, *kept = ctx.saved_tensors
+    x, gate_up, down, experts, weights, *adapters, kept = ctx.saved_tensors
     if dy is None:
         return (None,) * len(ctx.needs_input_grad)
-    needs = [needed for i, needed in enumerate(ctx.needs_input_grad[:5]) if i != 3]
-    tensors = dy, x, gate_up, down, experts, weights, *(kept or [None])
-    found = iter(_backward(*tensors, len(x) if kept else ctx.tile_size, needs))
-    dx, d_gate_up, d_down, d_weights = (next(found) if needed else None for needed in needs)
-    return dx, d_gate_up, d_down, None, d_weights, *([] if kept else [None])
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, -4, -3, -2, -1)]
+    tensors = dy, x, gate_up, down, experts, weights, kept
+    found = iter(_backward(*tensors, ctx.tile_size or len(x), needs, *adapters))
+    dx, d_gate_up, d_down, d_weights, *d_adapters = (next(found) if needed else None for needed in needs)
+    return dx, d_gate_up, d_down, None, d_weights, *([None] if ctx.tile_size else []), *d_adapters
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
@@ -171,15 +257,15 @@ for _operation in (_tiled, _skippable_tiled):
 
 
 def expert_mlp(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, *, tile_size: int | None = None,
+    x: Tensor, gate_up: Weight, down: Weight, experts: Tensor, weights: Tensor, *, tile_size: int | None = None,
     skippable: bool = False, impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Returns the sum over a token's experts of weight * down(silu(gate(x)) * up(x)).
 
     Args:
         x: [N, D].
-        gate_up: [E, 2 F, D], an expert's gate rows before its up rows.
-        down: [E, D, F].
+        gate_up: [E, 2 F, D], an expert's gate rows before its up rows. Its adapter has A [E, r, D] and B [E, 2 F, r].
+        down: [E, D, F]; its adapter has A [E, r, F] and B [E, D, r]. Both matrices have adapters, or none.
         experts: [N, k], integers, the experts of each token.
         weights: [N, k], any floating dtype.
         tile_size: tokens of a tile; None runs all at once and keeps gate and up, [N k, 2 F], for backward. In tiles
@@ -195,30 +281,59 @@ def expert_mlp(
     Raises:
         ValueError: shapes or dtypes that do not fit together, or tile_size below 1.
     """
-    x, gate_up, down = cast_by_autocast(x, gate_up, down)
+    x, gate_up, *in_factors = cast_by_autocast(x, *tensors_of(gate_up))
+    down, *out_factors = cast_by_autocast(*tensors_of(down))
     (N, D), (E, width) = x.shape, (len(down), down.shape[-1])
     if gate_up.shape != (E, 2 * width, D) or down.shape[1] != D or not x.dtype == gate_up.dtype == down.dtype:
         got = ", ".join(f"{list(t.shape)} {t.dtype}" for t in (gate_up, down))
         raise ValueError(f"for {x.dtype} and width {D}, weights must be [E, 2 F, {D}] and [E, {D}, F], got {got}")
+    factors = [*in_factors, *out_factors]
+    check_factors(factors, (E, D, width), x.dtype)
     if experts.dim() != 2 or len(experts) != N or weights.shape != experts.shape or experts.is_floating_point():
         got = " and ".join(f"{list(t.shape)} {t.dtype}" for t in (experts, weights))
         raise ValueError(f"experts and weights must be [{N}, k], integers and numbers, got {got}")
     if tile_size is not None and tile_size < 1:
         raise ValueError(f"tile_size must be at least 1 token, got {tile_size}")
     if not use_triton(impl, x) or not N:
-        return expert_mlp_reference(x, gate_up, down, experts, weights)
-    if D % ALIGNED or width % ALIGNED:
-        x, gate_up, down = _widened(x, gate_up, down)
+        return expert_mlp_reference(
+            x, weight_of([gate_up, *in_factors]), weight_of([down, *out_factors]), experts, weights
+        )
+    if any(n % ALIGNED for n in (D, width, *(t.shape[-1] for t in factors))):
+        x, gate_up, down, *factors = _widened(x, gate_up, down, *factors)
+    adapters = factors or [None] * 4
     if tile_size is None and torch.is_grad_enabled():
-        y, _ = _forward(x, gate_up, down, experts, weights)
+        y, _ = _forward(x, gate_up, down, experts, weights, *adapters)
     else:
         tiled = _skippable_tiled if skippable else _tiled
-        y = tiled(x, gate_up, down, experts, weights, tile_size or N)
+        y = tiled(x, gate_up, down, experts, weights, tile_size or N, *adapters)
     return y[:, :D]
 
 
-def _widened(x: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns copies with zeros up to widths that the kernels take."""
-    D, width = (-n % ALIGNED for n in (x.shape[1], down.shape[2]))
-    gate_up = F.pad(gate_up.unflatten(1, (2, -1)), (0, D, 0, width)).flatten(1, 2)
-    return F.pad(x, (0, D)), gate_up, F.pad(down, (0, width, 0, D))
+def check_factors(factors: Sequence[Tensor], sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Raises ValueError for factors of adapters, none or all four, that do not fit matrices of E, D and F."""
+    E, D, width = sizes
+    r = factors[0].shape[1] if factors else 0
+    expected = [(E, r, D), (E, 2 * width, r), (E, r, width), (E, D, r)][: 4 * bool(factors)]
+    if [t.shape for t in factors] != expected or any(t.dtype != dtype for t in factors):
+        got = ", ".join(f"{list(t.shape)} {t.dtype}" for t in factors)
+        raise ValueError(f"adapters of experts must be {[*map(list, expected)]} in {dtype}, got {got}")
+
+
+def _widened(x: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> list[Tensor]:
+    """Returns copies with zeros up to widths and ranks that the kernels take."""
+    rank = factors[0].shape[1] if factors else 0
+    D, width, r = (-n % ALIGNED for n in (x.shape[1], down.shape[2], rank))
+
+    def both(rows: Tensor, columns: int) -> Tensor:  # rows of gate and of up
+        return F.pad(rows.unflatten(1, (2, -1)), (0, columns, 0, width)).flatten(1, 2)
+
+    widened = [F.pad(x, (0, D)), both(gate_up, D), F.pad(down, (0, width, 0, D))]
+    if factors:
+        a_in, b_in, a_out, b_out = factors
+        widened += [
+            F.pad(a_in, (0, D, 0, r)),
+            both(b_in, r),
+            F.pad(a_out, (0, width, 0, r)),
+            F.pad(b_out, (0, r, 0, D)),
+        ]
+    return widened

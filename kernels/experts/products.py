@@ -7,6 +7,8 @@ of entries where they are stored, so neither is copied.
 A tile is up to ROWS places of one expert and some columns. How many tiles there are is known on the GPU alone: programs
 go through all of them in turns. No sum is shared by programs.
 
+An adapter adds a second product to some: narrow rows, by place, times a narrow matrix of each expert.
+
 Matrices are read by descriptors, which give zeros past the end. Past an expert's last row or column they give its
 neighbour's: such results are not stored, or the other factor has zeros. Widths are multiples of 8 elements.
 """
@@ -24,6 +26,7 @@ from ..gated_mlp import activate
 from .route import sort_by_expert
 
 SUMMED = 1024  # columns that a program sums over a token's experts
+RANK_DEPTH = 32  # most of an adapter's rank that a step multiplies by
 
 
 class Tile(NamedTuple):
@@ -44,6 +47,7 @@ HOPPER = {
     "d_down": Tile(256, 64, 3, 8),
     "d_gate_up": Tile(256, 64, 3, 8),
     "dx": Tile(256, 64, 3, 8, True),
+    "narrow": Tile(128, 64, 3, 8),
 }
 OLDER = dict.fromkeys(HOPPER, Tile(128, 32, 3, 8)) | {"gate_up": Tile(64, 32, 3, 8)}
 EXACT = dict.fromkeys(HOPPER, Tile(64, 32, 2, 8)) | {"gate_up": Tile(32, 32, 2, 8)}  # float32
@@ -58,6 +62,11 @@ def tile_of(product: str, x: Tensor) -> Tile:
     if x.dtype == torch.float32:
         return EXACT[product]
     return (OLDER if x.is_cuda and _capability(x.device) < (9, 0) else HOPPER)[product]
+
+
+def fitted(tile: Tile, columns: int) -> Tile:
+    """Returns a tile with fewer columns, where a product has no more."""
+    return tile._replace(columns=min(tile.columns, max(16, triton.next_power_of_2(columns))))
 
 
 @functools.cache
@@ -77,6 +86,18 @@ class Groups(NamedTuple):
     offsets: Tensor
     tiles: Tensor  # [as many as there can be, 3] int32: expert, first place, place past the expert's last
     count: Tensor  # [1] int32: number of tiles, which come first
+
+
+class LowRank(NamedTuple):
+    """A product's second term: rows [N k, r] by place, times a matrix of each expert as the first term's."""
+
+    rows: Tensor
+    weight: Tensor  # [E, M, r]; transposed [E, r, M]
+
+
+def by_place(groups: Groups) -> Groups:
+    """Returns the groups of rows that are by place already."""
+    return groups._replace(order=torch.arange(len(groups.order), dtype=torch.int32, device=groups.order.device))
 
 
 def group(experts: Tensor, num_experts: int, x: Tensor) -> Groups:
@@ -110,9 +131,24 @@ def _gathered(ptr, order_ptr, places, stop, K: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _add_low_rank(
+    total, low_d, factor_d, first, row, column, RANK: tl.constexpr, STEP: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """Adds rows from `first` on times the matrix that begins in `row`; past the rank one factor has zeros."""
+    for k in tl.static_range(0, RANK, STEP):
+        rows = low_d.load([first, k])
+        if TRANSPOSED:
+            factor = factor_d.load([row + k, column])
+        else:
+            factor = tl.trans(factor_d.load([row, k]))
+        total = tl.dot(rows, factor, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
 def _gate_up_kernel(
-    x_ptr, gate_up_d, order_ptr, tiles_ptr, count_ptr, weights_ptr, kept_ptr, hidden_ptr,
-    K: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    x_ptr, gate_up_d, order_ptr, tiles_ptr, count_ptr, weights_ptr, kept_ptr, hidden_ptr, low_d, factor_d,
+    K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Writes gate and up of a tile, and weight * silu(gate) * up."""
@@ -131,6 +167,8 @@ def _gate_up_kernel(
             )  # fmt: skip
             gate = tl.dot(x, tl.trans(gate_up_d.load([row, k])), gate, input_precision="ieee")
             up = tl.dot(x, tl.trans(gate_up_d.load([row + F, k])), up, input_precision="ieee")
+        gate = _add_low_rank(gate, low_d, factor_d, first, row, 0, RANK, STEP, False)
+        up = _add_low_rank(up, low_d, factor_d, first, row + F, 0, RANK, STEP, False)
 
         dtype = hidden_ptr.dtype.element_ty
         gate, up = gate.to(dtype), up.to(dtype)
@@ -148,9 +186,35 @@ def _gate_up_kernel(
 
 
 @triton.jit
+def _narrow_kernel(
+    rows_ptr, weight_d, order_ptr, tiles_ptr, count_ptr, out_ptr,
+    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of tokens' rows [D] times weights [WIDTH, D], by place."""
+    COLUMN_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    for number in tl.range(tl.program_id(0), tl.load(count_ptr) * COLUMN_TILES, tl.num_programs(0), flatten=PERSISTENT):
+        expert, first, stop = _tile(tiles_ptr, number // COLUMN_TILES)
+        column = number % COLUMN_TILES * COLUMNS
+        places, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        _, rows = _gathered(rows_ptr, order_ptr, places, stop, K, D)
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for k in range(0, D, DEPTH):
+            depth = k + tl.arange(0, DEPTH)
+            x = tl.load(rows + depth[None, :]) if D % DEPTH == 0 else tl.load(
+                rows + depth[None, :], mask=(depth < D)[None, :], other=0.0
+            )  # fmt: skip
+            weight = tl.trans(weight_d.load([expert * WIDTH + column, k]))
+            total = tl.dot(x, weight, total, input_precision="ieee")
+        out = out_ptr + places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        is_stored = (places < stop)[:, None] & (columns < WIDTH)[None, :]
+        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit
 def _project_kernel(
-    rows_d, weight_d, order_ptr, tiles_ptr, count_ptr, out_ptr,
-    INTO: tl.constexpr, OUT_OF: tl.constexpr, TRANSPOSED: tl.constexpr,
+    rows_d, weight_d, order_ptr, tiles_ptr, count_ptr, out_ptr, low_d, factor_d,
+    INTO: tl.constexpr, OUT_OF: tl.constexpr, TRANSPOSED: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of rows [places, INTO] times weights [OUT_OF, INTO], transposed [INTO, OUT_OF], by entry."""
@@ -166,6 +230,8 @@ def _project_kernel(
             else:
                 weight = tl.trans(weight_d.load([expert * OUT_OF + column, k]))
             total = tl.dot(rows, weight, total, input_precision="ieee")
+        row = expert * RANK if TRANSPOSED else expert * OUT_OF + column
+        total = _add_low_rank(total, low_d, factor_d, first, row, column, RANK, STEP, TRANSPOSED)
         places, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
         is_row = places < stop
         entries = tl.load(order_ptr + places, mask=is_row, other=0).to(tl.int64)
@@ -207,7 +273,7 @@ def _store_d_pair(d, weight, gate, up, d_kept_ptr, hidden_ptr, places, stop, col
 @triton.jit
 def _d_hidden_kernel(
     dy_ptr, down_d, order_ptr, tiles_ptr, count_ptr, weights_ptr, kept_ptr, d_kept_ptr, hidden_ptr, d_weights_ptr,
-    K: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    low_d, factor_d, K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of a tile's gate and up, which may overwrite these, and hidden as `_gate_up_kernel` does.
@@ -233,6 +299,7 @@ def _d_hidden_kernel(
                 dy_rows + depth[None, :], mask=(depth < D)[None, :], other=0.0
             )  # fmt: skip
             d = tl.dot(dy, down_d.load([expert * D + k, column]), d, input_precision="ieee")
+        d = _add_low_rank(d, low_d, factor_d, first, expert * RANK, column, RANK, STEP, True)
 
         d_weight = tl.zeros([ROWS], tl.float32)
         halves = _split(d, ROWS, COLUMNS)
@@ -306,35 +373,67 @@ def _go_through_tiles(kernel: triton.JITFunction, tile: Tile, groups: Groups, co
     kernel[(programs,)](*args[:2], *tables, *args[2:], PERSISTENT=tile.persistent, **sizes, **_options(tile, x))
 
 
+def _low_rank(low: LowRank | None, columns: int, transposed: bool) -> dict:
+    """Returns the arguments of `_add_low_rank`."""
+    if low is None:
+        return {"low_d": None, "factor_d": None, "RANK": 0, "STEP": RANK_DEPTH}
+    rank = low.rows.shape[1]
+    step = min(RANK_DEPTH, max(16, triton.next_power_of_2(rank)))
+    block = (step, columns) if transposed else (columns, step)
+    low_d, factor_d = (
+        describe(low.rows, rank, rows_of(low.rows), step),
+        describe(low.weight, low.weight.shape[2], *block),
+    )
+    return {"low_d": low_d, "factor_d": factor_d, "RANK": rank, "STEP": step}
+
+
+def narrow(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    """Returns tokens' rows [N, D] times weight [E, r, D], by place, [N k, r]."""
+    D, r = rows.shape[1], weight.shape[1]
+    out = rows.new_empty(len(groups.order), r)
+    if not rows.is_meta:
+        tile = fitted(tile_of("narrow", rows), r)
+        tensors, sizes = (rows, describe(weight, D, tile.columns, tile.depth), out), {"D": D, "WIDTH": r}
+        _go_through_tiles(_narrow_kernel, tile, groups, r, rows, *tensors, K=len(out) // len(rows), **sizes)
+    return out
+
+
 def gate_up_product(
-    x: Tensor, gate_up: Tensor, groups: Groups, weights: Tensor, kept: Tensor | None, hidden: Tensor
-) -> None:
+    x: Tensor, gate_up: Tensor, groups: Groups, weights: Tensor, kept: Tensor | None, hidden: Tensor,
+    low: LowRank | None = None,
+) -> None:  # fmt: skip
     """Writes weight * silu(gate) * up by place into hidden [N k, F]; gate and up into kept [N k, 2 F], if given.
 
-    Tokens are x [N, D], matrices gate_up [E, 2 F, D], and weights [N, k].
+    Tokens are x [N, D], matrices gate_up [E, 2 F, D], weights [N, k], and low's matrices [E, 2 F, r].
     """
     if x.is_meta:
         return
     F, tile = hidden.shape[1], tile_of("gate_up", x)
     tensors = x, describe(gate_up, x.shape[1], tile.columns, tile.depth), weights, kept, hidden
-    _go_through_tiles(_gate_up_kernel, tile, groups, F, x, *tensors, K=weights.shape[1], D=x.shape[1], F=F)
+    sizes = {"K": weights.shape[1], "D": x.shape[1], "F": F, **_low_rank(low, tile.columns, False)}
+    _go_through_tiles(_gate_up_kernel, tile, groups, F, x, *tensors, **sizes)
 
 
-def project(rows: Tensor, weight: Tensor, groups: Groups, out: Tensor, *, transposed: bool = False) -> None:
+def project(
+    rows: Tensor, weight: Tensor, groups: Groups, out: Tensor, *, transposed: bool = False, low: LowRank | None = None
+) -> None:
     """Writes rows [N k, K], by place, times weight [E, M, K], transposed [E, K, M], into out [N, k, M], by entry."""
     if rows.is_meta:
         return
     K, M, tile = rows.shape[1], out.shape[-1], tile_of("dx" if transposed else "down", rows)
     block = (tile.depth, tile.columns) if transposed else (tile.columns, tile.depth)
     tensors = describe(rows, K, rows_of(rows), tile.depth), describe(weight, M if transposed else K, *block), out
-    sizes = {"INTO": K, "OUT_OF": M, "TRANSPOSED": transposed}
+    sizes = {"INTO": K, "OUT_OF": M, "TRANSPOSED": transposed, **_low_rank(low, tile.columns, transposed)}
     _go_through_tiles(_project_kernel, tile, groups, M, rows, *tensors, **sizes)
 
 
 def gate_up_gradients(
-    dy: Tensor, down: Tensor, groups: Groups, weights: Tensor, kept: Tensor, d_kept: Tensor, hidden: Tensor | None
-) -> Tensor:
+    dy: Tensor, down: Tensor, groups: Groups, weights: Tensor, kept: Tensor, d_kept: Tensor, hidden: Tensor | None,
+    low: LowRank | None = None,
+) -> Tensor:  # fmt: skip
     """Writes the gradients of gate and up into d_kept, which may be kept, and hidden as in `gate_up_product`.
+
+    Matrices of low are [E, r, F].
 
     Returns:
         The gradient of weights [N, k], float32.
@@ -343,7 +442,8 @@ def gate_up_gradients(
     partial = dy.new_empty(*weights.shape, triton.cdiv(F, tile.columns), dtype=torch.float32)
     if not dy.is_meta:
         tensors = dy, describe(down, F, tile.depth, tile.columns), weights, kept, d_kept, hidden, partial
-        _go_through_tiles(_d_hidden_kernel, tile, groups, F, dy, *tensors, K=weights.shape[1], D=dy.shape[1], F=F)
+        sizes = {"K": weights.shape[1], "D": dy.shape[1], "F": F, **_low_rank(low, tile.columns, True)}
+        _go_through_tiles(_d_hidden_kernel, tile, groups, F, dy, *tensors, **sizes)
     return partial.sum(-1)
 
 
@@ -361,7 +461,8 @@ def weight_gradient(
     """
     if tokens.is_meta:
         return
-    D, W, tile = tokens.shape[1], rows.shape[1], tile_of("d_gate_up" if transposed else "d_down", tokens)
+    D, W = tokens.shape[1], rows.shape[1]
+    tile = fitted(tile_of("d_gate_up" if transposed else "d_down", tokens), W)
     programs = len(out) * triton.cdiv(D, rows_of(tokens)) * triton.cdiv(W, tile.columns)
     _d_weight_kernel[(programs,)](
         tokens, describe(rows, W, tile.depth, tile.columns), groups.order, groups.offsets, out,

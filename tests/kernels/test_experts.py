@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.experts import expert_mlp, expert_mlp_reference, products, route, tokens_per_expert
 from kernels.experts.balance import Routing
+from kernels.parts import Adapted
 from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import compare_with_float64, outputs_and_gradients, random, requested_peak
 from tests.storage_counter import StorageCounter
@@ -17,17 +19,24 @@ _TYPES |= dict.fromkeys(("order_ptr", "offsets_ptr", "tiles_ptr", "count_ptr"), 
 
 
 def kernels_to_compile():
-    """Every kernel at the 30B's sizes, in tiles for Hopper and for older GPUs."""
-    for tiles, least in ((products.HOPPER, 90), (products.OLDER, 80)):
+    """Every kernel at the 30B's sizes, in tiles for Hopper and for older GPUs, without and with adapters."""
+    for (tiles, least), rank in itertools.product(((products.HOPPER, 90), (products.OLDER, 80)), (0, 16, 64)):
         for product, kernel, constants in (
             ("gate_up", "_gate_up_kernel", _SIZES),
             ("d_hidden", "_d_hidden_kernel", _SIZES),
             ("down", "_project_kernel", {"INTO": 768, "OUT_OF": 2048, "TRANSPOSED": False}),
             ("dx", "_project_kernel", {"INTO": 1536, "OUT_OF": 2048, "TRANSPOSED": True}),
-            ("d_down", "_d_weight_kernel", {"K": 8, "D": 2048, "WIDTH": 768, "TRANSPOSED": False, "ADD": False}),
+            ("narrow", "_narrow_kernel", {"K": 8, "D": 2048, "WIDTH": rank}),
+            (
+                "d_down",
+                "_d_weight_kernel",
+                {"K": 8, "D": 2048, "WIDTH": rank or 768, "TRANSPOSED": False, "ADD": False},
+            ),
             ("d_gate_up", "_d_weight_kernel", {"K": 8, "D": 2048, "WIDTH": 1536, "TRANSPOSED": True, "ADD": False}),
         ):
-            tile = tiles[product]
+            if not rank and product == "narrow":
+                continue
+            tile = products.fitted(tiles[product], constants.get("WIDTH", 256))
             straight, turned, rows = (
                 f"tensordesc<bf16[{a}, {b}]>"
                 for a, b in ((tile.columns, tile.depth), (tile.depth, tile.columns), (128, tile.depth))
@@ -36,6 +45,15 @@ def kernels_to_compile():
             described = {"gate_up_d": straight, "down_d": turned, "weight_d": turned if is_turned else straight}
             described["rows_d"] = rows if kernel == "_project_kernel" else turned
             sizes = {"ROWS": 128, "COLUMNS": tile.columns, "DEPTH": tile.depth}
+            if product in ("gate_up", "d_hidden", "down", "dx"):
+                step = min(products.RANK_DEPTH, max(16, rank))
+                block = (step, tile.columns) if is_turned else (tile.columns, step)
+                low = {
+                    "low_d": f"tensordesc<bf16[128, {step}]>",
+                    "factor_d": f"tensordesc<bf16[{block[0]}, {block[1]}]>",
+                }
+                described |= low if rank else {}
+                sizes |= {"RANK": rank, "STEP": step} | ({} if rank else dict.fromkeys(low))
             sizes |= {} if kernel == "_d_weight_kernel" else {"PERSISTENT": tile.persistent}
             yield KernelToCompile(
                 f"products.{kernel}", _TYPES | described, constants | sizes, tile.warps, tile.stages, least
@@ -110,7 +128,7 @@ def small_tiles(monkeypatch):
         return
     monkeypatch.setattr(products, "rows_of", lambda x: 16)
     for tiles in (products.HOPPER, products.EXACT):
-        for product, persistent in zip([*tiles], (False, True) * 3):
+        for product, persistent in zip([*tiles], (False, True) * 4):
             monkeypatch.setitem(tiles, product, products.Tile(32, 32, 2, 4, persistent))
 
 
@@ -146,6 +164,59 @@ def test_matches_float64(tile_size, dtype, device, poisoned_memory, small_tiles)
         tensors, experts = inputs(*case, dtype)
         ours = call(experts, tile_size=tile_size, impl="triton")
         compare_with_float64(call(experts, expert_mlp_reference), ours, tensors)
+
+
+def adapted_inputs(rank, *case):
+    """Returns x, the matrices' adapters, the router's weights and the matrices; and the choice of experts."""
+    (x, gate_up, down, weights), experts = inputs(*case)
+    (E, width, D), F = gate_up.shape, down.shape[2]
+    shapes = (E, rank, D), (E, width, rank), (E, rank, F), (E, D, rank)
+    factors = [shape[2] ** -0.5 * random(*shape, seed=5 + i, dtype=x.dtype) for i, shape in enumerate(shapes)]
+    return [x, *factors, weights, gate_up, down], experts
+
+
+def call_adapted(experts, function=expert_mlp, **options):
+    def run(x, a_in, b_in, a_out, b_out, weights, gate_up, down):
+        return function(x, Adapted(gate_up, a_in, b_in), Adapted(down, a_out, b_out), experts, weights, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tile_size", [None, 1, 12])
+def test_adapters_match_float64(tile_size, dtype, device, poisoned_memory, small_tiles):
+    """Checks outputs and all gradients, those of the matrices as well."""
+    cases = [*zip((3, 8, 1, 5, 40, 16), CASES)]
+    for rank, case in cases if tile_size is None else cases[4:5] if tile_size > 1 else cases[2:3]:
+        tensors, experts = adapted_inputs(rank, *case, dtype)
+        ours = call_adapted(experts, tile_size=tile_size, impl="triton")
+        compare_with_float64(call_adapted(experts, expert_mlp_reference), ours, tensors)
+
+
+@pytest.mark.parametrize("tile_size", [None, 5])
+def test_adapters_of_frozen_experts(tile_size, device, small_tiles):
+    """Checks that gradients are of x, adapters and weights alone, twice the same bits; and zeros without tokens."""
+    tensors, experts = adapted_inputs(4, 9, 4, 2, 16, 8)
+    found = []
+    for impl in ("torch", "triton", "triton"):
+        leaves = [t.clone().requires_grad_(i < 6) for i, t in enumerate(tensors)]
+        call_adapted(experts, impl=impl, tile_size=tile_size)(*leaves).square().sum().backward()
+        found.append([t.grad for t in leaves])
+    for exact, *ours in zip(*found):
+        assert (exact is None) == (ours[0] is None)
+        if exact is not None:
+            torch.testing.assert_close(ours[0], exact, rtol=1e-4, atol=1e-5)
+            assert torch.equal(*ours)
+    assert not any(gradient[3].any() for gradient in found[1][1:5]) and found[1][-1] is None
+
+
+def test_adapters_add_their_product_to_the_matrices(device):
+    """Checks against matrices with the adapters added."""
+    (x, a_in, b_in, a_out, b_out, weights, gate_up, down), experts = adapted_inputs(3, 19, 4, 2, 40, 24)
+    y = call_adapted(experts)(x, a_in, b_in, a_out, b_out, weights, gate_up, down)
+    torch.testing.assert_close(y, expert_mlp(x, gate_up + b_in @ a_in, down + b_out @ a_out, experts, weights))
+    with pytest.raises(ValueError, match=r"adapters of experts must be \[\[4, 3, 40\], .*got \[4, 3, 40\]"):
+        expert_mlp(x, Adapted(gate_up, a_in, b_in), down, experts, weights)
 
 
 def test_experts_without_tokens_get_zeros(device, poisoned_memory, small_tiles):
@@ -234,7 +305,11 @@ def test_under_autocast(device):
 def test_custom_ops(device):
     tensors, experts = inputs(3, 2, 1, 8, 8)
     x, gate_up, down, weights = (t.requires_grad_() for t in tensors)
-    torch.library.opcheck(torch.ops.fathom.tiled_expert_mlp, (x, gate_up, down, experts, weights, 9))
+    tiled = torch.ops.fathom.tiled_expert_mlp
+    torch.library.opcheck(tiled, (x, gate_up, down, experts, weights, 9, *4 * [None]))
+    (x, *factors, weights, gate_up, down), experts = adapted_inputs(8, 3, 2, 1, 8, 8)
+    factors = [t.requires_grad_() for t in factors]
+    torch.library.opcheck(tiled, (x.requires_grad_(), gate_up, down, experts, weights, 9, *factors))
     torch.library.opcheck(torch.ops.fathom.choose_experts, (x.detach(), 3))
 
 
