@@ -29,11 +29,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import torch_internals
-from .common import cast_by_autocast, operation, rounds, use_triton
-from .linear import Linear
+from .common import operation, rounds, use_triton
+from .linear import InPieces
 
 FP8_TYPE, LARGEST = torch.float8_e4m3fn, 448.0
 SHAPE_MULTIPLE = 16  # widths of matrices that the GPUs' products take
@@ -162,7 +161,7 @@ def _product(a: Factor, b: Factor, out: Tensor | None = None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FP8(Linear):
+class FP8(InPieces):
     """Products of FP8 factors. `kernels.linear.Linear` describes the methods."""
 
     impl: str = "auto"  # how factors are made: "auto", "triton" or "torch"
@@ -170,19 +169,18 @@ class FP8(Linear):
     name = "fp8"
     rate, weight_rate = "fp8 products", "fp8 weights' gradients"
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.maps(x, [weight], () if bias is None else [bias])[0]
-
-    def maps(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
-        x, *parameters = cast_by_autocast(x, *weights, *biases)
-        outputs = _Maps.apply(self, len(weights), x.flatten(0, -2), *parameters)
-        return [y.unflatten(0, x.shape[:-1]) for y in outputs]
-
     def factor(self, x: Tensor) -> Factor:
         return Factor(*quantize_rows(x, impl=self.impl), x.dtype)
 
     def transpose(self, x: Factor) -> Factor:
         return Factor(*transpose_values(x.values, x.scales, impl=self.impl), x.dtype)
+
+    def kept(self, x: Factor) -> tuple[Tensor, ...]:
+        return x.values, x.scales
+
+    def restored(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Factor:
+        values, scales = tensors
+        return Factor(values, scales, dtype)
 
     def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         y = _product(x, weight, out)
@@ -204,32 +202,6 @@ class FP8(Linear):
         if out is None or not accumulate:
             return _product(dy_t, x_t, out)
         return out.add_(_product(dy_t, x_t))  # each product is rounded to 16 bits, the sum is not
-
-
-class _Maps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part, count, x, *parameters):
-        weights, biases = parameters[:count], parameters[count:] or [None] * count
-        factor = part.factor(x)
-        kept = (factor.values, factor.scales) if any(ctx.needs_input_grad[3 : 3 + count]) else (None, None)
-        ctx.save_for_backward(*kept, *weights)  # frozen weights need no input
-        ctx.part, ctx.dtype, ctx.count = part, factor.dtype, count
-        return tuple(part.forward(factor, part.factor(weight), bias) for weight, bias in zip(weights, biases))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients):
-        (values, scales, *weights), part = ctx.saved_tensors, ctx.part
-        _, _, needs_x, *needs = ctx.needs_input_grad
-        dx, d_weights, d_biases = None, [], [dy.sum(0) if n else None for dy, n in zip(gradients, needs[ctx.count :])]
-        x_t = part.transpose(Factor(values, scales, ctx.dtype)) if any(needs[: ctx.count]) else None
-        for dy, weight, needs_weight in zip(gradients, weights, needs):
-            factor = part.factor(dy)
-            if needs_x:
-                weight_t = part.transpose(part.factor(weight))
-                dx = part.input_gradient(factor, weight_t, out=dx, accumulate=dx is not None)
-            d_weights.append(part.weight_gradient(part.transpose(factor), x_t) if needs_weight else None)
-        return None, None, dx, *d_weights, *d_biases
 
 
 FP8_LINEAR = FP8()

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from .common import runs_as_on_gpu
+from .common import cast_by_autocast, runs_as_on_gpu
 from .parts import Part, Weight
 
 Factor = Any  # a result of `Linear.factor`
@@ -44,7 +45,7 @@ class Linear(Part):
     """
 
     name = "bf16"  # in flags
-    rate = weight_rate = "products"  # names of the measured rates of products along rows, and of weights' gradients
+    rate = weight_rate = "products"  # names of the measured rates of y and dx, and of weights' gradients
     trains_matrices = True  # whether matrices have gradients; if not, adapters have
 
     @property
@@ -56,6 +57,21 @@ class Linear(Part):
     def head(self) -> "Linear":
         """The map of the head where blocks have this map."""
         return PLAIN
+
+    @property
+    def products(self) -> tuple["Linear", "Linear", "Linear"]:
+        """The maps that make y, dx and d_weight."""
+        return self, self, self
+
+    @property
+    def rates(self) -> tuple[str, str, str]:
+        """Names of the measured rates of y, dx and d_weight."""
+        y, dx, d_weight = self.products
+        return y.rate, dx.rate, d_weight.weight_rate
+
+    def by_layer(self, layers: int) -> list[tuple["Linear", "Linear"]]:
+        """Returns the maps of each layer's mixer and MLP."""
+        return [(self, self)] * layers
 
     def __call__(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """Maps x [..., K] to [..., N] by weight [N, K] and bias [N]. Differentiable."""
@@ -101,3 +117,49 @@ class Linear(Part):
 
 
 PLAIN = Linear()
+
+
+class InPieces(Linear):
+    """A linear map whose calls run its pieces, forward and backward."""
+
+    def kept(self, x: Factor) -> tuple[Tensor, ...]:
+        """Returns the tensors that backward needs of an input."""
+        raise NotImplementedError
+
+    def restored(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Factor:
+        """Returns the factor of the input that had this dtype, and of which `kept` returned the tensors."""
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.maps(x, [weight], () if bias is None else [bias])[0]
+
+    def maps(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+        x, *parameters = cast_by_autocast(x, *weights, *biases)
+        outputs = _Maps.apply(self, len(weights), x.flatten(0, -2), *parameters)
+        return [y.unflatten(0, x.shape[:-1]) for y in outputs]
+
+
+class _Maps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, part, count, x, *parameters):
+        weights, biases = parameters[:count], parameters[count:] or [None] * count
+        factor = part.factor(x)
+        kept = part.kept(factor) if any(ctx.needs_input_grad[3 : 3 + count]) else ()  # frozen weights need no input
+        ctx.save_for_backward(*weights, *kept)
+        ctx.part, ctx.dtype, ctx.count = part, x.dtype, count
+        return tuple(part.forward(factor, part.factor(weight), bias) for weight, bias in zip(weights, biases))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        weights, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        part, (_, _, needs_x, *needs) = ctx.part, ctx.needs_input_grad
+        dx, d_weights, d_biases = None, [], [dy.sum(0) if n else None for dy, n in zip(gradients, needs[ctx.count :])]
+        x_t = part.transpose(part.restored(kept, ctx.dtype)) if kept else None
+        for dy, weight, needs_weight in zip(gradients, weights, needs):
+            factor = part.factor(dy)
+            if needs_x:
+                weight_t = part.transpose(part.factor(weight))
+                dx = part.input_gradient(factor, weight_t, out=dx, accumulate=dx is not None)
+            d_weights.append(part.weight_gradient(part.transpose(factor), x_t) if needs_weight else None)
+        return None, None, dx, *d_weights, *d_biases

@@ -59,12 +59,8 @@ class LoRA(Linear):
         return "lora" if self.base == PLAIN else f"lora on {self.base.name}"
 
     @property
-    def rate(self) -> str:  # type: ignore[override]
-        return self.base.rate
-
-    @property
-    def weight_rate(self) -> str:  # type: ignore[override]
-        return self.base.weight_rate
+    def products(self) -> tuple[Linear, Linear, Linear]:
+        return self.base.products
 
     @property
     def plain(self) -> "LoRA":
@@ -73,6 +69,9 @@ class LoRA(Linear):
     @property
     def head(self) -> Linear:  # type: ignore[override]
         return self.base.head
+
+    def by_layer(self, layers: int) -> list[tuple[Linear, Linear]]:
+        return [(LoRA(mixer), LoRA(mlp)) for mixer, mlp in self.base.by_layer(layers)]
 
     def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return self.maps(x, [weight], () if bias is None else [bias])[0]

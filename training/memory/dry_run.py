@@ -42,7 +42,7 @@ class Setting(NamedTuple):
     keeps_results: bool
     heads_at_a_time: int | None
     mlp_tile_size: int | None
-    linear: Linear
+    linears: tuple[Linear, Linear]  # the mixer's map and the MLP's
     trained: Trained
     element_size: int
     num_ranks: int
@@ -76,13 +76,15 @@ class BlockBytes(NamedTuple):
     kept: tuple[int, int]
 
 
-def block_bytes(step: StepShape, execution: Execution, placement: Placement, parts: LayerParts) -> BlockBytes:
+def block_bytes(
+    step: StepShape, execution: Execution, placement: Placement, parts: LayerParts, linears: tuple[Linear, Linear]
+) -> BlockBytes:
     """Returns the bytes of a block of a step, with its kept results and the gradient of its output, but no input."""
     whole = placement.is_whole
     setting = Setting(
         step.share, parts, whole, placement.results != "recompute",
         None if whole or not parts.mixer.works_in_groups else execution.heads_at_a_time,
-        None if whole else execution.mlp_tile_size, execution.linear, step.trained, step.element_size, step.num_ranks,
+        None if whole else execution.mlp_tile_size, linears, step.trained, step.element_size, step.num_ranks,
         step.tensor_ranks,
     )  # fmt: skip
     prompts = step.documents.prompts if step.documents else ()
@@ -138,10 +140,12 @@ def sent_bytes(step: StepShape, placement: Placement, parts: LayerParts) -> tupl
     )
 
 
-def waiting_bytes(step: StepShape, placement: Placement, parts: LayerParts) -> tuple[int, int, int]:
+def waiting_bytes(
+    step: StepShape, placement: Placement, parts: LayerParts, linears: tuple[Linear, Linear]
+) -> tuple[int, int, int]:
     """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of the MLP."""
     if placement.is_whole:
-        return step.input_bytes, *block_bytes(step, step.given, placement, parts).kept
+        return step.input_bytes, *block_bytes(step, step.given, placement, parts, linears).kept
     results, choices = results_bytes(step, parts)
     kept = results if placement.results == "gpu" else 0
     return step.input_bytes if placement.input == "gpu" else 0, kept + choices, parts.mlp.choice_bytes(step.tokens)
@@ -173,12 +177,13 @@ def _run(setting: Setting, tokens: int) -> Trace:
         layer_rotates=(getattr(parts.mixer, "rotates", True),),
     )))  # fmt: skip
     placement = WHOLE if setting.is_whole else Placement("gpu", "gpu" if setting.keeps_results else "recompute")
-    execution = Execution((placement,), setting.mlp_tile_size, setting.heads_at_a_time, linear=setting.linear)
+    execution = Execution((placement,), setting.mlp_tile_size, setting.heads_at_a_time)
     with torch.device("meta"), torch.enable_grad():
         model = Transformer(shape).cast(DTYPES[setting.element_size])
         setting.trained.prepare(model)
         apply_execution(model, execution)
         [block] = model.layers
+        block.mixer.linear, block.mlp.linear = setting.linears
         block.mixer.exchange = HeadExchange(RanksOnMeta(setting.num_ranks)) if setting.num_ranks > 1 else None
         for part in (block.mixer, block.mlp) if setting.tensor_ranks > 1 else ():
             part.tensor_ranks = TensorRanks(RanksOnMeta(setting.tensor_ranks))

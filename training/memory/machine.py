@@ -92,19 +92,13 @@ def measure_rates(
     hidden = x @ weight
     flops = 2 * len(x) * weight.numel()
     rates[PLAIN.rate] = flops / _seconds(lambda: x @ weight)
-    linear, has_adapters = (linear.base, True) if isinstance(linear, LoRA) else (linear, False)
-    if linear.rate != PLAIN.rate:
-        factors = [(a, linear.factor(b)) for a, b in ((x, weight.t().contiguous()), (hidden, weight))]
-        taken = _seconds(lambda: [linear.forward(linear.factor(a), b) for a, b in factors])
-        rates[linear.rate] = flops * len(factors) / taken
-        made = linear.factor(hidden), linear.factor(x)
-        taken = _seconds(lambda: linear.weight_gradient(*map(linear.transpose, made)))
-        rates[linear.weight_rate] = flops / taken
+    for each in {*linear.products} - {PLAIN}:
+        rates |= _measure_products(each, x, weight, hidden)
     mlps = [share.parts(layer).mlp for layer in range(share.num_hidden_layers)]
     for experts in {mlp for mlp in mlps if isinstance(mlp, ExpertsPart)}:
         rates[experts.rate] = experts.measure_rate(share.hidden_size, _seconds, device)
     rates["adapters"] = rates["memory"]
-    if has_adapters:
+    if isinstance(linear, LoRA):
         a, b = x.new_zeros(16, x.shape[1]), x.new_zeros(hidden.shape[1], 16)
         adapted, factors_t = Adapted(weight.t(), a, b), (LORA.factor(hidden.t()), LORA.factor(x.t()))
 
@@ -139,6 +133,16 @@ def measure_attention(
         kind = kind.for_longest(context_length)
         rates |= kind.measure_rates(*share.heads, context_length, backend, seconds, device)
     return rates
+
+
+def _measure_products(linear: Linear, x: Tensor, weight: Tensor, hidden: Tensor) -> Rates:
+    """Measures a linear map's products along rows and weights' gradients; x @ weight has the shape of `hidden`."""
+    flops = 2 * len(x) * weight.numel()
+    factors = [(a, linear.factor(b)) for a, b in ((x, weight.t().contiguous()), (hidden, weight))]
+    of_rows = _seconds(lambda: [linear.forward(linear.factor(a), b) for a, b in factors])
+    made = linear.factor(hidden), linear.factor(x)
+    of_weights = _seconds(lambda: linear.weight_gradient(*map(linear.transpose, made)))
+    return {linear.rate: flops * len(factors) / of_rows, linear.weight_rate: flops / of_weights}
 
 
 def measure_network(group: dist.ProcessGroup, num_machines: int, device: torch.device) -> float:

@@ -11,6 +11,7 @@ the head's gradient in forward.
 """
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -94,19 +95,22 @@ def set_kinds(model: nn.Module, kinds: Sequence[MixerKind]) -> None:
 def set_linear(model: nn.Module, linear: Linear) -> None:
     """Set the linear maps of all blocks and of the head of a model.Transformer."""
     model.linear = linear.head
-    for block in model.layers:
-        block.mixer.linear = block.mlp.linear = linear
+    for block, maps in zip(model.layers, linear.by_layer(len(model.layers))):
+        block.mixer.linear, block.mlp.linear = maps
 
 
 @contextmanager
 def products_in_bf16(model: nn.Module) -> Iterator[None]:
     """Has a model.Transformer compute as it does outside of training, whatever linear maps it trains with."""
-    had = model.layers[0].mlp.linear
-    set_linear(model, had.plain)
+    blocks = ((block.mixer, block.mlp) for block in model.layers)
+    had = [(module, module.linear) for module in (model, *itertools.chain(*blocks))]
+    for module, linear in had:
+        module.linear = linear.plain
     try:
         yield
     finally:
-        set_linear(model, had)
+        for module, linear in had:
+            module.linear = linear
 
 
 def apply_placement(

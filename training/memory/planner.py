@@ -94,7 +94,7 @@ class Plan:
             rows += [("attention", heads), ("MLP", tiles)]
         rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
         rows += [*self.step.trained.described(self.step.share), *execution.frozen.described]
-        if execution.linear.rate != PLAIN.rate:
+        if execution.linear.products != PLAIN.products:
             names = f"{execution.linear.name}, head {execution.linear.head.name}"
             rows.append(("linear maps", f"{names}; costs some loss, see docs/memory.md"))
         if self.compared:

@@ -38,10 +38,10 @@ class Stages:
     def __init__(self, step: StepShape, execution: Execution):
         self.step, self.execution, self.optimizer = step, execution, step.inventory(execution)
         self.weights, self.visits = step.waiting_weights(execution), step.visiting_weights(execution)
-        self.blocks = [*zip(execution.placements, step.parts)]
+        self.blocks = [*zip(execution.placements, step.parts, execution.linear.by_layer(step.layers))]
         self.needed = [needed_for_backward(execution.placements, layer) for layer in range(step.layers)]
         sizes = {
-            block: (waiting_bytes(step, *block), block_bytes(step, execution, *block), sent_bytes(step, *block))
+            block: (waiting_bytes(step, *block), block_bytes(step, execution, *block), sent_bytes(step, *block[:2]))
             for block in {*self.blocks}
         }
         waiting, self.block_bytes, self.sent = zip(*(sizes[block] for block in self.blocks))
@@ -105,7 +105,7 @@ class Stages:
         yield self._stage("embedding", 0, block=(x * min(2, step.tensor_ranks), 0, 0), running=first, slots=late)
         last_placed = max((i for i in range(L) if not self.blocks[i][0].is_whole), default=None)
         sent = 0, 0  # bytes that the placed block before still sends to the host; the last one waits for its own
-        for layer, (placement, _) in enumerate(self.blocks):
+        for layer, (placement, *_) in enumerate(self.blocks):
             attention, mlp = self.block_bytes[layer][0]
             sizes, two = (x + sent[0], attention + sent[1], mlp), (layer, layer + 1)
             yield self._stage(f"forward of layer {layer}", layer, block=sizes, running=two, slots=late)

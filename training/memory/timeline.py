@@ -5,9 +5,11 @@ and the traffic of FSDP2 are counted one after the other: without NVLink they sh
 """
 
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kernels.linear import Linear
 from kernels.parts import Work
 from kernels.qkv_attention import AttentionPart
 from training.memory.dry_run import sent_bytes, work
@@ -47,7 +49,8 @@ class _Timeline:
         }
         self.attending = [attending[parts.mixer] for parts in self.parts]
         of_parts = {parts: work(step, execution, parts) for parts in {*self.parts}}
-        self.work = [of_parts[parts] for parts in self.parts]
+        linears = execution.linear.by_layer(self.layers)
+        self.work = [[*zip(of_parts[parts], maps)] for parts, maps in zip(self.parts, linears)]
         self.placed = [i for i in range(self.layers) if not self.placements[i].is_whole]
         self.needed = [needed_for_backward(self.placements, i) for i in range(self.layers)]
         # q, k and v go to other ranks, and attention's output comes back.
@@ -68,11 +71,11 @@ class _Timeline:
     @functools.cached_property
     def products(self) -> list[float]:
         """Seconds of each layer's matrix products in forward."""
-        return [sum(part.matrix_flops / self._rate(part) for part in parts) for parts in self.work]
+        return [sum(part.matrix_flops / self._rates(part, linear)[0] for part, linear in parts) for parts in self.work]
 
-    def _rate(self, part: Work) -> float:
-        """Returns the FLOP/s of a part's matrix products."""
-        return self.rates[part.rate or self.execution.linear.rate]
+    def _rates(self, part: Work, linear: Linear) -> list[float]:
+        """Returns the FLOP/s of a part's three matrix products."""
+        return [self.rates[part.rate or name] for name in linear.rates]
 
     @functools.cached_property
     def moves(self) -> list[float]:
@@ -81,7 +84,7 @@ class _Timeline:
         # Two norms of a block, two sums and their copies read and write nine hidden states, other norms two each, and
         # two multipliers four.
         hidden_states = 9 + 2 * (step.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
-        moved = [sum(part.elementwise_bytes for part in parts) for parts in self.work]
+        moved = [sum(part.elementwise_bytes for part, _ in parts) for parts in self.work]
         return [(hidden_states * step.input_bytes + size) / self.rates["memory"] for size in moved]
 
     @functools.cached_property
@@ -104,14 +107,16 @@ class _Timeline:
 
     def backward(self) -> dict[str, float]:
         """Returns the seconds of kernels in backward of all blocks, by their work."""
-        linear, rates = self.execution.linear, self.rates
         attention = sum(backward for _, _, backward in self.attending)
         # Backward sends q, k, v and the output again where it attends some heads at a time.
         attention += sum(self.exchange) * (2 if self.execution.heads_at_a_time else 1)
-        of_weights = sum(self.products) * rates[linear.rate] / rates[linear.weight_rate] * linear.trains_matrices
+        products = 0.0
+        for part, linear in itertools.chain(*self.work):
+            _, dx, d_weight = (part.matrix_flops / rate for rate in self._rates(part, linear))
+            products += dx + d_weight * linear.trains_matrices
         once = {
             "attention": self.longer * attention,
-            "products": self.longer * (sum(self.products) + of_weights),
+            "products": self.longer * products,
             "memory": self.longer * 2 * sum(self.moves),
             "dequantization": self.longer * sum(self.visits),
             "sums over ranks": 2 * self.layers * self.reduction,
@@ -120,12 +125,12 @@ class _Timeline:
 
     def _again(self, layer: int) -> dict[str, float]:
         """Returns the seconds in which backward computes again what a placed block did not keep, by their work."""
-        start, (_, mlp) = self.needed[layer][0][0], self.work[layer]
+        start, (_, (mlp, _)) = self.needed[layer][0][0], self.work[layer]
         before, blocks = range(start, layer), range(start, layer + 1)  # blocks before run again for this block's input
         attention = sum(self.attention[i] for i in blocks if self.placements[i].results == "recompute")
         if not self.execution.heads_at_a_time:  # kept outputs are exchanged again
             attention += sum(self.exchange[i] for i in blocks if self.placements[i].results != "recompute")
-        products = sum(part.repeated_flops / self._rate(part) for part in self.work[layer])
+        products = sum(part.repeated_flops / self._rates(part, linear)[0] for part, linear in self.work[layer])
         return {
             "attention": attention,
             "products": products + sum(self.products[i] for i in before),

@@ -39,7 +39,7 @@ def step_of(tokens, kind=FULL, linear=None, trained=ALL, model_type="qwen3", num
 
 def bytes_of(step, placement, tile_size=None, heads_at_a_time=None):
     execution = replace(step.given, placements=(placement,), mlp_tile_size=tile_size, heads_at_a_time=heads_at_a_time)
-    return block_bytes(step, execution, placement, step.parts[0])
+    return block_bytes(step, execution, placement, step.parts[0], execution.linear.by_layer(step.layers)[0])
 
 
 def test_what_a_whole_block_keeps():
