@@ -146,7 +146,7 @@ def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) 
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
-    if flags.linear == "fp8" and not gpu.has_fp8:
+    if flags.linear != "bf16" and not gpu.has_fp8:
         raise UserError(f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {name} is older; use linear bf16")
     is_h200 = gpu.device_name == GPUS["H200"].device_name
     speed = "was measured on another H200" if is_h200 else "is an H200's scaled by data sheets, not measured"

@@ -1,16 +1,18 @@
 """Error of products in FP8 on fixed weights and batches: of each product of each map alone, and of candidate settings.
 
 `python -m benchmarks.experiments.fp8_error --model MODEL`, on a CPU or a GPU; MODEL is a folder of trained weights.
-y, dx and dw are the three products of a map: its output, and the gradients of its input and of its weight. Settings run
-`kernels.fp8`, on a GPU its kernels. "Rounded" ones multiply, in the inputs' dtype, matrices that were rounded to 8
-bits: candidates that have no kernel. Each row has the difference of the mean loss with its standard error over tokens,
-and |g - g'| / |g| of the gradients of all matrices of blocks.
+y, dx and d_weight are the three products of a map: its output, and the gradients of its input and of its weight.
+Settings run `kernels.fp8`, on a GPU its kernels. "Rounded" ones multiply, in the inputs' dtype, matrices that were
+rounded to 8 bits: candidates that have no kernel. Each row has the difference of the mean loss with its standard error
+over tokens, the mean divergence of the words' probabilities, and |g - g'| / |g| of the gradients of all matrices of
+blocks.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,7 @@ from benchmarks.common import parse_flags, print_json, print_table
 from benchmarks.experiments.package_corpus import package_texts
 from kernels.fp8 import FP8_LINEAR, FP8_TYPE
 from kernels.linear import PLAIN, Linear
+from kernels.mixed import Mixed
 from model import Transformer
 from training.checkpoint.files import tokenizer_of
 from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
@@ -27,7 +30,7 @@ from training.data.tokenizer import load_tokenizer
 from training.memory.placement import set_linear
 
 MAPS = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
-PRODUCTS = "y", "dx", "dw"
+PRODUCTS = "y", "dx", "d_weight"
 ROWS_AT_ONCE = 8
 TEXT_CHARACTERS = 40_000  # read from each package, so that there are several
 MODEL = {"type": Path, "required": True, "help": "folder of trained weights"}
@@ -48,10 +51,14 @@ class Rounded(Linear):
         return PLAIN.forward(self._rounded(x), self._rounded(weight), bias, out=out)
 
     def input_gradient(self, dy, weight_t, *, out=None, accumulate=False):
-        return PLAIN.input_gradient(self._rounded(dy, self.dy_dtype), self._rounded(weight_t))
+        return PLAIN.input_gradient(
+            self._rounded(dy, self.dy_dtype), self._rounded(weight_t), out=out, accumulate=accumulate
+        )
 
     def weight_gradient(self, dy_t, x_t, *, out=None, accumulate=False):
-        return PLAIN.weight_gradient(self._rounded(dy_t, self.dy_dtype), self._rounded(x_t))
+        return PLAIN.weight_gradient(
+            self._rounded(dy_t, self.dy_dtype), self._rounded(x_t), out=out, accumulate=accumulate
+        )
 
     def _rounded(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Returns x [M, K], rounded; K is the summed dimension. A rotation of both factors leaves their product."""
@@ -77,33 +84,6 @@ def hadamard(size: int, device: torch.device) -> Tensor:
     return rows
 
 
-@dataclass(frozen=True)
-class ByProduct(Linear):
-    """A map that makes each of its three products as another map does."""
-
-    y: Linear = PLAIN
-    dx: Linear = PLAIN
-    dw: Linear = PLAIN
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return _Products.apply(self, x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
-
-
-class _Products(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part, x, weight, bias):
-        ctx.part = part
-        ctx.save_for_backward(x, weight)
-        return part.y.forward(part.y.factor(x), part.y.factor(weight), bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x, weight), of_dx, of_dw = ctx.saved_tensors, ctx.part.dx, ctx.part.dw
-        dx = of_dx.input_gradient(of_dx.factor(dy), of_dx.transpose(of_dx.factor(weight)))
-        dw = of_dw.weight_gradient(of_dw.transpose(of_dw.factor(dy)), of_dw.transpose(of_dw.factor(x)))
-        return None, dx, dw, dy.sum(0) if ctx.needs_input_grad[3] else None
-
-
 class ByMatrix(Linear):
     """The map of each matrix by its identity, which blocks that run whole pass on."""
 
@@ -116,7 +96,7 @@ class ByMatrix(Linear):
 
 def every(linear: Linear, products: Sequence[str] = PRODUCTS, maps: Sequence[str] = MAPS) -> Choice:
     """Returns the choice of `linear` for these products of these maps in all layers."""
-    chosen = ByProduct(**dict.fromkeys(products, linear))
+    chosen = Mixed(**dict.fromkeys(products, linear))
     return lambda layer, name: chosen if name in maps else PLAIN
 
 
@@ -136,15 +116,16 @@ def settings(layers: int) -> dict[str, Choice]:
     found = {"bf16": every(PLAIN, ()), "fp8": every(fp8)}
     found |= {f"{product} alone": every(fp8, [product]) for product in PRODUCTS}
     found |= {f"{product} of {name} alone": every(fp8, [product], [name]) for name in MAPS for product in PRODUCTS}
+    int8 = Mixed(Rounded(torch.int8, rotates=True), fp8, fp8)
     found |= {
-        "dw in bf16": every(fp8, gradients), "dx in bf16": every(fp8, ["y", "dw"]),
-        "y in bf16": every(fp8, ["dx", "dw"]),
+        "d_weight in bf16": every(fp8, gradients), "dx in bf16": every(fp8, ["y", "d_weight"]),
+        "y in bf16": every(fp8, ["dx", "d_weight"]),
         "ends in bf16": inside(every(fp8)), "down in bf16": every(fp8, maps=but_down),
-        "y of down in bf16": down(fp8, every(fp8), ["dx", "dw"]),
+        "y of down in bf16": down(fp8, every(fp8), ["dx", "d_weight"]),
         "ends and down in bf16": inside(every(fp8, maps=but_down)),
-        "dw and ends in bf16": inside(every(fp8, gradients)),
-        "dw and down in bf16": every(fp8, gradients, but_down),
-        "dw, ends and down in bf16": inside(every(fp8, gradients, but_down)),
+        "d_weight and ends in bf16": inside(every(fp8, gradients)),
+        "d_weight and down in bf16": every(fp8, gradients, but_down),
+        "d_weight, ends and down in bf16": inside(every(fp8, gradients, but_down)),
         "v in bf16": every(fp8, maps=[name for name in MAPS if name != "v_proj"]),
         "attention in bf16": every(fp8, maps=MAPS[4:]), "attention and ends in bf16": inside(every(fp8, maps=MAPS[4:])),
         "attention and down in bf16": every(fp8, maps=MAPS[4:6]),
@@ -154,9 +135,10 @@ def settings(layers: int) -> dict[str, Choice]:
         "rounded, rows": every(Rounded(is_power=True)), "rounded, scales of any size": every(Rounded()),
         "rounded, blocks of 128": every(Rounded(block=128)),
         "rounded, dy in e5m2": every(Rounded(dy_dtype=torch.float8_e5m2, is_power=True)),
-        "rounded, dw alone": every(Rounded(is_power=True), ["dw"]),
-        "rounded, dw alone in blocks of 128": every(Rounded(block=128), ["dw"]),
+        "rounded, d_weight alone": every(Rounded(is_power=True), ["d_weight"]),
+        "rounded, d_weight alone in blocks of 128": every(Rounded(block=128), ["d_weight"]),
         "rounded, Hadamard before down": down(Rounded(rotates=True, is_power=True), every(Rounded(is_power=True))),
+        "rounded, y in int8, Hadamard": lambda layer, name: int8,
         "rounded, int8, rows": every(Rounded(torch.int8)),
         "rounded, int8, rows, Hadamard": every(Rounded(torch.int8, rotates=True)),
         "rounded, int8, blocks of 128": every(Rounded(torch.int8, block=128)),
@@ -176,16 +158,39 @@ def use(model: Transformer, choice: Choice) -> None:
         block.mixer.linear = block.mlp.linear = ByMatrix(chosen)
 
 
-def measure(model: Transformer, batches: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the loss of each token, and the mean loss's gradients of the blocks' matrices."""
+class Measured(NamedTuple):
+    """Results of a setting on all batches."""
+
+    losses: Tensor  # one for each token
+    divergences: Tensor  # one for each token: the words' Kullback-Leibler divergence from the exact ones
+    gradients: dict[str, Tensor]  # the mean loss's, of the blocks' matrices
+    logits: list[Tensor]  # one for each batch; none of a setting that is compared
+
+
+def measure(model: Transformer, batches: Sequence[Tensor], exact: Measured | None = None) -> Measured:
     model.zero_grad(set_to_none=True)
-    losses, rows = [], sum(map(len, batches))
-    for ids in batches:
-        result = model(ids, ids, return_log_probs=True)
+    losses, divergences, logits, rows = [], [], [], sum(map(len, batches))
+    for i, ids in enumerate(batches):
+        result = model(ids, ids, return_log_probs=True, return_logits=True)
         (result.loss * (len(ids) / rows)).backward()
         losses.append(-result.log_probs[:, :-1].detach().float().flatten())
+        logits.append(result.logits[:, :-1].detach().flatten(0, 1))
+        expected = logits[-1] if exact is None else exact.logits[i]
+        logs = (x.float().log_softmax(-1) for x in (logits[-1], expected))
+        divergences.append(F.kl_div(*logs, reduction="none", log_target=True).sum(-1))
     named = model.layers.named_parameters()
-    return torch.cat(losses), {name: p.grad.clone() for name, p in named if p.ndim > 1}
+    gradients = {name: p.grad.clone() for name, p in named if p.ndim > 1}
+    return Measured(torch.cat(losses), torch.cat(divergences), gradients, logits if exact is None else [])
+
+
+def compare(found: Measured, exact: Measured) -> dict[str, float]:
+    difference, count = found.losses - exact.losses, len(exact.losses)
+    pairs = [(g.float(), exact.gradients[name].float()) for name, g in found.gradients.items()]
+    error, norm = (sum(float(x.square().sum()) for x in xs) ** 0.5 for xs in zip(*[(a - b, b) for a, b in pairs]))
+    return {
+        "loss": float(difference.mean()), "its standard error": float(difference.std()) / count**0.5,
+        "divergence": float(found.divergences.mean()), "error of gradients": error / norm,
+    }  # fmt: skip
 
 
 def read_batches(folder: Path, count: int, context_length: int, device: torch.device) -> list[Tensor]:
@@ -216,26 +221,19 @@ def main() -> None:
         folder, arguments.rows or (64 if device.type == "cuda" else 2), arguments.context_length, device
     )
     use(model, every(PLAIN, ()))
-    exact, gradients = measure(model, batches)
-    norm = math.sqrt(sum(float(g.float().square().sum()) for g in gradients.values()))
-    print(f"{exact.numel():,} tokens, loss {exact.mean():.4f}, gradient's norm {norm:.4f}", flush=True)
+    exact = measure(model, batches)
+    print(f"{exact.losses.numel():,} tokens, loss {exact.losses.mean():.4f}", flush=True)
     results: dict[str, dict[str, float]] = {}
     for name, choice in settings(shape.num_hidden_layers).items():
         if arguments.only and name not in arguments.only:
             continue
         use(model, choice)
-        losses, found = measure(model, batches)
-        difference = losses - exact
-        error = math.sqrt(sum(float((found[n].float() - g.float()).square().sum()) for n, g in gradients.items()))
-        results[name] = {
-            "loss": float(difference.mean()), "standard error": float(difference.std()) / len(exact) ** 0.5,
-            "error of gradients": error / norm,
-        }  # fmt: skip
+        results[name] = compare(measure(model, batches, exact), exact)
         print(name, *(f"{value:+.5f}" for value in results[name].values()), flush=True)
     header = ["setting", *next(iter(results.values()))]
     rows = [[name, *(f"{value:+.5f}" for value in row.values())] for name, row in results.items()]
-    print_table(f"{folder.name}, {exact.numel():,} tokens", header, rows)
-    print_json("fp8_error", device, arguments.out, model=folder.name, tokens=exact.numel(), results=results)
+    print_table(f"{folder.name}, {exact.losses.numel():,} tokens", header, rows)
+    print_json("fp8_error", device, arguments.out, model=folder.name, tokens=exact.losses.numel(), results=results)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ from training.memory.execution import WHOLE, Execution
 from training.memory.placement import apply_execution
 from training.optim.adamw import MasterAdamW, warmup_cosine
 
-DEFAULT = ("bf16", "fp8", "y in bf16", "dw in bf16", "ends in bf16", "down in bf16", "ends and down in bf16")
+DEFAULT = (
+    "bf16", "fp8", "y in bf16", "rounded, y in int8, Hadamard", "d_weight in bf16", "attention and ends in bf16",
+)  # fmt: skip
 WARMUP = 0.05  # share of the steps
 
 

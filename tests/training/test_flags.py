@@ -13,8 +13,7 @@ import train
 from kernels.attention import KINDS
 from kernels.attention.full import BACKENDS
 from kernels.common import IMPLEMENTATIONS
-from kernels.fp8 import FP8
-from kernels.linear import PLAIN
+from kernels.mixed import linear_maps
 from model import MODEL_SIZES
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.flags import EvaluationFlags
@@ -175,7 +174,7 @@ def test_a_field_declared_anew_keeps_its_title():
 
 
 def test_choices_without_torch_are_those_of_the_code():
-    assert (PLAIN.name, FP8.name) == choices.LINEARS
+    assert tuple(linear_maps()) == choices.LINEARS
     assert tuple(MODEL_SIZES) == choices.MODEL_SIZES and IMPLEMENTATIONS == choices.IMPLEMENTATIONS
     assert tuple(name for name in BACKENDS if name != "cpu") == choices.GPU_BACKENDS
     assert tuple(name for name in KINDS if name in choices.ATTENTION_TYPES) == choices.ATTENTION_TYPES

@@ -20,9 +20,10 @@ import torch
 from kernels.attention import KINDS
 from kernels.attention.full import choose_backend
 from kernels.compact_adamw import GROUP
-from kernels.fp8 import FP8, check_fp8
+from kernels.fp8 import check_fp8
 from kernels.gated_delta_net import DeltaNet
 from kernels.linear import PLAIN, Linear
+from kernels.mixed import linear_maps
 from model import GATES, MODEL_SIZES, ModelConfig
 from training.checkpoint.carried import NOTHING, Carried, read_carried
 from training.checkpoint.files import checkpoints, latest_checkpoint, tokenizer_of
@@ -112,7 +113,7 @@ def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRec
     check_sharing(config.context_parallel_size, model, kinds.at(1), config.tensor_parallel_size)
     check_parts(config, model)
     check_lora_bits(config.lora_bits, model, num_gpus)
-    linear = trained.linear(PLAIN if config.linear == PLAIN.name else FP8(impl))
+    linear = trained.linear(linear_maps(impl)[config.linear])
     return StepRecipe(config, model, kinds, trained, linear, state_format_of(config, model.hidden_size), impl)
 
 

@@ -13,6 +13,7 @@ from kernels.fp8 import FP8
 from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
 from kernels.linear import PLAIN
+from kernels.mixed import Mixed
 from model import MODEL_SIZES, ModelConfig, Transformer
 from training.families.config_json import in_family
 from training.families.lora import Adapters
@@ -108,6 +109,7 @@ UNLIKE = {
     "sparse": ({"kind": Sparse()}, PLACED, 8192, 2),
     "gates": ({"kind": NSA()}, KEPT, 4096, None),
     "fp8": ({"linear": FP8()}, KEPT, 8192, 1),
+    "fp8 of gradients": ({"linear": Mixed(dx=FP8(), d_weight=FP8())}, KEPT, 8192, 1),
     "adapters": ({"trained": Adapters(16, 16.0, ("q_proj", "down_proj"))}, WHOLE, None, None),
     "norms after": ({"model_type": "olmo3"}, KEPT, 8192, None),
     "four norms": ({"model_type": "gemma3_text"}, PLACED, 2048, 1),

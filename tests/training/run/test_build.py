@@ -14,6 +14,7 @@ from kernels.attention.full import FULL
 from kernels.fp8 import FP8
 from kernels.linear import PLAIN
 from kernels.lora import LoRA
+from kernels.mixed import Mixed
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from tests.storage_counter import StorageCounter
@@ -91,6 +92,26 @@ def test_blocks_maps_say_what_the_heads_is():
         losses.append(model(ids, ids).loss)
     assert len({loss.item() for loss in losses}) == 3 and model.linear == PLAIN
     torch.testing.assert_close(torch.stack(losses[1:]), losses[0].expand(2), rtol=1e-2, atol=0)
+
+
+def test_a_plan_counts_products_layers_and_parts_that_stay_in_bf16():
+    step, fp8 = step_on_meta(MODEL_SIZES["4B"], 32_768), FP8("triton")
+    every, gradients = Mixed(fp8, fp8, fp8), Mixed(dx=fp8, d_weight=fp8)
+    plans = {
+        linear: Plan(step, step.unplanned(WHOLE, linear=linear), rates=H200)
+        for linear in (PLAIN, fp8, every, gradients, replace(every, ends=1), replace(every, mixers=False))
+    }
+    plain, alone, all_three, backward, inner, mlps = (plan.seconds for plan in plans.values())
+    assert alone == all_three < inner < plain and alone < mlps < plain
+    # y is a third of the products, and would take 650 / 1080 of its time in FP8.
+    timelines = [plan.step.timeline(plan.execution, H200) for plan in plans.values()]
+    forward, backwards = ([phases[i].compute["products"] for phases in timelines] for i in (0, 2))
+    assert forward[3] == forward[0] and backwards[3] == backwards[1] < backwards[0]
+    assert forward[4] == pytest.approx((34 * forward[1] + 2 * forward[0]) / 36)
+    assert alone < backward < plain
+    assert plans[fp8].peak.bytes < plans[replace(every, ends=1)].peak.bytes <= plans[PLAIN].peak.bytes
+    text = "linear maps +y bf16, dx fp8, d_weight fp8, head bf16; costs some loss"
+    assert re.search(text, str(plans[gradients]))
 
 
 def test_kernels_are_also_the_optimizers(monkeypatch):

@@ -10,6 +10,7 @@ import train
 from kernels.fp8 import FP8
 from kernels.linear import PLAIN
 from kernels.lora import LORA, LoRA
+from kernels.mixed import Mixed
 from model import MODEL_SIZES
 from tests.runs import SPARSE, arguments, only_resume, weights_of_another_shape
 from training.host.choices import DELTA_NET_TARGETS, LORA_TARGETS
@@ -143,6 +144,7 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
 def test_linear_maps_are_of_the_flags():
     for flags, linear in (
         ({}, PLAIN), ({"linear": "fp8"}, FP8()), ({"linear": "fp8", "kernels": "torch"}, FP8("torch")),
+        ({"linear": "fp8-gradients"}, Mixed(dx=FP8(), d_weight=FP8())),
         ({"lora": 4}, LORA), ({"lora": 4, "linear": "fp8"}, LoRA(FP8())),
     ):  # fmt: skip
         assert decide_step(TrainConfig(**flags), MODEL_SIZES["0.6B"], 1).linear == linear

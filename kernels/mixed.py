@@ -1,0 +1,89 @@
+"""Linear maps that make some of their products as one map does and some as another, or that differ between layers.
+
+`Mixed(dx=FP8(), d_weight=FP8())` makes y in the dtype of its inputs and both gradients in FP8. A matrix is brought into
+the form that a product takes when that product is first made. Products of one map share the form.
+
+Kept for backward: x and weight, as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from .fp8 import FP8
+from .linear import PLAIN, Factor, InPieces, Linear
+
+
+@dataclass(eq=False)
+class Forms:
+    """A matrix as the factor of each map that multiplies it."""
+
+    make: Callable[[Linear], Factor]
+    made: dict[Linear, Factor] = field(default_factory=dict)
+
+    def of(self, linear: Linear) -> Factor:
+        if linear not in self.made:
+            self.made[linear] = self.make(linear)
+        return self.made[linear]
+
+
+@dataclass(frozen=True)
+class Mixed(InPieces):
+    """A map whose products are made by three maps. `kernels.linear.Linear` describes the methods."""
+
+    y: Linear = PLAIN
+    dx: Linear = PLAIN
+    d_weight: Linear = PLAIN
+    mixers: bool = True  # whether mixers have this map; they are plain without, and MLPs have it
+    ends: int = 0  # layers that are plain, at the beginning and as many at the end
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Names the three maps and what is plain, such as "y bf16, dx fp8, d_weight fp8, mixers bf16"."""
+        y, dx, d_weight = (linear.name for linear in self.products)
+        names = [y] if y == dx == d_weight else [f"y {y}", f"dx {dx}", f"d_weight {d_weight}"]
+        names += ["mixers bf16"] * (not self.mixers) + [f"{self.ends} layers at each end bf16"] * (self.ends > 0)
+        return ", ".join(names)
+
+    @property
+    def products(self) -> tuple[Linear, Linear, Linear]:
+        return self.y, self.dx, self.d_weight
+
+    def by_layer(self, layers: int) -> list[tuple[Linear, Linear]]:
+        everywhere = self.y if len({*self.products}) == 1 else replace(self, mixers=True, ends=0)
+        inside = everywhere if self.mixers else PLAIN, everywhere
+        return [inside if self.ends <= i < layers - self.ends else (PLAIN, PLAIN) for i in range(layers)]
+
+    def kept(self, x: Forms) -> tuple[Tensor, ...]:
+        return (x.of(PLAIN),)
+
+    def restored(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Forms:
+        return self.factor(*tensors)
+
+    def factor(self, x: Tensor) -> Forms:
+        return Forms(lambda linear: linear.factor(x))
+
+    def transpose(self, x: Forms) -> Forms:
+        return Forms(lambda linear: linear.transpose(x.of(linear)))
+
+    def forward(self, x: Forms, weight: Forms, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        return self.y.forward(x.of(self.y), weight.of(self.y), bias, out=out)
+
+    def input_gradient(
+        self, dy: Forms, weight_t: Forms, *, out: Tensor | None = None, accumulate: bool = False
+    ) -> Tensor:
+        return self.dx.input_gradient(dy.of(self.dx), weight_t.of(self.dx), out=out, accumulate=accumulate)
+
+    def weight_gradient(
+        self, dy_t: Forms, x_t: Forms, *, out: Tensor | None = None, accumulate: bool = False
+    ) -> Tensor:
+        factors = dy_t.of(self.d_weight), x_t.of(self.d_weight)
+        return self.d_weight.weight_gradient(*factors, out=out, accumulate=accumulate)
+
+
+def linear_maps(impl: str = "auto") -> dict[str, Linear]:
+    """Returns the maps that a flag can ask for, by their names; `impl` is `FP8`'s."""
+    fp8 = FP8(impl)
+    return {PLAIN.name: PLAIN, "fp8": fp8, "fp8-gradients": Mixed(dx=fp8, d_weight=fp8)}
