@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
@@ -24,6 +25,7 @@ from benchmarks.claims import CLAIMS
 from docs.flags import COMMANDS, PAGE, page
 from kernels.apply_to import MODEL_TYPES, apply_to
 from model import MODEL_SIZES
+from tests.runs import SMALL
 from training.families.rows import FAMILIES, WRAPPERS
 from training.flags import given_flags, refuse
 from training.run import settings
@@ -156,6 +158,25 @@ def test_blocks_run(tmp_path, monkeypatch, capsys):
             assert not main_of(name)(name.split()[2:] + words), (line, capsys.readouterr())
 
 
+def test_notebook_runs(tmp_path, monkeypatch):
+    """Executes its code in its folder, on other data, for fewer and smaller steps, by one layer."""
+    monkeypatch.setitem(MODEL_SIZES, "tiny", replace(MODEL_SIZES["tiny"], num_hidden_layers=1))
+    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    cells = json.loads(Path("quickstart.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert len(sources) > 5 and not any(cell.get("outputs") for cell in cells)
+    run = tmp_path / "run"
+    names = {"__name__": "__main__"}
+    for number, source in enumerate(sources):
+        exec(compile(source, f"cell {number}", "exec"), names)
+        if number == 0:
+            names |= {"DATA": "model.py", "RUN": str(run), "STEPS": 2, "MORE": 1, "FLAGS": SMALL}
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert {"README.md", "model.safetensors"} <= {path.name for path in (run / "exported").iterdir()}
+    assert (run / "evaluation/evaluation.json").is_file()
+
+
 def anchors(path: Path) -> set[str]:
     """Returns the anchors that GitHub gives a page's headings: "A user's GPU" is a-users-gpu."""
     headings = re.findall(r"^#+ (.+)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
@@ -229,6 +250,8 @@ def test_two_commands_of_readme_do_everything():
     makefile, ci = (ROOT / "Makefile").read_text(), (ROOT / ".ci/run").read_text()
     assert packages == "sudo apt-get install -y " + re.search(r"^APT = (.*)", makefile, re.MULTILINE)[1]
     assert first in (ROOT / "docs/quickstart.md").read_text()
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert f"{packages.removeprefix('sudo ')} && rm" in dockerfile and "RUN make environment &&" in dockerfile
     assert (train_command, second) == ("make train", "make test")
     assert re.search(r"^taskset -c 0 make train ", ci, re.MULTILINE) and re.search(r"^make test$", ci, re.MULTILINE)
 
