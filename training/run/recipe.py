@@ -330,6 +330,9 @@ def decide(given: dict, world: World) -> Recipe:
             logger.warning("passed over %s: %s", path, why)
         for line in start.changes:
             logger.info("%s", line)
+        if recipe.objective and model.router_aux_loss_coef:
+            asked_for = "the auxiliary loss of experts, which config.json asks for"
+            logger.warning("objective %s is minimised without %s", config.objective, asked_for)
         return recipe
 
 

@@ -36,8 +36,9 @@ from training.memory.machine import DRIVER_BYTES, GPUS
 from training.memory.placement import apply_execution
 from training.memory.planner import make_plan
 from training.parallel.tensor import check_matrix_sharing
+from training.parallel.world import World
 from training.run.build import step_on_meta
-from training.run.recipe import trained_of
+from training.run.recipe import decide, trained_of
 from training.run.settings import TrainConfig, check_config
 
 SIZES = {
@@ -253,6 +254,13 @@ def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path, c
     lines = metrics(tmp_path / "run")
     assert all(1 < line["expert_load"] <= line["expert_load_max"] <= 8 / 3 for line in lines)
     assert all(0.02 < line["auxiliary_loss"] < 0.1 for line in lines)
+
+
+def test_an_objective_says_that_it_leaves_the_auxiliary_loss_out(released, tmp_path, caplog):
+    given = {"init_from": str(released), "lora": 2, "output_dir": str(tmp_path / "run"), "data": ["rows.jsonl"]}
+    for objective, count in (("next_token", 0), ("dpo", 1)):
+        decide({**given, "objective": objective}, World(0, 1, torch.device("cpu")))
+        assert caplog.text.count("objective dpo is minimised without the auxiliary loss") == count
 
 
 def test_an_expert_that_is_not_finite_is_named_with_its_file(released, tmp_path):
