@@ -301,7 +301,7 @@ def test_the_size_of_the_machine_limits_its_processes(nine_layers, tmp_path, cap
 
 def test_an_objective_takes_what_train_would_plan_for_it(nine_layers, tmp_path, monkeypatch):
     """A forward pass, the head's second pass, columns of numbers, and prompts of --data computed once."""
-    rows = [{"prompt": "p" * 900, "chosen": "c" * 20, "rejected": "r" * 20}] * 40
+    rows = [{"prompt": f"{i:900}", "chosen": "c" * 20, "rejected": "r" * 20} for i in range(40)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = "--gpu", "H100", "--model_size", "0.6B", "--context_length", "2048", "--loss_impl", "chunked"
     plain = run_main(tmp_path, *flags)["answer"]
