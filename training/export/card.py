@@ -54,6 +54,7 @@ def model_card(checkpoint: Path, title: str, model: ModelConfig, dtype: torch.dt
     if config.validation_data:
         held_out = names(config.validation_data)
     what = "adapters, merged into the other weights" if config.lora else "every parameter"
+    what += ", but no router" if config.freeze_routers else ""
     took = f"for {state['step']:,} steps and {state['tokens']:,} {unit}s"
     measured = f"at most {config.validation_sequences} sequences of {config.context_length:,} {unit}s"
     settings = {name: getattr(config, name) for name in SHOWN.split()}
