@@ -246,8 +246,10 @@ class Experts(nn.Module):
         experts_Nk, weights_Nk = route(logits_NE, self.part.per_token, normalize=self.part.normalizes)
         if routing is not None:
             routing.note(self.layer, logits_NE, experts_Nk)
+        inner = getattr(self.experts, "base_layer", self.experts)  # has gate_up_proj's adapter, where peft has it
+        gate_up, down = adapted(inner, self.experts["gate_up_proj"]), adapted(self.experts, self.experts["down_proj"])
         y_ND = expert_mlp(
-            x_ND, self.experts["gate_up_proj"], self.experts["down_proj"], experts_Nk, weights_Nk,
+            x_ND, gate_up, down, experts_Nk, weights_Nk,
             tile_size=self.tile_size, skippable=self.skippable, impl=self.impl,
         )  # fmt: skip
         if self.part.shared:

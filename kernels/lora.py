@@ -163,16 +163,34 @@ class _Map(torch.autograd.Function):
 LORA = LoRA()
 
 
-def adapted(projection: nn.Linear) -> Weight:
-    """Returns a projection's matrix, with the adapter that families/lora.py gave it, unless its scale is 0."""
-    matrix = local(projection.weight)
+def adapted(projection: nn.Module, matrix: Tensor | None = None) -> Weight:
+    """Returns a projection's matrix, with the adapter that families/lora.py gave it, unless its scale is 0.
+
+    Args:
+        projection: has the adapter.
+        matrix: of all experts, [E, N, K]; None: the projection's own.
+    """
+    matrix = local(projection.weight if matrix is None else matrix)
     if not getattr(projection, "lora_scale", 0):
         return matrix
     a, b, scale = local(projection.lora_A.weight), local(projection.lora_B.weight), projection.lora_scale
-    return Adapted(matrix, a, b if scale == 1 else b * scale)
+    return adapt(matrix, a, b if scale == 1 else b * scale)
+
+
+def adapt(matrix: Tensor, a: Tensor, b: Tensor) -> Adapted:
+    """Returns the weight of a matrix and the factors of its adapter, as peft has them.
+
+    Matrices [E, N, K] of all experts have factors [E r, K], whose rows begin with the first expert's, and [N, r E],
+    whose columns begin with the first of each expert. The weight has them as [E, r, K] and [E, N, r].
+    """
+    if matrix.ndim == 2:
+        return Adapted(matrix, a, b)
+    E = len(matrix)
+    return Adapted(matrix, a.unflatten(0, (E, -1)), b.unflatten(1, (-1, E)).permute(2, 0, 1))
 
 
 def merged(weight: Adapted) -> Tensor:
-    """Returns W + B A, [N, K], summed in float32 and rounded once to W's dtype."""
+    """Returns W + B A, [N, K] or of all experts, summed in float32 and rounded once to W's dtype."""
     dtype = torch.promote_types(weight.matrix.dtype, torch.float32)
-    return torch.addmm(weight.matrix.to(dtype), weight.b.to(dtype), weight.a.to(dtype)).to(weight.matrix.dtype)
+    product = torch.addmm if weight.matrix.ndim == 2 else torch.baddbmm
+    return product(weight.matrix.to(dtype), weight.b.to(dtype), weight.a.to(dtype)).to(weight.matrix.dtype)

@@ -39,7 +39,10 @@ def part_of(number: int):
 
 @dataclass(frozen=True)
 class Adapted:
-    """A frozen matrix W [N, K] and its adapter, A [r, K] and B [N, r], which are trained: a weight of W + B A."""
+    """A frozen matrix W [N, K] and its adapter, A [r, K] and B [N, r], which are trained: a weight of W + B A.
+
+    Experts' have a dimension more in front, and are multiplied by `kernels.experts` alone.
+    """
 
     matrix: Tensor
     a: Tensor

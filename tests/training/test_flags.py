@@ -322,6 +322,7 @@ ELSEWHERE = {
 
 OF_STEP = [
     ("--init_from x --lora 4 --tensor_parallel_size 2", "lora with tensor_parallel_size is not supported: ranks have "),
+    ("--init_from x --lora 4 --freeze_routers", "freeze_routers"),
     ("--init_from x --lora 4 --optimizer_state compact", "optimizer_state compact has no effect with lora, whose "),
 ]
 # A command line for each row of `rules`, and the flags that have no effect there, or the beginning of the message.

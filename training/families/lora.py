@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from kernels.config import Share
 from kernels.linear import PLAIN, Linear
-from kernels.lora import LoRA, merged
-from kernels.parts import Adapted
+from kernels.lora import LoRA, adapt, merged
 from training.families.config_json import from_config_json
 from training.families.rows import PREFIX, WRAPPED_PREFIX, is_wrapper
 from training.families.trained import Trained
@@ -35,6 +34,8 @@ from training.host.files import read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS = ".lora_"  # in the names of adapters' parameters
+# peft wraps a module once for each parameter with an adapter. gate_up_proj's is inside, under this name.
+INNER = ".base_layer"
 FROZEN_BITS = "frozen_bits"  # in config.json: bits of the frozen matrices that adapters were trained beside
 # Settings of adapter_config.json without an effect on trained adapters, values that are taken of others, and settings
 # that are read. All other settings are refused unless they are empty. Some values of init_lora_weights, such as
@@ -51,12 +52,14 @@ EMPTY: tuple = None, "", [], {}
 BASE = "base_model_name_or_path"
 OURS = {BASE, "r", "lora_alpha", "target_modules", "target_parameters"}
 # A projection's part of the block.
-MLP_TARGETS = *LORA_TARGETS[4:], *EXPERTS_TARGETS
+MLP_TARGETS = *LORA_TARGETS[4:], EXPERTS_TARGETS[0]
 PARTS = {**dict.fromkeys(LORA_TARGETS[:4], "self_attn"), **dict.fromkeys(MLP_TARGETS, "mlp")}
 PARTS |= dict.fromkeys(DELTA_NET_TARGETS, "linear_attn")
 # The projection of each parameter that target_parameters may name.
 PARAMETERS = {f"mlp.{name}.weight": name for name in MLP_TARGETS}
 PARAMETERS |= {f"mlp.shared_expert.{name}.weight": name for name in LORA_TARGETS[4:]}
+EXPERTS = {f"mlp.experts.{name}": EXPERTS_TARGETS[1] for name in ("gate_up_proj", "down_proj")}
+PARAMETERS |= EXPERTS
 
 
 class _Rooted(torch.autograd.Function):
@@ -102,6 +105,8 @@ class Adapters(Trained):
         model.requires_grad_(False)
         for name, parameter in [*model.named_parameters()]:
             if place := self.place_of(name, parameter.shape):
+                if place.endswith(INNER):
+                    model.get_submodule(place.removesuffix(INNER)).base_layer = nn.Module()
                 projection, ((rank, K), (N, _)) = model.get_submodule(place), self._factors(parameter.shape)
                 options = {"bias": False, "device": parameter.device, "dtype": parameter.dtype}
                 projection.lora_A, projection.lora_B = nn.Linear(K, rank, **options), nn.Linear(rank, N, **options)
@@ -116,13 +121,15 @@ class Adapters(Trained):
 
     def place_of(self, name: str, shape: Sequence[int]) -> str | None:
         """Returns the module that has a parameter's adapter; None: it has none."""
-        place = name.rpartition(".")[0]
-        return place if len(shape) > 1 and name.startswith("layers.") and target_of(name) in self.targets else None
+        if len(shape) < 2 or not name.startswith("layers.") or target_of(name) not in self.targets:
+            return None
+        return name.rpartition(".")[0] + INNER * name.endswith(".experts.gate_up_proj")
 
     def _factors(self, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns the shapes of A and B beside a matrix of this shape."""
-        N, K = shape
-        return (self.rank, K), (N, self.rank)
+        """Returns the shapes of A and B beside a matrix of this shape, or beside all experts'."""
+        *E, N, K = shape
+        rank = math.prod(E, start=self.rank)
+        return (rank, K), (N, rank)
 
     def linear(self, base: Linear) -> Linear:
         return LoRA(base)
@@ -134,10 +141,18 @@ class Adapters(Trained):
         return sum(map(math.prod, self.shapes(_matrices(share, layer)).values()))
 
     def traffic(self, share: Share, layer: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Forward reads x and writes y. Backward reads dy, writes dx, and reads both factors of each gradient."""
-        adapted = (shape for name, shape in _matrices(share, layer).items() if self.place_of(name, shape))
-        widths = sum(map(sum, adapted))
-        return {"adapters": widths}, {"adapters": 3 * widths}
+        """Forward reads x and writes y. Backward reads dy, writes dx, and reads both factors of each gradient.
+
+        Products with experts' matrices write y and dx, and backward reads x once more. A token is in several experts.
+        """
+        forward = backward = 0
+        for name, parameter in share.layer_parameters(layer).items():
+            if parameter.is_matrix and self.place_of(f"layers.{layer}.{name}", parameter.shape):
+                *E, N, K = parameter.shape
+                times = round(parameter.active * math.prod(E))
+                forward += times * (K if E else N + K)
+                backward += times * (2 if E else 3) * (N + K)
+        return {"adapters": forward}, {"adapters": backward}
 
     def described(self, share: Share) -> list[tuple[str, str]]:
         trained = f"{self.elements(share):,} parameters of {share.num_parameters():,}"
@@ -152,11 +167,11 @@ class Adapters(Trained):
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Returns a matrix with its adapter, in float32."""
-        return merged(Adapted(weight.float(), a.float(), self.scale * b.float()))
+        return merged(adapt(weight.float(), a.float(), self.scale * b.float()))
 
 
 def target_of(name: str) -> str:
-    """Returns the projection that a parameter belongs to: q_proj for layers.0.self_attn.q_proj.weight."""
+    """Returns the target that a parameter belongs to: q_proj for layers.0.self_attn.q_proj.weight, or experts."""
     return name.split(".")[-2]
 
 
@@ -252,12 +267,13 @@ def projections_named(targets: object) -> tuple[str, ...] | None:
 def projections_of(parameters: object) -> tuple[str, ...] | None:
     """Returns the projections that peft's target_parameters names in every block; None if it names others.
 
-    Names are compared with the ends of full names.
+    Names are compared with the ends of full names. Experts have adapters of both parameters, or of none.
     """
     if not isinstance(parameters, list):
         return () if parameters in EMPTY else None
-    found = [{PARAMETERS[name] for name in PARAMETERS if f".{name}".endswith(f".{each}")} for each in parameters]
-    return tuple({*itertools.chain(*found)}) if all(found) else None
+    found = [{name for name in PARAMETERS if f".{name}".endswith(f".{each}")} for each in parameters]
+    names = {*itertools.chain(*found)}
+    return tuple({PARAMETERS[name] for name in names}) if all(found) and len(names & {*EXPERTS}) != 1 else None
 
 
 def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:

@@ -167,8 +167,9 @@ def test_every_weight_of_30b_on_one_h200():
     assert {row.format.group for row in inventory if ".experts." in row.name} == {GROUP}
     waiting = sum(placement.weights == "host" for placement in execution.placements)
     assert 0 < waiting < 48 and sum(inventory.waiting.values()) > waiting * 2 * experts
-    adapters = replace(step, trained=Adapters(16, 16.0, ("q_proj", "v_proj", "gate")))
-    assert adapters.trained_elements == 48 * 16 * (2048 + 4096 + 2048 + 512 + 2048 + 128)
+    adapters = replace(step, trained=Adapters(16, 16.0, ("q_proj", "v_proj", "gate", "experts")))
+    experts = 128 * (2048 + 2 * 768 + 768 + 2048)
+    assert adapters.trained_elements == 48 * 16 * (2048 + 4096 + 2048 + 512 + 2048 + 128 + experts)
 
 
 def test_plans_count_no_state_of_frozen_routers():
@@ -305,15 +306,16 @@ def test_adapters_of_attention_beside_experts(released, corpus, tmp_path, capsys
         check_matrix_sharing(2, MODEL_SIZES["qwen3-30B-A3B"])
 
 
-def test_peft_opens_adapters_of_routers_and_of_mlps_beside_experts(released, corpus, tmp_path):
+def test_peft_opens_adapters_of_routers_experts_and_mlps_beside_them(released, corpus, tmp_path):
     """They train, peft computes the same with them, and gives them back."""
     import peft
     from transformers import AutoModelForCausalLM
 
-    targets = "q_proj,gate_proj,down_proj,gate"
+    targets = "q_proj,gate_proj,down_proj,gate,experts"
     start = ["--init_from", str(released), "--validation_sequences", "0", "--lora", "3", "--learning_rate", "0.1"]
     run, ids = tmp_path / "run", torch.randint(256, (2, 50), generator=torch.Generator().manual_seed(1))
-    assert train.main(arguments(corpus, run, *start, "--lora_targets", targets, steps=3)) == 0
+    assert train.main(arguments(corpus, run, *start, "--lora_targets", targets, steps=2)) == 0
+    assert train.main(only_resume(run, "--max_steps", "3")) == 0
     folder = run / "step_00000003"
     base = AutoModelForCausalLM.from_pretrained(released, dtype=torch.float32)
     unlike = base(ids).logits

@@ -10,12 +10,12 @@ import torch
 from kernels.attention.documents import find_documents
 from kernels.experts.part import ExpertsPart
 from kernels.gated_mlp import GatedMLPPart
-from kernels.lora import LORA, merged
-from model import MODEL_SIZES, Transformer, adapted
+from kernels.lora import LORA
+from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
 from training.checkpoint.state import load_weights
 from training.families.config_json import from_config_json
-from training.families.lora import PARTS, Adapters
+from training.families.lora import PARTS, Adapters, adapter_names
 from training.host.choices import LORA_TARGETS
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
@@ -37,7 +37,7 @@ FORMS = {  # model_type, other settings, adapters
     "Llama": ("llama", {}, Adapters(3, 7.0, ("q_proj", "v_proj"))),
     "Qwen2": ("qwen2", {"tie_word_embeddings": True}, Adapters(2, 1.0, ("k_proj", "o_proj", "down_proj"))),
     "Qwen3.5": ("qwen3_5_text", QWEN35, Adapters(2, 3.0, ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "o_proj"))),
-    "Qwen3-MoE": ("qwen3_moe", QWEN3_MOE, Adapters(2, 3.0, ("v_proj", "up_proj", "gate"))),
+    "Qwen3-MoE": ("qwen3_moe", QWEN3_MOE, Adapters(2, 3.0, ("v_proj", "up_proj", "gate", "experts"))),
     "Granite": ("granite", {"residual_multiplier": 0.5}, Adapters(1, 1.0, ("gate_proj",))),
 }
 EXECUTIONS = {
@@ -51,8 +51,11 @@ EXECUTIONS = {
 
 def adapter_config(adapters, has_experts):
     """Returns peft's rank, alpha and targets. Beside experts it knows MLPs and routers as parameters alone."""
-    names = [f"mlp.{name}.weight" for name in adapters.targets if PARTS[name] == "mlp" and has_experts]
+    names = [f"mlp.{name}.weight" for name in adapters.targets if PARTS.get(name) == "mlp" and has_experts]
     modules = [name for name in adapters.targets if f"mlp.{name}.weight" not in names]
+    if "experts" in modules:
+        modules.remove("experts")
+        names += ["experts.gate_up_proj", "experts.down_proj"]
     targets = {"target_modules": modules, "target_parameters": names or None}
     return {"r": adapters.rank, "lora_alpha": adapters.alpha, **targets}
 
@@ -172,7 +175,7 @@ def train_placed(tied, place, bits=16, round_to=16):
     """Losses and adapters of four unlike steps with weights in that place, first rounded to `round_to` bits."""
     mlps = GatedMLPPart(384), ExpertsPart(4, 2, 64), GatedMLPPart(384)
     config = replace(MODEL_SIZES["tiny"], num_hidden_layers=3, tie_word_embeddings=tied, layer_mlps=mlps)
-    adapters = Adapters(4, 8.0, ("q_proj", "o_proj", "up_proj"))
+    adapters = Adapters(4, 8.0, ("q_proj", "o_proj", "up_proj", "experts"))
     pair = Placement("gpu", "gpu", weights=place), Placement("recompute", weights=place)
     placements = *pair, Placement("host", "host", weights=place)
     execution = Execution(
@@ -272,10 +275,11 @@ def test_merged_weights_are_pefts_to_rounding():
         theirs = peft_model(name)
         model = ours_like(theirs, name)
         expected = dict(theirs.merge_and_unload().named_parameters())
-        for path, module in model.layers.named_modules():
-            if path.rpartition(".")[2] in FORMS[name][2].targets:
-                found = merged(adapted(module))
-                torch.testing.assert_close(found, expected[f"model.layers.{path}.weight"], rtol=1e-6, atol=1e-6)
+        adapters, weights = FORMS[name][2], dict(model.named_parameters())
+        for path, weight in model.named_parameters():
+            if place := adapters.place_of(path, weight.shape):
+                found = adapters.merge(weight, *(weights[each] for each in adapter_names(place)))
+                torch.testing.assert_close(found, expected[f"model.{path}"], rtol=1e-6, atol=1e-6)
 
 
 def test_fresh_adapters_change_nothing_and_start_as_pefts():

@@ -185,6 +185,8 @@ def adapters(rank, *targets, **options):
     return {"trained": Adapters(rank, float(rank), targets or LORA_TARGETS), **options}
 
 
+MIXTURE = {"size": "qwen3-30B-A3B", "model_type": "qwen3_moe"}
+LORA_EXPERTS = adapters(16, *QV, "gate", "experts") | MIXTURE
 LORA_8_BITS = adapters(16, *QV, bits=8, size="8B", gpu_state_bytes=0)
 CASES = {
     "checkpointing": (131_072, [Placement()] * 4, None, None, {}),
@@ -247,6 +249,11 @@ CASES = {
     "lora on fp8, whole": (131_072, [WHOLE] * 4, None, None, adapters(16) | ON_FP8),
     "lora on fp8, whole, q and v": (131_072, [WHOLE] * 4, None, None, adapters(16, *QV) | ON_FP8),
     "lora on fp8, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, adapters(16) | ON_FP8),
+    "experts": (65_536, [Placement(), GPU, ON_HOST, GPU], 32_768, 1, MIXTURE),
+    "lora, experts": (65_536, [Placement(), GPU, ON_HOST, GPU], 32_768, 1, LORA_EXPERTS),
+    "lora, experts, one tile": (65_536, [Placement()] * 3 + [WHOLE], None, None, LORA_EXPERTS),
+    "lora, experts on the host": (131_072, [VISITS] * 4, 32_768, 1, LORA_EXPERTS | {"gpu_state_bytes": 0}),
+    "lora, experts, 4 bits": (131_072, [ON_HOST, GPU] * 2, 8192, 1, LORA_EXPERTS | {"bits": 4}),
     "delta nets": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, QWEN35),
     "delta nets, whole": (65_536, [WHOLE] * 4, None, None, QWEN35),
     "delta nets, checkpointing": (131_072, [Placement()] * 4, None, None, QWEN35),
