@@ -46,6 +46,7 @@ class Linear(Part):
 
     name = "bf16"  # in flags
     rate = weight_rate = "products"  # names of the measured rates of y and dx, and of weights' gradients
+    width_multiple = 1  # it divides the widths of matrices that products take
     trains_matrices = True  # whether matrices have gradients; if not, adapters have
 
     @property

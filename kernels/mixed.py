@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .fp8 import FP8
+from .int8 import INT8
 from .linear import PLAIN, Factor, InPieces, Linear
 
 
@@ -84,6 +85,7 @@ class Mixed(InPieces):
 
 
 def linear_maps(impl: str = "auto") -> dict[str, Linear]:
-    """Returns the maps that a flag can ask for, by their names; `impl` is `FP8`'s."""
+    """Returns the maps that a flag can ask for, by their names; `impl` is their factors'."""
     fp8 = FP8(impl)
-    return {PLAIN.name: PLAIN, "fp8": fp8, "fp8-gradients": Mixed(dx=fp8, d_weight=fp8)}
+    gradients = Mixed(dx=fp8, d_weight=fp8)
+    return {"bf16": PLAIN, "fp8": fp8, "fp8-gradients": gradients, "int8": replace(gradients, y=INT8(impl))}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from benchmarks.common import parse_flags, print_json, print_table
 from benchmarks.experiments.package_corpus import package_texts
 from kernels.fp8 import FP8_LINEAR, FP8_TYPE
+from kernels.int8 import INT8
 from kernels.linear import PLAIN, Linear
 from kernels.mixed import Mixed
 from model import Transformer
@@ -116,10 +117,10 @@ def settings(layers: int) -> dict[str, Choice]:
     found = {"bf16": every(PLAIN, ()), "fp8": every(fp8)}
     found |= {f"{product} alone": every(fp8, [product]) for product in PRODUCTS}
     found |= {f"{product} of {name} alone": every(fp8, [product], [name]) for name in MAPS for product in PRODUCTS}
-    int8 = Mixed(Rounded(torch.int8, rotates=True), fp8, fp8)
+    int8 = Mixed(INT8(), fp8, fp8)
     found |= {
         "d_weight in bf16": every(fp8, gradients), "dx in bf16": every(fp8, ["y", "d_weight"]),
-        "y in bf16": every(fp8, ["dx", "d_weight"]),
+        "y in bf16": every(fp8, ["dx", "d_weight"]), "y in int8": lambda layer, name: int8,
         "ends in bf16": inside(every(fp8)), "down in bf16": every(fp8, maps=but_down),
         "y of down in bf16": down(fp8, every(fp8), ["dx", "d_weight"]),
         "ends and down in bf16": inside(every(fp8, maps=but_down)),
@@ -138,7 +139,6 @@ def settings(layers: int) -> dict[str, Choice]:
         "rounded, d_weight alone": every(Rounded(is_power=True), ["d_weight"]),
         "rounded, d_weight alone in blocks of 128": every(Rounded(block=128), ["d_weight"]),
         "rounded, Hadamard before down": down(Rounded(rotates=True, is_power=True), every(Rounded(is_power=True))),
-        "rounded, y in int8, Hadamard": lambda layer, name: int8,
         "rounded, int8, rows": every(Rounded(torch.int8)),
         "rounded, int8, rows, Hadamard": every(Rounded(torch.int8, rotates=True)),
         "rounded, int8, blocks of 128": every(Rounded(torch.int8, block=128)),

@@ -31,7 +31,7 @@ from training.memory.placement import apply_execution
 from training.optim.adamw import MasterAdamW, warmup_cosine
 
 DEFAULT = (
-    "bf16", "fp8", "y in bf16", "rounded, y in int8, Hadamard", "d_weight in bf16", "attention and ends in bf16",
+    "bf16", "fp8", "y in bf16", "y in int8", "d_weight in bf16", "attention and ends in bf16",
 )  # fmt: skip
 WARMUP = 0.05  # share of the steps
 

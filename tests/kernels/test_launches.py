@@ -16,6 +16,7 @@ from kernels.delta_net.rule import delta_rule
 from kernels.experts import expert_mlp
 from kernels.fp8 import quantize_rows, transpose_values
 from kernels.gated_mlp import gated_mlp, swiglu
+from kernels.int8 import INT8
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
@@ -54,6 +55,7 @@ CASES = {
     "cross-entropy": lambda T: cross_entropy(zeros(T, 2), targets(T), impl="triton"),
     "chunked loss": lambda T: linear_cross_entropy(zeros(T, 8), zeros(16, 8), targets(T), impl="triton"),
     "FP8": lambda T: transpose_values(*quantize_rows(torch.zeros(T, 16), impl="triton"), impl="triton"),
+    "int8": lambda T: INT8("triton").forward(*(INT8("triton").factor(torch.zeros(n, 64)) for n in (T, 16))),
     "SwiGLU": lambda T: swiglu(zeros(T, 16), zeros(T, 16), impl="triton"),
     "MLP in tiles": lambda T: gated_mlp(zeros(T, 8), *(zeros(8, 8) for _ in "gud"), tile_size=8192, impl="triton"),
     "RMSNorm": lambda T: rms_norm(zeros(T, 16), zeros(16), 1e-6, impl="triton"),

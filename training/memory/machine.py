@@ -22,6 +22,7 @@ from kernels.attention.full import choose_backend
 from kernels.experts.part import ExpertsPart
 from kernels.fp8 import FP8_LINEAR
 from kernels.gated_delta_net import DeltaNet
+from kernels.int8 import INT8
 from kernels.linear import PLAIN, Linear
 from kernels.lora import LORA, LoRA
 from kernels.parts import Adapted, MixerKind
@@ -74,6 +75,7 @@ ASSUMED_NETWORK = 25e9  # bytes/s: an adapter of 200 Gbit/s per GPU
 _GATHERED_BYTES = 2**28
 # FLOP/s
 _H200_PRODUCTS, _H200_FP8_PRODUCTS, _H200_FP8_GRADIENTS = 650e12, 1_080e12, 900e12
+_H200_INT8_PRODUCTS = 1_000e12  # assumed, not measured
 
 
 def measure_rates(
@@ -92,8 +94,12 @@ def measure_rates(
     hidden = x @ weight
     flops = 2 * len(x) * weight.numel()
     rates[PLAIN.rate] = flops / _seconds(lambda: x @ weight)
-    for each in {*linear.products} - {PLAIN}:
-        rates |= _measure_products(each, x, weight, hidden)
+    y, dx, d_weight = linear.products
+    for each in {y, dx} - {PLAIN}:
+        rates[each.rate] = _measure_products(each, x, weight, hidden)
+    if d_weight != PLAIN:
+        made = d_weight.factor(hidden), d_weight.factor(x)
+        rates[d_weight.weight_rate] = flops / _seconds(lambda: d_weight.weight_gradient(*map(d_weight.transpose, made)))
     mlps = [share.parts(layer).mlp for layer in range(share.num_hidden_layers)]
     for experts in {mlp for mlp in mlps if isinstance(mlp, ExpertsPart)}:
         rates[experts.rate] = experts.measure_rate(share.hidden_size, _seconds, device)
@@ -135,14 +141,11 @@ def measure_attention(
     return rates
 
 
-def _measure_products(linear: Linear, x: Tensor, weight: Tensor, hidden: Tensor) -> Rates:
-    """Measures a linear map's products along rows and weights' gradients; x @ weight has the shape of `hidden`."""
-    flops = 2 * len(x) * weight.numel()
+def _measure_products(linear: Linear, x: Tensor, weight: Tensor, hidden: Tensor) -> float:
+    """Measures a linear map's products along rows; x @ weight has the shape of `hidden`."""
     factors = [(a, linear.factor(b)) for a, b in ((x, weight.t().contiguous()), (hidden, weight))]
-    of_rows = _seconds(lambda: [linear.forward(linear.factor(a), b) for a, b in factors])
-    made = linear.factor(hidden), linear.factor(x)
-    of_weights = _seconds(lambda: linear.weight_gradient(*map(linear.transpose, made)))
-    return {linear.rate: flops * len(factors) / of_rows, linear.weight_rate: flops / of_weights}
+    taken = _seconds(lambda: [linear.forward(linear.factor(a), b) for a, b in factors])
+    return 2 * len(x) * weight.numel() * len(factors) / taken
 
 
 def measure_network(group: dist.ProcessGroup, num_machines: int, device: torch.device) -> float:
@@ -348,7 +351,7 @@ def scale_rates(
     """
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, _BYTES["link"] * gpu.link_bandwidth / h200.link_bandwidth
-    products = {PLAIN.rate: _H200_PRODUCTS, FP8_LINEAR.rate: _H200_FP8_PRODUCTS}
+    products = {PLAIN.rate: _H200_PRODUCTS, FP8_LINEAR.rate: _H200_FP8_PRODUCTS, INT8.rate: _H200_INT8_PRODUCTS}
     products |= {FP8_LINEAR.weight_rate: _H200_FP8_GRADIENTS, ExpertsPart.rate: ExpertsPart.h200_rate}
     rates = {name: rate * flops for name, rate in products.items()}
     for kind in [kind() for kind in (*KINDS.values(), DeltaNet)] if kinds is None else {*kinds}:

@@ -188,7 +188,7 @@ def check_linear(recipe: StepRecipe, device: torch.device) -> None:
             whose = f"of layer {i}'s {name}"
             widths |= {f"number of rows {whose}": rows, f"number of columns {whose}": columns}
     with refused_as_user_error():
-        check_fp8(device, widths)
+        check_fp8(device, widths, max(recipe.linear.products, key=lambda each: each.width_multiple))
 
 
 # A run

@@ -12,6 +12,7 @@ from kernels.experts.part import ExpertsPart
 from kernels.fp8 import FP8
 from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
+from kernels.int8 import INT8
 from kernels.linear import PLAIN
 from kernels.mixed import Mixed
 from model import MODEL_SIZES, ModelConfig, Transformer
@@ -110,6 +111,7 @@ UNLIKE = {
     "gates": ({"kind": NSA()}, KEPT, 4096, None),
     "fp8": ({"linear": FP8()}, KEPT, 8192, 1),
     "fp8 of gradients": ({"linear": Mixed(dx=FP8(), d_weight=FP8())}, KEPT, 8192, 1),
+    "int8": ({"linear": Mixed(INT8(), FP8(), FP8())}, WHOLE, None, None),
     "adapters": ({"trained": Adapters(16, 16.0, ("q_proj", "down_proj"))}, WHOLE, None, None),
     "norms after": ({"model_type": "olmo3"}, KEPT, 8192, None),
     "four norms": ({"model_type": "gemma3_text"}, PLACED, 2048, 1),

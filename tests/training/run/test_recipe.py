@@ -8,6 +8,7 @@ import torch
 
 import train
 from kernels.fp8 import FP8
+from kernels.int8 import INT8
 from kernels.linear import PLAIN
 from kernels.lora import LORA, LoRA
 from kernels.mixed import Mixed
@@ -137,6 +138,9 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
     check(size, linear="fp8")
     with pytest.raises(ValueError, match="multiples of 16 up to 32,768, number of rows of layer 0's gate_proj is 100"):
         check(replace(size, intermediate_size=100), linear="fp8")
+    check(replace(size, intermediate_size=3_088), linear="fp8-gradients")
+    with pytest.raises(ValueError, match=r"INT8 needs widths .* multiples of 64 .* layer 0's gate_proj is 3,088"):
+        check(replace(size, intermediate_size=3_088), linear="int8")
     with pytest.raises(ValueError, match="multiples of 16 up to 32,768, head_dim is 24; use linear bf16"):
         check(replace(size, head_dim=24), linear="fp8")
 
@@ -145,6 +149,7 @@ def test_linear_maps_are_of_the_flags():
     for flags, linear in (
         ({}, PLAIN), ({"linear": "fp8"}, FP8()), ({"linear": "fp8", "kernels": "torch"}, FP8("torch")),
         ({"linear": "fp8-gradients"}, Mixed(dx=FP8(), d_weight=FP8())),
+        ({"linear": "int8", "kernels": "torch"}, Mixed(INT8("torch"), FP8("torch"), FP8("torch"))),
         ({"lora": 4}, LORA), ({"lora": 4, "linear": "fp8"}, LoRA(FP8())),
     ):  # fmt: skip
         assert decide_step(TrainConfig(**flags), MODEL_SIZES["0.6B"], 1).linear == linear
