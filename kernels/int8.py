@@ -79,7 +79,10 @@ def _product_kernel(
     a_ptr, b_ptr, a_scales_ptr, b_scales_ptr, out_ptr, out_stride, M, N: tl.constexpr, K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes one tile of a b^T. Programs go through GROUP rows of tiles at a time, column by column."""
+    """Writes one tile of a b^T. Programs go through GROUP rows of tiles at a time, column by column.
+
+    BLOCK_K divides K. Rows past the last are rows from the first on, which are not stored.
+    """
     tiles_per_row: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
     first = tile // (GROUP * tiles_per_row) * GROUP
@@ -93,10 +96,7 @@ def _product_kernel(
     b = b_ptr + (columns % N)[None, :] * K + k[:, None]  # [BLOCK_K, BLOCK_N]
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for start in range(0, K, BLOCK_K):
-        inside = k < K - start
-        a_tile = tl.load(a + start, mask=inside[None, :], other=0)
-        b_tile = tl.load(b + start, mask=inside[:, None], other=0)
-        total = tl.dot(a_tile, b_tile, total, out_dtype=tl.int32)
+        total = tl.dot(tl.load(a + start), tl.load(b + start), total, out_dtype=tl.int32)
     scales = tl.load(a_scales_ptr + rows % M)[:, None] * tl.load(b_scales_ptr + columns % N)[None, :]
     out = (total.to(tl.float32) * scales).to(out_ptr.dtype.element_ty)
     mask = (rows < M)[:, None] & (columns < N)[None, :]
@@ -125,6 +125,7 @@ def _multiply(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, out: Ten
     (M, K), N = a.shape, len(b)
     shared_memory = a.is_cuda and torch.cuda.get_device_properties(a.device).shared_memory_per_block_optin
     block_n, block_k = (256, 128) if shared_memory >= _WIDE_SHARED_MEMORY else (128, 64)
+    block_k = block_k if K % block_k == 0 else WIDTH_MULTIPLE
     _product_kernel[(triton.cdiv(M, 128) * triton.cdiv(N, block_n),)](
         a, b, a_scales, b_scales, out, out.stride(0), M, N=N, K=K, BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k,
         GROUP=_GROUP, num_warps=8, num_stages=3,

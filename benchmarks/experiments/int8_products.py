@@ -60,7 +60,7 @@ def bench(tokens: int, K: int, N: int, device: torch.device) -> dict[str, float]
 def main() -> None:
     arguments = parse_flags(__doc__.splitlines()[0], cpu_tokens=64)
     tokens = min(arguments.tokens, 32_768)
-    shapes = SHAPES if arguments.device.type == "cuda" else ((128, 96), (192, 32))
+    shapes = SHAPES if arguments.device.type == "cuda" else ((128, 96), (256, 32))
     results = {f"{K} -> {N}": bench(tokens, K, N, arguments.device) for K, N in shapes}
     rows = [[name, *(found[name] for found in results.values())] for name in next(iter(results.values()))]
     print_table(f"forward of {tokens} tokens, ms", ["", *results], rows)

@@ -58,9 +58,7 @@ class StepFlags:
     dense_below: int | None = flag(None, "sparse: shorter documents attend to everything; default: 8192", least=1)
     attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
     loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", LOSSES, group="memory and speed")
-    linear: str = flag(
-        "bf16", "others: blocks' products in 8 bits, at some loss; see docs/memory.md", LINEARS
-    )
+    linear: str = flag("bf16", "others: blocks' products in 8 bits, at some loss; see docs/memory.md", LINEARS)
     device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
     gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")
     memory_budget: str | None = flag(None, "GPU memory to plan for and keep to: 24GB; default: auto, what is free")
