@@ -31,7 +31,7 @@ from kernels.gated_delta_net import DeltaNet, DeltaNetParameters, StateCache, ga
 from kernels.gated_mlp import GatedMLPPart, gated_mlp
 from kernels.head_exchange import HeadExchange
 from kernels.linear import PLAIN, Linear
-from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.linear_cross_entropy import WORDS_MULTIPLE, linear_cross_entropy
 from kernels.lora import adapted
 from kernels.qkv_attention import QKVParameters, gated, project_heads, qkv_attention
 from kernels.rms_norm import rms_norm
@@ -626,5 +626,7 @@ def log_loss_choice(is_chunked: bool, share: Share, num_tokens: int, bytes_per_l
     """Say once for each size which loss runs, and why."""
     gb = share.projected_logits_bytes(num_tokens, bytes_per_logit) / 2**30
     choice = "chunked" if is_chunked else "standard"
-    reason = "forced by loss_impl" if loss_impl != "auto" else "the threshold is 10 GB"
+    is_odd, is_forced = share.vocab_size % WORDS_MULTIPLE != 0, loss_impl != "auto"
+    words = f"{share.vocab_size:,} words are no multiple of {WORDS_MULTIPLE}"
+    reason = "forced by loss_impl" if is_forced else words if is_odd else "the threshold is 10 GB"
     logger.info("loss: %s (%d tokens would project to %.2f GB of logits; %s)", choice, num_tokens, gb, reason)

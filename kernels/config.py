@@ -10,6 +10,7 @@ from .attention.full import FULL
 from .experts.part import ExpertsPart
 from .gated_delta_net import DeltaNet
 from .gated_mlp import GatedMLPPart
+from .linear_cross_entropy import WORDS_MULTIPLE
 from .parts import AttentionKind, LayerParts, Parameter
 from .qkv_attention import AttentionPart
 from .rope import RopeScaling
@@ -89,10 +90,14 @@ class Share:
         return num_tokens * self.vocab_size * bytes_per_logit
 
     def uses_chunked_loss(self, num_tokens: int, bytes_per_logit: int = 2, loss_impl: str = "auto") -> bool:
-        """The switch: chunked above `CHUNKED_LOSS_THRESHOLD_BYTES`, unless `loss_impl` is "chunked" or "standard"."""
+        """The switch: chunked above `CHUNKED_LOSS_THRESHOLD_BYTES`, unless `loss_impl` is "chunked" or "standard".
+
+        Chunked too where the vocabulary is no multiple of 8: products with whole logits take twice as long.
+        """
         if loss_impl != "auto":
             return loss_impl == "chunked"
-        return self.projected_logits_bytes(num_tokens, bytes_per_logit) > CHUNKED_LOSS_THRESHOLD_BYTES
+        is_odd = self.vocab_size % WORDS_MULTIPLE != 0
+        return is_odd or self.projected_logits_bytes(num_tokens, bytes_per_logit) > CHUNKED_LOSS_THRESHOLD_BYTES
 
     def parts(self, layer: int) -> LayerParts:
         """The parts of a layer."""

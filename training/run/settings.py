@@ -57,7 +57,10 @@ class StepFlags:
     selected_blocks: str | None = flag(None, "blocks of 64 a token chooses, by layer: 64x4,32; default: 32, nsa: 16")
     dense_below: int | None = flag(None, "sparse: shorter documents attend to everything; default: 8192", least=1)
     attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
-    loss_impl: str = flag("auto", "auto: chunked above 10 GB of logits", LOSSES, group="memory and speed")
+    loss_impl: str = flag(
+        "auto", "auto: chunked above 10 GB of logits, and where 8 does not divide the vocabulary", LOSSES,
+        group="memory and speed",
+    )  # fmt: skip
     linear: str = flag("bf16", "others: blocks' products in 8 bits, at some loss; see docs/memory.md", LINEARS)
     device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
     gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")
