@@ -18,6 +18,11 @@ GRADIENTS = Mixed(dx=FP8_ALONE, d_weight=FP8_ALONE)
 PRODUCTS = ("y", "dx", "d_weight")
 
 
+def assert_near(found, expected):
+    """Within the rounding of one sum, far below FP8's error of 0.04."""
+    assert (found - expected).norm() <= {torch.float32: 1e-5, torch.bfloat16: 0.01}[DTYPE] * expected.norm()
+
+
 def draw(*shapes):
     return [random(*shape, seed=i, dtype=DTYPE) / shape[-1] ** 0.5 for i, shape in enumerate(shapes)]
 
@@ -31,8 +36,8 @@ def test_each_product_is_its_own_maps(product):
     )
     for name, found, exact, rounded in zip(PRODUCTS, mixed, plain, fp8):
         assert not torch.equal(rounded, exact)
-        torch.testing.assert_close(found, rounded if name == product else exact)
-    torch.testing.assert_close(mixed[3], plain[3])
+        assert_near(found, rounded if name == product else exact)
+    assert_near(mixed[3], plain[3])
 
 
 def test_several_maps_of_one_input_and_frozen_weights():
@@ -42,10 +47,10 @@ def test_several_maps_of_one_input_and_frozen_weights():
         for linear in (GRADIENTS, Mixed(*3 * [FP8_ALONE]))
     )
     plain = outputs_and_gradients(lambda x, *w: tuple(PLAIN.maps(x, w)), [x, *weights])
-    torch.testing.assert_close(found[:2], plain[:2])
-    torch.testing.assert_close(found[2:], expected[2:], rtol=1e-2, atol=1e-2)
+    for i, of_map in enumerate(found):
+        assert_near(of_map, (plain if i < 2 else expected)[i])
     [_, frozen] = outputs_and_gradients(lambda x: GRADIENTS(x, weights[0]), [x])
-    assert torch.equal(frozen, outputs_and_gradients(lambda x: FP8_ALONE(x, weights[0]), [x])[1])
+    assert_near(frozen, outputs_and_gradients(lambda x: FP8_ALONE(x, weights[0]), [x])[1])
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -65,7 +70,7 @@ def test_tiles_and_heads_at_a_time_mix_as_whole_layers_do(product):
         )
         for a, b, exact in zip(whole, parted, plain):
             assert (a - b).norm() <= 0.08 * exact.norm() and (a - exact).norm() <= 0.15 * exact.norm()
-        is_plain = (parted[0] - plain[0]).norm() < 1e-3 * plain[0].norm()
+        is_plain = (parted[0] - plain[0]).norm() < 0.015 * plain[0].norm()
         assert is_plain == (product != "y")
 
 
@@ -76,8 +81,8 @@ def test_adapters_beside_products_of_both_kinds():
         for base in (Mixed(dx=FP8_ALONE), PLAIN, FP8_ALONE)
     )
     for i in (0, 2, 3):
-        torch.testing.assert_close(found[i], plain[i])
-    torch.testing.assert_close(found[1], fp8[1])
+        assert_near(found[i], plain[i])
+    assert_near(found[1], fp8[1])
     assert not torch.equal(fp8[1], plain[1])
 
 
