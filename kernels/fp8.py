@@ -209,10 +209,7 @@ FP8_LINEAR = FP8()
 
 
 def check_fp8(device: torch.device, widths: dict[str, int], linear: Linear = FP8_LINEAR) -> None:
-    """Raises ValueError where products of 8 bits cannot run.
-
-    `widths` are sizes of matrices, such as {"hidden_size": 2560}, and `linear` has the largest multiple.
-    """
+    """Raises ValueError where a map's products cannot run; `widths` are sizes of matrices: {"hidden_size": 2560}."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {device} is older; use linear bf16")
     for name, width in widths.items():

@@ -139,7 +139,10 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
     with pytest.raises(ValueError, match="multiples of 16 up to 32,768, number of rows of layer 0's gate_proj is 100"):
         check(replace(size, intermediate_size=100), linear="fp8")
     check(replace(size, intermediate_size=3_088), linear="fp8-gradients")
-    with pytest.raises(ValueError, match=r"INT8 needs widths .* multiples of 64 .* layer 0's gate_proj is 3,088"):
+    check(replace(size, head_dim=32), linear="int8")
+    with pytest.raises(
+        ValueError, match=r"INT8 needs widths .* multiples of 64 .* columns of layer 0's down_proj is 3,088"
+    ):
         check(replace(size, intermediate_size=3_088), linear="int8")
     with pytest.raises(ValueError, match="multiples of 16 up to 32,768, head_dim is 24; use linear bf16"):
         check(replace(size, head_dim=24), linear="fp8")
