@@ -184,7 +184,7 @@ def _cached_copies(
         continued = {(first, end) for _, _, first, end in answers}
         before = [document for document in before if document not in continued]
     parts, stops, copies = [torch.arange(*document) for document in before], [], []
-    prompt_places, seen = dict[int, int](), [(0, 0)] * len(before)  # of the prompt of each document, in the new row
+    prompt_places, seen = dict[int, int](), [(0, 0)] * len(before)  # places of prompts, and of what is seen of them
     stops = [*itertools.accumulate(stop - start for start, stop in before)]
     num_before = stops[-1] if stops else 0
     for start, stop, first, end in answers:

@@ -67,7 +67,7 @@ class Pairs(_Sharing):
         tokens, masked = zip(*(ended(encode(_sample(row, self.fields, each)), self._eos_id) for each in answers))
         shared = _shared_tokens(tokens, masked)
         numbers = _numbers([*map(len, tokens)], shared)
-        form = "pairs of equal answers" if np.array_equal(*tokens) else "pairs"  # which teach nothing, and are said
+        form = "pairs of equal answers" if np.array_equal(*tokens) else "pairs"  # the log counts them
         return form, (_joined(tokens, shared), _joined(masked, shared), True), {"answer": numbers}
 
 

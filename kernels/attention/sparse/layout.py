@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     # All tokens of a document attend to its first block. The gradients of that block's keys are computed in chunks of
     # queries, each `window_blocks` blocks long. The first chunk is handled as any other block's queries are; the chunks
     # after it are "extra". With 7 blocks and window_blocks = 2, block 0 has extra chunks from blocks 2, 4 and 6 on.
-    # Queries that see blocks of another document are extra chunks of these, too.
+    # Queries that see a block of another document are an extra chunk of that block.
     extra_block: Tensor  # [extra chunks] int32: the first block that a chunk belongs to
     extra_start: Tensor  # [extra chunks] int32: the chunk's first query
     extra_stop: Tensor  # [extra chunks] int32: one past its last query
