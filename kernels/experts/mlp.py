@@ -50,12 +50,12 @@ ALIGNED = 8  # elements whose multiples the kernels' widths are
 
 
 class Adapters(NamedTuple):
-    """Adapters of rank r of all experts' matrices."""
+    """Adapters of all experts' matrices, of ranks r and s."""
 
     a_in: Tensor  # [E, r, D]
     b_in: Tensor  # [E, 2 F, r]
-    a_out: Tensor  # [E, r, F]
-    b_out: Tensor  # [E, D, r]
+    a_out: Tensor  # [E, s, F]
+    b_out: Tensor  # [E, D, s]
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None]) -> "Adapters | None":
@@ -265,7 +265,7 @@ def expert_mlp(
     Args:
         x: [N, D].
         gate_up: [E, 2 F, D], an expert's gate rows before its up rows. Its adapter has A [E, r, D] and B [E, 2 F, r].
-        down: [E, D, F]; its adapter has A [E, r, F] and B [E, D, r]. Both matrices have adapters, or none.
+        down: [E, D, F]; its adapter has A [E, s, F] and B [E, D, s]. Both matrices have adapters, or none.
         experts: [N, k], integers, the experts of each token.
         weights: [N, k], any floating dtype.
         tile_size: tokens of a tile; None runs all at once and keeps gate and up, [N k, 2 F], for backward. In tiles
@@ -312,8 +312,8 @@ def expert_mlp(
 def check_factors(factors: Sequence[Tensor], sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Raises ValueError for factors of adapters, none or all four, that do not fit matrices of E, D and F."""
     E, D, width = sizes
-    r = factors[0].shape[1] if factors else 0
-    expected = [(E, r, D), (E, 2 * width, r), (E, r, width), (E, D, r)][: 4 * bool(factors)]
+    r, s = (factors[i].shape[1] if factors else 0 for i in (0, -2))
+    expected = [(E, r, D), (E, 2 * width, r), (E, s, width), (E, D, s)][: 4 * bool(factors)]
     if [t.shape for t in factors] != expected or any(t.dtype != dtype for t in factors):
         got = ", ".join(f"{list(t.shape)} {t.dtype}" for t in factors)
         raise ValueError(f"adapters of experts must be {[*map(list, expected)]} in {dtype}, got {got}")
@@ -321,8 +321,8 @@ def check_factors(factors: Sequence[Tensor], sizes: tuple[int, int, int], dtype:
 
 def _widened(x: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> list[Tensor]:
     """Returns copies with zeros up to widths and ranks that the kernels take."""
-    rank = factors[0].shape[1] if factors else 0
-    D, width, r = (-n % ALIGNED for n in (x.shape[1], down.shape[2], rank))
+    ranks = [t.shape[1] for t in factors[::2]] or [0, 0]
+    D, width, r, s = (-n % ALIGNED for n in (x.shape[1], down.shape[2], *ranks))
 
     def both(rows: Tensor, columns: int) -> Tensor:  # rows of gate and of up
         return F.pad(rows.unflatten(1, (2, -1)), (0, columns, 0, width)).flatten(1, 2)
@@ -333,7 +333,7 @@ def _widened(x: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> list
         widened += [
             F.pad(a_in, (0, D, 0, r)),
             both(b_in, r),
-            F.pad(a_out, (0, width, 0, r)),
-            F.pad(b_out, (0, r, 0, D)),
+            F.pad(a_out, (0, width, 0, s)),
+            F.pad(b_out, (0, s, 0, D)),
         ]
     return widened

@@ -167,10 +167,13 @@ def test_matches_float64(tile_size, dtype, device, poisoned_memory, small_tiles)
 
 
 def adapted_inputs(rank, *case):
-    """Returns x, the matrices' adapters, the router's weights and the matrices; and the choice of experts."""
+    """Returns x, the matrices' adapters, the router's weights and the matrices; and the choice of experts.
+
+    The adapter of gate and up has twice the rank.
+    """
     (x, gate_up, down, weights), experts = inputs(*case)
     (E, width, D), F = gate_up.shape, down.shape[2]
-    shapes = (E, rank, D), (E, width, rank), (E, rank, F), (E, D, rank)
+    shapes = (E, 2 * rank, D), (E, width, 2 * rank), (E, rank, F), (E, D, rank)
     factors = [shape[2] ** -0.5 * random(*shape, seed=5 + i, dtype=x.dtype) for i, shape in enumerate(shapes)]
     return [x, *factors, weights, gate_up, down], experts
 
@@ -190,7 +193,7 @@ def test_adapters_match_float64(tile_size, dtype, device, poisoned_memory, small
     for rank, case in cases if tile_size is None else cases[4:5] if tile_size > 1 else cases[2:3]:
         tensors, experts = adapted_inputs(rank, *case, dtype)
         ours = call_adapted(experts, tile_size=tile_size, impl="triton")
-        compare_with_float64(call_adapted(experts, expert_mlp_reference), ours, tensors)
+        compare_with_float64(call_adapted(experts, expert_mlp_reference), ours, tensors, units=1)
 
 
 @pytest.mark.parametrize("tile_size", [None, 5])
@@ -215,7 +218,7 @@ def test_adapters_add_their_product_to_the_matrices(device):
     (x, a_in, b_in, a_out, b_out, weights, gate_up, down), experts = adapted_inputs(3, 19, 4, 2, 40, 24)
     y = call_adapted(experts)(x, a_in, b_in, a_out, b_out, weights, gate_up, down)
     torch.testing.assert_close(y, expert_mlp(x, gate_up + b_in @ a_in, down + b_out @ a_out, experts, weights))
-    with pytest.raises(ValueError, match=r"adapters of experts must be \[\[4, 3, 40\], .*got \[4, 3, 40\]"):
+    with pytest.raises(ValueError, match=r"adapters of experts must be \[\[4, 6, 40\], .*got \[4, 6, 40\]"):
         expert_mlp(x, Adapted(gate_up, a_in, b_in), down, experts, weights)
 
 

@@ -50,7 +50,9 @@ TAKEN = {
 }  # fmt: skip
 EMPTY: tuple = None, "", [], {}
 BASE = "base_model_name_or_path"
-OURS = {BASE, "r", "lora_alpha", "target_modules", "target_parameters"}
+JOINED = r".*\.gate_up_proj"  # peft's pattern of experts' gate_up_proj where it joins adapters of gate and of up
+PATTERNS = "rank_pattern", "alpha_pattern"
+OURS = {BASE, "r", "lora_alpha", "target_modules", "target_parameters", *PATTERNS}
 # A projection's part of the block.
 MLP_TARGETS = *LORA_TARGETS[4:], EXPERTS_TARGETS[0]
 PARTS = {**dict.fromkeys(LORA_TARGETS[:4], "self_attn"), **dict.fromkeys(MLP_TARGETS, "mlp")}
@@ -88,6 +90,7 @@ class Adapters(Trained):
     rank: int
     alpha: float
     targets: tuple[str, ...] = LORA_TARGETS
+    joined: int = 1  # adapters that experts' gate_up_proj has as one, of so many times the rank
     is_whole: ClassVar[bool] = False
 
     def __post_init__(self):
@@ -107,7 +110,7 @@ class Adapters(Trained):
             if place := self.place_of(name, parameter.shape):
                 if place.endswith(INNER):
                     model.get_submodule(place.removesuffix(INNER)).base_layer = nn.Module()
-                projection, ((rank, K), (N, _)) = model.get_submodule(place), self._factors(parameter.shape)
+                projection, ((rank, K), (N, _)) = model.get_submodule(place), self._factors(name, parameter.shape)
                 options = {"bias": False, "device": parameter.device, "dtype": parameter.dtype}
                 projection.lora_A, projection.lora_B = nn.Linear(K, rank, **options), nn.Linear(rank, N, **options)
                 projection.lora_scale = self.scale
@@ -125,10 +128,10 @@ class Adapters(Trained):
             return None
         return name.rpartition(".")[0] + INNER * name.endswith(".experts.gate_up_proj")
 
-    def _factors(self, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns the shapes of A and B beside a matrix of this shape, or beside all experts'."""
+    def _factors(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns the shapes of A and B beside a matrix of this name and shape, or beside all experts'."""
         *E, N, K = shape
-        rank = math.prod(E, start=self.rank)
+        rank = math.prod(E, start=self.rank * (self.joined if name.endswith("gate_up_proj") else 1))
         return (rank, K), (N, rank)
 
     def linear(self, base: Linear) -> Linear:
@@ -162,7 +165,7 @@ class Adapters(Trained):
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in matrices.items():
             if place := self.place_of(name, shape):
-                shapes |= dict(zip(adapter_names(place), self._factors(shape)))
+                shapes |= dict(zip(adapter_names(place), self._factors(name, shape)))
         return shapes
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -218,7 +221,12 @@ def to_adapter_config(adapters: Adapters, base: Path) -> dict:
         "peft_type": "LORA", "task_type": "CAUSAL_LM", BASE: str(base), "inference_mode": True,
         "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": targets, "lora_dropout": 0.0,
         "bias": "none", **({"target_parameters": parameters} if parameters else {}),
+        **_patterns(adapters.rank, adapters.alpha, adapters.joined),
     }  # fmt: skip
+
+
+def _patterns(rank: int, alpha: float, joined: int) -> dict[str, dict]:
+    return {} if joined == 1 else dict(zip(PATTERNS, ({JOINED: joined * rank}, {JOINED: joined * alpha})))
 
 
 def has_adapters(folder: str | Path) -> bool:
@@ -292,6 +300,11 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
         refused.append(f"target_modules {targets!r:.80}")
     if (of_parameters := projections_of(parameters)) is None:
         refused.append(f"target_parameters {parameters!r:.80}")
+    patterns, joined = {name: content[name] for name in PATTERNS if content[name]}, 2 if content["rank_pattern"] else 1
+    is_read = type(rank) is int and type(alpha) in (int, float)
+    refused += [
+        f"{n} {p!r:.80}" for n, p in patterns.items() if not is_read or patterns != _patterns(rank, alpha, joined)
+    ]
     if refused:
         raise UserError(f"{file} has {', '.join(refused)}, which this decoder does not compute; give other adapters")
     damaged = f"{file} is damaged, or not of peft"
@@ -299,7 +312,7 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
         numbers = f"r {rank!r:.40} must be a whole number, lora_alpha {alpha!r:.40} a number"
         raise UserError(f"{damaged}: {numbers}, and {BASE} {named!r:.80} a folder; give other adapters")
     try:
-        adapters = Adapters(rank, float(alpha), (*(projections or ()), *(of_parameters or ())))
+        adapters = Adapters(rank, float(alpha), (*(projections or ()), *(of_parameters or ())), joined)
     except (ValueError, OverflowError) as error:
         raise UserError(f"{damaged}: {error!s:.300}; give other adapters") from None
     base = Path(named)

@@ -304,6 +304,8 @@ def decide(given: dict, world: World) -> Recipe:
         recipe = recipe_of(
             config, model, world, given=frozenset(given), progress=start.progress, checkpoint=checkpoint, source=source
         )
+        if source and source.adapters and isinstance(recipe.trained, Adapters):  # no flag says how they are joined
+            recipe = replace(recipe, trained=replace(recipe.trained, joined=source.adapters.joined))
         whole = recipe.trained if recipe.trained.is_whole else ALL
         if source and checkpoint and recipe.trained != (source.adapters or whole):
             was = f"{checkpoint} was trained with {source.adapters or ALL}, not {recipe.trained}"

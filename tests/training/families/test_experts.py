@@ -339,6 +339,44 @@ def test_peft_opens_adapters_of_routers_experts_and_mlps_beside_them(released, c
     assert read_adapters(tmp_path / "peft")[0] == adapters == Adapters(3, 6.0, tuple(targets.split(",")))
 
 
+def test_adapters_that_peft_joins_are_trained_on(released, corpus, tmp_path):
+    """peft takes targets of experts' own modules, as transformers 4 had them: gate and up have twice the rank then."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    def theirs():
+        return AutoModelForCausalLM.from_pretrained(released, dtype=torch.float32)
+
+    modules = ["v_proj", "gate", "gate_proj", "up_proj", "down_proj"]
+    lora = peft.LoraConfig(r=3, lora_alpha=5, target_modules=modules, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(theirs(), lora)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1) if parameter.requires_grad else None
+    model.save_pretrained(tmp_path / "peft")
+    content = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    content["base_model_name_or_path"] = str(released)
+    (tmp_path / "peft/adapter_config.json").write_text(json.dumps(content))
+    assert read_adapters(tmp_path / "peft")[0] == Adapters(3, 5.0, ("v_proj", "gate", "experts"), joined=2)
+    start = ["--init_from", str(tmp_path / "peft"), "--validation_sequences", "0", "--checkpoint_interval", "1"]
+    assert train.main(arguments(corpus, tmp_path / "run", *start, steps=1)) == 0
+    assert train.main(only_resume(tmp_path / "run", "--max_steps", "2")) == 0
+    ids = torch.randint(256, (2, 50), generator=torch.Generator().manual_seed(1))
+    found = []
+    for folder in (tmp_path / "peft", tmp_path / "run/step_00000002"):
+        shape = shape_of_weights(folder)
+        merged = Transformer(shape)
+        merged.load_state_dict(dict(load_model_weights(folder, parameter_shapes(shape))))
+        found.append(merged(ids, return_logits=True).logits)
+        expected = peft.PeftModel.from_pretrained(theirs(), folder)(ids).logits
+        torch.testing.assert_close(found[-1], expected, rtol=1e-4, atol=1e-4)
+    assert (found[0] - found[1]).abs().max() > 1e-3
+    for name in ("rank_pattern", "alpha_pattern"):
+        (tmp_path / "peft/adapter_config.json").write_text(json.dumps(content | {name: {"q_proj": 8}}))
+        with pytest.raises(UserError, match=r"has .*_pattern .*q_proj.*, which this decoder does not compute"):
+            read_adapters(tmp_path / "peft")
+
+
 def test_no_gradient_goes_to_an_expert_without_tokens():
     """Its router's row gets some. Experts in another order are the same model."""
     config = ModelConfig(64, 32, 48, 2, 2, 1, 16, layer_mlps=(ExpertsPart(6, 2, 24),), model_type="qwen3_moe")
