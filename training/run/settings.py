@@ -47,7 +47,7 @@ class StepFlags:
     model_size: str | None = flag(None, "default: init_from's, else tiny", MODEL_SIZES, group="model")
     init_from: str | None = flag(None, "weights to start from: folder of a released model, or a checkpoint")
     lora: int | None = flag(None, "train adapters of this rank; default: init_from's, if it has", least=1, most=2**13)
-    lora_targets: str | None = flag(None, "for adapters: q_proj,v_proj; default: all-linear, all of a block")
+    lora_targets: str | None = flag(None, "such as q_proj,gate,experts; default: all-linear, all of a block")
     lora_bits: int = flag(16, "bits per element of frozen matrices; 8, 4 (NF4) cost some loss", LORA_BITS)
     freeze_routers: bool = flag(False, "routers of a mixture of experts keep their weights")
     context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27, group="batch")
