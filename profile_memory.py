@@ -39,6 +39,7 @@ from training.data.prepared import is_prepared
 from training.data.sources import Reading
 from training.data.tokens import Selection, Store, join, split
 from training.families.lora import Adapters
+from training.families.rope import beyond
 from training.host.choices import LORA_BITS
 from training.host.errors import UserError, import_optional
 from training.host.files import check_can_write, replace_file
@@ -323,6 +324,10 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
         about += f"{gpus} GPUs, predicted only: memory is of one GPU, host memory of its process\n"
     about += f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} parameters"
     step, epoch = make_step(recipe, machine)
+    if flags.init_from and not (flags.compare or flags.find_max_context):
+        longest = step.documents.longest if step.documents else step.context_length
+        if text := beyond(machine.model, longest):
+            about += f"\npositions: {text}"
     measures = flags.measure if flags.find_max_context or flags.compare else can_measure
     build = functools.partial(build_bench, world=world) if measures else None
     if flags.compare:

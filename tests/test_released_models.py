@@ -383,6 +383,20 @@ def qwen2(tmp_path_factory):
     return folder
 
 
+def test_texts_past_the_declared_context_are_warned_of(qwen2, corpus, tmp_path, caplog, capsys):
+    start = arguments(corpus, tmp_path / "run", "--init_from", str(qwen2), "--show_batch")
+    profile = ["--init_from", str(qwen2), "--gpu", "H100"]
+    for length, more, is_beyond in ((128, [], False), (256, [], True), (256, ["--rope_scaling", "yarn:2"], False)):
+        caplog.clear()
+        assert train.main([*start, "--context_length", str(length), *more]) == 0
+        warning = f"texts of up to {length} tokens, and the weights declare a context of 128; --rope_scaling yarn:2"
+        assert (f"positions: {warning}" in caplog.text) == ("positions" in caplog.text) == is_beyond
+        capsys.readouterr()
+        if not more:
+            assert profile_memory.main([*profile, "--context_length", str(length)]) == 0
+            assert (warning in capsys.readouterr().out) == is_beyond
+
+
 def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog):
     """Transformers opens its checkpoints, which also have the files that lay beside the weights."""
     from transformers import AutoModelForCausalLM

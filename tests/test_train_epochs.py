@@ -41,8 +41,8 @@ def loader_of(texts, config, ranks=1, **settings):
     return PackedLoader(store, packing, config.batch_size, 0, ranks)
 
 
-def count(config, loader, given=(), **progress):
-    start = Progress(config.max_steps or LARGE, LARGE, **progress)
+def count(config, loader, given=(), cosine_steps=LARGE, **progress):
+    start = Progress(config.max_steps or LARGE, cosine_steps, **progress)
     recipe = recipe_of(config, MODEL_SIZES["tiny"], World(0, 1, torch.device("cpu")), given=given, progress=start)
     return count_steps(recipe, loader)
 
@@ -98,6 +98,15 @@ def test_runs_say_their_epochs_and_many_are_warned_of(texts, caplog):
     count(config, loader)
     assert "data: 300 steps make 300.00 epochs of 2 sequences" in caplog.text
     assert "data: the model sees each text 300 times, and soon learns it by heart; give more --data" in caplog.text
+
+
+def test_a_run_that_ends_within_its_default_warm_up_is_warned_of(texts, caplog):
+    for steps, warmup_steps, share in ((6, 20, "30%"), (19, 20, "95%"), (20, 20, None), (6, 0, None)):
+        caplog.clear()
+        config = TrainConfig(**{**SETTINGS, "max_steps": steps, "warmup_steps": warmup_steps})
+        count(config, loader_of(texts, config), cosine_steps=steps)
+        assert ("of the peak" in caplog.text) == (share is not None)
+        assert share is None or f"{steps} steps end within a warm-up of 20, at {share} of the peak; give" in caplog.text
 
 
 def test_epochs_that_cannot_be(texts):

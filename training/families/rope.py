@@ -1,5 +1,6 @@
 """Rotary settings of config.json, in and out, and `extend`: weights at longer contexts (--rope_scaling)."""
 
+import math
 import re
 from dataclasses import MISSING, asdict, fields, replace
 from functools import partial
@@ -138,3 +139,18 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
     with refused_as_user_error("rope_scaling: "):
         scaling: RopeScaling = LinearScaling(factor) if match[1] == "linear" else yarn(factor, length)
         return replace(config, rope_scaling=scaling, max_position_embeddings=int(factor * length))
+
+
+def beyond(config: ModelConfig, longest: int) -> str:
+    """Says that texts of `longest` tokens go past the declared context, and what stretches it; "" if they do not."""
+    declared, scaling = config.max_position_embeddings, config.rope_scaling
+    if longest <= declared:
+        return ""
+    what = f"texts of up to {longest:,} tokens, and the weights declare a context of {declared:,}"
+    if isinstance(scaling, YarnScaling):
+        cure = f"yarn:{math.ceil(longest / scaling.original_max_position_embeddings)}"
+    elif isinstance(scaling, LinearScaling):
+        cure = f"linear:{math.ceil(longest * scaling.factor / declared)}"
+    else:
+        cure = "" if scaling else f"yarn:{math.ceil(longest / declared)}"
+    return what + (f"; --rope_scaling {cure} of train.py stretches it (docs/long_context.md)" if cure else "")

@@ -44,7 +44,7 @@ from training.families.lora import (
     targets_in,
     to_adapter_config,
 )
-from training.families.rope import extend
+from training.families.rope import beyond, extend
 from training.families.trained import ALL, Trained, WithoutRouters
 from training.flags import LARGE
 from training.host.choices import EXPERTS_TARGETS, TARGETS
@@ -443,6 +443,16 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
     return replace(shape, max_position_embeddings=max(shape.max_position_embeddings, config.context_length))
 
 
+def warn_of_positions(recipe: "Recipe", longest: int) -> None:
+    """Warn if a document of `longest` tokens goes past the context that the weights of --init_from declare."""
+    config = recipe.config
+    if recipe.checkpoint or not config.init_from:
+        return
+    shape = shape_of_weights(config.init_from)
+    if text := beyond(extend(shape, config.rope_scaling) if config.rope_scaling else shape, longest):
+        logger.warning("positions: %s", text)
+
+
 def _with_gates(shape: ModelConfig, config: TrainConfig, folder: str | Path, resumed: Path | None) -> ModelConfig:
     """The shape that a folder declares, with gates of the asked kind of attention if that kind has some."""
     trained, asked = shape.layer_kinds[0], KINDS[config.attention_type]
@@ -577,4 +587,7 @@ def count_steps(recipe: Recipe, loader: PackedLoader) -> Progress:
             "data: the model sees each text %.0f times, and soon learns it by heart; give more --data, or --epochs 3",
             epochs,
         )
+    if (steps := progress.cosine_steps) < config.warmup_steps:
+        end = f"within a warm-up of {config.warmup_steps:,}, at {steps / config.warmup_steps:.0%} of the peak"
+        logger.warning("learning rate: %s steps end %s; give --warmup_steps %d", f"{steps:,}", end, steps // 10)
     return progress

@@ -12,7 +12,7 @@ from kernels.attention.window import Window
 from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_frequencies
 from model import MODEL_SIZES, Transformer
 from training.families.config_json import TOKEN_IDS, from_config_json, in_family, to_config_json
-from training.families.rope import extend
+from training.families.rope import beyond, extend
 from training.families.rows import FAMILIES, WRAPPERS
 from training.host.errors import UserError
 
@@ -410,6 +410,21 @@ def test_a_second_factor_is_of_the_original_length():
         assert twice == extend(config, f"{kind}:4") and twice.max_position_embeddings == 2048
     with pytest.raises(UserError, match="rope_scaling: max_position_embeddings must be at least 1, got 0"):
         extend(replace(config, rope_scaling=LinearScaling(1e9)), "linear:4")
+
+
+@pytest.mark.parametrize("scaling", [None, YarnScaling(4.0, 128), LinearScaling(2.0), Llama3Scaling(8.0, 1.0, 4.0, 64)])
+def test_the_offered_factor_reaches_the_longest_text_and_a_smaller_one_does_not(scaling):
+    config = replace(TINY, max_position_embeddings=512, rope_scaling=scaling)
+    assert beyond(config, 512) == ""
+    for longest in (513, 1024, 1025, 5000):
+        text = beyond(config, longest)
+        assert text.startswith(f"texts of up to {longest:,} tokens, and the weights declare a context of 512")
+        if isinstance(scaling, Llama3Scaling):  # which has no factor to raise
+            assert "rope_scaling" not in text
+            continue
+        kind, factor = text.split("--rope_scaling ")[1].split()[0].split(":")
+        assert beyond(extend(config, f"{kind}:{factor}"), longest) == ""
+        assert beyond(extend(config, f"{kind}:{int(factor) - 1}"), longest)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
