@@ -104,7 +104,7 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
         check_library(f"lora_bits {flags.lora_bits} that is measured")
     for name in ("measure", "num_layers"):
         if getattr(flags, name) and not can_measure:
-            why = "needs one GPU to measure on, not --gpu, --nproc, --nnodes, --data, --objective or --device cpu"
+            why = "needs a GPU in this machine, and no --gpu, --nproc, --nnodes, --data, --objective or --device cpu"
             raise UserError(f"{name} {why}; drop it")
     for name in ("timeline", "picture", "json"):
         if not (path := getattr(flags, name)):
@@ -206,7 +206,7 @@ def open_data(
     """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
         what = f"tokenizing {', '.join(texts)} with {tokenizer_path}"
-        print(f"{what}; prepared sets have their counts", file=sys.stderr, flush=True)
+        print(f"{what}; a prepared set (docs/data.md) is tokenized once", file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(tokenizer_path, chat_template)
     rows = text_reader(objective, tokenizer.eos_id, context_length)
     stores = open_stores([*paths], tokenizer, vocab_size, reading._replace(rows=rows))

@@ -44,7 +44,7 @@ def weight_files(path: Path) -> list[Path]:
             return [file]
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        raise UserError(f"{path} has no {WEIGHTS}; give a checkpoint's step_ folder or a Hugging Face folder")
+        raise UserError(f"{path} has no {WEIGHTS}; give a checkpoint's step_ folder or a whole Hugging Face folder")
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise UserError(f"{index} is damaged: its weight_map must name a file for each weight")

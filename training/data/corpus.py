@@ -122,10 +122,11 @@ def _best_fit(
     too_long = (lengths > context_length).nonzero()[0]
     if len(too_long):
         share = f"{lengths[too_long].sum() / lengths.sum():.1%} of the tokens"
-        count = f"{len(too_long):,} of {len(lengths):,} documents"
+        count = f"{len(too_long):,} of {len(lengths):,} training documents"
         what = f"{count}, {share}, are longer than context_length {context_length:,}"
         if overlong == "refuse":
-            example = f"the first {train.source(first + int(too_long[0]))} with {lengths[too_long[0]]:,}"
+            longest = int(lengths.argmax())
+            example = f"the longest {train.source(first + longest)} with {lengths[longest]:,}"
             choices = "drop" if train.columns else "drop or split"  # an objective's answers are not cut
             raise UserError(f"{what}, {example}; raise --context_length, or choose --overlong {choices}")
         logger.warning("data: %s: %s", what, {"drop": "left out", "split": "split"}[overlong])

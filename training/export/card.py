@@ -57,7 +57,8 @@ def model_card(checkpoint: Path, title: str, model: ModelConfig, dtype: torch.dt
     what += ", but no router" if config.freeze_routers else ""
     took = f"for {state['step']:,} steps and {state['tokens']:,} {unit}s"
     measured = f"at most {config.validation_sequences} sequences of {config.context_length:,} {unit}s"
-    settings = {name: getattr(config, name) for name in SHOWN.split()}
+    shown = [name for name in SHOWN.split() if config.lora or not name.startswith("lora_")]
+    settings = {name: getattr(config, name) for name in shown}
     return "\n".join([
         "---", *head, "---", "", f"# {title}", "",
         f"{model.num_parameters():,} parameters of type {model.model_type}, {str(dtype).removeprefix('torch.')}.",

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 
@@ -47,8 +48,12 @@ def test_samples_stay_whole_and_texts_are_cut(paths, caplog):
 
 
 def test_documents_that_are_too_long(paths, caplog):
-    with pytest.raises(ValueError, match=r"\d+ of \d+ documents, .*% of the tokens, .*text\.jsonl:\d+ with \d+; raise"):
+    with pytest.raises(ValueError, match=r"\d+ of \d+ training documents, .*% of the tokens, .*") as error:
         load(paths[:1], 20, packing="best_fit")
+    source, longest = re.search(r"the longest (.*text\.jsonl:\d+) with (\d+); raise", str(error.value)).groups()
+    train_store, _, _ = load(paths[:1], int(longest), packing="best_fit")  # which takes all
+    assert int(longest) == max(train_store.lengths)
+    assert source in {train_store.source(i) for i, n in enumerate(train_store.lengths) if n == int(longest)}
     for overlong, word in (("drop", "left out"), ("split", "split")):
         caplog.clear()
         store, _, packing = load(paths[:1], 20, packing="best_fit", overlong=overlong)
@@ -67,7 +72,7 @@ def test_documents_that_are_too_long(paths, caplog):
     ({"weights": "1e308,1e308"}, "must be 2 numbers"),
     ({"weights": "1e-320,1"}, "must be 2 numbers"),
     ({"weights": "1,1e9"}, "less than 1 / 10,000 of all"),
-    ({"context_length": 12, "weights": "1,1"}, r"12 of 12 documents|11 of 11 documents"),
+    ({"context_length": 12, "weights": "1,1"}, r"12 of 12 training documents|11 of 11 training documents"),
 ])  # fmt: skip
 def test_settings_that_do_not_go_together(paths, settings, message):
     with pytest.raises(ValueError, match=message):

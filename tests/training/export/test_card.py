@@ -32,6 +32,7 @@ def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
                  "| learning_rate | 0.001 |", "nats per byte"):  # fmt: skip
         assert part in card.text
     assert str(tmp_path) not in card.content
+    assert "| context_length |" in card.text and "| lora_" not in card.text
 
     (step / "README.md").write_text("# My own\n")
     assert export([str(step), str(second)]) == 0
