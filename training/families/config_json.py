@@ -218,9 +218,11 @@ def _has_types(content: dict) -> bool:
 
 def _rotary_dim(head_dim: int, factor: float) -> int | None:
     """Returns ModelConfig's rotary_dim."""
-    if type(factor) not in (int, float) or not 0 < factor <= 1:
-        raise ValueError(f"partial_rotary_factor is {factor!r:.80}; it must be above 0 and up to 1")
-    return None if factor == 1 else int(head_dim * factor)
+    if factor == 1:
+        return None
+    if type(factor) not in (int, float) or not 1 <= head_dim * factor < head_dim:
+        raise ValueError(f"partial_rotary_factor is {factor!r:.80}; of {head_dim} elements 1 to all must rotate")
+    return int(head_dim * factor)
 
 
 def _layer_kinds(content: dict) -> tuple[Full | Window | DeltaNet, ...]:

@@ -50,6 +50,7 @@ def test_config_json_round_trip():
     ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor of rope_type yarn is '4'"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
     ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25"),
+    ({"model_type": "qwen3_5_text", "partial_rotary_factor": 0.007}, "0.007; of 128 elements 1 to all must rotate"),
     ({"model_type": "mixtral"}, "model_type 'mixtral'"),
     ({"model_type": None}, "model_type None"),
     ({"num_experts": 8}, "num_experts"),
