@@ -76,7 +76,7 @@ def read_carried(folder: Path) -> Carried:
             content = np.memmap(file, mode="r")
             tensors |= {name: _view(content, entry) for name, entry in others.items()}
         prefix = next((key.removesuffix(EMBEDDING) for key in entries if name_of(key) == EMBEDDING), prefix)
-        joins_experts |= any(map(EXPERTS.fullmatch, entries))
+        joins_experts |= any(map(EXPERTS.fullmatch, entries.keys() - others.keys()))
     config = read_json(folder / "config.json")
     if not is_wrapper(config):
         prefix, config = PREFIX, {}

@@ -14,6 +14,7 @@ from kernels.experts.part import ExpertsPart
 from kernels.gated_mlp import GatedMLPPart
 from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.runs import GIB, arguments, metrics, only_resume
+from training.checkpoint.carried import read_carried
 from training.checkpoint.manifest import WEIGHTS
 from training.checkpoint.weights import (
     _read_weight,
@@ -255,6 +256,16 @@ def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path, c
     lines = metrics(tmp_path / "run")
     assert all(1 < line["expert_load"] <= line["expert_load_max"] <= 8 / 3 for line in lines)
     assert all(0.02 < line["auxiliary_loss"] < 0.1 for line in lines)
+
+
+def test_experts_that_are_not_trained_do_not_say_the_form_of_files(released, tmp_path):
+    """Heads that predict several tokens may have their experts in one tensor, beside others in a tensor each."""
+    (tmp_path / "config.json").write_bytes((released / "config.json").read_bytes())
+    for is_joined in (False, True):
+        own = tensors_of(released)
+        own = joined(own) if is_joined else own
+        save_file(own | {"mtp.layers.0.mlp.experts.down_proj": torch.zeros(8, 4, 4)}, tmp_path / "model.safetensors")
+        assert read_carried(tmp_path).joins_experts == is_joined
 
 
 def test_an_objective_says_that_it_leaves_the_auxiliary_loss_out(released, tmp_path, caplog):
