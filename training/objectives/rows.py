@@ -183,7 +183,8 @@ class Weighted(RowReader):
             raise NothingToLearn("rows of weight 0")
         tokens, masked = ended(encode({name: value for name, value in row.items() if name != "weight"}), self._eos_id)
         answer = np.zeros(len(tokens), np.float32)
-        return "weighted texts", (tokens, masked, True), {"answer": answer, "weight": answer + np.float32(weight)}
+        form = "weighted texts" if "weight" in row else "texts"
+        return form, (tokens, masked, True), {"answer": answer, "weight": answer + np.float32(weight)}
 
 
 class Rollouts(_Sharing):

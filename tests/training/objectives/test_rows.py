@@ -387,9 +387,11 @@ def test_groups_of_two_prompts_are_refused(tmp_path):
         read(tmp_path, rows, objective="grpo")
 
 
-def test_weights_of_rows(tmp_path):
+def test_weights_of_rows(tmp_path, caplog):
     rows = [{"text": "ab", "weight": -0.5}, {"prompt": "a", "completion": "b"}, {"text": "left out", "weight": 0}]
-    store, _ = read(tmp_path, rows, objective="weighted")
+    with caplog.at_level("INFO"):
+        store, _ = read(tmp_path, rows, objective="weighted")
+    assert "1 row of weighted texts, 1 row of texts" in caplog.text
     assert texts_of(store, 0) == ("a*b*$", {"answer": [0] * 3, "weight": [-0.5] * 3}) and len(store.lengths) == 2
     assert texts_of(store, 1)[1]["weight"] == [1, 1, 1]
 
