@@ -152,7 +152,8 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
         raise UserError("--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check nvidia-smi")
     if device == "cpu" or not torch.cuda.is_available():
         # torchrun allows each process one thread; share the cores among this machine's processes instead.
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
+        if local_size > 1 or "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
         return torch.device("cpu")
     if local_rank >= (count := torch.cuda.device_count()):
         raise UserError(f"more processes than the {count} GPUs here: torchrun --nproc_per_node={count} at most")

@@ -30,6 +30,18 @@ def test_one_process_needs_no_process_group():
         assert world.mesh is None and not dist.is_initialized()
 
 
+def test_processes_share_the_cores_but_one_keeps_the_threads_that_it_was_given(monkeypatch):
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    for threads, local_size in ((None, 1), ("1", 1), ("1", 4), (None, 16)):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if threads:
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        world.choose_device("cpu", 0, local_size)
+    assert given == [8, 2, 1]
+
+
 @pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (2, 4)])
 def test_sizes_that_do_not_divide_the_processes_are_refused(sizes, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
