@@ -174,7 +174,8 @@ class PackedLoader:
     ):  # fmt: skip
         self.store, self.packing, self.batch_size = store, packing, batch_size
         self.rank, self.world_size = rank, world_size
-        self.num_tokens, self.sequences_per_epoch = int(store.lengths.sum()), packing.sequences_per_epoch
+        self.num_tokens = int(store.lengths.sum()) - packing.left_out
+        self.sequences_per_epoch = packing.sequences_per_epoch
         self.next_sequence = 0
         self._thread = ThreadPoolExecutor(1, "read ahead") if read_ahead else None
         # The next step's (first sequence, number of micro-batches), and its batches.

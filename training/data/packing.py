@@ -25,6 +25,7 @@ class Packing(Protocol):
     identity: dict  # settings that decide the sequences of a given corpus; a resumed run must have the same
     sequences_per_epoch: int
     longest_document: int  # tokens, at most context_length
+    left_out: int  # tokens of documents that no sequence has
 
     def spans(self, epoch: int, index: int) -> list[Span]:
         """Returns the spans of an epoch's sequence `index`, at most context_length tokens together."""
@@ -96,7 +97,7 @@ class ConcatenatedPacking:
         if self.sequences_per_epoch == 0:
             size = f"the corpus of {lengths.sum()} training tokens is shorter than one context_length {context_length}"
             raise UserError(f"{size}; lower --context_length or give more --data")
-        self.longest_document = min(context_length, int(lengths.max()))
+        self.longest_document, self.left_out = min(context_length, int(lengths.max())), 0
         self._draw = functools.lru_cache(maxsize=1)(self._draw_anew)
 
     def spans(self, epoch: int, index: int) -> list[Span]:
@@ -151,6 +152,7 @@ class BestFitPacking:
         self._borders = np.concatenate([[0], np.cumsum(np.bincount(sequence))])
         self.sequences_per_epoch = len(self._borders) - 1
         self.longest_document = int(self._sizes[0])
+        self.left_out = int(lengths.sum() - self._sizes.sum())
         self.filled = int(self._sizes.sum()) / (self.sequences_per_epoch * context_length)
         self._draw = functools.lru_cache(maxsize=1)(self._draw_anew)
 
@@ -242,6 +244,7 @@ class MixedPacking:
         self.identity["data_weights"] = ",".join(f"{weight:g}" for weight in weights)
         self.sequences_per_epoch = sum(packing.sequences_per_epoch for packing in packings)
         self.longest_document = max(packing.longest_document for packing in packings)
+        self.left_out = sum(packing.left_out for packing in packings)
         # Sequences of each packing among every MIX_PERIOD; the largest remainders are rounded up.
         exact = MIX_PERIOD * np.array(weights) / sum(weights)
         counts = exact.astype(int)

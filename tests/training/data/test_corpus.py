@@ -61,6 +61,7 @@ def test_documents_that_are_too_long(paths, caplog):
         spans = [p for index in range(packing.sequences_per_epoch) for p in packing.spans(0, index)]
         total = sum(b - a for _, a, b in spans)
         assert total == sum(n for n in store.lengths if overlong == "split" or n <= 20)
+        assert PackedLoader(store, packing, 1).num_tokens == total
 
 
 @pytest.mark.parametrize("settings, message", [
