@@ -317,6 +317,13 @@ def _shifted_targets(labels: Tensor | None, targets: Tensor | None, documents: D
     return targets[:, :-1]
 
 
+def _check_shapes(input_ids: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != input_ids.shape:
+            expected, got = tuple(input_ids.shape), tuple(tensor.shape)
+            raise ValueError(f"{name} must have input_ids' shape {expected}, got {got}")
+
+
 def _padding(documents: Documents | None) -> Tensor | None:
     """Returns whether tokens are padding, [B T]; None: none is."""
     return None if documents is None or documents.is_padding_BT is None else documents.is_padding_BT.flatten()
@@ -448,12 +455,10 @@ class Transformer(nn.Module):
                 Nothing is masked here. The last position of a whole sequence must have -100.
             documents: the documents packed in each row. They do not see each other, positions start at 0 in each,
                 and no label is predicted by a token of the document before its own. None: each row is one.
-            denominator: divides the summed loss (valid targets of all micro-batches and ranks); None: the valid
-                targets of this call.
+            denominator: divides the sum of losses: valid targets of all micro-batches and ranks; None: of this call.
             num_targets: number of targets that are not -100; a caller that knows it spares the host a wait for the GPU.
             weights: float32 [B, T], multiply the targets' losses.
-            objective: the loss, in place of cross-entropy over `denominator`. Without logits the head runs twice, for
-                the log-probabilities and for the gradients; the blocks run once.
+            objective: the loss, in place of cross-entropy. Without logits the head runs twice, and the blocks once.
             teacher: ids and log-probabilities [B, T, k] of the likeliest words; the loss is the divergence from these.
             return_log_probs, return_logits, return_hidden_states: fill those fields of the output.
             caches: one `KeyValueCache` per layer, while generating.
@@ -465,18 +470,12 @@ class Transformer(nn.Module):
         if labels is not None and targets is not None:
             raise ValueError("give either labels or targets")
         positions_BT = None if documents is None else documents.positions_BT
-        for name, tensor in (
-            ("labels", labels), ("targets", targets), ("documents", positions_BT), ("weights", weights),
-        ):  # fmt: skip
-            if tensor is not None and tensor.shape != input_ids.shape:
-                expected, got = tuple(input_ids.shape), tuple(tensor.shape)
-                raise ValueError(f"{name} must have input_ids' shape {expected}, got {got}")
+        _check_shapes(input_ids, labels=labels, targets=targets, documents=positions_BT, weights=weights)
         targets = _shifted_targets(labels, targets, documents)
         x_BTD, context = self.embed(input_ids), self.context(input_ids, documents, caches)
         if self.share.has_experts and targets is not None and torch.is_grad_enabled():
-            context.routing = Routing(
-                self.config.router_aux_loss_coef if objective is None else 0.0, _padding(documents)
-            )
+            coefficient = self.config.router_aux_loss_coef if objective is None else 0.0
+            context.routing = Routing(coefficient, _padding(documents))
         for layer in self.layers:
             x_BTD = layer(x_BTD, context)
         x_BTD = self.head_input(x_BTD)
@@ -511,10 +510,7 @@ class Transformer(nn.Module):
         return scaled(self.norm(x_BTD), 1 / self.share.logits_scaling)
 
     def context(
-        self,
-        input_ids: Tensor,
-        documents: Documents | None = None,
-        caches: list[Cache] | None = None,
+        self, input_ids: Tensor, documents: Documents | None = None, caches: list[Cache] | None = None
     ) -> Context:
         """Returns what every block must know of the tokens; arguments as `forward`."""
         (_, T), device = input_ids.shape, input_ids.device
@@ -586,14 +582,9 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def next_tokens(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
+        self, input_ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0, top_p: float = 1.0,
         generator: torch.Generator | None = None,
-    ) -> Iterator[Tensor]:
+    ) -> Iterator[Tensor]:  # fmt: skip
         """Continue `input_ids` [B, T >= 1] with a key/value cache; greedy at temperature 0, else sampled.
 
         Args:

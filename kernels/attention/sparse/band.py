@@ -234,12 +234,10 @@ def _add_queries(
 
 @triton.jit(do_not_specialize=["first_head"])
 def _band_dkv_kernel(
-    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, total_ptr, dk_ptr, dv_ptr,
-    item_block_ptr, item_start_ptr, item_stop_ptr, block_start_ptr, block_stop_ptr, document_stop_ptr,
-    first_head, head_elements, scale,
-    G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, SHORT: tl.constexpr, EXTRA: tl.constexpr,
-    EXACT: tl.constexpr,
+    dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, total_ptr, dk_ptr, dv_ptr, item_block_ptr, item_start_ptr,
+    item_stop_ptr, block_start_ptr, block_stop_ptr, document_stop_ptr, first_head, head_elements, scale,
+    G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr, WINDOW: tl.constexpr, SHORT: tl.constexpr, EXTRA: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Computes dk and dv of a block of keys from `WINDOW` blocks of queries.
 

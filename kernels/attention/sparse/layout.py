@@ -78,37 +78,27 @@ def build_layout(
     num_blocks = (length + block_size - 1) // block_size  # [documents]
     before = torch.zeros_like(start) if prompts is None else (prompts[:, 1] - prompts[:, 0]) // block_size
     if (num_blocks + before).max() > LONGEST_DOCUMENT:
-        raise ValueError(
-            f"sparse attention takes documents of up to {LONGEST_DOCUMENT} blocks of {block_size} tokens, "
-            f"got one of {int(length.max())} tokens"
-        )
+        limit = f"{LONGEST_DOCUMENT} blocks of {block_size} tokens"
+        raise ValueError(f"sparse attention takes documents of up to {limit}, got one of {int(length.max())} tokens")
     num_extra = (num_blocks + window_blocks - 1) // window_blocks - (before == 0).long()
     own_first = num_blocks.cumsum(0) - num_blocks
     origin = own_first  # the first block that each document begins with
     if prompts is not None:
         document = torch.searchsorted(start, prompts[:, 0].contiguous(), right=True) - 1
         origin = torch.where(before > 0, own_first[document], own_first)
-    total = int(num_blocks.sum())
-    total_extra = int(num_extra.sum())
-
-    def repeat(counts, size):
-        """Counts [2, 3], whose sum is `size`, give documents [0, 0, 1, 1, 1] and indices in them [0, 1, 0, 1, 2]."""
-        position, stop = torch.arange(size, device=counts.device), counts.cumsum(0)
-        document = torch.searchsorted(stop, position, right=True)
-        return document, position - (stop - counts)[document]
-
-    of_block, index_of_block = repeat(num_blocks, total)
+    total, total_extra = int(num_blocks.sum()), int(num_extra.sum())
+    of_block, index_of_block = _repeat(num_blocks, total)
     index_of_block = (index_of_block + before[of_block]).int()
     firsts = origin[of_block].tolist()
     in_windows = _seen_in_windows(start, length, before, origin, block_size, window_blocks)
     # One small copy goes to the device, which computes everything below.
     table = torch.stack([start, length, num_blocks, own_first, num_extra, before, origin]).to(device)
     start, length, num_blocks, own_first, num_extra, before, origin = table
-    document, index = repeat(num_blocks, total)
+    document, index = _repeat(num_blocks, total)
     block_start = start[document] + index * block_size
     document_stop = (start + length)[document]
-    token_document, token_index = repeat(length, B * T)
-    extra_document, extra_index = repeat(num_extra, total_extra)
+    token_document, token_index = _repeat(length, B * T)
+    extra_document, extra_index = _repeat(num_extra, total_extra)
     chunk = window_blocks * block_size
     extra_start = start[extra_document] + (extra_index + (before == 0).long()[extra_document]) * chunk
     extra_stop = torch.minimum(extra_start + chunk, (start + length)[extra_document])
@@ -133,6 +123,13 @@ def build_layout(
         first_extra=torch.searchsorted(extra_block, torch.arange(total + 1, device=device)).int(),
         shared=shared,
     )
+
+
+def _repeat(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Counts [2, 3], whose sum is `size`, give documents [0, 0, 1, 1, 1] and indices in them [0, 1, 0, 1, 2]."""
+    position, stop = torch.arange(size, device=counts.device), counts.cumsum(0)
+    document = torch.searchsorted(stop, position, right=True)
+    return document, position - (stop - counts)[document]
 
 
 def _seen_in_windows(start, length, before, origin, block_size: int, window_blocks: int) -> Tensor:
