@@ -68,7 +68,9 @@ def _rotate_rows_kernel(
     x = tl.load(x_ptr + row * row_stride + columns, mask=columns < K, other=0.0)
     signs = tl.load(signs_ptr + lane[:, None] * 64 + lane[None, :])  # [64, 64]
     rotated = tl.dot(x, signs, out_dtype=tl.float32, input_precision="ieee") * 0.125
-    scale = tl.maximum(tl.max(tl.reshape(tl.abs(rotated), [BLOCKS * 64]), 0) / 127.0, LEAST_SCALE)
+    sizes = tl.reshape(tl.abs(rotated), [BLOCKS * 64])
+    scale = tl.maximum(tl.max(sizes, 0) / 127.0, LEAST_SCALE)
+    scale = tl.where(tl.max((sizes != sizes).to(tl.int32), 0) > 0, float("nan"), scale)  # maxima leave NaN out
     tl.store(scales_ptr + row, scale)
     values = tl.floor(rotated / scale + 0.5).to(tl.int8)
     tl.store(values_ptr + row * K + columns, values, mask=columns < K)

@@ -68,6 +68,15 @@ def test_rows_of_zeros_stay_zeros(impl, device):
     assert not y[[0, 2]].any() and y[1].all()
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_give_no_finite_products(value, impl, device):
+    x, weight, part = draw(3, 128), draw(16, 128, seed=1), INT8(impl)
+    x[1, 70] = value
+    y = part.forward(part.factor(x), part.factor(weight))
+    assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
+
+
 def test_forward_in_int8_and_backward_in_fp8_whole_and_in_tiles(device):
     linear = Mixed(INT8(), FP8(), FP8())
     inputs = [
