@@ -95,7 +95,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
         content = carried.config_json(to_config_json(config), companions.settings, dtype)
         files = {
             **reaching(config.max_position_embeddings, companions.files),
-            **card_of(source, target.name, config, dtype),
+            **card_of(source, target.name, config, dtype, rope_scaling),
             "config.json": (json.dumps(content, indent=2) + "\n").encode(),
         }
         for name, companion in files.items():

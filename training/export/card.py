@@ -22,10 +22,12 @@ CARD = "README.md"
 SHOWN = """context_length batch_size gradient_accumulation_steps max_steps learning_rate final_learning_rate_ratio
     warmup_steps weight_decay max_grad_norm lora lora_alpha lora_targets lora_bits lora_plus attention_type
     selected_blocks dense_below linear optimizer_state objective beta margin clip_low clip_high rope_scaling packing
-    overlong chat_reasoning seed"""
+    overlong data_weights chat_reasoning seed"""
 
 
-def card_of(source: Path, title: str, model: ModelConfig, dtype: torch.dtype) -> dict[str, bytes]:
+def card_of(
+    source: Path, title: str, model: ModelConfig, dtype: torch.dtype, extension: str | None
+) -> dict[str, bytes]:
     """Returns README.md by its name: the source's own if there is one, else a card if a run has written the source.
 
     Without either, or if the run's trainer.json does not say enough, there is none.
@@ -35,39 +37,46 @@ def card_of(source: Path, title: str, model: ModelConfig, dtype: torch.dtype) ->
     if not (source / "trainer.json").is_file():
         return {}
     try:
-        return {CARD: model_card(source, title, model, dtype).encode()}
+        return {CARD: model_card(source, title, model, dtype, extension).encode()}
     except UserError as error:
         logger.warning("no %s is written: %s", CARD, error)
         return {}
 
 
-def model_card(checkpoint: Path, title: str, model: ModelConfig, dtype: torch.dtype) -> str:
-    """Returns the card of a run's checkpoint: base, data, settings, losses, and how they were measured."""
+def model_card(checkpoint: Path, title: str, model: ModelConfig, dtype: torch.dtype, extension: str | None) -> str:
+    """Returns the card of a run's checkpoint: base, data, settings, losses, and how they were measured.
+
+    Args:
+        extension: the export's --rope_scaling, which no loss of the run has seen.
+    """
     state = load_state(checkpoint)
     config = TrainConfig(**state["settings"])
     unit = "byte" if config.tokenizer == "bytes" else "token"
+    loss = f"next token, nats per {unit}" if config.objective == "next_token" else config.objective
     head = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [fathom, long-context]"]
     base, held_out = "random weights", f"{config.validation_fraction:.2%} of these {unit}s"
     if config.init_from:
-        base = f"`{Path(config.init_from).name}`"
+        base = names([config.init_from])
         head += base_of(Path(config.init_from))
     if config.validation_data:
         held_out = names(config.validation_data)
     what = "adapters, merged into the other weights" if config.lora else "every parameter"
     what += ", but no router" if config.freeze_routers else ""
     took = f"for {state['step']:,} steps and {state['tokens']:,} {unit}s"
-    measured = f"at most {config.validation_sequences} sequences of {config.context_length:,} {unit}s"
+    then = f" Its context was extended by {extension} afterwards, which no loss below has seen." if extension else ""
+    measured, rows = "Nothing else was measured: no benchmark, and no safety.", losses(checkpoint, state)
+    if any("validation" in row for row in rows):
+        most = f"at most {config.validation_sequences} sequences of {config.context_length:,} {unit}s"
+        measured = f"A validation is the mean over {most} that were held out, computed as in training.\n{measured}"
     shown = [name for name in SHOWN.split() if config.lora or not name.startswith("lora_")]
     settings = {name: getattr(config, name) for name in shown}
     return "\n".join([
         "---", *head, "---", "", f"# {title}", "",
         f"{model.num_parameters():,} parameters of type {model.model_type}, {str(dtype).removeprefix('torch.')}.",
-        f"Fathom {__version__} trained {what} from {base}, {took}.", "",
+        f"Fathom {__version__} trained {what} from {base}, {took}.{then}", "",
         "## Data", "", f"{names(config.data) or 'Sources of the Python standard library'}. Held out: {held_out}.", "",
-        "## Losses", "", f"| after step | {config.objective}, nats per {unit} |", "| --- | --- |",
-        *losses(checkpoint, state), "",
-        f"A validation is the mean over {measured} that were held out, computed as in training.",
-        "Nothing else was measured: no benchmark, and no safety.", "",
+        "## Losses", "", f"| after step | {loss} |", "| --- | --- |",
+        *rows, "", measured, "",
         "## Settings", "", "| setting | value |", "| --- | --- |",
         *(f"| {name} | {value} |" for name, value in settings.items() if value is not None), "",
     ])  # fmt: skip
@@ -83,16 +92,15 @@ def losses(checkpoint: Path, state: dict) -> list[str]:
     found = [f"| {steps[0]} | {values[0]:.4f} |"] if steps else []
     found += [f"| {steps[-1]}, mean of {last} | {mean(values[-last:]):.4f} |"] if steps else []
     validations = dict(zip(*points(rows, "validation_loss")))
-    if not validations and state["validation_loss"] is not None:
-        validations = {state["step"]: state["validation_loss"]}
     if not validations:
-        return found
+        last = state["validation_loss"]  # of any step up to here
+        return found if last is None else [*found, f"| {state['step']} or before, validation | {last:.4f} |"]
     shown = sorted({min(validations), min(validations, key=validations.__getitem__), max(validations)})
     return found + [f"| {step}, validation | {validations[step]:.4f} |" for step in shown]
 
 
 def names(paths: list[str]) -> str:
-    return ", ".join(f"`{Path(path).name}`" for path in paths)
+    return ", ".join(f"`{Path(path).name or path}`" for path in paths)
 
 
 def base_of(folder: Path) -> list[str]:
@@ -101,6 +109,6 @@ def base_of(folder: Path) -> list[str]:
     found = [f"base_model: {cached[1]}/{cached[2]}"] if cached else []
     if (folder / CARD).is_file():
         text = read_file(folder / CARD, "move it elsewhere", JSON_BYTES).decode(errors="replace")
-        head = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+        head = re.match(r"\ufeff?---\n(.*?)\n---\n", text.replace("\r\n", "\n"), re.DOTALL)
         found += re.findall(r"^license(?:_name|_link)?: *\S.*$", head[1], re.MULTILINE) if head else []
     return found

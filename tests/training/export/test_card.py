@@ -1,5 +1,6 @@
 """The model card of exported weights."""
 
+import json
 import shutil
 
 import train
@@ -13,7 +14,7 @@ def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
     from huggingface_hub import ModelCard
 
     base = weights_of_another_shape(tmp_path / "models--lab--base" / "snapshots", num_hidden_layers=1)
-    (base / "README.md").write_text(RELEASED)
+    (base / "README.md").write_text(RELEASED, newline="\r\n")
     (tmp_path / "notes.txt").write_text("a text of a few words\n" * 200)
     run = tmp_path / "run"
     words = arguments(str(tmp_path / "notes.txt"), run, "--init_from", str(base), "--learning_rate", "1e-3", steps=3)
@@ -34,16 +35,32 @@ def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
     assert str(tmp_path) not in card.content
     assert "| context_length |" in card.text and "| lora_" not in card.text
 
+    assert "is the mean over at most" in card.text and "extended" not in card.text
+    content = json.loads(kept := (step / "trainer.json").read_text())
+    (step / "manifest.json").unlink()
+    own = {"objective": "dpo", "data": [".", "b.jsonl"], "data_weights": "3,1", "validation_sequences": 0}
+    content["trainer_state"]["settings"] |= own
+    content["trainer_state"]["validation_loss"] = None
+    (step / "trainer.json").write_text(json.dumps(content))
+    losses = [{"step": row["step"], "loss": row["loss"]} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in losses))
+    assert export([str(step), str(tmp_path / "dpo"), "--rope_scaling", "linear:2"]) == 0
+    text = (tmp_path / "dpo" / "README.md").read_text()
+    for part in ("| after step | dpo |", "`.`, `b.jsonl`", "| data_weights | 3,1 |", "extended by linear:2 afterwards"):
+        assert part in text
+    assert "alidation" not in text.split("## Settings")[0] and "nats per" not in text
+
+    (step / "trainer.json").write_text(kept)
     (step / "README.md").write_text("# My own\n")
     assert export([str(step), str(second)]) == 0
     assert (second / "README.md").read_text() == "# My own\n"
 
     (step / "README.md").unlink()
     shutil.move(step, moved := tmp_path / "moved")  # away from metrics.jsonl
-    (moved / "manifest.json").unlink()
     for trainer, written in ((None, True), ("{}", False)):
         if trainer:
             (moved / "trainer.json").write_text(trainer)
         assert export([str(moved), str(target := tmp_path / f"without {written}")]) == 0
         assert (target / "README.md").is_file() == written
-    assert f"| 3, validation | {rows[2]['validation_loss']:.4f} |" in (tmp_path / "without True/README.md").read_text()
+    last = f"| 3 or before, validation | {rows[2]['validation_loss']:.4f} |"
+    assert last in (tmp_path / "without True/README.md").read_text()
