@@ -22,6 +22,8 @@ from model import ModelConfig, Transformer
 from training.families.config_json import to_config_json
 from training.families.names import name_in_file
 
+ROOT = Path(__file__).parents[1]
+
 
 def parse_flags(description: str, cpu_tokens: int | None = None, **flags: dict) -> argparse.Namespace:
     """Parse --device (a torch.device), --tokens and the script's own flags, and print the environment.
@@ -55,10 +57,16 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this code, such as "79ebcb8" or "79ebcb8-dirty"; "" without git or its history."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    """The commit of this code, such as "79ebcb8" or "79ebcb8-dirty"; "" without git or its history.
+
+    Changes of what benchmarks write, MEMORY_REPORT.md and results, are none of the code.
+    """
+    run = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
     with suppress(OSError):
-        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        found = run(["git", "describe", "--always", "--abbrev=7", "--exclude=*"]).stdout.strip()
+        written = ":!MEMORY_REPORT.md", ":!benchmarks/results"
+        is_dirty = found and run(["git", "diff", "--quiet", "HEAD", "--", ".", *written]).returncode
+        return found + "-dirty" * bool(is_dirty)
     return ""
 
 

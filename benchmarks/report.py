@@ -27,10 +27,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.claims import CLAIMS, Claim
-from benchmarks.common import environment
+from benchmarks.common import ROOT, environment
 from training.host.files import replace_file
 
-ROOT = Path(__file__).parents[1]
 REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
 GPUS_OF = {"h200": 1, "h100": 1, "h100-x2": 2, "cpu": 0}  # by the kind of machine
 MARKERS = "<!-- claims -->\n.*?<!-- end -->"
@@ -51,6 +50,9 @@ def main(argv: list[str]) -> int:
         parser.error("give --machine, or --write")
     if arguments.machine and (needed := GPUS_OF[arguments.machine]) > torch.cuda.device_count():
         parser.error(f"--machine {arguments.machine} needs {needed} of its GPUs, here are {torch.cuda.device_count()}")
+    kind = (arguments.machine or "cpu").partition("-")[0].upper()
+    if kind != "CPU" and kind not in (name := torch.cuda.get_device_name()):
+        parser.error(f"--machine {arguments.machine} measures on an {kind}, and here is an {name}")
     claims = [claim for claim in claims if claim.name in (arguments.only or claim.name)]
     is_whole = measure_all(claims, arguments.seconds) if claims else True
     if arguments.write:
@@ -169,13 +171,18 @@ def row_of(claim: Claim, entry: dict | None, above: dict | None) -> list[str]:
     is_same = above is not None and all(entry[name] == above[name] for name in ("gpu", "date", "commit", "command"))
     return [
         claim.says,
-        f"{shown(number)} {claim.unit}".strip(),
-        f"{shown(predicted)} ({predicted / number - 1:+.1%})" if predicted else "",
-        f"{claim.peer} {shown(peer)} ({number / peer:.2f})" if peer else "",
+        f"{shown(number)} {'' if math.isnan(number) else claim.unit}".strip(),
+        f"{shown(predicted)} {ratio(predicted, number, '({:+.1%})', 1)}".strip() if predicted else "",
+        f"{claim.peer} {shown(peer)} {ratio(number, peer, '({:.2f})')}".strip() if peer else "",
         entry["gpu"],
         f"{entry['date'][:10]}, {entry['commit']}",
         "same run" if is_same else f"`{entry['command']}`",
     ]
+
+
+def ratio(number: float, other: float, form: str, less: float = 0) -> str:
+    """Returns number / other - less in this form; "" if either ran out of memory, or `other` is 0."""
+    return "" if math.isnan(number + other) or not other else form.format(number / other - less)
 
 
 def shown(number: float) -> str:

@@ -1,10 +1,12 @@
 """benchmarks.report: a claim's command runs once, whatever stops the report; its number is read and written."""
 
 import json
+import math
+import subprocess
 
 import pytest
 
-from benchmarks import report
+from benchmarks import common, report
 from benchmarks.claims import CLAIMS, Claim
 
 LINE = {"operation": "fake", "results": {"ours": {"ms": 3.0}, "theirs": {"ms": 4.0}}, "predicted": 3.3}
@@ -72,6 +74,37 @@ def test_the_latest_measurement_counts(tmp_path, monkeypatch):
     assert [*map(report.shown, numbers)] == ["0.949", "1.013", "39.47", "129.6", "82,944", "7.4e-06", "out of memory"]
 
 
+def test_a_row_whose_peer_or_whose_own_step_ran_out_of_memory():
+    claim = Claim("one", "a step", "cpu", "python a", 1, "", "s", "", "TRL")
+    about = {"gpu": "CPU", "date": "2026-11-27", "commit": "a", "command": "python a"}
+    for (number, predicted, peer), cells in {
+        (2.0, 3.0, math.nan): ["2.00 s", "3.00 (+50.0%)", "TRL out of memory"],
+        (math.nan, 3.0, 4.0): ["out of memory", "3.00", "TRL 4.00"],
+        (0.0, 3.0, 4.0): ["0 s", "3.00", "TRL 4.00 (0.00)"],
+    }.items():
+        assert (
+            report.row_of(claim, about | {"number": number, "predicted": predicted, "peer": peer}, None)[1:4] == cells
+        )
+
+
+def test_what_the_report_writes_is_no_change_of_the_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    files = [tmp_path / name for name in ("MEMORY_REPORT.md", "benchmarks/results/report_a.json", "code.py")]
+    assert common.commit() == ""
+    for file in files:
+        file.write_text("1")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *words], cwd=tmp_path, check=True)
+    found = common.commit()
+    for file in files[:2]:
+        file.write_text("2")
+    assert len(found) == 7 and common.commit() == found
+    files[2].write_text("2")
+    assert common.commit() == f"{found}-dirty"
+
+
 def test_the_report_holds_what_its_command_writes():
     written = report.REPORT.read_text()
     assert report.render(written) == written and len({claim.name for claim in CLAIMS}) == len(CLAIMS)
@@ -80,10 +113,12 @@ def test_the_report_holds_what_its_command_writes():
 @pytest.mark.parametrize(("words", "says"), [
     ("--machine cpu --only nothing", "--only takes released, prepare; got nothing"),
     ("--machine h100-x2", "--machine h100-x2 needs 2 of its GPUs, here are 1"),
+    ("--machine h200", "--machine h200 measures on an H200, and here is an NVIDIA H100 80GB HBM3"),
     ("--seconds 9", "give --machine, or --write"),
 ])  # fmt: skip
 def test_what_is_refused(words, says, monkeypatch, capsys):
     monkeypatch.setattr(report.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(report.torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     with pytest.raises(SystemExit):
         report.main(words.split())
     assert says in capsys.readouterr().err
