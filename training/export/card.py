@@ -100,7 +100,9 @@ def losses(checkpoint: Path, state: dict) -> list[str]:
 
 
 def names(paths: list[str]) -> str:
-    return ", ".join(f"`{Path(path).name or path}`" for path in paths)
+    """Returns the names of files and folders, with their folder's where two are alike, as train.jsonl of two."""
+    alike = len({Path(path).name for path in paths}) < len(paths)
+    return ", ".join(f"`{'/'.join(Path(path).parts[-2:]) if alike else Path(path).name or path}`" for path in paths)
 
 
 def base_of(folder: Path) -> list[str]:

@@ -38,15 +38,20 @@ def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
     assert "is the mean over at most" in card.text and "extended" not in card.text
     content = json.loads(kept := (step / "trainer.json").read_text())
     (step / "manifest.json").unlink()
-    own = {"objective": "dpo", "data": [".", "b.jsonl"], "data_weights": "3,1", "validation_sequences": 0}
-    content["trainer_state"]["settings"] |= own
+    own = {"objective": "dpo", "data": ["one/b.jsonl", "/two/b.jsonl"], "data_weights": "3,1"}
+    content["trainer_state"]["settings"] |= own | {"validation_sequences": 0}
     content["trainer_state"]["validation_loss"] = None
     (step / "trainer.json").write_text(json.dumps(content))
     losses = [{"step": row["step"], "loss": row["loss"]} for row in rows]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in losses))
     assert export([str(step), str(tmp_path / "dpo"), "--rope_scaling", "linear:2"]) == 0
     text = (tmp_path / "dpo" / "README.md").read_text()
-    for part in ("| after step | dpo |", "`.`, `b.jsonl`", "| data_weights | 3,1 |", "extended by linear:2 afterwards"):
+    for part in (
+        "| after step | dpo |",
+        "`one/b.jsonl`, `two/b.jsonl`",
+        "| data_weights | 3,1 |",
+        "by linear:2 afterwards",
+    ):
         assert part in text
     assert "alidation" not in text.split("## Settings")[0] and "nats per" not in text
 
