@@ -352,7 +352,10 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
     results = report_step(step, machine, flags, about, plan, fits, changes, epoch, part, build)
     if flags.picture:
         plans = plan_contexts(step, *machine.limits)
-        draw_contexts(flags.picture, f"{flags.init_from or flags.model_size} on {machine.description}", plans)
+        if plans:
+            draw_contexts(flags.picture, f"{flags.init_from or flags.model_size} on {machine.description}", plans)
+        else:
+            print("no context fits, so --picture draws nothing", file=sys.stderr)
         results["contexts"] = {
             n: {"peak": p.peak.bytes, "host_bytes": p.host_bytes, "seconds": p.seconds} for n, p in plans.items()
         }

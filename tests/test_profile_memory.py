@@ -374,6 +374,9 @@ def test_a_picture_shows_every_context_to_the_longest(nine_layers, nothing_is_fa
     plan = make_plan(step.at(doubled[2]), *limits, scale_rates(GPUS["RTX4090"], "flash", [FULL]))
     expected = {"peak": plan.peak.bytes, "host_bytes": plan.host_bytes, "seconds": plan.seconds}
     assert contexts[str(doubled[2])] == expected
+    small = "--gpu", "4090", "--host_memory", "5GB", "--model_size", "14B", "--picture", str(tmp_path / "none.svg")
+    assert main([*small, "--json", str(tmp_path / "none.json")]) == 1
+    assert json.loads((tmp_path / "none.json").read_text())["contexts"] == {} and not (tmp_path / "none.svg").exists()
     drawn = (tmp_path / "card.svg").read_text()
     assert f"<!-- {longest:,} -->" in drawn and f"<!-- {expected['seconds']:.3g} s -->" in drawn
 

@@ -4,21 +4,23 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from training.host.errors import UserError
 from training.host.sizes import GIB
 from training.memory.cost_model import Step
 from training.memory.execution import Placement
 from training.memory.machine import Rates
-from training.memory.planner import Plan, describe_budgets, find_max_context, make_plan
+from training.memory.planner import Plan, find_max_context, make_plan
 from training.plots.curves import save_picture
 
 SHORTEST_DRAWN = 4096
 
 
 def plan_contexts(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates) -> dict[int, Plan]:
-    """Returns the plans of contexts that double from 4,096 tokens on, and of the longest that fits, by their tokens."""
+    """Returns the plans of contexts that double from 4,096 tokens on, and of the longest that fits, by their tokens.
+
+    There are none where no context fits.
+    """
     if not (longest := find_max_context(step, gpu_bytes, host_bytes)):
-        raise UserError(f"no context fits into {describe_budgets(gpu_bytes, host_bytes)}; drop --picture")
+        return {}
     contexts = [min(SHORTEST_DRAWN, longest)]
     while 3 * contexts[-1] <= longest:
         contexts.append(2 * contexts[-1])
