@@ -32,6 +32,7 @@ each rank, and the part of them in which no other kernel ran. A rank waits for s
 
 import argparse
 import gc
+import math
 import re
 import shutil
 import statistics
@@ -226,8 +227,8 @@ def documents_of(ranks: list[list[Batch]]) -> PackedDocuments:
 def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[Batch]]], world: World) -> dict:
     """Run a setting's steps. Returns seconds per step, tokens/s, MFU, peaks, host memory, the plan and each loss.
 
-    Seconds are NaN if memory runs out. Host memory is of this process: its peak since before the model was built, the
-    bytes that the plan pins, and the difference. Python, torch, CUDA and the data take the difference.
+    Seconds, peak_gib and host_gib are NaN if memory runs out. Host memory is of this process: its peak since before the
+    model was built, the bytes that the plan pins, and the difference, which Python, torch, CUDA and the data take.
     """
     on_gpu, plan, saving = world.device.type == "cuda", None, {}
     config = shape_of(arguments, setting)
@@ -269,7 +270,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         )
     own = [batch for ranks in timed for batch in ranks[world.data_rank]]
     kinds = plan.execution.kinds if plan else ()
-    whole = arguments.lora is None
+    whole, is_done = arguments.lora is None, not math.isnan(seconds)
     flops_of = [forward_flops(config, b.text_lengths, kinds, b.num_valid_tokens, trains_matrices=whole) for b in own]
     model_flops = 3 * sum(flops_of) / len(timed)
     return {
@@ -277,11 +278,11 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         "predicted_seconds": predicted,
         "tokens_per_second": arguments.gradient_accumulation_steps * length / seconds,
         "mfu": model_flops / (world.context_size * world.tensor_size) / seconds / flops if flops else 0.0,
-        "peak_gib": max(*peaks, torch.cuda.max_memory_allocated() if on_gpu else 0) / GIB,
+        "peak_gib": max(*peaks, torch.cuda.max_memory_allocated() if on_gpu else 0) / GIB if is_done else math.nan,
         "predicted_gib": plan.peak.bytes / GIB if plan else 0.0,
         "reserved_gib": torch.cuda.max_memory_reserved() / GIB if on_gpu else 0.0,
         "allocation_retries": torch.cuda.memory_stats()["num_alloc_retries"] if on_gpu else 0,
-        "host_gib": resident_bytes() / GIB,
+        "host_gib": resident_bytes() / GIB if is_done else math.nan,
         "predicted_host_gib": pinned / GIB,
         "host_process_bytes": host_peak,
         "host_pinned_bytes": pinned,

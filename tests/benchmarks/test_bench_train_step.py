@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import sys
 from unittest import mock
 
@@ -37,6 +38,15 @@ def test_times_every_step_but_the_first(flags, monkeypatch, capsys, tmp_path):
         assert saving["checkpoint_gb"] > 0.01 and not list(tmp_path.iterdir())
         assert len(saving["seconds_of_each_without"]) == len(saving["seconds_of_each_beside"]) == 2
         assert 0 < saving["seconds_until_read"] < saving["seconds_of_a_save"]
+
+
+def test_a_step_that_runs_out_of_memory_has_no_peak(monkeypatch, capsys):
+    monkeypatch.setattr(bench_train_step, "our_step", mock.Mock(side_effect=torch.OutOfMemoryError("full")))
+    words = ["--model_size", "tiny", "--context_length", "64", "--settings", "auto", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["bench_train_step", *words])
+    bench_train_step.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["auto"]
+    assert all(math.isnan(result[name]) for name in ("seconds", "peak_gib", "host_gib"))
 
 
 def test_refuses_a_disk_without_room_and_seconds_of_failed_saves(monkeypatch, capsys, tmp_path):
