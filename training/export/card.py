@@ -33,7 +33,10 @@ def card_of(
     Without either, or if the run's trainer.json does not say enough, there is none.
     """
     if (source / CARD).is_file():
-        return {CARD: read_file(source / CARD, "move it elsewhere", JSON_BYTES)}
+        own = read_file(source / CARD, "move it elsewhere", JSON_BYTES)
+        if not re.search(rb"^library_name: *peft", own, re.MULTILINE):
+            return {CARD: own}
+        logger.warning("%s is about adapters (library_name: peft), not about merged weights: left out", source / CARD)
     if not (source / "trainer.json").is_file():
         return {}
     try:
@@ -56,7 +59,7 @@ def model_card(checkpoint: Path, title: str, model: ModelConfig, dtype: torch.dt
     head = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [fathom, long-context]"]
     base, held_out = "random weights", f"{config.validation_fraction:.2%} of these {unit}s"
     if config.init_from:
-        base = names([config.init_from])
+        base = f"`{hub_name(config.init_from)}`" if hub_name(config.init_from) else names([config.init_from])
         head += base_of(Path(config.init_from))
     if config.validation_data:
         held_out = names(config.validation_data)
@@ -105,10 +108,15 @@ def names(paths: list[str]) -> str:
     return ", ".join(f"`{'/'.join(Path(path).parts[-2:]) if alike else Path(path).name or path}`" for path in paths)
 
 
+def hub_name(folder: str | Path) -> str | None:
+    """Returns the name on the Hub of weights in its cache, such as Qwen/Qwen3-4B."""
+    cached = re.search(r"models--([^/]+?)--([^/]+)", str(Path(folder).absolute()))
+    return f"{cached[1]}/{cached[2]}" if cached else None
+
+
 def base_of(folder: Path) -> list[str]:
     """Returns lines of a card about the weights that were trained: their name on the Hub and license, where known."""
-    cached = re.search(r"models--([^/]+?)--([^/]+)", str(folder.absolute()))  # a folder of the Hub's cache
-    found = [f"base_model: {cached[1]}/{cached[2]}"] if cached else []
+    found = [f"base_model: {name}"] if (name := hub_name(folder)) else []
     if (folder / CARD).is_file():
         text = read_file(folder / CARD, "move it elsewhere", JSON_BYTES).decode(errors="replace")
         head = re.match(r"\ufeff?---\n(.*?)\n---\n", text.replace("\r\n", "\n"), re.DOTALL)

@@ -29,7 +29,7 @@ def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
         assert f"| {label} | {row['loss']:.4f} |" in card.text
     for row in rows[1:]:
         assert f"| {row['step']}, validation | {row['validation_loss']:.4f} |" in card.text
-    for part in ("# mine\n", "`notes.txt`. Held out: 2.00%", "every parameter from `step_00000001`, for 3 steps",
+    for part in ("# mine\n", "`notes.txt`. Held out: 2.00%", "every parameter from `lab/base`, for 3 steps",
                  "| learning_rate | 0.001 |", "nats per byte"):  # fmt: skip
         assert part in card.text
     assert str(tmp_path) not in card.content
@@ -59,6 +59,10 @@ def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
     (step / "README.md").write_text("# My own\n")
     assert export([str(step), str(second)]) == 0
     assert (second / "README.md").read_text() == "# My own\n"
+
+    (step / "README.md").write_text("---\nlibrary_name: peft\n---\n")  # peft's, which merged weights are not
+    assert export([str(step), str(tmp_path / "peft")]) == 0
+    assert "library_name: transformers" in (tmp_path / "peft" / "README.md").read_text()
 
     (step / "README.md").unlink()
     shutil.move(step, moved := tmp_path / "moved")  # away from metrics.jsonl
