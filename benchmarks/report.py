@@ -81,6 +81,9 @@ def measure_all(claims: list[Claim], limit: float) -> bool:
             print(f"left out, {left:.0f} s are left and it takes {missing[0].seconds}: {command}", flush=True)
             continue
         line = run(command, left)
+        if (ran := line.get("commit", machine["commit"])) != machine["commit"]:
+            print(f"left out, the code became {ran} before it ran: {command}", flush=True)
+            continue
         about = {**machine, "gpu": gpu, "date": datetime.datetime.now().isoformat(timespec="minutes")}
         for claim in missing:
             if (entry := read_claim(claim, line)) is not None:

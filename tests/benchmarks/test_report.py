@@ -65,6 +65,14 @@ def test_a_command_that_fails_or_takes_too_long_has_no_number(two_claims, tmp_pa
         assert says in capsys.readouterr().out and not report.latest()
 
 
+def test_a_command_that_ran_another_commit_has_no_number(two_claims, monkeypatch, capsys):
+    for commit, is_measured in (("another", False), (common.commit(), True)):
+        monkeypatch.setattr(report, "run", lambda *_, commit=commit: {"most": 1, "commit": commit})
+        report.main(["--machine", "cpu", "--only", "most"])
+        assert ("most" in report.latest()) == is_measured
+        assert ("left out, the code became another" in capsys.readouterr().out) != is_measured
+
+
 def test_the_latest_measurement_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     for name, date in (("report_a", "2026-11-26T10:00"), ("report_b", "2026-11-25")):
