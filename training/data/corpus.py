@@ -111,7 +111,8 @@ def pack(
         else:
             packings.append(ConcatenatedPacking(lengths, context_length, seed))
     if overlong is not None and not any(isinstance(packing, BestFitPacking) for packing in packings):
-        raise UserError("overlong has no effect where documents are concatenated; drop it, or --packing best_fit")
+        why = "overlong has no effect where documents are concatenated"
+        raise UserError(f"{why}; drop it, or --packing best_fit of train.py")
     return MixedPacking(packings, firsts[:-1], weights) if weights else packings[0]
 
 
