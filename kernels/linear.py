@@ -124,12 +124,8 @@ class InPieces(Linear):
     """A linear map whose calls run its pieces, forward and backward."""
 
     def kept(self, x: Factor) -> tuple[Tensor, ...]:
-        """Returns the tensors that backward needs of an input."""
-        raise NotImplementedError
-
-    def restored(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Factor:
-        """Returns the factor of the input that had this dtype, and of which `kept` returned the tensors."""
-        raise NotImplementedError
+        """Returns the tensors that backward needs of an input, of which `restored(tensors, dtype)` makes the factor."""
+        raise NotImplementedError(f"{self.name} makes y alone; kernels.mixed.Mixed has maps for gradients")
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.maps(x, [weight], () if bias is None else [bias])[0]

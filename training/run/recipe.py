@@ -123,7 +123,8 @@ def trained_of(config: StepFlags, model: ModelConfig) -> Trained:
         raise UserError("freeze_routers has no effect on a model without experts; drop it")
     if config.lora is None:
         return WithoutRouters() if config.freeze_routers else ALL
-    has = [name for name in TARGETS if name in targets_in(model)]
+    own = targets_in(model)
+    has = [name for name in TARGETS if name in own]
     given = "all-linear" if config.lora_targets is None else config.lora_targets
     linear = [name for name in has if name not in EXPERTS_TARGETS]
     targets = tuple(linear if given == "all-linear" else given.split(","))
