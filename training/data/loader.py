@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from kernels.attention.documents import Documents, find_documents
 from model import IGNORE_INDEX
 from training.data.packing import BestFitPacking, Packing, Span, Stream, deal, padding_lengths
-from training.data.tokens import Store
+from training.data.tokens import PROMPT, Store
 from training.host.errors import UserError
-
-PROMPT = -1  # in the column "answer": a text that those behind it in its document go on from
 
 
 @dataclass(frozen=True)

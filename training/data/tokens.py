@@ -12,6 +12,7 @@ from training.data.containers import place
 from training.data.sources import Document
 from training.host.errors import UserError
 
+PROMPT = -1  # in the column "answer": a text that those behind it in its document go on from
 AT_ONCE = 2**16  # documents looked at together
 
 
@@ -238,7 +239,8 @@ def _units(store: Store) -> np.ndarray | None:
     keys = list[int]()
     for document, length in enumerate(store.lengths.tolist()):
         ids, is_masked = store.read_masked(document, 0, length)
-        prompt = int(np.append(is_masked, False).argmin())
+        shared = np.count_nonzero(store.read_columns(document, 0, length)["answer"] == PROMPT)
+        prompt = shared + 1 if shared else int(np.append(is_masked, False).argmin())
         keys.append(zlib.crc32(ids[:prompt].tobytes()) if prompt > 1 else -1 - document)
     found, units = np.unique(keys, return_inverse=True)
     return units if len(found) > 1 else None

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from training.data.loader import PROMPT
 from training.data.sources import RowReader
-from training.data.tokens import TokenStore
+from training.data.tokens import PROMPT, TokenStore
 from training.host.choices import PAIR_OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.host.errors import UserError
 from training.objectives.flags import ObjectiveFlags

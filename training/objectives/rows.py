@@ -14,8 +14,8 @@ from typing import ClassVar
 import numpy as np
 
 from training.data.forms import NothingToLearn, refuse_masked
-from training.data.loader import PROMPT
 from training.data.sources import Document, Encoded, RowReader
+from training.data.tokens import PROMPT
 from training.host.errors import UserError
 
 LARGEST_ID = 2**31 - 1
@@ -225,6 +225,8 @@ class Rollouts(_Sharing):
         if masked.all():  # its reward counts in its group, and the answer in means over answers
             form, tokens, masked = "rollouts without a target", tokens[:1], masked[:1]
             columns = {name: values[:1] for name, values in columns.items()}
+        elif places[0] < masked.argmin():  # masked tokens that begin an answer are no prompt
+            columns["answer"][: places[0] - 1] = PROMPT
         return form, (tokens, masked, True), columns
 
     def _from_ids(self, row: dict) -> tuple[np.ndarray, np.ndarray]:
@@ -282,7 +284,7 @@ def _share(rows: Sequence[Document], shared: int) -> Document:
     if len(rows) == 1:
         return rows[0]
     columns = {name: _joined([row.columns[name] for row in rows], shared) for name in rows[0].columns}
-    if PROMPT not in columns["answer"]:  # each has one answer
+    if columns["answer"].max() == 0:  # each row has one answer
         columns["answer"] = _numbers([len(row.tokens) for row in rows], shared)
     tokens, masked = (_joined([getattr(row, name) for row in rows], shared) for name in ("tokens", "masked"))
     return replace(rows[0], tokens=tokens, masked=masked, columns=columns)

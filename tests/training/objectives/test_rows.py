@@ -301,6 +301,15 @@ def test_answers_to_a_prompt_are_held_out_together(tmp_path):
     assert [*map(len, prompts)] == [4, 2] and prompts[0].isdisjoint(prompts[1])
     texts, _ = read(tmp_path, [{"text": f"a {i}"} for i in range(10)], objective="weighted")
     assert len(split(texts, 0.5, 0)[1].lengths) == 5
+    # Six prompts have two rollouts each, of which the first begins with masked tokens.
+    rows = [IDS | {"prompt_ids": [65 + i % 6, 66], "completion_ids": [i, 70, 71], "advantage": 1.0} for i in range(12)]
+    for row in rows[:6]:
+        row["completion_mask"] = [0, 1, 1]
+    for length, documents in ((5, 12), (9, 6)):
+        store, _ = read(tmp_path, rows, length, objective="grpo")
+        assert len(store.lengths) == documents
+        prompts = [{store.read(i, 0, 1).item() for i in part.documents} for part in split(store, 0.4, 0)]
+        assert [*map(len, prompts)] == [4, 2] and prompts[0].isdisjoint(prompts[1])
 
 
 @pytest.mark.parametrize(("change", "message"), [
