@@ -194,18 +194,22 @@ class Metrics:
     """Gives metrics to writers, on one rank. The run is worth more than its log: a writer that fails is a warning.
 
     Args:
-        writers: by name; each takes the metrics of a step. A writer that fails by more than an OSError gets no more.
+        writers: by name; each takes the metrics of a step. A writer that fails by more than an OSError gets no more. Of
+            failures in a row the first is said.
     """
 
     def __init__(self, writers: dict[str, Writer]):
-        self._writers = dict(writers)
+        self._writers, self._failing = dict(writers), set[str]()
 
     def write(self, **values) -> None:
         for name, write in [*self._writers.items()]:
             try:
                 write(values)
+                self._failing.discard(name)
             except Exception as error:
-                logger.warning("step %s cannot be written to %s: %s", values["step"], name, error)
+                if name not in self._failing:
+                    logger.warning("step %s cannot be written to %s: %s", values["step"], name, error)
+                self._failing.add(name)
                 if not isinstance(error, OSError):  # such as a full disk, which may have room later
                     logger.warning("nothing more is written to %s", name)
                     del self._writers[name]
