@@ -4,11 +4,17 @@ It has four parts: the loss that a model really runs on each side of the 10 GB s
 their gradients; gradient accumulation against one batch; peak memory. The exit status is 1 if any check fails.
 """
 
+import sys
+
+from training.flags import answer_early
+
+if __name__ == "__main__":
+    answer_early()
+
 import dataclasses
 import functools
 import math
 import os
-import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 

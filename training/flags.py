@@ -13,7 +13,7 @@ import sys
 import tomllib
 import typing
 from argparse import Action, ArgumentParser, BooleanOptionalAction
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 
@@ -124,17 +124,20 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
     return given
 
 
-def answer_early(read: Callable[[list[str]], object]) -> None:
+def answer_early(
+    read: Callable[[list[str]], object] = lambda words: None, packages: Sequence[str] = ("tqdm", "torch")
+) -> None:
     """Answer --help, and refuse wrong flags by `read`, before a script imports torch, which takes seconds.
 
-    Ranks of torchrun read the words only then: the main rank shows the error.
+    Ranks of torchrun read the words only then: the main rank shows the error. Environment variables that `packages`
+    refuse at their import are refused.
     """
     try:
         if "RANK" not in os.environ:
             check_working_directory()
             read(sys.argv[1:])
-        for package, prefix in (("tqdm", "TQDM_"), ("torch", "TORCH")):
-            import_with_variables(package, prefix)
+        for package in packages:
+            import_with_variables(package, package.upper())
     except UserError as error:
         sys.exit(f"error: {' '.join(str(error).splitlines())}")
 

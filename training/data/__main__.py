@@ -1,10 +1,16 @@
 """Tokenize a corpus once, for any number of runs: `python -m training.data prepare IN OUT --tokenizer DIR`."""
 
+import sys
+
+from training.flags import answer_early, flag, read_command
+
+if __name__ == "__main__":
+    answer_early(packages=["tqdm"])
+
 import logging
 import multiprocessing
 import os
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +18,6 @@ from training.data.chat import REASONING, open_tokenizer
 from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, verify
 from training.data.sources import SUFFIXES, Reading
-from training.flags import flag, read_command
 from training.host.choices import BAD_ROWS
 from training.host.processes import command
 

@@ -1,9 +1,15 @@
 """Writes weights for other programs to open: `python -m training.export runs/default/step_00000300 OUT`."""
 
+import sys
+
+from training.flags import answer_early, flag, read_flags
+
+if __name__ == "__main__":
+    answer_early()
+
 import contextlib
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +31,6 @@ from training.families.config_json import to_config_json
 from training.families.lora import has_adapters
 from training.families.names import name_in_file
 from training.families.rope import extend
-from training.flags import flag, read_flags
 from training.host.errors import UserError
 from training.host.files import making
 from training.host.processes import command

@@ -1,7 +1,13 @@
 """Stores log-probabilities of a corpus: `python -m training.logprobs MODEL OUT --data pairs.jsonl --objective dpo`."""
 
-import logging
 import sys
+
+from training.flags import answer_early, read_flags
+
+if __name__ == "__main__":
+    answer_early()
+
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,7 +22,6 @@ from training.data.packing import BestFitPacking
 from training.data.sources import Reading
 from training.data.tokens import Store, TokenStore, join
 from training.families.rope import extend
-from training.flags import read_flags
 from training.generate.inference import load, mending_out_of_memory, open_folder, top_log_probs
 from training.host.errors import UserError
 from training.host.processes import command

@@ -149,9 +149,12 @@ def test_a_deleted_working_directory_is_one_line(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().err.startswith(error)
 
 
-def test_variables_that_a_library_refuses_at_its_import_are_one_line():
+@pytest.mark.parametrize(
+    "command", ["train", "training.export", "training.logprobs", "training.data", "verify_chunked_loss"]
+)
+def test_variables_that_a_library_refuses_at_its_import_are_one_line(command):
     given = {**os.environ, "TQDM_NCOLS": "wide", "TQDM_DELAY": "1"}
-    ended = subprocess.run([sys.executable, "train.py"], env=given, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-m", command], env=given, capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stdout == ""
     assert re.fullmatch("error: tqdm refuses [^\n]*TQDM_NCOLS=wide[^\n]*; unset it, or mend it\n", ended.stderr)
 
