@@ -30,43 +30,45 @@ def card_of(
 ) -> dict[str, bytes]:
     """Returns README.md by its name: the source's own if there is one, else a card if a run has written the source.
 
-    Without either, or if the run's trainer.json does not say enough, there is none.
+    Without either, or if the run's trainer.json does not say enough, there is none. The card of an earlier export gets
+    this export's title, dtype and extension.
     """
+    then = f" Its context was extended by {extension} afterwards, which no loss below has seen." if extension else ""
+    head = f"# {title}\n\n{model.num_parameters():,} parameters of type {model.model_type}, {str(dtype)[6:]}."
     if (source / CARD).is_file():
         own = read_file(source / CARD, "move it elsewhere", JSON_BYTES)
         if not re.search(rb"^library_name: *peft", own, re.MULTILINE):
-            return {CARD: own}
+            earlier = rb"^# .*\n\n[\d,]+ parameters of type \w+, \w+\." + rb"( Its context .*)?" * bool(extension)
+            return {CARD: re.sub(earlier, lambda _: (head + then).encode(), own, count=1, flags=re.MULTILINE)}
         logger.warning("%s is about adapters (library_name: peft), not about merged weights: left out", source / CARD)
     if not (source / "trainer.json").is_file():
         return {}
     try:
-        return {CARD: model_card(source, title, model, dtype, extension).encode()}
+        return {CARD: model_card(source, head + then).encode()}
     except UserError as error:
         logger.warning("no %s is written: %s", CARD, error)
         return {}
 
 
-def model_card(checkpoint: Path, title: str, model: ModelConfig, dtype: torch.dtype, extension: str | None) -> str:
+def model_card(checkpoint: Path, head: str) -> str:
     """Returns the card of a run's checkpoint: base, data, settings, losses, and how they were measured.
 
-    Args:
-        extension: the export's --rope_scaling, which no loss of the run has seen.
+    `head` is its title, with a line about the exported weights.
     """
     state = load_state(checkpoint)
     config = TrainConfig(**state["settings"])
     unit = "byte" if config.tokenizer == "bytes" else "token"
     loss = f"next token, nats per {unit}" if config.objective == "next_token" else config.objective
-    head = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [fathom, long-context]"]
+    about = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [fathom, long-context]"]
     base, held_out = "random weights", f"{config.validation_fraction:.2%} of these {unit}s"
     if config.init_from:
         base = f"`{hub_name(config.init_from)}`" if hub_name(config.init_from) else names([config.init_from])
-        head += base_of(Path(config.init_from))
+        about += base_of(Path(config.init_from))
     if config.validation_data:
         held_out = names(config.validation_data)
     what = "adapters, merged into the other weights" if config.lora else "every parameter"
     what += ", but no router" if config.freeze_routers else ""
     took = f"for {state['step']:,} steps and {state['tokens']:,} {unit}s"
-    then = f" Its context was extended by {extension} afterwards, which no loss below has seen." if extension else ""
     measured, rows = "Nothing else was measured: no benchmark, and no safety.", losses(checkpoint, state)
     if any("validation" in row for row in rows):
         most = f"at most {config.validation_sequences} sequences of {config.context_length:,} {unit}s"
@@ -74,9 +76,8 @@ def model_card(checkpoint: Path, title: str, model: ModelConfig, dtype: torch.dt
     shown = [name for name in SHOWN.split() if config.lora or not name.startswith("lora_")]
     settings = {name: getattr(config, name) for name in shown}
     return "\n".join([
-        "---", *head, "---", "", f"# {title}", "",
-        f"{model.num_parameters():,} parameters of type {model.model_type}, {str(dtype).removeprefix('torch.')}.",
-        f"Fathom {__version__} trained {what} from {base}, {took}.{then}", "",
+        "---", *about, "---", "", head,
+        f"Fathom {__version__} trained {what} from {base}, {took}.", "",
         "## Data", "", f"{names(config.data) or 'Sources of the Python standard library'}. Held out: {held_out}.", "",
         "## Losses", "", f"| after step | {loss} |", "| --- | --- |",
         *rows, "", measured, "",

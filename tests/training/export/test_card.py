@@ -19,7 +19,7 @@ def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
     run = tmp_path / "run"
     words = arguments(str(tmp_path / "notes.txt"), run, "--init_from", str(base), "--learning_rate", "1e-3", steps=3)
     assert train.main([*words, "--tokenizer", "bytes", "--validation_interval", "2"]) == 0
-    step, first, second = run / "step_00000003", tmp_path / "mine", tmp_path / "again"
+    step, first, second = run / "step_00000003", tmp_path / "mine", tmp_path / "second"
     assert export([str(step), str(first)]) == 0
     card = ModelCard.load(first / "README.md")
     assert (card.data.license, card.data.license_name, card.data.base_model) == ("other", "free", "lab/base")
@@ -54,6 +54,15 @@ def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
     ):
         assert part in text
     assert "alidation" not in text.split("## Settings")[0] and "nats per" not in text
+
+    again = tmp_path / "again"
+    assert export([str(tmp_path / "dpo"), str(again), "--dtype", "fp16"]) == 0
+    assert (again / "README.md").read_text() == text.replace("# dpo\n", "# again\n").replace(
+        ", bfloat16.", ", float16."
+    )
+    assert export([str(again), str(tmp_path / "third"), "--rope_scaling", "linear:3"]) == 0
+    text = (tmp_path / "third/README.md").read_text()
+    assert "# third\n" in text and text.count("extended by") == text.count("by linear:3 afterwards") == 1
 
     (step / "trainer.json").write_text(kept)
     (step / "README.md").write_text("# My own\n")
