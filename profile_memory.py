@@ -39,7 +39,7 @@ from training.data.prepared import is_prepared
 from training.data.sources import Reading
 from training.data.tokens import Selection, Store, join, split
 from training.families.lora import Adapters
-from training.families.rope import beyond
+from training.families.rope import beyond, extend
 from training.host.choices import LORA_BITS
 from training.host.errors import UserError, import_optional
 from training.host.files import check_can_write, replace_file
@@ -84,6 +84,7 @@ def decide(flags: ProfileFlags) -> StepRecipe:
         raise UserError(f"{sizes} must divide nproc {flags.nproc}; give other numbers of GPUs")
     check_replicate(num_gpus, flags.nproc, tensor, flags.replicate)
     shape = shape_of_weights(flags.init_from) if flags.init_from else MODEL_SIZES[flags.model_size]
+    shape = extend(shape, flags.rope_scaling) if flags.rope_scaling else shape
     recipe = decide_step(flags, shape_with(flags.attention_type, shape), num_gpus)
     if message := without_plan(recipe.model.share(tensor), flags.context_parallel_size):
         raise UserError(f"{message}; lower context_parallel_size")
@@ -326,7 +327,7 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
     step, epoch = make_step(recipe, machine)
     if flags.init_from and not (flags.compare or flags.find_max_context):
         longest = step.documents.longest if step.documents else step.context_length
-        if text := beyond(machine.model, longest):
+        if text := beyond(machine.model, machine.model.max_position_embeddings, longest):
             about += f"\npositions: {text}"
     measures = flags.measure if flags.find_max_context or flags.compare else can_measure
     build = functools.partial(build_bench, world=world) if measures else None

@@ -38,6 +38,7 @@ from training.data.loader import PackedLoader, check_can_validate, count_sequenc
 from training.data.show import show_batch
 from training.data.sources import Reading
 from training.data.tokens import Store
+from training.families.rope import beyond
 from training.host.errors import UserError
 from training.host.files import only_run_in
 from training.host.processes import command, outliving_its_output
@@ -52,7 +53,7 @@ from training.plots.curves import draw_at_end
 from training.run.build import build, check_fits, explain_out_of_memory
 from training.run.metrics import Display, also_logged_into, describe, gpu_metrics, is_spike, open_metrics, own_amounts
 from training.run.parts import Run, check_disk, checkpoint_bytes, is_save_due, log_sample
-from training.run.recipe import Recipe, check_machine, check_same_on_all_ranks, count_steps, decide, warn_of_positions
+from training.run.recipe import Recipe, check_machine, check_same_on_all_ranks, count_steps, decide
 from training.run.resume import Progress, learning_rate_of, parallel_sizes_of, tokens_per_step
 from training.run.step import NoTarget, NotFinite, NotRead, train_step, validate
 from training.run.stopping import Stopped, Stopping, stop_signals
@@ -198,7 +199,8 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
     own = {"validation_crc32": held_out.identity} if config.validation_data else {}
     loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, True, own)
     loader.check_enough_for_step(config.gradient_accumulation_steps)
-    warn_of_positions(recipe, packing.longest_document)
+    if text := beyond(recipe.model, recipe.declared_context, packing.longest_document):
+        logger.warning("positions: %s", text)
     if held_out.columns and (count := int((held_out.lengths > config.context_length).sum())):
         logger.warning("data: %s held-out documents, longer than a sequence, are in no validation", f"{count:,}")
     if config.validation_sequences:

@@ -392,9 +392,9 @@ def test_texts_past_the_declared_context_are_warned_of(qwen2, corpus, tmp_path, 
         warning = f"texts of up to {length} tokens, and the weights declare a context of 128; --rope_scaling yarn:2"
         assert (f"positions: {warning}" in caplog.text) == ("positions" in caplog.text) == is_beyond
         capsys.readouterr()
-        if not more:
-            assert profile_memory.main([*profile, "--context_length", str(length)]) == 0
-            assert (warning in capsys.readouterr().out) == is_beyond
+        assert profile_memory.main([*profile, "--context_length", str(length), *more]) == 0
+        printed = capsys.readouterr().out
+        assert (warning in printed) == ("positions" in printed) == is_beyond
 
 
 def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog):

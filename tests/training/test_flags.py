@@ -307,7 +307,10 @@ ALWAYS = {
     "training.data verify": "out",
     "training.export": "source target dtype rope_scaling merge",
 }
-ONE_STEP = "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --picture x --data x"
+ONE_STEP = (
+    "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --picture x --data x "
+    "--rope_scaling x"
+)
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
 ELSEWHERE = {
     "train.py": f"""{OF_ATTENTION} memory_budget context_parallel_size tensor_parallel_size replicate
@@ -324,13 +327,14 @@ OF_STEP = [
     ("--init_from x --lora 4 --tensor_parallel_size 2", "lora with tensor_parallel_size is not supported: ranks have "),
     ("--init_from x --lora 4 --freeze_routers", "freeze_routers"),
     ("--init_from x --lora 4 --optimizer_state compact", "optimizer_state compact has no effect with lora, whose "),
+    ("--rope_scaling yarn:4", "rope_scaling"),
+    ("--init_from x --lora 4 --rope_scaling yarn:4", "rope_scaling yarn:4 with lora: peft would compute without "),
 ]
 # A command line for each row of `rules`, and the flags that have no effect there, or the beginning of the message.
 REFUSED = {
     "train.py": [
         *OF_STEP,
         ("--resume --init_from x", "init_from"),
-        ("--rope_scaling yarn:4", "rope_scaling"),
         (
             "--lora 4 --lora_alpha 8 --lora_targets q_proj --lora_bits 4 --lora_plus 4",
             "lora lora_alpha lora_targets lora_bits lora_plus",
@@ -351,7 +355,6 @@ REFUSED = {
         ("--resume auto --save model", "a run that goes on with resume auto needs checkpoints of save full; drop one"),
         ("--selected_blocks_start 64 --compile", "selected_blocks_start with compile would compile blocks anew eight "),
         ("--init_from x --lora 4 --lora_bits 8 --compile", "lora_bits 8 with compile is not supported: weights come"),
-        ("--init_from x --lora 4 --rope_scaling yarn:4", "rope_scaling yarn:4 with lora: peft would compute without "),
         ("--objective dpo", "objective"),
         ("--beta 0.1", "beta"),
         ("--objective ipo --label_smoothing 0.1", "label_smoothing"),

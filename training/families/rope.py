@@ -141,9 +141,9 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
         return replace(config, rope_scaling=scaling, max_position_embeddings=int(factor * length))
 
 
-def beyond(config: ModelConfig, longest: int) -> str:
+def beyond(config: ModelConfig, declared: int, longest: int) -> str:
     """Says that texts of `longest` tokens go past the declared context, and what stretches it; "" if they do not."""
-    declared, scaling = config.max_position_embeddings, config.rope_scaling
+    scaling = config.rope_scaling
     if longest <= declared:
         return ""
     what = f"texts of up to {longest:,} tokens, and the weights declare a context of {declared:,}"
@@ -153,4 +153,4 @@ def beyond(config: ModelConfig, longest: int) -> str:
         cure = f"linear:{math.ceil(longest * scaling.factor / declared)}"
     else:
         cure = "" if scaling else f"yarn:{math.ceil(longest / declared)}"
-    return what + (f"; --rope_scaling {cure} of train.py stretches it (docs/long_context.md)" if cure else "")
+    return what + (f"; --rope_scaling {cure} stretches it (docs/long_context.md)" if cure else "")

@@ -44,7 +44,7 @@ from training.families.lora import (
     targets_in,
     to_adapter_config,
 )
-from training.families.rope import beyond, extend
+from training.families.rope import extend
 from training.families.trained import ALL, Trained, WithoutRouters
 from training.flags import LARGE
 from training.host.choices import EXPERTS_TARGETS, TARGETS
@@ -229,6 +229,7 @@ class Recipe(StepRecipe):
     host_budget: float | None  # bytes that each process may pin; None: a share of what is free
     save_interval: tuple[int, float]  # steps, seconds
     given: frozenset[str] = frozenset()  # names of the settings that flags and --config give
+    declared_context: int = LARGE  # tokens of a text that the weights of --init_from are made for
     progress: Progress = field(default_factory=Progress)  # where the run starts
     checkpoint: Path | None = None  # the run goes on from it; None: the run starts at its first step
     source: Source | None = None  # None: weights are drawn
@@ -302,9 +303,12 @@ def decide(given: dict, world: World) -> Recipe:
         start = resume(checkpoint, given, world) if checkpoint else begin(asked, given, source)
         check_same_on_all_ranks({"the checkpoint to go on from": str(checkpoint)}, world)
         config, model = start.config, choose_model(start.config, checkpoint)
+        declared = LARGE if checkpoint else model.max_position_embeddings
+        model = replace(model, max_position_embeddings=max(model.max_position_embeddings, config.context_length))
         recipe = recipe_of(
-            config, model, world, given=frozenset(given), progress=start.progress, checkpoint=checkpoint, source=source
-        )
+            config, model, world, given=frozenset(given), declared_context=declared, progress=start.progress,
+            checkpoint=checkpoint, source=source,
+        )  # fmt: skip
         if source and source.adapters and isinstance(recipe.trained, Adapters):  # no flag says how they are joined
             recipe = replace(recipe, trained=replace(recipe.trained, joined=source.adapters.joined))
         whole = recipe.trained if recipe.trained.is_whole else ALL
@@ -335,10 +339,24 @@ def decide(given: dict, world: World) -> Recipe:
             logger.warning("passed over %s: %s", path, why)
         for line in start.changes:
             logger.info("%s", line)
-        if recipe.objective and model.router_aux_loss_coef:
-            asked_for = "the auxiliary loss of experts, which config.json asks for"
-            logger.warning("objective %s is minimised without %s", config.objective, asked_for)
+        _say_what_is_left_out(recipe)
         return recipe
+
+
+def _say_what_is_left_out(recipe: Recipe) -> None:
+    """Says what the run does otherwise than its flags and weights let expect."""
+    config, model = recipe.config, recipe.model
+    if recipe.objective and model.router_aux_loss_coef:
+        asked_for = "the auxiliary loss of experts, which config.json asks for"
+        logger.warning("objective %s is minimised without %s", config.objective, asked_for)
+    others = [f"lora_bits {config.lora_bits}"] * (config.lora_bits < 16)
+    others += [f"linear {config.linear}"] * (recipe.linear.products[0] != PLAIN)
+    if others and (config.reference_logprobs or config.old_logprobs):
+        what = "are of 16-bit weights and products in bf16; this run's have"
+        logger.warning("objective: stored log-probabilities %s %s, and differ from them", what, ", ".join(others))
+    if config.lora_targets == "all-linear" and model.has_experts:
+        every = ",".join(name for name in TARGETS if name in targets_in(model))
+        logger.info("lora: all-linear leaves out routers and experts; to adapt them, give --lora_targets %s", every)
 
 
 def check_same_on_all_ranks(ours: dict, world: World) -> None:
@@ -439,19 +457,7 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
             has = f"it has {name} {getattr(shape, name)}, model_size {config.model_size} has {getattr(size, name)}"
             raise UserError(f"{folder} is of another size: {has}; drop model_size, to take theirs")
     shape = _with_gates(shape, config, folder, resumed)
-    if config.rope_scaling is not None:
-        shape = _extended(shape, config.rope_scaling, resumed)
-    return replace(shape, max_position_embeddings=max(shape.max_position_embeddings, config.context_length))
-
-
-def warn_of_positions(recipe: "Recipe", longest: int) -> None:
-    """Warn if a document of `longest` tokens goes past the context that the weights of --init_from declare."""
-    config = recipe.config
-    if recipe.checkpoint or not config.init_from:
-        return
-    shape = shape_of_weights(config.init_from)
-    if text := beyond(extend(shape, config.rope_scaling) if config.rope_scaling else shape, longest):
-        logger.warning("positions: %s", text)
+    return shape if config.rope_scaling is None else _extended(shape, config.rope_scaling, resumed)
 
 
 def _with_gates(shape: ModelConfig, config: TrainConfig, folder: str | Path, resumed: Path | None) -> ModelConfig:

@@ -7,7 +7,7 @@ from training.flags import Rule
 from training.host.choices import REFERENCE_OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.objectives.flags import RULES as OBJECTIVE
 
-FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline picture data"
+FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline picture data rope_scaling"
 
 STEP = (
     Rule("", "lora with tensor_parallel_size is not supported: ranks have whole adapters; give context_parallel_size, "
@@ -15,14 +15,17 @@ STEP = (
     Rule("freeze_routers", "with lora, whose routers are frozen; drop it", lambda s: s.lora),
     Rule("", "optimizer_state compact has no effect with lora, whose state is small; drop it",
          lambda s: s.lora and s.optimizer_state == "compact"),
+    Rule("rope_scaling", "without init_from, whose weights it extends; drop it, or give those",
+         lambda s: s.init_from is None),
+    Rule("", "rope_scaling {rope_scaling} with lora: peft would compute without it, as the base does; extend the base: "
+         "{program} -m training.export BASE OUT --rope_scaling {rope_scaling}",
+         lambda s: s.rope_scaling and s.lora),
 )  # fmt: skip
 
 # A run may take other settings from its checkpoint or from the adapters of init_from: these hold for flags alone.
 TRAIN = (
     *STEP,
     Rule("init_from", "with resume; drop one, or give --resume auto", lambda s: s.resume == "yes"),
-    Rule("rope_scaling", "without init_from, whose weights it extends; drop it, or give those",
-         lambda s: s.init_from is None),
     Rule("lora lora_alpha lora_targets lora_bits lora_plus",
          "without init_from, which it adapts; drop it, or give that",
          lambda s: s.init_from is None and s.resume == "no"),
@@ -47,9 +50,6 @@ TRAIN = (
          lambda s: s.selected_blocks_start and s.compile),
     Rule("", "lora_bits {lora_bits} with compile is not supported: weights come and go; drop compile, or give "
          "lora_bits 16", lambda s: s.lora_bits < 16 and s.compile),
-    Rule("", "rope_scaling {rope_scaling} with lora: peft would compute without it, as the base does; extend the base: "
-         "{program} -m training.export BASE OUT --rope_scaling {rope_scaling}",
-         lambda s: s.rope_scaling and s.lora),
 )  # fmt: skip
 
 # These hold once the start of the run is known.

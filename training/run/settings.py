@@ -50,6 +50,7 @@ class StepFlags:
     lora_targets: str | None = flag(None, "such as q_proj,gate,experts; default: all-linear, all of a block")
     lora_bits: int = flag(16, "bits per element of frozen matrices; 8, 4 (NF4) cost some loss", LORA_BITS)
     freeze_routers: bool = flag(False, "routers of a mixture of experts keep their weights")
+    rope_scaling: str | None = flag(None, "extends the context of init_from: yarn:4, yarn:4:32768 or linear:4")
     context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27, group="batch")
     batch_size: int = flag(None, f"sequences at a time; default: 8, from {LONG_CONTEXT} tokens 1", least=1, most=2**20)
     gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1, most=2**20)
@@ -79,7 +80,6 @@ class TrainConfig(ObjectiveFlags, StepFlags):
     """Train a decoder; torchrun --nproc_per_node=N train.py trains it on N GPUs."""
 
     lora_alpha: float | None = flag(None, "scale x rank; default: 2 x rank", least=SMALLEST, most=1e9, group="model")
-    rope_scaling: str | None = flag(None, "extends the context of init_from: yarn:4, yarn:4:32768 or linear:4")
     selected_blocks_start: str | None = flag(None, "of the first step; falls to selected_blocks", group="attention")
     selected_blocks_steps: int | None = flag(None, "steps from selected_blocks_start to selected_blocks", least=1)
     kernels: str = flag("auto", "auto: Triton on GPUs, PyTorch on CPUs", IMPLEMENTATIONS, group="memory and speed")

@@ -416,16 +416,17 @@ def test_a_second_factor_is_of_the_original_length():
 @pytest.mark.parametrize("scaling", [None, YarnScaling(4.0, 128), LinearScaling(2.0), Llama3Scaling(8.0, 1.0, 4.0, 64)])
 def test_the_offered_factor_reaches_the_longest_text_and_a_smaller_one_does_not(scaling):
     config = replace(TINY, max_position_embeddings=512, rope_scaling=scaling)
-    assert beyond(config, 512) == ""
+    assert beyond(config, 512, 512) == ""
     for longest in (513, 1024, 1025, 5000):
-        text = beyond(config, longest)
+        text = beyond(config, 512, longest)
         assert text.startswith(f"texts of up to {longest:,} tokens, and the weights declare a context of 512")
         if isinstance(scaling, Llama3Scaling):  # which has no factor to raise
             assert "rope_scaling" not in text
             continue
         kind, factor = text.split("--rope_scaling ")[1].split()[0].split(":")
-        assert beyond(extend(config, f"{kind}:{factor}"), longest) == ""
-        assert beyond(extend(config, f"{kind}:{int(factor) - 1}"), longest)
+        for enough, given in ((True, int(factor)), (False, int(factor) - 1)):
+            extended = extend(config, f"{kind}:{given}")
+            assert (beyond(extended, extended.max_position_embeddings, longest) == "") == enough
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -268,8 +268,15 @@ def test_experts_that_are_not_trained_do_not_say_the_form_of_files(released, tmp
         assert read_carried(tmp_path).joins_experts == is_joined
 
 
-def test_an_objective_says_that_it_leaves_the_auxiliary_loss_out(released, tmp_path, caplog):
+def test_a_run_says_that_the_auxiliary_loss_and_adapters_of_experts_are_left_out(released, tmp_path, caplog):
+    caplog.set_level("INFO")
     given = {"init_from": str(released), "lora": 2, "output_dir": str(tmp_path / "run"), "data": ["rows.jsonl"]}
+    every = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,gate,experts"
+    for targets, count in (("all-linear", 1), (every, 0)):
+        caplog.clear()
+        decide({**given, "lora_targets": targets}, World(0, 1, torch.device("cpu")))
+        said = f"lora: all-linear leaves out routers and experts; to adapt them, give --lora_targets {every}"
+        assert caplog.messages.count(said) == count
     for objective, count in (("next_token", 0), ("dpo", 1)):
         decide({**given, "objective": objective}, World(0, 1, torch.device("cpu")))
         assert caplog.text.count("objective dpo is minimised without the auxiliary loss") == count

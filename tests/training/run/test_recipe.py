@@ -148,6 +148,15 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
         check(replace(size, head_dim=24), linear="fp8")
 
 
+def test_a_forward_of_8_bits_differs_from_stored_log_probabilities(tmp_path, caplog):
+    given = {"init_from": str(weights_of_another_shape(tmp_path)), "output_dir": str(tmp_path / "run"), "data": ["x"]}
+    given |= {"objective": "dpo", "reference_logprobs": "y"}
+    for linear, is_other in (("bf16", False), ("fp8", True), ("fp8-gradients", False), ("int8", True)):
+        caplog.clear()
+        recipe.decide({**given, "linear": linear}, World(0, 1, torch.device("cpu")))
+        assert (f"this run's have linear {linear}, and differ" in caplog.text) == is_other
+
+
 def test_linear_maps_are_of_the_flags():
     for flags, linear in (
         ({}, PLAIN), ({"linear": "fp8"}, FP8()), ({"linear": "fp8", "kernels": "torch"}, FP8("torch")),
