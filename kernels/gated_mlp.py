@@ -8,8 +8,9 @@ act is SiLU (SwiGLU) or GELU in its tanh form (GEGLU). Both are x * sigmoid(y): 
 since 0.5 (1 + tanh(z)) = sigmoid(2 z). A gate of attention's output has the sigmoid alone. Arithmetic is in float32,
 with one rounding at the end.
 
-Kept for backward: gate and up by `swiglu` and `geglu`, which compute the activation again, and by `gated_mlp` at once,
-which also keeps the inputs of its products as its linear maps do; the input alone by `gated_mlp` in tiles.
+Kept for backward: gate and up by `swiglu` and `geglu`, which compute the activation again; the input, gate and up by
+`gated_mlp` at once. For down_weight's gradient one launch makes a * up again beside the other gradients. In PyTorch,
+and with linear maps other than the plain one, a * up is kept as well. `gated_mlp` in tiles keeps the input alone.
 
 A tile is some rows of the input. Tiles go through the layer one after another, in buffers of one tile. Backward
 computes a tile's gate and up again, two of its eleven matrix products. Then d_gate overwrites gate, d_up overwrites up,
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .common import cast_by_autocast, operation, rounds, use_triton
 from .linear import PLAIN, Linear
@@ -140,6 +142,38 @@ def _gated_activation_backward(d_output: Tensor, gate: Tensor, up: Tensor, activ
     gradients = d_output.contiguous(), d_gate, d_up, None
     _launch(_gated_activation_backward_kernel, _rows(gate), _rows(up), *gradients, activation=activation)
     return d_gate, d_up
+
+
+@operation(
+    "fathom::gated_activation_again", lambda _, *two: tuple(x.new_empty(x.shape) for x in two[:2]), mutates=["d_output"]
+)
+def _gated_activation_again(d_output: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of gate and up, and overwrites d_output, which is contiguous, by act(gate) * up."""
+    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    _launch(
+        _gated_activation_backward_kernel, _rows(gate), _rows(up), d_output, d_gate, d_up, d_output,
+        activation=activation,
+    )  # fmt: skip
+    return d_gate, d_up
+
+
+class _GatedDown(torch.autograd.Function):
+    """(act(gate) * up) weight^T. Keeps gate, up and the weight."""
+
+    @staticmethod
+    def forward(ctx, gate, up, weight, activation):
+        ctx.save_for_backward(gate, up, weight)
+        ctx.activation = activation
+        return F.linear(_gated_activation(gate, up, activation), weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        gate, up, weight = ctx.saved_tensors
+        hidden = dy @ weight  # its gradient, until the next line
+        d_gate, d_up = _gated_activation_again(hidden, gate, up, ctx.activation)
+        d_weight = dy.flatten(0, -2).t() @ hidden.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        return d_gate, d_up, d_weight, None
 
 
 def _setup_context(ctx, inputs, output):
@@ -342,6 +376,8 @@ def gated_mlp(
         )
     if tile_size is None:
         gate, up = linear.maps(input, [gate_weight, up_weight])
+        if linear == PLAIN and isinstance(down_weight, Tensor) and use_triton(impl, gate):
+            return _GatedDown.apply(*cast_by_autocast(gate, up, down_weight), activation)
         hidden = _gated(gate, up, activation, impl)
         del gate, up  # before the projection's input is factored
         return linear(hidden, down_weight)

@@ -2,6 +2,7 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -117,12 +118,32 @@ def test_only_the_gradients_asked_for(needed, device):
             torch.testing.assert_close(ours, plain)
 
 
-def test_tiled_keeps_only_its_inputs(device):
-    kept = []
+@pytest.mark.parametrize(("tile_size", "made"), [(4, 0), (None, 2)])
+def test_keeps_its_inputs_and_at_once_gate_and_up(tile_size, made, device):
+    kept = {}
     x, *weights = (t.requires_grad_() for t in mlp_inputs((9,), 8, 12))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
-        gated_mlp(x, *weights, tile_size=4, impl="triton")
-    assert set(kept) == {t.data_ptr() for t in (x, *weights)}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t}) or t, lambda t: t):
+        gated_mlp(x, *weights, tile_size=tile_size, impl="triton")
+    new = [t for pointer, t in kept.items() if pointer not in {t.data_ptr() for t in (x, *weights)}]
+    assert len(kept) == 4 + made and all(t.shape == (9, 12) for t in new)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_at_once_has_the_gradients_of_products_that_are_kept(activation, dtype, device, poisoned_memory):
+    """Its products are the same as where act(gate) * up is kept, bit for bit, also in a second backward."""
+    inputs = mlp_inputs((2, 7), 16, 24, dtype)
+
+    def kept(x, gate, up, down):
+        hidden = gated(F.linear(x, gate), F.linear(x, up), activation)
+        return F.linear(hidden, down)
+
+    expected = outputs_and_gradients(kept, inputs)
+    ours = [t.clone().requires_grad_() for t in inputs]
+    output = gated_mlp(*ours, activation=activation, impl="triton")
+    for again in (True, False):
+        found = torch.autograd.grad(output, ours, random(*output.shape, seed=1, dtype=dtype), retain_graph=again)
+        assert all(map(torch.equal, [output, *found], expected))
 
 
 def test_under_autocast(device):

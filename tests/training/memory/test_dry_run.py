@@ -48,11 +48,11 @@ def test_what_a_whole_block_keeps():
     """In bf16. Attention: its input's norm, q and k thrice, v, the output; in float32 1 / rms and a log-sum-exp.
 
     q and k are kept before their norms and after their rotation, which the norms' outputs do not outlive. The MLP: the
-    residual sum, its norm, gate, up and their product.
+    residual sum, its norm, gate and up.
     """
     T = 65_536
     attention = 2 * D + 2 * K * (2 * H + 2 * G) + 2 * K * (G + H) + 4 * (1 + H + G + H)
-    mlp = 2 * 2 * D + 2 * 3 * F + 4
+    mlp = 2 * 2 * D + 2 * 2 * F + 4
     assert bytes_of(step_of(T), WHOLE).kept == (attention * T, mlp * T)
 
 
