@@ -2,13 +2,13 @@
 
 `python -m benchmarks.bench_train_step --settings auto 24GB checkpointing peer --host_budget 84GB`
 
-Our step is train.py's, with float32 masters and its looks between blocks for a signal to stop. A setting is
-"auto" or a size, taken as --memory_budget (a hard cap), or "checkpointing", which is --gradient_checkpointing. After
-either, "+flash-attn-4" names another attention kernel, and "+sparse" and "+nsa" are --attention_type. "+windows" gives
-three layers of four a window of 4,096 tokens. The peer is transformers' Qwen3 with Liger's kernels and loss, gradient
-checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on the same text as one document: the
-Python standard library, bytes. With `--lora 16` all of them train adapters of that rank alone, the peer by peft's, in
-bf16, or with `--lora_bits 4` beside bitsandbytes' linear maps of 4 bits.
+Our step is train.py's, with float32 masters and its looks between blocks for a signal to stop. A setting is "auto" or a
+size, taken as --memory_budget (a hard cap), or "checkpointing", which is --gradient_checkpointing. After either,
+"+flash-attn-4" names another attention kernel, "+sparse" and "+nsa" are --attention_type, and "+fp8" and its like
+--linear. "+windows" gives three layers of four a window of 4,096 tokens. The peer is transformers' Qwen3 with Liger's
+kernels and loss, gradient checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on the same
+text as one document: the Python standard library, bytes. With `--lora 16` all of them train adapters of that rank
+alone, the peer by peft's, in bf16, or with `--lora_bits 4` beside bitsandbytes' linear maps of 4 bits.
 
 The first of a setting's `--steps` compiles kernels and makes workspaces and optimizer state. It has
 `--warm_up_tokens`; by default 16,384 above 131,072 tokens, and else as many as the others. The last step is timed, from
@@ -75,7 +75,7 @@ from training.optim.adamw import MasterAdamW
 from training.parallel.world import World, join_world
 from training.run.build import build
 from training.run.metrics import peak_flops
-from training.run.recipe import check_machine, choose_model, recipe_of
+from training.run.recipe import Recipe, check_machine, choose_model, recipe_of
 from training.run.settings import PEAK_LEARNING_RATE, TrainConfig
 from training.run.step import train_step
 from training.run.stopping import Stopping
@@ -296,12 +296,11 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
     }
 
 
-def our_step(
-    setting: str, arguments: argparse.Namespace, steps: list[list[list[Batch]]], world: World
-) -> tuple[Callable, Plan, MasterAdamW]:
-    """(function that makes one step from its micro-batches and returns the loss, the plan, the optimizer)."""
-    placement, *names = [name for name in setting.split("+") if name != "windows"]
-    backend = "".join(names)
+def recipe_of_setting(setting: str, arguments: argparse.Namespace, world: World) -> Recipe:
+    """Returns the recipe that train.py would have with a setting's flags."""
+    placement, *names = setting.split("+")
+    linear = next((name for name in names if name in LINEARS), arguments.linear)
+    backend = "".join(name for name in names if name not in ("windows", *LINEARS))
     settings = TrainConfig(
         model_size=arguments.model_size,
         context_length=arguments.context_length,
@@ -311,7 +310,7 @@ def our_step(
         tensor_parallel_size=arguments.tensor_parallel_size,
         replicate=arguments.replicate,
         optimizer_state=arguments.optimizer_state,
-        linear=arguments.linear,
+        linear=linear,
         lora=arguments.lora,
         lora_bits=arguments.lora_bits,
         attention_backend=backend if backend not in ("", "sparse", "nsa") else "auto",
@@ -323,7 +322,15 @@ def our_step(
     shape = shape_of(arguments, setting)
     own = {"layer_kinds": shape.layer_kinds} if shape.layer_kinds == WINDOWS else {}
     own["num_hidden_layers"] = shape.num_hidden_layers
-    recipe = recipe_of(settings, replace(choose_model(settings), **own), world)
+    return recipe_of(settings, replace(choose_model(settings), **own), world)
+
+
+def our_step(
+    setting: str, arguments: argparse.Namespace, steps: list[list[list[Batch]]], world: World
+) -> tuple[Callable, Plan, MasterAdamW]:
+    """(function that makes one step from its micro-batches and returns the loss, the plan, the optimizer)."""
+    recipe = recipe_of_setting(setting, arguments, world)
+    settings = recipe.config
     check_machine(recipe, world)  # raises on a CPU
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
     with (

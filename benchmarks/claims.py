@@ -5,18 +5,22 @@ command writes in place of a line, and DIR for a folder; both are deleted. Claim
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 STEP = "python -m benchmarks.bench_train_step "
 ON_TWO = "torchrun --nproc_per_node=2 -m benchmarks.bench_train_step "
 LIGER = "transformers + Liger"
 PREDICTIONS = {"seconds": "predicted_seconds", "peak_gib": "predicted_gib"}
+UNITS = {"seconds": "s", "peak_gib": "GiB", "host_gib": "GiB", "tokens_per_second": "tokens/s"}
+# Claims whose names begin so are measured before the others
+FIRST = "qwen", "delta", "dpo", "shared", "mixture", "experts", "fp8", "sparse"
 
 
 @dataclass(frozen=True)
 class Claim:
     name: str  # of --only
     says: str
-    machine: str  # h200, h100, h100-x2 or cpu
+    machine: str  # h200 or cpu
     command: str
     seconds: int  # about what the command takes, compilation included
     number: str  # path of the number
@@ -24,137 +28,161 @@ class Claim:
     predicted: str = ""  # path of the prediction
     peer: str = ""  # the peer or the floor that was measured in the same run
     peer_number: str = ""  # path of its number
+    gpus: int = 1  # how many it takes
+
+
+class Run(NamedTuple):
+    flags: str
+    seconds: int
+    gpus: int = 1
+    command: str = STEP
 
 
 def step(
-    name: str, says: str, flags: str, setting: str, seconds: int, what: str = "seconds", peer: str = "",
-    peer_setting: str = "peer", machine: str = "h200",
-) -> Claim:  # fmt: skip
-    """Returns the claim of a whole training step: its seconds, its peak_gib of GPU memory, or host_gib."""
-    command = (ON_TWO if machine == "h100-x2" else STEP) + flags
-    paths = [f"results > {key} > {what}" for key in (setting, peer_setting)]
+    name: str, says: str, run: Run, setting: str, what: str = "seconds", peer: str = "", peer_setting: str = "peer"
+) -> Claim:
+    """Returns the claim of a training step: its seconds, peak_gib of GPU memory, host_gib or tokens_per_second."""
+    number, peer_number = (f"results > {key} > {what}" for key in (setting, peer_setting))
     predicted = f"results > {setting} > {PREDICTIONS[what]}" if what in PREDICTIONS else ""
-    unit = "s" if what == "seconds" else "GiB"
-    return Claim(name, says, machine, command, seconds, paths[0], unit, predicted, peer, paths[1] if peer else "")
+    return Claim(
+        name, says, "h200", run.command + run.flags, run.seconds, number, UNITS.get(what, ""), predicted, peer,
+        peer_number * bool(peer), run.gpus,
+    )  # fmt: skip
 
 
 def kernel(
     name: str, says: str, bench: str, seconds: int, path: str, unit: str, ours: str = "ours", theirs: str = "Liger",
-    peer: str = "", machine: str = "h200",
+    peer: str = "",
 ) -> Claim:  # fmt: skip
     """Returns the claim of a kernel. Its path has {} where its line names ours and theirs."""
     command, number, peer_number = f"python -m benchmarks.{bench}", path.format(ours), path.format(theirs)
-    return Claim(name, says, machine, command, seconds, number, unit, "", peer or theirs, peer_number)
+    return Claim(name, says, "h200", command, seconds, number, unit, "", peer or theirs, peer_number)
 
 
-DENSE = "--settings auto 24GB peer --host_budget 102GB"
+DENSE = Run("--settings auto 24GB peer --host_budget 102GB", 360)
 COMPACT = "--settings 24GB --host_budget 50GB --optimizer_state compact"
-FLASH = "--settings auto+flash-attn-4 24GB+flash-attn-4 --host_budget 102GB"
-SHORTER = "--context_length 65536 --settings auto 16GB --host_budget 102GB"
-MILLION = "--context_length 1048576 --settings auto+sparse --host_budget 102GB"
-CAPPED = "--context_length 32768 --settings 24GB --optimizer_state compact --steps 5"
-EIGHT = f"{CAPPED} --model_size 8B --host_budget 77GB"
-FOURTEEN = f"{CAPPED} --model_size 14B --host_budget 115GB"
-LORA = "--context_length 32768 --lora 16 --settings auto peer --steps 4"
-EIGHT_BY_4 = "--model_size 8B --lora 16 --lora_bits 4 --settings 15GB --host_budget 22GB"
-SAVING = "--settings 24GB --host_budget 70GB --optimizer_state compact --steps 2 --save_to DIR"
+TWO = Run("--context_parallel_size 2 --settings auto 34GB --host_budget 50GB", 165, 2, ON_TWO)
 QWEN = "--model_size qwen3.5-4B"
-CAPPED_QWEN = f"{QWEN} --settings 72GB 24GB --host_budget 84GB"
-TWO = "--context_parallel_size 2 --settings auto 34GB --host_budget 100GB --communication"
+QWEN_DENSE = Run(f"{QWEN} --settings auto 24GB peer --host_budget 84GB --steps 3 --warm_up_tokens 16384", 280)
+QWEN_TWO = Run(f"{QWEN} --settings auto --context_parallel_size 2", 80, 2, ON_TWO)
+QWEN_MILLION = Run(
+    f"{QWEN} --context_length 1048576 --settings auto+sparse --host_budget 99GB --optimizer_state compact --steps 3",
+    270,
+)
+QWEN_9B = Run("--model_size qwen3.5-9B --settings auto --host_budget 99GB --optimizer_state compact", 100)
+QWEN_27B = Run(
+    "--model_size qwen3.5-27B --lora 16 --lora_bits 4 --settings 40GB --host_budget 99GB --warm_up_tokens 16384", 190
+)
+PREFERENCES = "python -m benchmarks.bench_preferences --steps 2 --host_budget 102GB "
+LONG = Run("--prompt 120000 --answer 2000 --settings auto auto+apart 24GB", 440, command=PREFERENCES)
+PAIR = Run("--prompt 30720 --answer 2048 --settings auto 22GB trl", 130, command=PREFERENCES)
+SHARED = "python -m benchmarks.bench_shared_prompts"
+EIGHT_ANSWERS = "results > a prompt of 98,304 tokens, 8 answers of 4,096 > {} > {}"
+MIXTURE = "--model_size qwen3-30B-A3B --host_budget 112GB --optimizer_state compact "
+MIXTURE_DENSE = Run(f"{MIXTURE}--steps 3 --warm_up_tokens 16384 --settings auto", 250)
+MIXTURE_SPARSE = Run(f"{MIXTURE}--steps 3 --warm_up_tokens 16384 --settings auto+sparse", 160)
+MIXTURE_4_BITS = Run(
+    "--model_size qwen3-30B-A3B --lora 16 --lora_bits 4 --settings 23GB --host_budget 38GB --warm_up_tokens 16384", 180
+)
+MIXTURE_35B = Run(
+    "--model_size qwen3.5-35B-A3B --lora 16 --host_budget 100GB --settings auto --steps 3 --warm_up_tokens 16384", 140
+)
+SHORT = Run("--context_length 32768 --settings auto auto+fp8 auto+fp8-gradients auto+int8 --steps 3", 140)
+EIGHT = Run("--context_length 16384 --gradient_accumulation_steps 8 --settings auto auto+fp8 auto+int8", 130)
+SPARSE = Run("--settings auto+sparse auto+sparse+fp8 auto+sparse+int8", 140)
+LORA = Run("--context_length 32768 --lora 16 --steps 3 --settings auto auto+fp8 peer", 110)
+LORA_4_BITS = Run("--context_length 32768 --lora 16 --lora_bits 4 --steps 3 --settings auto peer", 90)
+EIGHT_BY_4 = Run(
+    "--model_size 8B --lora 16 --lora_bits 4 --settings 15GB --host_budget 22GB --warm_up_tokens 16384", 120
+)
+FOURTEEN = Run(
+    "--model_size 14B --context_length 32768 --settings 24GB --optimizer_state compact --steps 4 --host_budget 115GB",
+    140,
+)
+PACKED = Run("--packed --steps 4 --settings 24GB --host_budget 102GB", 140)
+MILLION = Run("--context_length 1048576 --settings auto+sparse --host_budget 102GB", 230)
+SAVING = Run("--settings 24GB --host_budget 70GB --optimizer_state compact --warm_up_tokens 16384 --save_to DIR", 280)
 LOSS = "three bare GEMMs"
 
 CLAIMS = [
-    # A step of the 4B on 131,072 tokens
-    step("dense", "4B, 131,072 tokens, no cap", DENSE, "auto", 420, peer=LIGER),
-    step("dense_memory", "its GPU memory", DENSE, "auto", 420, "peak_gib", LIGER),
-    step("24gb", "the same within 24 GiB", DENSE, "24GB", 420, peer=LIGER),
-    step("24gb_memory", "its GPU memory", DENSE, "24GB", 420, "peak_gib", LIGER),
-    step("24gb_host", "its host memory, of the process", DENSE, "24GB", 420, "host_gib"),
-    step("64gb", "within 24 GiB, on a machine of 64 GB (compact state)", COMPACT, "24GB", 180),
-    step("64gb_host", "its host memory, of the process", COMPACT, "24GB", 180, "host_gib"),
-    step("flash", "no cap, with flash-attn-4", FLASH, "auto+flash-attn-4", 240),
-    step("flash_24gb", "within 24 GiB, with flash-attn-4", FLASH, "24GB+flash-attn-4", 240),
-    step("windows", "windows of 4,096 in three layers of four", "--settings auto+windows", "auto+windows", 90),
-    step("sparse", "sparse attention, 32 blocks", "--settings auto+sparse --steps 3", "auto+sparse", 100),
-    step("fp8", "the same with products in FP8", "--settings auto+sparse --steps 3 --linear fp8", "auto+sparse", 100),
-    step("nsa", "native sparse attention", "--settings auto+nsa --host_budget 110GB", "auto+nsa", 120),
-    Claim(
-        "saving", "a step beside a full checkpoint, ÷ a step with nothing saved", "h200", STEP + SAVING, 480,
-        "results > 24GB > saving > ratio", "",
-    ),
-    # Other lengths
-    step("64k", "4B, 65,536 tokens within 16 GiB", SHORTER, "16GB", 120, peer="no cap", peer_setting="auto"),
-    step("256k", "4B, 262,144 tokens within 40 GiB", "--context_length 262144 --settings 40GB --host_budget 102GB",
-         "40GB", 300),
-    step("million", "4B, 1,048,576 tokens, sparse", MILLION, "auto+sparse", 240),
-    step("million_windows", "4B, 1,048,576 tokens, windows and sparse",
-         "--context_length 1048576 --settings auto+windows+sparse", "auto+windows+sparse", 210),
-    Claim(
-        "longest", "0.6B within 4 GiB and 16 of the host: the longest context", "h200",
-        "python profile_memory.py --find_max_context --measure --model_size 0.6B --memory_budget 4GB "
-        "--host_budget 16GB --json FILE",
-        240, "measured_context", "tokens", "predicted_context",
-    ),
-    # Packed documents
-    step("packed", "4B, packed files within 24 GiB", "--packed --steps 8 --settings 24GB auto --host_budget 102GB",
-         "24GB", 360, peer="no cap", peer_setting="auto"),
-    # Larger models, adapters
-    step("8b", "8B, 32,768 tokens within 24 GiB", EIGHT, "24GB", 120),
-    step("14b", "14B, 32,768 tokens within 24 GiB", FOURTEEN, "24GB", 180),
-    step("14b_host", "its host memory, of the process", FOURTEEN, "24GB", 180, "host_gib"),
-    step("lora", "4B, 32,768 tokens, adapters of rank 16", LORA, "auto", 90, peer="peft + transformers + Liger"),
-    step("lora_4_bits", "the same beside frozen weights in 4 bits", f"{LORA} --lora_bits 4", "auto", 90,
-         peer="peft + bitsandbytes"),
-    step("8b_4_bits", "8B, 131,072 tokens, adapters beside 4 bits, within 15 GiB", EIGHT_BY_4, "15GB", 240),
-    step("8b_4_bits_host", "its host memory, of the process", EIGHT_BY_4, "15GB", 240, "host_gib"),
+    # The 4B on 131,072 tokens
+    step("dense", "4B, 131,072 tokens, no cap", DENSE, "auto", peer=LIGER),
+    step("dense_memory", "its GPU memory", DENSE, "auto", "peak_gib", LIGER),
+    step("24gb", "the same within 24 GiB", DENSE, "24GB", peer=LIGER),
+    step("24gb_memory", "its GPU memory", DENSE, "24GB", "peak_gib", LIGER),
+    step("24gb_host", "its host memory, of the process", DENSE, "24GB", "host_gib"),
+    step("64gb", "within 24 GiB, on a machine of 64 GB (compact state)", Run(COMPACT, 140), "24GB"),
+    step("64gb_host", "its host memory, of the process", Run(COMPACT, 140), "24GB", "host_gib"),
+    step("two", "on two GPUs", TWO, "auto"),
+    step("two_34gb", "on two GPUs, within 34 GiB on each", TWO, "34GB"),
+    step("two_34gb_memory", "its GPU memory, on each", TWO, "34GB", "peak_gib"),
+    step("windows", "windows of 4,096 in three layers of four", Run("--settings auto+windows", 80), "auto+windows"),
+    step("sparse", "sparse attention, 32 blocks", SPARSE, "auto+sparse"),
+    step("fp8_sparse", "the same with products in FP8", SPARSE, "auto+sparse+fp8", "seconds", "bf16", "auto+sparse"),
+    # The 4B on other texts, other sizes
+    step("fp8", "4B, 32,768 tokens, products in FP8", SHORT, "auto+fp8", "seconds", "bf16", "auto"),
+    step("fp8_int8", "forward in int8, gradients in FP8", SHORT, "auto+int8", "seconds", "bf16", "auto"),
+    step("fp8_eight", "4B, 8 x 16,384 tokens, products in FP8", EIGHT, "auto+fp8", "seconds", "bf16", "auto"),
+    step("fp8_eight_int8", "forward in int8, gradients in FP8", EIGHT, "auto+int8", "seconds", "bf16", "auto"),
+    step("lora", "4B, 32,768 tokens, adapters of rank 16", LORA, "auto", peer="peft + transformers + Liger"),
+    step("lora_fp8", "the same, products in FP8", LORA, "auto+fp8", "seconds", "bf16", "auto"),
+    step("lora_4_bits", "adapters beside frozen weights in 4 bits", LORA_4_BITS, "auto", peer="peft + bitsandbytes"),
+    step("8b_4_bits", "8B, 131,072 tokens, adapters beside 4 bits, within 15 GiB", EIGHT_BY_4, "15GB"),
+    step("14b", "14B, every weight, 32,768 tokens, within 24 GiB", FOURTEEN, "24GB"),
+    step("packed", "4B, packed files, within 24 GiB", PACKED, "24GB"),
+    step("64k", "4B, 65,536 tokens, within 16 GiB",
+         Run("--context_length 65536 --settings 16GB --host_budget 102GB", 95), "16GB"),
     # Qwen3.5
-    step("qwen", "Qwen3.5-4B, 131,072 tokens", f"{QWEN} --settings auto peer", "auto", 400, peer=f"{LIGER} + fla"),
-    step("qwen_24gb", "Qwen3.5-4B within 24 GiB", CAPPED_QWEN, "24GB", 150, machine="h100"),
-    step("qwen_million", "Qwen3.5-4B, 1,048,576 tokens, sparse", f"{QWEN} --context_length 1048576 --settings "
-         "auto+sparse --host_budget 99GB --optimizer_state compact", "auto+sparse", 200),
-    # A mixture of experts, preferences
-    step("mixture", "Qwen3-30B-A3B, every weight, 131,072 tokens", "--model_size qwen3-30B-A3B --host_budget 112GB "
-         "--optimizer_state compact --settings auto --steps 2 --warm_up_tokens 16384", "auto", 300),
-    Claim(
-        "dpo", "4B, DPO on a prompt of 30,720 tokens and two answers", "h100",
-        "python -m benchmarks.bench_preferences --prompt 30720 --answer 2048 --settings auto 24GB trl --steps 2", 240,
-        "results > auto > seconds", "s", "results > auto > predicted_seconds", "TRL", "results > trl > seconds",
-    ),
-    # Two GPUs that share a sequence
-    step("two", "4B, 131,072 tokens on two GPUs", TWO, "auto", 150, machine="h100-x2"),
-    step("two_34gb", "the same within 34 GiB on each", TWO, "34GB", 150, machine="h100-x2"),
-    step("two_34gb_memory", "its GPU memory, on each", TWO, "34GB", 150, "peak_gib", machine="h100-x2"),
-    step("two_512k", "4B, 524,288 tokens on two GPUs", "--context_length 524288 --context_parallel_size 2 --settings "
-         "auto --host_budget 100GB", "auto", 450, machine="h100-x2"),
-    step("two_qwen", "Qwen3.5-4B, 131,072 tokens on two GPUs", f"{QWEN} --settings auto --context_parallel_size 2 "
-         "--communication", "auto", 120, machine="h100-x2"),
+    step("qwen", "Qwen3.5-4B, 131,072 tokens", QWEN_DENSE, "auto", peer=f"{LIGER} + fla"),
+    step("qwen_24gb", "the same within 24 GiB", QWEN_DENSE, "24GB", "seconds", "no cap", "auto"),
+    step("qwen_64gb", "within 24 GiB, on a machine of 64 GB", Run(f"{QWEN} {COMPACT}", 95), "24GB"),
+    step("qwen_two", "on two GPUs", QWEN_TWO, "auto"),
+    step("qwen_million", "Qwen3.5-4B, 1,048,576 tokens, sparse", QWEN_MILLION, "auto+sparse"),
+    step("qwen_million_memory", "its GPU memory", QWEN_MILLION, "auto+sparse", "peak_gib"),
+    step("qwen_9b", "Qwen3.5-9B, every weight, 131,072 tokens", QWEN_9B, "auto"),
+    step("qwen_27b", "Qwen3.5-27B, 131,072 tokens, adapters beside 4 bits, within 40 GiB", QWEN_27B, "40GB"),
+    kernel("delta_rule", "gated delta rule, backward", "bench_delta_net", 130,
+           "results > delta rule > {} > backward_ms", "ms", theirs="fla 0.6.0", peer="fla"),
+    # Preferences
+    step("dpo_long", "4B, DPO on a prompt of 120,000 tokens and two answers of 2,000", LONG, "auto", "seconds",
+         "each after its own prompt", "auto+apart"),
+    step("dpo_long_24gb", "the same within 24 GiB", LONG, "24GB", "seconds", "no cap", "auto"),
+    step("dpo_long_reference", "the reference's pass, of a step", LONG, "auto", "reference_of_step"),
+    step("dpo", "4B, DPO on a prompt of 30,720 tokens and two answers of 2,048", PAIR, "auto", "seconds", "TRL", "trl"),
+    step("dpo_22gb", "the same within 22 GiB", PAIR, "22GB", "seconds", "TRL", "trl"),
+    step("dpo_22gb_memory", "its GPU memory", PAIR, "22GB", "peak_gib", "TRL", "trl"),
+    Claim("shared_prompts", "a block on eight answers after one prompt, ÷ each after its own", "h200", SHARED, 110,
+          EIGHT_ANSWERS.format("full", "ratio"), ""),
+    Claim("shared_sparse", "the same, sparse", "h200", SHARED, 110, EIGHT_ANSWERS.format("sparse", "ratio"), ""),
+    # Mixtures of experts
+    step("mixture", "Qwen3-30B-A3B, every weight, 131,072 tokens", MIXTURE_DENSE, "auto"),
+    step("mixture_memory", "its GPU memory", MIXTURE_DENSE, "auto", "peak_gib"),
+    step("mixture_sparse", "the same, sparse", MIXTURE_SPARSE, "auto+sparse"),
+    step("mixture_64k", "65,536 tokens, dense", Run(f"{MIXTURE}--context_length 65536 --settings auto", 150), "auto",
+         "tokens_per_second"),
+    step("mixture_4_bits", "131,072 tokens, adapters beside 4 bits, within 23 GiB", MIXTURE_4_BITS, "23GB"),
+    step("mixture_4_bits_host", "its host memory, of the process", MIXTURE_4_BITS, "23GB", "host_gib"),
+    step("mixture_35b", "Qwen3.5-35B-A3B, 131,072 tokens, adapters of rank 16", MIXTURE_35B, "auto"),
+    kernel("experts", "experts of Qwen3-30B-A3B, forward and backward", "bench_experts", 200,
+           "results > random > {} > both_ms", "ms", theirs="torch grouped_mm", peer="grouped_mm"),
+    kernel("experts_liger", "the same beside Liger", "bench_experts", 200, "results > random > {} > both_ms", "ms"),
     # Kernels, at 131,072 tokens
     kernel("loss", "the loss over the vocabulary, forward and backward", "bench_linear_cross_entropy", 90,
            "results > chunked > {} > ms", "ms", theirs=LOSS),
-    kernel("loss_masked", "the same, 75% of labels left out", "bench_linear_cross_entropy", 90,
-           "results > chunked > {}, 75% of labels -100 > ms", "ms", theirs="Liger, float32 dW", peer="Liger"),
     kernel("loss_odd", "the loss, a vocabulary of two words fewer", "bench_linear_cross_entropy", 90,
            "results > two words fewer > {} > ms", "ms", theirs=LOSS),
     kernel("loss_memory", "the loss at 32,768 tokens, memory beyond its inputs", "bench_linear_cross_entropy", 90,
            "results > full logits > {} > extra_gib", "GiB", theirs="eager", peer="full logits"),
-    kernel("cross_entropy", "cross-entropy in place, of a copy's rate", "bench_cross_entropy", 40,
-           "results > {}, in place > of_copy", ""),
     kernel("rms_norm", "RMSNorm backward, of a copy's rate", "bench_rms_norm", 40,
            "results > hidden > {} > backward_of_copy", ""),
-    kernel("rope", "RoPE forward, of a copy's rate", "bench_rope", 40, "results > {} > forward_of_copy", ""),
     kernel("window", "a layer's window of 4,096, backward", "bench_attention --windows 4096 --backends cudnn", 60,
            "results > window of 4096, {} > backward_ms", "ms", theirs="FlexAttention"),
-    kernel("update", "the 4B's update, compact state on the GPU", "bench_optimizer --places gpu", 60,
-           "model > {}, gpu > seconds", "s", "compact", "float32", "float32 state"),
-    kernel("delta_rule", "gated delta rule, backward", "bench_delta_net", 90, "results > delta rule > {} > backward_ms",
-           "ms", theirs="fla 0.6.0", peer="fla", machine="h100"),
-    kernel("experts", "experts of Qwen3-30B-A3B, forward and backward", "bench_experts --tiles", 120,
-           "results > random > {} > both_ms", "ms", theirs="torch grouped_mm", peer="grouped_mm", machine="h100"),
-    Claim(
-        "shared_prompts", "eight answers after one prompt, ÷ each after its own", "h100",
-        "python -m benchmarks.bench_shared_prompts", 60,
-        "results > a prompt of 98,304 tokens, 8 answers of 4,096 > full > ratio", "",
-    ),
+    # Long runs
+    step("million", "4B, 1,048,576 tokens, sparse", MILLION, "auto+sparse"),
+    step("256k", "4B, 262,144 tokens, within 40 GiB",
+         Run("--context_length 262144 --settings 40GB --host_budget 102GB", 250), "40GB"),
+    Claim("saving", "a step beside a full checkpoint, ÷ a step with nothing saved", "h200", STEP + SAVING.flags,
+          SAVING.seconds, "results > 24GB > saving > ratio", ""),
     # On a CPU
     Claim(
         "released", "SmolLM2-135M's loss, difference from transformers", "cpu",

@@ -1,9 +1,10 @@
 """Measure the claims of MEMORY_REPORT.md, and write its table: `python -m benchmarks.report --machine h200`.
 
-The commands of benchmarks/claims.py for this kind of machine run in turn. After each, its numbers are written to
-benchmarks/results/report_<gpu>_<commit>.json. The same command again goes on where it was stopped: commands that the
-file has numbers of do not run. With `--seconds 560` a command that would take longer than what is left is left out. The
-exit status is 1 while numbers are missing.
+The commands of benchmarks/claims.py for this kind of machine run side by side, each on GPUs of its own; with
+CUDA_VISIBLE_DEVICES=0 in the environment, in turn. What they print goes to build/report/. After each its numbers are
+written to benchmarks/results/report_<gpu>_<commit>.json. The same command again goes on where it was stopped: commands
+that the file has numbers of do not run. With `--seconds 560` the first commands that fill this time run, the longest of
+them first, and then what still fits. The exit status is 1 while numbers are missing.
 
 `--write` renders the table between "<!-- claims -->" and "<!-- end -->", from the latest measurement of each claim in
 benchmarks/results/report_*.json. The text around it is written by hand.
@@ -14,33 +15,29 @@ import json
 import math
 import os
 import re
-import shlex
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from contextlib import suppress
-from pathlib import Path
+from contextlib import closing
 
 import torch
 
-from benchmarks.claims import CLAIMS, Claim
+from benchmarks.claims import CLAIMS, FIRST, Claim
 from benchmarks.common import ROOT, environment
+from benchmarks.side_by_side import Job, in_order, run_all
 from training.host.files import replace_file
+from training.host.sizes import GIB
 
-REPORT, RESULTS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results"
-GPUS_OF = {"h200": 1, "h100": 1, "h100-x2": 2, "cpu": 0}  # by the kind of machine
+REPORT, RESULTS, LOGS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results", ROOT / "build" / "report"
 MARKERS = "<!-- claims -->\n.*?<!-- end -->"
 COLUMNS = "claim", "measured", "predicted", "peer or floor, measured ÷ it", "GPU", "date, commit", "command"
 
 
 def main(argv: list[str]) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", choices=GPUS_OF, help="measure the claims for this kind of machine")
+    parser.add_argument("--machine", choices=("h200", "cpu"), help="measure the claims for this kind of machine")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these claims alone")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop before so many have passed")
+    parser.add_argument("--host_gib", type=float, help="host memory; default: what the system says it has")
     parser.add_argument("--write", action="store_true", help="render the table of MEMORY_REPORT.md")
     arguments = parser.parse_args(argv)
     claims = [claim for claim in CLAIMS if claim.machine == arguments.machine]
@@ -48,13 +45,13 @@ def main(argv: list[str]) -> int:
         parser.error(f"--only takes {', '.join(claim.name for claim in claims)}; got {', '.join(sorted(unknown))}")
     if not arguments.machine and not arguments.write:
         parser.error("give --machine, or --write")
-    if arguments.machine and (needed := GPUS_OF[arguments.machine]) > torch.cuda.device_count():
-        parser.error(f"--machine {arguments.machine} needs {needed} of its GPUs, here are {torch.cuda.device_count()}")
-    kind = (arguments.machine or "cpu").partition("-")[0].upper()
-    if kind != "CPU" and kind not in (name := torch.cuda.get_device_name()):
-        parser.error(f"--machine {arguments.machine} measures on an {kind}, and here is an {name}")
+    if arguments.machine == "h200":
+        here = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        if "H200" not in here:
+            parser.error(f"--machine h200 measures on an H200, and here is an {here}")
     claims = [claim for claim in claims if claim.name in (arguments.only or claim.name)]
-    is_whole = measure_all(claims, arguments.seconds) if claims else True
+    gib = arguments.host_gib or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    is_whole = measure_all(claims, arguments.seconds, gib) if claims else True
     if arguments.write:
         replace_file(REPORT, render(REPORT.read_text()))
     return 0 if is_whole else 1
@@ -63,64 +60,39 @@ def main(argv: list[str]) -> int:
 # Measuring
 
 
-def measure_all(claims: list[Claim], limit: float) -> bool:
+def measure_all(claims: list[Claim], limit: float, gib: float) -> bool:
     """Runs the commands of claims that this commit has no number of; returns whether none is missing at the end."""
-    began = time.monotonic()
-    count = GPUS_OF[claims[0].machine]
-    machine = environment(torch.device("cuda" if count else "cpu"))
-    gpu = machine["gpu"].removeprefix("NVIDIA ").partition(" ")[0] + f"-x{count}" * (count > 1)
-    file = RESULTS / f"report_{gpu.lower()}_{machine['commit'] or 'unknown'}.json"
+    on_gpu = claims[0].machine != "cpu"
+    machine = environment(torch.device("cuda" if on_gpu else "cpu"))
+    kind = machine["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+    file = RESULTS / f"report_{kind.lower()}_{machine['commit'] or 'unknown'}.json"
     found = json.loads(file.read_text()) if file.exists() else {"claims": {}, "lines": {}}
     by_command: dict[str, list[Claim]] = {}
-    for claim in claims:
+    for claim in sorted(claims, key=lambda claim: not claim.name.startswith(FIRST)):
         if claim.name not in found["claims"]:
             by_command.setdefault(claim.command, []).append(claim)
-    for command, missing in by_command.items():
-        left = limit - (time.monotonic() - began)
-        if left < missing[0].seconds:
-            print(f"left out, {left:.0f} s are left and it takes {missing[0].seconds}: {command}", flush=True)
-            continue
-        line = run(command, left)
-        if (ran := line.get("commit", machine["commit"])) != machine["commit"]:
-            print(f"left out, the code became {ran} before it ran: {command}", flush=True)
-            continue
-        about = {**machine, "gpu": gpu, "date": datetime.datetime.now().isoformat(timespec="minutes")}
-        for claim in missing:
-            if (entry := read_claim(claim, line)) is not None:
-                found["claims"][claim.name] = {**entry, "command": command, **about}
-            print(f"{claim.name}: {entry}", flush=True)
-        found["lines"][command] = line
-        replace_file(file, json.dumps(found, indent=1) + "\n")
+    jobs = [Job(own[0].name, command, own[0].seconds, own[0].gpus) for command, own in by_command.items()]
+    gpus = visible_gpus() if on_gpu else [""]
+    with closing(run_all(in_order(jobs, len(gpus) * limit), gpus, gib, limit, LOGS)) as ended:
+        for job, line, beside in ended:
+            if (ran := line.get("commit", machine["commit"])) != machine["commit"]:
+                print(f"left out, the code became {ran} before it ran: {job.command}", flush=True)
+                continue
+            about = {"gpu": kind + f"-x{job.gpus}" * (job.gpus > 1), "beside": beside, "command": job.command}
+            about["date"] = datetime.datetime.now().isoformat(timespec="minutes")
+            for claim in by_command[job.command]:
+                if (entry := read_claim(claim, line)) is not None:
+                    found["claims"][claim.name] = {**entry, **machine, **about}
+                print(f"{claim.name}: {entry}", flush=True)
+            found["lines"][job.command] = line
+            replace_file(file, json.dumps(found, indent=1) + "\n")
     return all(claim.name in found["claims"] for claim in claims)
 
 
-def run(command: str, limit: float) -> dict:
-    """Runs a command for `limit` seconds at most, and returns the keys of its JSON lines; {} where it fails."""
-    print(f"\n{command}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder) / "line.json"
-        words = [{"FILE": str(written), "DIR": folder}.get(word, word) for word in shlex.split(command)]
-        launcher = [sys.executable, *["-m", "torch.distributed.run"] * (words[0] == "torchrun")]
-        process = subprocess.Popen(
-            [*launcher, *words[1:]], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        try:
-            output = process.communicate(timeout=limit if math.isfinite(limit) else None)[0]
-        except subprocess.TimeoutExpired:
-            print(f"killed after {limit:.0f} s", flush=True)
-            return {}
-        finally:  # torchrun's processes end too, and all of them after Ctrl+C
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        print(output, flush=True)
-        lines = output.splitlines() + ([written.read_text()] if written.exists() else [])
-    line: dict = {}
-    for text in lines:
-        with suppress(ValueError):
-            if isinstance(value := json.loads(text), dict):
-                line |= value
-    return {} if process.returncode else line
+def visible_gpus() -> list[str]:
+    """Returns the names of this process's GPUs for CUDA_VISIBLE_DEVICES."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [*map(str, range(torch.cuda.device_count()))]
 
 
 def read_claim(claim: Claim, line: dict) -> dict | None:
@@ -170,14 +142,14 @@ def row_of(claim: Claim, entry: dict | None, above: dict | None) -> list[str]:
     """Returns the cells of a claim. Its command is "same run" below a row of the same run."""
     if entry is None:
         return [claim.says, "not measured", "", "", "", "", f"`{claim.command}`"]
-    number, predicted, peer = entry["number"], entry.get("predicted"), entry.get("peer")
-    is_same = above is not None and all(entry[name] == above[name] for name in ("gpu", "date", "commit", "command"))
+    number, predicted, peer, beside = (entry.get(key) for key in ("number", "predicted", "peer", "beside"))
+    is_same = above is not None and all(entry[name] == above[name] for name in ("date", "commit", "command"))
     return [
         claim.says,
         f"{shown(number)} {'' if math.isnan(number) else claim.unit}".strip(),
         f"{shown(predicted)} {ratio(predicted, number, '({:+.1%})', 1)}".strip() if predicted else "",
         f"{claim.peer} {shown(peer)} {ratio(number, peer, '({:.2f})')}".strip() if peer else "",
-        entry["gpu"],
+        entry["gpu"] + (f" ({beside} beside)" if beside else ""),
         f"{entry['date'][:10]}, {entry['commit']}",
         "same run" if is_same else f"`{entry['command']}`",
     ]

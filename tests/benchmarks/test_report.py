@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,7 @@ def two_claims(tmp_path, monkeypatch):
     ]
     monkeypatch.setattr(report, "CLAIMS", claims)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "LOGS", tmp_path / "logs")
     monkeypatch.setattr(report, "REPORT", tmp_path / "MEMORY_REPORT.md")
     report.REPORT.write_text(TABLE)
     return runs
@@ -67,7 +69,9 @@ def test_a_command_that_fails_or_takes_too_long_has_no_number(two_claims, tmp_pa
 
 def test_a_command_that_ran_another_commit_has_no_number(two_claims, monkeypatch, capsys):
     for commit, is_measured in (("another", False), (common.commit(), True)):
-        monkeypatch.setattr(report, "run", lambda *_, commit=commit: {"most": 1, "commit": commit})
+        monkeypatch.setattr(
+            report, "run_all", lambda jobs, *_, commit=commit: ((job, {"most": 1, "commit": commit}, 0) for job in jobs)
+        )
         report.main(["--machine", "cpu", "--only", "most"])
         assert ("most" in report.latest()) == is_measured
         assert ("left out, the code became another" in capsys.readouterr().out) != is_measured
@@ -80,6 +84,26 @@ def test_the_latest_measurement_counts(tmp_path, monkeypatch):
     assert report.latest() == {"one": {"date": "2026-11-26T10:00"}}
     numbers = 0.9494, 1.0132, 39.47, 129.646, 82_944, 7.4e-6, float("nan")
     assert [*map(report.shown, numbers)] == ["0.949", "1.013", "39.47", "129.6", "82,944", "7.4e-06", "out of memory"]
+
+
+def test_commands_run_side_by_side_and_their_rows_say_so(two_claims, tmp_path, monkeypatch):
+    """On a GPU machine: a claim of two GPUs has its own kind of GPU, and a command is run on each visible one."""
+    claims = [replace(claim, machine="h200", gpus=1 + (claim.name == "slow")) for claim in report.CLAIMS]
+    claims = [
+        replace(claim, name=f"{claim.name} {i}", command=claim.command + f" {i}") for i in "ab" for claim in claims
+    ]
+    monkeypatch.setattr(report, "CLAIMS", [claim for claim in claims if "elsewhere" not in claim.name])
+    monkeypatch.setattr(report, "environment", lambda device: {"gpu": "NVIDIA H200", "commit": "abc"})
+    monkeypatch.setattr(report.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(report.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5,7")
+    assert report.main(["--machine", "h200", "--host_gib", "99", "--write"]) == 0
+    found = json.loads((tmp_path / "report_h200_abc.json").read_text())["claims"]
+    assert {name: entry["gpu"] for name, entry in found.items()} == {
+        f"{name} {i}": "H200-x2" if name == "slow" else "H200" for i in "ab" for name in ("fast", "most", "slow")
+    }
+    assert {found[name]["beside"] for name in ("slow a", "fast a")} == {1}
+    assert "| H200 (1 beside) |" in report.REPORT.read_text()
 
 
 def test_a_row_whose_peer_or_whose_own_step_ran_out_of_memory():
@@ -120,12 +144,11 @@ def test_the_report_holds_what_its_command_writes():
 
 @pytest.mark.parametrize(("words", "says"), [
     ("--machine cpu --only nothing", "--only takes released, prepare; got nothing"),
-    ("--machine h100-x2", "--machine h100-x2 needs 2 of its GPUs, here are 1"),
     ("--machine h200", "--machine h200 measures on an H200, and here is an NVIDIA H100 80GB HBM3"),
     ("--seconds 9", "give --machine, or --write"),
 ])  # fmt: skip
 def test_what_is_refused(words, says, monkeypatch, capsys):
-    monkeypatch.setattr(report.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(report.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(report.torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     with pytest.raises(SystemExit):
         report.main(words.split())
