@@ -5,18 +5,26 @@
 Our step is train.py's, with float32 masters and its looks between blocks for a signal to stop. A setting is "auto" or a
 size, taken as --memory_budget (a hard cap), or "checkpointing", which is --gradient_checkpointing. After either,
 "+flash-attn-4" names another attention kernel, "+sparse" and "+nsa" are --attention_type, and "+fp8" and its like
---linear. "+windows" gives three layers of four a window of 4,096 tokens. The peer is transformers' Qwen3 with Liger's
-kernels and loss, gradient checkpointing and fused AdamW on bf16 weights (no float32 masters). All train on the same
-text as one document: the Python standard library, bytes. With `--lora 16` all of them train adapters of that rank
-alone, the peer by peft's, in bf16, or with `--lora_bits 4` beside bitsandbytes' linear maps of 4 bits.
+--linear. "+windows" gives three layers of four a window of 4,096 tokens.
+
+"peer" is transformers' Qwen3 with Liger's kernels and loss, gradient checkpointing and fused AdamW on bf16 weights (no
+float32 masters). "peer+kept" is the same without checkpointing. "titan" is torchtitan's Qwen3 (0.2.2) with compiled
+blocks and loss, without checkpointing, with the peer's optimizer. All train on the same text as one document: the
+Python standard library, bytes. With `--lora 16` ours and the peer, by peft, train adapters of that rank alone, in bf16,
+or with `--lora_bits 4` beside 4-bit linear maps, the peer's by bitsandbytes.
+
+A step of `--batch_size 8` has 8 sequences, and "/2" after a setting runs them as 2 micro-batches of 4: "auto/2",
+"peer+kept/2". The mean of the second half of its steps is timed. What runs out of memory has NaN seconds. `--settings
+auto peer peer+kept/2 titan/2 --context_length 4096 --batch_size 8 --steps 6` compares short sequences.
 
 The first of a setting's `--steps` compiles kernels and makes workspaces and optimizer state. It has
 `--warm_up_tokens`; by default 16,384 above 131,072 tokens, and else as many as the others. The last step is timed, from
 the end of the backward before to the end of its own: an update of state on the host goes on beside the next forward,
 and the peer's step has ended by then.
 
-With `--packed` each step takes another sequence of documents, packed as train.py packs them. The second half of the
+With `--packed` each step takes other sequences of documents, packed as train.py packs them. The second half of the
 steps is timed, since cuDNN has then built its plans of most lengths, and predicted from its own documents' lengths.
+Peers take the same sequences as one document each: their tokens see the documents before, which ours do not.
 `--mean_length 800` cuts the text into documents with exponentially distributed lengths. `--heavy_tailed` cuts it into
 documents with log-normal ones: their median is 85 tokens, and half of all tokens are in documents above 5,000. Under
 torchrun each rank has its own sequences, or ranks share them by `--context_parallel_size` or matrices by
@@ -51,7 +59,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import peer_model, print_json, print_table
-from kernels.attention.documents import find_documents
+from kernels.attention.documents import all_segments, find_documents
 from kernels.attention.full import FULL
 from kernels.attention.window import Window
 from kernels.gated_delta_net import DeltaNet
@@ -80,6 +88,7 @@ from training.run.settings import PEAK_LEARNING_RATE, TrainConfig
 from training.run.step import train_step
 from training.run.stopping import Stopping
 
+PEERS = {"peer", "titan"}
 LONGEST_REPEATED, WARM_UP_TOKENS = 131_072, 16_384
 WINDOWS = (Window(4096), Window(4096), Window(4096), FULL)
 
@@ -89,6 +98,7 @@ def main() -> None:
     parser.add_argument("--model_size", default="4B", choices=MODEL_SIZES)
     parser.add_argument("--num_layers", type=int, help="default: all of the model's")
     parser.add_argument("--context_length", type=int, default=131_072)
+    parser.add_argument("--batch_size", type=int, default=1, help="sequences of a micro-batch, or of N with /N")
     parser.add_argument("--settings", nargs="+", default=["auto", "checkpointing", "peer"])
     parser.add_argument("--host_budget", help="for settings with a memory budget")
     parser.add_argument("--optimizer_state", default="float32", choices=OPTIMIZER_STATES, help="as train.py's")
@@ -118,13 +128,15 @@ def main() -> None:
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     arguments = parser.parse_args()
-    several = arguments.packed or arguments.gradient_accumulation_steps > 1
-    if arguments.steps < 2 or (several and "peer" in arguments.settings):
-        parser.error("--steps must be at least 2, and the peer takes one document a step")
-    if arguments.weights_on_host and {"checkpointing", "peer"} & {name.split("+")[0] for name in arguments.settings}:
-        parser.error("--weights_on_host changes plans, and checkpointing and the peer have none")
-    if arguments.save_to is not None and (not arguments.save_to.is_dir() or "peer" in arguments.settings):
-        parser.error("--save_to must be a folder that exists, and the peer saves nothing")
+    names = {name_of(setting) for setting in arguments.settings}
+    if arguments.steps < 2 or any(arguments.batch_size % split_of(setting) for setting in arguments.settings):
+        parser.error("--steps must be at least 2, and /N after a setting must divide --batch_size")
+    if arguments.weights_on_host and {"checkpointing", *PEERS} & names:
+        parser.error("--weights_on_host changes plans, and checkpointing and peers have none")
+    if arguments.save_to is not None and (not arguments.save_to.is_dir() or PEERS & names):
+        parser.error("--save_to must be a folder that exists, and peers save nothing")
+    if "titan" in names and (arguments.lora is not None or MODEL_SIZES[arguments.model_size].model_type != "qwen3"):
+        parser.error("titan takes sizes of Qwen3, without --lora")
     if arguments.save_to is not None:
         # Bytes per parameter: a bf16 weight, and a float32 master and two float32 moments or compact state.
         each = 2 + (4.2 if arguments.optimizer_state == "compact" else 12)
@@ -139,14 +151,15 @@ def main() -> None:
         parser.error("--heavy_tailed needs --packed, without --mean_length")
     if arguments.lora_bits < 16 and arguments.lora is None:
         parser.error("--lora_bits needs --lora")
-    if arguments.lora_bits == 8 and "peer" in arguments.settings:
+    if arguments.lora_bits == 8 and "peer" in names:
         parser.error("the peer takes --lora_bits 16 or 4: its 8 bits are of products too")
     results = {}
     sizes = arguments.context_parallel_size, arguments.tensor_parallel_size, arguments.replicate
     with join_world(arguments.device, *sizes) as world:
-        steps = standard_library(arguments, world.data_size)
+        splits = {split_of(setting) for setting in arguments.settings}
+        steps = {split: standard_library(arguments, split, world.data_size) for split in sorted(splits)}
         for setting in arguments.settings:
-            results[setting] = measure(setting, arguments, steps, world)
+            results[setting] = measure(setting, arguments, steps[split_of(setting)], world)
             if world.is_main:
                 print(f"\n{setting}\n{results[setting]['plan']}", flush=True)
             release(world)
@@ -155,7 +168,7 @@ def main() -> None:
         columns = [name for name in next(iter(results.values())) if name not in ("plan", "saving")]
         print_table(
             f"one step, {arguments.model_size}, {shape_of(arguments).num_hidden_layers} layers, "
-            f"{arguments.context_length} tokens, {world.size} GPUs, "
+            f"{arguments.batch_size} x {arguments.context_length} tokens, {world.size} GPUs, "
             f"{world.context_size} of which share a sequence, {world.tensor_size} a matrix",
             ["", *columns],
             [[name, *(values[column] for column in columns)] for name, values in results.items()],
@@ -167,16 +180,31 @@ def main() -> None:
         print_json("train_step", world.device, **settings, results=results)
 
 
+def name_of(setting: str) -> str:
+    """Returns "peer" of "peer+kept/2"."""
+    return setting.partition("/")[0].split("+")[0]
+
+
+def options_of(setting: str) -> list[str]:
+    """Returns ["kept"] of "peer+kept/2"."""
+    return setting.partition("/")[0].split("+")[1:]
+
+
+def split_of(setting: str) -> int:
+    """Returns the micro-batches into which --batch_size is split, 2 of "peer+kept/2"."""
+    return int(setting.partition("/")[2] or 1)
+
+
 def shape_of(arguments: argparse.Namespace, setting: str = "") -> ModelConfig:
     """The model's shape with as many layers as --num_layers asks for, and the setting's windows."""
     shape = MODEL_SIZES[arguments.model_size]
-    kinds = WINDOWS if "windows" in setting.split("+") else shape.layer_kinds
+    kinds = WINDOWS if "windows" in options_of(setting) else shape.layer_kinds
     return replace(shape, num_hidden_layers=arguments.num_layers or shape.num_hidden_layers, layer_kinds=kinds)
 
 
-def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list[list[Batch]]]:
-    """[step][rank] -> its micro-batches, [1, context_length] of the Python standard library's text."""
-    count = arguments.gradient_accumulation_steps
+def standard_library(arguments: argparse.Namespace, split: int, num_ranks: int) -> list[list[list[Batch]]]:
+    """[step][rank] -> its micro-batches, [batch_size / split, context_length] of the Python standard library's text."""
+    count, rows = split * arguments.gradient_accumulation_steps, arguments.batch_size // split
     tokenizer, length = load_tokenizer(None), arguments.context_length
     documents = read_documents(None, tokenizer, MODEL_SIZES[arguments.model_size].vocab_size)
     if arguments.packed:
@@ -184,17 +212,19 @@ def standard_library(arguments: argparse.Namespace, num_ranks: int) -> list[list
             documents = cut_documents(documents, arguments.mean_length)
         store = TokenStore(documents, tokenizer.eos_id)
         packing = ConcatenatedPacking(store.lengths, length, seed=0)
-        loaders = [PackedLoader(store, packing, 1, rank, num_ranks) for rank in range(num_ranks)]
+        loaders = [PackedLoader(store, packing, rows, rank, num_ranks) for rank in range(num_ranks)]
         with mock.patch("training.data.loader.deal", in_order) if arguments.in_order else nullcontext():
             return [[loader.next_step(count) for loader in loaders] for _ in range(arguments.steps)]
     tokens, steps = np.concatenate([document.tokens for document in documents]), []
     default = WARM_UP_TOKENS if length > LONGEST_REPEATED else length
     for step in range(arguments.steps):
         first = length if step else arguments.warm_up_tokens or default
-        ids = torch.from_numpy(tokens[None, :first].astype("int64"))
-        targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
-        batch = Batch(ids, targets, find_documents(torch.zeros_like(ids)), first - 1)
-        steps.append([[batch] * count] * num_ranks)
+        all_ids = torch.from_numpy(tokens[: arguments.batch_size * first].astype("int64")).view(-1, first)
+        batches = []
+        for ids in all_ids.split(rows):
+            targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+            batches.append(Batch(ids, targets, find_documents(torch.zeros_like(ids)), rows * (first - 1)))
+        steps.append([batches * arguments.gradient_accumulation_steps] * num_ranks)
     return steps
 
 
@@ -217,10 +247,11 @@ def in_order(costs: np.ndarray, num_ranks: int) -> np.ndarray:
 
 def documents_of(ranks: list[list[Batch]]) -> PackedDocuments:
     """The documents of one step, all ranks and micro-batches."""
-    lengths = [np.array(batch.documents.lengths) for batches in ranks for batch in batches]
-    sequences = np.repeat(np.arange(len(lengths)), [len(each) for each in lengths])
-    sizes = {"batch_size": 1, "num_ranks": len(ranks), "micro_batches": len(ranks[0])}
-    lengths = np.concatenate(lengths)
+    every = [batch for batches in ranks for batch in batches]
+    B, T = every[0].input_ids.shape
+    rows = [all_segments(batch.documents.segments, B, T)[:, 0].numpy() + B * i for i, batch in enumerate(every)]
+    sizes = {"batch_size": B, "num_ranks": len(ranks), "micro_batches": len(ranks[0])}
+    lengths, sequences = np.concatenate([batch.documents.lengths for batch in every]), np.concatenate(rows)
     return PackedDocuments.average(lengths, sequences, int(lengths.max()), **sizes)
 
 
@@ -234,10 +265,11 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
     config = shape_of(arguments, setting)
     communication: list[dict] = []
     restart_peak()
-    losses, every, peaks, timed = [], [], [0], steps[len(steps) // 2 :] if arguments.packed else steps[-1:]
+    several = arguments.packed or arguments.batch_size > 1
+    losses, every, peaks, timed = [], [], [0], steps[len(steps) // 2 :] if several else steps[-1:]
     try:
-        if setting == "peer":
-            step = peer_step(config, arguments.lora, arguments.lora_bits, world)
+        if name_of(setting) in PEERS:
+            step = peer_step(setting, config, arguments, world)
         else:
             step, plan, optimizer = our_step(setting, arguments, steps, world)
         synchronize(world)
@@ -276,7 +308,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
     return {
         "seconds": seconds,
         "predicted_seconds": predicted,
-        "tokens_per_second": arguments.gradient_accumulation_steps * length / seconds,
+        "tokens_per_second": arguments.gradient_accumulation_steps * arguments.batch_size * length / seconds,
         "mfu": model_flops / (world.context_size * world.tensor_size) / seconds / flops if flops else 0.0,
         "peak_gib": max(*peaks, torch.cuda.max_memory_allocated() if on_gpu else 0) / GIB if is_done else math.nan,
         "predicted_gib": plan.peak.bytes / GIB if plan else 0.0,
@@ -298,14 +330,14 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
 
 def recipe_of_setting(setting: str, arguments: argparse.Namespace, world: World) -> Recipe:
     """Returns the recipe that train.py would have with a setting's flags."""
-    placement, *names = setting.split("+")
+    placement, names, split = name_of(setting), options_of(setting), split_of(setting)
     linear = next((name for name in names if name in LINEARS), arguments.linear)
     backend = "".join(name for name in names if name not in ("windows", *LINEARS))
     settings = TrainConfig(
         model_size=arguments.model_size,
         context_length=arguments.context_length,
-        batch_size=1,
-        gradient_accumulation_steps=arguments.gradient_accumulation_steps,
+        batch_size=arguments.batch_size // split,
+        gradient_accumulation_steps=split * arguments.gradient_accumulation_steps,
         context_parallel_size=arguments.context_parallel_size,
         tensor_parallel_size=arguments.tensor_parallel_size,
         replicate=arguments.replicate,
@@ -412,37 +444,74 @@ def check_saved(saver: Saver, step: int) -> None:
         raise RuntimeError(f"the checkpoint of step {step} failed, as a line above says")
 
 
-def peer_step(config: ModelConfig, lora: int | None, bits: int, world: World) -> Callable:
-    """A function that makes one step from one micro-batch and returns the loss.
-
-    `lora` is the rank of adapters, and `bits` are of the frozen matrices beside them.
-    """
+def peer_step(setting: str, config: ModelConfig, arguments: argparse.Namespace, world: World) -> Callable:
+    """A function that makes one step from its micro-batches, each row one document, and returns the mean loss."""
     if any(isinstance(kind, DeltaNet) for kind in config.layer_kinds) and world.device.type == "cuda":
         use_fla()
-    model = peer_model(config, world.device)
-    if lora is not None:
-        from peft import LoraConfig, get_peft_model
-
-        if bits == 4:
-            quantize_peer(model)
-        adapters = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules=[*LORA_TARGETS])
-        model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    make = titan_loss if name_of(setting) == "titan" else liger_loss
+    model, loss_of = make(setting, config, arguments, world.device)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=PEAK_LEARNING_RATE, fused=True)
 
     def step(batches: list[Batch]) -> float:
-        [batch] = batches
-        ids = batch.input_ids.to(world.device)
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        losses = []
+        for batch in batches:
+            loss = loss_of(batch.input_ids.to(world.device)) / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        return float(sum(losses))
 
     return step
+
+
+def liger_loss(
+    setting: str, config: ModelConfig, arguments: argparse.Namespace, device: torch.device
+) -> tuple[torch.nn.Module, Callable]:
+    """transformers' model with Liger's kernels, and the function from ids to its loss.
+
+    With --lora its adapters are trained alone, beside frozen matrices of --lora_bits.
+    """
+    model = peer_model(config, device)
+    if arguments.lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        if arguments.lora_bits == 4:
+            quantize_peer(model)
+        rank = arguments.lora
+        adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=[*LORA_TARGETS])
+        model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
+    if "kept" not in options_of(setting):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model, lambda ids: model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def titan_loss(
+    setting: str, config: ModelConfig, arguments: argparse.Namespace, device: torch.device
+) -> tuple[torch.nn.Module, Callable]:
+    """torchtitan's Qwen3 in bf16 with blocks and loss compiled as there, and the function from ids to its loss."""
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
+
+    shape = Qwen3ModelArgs(
+        vocab_size=config.vocab_size, max_seq_len=arguments.context_length, head_dim=config.head_dim,
+        dim=config.hidden_size, n_layers=config.num_hidden_layers, n_heads=config.num_attention_heads,
+        n_kv_heads=config.num_key_value_heads, qk_norm=True, hidden_dim=config.intermediate_size,
+        rope_theta=config.rope_theta, norm_eps=config.rms_norm_eps, enable_weight_tying=config.tie_word_embeddings,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3Model(shape).to(torch.bfloat16)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(device)
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    for block in model.layers.values():
+        block.compile(backend=backend, fullgraph=True)
+    loss_of = torch.compile(cross_entropy_loss, backend=backend)
+    return model, lambda ids: loss_of(model(ids)[:, :-1], ids[:, 1:]) / ids[:, 1:].numel()  # a sum of all tokens'
 
 
 def use_fla() -> None:

@@ -227,6 +227,7 @@ def peer_model(config: ModelConfig, device: torch.device) -> torch.nn.Module:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config))).to(torch.bfloat16)
     rotary = model.model.rotary_emb
     model.to_empty(device=device)
+    model.tie_weights()  # `to_empty` has given the head a matrix of its own
     frequencies = rope_frequencies(config.rotary_width, config.rope_theta, device=device).float()
     rotary.inv_freq = rotary.original_inv_freq = frequencies
     declared = {name_in_file(name): parameter for name, parameter in config.parameters().items()}

@@ -1,5 +1,6 @@
 """benchmarks/bench_train_step.py runs on a CPU: its steps, clocks and table."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from benchmarks import bench_train_step
+from benchmarks.common import peer_model
+from model import MODEL_SIZES
 
 PACKED = ["--packed", "--steps", "3"]
 
@@ -38,6 +41,39 @@ def test_times_every_step_but_the_first(flags, monkeypatch, capsys, tmp_path):
         assert saving["checkpoint_gb"] > 0.01 and not list(tmp_path.iterdir())
         assert len(saving["seconds_of_each_without"]) == len(saving["seconds_of_each_beside"]) == 2
         assert 0 < saving["seconds_until_read"] < saving["seconds_of_a_save"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_splits_of_a_batch_are_one_step(packed, monkeypatch, capsys):
+    """Ours and the peer's losses are the same in 1, 2 and 4 micro-batches, after one and two updates as well."""
+    settings = "checkpointing", "checkpointing/2", "checkpointing/4", "peer", "peer+kept", "peer+kept/2"
+    words = ["--model_size", "tiny", "--context_length", "48", "--batch_size", "4", "--device", "cpu", "--steps", "3"]
+    words += ["--packed", "--mean_length", "30"] if packed else []
+    read, make = bench_train_step.read_documents, bench_train_step.liger_loss
+    monkeypatch.setattr(bench_train_step, "read_documents", lambda *of: itertools.islice(read(*of), 20))
+    monkeypatch.setattr(bench_train_step, "liger_loss", lambda *of: torch.manual_seed(0) and make(*of))
+    monkeypatch.setattr(sys, "argv", ["bench_train_step", *words, "--settings", *settings])
+    bench_train_step.main()
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    for ours, theirs in zip(settings[:3], settings[3:]):
+        for name, first in ((ours, settings[0]), (theirs, settings[3])):
+            result = results[name]
+            assert result["losses"] == pytest.approx(results[first]["losses"], abs=0.02)
+            assert result["tokens_per_second"] == pytest.approx(4 * 48 / result["seconds"])
+            assert result["timed_steps"] == 2 and len(result["losses"]) == 3
+    assert results["peer"]["losses"][0] != results["peer"]["losses"][2]
+    monkeypatch.setattr(sys, "argv", ["bench_train_step", *words, "--settings", "peer/3"])
+    with pytest.raises(SystemExit):
+        bench_train_step.main()
+    assert "/N after a setting must divide --batch_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_peer_has_as_many_parameters_as_ours(is_tied):
+    config = dataclasses.replace(MODEL_SIZES["tiny"], tie_word_embeddings=is_tied)
+    model = peer_model(config, torch.device("cpu"))
+    assert sum(p.numel() for p in model.parameters()) == config.num_parameters()
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
 
 
 def test_a_step_that_runs_out_of_memory_has_no_peak(monkeypatch, capsys):
