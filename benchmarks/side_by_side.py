@@ -76,6 +76,8 @@ class Running:
                 if isinstance(value := json.loads(text), dict):
                     found |= value
         how = {None: "killed", 0: "ended"}.get(failed, f"failed with status {failed}")
+        if failed:
+            print(self.log.with_suffix(".err").read_text(errors="replace").rstrip()[-300:])
         print(f"{how} after {time.monotonic() - self.began:.0f} s: {self.job.command}; {self.log}", flush=True)
         return found if failed == 0 else {}
 
