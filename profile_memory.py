@@ -99,7 +99,8 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
     if flags.init_from and (source := Source.read(flags.init_from)).adapters:
         bits = f" --lora_bits {source.frozen_bits}" if source.frozen_bits < 16 else ""
-        own = f"--init_from {source.base} --lora {source.adapters.rank}{bits}"
+        rank, targets = source.adapters.rank, ",".join(source.adapters.targets)
+        own = f"--init_from {source.base} --lora {rank} --lora_targets {targets}{bits}"
         raise UserError(f"{flags.init_from} holds adapters; give {own}")
     if flags.lora_bits < 16 and (flags.measure if flags.find_max_context else can_measure):
         check_library(f"lora_bits {flags.lora_bits} that is measured")

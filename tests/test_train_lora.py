@@ -174,7 +174,9 @@ def test_adapters_are_added_to_the_weights_that_they_were_trained_beside(
     assert train.main(go_on) == 0 and saved_settings(tmp_path / "on", 1)["lora_bits"] == 4
     assert f"adapters: lora_bits 4, as those of {folder} were trained" in caplog.messages
     assert profile_memory.main(["--init_from", str(folder), "--gpu", "H200"]) == 1
-    assert f"--init_from {base_of_groups} --lora {RANK} --lora_bits 4\n" in capsys.readouterr().err
+    targets = ",".join(LORA_TARGETS)
+    given = f"--init_from {base_of_groups} --lora {RANK} --lora_targets {targets} --lora_bits 4\n"
+    assert given in capsys.readouterr().err
     go_on = arguments(corpus, tmp_path / "other", "--init_from", str(folder), "--lora_bits", "16", steps=1)
     assert train.main(go_on) == 0 and saved_settings(tmp_path / "other", 1)["lora_bits"] == 16
     assert "adapters: trained beside 4 bits per weight, and from here on beside 16" in caplog.messages
@@ -511,7 +513,7 @@ def test_a_base_may_move(base, corpus, tmp_path, capsys):
 
 def test_a_profile_is_of_the_base(run, base, capsys):
     assert profile_memory.main(["--init_from", str(run / "step_00000006"), "--gpu", "24GB"]) == 1
-    assert f"holds adapters; give --init_from {base} --lora {RANK}\n" in capsys.readouterr().err
+    assert f"holds adapters; give --init_from {base} --lora {RANK} --lora_targets " in capsys.readouterr().err
     assert (
         profile_memory.main(["--init_from", str(base), "--lora", "3", "--lora_targets", "q_proj", "--gpu", "24GB"]) == 0
     )
