@@ -192,7 +192,9 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
             row_reader(config, recipe.tokenizer.eos_id, config.context_length, config.lora is not None),
         ),
         validation_data=config.validation_data,
-        finish=partial(complete, config, config.context_length, recipe.tokenizer, start, attention),
+        finish=partial(
+            complete, config, config.context_length, recipe.tokenizer, recipe.model.vocab_size, start, attention
+        ),
     )  # fmt: skip
     if config.chat_template and not store.are_samples:
         raise UserError("chat_template has no effect without chats; drop it")

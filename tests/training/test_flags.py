@@ -292,7 +292,7 @@ def test_no_flag_of_any_command_takes_an_empty_word_or_a_number_without_bounds(k
 # Flags that always have an effect, and flags whose effect depends on more than flags: the machine, the model or the
 # data. A new flag stands here, or in a row of its command's table `rules`.
 ALWAYS = {
-    "train.py": """model_size context_length batch_size gradient_accumulation_steps attention_backend loss_impl linear
+    "train.py": """model_size context_length batch_size gradient_accumulation_steps attention_backend linear
         device kernels data tokenizer show_batch epochs learning_rate warmup_steps weight_decay max_grad_norm
         skip_nonfinite_steps seed output_dir resume save validation_sequences sample_tokens tensorboard wandb trackio
         log_file""",
@@ -375,6 +375,7 @@ REFUSED = {
         ("--objective dpo --beta 0 --data x", "objective dpo needs a beta above 0"),
         ("--objective dpo --packing concatenate", "packing"),
         ("--objective dpo --overlong split", "overlong"),
+        ("--objective distill --loss_impl standard --data x --teacher_logprobs x", "loss_impl"),
         (
             "--init_from x --lora_alpha 8 --lora_targets q_proj --lora_bits 8 --lora_plus 4",
             "lora_alpha lora_targets lora_bits lora_plus",
@@ -386,6 +387,7 @@ REFUSED = {
     ],
     "profile_memory.py": [
         *OF_STEP,
+        ("--objective distill --loss_impl standard", "loss_impl"),
         ("--model_size 4B --init_from x", "model_size"),
         ("--compare --find_max_context --loss_impl auto", "find_max_context loss_impl"),
         (f"--find_max_context {ONE_STEP}", FOR_ONE_STEP),

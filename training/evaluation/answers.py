@@ -25,7 +25,7 @@ def judge_answers(flags: EvaluationFlags, opened: Opened, context_length: int, w
     reading = Reading(columns=flags.columns, bad_rows=flags.bad_rows, rows=rows)
     stores = open_stores(flags.data, opened.tokenizer, opened.shape.vocab_size, reading)
     in_memory = [store for store in stores if isinstance(store, TokenStore)]
-    complete(asked, context_length, opened.tokenizer, None, None, in_memory)
+    complete(asked, context_length, opened.tokenizer, opened.shape.vocab_size, None, None, in_memory)
     store = join(stores)
     if (longest := int(store.lengths.max())) > context_length:
         raise UserError(f"the longest document has {longest:,} tokens; raise --context_length {context_length:,}")

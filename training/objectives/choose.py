@@ -61,7 +61,7 @@ def text_reader(objective: str, eos_id: int, context_length: int) -> RowReader |
 
 
 def complete(
-    flags: ObjectiveFlags, context_length: int, tokenizer, start: str | None, attention: str | None,
+    flags: ObjectiveFlags, context_length: int, tokenizer, vocab_size: int, start: str | None, attention: str | None,
     stores: Sequence[TokenStore],
 ) -> None:  # fmt: skip
     """Gives documents the columns that their rows lack: advantages of groups, and stored log-probabilities.
@@ -89,7 +89,7 @@ def complete(
         if not flags.beta and not any(store.column("advantage").any() for store in stores):
             raise UserError("all advantages are 0, so nothing is learnt; give groups whose rewards differ")
     for column, stored in found.items():
-        stored.give(stores, column, context_length)
+        stored.give(stores, column, context_length, vocab_size)
 
 
 def give_advantages(stores: Sequence[TokenStore], scaled: bool) -> None:

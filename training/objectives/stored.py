@@ -104,10 +104,11 @@ class Stored:
         if start is not None and self.weights != (found := digest_of(start)):
             raise UserError(f"{self.folder} is of weights {self.weights}, and {start} has {found}; {anew}")
 
-    def give(self, stores: Sequence[TokenStore], column: str, context_length: int) -> None:
+    def give(self, stores: Sequence[TokenStore], column: str, context_length: int, vocab_size: int) -> None:
         """Gives documents log-probabilities as a column, or ids and log-probabilities of a teacher's words.
 
-        Raises UserError for a damaged file, one without a teacher's words, or one made with a shorter context_length.
+        Raises UserError for a damaged file, one without a teacher's words or with others than the model's, or one made
+        with a shorter context_length.
         """
         if column == TEACHER and not self.top_k:
             raise UserError(f"{self.folder} was made without --top_k; make it anew with that, such as --top_k 16")
@@ -116,6 +117,9 @@ class Stored:
         if len(content) != 4 * self.tokens * width or zlib.crc32(content) != self.crc32:
             raise UserError(f"{self.folder / VALUES} is damaged: its size or CRC-32 is another; make the folder anew")
         values, first = np.frombuffer(content, "<f4").astype(np.float32).reshape(-1, width), 0
+        if column == TEACHER and (largest := int(np.nanmax(values[:, 1 : 1 + self.top_k]))) >= vocab_size:
+            few = f"{self.folder} has words of ids up to {largest:,}, the model has a vocab_size of {vocab_size:,}"
+            raise UserError(f"{few}; make it with a smaller --top_k, or train a model of the teacher's vocab_size")
         names = {column: 0} if column != TEACHER else {f"{TEACHER} {i}": i for i in range(1, width)}
         for store in stores:
             stop = first + int(store.lengths.sum())

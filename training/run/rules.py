@@ -22,6 +22,9 @@ STEP = (
          lambda s: s.rope_scaling and s.lora),
 )  # fmt: skip
 
+DISTILL = Rule("loss_impl", "with objective distill, whose loss is always chunked; drop it",
+               lambda s: s.objective == "distill")  # fmt: skip
+
 # A run may take other settings from its checkpoint or from the adapters of init_from: these hold for flags alone.
 TRAIN = (
     *STEP,
@@ -55,6 +58,7 @@ TRAIN = (
 # These hold once the start of the run is known.
 STARTED = (
     *OBJECTIVE,
+    DISTILL,
     Rule("lora_alpha lora_targets lora_bits lora_plus", "without lora; drop it, or give lora", lambda s: not s.lora),
     Rule("", "objective {objective} needs log-probabilities of a reference: make them by {program} -m "
          "training.logprobs, and give --reference_logprobs; or train adapters with lora, whose base is the reference",
@@ -70,6 +74,7 @@ STARTED = (
 
 PROFILE = (
     *STEP,
+    DISTILL,
     Rule("model_size", "with init_from; drop one", lambda s: s.init_from is not None),
     Rule("find_max_context loss_impl", "with compare; drop one", lambda s: s.compare),
     Rule(FOR_ONE_STEP, "with find_max_context; drop one", lambda s: s.find_max_context),

@@ -18,12 +18,17 @@ K = 8
 
 
 def test_a_student_learns_from_a_teacher_and_not_from_itself(tmp_path, capsys):
-    teacher, student = (str(weights_of_another_shape(tmp_path / str(i), i, num_hidden_layers=1)) for i in (1, 2))
+    teacher, student, wide = (
+        str(weights_of_another_shape(tmp_path / str(i), i, num_hidden_layers=1, vocab_size=size))
+        for i, size in ((1, 256), (2, 256), (3, 512))
+    )
     rows = [{"prompt": f"{i}", "completion": " plus one is" * 3} for i in range(12)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     known = ["--objective", "distill", "--context_length", "64"]
-    stored = {name: str(tmp_path / name) for name in ("teacher", "itself", "without")}
-    for name, folder, top_k in (("teacher", teacher, K), ("itself", student, K), ("without", student, None)):
+    stored = {name: str(tmp_path / name) for name in ("teacher", "itself", "without", "wide")}
+    for name, folder, top_k in (
+        ("teacher", teacher, K), ("itself", student, K), ("without", student, None), ("wide", wide, K)
+    ):  # fmt: skip
         own = ["--top_k", str(top_k)] if top_k else []
         logprobs.main([folder, stored[name], *known, *own, "--data", str(tmp_path / "a.jsonl"), "--device", "cpu"])
     means = [line.split(" targets, ")[1] for line in capsys.readouterr().out.splitlines()]
@@ -42,9 +47,10 @@ def test_a_student_learns_from_a_teacher_and_not_from_itself(tmp_path, capsys):
     )
     assert found["teacher"][0] > 1e-3 and found["teacher"][-1] < 0.8 * found["teacher"][0], found
 
-    flags = [*known, "--init_from", student, "--teacher_logprobs", stored["without"]]
-    assert train.main([*arguments(str(tmp_path / "a.jsonl"), tmp_path / "refused"), *flags]) == 1
-    assert "was made without --top_k" in capsys.readouterr().err
+    for name, message in (("without", "was made without --top_k"), ("wide", "the model has a vocab_size of 256; make")):
+        flags = [*known, "--init_from", student, "--teacher_logprobs", stored[name]]
+        assert train.main([*arguments(str(tmp_path / "a.jsonl"), tmp_path / "refused"), *flags]) == 1
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("k", [1, K])
