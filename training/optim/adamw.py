@@ -6,8 +6,9 @@ lacks. The optimizer takes each gradient as soon as backward has made it: a sing
 in float32. The last addition takes the norm, so the exact global norm is known before any weight moves, and the update
 scales by it.
 
-Each parameter is updated on the GPU, in pieces of at most PIECE_ELEMENTS. Pieces and calls are the same wherever the
-state lives, so results are equal bit for bit. State in host memory costs only the time of its copies, which the next
+Parameters are updated on the GPU. State from the host passes through in pieces of at most PIECE_ELEMENTS. State on the
+GPU takes as few launches as there is room for. Results are equal bit for bit: each element's is its own, and norms are
+of the same pieces. State in host memory costs only the time of its copies, which the next
 forward hides, see `update_beside_forward`. A weight may live there as well: an update moves it like state, and
 `training.memory.visiting` brings it to its block. With all float32 state of the 4B in host memory, at 50 GB/s each way,
 8 GB of gradients leave during backward, and the update fetches 14 bytes per parameter and sends 12 back: 1.13 s.
@@ -266,12 +267,9 @@ class MasterAdamW:
         self.steps.add_(1)
         self.corrections.copy_(1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)]))
         self.update = Update(learning_rate, 0.0, self.scale, self.steps, self.corrections, self.room, self.impl)
-        for state in self.states.values():
-            for index, piece in state.pieces if state.arrived else ():
-                if state.row.state_on_host:
-                    self.late.append((state, index, piece))
-                else:
-                    self._update(state, piece, state.slices(piece))
+        arrived = [state for state in self.states.values() if state.arrived]
+        self.late += [(state, *piece) for state in arrived if state.row.state_on_host for piece in state.pieces]
+        self._update_here([state for state in arrived if not state.row.state_on_host])
         # The host has all gradients, and the state that the last step sent back; the updates before leave `room`.
         self.ring.follow()
         if not self.queues_in_forward:
@@ -289,12 +287,32 @@ class MasterAdamW:
             if index == state.pieces[-1][0]:
                 state.updated.record(self.ring.outward)
 
+    def _update_here(self, states: list[State]) -> None:
+        """Update states on the GPU: small ones together, others whole or in the pieces for which there is room."""
+        alike: dict[tuple[StateFormat, float, float], list[list[State]]] = {}
+        for state in states:
+            if not state.row.is_small:
+                for piece in state.row.pieces if state.format.needs_room else [slice(0, state.row.numel)]:
+                    self._update(state, piece, state.slices(piece))
+                continue
+            groups = alike.setdefault((state.format, state.weight_decay, state.rate_ratio), [[]])
+            if sum(other.row.numel for other in groups[-1]) + state.row.numel > len(self.room):
+                groups.append([])
+            groups[-1].append(state)
+        for group in itertools.chain(*alike.values()):
+            tensors = [state.slices(slice(0, state.row.numel)) for state in group]
+            parameters, gradients = [local_view(state.parameter) for state in group], [t["gradient"] for t in tensors]
+            group[0].format.update_together(tensors, parameters, gradients, self._update_of(group[0]))
+
     def _update(self, state: State, piece: slice, tensors: dict[str, Tensor]) -> None:
         """Update one piece; `tensors`, which are its state, gradient and host weight, are on the parameter's device."""
-        rate = state.rate_ratio * self.update.learning_rate
-        update = self.update._replace(weight_decay=state.weight_decay, learning_rate=rate)
         weight = local_view(state.parameter)[piece] if state.home is None else tensors["weight"]
-        state.format.update(tensors, weight, tensors["gradient"], update)
+        state.format.update(tensors, weight, tensors["gradient"], self._update_of(state))
+
+    def _update_of(self, state: State) -> Update:
+        """Returns the update with a parameter's own learning rate and weight decay."""
+        rate = state.rate_ratio * self.update.learning_rate
+        return self.update._replace(weight_decay=state.weight_decay, learning_rate=rate)
 
     def end_update(self) -> None:
         """Queue all that is left of an update. Kernels that are queued later find the state on the host updated."""

@@ -25,7 +25,7 @@ from kernels.compact_adamw import (
     join_master,
     split_master,
 )
-from training.host.torch_internals import fused_adamw_
+from training.host.torch_internals import foreach_copy_, fused_adamw_
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import Quantized, quantize
 
@@ -90,6 +90,13 @@ class StateFormat(ABC):
     def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
         """Makes a step of AdamW by the gradient [n], of any dtype, all on one device."""
 
+    def update_together(
+        self, states: list[dict[str, Tensor]], parameters: list[Tensor], gradients: list[Tensor], update: Update
+    ) -> None:
+        """Makes the steps of several pieces, which have as many elements together as the room where it is needed."""
+        for state, parameter, gradient in zip(states, parameters, gradients):
+            self.update(state, parameter, gradient, update)
+
     @property
     def described(self) -> list[tuple[str, str]]:
         """Rows of a plan, each with a title."""
@@ -131,15 +138,25 @@ class Float32State(StateFormat):
                 state[name].copy_(value)
 
     def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
-        master = state.get("master", parameter)
-        gradient = update.room[: len(parameter)].copy_(gradient).mul_(update.gradient_scale)
+        self.update_together([state], [parameter], [gradient], update)
+
+    def update_together(
+        self, states: list[dict[str, Tensor]], parameters: list[Tensor], gradients: list[Tensor], update: Update
+    ) -> None:
+        masters = [state.get("master", parameter) for state, parameter in zip(states, parameters)]
+        sizes = [len(parameter) for parameter in parameters]
+        room = update.room[: sum(sizes)]
+        scaled = [*room.split(sizes)]
+        foreach_copy_(scaled, gradients)
+        room.mul_(update.gradient_scale)
+        moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         fused_adamw_(
-            [master], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [update.steps],
+            masters, scaled, *moments, [], [update.steps] * len(states),
             lr=update.learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=update.weight_decay, eps=EPS,
             amsgrad=False, maximize=False,
         )  # fmt: skip
-        if master is not parameter:
-            parameter.copy_(master)
+        if masters[0] is not parameters[0]:
+            foreach_copy_(parameters, masters)
 
 
 class CompactState(StateFormat):
