@@ -1,7 +1,8 @@
 """Documents of a packed batch, and the calls of a library's kernels that attend to them.
 
 Tokens are counted through all rows of a batch: in rows of T tokens, row 2 begins at token 2 T. A long document has a
-call of its own. Neighbouring short documents attend together in one call, with a table of where each begins.
+call of its own, which neighbouring rows of one document each share. Neighbouring short documents attend together in one
+call, with a table of where each begins.
 
 Some libraries build a plan for each new length. They get few lengths: `rounded_length` rounds up a document that
 attends alone, which adds 4% to its work on average and 13% at most.
@@ -157,11 +158,12 @@ def split_by_length(segments: Tensor, T: int, long_from: int) -> tuple[Tensor, l
 
 
 class Call(NamedTuple):
-    """Tokens `start` to `stop` - 1 of the batch: one document that attends alone, or several that attend together."""
+    """Tokens `start` to `stop` - 1 of the batch: a document or rows that attend alone, or several that do together."""
 
     start: int
     stop: int
-    ends: tuple[int, ...] = ()  # ends of documents that attend together, counted from `start`; (): one attends alone
+    # Ends of documents that attend together, counted from `start`. (): one attends alone, or rows of one document each.
+    ends: tuple[int, ...] = ()
     offsets: Tensor | None = None  # 0 and `ends`, int32 on the device
     longest: int = 0  # tokens of the longest document that attends together, rounded up, see `_longest`
 
@@ -187,6 +189,23 @@ def divide(documents: Iterable[tuple[int, int]], longest_together: float, most_t
             calls.append(Call(start, stop, (length,)))
             counted = length + SPACING
     return calls
+
+
+def join_rows(calls: Iterable[Call], T: int) -> list[Call]:
+    """Returns the calls with neighbouring rows of T tokens in one, where each row is a document that attends alone."""
+    joined: list[Call] = []
+    for call in calls:
+        is_row = not call.ends and call.stop - call.start == T
+        if is_row and joined and not joined[-1].ends and joined[-1].stop == call.start and is_rows(joined[-1], T):
+            joined[-1] = Call(joined[-1].start, call.stop)
+        else:
+            joined.append(call)
+    return joined
+
+
+def is_rows(call: Call, T: int) -> bool:
+    """Whether a call without `ends` has whole rows of T tokens. All other documents are shorter than a row."""
+    return (call.stop - call.start) % T == 0
 
 
 def most_tokens_together(num_tokens: int, position_tokens: int = 1) -> int:
@@ -246,7 +265,7 @@ def _document_calls(
     documents: bytes, T: int, longest_together: float, most_tokens: int, device: torch.device
 ) -> tuple[Call, ...]:
     first, length = document_bounds(0, T, documents)
-    calls = divide(zip(first.tolist(), (first + length).tolist()), longest_together, most_tokens)
+    calls = join_rows(divide(zip(first.tolist(), (first + length).tolist()), longest_together, most_tokens), T)
     # One copy to the device serves all calls, and the host does not wait for it.
     offsets = torch.tensor([i for call in calls if call.ends for i in (0, *call.ends)], dtype=torch.int32)
     parts = iter(offsets.to(device, non_blocking=True).split([1 + len(call.ends) for call in calls if call.ends]))

@@ -28,7 +28,15 @@ from torch import Tensor
 
 from .. import torch_internals
 from ..parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork
-from .documents import LONGEST_TOGETHER, SPACING, document_calls, has_prompts, most_tokens_together, rounded_length
+from .documents import (
+    LONGEST_TOGETHER,
+    SPACING,
+    document_calls,
+    has_prompts,
+    is_rows,
+    most_tokens_together,
+    rounded_length,
+)
 from .prompts import add_gradients_of_prompts, attend_to_prompts
 from .reference import attend_written_out, within_documents
 
@@ -253,6 +261,11 @@ def choose_backend(requested: str, device: torch.device) -> str:
     return requested
 
 
+def _rows(x: Tensor, T: int) -> Tensor:
+    """Views whole rows, [n T, ...], as [n, T, ...]."""
+    return x.unflatten(0, (-1, T))
+
+
 def _window(x: Tensor, start: int, length: int) -> Tensor:
     """Returns x[start : start + length] as [1, length, heads, K], with zeros past x's end; causality hides the rest."""
     window = x[start : start + length]
@@ -296,11 +309,17 @@ def full_forward(
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     results = into or (q.new_empty(shape), q.new_empty(shape[:3], dtype=lse_dtype))
     out, lse = (x.view(B * T, *x.shape[2:]) for x in results)
-    for start, stop, _, begins, longest in calls:
+    for call in calls:
+        start, stop, _, begins, longest = call
         if begins is not None:
             made = kernel.forward_together(q[start:stop], k[start:stop], v[start:stop], begins, longest)
             put((made[0], made[1].T), (out[start:stop], lse[start:stop]))
             del made  # before the next call's is made
+            continue
+        if is_rows(call, T):
+            out_n, lse_n = kernel.forward(*(_rows(x[start:stop], T) for x in (q, k, v)))
+            put((out_n, lse_n.transpose(1, 2)), (_rows(out[start:stop], T), _rows(lse[start:stop], T)))
+            del out_n, lse_n
             continue
         padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
         for heads, groups in ranges:
@@ -330,12 +349,19 @@ def full_backward(
         return [x.contiguous().view(shape) for x, shape in zip(kernel.backward_together(*arguments), shapes)]
     results = into or [q.new_empty(shape) for shape in shapes]
     gradients = [x.view(B * T, *x.shape[2:]) for x in results]
-    for start, stop, _, begins, longest in calls:
+    for call in calls:
+        start, stop, _, begins, longest = call
         if begins is not None:
             own = [x[start:stop] for x in (dout, q, k, v, out)]
             made = kernel.backward_together(*own, lse[start:stop].T.contiguous(), begins, longest)
             put(made, [x[start:stop] for x in gradients])
             del made
+            continue
+        if is_rows(call, T):
+            own = [_rows(x[start:stop], T) for x in (dout, q, k, v, out)]
+            made = kernel.backward(*own, _rows(lse[start:stop], T).transpose(1, 2).contiguous())
+            put(made, [_rows(x[start:stop], T) for x in gradients])
+            del own, made
             continue
         padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
         for heads, groups in ranges:

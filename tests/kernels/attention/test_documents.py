@@ -55,6 +55,16 @@ def test_offsets_of_all_calls_and_rows():
     assert [call.offsets.tolist() for call in one] == [[0, 8, 10, 13, 20]]
 
 
+def test_rows_of_one_long_document_share_a_call():
+    """Rows of short documents do not, nor rows apart, nor documents of half a row."""
+    q = torch.empty(8, 10, 4, 8, dtype=torch.bfloat16)
+    segments = segments_of([10], [10], [6, 4], [10], [5, 5], [10], [10], [10])
+    calls = [call[:3] for call in document_calls(q, segments, 4)]
+    apart = [(20, 26, ()), (26, 30, (4,)), (30, 40, ()), (40, 45, ()), (45, 50, ())]
+    assert calls == [(0, 20, ()), *apart, (50, 80, ())]
+    assert len(document_calls(q, segments, 10)) == 1
+
+
 def test_long_neighbours_are_one_span():
     """As documented; then over the ends of rows, which are no gaps."""
     short, spans = split_by_length(segments_of([3, 9, 9, 4, 9]), 34, 9)

@@ -72,6 +72,23 @@ def test_documents_alone_and_together(longest_together, copied, monkeypatch):
     assert shapes == {(length, 4, 2) for length in alone} | {(112, 4, 2) if copied else (112, 2, 1)}
 
 
+@pytest.mark.parametrize("longest_together", [0, 30, 50])
+def test_neighbouring_rows_of_one_document_attend_at_once(longest_together, monkeypatch):
+    """Compares with the reference. Rows are not padded to 48 tokens, as shorter documents are."""
+    segments = segments_of([37], [37], [37], [20, 17], [37], [31, 6], [37], [37])
+    inputs = make_qkv(8, 37, 4, 2, 64, torch.float32, torch.device("cpu"))
+    expected = outputs_and_gradients(lambda *x: attention_reference(*x, segments), inputs, torch.float64)
+    shapes, kernel = [], module.KERNELS["cpu"]
+    forward = lambda q, k, v: shapes.append(q.shape[:2]) or kernel.forward(q, k, v)  # noqa: E731
+    changed = kernel._replace(forward=forward, longest_together=longest_together, length_step=16)
+    monkeypatch.setitem(module.KERNELS, "cpu", changed)
+    found = outputs_and_gradients(lambda *x: attention(*x, segments), inputs, torch.float32)
+    for e, o in zip(expected, found):
+        torch.testing.assert_close(o.double(), e, rtol=1e-5, atol=1e-5)
+    parts = {0: [(1, 32), (1, 32), (1, 32), (1, 16)], 30: [(1, 32)], 50: []}[longest_together]
+    assert sorted(shapes) == sorted([*parts, *([(3, 37), (1, 37), (2, 37)] if longest_together < 37 else [])])
+
+
 @pytest.mark.parametrize("longest_together", [0, 20, 100])
 def test_a_document_never_sees_another(longest_together, monkeypatch, device):
     """Of three documents and a second row, all but the second document change: neither its output nor its gradients."""
