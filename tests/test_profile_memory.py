@@ -639,7 +639,7 @@ def test_measured_and_predicted_peaks_agree(tmp_path, gpu_memory, flags):
 
 @pytest.mark.gpu
 def test_the_predicted_context_is_the_longest_that_runs(tmp_path):
-    """A process of its own starts CUDA with expandable segments, which another test may have left out here."""
+    """A process of its own: what other tests left in this process would take room."""
     path = tmp_path / "memory.json"
     flags = ["--model_size", "0.6B", "--memory_budget", "4GB", "--host_budget", "16GB", "--json", str(path)]
     command = [sys.executable, profile_memory.__file__, "--find_max_context", "--measure", *flags]

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from training.host.sizes import GIB
 from training.memory.cost_model import Step
@@ -112,6 +113,7 @@ class Recorder:
         self.spans: defaultdict[str, list[tuple]] = defaultdict(list)
         self.owner, self.category, self.in_backward = "before the step", "workspace", False
         self.peak: Counter = Counter()
+        self.hooks: list[RemovableHandle] = []
         self.reserved, self.began = 0, counter.mark()
         counter.read()
         self._read()
@@ -121,13 +123,13 @@ class Recorder:
     def hooked(self) -> Iterator[None]:
         """While this is entered, hooks on the model split its forward and backward into stages."""
         model = self.model
-        hooks = [
+        self.hooks = [
             model.embed_tokens.register_forward_pre_hook(lambda *_: self._run("embedding", "layer inputs")),
             model.embed_tokens.register_forward_hook(lambda module, inputs, x: self._enter_layers(x)),
             model.norm.register_forward_pre_hook(lambda module, inputs: self._enter_loss(inputs[0])),
         ]
         for i, block in enumerate(model.layers):
-            hooks += [
+            self.hooks += [
                 block.register_forward_pre_hook(lambda _, inputs, i=i: self._enter_block(i, inputs[0])),
                 (block.input_layernorm or block.mixer).register_forward_pre_hook(
                     lambda _, inputs: self._enter_attention(inputs[0])
@@ -141,7 +143,7 @@ class Recorder:
         try:
             yield
         finally:
-            for hook in hooks:
+            for hook in self.hooks:  # of tensors, too: a broken-off backward's graph would hold this recorder for good
                 hook.remove()
 
     def end_stage(self, name: str) -> None:
@@ -181,7 +183,7 @@ class Recorder:
             self.booked.pop(layer, None)
             self._run(*((layer - 1, "MLP") if layer else ("embedding", "gradients")))
 
-        x.register_hook(end_backward)
+        self.hooks.append(x.register_hook(end_backward))
 
     def _enter_attention(self, x: Tensor) -> None:
         self._read()
@@ -197,7 +199,7 @@ class Recorder:
             self.category = "attention"
 
         if attended.requires_grad:  # part of a graph, so backward comes back to it
-            attended.register_hook(end_backward)
+            self.hooks.append(attended.register_hook(end_backward))
         self._read()
         self.booked[self.owner]["attention"] -= attended.nbytes  # made by attention, kept by the MLP
         self.booked[self.owner]["MLP"] += attended.nbytes
@@ -223,7 +225,7 @@ class Recorder:
 
         self._know("loss", x)
         self._run("loss", "loss")
-        x.register_hook(end_backward)
+        self.hooks.append(x.register_hook(end_backward))
 
     # Readings
 

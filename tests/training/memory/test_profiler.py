@@ -3,6 +3,7 @@
 import gc
 import math
 import os
+import weakref
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -451,6 +452,37 @@ def test_what_a_broken_off_step_leaves_is_cleared():
     assert after[1] == before[1]
     assert not any(vars(module).get("forward") for block in model.layers for module in (block, block.self_attn))
     assert num_hooks() == hooks
+
+
+class OutOfMemory(TorchDispatchMode):
+    """Has no memory left for a call of an operation: raises at the last of `calls`."""
+
+    def __init__(self, operation, calls):
+        super().__init__()
+        self.operation, self.left = operation, calls
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.left -= function.name() == self.operation
+        if not self.left:
+            raise torch.OutOfMemoryError("all gone")
+        return function(*args, **(kwargs or {}))
+
+
+# A step calls the first once, the second once in each of its four blocks. The third step is the recorded.
+@pytest.mark.parametrize("operation, calls", [("fathom::cross_entropy_in_place", 3), ("fathom::attend_backward", 9)])
+def test_a_bench_is_freed_after_a_step_that_was_broken_off(operation, calls):
+    step, execution = step_of("tiny", 64), Execution((Placement("gpu", "gpu"), GPU, GPU, WHOLE))
+
+    def break_off():
+        model = model_of(step).to(torch.bfloat16)
+        bench = Bench(model, make_optimizer(model.named_parameters(), accumulate=False))
+        with pytest.raises(torch.OutOfMemoryError), OutOfMemory(operation, calls), StorageCounter() as counter:
+            bench.measure(step, execution, counter)
+        return weakref.ref(model)
+
+    model = break_off()
+    gc.collect()
+    assert model() is None
 
 
 class Operations(TorchDispatchMode):
