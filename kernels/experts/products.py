@@ -135,13 +135,14 @@ def _add_low_rank(
     total, low_d, factor_d, first, row, column, RANK: tl.constexpr, STEP: tl.constexpr, TRANSPOSED: tl.constexpr
 ):  # fmt: skip
     """Adds rows from `first` on times the matrix that begins in `row`; past the rank one factor has zeros."""
-    for k in tl.static_range(0, RANK, STEP):
-        rows = low_d.load([first, k])
-        if TRANSPOSED:
-            factor = factor_d.load([row + k, column])
-        else:
-            factor = tl.trans(factor_d.load([row, k]))
-        total = tl.dot(rows, factor, total, input_precision="ieee")
+    if RANK > 0:
+        for k in tl.range(0, RANK, STEP, num_stages=1):  # unrolled, its buffers would stand beside each other
+            rows = low_d.load([first, k])
+            if TRANSPOSED:
+                factor = factor_d.load([row + k, column])
+            else:
+                factor = tl.trans(factor_d.load([row, k]))
+            total = tl.dot(rows, factor, total, input_precision="ieee")
     return total
 
 

@@ -20,9 +20,9 @@ _TYPES |= dict.fromkeys(("order_ptr", "offsets_ptr", "tiles_ptr", "count_ptr"), 
 
 def kernels_to_compile():
     """Every kernel at the 30B's sizes, in tiles for Hopper and for older GPUs, without and with adapters."""
-    for (tiles, least), rank in itertools.product(((products.HOPPER, 90), (products.OLDER, 80)), (0, 16, 64)):
+    for (tiles, least), rank in itertools.product(((products.HOPPER, 90), (products.OLDER, 80)), (0, 16, 80)):
         for product, kernel, constants in (
-            ("gate_up", "_gate_up_kernel", _SIZES),
+            ("gate_up", "_gate_up_kernel", _SIZES if rank < 64 else {"K": 2, "D": 40, "F": 24}),  # one step of depth
             ("d_hidden", "_d_hidden_kernel", _SIZES),
             ("down", "_project_kernel", {"INTO": 768, "OUT_OF": 2048, "TRANSPOSED": False}),
             ("dx", "_project_kernel", {"INTO": 1536, "OUT_OF": 2048, "TRANSPOSED": True}),
