@@ -111,7 +111,7 @@ def check(device: torch.device, full: bool, is_nsa: bool) -> None:
         cases += [((n, 1, 128, 64, 128 if is_nsa else 64), bf16) for n in (1, 2, 8, 16)]
         cases += [((8, 2, 64, 64, 128), fp16)]
     if full and not is_nsa:
-        cases += [((8, 2, 256, 64, 128), bf16), ((8, 2, 128, 128, 128), bf16), ((8, 2, 64, 64, 128), fp32)]
+        cases += [((8, 2, 256, 64, 128), bf16), ((8, 2, 64, 64, 128), fp32)]
     rows = []
     for case, dtype in cases:
         heads, kv_heads, dim, block_size, window = case

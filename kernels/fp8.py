@@ -61,7 +61,7 @@ def transpose_reference(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]
     """Plain PyTorch with the contract of `transpose_values`."""
     largest = scales.amax()
     values_t = (values.float() * (scales / largest)).t()
-    return torch.nn.functional.pad(values_t, (0, -len(values) % SHAPE_MULTIPLE)).to(FP8_TYPE), largest
+    return torch.nn.functional.pad(values_t, (0, -len(values) % SHAPE_MULTIPLE)).to(FP8_TYPE).contiguous(), largest
 
 
 @triton.jit

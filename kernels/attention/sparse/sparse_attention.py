@@ -50,7 +50,7 @@ from .selection import (
     top_blocks_reference,
 )
 
-BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64, 128), (64, 128), 16
+BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64), (64, 128), 16
 WIDE_HEAD_DIMS, WIDE_SHARED_MEMORY = (*HEAD_DIMS, 256), 160 * 1024
 WIDE_RATES = {"sparse forward": 127e12, "sparse choice": 829e12, "sparse backward": 163e12}  # heads of 256, an H100
 WORKSPACE_BYTES = 9 * 2**28  # holds half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
@@ -159,7 +159,7 @@ class Sparse(AttentionKind):
     """Attention to a document's first block, a window, and chosen blocks. Raises ValueError for negative numbers."""
 
     selected_blocks: int = 32  # the most that a token chooses
-    block_size: int = 64  # tokens per block of keys: 32, 64 or 128
+    block_size: int = 64  # tokens per block of keys: 32 or 64
     window: int = 512  # tokens, a multiple of block_size
     dense_below: int = 8192  # tokens; a document that is shorter attends to everything, whatever it is packed with
     workspace_bytes: int = WORKSPACE_BYTES  # slots at a time; with fewer, launches are more and smaller

@@ -242,7 +242,7 @@ def test_lists_differ_from_the_references_in_near_ties_alone(scored, scale, devi
     )
     different = (ours != expected).any(-1).float().mean()
     assert different < 0.01 and (ours != EMPTY).any(-1).float().mean() > 0.5
-    own = layout.index_of_block[layout.token_block.long()].long()[:, None, None]
+    own = layout.index_of_block.to(device)[layout.token_block.to(device).long()].long()[:, None, None]
     assert ((ours == EMPTY) | ((ours >= 1) & (ours <= own - 2))).all()
     assert (ours[..., 1:] > ours[..., :-1])[ours[..., 1:] != EMPTY].all()
 

@@ -45,7 +45,7 @@ def compare_on_lists(q, k, v, segments, blocks, sizes, **options):
         (3, 1, 64, fp32, ([101, 99],), 32, 32, 2),
         (8, 1, 64, bf16, ([150],), 32, 32, 3),
         (16, 1, 64, fp32, ([110],), 32, 32, 1),
-        (1, 1, 128, bf16, ([400],), 128, 128, 1),
+        (1, 1, 128, bf16, ([400],), 64, 128, 1),
         (4, 1, 256, bf16, ([65, 129],), 32, 32, 2),
         (6, 2, 256, fp16, ([63, 1, 64],), 32, 32, 1),
     ],
@@ -172,8 +172,9 @@ def test_a_document_does_not_depend_on_its_neighbours(lengths, impl, device, poi
         assert is_dense == (stop - start < 100)
         for e, found in zip(expected, packed):
             torch.testing.assert_close(found[here], e, **tolerance)
+    backend = "cpu" if device.type == "cpu" else "flash"
     # Lists are empty in documents that attend to everything; their choice does not depend on the others.
-    *_, lists = torch.ops.fathom.attend(*inputs, segments, None, kind.number, "cpu", impl == "triton")
+    *_, lists = torch.ops.fathom.attend(*inputs, segments, None, kind.number, backend, impl == "triton")
     for row, start, stop in segments.tolist():
         of_document, here = lists[row, start:stop], (slice(row, row + 1), slice(start, stop))
         if stop - start < 100:
