@@ -117,7 +117,7 @@ def settings(layers: int) -> dict[str, Choice]:
     found = {"bf16": every(PLAIN, ()), "fp8": every(fp8)}
     found |= {f"{product} alone": every(fp8, [product]) for product in PRODUCTS}
     found |= {f"{product} of {name} alone": every(fp8, [product], [name]) for name in MAPS for product in PRODUCTS}
-    int8 = Mixed(INT8(), fp8, fp8)
+    int8, in_mlps, in_mixers = Mixed(INT8(), fp8, fp8), Mixed(fp8, fp8, fp8), Mixed(PLAIN, fp8, fp8)
     found |= {
         "d_weight in bf16": every(fp8, gradients), "dx in bf16": every(fp8, ["y", "d_weight"]),
         "y in bf16": every(fp8, ["dx", "d_weight"]), "y in int8": lambda layer, name: int8,
@@ -131,6 +131,7 @@ def settings(layers: int) -> dict[str, Choice]:
         "attention in bf16": every(fp8, maps=MAPS[4:]), "attention and ends in bf16": inside(every(fp8, maps=MAPS[4:])),
         "attention and down in bf16": every(fp8, maps=MAPS[4:6]),
         "attention, ends and down in bf16": inside(every(fp8, maps=MAPS[4:6])),
+        "y of attention in bf16": lambda layer, name: in_mlps if name in MAPS[4:] else in_mixers,
         "MLP's y and dx in fp8": every(fp8, gradients, MAPS[4:]),
         "gate's and up's y and dx in fp8": every(fp8, gradients, MAPS[4:6]),
         "rounded, rows": every(Rounded(is_power=True)), "rounded, scales of any size": every(Rounded()),
