@@ -19,21 +19,25 @@ import triton.language as tl
 from torch import Tensor
 
 from ..attention.documents import as_bytes
-from ..common import aligned, describe, operation
+from ..common import aligned, operation
 from .chunks import (
     CHUNK,
+    as_matrix,
     describe_inputs,
     describe_matrices,
     launch_beside,
+    load_block,
     load_gates,
     prepared,
     scan_options,
     scan_states,
     sizes,
+    store_block,
     stretches_of,
+    tiles_of,
 )
 
-GRADIENT_STAGES, GRADIENT_KEYS = 2, 32
+GRADIENT_KEYS = 32  # columns of keys at a time
 
 
 @triton.jit
@@ -64,18 +68,20 @@ def _reverse_scan_kernel(
     for step in tl.range(0, num_chunks, num_stages=STAGES):
         n = num_chunks - 1 - step
         row = (chunk + n) * H + head
-        first = (start + n * C).to(tl.int32)
-        q, k = q_d.load([first, head // R * K]), k_d.load([first, head // R * K])
-        d_out = tl.trans(d_out_d.load([first, head * V + column]))  # [BLOCK_V, C]
-        inverse, scores = inverse_d.load([(row * C).to(tl.int32), 0]), scores_d.load([(row * C).to(tl.int32), 0])
+        first = start + n * C
+        q = load_block(q_d, first, head // R * K, H // R * K, C, K, stop)
+        k = load_block(k_d, first, head // R * K, H // R * K, C, K, stop)
+        d_out = tl.trans(load_block(d_out_d, first, head * V + column, H * V, C, BLOCK_V, stop))  # [BLOCK_V, C]
+        inverse = load_block(inverse_d, row * C, 0, C, C, C)
+        scores = load_block(scores_d, row * C, 0, C, C, C)
         total, beta, last = load_gates(gates_ptr, row, C)
 
         operand = dS.to(k.dtype)
-        d_states_d.store([(row * V).to(tl.int32) + column, 0], operand)
+        store_block(d_states_d, row * V + column, 0, operand, K)
         d_new = tl.dot(operand, tl.trans(k), input_precision="ieee") * tl.exp(last - total)[None, :]
         d_new = tl.dot(d_out, scores, d_new, input_precision="ieee")
         y = tl.dot(d_new.to(k.dtype), inverse, input_precision="ieee")
-        y_d.store([(row * C).to(tl.int32), column], tl.trans(y.to(k.dtype)))
+        store_block(y_d, row * C, column, tl.trans(y.to(k.dtype)), V)
         since = tl.exp(total)
         dS = tl.dot((y * (-beta * since)[None, :]).to(k.dtype), k, dS * tl.exp(last), input_precision="ieee")
         since = tl.where(i < stop - start - n * C, since, 0.0)
@@ -97,7 +103,7 @@ def _gradients_kernel(
     """Writes all gradients of one chunk for the value heads of one key head, BLOCK_K columns of keys at a time."""
     chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
-    i, c, d, first = tl.arange(0, C), tl.arange(0, BLOCK_K), tl.arange(0, V), start.to(tl.int32)
+    i, c, d = tl.arange(0, C), tl.arange(0, BLOCK_K), tl.arange(0, V)
     is_token = i < stop - start
     keys = (start * G + key_head) * K + (i[:, None] * (G * K) + c[None, :])
     for r in range(R):
@@ -108,7 +114,8 @@ def _gradients_kernel(
         since, rest = tl.exp(total), tl.exp(last - total)
 
         # Gradients of the scores and of A, from the output's gradient and from y.
-        d_out, new, y = d_out_d.load([first, head * V]), new_d.load([row * C, 0]), y_d.load([row * C, 0])
+        d_out = load_block(d_out_d, start, head * V, G * R * V, C, V, stop)
+        new, y = load_block(new_d, row * C, 0, V, C, V), load_block(y_d, row * C, 0, V, C, V)
         values = (start * (G * R) + head) * V + (i[:, None] * (G * R * V) + d[None, :])
         v = tl.load(v_ptr + values, mask=is_token[:, None], other=0.0)
         d_beta = tl.sum(y.to(tl.float32) * v.to(tl.float32), axis=1)
@@ -124,8 +131,10 @@ def _gradients_kernel(
         # `left` is what y does to a key on its own row, but for -beta; the rest of dk goes to keys as columns.
         d_total, held, d_last = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
         for block in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            q, k = q_d.load([first, key_head * K + block]), k_d.load([first, key_head * K + block])
-            S, dS = states_d.load([row * V, block]), d_states_d.load([row * V, block])  # [V, BLOCK_K]
+            q = load_block(q_d, start, key_head * K + block, G * K, C, BLOCK_K, stop)
+            k = load_block(k_d, start, key_head * K + block, G * K, C, BLOCK_K, stop)
+            S = load_block(states_d, row * V, block, K, V, BLOCK_K)
+            dS = load_block(d_states_d, row * V, block, K, V, BLOCK_K)
             is_sum = (is_token & (r > 0))[:, None]
             dq_before = tl.load(dq_ptr + keys + block, mask=is_sum, other=0.0)
             dk_before = tl.load(dk_ptr + keys + block, mask=is_sum, other=0.0)
@@ -167,31 +176,32 @@ def delta_rule_backward(
     G, H, K, V = k.shape[2], v.shape[2], k.shape[3], v.shape[3]
     carry, carried = (g.new_empty(H, V, K) for _ in range(2))
     programs, options = scan_options(k, v)
-    block_k = min(GRADIENT_KEYS, K)
+    tiles = tiles_of(k.device)
+    block_k = min(GRADIENT_KEYS, K // 2 if tiles.by_pointer else K)  # a single step takes more memory
     q_d, k_d, v_d = describe_inputs(q, k, v, options["BLOCK_V"])
-    d_out_d, d_out_heads_d = (describe(d_out, H * V, CHUNK, width) for width in (options["BLOCK_V"], V))
+    d_out_d, d_out_heads_d = (as_matrix(d_out, H * V, CHUNK, width) for width in (options["BLOCK_V"], V))
     stretches = stretches_of(q.shape[0], q.shape[1], as_bytes(segments), q.device)[::-1]
     for stretch, made, launches in prepared(q, k, v, g, beta, stretches):
         matrices, num_chunks = describe_matrices(made), len(stretch.chunks)
         new, y = (v.new_empty(num_chunks, H, CHUNK, V) for _ in range(2))
         states, d_states = (q.new_empty(num_chunks, H, V, K) for _ in range(2))
         pairs, block_v = ((new, states), (y, d_states)), options["BLOCK_V"]
-        written = [d for x, S in pairs for d in (describe(x, V, CHUNK, block_v), describe(S, K, block_v, K))]
+        written = [d for x, S in pairs for d in (as_matrix(x, V, CHUNK, block_v), as_matrix(S, K, block_v, K))]
         states_scan = scan_states(
             k, v, (q_d, k_d, v_d), matrices, stretch.pieces, initial, kept, None, None, *written[:2]
         )
         scan = functools.partial(
             _reverse_scan_kernel[(len(stretch.parts), programs)],
             d_out_d, q_d, k_d, *matrices, stretch.parts, d_final, None if initial is None else d_initial,
-            carried, carry, *written[2:], **options, num_warps=4,
+            carried, carry, *written[2:], **options,
         )  # fmt: skip
         launch_beside(q.device, scan, [states_scan, *launches])
-        rows_d = [describe(x, V, CHUNK, V) for x in (new, y)]
-        rows_d += [describe(x, G * K, CHUNK, block_k) for x in (q, k)]
-        rows_d += [describe(x, K, V, block_k) for x in (states, d_states)]
+        rows_d = [as_matrix(x, V, CHUNK, V) for x in (new, y)]
+        rows_d += [as_matrix(x, G * K, CHUNK, block_k) for x in (q, k)]
+        rows_d += [as_matrix(x, K, V, block_k) for x in (states, d_states)]
         _gradients_kernel[(num_chunks, G)](
             d_out_heads_d, *rows_d, v, made.gates, stretch.chunks, dq, dk, dv, dg, d_beta,
-            G=G, BLOCK_K=block_k, **sizes(k, v), STAGES=GRADIENT_STAGES, num_warps=4,
+            G=G, BLOCK_K=block_k, **sizes(k, v), STAGES=tiles.gradient_stages, num_warps=tiles.warps,
         )  # fmt: skip
         carry, carried = carried, carry
         del made, matrices, new, y, states, d_states, pairs, written, states_scan, scan, launches, rows_d

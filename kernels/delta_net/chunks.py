@@ -22,7 +22,22 @@ from ..common import describe
 CHUNK = 64  # tokens
 PIECE = 64  # chunks from one kept state to the next
 STRETCH = 256  # chunks whose states exist at once, and up to a piece more
-SCAN_COLUMNS, SCAN_STAGES = 64, 3  # columns of V in a program of a scan, and chunks that it loads at a time
+
+
+class Tiles(NamedTuple):
+    """Sizes of the programs of both scans and of the gradients."""
+
+    columns: int  # columns of V in a program of a scan
+    stages: int  # chunks that a scan loads at a time
+    gradient_stages: int = 2
+    warps: int = 4
+    by_pointer: bool = False  # whether matrices are read without descriptors
+
+
+HOPPER = Tiles(64, 3)
+RTX_50 = Tiles(32, 2)  # has 99 KiB of shared memory
+# GPUs before Hopper have as little. They lack descriptors: what Triton makes of these spills kilobytes of registers.
+OLDER = Tiles(32, 2, gradient_stages=1, warps=8, by_pointer=True)
 
 
 class Stretch(NamedTuple):
@@ -80,8 +95,8 @@ def _divide(start: Tensor, length: Tensor, size: int) -> tuple[Tensor, Tensor, T
 
 
 # Kernels. Their workspaces have a row for each chunk of the stretch and value head, padded to CHUNK tokens: (I + A)^-1
-# and the scores, zero at tokens that the chunk lacks, and `gates` [2, CHUNK], G and beta. Tensors that descriptors (_d)
-# describe are matrices. A descriptor reads whole chunks, tokens of the next document included, which zeros cancel.
+# and the scores, zero at tokens that the chunk lacks, and `gates` [2, CHUNK], G and beta. Matrices (_d) are descriptors
+# or pointers. A descriptor reads whole chunks, tokens of the next document included, which zeros cancel.
 
 
 @triton.jit
@@ -141,6 +156,33 @@ def load_gates(gates_ptr, row, C: tl.constexpr):
 
 
 @triton.jit
+def _pointers(matrix, row, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    return matrix + (row.to(tl.int64) * WIDTH + column) + (rows[:, None] * WIDTH + columns[None, :])
+
+
+@triton.jit
+def load_block(matrix, row, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, stop=None):
+    """Returns [ROWS, COLUMNS] of a matrix of WIDTH columns; by pointer, zeros from row `stop` on."""
+    if not isinstance(matrix, tl.tensor):
+        return matrix.load([row.to(tl.int32), column])
+    elif stop is None:
+        return tl.load(_pointers(matrix, row, column, WIDTH, ROWS, COLUMNS))
+    else:
+        is_row = (tl.arange(0, ROWS) < stop - row)[:, None]
+        return tl.load(_pointers(matrix, row, column, WIDTH, ROWS, COLUMNS), mask=is_row, other=0.0)
+
+
+@triton.jit
+def store_block(matrix, row, column, block, WIDTH: tl.constexpr):
+    """Writes a block of a matrix of WIDTH columns."""
+    if isinstance(matrix, tl.tensor):
+        tl.store(_pointers(matrix, row, column, WIDTH, block.shape[0], block.shape[1]), block)
+    else:
+        matrix.store([row.to(tl.int32), column], block)
+
+
+@triton.jit
 def _scan_kernel(
     q_d, k_d, v_d, inverse_d, scores_d, gates_ptr, parts_ptr,
     initial_ptr, kept_ptr, out_ptr, final_ptr, new_d, states_d,
@@ -169,25 +211,25 @@ def _scan_kernel(
     for piece in range(0, num_chunks, PIECE):
         for n in tl.range(piece, tl.minimum(piece + PIECE, num_chunks), num_stages=STAGES):
             row = (chunk + n) * H + head  # index into workspaces
-            first = (start + n * C).to(tl.int32)
-            k = k_d.load([first, head // R * K])
-            v = v_d.load([first, head * V + column])
-            inverse = inverse_d.load([(row * C).to(tl.int32), 0])
+            first = start + n * C
+            k = load_block(k_d, first, head // R * K, H // R * K, C, K, stop)
+            v = load_block(v_d, first, head * V + column, H * V, C, BLOCK_V, stop)
+            inverse = load_block(inverse_d, row * C, 0, C, C, C)
             total, beta, last = load_gates(gates_ptr, row, C)
             operand = S.to(k.dtype)
             held = tl.dot(operand, tl.trans(k), input_precision="ieee")
             change = (tl.trans(v).to(tl.float32) - held * tl.exp(total)[None, :]) * beta[None, :]
             new = tl.dot(change.to(k.dtype), tl.trans(inverse), input_precision="ieee")
             if out_ptr is not None:
-                q = q_d.load([first, head // R * K])
-                scores = scores_d.load([(row * C).to(tl.int32), 0])
+                q = load_block(q_d, first, head // R * K, H // R * K, C, K, stop)
+                scores = load_block(scores_d, row * C, 0, C, C, C)
                 out = tl.dot(operand, tl.trans(q), input_precision="ieee") * tl.exp(total)[None, :]
                 out = tl.dot(new.to(k.dtype), tl.trans(scores), out, input_precision="ieee")
                 values = ((start + n * C) * H + head) * V + (i[None, :] * (H * V) + d[:, None])
                 tl.store(out_ptr + values, out.to(k.dtype), mask=(i < stop - start - n * C)[None, :])
             else:
-                states_d.store([(row * V).to(tl.int32) + column, 0], operand)
-                new_d.store([(row * C).to(tl.int32), column], tl.trans(new.to(k.dtype)))
+                store_block(states_d, row * V + column, 0, operand, K)
+                store_block(new_d, row * C, column, tl.trans(new.to(k.dtype)), V)
             rest = tl.exp(last - total)
             S = tl.dot((new * rest[None, :]).to(k.dtype), k, S * tl.exp(last), input_precision="ieee")
         if out_ptr is not None and piece + PIECE < num_chunks:
@@ -206,18 +248,18 @@ def sizes(k: Tensor, v: Tensor) -> dict[str, int]:
     return {"R": v.shape[2] // k.shape[2], "K": k.shape[3], "V": v.shape[3], "C": CHUNK}
 
 
-def scan_shape(device: torch.device) -> tuple[int, int]:
-    """Returns SCAN_COLUMNS and SCAN_STAGES, or what fits the 99 KiB of shared memory of an RTX 50."""
-    is_small = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 12
-    return (32, 2) if is_small else (SCAN_COLUMNS, SCAN_STAGES)
+@functools.cache
+def tiles_of(device: torch.device) -> Tiles:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return OLDER if capability < (9, 0) else RTX_50 if capability[0] == 12 else HOPPER
 
 
 def scan_options(k: Tensor, v: Tensor) -> tuple[int, dict[str, int]]:
     """Returns the programs per part of both scans, and their options."""
     H, V = v.shape[2:]
-    columns, stages = scan_shape(k.device)
-    block, stages = min(columns, V), 1 if k.dtype == torch.float32 else stages
-    return H * V // block, {"H": H, "BLOCK_V": block, "STAGES": stages, **sizes(k, v)}
+    tiles = tiles_of(k.device)
+    block, stages = min(tiles.columns, V), 1 if k.dtype == torch.float32 else tiles.stages
+    return H * V // block, {"H": H, "BLOCK_V": block, "STAGES": stages, "num_warps": tiles.warps, **sizes(k, v)}
 
 
 class Chunks(NamedTuple):
@@ -275,13 +317,18 @@ def launch_beside(device: torch.device, scan: Callable, others: list[Callable]) 
     stream.wait_stream(second)
 
 
-def describe_inputs(q: Tensor, k: Tensor, v: Tensor, block_v: int) -> list[TensorDescriptor]:
+def as_matrix(x: Tensor, width: int, rows: int, columns: int) -> Tensor | TensorDescriptor:
+    """Describes x as `describe` does, or returns x where kernels read it by pointer."""
+    return x if tiles_of(x.device).by_pointer else describe(x, width, rows, columns)
+
+
+def describe_inputs(q: Tensor, k: Tensor, v: Tensor, block_v: int) -> list[Tensor | TensorDescriptor]:
     G, H, K, V = k.shape[2], v.shape[2], k.shape[3], v.shape[3]
-    return [describe(x, G * K, CHUNK, K) for x in (q, k)] + [describe(v, H * V, CHUNK, block_v)]
+    return [as_matrix(x, G * K, CHUNK, K) for x in (q, k)] + [as_matrix(v, H * V, CHUNK, block_v)]
 
 
 def describe_matrices(made: Chunks) -> list:
-    return [*(describe(x, CHUNK, CHUNK, CHUNK) for x in (made.inverse, made.scores)), made.gates]
+    return [*(as_matrix(x, CHUNK, CHUNK, CHUNK) for x in (made.inverse, made.scores)), made.gates]
 
 
 def scan_states(
@@ -295,7 +342,7 @@ def scan_states(
     programs, options = scan_options(k, v)
     launch = _scan_kernel[(len(rows), programs)]
     tensors = *inputs, *matrices, rows, initial, kept, *written
-    return functools.partial(launch, *tensors, **options, PIECE=PIECE, num_warps=4)
+    return functools.partial(launch, *tensors, **options, PIECE=PIECE)
 
 
 def kept_rows(q: Tensor) -> int:

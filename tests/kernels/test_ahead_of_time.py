@@ -46,8 +46,7 @@ def test_compiles_for_sm_80_and_sm_90(capsys):
     compiled = set()
     for line in process.stdout.splitlines():
         name, gpu, spilled, shared = re.match(r"(\S+) (\S+): .* (\d+) bytes spilled, (\d+) bytes shared", line).groups()
-        assert int(shared) <= MOST_SHARED[gpu], line
-        assert int(spilled) <= MOST_SPILLED or name not in jitted(SPARSE), line
+        assert int(spilled) <= MOST_SPILLED and int(shared) <= MOST_SHARED[gpu], line
         compiled.add(name)
     missing = (jitted(SOURCES) | jitted(SPARSE)) - compiled
     assert not missing, f"kernels that nothing compiles ahead of time: {sorted(missing)}"

@@ -1,4 +1,5 @@
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,17 +28,30 @@ _WHOLE_HEADS = {"d_out_d": _KEYS, "new_d": _KEYS, "y_d": _KEYS} | dict.fromkeys(
 _WHOLE_HEADS |= dict.fromkeys(("states_d", "d_states_d"), "tensordesc<bf16[128, 32]>")
 
 
-def kernel(name, constants, without=(), types=None, num_stages=3):
+def kernel(name, constants, without=(), types=None):
     types = {n: t for n, t in (_TYPES | (types or {})).items() if n not in without}
-    return KernelToCompile(name, types, constants | dict.fromkeys(without), 4, num_stages)
+    return KernelToCompile(name, types, constants | dict.fromkeys(without), least_capability=90)
 
 
-KERNELS_TO_COMPILE = [
-    kernel("chunks._chunk_kernel", {"G": 16, "DTYPE": tl.float16} | _WIDTHS),
+def by_pointer(kernel):
+    """Returns what GPUs before Hopper run in place of a kernel."""
+    tiles, signature = chunks.OLDER, {n: "*bf16" if "tensordesc" in t else t for n, t in kernel.signature.items()}
+    is_scan = "BLOCK_V" in kernel.constants
+    sizes = {"BLOCK_V": tiles.columns, "STAGES": tiles.stages} if is_scan else {"STAGES": tiles.gradient_stages}
+    constants = kernel.constants | sizes
+    return replace(kernel, signature=signature, constants=constants, num_warps=tiles.warps, least_capability=80)
+
+
+_READ_IN_BLOCKS = [
     kernel("chunks._scan_kernel", _SCAN | {"PIECE": 64}, ("new_d", "states_d", "initial_ptr", "final_ptr")),
     kernel("chunks._scan_kernel", _SCAN | {"PIECE": 64}, ("out_ptr", "final_ptr", "initial_ptr")),
     kernel("backward._reverse_scan_kernel", _SCAN, ("d_final_ptr", "d_initial_ptr")),
     kernel("backward._gradients_kernel", {"G": 16, "V": 128, "BLOCK_K": 32, "STAGES": 2} | _WIDTHS, types=_WHOLE_HEADS),
+]
+KERNELS_TO_COMPILE = [
+    replace(kernel("chunks._chunk_kernel", {"G": 16, "DTYPE": tl.float16} | _WIDTHS), least_capability=80),
+    *_READ_IN_BLOCKS,
+    *map(by_pointer, _READ_IN_BLOCKS),
 ]
 
 
@@ -133,9 +147,25 @@ def test_heads_and_widths(G, H, K, V, device):
 
 def test_scans_of_some_columns(device, monkeypatch):
     """On GPUs of the RTX 50 a program has 32 columns of the state, so that it fits their shared memory."""
-    monkeypatch.setattr(chunks, "scan_shape", lambda device: (16, 2))
+    monkeypatch.setattr(chunks, "tiles_of", lambda device: chunks.Tiles(16, 2))
     for name, error in errors(ours(), inputs(66, 1, 1, 16, 32)).items():
         assert error < 3e-6, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize(("lengths", "G", "H", "K", "V", "dtype"), [
+    ([65, 1, 3, 64, 63, 130], 1, 2, 16, 16, torch.float32),
+    ([3], 1, 1, 64, 16, torch.float32),
+    ([66], 2, 4, 32, 64, torch.float16),
+], ids=str)  # fmt: skip
+def test_by_pointer(lengths, G, H, K, V, dtype, device, poisoned_memory, small_stretches, monkeypatch):
+    """GPUs before Hopper read matrices by pointer. NaN follows the last token: it is not read."""
+    for module in (chunks, backward):
+        monkeypatch.setattr(module, "tiles_of", lambda device: chunks.OLDER)
+    *tensors, initial = inputs(sum(lengths), G, H, K, V, documents=len(lengths), dtype=dtype)
+    tensors = [torch.cat([x, torch.full_like(x, torch.nan)], dim=1)[:, : x.shape[1]] for x in tensors] + [initial]
+    options = {"segments": segments_of(lengths)}
+    for name, error in errors(ours(**options), tensors, **options).items():
+        assert error < (3e-6 if dtype == torch.float32 else 0.004), f"{name} is off by {error:.1e}"
 
 
 @pytest.mark.parametrize("lengths", [[1], [64], [65, 3, 130]], ids=str)
