@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from kernels.common import use_triton
 from training.host.torch_internals import dtensor_like
 from training.optim.formats import BETA1, BETA2, Home, Kept, QuantizedState, StateFormat, Update
 from training.optim.inventory import Inventory, Row, local_view
@@ -288,11 +289,13 @@ class MasterAdamW:
                 state.updated.record(self.ring.outward)
 
     def _update_here(self, states: list[State]) -> None:
-        """Update states on the GPU: small ones together, others whole or in the pieces for which there is room."""
+        """Update states on the GPU: small ones together, others in pieces or, if a kernel needs no room, whole."""
+        on_triton = use_triton(self.impl, self.norms)
         alike: dict[tuple[StateFormat, float, float], list[list[State]]] = {}
         for state in states:
             if not state.row.is_small:
-                for piece in state.row.pieces if state.format.needs_room else [slice(0, state.row.numel)]:
+                is_whole = on_triton and not state.format.needs_room
+                for piece in [slice(0, state.row.numel)] if is_whole else state.row.pieces:
                     self._update(state, piece, state.slices(piece))
                 continue
             groups = alike.setdefault((state.format, state.weight_decay, state.rate_ratio), [[]])
