@@ -300,7 +300,8 @@ def host_flag(flags: ProfileFlags, num_bytes: float) -> dict[str, str]:
 def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan) -> dict[str, Plan]:
     """Returns changes that save a tenth of the seconds of `plan` and more, as `change` does.
 
-    Attention to chosen blocks is not tried on a GPU at hand: its kernels would have to be compiled and measured.
+    Smaller micro-batches change no loss: the fastest are named where they save a twentieth. Attention to chosen blocks
+    is not tried on a GPU at hand: its kernels would have to be compiled and measured.
     """
     found = {}
     if flags.optimizer_state == "float32":
@@ -313,7 +314,15 @@ def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan)
         found |= change(flags, machine, world, **host_flag(flags, roomy.host_bytes))
     if flags.attention_type == "full" and world.device.type == "cpu":
         found |= change(flags, machine, world, attention_type="sparse")
-    return {words: other for words, other in found.items() if other.seconds < 0.9 * plan.seconds}
+    splits: dict[str, Plan] = {}
+    for n in (2, 4, 8) if not plan.step.share.has_experts else ():  # experts' auxiliary loss is of a micro-batch
+        if flags.batch_size % n == 0:
+            sizes = {"batch_size": flags.batch_size // n}
+            sizes["gradient_accumulation_steps"] = n * flags.gradient_accumulation_steps
+            splits |= change(flags, machine, world, **sizes)
+    least = min((other.seconds for other in splits.values()), default=math.inf)
+    fastest = {words: other for words, other in splits.items() if other.seconds == least < 0.95 * plan.seconds}
+    return fastest | {words: other for words, other in found.items() if other.seconds < 0.9 * plan.seconds}
 
 
 # The answer

@@ -91,7 +91,9 @@ MIXTURE_35B = Run(
 )
 SHORT = Run("--context_length 32768 --settings auto auto+fp8 auto+fp8-gradients auto+int8 --steps 3", 140)
 EIGHT = Run("--context_length 16384 --gradient_accumulation_steps 8 --settings auto auto+fp8 auto+int8", 130)
-EIGHT_4K = Run("--context_length 4096 --batch_size 8 --settings auto peer peer+kept/2 --steps 6", 120)
+EIGHT_4K = Run(
+    "--context_length 4096 --batch_size 8 --optimizer_state auto --settings auto peer peer+kept/2 --steps 6", 120
+)
 SPARSE = Run("--settings auto+sparse auto+sparse+fp8 auto+sparse+int8", 140)
 LORA = Run("--context_length 32768 --lora 16 --steps 3 --settings auto auto+fp8 peer", 110)
 LORA_4_BITS = Run("--context_length 32768 --lora 16 --lora_bits 4 --steps 3 --settings auto peer", 90)

@@ -277,6 +277,14 @@ def test_what_would_be_faster(tmp_path, capsys):
         assert words == shown_words and numbers == pytest.approx(shown_numbers, rel=0.02)
 
 
+def test_smaller_micro_batches_are_named_where_they_are_faster(tmp_path):
+    """More blocks of the 4B are kept whole in smaller ones; all of the 0.6B's are in any."""
+    flags = "--gpu", "H200", "--host_memory", "256GB", "--context_length", "16384"
+    [row] = run_main(tmp_path, *flags, "--batch_size", "8")["answer"]["faster"]
+    assert row["flags"] == "--batch_size 2 --gradient_accumulation_steps 4"
+    assert not run_main(tmp_path, *flags, "--batch_size", "2", "--model_size", "0.6B")["answer"]["faster"]
+
+
 def split_numbers(line: str) -> tuple[list[str], list[float]]:
     """split_numbers("step: 1,269.65 s") is (["step:", "s"], [1269.65])."""
     number = r"\d[\d,]*(?:\.\d+)?"

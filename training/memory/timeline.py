@@ -165,19 +165,36 @@ class _Timeline:
         # With copies of the weights they leave in the last alone.
         gradients = step.inventory(self.execution).leaving_gradients / link
         moved = 2 * gradients if step.num_copies == 1 else 0
+        begun, added = self._gradient_sums()
         update, fetched = self._update(seconds, sum(weights), sum(sent))
         on_gpu = {"update": 4 * step.inventory(self.execution).gpu_state / rates["memory"]}
         count = step.micro_batches
         return [
             Phase("forward", seconds + COPIES_COST * copies, forward, copies, count),
             Phase("loss", loss, {"loss": loss}, times=count),
-            Phase("gradients of later micro-batches", max(back, moved), backward, copies + moved, count - 1),
-            Phase("backward", max(last, gradients), backward, copies + gradients),
+            Phase(
+                "gradients of later micro-batches",
+                max(back, moved) + added,
+                backward | {"sums": added},
+                copies + moved,
+                count - 1,
+            ),
+            Phase("backward", max(last, gradients) + begun, backward | {"sums": begun}, copies + gradients),
             Phase("embedding and head between ranks", ends * (gather + add), link=ends * (gather + add), times=count),
             Phase("sums of embedding and head between copies", ends * sums, link=ends * sums),
             Phase("update", update, on_gpu, fetched),
             Phase("forward without backward", alone, reference, sum(weights), count * step.scoring.forward_passes),
         ]
+
+    def _gradient_sums(self) -> tuple[float, float]:
+        """Returns the seconds in which the GPU begins the sums of a step's gradients, and adds to all of them.
+
+        Each sum is float32. It begins as a copy of a bf16 gradient, and its norm is read after each micro-batch.
+        """
+        if self.step.micro_batches == 1:
+            return 0.0, 0.0
+        whole = self.step.inventory(self.execution).gpu_gradients / self.rates["memory"]
+        return 2.5 * whole, 3.5 * whole
 
     def _loss(self) -> float:
         again = self.step.scoring.head_passes * self.step.uses_chunked_loss(self.execution)
