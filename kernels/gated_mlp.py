@@ -172,7 +172,8 @@ class _GatedDown(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         hidden = dy @ weight  # its gradient, until the next line
         d_gate, d_up = _gated_activation_again(hidden, gate, up, ctx.activation)
-        d_weight = dy.flatten(0, -2).t() @ hidden.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        dy_rows, rows = dy.reshape(-1, dy.shape[-1]), hidden.view(-1, hidden.shape[-1])
+        d_weight = dy_rows.t() @ rows if ctx.needs_input_grad[2] else None
         return d_gate, d_up, d_weight, None
 
 

@@ -130,9 +130,10 @@ def test_keeps_its_inputs_and_at_once_gate_and_up(tile_size, made, device):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_at_once_has_the_gradients_of_products_that_are_kept(activation, dtype, device, poisoned_memory):
+@pytest.mark.parametrize("rows", [(2, 7), ()])
+def test_at_once_has_the_gradients_of_products_that_are_kept(rows, activation, dtype, device, poisoned_memory):
     """Its products are the same as where act(gate) * up is kept, bit for bit, also in a second backward."""
-    inputs = mlp_inputs((2, 7), 16, 24, dtype)
+    inputs = mlp_inputs(rows, 16, 24, dtype)
 
     def kept(x, gate, up, down):
         hidden = gated(F.linear(x, gate), F.linear(x, up), activation)
