@@ -295,7 +295,7 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
     targets, parameters = content["target_modules"], content["target_parameters"]
     found = {name: value for name, value in content.items() if name not in NO_EFFECT | OURS and value is not False}
     asked = {name: value for name, value in found.items() if name == "peft_type" or value not in EMPTY}
-    refused = [f"{name} {value!r:.60}" for name, value in asked.items() if value not in TAKEN.get(name, ())]
+    refused = [f"{name:.60} {value!r:.60}" for name, value in asked.items() if value not in TAKEN.get(name, ())]
     if (projections := projections_named(targets if targets or not parameters else [])) is None:
         refused.append(f"target_modules {targets!r:.80}")
     if (of_parameters := projections_of(parameters)) is None:
