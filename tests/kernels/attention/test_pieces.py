@@ -236,7 +236,8 @@ def test_lists_differ_from_the_references_in_near_ties_alone(scored, scale, devi
     def held(lists):
         return padded.gather(-1, lists.long().clamp(max=padded.shape[-1] - 1)).sort(-1).values
 
-    tolerance = 5e-3 if scored == torch.bfloat16 else 1e-5  # the interpreter rounds halves up to bfloat16
+    # The interpreter rounds halves up to bfloat16. On an H200 FP8 scores of one in 3,600 differ by a rounding.
+    tolerance = {torch.bfloat16: 5e-3, FP8: 1e-2 if device.type == "cuda" else 1e-5}.get(scored, 1e-5)
     torch.testing.assert_close(
         held(ours), held(expected), rtol=tolerance, atol=tolerance * float(scores[scores.isfinite()].max())
     )
