@@ -56,7 +56,7 @@ from training.run.parts import Run, check_disk, checkpoint_bytes, is_save_due, l
 from training.run.recipe import Recipe, check_machine, check_same_on_all_ranks, count_steps, decide
 from training.run.resume import Progress, learning_rate_of, parallel_sizes_of, tokens_per_step
 from training.run.step import NoTarget, NotFinite, NotRead, train_step, validate
-from training.run.stopping import Stopped, Stopping, stop_signals
+from training.run.stopping import Stopped, Stopping, exit_with, stop_signals
 
 logger = logging.getLogger("train")
 
@@ -375,4 +375,4 @@ def end(run: Run) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_with(main(sys.argv[1:]))

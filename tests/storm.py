@@ -29,6 +29,7 @@ from tests.storm_of_damage import storm_of_damage
 from tests.storm_of_input import storm_of_input
 from training.checkpoint.files import checkpoints, step_of
 from training.checkpoint.manifest import verify_checkpoint
+from training.run.stopping import exit_with
 
 ROOT = Path(__file__).parents[1]
 STALL_SECONDS = 300.0  # a run that starts and saves nothing for so long hangs
@@ -126,7 +127,7 @@ def train_in_rank(rank: int, ranks: int, port: int, argv: list[str], log: Path) 
     torch.set_num_threads(1)
     torch.set_num_threads = lambda _: None  # threads of one process would wait for each other on a busy machine
     sys.stdout = sys.stderr = log.open("a")
-    sys.exit(train.main(argv))
+    exit_with(train.main(argv))
 
 
 def assert_not_stalled(processes: list, began: float, log: Path) -> None:

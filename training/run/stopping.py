@@ -4,11 +4,13 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -59,6 +61,13 @@ def stop_signals() -> Iterator[list[int]]:
         os.close(writing)
         listener.join()
         os.close(reading)
+
+
+def exit_with(status: int) -> NoReturn:
+    """Ends the process with this exit status, which no further signal changes while Python ends."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(status)
 
 
 def _listen(reading: int, noted: Container[int], received: list[int]) -> None:

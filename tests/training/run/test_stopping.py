@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from training.parallel.world import World
-from training.run.stopping import LOOK_SECONDS, LOOKS_BEHIND, Stopped, Stopping, stop_signals
+from training.run.stopping import (
+    LOOK_SECONDS,
+    LOOKS_BEHIND,
+    STOP_SIGNALS,
+    Stopped,
+    Stopping,
+    exit_with,
+    stop_signals,
+)
 
 BLOCKS = 8
 
@@ -90,6 +98,18 @@ def test_a_signal_is_noted_while_the_main_thread_is_in_a_library():
         thread.join()
     assert noted[0] < returned and received == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_no_signal_changes_the_status_of_a_process_that_ends():
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            exit_with(143)
+        for number in STOP_SIGNALS:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.gpu
