@@ -18,6 +18,7 @@ from benchmarks.common import ROOT
 
 FIRST_PORT = 29_500  # torchrun's on the machine's first GPU; on the second it is the next
 LEAST_GIB = 6.0  # host memory that a command takes beside what it pins
+GRACE = 10.0  # seconds that torchrun has to end its ranks, which no signal to its process group reaches
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,11 @@ class Running:
     def end(self) -> dict:
         """Kills what is left of the command, and returns the keys of its JSON lines; {} where it failed."""
         failed = self.process.poll()
-        with suppress(ProcessLookupError):  # torchrun's processes end too
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE)
         lines = self.log.read_text(errors="replace").splitlines()
         lines += [self.written.read_text()] if self.written.exists() else []
         self.folder.cleanup()
@@ -107,6 +110,7 @@ def run_all(
     """
     began, free, waiting, running = time.monotonic(), list(gpus), list(jobs), list[Running]()
     logs.mkdir(parents=True, exist_ok=True)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while waiting or running:
             for job in [*waiting]:
@@ -129,6 +133,7 @@ def run_all(
                     free = sorted(free + each.gpus)
                     yield each.job, found, each.beside
             time.sleep(0.05)
-    finally:  # after Ctrl+C too
+    finally:  # after Ctrl+C and SIGTERM too
         for each in running:
             each.end()
+        signal.signal(signal.SIGTERM, before)

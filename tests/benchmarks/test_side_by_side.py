@@ -1,6 +1,7 @@
 """benchmarks.side_by_side: every command has GPUs and host memory of its own, and none outlives the limit."""
 
 import json
+import signal
 import time
 from contextlib import closing
 from pathlib import Path
@@ -13,7 +14,11 @@ from benchmarks.side_by_side import Job, in_order, run_all
 FAKE = """#!/bin/sh
 echo "start $CUDA_VISIBLE_DEVICES $*" >> {events}
 for word; do seconds=$word; done
-sleep $seconds & echo $! >> {events}.children; wait $!
+case $2 in
+    torch.distributed.run) setsid sleep $seconds & trap "kill $!; exit 1" TERM ;;
+    *) sleep $seconds & ;;
+esac
+echo $! >> {events}.children; wait $!
 echo "end $CUDA_VISIBLE_DEVICES" >> {events}
 echo "a warning without an end \\c" >&2
 echo '{{"seconds": '$seconds'}}'
@@ -23,7 +28,10 @@ test $seconds != 0.01
 
 @pytest.fixture
 def events(tmp_path, monkeypatch):
-    """Returns a file of what starts and ends. A command sleeps for its last word, and 0.01 seconds end in an error."""
+    """Returns a file of what starts and ends. A command sleeps for its last word, and 0.01 seconds end in an error.
+
+    A rank of torchrun is in a session of its own.
+    """
     fake, found = tmp_path / "python", tmp_path / "events"
     fake.write_text(FAKE.format(events=found))
     fake.chmod(0o755)
@@ -79,14 +87,15 @@ def test_host_memory_that_is_pinned_fits_the_machine(events, tmp_path):
 
 
 def test_nothing_outlives_the_limit_or_the_caller(events, tmp_path, capsys):
-    hangs, fails = Job("hangs", "python 30", 0), Job("fails", "python 0.01", 0)
+    hangs, fails = Job("hangs", "torchrun 30", 0), Job("fails", "python 0.01", 0)
     others = [fails, Job("long", "python 30", 3), Job("two", "python 0", 0, 2)]  # no time, no second GPU is left
     with closing(run_all([hangs, *others], ["0"], 1e3, 0.7, tmp_path)) as running:
         assert [(job.name, found) for job, found, _ in running] == [("hangs", {})]
     said = capsys.readouterr().out
     assert "killed after " in said and said.count("left out, ") == 3
-    with closing(run_all([fails, hangs], ["0", "1"], 1e3, 60, tmp_path)) as running:
-        assert next(running)[:2] == (fails, {})  # and the caller goes
+    with pytest.raises(KeyboardInterrupt), closing(run_all([fails, hangs], ["0", "1"], 1e3, 60, tmp_path)) as running:
+        assert next(running)[:2] == (fails, {})
+        signal.raise_signal(signal.SIGTERM)  # the caller is told to end
     said = capsys.readouterr().out
     assert said.startswith("a warning without an end\nfailed with status 1") and "killed after " in said
     children = events.with_suffix(".children").read_text().split()
