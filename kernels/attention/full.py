@@ -532,10 +532,11 @@ def backward_workspace(
 ) -> int:  # fmt: skip
     """Returns the bytes that backward of all rows takes besides its arguments and results.
 
-    Packed rows run one call after another, each with its own results. A document that attends alone also has a padded
-    copy of dout and, at the end of the batch, of q, k, v and out. `q_bytes` and `k_bytes` are of one token, a row has
-    `context_length` tokens, and `longest` are the longest packed document's; None: each row is one document. If a
-    position stands for `position_tokens`, all numbers count positions. `num_key_value_heads` attend at a time.
+    Packed rows run one call after another, each with its own results. All rows but the one with several documents may
+    share a call. A document that attends alone also has a padded copy of dout and, at the end of the batch, of q, k, v
+    and out. `q_bytes` and `k_bytes` are of one token, a row has `context_length` tokens, and `longest` are the longest
+    packed document's; None: each row is one document. If a position stands for `position_tokens`, all numbers count
+    positions. `num_key_value_heads` attend at a time.
     """
     kernel = KERNELS["cudnn" if backend == "auto" else backend]
     spared = kernel.expanded_rows if q_bytes == k_bytes else 0
@@ -552,4 +553,6 @@ def backward_workspace(
         padded = rounded_length(longest, max(1, kernel.length_step // position_tokens))
         copies = 4 if padded * position_tokens <= _LONGEST_COPIED or num_key_value_heads == 1 else 2
         alone = (row + copies * (q_bytes + k_bytes)) * padded
+        if longest >= context_length:
+            alone = max(alone, (row + q_bytes + 2 * k_bytes) * (num_tokens - context_length))
     return max(at_once, together, alone)

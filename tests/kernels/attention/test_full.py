@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from kernels import torch_internals
+from kernels.attention import documents
 from kernels.attention import full as module
 from kernels.attention.attend import attend_backward, attention
 from kernels.attention.documents import document_calls
@@ -15,6 +16,7 @@ from kernels.attention.full import (
 )
 from tests.kernels.attention.inputs import segments_of
 from tests.kernels.compare import requested_peak
+from tests.storage_counter import StorageCounter
 
 
 def make_qkv(B, T, H, G, K, dtype, device, seed=0):
@@ -193,6 +195,28 @@ def test_gpu_backends_match_float64(backend, lengths, device):
     for name, e, p, o in zip(("out", "dq", "dk", "dv"), exact, plain, ours):
         error, allowed = (o - e).norm().item(), 2 * (p - e).norm().item()
         assert error <= allowed, f"{name}: error {error}, the same-dtype PyTorch path's x 2 is {allowed}"
+
+
+@pytest.mark.parametrize("last", [[64], [40, 24]])
+def test_rows_at_once_take_what_is_declared(last, monkeypatch):
+    """Eight rows, seven of one document each, in a library whose backward takes 4 times q's bytes for itself."""
+
+    def backward(dout, q, k, v, *_):
+        own = q.new_empty(4, *q.shape)
+        return [torch.empty_like(x) for x in (q, k, v)] * own.is_contiguous()
+
+    monkeypatch.setattr(documents, "TOGETHER_TOKENS", 64)
+    changed = module.KERNELS["cpu"]._replace(backward=backward, longest_together=10, workspace_rows=4, expanded_rows=0)
+    monkeypatch.setitem(module.KERNELS, "cpu", changed)
+    T = sum(last)
+    q, k, v = (x.detach() for x in make_qkv(8, T, 4, 2, 64, torch.float32, torch.device("cpu")))
+    segments, longest = (None, None) if len(last) == 1 else (segments_of(*[[T]] * 7, last), T)
+    with StorageCounter() as counter:
+        counter.known.update(x.untyped_storage() for x in (q, k, v))
+        gradients = full_backward(q, q, k, v, q, q[..., 0], segments, "cpu")
+    taken = counter.peak - sum(x.nbytes for x in gradients)
+    declared = backward_workspace("cpu", 8 * T, q[0, 0].nbytes, k[0, 0].nbytes, T, longest, num_key_value_heads=2)
+    assert 0.9 * declared < taken <= 1.02 * declared
 
 
 @pytest.mark.gpu
