@@ -96,9 +96,8 @@ def _reverse_scan_kernel(
 @triton.jit
 def _gradients_kernel(
     d_out_d, new_d, y_d, q_d, k_d, states_d, d_states_d, v_ptr, gates_ptr, chunks_ptr,
-    dq_ptr, dk_ptr, dv_ptr, dg_ptr, d_beta_ptr,
-    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    STAGES: tl.constexpr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, d_beta_ptr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    BLOCK_K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes all gradients of one chunk for the value heads of one key head, BLOCK_K columns of keys at a time."""
     chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -125,8 +124,7 @@ def _gradients_kernel(
         d_scores = (tl.dot(d_out, tl.trans(new), input_precision="ieee") * decay).to(v.dtype)
         decay = tl.where(i[:, None] > i[None, :], decay, 0.0)
         d_A = tl.dot(y, tl.trans(new), input_precision="ieee") * decay
-        d_scores_t, d_A_t = tl.trans(d_scores), tl.trans((-beta[:, None] * d_A).to(v.dtype))
-        d_A = d_A.to(v.dtype)
+        d_scores_t, d_A_t, d_A = tl.trans(d_scores), tl.trans((-beta[:, None] * d_A).to(v.dtype)), d_A.to(v.dtype)
 
         # `left` is what y does to a key on its own row, but for -beta; the rest of dk goes to keys as columns.
         d_total, held, d_last = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
@@ -139,8 +137,7 @@ def _gradients_kernel(
             dq_before = tl.load(dq_ptr + keys + block, mask=is_sum, other=0.0)
             dk_before = tl.load(dk_ptr + keys + block, mask=is_sum, other=0.0)
             d_last += tl.exp(last) * tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0)
-            dq = tl.dot(d_out, S, input_precision="ieee") * since[:, None]
-            dq = tl.dot(d_scores, k, dq, input_precision="ieee")
+            dq = tl.dot(d_scores, k, tl.dot(d_out, S, input_precision="ieee") * since[:, None], input_precision="ieee")
             d_total += tl.sum(dq * q, axis=1)
             left = tl.dot(y, S, input_precision="ieee") * since[:, None]
             left = tl.dot(d_A, k, left, input_precision="ieee")

@@ -291,18 +291,11 @@ class MasterAdamW:
     def _update_here(self, states: list[State]) -> None:
         """Update states on the GPU: small ones together, others in pieces or, if a kernel needs no room, whole."""
         on_triton = use_triton(self.impl, self.norms)
-        alike: dict[tuple[StateFormat, float, float], list[list[State]]] = {}
         for state in states:
-            if not state.row.is_small:
-                is_whole = on_triton and not state.format.needs_room
-                for piece in [slice(0, state.row.numel)] if is_whole else state.row.pieces:
-                    self._update(state, piece, state.slices(piece))
-                continue
-            groups = alike.setdefault((state.format, state.weight_decay, state.rate_ratio), [[]])
-            if sum(other.row.numel for other in groups[-1]) + state.row.numel > len(self.room):
-                groups.append([])
-            groups[-1].append(state)
-        for group in itertools.chain(*alike.values()):
+            is_whole = on_triton and not state.format.needs_room
+            for piece in [] if state.row.is_small else [slice(0, state.row.numel)] if is_whole else state.row.pieces:
+                self._update(state, piece, state.slices(piece))
+        for group in groups_of([state for state in states if state.row.is_small], len(self.room)):
             tensors = [state.slices(slice(0, state.row.numel)) for state in group]
             parameters, gradients = [local_view(state.parameter) for state in group], [t["gradient"] for t in tensors]
             group[0].format.update_together(tensors, parameters, gradients, self._update_of(group[0]))
@@ -351,6 +344,17 @@ class MasterAdamW:
                 tensors["parameters" if state.format.holds_weight else "optimizer"] += state.tensors.values()
                 tensors["gradients"].append(state.gradient)
         return {group: [tensor for tensor in found if tensor is not None] for group, found in tensors.items()}
+
+
+def groups_of(states: list[State], most: int) -> list[list[State]]:
+    """Divides states into groups of up to `most` elements, of one format, weight decay and rate each."""
+    alike: dict[tuple[StateFormat, float, float], list[list[State]]] = {}
+    for state in states:
+        groups = alike.setdefault((state.format, state.weight_decay, state.rate_ratio), [[]])
+        if sum(other.row.numel for other in groups[-1]) + state.row.numel > most:
+            groups.append([])
+        groups[-1].append(state)
+    return [*itertools.chain(*alike.values())]
 
 
 @torch.no_grad()
