@@ -25,7 +25,7 @@ from benchmarks.claims import CLAIMS, FIRST, Claim
 from benchmarks.common import ROOT, environment
 from benchmarks.side_by_side import Job, in_order, run_all
 from training.host.files import replace_file
-from training.host.sizes import GIB
+from training.host.sizes import GIB, free_host_bytes
 
 REPORT, RESULTS, LOGS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results", ROOT / "build" / "report"
 MARKERS = "<!-- claims -->\n.*?<!-- end -->"
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--machine", choices=("h200", "cpu"), help="measure the claims for this kind of machine")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these claims alone")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop before so many have passed")
-    parser.add_argument("--host_gib", type=float, help="host memory; default: what the system says it has")
+    parser.add_argument("--host_gib", type=float, help="host memory; default: what is free")
     parser.add_argument("--write", action="store_true", help="render the table of MEMORY_REPORT.md")
     arguments = parser.parse_args(argv)
     claims = [claim for claim in CLAIMS if claim.machine == arguments.machine]
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         if "H200" not in here:
             parser.error(f"--machine h200 measures on an H200, and here is an {here}")
     claims = [claim for claim in claims if claim.name in (arguments.only or claim.name)]
-    gib = arguments.host_gib or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    gib = arguments.host_gib or free_host_bytes() / GIB
     is_whole = measure_all(claims, arguments.seconds, gib) if claims else True
     if arguments.write:
         replace_file(REPORT, render(REPORT.read_text()))

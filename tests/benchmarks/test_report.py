@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import common, report
 from benchmarks.claims import CLAIMS, Claim
+from training.host import sizes
 
 LINE = {"operation": "fake", "results": {"ours": {"ms": 3.0}, "theirs": {"ms": 4.0}}, "predicted": 3.3}
 TABLE = "before\n<!-- claims -->\nold\n<!-- end -->\nafter\n"
@@ -104,6 +105,12 @@ def test_commands_run_side_by_side_and_their_rows_say_so(two_claims, tmp_path, m
     }
     assert {found[name]["beside"] for name in ("slow a", "fast a")} == {1}
     assert "| H200 (1 beside) |" in report.REPORT.read_text()
+
+    (tmp_path / "report_h200_abc.json").unlink()
+    monkeypatch.setattr(sizes, "_bytes_left_in_groups", lambda: iter([11 * 2**30]))  # a container's, for one command
+    assert report.main(["--machine", "h200", "--only", "fast a", "fast b"]) == 0
+    found = json.loads((tmp_path / "report_h200_abc.json").read_text())["claims"]
+    assert [entry["beside"] for entry in found.values()] == [0, 0]
 
 
 def test_a_row_whose_peer_or_whose_own_step_ran_out_of_memory():

@@ -44,10 +44,15 @@ def budget_of_machine(memory_bytes: int, processes: int) -> int:
     return budget_of(memory_bytes - taken, processes)
 
 
-def available_host_bytes() -> int:
-    """Returns this rank's share of 80% of the host memory that the machine and its control groups have left."""
+def free_host_bytes() -> float:
+    """Returns the host memory that the machine and this process's control groups have left."""
     available = 1024 * int(re.findall(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())[0])
-    return budget_of(min(available, *_bytes_left_in_groups()), whole_number("LOCAL_WORLD_SIZE", 1))
+    return min(available, *_bytes_left_in_groups())
+
+
+def available_host_bytes() -> int:
+    """Returns this rank's share of 80% of the host memory that is free."""
+    return budget_of(free_host_bytes(), whole_number("LOCAL_WORLD_SIZE", 1))
 
 
 def _bytes_left_in_groups() -> Iterator[float]:
