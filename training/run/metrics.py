@@ -207,10 +207,11 @@ class Metrics:
                 write(values)
                 self._failing.discard(name)
             except Exception as error:
-                if name not in self._failing:
+                may_end = isinstance(error, OSError)  # such as a full disk, which may have room later
+                if name not in self._failing or not may_end:
                     logger.warning("step %s cannot be written to %s: %s", values["step"], name, error)
                 self._failing.add(name)
-                if not isinstance(error, OSError):  # such as a full disk, which may have room later
+                if not may_end:
                     logger.warning("nothing more is written to %s", name)
                     del self._writers[name]
 

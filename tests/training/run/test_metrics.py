@@ -91,7 +91,7 @@ def test_a_writer_that_fails_is_a_warning(caplog):
             full.flush()
 
     def fail(values):
-        raise RuntimeError("the server is gone")
+        raise OSError("a timeout") if values["step"] == 1 else RuntimeError("the server is gone")
 
     metrics = Metrics({"disk": write_to_full_disk, "W": fail, "list": got.append})
     for step in (1, 2, 3, 4):
@@ -99,8 +99,8 @@ def test_a_writer_that_fails_is_a_warning(caplog):
     assert got == [{"step": step} for step in (1, 2, 3, 4)]
     disk = "cannot be written to disk: [Errno 28] No space left on device"
     assert caplog.messages == [
-        f"step 1 {disk}", "step 1 cannot be written to W: the server is gone", "nothing more is written to W",
-        f"step 4 {disk}",
+        f"step 1 {disk}", "step 1 cannot be written to W: a timeout",
+        "step 2 cannot be written to W: the server is gone", "nothing more is written to W", f"step 4 {disk}",
     ]  # fmt: skip
 
 
