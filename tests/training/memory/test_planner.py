@@ -65,7 +65,7 @@ def test_blocks_stay_whole_where_memory_is_plenty():
 
 
 def test_adapters_of_the_4b_fit_16_gib_with_little_host_memory():
-    """At 131,072 tokens, where full training needs more of both. More memory saves time: a third of the layers shows it."""
+    """At 131,072 tokens, where full training needs more of both. With a third of the layers, more memory saves time."""
     given, few = Execution(state_format="float32"), replace(MODEL_SIZES["4B"], num_hidden_layers=12)
     (whole_full, whole_lora), (full, lora) = (
         (
