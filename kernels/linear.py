@@ -125,7 +125,7 @@ class InPieces(Linear):
 
     def kept(self, x: Factor) -> tuple[Tensor, ...]:
         """Returns the tensors that backward needs of an input, of which `restored(tensors, dtype)` makes the factor."""
-        raise NotImplementedError(f"{self.name} makes y alone; kernels.mixed.Mixed has maps for gradients")
+        raise TypeError(f"{self.name} makes y alone; kernels.mixed.Mixed has maps for gradients")
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.maps(x, [weight], () if bias is None else [bias])[0]

@@ -14,7 +14,7 @@ from pathlib import Path
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for `deterministic`; PyTorch's own size on Hopper GPUs
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as commands start CUDA
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # every command sets it before CUDA starts
 
 import pytest
 import torch

@@ -7,7 +7,7 @@ from tests.storm_of_signals import storm_of_signals
 
 
 def test_kills_lose_nothing(tmp_path):
-    assert storm(tmp_path, count=1, ranks=2, seed=1, seconds=3, steps=10)["kills"] == 1
+    assert storm(tmp_path, count=2, ranks=2, seed=1, seconds=3, steps=10)["kills"] == 2
 
 
 def test_signals_lose_nothing(tmp_path):

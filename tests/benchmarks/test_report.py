@@ -88,7 +88,7 @@ def test_the_latest_measurement_counts(tmp_path, monkeypatch):
 
 
 def test_commands_run_side_by_side_and_their_rows_say_so(two_claims, tmp_path, monkeypatch):
-    """On a GPU machine: a claim of two GPUs has its own kind of GPU, and a command is run on each visible one."""
+    """Checks that each visible GPU has a command, and that rows of two GPUs name both."""
     claims = [replace(claim, machine="h200", gpus=1 + (claim.name == "slow")) for claim in report.CLAIMS]
     claims = [
         replace(claim, name=f"{claim.name} {i}", command=claim.command + f" {i}") for i in "ab" for claim in claims

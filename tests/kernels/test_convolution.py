@@ -100,7 +100,7 @@ def test_refused(x, weight, segments, message, device):
         triton(segments=segments)(torch.ones(x, device=device), torch.ones(weight, device=device))
 
 
-@settings(derandomize=True, deadline=None, max_examples=2)
+@settings(derandomize=True, deadline=None, max_examples=3)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3), dtype=st.sampled_from(DTYPES))
 def test_property_matches_float64(lengths, dtype):
     options = {"segments": segments_of(lengths)}

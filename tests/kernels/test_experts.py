@@ -185,10 +185,8 @@ def call_adapted(experts, function=expert_mlp, **options):
     return run
 
 
-@pytest.mark.parametrize(("tile_size", "dtype"), [
-    (None, torch.float32), (None, torch.float16), (1, torch.float32), (12, torch.float32),
-    *(pytest.param(size, torch.bfloat16, marks=pytest.mark.gpu) for size in (None, 1, 12)),
-])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tile_size", [None, 1, 12])
 def test_adapters_match_float64(tile_size, dtype, device, poisoned_memory, small_tiles):
     """Checks outputs and all gradients, those of the matrices as well."""
     cases = [*zip((3, 8, 1, 5, 40, 16), CASES)]

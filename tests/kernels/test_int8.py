@@ -96,5 +96,5 @@ def test_refuses_rows_and_backward(device):
     for K in (80, 32_832):
         with pytest.raises(ValueError, match=f"multiples of 64 elements up to 32,768, got {K:,}; use linear bf16"):
             rotate_rows(torch.zeros(1, K, device=device))
-    with pytest.raises(NotImplementedError, match="int8 makes y alone"):
+    with pytest.raises(TypeError, match="int8 makes y alone"):
         INT8()(draw(2, 64), draw(16, 64).requires_grad_())
