@@ -139,6 +139,11 @@ class Share:
             **({} if self.tie_word_embeddings else {"lm_head.weight": table}),
         }
 
+    @property
+    def exact(self) -> set[str]:
+        """The names of parameters that stay float32 where the others are bf16."""
+        return {name for name, parameter in self.parameters().items() if parameter.is_exact}
+
     def maps(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Rows and columns of the matrices of a block's linear maps, by projection."""
         return {name.split(".")[-2]: p.shape for name, p in self.layer_parameters(layer).items() if p.is_map}

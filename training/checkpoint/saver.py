@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -81,13 +81,14 @@ class Saver:
 
     def begin(
         self, step: int, *, weights: dict[str, Tensor], model_config: dict,
-        optimizer_state: dict[str, dict[str, Tensor]] | None, trainer_state: dict,
+        optimizer_state: dict[str, dict[str, Tensor]] | None, trainer_state: dict, exact: Collection[str] = (),
     ) -> None:  # fmt: skip
         """Start to write output_dir/step_<step>, once the save before has ended.
 
         Args:
             weights: parameter name -> tensor or DTensor, the same names in the same order on every rank: a model's or
                 its adapters'. On several GPUs float32 shards are rounded to bf16, in which the model computes.
+            exact: names of weights that are not rounded, as the model computes with them in float32.
             model_config: written as config.json, with the companions' settings and the weights' dtype.
             optimizer_state: from `MasterAdamW.state_dict`; None: the checkpoint cannot be resumed from. A plain tensor
                 is the same on every rank.
@@ -114,7 +115,7 @@ class Saver:
             if is_weights:
                 shapes |= {name: carried.in_files(name, tuple(weight.shape)) for name, weight in weights.items()}
             kinds = {
-                each: (_dtype_of(tensor, is_weights), shape)
+                each: (_dtype_of(tensor, is_weights and name not in exact), shape)
                 for name, tensor in tensors.items()
                 for each, shape in shapes[name].items()
             }

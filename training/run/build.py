@@ -70,7 +70,7 @@ def step_on_meta(
     """
     num_shards = num_gpus // tensor_parallel_size // replicate
     parameters = _parameters_on_meta(model_config, tensor_parallel_size, trained)
-    exact = {name for name, declared in model_config.parameters().items() if declared.is_exact}
+    exact = model_config.exact
     shards = [
         (name, p.chunk(num_shards)[0].to(torch.float32 if name in exact or is_master else torch.bfloat16))
         for name, p in parameters

@@ -81,7 +81,7 @@ class Run:
         self.saved, self.saved_at = step, time.monotonic()
         self.saver.begin(
             step, weights=self.optimizer.weights(frozen=self.recipe.trained.is_whole),
-            model_config=to_config_json(self.recipe.model),
+            model_config=to_config_json(self.recipe.model), exact=self.recipe.model.exact,
             optimizer_state=self.optimizer.state_dict() if self.config.save == "full" else None,
             trainer_state=state_to_save(
                 self.recipe.settings(self.progress.max_steps, self.plan.execution.state_format), self.progress,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.checkpoints import save_checkpoint
 from tests.optimizers import Layer, make_optimizer
@@ -104,6 +104,22 @@ def test_a_checkpoint_holds_what_was_there_when_it_began(tmp_path, dtype, host, 
 
 def test_parts_of_two_ranks_are_what_was_there(tmp_path):
     run_ranks(2, check_ranks, tmp_path)
+
+
+def test_shards_on_gpus_are_rounded_but_for_exact_weights(tmp_path, monkeypatch):
+    """Names are Qwen3.5's, whose layers would forget at another rate."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, decay = dist.init_device_mesh("cpu", (1,)), torch.full((4,), 1 + 2**-12)
+        weights = {name: distribute_tensor(decay, mesh) for name in ("norm.weight", "layers.0.linear_attn.A_log")}
+        with monkeypatch.context() as patch:
+            patch.setattr(DTensor, "is_cuda", True)
+            path = save(tmp_path, 1, weights=weights, optimizer_state=None, exact={"layers.0.linear_attn.A_log"})
+    finally:
+        dist.destroy_process_group()
+    found = load_file(path / "model.safetensors")
+    assert torch.equal(found["model.layers.0.linear_attn.A_log"], decay)
+    assert torch.equal(found["model.norm.weight"], decay.bfloat16())
 
 
 def test_nothing_is_written_that_is_not_finite(tmp_path):
