@@ -59,6 +59,7 @@ class Document:
     # float32 [N] each: numbers of the tokens that an objective reads, see training/objectives/rows.py. Where "answer"
     # changes, another text begins: it does not see the one before, and is not cut from it.
     columns: dict[str, np.ndarray] = field(default_factory=dict)
+    prompt: int | None = None  # a hash of its row's prompt, for answers to one prompt to be held out together
 
 
 Encoded = tuple[np.ndarray, np.ndarray | None, bool]  # tokens, masked and is_complete of a Document
@@ -71,8 +72,10 @@ class RowReader(Protocol):
     def fields(self) -> frozenset[str]:
         """All fields that it reads."""
 
-    def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> tuple[str, Encoded, dict[str, np.ndarray]]:
-        """Returns a row's form, its tokens, and their columns.
+    def __call__(
+        self, row: object, encode: Callable[[dict], Encoded]
+    ) -> tuple[str, Encoded, dict[str, np.ndarray], int | None]:
+        """Returns a row's form, its tokens, their columns, and `Document.prompt`.
 
         `encode` takes a row that forms.py knows. Raises UserError and NothingToLearn, as `forms.recognise`.
         """
@@ -382,11 +385,11 @@ class DocumentReader:
             row = self._parse(row, where, number) if isinstance(row, bytes) else row
             if isinstance(row, dict):
                 self.used.update(self._columns.keys() & row.keys())
-            row, columns = with_chats(rename(row, self._columns)), dict[str, np.ndarray]()
+            row, columns, prompt = with_chats(rename(row, self._columns)), dict[str, np.ndarray](), None
             if self._reading.rows is None:
                 form, encoded = self._encode(row)
             else:
-                form, encoded, columns = self._reading.rows(row, lambda part: self._encode(part)[1])
+                form, encoded, columns, prompt = self._reading.rows(row, lambda part: self._encode(part)[1])
         except NothingToLearn as what:
             self._leave_out(str(what), where)
         except NoTemplate as error:
@@ -396,7 +399,7 @@ class DocumentReader:
             self.bad.add(BadRows(1, [where], str(error)))
         else:
             self.found[f"rows of {form}"] += 1
-            yield self._checked(Document(*encoded, file, number, columns))
+            yield self._checked(Document(*encoded, file, number, columns, prompt))
 
     def _parse(self, line: bytes, where: str, number: int) -> object:
         line = self._without_mark(line, where) if number == 1 else line

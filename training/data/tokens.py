@@ -13,6 +13,7 @@ from training.data.sources import Document
 from training.host.errors import UserError
 
 PROMPT = -1  # in the column "answer": a text that those behind it in its document go on from
+NO_PROMPT = -1  # Python gives no object this hash
 AT_ONCE = 2**16  # documents looked at together
 
 
@@ -27,6 +28,10 @@ class Store(Protocol):
 
     def source(self, document: int) -> str:
         """Returns a document's file; for a row with its number, as "a.jsonl:7"."""
+
+    def prompt(self, document: int) -> int | None:
+        """Returns a hash of a document's prompt, see sources.Document."""
+        return None
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids, is_masked) at positions start .. stop - 1 of a document, 0 <= start <= stop <= its length.
@@ -44,7 +49,7 @@ class Store(Protocol):
 
 
 class TokenStore(Store):
-    """Documents in memory, all in one array: their tokens, 28 bytes per document, and a byte per token for masks.
+    """Documents in memory, all in one array: their tokens, 36 bytes per document, and a byte per token for masks.
 
     Each column takes 4 bytes per token. The documents are of one dtype, and each is dropped once it is copied.
 
@@ -56,7 +61,7 @@ class TokenStore(Store):
         self.eos_id, self.identity = eos_id, 0
         tokens, masked, borders = bytearray(), bytearray(), array("q", [0])
         self._files, self._numbers, self._lines = [""], array("i"), array("q")  # a document's file is _files[number]
-        dtype, values = np.dtype(np.uint8), dict[str, bytearray]()
+        dtype, values, self._prompts = np.dtype(np.uint8), dict[str, bytearray](), array("q")
         for document in documents:
             own, dtype = np.ascontiguousarray(document.tokens).data, document.tokens.dtype
             length = len(own) + (not document.is_complete)
@@ -76,6 +81,7 @@ class TokenStore(Store):
                 self._files.append(document.file)
             self._numbers.append(len(self._files) - 1)
             self._lines.append(document.line)
+            self._prompts.append(NO_PROMPT if document.prompt is None else document.prompt)
         self.are_samples = bool(masked)
         masked += bytes(borders[-1] - len(masked) if masked else 0)
         self._tokens, self._masked = np.frombuffer(tokens, dtype), np.frombuffer(masked, bool)
@@ -115,6 +121,10 @@ class TokenStore(Store):
     def source(self, document: int) -> str:
         return place(self._files[self._numbers[document]], self._lines[document])
 
+    def prompt(self, document: int) -> int | None:
+        found = self._prompts[document]
+        return None if found == NO_PROMPT else found
+
     def files(self) -> list[str]:
         return self._files[1:]
 
@@ -133,6 +143,10 @@ class _View(Store):
     def source(self, document: int) -> str:
         store, number, _ = self._find(document)
         return store.source(number)
+
+    def prompt(self, document: int) -> int | None:
+        store, number, _ = self._find(document)
+        return store.prompt(number)
 
     def read_masked(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         store, number, first = self._find(document)
@@ -233,14 +247,18 @@ def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selectio
 
 
 def _units(store: Store) -> np.ndarray | None:
-    """Returns a number for each document with answers, equal for one prompt, int64 [N]. None: each is by itself."""
+    """Returns a number for each document with answers, equal for one prompt, int64 [N]. None: each is by itself.
+
+    Documents are of one prompt if their rows say so: a tokenizer may join its end with an answer's beginning.
+    """
     if "answer" not in store.columns:
         return None
-    keys = list[int]()
+    keys, first = list[int](), dict[int | None, int]()
     for document, length in enumerate(store.lengths.tolist()):
         ids, is_masked = store.read_masked(document, 0, length)
         shared = np.count_nonzero(store.read_columns(document, 0, length)["answer"] == PROMPT)
         prompt = shared + 1 if shared else int(np.append(is_masked, False).argmin())
-        keys.append(zlib.crc32(ids[:prompt].tobytes()) if prompt > 1 else -1 - document)
+        key = zlib.crc32(ids[:prompt].tobytes()) if prompt > 1 else -1 - document
+        keys.append(key if (said := store.prompt(document)) is None else first.setdefault(said, key))
     found, units = np.unique(keys, return_inverse=True)
     return units if len(found) > 1 else None

@@ -19,7 +19,7 @@ from training.data.tokens import PROMPT
 from training.host.errors import UserError
 
 LARGEST_ID = 2**31 - 1
-Row = tuple[str, Encoded, dict[str, np.ndarray]]
+Row = tuple[str, Encoded, dict[str, np.ndarray], int | None]
 LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus infinity, and round above 0
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
 
@@ -68,7 +68,7 @@ class Pairs(_Sharing):
         shared = _shared_tokens(tokens, masked)
         numbers = _numbers([*map(len, tokens)], shared)
         form = "pairs of equal answers" if np.array_equal(*tokens) else "pairs"  # the log counts them
-        return form, (_joined(tokens, shared), _joined(masked, shared), True), {"answer": numbers}
+        return form, (_joined(tokens, shared), _joined(masked, shared), True), {"answer": numbers}, hash(repr(prompt))
 
 
 def _joined(answers: Sequence[np.ndarray], shared: int) -> np.ndarray:
@@ -136,7 +136,8 @@ class Labelled(_Sharing):
             raise UserError(f'"label" must be true or false, got {str(row["label"])[:40]}')
         tokens, masked = ended(encode(_sample(row, self.fields, row["completion"])), self._eos_id)
         answer = np.zeros(len(tokens), np.float32)
-        return "labelled answers", (tokens, masked, True), {"answer": answer, "label": answer + row["label"]}
+        columns = {"answer": answer, "label": answer + row["label"]}
+        return "labelled answers", (tokens, masked, True), columns, hash(repr(row["prompt"]))
 
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
         return super().join(self._beside_others(documents))
@@ -145,7 +146,7 @@ class Labelled(_Sharing):
     def _beside_others(documents: Iterable[Document]) -> Iterator[Document]:
         first, last, other = list[Document](), None, None  # `other` has another prompt than `last`
         for row in documents:
-            if last is not None and _prompt(row) != _prompt(last):
+            if last is not None and not _have_one_prompt(row, last):
                 other = last
             last = row
             if other is None:
@@ -155,7 +156,7 @@ class Labelled(_Sharing):
         for row in first:
             if last is None or other is None:
                 raise UserError("kto needs rows of two prompts: it asks for a prompt with an answer to another")
-            yield beside_answer_of(row, last if _prompt(row) != _prompt(last) else other)
+            yield beside_answer_of(row, other if _have_one_prompt(row, last) else last)
 
 
 def beside_answer_of(row: Document, other: Document) -> Document:
@@ -184,7 +185,7 @@ class Weighted(RowReader):
         tokens, masked = ended(encode({name: value for name, value in row.items() if name != "weight"}), self._eos_id)
         answer = np.zeros(len(tokens), np.float32)
         form = "weighted texts" if "weight" in row else "texts"
-        return form, (tokens, masked, True), {"answer": answer, "weight": answer + np.float32(weight)}
+        return form, (tokens, masked, True), {"answer": answer, "weight": answer + np.float32(weight)}, None
 
 
 class Rollouts(_Sharing):
@@ -207,13 +208,14 @@ class Rollouts(_Sharing):
         if row.get("completion_ids") is not None:
             refuse_masked(_sample(row, self.fields, None), "remove it, or give --columns completion_mask=NAME")
             tokens, masked = self._from_ids(row)
+            prompt = hash(repr(row["prompt_ids"]))
             places = np.arange(len(row["prompt_ids"]), len(tokens))
         else:
             row = _needs(row, "prompt", "completion")
             tokens, masked = ended(encode(_sample(row, self.fields, row["completion"])), self._eos_id)
             if row.get("completion_mask") is not None:
                 raise UserError('has "completion_mask" without "completion_ids", whose tokens it counts')
-            places = (~masked).nonzero()[0]
+            prompt, places = hash(repr(row["prompt"])), (~masked).nonzero()[0]
         columns = {"answer": np.zeros(len(tokens), np.float32)}
         for name, column in self._columns.items():
             values = _list(_needs(row, name)[name], name)
@@ -221,13 +223,13 @@ class Rollouts(_Sharing):
                 if not LEAST_LOGPROB <= value <= MOST_LOGPROB:
                     raise UserError(f'"{name}" must be log-probabilities, {LEAST_LOGPROB:g} to 0, got {value:g}')
             columns[column] = _put(values, places, len(tokens), name)
-        columns |= self._advantage(row, places, len(tokens))
+        columns |= self._advantage(row, prompt, places, len(tokens))
         if masked.all():  # its reward counts in its group, and the answer in means over answers
             form, tokens, masked = "rollouts without a target", tokens[:1], masked[:1]
             columns = {name: values[:1] for name, values in columns.items()}
         elif places[0] < masked.argmin():  # masked tokens that begin an answer are no prompt
             columns["answer"][: places[0] - 1] = PROMPT
-        return form, (tokens, masked, True), columns
+        return form, (tokens, masked, True), columns, prompt
 
     def _from_ids(self, row: dict) -> tuple[np.ndarray, np.ndarray]:
         prompt, completion = (_ids(_needs(row, name)[name], name) for name in ("prompt_ids", "completion_ids"))
@@ -240,7 +242,7 @@ class Rollouts(_Sharing):
             raise NothingToLearn("rollouts without a prompt")
         return np.concatenate([prompt, completion]), masked
 
-    def _advantage(self, row: dict, places: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    def _advantage(self, row: dict, prompt: int, places: np.ndarray, length: int) -> dict[str, np.ndarray]:
         given = row.get("advantage")
         if self._has_advantages not in (None, given is not None):
             raise UserError('has one of "advantage" and "reward", and rows before it the other; give one in all rows')
@@ -252,7 +254,6 @@ class Rollouts(_Sharing):
         row = _needs(row, "reward", "group")
         if isinstance(row["group"], list | dict) or row["group"] != row["group"]:  # NaN
             raise UserError('"group" must be a number or a text')
-        prompt = hash(repr(row["prompt"] if row.get("completion_ids") is None else row["prompt_ids"]))
         number, first_prompt = self._groups.setdefault(row["group"], (len(self._groups), prompt))
         if prompt != first_prompt:
             group = str(row["group"])[:40]
@@ -261,9 +262,10 @@ class Rollouts(_Sharing):
         return {"reward": np.full(length, reward, np.float32), "group": np.full(length, number, np.float32)}
 
 
-def _prompt(document: Document) -> bytes:
-    """Returns the tokens before a document's first target."""
-    return document.tokens[: _prompt_length(document)].tobytes()
+def _have_one_prompt(row: Document, other: Document) -> bool:
+    """Whether two rows have the same prompt, or the same tokens before their first targets."""
+    own, theirs = (each.tokens[: _prompt_length(each)] for each in (row, other))
+    return (row.prompt is not None and row.prompt == other.prompt) or np.array_equal(own, theirs)
 
 
 def _prompt_length(document: Document) -> int:

@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 from model import MODEL_SIZES, Transformer
+from tests.training.data.test_tokenizer import write_tokenizer
 from training.data.corpus import open_stores
 from training.data.loader import PROMPT, PackedLoader, make_batch, prompts_of
 from training.data.packing import BestFitPacking
 from training.data.show import show_batch
 from training.data.sources import Document, Reading
-from training.data.tokenizer import ByteTokenizer
+from training.data.tokenizer import ByteTokenizer, load_tokenizer
 from training.data.tokens import TokenStore, split
 from training.host.errors import UserError
 from training.logprobs.__main__ import log_probabilities
@@ -310,6 +311,30 @@ def test_answers_to_a_prompt_are_held_out_together(tmp_path):
         assert len(store.lengths) == documents
         prompts = [{store.read(i, 0, 1).item() for i in part.documents} for part in split(store, 0.4, 0)]
         assert [*map(len, prompts)] == [4, 2] and prompts[0].isdisjoint(prompts[1])
+
+
+@pytest.mark.parametrize("objective", ["simpo", "kto", "grpo"])
+def test_a_tokenizer_that_joins_a_prompt_with_an_answer_leaves_them_one_prompt(tmp_path, objective):
+    """With h and e as one token, half of the answers to each prompt begin a token earlier than the others."""
+    pytest.importorskip("tokenizers")
+    tokenizer, rows = load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json")), []
+    for i in range(12):
+        answer, others = "ei"[i // 6] + str(i), {"simpo": {}, "kto": {"label": True}, "grpo": {"advantage": 1.0}}
+        answers = {"chosen": answer, "rejected": "en"[i // 6] + "o"} if objective == "simpo" else {"completion": answer}
+        rows.append({"prompt": f"what is {i % 6} h"} | answers | others[objective])
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = row_reader(ObjectiveFlags(objective, old_logprobs="any"), tokenizer.eos_id, 1)
+    [store] = open_stores([str(tmp_path / "a.jsonl")], tokenizer, tokenizer.vocab_size, Reading(rows=reader))
+    prompts = [{store.read(i, 8, 9).item() for i in part.documents} for part in split(store, 0.4, 0)]
+    assert [*map(len, prompts)] == [4, 2] and prompts[0].isdisjoint(prompts[1])
+
+
+def test_kto_asks_for_an_answer_to_another_prompt_whatever_tokens_it_ends_with():
+    columns, rows = {name: np.zeros(3, np.float32) for name in ("answer", "label")}, []
+    for prompt, ids, masked in ((1, [9, 9, 1], [1, 1, 0]), (2, [5, 6, 2], [1, 1, 0]), (2, [5, 7, 3], [1, 0, 0])):
+        rows.append(Document(np.uint32(ids), np.bool_(masked), True, columns=columns, prompt=prompt))
+    found = [document.tokens.tolist() for document in Labelled(0, 1).join(rows)]
+    assert found == [[5, 6, 2, 6, 1], [5, 7, 3, 5, 1], [9, 9, 1, 9, 7, 3]]
 
 
 @pytest.mark.parametrize(("change", "message"), [
