@@ -31,7 +31,7 @@ import torch
 from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
-from training.checkpoint.weights import NO_COMPANIONS, Companions, read_companions
+from training.checkpoint.weights import NO_COMPANIONS, Companions, folders_of, read_companions
 from training.data.chat import stop_ids
 from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, count_sequences, prompts_of, validation_batches
@@ -171,7 +171,9 @@ def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
     """The files and settings that go along with weights: the tokenizer's, its chat template, adapters'."""
     tokenizer, companions = recipe.tokenizer, NO_COMPANIONS
     if tokenizer.name != "bytes":
-        companions = read_companions(Path(tokenizer.name)).joined(Companions(tokenizer.changed_files()))
+        file, weights = Path(tokenizer.name), folders_of(recipe.source.folder) if recipe.source else []
+        companions = read_companions(file, weights if file.parent in weights else [])
+        companions = companions.joined(Companions(tokenizer.changed_files()))
         companions = companions.stopping_at(stop_ids(tokenizer, loader.store.are_samples))
     return companions.joined(recipe.companions())
 

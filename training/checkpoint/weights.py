@@ -8,7 +8,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -36,12 +36,14 @@ from training.optim.quantized import check_library, is_quantized, quantize
 
 logger = logging.getLogger(__name__)
 
-# Files beside weights that go along into checkpoints: a tokenizer, its chat template, defaults for generation, and how
-# images become tokens, without which programs open no model of text and images.
+# Files beside weights that go along into checkpoints: defaults for generation, and how images become tokens, without
+# which programs open no model of text and images; a tokenizer and its chat template.
+COMPANIONS_OF_MODELS = (
+    "generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
-    "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", *COMPANIONS_OF_MODELS,
 )  # fmt: skip
 
 
@@ -181,15 +183,19 @@ def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: parameter.shape for name, parameter in shape.parameters().items()}
 
 
-def read_companions(tokenizer: Path) -> Companions:
-    """The files and settings that go along with the weights beside this tokenizer.json."""
-    advice = "give --tokenizer the path of a tokenizer.json"
-    folder, settings = tokenizer.parent, {}
-    files = {name: read_file(folder / name, advice, JSON_BYTES) for name in COMPANIONS if (folder / name).is_file()}
-    files["tokenizer.json"] = read_file(tokenizer, advice, JSON_BYTES)
-    if (folder / "config.json").is_file():
-        content = read_json(folder / "config.json")
-        settings = {name: content[name] for name in TOKEN_IDS if name in content}
+def read_companions(tokenizer: Path, weights: Sequence[Path] = ()) -> Companions:
+    """The files and settings that go along with weights: those beside this tokenizer.json, if it is there.
+
+    The folders `weights` have the model's own where there are none beside it: adapters seldom have any.
+    """
+    advice, files, settings = "give --tokenizer the path of a tokenizer.json", dict[str, bytes](), {}
+    for folder in (*reversed(weights), tokenizer.parent):
+        names = COMPANIONS if folder == tokenizer.parent else COMPANIONS_OF_MODELS
+        files |= {name: read_file(folder / name, advice, JSON_BYTES) for name in names if (folder / name).is_file()}
+        content = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        settings |= {name: content[name] for name in TOKEN_IDS if content.get(name) is not None}
+    if tokenizer.is_file():
+        files["tokenizer.json"] = read_file(tokenizer, advice, JSON_BYTES)
     return Companions(files, settings)
 
 

@@ -19,7 +19,6 @@ from training.checkpoint import pieces
 from training.checkpoint.carried import read_carried
 from training.checkpoint.manifest import WEIGHTS
 from training.checkpoint.weights import (
-    NO_COMPANIONS,
     folders_of,
     load_model_weights,
     parameter_shapes,
@@ -71,10 +70,11 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     if rope_scaling is not None:
         config = extend(config, rope_scaling)
     shapes = parameter_shapes(config)
-    tokenizer = next((f for f in folders_of(source) if (f / "tokenizer.json").is_file()), source) / "tokenizer.json"
-    companions = read_companions(tokenizer) if tokenizer.is_file() else NO_COMPANIONS
+    folders = folders_of(source)
+    beside = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), folders[-1])
+    companions = read_companions(beside / "tokenizer.json", folders)
     with making(target) as folder:
-        weights, carried = load_model_weights(source, shapes), read_carried(folders_of(source)[-1])
+        weights, carried = load_model_weights(source, shapes), read_carried(folders[-1])
         in_files = {name: carried.in_files(name, shape) for name, shape in shapes.items()}
         exact = {name for name, declared in config.parameters().items() if declared.is_exact_in_files}
         dtypes = {name: torch.float32 if name in exact else dtype for name in shapes}

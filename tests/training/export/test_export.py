@@ -3,10 +3,13 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.runs import weights_of_another_shape
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.export.__main__ import main as export
+from training.host.files import read_json
 
 
 @pytest.mark.parametrize(("declared", "expected"), [
@@ -25,3 +28,26 @@ def test_tokenizer_declares_the_length_that_weights_reach(declared, expected, tm
         assert written == given
     else:
         assert json.loads(written) == {"eos_token": "\u00e9", "model_max_length": expected}
+
+
+def test_what_ends_a_text_goes_along_without_a_tokenizer_and_beside_adapters_with_one(tmp_path):
+    """Adapters as peft saves them have no config.json, and TRL puts a tokenizer beside them."""
+    folder, adapters = weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1), tmp_path / "adapters"
+    defaults = b'{"eos_token_id": [7, 5], "top_p": 0.9}'
+    (folder / "generation_config.json").write_bytes(defaults)
+    ids = {"eos_token_id": 7, "bos_token_id": 3, "pad_token_id": None}
+    (folder / "config.json").write_text(json.dumps({**read_json(folder / "config.json"), **ids}))
+    (folder / "manifest.json").unlink()  # of config.json as it was
+    adapters.mkdir()
+    write_tokenizer(adapters / "tokenizer.json")
+    content = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (adapters / "adapter_config.json").write_text(json.dumps({**content, "base_model_name_or_path": str(folder)}))
+    a, b = torch.zeros(1, 128), torch.zeros(64, 1)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    save_file({name.format("A"): a, name.format("B"): b}, adapters / "adapter_model.safetensors")
+    for source, more in ((folder, []), (adapters, ["--merge"])):
+        out = tmp_path / f"{source.name} out"
+        assert export([str(source), str(out), *more]) == 0
+        assert read_json(out / "config.json").items() >= ids.items()
+        assert (out / "generation_config.json").read_bytes() == defaults
+        assert (out / "tokenizer.json").is_file() == (source == adapters)
