@@ -37,7 +37,7 @@ def test_what_ends_a_text_goes_along_without_a_tokenizer_and_beside_adapters_wit
     (folder / "generation_config.json").write_bytes(defaults)
     ids = {"eos_token_id": 7, "bos_token_id": 3, "pad_token_id": None}
     (folder / "config.json").write_text(json.dumps({**read_json(folder / "config.json"), **ids}))
-    (folder / "manifest.json").unlink()  # of config.json as it was
+    (folder / "manifest.json").unlink()  # it has checksums of config.json
     adapters.mkdir()
     write_tokenizer(adapters / "tokenizer.json")
     content = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
