@@ -43,9 +43,10 @@ class _Timeline:
     def __init__(self, step: StepShape, execution: Execution, rates: Rates):
         self.step, self.execution, self.rates = step, execution, rates
         self.layers, self.placements, self.parts = step.layers, execution.placements, step.parts
-        documents = step.documents or PackedDocuments.one_each(step.context_length, step.batch_size)
+        self.documents = step.documents or PackedDocuments.one_each(step.context_length, step.batch_size)
         attending = {
-            parts.mixer: attention_seconds(step, execution, parts.mixer, documents, rates) for parts in {*self.parts}
+            parts.mixer: attention_seconds(step, execution, parts.mixer, self.documents, rates)
+            for parts in {*self.parts}
         }
         self.attending = [attending[parts.mixer] for parts in self.parts]
         of_parts = {parts: work(step, execution, parts) for parts in {*self.parts}}
@@ -241,7 +242,21 @@ class _Timeline:
         on_gpu = inventory.gpu_gradients / (inventory.gpu_gradients + inventory.leaving_gradients)
         head, block = max(0, step.head_share - on_gpu), step.layer_shares[0]
         first = fetched * (head + block) / (max(1 - on_gpu, block) or 1)  # nothing is fetched if all stays
+        forward -= self._held(inventory.gpu_slots / link)
         return update + max(min(first, fetched), fetched + weights - forward, returned + sent - forward), fetched
+
+    def _held(self, filled: float) -> float:
+        """Returns the seconds of forward in which no state comes or goes.
+
+        While attention's kernel fills the GPU no piece is updated, and in `filled` seconds the slots of pieces are
+        full. One document and one group of heads are a kernel.
+        """
+        pairs, held = sum(count * length**2 for length, count in self.documents.lengths), 0.0
+        for parts, (forward, _, _) in zip(self.parts, self.attending):
+            steps = _steps(self.step, self.execution, parts.mixer)
+            for length, count in self.documents.lengths:
+                held += count * steps * max(0.0, forward * length**2 / pairs / steps - filled)
+        return held
 
 
 def _sum(seconds: Iterable[dict[str, float]]) -> dict[str, float]:
@@ -297,11 +312,16 @@ def attention_seconds(
 ) -> tuple[float, float, float]:
     """Returns the seconds of one layer: of forward, of choosing blocks of keys (once per step), of backward."""
     H, G, K = attention.heads
-    own_heads = G // step.num_ranks
-    steps = own_heads // (execution.heads_at_a_time or own_heads)
     work = attention.kind.work(
-        documents.lengths, H // step.num_ranks, own_heads, K, backend=execution.attention_backend, steps=steps,
-        is_packed=documents.count > step.batch_size, prompts=documents.prompts,
+        documents.lengths, H // step.num_ranks, G // step.num_ranks, K, backend=execution.attention_backend,
+        steps=_steps(step, execution, attention), is_packed=documents.count > step.batch_size,
+        prompts=documents.prompts,
     )  # fmt: skip
     forward, choice, backward = (sum(n / rates[name] for name, n in amounts.items() if n) for amounts in work)
     return forward, choice, backward
+
+
+def _steps(step: StepShape, execution: Execution, attention: AttentionPart) -> int:
+    """Returns the groups of key/value heads that attend one after another."""
+    own_heads = attention.heads[1] // step.num_ranks
+    return own_heads // (execution.heads_at_a_time or own_heads)
