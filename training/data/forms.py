@@ -181,6 +181,9 @@ def _refuse_preferences(row: dict) -> None:
     if found:
         names = " and ".join(f'"{name}"' for name in sorted(found))
         cure = 'no --objective reads it; give rows of the good answers alone, or of "chosen" and "rejected"'
+        if found <= {"label", "kto_tag"}:
+            columns = "" if "label" in found else " and --columns label=kto_tag"
+            cure = f"give --objective kto{columns}; or rows of the good answers alone, without {names}"
         if found == {"chosen", "rejected"}:
             columns = "--columns completion=chosen (or messages=chosen, for whole chats)"
             cure = f"give an --objective such as dpo; or {columns} trains on the chosen answers alone"

@@ -256,8 +256,10 @@ def main(argv: list[str]) -> None:
     with join_world(flags.device) as world:
         opened = open_folder(flags, world)
         if flags.objective != "next_token":
+            settings, context_length = settings_of(opened), context_length_of(flags, opened)
+            reasoning = settings.chat_reasoning if settings else None
             with mending_out_of_memory():
-                answers = judge_answers(flags, opened, context_length_of(flags, opened), world)
+                answers = judge_answers(flags, opened, context_length, reasoning, world)
             report(flags, Evaluation(answers=answers), True, [], "")
             return
         questions = make_questions(flags, opened, world)

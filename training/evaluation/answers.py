@@ -18,11 +18,13 @@ from training.parallel.world import World
 from training.run.step import validate
 
 
-def judge_answers(flags: EvaluationFlags, opened: Opened, context_length: int, world: World) -> dict[str, float]:
-    """Returns the loss of the rows of --data, and the objective's metrics, by name."""
+def judge_answers(
+    flags: EvaluationFlags, opened: Opened, context_length: int, reasoning: str | None, world: World
+) -> dict[str, float]:
+    """Returns the loss of the rows of --data, and the objective's metrics, by name; `reasoning` as in ChatTemplate."""
     asked = ObjectiveFlags(objective=flags.objective, beta=flags.beta, reference_logprobs=flags.reference_logprobs)
     rows = row_reader(asked, opened.tokenizer.eos_id, context_length)
-    reading = Reading(columns=flags.columns, bad_rows=flags.bad_rows, rows=rows)
+    reading = Reading(reasoning, columns=flags.columns, bad_rows=flags.bad_rows, rows=rows)
     stores = open_stores(flags.data, opened.tokenizer, opened.shape.vocab_size, reading)
     in_memory = [store for store in stores if isinstance(store, TokenStore)]
     complete(asked, context_length, opened.tokenizer, opened.shape.vocab_size, None, None, in_memory)

@@ -105,16 +105,28 @@ def _sample(row: dict, fields: frozenset[str], completion) -> dict:
     So forms.py refuses what it would ignore. Chats beside a prompt repeat it, as "messages" in UltraFeedback.
     """
     left_out, prompt = fields.union(("messages", "conversations")) - {"prompt", "tools"}, row.get("prompt")
-    if isinstance(prompt, list) and isinstance(completion, list) and completion[: len(prompt)] == prompt:
-        completion = completion[len(prompt) :]  # a whole chat
+    if isinstance(prompt, list) and isinstance(completion, list):
+        own, theirs = _without_nulls(prompt), _without_nulls(completion)
+        if theirs[: len(own)] == own:
+            completion = completion[len(own) :]  # a whole chat
+        elif own and theirs[:1] == own[-1:]:
+            raise UserError('has an answer that begins with the last message of its "prompt"; give one of both')
     return {name: value for name, value in row.items() if name not in left_out} | {"completion": completion}
+
+
+def _without_nulls(messages: list) -> list:
+    """Returns messages without fields of null: tables have all fields in all messages of a column."""
+    return [
+        {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else message
+        for message in messages
+    ]
 
 
 def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
     """Returns the messages that two chats begin with, and the others of each."""
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         raise UserError('needs a "prompt" beside "chosen" and "rejected", unless these are lists of messages')
-    both = [*zip(chosen, rejected)]
+    both = [*zip(_without_nulls(chosen), _without_nulls(rejected))]
     same = next((i for i, pair in enumerate(both) if pair[0] != pair[1]), len(both) - 1)  # each has an answer
     if same < 1:
         raise UserError('"chosen" and "rejected" have no message in common to be the prompt; give it as "prompt"')
@@ -212,7 +224,11 @@ class Rollouts(_Sharing):
             places = np.arange(len(row["prompt_ids"]), len(tokens))
         else:
             row = _needs(row, "prompt", "completion")
-            tokens, masked = ended(encode(_sample(row, self.fields, row["completion"])), self._eos_id)
+            try:
+                tokens, masked = ended(encode(_sample(row, self.fields, row["completion"])), self._eos_id)
+            except NothingToLearn:  # an empty answer, whose reward counts all the same
+                tokens, masked = np.full(1, self._eos_id, np.uint32), np.ones(1, bool)
+                row |= {name: [] for name in self._columns}
             if row.get("completion_mask") is not None:
                 raise UserError('has "completion_mask" without "completion_ids", whose tokens it counts')
             prompt, places = hash(repr(row["prompt"])), (~masked).nonzero()[0]

@@ -2,11 +2,14 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 import train
 from tests.runs import arguments, losses, metrics, weights_of_another_shape
+from tests.training.data.templates import QWEN3
+from tests.training.data.test_tokenizer import write_tokenizer
 from training.evaluation import __main__ as evaluation
 from training.logprobs import __main__ as logprobs
 
@@ -15,6 +18,15 @@ def write(path, count, letter):
     rows = [{"prompt": f"{letter}{i} is", "chosen": f" good {i}", "rejected": f" BAD{i}"} for i in range(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def chats_of(rows, reasoning):
+    """The same pairs as chats, whose prompts have a turn with reasoning."""
+    turns = [("user", "Hi"), ("assistant", "Hello."), ("user", "What is it?")]
+    prompt = [{"role": role, "content": content} for role, content in turns]
+    prompt[1]["reasoning_content"] = reasoning
+    rows = [{name: [{"role": "assistant", "content": row[name]}] for name in ("chosen", "rejected")} for row in rows]
+    return [{"prompt": prompt, **row} for row in rows]
 
 
 def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, capsys):
@@ -33,6 +45,25 @@ def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, c
         assert losses(tmp_path / words / "same")[0] == pytest.approx(math.log(2), abs=1e-6)
         refusal = capsys.readouterr().err
         assert "was made with attention everything before" in refusal and words in refusal
+
+
+def test_chats_are_judged_with_the_reasoning_that_the_run_kept(tmp_path):
+    pytest.importorskip("jinja2")
+    base = weights_of_another_shape(tmp_path, num_hidden_layers=1, vocab_size=300)
+    (base / "chat_template.jinja").write_text(QWEN3)
+    files = []
+    for name in ("data", "held_out"):
+        files.append(write(tmp_path / f"{name}.jsonl", 6, name))
+        rows = chats_of([*map(json.loads, Path(files[-1]).read_text().splitlines())], f"They greet the {name}.")
+        Path(files[-1]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = "--objective", "simpo", "--context_length", "256"
+    more = "--init_from", str(base), "--tokenizer", write_tokenizer(base / "tokenizer.json"), "--chat_reasoning", "keep"
+    run = arguments(files[0], tmp_path / "run", *flags, *more, "--validation_data", files[1], steps=1)
+    assert train.main([*run, "--chat_reasoning", "keep"]) == 0
+    out = "--output_dir", str(tmp_path / "out"), "--device", "cpu"
+    assert evaluation.main([str(tmp_path / "run" / "step_00000001"), "--data", files[1], *flags, *out]) == 0
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())["answers"]
+    assert found["loss"] == pytest.approx(metrics(tmp_path / "run")[-1]["validation_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("objective", ["dpo", "simpo"])

@@ -21,7 +21,7 @@ from training.host.errors import UserError
 from training.logprobs.__main__ import log_probabilities
 from training.objectives.choose import choose, complete, row_reader
 from training.objectives.flags import ObjectiveFlags
-from training.objectives.rows import Labelled, Pairs
+from training.objectives.rows import Labelled, Pairs, _without_nulls
 from training.objectives.scored import Minimised
 from training.objectives.stored import store as write
 
@@ -139,6 +139,7 @@ def _apart(store, document):
     ({"prompt": "a", "chosen": "b", "rejected": "c", "input": "of LLaMA-Factory"}, '"input" beside'),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}, '"images" beside'),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "loss_masks": [1]}, '"loss_masks", which is not obeyed'),
+    ({"prompt": [SAYS, ASKS], "chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "y"}]}, "the last message"),
     ({"prompt": "z", "chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "y"}]}, "agrees"),
 ])  # fmt: skip
 def test_other_pairs_are_refused(tmp_path, row, message):
@@ -151,6 +152,8 @@ def test_other_pairs_are_refused(tmp_path, row, message):
     [
         {"chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}]},
         {"prompt": [ASKS], "chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}]},
+        {"prompt": [ASKS], "chosen": [ASKS | {"name": None}, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}]},
+        {"chosen": [ASKS | {"name": None}, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}]},
         {"prompt": "hi", "chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}], "messages": [ASKS]},
         {"prompt": [ASKS], "chosen": [SAYS], "rejected": [SAYS | {"content": "other"}], "tools": []},
     ],
@@ -165,8 +168,8 @@ def test_whole_chats_have_their_prompt_once(row):
 
     Pairs(0, 1)(row, encode)
     chats = [[ASKS, SAYS], [ASKS, SAYS | {"content": "other"}]]
-    assert [part["prompt"] + part["completion"] for part in given] == chats
-    assert given[0]["prompt"] == [ASKS] and "messages" not in given[0]
+    assert [_without_nulls(part["prompt"] + part["completion"]) for part in given] == chats
+    assert _without_nulls(given[0]["prompt"]) == [ASKS] and "messages" not in given[0]
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "grpo"])
@@ -249,6 +252,12 @@ def test_an_answer_without_a_target_counts_in_its_group_and_in_the_mean(tmp_path
     assert store.lengths.tolist() == [9, 1, 1] and store.read_columns(0, 8, 9)["advantage"] == -1
     batch = make_batch(store, [[(i, 0, int(n)) for i, n in enumerate(store.lengths)]], 16)
     assert batch.num_valid_tokens == 6 and choose(replace(flags, objective="grpo"), 16).count(batch) == 4
+    texts = [{"prompt": "a", "completion": text, "reward": i, "group": 0, "old_logprobs": [-1.0] * (1 + len(text))}
+             for i, text in enumerate(("b", "", "cd", " "))]  # fmt: skip
+    store, flags = read(tmp_path, texts, 16, objective="dr_grpo")
+    complete(flags, 16, BYTES, 256, None, None, [store])
+    assert store.lengths.tolist() == [3, 4, 1, 1]
+    assert store.column("advantage")[[0, 3, 7, 8]].tolist() == [-1.5, 0.5, -0.5, 1.5]
     with pytest.raises(UserError, match="all rollouts are masked or empty"):
         complete(flags, 16, BYTES, 256, None, None, [read(tmp_path, rows[2:], 16, objective="dr_grpo")[0]])
 
