@@ -35,9 +35,10 @@ from training.checkpoint.weights import shape_of_weights
 from training.data.chat import open_tokenizer
 from training.data.corpus import open_stores, pack
 from training.data.loader import PackedLoader, prompts_of
+from training.data.packing import Packing
 from training.data.prepared import is_prepared
 from training.data.sources import Reading
-from training.data.tokens import Selection, Store, join, split
+from training.data.tokens import Selection, join, split
 from training.families.lora import Adapters
 from training.families.rope import beyond, extend
 from training.host.choices import LORA_BITS
@@ -130,7 +131,7 @@ def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) 
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
     flags, model, kinds = recipe.config, recipe.model, recipe.kinds.at(1)
     check_linear(recipe, world.device)
-    host = parse_bytes(flags.host_memory) if flags.host_memory else None, flags.nproc
+    host = parse_bytes(flags.host_memory, "host_memory") if flags.host_memory else None, flags.nproc
     check_head_dim(kinds, model.head_dim, torch.device("cuda") if flags.gpu else world.device)
     if world.device.type == "cuda":
         given = recipe.execution(backend_of(flags, world.device))
@@ -143,9 +144,10 @@ def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) 
     name, gpu = parse_gpu(flags.gpu or "H200")
     gpu_bytes = gpu.memory_bytes - DRIVER_BYTES
     if memory_budget not in (None, "auto"):
-        gpu_bytes = parse_bytes(memory_budget)
+        gpu_bytes = parse_bytes(memory_budget, "memory_budget")
         if flags.gpu and gpu_bytes > gpu.memory_bytes:
-            raise UserError(f"memory_budget {gib(gpu_bytes)} is more than the {gib(gpu.memory_bytes)} of {name}")
+            most = f"the {gib(gpu.memory_bytes)} of {name}"
+            raise UserError(f"memory_budget {memory_budget} is more than {most}; lower it")
     backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
@@ -161,7 +163,7 @@ def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) 
 def host_limit(flags: ProfileFlags, default: float) -> float:
     if flags.host_memory:
         return budget_of_machine(parse_bytes(flags.host_memory), flags.nproc)
-    return parse_bytes(flags.host_budget) if flags.host_budget else default
+    return parse_bytes(flags.host_budget, "host_budget") if flags.host_budget else default
 
 
 # The step, and the data
@@ -185,11 +187,10 @@ def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]
     if not flags.data:
         return step, None
     reading = Reading(None, flags.suffixes, flags.columns, flags.bad_rows)
-    train, stores = open_data(
+    train, packing = open_data(
         (*flags.data,), choose_tokenizer(flags, None), flags.chat_template, machine.model.vocab_size, reading,
-        flags.objective, step.context_length,
+        flags.objective, step.context_length, flags.overlong,
     )  # fmt: skip
-    packing = pack(train, stores, step.context_length, TrainConfig.seed, overlong=flags.overlong)
     num_ranks = num_gpus // (flags.context_parallel_size * flags.tensor_parallel_size)
     loader = PackedLoader(train, packing, flags.batch_size, world_size=num_ranks)
     loader.check_enough_for_step(flags.gradient_accumulation_steps)
@@ -203,16 +204,17 @@ def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]
 @functools.cache  # changes of a step that does not fit ask for them again
 def open_data(
     paths: tuple[str, ...], tokenizer_path: str, chat_template: str | None, vocab_size: int, reading: Reading,
-    objective: str, context_length: int,
-) -> tuple[Selection, list[Store]]:  # fmt: skip
-    """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
+    objective: str, context_length: int, overlong: str | None,
+) -> tuple[Selection, Packing]:  # fmt: skip
+    """Returns the documents that train.py would train on, and their sequences."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
         what = f"tokenizing {', '.join(texts)} with {tokenizer_path}"
         print(f"{what}; a prepared set (docs/data.md) is tokenized once", file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(tokenizer_path, chat_template)
     rows = text_reader(objective, tokenizer.eos_id, context_length)
     stores = open_stores([*paths], tokenizer, vocab_size, reading._replace(rows=rows))
-    return split(join(stores), TrainConfig.validation_fraction, TrainConfig.seed)[0], stores
+    train = split(join(stores), TrainConfig.validation_fraction, TrainConfig.seed)[0]
+    return train, pack(train, stores, context_length, TrainConfig.seed, overlong=overlong)
 
 
 # Changes

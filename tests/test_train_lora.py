@@ -293,7 +293,7 @@ def test_lora_plus_multiplies_the_rate_of_b(base, corpus, tmp_path):
     (["--lora_targets", "q_proj,q_proj"], "targets among q_proj, k_proj"),
     (["--lora_alpha", "0"], "lora_alpha must be"),
     (["--lora", "0"], "lora must be"),
-    (["--lora_bits", "2"], "invalid choice: 2 (choose from 16, 8, 4)"),
+    (["--lora_bits", "2"], "lora_bits: '2' is not one of 16, 8, 4"),
     (["--lora_bits", "4", "--compile"], "lora_bits 4 with compile is not supported"),
     (["--attention_type", "nsa"], "has no gates of it"),
     (["--rope_scaling", "yarn:4"], "export BASE OUT --rope_scaling yarn:4"),

@@ -12,7 +12,7 @@ import re
 import sys
 import tomllib
 import typing
-from argparse import Action, ArgumentParser, BooleanOptionalAction
+from argparse import Action, ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
@@ -23,6 +23,7 @@ from training.host.files import check_working_directory, read_file
 LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
 SMALLEST = 1e-12  # stands for "above 0"
 LEAST_NEAR = 0.82  # likeness of a name to the one that is meant: --eval_data is no slip of --data
+SETTINGS = ".toml", ".yaml", ".yml", ".json"  # endings of files that are meant for --config
 TOML_BYTES = 2**20  # a longer file of settings is refused
 # Names that flags have elsewhere, for "did you mean", and flags that have nothing here in their place.
 OTHER_TRAINERS = tomllib.loads(Path(__file__).with_name("other_trainers.toml").read_text())
@@ -80,6 +81,8 @@ def read_flags(kind: type, argv: list[str], program: str):
 def read_command(kinds: dict[str, type], argv: list[str], program: str):
     parser = Parser(prog=program)
     parser.add_argument("command", choices=kinds, help="; ".join(f"{name}: {kinds[name].__doc__}" for name in kinds))
+    if not argv:
+        raise UserError(f"a command is missing: give {program} {' or '.join(kinds)}")
     name = parser.parse_args(argv[:1]).command
     return read_flags(kinds[name], argv[1:], f"{program} {name}")
 
@@ -105,6 +108,8 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
         cut = [word.partition("=") for word in words]
         words = [spelled.get(_underscored(name), name) + equals + value for name, equals, value in cut]
         arguments, unknown = parser.parse_known_intermixed_args(words)
+        if unknown and not unknown[0].startswith("-") and not unknown[0].endswith(SETTINGS):
+            raise UserError(f"{unknown[0][:80]!r} has no flag before it; give {program}{places} [--flag value ...]")
         if unknown:
             raise UserError(_unknown("flag", unknown[0], names, kind))
         return {name: value for name, value in vars(arguments).items() if value is not None}
@@ -178,7 +183,7 @@ def grouped(kind: type) -> dict[str, list[Field]]:
 
 class Parser(ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        raise UserError(message)
+        raise UserError(message.removeprefix("argument --"))
 
 
 def _add_argument(parser, each: Field) -> Action:
@@ -189,7 +194,7 @@ def _add_argument(parser, each: Field) -> Action:
     if element is bool:
         options["action"] = BooleanOptionalAction
     else:
-        options |= {"type": str if element is Path else element, "choices": metadata["choices"]}
+        options |= {"type": _reader(element, metadata["choices"]), "choices": metadata["choices"]}
         if metadata["choices"] is None:
             options["metavar"] = each.name if metadata["positional"] else element.__name__.upper()
         if is_list:  # --data a --data b is --data a b
@@ -197,6 +202,23 @@ def _add_argument(parser, each: Field) -> Action:
         elif metadata["positional"] or metadata["bare"] is not None:
             options |= {"nargs": "?", "const": metadata["bare"]}
     return parser.add_argument(each.name if metadata["positional"] else f"--{each.name}", **options)
+
+
+def _reader(element: type, choices: tuple | None) -> Callable[[str], str | int | float]:
+    """Returns a function that makes a flag's value of a word, and refuses other words with what may stand there."""
+
+    def read(word: str) -> str | int | float:
+        try:
+            value = word if element is Path else element(word)
+        except ValueError:
+            number = "whole number, such as 512" if element is int else "number, such as 0.5"
+            raise ArgumentTypeError(f"{word[:80]!r} is not a {number}") from None
+        if choices and value not in choices:
+            meant = "".join(f"; did you mean {one}?" for one in choices if str(one).lower() == word.lower())
+            raise ArgumentTypeError(f"{word[:80]!r} is not one of {', '.join(map(str, choices))}{meant}")
+        return value
+
+    return read
 
 
 def _underscored(option: str) -> str:
@@ -250,7 +272,7 @@ def _unknown(what: str, word: str, names: list[str], kind: type | None) -> str:
     for theirs, why in getattr(kind, "absent", {}).items():
         if name in theirs.split() and not {*usual} & {*names}:
             return f"there is no {dashes}{name}: {why.format(python=program(), torchrun=program('torchrun'))}"
-    if what == "flag" and word.endswith((".toml", ".yaml", ".yml", ".json")) and not word.startswith("-"):
+    if what == "flag" and word.endswith(SETTINGS) and not word.startswith("-"):
         return f"unknown flag {word}; did you mean --config {word}?"
     meant = [each for each in usual if each in names]
     meant = meant if usual else difflib.get_close_matches(name, names, 1, LEAST_NEAR)

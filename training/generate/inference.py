@@ -119,7 +119,7 @@ def memory_budget(text: str | None, device: torch.device) -> int:
     if device.type == "cuda":
         return gpu_budget(text or "auto", device)
     free = available_host_bytes()
-    budget = free if text is None else parse_bytes(text)
+    budget = free if text is None else parse_bytes(text, "memory_budget")
     if not 0 < budget <= free:
         raise UserError(f"memory_budget {text}: {gib(free)} of this machine's memory are free; lower it")
     return budget

@@ -15,15 +15,16 @@ SYSTEM_BYTES = 2 * GIB  # assumed: host memory of Linux, a desktop and page tabl
 PROCESS_BYTES = 2 * GIB
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, name: str = "a memory size") -> int:
     """Returns the bytes in "24GB", "24GiB", "512MB" or a plain number. A GB is 2**30 bytes too, as GPUs are sold.
 
-    Raises UserError for text that is not a size, or is below 1 MiB, such as gigabytes without their unit.
+    Raises UserError for text that is not a size, or is below 1 MiB, such as gigabytes without their unit. It names the
+    flag `name`.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE)
     size = 0 if match is None else int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
     if not MIB <= size < 2**50:
-        raise UserError(f'a memory size is between 1MB and 1023TB and looks like "24GB", got {text[:80]!r}')
+        raise UserError(f'{name} is between 1MB and 1023TB and looks like "24GB", got {text[:80]!r}')
     return size
 
 

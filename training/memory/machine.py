@@ -45,7 +45,7 @@ def gpu_budget(text: str, device: torch.device) -> int:
     Raises UserError for more than is free.
     """
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    budget = free - DRIVER_BYTES if text == "auto" else parse_bytes(text)
+    budget = free - DRIVER_BYTES if text == "auto" else parse_bytes(text, "memory_budget")
     if not 0 < budget <= free:
         raise UserError(
             f"memory_budget {text}: {free / GIB:.1f} GB of this GPU are free, of which the driver needs one; "
@@ -321,7 +321,7 @@ def parse_gpu(text: str) -> tuple[str, GPU]:
             name = f"{text} (assumed: {slowest}, the slowest known GPU with as much)"
             return name, replace(large[slowest], memory_bytes=num_bytes)
     names = {_read_name(name)[0]: name for name in GPUS}
-    near = " or ".join(names[short] for short in difflib.get_close_matches(asked, names))
+    near = " or ".join(names[short] for short in difflib.get_close_matches(asked, names, cutoff=0.65))
     most = max(gpu.memory_bytes for gpu in GPUS.values()) / GIB
     raise UserError(
         f"no GPU {text[:80]!r} in the table{near and f', did you mean {near}'}; give one of {', '.join(GPUS)}; or a "

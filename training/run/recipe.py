@@ -268,7 +268,7 @@ def recipe_of(config: TrainConfig, model: ModelConfig, world: World, **more) -> 
     """The recipe of a run of `model`, as `decide_step`; `more` has the fields of Recipe that have defaults."""
     return Recipe(
         **vars(decide_step(config, model, world.size)), memory_budget=resolve_memory_budget(config, world.device),
-        host_budget=None if config.host_budget is None else parse_bytes(config.host_budget),
+        host_budget=None if config.host_budget is None else parse_bytes(config.host_budget, "host_budget"),
         save_interval=parse_interval(config.checkpoint_interval or CHECKPOINT_INTERVAL), **more,
     )  # fmt: skip
 

@@ -193,11 +193,11 @@ def test_the_validation_data_of_a_run_are_read(folders, tmp_path):
 
 @pytest.mark.parametrize(("edit", "message"), [
     ({"data": 5}, "data path 5 does not exist"),
-    ({"seed": "a"}, "invalid int value: 'a'"),
+    ({"seed": "a"}, "seed: 'a' is not a whole number"),
     ({"seed": None}, "seed is missing"),
     ({"validation_fraction": [1]}, "validation_fraction"),
     ({"context_length": 0}, "context_length must be between 2 and"),
-    ({"chat_reasoning": 3}, "invalid choice: '3'"),
+    ({"chat_reasoning": 3}, "chat_reasoning: '3' is not one of template"),
 ])  # fmt: skip
 def test_edited_settings_of_a_run_are_refused(edit, message, folders, tmp_path, capsys):
     assert main([edited(folders["full"], tmp_path / "copy", **edit), "--device", "cpu", "--samples", "0"]) == 1
