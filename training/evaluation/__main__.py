@@ -45,7 +45,7 @@ from training.generate.inference import (
 )
 from training.host.choices import BAD_ROWS
 from training.host.errors import UserError, import_optional, refused_as_user_error
-from training.host.files import check_can_write, read_json, replace_file
+from training.host.files import check_can_write_into, read_json, replace_file
 from training.host.processes import command
 from training.parallel.world import World, join_world
 
@@ -248,11 +248,7 @@ def main(argv: list[str]) -> None:
         raise UserError("sequences 0 and samples 0 leave nothing to evaluate; give one of them")
     earlier = read_earlier(flags.beside)
     if flags.output_dir:
-        try:
-            flags.output_dir.mkdir(parents=True, exist_ok=True)
-        except (OSError, ValueError) as error:
-            raise UserError(f"output_dir {flags.output_dir} cannot be made: {error}; give another folder") from None
-        check_can_write(flags.output_dir / "evaluation.json", "--output_dir")
+        check_can_write_into(flags.output_dir, "evaluation.json", "--output_dir")
     with join_world(flags.device) as world:
         opened = open_folder(flags, world)
         if flags.objective != "next_token":

@@ -41,6 +41,15 @@ def check_can_write(file: Path, flag: str) -> None:
         file.unlink()
 
 
+def check_can_write_into(folder: Path, name: str, flag: str) -> None:
+    """Makes a folder for a file that a command writes at its end, or refuses it with the name of `flag`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} {folder} cannot be made: {error}; give another folder") from None
+    check_can_write(folder / name, flag)
+
+
 def read_file(file: Path, what_to_do: str, most: float = math.inf) -> bytes:
     """Returns the content of a file.
 

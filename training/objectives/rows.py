@@ -68,7 +68,7 @@ class Pairs(_Sharing):
         shared = _shared_tokens(tokens, masked)
         numbers = _numbers([*map(len, tokens)], shared)
         form = "pairs of equal answers" if np.array_equal(*tokens) else "pairs"  # the log counts them
-        return form, (_joined(tokens, shared), _joined(masked, shared), True), {"answer": numbers}, hash(repr(prompt))
+        return form, (_joined(tokens, shared), _joined(masked, shared), True), {"answer": numbers}, _hash(prompt)
 
 
 def _joined(answers: Sequence[np.ndarray], shared: int) -> np.ndarray:
@@ -149,7 +149,7 @@ class Labelled(_Sharing):
         tokens, masked = ended(encode(_sample(row, self.fields, row["completion"])), self._eos_id)
         answer = np.zeros(len(tokens), np.float32)
         columns = {"answer": answer, "label": answer + row["label"]}
-        return "labelled answers", (tokens, masked, True), columns, hash(repr(row["prompt"]))
+        return "labelled answers", (tokens, masked, True), columns, _hash(row["prompt"])
 
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
         return super().join(self._beside_others(documents))
@@ -212,7 +212,7 @@ class Rollouts(_Sharing):
         """Reads numbers of each token of the completions from fields, the keys of `columns`."""
         super().__init__(eos_id, context_length)
         self._columns = columns
-        self._groups = dict[object, tuple[int, int]]()  # number, and hash of the prompt
+        self._groups = dict[object, tuple[int, int | None]]()  # number, and hash of the prompt
         self._has_advantages: bool | None = None  # or rewards; None: no row was read
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
@@ -220,7 +220,7 @@ class Rollouts(_Sharing):
         if row.get("completion_ids") is not None:
             refuse_masked(_sample(row, self.fields, None), "remove it, or give --columns completion_mask=NAME")
             tokens, masked = self._from_ids(row)
-            prompt = hash(repr(row["prompt_ids"]))
+            prompt = _hash(row["prompt_ids"])
             places = np.arange(len(row["prompt_ids"]), len(tokens))
         else:
             row = _needs(row, "prompt", "completion")
@@ -231,7 +231,7 @@ class Rollouts(_Sharing):
                 row |= {name: [] for name in self._columns}
             if row.get("completion_mask") is not None:
                 raise UserError('has "completion_mask" without "completion_ids", whose tokens it counts')
-            prompt, places = hash(repr(row["prompt"])), (~masked).nonzero()[0]
+            prompt, places = _hash(row["prompt"]), (~masked).nonzero()[0]
         columns = {"answer": np.zeros(len(tokens), np.float32)}
         for name, column in self._columns.items():
             values = _list(_needs(row, name)[name], name)
@@ -258,7 +258,7 @@ class Rollouts(_Sharing):
             raise NothingToLearn("rollouts without a prompt")
         return np.concatenate([prompt, completion]), masked
 
-    def _advantage(self, row: dict, prompt: int, places: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    def _advantage(self, row: dict, prompt: int | None, places: np.ndarray, length: int) -> dict[str, np.ndarray]:
         given = row.get("advantage")
         if self._has_advantages not in (None, given is not None):
             raise UserError('has one of "advantage" and "reward", and rows before it the other; give one in all rows')
@@ -276,6 +276,11 @@ class Rollouts(_Sharing):
             raise UserError(f'"group" {group} has another prompt before; give "advantage", or a group to each prompt')
         reward = _number(row["reward"], "reward")
         return {"reward": np.full(length, reward, np.float32), "group": np.full(length, number, np.float32)}
+
+
+def _hash(prompt) -> int | None:
+    """Returns `Document.prompt`; None for an empty prompt, which its rows do not share."""
+    return hash(repr(prompt)) if prompt else None
 
 
 def _have_one_prompt(row: Document, other: Document) -> bool:

@@ -18,6 +18,7 @@ from training.data.sources import Document, Reading
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
 from training.data.tokens import TokenStore, split
 from training.host.errors import UserError
+from training.logprobs import __main__ as logprobs
 from training.logprobs.__main__ import log_probabilities
 from training.objectives.choose import choose, complete, row_reader
 from training.objectives.flags import ObjectiveFlags
@@ -60,6 +61,9 @@ def test_an_answer_with_a_label_stands_beside_an_answer_to_the_prompt_before(tmp
     assert [texts_of(store, i)[0] for i in range(3)] == ["d*e*f*$d*c*$", "gh*i*$h*e*f*$", "ab*c*$b*i*$"]
     assert texts_of(store, 1)[1] == {"answer": [-1, 0, 0, 0, 1, 1, 1, 1], "label": [0] * 8}
     assert texts_of(store, 2)[1]["label"] == [1] * 7
+    without = [{"prompt": "", "completion": text, "label": True} for text in ("ab", "cd")]
+    store, _ = read(tmp_path, without, objective="kto")
+    assert [texts_of(store, i)[0] for i in (0, 1)] == ["c*d*$c*b*$", "a*b*$a*d*$"]
     both = [{**row, "completion": answer} for row in rows for answer in ("x", "y")]
     store, _ = read(tmp_path, both, objective="kto")
     assert [texts_of(store, i)[0] for i in range(4)] == ["d*x*$d*y*$", "d*y*$d*y*$", "ab*x*$b*y*$", "ab*y*$b*y*$"]
@@ -460,6 +464,12 @@ def test_data_without_targets_and_weights_that_give_no_numbers_have_no_log_proba
         store, _ = read(tmp_path, [row], 16, objective="grpo")
         with pytest.raises(UserError, match=message):
             log_probabilities(lambda ids, *_, x=value: torch.full(ids.shape, x), store, 16, torch.device("cpu"))
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_a_model_is_read(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert logprobs.main(["no model", str(tmp_path / "file"), "--data", "no data"]) == 1
+    assert "the folder " in (error := capsys.readouterr().err) and "cannot be made" in error
 
 
 def test_stored_log_probabilities_belong_to_rows_whose_numbers_may_change(tmp_path):
