@@ -3,14 +3,15 @@
 import math
 import re
 from dataclasses import MISSING, asdict, fields, replace
-from functools import partial
 
 from kernels.rope import ROPE_TYPES, LinearScaling, RopeScaling, YarnScaling
 from model import ModelConfig
 from training.families.rows import SOME_FAMILIES_ROPE, Family
 from training.host.errors import UserError, refused_as_user_error
 
-ROTARY_SETTINGS = "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"  # in config.json
+ROTARY_SETTINGS = (  # in config.json
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "original_max_position_embeddings",
+)  # fmt: skip
 
 
 def write_rope(config: ModelConfig, family: Family) -> dict:
@@ -127,17 +128,20 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
     if already is not None and already.rope_type != match[1]:
         has = f"these weights have rope_type {already.rope_type}"
         raise UserError(f"rope_scaling {text}: {has}, not {match[1]}; drop it, or give other weights")
-    length, beta = config.max_position_embeddings, None
-    if isinstance(already, YarnScaling):  # a new factor for the same original length
-        length, beta = already.original_max_position_embeddings, already.llama_4_scaling_beta
-    elif isinstance(already, LinearScaling):
+    yarn = already if isinstance(already, YarnScaling) else YarnScaling(1.0, config.max_position_embeddings)
+    usual = replace(yarn, attention_factor=None)
+    if math.isclose(usual.table_factor, yarn.table_factor):  # a file may spell it
+        yarn = usual
+    length = yarn.original_max_position_embeddings  # a second factor is of the same length
+    if isinstance(already, LinearScaling):
         length = round(length / already.factor)
     length = int(match[3] or length)
     if factor * length >= 2**31:
         raise UserError(f"rope_scaling {text}: {factor * length:.0f} tokens are more than config.json takes; give less")
-    yarn = partial(YarnScaling, llama_4_scaling_beta=beta)
     with refused_as_user_error("rope_scaling: "):
-        scaling: RopeScaling = LinearScaling(factor) if match[1] == "linear" else yarn(factor, length)
+        scaling: RopeScaling = LinearScaling(factor)
+        if match[1] == "yarn":
+            scaling = replace(yarn, factor=factor, original_max_position_embeddings=length)
         return replace(config, rope_scaling=scaling, max_position_embeddings=int(factor * length))
 
 

@@ -23,6 +23,7 @@ from training.evaluation import __main__ as evaluation
 from training.export.__main__ import DTYPES
 from training.export.__main__ import main as export_main
 from training.families.names import name_in_file, name_of
+from training.families.rope import extend
 from training.families.rows import PREFIX, WRAPPED_PREFIX
 from training.generate import __main__ as generate
 from training.host.errors import UserError
@@ -182,7 +183,10 @@ def test_adapters_of_the_text_model(corpus, tmp_path):
 def test_a_longer_context_is_written_into_the_whole_models_settings(tmp_path):
     for wrapper in TEXT:
         source, target = release(wrapper, tmp_path / wrapper), tmp_path / f"{wrapper} longer"
-        export(source, target, "--rope_scaling", "yarn:8", "--dtype", "float32")
+        content = json.loads((source / "config.json").read_text())
+        content["text_config"]["original_max_position_embeddings"] = 8  # only YaRN reads it
+        (source / "config.json").write_text(json.dumps(content))
+        export(source, target, "--rope_scaling", "yarn:8:64", "--dtype", "float32")
         content, before = (json.loads((each / "config.json").read_text()) for each in (target, source))
         assert content["text_config"]["setting_of_others"] == 3
         assert content["text_config"]["eos_token_id"] == before["text_config"]["eos_token_id"] == 7
@@ -190,7 +194,7 @@ def test_a_longer_context_is_written_into_the_whole_models_settings(tmp_path):
             **{name: value for name, value in before.items() if name != "dtype"}, "text_config": 0, "torch_dtype": 0,
         }  # fmt: skip
         shape = shape_of_weights(target)
-        assert shape.rope_scaling.factor == 8 and shape != shape_of_weights(source)
+        assert shape == extend(shape_of_weights(source), "yarn:8:64") != shape_of_weights(source)
         ours = logits(target, text_weights(target))
         torch.testing.assert_close(ours, whole_model(target)(input_ids=IDS).logits, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(ours, logits(source, text_weights(source)), atol=1e-5)

@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 from random import Random
 
@@ -409,6 +410,15 @@ def test_a_second_factor_is_of_the_original_length():
     for kind in ("linear", "yarn"):
         twice = extend(extend(config, f"{kind}:2"), f"{kind}:4")
         assert twice == extend(config, f"{kind}:4") and twice.max_position_embeddings == 2048
+    attentive = YarnScaling(8.0, 64, attention_factor=0.1 * math.log(8) + 1)  # as OLMo 3's files spell the usual one
+    scalings = {  # Ministral 3's, others
+        YarnScaling(16.0, 64, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1): {},
+        YarnScaling(8.0, 64, beta_fast=16, beta_slow=2, truncate=False, attention_factor=1.5): {},
+        attentive: {"attention_factor": None},
+    }
+    for scaling, changes in scalings.items():
+        extended = extend(replace(config, rope_scaling=scaling), "yarn:32").rope_scaling
+        assert extended == replace(scaling, factor=32.0, **changes)
     with pytest.raises(UserError, match="rope_scaling: max_position_embeddings must be at least 1, got 0"):
         extend(replace(config, rope_scaling=LinearScaling(1e9)), "linear:4")
 
