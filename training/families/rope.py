@@ -139,9 +139,8 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
     if factor * length >= 2**31:
         raise UserError(f"rope_scaling {text}: {factor * length:.0f} tokens are more than config.json takes; give less")
     with refused_as_user_error("rope_scaling: "):
-        scaling: RopeScaling = LinearScaling(factor)
-        if match[1] == "yarn":
-            scaling = replace(yarn, factor=factor, original_max_position_embeddings=length)
+        longer: dict = {"factor": factor, "original_max_position_embeddings": length}
+        scaling: RopeScaling = LinearScaling(factor) if match[1] == "linear" else replace(yarn, **longer)
         return replace(config, rope_scaling=scaling, max_position_embeddings=int(factor * length))
 
 
