@@ -89,13 +89,15 @@ MIXTURE_4_BITS = Run(
 MIXTURE_35B = Run(
     "--model_size qwen3.5-35B-A3B --lora 16 --host_budget 100GB --settings auto --steps 3 --warm_up_tokens 16384", 140
 )
-SHORT = Run("--context_length 32768 --settings auto auto+fp8 auto+fp8-gradients auto+int8 --steps 3", 140)
-EIGHT = Run("--context_length 16384 --gradient_accumulation_steps 8 --settings auto auto+fp8 auto+int8", 130)
+SHORT = Run("--context_length 32768 --settings auto auto+fp8 auto+fp8-all auto+int8 --steps 3", 140)
+EIGHT = Run(
+    "--context_length 16384 --gradient_accumulation_steps 8 --settings auto auto+fp8 auto+fp8-all auto+int8", 130
+)
 EIGHT_4K = Run(
     "--context_length 4096 --batch_size 8 --optimizer_state auto --settings auto peer peer+kept/2 --steps 6", 120
 )
-SPARSE = Run("--settings auto+sparse auto+sparse+fp8 auto+sparse+int8", 140)
-LORA = Run("--context_length 32768 --lora 16 --steps 3 --settings auto auto+fp8 peer", 110)
+SPARSE = Run("--settings auto+sparse auto+sparse+fp8-all", 140)
+LORA = Run("--context_length 32768 --lora 16 --steps 3 --settings auto auto+fp8-all peer", 110)
 LORA_4_BITS = Run("--context_length 32768 --lora 16 --lora_bits 4 --steps 3 --settings auto peer", 90)
 EIGHT_BY_4 = Run(
     "--model_size 8B --lora 16 --lora_bits 4 --settings 15GB --host_budget 22GB --warm_up_tokens 16384", 120
@@ -123,16 +125,18 @@ CLAIMS = [
     step("two_34gb_memory", "its GPU memory, on each", TWO, "34GB", "peak_gib"),
     step("windows", "windows of 4,096 in three layers of four", Run("--settings auto+windows", 80), "auto+windows"),
     step("sparse", "sparse attention, 32 blocks", SPARSE, "auto+sparse"),
-    step("fp8_sparse", "the same with products in FP8", SPARSE, "auto+sparse+fp8", "seconds", "bf16", "auto+sparse"),
+    step("fp8_sparse", "the same in FP8", SPARSE, "auto+sparse+fp8-all", "seconds", "bf16", "auto+sparse"),
     # The 4B on other texts, other sizes
-    step("fp8", "4B, 32,768 tokens, products in FP8", SHORT, "auto+fp8", "seconds", "bf16", "auto"),
+    step("fp8_backward", "4B, 32,768 tokens, FP8 in backward", SHORT, "auto+fp8", "seconds", "bf16", "auto"),
+    step("fp8", "all products in FP8", SHORT, "auto+fp8-all", "seconds", "bf16", "auto"),
     step("fp8_int8", "forward in int8, gradients in FP8", SHORT, "auto+int8", "seconds", "bf16", "auto"),
-    step("fp8_eight", "4B, 8 x 16,384 tokens, products in FP8", EIGHT, "auto+fp8", "seconds", "bf16", "auto"),
+    step("fp8_eight_backward", "4B, 8 x 16,384 tokens, FP8 in backward", EIGHT, "auto+fp8", "seconds", "bf16", "auto"),
+    step("fp8_eight", "all products in FP8", EIGHT, "auto+fp8-all", "seconds", "bf16", "auto"),
     step("fp8_eight_int8", "forward in int8, gradients in FP8", EIGHT, "auto+int8", "seconds", "bf16", "auto"),
     step("short", "4B, 8 x 4,096 tokens", EIGHT_4K, "auto", "tokens_per_second", "the peer, nothing made again",
          "peer+kept/2"),
     step("lora", "4B, 32,768 tokens, adapters of rank 16", LORA, "auto", peer="peft + transformers + Liger"),
-    step("lora_fp8", "the same, products in FP8", LORA, "auto+fp8", "seconds", "bf16", "auto"),
+    step("lora_fp8", "the same, all products in FP8", LORA, "auto+fp8-all", "seconds", "bf16", "auto"),
     step("lora_4_bits", "adapters beside frozen weights in 4 bits", LORA_4_BITS, "auto", peer="peft + bitsandbytes"),
     step("8b_4_bits", "8B, 131,072 tokens, adapters beside 4 bits, within 15 GiB", EIGHT_BY_4, "15GB"),
     step("14b", "14B, every weight, 32,768 tokens, within 24 GiB", FOURTEEN, "24GB"),

@@ -85,7 +85,10 @@ class Mixed(InPieces):
 
 
 def linear_maps(impl: str = "auto") -> dict[str, Linear]:
-    """Returns the maps that a flag can ask for, by their names; `impl` is their factors'."""
+    """Returns the maps that a flag can ask for, by their names; `impl` is their factors'.
+
+    "fp8" multiplies in FP8 where that costs no loss, which is in backward.
+    """
     fp8 = FP8(impl)
     gradients = Mixed(dx=fp8, d_weight=fp8)
-    return {"bf16": PLAIN, "fp8": fp8, "fp8-gradients": gradients, "int8": replace(gradients, y=INT8(impl))}
+    return {"bf16": PLAIN, "fp8": gradients, "fp8-all": fp8, "int8": replace(gradients, y=INT8(impl))}

@@ -243,7 +243,7 @@ def test_a_checkpoint_takes_what_it_carries_untrained(tmp_path):
     ("--gpu 12GB --host_budget 12GB --batch_size 2 --optimizer_state float32",
      "--batch_size 1 --optimizer_state compact"),
     ("--gpu 12GB --host_memory 10GB", "--lora 16"),
-    ("--gpu 14GB --host_memory 10GB --linear fp8", "--lora 16"),
+    ("--gpu 14GB --host_memory 10GB --linear fp8-all", "--lora 16"),
     ("--gpu 12GB --no-gradient_checkpointing", "drop --gradient_checkpointing"),
     ("--gpu 4GB --no-gradient_checkpointing", "drop --gradient_checkpointing --context_length"),
 ])  # fmt: skip

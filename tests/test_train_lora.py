@@ -129,7 +129,7 @@ def exact(base_of_groups, corpus, tmp_path_factory):
     return output_dir
 
 
-@pytest.mark.parametrize(("name", "value"), [("lora_bits", 4), ("linear", "fp8")])
+@pytest.mark.parametrize(("name", "value"), [("lora_bits", 4), ("linear", "fp8-all")])
 def test_adapters_train_beside_rounded_matrices_and_resume(
     name, value, exact, base_of_groups, corpus, tmp_path, caplog
 ):

@@ -21,7 +21,7 @@ PACKED = ["--packed", "--steps", "3"]
     ["--save_to"],
     [*PACKED, "--lora", "4"],
     [*PACKED, "--in_order", "--mean_length", "9"],
-    [*PACKED, "--heavy_tailed", "--linear", "fp8"],
+    [*PACKED, "--heavy_tailed", "--linear", "fp8-all"],
 ])  # fmt: skip
 def test_times_every_step_but_the_first(flags, monkeypatch, capsys, tmp_path):
     arguments = ["--model_size", "tiny", "--context_length", "64", "--settings", "checkpointing", "--device", "cpu"]

@@ -96,7 +96,8 @@ class Plan:
         rows += [*self.step.trained.described(self.step.share), *execution.frozen.described]
         if execution.linear.products != PLAIN.products:
             names = f"{execution.linear.name}, head {execution.linear.head.name}"
-            rows.append(("linear maps", f"{names}; costs some loss, see docs/memory.md"))
+            costs = "; costs some loss, see docs/memory.md" * (execution.linear.products[0] != PLAIN)
+            rows.append(("linear maps", names + costs))
         if self.compared:
             compared = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.compared.items())
             rows.append(("attention kernel", f"{execution.attention_backend} (auto: a step takes {compared})"))

@@ -62,7 +62,7 @@ class StepFlags:
         "auto", "auto: chunked above 10 GB of logits, and where 8 does not divide the vocabulary", LOSSES,
         group="memory and speed",
     )  # fmt: skip
-    linear: str = flag("bf16", "others: blocks' products in 8 bits, at some loss; see docs/memory.md", LINEARS)
+    linear: str = flag("bf16", "others: blocks' products in 8 bits, fp8 in backward alone; see docs/memory.md", LINEARS)
     device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
     gradient_checkpointing: bool = flag(False, "no plan: keep each block's input, recompute the rest in backward")
     memory_budget: str | None = flag(None, "GPU memory to plan for and keep to: 24GB; default: auto, what is free")

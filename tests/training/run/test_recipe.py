@@ -135,10 +135,13 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
         check(size, linear="fp8")
     check(size)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    check(size, linear="fp8")
-    with pytest.raises(ValueError, match="multiples of 16 up to 32,768, number of rows of layer 0's gate_proj is 100"):
-        check(replace(size, intermediate_size=100), linear="fp8")
-    check(replace(size, intermediate_size=3_088), linear="fp8-gradients")
+    check(size, linear="fp8-all")
+    for linear in ("fp8", "fp8-all"):
+        with pytest.raises(
+            ValueError, match="multiples of 16 up to 32,768, number of rows of layer 0's gate_proj is 100"
+        ):
+            check(replace(size, intermediate_size=100), linear=linear)
+    check(replace(size, intermediate_size=3_088), linear="fp8")
     check(replace(size, head_dim=32), linear="int8")
     with pytest.raises(
         ValueError, match=r"INT8 needs widths .* multiples of 64 .* columns of layer 0's down_proj is 3,088"
@@ -151,7 +154,7 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
 def test_a_forward_of_8_bits_differs_from_stored_log_probabilities(tmp_path, caplog):
     given = {"init_from": str(weights_of_another_shape(tmp_path)), "output_dir": str(tmp_path / "run"), "data": ["x"]}
     given |= {"objective": "dpo", "reference_logprobs": "y"}
-    for linear, is_other in (("bf16", False), ("fp8", True), ("fp8-gradients", False), ("int8", True)):
+    for linear, is_other in (("bf16", False), ("fp8", False), ("fp8-all", True), ("int8", True)):
         caplog.clear()
         recipe.decide({**given, "linear": linear}, World(0, 1, torch.device("cpu")))
         assert (f"this run's have linear {linear}, and differ" in caplog.text) == is_other
@@ -159,9 +162,9 @@ def test_a_forward_of_8_bits_differs_from_stored_log_probabilities(tmp_path, cap
 
 def test_linear_maps_are_of_the_flags():
     for flags, linear in (
-        ({}, PLAIN), ({"linear": "fp8"}, FP8()), ({"linear": "fp8", "kernels": "torch"}, FP8("torch")),
-        ({"linear": "fp8-gradients"}, Mixed(dx=FP8(), d_weight=FP8())),
+        ({}, PLAIN), ({"linear": "fp8-all"}, FP8()), ({"linear": "fp8-all", "kernels": "torch"}, FP8("torch")),
+        ({"linear": "fp8"}, Mixed(dx=FP8(), d_weight=FP8())),
         ({"linear": "int8", "kernels": "torch"}, Mixed(INT8("torch"), FP8("torch"), FP8("torch"))),
-        ({"lora": 4}, LORA), ({"lora": 4, "linear": "fp8"}, LoRA(FP8())),
+        ({"lora": 4}, LORA), ({"lora": 4, "linear": "fp8-all"}, LoRA(FP8())),
     ):  # fmt: skip
         assert decide_step(TrainConfig(**flags), MODEL_SIZES["0.6B"], 1).linear == linear
