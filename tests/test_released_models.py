@@ -486,7 +486,7 @@ def test_exports_that_are_refused(qwen2, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert "is already there" in refused(qwen2, tmp_path / "full")
-    assert "has no config.json" in refused(tmp_path / "nowhere", tmp_path / "out")
+    assert "nowhere does not exist; give a" in refused(tmp_path / "nowhere", tmp_path / "out")
     assert "/bin/hf download Qwen/Qwen3-0.6B --local-dir DIR" in refused("Qwen/Qwen3-0.6B", tmp_path / "out")
     source = tmp_path / "large"
     source.mkdir()

@@ -146,7 +146,8 @@ BAD_FLAGS = [
     ([*ANNEALED, "5", *SPARSE], "selected_blocks_steps 5 is longer than the run of 4 steps, which would never reach"),
     (["--config="], "config is an empty string or has a NUL; give a value, or drop it"),
     (["--output_dir="], "output_dir is an empty string or has a NUL"),
-    (["--init_from", "no/such/folder"], "has no config.json"),
+    (["--init_from", "no/such/folder"], "no/such/folder does not exist; give a checkpoint's step_ folder or one in"),
+    (["--init_from", "README.md"], "README.md is a file; give the folder of config.json and model.safetensors, as ."),
     *([] if torch.cuda.is_available() else [(["--device", "cuda"], "PyTorch sees no CUDA GPU")]),
 ]  # fmt: skip
 

@@ -229,7 +229,7 @@ def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
 
 def read_header(file: Path) -> bytes:
     """A safetensors file up to its data."""
-    refusal = UserError(f"{file} is missing, truncated or no safetensors file")
+    refusal = UserError(f"{file} is missing, truncated or no safetensors file; copy or download it anew")
     if not os.path.isfile(file):  # a pipe would be waited for
         raise refusal
     try:
@@ -250,7 +250,8 @@ def open_entries(file: Path) -> dict[str, Entry]:
         with safe_open(file, framework="np"):  # "pt" maps the file writably: limits of a process's memory count it
             pass
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} is missing, truncated or no safetensors file: {error}") from None
+        what = f"is missing, truncated or no safetensors file ({error})"
+        raise UserError(f"{file} {what}; copy or download it anew") from None
     return read_entries(header, file)
 
 

@@ -167,13 +167,16 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
     if found or path.with_name("metrics.jsonl").is_file():
         which = f"give a checkpoint in it, as {found[-1]}" if found else "it has no checkpoint yet"
         raise UserError(f"{folder} is the output_dir of a run; {which}")
+    if Path(folder).is_file():
+        raise UserError(
+            f"{folder} is a file; give the folder of config.json and model.safetensors, as {path.parents[1]}"
+        )
     if not path.is_file():
+        lacks = "has no config.json" if Path(folder).is_dir() else "does not exist"
         is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not Path(folder).parent.exists()
         download = hub_download(f"{folder} --local-dir DIR")
         hint = f"; if it is a model of the Hugging Face Hub: {download}" if is_name else ""
-        raise UserError(
-            f"{folder} has no config.json; give a checkpoint's step_ folder or one in Hugging Face's form{hint}"
-        )
+        raise UserError(f"{folder} {lacks}; give a checkpoint's step_ folder or one in Hugging Face's form{hint}")
     with refused_as_user_error(f"cannot take {path}: "):
         return from_config_json(read_json(path))
 

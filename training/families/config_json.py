@@ -167,7 +167,8 @@ def _read(content: dict) -> ModelConfig:
     if suffix and _has_windows(content):
         refused.append(f"windows in layers of {suffix[1:]}")
     if refused:
-        raise ValueError(NOT_COMPUTED.format(", ".join(refused)))
+        hint = "; give the model's weights in bf16" if content.get("quantization_config") else ""
+        raise ValueError(NOT_COMPUTED.format(", ".join(refused)) + hint)
     content |= rope
     heads = content.get("num_attention_heads")
     if content.get("num_key_value_heads", 0) is None:

@@ -133,7 +133,7 @@ def test_a_fingerprint_is_of_the_models_own_files(tmp_path):
     assert fingerprint(folder) != before
     (folder / "model-1.safetensors").unlink()
     os.mkfifo(folder / "model-1.safetensors")  # a reader would wait for a writer
-    with pytest.raises(UserError, match="is missing, truncated or no safetensors file"):
+    with pytest.raises(UserError, match="is missing, truncated or no safetensors file; copy or download it anew"):
         fingerprint(folder)
 
 
@@ -155,7 +155,7 @@ def test_weights_that_no_decoder_here_reads(tmp_path):
     with file.open("wb") as opened:  # 200 MB, of which the disk stores nothing
         opened.write((2 * 10**8).to_bytes(8, "little"))
         opened.truncate(3 * 10**8)
-    with pytest.raises(ValueError, match=r"model\.safetensors is missing, truncated or no safetensors file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing, truncated or no safetensors file; copy"):
         load_model_weights(tmp_path, embedding)
     with pytest.raises(ValueError, match="truncated or no safetensors file"):
         read_header(file)

@@ -144,7 +144,7 @@ def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, m
     (["--data", "no/such"], "data path no/such does not exist"),
     (["--memory_budget", "1MB"], "the weights take 0.00 GiB"),
     (["--attention_type", "nsa"], "it has no gates of nsa"),
-    (["--evaluator", "no/such"], "no/such has no config.json"),
+    (["--evaluator", "no/such"], "no/such does not exist"),
     (["--context_length", str(2**27 + 1)], "context_length must be between 2 and 134217728, got 134217729"),
     (["--lengths", "300", "9" * 400], "lengths must be between 2 and 134217728, got 999"),
     (["--margin", "1" + 400 * "0"], "margin must be between 0 and 1000000.0, got inf"),
@@ -152,7 +152,7 @@ def test_what_was_finished_before_memory_ran_out_is_written(folders, tmp_path, m
     (["--output_dir", "{loop}/out"], "Too many levels of symbolic links"),
     (["--beside", "{loop}"], "Too many levels of symbolic links"),
     (["--data", "{loop}"], "data path {loop} does not exist"),
-    (["--evaluator", "{loop}"], "{loop} has no config.json"),
+    (["--evaluator", "{loop}"], "{loop} does not exist"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(flags, message, folders, tmp_path, capsys):
     """`loop` is a link to itself."""

@@ -72,7 +72,7 @@ def test_config_json_round_trip():
     ({"model_type": "llama", "layer_types": ["sliding_attention"] * 36}, "layers of sliding_attention"),
     ({"layer_types": ["full_attention"] * 35 + ["sliding_attention"]}, "layers of sliding_attention"),
     ({"is_causal": False}, "is_causal"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* give the model's weights in bf16"),
     ({"hidden_act": "relu"}, "hidden_act 'relu'"),
     ({"rope_theta": None}, "lacks rope_theta"),
     ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window True"),
