@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from training.data.forms import NothingToLearn, refuse_masked
+from training.data.forms import ROLES, NothingToLearn, refuse_masked
 from training.data.sources import Document, Encoded, RowReader
 from training.data.tokens import PROMPT
 from training.host.errors import UserError
@@ -81,11 +81,29 @@ def _numbers(lengths: Sequence[int], shared: int) -> np.ndarray:
     return np.repeat(np.arange(PROMPT, len(lengths), dtype=np.float32), [shared, *(n - shared for n in lengths)])
 
 
+def _equal_tokens(one: np.ndarray, other: np.ndarray) -> int:
+    """Returns how many tokens two texts begin with that are the same."""
+    length = min(len(one), len(other))
+    return int(np.append(one[:length] == other[:length], False).argmin())
+
+
+def _begin(sample: dict, tokens: np.ndarray, encode: Callable[[dict], Encoded]) -> int:
+    """Returns where the answer of a sample begins, if with another's message; else the number of its tokens.
+
+    Another content of that message leaves the tokens before it as they are.
+    """
+    first, *others = sample["completion"] if isinstance(sample["completion"], list) else [{"role": "assistant"}]
+    role, name = str(first.get("role", first.get("from"))), "content" if "content" in first else "value"
+    if ROLES.get(role, role) == "assistant":
+        return len(tokens)
+    content = "b" if str(first.get(name)).startswith("a") else "a"
+    return _equal_tokens(tokens, encode(sample | {"completion": [first | {name: content}, *others]})[0])
+
+
 def _shared_tokens(tokens: Sequence[np.ndarray], masked: Sequence[np.ndarray]) -> int:
     """Returns how many tokens two answers share before the last one that neither has to predict."""
-    length = min(map(len, tokens))
-    is_shared = (tokens[0][:length] == tokens[1][:length]) & masked[0][:length] & masked[1][:length]
-    return max(0, int(np.append(is_shared, False).argmin()) - 1)
+    prompts = (own[: np.append(is_masked, False).argmin()] for own, is_masked in zip(tokens, masked))
+    return max(0, _equal_tokens(*prompts) - 1)
 
 
 def _cut(prompt, chosen, rejected) -> tuple:
@@ -221,17 +239,19 @@ class Rollouts(_Sharing):
             refuse_masked(_sample(row, self.fields, None), "remove it, or give --columns completion_mask=NAME")
             tokens, masked = self._from_ids(row)
             prompt = _hash(row["prompt_ids"])
-            places = np.arange(len(row["prompt_ids"]), len(tokens))
+            places = np.arange(begin := len(row["prompt_ids"]), len(tokens))
         else:
             row = _needs(row, "prompt", "completion")
+            sample = _sample(row, self.fields, row["completion"])
             try:
-                tokens, masked = ended(encode(_sample(row, self.fields, row["completion"])), self._eos_id)
+                tokens, masked = ended(encode(sample), self._eos_id)
             except NothingToLearn:  # an empty answer, whose reward counts all the same
                 tokens, masked = np.full(1, self._eos_id, np.uint32), np.ones(1, bool)
                 row |= {name: [] for name in self._columns}
             if row.get("completion_mask") is not None:
                 raise UserError('has "completion_mask" without "completion_ids", whose tokens it counts')
             prompt, places = _hash(row["prompt"]), (~masked).nonzero()[0]
+            begin = len(tokens) if masked.all() else _begin(sample, tokens, encode)
         columns = {"answer": np.zeros(len(tokens), np.float32)}
         for name, column in self._columns.items():
             values = _list(_needs(row, name)[name], name)
@@ -243,8 +263,8 @@ class Rollouts(_Sharing):
         if masked.all():  # its reward counts in its group, and the answer in means over answers
             form, tokens, masked = "rollouts without a target", tokens[:1], masked[:1]
             columns = {name: values[:1] for name, values in columns.items()}
-        elif places[0] < masked.argmin():  # masked tokens that begin an answer are no prompt
-            columns["answer"][: places[0] - 1] = PROMPT
+        elif begin < masked.argmin():  # masked tokens that begin an answer are no prompt
+            columns["answer"][: max(0, begin - 1)] = PROMPT
         return form, (tokens, masked, True), columns, prompt
 
     def _from_ids(self, row: dict) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from model import MODEL_SIZES, Transformer
+from tests.training.data.templates import CHATML
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.data.corpus import open_stores
 from training.data.loader import PROMPT, PackedLoader, make_batch, prompts_of
@@ -324,6 +325,26 @@ def test_answers_to_a_prompt_are_held_out_together(tmp_path):
         assert len(store.lengths) == documents
         prompts = [{store.read(i, 0, 1).item() for i in part.documents} for part in split(store, 0.4, 0)]
         assert [*map(len, prompts)] == [4, 2] and prompts[0].isdisjoint(prompts[1])
+
+
+@pytest.mark.parametrize("names", [("role", "content"), ("from", "value")])
+def test_chats_that_go_on_with_a_users_message_share_what_stands_before_it(tmp_path, names):
+    """Users may go on before a model answers. Answers that begin by themselves are another document."""
+    pytest.importorskip("jinja2")
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    tokenizer, rows = load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json")), []
+    for begin in (["Hi"], ["a"], ["ab"], []):
+        texts = [("user", "1+1?"), *(("user", text) for text in begin), ("assistant", "2")]
+        chat = [dict(zip(names, each)) for each in texts]
+        rows.append({"prompt": chat[:1], "completion": chat[1:], "advantage": 1.0})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reader = row_reader(ObjectiveFlags("grpo", old_logprobs="any"), tokenizer.eos_id, 1000)
+    [store] = open_stores([str(tmp_path / "a.jsonl")], tokenizer, tokenizer.vocab_size, Reading(rows=reader))
+    ids, answer = store.read(0, 0, int(store.lengths[0])), store.column("answer")
+    assert len(store.lengths) == 2 and answer.max() == 2
+    shared = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>user"
+    assert tokenizer.decode(ids[answer[: len(ids)] == PROMPT]) == shared
+    assert [tokenizer.decode(ids[answer[: len(ids)] == i]).split("<")[0] for i in range(3)] == ["\nHi", "\na", "\nab"]
 
 
 @pytest.mark.parametrize("objective", ["simpo", "kto", "grpo"])
