@@ -427,8 +427,10 @@ def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog
     ids = torch.randint(300, (1, 200), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(ours(ids, return_logits=True).logits, theirs(ids).logits, rtol=0, atol=1e-4)
     auto = [*start, "--max_steps", "3", "--resume", "auto"]
-    assert train.main([*auto, "--rope_scaling", "yarn:8"]) == 1
-    assert "was trained with ('yarn', 4.0)" in capsys.readouterr().err
+    for other in ("yarn:8", "yarn:4:64"):
+        assert train.main([*auto, "--rope_scaling", other]) == 1
+        was = "was trained with YarnScaling(factor=4.0, original_max_position_embeddings=128,"
+        assert f"rope_scaling {other}: {folder} {was}" in capsys.readouterr().err
     assert train.main(auto) == 0
 
 

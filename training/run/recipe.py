@@ -485,13 +485,10 @@ def _with_gates(shape: ModelConfig, config: TrainConfig, folder: str | Path, res
 
 def _extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> ModelConfig:
     """The shape with its context extended; a resumed run's has been, and must be as --rope_scaling says."""
-    if resumed is None:
-        return extend(shape, rope_scaling)
-    scalings = extend(replace(shape, rope_scaling=None), rope_scaling).rope_scaling, shape.rope_scaling
-    asked, found = (scaling and (scaling.rope_type, scaling.factor) for scaling in scalings)
-    if asked != found:
+    extended, found = extend(shape, rope_scaling), shape.rope_scaling
+    if resumed and extended.rope_scaling != found:
         raise UserError(f"rope_scaling {rope_scaling}: {resumed} was trained with {found}; drop it, or start afresh")
-    return shape
+    return shape if resumed else extended
 
 
 # The tokenizer
