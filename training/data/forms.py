@@ -358,11 +358,9 @@ FORMS = (
 )
 OF_FORMS = frozenset(name for form in FORMS for name in (form.decides, *form.takes))
 COLUMNS = frozenset(name for form in FORMS if not form.needs for name in (form.decides, *form.takes))
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # Parts of a chat or of a question that no form has. Beside a text they may be anything.
-UNREAD = {
-    "functions", "system_prompt", "system_message", "chat_template_kwargs", "documents",
-    "image", "images", "video", "videos", "audio", "audios",
-}  # fmt: skip
+UNREAD = {"functions", "system_prompt", "system_message", "chat_template_kwargs", "documents", *MEDIA}
 CLASHING = COLUMNS - {"input", "output", "history"}  # words that fields of other meanings often have
 # Fields of preference rows, in which two answers are compared, or steps or answers are judged: TRL's, OpenAI's,
 # ms-swift's and LLaMA-Factory's. Any of the sets tells such a row.

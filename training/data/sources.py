@@ -274,12 +274,16 @@ def _texts(suffixes: str | None) -> list[str]:
 
 
 def is_data(file: Path, reading: Reading = DEFAULT) -> bool:
-    """Whether a file of a folder is data. A .json file is, if its first row has a known form: many hold settings."""
+    """Whether a file of a folder is data. A .json file is, if its first row has a known form: many hold settings.
+
+    An objective knows rows with two of its fields.
+    """
     suffix = suffix_of(file)
     if suffix != ".json" or not file.is_file():
         return suffix in _kinds(reading) and file.is_file()
     with contextlib.suppress(UserError, StopIteration):
-        return is_row(rename(next(read_rows(file))[1], reading.renames))
+        row, own = rename(next(read_rows(file))[1], reading.renames), reading.rows.fields if reading.rows else ()
+        return is_row(row) or (isinstance(row, dict) and len(row.keys() & own) > 1)
     return False
 
 

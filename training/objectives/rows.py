@@ -13,13 +13,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from training.data.forms import ROLES, NothingToLearn, refuse_masked
+from training.data.forms import EMPTY, MEDIA, ROLES, NothingToLearn, refuse_masked
 from training.data.sources import Document, Encoded, RowReader
 from training.data.tokens import PROMPT
 from training.host.errors import UserError
 
 LARGEST_ID = 2**31 - 1
 Row = tuple[str, Encoded, dict[str, np.ndarray], int | None]
+LOGPROBS = ("old_logprobs", "ref_logprobs")
 LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus infinity, and round above 0
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
 
@@ -223,7 +224,7 @@ class Rollouts(_Sharing):
 
     fields: ClassVar[frozenset[str]] = frozenset((
         "prompt", "completion", "prompt_ids", "completion_ids", "completion_mask", "advantage", "reward", "group",
-        "old_logprobs", "ref_logprobs", "tools",
+        *LOGPROBS, "tools",
     ))  # fmt: skip
 
     def __init__(self, eos_id: int, columns: dict[str, str], context_length: int):
@@ -234,9 +235,13 @@ class Rollouts(_Sharing):
         self._has_advantages: bool | None = None  # or rewards; None: no row was read
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
-        row, form = _needs(row), "rollouts"
+        row = _needs(row)
+        unread = [name for name in LOGPROBS if name not in self._columns and row.get(name) is not None]
+        form = "rollouts" + f" whose {' and '.join(unread)} are not read" * bool(unread)  # the log counts them
         if row.get("completion_ids") is not None:
             refuse_masked(_sample(row, self.fields, None), "remove it, or give --columns completion_mask=NAME")
+            if media := [name for name in MEDIA if row.get(name) not in (None, *EMPTY)]:
+                raise UserError(f'has "{media[0]}", which is not read; remove the row')
             tokens, masked = self._from_ids(row)
             prompt = _hash(row["prompt_ids"])
             places = np.arange(begin := len(row["prompt_ids"]), len(tokens))

@@ -235,6 +235,18 @@ def test_rollouts_of_ids_with_tools_masked_and_an_advantage_for_each_token(tmp_p
     assert texts_of(store, 0) == ("AB*CD*E", {"answer": [0] * 5, "old": old, "advantage": advantage})
 
 
+def test_log_probabilities_that_are_not_read_are_said(tmp_path, caplog):
+    """Adapters have their base as the reference, whatever the rows have. A folder's .json files hold rollouts, too."""
+    rows = [IDS | {"ref_logprobs": [-1, -1, -1], "advantage": 1}] * 2
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    for has_adapters in (False, True):
+        reader = row_reader(ObjectiveFlags("grpo", 0.1), 0, 16, has_adapters)
+        with caplog.at_level("INFO"):
+            [store] = open_stores([str(tmp_path)], BYTES, 256, Reading(rows=reader))
+        assert ("reference" in store.columns) != has_adapters
+        assert ("2 rows of rollouts whose ref_logprobs are not read" in caplog.text) == has_adapters
+
+
 def test_rewards_become_advantages_of_groups(tmp_path, caplog):
     rows = [IDS | {"reward": reward, "group": group} for reward, group in ((1, "a"), (5, "b"), (3, "a"), (2, None))]
     with pytest.raises(UserError, match='needs "group"'):
@@ -386,6 +398,7 @@ def test_kto_asks_for_an_answer_to_another_prompt_whatever_tokens_it_ends_with()
     ({"advantage": float("nan")}, "within 1e9 of 0"),
     ({"old_logprobs": [1.0, 2.0, 3.0]}, "-1000 to 0, got 1"),
     ({"old_logprobs": [-1.0, -9999.0, -1.0]}, "-1000 to 0, got -9999"),
+    ({"images": ["a.png"]}, 'has "images", which is not read'),
     ({"response_mask": [1, 0, 1]}, "give --columns completion_mask="),
     ({"advantage": None, "reward": 1, "group": 0}, "give one in all rows"),
 ])  # fmt: skip
