@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,6 +23,7 @@ from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint.weights import Companions, read_companions
 from training.data.chat import ChatTemplate, open_tokenizer, stop_ids
 from training.data.prepare import prepare
+from training.data.sources import Document
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.run import parts
@@ -154,7 +156,8 @@ def test_a_sample_goes_on_from_a_document(tmp_path, monkeypatch, caplog, row, pr
     caplog.set_level(logging.INFO)
     tokenizer = load_tokenizer(str(with_tokenizer(tmp_path)))
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    held_out, asked = TokenStore(load_documents(tmp_path / "a.jsonl", tokenizer, 300), 257), []
+    asked, without_a_target = [], Document(np.uint32([257]), np.ones(1, bool), True)
+    held_out = TokenStore([without_a_target, *load_documents(tmp_path / "a.jsonl", tokenizer, 300)], 257)
 
     def next_tokens(ids, count, **_):
         asked.append(ids[0].tolist())

@@ -188,11 +188,15 @@ def check_disk(recipe: Recipe, progress: Progress, size: int) -> None:
 
 
 def log_sample(run: Run) -> None:
-    """Log what the model writes for a held-out document, until its end or a signal. All ranks call this.
+    """Log what the model writes for a held-out document with a target, until its end or a signal. All ranks call this.
 
     A text is continued from its beginning. A sample or a chat is from its first target, as an assistant's turn.
     """
-    ids, masked = run.held_out.read_masked(0, 0, int(run.held_out.lengths[0]))
+    documents = (run.held_out.read_masked(i, 0, length) for i, length in enumerate(run.held_out.lengths.tolist()))
+    found = next((each for each in documents if not each[1][1:].all()), None)
+    if found is None:  # rollouts may have none
+        return
+    ids, masked = found
     start = min(TEXT_TOKENS, len(ids) - 1)  # without the document's end
     if is_sample := bool(masked.any()):
         start = 1 + int(np.argmin(masked[1:]))
