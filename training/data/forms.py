@@ -104,7 +104,7 @@ def recognise(row: object) -> tuple[Form, dict]:
         if row[name] not in EMPTY and not _is_repeated(row[name], own, made):
             cure = f"remove one{LEFT_OUT_BY_NAMING if name in SHOWN_WITH else ''}"
             raise UserError(f'has "{name}" beside "{form.decides}", where it would be ignored; {cure}')
-    return form, {**made, "tools": _parsed(made["tools"], '"tools"')} if made.get("tools") else made
+    return form, {**made, "tools": parsed(made["tools"], '"tools"')} if made.get("tools") else made
 
 
 def is_row(row: object) -> bool:
@@ -244,7 +244,7 @@ def _is_repeated(value, own: dict, made: dict) -> bool:
     return any(value in text for text in texts) or all(text in value for text in texts)
 
 
-def _parsed(value, what: str):
+def parsed(value, what: str):
     """Returns the value of a text of JSON: a table cannot hold objects of several kinds otherwise."""
     if not isinstance(value, str):
         return value
@@ -261,7 +261,7 @@ def _from_turns(row: dict) -> dict:
 
 def _messages(turns, what: str) -> list[dict]:
     """Returns turns as messages: each has "role" and "content", and its calls as "tool_calls"."""
-    turns = _parsed(turns, what)
+    turns = parsed(turns, what)
     if turns == []:
         raise NothingToLearn("chats without messages")
     if not isinstance(turns, list):
@@ -286,7 +286,7 @@ def _message(turn, what: str) -> dict:
     if len(calls) > 1:
         raise UserError(f"{what} has calls under two names; keep one")
     if calls:
-        [found] = [_parsed(each, f"calls of {what}") for each in calls]
+        [found] = [parsed(each, f"calls of {what}") for each in calls]
         message["tool_calls"] = [found] if isinstance(found, dict) else found
     return message
 

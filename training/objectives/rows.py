@@ -7,18 +7,20 @@ Rollouts have "prompt" and "completion", or "prompt_ids" and "completion_ids" wi
 number per token of the completion.
 """
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
-from training.data.forms import EMPTY, MEDIA, ROLES, NothingToLearn, refuse_masked
+from training.data.forms import EMPTY, MEDIA, ROLES, NothingToLearn, parsed, refuse_masked
 from training.data.sources import Document, Encoded, RowReader
 from training.data.tokens import PROMPT
 from training.host.errors import UserError
 
 LARGEST_ID = 2**31 - 1
+CHATS = ("messages", "conversations")
 Row = tuple[str, Encoded, dict[str, np.ndarray], int | None]
 LOGPROBS = ("old_logprobs", "ref_logprobs")
 LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus infinity, and round above 0
@@ -123,7 +125,8 @@ def _sample(row: dict, fields: frozenset[str], completion) -> dict:
 
     So forms.py refuses what it would ignore. Chats beside a prompt repeat it, as "messages" in UltraFeedback.
     """
-    left_out, prompt = fields.union(("messages", "conversations")) - {"prompt", "tools"}, row.get("prompt")
+    left_out, prompt = fields.union(CHATS) - {"prompt", "tools"}, row.get("prompt")
+    _refuse_more(row, fields)
     if isinstance(prompt, list) and isinstance(completion, list):
         own, theirs = _without_nulls(prompt), _without_nulls(completion)
         if theirs[: len(own)] == own:
@@ -131,6 +134,17 @@ def _sample(row: dict, fields: frozenset[str], completion) -> dict:
         elif own and theirs[:1] == own[-1:]:
             raise UserError('has an answer that begins with the last message of its "prompt"; give one of both')
     return {name: value for name, value in row.items() if name not in left_out} | {"completion": completion}
+
+
+def _refuse_more(row: dict, fields: frozenset[str]) -> None:
+    """Refuses chats beside a prompt and its answers that have another message, which would be ignored."""
+    for name in CHATS:
+        turns = parsed(row.get(name), f'"{name}"')
+        chat = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+        texts = json.dumps([row.get(name) for name in fields] if chat else None, default=str)
+        contents = [turn.get("content", turn.get("value")) for turn in chat]
+        if any(isinstance(text, str) and json.dumps(text.strip())[1:-1] not in texts for text in contents):
+            raise UserError(f'has "{name}" with a message that neither prompt nor answers have; remove one of both')
 
 
 def _without_nulls(messages: list) -> list:
@@ -239,7 +253,10 @@ class Rollouts(_Sharing):
         unread = [name for name in LOGPROBS if name not in self._columns and row.get(name) is not None]
         form = "rollouts" + f" whose {' and '.join(unread)} are not read" * bool(unread)  # the log counts them
         if row.get("completion_ids") is not None:
-            refuse_masked(_sample(row, self.fields, None), "remove it, or give --columns completion_mask=NAME")
+            refuse_masked(
+                {name: value for name, value in row.items() if name not in self.fields},
+                "remove it, or give --columns completion_mask=NAME",
+            )
             if media := [name for name in MEDIA if row.get(name) not in (None, *EMPTY)]:
                 raise UserError(f'has "{media[0]}", which is not read; remove the row')
             tokens, masked = self._from_ids(row)

@@ -145,6 +145,8 @@ def _apart(store, document):
     ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}, '"images" beside'),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "loss_masks": [1]}, '"loss_masks", which is not obeyed'),
     ({"prompt": [SAYS, ASKS], "chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "y"}]}, "the last message"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c", "messages": [ASKS]}, 'has "messages" with a message that neither'),
+    ({"prompt": "hi", "chosen": "b", "rejected": "c", "conversations": json.dumps([ASKS, SAYS])}, "with a message"),
     ({"prompt": "z", "chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "y"}]}, "agrees"),
 ])  # fmt: skip
 def test_other_pairs_are_refused(tmp_path, row, message):
@@ -159,7 +161,12 @@ def test_other_pairs_are_refused(tmp_path, row, message):
         {"prompt": [ASKS], "chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}]},
         {"prompt": [ASKS], "chosen": [ASKS | {"name": None}, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}]},
         {"chosen": [ASKS | {"name": None}, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}]},
-        {"prompt": "hi", "chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS | {"content": "other"}], "messages": [ASKS]},
+        {
+            "prompt": "hi",
+            "chosen": [ASKS, SAYS],
+            "rejected": [ASKS, SAYS | {"content": "other"}],
+            "messages": [ASKS, SAYS],
+        },
         {"prompt": [ASKS], "chosen": [SAYS], "rejected": [SAYS | {"content": "other"}], "tools": []},
     ],
 )
