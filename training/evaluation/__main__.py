@@ -49,6 +49,7 @@ from training.host.files import check_can_write_into, read_json, replace_file
 from training.host.processes import command
 from training.parallel.world import World, join_world
 
+logger = logging.getLogger(__name__)
 LARGEST_DEFAULT_CONTEXT = 32_768  # tokens
 SHORT_CONTEXT = 4096  # LongPPL's, as the defaults of margin and ceiling
 
@@ -120,6 +121,8 @@ def open_texts(flags: EvaluationFlags, opened: Opened, settings: RunSettings | N
     reading = Reading(settings.chat_reasoning if settings else None)
     if of:
         reading = reading._replace(suffixes=of.suffixes, columns=of.columns, bad_rows=of.bad_rows)
+    if not flags.data and settings is None:
+        logger.warning("data: Python's standard library, because %s is of no run; --data reads others", opened.folder)
     store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reading))
     if flags.data or own or settings is None:
         return store

@@ -97,7 +97,8 @@ class Adapters(Trained):
         ordered = tuple(name for name in TARGETS if name in self.targets)
         if self.rank < 1 or not 0 < self.alpha < math.inf or not ordered or len(ordered) != len(self.targets):
             needs = f"a rank and an alpha above 0, and targets among {', '.join(TARGETS)}"
-            raise ValueError(f"adapters need {needs}, got {self}")
+            got = f"rank {self.rank}, alpha {self.alpha} and {', '.join(map(str, self.targets)) or 'no target'}"
+            raise ValueError(f"adapters need {needs}, got {got}")
         object.__setattr__(self, "targets", ordered)
 
     @property

@@ -86,7 +86,9 @@ def score(flags: LogProbsFlags, world: World) -> None:
     documents = join(stores)
     count, longest = int((documents.lengths > flags.context_length).sum()), f"{documents.lengths.max():,}"
     if count == len(documents.lengths):
-        raise UserError(f"all documents are longer than --context_length {flags.context_length:,}, up to {longest}")
+        raise UserError(
+            f"all documents are longer than --context_length {flags.context_length:,}, up to {longest}; raise it"
+        )
     if count:
         logger.warning(
             "data: %d documents are longer than a sequence, the longest has %s tokens: train with --overlong drop",

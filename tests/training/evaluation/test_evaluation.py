@@ -215,6 +215,16 @@ def test_what_a_run_held_out_is_not_guessed_from_other_data(folders, tmp_path, c
     assert "step_00000001's run have changed: which it held out is not known; give --data" in capsys.readouterr().err
 
 
+def test_the_texts_that_weights_of_no_run_are_judged_by_are_named(folders, monkeypatch, caplog):
+    [store] = open_stores([folders["data"]], ByteTokenizer(), 256)
+    monkeypatch.setattr(command, "open_stores", lambda *_: [store])  # the library has 10 MB
+    opened = SimpleNamespace(folder="exported", tokenizer=ByteTokenizer(), shape=TINY)
+    other = SimpleNamespace(data=["other"], suffixes=None, columns=None, bad_rows=None)
+    assert command.open_texts(other, opened, None).identity == store.identity and not caplog.text
+    assert command.open_texts(SimpleNamespace(data=[]), opened, None).identity == store.identity
+    assert "data: Python's standard library, because exported is of no run; --data reads others" in caplog.text
+
+
 @pytest.mark.parametrize(
     "rows", ['{"loss_by_position": [1], "tasks": []}', '{"loss_by_position": [{"first": 1, "last": 2}], "tasks": []}',
              '{"loss_by_position": [{"first": 1, "last": 2, "loss": "1"}], "tasks": []}',

@@ -299,7 +299,12 @@ def test_fresh_adapters_change_nothing_and_start_as_pefts():
     assert {name.split(".")[3] for name, p in model.named_parameters() if p.requires_grad} == {*LORA_TARGETS}
 
 
-@pytest.mark.parametrize(("rank", "targets"), [(0, LORA_TARGETS), (4, ()), (4, ("q_proj", "embed_tokens"))])
-def test_adapters_that_cannot_be_are_refused(rank, targets):
-    with pytest.raises(ValueError, match="adapters need a rank and an alpha above 0, and targets among q_proj, k_proj"):
+@pytest.mark.parametrize(("rank", "targets", "got"), [
+    (0, LORA_TARGETS, "rank 0, alpha 1.0 and q_proj, k_proj, "),
+    (4, (), "rank 4, alpha 1.0 and no target$"),
+    (4, ("q_proj", "embed_tokens"), "rank 4, alpha 1.0 and q_proj, embed_tokens$"),
+])  # fmt: skip
+def test_adapters_that_cannot_be_are_refused(rank, targets, got):
+    needs = "adapters need a rank and an alpha above 0, and targets among q_proj, k_proj"
+    with pytest.raises(ValueError, match=f"{needs}.*, got {got}"):
         Adapters(rank, 1.0, targets)
