@@ -239,8 +239,10 @@ def check_same_data(state: dict, ours: dict) -> None:
     for name, value in ours.items():
         if state.get(name) != value:
             found = f"the checkpoint's data has {name} {state.get(name)}, this run {value}"
-            flags = "--data, --validation_data, their settings, --tokenizer, --context_length and --seed"
-            raise UserError(f"cannot resume: {found}; resume with the same {flags}")
+            data = "--data, --validation_data, their settings and stored log-probabilities"
+            raise UserError(
+                f"cannot resume: {found}; resume with the same {data}, --tokenizer, --context_length and --seed"
+            )
 
 
 def count_sequences(store: Store, context_length: int) -> int:
