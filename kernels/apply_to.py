@@ -83,14 +83,15 @@ def _loss(model, hidden_states, labels, impl, num_items_in_batch=None, ignore_in
         raise ValueError(f"the fused loss reads lm_head's weight, but lm_head is now a {found}; use loss=False")
     if shift_labels is None:
         shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    scaling = getattr(model.config, "logits_scaling", 1.0)  # Granite's, which divides logits
+    config = model.config  # it may have settings of other families, which compute nothing here
+    scaling = config.logits_scaling if config.model_type == "granite" else 1.0  # divides logits
     return linear_cross_entropy(
         hidden_states if scaling == 1 else hidden_states / scaling,
         model.lm_head.weight,
         shift_labels.to(hidden_states.device),
         linear_bias=model.lm_head.bias,
         ignore_index=ignore_index,
-        softcap=getattr(model.config, "final_logit_softcapping", None),
+        softcap=config.final_logit_softcapping if config.model_type in GEMMA else None,
         denominator=num_items_in_batch,
         impl=impl,
     )

@@ -12,12 +12,13 @@ from kernels.apply_to import apply_to
 module = importlib.import_module("kernels.apply_to")  # the package has the function by this name
 
 VOCAB = 71
-# Features that only some families have: biases, a sliding window, tied heads, softcaps that change results.
+# Features that only some families have: biases, a sliding window, tied heads, softcaps that change results; and
+# settings of other families, which do not.
 FAMILIES = {
-    "llama": {"tie_word_embeddings": False, "mlp_bias": True},
+    "llama": {"tie_word_embeddings": False, "mlp_bias": True, "logits_scaling": 3.0},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 8},
     "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True, "final_logit_softcapping": 2.0},
     "gemma2": {"tie_word_embeddings": True, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 3.0},
     "smollm3": {"no_rope_layers": [1, 0]},
     "granite": {
