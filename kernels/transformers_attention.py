@@ -59,13 +59,19 @@ def register_attention(
 
 
 def _padding_mask(
-    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, use_vmap=False, **unused
-) -> Tensor | None:
-    """Returns the mask of padding, bool [B, S], or None if there is none. Layers get it as `attention_mask`."""
+    batch_size, q_length, kv_length, q_offset=0, kv_offset=0, attention_mask=None, use_vmap=False, local_size=None,
+    **unused,
+) -> Tensor | None:  # fmt: skip
+    """Returns the mask of padding, bool [B, S], or None if there is none. Layers get it as `attention_mask`.
+
+    Where the mask has a window of `local_size` tokens it is an empty mask of pairs: layers that get it are refused.
+    """
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_length:
         raise ValueError("fathom attention takes a dynamic cache alone, without prefixes; use attn_implementation=sdpa")
     if use_vmap:
         raise ValueError("fathom attention is causal, without a mask function; use attn_implementation=sdpa")
+    if local_size is not None and local_size < kv_length:
+        return torch.empty(0, 0, 0, 0)
     return None if attention_mask is None or attention_mask.all() else attention_mask.bool()
 
 
@@ -79,8 +85,8 @@ def _attend(
     refused = [name for name in REFUSED if options.get(name)] + ["dropout"] * (dropout > 0)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         refused.append("attention that is not causal")
-    if attention_mask is not None and attention_mask.dim() != 2:
-        refused.append(f"a mask of {attention_mask.dim()} dimensions")
+    if attention_mask is not None and attention_mask.dim() != 2 and not refused:
+        refused.append(f"a mask of {attention_mask.dim()} dimensions" if attention_mask.numel() else "windows")
     if refused:
         raise ValueError(f"fathom attention does not support {', '.join(refused)}; use attn_implementation=sdpa")
     query, key, value = cast_by_autocast(query, key, value)

@@ -26,7 +26,7 @@ def every_block_chosen():
 
 def make_model(model_type="qwen3", **options):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **(BASE | FAMILIES[model_type] | options))
+    config = AutoConfig.for_model(model_type, **(BASE | FAMILIES.get(model_type, {}) | options))
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
 
 
@@ -124,6 +124,7 @@ def test_padding_is_not_attended_to_and_generation_equals_sdpa(padding_side):
 
 @pytest.mark.parametrize(("options", "inputs", "message"), [
     ({"model_type": "mistral", "sliding_window": 8}, {}, "does not support sliding_window"),
+    ({"model_type": "phimoe", "sliding_window": 7}, {}, "does not support windows"),  # its mask alone has it
     ({"attention_dropout": 0.1}, {}, "does not support dropout"),
     ({}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "a mask of 4 dimensions"),
     ({}, {"is_causal": False}, "not causal"),
