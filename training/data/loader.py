@@ -234,14 +234,20 @@ class PackedLoader:
         self.next_sequence = state["next_sequence"]
 
 
+DOCUMENTS = {"corpus_crc32": "the training documents", "validation_crc32": "the held-out documents"}
+
+
 def check_same_data(state: dict, ours: dict) -> None:
     """Raise UserError if a loader's saved `state` differs from `ours`, this run's values under the same names."""
     for name, value in ours.items():
         if state.get(name) != value:
             found = f"the checkpoint's data has {name} {state.get(name)}, this run {value}"
+            if name in DOCUMENTS:
+                found = f"{DOCUMENTS[name]} have changed since the checkpoint"
             data = "--data, --validation_data, their settings and stored log-probabilities"
             raise UserError(
-                f"cannot resume: {found}; resume with the same {data}, --tokenizer, --context_length and --seed"
+                f"cannot resume: {found}; resume with the same {data}, --tokenizer, --context_length and --seed, or "
+                "start another run from the checkpoint's weights by --init_from"
             )
 
 

@@ -168,7 +168,7 @@ def read_documents(
     if document is None:
         where = path or "Python's standard library"
         kinds = ", ".join(_kinds(reading))
-        raise UserError(f"{where} has nothing to train on: no text in any {kinds} file; give other --data")
+        raise UserError(f"{where} has nothing to read: no text in any {kinds} file; give other --data")
 
 
 def refuse_unused(columns: Iterable[str]) -> None:

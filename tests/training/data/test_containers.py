@@ -123,8 +123,8 @@ def test_damaged_files(tmp_path, name, content, message):
     (b'[{"txt": "a"}]', 'row 1: has the fields "txt"; known are'),
     (b"[" * 200_000, "row 1: not JSON"),
     (b'["\xff"]', "is not UTF-8: byte 0xff; convert it"),
-    (b" ", "has nothing to train on"),
-    (b"[]", "has nothing to train on"),
+    (b" ", "has nothing to read"),
+    (b"[]", "has nothing to read"),
 ])  # fmt: skip
 def test_bad_arrays(tmp_path, content, message):
     (tmp_path / "a.json").write_bytes(content)

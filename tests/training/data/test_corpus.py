@@ -163,7 +163,7 @@ def test_validation_data_that_say_nothing_are_refused(paths, tmp_path):
         load(paths, validation_data=[str(copy)])
     with pytest.raises(ValueError, match=r"set/part-\w+\.tokens is in validation_data and in data"):
         load([str(tmp_path / "set")], validation_data=[str(tmp_path / "set")])
-    with pytest.raises(ValueError, match=r"empty\.txt is empty: .*; give other --validation_data$"):
+    with pytest.raises(ValueError, match=r"empty\.txt has nothing to read: .*; give other --validation_data$"):
         load(paths, validation_data=[str(empty)])
     with pytest.raises(ValueError, match=r"nowhere does not exist; give --validation_data a file or a folder"):
         load(paths, validation_data=["nowhere"])
@@ -185,7 +185,7 @@ def test_a_run_validates_on_the_same_texts_when_it_goes_on(paths, tmp_path, caps
     own.write_text("others " * 60)
     capsys.readouterr()
     assert train.main(only_resume(folder, "--max_steps", "3")) == 1
-    assert "cannot resume: the checkpoint's data has validation_crc32" in capsys.readouterr().err
+    assert "cannot resume: the held-out documents have changed since the checkpoint" in capsys.readouterr().err
     inside = [*flags, "--output_dir", str(tmp_path / "other"), "--log_file", str(own)]
     assert train.main(inside) == 1 and "lies in data" in capsys.readouterr().err
 

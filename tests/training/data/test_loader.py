@@ -84,8 +84,8 @@ def test_ranks_share_a_steps_sequences_and_finish_together(world_size, batch_siz
     ({"context_length": 5}, "context_length 4, this run 5"),
     ({"seed": 1}, "seed 0, this run 1"),
     ({"eos_id": 7}, "eos_id 0, this run 7"),
-    ({"documents": make_documents([9, 8])}, "corpus_crc32"),
-    ({"documents": make_documents([8, 9], masked=1)}, "corpus_crc32"),
+    ({"documents": make_documents([9, 8])}, "the training documents have changed .* by --init_from$"),
+    ({"documents": make_documents([8, 9], masked=1)}, "the training documents have changed since the checkpoint"),
 ])  # fmt: skip
 def test_state_of_another_corpus_is_refused(change, message):
     arguments = {"documents": make_documents([8, 9]), "context_length": 4, "batch_size": 1, "eos_id": EOS, "seed": 0}

@@ -103,9 +103,9 @@ def test_prompt_is_masked(tmp_path):
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("e.txt", b"", r"e\.txt has nothing to train on: no text in any .*; give other --data"),
-    ("e.txt", b" \n", r"e\.txt has nothing to train on"),
-    ("e.jsonl", b"", r"e\.jsonl has nothing to train on"),
+    ("e.txt", b"", r"e\.txt has nothing to read: no text in any .*; give other --data"),
+    ("e.txt", b" \n", r"e\.txt has nothing to read"),
+    ("e.jsonl", b"", r"e\.jsonl has nothing to read"),
     ("b.txt", b"abc\0d", r"b\.txt is binary: NUL byte at offset 3"),
     ("b.md", b"ab\xffd", r"b\.md is not UTF-8: byte 0xff at offset 2"),
     ("b.csv", b"abc", r"b\.csv has suffix '\.csv', not \.txt, .*; to read it as text, give --suffixes \.csv"),
@@ -117,7 +117,7 @@ def test_prompt_is_masked(tmp_path):
     ("l.jsonl", b'{"txt": "a"}',
      r'l\.jsonl:1: has the fields "txt"; known are "text"; "prompt" and "completion"; .*Alpaca'),
     ("l.jsonl", b'{"text": 3}', r'l\.jsonl:1: needs a string "text"'),
-    ("l.jsonl", b'{"text": ""}\n\n', r"l\.jsonl has nothing to train on"),
+    ("l.jsonl", b'{"text": ""}\n\n', r"l\.jsonl has nothing to read"),
     ("l.jsonl", b'{"text": "a", "messages": [{"role": "user"}]}',
      r'l\.jsonl:1: has "text" beside "messages", where it would be'),
     ("l.jsonl", b'{"text": "a", "completion": "b", "prompt": "c"}', r'l\.jsonl:1: has "text" beside "completion"'),
@@ -142,7 +142,7 @@ def test_bad_paths_and_ids(tmp_path):
         load_documents(str(tmp_path / "nowhere"), BYTES, 256)
     (tmp_path / "image.png").write_bytes(b"\0")
     with pytest.raises(
-        ValueError, match=r"ids0 has nothing to train on: no text in any \.txt, \.md, \.py, \.jsonl, .* file"
+        ValueError, match=r"ids0 has nothing to read: no text in any \.txt, \.md, \.py, \.jsonl, .* file"
     ):
         load_documents(str(tmp_path), BYTES, 256)
     (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
@@ -173,7 +173,7 @@ def test_rows_that_cannot_be_read_are_counted_and_refused_or_dropped(tmp_path, c
     [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert warning.startswith(f"data: left out rows that cannot be read: 4, the first {places} (has the fields")
     (tmp_path / "a.jsonl").write_text(BAD)
-    with pytest.raises(UserError, match=r"a\.jsonl has nothing to train on"):
+    with pytest.raises(UserError, match=r"a\.jsonl has nothing to read"):
         list(read_documents(str(tmp_path / "a.jsonl"), BYTES, 256, Reading(bad_rows="drop")))
 
 
