@@ -46,7 +46,7 @@ from training.memory.cost_model import forward_flops
 from training.memory.kinds import spell_by_layer
 from training.memory.placement import set_kinds
 from training.memory.step import PackedDocuments
-from training.objectives.choose import complete, row_reader
+from training.objectives.choose import complete, row_reader, stored_of
 from training.objectives.stored import attention_in_words
 from training.parallel.world import World, join_world
 from training.plots.curves import draw_at_end
@@ -185,6 +185,7 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
     """Returns (loader of training batches at the run's place in the data, store of held-out documents)."""
     config, start = recipe.config, None if recipe.checkpoint else recipe.config.init_from
     attention = attention_in_words(recipe.model, recipe.kinds.final)
+    stored_of(config, recipe.tokenizer, start, attention)  # refuses others' before minutes of reading
     store, held_out, packing = load_corpus(
         config.data, recipe.tokenizer, recipe.model.vocab_size, validation_fraction=config.validation_fraction,
         context_length=config.context_length, seed=config.seed, packing=config.packing, overlong=config.overlong,

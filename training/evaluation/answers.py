@@ -12,7 +12,7 @@ from training.data.tokens import TokenStore, join
 from training.evaluation.flags import EvaluationFlags
 from training.generate.inference import Opened, load
 from training.host.errors import UserError
-from training.objectives.choose import choose, complete, row_reader
+from training.objectives.choose import choose, complete, row_reader, stored_of
 from training.objectives.flags import ObjectiveFlags
 from training.parallel.world import World
 from training.run.step import validate
@@ -24,6 +24,7 @@ def judge_answers(
     """Returns the loss of the rows of --data, and the objective's metrics, by name; `reasoning` as in ChatTemplate."""
     asked = ObjectiveFlags(objective=flags.objective, beta=flags.beta, reference_logprobs=flags.reference_logprobs)
     rows = row_reader(asked, opened.tokenizer.eos_id, context_length)
+    stored_of(asked, opened.tokenizer, None, None)  # refuses others' before minutes of reading
     reading = Reading(reasoning, columns=flags.columns, bad_rows=flags.bad_rows, rows=rows)
     stores = open_stores(flags.data, opened.tokenizer, opened.shape.vocab_size, reading)
     in_memory = [store for store in stores if isinstance(store, TokenStore)]

@@ -60,17 +60,11 @@ def text_reader(objective: str, eos_id: int, context_length: int) -> RowReader |
     return row_reader(ObjectiveFlags(objective=objective, old_logprobs="elsewhere"), eos_id, context_length)
 
 
-def complete(
-    flags: ObjectiveFlags, context_length: int, tokenizer, vocab_size: int, start: str | None, attention: str | None,
-    stores: Sequence[TokenStore],
-) -> None:  # fmt: skip
-    """Gives documents the columns that their rows lack: advantages of groups, and stored log-probabilities.
-
-    Args:
-        start: the folder of weights that a run starts from; None: it goes on from a checkpoint, and what is stored was
-            compared when it started.
-        attention: stored.attention_in_words the run; None: any, as in an evaluation.
-    """
+def stored_of(
+    flags: ObjectiveFlags, tokenizer, start: str | None, attention: str | None,
+    stores: Sequence[TokenStore] | None = None,
+) -> dict[str, Stored]:  # fmt: skip
+    """Returns what is stored, by columns, if it is of this run, see `complete`; `stores` None: no data are read yet."""
     found = {
         column: Stored.read(folder)
         for column, folder in (
@@ -82,6 +76,21 @@ def complete(
         # Rollouts that follow others keep the reference of the first, whatever was trained since.
         is_any = column == TEACHER or (column == "reference" and flags.objective in ROLLOUT_OBJECTIVES)
         stored.check(stores, tokenizer.identity, *((None, None) if is_any else (start, attention)))
+    return found
+
+
+def complete(
+    flags: ObjectiveFlags, context_length: int, tokenizer, vocab_size: int, start: str | None, attention: str | None,
+    stores: Sequence[TokenStore],
+) -> None:  # fmt: skip
+    """Gives documents the columns that their rows lack: advantages of groups, and stored log-probabilities.
+
+    Args:
+        start: the folder of weights that a run starts from; None: it goes on from a checkpoint, and what is stored was
+            compared when it started.
+        attention: stored.attention_in_words the run; None: any, as in an evaluation.
+    """
+    found = stored_of(flags, tokenizer, start, attention, stores)
     if flags.objective in ROLLOUT_OBJECTIVES:
         give_advantages(stores, scaled=flags.objective != "dr_grpo")
         if not any(store.has_targets for store in stores):

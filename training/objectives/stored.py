@@ -80,18 +80,18 @@ class Stored:
         return 16 + (8 + 8 + 8 + 4) * self.top_k
 
     def check(
-        self, stores: Sequence[TokenStore], tokenizer: str, start: str | Path | None, attention: str | None
+        self, stores: Sequence[TokenStore] | None, tokenizer: str, start: str | Path | None, attention: str | None
     ) -> None:
         """Refuses log-probabilities of another model, tokenizer or other documents.
 
-        `start` None is any weights, `attention` None any attention.
+        `start` None is any weights, `attention` None any attention, `stores` None documents that are not read yet.
         """
         anew = f"make it anew by `{program()} -m training.logprobs`"
         if self.tokenizer != tokenizer:
             raise UserError(
                 f"{self.folder} was made with tokenizer {self.tokenizer[:12]}, this run's is {tokenizer[:12]}; {anew}"
             )
-        if self.documents != [store.text_identity for store in stores]:
+        if stores is not None and self.documents != [store.text_identity for store in stores]:
             raise UserError(
                 f"{self.folder} is of other documents, or of the same by another chat template or objective: it needs "
                 f"the same --data, --validation_data and --context_length, with their settings; {anew}"

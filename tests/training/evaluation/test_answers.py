@@ -42,8 +42,11 @@ def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, c
                 assert logprobs.main([base, str(tmp_path / name), *known, *made_with, *cpu]) == 0
             run = ["--init_from", base, "--reference_logprobs", str(tmp_path / name), *known, *own.split()]
             assert train.main([*arguments(data, tmp_path / words / name, steps=1), *run]) == (name == "other")
+        run[run.index("--reference_logprobs") + 1] = str(tmp_path / "other")
+        assert train.main([*arguments("no data", tmp_path / words / "none", steps=1), *run]) == 1
         assert losses(tmp_path / words / "same")[0] == pytest.approx(math.log(2), abs=1e-6)
         refusal = capsys.readouterr().err
+        assert refusal.count("was made with attention") == 2  # once before data are looked for
         assert "was made with attention everything before" in refusal and words in refusal
 
 
