@@ -14,6 +14,7 @@ The weight's gradient is summed in float32 in two stages, without atomics: every
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -181,53 +182,43 @@ def _convolution_backward_kernel(
         )  # fmt: skip
 
 
-def _groups(x: Tensor, G: int, H: int, K: int) -> list[tuple[int, int, int, float, bool]]:
-    """Returns first channel, heads, head width, factor and whether there is a norm, of queries, keys and values."""
-    V = (x.shape[-1] - 2 * G * K) // H
-    return [(0, G, K, K**-0.5, True), (G * K, G, K, 1.0, True), (2 * G * K, H, V, 1.0, False)]
-
-
 def _rows(x: Tensor) -> Tensor:
     """Views x [B, T, C] as evenly spaced rows of contiguous channels, or copies it."""
     evenly_spaced = x.stride(-1) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     return x if evenly_spaced else x.contiguous()
 
 
-def _empty_outputs(x, G, H, K):
-    return tuple(x.new_empty(*x.shape[:2], heads, width) for _, heads, width, _, _ in _groups(x, G, H, K))
-
-
-@operation("fathom::qkv_convolution", lambda x, weight, *sizes: _empty_outputs(x, *sizes[:3]))
+@operation(
+    "fathom::qkv_convolution", lambda x, weight, heads, *options: x.new_empty(*x.shape[:2], heads, x.shape[2] // heads)
+)
 def _forward(
-    x: Tensor, weight: Tensor, G: int, H: int, K: int, segments: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, heads: int, scale: float, is_normalised: bool, segments: Tensor | None
+) -> Tensor:
+    """Convolves queries, keys or values, [B, T, heads width] to [B, T, heads, width]; `scale` is of the norm."""
     x, weight = _rows(x), weight.contiguous()
-    outs, num_tokens = _empty_outputs(x, G, H, K), x.shape[0] * x.shape[1]
-    positions = _positions(*x.shape[:2], as_bytes(segments), x.device)
-    for out, (channel, heads, width, scale, is_normalised) in zip(outs, _groups(x, G, H, K)):
-        _convolution_kernel[(heads * triton.cdiv(num_tokens, BLOCK_T),)](
-            x[..., channel:], weight[channel:], positions, out, num_tokens, x.stride(1), EPS, scale,
-            HEADS=heads, K=width, BLOCK_T=BLOCK_T, NORMALISE=is_normalised, num_warps=4,
-        )  # fmt: skip
-    return outs
+    (B, T, C), num_tokens = x.shape, x.shape[0] * x.shape[1]
+    out = x.new_empty(B, T, heads, C // heads)
+    _convolution_kernel[(heads * triton.cdiv(num_tokens, BLOCK_T),)](
+        x, weight, _positions(B, T, as_bytes(segments), x.device), out, num_tokens, x.stride(1), EPS, scale,
+        HEADS=heads, K=C // heads, BLOCK_T=BLOCK_T, NORMALISE=is_normalised, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 @operation("fathom::qkv_convolution_backward", lambda _, *given: tuple(x.new_empty(x.shape) for x in given[:2]))
 def _backward(
-    d_outs: list[Tensor], x: Tensor, weight: Tensor, G: int, H: int, K: int, segments: Tensor | None
+    d_out: Tensor, x: Tensor, weight: Tensor, heads: int, scale: float, is_normalised: bool, segments: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of x and of the weight."""
     x, weight = _rows(x), weight.contiguous()
     (B, T, C), blocks = x.shape, triton.cdiv(x.shape[0] * x.shape[1], STRIPS * STRIP)
     dx, partial = x.new_empty(x.shape), x.new_empty(blocks, C, WIDTH, dtype=torch.float32)
-    positions = _positions(B, T, as_bytes(segments), x.device)
-    for d_out, (channel, heads, width, scale, is_normalised) in zip(d_outs, _groups(x, G, H, K)):
-        _convolution_backward_kernel[(heads * blocks,)](
-            d_out.contiguous(), x[..., channel:], weight[channel:], positions, dx[..., channel:],
-            partial[:, channel:], B * T, x.stride(1), EPS, scale, CHANNELS=C, HEADS=heads, K=width,
-            STRIPS=STRIPS, STRIP=STRIP, NORMALISE=is_normalised,
-            BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
-        )  # fmt: skip
+    _convolution_backward_kernel[(heads * blocks,)](
+        d_out.contiguous(), x, weight, _positions(B, T, as_bytes(segments), x.device), dx, partial,
+        B * T, x.stride(1), EPS, scale, CHANNELS=C, HEADS=heads, K=C // heads,
+        STRIPS=STRIPS, STRIP=STRIP, NORMALISE=is_normalised,
+        BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
+    )  # fmt: skip
     return dx, partial.sum(0).to(weight.dtype)
 
 
@@ -236,21 +227,23 @@ def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(x, weight)
 
 
-def _gradients(ctx, *d_outs):
-    return *_backward([*d_outs], *ctx.saved_tensors, *ctx.rest), None, None, None, None
+def _gradients(ctx, d_out):
+    return *_backward(d_out, *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def qkv_convolution(
-    x_BTC: Tensor, weight_CW: Tensor, G: int, H: int, K: int, *, segments: Tensor | None = None, impl: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor]:
+    x_BTC: Tensor | Sequence[Tensor], weight_CW: Tensor, G: int, H: int, K: int, *, segments: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Convolution of queries, keys and values with SiLU, per document, and the norm of queries and keys.
 
     Args:
         x_BTC: [batch, tokens, channels]: G query heads of width K, G key heads of width K, H value heads. Rows may be
-            strided, like channels sliced out of a fused projection.
+            strided, like channels sliced out of a fused projection. Or the channels of queries, keys and values as
+            three tensors: their gradients are made apart, and no tensor has all channels.
         weight_CW: [channels, 4], the last column for the token itself, any floating dtype.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
             have each token once; None: each batch row is one document.
@@ -260,16 +253,23 @@ def qkv_convolution(
     Raises ValueError for shapes that do not fit together; with Triton, another dtype than float32, bfloat16 or float16,
     or a head width other than 16, 32, 64, 128 or 256.
     """
-    (B, T, C), V = x_BTC.shape, (x_BTC.shape[-1] - 2 * G * K) // H
+    first = x_BTC if isinstance(x_BTC, Tensor) else x_BTC[0]
+    (B, T, _), C = first.shape, x_BTC.shape[2] if isinstance(x_BTC, Tensor) else sum(x.shape[2] for x in x_BTC)
+    V = (C - 2 * G * K) // H
     if weight_CW.shape != (C, WIDTH) or V < 1 or 2 * G * K + H * V != C:
         expected = f"{2 * G * K} + {H} * V channels and a weight [channels, {WIDTH}]"
-        raise ValueError(f"expected {expected}, got {list(x_BTC.shape)} and {list(weight_CW.shape)}")
+        raise ValueError(f"expected {expected}, got {[B, T, C]} and {list(weight_CW.shape)}")
     check_documents(segments, B, T)
-    if not use_triton(impl, x_BTC):
+    if not use_triton(impl, first):
+        x_BTC = x_BTC if isinstance(x_BTC, Tensor) else torch.cat([*x_BTC], -1)
         return qkv_convolution_reference(x_BTC, weight_CW, G, H, K, segments=segments)
-    if not {K, V} <= {*HEAD_WIDTHS} and not x_BTC.is_meta:
+    if not {K, V} <= {*HEAD_WIDTHS} and not first.is_meta:
         raise ValueError(f"the convolution's kernels take head widths {HEAD_WIDTHS}, got {K} and {V}")
-    return _forward(x_BTC, weight_CW, G, H, K, segments)
+    sizes = [G * K, G * K, H * V]
+    parts = x_BTC.split(sizes, -1) if isinstance(x_BTC, Tensor) else x_BTC
+    options = (G, K**-0.5, True), (G, 1.0, True), (H, 1.0, False)  # heads, factor, whether there is a norm
+    q, k, v = (_forward(x, w, *own, segments) for x, w, own in zip(parts, weight_CW.split(sizes), options))
+    return q, k, v
 
 
 def convolution_workspace(num_tokens: int, channels: int) -> int:

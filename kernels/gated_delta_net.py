@@ -84,10 +84,15 @@ class DeltaNet(MixerKind):
         return self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim
 
     @property
+    def columns(self) -> list[int]:
+        """Columns of q, of k and of v."""
+        G, H, K, V = self.sizes
+        return [G * K, G * K, H * V]
+
+    @property
     def channels(self) -> int:
         """Columns of q, k and v together."""
-        G, H, K, V = self.sizes
-        return 2 * G * K + H * V
+        return sum(self.columns)
 
     def of_rank(self, ranks: int) -> "DeltaNet":
         """Returns the heads of each of `ranks` that share a sequence. Raises ValueError if they do not divide them."""
@@ -153,7 +158,7 @@ class DeltaNet(MixerKind):
         """Has no use for attention's other `options`."""
         own, num_tokens = self.of_rank(num_ranks), num_tokens * num_ranks
         _, forward, backward = delta_rule_bytes(num_tokens, *own.sizes[1:], element_size)
-        convolution = convolution_workspace(num_tokens, own.channels)
+        convolution = convolution_workspace(num_tokens, max(own.columns))
         names = "fathom::delta_rule", "fathom::delta_rule_backward", "fathom::qkv_convolution_backward"
         return dict(zip(names, (forward, backward, convolution)))
 
@@ -216,8 +221,7 @@ def _rows_by_rank(weight: Weight, kind: DeltaNet, ranks: int) -> list[Weight]:
     if isinstance(weight, Adapted):
         matrices, bs = (_rows_by_rank(rows, kind, ranks) for rows in (weight.matrix, weight.b))
         return [Adapted(matrix, weight.a, b) for matrix, b in zip(matrices, bs)]  # type: ignore[arg-type]
-    G, H, K, V = kind.sizes
-    parts = (part.chunk(ranks) for part in weight.split([G * K, G * K, H * V]))
+    parts = (part.chunk(ranks) for part in weight.split(kind.columns))
     return [torch.cat(rows) for rows in zip(*parts)]
 
 
@@ -228,8 +232,6 @@ def _project_to_heads(
 
     Returns a function that projects to this rank's channels beside that, and waits: [B, T / N, D] to [B, T, C / N].
     """
-    if exchange.size == 1:
-        return lambda: linear(x_BTD, weight)
     rows, own = _rows_by_rank(weight, kind, exchange.size), exchange.rank
     parts = [None if rank == own else linear(x_BTD, of_rank) for rank, of_rank in enumerate(rows)]
     receive = exchange.start_parts_to_heads(parts)
@@ -253,17 +255,20 @@ def gated_delta_net(
     """
     p, exchange = parameters, exchange or HeadExchange(None)
     G, H, K, _ = kind.of_rank(exchange.size).sizes
-    receive_qkv = _project_to_heads(x_BTD, p.qkv, kind, exchange, linear)
+    if is_shared := exchange.size > 1:
+        receive_qkv = _project_to_heads(x_BTD, p.qkv, kind, exchange, linear)
     a, b = PLAIN.maps(x_BTD, [p.a, p.b])
     g, beta = _decay_and_strength(a, b, p)
-    if exchange.size == 1:
-        qkv, convolution = receive_qkv(), p.convolution
-    else:
+    qkv: Tensor | list[Tensor]
+    if is_shared:
         receive_gates = exchange.start_to_heads(torch.stack([g, beta], -1))
         qkv, convolution = receive_qkv(), _rows_by_rank(p.convolution, kind, exchange.size)[exchange.rank]
         g, beta = receive_gates().unbind(-1)
-        del receive_gates
-    del receive_qkv
+        del receive_gates, receive_qkv
+    elif cache is not None or has_prompts(segments):
+        qkv, convolution = linear(x_BTD, p.qkv), p.convolution
+    else:  # apart: the largest tensor of a layer would leave holes in memory where no other fits
+        qkv, convolution = linear.maps(x_BTD, p.qkv.split(kind.columns)), p.convolution
     convolve = functools.partial(qkv_convolution, weight_CW=convolution, G=G, H=H, K=K, impl=impl)
     if has_prompts(segments):
         inputs = [qkv, g, beta]

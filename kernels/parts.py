@@ -59,6 +59,10 @@ class Adapted:
         """Returns some rows of the weight."""
         return Adapted(self.matrix[rows], self.a, self.b[rows])
 
+    def split(self, lengths: list[int]) -> list["Adapted"]:
+        """Returns parts of so many rows."""
+        return [Adapted(matrix, self.a, b) for matrix, b in zip(self.matrix.split(lengths), self.b.split(lengths))]
+
     def t(self) -> "Adapted":
         """Returns the transposed weight, W^T + A^T B^T."""
         return Adapted(self.matrix.t(), self.b.t(), self.a.t())

@@ -13,12 +13,15 @@ from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_grad
 _TYPES = {f"{name}_ptr": "*bf16" for name in ("x", "out", "d_out", "weight", "dx")}
 _TYPES |= {"positions_ptr": "*i8", "partial_ptr": "*fp32", "num_tokens": "i32", "x_stride": "i64"}
 _TYPES |= {"eps": "fp32", "scale": "fp32"}
-_BACKWARD = {"CHANNELS": 8192, "STRIPS": 4, "STRIP": 128, "BLOCK": 1024}
+_BACKWARD = {"STRIPS": 4, "STRIP": 128, "BLOCK": 1024}
 _HEADS = [{"HEADS": heads, "K": 128, "NORMALISE": normalise} for heads, normalise in ((16, True), (32, False))]
 KERNELS_TO_COMPILE = [
     KernelToCompile(name, _TYPES, constants | heads, num_warps=4)
-    for name, constants in (("_convolution_kernel", {"BLOCK_T": 16}), ("_convolution_backward_kernel", _BACKWARD))
     for heads in _HEADS
+    for name, constants in (
+        ("_convolution_kernel", {"BLOCK_T": 16}),
+        ("_convolution_backward_kernel", _BACKWARD | {"CHANNELS": heads["HEADS"] * 128}),
+    )
 ]
 G, H, K, V = 2, 3, 32, 16
 CHANNELS = 2 * G * K + H * V
@@ -81,6 +84,17 @@ def test_channels_sliced_out_of_a_fused_projection(device):
         sliced = outputs_and_gradients(triton(), [x, weight])
         for found, expected in zip(sliced, outputs_and_gradients(triton(), [x.contiguous(), weight])):
             assert torch.equal(found, expected)
+
+
+def test_parts_apart(device):
+    x, weight = inputs(20, B=2)
+    sizes = [G * K, G * K, H * V]
+
+    def apart(x, weight):
+        return qkv_convolution([part.contiguous() for part in x.split(sizes, -1)], weight, G, H, K, impl="triton")
+
+    for found, expected in zip(*(outputs_and_gradients(function, [x, weight]) for function in (apart, triton()))):
+        assert torch.equal(found, expected)
 
 
 def test_workspace():
