@@ -66,7 +66,9 @@ class Context:
 
 
 class RMSNorm(nn.Module):
-    impl = "auto"  # see kernels.common.IMPLEMENTATIONS; set from outside
+    # Set from outside.
+    impl = "auto"  # see kernels.common.IMPLEMENTATIONS
+    read_once = False  # see kernels.rms_norm
 
     def __init__(self, size: int, share: Share):
         super().__init__()
@@ -78,7 +80,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None):
         return rms_norm(
             x, local(self.weight), self.eps, residual=residual, weight_offset=self.offset,
-            cast_before_weight=self.casts_first, impl=self.impl,
+            cast_before_weight=self.casts_first, read_once=self.read_once, impl=self.impl,
         )  # fmt: skip
 
 
@@ -273,6 +275,8 @@ class Block(nn.Module):
         self.mlp = Experts(share, mlp, layer) if isinstance(mlp, ExpertsPart) else GatedMLP(share, mlp, not after)
         self.post_feedforward_layernorm = RMSNorm(share.hidden_size, share) if after else None
         self.norms_after, self.multiplier = after, share.residual_multiplier
+        for norm in filter(None, (self.input_layernorm, self.mlp_norm)):
+            norm.read_once = True
 
     @property
     def mixer(self) -> nn.Module:

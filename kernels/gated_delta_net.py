@@ -288,7 +288,7 @@ def gated_delta_net(
     z = linear(x_BTD, p.z)  # beside the exchange; and backward frees its gradient before the rule's backward
     out = receive()
     del receive
-    normed = rms_norm(out, p.norm, p.eps, gate=z.view(out.shape), impl=impl)
+    normed = rms_norm(out, p.norm, p.eps, gate=z.view(out.shape), read_once=True, impl=impl)
     del out
     return linear(normed.flatten(2), p.out)  # type: ignore[union-attr]
 

@@ -156,9 +156,9 @@ def _empty_outputs(input, residual, *_):
 @operation("fathom::rms_norm_forward", _empty_outputs)
 def _forward(
     input: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor, eps: float, weight_offset: float,
-    cast_before_weight: bool,
+    cast_before_weight: bool, read_once: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns normed, total (empty without a residual) and rstd."""
+    """Returns normed, total (empty without a residual) and rstd. Only backward reads `read_once`."""
     x = _evenly_spaced_rows(input) if residual is None else input.reshape(-1, 1, input.shape[-1]).contiguous()
     normed, total, rstd = _empty_outputs(input, residual)
     blocks = _blocks(input.shape[-1], FORWARD_BLOCK)
@@ -170,21 +170,26 @@ def _forward(
     return normed, total, rstd
 
 
-def _empty_gradients(x, gate, weight):
-    return x.new_empty(x.shape), torch.empty_like(weight), x.new_empty(0 if gate is None else gate.shape)
+def _empty_gradients(weight, gate):
+    return torch.empty_like(weight), weight.new_empty(0) if gate is None else gate.new_empty(gate.shape)
 
 
-@operation("fathom::rms_norm_backward", lambda _, __, *given: _empty_gradients(*given[:3]))
+@operation(
+    "fathom::rms_norm_backward", lambda dx, d_normed, d_total, x, *given: _empty_gradients(*given[:2]), mutates=["dx"]
+)
 def _backward(
-    d_normed: Tensor, d_total: Tensor | None, x: Tensor, gate: Tensor | None, weight: Tensor, rstd: Tensor,
+    dx: Tensor, d_normed: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, gate: Tensor | None, rstd: Tensor,
     weight_offset: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of x (the input, or the total), of the weight, and of the gate (empty without it)."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Writes the gradient of x (the input, or the total) into `dx`, which may be `d_normed`.
+
+    Returns the gradients of the weight and of the gate (empty without it).
+    """
     rows = _evenly_spaced_rows(x)
     blocks = _blocks(x.shape[-1], BACKWARD_BLOCK)
     num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     num_programs = min(PROGRAMS_PER_SM * num_sms, triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]))
-    dx, d_weight, d_gate = _empty_gradients(x, gate, weight)
+    d_weight, d_gate = _empty_gradients(weight, gate)
     partial = x.new_empty(num_programs, x.shape[-1], dtype=torch.float32)
     stages = 1 if blocks["BLOCK_D"] > BACKWARD_BLOCK else 4 if gate is None else 3
     _rms_norm_backward_kernel[(num_programs,)](
@@ -192,23 +197,25 @@ def _backward(
         None if gate is None else d_gate, partial, rstd.numel(), rows.stride(0), rows.stride(1), weight_offset,
         INNER=rows.shape[1], **blocks, NUM_STAGES=stages, num_warps=max(8, blocks["BLOCK_D"] // 512),
     )  # fmt: skip
-    return dx, d_weight.copy_(partial.sum(0)), d_gate
+    return d_weight.copy_(partial.sum(0)), d_gate
 
 
 def _setup_context(ctx, inputs, output):
-    input, residual, gate, weight, _, ctx.weight_offset, _ = inputs
+    input, residual, gate, weight, _, ctx.weight_offset, _, ctx.read_once = inputs
     _, total, rstd = output
     ctx.set_materialize_grads(False)  # saves the zeros that autograd would make for an unused total
-    ctx.save_for_backward(input if residual is None else total, gate, weight, rstd)
+    ctx.save_for_backward(input if residual is None else total, weight, gate, rstd)
     ctx.has_residual, ctx.has_gate = residual is not None, gate is not None
 
 
 def _gradients(ctx, d_normed, d_total, d_rstd):
     d_total = d_total if ctx.has_residual else None
     if d_normed is None:
-        return d_total, d_total, *[None] * 5
-    dx, d_weight, d_gate = _backward(d_normed, d_total, *ctx.saved_tensors, ctx.weight_offset)
-    return dx, dx if ctx.has_residual else None, d_gate if ctx.has_gate else None, d_weight, None, None, None
+        return d_total, d_total, *[None] * 6
+    x, *others = ctx.saved_tensors
+    dx = d_normed if ctx.read_once and d_normed.is_contiguous() else x.new_empty(x.shape)
+    d_weight, d_gate = _backward(dx, d_normed, d_total, x, *others, ctx.weight_offset)
+    return dx, dx if ctx.has_residual else None, d_gate if ctx.has_gate else None, d_weight, *[None] * 4
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
@@ -216,7 +223,7 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 def rms_norm(
     input: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, gate: Tensor | None = None,
-    weight_offset: float = 0.0, cast_before_weight: bool = True, impl: str = "auto",
+    weight_offset: float = 0.0, cast_before_weight: bool = True, read_once: bool = False, impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
@@ -230,6 +237,8 @@ def rms_norm(
         weight_offset: added to the weight in float32; 1.0 is Gemma's convention.
         cast_before_weight: rounds to the input's dtype before the product with the weight, as Llama and Qwen3 do in
             transformers. False keeps float32 until the end, as Gemma does.
+        read_once: whether the result is read by functions alone that make its gradient anew, such as matrix products:
+            backward then writes the input's gradient over it. A sum passes its own gradient on, which others read.
 
     Returns the normalised input, in the input's dtype; with `residual`, a pair of it and input + residual.
 
@@ -246,5 +255,5 @@ def rms_norm(
         return rms_norm_reference(input, weight, eps, residual=residual, gate=gate, **options)  # type: ignore
     if input.shape[-1] > LARGEST_ROW and not input.is_meta:
         raise ValueError(f"rms_norm's kernel takes rows of up to {LARGEST_ROW} elements, got {input.shape[-1]}")
-    normed, total, _ = _forward(input, residual, gate, weight, eps, weight_offset, cast_before_weight)
+    normed, total, _ = _forward(input, residual, gate, weight, eps, weight_offset, cast_before_weight, read_once)
     return normed if residual is None else (normed, total)

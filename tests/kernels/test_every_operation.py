@@ -37,7 +37,7 @@ def normalised(x, weight, residual, impl):
 
 
 def gated(x, weight, gate, impl):
-    return rms_norm(x, weight, gate=gate, impl=impl)
+    return 1 * rms_norm(x, weight, gate=gate, read_once=True, impl=impl)  # the product makes its gradient anew
 
 
 def ruled(*inputs, segments=None, **options):
@@ -118,9 +118,9 @@ def test_under_compile_and_checkpoint(name, device):
 
 
 @pytest.mark.parametrize(("operation", "name", "rest"), [
-    ("rms_norm_forward", "rms_norm", lambda x, weight, residual: (x, None, None, weight, 1e-6, 0.0, True)),
-    ("rms_norm_forward", "rms_norm", lambda x, weight, residual: (x, residual, None, weight, 1e-6, 0.0, True)),
-    ("rms_norm_forward", "gated rms_norm", lambda x, weight, gate: (x, None, gate, weight, 1e-6, 0.0, True)),
+    ("rms_norm_forward", "rms_norm", lambda x, weight, residual: (x, None, None, weight, 1e-6, 0.0, True, False)),
+    ("rms_norm_forward", "rms_norm", lambda x, weight, residual: (x, residual, None, weight, 1e-6, 0.0, True, False)),
+    ("rms_norm_forward", "gated rms_norm", lambda x, weight, gate: (x, None, gate, weight, 1e-6, 0.0, True, False)),
     *(("rope", "rope", lambda q, k, i=i: (q, k, *TABLE, 32, i)) for i in (False, True)),
     ("gated_activation", "swiglu", lambda gate, up: (gate, up, "gelu_tanh")),
     ("tiled_gated_mlp", "gated_mlp in tiles", lambda x, *w: (x, *([m] for m in w), PLAIN.number, "silu", 4, True)),

@@ -89,6 +89,23 @@ def test_gate_matches_float64(shape, dtype, device, poisoned_memory):
     )
 
 
+@pytest.mark.parametrize("other", ["residual", "gate", None])
+@pytest.mark.parametrize("shape", [(5, 37), (70, 3, 128)])
+def test_backward_writes_over_the_gradient_of_a_result_that_is_read_once(shape, other, device):
+    tensors = [random(*shape, seed=seed).requires_grad_() for seed in range(2)]
+    weight, gradients = random(shape[-1], seed=2).requires_grad_(), [random(*shape, seed=3), random(*shape, seed=4)]
+    found = {}
+    for read_once in (False, True):
+        second = {other: tensors[1]} if other else {}
+        results = rms_norm(tensors[0], weight, read_once=read_once, impl="triton", **second)
+        results = results if other == "residual" else (results,)
+        given = [gradient.clone() for gradient in gradients[: len(results)]]
+        inputs = [*tensors[: 1 + (other is not None)], weight]
+        found[read_once] = torch.autograd.grad(results, inputs, given, retain_graph=True)
+        assert (found[read_once][0].data_ptr() == given[0].data_ptr()) == read_once
+    assert all(map(torch.equal, found[True], found[False]))
+
+
 def test_total_is_rounded_as_eager_would(device):
     x, residual = random(4, 64, dtype=torch.float16), random(4, 64, seed=1, dtype=torch.float16)
     weight = random(64, seed=2, dtype=torch.float16)

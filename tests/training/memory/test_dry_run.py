@@ -93,6 +93,28 @@ def test_a_tile_and_a_group_of_heads_free_what_grows_with_the_sequence():
     assert by_head.attention_backward[0] < bytes_of(step_of(T), PLACED, 8192).attention_backward[0] / 2
 
 
+@pytest.fixture
+def traces(monkeypatch):
+    """The traces that `bytes_of` makes."""
+    made, trace = [], dry_run.trace
+    monkeypatch.setattr(dry_run, "trace", lambda *given: made.append(trace(*given)) or made[-1])
+    dry_run._block_bytes.cache_clear()
+    return made
+
+
+def test_backward_of_a_gated_norm_writes_over_the_gradient_of_its_result(traces):
+    """A delta net keeps its input, q, k and v before and after the convolution, the rule's output, z, states.
+
+    Gradients are of the block's output, of the residual sum, of the rule's output, and of z.
+    """
+    T, (G, H, K, V) = 65_536, DeltaNet().sizes
+    bytes_of(step_of(T, DeltaNet(), model_type="qwen3_5_text"), PLACED, 8192)
+    rows = 2 * (3 * D + 2 * (2 * G * K + H * V) + 4 * H * V) + H * K * V / 1024
+    names = (moment.operation for moment in traces[0].moments if moment.phase == "attention")
+    sizes = [size for moment, size in zip(traces[0].moments, traces[0].alive) if moment.phase == "attention"]
+    assert max(size for name, size in zip(names, sizes) if "rms_norm" in name) == pytest.approx(rows * T, rel=0.01)
+
+
 def test_a_packed_document_attends_in_a_call_of_its_own():
     """Its output exists twice in forward, before it is copied to all documents' output. Here heads have no norms."""
     T = 65_536
