@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from types import MappingProxyType
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import Execution, Placement, needed_for_backward
 from training.memory.visiting import Homes, VisitingWeights
 from training.optim.inventory import Inventory
+
+# Operations of a block on results of skippable operations.
+ELEMENTWISE = {"aten::add.Tensor", "aten::mul.Tensor"}
 
 
 def allocate(model: nn.Module, inventory: Inventory, device: torch.device) -> None:
@@ -292,7 +296,8 @@ class _Interception(TorchDispatchMode):
     Args:
         keep: called for each keepable operation with a role, "results" or "choices", and the tensors of the call.
         kept: tensors of each call that was kept, by role.
-        skips: whether skippable operations return anything of the first argument's shape, and do not run.
+        skips: whether skippable operations return anything of the first argument's shape, and do not run. Sums and
+            products with what they return do not run either: they would take memory for a result that nobody reads.
     """
 
     def __init__(
@@ -302,11 +307,17 @@ class _Interception(TorchDispatchMode):
         super().__init__()
         self.keep, self.skips = keep, skips
         self.kept = {role: list(calls) for role, calls in (kept or {}).items()}
+        self.skipped: WeakSet[torch.UntypedStorage] = WeakSet()  # storages of results without values
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
-        if name in SKIPPABLE and self.skips:
-            return args[0].new_empty(1).expand(args[0].shape)
+        reads_skipped = name in ELEMENTWISE and any(
+            isinstance(x, Tensor) and x.untyped_storage() in self.skipped for x in args
+        )
+        if self.skips and (name in SKIPPABLE or reads_skipped):
+            result = args[0].new_empty(1)
+            self.skipped.add(result.untyped_storage())
+            return result.expand(args[0].shape)
         if name not in KEEPABLE:
             return func(*args, **(kwargs or {}))
         roles, choice = KEEPABLE[name]

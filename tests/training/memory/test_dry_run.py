@@ -115,6 +115,13 @@ def test_backward_of_a_gated_norm_writes_over_the_gradient_of_its_result(traces)
     assert max(size for name, size in zip(names, sizes) if "rms_norm" in name) == pytest.approx(rows * T, rel=0.01)
 
 
+def test_a_second_forward_makes_no_sum_with_a_skipped_mlp(traces):
+    for changes in {}, {"model_type": "granite", "residual_multiplier": 0.25}:
+        bytes_of(step_of(LONG, **changes), PLACED, 8192)
+        phases = [moment.phase for moment in traces[-1].moments if moment.operation == "aten::add.Tensor"]
+        assert "forward" in phases and "MLP" not in phases, changes
+
+
 def test_a_packed_document_attends_in_a_call_of_its_own():
     """Its output exists twice in forward, before it is copied to all documents' output. Here heads have no norms."""
     T = 65_536
