@@ -56,6 +56,10 @@ def log_probabilities(
             continue
         given = (x.to(device) for x in (batch.input_ids, batch.targets))
         found = run(*given, batch.documents, batch.num_valid_tokens)[0].float().cpu().numpy()
+        if not np.isfinite(found).all():
+            raise UserError(
+                "some log-probabilities are no numbers: the weights are damaged, or too large for this dtype"
+            )
         if not len(values):
             values = np.zeros((count, *found.shape[1:]), np.float32)
         for document, _, stop in longest_first(spans):
@@ -64,8 +68,6 @@ def log_probabilities(
             position += stop
     if not len(values):
         raise UserError("the data have no token to be predicted; give others")
-    if not np.isfinite(values).all():
-        raise UserError("some log-probabilities are no numbers: the weights are damaged, or too large for this dtype")
     values[np.repeat(documents.lengths > context_length, documents.lengths)] = np.nan
     return values
 

@@ -500,11 +500,18 @@ def test_documents_longer_than_a_sequence_have_log_probabilities_that_are_no_num
 
 
 def test_data_without_targets_and_weights_that_give_no_numbers_have_no_log_probabilities(tmp_path):
+    """The first of several sequences shows that weights give no numbers."""
     rows = [IDS | {"completion_mask": [0, 0, 0], "advantage": 1}, IDS | {"advantage": 1}]
-    for row, value, message in zip(rows, (-1, float("nan")), ("no token to be predicted", "are no numbers")):
-        store, _ = read(tmp_path, [row], 16, objective="grpo")
+    for row, runs, message in zip(rows, (0, 1), ("no token to be predicted", "are no numbers")):
+        store, lengths = read(tmp_path, [row] * 3, 5, objective="grpo")[0], []
+
+        def run(ids, *_, lengths=lengths):
+            lengths.append(ids.shape[1])
+            return torch.full(ids.shape, float("nan"))
+
         with pytest.raises(UserError, match=message):
-            log_probabilities(lambda ids, *_, x=value: torch.full(ids.shape, x), store, 16, torch.device("cpu"))
+            log_probabilities(run, store, 5, torch.device("cpu"))
+        assert lengths == [5] * runs
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_a_model_is_read(tmp_path, capsys):
