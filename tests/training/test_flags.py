@@ -160,6 +160,13 @@ def test_a_file_without_config_is_meant_for_it(name):
         given_flags(TrainConfig, [name], "train.py")
 
 
+def test_a_card_and_a_machine_do_not_stand_below_several_gpus():
+    titles = {each.name: title for title, members in grouped(ProfileFlags).items() for each in members}
+    assert [titles[name] for name in ("nproc", "gpu", "host_memory", "objective", "beta", "data")] == [
+        "several GPUs", "machine", "machine", "objective", "objective", "data",
+    ]  # fmt: skip
+
+
 def test_a_field_declared_anew_keeps_its_title():
     @dataclass
     class Shout(Greeting):

@@ -17,20 +17,26 @@ CONTEXT_LENGTH = 131_072
 class ProfileFlags(StepFlags):
     """Say whether a training step fits, what memory it takes, and how long it and an epoch of the data take."""
 
-    model_size: str | None = flag(None, "default: 4B, unless init_from is given", MODEL_SIZES)
+    model_size: str | None = flag(
+        None, "shape of a model: 4B is Qwen3-4B's; default: 4B, unless init_from is given", MODEL_SIZES
+    )
     context_length: int | None = flag(  # type: ignore[assignment]
         None, f"tokens in a sequence; default: {CONTEXT_LENGTH}", least=2, most=2**27
     )
-    batch_size: int = flag(1, "sequences in a micro-batch", least=1, most=2**20)
+    batch_size: int = flag(1, "sequences in a micro-batch; train.py takes 8 below 16384 tokens", least=1, most=2**20)
     attention_backend: str = flag("auto", "attention kernel", GPU_BACKENDS)
     gradient_checkpointing: bool | None = flag(  # type: ignore[assignment]
         None, "no plan: checkpoint every block, or keep all"
     )
     nproc: int = flag(1, "predict for so many GPUs of a machine, as torchrun's --nproc_per_node", least=1, most=2**10)
     nnodes: int = flag(1, "predict for so many machines, as torchrun's --nnodes", least=1, most=2**16)
-    gpu: str | None = flag(None, "predict for RTX4090, A100-80GB, H100 ...; a size, 24GB: the slowest with as much")
+    gpu: str | None = flag(
+        None, "predict for RTX4090, A100-80GB, H100 ...; a size, 24GB: the slowest with as much", group="machine"
+    )
     host_memory: str | None = flag(None, "predict for a machine of so much, as sold: 64GB")
-    objective: str = flag("next_token", "as train.py's: what its loss takes is predicted", OBJECTIVES)
+    objective: str = flag(
+        "next_token", "as train.py's: what its loss takes is predicted", OBJECTIVES, group="objective"
+    )
     beta: float | None = flag(None, "of rollouts, as train.py's; above 0 a reference is read", least=0.0, most=1e6)
     data: list[str] = flag(list, "as in train.py: predict the hours of an epoch, for its documents", group="data")
     tokenizer: str | None = flag(None, "of data, a tokenizer.json or its folder, or bytes; default: init_from's")

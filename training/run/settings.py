@@ -44,7 +44,9 @@ COLLECTIVE_TIMEOUT = 10  # minutes
 class StepFlags:
     """Flags of a training step, which train.py takes and profile_memory.py profiles."""
 
-    model_size: str | None = flag(None, "default: init_from's, else tiny", MODEL_SIZES, group="model")
+    model_size: str | None = flag(
+        None, "shape of a model: 4B is Qwen3-4B's; default: init_from's, else tiny", MODEL_SIZES, group="model"
+    )
     init_from: str | None = flag(None, "weights to start from: folder of a released model, or a checkpoint")
     lora: int | None = flag(None, "train adapters of this rank; default: init_from's, if it has", least=1, most=2**13)
     lora_targets: str | None = flag(None, "such as q_proj,gate,experts; default: all-linear, all of a block")
