@@ -82,7 +82,8 @@ def _attend(
     cu_seq_lens_q: Tensor | None = None, **options,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attends as transformers asks: q [B, H, T, K], k and v [B, G, S, K] -> out [B, T, H, K]."""
-    refused = [name for name in REFUSED if options.get(name)] + ["dropout"] * (dropout > 0)
+    values = {name: options.get(name) for name in REFUSED} | {"dropout": dropout}
+    refused = [name for name, value in values.items() if isinstance(value, Tensor) or value]
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         refused.append("attention that is not causal")
     if attention_mask is not None and attention_mask.dim() != 2 and not refused:

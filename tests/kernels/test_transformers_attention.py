@@ -24,10 +24,10 @@ def every_block_chosen():
     register_attention(selected_blocks=64, window=32, block_size=32, dense_below=0)
 
 
-def make_model(model_type="qwen3", **options):
+def make_model(model_type="qwen3", implementation="sdpa", **options):
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(BASE | FAMILIES.get(model_type, {}) | options))
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=implementation)
 
 
 def make_batch(rows=2):
@@ -125,6 +125,7 @@ def test_padding_is_not_attended_to_and_generation_equals_sdpa(padding_side):
 @pytest.mark.parametrize(("options", "inputs", "message"), [
     ({"model_type": "mistral", "sliding_window": 8}, {}, "does not support sliding_window"),
     ({"model_type": "phimoe", "sliding_window": 7}, {}, "does not support windows"),  # its mask alone has it
+    ({"model_type": "gpt_oss", "implementation": "eager", "num_local_experts": 4}, {}, "does not support .*s_aux"),
     ({"attention_dropout": 0.1}, {}, "does not support dropout"),
     ({}, {"attention_mask": torch.ones(1, 1, 8, 8)}, "a mask of 4 dimensions"),
     ({}, {"is_causal": False}, "not causal"),
