@@ -24,8 +24,10 @@ from training.checkpoint.weights import Companions, read_companions
 from training.data.chat import ChatTemplate, open_tokenizer, stop_ids
 from training.data.prepare import prepare
 from training.data.sources import Document
+from training.data.special_tokens import first_stop_id
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
+from training.generate.inference import _stop_ids
 from training.run import parts
 from training.run.parts import log_sample
 from training.run.settings import TrainConfig
@@ -79,11 +81,15 @@ def test_what_is_saved_stops_at_the_ends_that_are_trained(tmp_path, template, gi
 def test_a_folder_without_a_generation_config_gets_one(tmp_path):
     with_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "config.json").write_text('{"eos_token_id": 257, "bos_token_id": 3}')
-    companions = read_companions(tmp_path / "tokenizer.json")
-    assert companions.stopping_at({257}) == companions
-    content = json.loads(companions.stopping_at({257, 259}).files["generation_config.json"])
-    assert content == {"bos_token_id": 3, "eos_token_id": [257, 259]}
+    ids, wrapped = {"eos_token_id": 257, "bos_token_id": 3}, {"eos_token_id": None, "model_type": "qwen3_5"}
+    for config in (ids, {**wrapped, "text_config": ids}):  # a text model's, in the second
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        companions = read_companions(tmp_path / "tokenizer.json")
+        assert companions.stopping_at({257}) == companions
+        content = json.loads(companions.stopping_at({257, 259}).files["generation_config.json"])
+        assert content == {"bos_token_id": 3, "eos_token_id": [257, 259]}
+        assert _stop_ids(tmp_path, SimpleNamespace(eos_id=5)) == {5, 257}
+        assert first_stop_id(tmp_path, {257}) == 257
     for damaged in (b"[1]", b"{", b"\xff"):
         with pytest.raises(ValueError, match=r"generation_config\.json beside the tokenizer is damaged: "):
             Companions({"generation_config.json": damaged}).stopping_at({1})

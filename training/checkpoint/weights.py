@@ -20,7 +20,7 @@ from training.checkpoint import pieces
 from training.checkpoint.carried import NOTHING, Carried
 from training.checkpoint.manifest import verify_weights, weight_files
 from training.checkpoint.pieces import Entry, Piece
-from training.families.config_json import TOKEN_IDS, from_config_json
+from training.families.config_json import from_config_json
 from training.families.lora import (
     ADAPTER_WEIGHTS,
     Adapters,
@@ -30,6 +30,7 @@ from training.families.lora import (
     read_frozen_bits,
 )
 from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
+from training.families.rows import token_ids
 from training.host.errors import UserError, hub_download, refused_as_user_error
 from training.host.files import JSON_BYTES, read_file, read_json
 from training.optim.quantized import check_library, is_quantized, quantize
@@ -196,8 +197,7 @@ def read_companions(tokenizer: Path, weights: Sequence[Path] = ()) -> Companions
     for folder in (*reversed(weights), tokenizer.parent):
         names = COMPANIONS if folder == tokenizer.parent else COMPANIONS_OF_MODELS
         files |= {name: read_file(folder / name, advice, JSON_BYTES) for name in names if (folder / name).is_file()}
-        content = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-        settings |= {name: content[name] for name in TOKEN_IDS if content.get(name) is not None}
+        settings |= token_ids(read_json(folder / "config.json")) if (folder / "config.json").is_file() else {}
     if tokenizer.is_file():
         files["tokenizer.json"] = read_file(tokenizer, advice, JSON_BYTES)
     return Companions(files, settings)

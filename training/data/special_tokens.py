@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from training.families.rows import token_ids
 from training.host.errors import UserError
 from training.host.files import read_json
 
@@ -31,7 +32,7 @@ def add_special_tokens(tokenizer, folder: Path) -> tuple[dict[str, str], bool]:
 def first_stop_id(folder: Path, known) -> int | None:
     """Returns the first `eos_token_id` of a folder's model that is in `known`, the ids of added tokens."""
     for name in ("generation_config.json", "config.json"):
-        given = _content(folder / name).get("eos_token_id")
+        given = token_ids(_content(folder / name)).get("eos_token_id")
         for number in given if isinstance(given, list) else [given]:
             if isinstance(number, int) and number in known:
                 return number

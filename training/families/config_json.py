@@ -26,13 +26,13 @@ from training.families.rows import (
     SCALARS,
     SHARED_EXPERT,
     TAKEN,
+    TOKEN_IDS,
     WRAPPERS,
     Family,
     is_wrapper,
 )
 
 MOST_LAYERS = 4096  # a limit, because plans have something for each layer
-TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # a tokenizer's: null here, for families have defaults
 NOT_COMPUTED = "config.json has {}, which this decoder does not compute"
 
 
@@ -90,7 +90,7 @@ def _write(config: ModelConfig, family: Family) -> dict:
         "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.hidden_act),
         **write_rope(config, family),
         **family.fixed,
-        **dict.fromkeys(TOKEN_IDS),
+        **dict.fromkeys(TOKEN_IDS),  # a tokenizer's: null here, for families have defaults
         "attention_multiplier": multiplier,
         "query_pre_attn_scalar": round(multiplier**-2),
         "no_rope_layers": [int(rotates) for rotates in config.layer_rotates],

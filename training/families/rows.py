@@ -175,6 +175,16 @@ def is_wrapper(content: dict) -> bool:
     return content.get("model_type") in (*WRAPPERS,) and "text_config" in content
 
 
+TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # in config.json
+
+
+def token_ids(content: dict) -> dict:
+    """Returns the token ids that a config.json names. A text model's count where the whole model names none."""
+    text = content["text_config"] if is_wrapper(content) else {}
+    found = {name: text.get(name) if content.get(name) is None else content[name] for name in TOKEN_IDS}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 ACTIVATIONS = {  # config.json's name -> ModelConfig's; the first of each is written
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_python_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",

@@ -24,6 +24,7 @@ from model import IGNORE_INDEX, ModelConfig, Transformer
 from training.checkpoint.files import load_trainer_state, tokenizer_of
 from training.checkpoint.weights import folders_of, load_model_weights, parameter_shapes, shape_of_weights
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from training.families.rows import token_ids
 from training.flags import as_words, given_flags
 from training.generate.flags import ModelFlags
 from training.host.choices import ATTENTION_TYPES
@@ -106,7 +107,7 @@ def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteToken
 def _stop_ids(folder: Path, tokenizer: ByteTokenizer | FileTokenizer) -> frozenset[int]:
     ids: list = [tokenizer.eos_id]
     for file in (each / name for each in folders_of(folder) for name in ("config.json", "generation_config.json")):
-        given = read_json(file).get("eos_token_id") if file.is_file() else None
+        given = token_ids(read_json(file)).get("eos_token_id") if file.is_file() else None
         ids += given if isinstance(given, list) else [given]
     return frozenset(i for i in ids if isinstance(i, int))
 

@@ -12,9 +12,9 @@ from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
 from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_frequencies
 from model import MODEL_SIZES, Transformer
-from training.families.config_json import TOKEN_IDS, from_config_json, in_family, to_config_json
+from training.families.config_json import from_config_json, in_family, to_config_json
 from training.families.rope import beyond, extend
-from training.families.rows import FAMILIES, WRAPPERS
+from training.families.rows import FAMILIES, TOKEN_IDS, WRAPPERS
 from training.host.errors import UserError
 
 TINY = MODEL_SIZES["tiny"]
