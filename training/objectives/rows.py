@@ -38,6 +38,10 @@ class _Sharing(RowReader):
     def __init__(self, eos_id: int, context_length: int):
         self._eos_id, self._context_length = eos_id, context_length
 
+    def _answer(self, row: dict, completion, encode: Callable[[dict], Encoded]) -> Document:
+        tokens, masked = ended(encode(_sample(row, self.fields, completion)), self._eos_id)
+        return Document(tokens, masked, True, columns={"answer": np.zeros(len(tokens), np.float32)})
+
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
         """Yields documents in the order of their first rows. They are two at least, for one to be held out."""
         by_prompt, groups = dict[bytes, list[Document]](), list[tuple[list[Document], int]]()
@@ -67,21 +71,11 @@ class Pairs(_Sharing):
         row = _needs(row, "chosen", "rejected")
         prompt, *answers = _cut(row.get("prompt"), row["chosen"], row["rejected"])
         row = row | {"prompt": prompt}
-        tokens, masked = zip(*(ended(encode(_sample(row, self.fields, each)), self._eos_id) for each in answers))
-        shared = _shared_tokens(tokens, masked)
-        numbers = _numbers([*map(len, tokens)], shared)
-        form = "pairs of equal answers" if np.array_equal(*tokens) else "pairs"  # the log counts them
-        return form, (_joined(tokens, shared), _joined(masked, shared), True), {"answer": numbers}, _hash(prompt)
-
-
-def _joined(answers: Sequence[np.ndarray], shared: int) -> np.ndarray:
-    """Joins values of the tokens of answers: of the first tokens, which they share, once; then each one's others."""
-    return np.concatenate([answers[0][:shared], *(own[shared:] for own in answers)])
-
-
-def _numbers(lengths: Sequence[int], shared: int) -> np.ndarray:
-    """Returns the column "answer" of joined answers, float32: `PROMPT`, then 0, 1, ..."""
-    return np.repeat(np.arange(PROMPT, len(lengths), dtype=np.float32), [shared, *(n - shared for n in lengths)])
+        chosen, rejected = (self._answer(row, each, encode) for each in answers)
+        prompts = chosen.tokens[: _prompt_length(chosen)], rejected.tokens[: _prompt_length(rejected)]
+        pair = _share([chosen, rejected], max(0, _equal_tokens(*prompts) - 1))
+        form = "pairs of equal answers" if np.array_equal(chosen.tokens, rejected.tokens) else "pairs"  # the log counts
+        return form, (pair.tokens, pair.masked, True), pair.columns, _hash(prompt)
 
 
 def _equal_tokens(one: np.ndarray, other: np.ndarray) -> int:
@@ -101,12 +95,6 @@ def _begin(sample: dict, tokens: np.ndarray, encode: Callable[[dict], Encoded]) 
         return len(tokens)
     content = "b" if str(first.get(name)).startswith("a") else "a"
     return _equal_tokens(tokens, encode(sample | {"completion": [first | {name: content}, *others]})[0])
-
-
-def _shared_tokens(tokens: Sequence[np.ndarray], masked: Sequence[np.ndarray]) -> int:
-    """Returns how many tokens two answers share before the last one that neither has to predict."""
-    prompts = (own[: np.append(is_masked, False).argmin()] for own, is_masked in zip(tokens, masked))
-    return max(0, _equal_tokens(*prompts) - 1)
 
 
 def _cut(prompt, chosen, rejected) -> tuple:
@@ -179,10 +167,9 @@ class Labelled(_Sharing):
         row = _needs(row, "prompt", "completion", "label")
         if row["label"] not in (0, 1):
             raise UserError(f'"label" must be true or false, got {str(row["label"])[:40]}')
-        tokens, masked = ended(encode(_sample(row, self.fields, row["completion"])), self._eos_id)
-        answer = np.zeros(len(tokens), np.float32)
-        columns = {"answer": answer, "label": answer + row["label"]}
-        return "labelled answers", (tokens, masked, True), columns, _hash(row["prompt"])
+        answer = self._answer(row, row["completion"], encode)
+        columns = answer.columns | {"label": answer.columns["answer"] + row["label"]}
+        return "labelled answers", (answer.tokens, answer.masked, True), columns, _hash(row["prompt"])
 
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
         return super().join(self._beside_others(documents))
@@ -348,10 +335,15 @@ def _share(rows: Sequence[Document], shared: int) -> Document:
     """Returns documents as one, whose answers share their first tokens."""
     if len(rows) == 1:
         return rows[0]
-    columns = {name: _joined([row.columns[name] for row in rows], shared) for name in rows[0].columns}
+
+    def joined(values: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([values[0][:shared], *(own[shared:] for own in values)])
+
+    columns = {name: joined([row.columns[name] for row in rows]) for name in rows[0].columns}
     if columns["answer"].max() == 0:  # each row has one answer
-        columns["answer"] = _numbers([len(row.tokens) for row in rows], shared)
-    tokens, masked = (_joined([getattr(row, name) for row in rows], shared) for name in ("tokens", "masked"))
+        lengths = [shared, *(len(row.tokens) - shared for row in rows)]
+        columns["answer"] = np.repeat(np.arange(PROMPT, len(rows), dtype=np.float32), lengths)
+    tokens, masked = (joined([getattr(row, name) for row in rows]) for name in ("tokens", "masked"))
     return replace(rows[0], tokens=tokens, masked=masked, columns=columns)
 
 
