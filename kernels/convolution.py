@@ -182,53 +182,72 @@ def _convolution_backward_kernel(
         )  # fmt: skip
 
 
+def _groups(xs: Sequence[Tensor], G: int, H: int, K: int) -> list[tuple[int, int, int, int, float, bool]]:
+    """Returns the tensor, the first channel there, heads, head width, factor and whether there is a norm.
+
+    Rows are of queries, keys and values, which are in one tensor or in three.
+    """
+    V = (sum(x.shape[-1] for x in xs) - 2 * G * K) // H
+    places = [(0, 0), (0, G * K), (0, 2 * G * K)] if len(xs) == 1 else [(0, 0), (1, 0), (2, 0)]
+    return [(*places[0], G, K, K**-0.5, True), (*places[1], G, K, 1.0, True), (*places[2], H, V, 1.0, False)]
+
+
 def _rows(x: Tensor) -> Tensor:
     """Views x [B, T, C] as evenly spaced rows of contiguous channels, or copies it."""
     evenly_spaced = x.stride(-1) == 1 and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
     return x if evenly_spaced else x.contiguous()
 
 
-@operation(
-    "fathom::qkv_convolution", lambda x, weight, heads, *options: x.new_empty(*x.shape[:2], heads, x.shape[2] // heads)
-)
+def _empty_outputs(xs, G, H, K):
+    return tuple(xs[0].new_empty(*xs[0].shape[:2], heads, width) for *_, heads, width, _, _ in _groups(xs, G, H, K))
+
+
+@operation("fathom::qkv_convolution", lambda xs, weight, *sizes: _empty_outputs(xs, *sizes[:3]))
 def _forward(
-    x: Tensor, weight: Tensor, heads: int, scale: float, is_normalised: bool, segments: Tensor | None
-) -> Tensor:
-    """Convolves queries, keys or values, [B, T, heads width] to [B, T, heads, width]; `scale` is of the norm."""
-    x, weight = _rows(x), weight.contiguous()
-    (B, T, C), num_tokens = x.shape, x.shape[0] * x.shape[1]
-    out = x.new_empty(B, T, heads, C // heads)
-    _convolution_kernel[(heads * triton.cdiv(num_tokens, BLOCK_T),)](
-        x, weight, _positions(B, T, as_bytes(segments), x.device), out, num_tokens, x.stride(1), EPS, scale,
-        HEADS=heads, K=C // heads, BLOCK_T=BLOCK_T, NORMALISE=is_normalised, num_warps=4,
-    )  # fmt: skip
-    return out
+    xs: list[Tensor], weight: Tensor, G: int, H: int, K: int, segments: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    xs, weights = [*map(_rows, xs)], weight.contiguous().split([x.shape[2] for x in xs])
+    (B, T, _), outs = xs[0].shape, _empty_outputs(xs, G, H, K)
+    positions = _positions(B, T, as_bytes(segments), xs[0].device)
+    for out, (i, channel, heads, width, scale, is_normalised) in zip(outs, _groups(xs, G, H, K)):
+        _convolution_kernel[(heads * triton.cdiv(B * T, BLOCK_T),)](
+            xs[i][..., channel:], weights[i][channel:], positions, out, B * T, xs[i].stride(1), EPS, scale,
+            HEADS=heads, K=width, BLOCK_T=BLOCK_T, NORMALISE=is_normalised, num_warps=4,
+        )  # fmt: skip
+    return outs
 
 
-@operation("fathom::qkv_convolution_backward", lambda _, *given: tuple(x.new_empty(x.shape) for x in given[:2]))
+@operation(
+    "fathom::qkv_convolution_backward", lambda _, xs, weight, *sizes: [x.new_empty(x.shape) for x in (*xs, weight)]
+)
 def _backward(
-    d_out: Tensor, x: Tensor, weight: Tensor, heads: int, scale: float, is_normalised: bool, segments: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of x and of the weight."""
-    x, weight = _rows(x), weight.contiguous()
-    (B, T, C), blocks = x.shape, triton.cdiv(x.shape[0] * x.shape[1], STRIPS * STRIP)
-    dx, partial = x.new_empty(x.shape), x.new_empty(blocks, C, WIDTH, dtype=torch.float32)
-    _convolution_backward_kernel[(heads * blocks,)](
-        d_out.contiguous(), x, weight, _positions(B, T, as_bytes(segments), x.device), dx, partial,
-        B * T, x.stride(1), EPS, scale, CHANNELS=C, HEADS=heads, K=C // heads,
-        STRIPS=STRIPS, STRIP=STRIP, NORMALISE=is_normalised,
-        BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
-    )  # fmt: skip
-    return dx, partial.sum(0).to(weight.dtype)
+    d_outs: list[Tensor], xs: list[Tensor], weight: Tensor, G: int, H: int, K: int, segments: Tensor | None
+) -> list[Tensor]:
+    """Returns the gradients of xs and of the weight."""
+    xs, weights = [*map(_rows, xs)], weight.contiguous().split([x.shape[2] for x in xs])
+    (B, T, _), blocks = xs[0].shape, triton.cdiv(xs[0].shape[0] * xs[0].shape[1], STRIPS * STRIP)
+    dxs = [x.new_empty(x.shape) for x in xs]
+    partials = [x.new_empty(blocks, x.shape[2], WIDTH, dtype=torch.float32) for x in xs]
+    positions = _positions(B, T, as_bytes(segments), xs[0].device)
+    for d_out, (i, channel, heads, width, scale, is_normalised) in zip(d_outs, _groups(xs, G, H, K)):
+        _convolution_backward_kernel[(heads * blocks,)](
+            d_out.contiguous(), xs[i][..., channel:], weights[i][channel:], positions, dxs[i][..., channel:],
+            partials[i][:, channel:], B * T, xs[i].stride(1), EPS, scale, CHANNELS=xs[i].shape[2], HEADS=heads,
+            K=width, STRIPS=STRIPS, STRIP=STRIP, NORMALISE=is_normalised,
+            BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
+        )  # fmt: skip
+    return [*dxs, torch.cat([partial.sum(0) for partial in partials]).to(weight.dtype)]
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, *ctx.rest = inputs
-    ctx.save_for_backward(x, weight)
+    xs, weight, *ctx.rest = inputs
+    ctx.save_for_backward(*xs, weight)
 
 
-def _gradients(ctx, d_out):
-    return *_backward(d_out, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+def _gradients(ctx, *d_outs):
+    *xs, weight = ctx.saved_tensors
+    *dxs, d_weight = _backward([*d_outs], xs, weight, *ctx.rest)
+    return dxs, d_weight, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
@@ -243,7 +262,7 @@ def qkv_convolution(
     Args:
         x_BTC: [batch, tokens, channels]: G query heads of width K, G key heads of width K, H value heads. Rows may be
             strided, like channels sliced out of a fused projection. Or the channels of queries, keys and values as
-            three tensors: their gradients are made apart, and no tensor has all channels.
+            three tensors.
         weight_CW: [channels, 4], the last column for the token itself, any floating dtype.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
             have each token once; None: each batch row is one document.
@@ -253,23 +272,18 @@ def qkv_convolution(
     Raises ValueError for shapes that do not fit together; with Triton, another dtype than float32, bfloat16 or float16,
     or a head width other than 16, 32, 64, 128 or 256.
     """
-    first = x_BTC if isinstance(x_BTC, Tensor) else x_BTC[0]
-    (B, T, _), C = first.shape, x_BTC.shape[2] if isinstance(x_BTC, Tensor) else sum(x.shape[2] for x in x_BTC)
+    xs = [x_BTC] if isinstance(x_BTC, Tensor) else [*x_BTC]
+    (B, T, _), C = xs[0].shape, sum(x.shape[2] for x in xs)
     V = (C - 2 * G * K) // H
     if weight_CW.shape != (C, WIDTH) or V < 1 or 2 * G * K + H * V != C:
         expected = f"{2 * G * K} + {H} * V channels and a weight [channels, {WIDTH}]"
         raise ValueError(f"expected {expected}, got {[B, T, C]} and {list(weight_CW.shape)}")
     check_documents(segments, B, T)
-    if not use_triton(impl, first):
-        x_BTC = x_BTC if isinstance(x_BTC, Tensor) else torch.cat([*x_BTC], -1)
-        return qkv_convolution_reference(x_BTC, weight_CW, G, H, K, segments=segments)
-    if not {K, V} <= {*HEAD_WIDTHS} and not first.is_meta:
+    if not use_triton(impl, xs[0]):
+        return qkv_convolution_reference(torch.cat(xs, -1), weight_CW, G, H, K, segments=segments)
+    if not {K, V} <= {*HEAD_WIDTHS} and not xs[0].is_meta:
         raise ValueError(f"the convolution's kernels take head widths {HEAD_WIDTHS}, got {K} and {V}")
-    sizes = [G * K, G * K, H * V]
-    parts = x_BTC.split(sizes, -1) if isinstance(x_BTC, Tensor) else x_BTC
-    options = (G, K**-0.5, True), (G, 1.0, True), (H, 1.0, False)  # heads, factor, whether there is a norm
-    q, k, v = (_forward(x, w, *own, segments) for x, w, own in zip(parts, weight_CW.split(sizes), options))
-    return q, k, v
+    return _forward(xs, weight_CW, G, H, K, segments)
 
 
 def convolution_workspace(num_tokens: int, channels: int) -> int:

@@ -158,7 +158,7 @@ class DeltaNet(MixerKind):
         """Has no use for attention's other `options`."""
         own, num_tokens = self.of_rank(num_ranks), num_tokens * num_ranks
         _, forward, backward = delta_rule_bytes(num_tokens, *own.sizes[1:], element_size)
-        convolution = convolution_workspace(num_tokens, max(own.columns))
+        convolution = convolution_workspace(num_tokens, own.channels)
         names = "fathom::delta_rule", "fathom::delta_rule_backward", "fathom::qkv_convolution_backward"
         return dict(zip(names, (forward, backward, convolution)))
 

@@ -124,9 +124,7 @@ def test_under_compile_and_checkpoint(name, device):
     *(("rope", "rope", lambda q, k, i=i: (q, k, *TABLE, 32, i)) for i in (False, True)),
     ("gated_activation", "swiglu", lambda gate, up: (gate, up, "gelu_tanh")),
     ("tiled_gated_mlp", "gated_mlp in tiles", lambda x, *w: (x, *([m] for m in w), PLAIN.number, "silu", 4, True)),
-    ("qkv_convolution", "qkv_convolution", lambda x, weight: (
-        x[..., : G * K].detach(), weight[: G * K].detach(), G, K**-0.5, True, segments_of([20, 5])
-    )),
+    ("qkv_convolution", "qkv_convolution", lambda x, weight: ([x], weight, G, H, K, segments_of([20, 5]))),
     ("delta_rule", "delta_rule", lambda *x: (*x, segments_of([100, 70]), True)),
     ("delta_rule", "delta_rule", lambda *x: (*(t[:, :20] for t in x[:5]), x[5][:1], None, False)),
 ])  # fmt: skip

@@ -85,10 +85,15 @@ def own_bytes(step):
     def delta_rule(k, v):
         return delta_rule_bytes(step.tokens, v.shape[2], k.shape[3], v.shape[3])
 
+    def convolution(d_outs, xs, weight, *more):
+        return convolution_workspace(step.tokens, len(weight))
+
     return {
         ops.delta_rule.default: lambda q, k, v, *more: delta_rule(k, v)[1],
         ops.delta_rule_backward.default: lambda d_out, d_final, q, k, v, *more: delta_rule(k, v)[2],
-        ops.qkv_convolution_backward.default: lambda _, x, *more: convolution_workspace(step.tokens, x.shape[2]),
+        ops.qkv_convolution_backward.default: lambda _, xs, weight, *more: convolution_workspace(
+            step.tokens, len(weight)
+        ),
         ops.attend.default: lambda q, k, v, segments, lists, *kind: attention_bytes(q, k, *kind[:2]).forward,
         ops.attend_backward.default: lambda dout, q, k, *more: attention_bytes(q, k, *more[6:8]).backward,
         torch.ops.aten.embedding_dense_backward.default: stages.embedding_sums(step),
