@@ -190,11 +190,11 @@ def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
 def read_companions(tokenizer: Path, weights: Sequence[Path] = ()) -> Companions:
     """The files and settings that go along with weights, from the folder of this tokenizer.json, which may be missing.
 
-    The folders `weights` have the model's own files and settings that the tokenizer's folder lacks.
+    `weights` are that folder and another. The first that has a model's own file or setting gives it.
     """
     advice, files = "give --tokenizer the path of a tokenizer.json", dict[str, bytes]()
     settings = dict[str, object]()
-    for folder in (*reversed(weights), tokenizer.parent):
+    for folder in reversed(weights or [tokenizer.parent]):
         names = COMPANIONS if folder == tokenizer.parent else COMPANIONS_OF_MODELS
         files |= {name: read_file(folder / name, advice, JSON_BYTES) for name in names if (folder / name).is_file()}
         settings |= token_ids(read_json(folder / "config.json")) if (folder / "config.json").is_file() else {}

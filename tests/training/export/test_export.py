@@ -51,3 +51,7 @@ def test_what_ends_a_text_goes_along_without_a_tokenizer_and_beside_adapters_wit
         assert read_json(out / "config.json").items() >= ids.items()
         assert (out / "generation_config.json").read_bytes() == defaults
         assert (out / "tokenizer.json").is_file() == (source == adapters)
+    (adapters / "tokenizer.json").rename(folder / "tokenizer.json")
+    (adapters / "generation_config.json").write_text("{}")
+    assert export([str(adapters), str(tmp_path / "third"), "--merge"]) == 0
+    assert (tmp_path / "third/generation_config.json").read_text() == "{}"
