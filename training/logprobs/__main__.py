@@ -28,7 +28,7 @@ from training.host.files import check_can_write_into
 from training.host.processes import command
 from training.logprobs.flags import LogProbsFlags
 from training.objectives.choose import text_reader
-from training.objectives.stored import VALUES, attention_in_words, digest_of, store
+from training.objectives.stored import INDEX, VALUES, attention_in_words, digest_of, store
 from training.parallel.world import World, join_world
 
 logger = logging.getLogger(__name__)
@@ -122,6 +122,8 @@ def main(argv: list[str]) -> None:
     flags = read_flags(LogProbsFlags, argv, "python -m training.logprobs")
     if not flags.data or flags.out is None:
         raise UserError("give the folder that is made behind the model's, and --data, the rows that are read")
+    if (flags.out / INDEX).exists():
+        raise UserError(f"{flags.out} has log-probabilities; give another folder, or delete it if they are not needed")
     check_can_write_into(flags.out, VALUES, "the folder")
     with join_world(flags.device) as world, mending_out_of_memory():
         score(flags, world)

@@ -38,9 +38,10 @@ def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, c
         ("8 tokens", "--attention_type sparse --dense_below 8"),
     ):
         for name, made_with in (("other", []), ("same", own.split())):
-            if made_with or not (tmp_path / name).exists():
-                assert logprobs.main([base, str(tmp_path / name), *known, *made_with, *cpu]) == 0
-            run = ["--init_from", base, "--reference_logprobs", str(tmp_path / name), *known, *own.split()]
+            stored = tmp_path / (name + words * bool(made_with))
+            if not stored.exists():
+                assert logprobs.main([base, str(stored), *known, *made_with, *cpu]) == 0
+            run = ["--init_from", base, "--reference_logprobs", str(stored), *known, *own.split()]
             assert train.main([*arguments(data, tmp_path / words / name, steps=1), *run]) == (name == "other")
         run[run.index("--reference_logprobs") + 1] = str(tmp_path / "other")
         assert train.main([*arguments("no data", tmp_path / words / "none", steps=1), *run]) == 1

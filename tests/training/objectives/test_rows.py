@@ -518,6 +518,9 @@ def test_a_folder_that_cannot_be_made_is_refused_before_a_model_is_read(tmp_path
     (tmp_path / "file").write_text("")
     assert logprobs.main(["no model", str(tmp_path / "file"), "--data", "no data"]) == 1
     assert "the folder " in (error := capsys.readouterr().err) and "cannot be made" in error
+    (tmp_path / "logprobs.json").write_text("{}")  # of hours, which another model's would take the place of
+    assert logprobs.main(["no model", str(tmp_path), "--data", "no data"]) == 1
+    assert f"{tmp_path} has log-probabilities; give another folder" in capsys.readouterr().err
 
 
 def test_stored_log_probabilities_belong_to_rows_whose_numbers_may_change(tmp_path):
