@@ -27,6 +27,7 @@ from training.data.sources import Document
 from training.data.special_tokens import first_stop_id
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
+from training.families.rows import token_ids
 from training.generate.inference import _stop_ids
 from training.run import parts
 from training.run.parts import log_sample
@@ -90,6 +91,7 @@ def test_a_folder_without_a_generation_config_gets_one(tmp_path):
         assert content == {"bos_token_id": 3, "eos_token_id": [257, 259]}
         assert _stop_ids(tmp_path, SimpleNamespace(eos_id=5)) == {5, 257}
         assert first_stop_id(tmp_path, {257}) == 257
+    assert token_ids({**wrapped, "text_config": 257}) == {}  # damaged
     for damaged in (b"[1]", b"{", b"\xff"):
         with pytest.raises(ValueError, match=r"generation_config\.json beside the tokenizer is damaged: "):
             Companions({"generation_config.json": damaged}).stopping_at({1})

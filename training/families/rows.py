@@ -180,9 +180,10 @@ TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # in config.json
 
 def token_ids(content: dict) -> dict:
     """Returns the token ids that a config.json names. A text model's count where the whole model names none."""
-    text = content["text_config"] if is_wrapper(content) else {}
-    found = {name: text.get(name) if content.get(name) is None else content[name] for name in TOKEN_IDS}
-    return {name: value for name, value in found.items() if value is not None}
+    text = content.get("text_config") if is_wrapper(content) else None
+    places = content, text if isinstance(text, dict) else {}
+    found = {name: [place[name] for place in places if place.get(name) is not None] for name in TOKEN_IDS}
+    return {name: values[0] for name, values in found.items() if values}
 
 
 ACTIVATIONS = {  # config.json's name -> ModelConfig's; the first of each is written
