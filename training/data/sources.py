@@ -431,7 +431,8 @@ class DocumentReader:
         names = ("prompt", "completion") if "completion" in made else ("text",)
         for name in names:
             if not isinstance(made.get(name), str):
-                raise UserError(f'needs a string "{name}"')
+                is_mixed = name == "prompt" and isinstance(made["completion"], str)
+                raise UserError(f'needs a string "{name}"' + ', where "completion" is one' * is_mixed)
         *before, text = (made[name] for name in names)
         if not text.strip():
             raise NothingToLearn("rows without text")

@@ -263,7 +263,7 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
     ({"prompt": "a", "completion": "b", "sample_weight": 0}, 'has "sample_weight", which is not obeyed'),
     ({"text": "a b", "input_ids": [3, 4], "labels": [-100, 4]}, 'has "labels", which is not obeyed'),
     ({"prompt": "a", "completion": [ANSWER]}, 'needs a list of messages as "prompt"'),
-    ({"prompt": [ASK], "completion": "a"}, 'needs a string "prompt"'),
+    ({"prompt": [ASK], "completion": "a"}, 'needs a string "prompt", where "completion" is one'),
     ({"prompt": [3], "completion": [ANSWER]}, 'message 1 of "prompt" must be an object'),
     ({"prompt": "a", "completion": "b", "tools": TOOLS}, 'has "tools" beside "completion"'),
     ({"prompt": "a", "completion": "b", "system": "c"}, 'has "system" beside "completion"'),
