@@ -14,11 +14,11 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.data.chat import REASONING, open_tokenizer
+from training.data.chat import open_tokenizer
 from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, verify
-from training.data.sources import SUFFIXES, Reading
-from training.host.choices import BAD_ROWS
+from training.data.sources import Reading
+from training.host.choices import BAD_ROWS, REASONING, SUFFIXES
 from training.host.processes import command
 
 

@@ -18,7 +18,6 @@ from training.host.errors import UserError
 from training.host.files import JSON_BYTES, read_file
 
 logger = logging.getLogger(__name__)
-REASONING = ("template", "keep", "drop")
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

@@ -13,7 +13,6 @@ import numpy as np
 
 from training.host.errors import UserError
 
-PACKINGS = ("best_fit", "concatenate")
 PADDING_TOKENS = 1024  # at most, in a document of padding: attention over a long one would cost time
 Span = tuple[int, int, int]
 

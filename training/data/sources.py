@@ -30,11 +30,11 @@ from training.data.containers import (
 )
 from training.data.forms import FIELDS, NothingToLearn, is_row, parse_columns, recognise, rename, with_chats
 from training.data.tokenizer import check_ids
+from training.host.choices import SUFFIXES
 from training.host.errors import UserError, hub_download
 from training.host.files import inside, read_file, read_json
 
 logger = logging.getLogger(__name__)
-SUFFIXES = ".txt,.md,.py"  # files that are a document each
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
 SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?:[-_./]|$)")  # in names of files of rows
 AS_CHATS = ", as chats"  # in the log, behind a form that a chat template wrote

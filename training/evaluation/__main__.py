@@ -26,7 +26,6 @@ import torch
 from tqdm import tqdm
 
 from training.checkpoint.manifest import verify_weights
-from training.data.chat import REASONING
 from training.data.corpus import open_stores
 from training.data.sources import Reading
 from training.data.tokens import Store, join, split
@@ -43,7 +42,7 @@ from training.generate.inference import (
     open_folder,
     write,
 )
-from training.host.choices import BAD_ROWS
+from training.host.choices import BAD_ROWS, REASONING
 from training.host.errors import UserError, import_optional, refused_as_user_error
 from training.host.files import check_can_write_into, read_json, replace_file
 from training.host.processes import command

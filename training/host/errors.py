@@ -66,9 +66,17 @@ def import_optional(module: str, user: str, package: str | None = None) -> Modul
 
 
 def import_with_variables(package: str, prefix: str) -> None:
-    """Imports a package that reads environment variables of a prefix. Raises UserError for values that it refuses."""
+    """Imports a package that reads environment variables of a prefix.
+
+    Raises UserError for values that it refuses, and for a package that this Python does not have.
+    """
     try:
         importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        make = "give .venv/bin/python, which `make environment` makes, or install requirements.txt"
+        raise UserError(f"the Python at {sys.executable} has no package {package}; {make}") from None
     except ValueError as error:
         given = ", ".join(f"{name}={value[:40]}" for name, value in os.environ.items() if name.startswith(prefix))
         if not given:

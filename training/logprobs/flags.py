@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.data.chat import REASONING
 from training.flags import flag
 from training.generate.flags import ModelFlags
-from training.host.choices import BAD_ROWS, OBJECTIVES
+from training.host.choices import BAD_ROWS, OBJECTIVES, REASONING
 
 
 @dataclass

@@ -8,9 +8,6 @@ from os.path import realpath
 from pathlib import Path
 from typing import ClassVar
 
-from training.data.chat import REASONING
-from training.data.packing import PACKINGS
-from training.data.sources import SUFFIXES
 from training.flags import ABSENT, SMALLEST, Rule, flag, given_flags, refuse
 from training.host.choices import (
     ATTENTION_TYPES,
@@ -21,6 +18,9 @@ from training.host.choices import (
     LOSSES,
     MODEL_SIZES,
     OPTIMIZER_STATES,
+    PACKINGS,
+    REASONING,
+    SUFFIXES,
     TARGETS,
 )
 from training.host.errors import UserError, import_optional

@@ -37,6 +37,16 @@ def test_hints_call_programs_as_the_pages_do(tmp_path, monkeypatch):
     assert program() == "'opt/my env/bin/python'"
 
 
+@pytest.mark.parametrize("program", [["train.py"], ["profile_memory.py"], ["-m", "training.export", "a", "b"]])
+def test_a_python_without_the_packages_is_said_in_one_line(program):
+    """As `python3 train.py` beside an environment in .venv; -S -E leaves out all packages."""
+    ended = subprocess.run(
+        [sys.executable, "-S", "-E", *program], cwd=Path(__file__).parents[3], capture_output=True, text=True
+    )
+    what = f"error: the Python at {sys.executable} has no package tqdm; give .venv/bin/python, which `make environment`"
+    assert ended.returncode == 1 and ended.stderr.startswith(what) and ended.stderr.count("\n") == 1
+
+
 def test_no_hint_names_a_program_without_its_environment():
     """A user's shell may not find it, or may find another environment's."""
     bare = re.compile(r"[:;,`({ \"'](pip install|hf download|python -m training|wandb (login|sync)) ?[^`\n]*[\"'`]")
