@@ -143,8 +143,9 @@ class BadRows:
 
 
 def read_documents(
-    path: str | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT, unused: set[str] | None = None
-) -> Iterator[Document]:
+    path: str | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT, unused: set[str] | None = None,
+    files: list[Path] | None = None,
+) -> Iterator[Document]:  # fmt: skip
     """Reads and tokenizes a corpus: each text file and each row of the other files is a document. Yields at least one.
 
     Raises UserError: see find_files and DocumentReader; the path holds no text, or rows that cannot be read.
@@ -153,9 +154,13 @@ def read_documents(
         path: a file, or a folder, whose subfolders are searched, too, in sorted order. None: the sources of Python's
             standard library on this machine.
         unused: names of columns that no row has had; names that rows have are taken out.
+        files: those that find_files has found at the path, if it was asked before.
     """
     reader, document = DocumentReader(tokenizer, vocab_size, reading), None
-    parts = [_standard_library(reader)] if path is None else map(reader.read, find_files(Path(path), reading))
+    if path is None:
+        parts: Iterable[Iterator[Document]] = [_standard_library(reader)]
+    else:
+        parts = map(reader.read, find_files(Path(path), reading) if files is None else files)
     for document in itertools.chain.from_iterable(parts):
         if reading.bad_rows == "drop" or not reader.bad.count:
             yield document

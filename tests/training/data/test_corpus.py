@@ -146,6 +146,19 @@ def test_documents_that_would_be_held_out_and_trained_on_are_refused(paths, tmp_
         load([text, str(tmp_path / "copy.jsonl")])
 
 
+def test_all_paths_are_looked_for_before_any_is_read(paths, tmp_path, monkeypatch):
+    (tmp_path / "paper.pdf").write_bytes(b"%PDF")
+    monkeypatch.setattr("training.data.corpus.read_documents", lambda *_: pytest.fail("a corpus was read"))
+    for more, message in (
+        ("nowhere", "nowhere does not exist; give {}data"),
+        ("paper.pdf", "make text of it: pdftotext"),
+    ):
+        with pytest.raises(ValueError, match=message.format("--")):
+            load([*paths, str(tmp_path / more)])
+        with pytest.raises(ValueError, match=message.format("--validation_")):
+            load(paths, validation_data=[str(tmp_path / more)])
+
+
 def test_validation_data_that_say_nothing_are_refused(paths, tmp_path):
     text, samples = paths
     empty, link, copy = tmp_path / "empty.txt", tmp_path / "link.jsonl", tmp_path / "copy.jsonl"
