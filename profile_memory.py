@@ -38,7 +38,7 @@ from training.data.loader import PackedLoader, prompts_of
 from training.data.packing import Packing
 from training.data.prepared import is_prepared
 from training.data.sources import Reading
-from training.data.tokens import Selection, join, split
+from training.data.tokens import Selection, Store, join, split
 from training.families.lora import Adapters
 from training.families.rope import beyond, extend
 from training.host.choices import LORA_BITS
@@ -187,10 +187,12 @@ def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]
     if not flags.data:
         return step, None
     reading = Reading(None, flags.suffixes, flags.columns, flags.bad_rows)
-    train, packing = open_data(
+    joined = 0 if flags.objective == "next_token" else step.context_length  # answers to a prompt, up to so many tokens
+    texts = (
         (*flags.data,), choose_tokenizer(flags, None), flags.chat_template, machine.model.vocab_size, reading,
-        flags.objective, step.context_length, flags.overlong,
+        flags.objective, joined,
     )  # fmt: skip
+    train, packing = pack_data(texts, step.context_length, flags.overlong)
     num_ranks = num_gpus // (flags.context_parallel_size * flags.tensor_parallel_size)
     loader = PackedLoader(train, packing, flags.batch_size, world_size=num_ranks)
     loader.check_enough_for_step(flags.gradient_accumulation_steps)
@@ -204,16 +206,22 @@ def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]
 @functools.cache  # changes of a step that does not fit ask for them again
 def open_data(
     paths: tuple[str, ...], tokenizer_path: str, chat_template: str | None, vocab_size: int, reading: Reading,
-    objective: str, context_length: int, overlong: str | None,
-) -> tuple[Selection, Packing]:  # fmt: skip
-    """Returns the documents that train.py would train on, and their sequences."""
+    objective: str, context_length: int,
+) -> tuple[Selection, list[Store]]:  # fmt: skip
+    """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
         what = f"tokenizing {', '.join(texts)} with {tokenizer_path}"
         print(f"{what}; a prepared set (docs/data.md) is tokenized once", file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(tokenizer_path, chat_template)
     rows = text_reader(objective, tokenizer.eos_id, context_length)
     stores = open_stores([*paths], tokenizer, vocab_size, reading._replace(rows=rows))
-    train = split(join(stores), TrainConfig.validation_fraction, TrainConfig.seed)[0]
+    return split(join(stores), TrainConfig.validation_fraction, TrainConfig.seed)[0], stores
+
+
+@functools.cache
+def pack_data(texts: tuple, context_length: int, overlong: str | None) -> tuple[Selection, Packing]:
+    """Returns the documents that `open_data` makes of the arguments `texts`, and their sequences."""
+    train, stores = open_data(*texts)
     return train, pack(train, stores, context_length, TrainConfig.seed, overlong=overlong)
 
 

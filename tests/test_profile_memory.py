@@ -326,6 +326,14 @@ def test_an_objective_takes_what_train_would_plan_for_it(nine_layers, tmp_path, 
     assert shared["sequences"] == 20 and shared["mfu"] != whole["mfu"]
 
 
+def test_texts_are_tokenized_once_though_a_shorter_context_is_planned(tmp_path, capsys):
+    (tmp_path / "long.txt").write_text("some words of a text " * 40_000)
+    flags = "--model_size tiny --gpu 2GB --host_budget 1GB --context_length 400000 --data"
+    assert main([*flags.split(), str(tmp_path / "long.txt")]) == 1
+    out = capsys.readouterr()
+    assert "--context_length 2" in out.out and out.err.count("tokenizing") == 1
+
+
 def test_an_epoch_of_the_data_is_timed_for_its_documents(nine_layers, tmp_path, capsys, caplog):
     samples = [{"prompt": "p" * 700, "completion": "c" * (99 + i)} for i in range(40)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
