@@ -19,7 +19,7 @@ class Family:
     names: dict = field(default_factory=dict)  # config.json's names for settings that most families call otherwise
     scales_embedding: bool = False  # whether embedding_multiplier is sqrt(hidden_size)
     class_name: str | None = None  # the beginning of transformers' class; None: the model_type with a capital
-    wrapper: str | None = None  # model_type of models of text and images with such a text model
+    wrapper: str | None = None  # model_type of models of text and images whose text model, without a name, is such
 
     def own(self, content: dict) -> dict:
         """Returns settings without the `SOME_FAMILIES` that this family does not have."""
@@ -90,7 +90,7 @@ FAMILIES = {
     "llama": Family(defaults={"num_key_value_heads": None, "max_position_embeddings": 2048}, fixed=NO_BIASES),
     "mistral": Family(
         defaults={"sliding_window": 4096, "max_position_embeddings": 131_072},
-        fixed={"sliding_window": None, **NO_BIASES},
+        fixed={"sliding_window": None, **NO_BIASES}, wrapper="mistral3",  # ministral3 says its name there
     ),
     "ministral3": Family(
         defaults={
@@ -103,7 +103,6 @@ FAMILIES = {
             "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384,
             "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         },
-        wrapper="mistral3",
     ),
     "smollm3": Family(
         defaults={

@@ -439,6 +439,14 @@ def test_the_offered_factor_reaches_the_longest_text_and_a_smaller_one_does_not(
             assert (beyond(extended, extended.max_position_embeddings, longest) == "") == enough
 
 
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_text_model_without_a_name_is_what_transformers_takes_it_for(wrapper):
+    import transformers
+
+    found = transformers.AutoConfig.for_model(wrapper, text_config={"hidden_size": 64}).text_config.model_type
+    assert WRAPPERS[wrapper] == found and found in FAMILIES
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_no_token_ids_but_a_tokenizers_own(model_type):
     """SmolLM3's default pad_token_id, 128004, is beyond the vocabulary: transformers would not make the embedding."""
