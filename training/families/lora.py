@@ -26,7 +26,7 @@ from kernels.config import Share
 from kernels.linear import PLAIN, Linear
 from kernels.lora import LoRA, adapt, merged
 from training.families.config_json import from_config_json
-from training.families.rows import PREFIX, WRAPPED_PREFIX, is_wrapper
+from training.families.rows import FAMILIES, PREFIX, WRAPPED_PREFIX, is_wrapper
 from training.families.trained import Trained
 from training.host.choices import DELTA_NET_TARGETS, EXPERTS_TARGETS, LORA_BITS, LORA_TARGETS, TARGETS
 from training.host.errors import SHOWN_OF_A_PATH, UserError
@@ -208,10 +208,13 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def to_adapter_config(adapters: Adapters, base: Path) -> dict:
-    """Returns peft's configuration. Beside experts, MLPs are named by parameter: peft takes gate_proj for experts'."""
+    """Returns peft's configuration. In families with experts MLPs are named by parameter.
+
+    peft takes gate_proj for experts' there, even if no layer of the model has any.
+    """
     content = read_json(base / "config.json")
     shape, parameters = from_config_json(content), list[str]()
-    if shape.has_experts:
+    if "num_experts" in FAMILIES[shape.model_type].defaults:
         layers = map(shape.layer_parameters, range(shape.num_hidden_layers))
         names = dict.fromkeys(name for layer in layers for name in layer if name in PARAMETERS)
         parameters = [name for name in names if PARAMETERS[name] in adapters.targets]

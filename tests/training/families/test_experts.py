@@ -28,7 +28,8 @@ from training.data.sources import Document
 from training.data.tokens import TokenStore
 from training.export.__main__ import main as export_main
 from training.families.config_json import from_config_json, to_config_json
-from training.families.lora import Adapters, read_adapters
+from training.families.lora import Adapters, read_adapters, to_adapter_config
+from training.families.names import name_in_file
 from training.families.trained import ALL, WithoutRouters
 from training.host.errors import UserError
 from training.memory.cost_model import forward_flops
@@ -355,6 +356,25 @@ def test_peft_opens_adapters_of_routers_experts_and_mlps_beside_them(released, c
     content["base_model_name_or_path"] = str(released)
     (tmp_path / "peft/adapter_config.json").write_text(json.dumps(content))
     assert read_adapters(tmp_path / "peft")[0] == adapters == Adapters(3, 6.0, tuple(targets.split(",")))
+
+
+def test_peft_takes_mlps_for_mlps_where_no_layer_has_experts(tmp_path):
+    """As it opens a folder, it takes gate_proj in this family's target_modules for experts'."""
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = to_config_json(replace(MODEL_SIZES["tiny"], num_hidden_layers=1))
+    content |= {"model_type": "qwen3_moe", "mlp_only_layers": [0]}
+    model, base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content)), tmp_path / "base"
+    model.save_pretrained(base)
+    shape, adapters = shape_of_weights(base), Adapters(4, 8.0)
+    sizes = adapters.shapes(parameter_shapes(shape))
+    save_file({name_in_file(n): 0.1 * torch.randn(s) for n, s in sizes.items()}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(to_adapter_config(adapters, base)))
+    merged, ids = Transformer(shape), torch.arange(30)[None]
+    merged.load_state_dict(dict(load_model_weights(tmp_path, parameter_shapes(shape))))
+    expected = peft.PeftModel.from_pretrained(model, tmp_path)(ids).logits
+    torch.testing.assert_close(merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_that_peft_joins_are_trained_on(released, corpus, tmp_path):
