@@ -113,6 +113,12 @@ def pytest_configure(config):
         torch.set_num_threads = lambda _: None  # training.parallel.world.join_world would take all cores
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """Draws the same numbers in each run of a test: PyTorch begins each process with a seed of its own."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def device() -> torch.device:
     """The GPU, or the CPU of a machine without a GPU, where kernels run in the interpreter."""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -345,7 +346,12 @@ def test_a_gpu_equals_a_cpu(model_type, H, G, K):
     loss, exact = loss_and_gradients(state, config, "cpu", torch.float32, None)
 
     def errors(found):
-        return {name: float((found[name] - g).norm() / g.norm()) for name, g in exact.items()}
+        return {name: float((found[name] - g).norm() / size_of(name)) for name, g in exact.items()}
+
+    def size_of(name):
+        """Terms of a decay's gradient cancel, more or less by seed. in_proj_a's has them too, and they do not."""
+        decay = re.search(r"(.*)(A_log|dt_bias)$", name)
+        return exact[f"{decay[1]}in_proj_a.weight" if decay else name].norm()
 
     allowed = errors(loss_and_gradients(state, config, "cpu", torch.bfloat16, None)[1])
     for execution in (None, Execution((Placement("gpu", "host"), Placement("recompute")), 512, heads)):
