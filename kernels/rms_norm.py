@@ -209,6 +209,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _gradients(ctx, d_normed, d_total, d_rstd):
+    if torch.is_grad_enabled():  # autograd would take what is written over for what it was before
+        raise RuntimeError("rms_norm has no second derivative (create_graph=True); its reference has")
     d_total = d_total if ctx.has_residual else None
     if d_normed is None:
         return d_total, d_total, *[None] * 6
@@ -242,7 +244,8 @@ def rms_norm(
 
     Returns the normalised input, in the input's dtype; with `residual`, a pair of it and input + residual.
 
-    Raises ValueError for shapes or dtypes that do not fit together; with Triton, another dtype, or D above 8,192.
+    Raises ValueError for shapes or dtypes that do not fit together; with Triton, another dtype, or D above 8,192, and
+    in backward RuntimeError for create_graph=True.
     """
     if weight.shape != input.shape[-1:]:
         raise ValueError(f"weight must be [{input.shape[-1]}], the input's last dimension, got {list(weight.shape)}")

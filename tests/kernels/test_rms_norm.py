@@ -106,6 +106,15 @@ def test_backward_writes_over_the_gradient_of_a_result_that_is_read_once(shape, 
     assert all(map(torch.equal, found[True], found[False]))
 
 
+@pytest.mark.parametrize("read_once", [False, True])
+def test_has_no_second_derivative(read_once, device):
+    x, weight, matrix = random(5, 37).requires_grad_(), random(37, seed=1), random(4, 37, seed=2).requires_grad_()
+    y = rms_norm(x, weight, read_once=read_once, impl="triton") @ matrix.t()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (dx + x).square().sum().backward()
+
+
 def test_total_is_rounded_as_eager_would(device):
     x, residual = random(4, 64, dtype=torch.float16), random(4, 64, seed=1, dtype=torch.float16)
     weight = random(64, seed=2, dtype=torch.float16)
