@@ -78,9 +78,10 @@ class RMSNorm(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor, residual: Tensor | None = None):
+        is_seen = bool(self._forward_hooks or self._backward_hooks)  # by hooks, which may read or keep its gradient
         return rms_norm(
             x, local(self.weight), self.eps, residual=residual, weight_offset=self.offset,
-            cast_before_weight=self.casts_first, read_once=self.read_once, impl=self.impl,
+            cast_before_weight=self.casts_first, read_once=self.read_once and not is_seen, impl=self.impl,
         )  # fmt: skip
 
 

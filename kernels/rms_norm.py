@@ -241,6 +241,7 @@ def rms_norm(
             transformers. False keeps float32 until the end, as Gemma does.
         read_once: whether the result is read by functions alone that make its gradient anew, such as matrix products:
             backward then writes the input's gradient over it. A sum passes its own gradient on, which others read.
+            Hooks must copy what they keep of it.
 
     Returns the normalised input, in the input's dtype; with `residual`, a pair of it and input + residual.
 

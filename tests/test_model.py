@@ -372,6 +372,26 @@ def test_caches_refuse_documents_and_chunks():
         model(ids, documents=find_documents(torch.zeros_like(ids)), caches=[KeyValueCache(8) for _ in model.layers])
 
 
+@pytest.mark.parametrize("kind", ["full_backward", "forward"])
+def test_hooks_of_norms_see_the_gradients_of_their_results(kind):
+    found = {"torch": [], "triton": []}
+    for impl, kept in found.items():
+
+        def see(module, inputs, results, kept=kept):
+            if kind == "forward":
+                results[0].register_hook(kept.append)
+            else:
+                kept.append(results[0].clone())
+
+        model = build()
+        norm = model.layers[0].post_attention_layernorm
+        norm.impl = impl
+        getattr(norm, f"register_{kind}_hook")(see)
+        model(tokens(1, 9), labels=tokens(1, 9)).loss.backward()
+    assert len(found["torch"]) == 1
+    torch.testing.assert_close(found["triton"], found["torch"])
+
+
 def test_output_has_only_what_was_asked_for():
     model, ids = build(), tokens(1, 8)
     assert tree_leaves(model(ids)) == [None] * 3 or tree_leaves(model(ids)) == []
