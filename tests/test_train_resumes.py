@@ -114,6 +114,15 @@ def test_a_run_keeps_the_format_of_its_state(corpus, tmp_path, caplog, monkeypat
     del content["trainer_state"]["settings"][name]
     monkeypatch.setattr(resume, "load_trainer_state", lambda _: content["trainer_state"])
     assert resume.load_state(run / "step_00000003")["settings"][name] == "float32"
+    for said, means in ("fp8", "fp8-all"), ("fp8-gradients", "fp8"), ("int8", "int8"):  # from before the names changed
+        content["trainer_state"]["settings"]["linear"] = said
+        content["trainer_state"].pop("version", None)
+        assert resume.load_state(run / "step_00000003")["settings"]["linear"] == means
+    content["trainer_state"] |= {
+        "version": "0.6.0",
+        "settings": {**content["trainer_state"]["settings"], "linear": "fp8"},
+    }
+    assert resume.load_state(run / "step_00000003")["settings"]["linear"] == "fp8"
 
 
 def test_chosen_blocks_are_annealed_and_resumed(corpus, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+import kernels
 from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, step_of
 from training.checkpoint.manifest import OPTIMIZER
 from training.data.loader import check_same_data
@@ -133,14 +134,16 @@ def state_to_save(settings: dict, progress: Progress, tokens_per_step: int, rank
     """
     return dataclasses.asdict(progress) | {
         "settings": settings, "tokens_per_step": tokens_per_step, "ranks": ranks, "tokenizer": tokenizer,
+        "version": kernels.__version__,
     }  # fmt: skip
 
 
 STATE = {  # names and types of what `state_to_save` returns
     "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int, "ranks": int,
     "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict, "skipped": int,
-    "unvalidated": int | None,
+    "unvalidated": int | None, "version": str,
 }  # fmt: skip
+RENAMED = {"fp8": "fp8-all", "fp8-gradients": "fp8"}  # linear maps in checkpoints without a version
 
 
 def load_state(checkpoint: Path) -> dict:
@@ -148,7 +151,7 @@ def load_state(checkpoint: Path) -> dict:
 
     Raises UserError if somebody has edited the file to what no run has saved.
     """
-    absent = {"skipped": 0, "unvalidated": None}  # in checkpoints before 2026-11-24
+    absent = {"skipped": 0, "unvalidated": None, "version": ""}  # in checkpoints before 2026-11-24, and -28
     state = absent | load_trainer_state(checkpoint)
     known = [each.name for each in dataclasses.fields(TrainConfig)]
     unnamed = {"optimizer_state": "float32", "linear": "bf16"}  # settings of checkpoints before 2026-11-25
@@ -163,6 +166,8 @@ def load_state(checkpoint: Path) -> dict:
                 raise UserError(f"{name} must be between 1 and {LARGE}, got {state[name]}")
         found = state["settings"].items()
         saved = unnamed | {name: value for name, value in found if name in known and value not in (None, [])}
+        if not state["version"]:
+            saved["linear"] = RENAMED.get(str(saved["linear"]), saved["linear"])
         settings = given_flags(TrainConfig, as_words(saved, known), "train.py")
         return state | {"settings": settings, "ignored": sorted(state["settings"].keys() - {*known})}
     except UserError as error:
