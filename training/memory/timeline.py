@@ -6,6 +6,7 @@ and the traffic of FSDP2 are counted one after the other: without NVLink they sh
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -44,11 +45,11 @@ class _Timeline:
         self.step, self.execution, self.rates = step, execution, rates
         self.layers, self.placements, self.parts = step.layers, execution.placements, step.parts
         self.documents = step.documents or PackedDocuments.one_each(step.context_length, step.batch_size)
-        attending = {
-            parts.mixer: attention_seconds(step, execution, parts.mixer, self.documents, rates)
-            for parts in {*self.parts}
+        self.mixers = Counter(parts.mixer for parts in self.parts)
+        self.seconds_of = {
+            mixer: attention_seconds(step, execution, mixer, self.documents, rates) for mixer in self.mixers
         }
-        self.attending = [attending[parts.mixer] for parts in self.parts]
+        self.attending = [self.seconds_of[parts.mixer] for parts in self.parts]
         of_parts = {parts: work(step, execution, parts) for parts in {*self.parts}}
         linears = execution.linear.by_layer(self.layers)
         self.work = [[*zip(of_parts[parts], maps)] for parts, maps in zip(self.parts, linears)]
@@ -252,10 +253,10 @@ class _Timeline:
         full. One document and one group of heads are a kernel.
         """
         pairs, held = sum(count * length**2 for length, count in self.documents.lengths), 0.0
-        for parts, (forward, _, _) in zip(self.parts, self.attending):
-            steps = _steps(self.step, self.execution, parts.mixer)
+        for mixer, layers in self.mixers.items():
+            steps, (forward, _, _) = _steps(self.step, self.execution, mixer), self.seconds_of[mixer]
             for length, count in self.documents.lengths:
-                held += count * steps * max(0.0, forward * length**2 / pairs / steps - filled)
+                held += layers * count * steps * max(0.0, forward * length**2 / pairs / steps - filled)
         return held
 
 
