@@ -87,7 +87,7 @@ class Mixed(InPieces):
 def linear_maps(impl: str = "auto") -> dict[str, Linear]:
     """Returns the maps that a flag can ask for, by their names; `impl` is their factors'.
 
-    "fp8" multiplies in FP8 where that costs no loss, which is in backward.
+    "fp8" makes the products of backward in FP8: forward's would cost some loss.
     """
     fp8 = FP8(impl)
     gradients = Mixed(dx=fp8, d_weight=fp8)

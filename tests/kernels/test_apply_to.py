@@ -12,8 +12,8 @@ from kernels.apply_to import apply_to
 module = importlib.import_module("kernels.apply_to")  # the package has the function by this name
 
 VOCAB = 71
-# Features that only some families have: biases, a sliding window, tied heads, softcaps that change results; and
-# settings of other families, which do not.
+# Each family has features that others lack: biases, a sliding window, tied heads, strong softcaps. Some also have a
+# setting of another family, without effect.
 FAMILIES = {
     "llama": {"tie_word_embeddings": False, "mlp_bias": True, "logits_scaling": 3.0},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 8},

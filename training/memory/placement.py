@@ -309,12 +309,12 @@ class _Interception(TorchDispatchMode):
         self.kept = {role: list(calls) for role, calls in (kept or {}).items()}
         self.skipped: WeakSet[torch.UntypedStorage] = WeakSet()  # storages of results without values
 
+    def _reads_skipped(self, args: tuple) -> bool:
+        return any(isinstance(x, Tensor) and x.untyped_storage() in self.skipped for x in args)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
-        reads_skipped = name in ELEMENTWISE and any(
-            isinstance(x, Tensor) and x.untyped_storage() in self.skipped for x in args
-        )
-        if self.skips and (name in SKIPPABLE or reads_skipped):
+        if self.skips and (name in SKIPPABLE or (name in ELEMENTWISE and self._reads_skipped(args))):
             result = args[0].new_empty(1)
             self.skipped.add(result.untyped_storage())
             return result.expand(args[0].shape)
