@@ -12,6 +12,7 @@ from training.host.errors import UserError, refused_as_user_error
 ROTARY_SETTINGS = (  # in config.json
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "original_max_position_embeddings",
 )  # fmt: skip
+QWEN3_DECLARES, QWEN3_LENGTH = 40_960, 32_768  # tokens: with room for an answer, and what its positions were made for
 
 
 def write_rope(config: ModelConfig, family: Family) -> dict:
@@ -154,6 +155,8 @@ def beyond(config: ModelConfig, declared: int, longest: int) -> str:
         cure = f"yarn:{math.ceil(longest / scaling.original_max_position_embeddings)}"
     elif isinstance(scaling, LinearScaling):
         cure = f"linear:{math.ceil(longest * scaling.factor / declared)}"
+    elif config.model_type in ("qwen3", "qwen3_moe") and declared == QWEN3_DECLARES and not scaling:
+        cure = f"yarn:{math.ceil(longest / QWEN3_LENGTH)}:{QWEN3_LENGTH}"
     else:
         cure = "" if scaling else f"yarn:{math.ceil(longest / declared)}"
     return what + (f"; --rope_scaling {cure} stretches it (docs/long_context.md)" if cure else "")

@@ -439,6 +439,15 @@ def test_the_offered_factor_reaches_the_longest_text_and_a_smaller_one_does_not(
             assert (beyond(extended, extended.max_position_embeddings, longest) == "") == enough
 
 
+def test_qwen3_is_stretched_from_the_length_that_it_was_made_for():
+    """Its files declare 40,960 tokens, and its model card gives 32,768 as the original length."""
+    offered = {longest: beyond(MODEL_SIZES["4B"], 40_960, longest) for longest in (40_961, 65_537, 131_072)}
+    found = {longest: text.split("--rope_scaling ")[1].split()[0] for longest, text in offered.items()}
+    assert found == {40_961: "yarn:2:32768", 65_537: "yarn:3:32768", 131_072: "yarn:4:32768"}
+    others = replace(TINY, model_type="llama"), replace(MODEL_SIZES["4B"], max_position_embeddings=32_768)
+    assert "yarn:2 " in beyond(others[0], 40_960, 65_537) and "yarn:4 " in beyond(others[1], 32_768, 131_072)
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_text_model_without_a_name_is_what_transformers_takes_it_for(wrapper):
     import transformers
