@@ -7,6 +7,7 @@ utilisation (MFU).
 
 import difflib
 import re
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -320,6 +321,10 @@ def parse_gpu(text: str) -> tuple[str, GPU]:
             slowest = min(large, key=lambda name: large[name].flops)
             name = f"{text} (assumed: {slowest}, the slowest known GPU with as much)"
             return name, replace(large[slowest], memory_bytes=num_bytes)
+    if counted := re.fullmatch(r"([1-9]\d?) ?[x*] ?(.{2,40})|(.{,40}\d.{,40}?) ?[x*:] ?([1-9]\d?)", text.strip()):
+        number, one = counted[1] or counted[4], counted[2] or counted[3]
+        parse_gpu(one)  # refuses others by their name
+        raise UserError(f"gpu names one GPU, got {text[:80]!r}; give --gpu {shlex.quote(one)} --nproc {number}")
     names = {_read_name(name)[0]: name for name in GPUS}
     near = " or ".join(names[short] for short in difflib.get_close_matches(asked, names, cutoff=0.65))
     most = max(gpu.memory_bytes for gpu in GPUS.values()) / GIB

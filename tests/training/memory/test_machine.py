@@ -1,4 +1,5 @@
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,6 +198,26 @@ def test_a_size_has_the_speed_of_the_slowest_gpu_with_as_much(text, slowest):
 )
 def test_gpus_without_bf16_are_refused(text):
     with pytest.raises(ValueError, match=rf"^{text} has no bf16, in which Fathom trains"):
+        parse_gpu(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "cure"),
+    [("2x4090", "--gpu 4090 --nproc 2"), ("8 x H100", "--gpu H100 --nproc 8"), ("4*24GB", "--gpu 24GB --nproc 4"),
+     ("rtx4090x2", "--gpu rtx4090 --nproc 2"), ("H100:8", "--gpu H100 --nproc 8"),
+     ("2x RTX 4090", "--gpu 'RTX 4090' --nproc 2"), ("A100-80GB x 4", "--gpu A100-80GB --nproc 4")],
+)  # fmt: skip
+def test_several_gpus_are_another_flag(text, cure):
+    with pytest.raises(ValueError, match=re.escape(f"gpu names one GPU, got {text!r}; give {cure}") + "$"):
+        parse_gpu(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("2xRTX4091", "no GPU 'RTX4091' .* did you mean RTX4090"), ("rtx 20", "no GPU 'rtx 20'"),
+                      ("2xT4", "T4 has no bf16")],
+)  # fmt: skip
+def test_several_of_no_gpu(text, why):
+    with pytest.raises(ValueError, match=why):
         parse_gpu(text)
 
 
