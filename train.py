@@ -185,7 +185,7 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
     """Returns (loader of training batches at the run's place in the data, store of held-out documents)."""
     config, start = recipe.config, None if recipe.checkpoint else recipe.config.init_from
     attention = attention_in_words(recipe.model, recipe.kinds.final)
-    stored_of(config, recipe.tokenizer, start, attention)  # refuses others' before minutes of reading
+    stored = stored_of(config, recipe.tokenizer, start, attention)  # refuses others' before minutes of reading
     store, held_out, packing = load_corpus(
         config.data, recipe.tokenizer, recipe.model.vocab_size, validation_fraction=config.validation_fraction,
         context_length=config.context_length, seed=config.seed, packing=config.packing, overlong=config.overlong,
@@ -195,9 +195,7 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
             row_reader(config, recipe.tokenizer.eos_id, config.context_length, config.lora is not None),
         ),
         validation_data=config.validation_data,
-        finish=partial(
-            complete, config, config.context_length, recipe.tokenizer, recipe.model.vocab_size, start, attention
-        ),
+        finish=partial(complete, config, config.context_length, recipe.model.vocab_size, stored),
     )  # fmt: skip
     if config.chat_template and not store.are_samples:
         raise UserError("chat_template has no effect without chats; drop it")

@@ -24,11 +24,11 @@ def judge_answers(
     """Returns the loss of the rows of --data, and the objective's metrics, by name; `reasoning` as in ChatTemplate."""
     asked = ObjectiveFlags(objective=flags.objective, beta=flags.beta, reference_logprobs=flags.reference_logprobs)
     rows = row_reader(asked, opened.tokenizer.eos_id, context_length)
-    stored_of(asked, opened.tokenizer, None, None)  # refuses others' before minutes of reading
+    stored = stored_of(asked, opened.tokenizer, None, None)  # refuses others' before minutes of reading
     reading = Reading(reasoning, columns=flags.columns, bad_rows=flags.bad_rows, rows=rows)
     stores = open_stores(flags.data, opened.tokenizer, opened.shape.vocab_size, reading)
     in_memory = [store for store in stores if isinstance(store, TokenStore)]
-    complete(asked, context_length, opened.tokenizer, opened.shape.vocab_size, None, None, in_memory)
+    complete(asked, context_length, opened.shape.vocab_size, stored, in_memory)
     store = join(stores)
     if (longest := int(store.lengths.max())) > context_length:
         raise UserError(f"the longest document has {longest:,} tokens; raise --context_length {context_length:,}")

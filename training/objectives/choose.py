@@ -60,11 +60,14 @@ def text_reader(objective: str, eos_id: int, context_length: int) -> RowReader |
     return row_reader(ObjectiveFlags(objective=objective, old_logprobs="elsewhere"), eos_id, context_length)
 
 
-def stored_of(
-    flags: ObjectiveFlags, tokenizer, start: str | None, attention: str | None,
-    stores: Sequence[TokenStore] | None = None,
-) -> dict[str, Stored]:  # fmt: skip
-    """Returns what is stored, by columns, if it is of this run, see `complete`; `stores` None: no data are read yet."""
+def stored_of(flags: ObjectiveFlags, tokenizer, start: str | None, attention: str | None) -> dict[str, Stored]:
+    """Returns what is stored, by columns. Raises UserError if it is of another tokenizer or model.
+
+    Args:
+        start: the folder of weights that a run starts from; None: it goes on from a checkpoint, and what is stored was
+            compared when it started.
+        attention: stored.attention_in_words the run; None: any, as in an evaluation.
+    """
     found = {
         column: Stored.read(folder)
         for column, folder in (
@@ -75,22 +78,14 @@ def stored_of(
     for column, stored in found.items():
         # Rollouts that follow others keep the reference of the first, whatever was trained since.
         is_any = column == TEACHER or (column == "reference" and flags.objective in ROLLOUT_OBJECTIVES)
-        stored.check(stores, tokenizer.identity, *((None, None) if is_any else (start, attention)))
+        stored.check(tokenizer.identity, *((None, None) if is_any else (start, attention)))
     return found
 
 
 def complete(
-    flags: ObjectiveFlags, context_length: int, tokenizer, vocab_size: int, start: str | None, attention: str | None,
-    stores: Sequence[TokenStore],
-) -> None:  # fmt: skip
-    """Gives documents the columns that their rows lack: advantages of groups, and stored log-probabilities.
-
-    Args:
-        start: the folder of weights that a run starts from; None: it goes on from a checkpoint, and what is stored was
-            compared when it started.
-        attention: stored.attention_in_words the run; None: any, as in an evaluation.
-    """
-    found = stored_of(flags, tokenizer, start, attention, stores)
+    flags: ObjectiveFlags, context_length: int, vocab_size: int, found: dict[str, Stored], stores: Sequence[TokenStore]
+) -> None:
+    """Gives documents the columns that their rows lack: advantages of groups, and what `stored_of` has found."""
     if flags.objective in ROLLOUT_OBJECTIVES:
         give_advantages(stores, scaled=flags.objective != "dr_grpo")
         if not any(store.has_targets for store in stores):

@@ -79,22 +79,12 @@ class Stored:
         """Bytes that a teacher's words take per token of a step: columns, the same as one tensor, and ids as int64."""
         return 16 + (8 + 8 + 8 + 4) * self.top_k
 
-    def check(
-        self, stores: Sequence[TokenStore] | None, tokenizer: str, start: str | Path | None, attention: str | None
-    ) -> None:
-        """Refuses log-probabilities of another model, tokenizer or other documents.
-
-        `start` None is any weights, `attention` None any attention, `stores` None documents that are not read yet.
-        """
+    def check(self, tokenizer: str, start: str | Path | None, attention: str | None) -> None:
+        """Refuses another model's or tokenizer's; `start` None is any weights, `attention` None any attention."""
         anew = f"make it anew by `{program()} -m training.logprobs`"
         if self.tokenizer != tokenizer:
             raise UserError(
                 f"{self.folder} was made with tokenizer {self.tokenizer[:12]}, this run's is {tokenizer[:12]}; {anew}"
-            )
-        if stores is not None and self.documents != [store.text_identity for store in stores]:
-            raise UserError(
-                f"{self.folder} is of other documents, or of the same by another chat template or objective: it needs "
-                f"the same --data, --validation_data and --context_length, with their settings; {anew}"
             )
         if attention not in (None, self.attention):
             raise UserError(
@@ -107,9 +97,15 @@ class Stored:
     def give(self, stores: Sequence[TokenStore], column: str, context_length: int, vocab_size: int) -> None:
         """Gives documents log-probabilities as a column, or ids and log-probabilities of a teacher's words.
 
-        Raises UserError for a damaged file, one without a teacher's words or with others than the model's, or one made
-        with a shorter context_length.
+        Raises UserError for numbers of other documents, and a file that is damaged, lacks a teacher's words, has words
+        that the model lacks, or was made with a shorter context_length.
         """
+        if self.documents != [store.text_identity for store in stores]:
+            raise UserError(
+                f"{self.folder} is of other documents, or of the same by another chat template or objective: it needs "
+                "the same --data, --validation_data and --context_length, with their settings; make it anew by "
+                f"`{program()} -m training.logprobs`"
+            )
         if column == TEACHER and not self.top_k:
             raise UserError(f"{self.folder} was made without --top_k; make it anew with that, such as --top_k 16")
         width = 1 + 2 * self.top_k

@@ -12,6 +12,8 @@ from tests.training.data.templates import QWEN3
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.evaluation import __main__ as evaluation
 from training.logprobs import __main__ as logprobs
+from training.objectives import stored as stored_ones
+from training.objectives.stored import digest_of
 
 
 def write(path, count, letter):
@@ -29,8 +31,13 @@ def chats_of(rows, reasoning):
     return [{"prompt": prompt, **row} for row in rows]
 
 
-def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, capsys):
-    """The same command with the run's own settings makes references with which the first loss is ln 2."""
+def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, capsys, monkeypatch):
+    """The same command with the run's own settings makes references with which the first loss is ln 2.
+
+    Weights are compared once in a run.
+    """
+    compared = []
+    monkeypatch.setattr(stored_ones, "digest_of", lambda folder: compared.append(folder) or digest_of(folder))
     base, data = str(weights_of_another_shape(tmp_path, num_hidden_layers=1)), write(tmp_path / "data.jsonl", 9, "a")
     known, cpu = ["--objective", "dpo", "--context_length", "64"], ["--device", "cpu", "--data", data]
     for words, own in (
@@ -45,6 +52,7 @@ def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, c
             assert train.main([*arguments(data, tmp_path / words / name, steps=1), *run]) == (name == "other")
         run[run.index("--reference_logprobs") + 1] = str(tmp_path / "other")
         assert train.main([*arguments("no data", tmp_path / words / "none", steps=1), *run]) == 1
+        assert len(compared) == 1 and not compared.clear()
         assert losses(tmp_path / words / "same")[0] == pytest.approx(math.log(2), abs=1e-6)
         refusal = capsys.readouterr().err
         assert refusal.count("was made with attention") == 2  # once before data are looked for

@@ -21,7 +21,7 @@ from training.data.tokens import TokenStore, split
 from training.host.errors import UserError
 from training.logprobs import __main__ as logprobs
 from training.logprobs.__main__ import log_probabilities
-from training.objectives.choose import choose, complete, row_reader
+from training.objectives.choose import choose, complete, row_reader, stored_of
 from training.objectives.flags import ObjectiveFlags
 from training.objectives.rows import Labelled, Pairs, _without_nulls
 from training.objectives.scored import Minimised
@@ -37,6 +37,10 @@ def read(tmp_path, rows, context_length=1, columns=None, **flags):
     reading = Reading(columns=columns, rows=row_reader(found, 0, context_length))
     [store] = open_stores([str(tmp_path / "a.jsonl")], BYTES, 256, reading)
     return store, found
+
+
+def finish(flags, context_length, stores, start=None):
+    complete(flags, context_length, 256, stored_of(flags, BYTES, start, None), stores)
 
 
 def texts_of(store, document):
@@ -259,7 +263,7 @@ def test_rewards_become_advantages_of_groups(tmp_path, caplog):
     with pytest.raises(UserError, match='needs "group"'):
         read(tmp_path, rows, objective="dr_grpo")
     store, flags = read(tmp_path, rows[:3], objective="dr_grpo")
-    complete(flags, 16, BYTES, 256, None, None, [store])
+    finish(flags, 16, [store])
     assert [store.read_columns(i, 4, 5)["advantage"][0] for i in range(3)] == [-1, 0, 1]
     assert set(store.columns) == {"answer", "old", "advantage"} and "1 of 2 groups have one answer" in caplog.text
 
@@ -272,18 +276,18 @@ def test_an_answer_without_a_target_counts_in_its_group_and_in_the_mean(tmp_path
     with caplog.at_level("INFO"):
         store, flags = read(tmp_path, rows, 16, objective="dr_grpo")
     assert "2 rows of rollouts without a target" in caplog.text
-    complete(flags, 16, BYTES, 256, None, None, [store])
+    finish(flags, 16, [store])
     assert store.lengths.tolist() == [9, 1, 1] and store.read_columns(0, 8, 9)["advantage"] == -1
     batch = make_batch(store, [[(i, 0, int(n)) for i, n in enumerate(store.lengths)]], 16)
     assert batch.num_valid_tokens == 6 and choose(replace(flags, objective="grpo"), 16).count(batch) == 4
     texts = [{"prompt": "a", "completion": text, "reward": i, "group": 0, "old_logprobs": [-1.0] * (1 + len(text))}
              for i, text in enumerate(("b", "", "cd", " "))]  # fmt: skip
     store, flags = read(tmp_path, texts, 16, objective="dr_grpo")
-    complete(flags, 16, BYTES, 256, None, None, [store])
+    finish(flags, 16, [store])
     assert store.lengths.tolist() == [3, 4, 1, 1]
     assert store.column("advantage")[[0, 3, 7, 8]].tolist() == [-1.5, 0.5, -0.5, 1.5]
     with pytest.raises(UserError, match="all rollouts are masked or empty"):
-        complete(flags, 16, BYTES, 256, None, None, [read(tmp_path, rows[2:], 16, objective="dr_grpo")[0]])
+        finish(flags, 16, [read(tmp_path, rows[2:], 16, objective="dr_grpo")[0]])
 
 
 def test_rollouts_of_one_prompt_are_one_document_while_they_fit(tmp_path):
@@ -304,7 +308,7 @@ def test_rollouts_of_one_prompt_are_one_document_while_they_fit(tmp_path):
     assert (found[[0, 1, 5]] == 0).all() and (found != 0).sum() == 18
     shown = show_batch(PackedLoader(store, BestFitPacking(store.lengths, 9, seed=0), 5), BYTES)
     assert "tokens 0 to 8, 6 of them trained on\nAB[[CDE]]B[[CDE]]\n" in shown
-    complete(flags, 16, BYTES, 256, None, None, [store])
+    finish(flags, 16, [store])
     advantage = [-1] * 5 + [0.0] * 4
     assert texts_of(store, 0) == (
         "AB*C*D*EB*C*D*E",
@@ -442,13 +446,13 @@ def test_groups_of_one_reward_have_no_advantage_and_are_said(tmp_path, caplog):
         IDS | {"reward": reward, "group": group} for reward, group in ((0.1, 0), (0.1, 0), (0.1, 0), (2, 1), (3, 1))
     ]
     store, flags = read(tmp_path, rows, 6, objective="grpo")
-    complete(flags, 16, BYTES, 256, None, None, [store])
+    finish(flags, 16, [store])
     assert "1 of 2 groups have one answer, or answers of one reward" in caplog.text
     assert store.column("advantage")[:15].tolist() == [0] * 15 and store.column("advantage")[15:].all()
     rows = [row | {"ref_logprobs": row["old_logprobs"]} for row in rows[:3]]
-    complete(flags := ObjectiveFlags("grpo", 0.1), 16, BYTES, 256, None, None, [read(tmp_path, rows, **vars(flags))[0]])
+    finish(flags := ObjectiveFlags("grpo", 0.1), 16, [read(tmp_path, rows, **vars(flags))[0]])
     with pytest.raises(UserError, match="all advantages are 0"):
-        complete(ObjectiveFlags("grpo"), 16, BYTES, 256, None, None, [read(tmp_path, rows, objective="grpo")[0]])
+        finish(ObjectiveFlags("grpo"), 16, [read(tmp_path, rows, objective="grpo")[0]])
     with pytest.raises(UserError, match="must be a number or a text"):
         read(tmp_path, [rows[0] | {"group": float("nan")}], objective="grpo")
 
@@ -492,11 +496,11 @@ def test_documents_longer_than_a_sequence_have_log_probabilities_that_are_no_num
     is_first = np.repeat([True, False, False], store.lengths)
     assert np.isnan(found[is_first]).all() and np.isfinite(found[~is_first]).all() and found[~is_first].any()
     write(tmp_path / "out", found, "of weights", "full", "bytes", [store.text_identity])
-    complete(flags, 24, BYTES, 256, None, None, [store])
+    finish(flags, 24, [store])
     with pytest.raises(
         UserError, match="1 documents did not fit, the longest of 25 tokens; make it anew with --context_length 25"
     ):
-        complete(flags, 25, BYTES, 256, None, None, [read(tmp_path, rows, objective="dpo")[0]])
+        finish(flags, 25, [read(tmp_path, rows, objective="dpo")[0]])
 
 
 def test_data_without_targets_and_weights_that_give_no_numbers_have_no_log_probabilities(tmp_path):
@@ -530,18 +534,18 @@ def test_stored_log_probabilities_belong_to_rows_whose_numbers_may_change(tmp_pa
     write(tmp_path / "out", np.arange(14, dtype=np.float32), "of weights", "full", "bytes", [plain.text_identity])
     known = {"objective": "grpo", "old_logprobs": str(tmp_path / "out"), "truncation": 2.0}
     store, flags = read(tmp_path, [row | {"advantage": -1.0} for row in rows], 9, **known)
-    complete(flags, 16, BYTES, 256, None, None, [store])
+    finish(flags, 16, [store])
     assert set(store.columns) == {"answer", "written", "old", "advantage"}
     save_file({"embed_tokens.weight": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="is of weights"):
-        complete(flags, 16, BYTES, 256, str(tmp_path), None, [read(tmp_path, rows, 9, **known)[0]])
+        finish(flags, 16, [read(tmp_path, rows, 9, **known)[0]], str(tmp_path))
     for_kl = {"objective": "grpo", "reference_logprobs": str(tmp_path / "out"), "beta": 0.1}
     store, flags = read(tmp_path, [row | {"ref_logprobs": None} for row in rows], 9, **for_kl)
-    complete(flags, 16, BYTES, 256, str(tmp_path), None, [store])
+    finish(flags, 16, [store], str(tmp_path))
     assert set(store.columns) == {"answer", "old", "reference", "advantage"}
     apart, flags = read(tmp_path, rows, 8, **known)
     with pytest.raises(UserError, match="--context_length"):
-        complete(flags, 16, BYTES, 256, None, None, [apart])
+        finish(flags, 16, [apart])
 
 
 def test_stored_log_probabilities_belong_to_documents_and_are_checked(tmp_path):
@@ -549,21 +553,21 @@ def test_stored_log_probabilities_belong_to_documents_and_are_checked(tmp_path):
     store, flags = read(tmp_path, rows, objective="dpo", reference_logprobs=str(tmp_path / "out"))
     values = np.arange(8, dtype=np.float32)
     write(tmp_path / "out", values, "of weights", "full", "bytes", [store.text_identity])
-    complete(flags, 16, BYTES, 256, None, None, [store])
+    finish(flags, 16, [store])
     assert store.read_columns(0, 2, 8)["reference"].tolist() == [*range(2, 8)]
 
     other, _ = read(tmp_path, [{**rows[0], "chosen": "x"}], objective="dpo")
     with pytest.raises(UserError, match="other documents"):
-        complete(flags, 16, BYTES, 256, None, None, [other])
+        finish(flags, 16, [other])
     same, _ = read(tmp_path, rows, objective="dpo")
     damaged = bytearray((tmp_path / "out" / "logprobs.f32").read_bytes())
     damaged[5] ^= 1
     (tmp_path / "out" / "logprobs.f32").write_bytes(damaged)
     with pytest.raises(UserError, match=r"logprobs.f32 is damaged"):
-        complete(flags, 16, BYTES, 256, None, None, [same])
+        finish(flags, 16, [same])
     write(tmp_path / "out", values, "of weights", "full", "another tokenizer", [same.text_identity])
     with pytest.raises(UserError, match="another toke"):
-        complete(flags, 16, BYTES, 256, None, None, [same])
+        finish(flags, 16, [same])
     (tmp_path / "out" / "logprobs.json").write_text("{}")
     with pytest.raises(UserError, match="damaged"):
-        complete(flags, 16, BYTES, 256, None, None, [same])
+        finish(flags, 16, [same])
