@@ -64,37 +64,40 @@ COMPACT = "--settings 24GB --host_budget 50GB --optimizer_state compact"
 TWO = Run("--context_parallel_size 2 --settings auto 34GB --host_budget 50GB", 165, 2, ON_TWO)
 QWEN = "--model_size qwen3.5-4B"
 QWEN_DENSE = Run(
-    f"{QWEN} --settings auto 24GB peer --host_budget 84GB --optimizer_state auto --steps 3 --warm_up_tokens 16384", 280
+    f"{QWEN} --settings auto 24GB peer --host_budget 84GB --optimizer_state auto --steps 3 --warm_up_tokens 16384", 300
 )
-QWEN_TWO = Run(f"{QWEN} --settings auto --context_parallel_size 2", 80, 2, ON_TWO)
+QWEN_TWO = Run(f"{QWEN} --settings auto --context_parallel_size 2", 60, 2, ON_TWO)
 QWEN_MILLION = Run(
-    f"{QWEN} --context_length 1048576 --settings auto+sparse --host_budget 99GB --optimizer_state compact --steps 3",
-    320,
+    f"{QWEN} --context_length 1048576 --settings auto+sparse --host_budget 116GB --optimizer_state compact --steps 3",
+    305,
 )
 QWEN_9B = Run("--model_size qwen3.5-9B --settings auto --host_budget 99GB --optimizer_state compact", 100)
 QWEN_27B = Run(
-    "--model_size qwen3.5-27B --lora 16 --lora_bits 4 --settings 40GB --host_budget 99GB --warm_up_tokens 16384", 190
+    "--model_size qwen3.5-27B --lora 16 --lora_bits 4 --settings 40GB --host_budget 99GB --steps 3 "
+    "--warm_up_tokens 16384",
+    270,
 )
 PREFERENCES = "python -m benchmarks.bench_preferences --steps 2 --host_budget 102GB "
-LONG = Run("--prompt 120000 --answer 2000 --settings auto auto+apart 24GB", 440, command=PREFERENCES)
+LONG = Run("--prompt 120000 --answer 2000 --settings auto auto+apart 24GB", 430, command=PREFERENCES)
 PAIR = Run("--prompt 30720 --answer 2048 --settings auto 22GB trl", 130, command=PREFERENCES)
 SHARED = "python -m benchmarks.bench_shared_prompts"
 EIGHT_ANSWERS = "results > a prompt of 98,304 tokens, 8 answers of 4,096 > {} > {}"
 MIXTURE = "--model_size qwen3-30B-A3B --host_budget 112GB --optimizer_state compact "
-MIXTURE_DENSE = Run(f"{MIXTURE}--steps 3 --warm_up_tokens 16384 --settings auto", 300)
-MIXTURE_SPARSE = Run(f"{MIXTURE}--steps 3 --warm_up_tokens 16384 --settings auto+sparse", 160)
+MIXTURE_DENSE = Run(f"{MIXTURE}--steps 3 --warm_up_tokens 16384 --settings auto", 220)
+MIXTURE_SPARSE = Run(f"{MIXTURE}--steps 3 --warm_up_tokens 16384 --settings auto+sparse", 145)
+MIXTURE_64K = Run(f"{MIXTURE}--context_length 65536 --steps 3 --settings auto", 155)
 MIXTURE_4_BITS = Run(
-    "--model_size qwen3-30B-A3B --lora 16 --lora_bits 4 --settings 23GB --host_budget 38GB --warm_up_tokens 16384", 180
+    "--model_size qwen3-30B-A3B --lora 16 --lora_bits 4 --settings 23GB --host_budget 38GB --warm_up_tokens 16384", 135
 )
 MIXTURE_35B = Run(
     "--model_size qwen3.5-35B-A3B --lora 16 --host_budget 100GB --settings auto --steps 3 --warm_up_tokens 16384", 140
 )
-SHORT = Run("--context_length 32768 --settings auto auto+fp8 auto+fp8-all auto+int8 --steps 3", 140)
-EIGHT = Run("--context_length 16384 --gradient_accumulation_steps 8 --settings auto auto+fp8-all auto+int8", 130)
+SHORT = Run("--context_length 32768 --settings auto auto+fp8 auto+fp8-all auto+int8 --steps 3", 130)
+EIGHT = Run("--context_length 16384 --gradient_accumulation_steps 8 --settings auto auto+fp8-all auto+int8", 95)
 EIGHT_4K = Run(
-    "--context_length 4096 --batch_size 8 --optimizer_state auto --settings auto peer peer+kept/2 --steps 6", 120
+    "--context_length 4096 --batch_size 8 --optimizer_state auto --settings auto peer peer+kept/2 --steps 6", 85
 )
-SPARSE = Run("--settings auto+sparse auto+sparse+fp8-all", 140)
+SPARSE = Run("--settings auto+sparse auto+sparse+fp8-all", 90)
 LORA = Run("--context_length 32768 --lora 16 --steps 3 --settings auto auto+fp8-all peer", 110)
 LORA_4_BITS = Run("--context_length 32768 --lora 16 --lora_bits 4 --steps 3 --settings auto peer", 90)
 EIGHT_BY_4 = Run(
@@ -163,12 +166,11 @@ CLAIMS = [
     step("mixture", "Qwen3-30B-A3B, every weight, 131,072 tokens", MIXTURE_DENSE, "auto"),
     step("mixture_memory", "its GPU memory", MIXTURE_DENSE, "auto", "peak_gib"),
     step("mixture_sparse", "the same, sparse", MIXTURE_SPARSE, "auto+sparse"),
-    step("mixture_64k", "65,536 tokens, dense", Run(f"{MIXTURE}--context_length 65536 --settings auto", 200), "auto",
-         "tokens_per_second"),
+    step("mixture_64k", "65,536 tokens, dense", MIXTURE_64K, "auto", "tokens_per_second"),
     step("mixture_4_bits", "131,072 tokens, adapters beside 4 bits, within 23 GiB", MIXTURE_4_BITS, "23GB"),
     step("mixture_4_bits_host", "its host memory, of the process", MIXTURE_4_BITS, "23GB", "host_gib"),
     step("mixture_35b", "Qwen3.5-35B-A3B, 131,072 tokens, adapters of rank 16", MIXTURE_35B, "auto"),
-    kernel("experts", "experts of Qwen3-30B-A3B, forward and backward", "bench_experts", 200,
+    kernel("experts", "experts of Qwen3-30B-A3B, forward and backward", "bench_experts", 210,
            "results > random > {} > both_ms", "ms"),
     # Kernels, at 131,072 tokens
     kernel("loss", "the loss over the vocabulary, forward and backward", "bench_linear_cross_entropy", 90,
