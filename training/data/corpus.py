@@ -82,6 +82,17 @@ def refuse_twice(stores: Stores, held_out: Stores, are_given: bool) -> None:
             raise UserError(f"validation_data {store.source(0)} has the documents that a path of data has; {cure}")
 
 
+def warn_of_prompts(stores: Stores, held_out: Stores) -> None:
+    """Warns of prompts of an objective's rows that are held out and trained on, with other answers."""
+    trained_on, judged = (
+        {store.prompt(i) for store in part if store.columns for i in range(len(store.lengths))} - {None}
+        for part in (stores, held_out)
+    )
+    if both := trained_on & judged:
+        count = f"{len(both):,} of {len(judged):,} prompts of validation_data are"
+        logger.warning("data: %s in data, too; take them out of one, to judge answers to new prompts", count)
+
+
 def file_id(file: str) -> object:
     """Returns what is the same for a file by all its paths and links."""
     try:
@@ -172,6 +183,7 @@ def load_corpus(
     stores, own = stores[: max(1, len(paths))], stores[max(1, len(paths)) :]
     refuse_twice(stores, own, are_given=bool(paths))
     if own:
+        warn_of_prompts(stores, own)
         train, held_out = whole(join(stores)), whole(join(own), seed)
     else:
         train, held_out = split(join(stores), validation_fraction, seed)

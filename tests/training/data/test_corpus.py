@@ -15,6 +15,7 @@ from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPack
 from training.data.show import show_batch
 from training.data.sources import Reading
 from training.data.tokenizer import ByteTokenizer
+from training.objectives.choose import text_reader
 
 BYTES = ByteTokenizer()
 
@@ -180,6 +181,24 @@ def test_validation_data_that_say_nothing_are_refused(paths, tmp_path):
         load(paths, validation_data=[str(empty)])
     with pytest.raises(ValueError, match=r"nowhere does not exist; give --validation_data a file or a folder"):
         load(paths, validation_data=["nowhere"])
+
+
+@pytest.mark.parametrize("objective", ["dpo", "grpo", "weighted"])
+def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, caplog, objective):
+    """Once each, however many answers they have; texts with weights have no prompts."""
+    for name, prompts in (("a", "abcc"), ("b", "xccb"), ("other", "xy")):
+        rows = [{"prompt": each, "chosen": f"{i}{name}", "rejected": "-"} for i, each in enumerate(prompts)]
+        if objective == "grpo":
+            rows = [{"prompt_ids": [ord(each), 9], "completion_ids": [i, ord(name[0])], "advantage": i + 1}
+                    for i, each in enumerate(prompts)]  # fmt: skip
+        elif objective == "weighted":
+            rows = [{"text": each + name * 9, "weight": 2.0} for each in prompts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, count in (("other", 0), ("b", 2)):
+        reading = Reading(rows=text_reader(objective, BYTES.eos_id, 64))
+        load([str(tmp_path / "a.jsonl")], validation_data=[str(tmp_path / f"{name}.jsonl")], reading=reading)
+        said = "data: 2 of 3 prompts of validation_data are in data, too; " in caplog.text
+        assert said == bool(count and objective != "weighted") and ("prompts" in caplog.text) == said
 
 
 def test_a_run_validates_on_the_same_texts_when_it_goes_on(paths, tmp_path, capsys, caplog):
