@@ -49,7 +49,7 @@ class _Flight:
     def wait(self) -> None:
         if self.work is not None:
             self.work.wait()
-        del self.sent
+        del self.sent, self.work  # the work would hold what was received as long as the graph holds this flight
 
 
 class _Sent(torch.autograd.Function):

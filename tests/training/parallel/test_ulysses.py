@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,18 +13,20 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import train
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.full import FULL
 from kernels.experts.part import ExpertsPart
 from kernels.gated_delta_net import DeltaNet
-from kernels.head_exchange import HeadExchange
+from kernels.head_exchange import HeadExchange, RanksOnMeta
 from kernels.parts import AttentionKind
 from kernels.rope import YarnScaling
 from model import MODEL_SIZES, Attention, Context, ModelConfig, Transformer
 from tests.ranks import run_ranks
 from tests.runs import arguments, losses, metrics, only_resume, weights, weights_of_another_shape
+from tests.storage_counter import StorageCounter
 from tests.training.data.test_packing import make_loader
 from training.data.sources import Document
 from training.families.config_json import in_family
@@ -153,6 +156,30 @@ def check_parts(exchange: HeadExchange, x: torch.Tensor, expected: torch.Tensor,
     y.backward(d_whole.flatten(2).chunk(exchange.size, 2)[exchange.rank])
     own = slice(3 * exchange.rank, 3 * exchange.rank + 3)
     assert torch.equal(torch.cat([part.grad for part in parts], 2), d_whole[:, own].flatten(2))
+
+
+def check_bytes(group: dist.ProcessGroup) -> None:
+    """An exchange keeps nothing for backward but its result: in all ranks, as a dry run counts."""
+    for name in ("to_heads", "to_tokens", "start_parts_to_heads"):
+        for after_backward in (False, True):
+            expected = bytes_of(name, RanksOnMeta(group.size()), torch.device("meta"), after_backward)
+            found = bytes_of(name, group, torch.device("cpu"), after_backward, expected)
+            assert found == expected, (name, after_backward)
+
+
+def bytes_of(name: str, group, device: torch.device, after_backward: bool, settled: float = math.inf) -> int:
+    """Bytes after an exchange, beside its graph, as soon as gloo's threads have let go of all above `settled`."""
+    exchange = HeadExchange(group)
+    with StorageCounter() as counter:
+        x = torch.ones(2, 4 * exchange.size, 4, 3, device=device, requires_grad=True)
+        parts = [None if i == exchange.rank else x.flatten(2) for i in range(exchange.size)]
+        y = getattr(exchange, name)(parts)(x.flatten(2)) if "parts" in name else getattr(exchange, name)(x)
+        if after_backward:
+            y.sum().backward()
+        until = time.monotonic() + 5
+        while counter.allocated > settled and time.monotonic() < until:
+            time.sleep(0.001)
+    return counter.allocated
 
 
 def build(case: Case, world: World) -> Transformer:
@@ -305,8 +332,9 @@ def worlds_of(world: World) -> dict[int, World]:
 
 def check_four_ranks(world: World) -> None:
     worlds = worlds_of(world)
-    check_exchange(worlds[2])
-    check_exchange(worlds[4])
+    for size in (2, 4):
+        check_exchange(worlds[size])
+        check_bytes(worlds[size].mesh.get_group("context"))
     check_model(worlds)
     check_loss_choice(worlds[4])
 
