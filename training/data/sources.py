@@ -440,7 +440,7 @@ class DocumentReader:
                 raise UserError(f'needs a string "{name}"' + ', where "completion" is one' * is_mixed)
         *before, text = (made[name] for name in names)
         if not text.strip():
-            raise NothingToLearn("rows without text")
+            raise NothingToLearn("rows with an empty answer" if before else "rows without text")
         if UNSTORABLE.search("".join([*before, text])):
             raise UserError("escaped NUL or lone surrogate in the text; remove it")
         is_sample = ", as prompts with completions" if before else ""

@@ -79,7 +79,8 @@ def test_what_teaches_nothing_is_left_out_counted_and_said(tmp_path, caplog):
         "text of a .pdf: pdftotext FILE FILE.txt",
         f"data: left out byte order marks: 1, the first in {tmp_path}/a.jsonl:1",
         f"data: left out blank lines: 3, the first in {tmp_path}/a.jsonl:2",
-        f"data: left out rows without text: 2, the first in {tmp_path}/a.jsonl:3",
+        f"data: left out rows without text: 1, the first in {tmp_path}/a.jsonl:3",
+        f"data: left out rows with an empty answer: 1, the first in {tmp_path}/a.jsonl:5",
         f"data: left out files without text: 1, the first in {tmp_path}/b.txt",
     ]
 

@@ -59,6 +59,13 @@ def test_a_pair_is_one_document_of_two_texts(tmp_path):
     assert prompts_of(store) == (0.0, 2.0)
 
 
+def test_pairs_with_an_empty_answer_are_counted(tmp_path, caplog):
+    rows = [{"prompt": "ab", "chosen": "c", "rejected": "d"}]
+    rows += [rows[0] | {name: text} for name in ("chosen", "rejected") for text in ("", " ")]
+    assert len(read(tmp_path, rows, objective="dpo")[0].lengths) == 1
+    assert f"data: left out rows with an empty answer: 4, the first in {tmp_path}/a.jsonl:2" in caplog.text
+
+
 def test_an_answer_with_a_label_stands_beside_an_answer_to_the_prompt_before(tmp_path):
     """The first row gets the last one's answer, and comes last. Pairs may be unrolled to two rows of a prompt."""
     rows = [{"prompt": "ab", "completion": "c", "label": True}, {"prompt": "d", "completion": "ef", "label": 0}]
