@@ -10,7 +10,7 @@ from training.host.choices import BAD_ROWS, OBJECTIVES, REASONING
 
 @dataclass
 class LogProbsFlags(ModelFlags):
-    """Log-probabilities of a corpus under a model, for --reference_logprobs and --old_logprobs of train.py."""
+    """Log-probabilities of a corpus under a model, for flags of train.py. If it is stopped, it begins anew."""
 
     out: Path | None = flag(None, "the folder that is made", positional=True)
     objective: str = flag("next_token", "whose rows are read, as train.py has it", OBJECTIVES, group="data")

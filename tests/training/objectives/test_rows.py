@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from training.objectives.choose import choose, complete, row_reader, stored_of
 from training.objectives.flags import ObjectiveFlags
 from training.objectives.rows import Labelled, Pairs, _without_nulls
 from training.objectives.scored import Minimised
+from training.objectives.stored import Stored
 from training.objectives.stored import store as write
 
 BYTES = ByteTokenizer()
@@ -532,6 +534,18 @@ def test_a_folder_that_cannot_be_made_is_refused_before_a_model_is_read(tmp_path
     (tmp_path / "logprobs.json").write_text("{}")  # of hours, which another model's would take the place of
     assert logprobs.main(["no model", str(tmp_path), "--data", "no data"]) == 1
     assert f"{tmp_path} has log-probabilities; give another folder" in capsys.readouterr().err
+
+
+def test_what_a_stop_leaves_is_not_taken_for_whole(tmp_path, monkeypatch):
+    """In a folder of earlier numbers too; --help says that the command begins anew."""
+    write(tmp_path, np.zeros(4, np.float32), "of weights", "full", "bytes", [1])
+    for call in ("pathlib.Path.write_bytes", "training.objectives.stored.replace_file"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(call, MagicMock(side_effect=KeyboardInterrupt))
+            write(tmp_path, np.ones(4, np.float32), "of weights", "full", "bytes", [1])
+        with pytest.raises(UserError, match=r"has no logprobs\.json"):
+            Stored.read(tmp_path)
+    assert "If it is stopped, it begins anew" in str(logprobs.LogProbsFlags.__doc__)
 
 
 def test_stored_log_probabilities_belong_to_rows_whose_numbers_may_change(tmp_path):
