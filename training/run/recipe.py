@@ -349,6 +349,10 @@ def _say_what_is_left_out(recipe: Recipe) -> None:
     if recipe.objective and model.router_aux_loss_coef:
         asked_for = "the auxiliary loss of experts, which config.json asks for"
         logger.warning("objective %s is minimised without %s", config.objective, asked_for)
+    copies = {kind.name for kind in recipe.kinds.final if not kind.reads_prompts}
+    if recipe.objective and copies:
+        where = " and ".join(sorted(copies))
+        logger.info("objective: layers of %s copy prompts before answers, as docs/preferences.md says", where)
     others = [f"lora_bits {config.lora_bits}"] * (config.lora_bits < 16)
     others += [f"linear {config.linear}"] * (recipe.linear.products[0] != PLAIN)
     if others and (config.reference_logprobs or config.old_logprobs):

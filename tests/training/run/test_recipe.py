@@ -160,6 +160,16 @@ def test_a_forward_of_8_bits_differs_from_stored_log_probabilities(tmp_path, cap
         assert (f"this run's have linear {linear}, and differ" in caplog.text) == is_other
 
 
+def test_copies_of_prompts_are_said(tmp_path, caplog):
+    caplog.set_level("INFO")
+    for objective, kind, is_said in (("simpo", "sparse", True), ("simpo", "full", False), ("weighted", "nsa", False)):
+        caplog.clear()
+        given = {"objective": objective, "attention_type": kind, "data": ["x"], "output_dir": str(tmp_path)}
+        recipe.decide(given, World(0, 1, torch.device("cpu")))
+        assert (f"objective: layers of {kind} copy prompts before answers" in caplog.text) == is_said
+        assert ("copy" in caplog.text) == is_said
+
+
 def test_linear_maps_are_of_the_flags():
     for flags, linear in (
         ({}, PLAIN), ({"linear": "fp8-all"}, FP8()), ({"linear": "fp8-all", "kernels": "torch"}, FP8("torch")),
