@@ -164,7 +164,8 @@ def test_copies_of_prompts_are_said(tmp_path, caplog):
     caplog.set_level("INFO")
     for objective, kind, is_said in (("simpo", "sparse", True), ("simpo", "full", False), ("weighted", "nsa", False)):
         caplog.clear()
-        given = {"objective": objective, "attention_type": kind, "data": ["x"], "output_dir": str(tmp_path)}
+        given = {"objective": objective, "attention_type": kind, "context_length": 16_384}
+        given |= {"data": ["x"], "output_dir": str(tmp_path)}
         recipe.decide(given, World(0, 1, torch.device("cpu")))
         assert (f"objective: layers of {kind} copy prompts before answers" in caplog.text) == is_said
         assert ("copy" in caplog.text) == is_said
