@@ -1,7 +1,7 @@
 """The claims of MEMORY_REPORT.md, each with the command that measures it and the place of its number in a JSON line.
 
 A path names the keys of a value: "results > 24GB > seconds". In a command FILE stands for a file of JSON that the
-command writes in place of a line, and DIR for a folder; both are deleted. Claims of one command share its run.
+command writes in place of a line, and that is deleted. Claims of one command share its run.
 """
 
 from dataclasses import dataclass
@@ -109,7 +109,7 @@ FOURTEEN = Run(
 )
 PACKED = Run("--packed --steps 4 --settings 24GB --host_budget 102GB", 140)
 MILLION = Run("--context_length 1048576 --settings auto+sparse --host_budget 102GB", 230)
-SAVING = Run("--settings 24GB --host_budget 70GB --optimizer_state compact --warm_up_tokens 16384 --save_to DIR", 280)
+STAGES = "python profile_memory.py --memory_budget 24GB --host_budget 102GB --json FILE"
 LOSS = "three bare GEMMs"
 
 CLAIMS = [
@@ -119,6 +119,8 @@ CLAIMS = [
     step("24gb", "the same within 24 GiB", DENSE, "24GB", peer=LIGER),
     step("24gb_memory", "its GPU memory", DENSE, "24GB", "peak_gib", LIGER),
     step("24gb_host", "its host memory, of the process", DENSE, "24GB", "host_gib"),
+    Claim("stages", "the same, read stage by stage", "h200", STAGES, 150, "summary > measured_seconds", "s",
+          "summary > predicted_seconds"),
     step("64gb", "within 24 GiB, on a machine of 64 GB (compact state)", Run(COMPACT, 140), "24GB"),
     step("64gb_host", "its host memory, of the process", Run(COMPACT, 140), "24GB", "host_gib"),
     step("two", "on two GPUs", TWO, "auto"),
@@ -126,6 +128,7 @@ CLAIMS = [
     step("two_34gb_memory", "its GPU memory, on each", TWO, "34GB", "peak_gib"),
     step("sparse", "sparse attention, 32 blocks", SPARSE, "auto+sparse"),
     step("fp8_sparse", "the same in FP8", SPARSE, "auto+sparse+fp8-all", "seconds", "bf16", "auto+sparse"),
+    step("million", "1,048,576 tokens, sparse", MILLION, "auto+sparse"),
     # The 4B on other texts, other sizes
     step("fp8_backward", "4B, 32,768 tokens, FP8 in backward", SHORT, "auto+fp8", "seconds", "bf16", "auto"),
     step("fp8", "all products in FP8", SHORT, "auto+fp8-all", "seconds", "bf16", "auto"),
@@ -177,12 +180,6 @@ CLAIMS = [
            "results > chunked > {} > ms", "ms", theirs=LOSS),
     kernel("loss_memory", "the loss at 32,768 tokens, memory beyond its inputs", "bench_linear_cross_entropy", 90,
            "results > full logits > {} > extra_gib", "GiB", theirs="eager", peer="full logits"),
-    # Long runs
-    step("million", "4B, 1,048,576 tokens, sparse", MILLION, "auto+sparse"),
-    step("256k", "4B, 262,144 tokens, within 40 GiB",
-         Run("--context_length 262144 --settings 40GB --host_budget 102GB", 250), "40GB"),
-    Claim("saving", "a step beside a full checkpoint, ÷ a step with nothing saved", "h200", STEP + SAVING.flags,
-          SAVING.seconds, "results > 24GB > saving > ratio", ""),
     # On a CPU
     Claim(
         "released", "SmolLM2-135M's loss, difference from transformers", "cpu",

@@ -47,7 +47,7 @@ class Running:
     folder: tempfile.TemporaryDirectory = field(default_factory=tempfile.TemporaryDirectory)
 
     def __post_init__(self) -> None:
-        words = [{"FILE": str(self.written), "DIR": self.folder.name}.get(w, w) for w in shlex.split(self.job.command)]
+        words = [str(self.written) if word == "FILE" else word for word in shlex.split(self.job.command)]
         launcher = [sys.executable]
         if words[0] == "torchrun":
             launcher += ["-m", "torch.distributed.run", f"--master_port={self.port}"]
