@@ -40,6 +40,7 @@ from training.generate.inference import (
     memory_budget,
     mending_out_of_memory,
     open_folder,
+    warn_beyond,
     write,
 )
 from training.host.choices import BAD_ROWS, REASONING
@@ -162,6 +163,7 @@ def evaluate(flags: EvaluationFlags, opened: Opened, questions: Questions, world
         torch.cuda.empty_cache()
     cached = max((samples.length for samples in questions.samples if samples.size), default=0)
     longest = max([cached, *(len(piece.ids) for piece in questions.pieces)])
+    warn_beyond(opened.shape, longest)
     model = load(opened, longest, cached, world, flags.memory_budget)
     if questions.pieces:
         bar = tqdm(questions.pieces, desc="loss", unit="text")

@@ -10,7 +10,7 @@ from training.data.loader import count_sequences, validation_batches
 from training.data.sources import Reading
 from training.data.tokens import TokenStore, join
 from training.evaluation.flags import EvaluationFlags
-from training.generate.inference import Opened, load
+from training.generate.inference import Opened, load, warn_beyond
 from training.host.errors import UserError
 from training.objectives.choose import choose, complete, row_reader, stored_of
 from training.objectives.flags import ObjectiveFlags
@@ -32,6 +32,7 @@ def judge_answers(
     store = join(stores)
     if (longest := int(store.lengths.max())) > context_length:
         raise UserError(f"the longest document has {longest:,} tokens; raise --context_length {context_length:,}")
+    warn_beyond(opened.shape, longest)
     model = load(opened, context_length, 0, world, flags.memory_budget)
     total = count_sequences(store, context_length)
     batches = tqdm(validation_batches(store, context_length, 1), total=total, desc="answers", unit="sequence")

@@ -21,7 +21,7 @@ import torch
 
 from training.data.chat import ChatTemplate
 from training.data.tokenizer import check_ids
-from training.generate.inference import Opened, load, mending_out_of_memory, open_folder, write
+from training.generate.inference import Opened, load, mending_out_of_memory, open_folder, warn_beyond, write
 from training.host.errors import UserError
 from training.host.files import read_file
 from training.host.processes import command
@@ -67,6 +67,7 @@ def decoded(tokens: Iterable[int], tokenizer) -> Iterator[str]:
 def generate(flags: GenerateFlags, opened: Opened, prompts: list[list[int]], world: World) -> None:
     """Print what the model writes after each prompt, token by token; several files' texts under the files' names."""
     longest = max(map(len, prompts))
+    warn_beyond(opened.shape, longest + flags.max_new_tokens)
     model = load(opened, longest, longest + flags.max_new_tokens, world, flags.memory_budget)
     for number, ids in enumerate(prompts):
         if len(prompts) > 1:

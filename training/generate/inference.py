@@ -24,6 +24,7 @@ from model import IGNORE_INDEX, ModelConfig, Transformer
 from training.checkpoint.files import load_trainer_state, tokenizer_of
 from training.checkpoint.weights import folders_of, load_model_weights, parameter_shapes, shape_of_weights
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from training.families.rope import beyond
 from training.families.rows import token_ids
 from training.flags import as_words, given_flags
 from training.generate.flags import ModelFlags
@@ -140,6 +141,12 @@ def check_memory(shape: ModelConfig, cached: int, device: torch.device, budget: 
     if weight_bytes + cache_bytes > budget:
         raise UserError(f"{takes}, {gib(budget)} are there: give shorter texts, or a larger --memory_budget")
     return takes
+
+
+def warn_beyond(shape: ModelConfig, longest: int, command: str = "training.export ") -> None:
+    """Warns of texts that go past the declared context; `command` has the flag that stretches it."""
+    if text := beyond(shape, shape.max_position_embeddings, longest):
+        logger.warning("positions: %s", text.replace("--rope_scaling", f"{command}--rope_scaling"))
 
 
 def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: str | None) -> Transformer:

@@ -22,7 +22,7 @@ from training.data.packing import BestFitPacking
 from training.data.sources import Reading
 from training.data.tokens import Store, TokenStore, join
 from training.families.rope import extend
-from training.generate.inference import load, mending_out_of_memory, open_folder, top_log_probs
+from training.generate.inference import load, mending_out_of_memory, open_folder, top_log_probs, warn_beyond
 from training.host.errors import UserError
 from training.host.files import check_can_write_into
 from training.host.processes import command
@@ -96,6 +96,7 @@ def score(flags: LogProbsFlags, world: World) -> None:
             "data: %d documents are longer than a sequence, the longest has %s tokens: train with --overlong drop",
             count, longest,
         )  # fmt: skip
+    warn_beyond(opened.shape, int(documents.lengths[documents.lengths <= flags.context_length].max()), command="")
     model = load(opened, flags.context_length, 0, world, flags.memory_budget)
 
     counts = list[int]()

@@ -1,6 +1,7 @@
 """`python -m training.generate`: prompts from three places, what is refused, and text as it grows."""
 
 import io
+import json
 import logging
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from training.evaluation import __main__ as evaluation
 from training.families.config_json import to_config_json
 from training.generate import __main__ as generate
 from training.generate.__main__ import decoded, main
+from training.logprobs import __main__ as logprobs
 from training.parallel.fsdp import copy_weights, initial_weights
 
 
@@ -51,6 +53,37 @@ def test_prompts_from_argument_input_and_files(folder, tmp_path, monkeypatch, ca
         assert main([*flags, "abc", "--temperature", "2", "--top_p", "0.9", "--seed", seed]) == 0
         sampled.append(capsys.readouterr().out)
     assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_texts_past_the_declared_context_are_warned_of(tmp_path, caplog):
+    """By their lengths, whatever the context_length; and once the context is extended, no more."""
+    config = replace(TINY, max_position_embeddings=64)
+    model = Transformer(config)
+    copy_weights(model, initial_weights(model, seed=0))
+    state = {"weights": model.state_dict(), "model_config": to_config_json(config)}
+    made = str(save_checkpoint(tmp_path, 1, **state, optimizer_state=None, trainer_state={"settings": {}}))
+    files = {}
+    for length in (40, 100):
+        row = {"prompt": "a" * 20, "chosen": "b" * (length - 31), "rejected": "c" * 8}
+        files[length] = tmp_path / f"{length}.jsonl"
+        files[length].write_text(f"{json.dumps(row)}\n{json.dumps(row | {'prompt': 'x' * 20})}\n")
+        (tmp_path / f"{length}.txt").write_text("a" * length)
+    cpu = "--device", "cpu"
+    for length, is_beyond in ((40, False), (100, True)):
+        pairs = "--data", str(files[length]), "--objective", "simpo", "--context_length", "128", *cpu
+        text = "--data", str(tmp_path / f"{length}.txt"), "--context_length", "128", "--short_context", "8"
+        for run, flags, cure in (
+            (main, ["ab", "--max_new_tokens", str(length - 2), *cpu], "training.export --rope_scaling"),
+            (evaluation.main, [*text, "--samples", "0", *cpu], "training.export --rope_scaling"),
+            (evaluation.main, pairs, "training.export --rope_scaling"),
+            (logprobs.main, [str(tmp_path / f"out{length}"), *pairs], "--rope_scaling"),
+        ):
+            caplog.clear()
+            assert run([made, *flags]) == 0
+            said = f"positions: texts of up to {length} tokens, and the weights declare a context of 64; {cure} yarn:2"
+            assert (said in caplog.text) == ("positions" in caplog.text) == is_beyond
+    assert logprobs.main([made, str(tmp_path / "longer"), *pairs, "--rope_scaling", "yarn:2"]) == 0
+    assert caplog.text.count("positions") == 1
 
 
 @pytest.mark.parametrize(("flags", "message"), [
