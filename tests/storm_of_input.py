@@ -34,6 +34,8 @@ from tests.runs import ROOT, SMALL
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.export import __main__ as export
 from training.generate import __main__ as generate
+from training.logprobs import __main__ as logprobs
+from training.logprobs.flags import LogProbsFlags
 from training.plots import __main__ as plots
 from training.run.settings import TrainConfig
 
@@ -67,6 +69,9 @@ COMMANDS = {
     "generate": Command(generate.main, generate.GenerateFlags, [STEP, "a text", "--max_new_tokens=2"]),
     "evaluation": Command(
         evaluation.main, evaluation.EvaluationFlags, [STEP, "--sequences=1", "--samples=1", "--context_length=64"]
+    ),
+    "logprobs": Command(
+        logprobs.main, LogProbsFlags, [STEP, "fresh", "--data=corpus.txt", "--context_length=65536"]
     ),
     "export": Command(export.main, export.ExportFlags, [STEP, "fresh"]),
     "prepare": Command(
@@ -102,7 +107,8 @@ def storm_of_input(folder: Path, count: int, seed: int) -> dict:
     draws, seen, bad = random.Random(seed), Counter(), []
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         files = make_files()
-        for module, name in ((train, "build"), (profile_memory, "report"), (generate, "load"), (evaluation, "load")):
+        loading = ((module, "load") for module in (generate, evaluation, logprobs))
+        for module, name in ((train, "build"), (profile_memory, "report"), *loading):
             patch.setattr(module, name, accept)
         for _ in range(count):
             if draws.random() < 0.5:
