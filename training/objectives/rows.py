@@ -23,6 +23,10 @@ LARGEST_ID = 2**31 - 1
 CHATS = ("messages", "conversations")
 Row = tuple[str, Encoded, dict[str, np.ndarray], int | None]
 LOGPROBS = ("old_logprobs", "ref_logprobs")
+CURES = {  # of rows without numbers, by their columns
+    "old": "; or give --old_logprobs, which training.logprobs makes", "written": "; or drop --truncation",
+    "reference": "; or give --reference_logprobs, which training.logprobs makes",
+}  # fmt: skip
 LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus infinity, and round above 0
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
 
@@ -263,7 +267,7 @@ class Rollouts(_Sharing):
             begin = len(tokens) if masked.all() else _begin(sample, tokens, encode)
         columns = {"answer": np.zeros(len(tokens), np.float32)}
         for name, column in self._columns.items():
-            values = _list(_needs(row, name)[name], name)
+            values = _list(_needs(row, name, cure=CURES[column])[name], name)
             for value in (min(values, default=0), max(values, default=0)):
                 if not LEAST_LOGPROB <= value <= MOST_LOGPROB:
                     raise UserError(f'"{name}" must be log-probabilities, {LEAST_LOGPROB:g} to 0, got {value:g}')
@@ -369,12 +373,13 @@ def ended(encoded: Encoded, eos_id: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, masked
 
 
-def _needs(row: object, *names: str) -> dict:
+def _needs(row: object, *names: str, cure: str = "") -> dict:
     if not isinstance(row, dict):
         raise UserError(f"is not an object but a {type(row).__name__}")
     if missing := [name for name in names if row.get(name) is None]:
         has = ", ".join(f'"{str(name)[:30]}"' for name in [*row][:20]) or "nothing"
-        raise UserError(f'needs "{missing[0]}" for this --objective; it has {has}; --columns {missing[0]}=NAME renames')
+        lacks = f'needs "{missing[0]}" for this --objective; it has {has}'
+        raise UserError(f"{lacks}; --columns {missing[0]}=NAME renames{cure}")
     return row
 
 

@@ -427,6 +427,16 @@ def test_other_rollouts_are_refused(tmp_path, change, message):
         read(tmp_path, [IDS | {"advantage": 1.0}, IDS | {"advantage": 1.0} | change], objective="grpo")
 
 
+@pytest.mark.parametrize(("flags", "cure"), [
+    ({}, "or give --old_logprobs, which training.logprobs makes"),
+    ({"old_logprobs": "any", "truncation": 2.0}, "or drop --truncation"),
+    ({"old_logprobs": "any", "beta": 0.1}, "or give --reference_logprobs, which training.logprobs makes"),
+])  # fmt: skip
+def test_rollouts_without_numbers_say_which_flag_needs_them(tmp_path, flags, cure):
+    with pytest.raises(UserError, match=f"_logprobs=NAME renames; {cure}; mend"):
+        read(tmp_path, [IDS | {"advantage": 1.0, "old_logprobs": None}], objective="grpo", **flags)
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_rollouts_of_tables(tmp_path, suffix):
     """A table's columns are read whole, a mask of another name too."""
