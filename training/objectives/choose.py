@@ -61,7 +61,7 @@ def text_reader(objective: str, eos_id: int, context_length: int) -> RowReader |
 
 
 def stored_of(flags: ObjectiveFlags, tokenizer, start: str | None, attention: str | None) -> dict[str, Stored]:
-    """Returns what is stored, by columns. Raises UserError if it is of another tokenizer or model.
+    """Returns what is stored, by columns. Raises UserError for others' and a teacher without words.
 
     Args:
         start: the folder of weights that a run starts from; None: it goes on from a checkpoint, and what is stored was
@@ -76,6 +76,8 @@ def stored_of(flags: ObjectiveFlags, tokenizer, start: str | None, attention: st
         if folder
     }  # fmt: skip
     for column, stored in found.items():
+        if column == TEACHER and not stored.top_k:
+            raise UserError(f"{stored.folder} was made without --top_k; make it anew with that, such as --top_k 16")
         # Rollouts that follow others keep the reference of the first, whatever was trained since.
         is_any = column == TEACHER or (column == "reference" and flags.objective in ROLLOUT_OBJECTIVES)
         stored.check(tokenizer.identity, *((None, None) if is_any else (start, attention)))

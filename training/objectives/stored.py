@@ -97,8 +97,8 @@ class Stored:
     def give(self, stores: Sequence[TokenStore], column: str, context_length: int, vocab_size: int) -> None:
         """Gives documents log-probabilities as a column, or ids and log-probabilities of a teacher's words.
 
-        Raises UserError for numbers of other documents, and a file that is damaged, lacks a teacher's words, has words
-        that the model lacks, or was made with a shorter context_length.
+        Raises UserError for numbers of other documents, and a file that is damaged, has words that the model lacks,
+        or was made with a shorter context_length.
         """
         if self.documents != [store.text_identity for store in stores]:
             raise UserError(
@@ -106,8 +106,6 @@ class Stored:
                 "the same --data, --validation_data and --context_length, with their settings; make it anew by "
                 f"`{program()} -m training.logprobs`"
             )
-        if column == TEACHER and not self.top_k:
-            raise UserError(f"{self.folder} was made without --top_k; make it anew with that, such as --top_k 16")
         width = 1 + 2 * self.top_k
         content = read_file(self.folder / VALUES, "make the folder anew")
         if len(content) != 4 * self.tokens * width or zlib.crc32(content) != self.crc32:
