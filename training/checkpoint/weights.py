@@ -141,6 +141,12 @@ def find_weights(
     }
 
 
+def find_all(path: str | Path, expected: dict[str, tuple[int, ...]]) -> tuple[dict[str, Entry], Adapters | None]:
+    """Returns where a folder has each weight, and the adapters that it has beside. Raises what `find_weights` does."""
+    adapters = read_adapters(path)[0] if has_adapters(path) else None
+    return find_weights(path, expected | (adapters.shapes(expected) if adapters else {})), adapters
+
+
 def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
     """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time. All ranks call this.
 
@@ -148,13 +154,11 @@ def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -
     are added to these, which are bf16. This call itself does `find_weights` and `verify_weights`, and raises what they
     do.
     """
-    adapters, bits = None, 16
-    if has_adapters(path):
-        adapters, bits = read_adapters(path)[0], read_frozen_bits(path)
+    entries, adapters = find_all(path, expected)
+    bits = read_frozen_bits(path) if adapters else 16
     if bits < 16:
         check_library(f"{path}, whose adapters were trained beside {bits} bits per weight,")
         logger.info("%s: adapters are added to weights in %d bits, beside which they were trained", path, bits)
-    entries = find_weights(path, expected | (adapters.shapes(expected) if adapters else {}))
     verify_weights(path)
     return ((name, _read_merged(name, entries, adapters, bits)) for name in expected)
 

@@ -22,7 +22,7 @@ from kernels.attention.full import choose_backend
 from kernels.parts import MixerKind
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from training.checkpoint.files import load_trainer_state, tokenizer_of
-from training.checkpoint.weights import folders_of, load_model_weights, parameter_shapes, shape_of_weights
+from training.checkpoint.weights import find_all, folders_of, load_model_weights, parameter_shapes, shape_of_weights
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from training.families.rope import beyond
 from training.families.rows import token_ids
@@ -57,7 +57,10 @@ class Opened:
 
 
 def open_folder(flags: ModelFlags, world: World) -> Opened:
-    """Read what is small: config.json, the run's settings, the tokenizer. Raises UserError for what does not fit."""
+    """Read what is small: config.json, headers of weights, the run's settings, the tokenizer.
+
+    Raises UserError for what does not fit.
+    """
     if world.size > 1:
         raise UserError("this runs in one process: start it with python, not torchrun")
     folder = flags.checkpoint
@@ -66,6 +69,7 @@ def open_folder(flags: ModelFlags, world: World) -> Opened:
     settings, corpus = state.get("settings", {}), state.get("loader", {}).get("corpus_crc32")
     kinds = attention_of(flags, shape, settings, world.device)
     tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
+    find_all(folder, parameter_shapes(shape))  # refuses weights that are not whole before data are read
     return Opened(folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), corpus)
 
 

@@ -13,6 +13,7 @@ from kernels.attention.full import FULL
 from model import MODEL_SIZES, Block, Transformer
 from tests.checkpoints import save_checkpoint
 from training.checkpoint.weights import parameter_shapes
+from training.evaluation import __main__ as evaluation
 from training.export.__main__ import main as export_main
 from training.families.config_json import to_config_json
 from training.generate import __main__ as generate
@@ -29,6 +30,7 @@ from training.generate.inference import (
 from training.host.errors import UserError
 from training.host.files import write_file
 from training.host.sizes import GIB
+from training.logprobs import __main__ as logprobs
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.parallel.world import World
 
@@ -68,6 +70,17 @@ def test_attention_is_as_trained_unless_flags_say_otherwise(folder, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**content, name: value}))
         with pytest.raises(UserError, match="cannot take"):
             open_folder(ModelFlags(tmp_path), WORLD)
+
+
+def test_weights_that_are_missing_or_of_another_size_are_refused_before_the_data_are_read(folder, tmp_path, capsys):
+    shutil.copytree(folder, made := tmp_path / "made")
+    content = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(content | {"intermediate_size": 48}))
+    for message in ("has shape ", "has no model.safetensors"):
+        for run, out in ((logprobs.main, [str(tmp_path / "out")]), (evaluation.main, [])):
+            assert run([str(made), *out, "--data", "no data", "--device", "cpu"]) == 1
+            assert message in capsys.readouterr().err
+        (made / "model.safetensors").unlink(missing_ok=True)
 
 
 NOT_SETTINGS = [True, -3, 2.5, 10**400, float("nan"), [], [[]], {"a": 1}, "x", "", "a\nb", "\0"]
@@ -155,6 +168,8 @@ def test_a_loaded_model_writes_the_same_by_groups_of_heads(folder, monkeypatch):
 
 def test_what_ends_an_answer_is_also_in_the_folders_configs(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
+    for name in ("model.safetensors", "trainer.json"):
+        shutil.copy(folder / name, tmp_path)
     write_file(tmp_path / "config.json", json.dumps({**config, "eos_token_id": 3}).encode())
     for content, more in ((b'{"eos_token_id": [7, 9]}', {7, 9}), (b'{"eos_token_id": 5}', {5}), (b"{}", set())):
         write_file(tmp_path / "generation_config.json", content)
