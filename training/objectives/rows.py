@@ -312,8 +312,12 @@ class Rollouts(_Sharing):
 
 
 def _hash(prompt) -> int | None:
-    """Returns `Document.prompt`; None for an empty prompt, which its rows do not share."""
-    return hash(repr(prompt)) if prompt else None
+    """Returns `Document.prompt`; None for an empty prompt, which its rows do not share.
+
+    Tables give messages another order of fields, and nulls.
+    """
+    prompt = _without_nulls(prompt) if isinstance(prompt, list) else prompt
+    return hash(json.dumps(prompt, sort_keys=True, default=str)) if prompt else None
 
 
 def _have_one_prompt(row: Document, other: Document) -> bool:

@@ -395,6 +395,19 @@ def test_a_tokenizer_that_joins_a_prompt_with_an_answer_leaves_them_one_prompt(t
     assert [*map(len, prompts)] == [4, 2] and prompts[0].isdisjoint(prompts[1])
 
 
+def test_a_prompt_is_the_same_in_files_with_other_orders_of_fields_and_nulls(tmp_path):
+    pytest.importorskip("jinja2")
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    tokenizer = load_tokenizer(write_tokenizer(tmp_path / "tokenizer.json"))
+    prompts = [ASKS], [{"content": "hi", "name": None, "role": "user"}], [ASKS | {"content": "ho"}]
+    rows = [{"prompt": prompt, "chosen": [SAYS], "rejected": [SAYS | {"content": "no"}]} for prompt in prompts]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reading = Reading(rows=Pairs(tokenizer.eos_id, 1))
+    [store] = open_stores([str(tmp_path / "a.jsonl")], tokenizer, tokenizer.vocab_size, reading)
+    one, same, other = map(store.prompt, range(3))
+    assert one == same != other
+
+
 def test_kto_asks_for_an_answer_to_another_prompt_whatever_tokens_it_ends_with():
     columns, rows = {name: np.zeros(3, np.float32) for name in ("answer", "label")}, []
     for prompt, ids, masked in ((1, [9, 9, 1], [1, 1, 0]), (2, [5, 6, 2], [1, 1, 0]), (2, [5, 7, 3], [1, 0, 0])):
