@@ -56,7 +56,8 @@ class LoRA(Linear):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return "lora" if self.base == PLAIN else f"lora on {self.base.name}"
+        frozen = self.base.name.replace(f", d_weight {self.products[2].name}", "")  # frozen matrices have no gradient
+        return "lora" if self.base == PLAIN else f"lora on {frozen}"
 
     @property
     def products(self) -> tuple[Linear, Linear, Linear]:
@@ -104,7 +105,7 @@ class LoRA(Linear):
 
     def with_adapter(self, x: Both, xa: Tensor, weight: Both, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """Returns x W^T + (x A^T) B^T + bias, given x A^T."""
-        if self.base == PLAIN:  # the product with W is added, and has the time to read the adapter's term
+        if self.products[0] == PLAIN:  # the product with W is added, and has the time to read the adapter's term
             return PLAIN.forward(xa, weight.raw.b, bias, out=out).addmm_(x.raw, weight.raw.matrix.t())
         return self.base.forward(x.factor, weight.factor, bias, out=out).addmm_(xa, weight.raw.b.t())
 

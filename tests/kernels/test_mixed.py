@@ -86,6 +86,18 @@ def test_adapters_beside_products_of_both_kinds():
     assert not torch.equal(fp8[1], plain[1])
 
 
+def test_an_adapted_y_in_bf16_has_the_bits_that_it_has_without_fp8():
+    x, matrix, a, b = (each.bfloat16() for each in draw((20, 48), (32, 48), (4, 48), (32, 4)))
+    found, plain = (LoRA(base)(x, Adapted(matrix, a, b)) for base in (GRADIENTS, PLAIN))
+    assert torch.equal(found, plain)
+
+
+def test_names_say_what_is_rounded():
+    assert LoRA(GRADIENTS).name == "lora on y bf16, dx fp8"  # the adapters' own gradients are in bf16
+    assert LoRA(Mixed(dx=FP8_ALONE, ends=1)).name == "lora on y bf16, dx fp8, 1 layers at each end bf16"
+    assert LoRA(FP8_ALONE).name == "lora on fp8" and LoRA(PLAIN).name == "lora"
+
+
 def test_layers_at_the_ends_and_mixers_may_be_plain():
     assert Mixed(*3 * [FP8_ALONE], ends=1).by_layer(3) == [(PLAIN, PLAIN), (FP8_ALONE, FP8_ALONE), (PLAIN, PLAIN)]
     mlps = Mixed(dx=FP8_ALONE, d_weight=FP8_ALONE, mixers=False)
