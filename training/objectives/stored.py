@@ -67,8 +67,7 @@ class Stored:
             if index.pop("format") != FORMAT:
                 raise TypeError
             made = cls(Path(folder), **index)
-            numbers = made.tokens, made.crc32, made.top_k
-            if not isinstance(made.documents, list) or not all(isinstance(x, int) for x in numbers):
+            if [*map(type, vars(made).values())][1:] != [str, str, str, list, int, int, int]:
                 raise TypeError
             return made
         except (TypeError, KeyError):

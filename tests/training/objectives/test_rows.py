@@ -612,6 +612,8 @@ def test_stored_log_probabilities_belong_to_documents_and_are_checked(tmp_path):
     write(tmp_path / "out", values, "of weights", "full", "another tokenizer", [same.text_identity])
     with pytest.raises(UserError, match="another toke"):
         finish(flags, 16, [same])
-    (tmp_path / "out" / "logprobs.json").write_text("{}")
-    with pytest.raises(UserError, match="damaged"):
-        finish(flags, 16, [same])
+    index = json.loads((tmp_path / "out" / "logprobs.json").read_text())
+    for spoiled in ({}, index | {"tokenizer": 5}, index | {"tokens": "8"}, index | {"documents": None}):
+        (tmp_path / "out" / "logprobs.json").write_text(json.dumps(spoiled))
+        with pytest.raises(UserError, match="damaged"):
+            finish(flags, 16, [same])
