@@ -152,7 +152,8 @@ def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) 
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
         raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
     if flags.linear != "bf16" and not gpu.has_fp8:
-        raise UserError(f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {name} is older; use linear bf16")
+        needs = "FP8 needs compute capability 8.9 (Ada, Hopper) or newer"
+        raise UserError(f"linear {flags.linear}: {needs}, {name} is older; use linear bf16")
     is_h200 = gpu.device_name == GPUS["H200"].device_name
     speed = "was measured on another H200" if is_h200 else "is an H200's scaled by data sheets, not measured"
     description = f"{name if flags.gpu else 'no GPU in use, so an H200'}; its speed {speed}"

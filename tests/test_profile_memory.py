@@ -529,6 +529,7 @@ def test_with_and_without(small, tmp_path, capsys):
     ("--no-gradient_checkpointing --host_budget 24GB", "host_budget has no effect with gradient_checkpointing"),
     ("--compare --memory_budget 200GB --gpu H100", "memory_budget 200GB is more than the 78.65 GiB"),
     ("--gpu RTX4090 --attention_backend flash-attn-4", "flash-attn-4 needs compute capability 9.0, which RTX4090"),
+    ("--gpu A100 --linear int8", "linear int8: FP8 needs compute capability 8.9 (Ada, Hopper) or newer, A100-80GB is"),
     ("--find_max_context --memory_budget 1GB --gpu 24GB", "does not fit into 1.00 GiB of GPU and any amount"),
     *([] if torch.cuda.is_available() else [("--device cuda", "error: --device cuda")]),
 ])  # fmt: skip

@@ -139,6 +139,8 @@ def test_adapters_train_beside_rounded_matrices_and_resume(
     assert train.main(lora_arguments(base_of_groups, corpus, whole, f"--{name}", str(value), steps=6)) == 0
     stopped = resumed(whole, tmp_path / "stopped")
     assert saved_settings(stopped, 6)[name] == value
+    said = "linear maps: lora on fp8, head bf16; costs some loss, see docs/memory.md"  # without a plan, too
+    assert caplog.messages.count(said) == 2 * (name == "linear")
     last, found = (adapters_in(folder / "step_00000006") for folder in (whole, exact))
     assert found.keys() == last.keys() and not equal(found, last)
     assert losses(whole) == pytest.approx(losses(exact), rel=0.01)

@@ -84,6 +84,14 @@ class Execution:
         if self.ends == "host" and self.loss_impl != "chunked":
             raise ValueError(f"ends on the host need loss_impl chunked, got {self.loss_impl}; place them on gpu")
 
+    @property
+    def maps_in_words(self) -> str | None:
+        """Names the linear maps of blocks and head; None: all are bf16's."""
+        if self.linear.products == PLAIN.products:
+            return None
+        costs = "; costs some loss, see docs/memory.md" * (self.linear.products[0] != PLAIN)
+        return f"{self.linear.name}, head {self.linear.head.name}{costs}"
+
 
 def inventory_of(
     named_parameters: Iterable[tuple[str, Tensor]], execution: Execution, *, accumulate: bool

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from kernels.linear import PLAIN
 from training.checkpoint.pieces import SAVING_BYTES
 from training.host.errors import UserError
 from training.host.sizes import gib
@@ -94,10 +93,7 @@ class Plan:
             rows += [("attention", heads), ("MLP", tiles)]
         rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
         rows += [*self.step.trained.described(self.step.share), *execution.frozen.described]
-        if execution.linear.products != PLAIN.products:
-            names = f"{execution.linear.name}, head {execution.linear.head.name}"
-            costs = "; costs some loss, see docs/memory.md" * (execution.linear.products[0] != PLAIN)
-            rows.append(("linear maps", names + costs))
+        rows += [("linear maps", names)] if (names := execution.maps_in_words) else []
         if self.compared:
             compared = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.compared.items())
             rows.append(("attention kernel", f"{execution.attention_backend} (auto: a step takes {compared})"))

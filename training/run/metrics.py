@@ -44,6 +44,8 @@ def describe(settings: dict, model: ModelConfig, plan: Plan, world: World) -> No
         plan.execution.attention_backend, world.device.type, world.size,
         world.data_size, world.context_size, world.tensor_size,
     )  # fmt: skip
+    if names := plan.execution.maps_in_words:
+        logger.info("linear maps: %s", names)
     if world.device.type == "cuda":
         waits = "for Triton to compile kernels that its cache lacks, and for the attention library's plans"
         logger.info("the first step takes longer than others: it also waits %s", waits)

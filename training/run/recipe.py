@@ -188,7 +188,7 @@ def check_linear(recipe: StepRecipe, device: torch.device) -> None:
         for name, (rows, columns) in share.maps(i).items():
             whose = f"of layer {i}'s {name}"
             widths |= {f"number of rows {whose}": rows, f"number of columns {whose}": columns}
-    with refused_as_user_error():
+    with refused_as_user_error(f"linear {recipe.config.linear}: "):
         check_fp8(device, widths)
         y, *_ = recipe.linear.products  # y sums over columns
         check_fp8(device, {name: width for name, width in widths.items() if "columns" in name}, y)

@@ -131,8 +131,8 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
     size, cuda = MODEL_SIZES["0.6B"], torch.device("cuda")
     check = lambda size, **flags: check_linear(decide_step(TrainConfig(**flags), size, 1), cuda)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=r"FP8 needs compute capability 8.9 .*, cuda is older; use linear bf16"):
-        check(size, linear="fp8")
+    with pytest.raises(ValueError, match=r"^linear int8: FP8 needs compute capability 8.9 .*, cuda is older; use"):
+        check(size, linear="int8")
     check(size)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check(size, linear="fp8-all")
