@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from training.data.chat import open_tokenizer
-from training.data.corpus import open_stores
+from training.data.corpus import open_stores, refuse_twice
 from training.data.loader import longest_first, make_batch
 from training.data.packing import BestFitPacking
 from training.data.sources import Reading
@@ -85,6 +85,7 @@ def score(flags: LogProbsFlags, world: World) -> None:
     in_memory = [each for each in stores if isinstance(each, TokenStore)]
     if len(in_memory) < len(stores):
         raise UserError("prepared sets have no log-probabilities beside them; give the rows that they were made of")
+    refuse_twice(stores[: len(flags.data)], stores[len(flags.data) :], are_given=True)  # as the run would
     documents = join(stores)
     count, longest = int((documents.lengths > flags.context_length).sum()), f"{documents.lengths.max():,}"
     if count == len(documents.lengths):

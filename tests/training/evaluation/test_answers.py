@@ -59,6 +59,14 @@ def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, c
         assert "was made with attention everything before" in refusal and words in refusal
 
 
+def test_log_probabilities_of_data_that_a_run_refuses_are_not_made(tmp_path, capsys):
+    base, data = str(weights_of_another_shape(tmp_path, num_hidden_layers=1)), write(tmp_path / "data.jsonl", 9, "a")
+    known = ["--objective", "dpo", "--context_length", "64", "--device", "cpu", "--data", data]
+    for more, message in (([data], "which are one file"), (["--validation_data", data], "is in validation_data")):
+        assert logprobs.main([base, str(tmp_path / "out"), *known, *more]) == 1
+        assert message in capsys.readouterr().err and not (tmp_path / "out" / "logprobs.json").exists()
+
+
 def test_chats_are_judged_with_the_reasoning_that_the_run_kept(tmp_path):
     pytest.importorskip("jinja2")
     base = weights_of_another_shape(tmp_path, num_hidden_layers=1, vocab_size=300)
