@@ -20,7 +20,7 @@ class Stage:
 
     name: str
     categories: dict[str, int]
-    # Bytes that only FSDP2's reduction can use: the allocator lends no CUDA stream the memory of another.
+    # Bytes that FSDP2's streams have and do not use: the allocator lends no CUDA stream the memory of another.
     idle: int = field(default=0, kw_only=True)
 
     @property
@@ -90,9 +90,9 @@ class Stages:
         inputs, attention, mlp = map(add, self.before[layer], block)
         sizes = {"gradients": gradients, "layer inputs": inputs, "attention": attention, "MLP": mlp}
         sizes["optimizer"] = self.always["optimizer"] + slots
-        if any(self.visits):
-            sizes["parameters"] = self.always["parameters"] + sum(self.visits[i] for i in running)
-        idle = step.reduction_bytes + int(on_gpu * (1 - ready)) if step.num_shards else 0
+        absent = step.absent.get(name, 0)
+        sizes["parameters"] = self.always["parameters"] + sum(self.visits[i] for i in running) - absent
+        idle = step.idle_bytes + absent + int(on_gpu * (1 - ready)) if step.num_shards else 0
         return Stage(name, {**self.always, **sizes, **others}, idle=idle)
 
     def _forward(self) -> Iterator[Stage]:
@@ -127,12 +127,13 @@ class Stages:
         here = ready
         for layer in reversed(range(L)):
             for part, sizes in zip(("MLP", "attention"), self.block_bytes[layer][1:]):
-                here += step.layer_shares[layer] * (part == "attention")
+                here += step.layer_shares[layer] * (part == "attention" and not step.num_shards)
                 gone += step.layer_shares[layer] * (part == "attention" and weights[layer] > 0)
                 gradients = waiting + min(optimizer.leaving_limit, int(optimizer.leaving_gradients * (here - waited)))
                 name, on_gpu = f"backward of layer {layer}, {part}", (here - gone) / stays
                 inputs, attention, mlp = map(add, (step.input_bytes, *sizes), (*self._fetched(layer), 0))
                 yield self._stage(name, layer, on_gpu, gradients, (inputs, attention, mlp), self._running(layer))
+            here += step.layer_shares[layer] * (step.num_shards > 0)  # FSDP2 sums them once a block has all
         # The embedding's gradient, as it is made.
         gradients = waiting + step.head_gradient + min(optimizer.leaving_limit, optimizer.leaving_gradients)
         if step.num_shards and step.tensor_ranks > 1:  # autograd adds two DTensors into a third

@@ -15,7 +15,7 @@ from kernels.parts import LayerParts, MixerKind
 from training.data.packing import deal
 from training.families.trained import ALL, Trained
 from training.memory.execution import Execution, Placement, host_weights, inventory_of, needed_for_backward
-from training.optim.inventory import Inventory
+from training.optim.inventory import Inventory, Row
 
 LENGTHS_PER_OCTAVE = 8  # bins of document lengths between one power of two and the next
 
@@ -148,19 +148,33 @@ class StepShape:
         self.head_gradient = has_gradient * self.head  # bytes
         self.last_bytes = self.element_size * rows[-1].numel  # a separate head's, on one rank
         self.parameter_bytes = sum(row.stored_bytes for row in rows)
+        self.absent: dict[str, int] = {}  # bytes of `parameter_bytes` that FSDP2 does not hold, by stages' names
         if self.num_shards:
-            # FSDP2 holds gathered: the embedding and a separate head with its gradient; one block; the next block, both
-            # as it arrives and whole. The gradients of one block exist in the activations' dtype and, on their way to
-            # other ranks, in float32.
-            layer_elements = max(map(share.layer_matrix_parameters, range(self.layers)))
-            self.parameter_bytes += share.num_ends * self.head + (share.num_ends - 1) * self.head_gradient
-            self.parameter_bytes += layer_elements * (3 * self.element_size + has_gradient * (self.element_size + 4))
-            # FSDP2 allocates the gradients' shards and the float32 tensor that it sums on its reduction stream. That
-            # tensor is larger for the embedding and a separate head than for a block.
-            head_elements = self.head // self.element_size * share.num_ends
-            self.reduction_bytes = has_gradient * 4 * max(0, head_elements - layer_elements)
-            if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
-                self.reduction_bytes += 4 * sum(row.numel for row in rows if row.gradient_dtype)
+            self._count_gathered(rows, has_gradient)
+
+    def _count_gathered(self, rows: Iterable[Row], has_gradient: bool) -> None:
+        """Adds what FSDP2 holds gathered to the parameters, and counts the memory that its streams keep idle.
+
+        It holds the embedding, and a separate head with its gradient. In backward it holds the block that runs with its
+        gradients, the next as it arrives, and the gradients of the block before in float32. In forward it holds the
+        block that runs, whole and as it arrived. In the loss it holds the last as it arrived.
+        """
+        share, L = self.share, self.layers
+        elements = max(map(share.layer_matrix_parameters, range(L)))
+        block, summed = self.element_size * elements, has_gradient * 4 * elements
+        gradients = has_gradient * block + summed
+        self.parameter_bytes += share.num_ends * self.head + (share.num_ends - 1) * self.head_gradient
+        self.parameter_bytes += 2 * block + gradients
+        self.absent = {f"forward of layer {layer}": gradients for layer in range(L)}
+        self.absent |= {"loss": block + gradients} | dict.fromkeys(("embedding", "update"), 2 * block + gradients)
+        self.absent |= {f"backward of layer {L - 1}, {part}": summed for part in ("MLP", "attention")}
+        # The stream that gathers has had two blocks in forward, as they arrived. On its reduction stream FSDP2
+        # allocates the gradients' shards and the float32 tensor that it sums. That tensor is larger for the embedding
+        # and a separate head than for a block.
+        head_elements = self.head // self.element_size * share.num_ends
+        self.idle_bytes = block + has_gradient * 4 * max(0, head_elements - elements)
+        if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
+            self.idle_bytes += 4 * sum(row.numel for row in rows if row.gradient_dtype)
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> Self:
         """Returns the same step at another context length; documents that are not one each are unknown, or given."""
