@@ -83,7 +83,7 @@ def remember_types():
 
 
 def round_to_fp8_by_torch():
-    """Have Triton's interpreter round float32 to FP8 as GPUs do: its own rounding takes 127 to 64."""
+    """Have Triton's interpreter convert between float32 and FP8 as GPUs do: its own takes 127 to 64, and NaN to 480."""
     from triton.runtime import interpreter
 
     convert = interpreter._convert_float
@@ -91,6 +91,8 @@ def round_to_fp8_by_torch():
     def convert_or_round(input, input_dtype, output_dtype, rounding_mode):
         if input_dtype.is_fp32() and output_dtype.is_fp8e4nv():
             return torch.from_numpy(input).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        if input_dtype.is_fp8e4nv() and output_dtype.is_fp32():
+            return torch.from_numpy(input).view(torch.float8_e4m3fn).float().view(torch.int32).numpy()
         return convert(input, input_dtype, output_dtype, rounding_mode)
 
     interpreter._convert_float = convert_or_round

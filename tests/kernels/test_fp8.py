@@ -76,6 +76,10 @@ def test_rows_of_zeros_and_of_what_is_not_finite(impl, device):
     product = values.float() * scales
     assert torch.equal(product[:2], x[:2])
     assert product[2].isnan().any() and product[3].isnan().any()
+    for rows, is_nan in (([0, 1], []), ([0, 1, 2], [3]), ([0, 1, 3], [*range(16)])):  # infinity scales all by itself
+        values_t, scale = transpose_values(values[rows], scales[rows], impl=impl)
+        product = values_t.float() * scale
+        assert product.isnan().any(1).nonzero().flatten().tolist() == is_nan
 
 
 @settings(derandomize=True, deadline=None, max_examples=20)
