@@ -194,6 +194,14 @@ def test_links_lead_somewhere():
                 assert not anchor or anchor in anchors(file), (path.name, target)
 
 
+def test_rows_of_tables_stand_below_a_head():
+    """An empty line inside a table makes text of the rows after it."""
+    for path in {*LINKED, *(ROOT / "benchmarks/results").glob("*.md")}:
+        lines = ["", *re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL).splitlines(), ""]
+        starts = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+        assert all(re.fullmatch(r"\|( *:?-+:? *\|)+ *", lines[i + 1]) for i in starts), path
+
+
 @pytest.mark.parametrize("module", [docs.flags, picture])
 def test_programs_that_write_pages_have_help_and_no_flags(module, monkeypatch, capsys):
     monkeypatch.setattr(Path, "write_text", lambda *_: pytest.fail("a page was written"))
