@@ -212,7 +212,8 @@ def open_data(
     """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
         what = f"tokenizing {', '.join(texts)} with {tokenizer_path}"
-        print(f"{what}; a prepared set (docs/data.md) is tokenized once", file=sys.stderr, flush=True)
+        hint = "; a prepared set (docs/data.md) is tokenized once" * (objective == "next_token")  # others read rows
+        print(f"{what}{hint}", file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(tokenizer_path, chat_template)
     rows = text_reader(objective, tokenizer.eos_id, context_length)
     stores = open_stores([*paths], tokenizer, vocab_size, reading._replace(rows=rows))

@@ -308,7 +308,7 @@ def test_the_size_of_the_machine_limits_its_processes(nine_layers, tmp_path, cap
     assert "\nhost memory: " not in capsys.readouterr().out
 
 
-def test_an_objective_takes_what_train_would_plan_for_it(nine_layers, tmp_path, monkeypatch):
+def test_an_objective_takes_what_train_would_plan_for_it(nine_layers, tmp_path, monkeypatch, capsys):
     """A forward pass, the head's second pass, columns of numbers, and prompts of --data computed once."""
     rows = [{"prompt": f"{i:900}", "chosen": "c" * 20, "rejected": "r" * 20} for i in range(40)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -320,7 +320,8 @@ def test_an_objective_takes_what_train_would_plan_for_it(nine_layers, tmp_path, 
         more = found["seconds"] / plain["seconds"] - 1 - 0.25 * forward_passes
         assert 0.02 < more < 0.2
     data = *flags, "--data", str(tmp_path / "pairs.jsonl"), "--objective", "dpo"
-    shared = run_main(tmp_path, *data)["answer"]
+    shared, said = run_main(tmp_path, *data)["answer"], capsys.readouterr().err
+    assert "tokenizing" in said and "prepared set" not in said  # which hold no rows of an objective
     monkeypatch.setattr(profile_memory, "prompts_of", lambda _: (0.0, 0.0))
     whole = run_main(tmp_path, *data)["answer"]
     assert shared["sequences"] == 20 and shared["mfu"] != whole["mfu"]
@@ -342,7 +343,7 @@ def test_an_epoch_of_the_data_is_timed_for_its_documents(nine_layers, tmp_path, 
     )  # fmt: skip
     answer = run_main(tmp_path, *data, "--batch_size", "4")["answer"]
     out = capsys.readouterr()
-    assert "tokenizing" in out.err and answer["sequences"] == 20 and "in 20 sequences, " in out.out
+    assert "a prepared set" in out.err and answer["sequences"] == 20 and "in 20 sequences, " in out.out
     assert 0.75 < answer["filled"] < 0.85 and answer["tokens"] == pytest.approx(answer["filled"] * 20 * 2048)
     assert answer["hours_per_epoch"] == pytest.approx(5 * answer["seconds"] / 3600)
     whole = run_main(tmp_path, "--batch_size", "4", *data[2:])["answer"]
