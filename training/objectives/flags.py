@@ -80,8 +80,8 @@ RULES = (
          _reads_no_reference),
     Rule("", "objective {objective} needs a beta above 0",
          lambda s: s.beta == 0 and s.objective in (*PAIR_OBJECTIVES, "kto")),
-    Rule("packing", "concatenate with objective {objective}, whose answers are not cut; drop it",
+    Rule("packing", "as concatenate with objective {objective}, whose answers are not cut; drop it",
          lambda s: s.packing == "concatenate" and s.objective != "next_token"),
-    Rule("overlong", "split with objective {objective}, whose answers are not cut; drop it, or give drop",
+    Rule("overlong", "as split with objective {objective}, whose answers are not cut; drop it, or give drop",
          lambda s: s.overlong == "split" and s.objective != "next_token"),
 )  # fmt: skip
