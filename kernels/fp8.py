@@ -52,7 +52,8 @@ class Factor(NamedTuple):
 
 def quantize_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch with the contract of `quantize_rows`."""
-    bits = (x.float().abs().amax(1, keepdim=True) * (1 / LARGEST)).clamp(min=LEAST_SCALE).view(torch.int32)
+    largest = x.float().abs().nan_to_num(0, torch.inf).amax(1, keepdim=True)  # NaN has no part in it
+    bits = (largest * (1 / LARGEST)).clamp(min=LEAST_SCALE).view(torch.int32)
     scales = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)  # rounds up to a power of two
     return (x.float() * (1 / scales)).to(FP8_TYPE).contiguous(), scales
 
