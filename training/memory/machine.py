@@ -76,7 +76,7 @@ ASSUMED_NETWORK = 25e9  # bytes/s: an adapter of 200 Gbit/s per GPU
 _GATHERED_BYTES = 2**28
 # FLOP/s
 _H200_PRODUCTS, _H200_FP8_PRODUCTS, _H200_FP8_GRADIENTS = 650e12, 1_080e12, 900e12
-_H200_INT8_PRODUCTS = 1_000e12  # assumed, not measured
+_H200_INT8_PRODUCTS = 775e12  # FP8's by the times of both on an H100 (benchmarks/results/fp8_2026-11-27.md)
 
 
 def measure_rates(

@@ -277,3 +277,9 @@ def test_without_nvlink_gpus_exchange_over_their_links_to_the_host():
         rates = scale_rates(gpu, gpu.attention_backend)
         assert (rates["gpu link"] == rates["link"]) == (name not in with_nvlink)
     assert scale_rates(GPUS["H100"], "cudnn")["gpu link"] == H200["gpu link"]
+
+
+def test_rates_of_8_bits_stand_to_each_other_as_they_were_measured():
+    """Milliseconds of forward's products of the 4B's maps, two of the third: benchmarks/results/fp8_2026-11-27.md."""
+    fp8, int8 = (0.791, 0.594, 2 * 1.211, 1.430), (1.145, 0.802, 2 * 1.724, 1.903)
+    assert H200["int8 products"] / H200["fp8 products"] == pytest.approx(sum(fp8) / sum(int8), rel=0.01)
