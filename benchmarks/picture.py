@@ -1,15 +1,13 @@
 """Draw the picture of README.md and MEMORY_REPORT.md anew: `python -m benchmarks.picture`.
 
-Its peer is the last that benchmarks.bench_train_step measured, in benchmarks/results/train_step_*.jsonl. Its measured
-step is the last of profile_step_*.json there, which profile_memory.py measured with all layers.
+Its peer and its measured step are of the claims "dense" and "stages", as benchmarks.report last measured them.
 """
 
-import json
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
 
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, latest_line
 from model import MODEL_SIZES
 from training.host.sizes import parse_bytes
 from training.memory.execution import Execution
@@ -27,20 +25,9 @@ def main(argv: list[str]) -> None:
     draw_picture()
 
 
-def results(pattern: str) -> list[dict]:
-    """Returns the JSON object of each line of the files that match, in the order of their names."""
-    return [json.loads(line) for path in sorted(RESULTS.glob(pattern)) for line in path.open()]
-
-
-def latest_of_peer() -> dict:
-    """Returns the last run in which the peer trained the whole 4B."""
-    runs = results("train_step_*.jsonl")
-    return [run for run in runs if (run["model_size"], run.get("lora")) == ("4B", None) and PEER in run["results"]][-1]
-
-
-def whole_step() -> dict:
-    """The last step of 131,072 tokens within 24 GiB that profile_memory.py measured with all layers."""
-    return [result for result in results("profile_step_*.json") if result["settings"]["num_layers"] is None][-1]
+def peak_of_peer() -> float:
+    """Returns the measured peak of the peer's step, in GiB."""
+    return latest_line("dense")["results"][PEER]["peak_gib"]
 
 
 def stages_of_peer() -> list[Stage]:
@@ -59,7 +46,7 @@ def draw_picture() -> None:
     """Draw a step of 131,072 tokens. Left: the peer, whose peak was measured. Right: within 24 GiB, also measured."""
     from matplotlib.figure import Figure  # a dependency of development
 
-    result, peak = whole_step(), latest_of_peer()["results"][PEER]["peak_gib"]
+    result, peak = latest_line("stages"), peak_of_peer()
     figure = Figure(figsize=(14, 5), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     draw_stages(left, stages_of_peer())

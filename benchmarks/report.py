@@ -29,7 +29,8 @@ from training.host.sizes import GIB, free_host_bytes
 
 REPORT, RESULTS, LOGS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results", ROOT / "build" / "report"
 MARKERS = "<!-- claims -->\n.*?<!-- end -->"
-COLUMNS = "claim", "measured", "predicted", "peer or floor, measured ÷ it", "GPU", "date, commit", "command"
+COLUMNS = ["claim", "measured", "predicted", "peer or floor, measured ÷ it", "GPU", "date, commit", "command"]
+WHEN = COLUMNS.index("date, commit")  # left out where all claims are of one commit
 
 
 def main(argv: list[str]) -> int:
@@ -124,6 +125,13 @@ def latest() -> dict[str, dict]:
     return found
 
 
+def latest_line(name: str) -> dict:
+    """Returns the keys of what the command printed that last measured a claim."""
+    files = [json.loads(file.read_text()) for file in RESULTS.glob("report_*.json")]
+    file = max((file for file in files if name in file["claims"]), key=lambda file: file["claims"][name]["date"])
+    return file["lines"][file["claims"][name]["command"]]
+
+
 def render(report: str) -> str:
     """Returns the report with the table between its markers written anew."""
     found, rows, above = latest(), [COLUMNS, ["---"] * len(COLUMNS)], None
@@ -131,11 +139,13 @@ def render(report: str) -> str:
         rows.append(row_of(claim, entry := found.get(claim.name), above))
         above = entry
     measured = [found[claim.name] for claim in CLAIMS if claim.name in found]
-    newest = max(measured, key=lambda entry: entry["date"], default={"commit": ""})["commit"]
-    count = sum(entry["commit"] == newest for entry in measured)
+    newest = max(measured, key=lambda entry: entry["date"], default={"commit": "", "date": ""})
+    count = sum(entry["commit"] == newest["commit"] for entry in measured)
+    counts = f"{len(CLAIMS)} claims, {count} of commit {newest['commit']}"
+    if count == len(CLAIMS):
+        counts, rows = f"{counts}, {newest['date'][:10]}", [row[:WHEN] + row[WHEN + 1 :] for row in rows]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    counts = f"{len(CLAIMS)} claims: {count} of commit {newest}, {len(measured) - count} of the commits in their rows."
-    return re.sub(MARKERS, lambda _: f"<!-- claims -->\n{counts}\n\n{table}\n<!-- end -->", report, flags=re.DOTALL)
+    return re.sub(MARKERS, lambda _: f"<!-- claims -->\n{counts}.\n\n{table}\n<!-- end -->", report, flags=re.DOTALL)
 
 
 def row_of(claim: Claim, entry: dict | None, above: dict | None) -> list[str]:

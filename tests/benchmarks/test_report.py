@@ -40,12 +40,12 @@ def two_claims(tmp_path, monkeypatch):
     return runs
 
 
-def test_a_report_that_was_stopped_goes_on(two_claims, capsys):
+def test_a_report_that_was_stopped_goes_on(two_claims, capsys, monkeypatch):
     assert report.main(["--machine", "cpu", "--seconds", "60", "--write"]) == 1
     assert two_claims.read_text() == "1" and "left out, " in capsys.readouterr().out
     before, *rows = report.REPORT.read_text().split("\n| ")
     fast, most, slow, elsewhere = [row.split(" | ") for row in rows[2:]]
-    assert before.startswith("before\n<!-- claims -->\n4 claims: 2 of commit ")
+    assert before.startswith("before\n<!-- claims -->\n4 claims, 2 of commit ")
     assert fast[:4] == ["a number", "3.00 ms", "3.30 (+10.0%)", "theirs 4.00 (0.75)"] and fast[4] == "CPU"
     assert most[1] == "12.00 tokens" and most[-1] == "same run |" and slow[1] == elsewhere[1].strip() == "not measured"
     assert elsewhere[-1] == "`python nothing.py` |\n<!-- end -->\nafter\n"
@@ -54,6 +54,12 @@ def test_a_report_that_was_stopped_goes_on(two_claims, capsys):
     assert two_claims.read_text() == "12"
     assert report.main(["--machine", "cpu", "--only", "slow"]) == 0 and two_claims.read_text() == "12"
     assert report.main(["--write"]) == 0 and report.REPORT.read_text().count("not measured") == 1
+    assert "| date, commit |" in report.REPORT.read_text()
+
+    monkeypatch.setattr(report, "CLAIMS", report.CLAIMS[:3])  # all of one commit
+    assert report.main(["--write"]) == 0
+    text = report.REPORT.read_text()
+    assert "3 claims, 3 of commit " in text and "date, commit" not in text and "| CPU | same run |" in text
 
 
 def test_a_command_that_fails_or_takes_too_long_has_no_number(two_claims, tmp_path, monkeypatch, capsys):
