@@ -146,7 +146,7 @@ def prompts_of(store: Store) -> tuple[float, float]:
     sample = np.linspace(0, len(store.lengths) - 1, min(1000, len(store.lengths))).astype(int).tolist()
     columns = [store.read_columns(i, 0, int(store.lengths[i]))["answer"] for i in sample]
     answers = sum(1 + np.count_nonzero(np.diff(column[column != PROMPT])) for column in columns)
-    return float((np.concatenate(columns) == PROMPT).mean()), answers / len(columns)
+    return float((np.concatenate(columns) == PROMPT).mean()), float(answers) / len(columns)
 
 
 class PackedLoader:

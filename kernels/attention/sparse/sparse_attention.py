@@ -278,7 +278,8 @@ class Sparse(AttentionKind):
 
     def work(self, lengths, H, G, K, *, backend, steps, is_packed=True, prompts=()):
         lengths = self.with_copies(lengths, prompts)
-        short, long = ([pair for pair in lengths if (pair[0] < self.dense_below) is side] for side in (True, False))
+        short = [pair for pair in lengths if pair[0] < self.dense_below]
+        long = [pair for pair in lengths if pair[0] >= self.dense_below]
         options = {"backend": backend, "steps": steps, "is_packed": is_packed}
         parts = zip(FULL.work(short, H, G, K, **options), super().work(long, H, G, K, **options))
         return AttentionWork(*(of_short | of_long for of_short, of_long in parts))

@@ -504,6 +504,8 @@ def test_answers_count_what_they_see_of_their_prompts():
         options = {"backend": "cudnn", "steps": 1, "is_packed": False}  # all documents alone
         work = kind.work([(P, 2), (R, 16)], *heads, **options, prompts=[(P, 8, 8 * R, 2)])
         assert sum(work.forward.values()) == pytest.approx(2 * expected, rel=1e-9)
+        of_numpy = [(np.float64(P), 2), (np.float64(R), 16)]
+        assert kind.work(of_numpy, *heads, **options, prompts=[(P, 8, np.float64(8 * R), 2)]) == work
 
 
 def test_documents_of_a_prompt_and_its_answers():
