@@ -240,10 +240,12 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
             machine = choose_machine(recipe, flags.memory_budget, world)
         given = recipe.execution(machine.given.attention_backend)
         machine = dataclasses.replace(machine, given=given, host_bytes=host_limit(changed, machine.host_bytes))
-        words = [f"drop --{name}" if value is None else f"--{name} {value}" for name, value in values.items()]
+        given_words = " ".join(f"--{name} {value}" for name, value in values.items() if value is not None)
+        dropped = (f"drop --{name}" for name, value in values.items() if value is None)
+        words = ", ".join([*filter(None, [given_words]), *dropped])
         step, _ = make_step(recipe, machine)
         if has_plan(step, *machine.limits[:2]):  # make_plan would look for what to say
-            return {" ".join(words): make_plan(step, *machine.limits)}
+            return {words: make_plan(step, *machine.limits)}
     return {}
 
 
@@ -272,6 +274,7 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
         found |= change(flags, machine, world, **base, optimizer_state="compact")
     adapters = base | {"lora": OFFERED_RANK}
     adapters |= {"optimizer_state": "auto"} if flags.optimizer_state == "compact" else {}
+    adapters |= {"rope_scaling": None} if flags.rope_scaling else {}
     takes_adapters = flags.lora is None and not machine.model.layer_kinds[0].gates_per_head  # these would stay random
     for bits in ({}, {"lora_bits": 4}) if takes_adapters else ():
         found |= change(flags, machine, world, **adapters, **bits)
@@ -349,7 +352,8 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
     step, epoch = make_step(recipe, machine)
     if flags.init_from and not (flags.compare or flags.find_max_context):
         longest = step.documents.longest if step.documents else step.context_length
-        if text := beyond(machine.model, machine.model.max_position_embeddings, longest):
+        extends = "training.export " if flags.lora else ""  # adapters need an extended base
+        if text := beyond(machine.model, machine.model.max_position_embeddings, longest, extends):
             about += f"\npositions: {text}"
     measures = flags.measure if flags.find_max_context or flags.compare else can_measure
     build = functools.partial(build_bench, world=world) if measures else None

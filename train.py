@@ -202,7 +202,8 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
     own = {"validation_crc32": held_out.identity} if config.validation_data else {}
     loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, True, own)
     loader.check_enough_for_step(config.gradient_accumulation_steps)
-    if text := beyond(recipe.model, recipe.declared_context, packing.longest_document):
+    extends = "training.export " if config.lora else ""  # adapters need an extended base
+    if text := beyond(recipe.model, recipe.declared_context, packing.longest_document, extends):
         logger.warning("positions: %s", text)
     if held_out.columns and (count := int((held_out.lengths > config.context_length).sum())):
         logger.warning("data: %s held-out documents, longer than a sequence, are in no validation", f"{count:,}")

@@ -392,10 +392,12 @@ def qwen2(tmp_path_factory):
 def test_texts_past_the_declared_context_are_warned_of(qwen2, corpus, tmp_path, caplog, capsys):
     start = arguments(corpus, tmp_path / "run", "--init_from", str(qwen2), "--show_batch")
     profile = ["--init_from", str(qwen2), "--gpu", "H100"]
-    for length, more, is_beyond in ((128, [], False), (256, [], True), (256, ["--rope_scaling", "yarn:2"], False)):
+    adapters, extended = ["--lora", "4"], ["--rope_scaling", "yarn:2"]
+    for length, more, is_beyond in ((128, [], False), (256, [], True), (256, adapters, True), (256, extended, False)):
         caplog.clear()
         assert train.main([*start, "--context_length", str(length), *more]) == 0
-        warning = f"texts of up to {length} tokens, and the weights declare a context of 128; --rope_scaling yarn:2"
+        cure = "training.export " * (more == adapters) + "--rope_scaling yarn:2"
+        warning = f"texts of up to {length} tokens, and the weights declare a context of 128; {cure}"
         assert (f"positions: {warning}" in caplog.text) == ("positions" in caplog.text) == is_beyond
         capsys.readouterr()
         assert profile_memory.main([*profile, "--context_length", str(length), *more]) == 0

@@ -145,8 +145,11 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
         return replace(config, rope_scaling=scaling, max_position_embeddings=int(factor * length))
 
 
-def beyond(config: ModelConfig, declared: int, longest: int) -> str:
-    """Says that texts of `longest` tokens go past the declared context, and what stretches it; "" if they do not."""
+def beyond(config: ModelConfig, declared: int, longest: int, command: str = "") -> str:
+    """Says that texts of `longest` tokens go past the declared context, and what stretches it; "" if they do not.
+
+    `command` has the flag that stretches it, such as "training.export ": the command at hand, or another.
+    """
     scaling = config.rope_scaling
     if longest <= declared:
         return ""
@@ -159,4 +162,4 @@ def beyond(config: ModelConfig, declared: int, longest: int) -> str:
         cure = f"yarn:{math.ceil(longest / QWEN3_LENGTH)}:{QWEN3_LENGTH}"
     else:
         cure = "" if scaling else f"yarn:{math.ceil(longest / declared)}"
-    return what + (f"; --rope_scaling {cure} stretches it (docs/long_context.md)" if cure else "")
+    return what + (f"; {command}--rope_scaling {cure} stretches it (docs/long_context.md)" if cure else "")

@@ -148,9 +148,9 @@ def check_memory(shape: ModelConfig, cached: int, device: torch.device, budget: 
 
 
 def warn_beyond(shape: ModelConfig, longest: int, command: str = "training.export ") -> None:
-    """Warns of texts that go past the declared context; `command` has the flag that stretches it."""
-    if text := beyond(shape, shape.max_position_embeddings, longest):
-        logger.warning("positions: %s", text.replace("--rope_scaling", f"{command}--rope_scaling"))
+    """Warns of texts that go past the declared context; `command` is as in `beyond`."""
+    if text := beyond(shape, shape.max_position_embeddings, longest, command):
+        logger.warning("positions: %s", text)
 
 
 def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: str | None) -> Transformer:

@@ -37,6 +37,7 @@ COSTS = {  # words on a change that trains another function, by the beginning of
     "--attention_type sparse": "costs some loss",
     "--lora ": "trains adapters alone, which costs some loss",
     "--lora_bits": "fewer bits cost some loss",
+    "drop --rope_scaling": "training.export extends the base first",
 }
 BuildBench = Callable[[Step, Execution], profiler.Bench]
 
