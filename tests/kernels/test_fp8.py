@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import fp8
 from kernels.fp8 import FP8, FP8_LINEAR, FP8_TYPE, LARGEST, LONGEST_ROW, check_fp8, quantize_rows, transpose_values
 from kernels.gated_mlp import gated_mlp
 from kernels.linear import PLAIN
@@ -100,6 +101,34 @@ def test_property_products_are_within_the_rounding_of_their_factors(M, K, N, has
         most = (2 * ROUNDING + ROUNDING**2) * (a @ b) + least
         assert ((found - expected).abs() <= most + 0.02 * expected.abs()).all()
     assert all(map(torch.equal, ours[3:], plain[3:]))  # the bias's gradient is not in FP8
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_weight_gradient_sums_no_more_rows_at_once_than_tensor_cores_do_well(dtype, device, monkeypatch):
+    sums, product = [], fp8._product
+    monkeypatch.setattr(fp8, "_product", lambda a, *b: sums.append(a.values.shape[1]) or product(a, *b))
+    for M in (300, 16, 65, 64, 1, 300):
+        dy, x = (FP8_LINEAR.factor(random(M, 32, seed=seed, dtype=DTYPE)) for seed in (0, 1))
+        for adds in (False, True) if dtype else (False,):
+            out = None if dtype is None else torch.ones(32, 32, dtype=dtype, device=device)
+            expected = weight_gradient(dy, x, out=None if out is None else out.clone(), accumulate=adds)
+            monkeypatch.setattr(fp8, "ROWS_SUMMED", 64)
+            sums.clear()
+            found = weight_gradient(dy, x, out=out, accumulate=adds)
+            monkeypatch.setattr(fp8, "ROWS_SUMMED", 2**14)
+            assert sum(sums) >= M and max(sums) <= 64
+            assert found.dtype == expected.dtype and (out is None or found is out)
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
+@pytest.mark.gpu
+def test_a_weight_gradient_of_a_million_rows_that_add_up():
+    """Summed at once by the tensor cores, it was 0.33 off."""
+    x, weight = random(2**20 + 16, 512, dtype=DTYPE), random(256, 512, seed=1, dtype=DTYPE) / 512**0.5
+    dy = x @ weight.t()
+    found = weight_gradient(FP8_LINEAR.factor(dy), FP8_LINEAR.factor(x)).float()
+    expected = sum((a.t().float() @ b.float() for a, b in zip(dy.split(2**16), x.split(2**16))))
+    assert float((found - expected).norm() / expected.norm()) < 0.05
 
 
 def test_a_large_row_costs_other_rows_nothing(device):

@@ -29,7 +29,7 @@ from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
 from training.memory.step import StepShape
 
-LONG = 32_768  # tokens: twice the largest piece in which anything but an MLP is computed
+LONG = 65_536  # tokens: half of it is more than the largest piece in which anything but an MLP is computed
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes per element
 
 
