@@ -200,7 +200,7 @@ def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]
     documents = PackedDocuments.average(
         *packing.document_lengths(), packing.longest_document, flags.batch_size, num_ranks, step.micro_batches
     ).with_prompts(*prompts_of(train))
-    epoch = Epoch(loader.num_tokens, loader.sequences_per_epoch, getattr(packing, "filled", 1.0))
+    epoch = Epoch(loader.num_tokens, loader.sequences_per_epoch, getattr(packing, "filled", 1.0), step.context_length)
     return step.at(step.context_length, documents), epoch
 
 
@@ -212,7 +212,7 @@ def open_data(
     """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
         what = f"tokenizing {', '.join(texts)} with {tokenizer_path}"
-        hint = "; a prepared set (docs/data.md) is tokenized once" * (objective == "next_token")  # others read rows
+        hint = "; a prepared set is quicker (docs/data.md)" * (objective == "next_token")  # others read rows
         print(f"{what}{hint}", file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(tokenizer_path, chat_template)
     rows = text_reader(objective, tokenizer.eos_id, context_length)

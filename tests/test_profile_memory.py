@@ -40,10 +40,10 @@ from training.run.recipe import recipe_of
 from training.run.settings import TrainConfig
 
 
-def run_main(tmp_path, *flags):
+def run_main(tmp_path, *flags, status=0):
     """Runs the command, and returns what it wrote to --json."""
     path = tmp_path / "memory.json"
-    assert main([*flags, "--json", str(path)]) == 0
+    assert main([*flags, "--json", str(path)]) == status
     return json.loads(path.read_text())
 
 
@@ -362,6 +362,10 @@ def test_an_epoch_of_the_data_is_timed_for_its_documents(nine_layers, tmp_path, 
     assert answer["seconds"] != whole["seconds"]  # sequences of one document each
     shared = run_main(tmp_path, *data, "--nproc", "2")["answer"]
     assert shared["hours_per_epoch"] == pytest.approx(10 * shared["seconds"] / 3600)
+    too_large = "--model_size", "14B", "--gpu", "4090", "--host_memory", "16GB"
+    row = run_main(tmp_path, *data, *too_large, status=1)["answer"]["would_fit"][0]
+    assert row["hours_per_epoch"] == pytest.approx(20 * row["seconds"] / 3600)
+    assert f" {60 * row['hours_per_epoch']:.1f} minutes per epoch, " in capsys.readouterr().out
     assert main([*data, "--batch_size", "64"]) == 1
     assert "the corpus has 20" in capsys.readouterr().err
     assert main([*data, "--context_length", "512"]) == 1
@@ -489,6 +493,8 @@ def test_with_and_without(small, tmp_path, capsys):
     ("--batch_size 0", "batch_size must be between 1 and"),
     ("--num_layers 37", "num_layers must be at most 36, got 37"),
     ("--model_size Qwen3.5-4B", "qwen3.5-35B-A3B; did you mean qwen3.5-4B?"),
+    ("--model_size Qwen3-8B", "qwen3.5-35B-A3B; did you mean 8B?"),
+    ("--epochs 3", "there is no --epochs: it is train.py's alone; drop it"),
     ("--contextlength 5", "unknown flag --contextlength; did you mean --context_length?"),
     ("--attention_backend slow", "attention_backend: 'slow' is not one of auto, "),
     ("--json nowhere/memory.json", "--json 'nowhere/memory.json' cannot be written to: No such file"),

@@ -214,7 +214,8 @@ def _reader(element: type, choices: tuple | None) -> Callable[[str], str | int |
             number = "whole number, such as 512" if element is int else "number, such as 0.5"
             raise ArgumentTypeError(f"{word[:80]!r} is not a {number}") from None
         if choices and value not in choices:
-            meant = "".join(f"; did you mean {one}?" for one in choices if str(one).lower() == word.lower())
+            likely = word.lower(), word.lower().removeprefix("qwen3-")  # sizes of Qwen3 have no prefix
+            meant = "".join(f"; did you mean {one}?" for one in choices if str(one).lower() in likely)
             raise ArgumentTypeError(f"{word[:80]!r} is not one of {', '.join(map(str, choices))}{meant}")
         return value
 

@@ -418,7 +418,8 @@ class DocumentReader:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError also for 5,000 digits
-            raise UserError(f"not JSON ({str(error)[:100]}); each line must be one JSON object") from None
+            place = f"{error.msg}, character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+            raise UserError(f"not JSON ({place[:100]}); each line must be one JSON object") from None
 
     def _without_mark(self, content: bytes, where: str) -> bytes:
         if content.startswith(BYTE_ORDER_MARK):

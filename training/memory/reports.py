@@ -86,6 +86,10 @@ class Epoch:
     tokens: int  # tokens of the documents that are not held out
     sequences: int
     filled: float  # share of the sequences' tokens that is not padding
+    context_length: int  # of the sequences
+
+    def seconds(self, plan: Plan) -> float:
+        return self.sequences / _sequences(plan.step) * plan.seconds
 
 
 # One step
@@ -121,13 +125,14 @@ def report_step(
             make_plan(step, *machine.limits)  # raises and says why
         length = f"{step.context_length:,} tokens" + f" x batch_size {step.batch_size}" * (step.batch_size > 1)
         print(f"does not fit: {length} into {describe_budgets(*machine.limits[:2])}")
-        answer["would_fit"] = _print_changes("what would, the cheapest change first, predicted:", changes, machine)
+        title = "what would, the cheapest change first, predicted:"
+        answer["would_fit"] = _print_changes(title, changes, machine, epoch)
     if plan is None:
         print(about)
         return {"answer": answer}
     answer |= _print_answer(plan, machine, fits, epoch)
     if fits:
-        answer["faster"] = _print_changes("faster, predicted:", changes, machine)
+        answer["faster"] = _print_changes("faster, predicted:", changes, machine, epoch)
     shown, execution = step, plan.execution
     if part is not None:
         shown, execution = part, profiler.thin(execution, part.layers)
@@ -205,7 +210,7 @@ def _sequences(step: Step) -> int:
     return step.batch_size * step.micro_batches * max(1, step.num_copies * step.num_shards // step.num_ranks)
 
 
-def _print_changes(title: str, changes: dict[str, Plan], machine: Machine) -> list[dict]:
+def _print_changes(title: str, changes: dict[str, Plan], machine: Machine, epoch: Epoch | None) -> list[dict]:
     """Print a row for each change, if there is one; returns the rows for JSON."""
     if changes:
         print(title)
@@ -215,6 +220,9 @@ def _print_changes(title: str, changes: dict[str, Plan], machine: Machine) -> li
         row: dict[str, Any] = {"flags": words, **_speed(plan), "host_bytes": plan.host_bytes, "costs": costs}
         row["checkpoint_bytes"] = machine.checkpoint_bytes(plan)
         speed = f"{row['seconds']:8.1f} s per step, {row['tokens_per_second']:,.0f} tokens/s"
+        if epoch and epoch.context_length == plan.step.context_length:  # the data are packed anew at others
+            row["hours_per_epoch"] = epoch.seconds(plan) / 3600
+            speed += f", {_duration(epoch.seconds(plan))} per epoch"
         print("; ".join([f"  {words:<{width}}  {speed}, {gib(row['checkpoint_bytes'])} per checkpoint", *costs]))
         rows.append(row)
     return rows
@@ -246,10 +254,9 @@ def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None)
     answer["hours_per_billion_tokens"] = hours
     print(speed + ("" if epoch else f"; {_duration(3600 * hours)} per billion tokens"))
     if epoch:
-        steps = epoch.sequences / _sequences(step)
-        answer |= dataclasses.asdict(epoch) | {"hours_per_epoch": steps * plan.seconds / 3600}
+        answer |= dataclasses.asdict(epoch) | {"hours_per_epoch": epoch.seconds(plan) / 3600}
         sequences = f"{epoch.sequences:,} sequences, {epoch.filled:.1%} filled"
-        print(f"data: {epoch.tokens:,} tokens to train on in {sequences}: {_duration(steps * plan.seconds)} per epoch")
+        print(f"data: {epoch.tokens:,} tokens to train on in {sequences}: {_duration(epoch.seconds(plan))} per epoch")
     return answer
 
 

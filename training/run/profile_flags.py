@@ -1,14 +1,14 @@
 """The flags of profile_memory.py. No torch is imported here: --help is to be quick."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from training.flags import Rule, flag, read_flags
+from training.flags import ABSENT, Rule, flag, read_flags
 from training.host.choices import BAD_ROWS, GPU_BACKENDS, MODEL_SIZES, OBJECTIVES
 from training.run.rules import PROFILE
-from training.run.settings import OVERLONG, StepFlags
+from training.run.settings import OVERLONG, StepFlags, TrainConfig
 
 CONTEXT_LENGTH = 131_072
 
@@ -62,4 +62,6 @@ class ProfileFlags(StepFlags):
         return self.context_length or CONTEXT_LENGTH, self.batch_size, self.gradient_accumulation_steps
 
 
+_TRAIN_ALONE = {each.name for each in fields(TrainConfig)} - {each.name for each in fields(ProfileFlags)}
+ProfileFlags.absent = ABSENT | {" ".join(_TRAIN_ALONE): "it is train.py's alone; drop it"}
 read_profile_flags = partial(read_flags, ProfileFlags, program="profile_memory.py")
