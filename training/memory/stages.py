@@ -162,7 +162,9 @@ class Stages:
         step, share, size = self.step, self.step.share, self.step.element_size
         if step.uses_chunked_loss(self.execution):  # the head's gradient is float32
             logits = logits_bytes(step.tokens, share.vocab_size, size)
-            return logits + step.head_gradient * 4 // size + step.input_bytes
+            # Without the last position of each, several whole sequences are copied to lie side by side.
+            inputs = 2 if step.batch_size > 1 and step.num_ranks == 1 else 1
+            return logits + step.head_gradient * 4 // size + inputs * step.input_bytes
         return share.projected_logits_bytes(step.tokens, size) + step.head_gradient + step.input_bytes
 
 
