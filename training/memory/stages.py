@@ -161,7 +161,9 @@ class Stages:
         """Returns the bytes of the logits that exist at a time, and of the gradients of the head and its input."""
         step, share, size = self.step, self.step.share, self.step.element_size
         if step.uses_chunked_loss(self.execution):  # the head's gradient is float32
+            # Once they are gone, with a head that visits and the last norm's output, its gradient is rounded to a copy.
             logits = logits_bytes(step.tokens, share.vocab_size, size)
+            logits = max(logits, step.head_gradient - self.weights[step.layers] - step.input_bytes)
             # Without the last position of each, several whole sequences are copied to lie side by side.
             inputs = 2 if step.batch_size > 1 and step.num_ranks == 1 else 1
             return logits + step.head_gradient * 4 // size + inputs * step.input_bytes

@@ -264,6 +264,7 @@ CASES = {
     "delta nets": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, QWEN35),
     "delta nets, whole": (65_536, [WHOLE] * 4, None, None, QWEN35),
     "delta nets, checkpointing": (131_072, [Placement()] * 4, None, None, QWEN35),
+    "untied, short": (512, [GPU] * 2, 8192, 1, {"size": "8B"}),
     "untied ends": (524_288, [VISITS] * 2, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
 }  # fmt: skip
 
