@@ -146,6 +146,7 @@ class StepShape:
         self.layer_shares = [elements / self.trained_elements for elements in in_layers]
         self.head_share = has_gradient * share.vocab_size * share.hidden_size / self.trained_elements
         self.head_gradient = has_gradient * self.head  # bytes
+        self.traffic = [self.trained.traffic(share, layer) for layer in range(self.layers)]
         self.last_bytes = self.element_size * rows[-1].numel  # a separate head's, on one rank
         self.parameter_bytes = sum(row.stored_bytes for row in rows)
         self.absent: dict[str, int] = {}  # bytes of `parameter_bytes` that FSDP2 does not hold, by stages' names

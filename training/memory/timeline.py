@@ -63,10 +63,10 @@ class _Timeline:
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward sums their gradients.
         self.reduction = 2 * step.input_bytes * (1 - 1 / step.tensor_ranks) / rates["gpu link"]
         # Seconds of parameters that were added to a layer, in forward and in backward, by the name of their rate.
-        traffic, unit = functools.partial(step.trained.traffic, step.share), step.element_size * step.tokens
+        unit = step.element_size * step.tokens
         self.added = [
-            tuple({rate: unit * size / rates[rate] for rate, size in sizes.items()} for sizes in traffic(layer))
-            for layer in range(self.layers)
+            tuple({rate: unit * size / rates[rate] for rate, size in sizes.items()} for sizes in traffic)
+            for traffic in step.traffic
         ]
         self.longer = 1 + (PLACED_IS_LONGER * len(self.placed) / self.layers if execution.heads_at_a_time else 0)
 
