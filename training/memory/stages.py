@@ -97,9 +97,10 @@ class Stages:
 
     def _forward(self) -> Iterator[Stage]:
         step, L, x = self.step, self.step.layers, self.step.input_bytes
-        # An update goes on beside forward. Of several, that is the first, before gradients exist.
+        # An update goes on beside forward. Of several, that is the first, before gradients exist. The others may have
+        # the last gradients that backward before made.
         late = 0 if step.num_shards else self.optimizer.gpu_slots
-        late = max(0, late - self.optimizer.gpu_gradients) if step.micro_batches > 1 else late
+        late = max(self._leaving(1), late - self.optimizer.gpu_gradients) if step.micro_batches > 1 else late
         first = (-1, 0) if self.weights[-1] else ()
         # Ranks that share the embedding have both the rows of their own words and the sum over the ranks.
         yield self._stage("embedding", 0, block=(x * min(2, step.tensor_ranks), 0, 0), running=first, slots=late)
@@ -129,18 +130,22 @@ class Stages:
             for part, sizes in zip(("MLP", "attention"), self.block_bytes[layer][1:]):
                 here += step.layer_shares[layer] * (part == "attention" and not step.num_shards)
                 gone += step.layer_shares[layer] * (part == "attention" and weights[layer] > 0)
-                gradients = waiting + min(optimizer.leaving_limit, int(optimizer.leaving_gradients * (here - waited)))
+                gradients = waiting + self._leaving(here - waited)
                 name, on_gpu = f"backward of layer {layer}, {part}", (here - gone) / stays
                 inputs, attention, mlp = map(add, (step.input_bytes, *sizes), (*self._fetched(layer), 0))
                 yield self._stage(name, layer, on_gpu, gradients, (inputs, attention, mlp), self._running(layer))
             here += step.layer_shares[layer] * (step.num_shards > 0)  # FSDP2 sums them once a block has all
         # The embedding's gradient, as it is made.
-        gradients = waiting + step.head_gradient + min(optimizer.leaving_limit, optimizer.leaving_gradients)
+        gradients = waiting + step.head_gradient + self._leaving(1)
         if step.num_shards and step.tensor_ranks > 1:  # autograd adds two DTensors into a third
             gradients += waiting
         gradients += embedding_sums(step) if step.head_gradient else 0
         on_gpu = 1 - step.head_share / stays * (weights[-1] == 0)
         yield self._stage("backward of embedding", 0, on_gpu, gradients, (step.input_bytes, 0, 0))
+
+    def _leaving(self, made: float) -> int:
+        """Returns the bytes of gradients on their way to the host once this share of them is made."""
+        return min(self.optimizer.leaving_limit, int(self.optimizer.leaving_made * made))
 
     def _fetched(self, layer: int) -> tuple[int, int]:
         """Returns the bytes that come back from the host in backward of a block: inputs, and attention's results.

@@ -239,8 +239,8 @@ class MasterAdamW:
         Sharded parameters are still updated in `step`: FSDP2 gathers them before their part runs.
         """
         if any(isinstance(parameter, DTensor) for parameter in self.parameters.values()):
-            return
-        self.queues_in_forward, optimizer = True, weakref.proxy(self)
+            parts = parts[-1:]
+        self.queues_in_forward, optimizer = len(parts) > 1, weakref.proxy(self)
         hooks = [parts[-1].register_forward_pre_hook(lambda *_: optimizer.end_update())]
         head = self.homes.keys() - {parameter for part in parts for parameter in part.parameters()}
         for pair in itertools.pairwise(parts):
@@ -262,7 +262,6 @@ class MasterAdamW:
     def step(self, learning_rate: float) -> None:
         """Update masters and parameters, and drop gradients; after `update_beside_forward`, host state later."""
         self.end_update()
-        self.ring.let_go(0)
         self.ring.device_module.current_stream().wait_stream(self.ring.outward)  # `room` and `norms` are free
         self.ring.open()
         self.steps.add_(1)
@@ -311,8 +310,12 @@ class MasterAdamW:
         return self.update._replace(weight_decay=state.weight_decay, learning_rate=rate)
 
     def end_update(self) -> None:
-        """Queue all that is left of an update. Kernels that are queued later find the state on the host updated."""
+        """Queue all that is left of an update. Kernels that are queued later find the state on the host updated.
+
+        They may write over gradients that have left for the host.
+        """
         self._queue_updates()
+        self.ring.let_go(0)
         self.ring.close()
 
     def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:

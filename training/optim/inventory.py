@@ -168,6 +168,11 @@ class Inventory:
         return sum(row.gradient_bytes for row in self.rows if row.state_on_host)
 
     @functools.cached_property
+    def leaving_made(self) -> int:
+        """Bytes of these gradients as backward makes them: their sums on the host may be wider."""
+        return sum(row.weight_bytes for row in self.rows if row.state_on_host and row.gradient_dtype)
+
+    @functools.cached_property
     def leaving_limit(self) -> int:
         """LEAVING_BYTES, or a block's gradients if one of its parameters has more: compute would wait for its copy."""
         leaving = [(row, row.gradient_bytes) for row in self.rows if row.state_on_host and row.block is not None]

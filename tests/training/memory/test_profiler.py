@@ -200,6 +200,7 @@ CASES = {
     "some whole": (65_536, [GPU] * 2 + [WHOLE] * 2, 8192, None, {}),
     "whole first": (131_072, [WHOLE] * 2 + [Placement()] * 2, None, None, {}),
     "host, then whole": (131_072, [ON_HOST] * 2 + [WHOLE] * 2, 8192, None, {}),
+    "two micro-batches": (65_536, [GPU] * 3, 8192, 1, {"gpu_state_bytes": 5e9, "micro_batches": 2}),
     "two sequences": (65_536, [Placement()] * 2, 8192, 1, {"batch_size": 2}),
     "tiled": (131_072, [Placement()] * 2, 8192, None, {}),
     "attention kept": (131_072, [GPU] * 2, 8192, None, {}),
@@ -278,7 +279,9 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     context_length, placements, tile_size, heads, more = CASES[case]
     kinds, state = more.get("kinds", (FULL,)), more.get("gpu_state_bytes", math.inf)
     options = {"kinds": kinds, "num_hidden_layers": len(placements), "model_type": "qwen3"}
-    options |= {name: more[name] for name in ("batch_size", "scalars", "trained", "model_type") if name in more}
+    options |= {
+        name: more[name] for name in ("batch_size", "micro_batches", "scalars", "trained", "model_type") if name in more
+    }
     step = step_of(more.get("size", "4B"), context_length, loss_impl=more.get("loss_impl", "chunked"), **options)
     frozen = frozen_format(more.get("bits", 16))
     given = replace(step.given, linear=more.get("linear", step.given.linear), frozen=frozen)
