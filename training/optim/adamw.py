@@ -238,9 +238,9 @@ class MasterAdamW:
         fetched beside it, and the last waits for all. A head that is none of them is fetched beside the last but one.
         Sharded parameters are still updated in `step`: FSDP2 gathers them before their part runs.
         """
-        if any(isinstance(parameter, DTensor) for parameter in self.parameters.values()):
-            parts = parts[-1:]
-        self.queues_in_forward, optimizer = len(parts) > 1, weakref.proxy(self)
+        is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
+        parts = parts[-1:] if is_sharded else parts
+        self.queues_in_forward, optimizer = not is_sharded, weakref.proxy(self)
         hooks = [parts[-1].register_forward_pre_hook(lambda *_: optimizer.end_update())]
         head = self.homes.keys() - {parameter for part in parts for parameter in part.parameters()}
         for pair in itertools.pairwise(parts):
