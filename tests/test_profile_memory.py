@@ -494,6 +494,7 @@ def test_with_and_without(small, tmp_path, capsys):
     ("--num_layers 37", "num_layers must be at most 36, got 37"),
     ("--model_size Qwen3.5-4B", "qwen3.5-35B-A3B; did you mean qwen3.5-4B?"),
     ("--model_size Qwen3-8B", "qwen3.5-35B-A3B; did you mean 8B?"),
+    ("--ram 64GB", "unknown flag --ram; did you mean --host_memory?"),
     ("--epochs 3", "there is no --epochs: it is train.py's alone; drop it"),
     ("--contextlength 5", "unknown flag --contextlength; did you mean --context_length?"),
     ("--attention_backend slow", "attention_backend: 'slow' is not one of auto, "),

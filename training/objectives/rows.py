@@ -150,7 +150,10 @@ def _without_nulls(messages: list) -> list:
 def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
     """Returns the messages that two chats begin with, and the others of each."""
     if not isinstance(chosen, list) or not isinstance(rejected, list):
-        raise UserError('needs a "prompt" beside "chosen" and "rejected", unless these are lists of messages')
+        raise UserError(
+            'needs a "prompt" beside "chosen" and "rejected", unless these are lists of messages; '
+            "--columns prompt=NAME renames"
+        )
     both = [*zip(_without_nulls(chosen), _without_nulls(rejected))]
     same = next((i for i, pair in enumerate(both) if pair[0] != pair[1]), len(both) - 1)  # each has an answer
     if same < 1:

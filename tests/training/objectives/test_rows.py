@@ -151,7 +151,7 @@ def _apart(store, document):
 
 @pytest.mark.parametrize(("row", "message"), [
     ({"prompt": "a", "chosen": "b"}, 'needs "rejected"'),
-    ({"chosen": "ab", "rejected": "ac"}, 'needs a "prompt"'),
+    ({"chosen": "ab", "rejected": "ac"}, 'needs a "prompt" .*; --columns prompt=NAME renames'),
     ({"chosen": [{"role": "user", "content": "x"}], "rejected": [{"role": "user", "content": "y"}]}, "in common"),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "system": "be brief"}, '"system" beside'),
     ({"prompt": "a", "chosen": "b", "rejected": "c", "input": "of LLaMA-Factory"}, '"input" beside'),
