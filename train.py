@@ -31,7 +31,7 @@ import torch
 from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
-from training.checkpoint.weights import NO_COMPANIONS, Companions, folders_of, read_companions
+from training.checkpoint.weights import NO_COMPANIONS, Companions, folders_of, read_companions, read_image_settings
 from training.data.chat import stop_ids
 from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, count_sequences, prompts_of, validation_batches
@@ -170,12 +170,13 @@ def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
 def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
     """The files and settings that go along with weights: the tokenizer's, its chat template, adapters'."""
     tokenizer, companions = recipe.tokenizer, NO_COMPANIONS
+    weights = folders_of(recipe.source.folder) if recipe.source else []
     if tokenizer.name != "bytes":
-        file, weights = Path(tokenizer.name), folders_of(recipe.source.folder) if recipe.source else []
+        file = Path(tokenizer.name)
         companions = read_companions(file, weights if file.parent in weights else [])
         companions = companions.joined(Companions(tokenizer.changed_files()))
         companions = companions.stopping_at(stop_ids(tokenizer, loader.store.are_samples))
-    return companions.joined(recipe.companions())
+    return companions.joined(read_image_settings(weights)).joined(recipe.companions())
 
 
 # The data

@@ -39,13 +39,13 @@ logger = logging.getLogger(__name__)
 
 # Files beside weights that go along into checkpoints: defaults for generation, and how images become tokens, without
 # which programs open no model of text and images; a tokenizer and its chat template.
-COMPANIONS_OF_MODELS = (
-    "generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json",
-)  # fmt: skip
+IMAGE_SETTINGS = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
+COMPANIONS_OF_MODELS = "generation_config.json", *IMAGE_SETTINGS
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", *COMPANIONS_OF_MODELS,
 )  # fmt: skip
+TOKENIZER_ADVICE = "give --tokenizer the path of a tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -196,15 +196,24 @@ def read_companions(tokenizer: Path, weights: Sequence[Path] = ()) -> Companions
 
     `weights` are that folder and another. The first that has a model's own file or setting gives it.
     """
-    advice, files = "give --tokenizer the path of a tokenizer.json", dict[str, bytes]()
-    settings = dict[str, object]()
+    files, settings = dict[str, bytes](), dict[str, object]()
     for folder in reversed(weights or [tokenizer.parent]):
-        names = COMPANIONS if folder == tokenizer.parent else COMPANIONS_OF_MODELS
-        files |= {name: read_file(folder / name, advice, JSON_BYTES) for name in names if (folder / name).is_file()}
+        files |= _read_files(folder, COMPANIONS if folder == tokenizer.parent else COMPANIONS_OF_MODELS)
         settings |= token_ids(read_json(folder / "config.json")) if (folder / "config.json").is_file() else {}
     if tokenizer.is_file():
-        files["tokenizer.json"] = read_file(tokenizer, advice, JSON_BYTES)
+        files["tokenizer.json"] = read_file(tokenizer, TOKENIZER_ADVICE, JSON_BYTES)
     return Companions(files, settings)
+
+
+def read_image_settings(weights: Sequence[Path]) -> Companions:
+    """The files that say how images become tokens. The first folder that has a file gives it, with any tokenizer."""
+    files = [_read_files(folder, IMAGE_SETTINGS) for folder in weights]
+    return Companions({name: content for found in reversed(files) for name, content in found.items()})
+
+
+def _read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    present = [name for name in names if (folder / name).is_file()]
+    return {name: read_file(folder / name, TOKENIZER_ADVICE, JSON_BYTES) for name in present}
 
 
 def folders_of(path: Path) -> list[Path]:

@@ -62,6 +62,7 @@ def test_a_run_is_resumed_and_exported_whole(wrapper, corpus, tmp_path, capsys, 
     """Its checkpoints rotate: the checkpoint that it goes on from is deleted before the last one is written."""
     caplog.set_level(logging.INFO)
     source, run = release(wrapper, tmp_path / "source", is_newer=wrapper == "gemma3"), tmp_path / "run"
+    (source / "preprocessor_config.json").write_text('{"size": 16}')  # goes along with any tokenizer, as "bytes" here
     others = not_trained(source)
     interval = ["--checkpoint_interval", "1", "--keep_checkpoints", "1", "--validation_sequences", "0"]
     command = arguments(corpus, run, "--init_from", str(source), "--learning_rate", "0.01", *interval, steps=3)
@@ -72,6 +73,7 @@ def test_a_run_is_resumed_and_exported_whole(wrapper, corpus, tmp_path, capsys, 
     assert train.main(only_resume(run, "--max_steps", "6")) == 0
     assert [path.name for path in sorted(run.glob("step_*"))] == ["step_00000006"] and len(losses(run)) == 6
     last = run / "step_00000006"
+    assert (last / "preprocessor_config.json").read_text() == '{"size": 16}'
     verify_checkpoint(last)
     assert not_trained(last) == others
     assert not torch.equal(text_weights(last)["norm.weight"], before["norm.weight"])
