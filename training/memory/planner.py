@@ -28,6 +28,8 @@ LEAST_HEADROOM = 1.01
 FORMAT_SAVES = 0.01
 # Share that optimizer state on the host must save as well, and weights there once more.
 OFFLOAD_SAVES = 0.01
+# Parts of a quarter of the optimizer's state: the precision to which its share on the GPU is found.
+STATE_PARTS = 16
 _CONTEXT_MULTIPLE = 1024  # tokens: the precision to which the largest context is found
 
 
@@ -120,9 +122,10 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
             f"{step.context_length:,} has longer ones; lower it, or use attention_type full"
         )
     for waiting, headroom in itertools.product(_waiting(step), (HEADROOM, LEAST_HEADROOM)):
-        if found := _Search(step, gpu_bytes / headroom, host_bytes, waiting).found(rates):
+        search = _Search(step, gpu_bytes / headroom, host_bytes, waiting)
+        if found := search.found(rates):
             execution, why = _choose(step, found)
-            return Plan(step, execution, gpu_bytes, host_bytes, rates, why)
+            return Plan(step, search.with_more_state(execution, rates), gpu_bytes, host_bytes, rates, why)
     budgets = gpu_bytes, host_bytes
     length = f"context_length {step.context_length}"
     if step.batch_size > 1:
@@ -266,6 +269,18 @@ class _Search:
                 if all(placement.results == "gpu" for placement in execution.placements):
                     break
         return found
+
+    def with_more_state(self, execution: Execution, rates: Rates) -> Execution:
+        """Returns an execution with all the optimizer's state on the GPU for which it has room, if that saves time."""
+        if math.isinf(execution.gpu_state_bytes) or _num_visiting(execution):
+            return execution
+        part = self.step.inventory(replace(execution, gpu_state_bytes=math.inf)).gpu_state / 4 / STATE_PARTS
+
+        def more(parts: int) -> Execution:
+            return replace(execution, gpu_state_bytes=execution.gpu_state_bytes + parts * part)
+
+        most = more(_largest(STATE_PARTS - 1, lambda parts: self.fits(more(parts))))
+        return min(execution, most, key=lambda each: self.step.seconds(each, rates))
 
     def fits(self, execution: Execution) -> bool:
         """Whether an execution fits. Stops at the first stage that is too full: most executions do not fit."""

@@ -269,6 +269,14 @@ def test_more_memory_is_never_slower():
     assert seconds == sorted(seconds, reverse=True)
 
 
+def test_state_on_the_host_leaves_no_quarter_of_it_free_on_the_gpu():
+    """A short step waits for its update: with more host memory, it kept less state on the GPU and took 8% longer."""
+    step = step_of(MODEL_SIZES["4B"], 128, state_format="compact")
+    plans = [make_plan(step, 19.6 * GIB, gib * GIB) for gib in (15.7, 196)]
+    assert plans[1].seconds < plans[0].seconds and "host" not in places_of_weights(plans[1])
+    assert plans[1].peak.bytes > 0.97 * 19.6 * GIB / HEADROOM
+
+
 def test_the_largest_context_fits_and_the_next_does_not():
     """Headroom is left where it can be, and the least of it at the largest context."""
     step, budgets = step_of(MODEL_SIZES["0.6B"], 1024, state_format="auto"), (6 * GIB, 16 * GIB)
