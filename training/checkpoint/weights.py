@@ -127,14 +127,15 @@ def find_weights(
         if name not in found:
             raise UserError(f"{another}: it has no {name_in_file(name)}, this model needs it; {hint}")
         if found[name].shape != tuple(shape):
-            raise UserError(f"{another}: {name_in_file(name)} has shape {list(found[name].shape)}, "
+            raise UserError(f"{another}: {found[name].name} has shape {list(found[name].shape)}, "
                              f"this model needs {list(shape)}; {hint}")  # fmt: skip
     tied_copy = found.pop("lm_head.weight", None) if "lm_head.weight" not in expected else None
     known = {*itertools.chain(*in_files.values())}
     for name in (name for name in found if name not in known):
-        raise UserError(f"{another}: it has {name_in_file(name)}, this model does not; {hint}")
+        raise UserError(f"{another}: it has {found[name].name}, this model does not; {hint}")
     if tied_copy and not _are_equal(tied_copy, found["embed_tokens.weight"]):
-        raise UserError(f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding")
+        has = f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding"
+        raise UserError(f"{has}; set tie_word_embeddings to false in its config.json, or give other weights")
     return {
         name: Entry.joined(name_in_file(name), tuple(shape), [found[each] for each in in_files[name]])
         for name, shape in expected.items()

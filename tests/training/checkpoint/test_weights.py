@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -19,7 +20,7 @@ from training.checkpoint.carried import read_carried
 from training.checkpoint.manifest import fingerprint, verify_checkpoint
 from training.checkpoint.pieces import read_header
 from training.checkpoint.saver import Saver
-from training.checkpoint.weights import Companions, load_model_weights
+from training.checkpoint.weights import Companions, find_weights, load_model_weights
 from training.evaluation import __main__ as evaluation
 from training.export.__main__ import main as export_main
 from training.families.config_json import to_config_json
@@ -74,6 +75,13 @@ def test_weights_of_another_size(tmp_path):
         load_model_weights(path, {"embed_tokens.weight": (11, 6)})
 
 
+@pytest.mark.parametrize("name", ["foo.bar", "language_model.model.layers.9.norm.weight", "model.norm.bias"])
+def test_a_tensor_that_no_model_has_is_named_as_in_its_file(name, tmp_path):
+    save_file({"model.norm.weight": torch.ones(4), name: torch.ones(4)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=f"it has {re.escape(name)}, this model does not"):
+        find_weights(tmp_path, {"norm.weight": (4,)})
+
+
 def test_copy_of_a_tied_head_is_dropped_and_another_head_refused(tmp_path):
     file = tmp_path / "weights.safetensors"
     embedding = torch.randn(3, 2)
@@ -82,7 +90,7 @@ def test_copy_of_a_tied_head_is_dropped_and_another_head_refused(tmp_path):
         dict(load_model_weights(file, {"embed_tokens.weight": (3, 2)})), {"embed_tokens.weight": embedding}
     )
     save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1}, file)
-    with pytest.raises(ValueError, match=r"lm_head\.weight of its own, this model ties it"):
+    with pytest.raises(ValueError, match="weight of its own, this model ties it to the embedding; set tie_word"):
         load_model_weights(file, {"embed_tokens.weight": (3, 2)})
     untied = dict(load_model_weights(file, {"embed_tokens.weight": (3, 2), "lm_head.weight": (3, 2)}))
     assert torch.equal(untied["lm_head.weight"], embedding + 1)
