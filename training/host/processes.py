@@ -22,7 +22,7 @@ from training.host.sizes import GIB, available_host_bytes
 
 # From a rank's death to its peers' end: torchrun looks every 0.1 s, so it sees who died first.
 GRACE_SECONDS = 2.0
-DISK_ERRORS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
+DISK_ERRORS = errno.ENOSPC, errno.EDQUOT, errno.EIO
 
 
 def line_of(error: BaseException) -> str | None:
@@ -45,6 +45,8 @@ def line_of(error: BaseException) -> str | None:
         return f"error: the system starts no more threads; raise {limits}, or end what else runs here"
     if isinstance(error, OSError) and error.filename is not None:
         return f"error: {error.strerror}: {str(error.filename)[:SHOWN_OF_A_PATH]}"
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return f"error: {error.strerror}: a file is cut short; raise the limit of its size, as by ulimit -f unlimited"
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # an open file's reads and writes do not name it
         return f"error: {error.strerror}: a file is cut short; free some space on the disk, or use another"
     if isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):

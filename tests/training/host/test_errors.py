@@ -99,6 +99,11 @@ def test_a_disk_that_is_full_at_the_end_is_one_line(capsys):
     assert capsys.readouterr().err == error
 
 
+def test_a_file_above_a_limit_of_its_size_is_told_of_the_limit():
+    """Space on the disk would not help."""
+    assert "raise the limit of its size, as by ulimit -f" in str(line_of(OSError(errno.EFBIG, "File too large")))
+
+
 @pytest.mark.parametrize("name", ["run\udcff", "é→"])
 def test_names_that_the_terminal_cannot_show_are_escaped(name, monkeypatch):
     """A name of a file need not be UTF-8, and a terminal need not be."""
