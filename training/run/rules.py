@@ -12,7 +12,7 @@ FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline
 STEP = (
     Rule("", "lora with tensor_parallel_size is not supported: ranks have whole adapters; give context_parallel_size, "
          "or neither", lambda s: s.lora and s.tensor_parallel_size > 1),
-    Rule("freeze_routers", "with lora, whose routers are frozen; drop it", lambda s: s.lora),
+    Rule("freeze_routers", "with lora, which adapts routers only by lora_targets gate; drop it", lambda s: s.lora),
     Rule("", "optimizer_state compact has no effect with lora, whose state is small; drop it",
          lambda s: s.lora and s.optimizer_state == "compact"),
     Rule("rope_scaling", "without init_from, whose weights it extends; drop it, or give those",

@@ -181,7 +181,7 @@ def test_plans_count_no_state_of_frozen_routers():
     sizes = [step.inventory(step.unplanned(WHOLE)).gpu_state for step in (whole, frozen)]
     assert sizes[0] - sizes[1] == 2 * 6 * 32 * 12
     assert sum(whole.layer_shares) < 1 and frozen.elements == whole.elements
-    for flags, message in (({}, "on a model without experts"), ({"lora": 2}, "with lora, whose routers are frozen")):
+    for flags, message in (({}, "on a model without experts"), ({"lora": 2}, "only by lora_targets gate")):
         with pytest.raises(UserError, match=message):
             settings = TrainConfig(freeze_routers=True, init_from="base", **flags)
             check_config(settings, ["freeze_routers"])
