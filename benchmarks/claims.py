@@ -158,7 +158,7 @@ CLAIMS = [
     step("dpo_long", "4B, DPO on a prompt of 120,000 tokens and two answers of 2,000", LONG, "auto", "seconds",
          "each after its own prompt", "auto+apart"),
     step("dpo_long_24gb", "the same within 24 GiB", LONG, "24GB", "seconds", "no cap", "auto"),
-    step("dpo_long_reference", "the reference's pass, of a step", LONG, "auto", "reference_of_step"),
+    step("dpo_long_reference", "the reference's pass, ÷ a step", LONG, "auto", "reference_of_step"),
     step("dpo", "4B, DPO on a prompt of 30,720 tokens and two answers of 2,048", PAIR, "auto", "seconds", "TRL", "trl"),
     step("dpo_22gb", "the same within 22 GiB", PAIR, "22GB", "seconds", "TRL", "trl"),
     step("dpo_22gb_memory", "its GPU memory", PAIR, "22GB", "peak_gib", "TRL", "trl"),
