@@ -310,10 +310,7 @@ class MasterAdamW:
         return self.update._replace(weight_decay=state.weight_decay, learning_rate=rate)
 
     def end_update(self) -> None:
-        """Queue all that is left of an update. Kernels that are queued later find the state on the host updated.
-
-        They may write over gradients that have left for the host.
-        """
+        """Queue what is left of an update: later kernels find it done, and may write over gradients that have left."""
         self._queue_updates()
         self.ring.let_go(0)
         self.ring.close()
