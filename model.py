@@ -78,7 +78,8 @@ class RMSNorm(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor, residual: Tensor | None = None):
-        is_seen = bool(self._forward_hooks or self._backward_hooks)  # by hooks, which may read or keep its gradient
+        # Hooks may read the result's gradient, or keep it.
+        is_seen = bool(self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
         return rms_norm(
             x, local(self.weight), self.eps, residual=residual, weight_offset=self.offset,
             cast_before_weight=self.casts_first, read_once=self.read_once and not is_seen, impl=self.impl,

@@ -372,16 +372,17 @@ def test_caches_refuse_documents_and_chunks():
         model(ids, documents=find_documents(torch.zeros_like(ids)), caches=[KeyValueCache(8) for _ in model.layers])
 
 
-@pytest.mark.parametrize("kind", ["full_backward", "forward"])
+@pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre", "forward"])
 def test_hooks_of_norms_see_the_gradients_of_their_results(kind):
     found = {"torch": [], "triton": []}
     for impl, kept in found.items():
 
-        def see(module, inputs, results, kept=kept):
+        def see(module, *seen, kept=kept):
+            *_, results = seen  # or their gradients
             if kind == "forward":
                 results[0].register_hook(kept.append)
             else:
-                kept.append(results[0].clone())
+                kept.append(results[0].clone() if kind == "full_backward" else results[0])
 
         model = build()
         norm = model.layers[0].post_attention_layernorm
