@@ -203,16 +203,17 @@ class FP8(InPieces):
     def weight_gradient(
         self, dy_t: Factor, x_t: Factor, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        parts, adds = triton.cdiv(dy_t.values.shape[1], ROWS_SUMMED), out is not None and accumulate
-        if parts == 1 and not adds:
+        parts = triton.cdiv(dy_t.values.shape[1], ROWS_SUMMED)
+        if out is not None and accumulate:
+            for i in rounds(parts, out):
+                rows = slice(i * ROWS_SUMMED, (i + 1) * ROWS_SUMMED)
+                dy_rows, x_rows = (Factor(each.values[:, rows], each.scales, each.dtype) for each in (dy_t, x_t))
+                out += _product(dy_rows, x_rows)  # rounded to 16 bits, the sum is not
+            return out
+        if parts == 1:
             return _product(dy_t, x_t, out)
-        total = out if out is not None and adds else dy_t.scales.new_zeros(len(dy_t.values), len(x_t.values))
-        for i in rounds(parts, total):
-            rows = slice(i * ROWS_SUMMED, (i + 1) * ROWS_SUMMED)
-            dy_rows, x_rows = (Factor(each.values[:, rows], each.scales, each.dtype) for each in (dy_t, x_t))
-            total += _product(dy_rows, x_rows)  # rounded to 16 bits, the sum is not
-        if adds:
-            return total
+        total = dy_t.scales.new_zeros(len(dy_t.values), len(x_t.values))
+        self.weight_gradient(dy_t, x_t, out=total, accumulate=True)
         return total.to(dy_t.dtype) if out is None else out.copy_(total)
 
 
