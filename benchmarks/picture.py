@@ -33,13 +33,19 @@ def peak_of_peer() -> float:
 def stages_of_peer() -> list[Stage]:
     """Predicts the peer's step: every layer checkpointed, the loss chunked, two bf16 moments per parameter.
 
-    The peer has no float32 masters.
+    The peer has no float32 masters. In its MLP's backward Liger writes gradients over gate and up, so that a tensor of
+    the MLP's width does not exist.
     """
     model = MODEL_SIZES["4B"]
     step = step_on_meta(model, 131_072, given=Execution(attention_backend="cudnn"))
     stages = step.stages(compared_executions(step)["checkpointing, chunked loss"])
-    moments = {"optimizer": 4 * model.num_parameters()}
-    return [replace(stage, categories=stage.categories | moments) for stage in stages]
+    moments, wide = 4 * model.num_parameters(), step.element_size * step.tokens * model.intermediate_size
+
+    def of_peer(stage: Stage) -> Stage:
+        mlp = stage.categories["MLP"] - wide * stage.name.endswith(", MLP")
+        return replace(stage, categories=stage.categories | {"optimizer": moments, "MLP": mlp})
+
+    return [*map(of_peer, stages)]
 
 
 def draw_picture() -> None:
