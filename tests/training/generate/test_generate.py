@@ -56,7 +56,7 @@ def test_prompts_from_argument_input_and_files(folder, tmp_path, monkeypatch, ca
 
 
 def test_texts_past_the_declared_context_are_warned_of(tmp_path, caplog):
-    """By their lengths, whatever the context_length; and once the context is extended, no more."""
+    """Compares lengths of texts, not the context_length, with the declared context, before and after an extension."""
     config = replace(TINY, max_position_embeddings=64)
     model = Transformer(config)
     copy_weights(model, initial_weights(model, seed=0))
