@@ -76,10 +76,11 @@ class Pairs(_Sharing):
         prompt, *answers = _cut(row.get("prompt"), row["chosen"], row["rejected"])
         row = row | {"prompt": prompt}
         chosen, rejected = (self._answer(row, each, encode) for each in answers)
+        if np.array_equal(chosen.tokens, rejected.tokens):
+            raise NothingToLearn("pairs of equal answers")
         prompts = chosen.tokens[: _prompt_length(chosen)], rejected.tokens[: _prompt_length(rejected)]
         pair = _share([chosen, rejected], max(0, _equal_tokens(*prompts) - 1))
-        form = "pairs of equal answers" if np.array_equal(chosen.tokens, rejected.tokens) else "pairs"  # the log counts
-        return form, (pair.tokens, pair.masked, True), pair.columns, _hash(prompt)
+        return "pairs", (pair.tokens, pair.masked, True), pair.columns, _hash(prompt)
 
 
 def _equal_tokens(one: np.ndarray, other: np.ndarray) -> int:

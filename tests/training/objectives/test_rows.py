@@ -61,11 +61,16 @@ def test_a_pair_is_one_document_of_two_texts(tmp_path):
     assert prompts_of(store) == (0.0, 2.0)
 
 
-def test_pairs_with_an_empty_answer_are_counted(tmp_path, caplog):
+def test_pairs_with_an_empty_answer_or_equal_answers_are_left_out_and_counted(tmp_path, caplog):
     rows = [{"prompt": "ab", "chosen": "c", "rejected": "d"}]
     rows += [rows[0] | {name: text} for name in ("chosen", "rejected") for text in ("", " ")]
-    assert len(read(tmp_path, rows, objective="dpo")[0].lengths) == 1
+    rows += [rows[0] | {"rejected": "c"}]
+    with caplog.at_level("INFO"):
+        store, _ = read(tmp_path, rows, objective="orpo")
+    assert texts_of(store, 0)[0] == "ab*c*$b*d*$" and len(store.lengths) == 1
+    assert "a.jsonl: 1 row of pairs\n" in caplog.text
     assert f"data: left out rows with an empty answer: 4, the first in {tmp_path}/a.jsonl:2" in caplog.text
+    assert f"data: left out pairs of equal answers: 1, the first in {tmp_path}/a.jsonl:6" in caplog.text
 
 
 def test_an_answer_with_a_label_stands_beside_an_answer_to_the_prompt_before(tmp_path):
@@ -489,19 +494,15 @@ def test_groups_of_one_reward_have_no_advantage_and_are_said(tmp_path, caplog):
         read(tmp_path, [rows[0] | {"group": float("nan")}], objective="grpo")
 
 
-def test_equal_answers_are_said_and_chats_that_end_in_others_have_a_prompt(tmp_path, caplog):
+def test_chats_that_end_in_others_have_a_prompt():
     """The prompt of such chats is all but the last message of the shorter one, as in TRL."""
-    with caplog.at_level("INFO"):
-        store, _ = read(tmp_path, [{"prompt": "ab", "chosen": "c", "rejected": "c"}], objective="simpo")
-    assert texts_of(store, 0)[0] == "ab*c*$b*c*$" and "1 row of pairs of equal answers" in caplog.text
-    for more in ([], [ASKS, SAYS]):
-        given = []
-        Pairs(0, 1)(
-            {"chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS, *more]},
-            lambda part, given=given: (given.append(part), (np.arange(2), None, True))[1],
-        )
-        assert [part["prompt"] for part in given] == [[ASKS], [ASKS]]
-        assert [part["completion"] for part in given] == [[SAYS], [SAYS, *more]]
+    given = []
+    Pairs(0, 1)(
+        {"chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS, ASKS, SAYS]},
+        lambda part: (given.append(part), (np.arange(1 + len(given)), None, True))[1],
+    )
+    assert [part["prompt"] for part in given] == [[ASKS], [ASKS]]
+    assert [part["completion"] for part in given] == [[SAYS], [SAYS, ASKS, SAYS]]
 
 
 def test_groups_of_two_prompts_are_refused(tmp_path):
