@@ -194,6 +194,7 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
         reading=Reading(
             config.chat_reasoning, config.suffixes, config.columns, config.bad_rows,
             row_reader(config, recipe.tokenizer.eos_id, config.context_length, config.lora is not None),
+            "chat_reasoning" in recipe.given,
         ),
         validation_data=config.validation_data,
         finish=partial(complete, config, config.context_length, recipe.model.vocab_size, stored),

@@ -322,7 +322,7 @@ ONE_STEP = (
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
 ELSEWHERE = {
     "train.py": f"""{OF_ATTENTION} memory_budget context_parallel_size tensor_parallel_size replicate
-        collective_timeout data_weights chat_reasoning chat_template optimizer_state""",
+        collective_timeout data_weights chat_template optimizer_state""",
     "profile_memory.py": f"{OF_ATTENTION} optimizer_state",
     "training.evaluation": OF_ATTENTION,
     "training.generate": OF_ATTENTION,
@@ -348,7 +348,10 @@ REFUSED = {
             "lora lora_alpha lora_targets lora_bits lora_plus",
         ),
         ("--save none --checkpoint_interval 5 --keep_checkpoints 5", "checkpoint_interval keep_checkpoints"),
-        ("--suffixes .rs --columns text=a --bad_rows drop", "suffixes columns bad_rows"),
+        (
+            "--suffixes .rs --columns text=a --bad_rows drop --chat_reasoning keep",
+            "suffixes columns bad_rows chat_reasoning",
+        ),
         ("--memory_budget auto --gradient_checkpointing --compile", "gradient_checkpointing compile"),
         ("--host_budget 1GB --gradient_checkpointing", "host_budget"),
         ("--host_budget 1GB --compile", "host_budget"),

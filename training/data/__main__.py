@@ -29,7 +29,7 @@ class PrepareFlags:
     source: Path = flag(help="a file or folder of texts, JSON, Parquet or datasets' Arrow", positional=True)
     out: Path = flag(help="the set's folder, to be given to train.py as --data", positional=True)
     tokenizer: str = flag(help="a tokenizer.json or its folder, or bytes")
-    chat_reasoning: str = flag("template", "reasoning before a chat's last user message, as train.py has it", REASONING)
+    chat_reasoning: str | None = flag(None, "reasoning before a chat's last user message, as train.py has it", REASONING)
     chat_template: str | None = flag(None, "a Jinja file, or chatml, as train.py has it; default: the folder's")
     suffixes: str | None = flag(None, f"of texts, as train.py has it; default: {SUFFIXES}")
     columns: str | None = flag(None, "names of fields, as train.py has them: prompt=question,completion=answer")
@@ -55,7 +55,10 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         workers = flags.workers or len(os.sched_getaffinity(0))
-        reading = Reading(flags.chat_reasoning, flags.suffixes, flags.columns, flags.bad_rows)
+        reading = Reading(
+            flags.chat_reasoning, flags.suffixes, flags.columns, flags.bad_rows,
+            needs_chats=flags.chat_reasoning is not None,
+        )  # fmt: skip
         prepare(flags.source, flags.out, flags.tokenizer, workers, reading, flags.chat_template)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)

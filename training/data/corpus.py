@@ -26,7 +26,7 @@ def open_stores(
 
     Looks for the files of all paths before it reads any: to read a corpus takes minutes.
     """
-    unused = {*reading.renames}
+    unused = reading.awaited
 
     def find(path: str | None) -> list[Path]:
         return [] if path is None or is_prepared(Path(path)) else find_files(Path(path), reading)
@@ -43,12 +43,12 @@ def open_stores(
     files = [find(path) for path in trained_on]
     with _naming_validation_data():
         own_files = [find(path) for path in validation_data]
+    if paths:  # without them, rules refuse the flags
+        given = map(Path, [*paths, *validation_data])
+        reading.refuse_without_effect([path for path in given if not is_prepared(path)])
     stores = [*map(open_store, trained_on, files)]
     with _naming_validation_data():
         stores += map(open_store, validation_data, own_files)
-    given = zip([*(paths or ()), *validation_data], stores)  # without paths, rules refuse the flags
-    if paths:
-        reading.refuse_without_effect([Path(path) for path, store in given if isinstance(store, TokenStore)])
     refuse_unused(unused)
     return stores
 
@@ -175,11 +175,8 @@ def load_corpus(
     """
     shares = None if weights is None else parse_weights(weights, len(paths))
     stores = open_stores(paths, tokenizer, vocab_size, reading, validation_data)
-    in_memory = [store for store in stores if isinstance(store, TokenStore)]
-    if reading.reasoning and not any(store.are_samples for store in in_memory):
-        raise UserError("chat_reasoning has no effect without chats; drop it (prepare has a flag of its own)")
     if finish is not None:
-        finish(in_memory)
+        finish([store for store in stores if isinstance(store, TokenStore)])
     stores, own = stores[: max(1, len(paths))], stores[max(1, len(paths)) :]
     refuse_twice(stores, own, are_given=bool(paths))
     if own:

@@ -100,11 +100,12 @@ def prepare(
                 file.unlink()
         say_found(source, [done[name]["found"] for name in parts])
         say_left_out([done[name]["left_out"] for name in parts])
-        refuse_unused({*reading.renames}.difference(*(done[name]["used"] for name in parts)))
+        has_chats = any(AS_CHATS in what for name in parts for what in done[name]["found"])
+        used = (done[name]["used"] for name in parts)  # of parts of earlier versions, without AS_CHATS
+        refuse_unused(reading.awaited.difference(*used, [AS_CHATS] * has_chats))
         kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
         if not kept:
             raise UserError(f"{source} has no text; give a path that holds some")
-        has_chats = any(AS_CHATS in what for part in kept for what in part["found"])
         index = {
             "format": FORMAT, "tokenizer": opened.identity, "tokenizer_name": opened.name, "eos_id": opened.eos_id,
             "are_samples": any(part["are_samples"] for part in kept), "source": str(source),

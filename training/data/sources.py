@@ -93,11 +93,17 @@ class Reading(NamedTuple):
     columns: str | None = None  # see parse_columns
     bad_rows: str | None = None  # "drop" leaves rows out that cannot be read; None or "refuse": UserError
     rows: RowReader | None = None  # None: forms.py reads them, no objective
+    needs_chats: bool = False  # whether data without chats are refused: `reasoning` is a flag of this command
 
     @property
     def renames(self) -> dict[str, str]:
         """Names of fields that are read, by names in the data; see parse_columns."""
         return parse_columns(self.columns, self.rows.fields if self.rows else ())
+
+    @property
+    def awaited(self) -> set[str]:
+        """What some row must have: columns by their names in the data, and AS_CHATS; see DocumentReader.used."""
+        return {*self.renames, *[AS_CHATS] * self.needs_chats}
 
     def refuse_without_effect(self, paths: list[Path]) -> None:
         """Raises UserError for flags that no path of data heeds. A folder may heed any.
@@ -105,14 +111,16 @@ class Reading(NamedTuple):
         Args:
             paths: of the data without prepared sets, which were read with flags of their own.
         """
-        for name, value in self._asdict().items():
-            if value and name not in ("reasoning", "rows") and not paths:
+        about_rows = {"bad_rows": self.bad_rows, "chat_reasoning": self.needs_chats}
+        for name, value in ({"suffixes": self.suffixes, "columns": self.columns} | about_rows).items():
+            if value and not paths:
                 raise UserError(f"{name} has no effect on prepared sets; drop it (prepare has a flag of its own)")
         have_rows = {suffix_of(path) in CONTAINERS if path.is_file() else None for path in paths}
         if self.suffixes and have_rows == {True}:
             raise UserError(f"suffixes has no effect on {paths[0]}, whose rows are read whatever they are; drop it")
-        if self.bad_rows and have_rows == {False}:
-            raise UserError(f"bad_rows has no effect on {paths[0]}, a text without rows; drop it")
+        for name, value in about_rows.items():
+            if value and have_rows == {False}:
+                raise UserError(f"{name} has no effect on {paths[0]}, a text without rows; drop it")
 
 
 DEFAULT = Reading()
@@ -153,7 +161,7 @@ def read_documents(
     Args:
         path: a file, or a folder, whose subfolders are searched, too, in sorted order. None: the sources of Python's
             standard library on this machine.
-        unused: names of columns that no row has had; names that rows have are taken out.
+        unused: Reading.awaited; what a row has is taken out.
         files: those that find_files has found at the path, if it was asked before.
     """
     reader, document = DocumentReader(tokenizer, vocab_size, reading), None
@@ -176,9 +184,11 @@ def read_documents(
         raise UserError(f"{where} has nothing to read: no text in any {kinds} file; give other --data")
 
 
-def refuse_unused(columns: Iterable[str]) -> None:
-    """Raises UserError for names of --columns that no row has had."""
-    if names := sorted(columns):
+def refuse_unused(unused: set[str]) -> None:
+    """Raises UserError for flags that no row has heeded; see Reading.awaited."""
+    if AS_CHATS in unused:
+        raise UserError("chat_reasoning has no effect without chats; drop it")
+    if names := sorted(unused):
         raise UserError(f"columns names {names[0]!r}, which no row has; correct it, or leave it out")
 
 
@@ -333,7 +343,7 @@ class DocumentReader:
         found: how many documents of each form were made, by words for the log.
         left_out: files and rows from which nothing can be learnt: by what they are, [their number, the first's place].
         bad: rows that cannot be read.
-        used: names of columns that rows have had.
+        used: names of columns that rows have had, and AS_CHATS if one was a chat.
     """
 
     def __init__(self, tokenizer, vocab_size: int, reading: Reading = DEFAULT):
@@ -433,6 +443,7 @@ class DocumentReader:
         """Returns a row's form, in words for the log, and its tokens."""
         form, made = recognise(row)
         if "messages" in made and ("completion" not in made or self._has_template):
+            self.used.add(AS_CHATS)
             return f"{form.name}{AS_CHATS}", (*self._chat.encode(made), True)
         names = ("prompt", "completion") if "completion" in made else ("text",)
         for name in names:

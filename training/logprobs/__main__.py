@@ -80,7 +80,8 @@ def score(flags: LogProbsFlags, world: World) -> None:
     if flags.chat_template:
         tokenizer = open_tokenizer(flags.tokenizer or opened.tokenizer.name, flags.chat_template)
     rows = text_reader(flags.objective, tokenizer.eos_id, flags.context_length)
-    reading = Reading(flags.chat_reasoning, None, flags.columns, flags.bad_rows, rows)
+    has_reasoning = flags.chat_reasoning is not None
+    reading = Reading(flags.chat_reasoning, None, flags.columns, flags.bad_rows, rows, has_reasoning)
     stores = open_stores(flags.data, tokenizer, opened.shape.vocab_size, reading, flags.validation_data)
     in_memory = [each for each in stores if isinstance(each, TokenStore)]
     if len(in_memory) < len(stores):

@@ -33,7 +33,7 @@ TRAIN = (
          "without init_from, which it adapts; drop it, or give that",
          lambda s: s.init_from is None and s.resume == "no"),
     Rule("checkpoint_interval keep_checkpoints", "with save none; drop one", lambda s: s.save == "none"),
-    Rule("suffixes columns bad_rows", "without data; drop it, or give those",
+    Rule("suffixes columns bad_rows chat_reasoning", "without data; drop it, or give those",
          lambda s: not s.data + s.validation_data),
     Rule("gradient_checkpointing compile", "with memory_budget; drop one", lambda s: s.memory_budget is not None),
     Rule("host_budget", "with gradient_checkpointing; drop one", lambda s: s.gradient_checkpointing),

@@ -81,8 +81,22 @@ def test_settings_that_do_not_go_together(paths, settings, message):
         load(paths, **settings)
     with pytest.raises(ValueError, match="data_weights mix several paths of --data: got 1"):
         load(paths[:1], weights="1")
-    with pytest.raises(ValueError, match="chat_reasoning has no effect without chats"):
-        load(paths[:1], reading=Reading("keep"))
+
+
+def test_reasoning_of_chats_is_refused_where_there_are_none(paths, tmp_path, capsys):
+    """Texts are refused before they are read. A resumed run keeps a setting that no flag has given."""
+    text = tmp_path / "a.txt"
+    text.write_text("a text")
+    run = ["--output_dir", str(tmp_path / "run"), "--device", "cpu", "--show_batch", "--context_length", "64"]
+    on_text = f"chat_reasoning has no effect on {text}, a text without rows; drop it"
+    for data, message in (([str(text)], on_text), (paths, "chat_reasoning has no effect without chats; drop it")):
+        assert train.main([*run, "--data", *data, "--chat_reasoning", "keep"]) == 1
+        assert message in capsys.readouterr().err
+        with pytest.raises(ValueError, match=message):
+            load(data, reading=Reading("keep", needs_chats=True))
+    assert load(paths, reading=Reading("keep"))
+    assert prepare(["prepare", str(text), str(tmp_path / "set"), "--tokenizer", "bytes", "--chat_reasoning", "drop"])
+    assert on_text in capsys.readouterr().err and not (tmp_path / "set").exists()
 
 
 def test_a_batch_is_shown_with_its_targets(paths):

@@ -200,7 +200,8 @@ def test_a_set_of_chats_is_trained_with_the_template_that_wrote_it(tmp_path, one
     for name, row in (("chats", chat), ("samples", {"prompt": "he", "completion": "x"})):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
         source, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name} set"
-        prepare(source, out, path, chat_template=str(tmp_path / "A.jinja"))
+        reading = Reading(needs_chats=name == "chats")
+        prepare(source, out, path, reading=reading, chat_template=str(tmp_path / "A.jinja"))
     with_templates = [open_tokenizer(path, name and str(tmp_path / name)) for name in ("A.jinja", "B.jinja", None)]
     for tokenizer in with_templates:
         PreparedStore(tmp_path / "samples set", tokenizer, 300)
@@ -408,6 +409,8 @@ def test_rows_that_cannot_be_read(tmp_path, corpus, one_process, caplog):
         open_stores([str(tmp_path / "set")], load_tokenizer("bytes"), 256, reading)
     with pytest.raises(UserError, match="columns names 'none', which no row has"):
         prepare(corpus, tmp_path / "other", "bytes", reading=Reading(None, None, "text=a,prompt=none", "drop"))
+    with pytest.raises(UserError, match="chat_reasoning has no effect without chats; drop it"):
+        prepare(corpus, tmp_path / "third", "bytes", reading=reading._replace(bad_rows="drop", needs_chats=True))
 
 
 def test_no_part_is_begun_after_one_with_rows_that_cannot_be_read(tmp_path):

@@ -62,7 +62,10 @@ def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, c
 def test_log_probabilities_of_data_that_a_run_refuses_are_not_made(tmp_path, capsys):
     base, data = str(weights_of_another_shape(tmp_path, num_hidden_layers=1)), write(tmp_path / "data.jsonl", 9, "a")
     known = ["--objective", "dpo", "--context_length", "64", "--device", "cpu", "--data", data]
-    for more, message in (([data], "which are one file"), (["--validation_data", data], "is in validation_data")):
+    for more, message in (
+        ([data], "which are one file"), (["--validation_data", data], "is in validation_data"),
+        (["--chat_reasoning", "keep"], "chat_reasoning has no effect without chats; drop it"),
+    ):  # fmt: skip
         assert logprobs.main([base, str(tmp_path / "out"), *known, *more]) == 1
         assert message in capsys.readouterr().err and not (tmp_path / "out" / "logprobs.json").exists()
 
