@@ -29,7 +29,7 @@ class PrepareFlags:
     source: Path = flag(help="a file or folder of texts, JSON, Parquet or datasets' Arrow", positional=True)
     out: Path = flag(help="the set's folder, to be given to train.py as --data", positional=True)
     tokenizer: str = flag(help="a tokenizer.json or its folder, or bytes")
-    chat_reasoning: str | None = flag(None, "reasoning before a chat's last user message, as train.py has it", REASONING)
+    chat_reasoning: str | None = flag(None, "reasoning before the last user message, as train.py has it", REASONING)
     chat_template: str | None = flag(None, "a Jinja file, or chatml, as train.py has it; default: the folder's")
     suffixes: str | None = flag(None, f"of texts, as train.py has it; default: {SUFFIXES}")
     columns: str | None = flag(None, "names of fields, as train.py has them: prompt=question,completion=answer")

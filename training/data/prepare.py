@@ -101,7 +101,7 @@ def prepare(
         say_found(source, [done[name]["found"] for name in parts])
         say_left_out([done[name]["left_out"] for name in parts])
         has_chats = any(AS_CHATS in what for name in parts for what in done[name]["found"])
-        used = (done[name]["used"] for name in parts)  # of parts of earlier versions, without AS_CHATS
+        used = (done[name]["used"] for name in parts)  # parts of earlier versions lack AS_CHATS
         refuse_unused(reading.awaited.difference(*used, [AS_CHATS] * has_chats))
         kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
         if not kept:

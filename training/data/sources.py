@@ -102,7 +102,7 @@ class Reading(NamedTuple):
 
     @property
     def awaited(self) -> set[str]:
-        """What some row must have: columns by their names in the data, and AS_CHATS; see DocumentReader.used."""
+        """Names of columns in the data, and AS_CHATS, that some row must have; see DocumentReader.used."""
         return {*self.renames, *[AS_CHATS] * self.needs_chats}
 
     def refuse_without_effect(self, paths: list[Path]) -> None:
