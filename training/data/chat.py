@@ -50,7 +50,8 @@ class ChatTemplate:
         self._tokenizer, self._reasoning = tokenizer, reasoning
         self._file, source = read_template(tokenizer)
         if source is None:
-            cure = "add chat_template.jinja, or give --chat_template"
+            how = "--chat_template" if tokenizer.has_template_flag else "--tokenizer a folder that has one"
+            cure = f"add chat_template.jinja, or give {how}"
             raise UserError(f"chats need a chat template, and {tokenizer.folder} has none: {cure}")
         self._template = Template(source, self._file, tokenizer.special_tokens)
         self._turns = Turns(self._template, tokenizer)

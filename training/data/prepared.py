@@ -94,7 +94,8 @@ class PreparedStore(Store):
             ours = f"this run's end with {tokenizer.eos_id} ({tokenizer.eos_token})"
             raise UserError(f"{was} documents that end with id {ends}, {ours}: {AGAIN}")
         if (made := index.get("chat_template")) and made != template_hash(tokenizer):
-            raise UserError(f"{was} another chat template than this run's; give --chat_template as then, or {AGAIN}")
+            flag = "--chat_template" if tokenizer.has_template_flag else "--tokenizer"
+            raise UserError(f"{was} another chat template than this run's; give {flag} as then, or {AGAIN}")
         self.folder, self.eos_id, self.are_samples = folder, tokenizer.eos_id, index["are_samples"]
         self._vocab_size, self.parts = vocab_size, [part["name"] for part in index["parts"]]
         # Equal for sets of the same corpus, wherever and whenever they were made.

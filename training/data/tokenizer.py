@@ -30,6 +30,7 @@ class ByteTokenizer:
     name = identity = "bytes"
     vocab_size = ordinary_size = 256
     eos_id, eos_token = 0, "\0"
+    has_template_flag = False
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
@@ -50,6 +51,8 @@ class FileTokenizer:
     Special tokens that are written out in a text become their ids. The token that ends documents is the folder's
     eos_token; without one the first eos_token_id of its model, or the first of END_OF_TEXT_TOKENS.
     """
+
+    has_template_flag = True  # whether the command has --chat_template, for what errors say
 
     def __init__(self, path: Path):
         path = path / "tokenizer.json" if path.is_dir() else path

@@ -39,7 +39,8 @@ class Turns:
         if not template.is_marked and not self.ends:
             fault = "show where the assistant's turns begin and end" if is_once else "write each message once"
             cure = "in a copy of it put {% generation %} and {% endgeneration %} around the assistant's words"
-            raise UserError(f"chat template {template.file} does not {fault}: {cure}, and give it as --chat_template")
+            name = "--chat_template" if tokenizer.has_template_flag else "chat_template.jinja beside the tokenizer"
+            raise UserError(f"chat template {template.file} does not {fault}: {cure}, and give it as {name}")
         bos = tokenizer.special_tokens.get("bos_token", "")
         tokens = (token for token in self._added if any(token in end for end in self.ends))
         words = (*self.borders, *map(str.strip, self.ends), *tokens, bos if text.startswith(bos) else "")

@@ -69,6 +69,7 @@ def open_folder(flags: ModelFlags, world: World) -> Opened:
     settings, corpus = state.get("settings", {}), state.get("loader", {}).get("corpus_crc32")
     kinds = attention_of(flags, shape, settings, world.device)
     tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
+    tokenizer.has_template_flag = hasattr(flags, "chat_template")
     find_all(folder, parameter_shapes(shape))  # refuses weights that are not whole before data are read
     return Opened(folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), corpus)
 

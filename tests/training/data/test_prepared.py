@@ -206,8 +206,10 @@ def test_a_set_of_chats_is_trained_with_the_template_that_wrote_it(tmp_path, one
     for tokenizer in with_templates:
         PreparedStore(tmp_path / "samples set", tokenizer, 300)
     PreparedStore(tmp_path / "chats set", with_templates[0], 300)
-    for tokenizer in with_templates[1:]:
-        with pytest.raises(UserError, match="chats set was prepared with another chat template than this run's"):
+    with_templates[2].has_template_flag = False
+    for tokenizer, flag in zip(with_templates[1:], ("--chat_template", "--tokenizer")):
+        was = "chats set was prepared with another chat template than this run's"
+        with pytest.raises(UserError, match=f"{was}; give {flag} as then, or delete"):
             PreparedStore(tmp_path / "chats set", tokenizer, 300)
 
 

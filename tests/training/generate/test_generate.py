@@ -138,7 +138,7 @@ def test_top_p_keeps_the_likeliest_tokens():
     assert shares[1] == pytest.approx(0.5 / 0.8, abs=0.05)
 
 
-def test_a_chat_is_framed_by_the_folders_template(tmp_path, monkeypatch, capsys):
+def test_a_chat_is_framed_by_the_folders_template_or_the_command_says_how_to_give_one(tmp_path, monkeypatch, capsys):
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}"
     template += "{% if add_generation_prompt %}[assistant] {% endif %}"
     torch.manual_seed(0)
@@ -157,6 +157,19 @@ def test_a_chat_is_framed_by_the_folders_template(tmp_path, monkeypatch, capsys)
     assert text == "[system] Be brief.<|im_end|>[user] Who?<|im_end|>[assistant] "
     assert generate.main([str(folder), "--device", "cpu", "--system", "Be brief.", "Who?"]) == 1
     assert "system has no effect without --chat" in capsys.readouterr().err
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat}))
+    data, cpu = ["--data", str(tmp_path / "a.jsonl")], ["--device", "cpu"]
+    for source, message in (("{{ messages }}", "and give it as {}"), ("", "add chat_template.jinja, or give {}")):
+        (folder / "chat_template.jinja").write_text(source) if source else (folder / "chat_template.jinja").unlink()
+        theirs = "chat_template.jinja beside the tokenizer" if source else "--tokenizer a folder that has one"
+        for command, flags, cure in (
+            (generate, ["--chat", "Who?"], theirs),
+            (evaluation, [*data, "--samples", "0"], theirs),
+            (logprobs, [str(tmp_path / "out"), *data], "--chat_template\n"),
+        ):
+            assert command.main([str(folder), *flags, *cpu]) == 1
+            assert message.format(cure) in capsys.readouterr().err
 
 
 def test_a_tokenizer_may_have_an_added_token_more_than_the_model(tmp_path, monkeypatch, capsys):
