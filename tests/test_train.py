@@ -295,7 +295,7 @@ def test_out_of_memory_is_explained_before_the_one_line(corpus, tmp_path, monkey
     assert capsys.readouterr().err.splitlines()[-2:] == ["128 tokens", "error: CUDA out of memory."]
 
 
-def test_a_batch_is_shown_where_a_run_has_been(corpus, tmp_path, capsys):
+def test_a_batch_is_shown_where_a_run_has_been_and_without_weights(corpus, tmp_path, capsys):
     """Most people try --show_batch after a run in the same, default, output_dir."""
     run = tmp_path / "run"
     assert train.main(arguments(corpus, run, steps=1)) == 0
@@ -304,6 +304,11 @@ def test_a_batch_is_shown_where_a_run_has_been(corpus, tmp_path, capsys):
     assert train.main(arguments(corpus, run, "--show_batch", "--context_length", "32")) == 0
     assert "of 32 tokens are trained on" in capsys.readouterr().out
     assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before
+    (folder := run / "step_00000001").joinpath("model.safetensors").unlink()
+    start = arguments(corpus, tmp_path / "other", "--init_from", str(folder), "--context_length", "32")
+    assert train.main(start) == 1 and "model.safetensors" in capsys.readouterr().err
+    assert train.main([*start, "--show_batch"]) == 0
+    assert "of 32 tokens are trained on" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -317,7 +317,7 @@ def decide(given: dict, world: World) -> Recipe:
             raise UserError(f"{was}; drop what differs, or {start_from(checkpoint)}")
         config.tokenizer = choose_tokenizer(config, checkpoint)
         weights, carried = dict[str, Entry](), NOTHING
-        if source:
+        if source and (checkpoint or not config.show_batch):  # a batch is shown without weights
             shapes = parameter_shapes(model)
             shapes |= recipe.trained.shapes(shapes)
             weights = find_weights(source.folder, shapes, may_lack=source.fresh)
