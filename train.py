@@ -28,7 +28,7 @@ from statistics import mean
 
 import torch
 
-from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old
+from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old, tokenizer_of
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
 from training.checkpoint.weights import NO_COMPANIONS, Companions, folders_of, read_companions, read_image_settings
@@ -176,6 +176,12 @@ def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
         companions = read_companions(file, weights if file.parent in weights else [])
         companions = companions.joined(Companions(tokenizer.changed_files()))
         companions = companions.stopping_at(stop_ids(tokenizer, loader.store.are_samples))
+    elif weights:
+        trained_on = ""
+        with contextlib.suppress(UserError):  # words, whose tokenizer is not there
+            trained_on = tokenizer_of(weights[0])
+        if trained_on == "bytes":
+            companions = read_companions(weights[0] / "tokenizer.json", weights)
     return companions.joined(read_image_settings(weights)).joined(recipe.companions())
 
 

@@ -18,7 +18,18 @@ from safetensors.torch import load_file
 import train
 from model import MODEL_SIZES
 from tests.ranks import announce, meeting_point
-from tests.runs import ROOT, arguments, edit_trainer_json, interrupt, losses, metrics, only_resume, parse, weights
+from tests.runs import (
+    ROOT,
+    arguments,
+    edit_trainer_json,
+    interrupt,
+    losses,
+    metrics,
+    only_resume,
+    parse,
+    weights,
+    weights_of_another_shape,
+)
 from training.generate.inference import open_tokenizer
 from training.host.errors import UserError
 from training.memory.cost_model import forward_flops
@@ -293,6 +304,28 @@ def test_out_of_memory_is_explained_before_the_one_line(corpus, tmp_path, monkey
     monkeypatch.setattr(train, "explain_out_of_memory", lambda recipe, plan, device: f"{plan.step.tokens} tokens")
     assert train.main(arguments(corpus, tmp_path / "run")) == 1
     assert capsys.readouterr().err.splitlines()[-2:] == ["128 tokens", "error: CUDA out of memory."]
+
+
+def test_defaults_for_generation_go_along_with_weights_trained_on_bytes(corpus, tmp_path):
+    """They have ids of the weights' tokenizer: a run that takes words' weights to bytes leaves them out."""
+    folder = weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1)
+    defaults, ids = b'{"eos_token_id": [7, 5], "top_p": 0.9}', {"eos_token_id": 7, "bos_token_id": 3}
+    (folder / "generation_config.json").write_bytes(defaults)
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | ids))
+    (folder / "manifest.json").unlink()  # it has checksums of config.json
+    for name, more in (("whole", []), ("adapters", ["--lora", "4", "--tokenizer", "bytes"])):
+        run = tmp_path / name
+        start = arguments(corpus, run, "--init_from", str(folder), "--validation_sequences", "0", *more, steps=1)
+        assert train.main(start) == 0 and train.main(only_resume(run, "--max_steps", "2")) == 0
+        for step in (1, 2):
+            saved = run / f"step_{step:08d}"
+            assert (saved / "generation_config.json").read_bytes() == defaults
+            assert json.loads((saved / "config.json").read_text()).items() >= ids.items()
+    (folder / "trainer.json").unlink()
+    (folder / "tokenizer.json").write_text("{}")
+    start = arguments(corpus, tmp_path / "words", "--init_from", str(folder), "--tokenizer", "bytes", steps=1)
+    assert train.main(start) == 0
+    assert not (tmp_path / "words" / "step_00000001" / "generation_config.json").exists()
 
 
 def test_a_batch_is_shown_where_a_run_has_been_and_without_weights(corpus, tmp_path, capsys):
