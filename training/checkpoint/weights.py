@@ -46,6 +46,7 @@ COMPANIONS = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", *COMPANIONS_OF_MODELS,
 )  # fmt: skip
 TOKENIZER_ADVICE = "give --tokenizer the path of a tokenizer.json"
+Found = tuple[dict[str, Entry], Adapters | None]  # where a folder has each weight, and the adapters that it has beside
 
 
 @dataclass(frozen=True)
@@ -142,20 +143,22 @@ def find_weights(
     }
 
 
-def find_all(path: str | Path, expected: dict[str, tuple[int, ...]]) -> tuple[dict[str, Entry], Adapters | None]:
-    """Returns where a folder has each weight, and the adapters that it has beside. Raises what `find_weights` does."""
+def find_all(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Found:
+    """Looks for the weights of a folder. Raises what `find_weights` does."""
     adapters = read_adapters(path)[0] if has_adapters(path) else None
     return find_weights(path, expected | (adapters.shapes(expected) if adapters else {})), adapters
 
 
-def load_model_weights(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, Tensor]]:
+def load_model_weights(
+    path: str | Path, expected: dict[str, tuple[int, ...]], found: Found | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time. All ranks call this.
 
     Weights of a folder of adapters are merged, in float32. Adapters that were trained beside matrices in 8 or 4 bits
-    are added to these, which are bf16. This call itself does `find_weights` and `verify_weights`, and raises what they
-    do.
+    are added to these, which are bf16. This call itself does `verify_weights`, and `find_all` if its result is not
+    given as `found`, and raises what they do.
     """
-    entries, adapters = find_all(path, expected)
+    entries, adapters = found or find_all(path, expected)
     bits = read_frozen_bits(path) if adapters else 16
     if bits < 16:
         check_library(f"{path}, whose adapters were trained beside {bits} bits per weight,")

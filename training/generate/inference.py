@@ -22,7 +22,14 @@ from kernels.attention.full import choose_backend
 from kernels.parts import MixerKind
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from training.checkpoint.files import load_trainer_state, tokenizer_of
-from training.checkpoint.weights import find_all, folders_of, load_model_weights, parameter_shapes, shape_of_weights
+from training.checkpoint.weights import (
+    Found,
+    find_all,
+    folders_of,
+    load_model_weights,
+    parameter_shapes,
+    shape_of_weights,
+)
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from training.families.rope import beyond
 from training.families.rows import token_ids
@@ -53,6 +60,7 @@ class Opened:
     kinds: tuple[MixerKind, ...]  # how each layer attends
     tokenizer: ByteTokenizer | FileTokenizer
     stop_ids: frozenset[int]  # end what the model writes: the tokenizer's end of text, and the folder's eos_token_id
+    weights: Found
     corpus_crc32: int | None  # identity of the documents that its run was trained on; None where no run made it
 
 
@@ -70,8 +78,8 @@ def open_folder(flags: ModelFlags, world: World) -> Opened:
     kinds = attention_of(flags, shape, settings, world.device)
     tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
     tokenizer.has_template_flag = hasattr(flags, "chat_template")
-    find_all(folder, parameter_shapes(shape))  # refuses weights that are not whole before data are read
-    return Opened(folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), corpus)
+    weights = find_all(folder, parameter_shapes(shape))  # refuses weights that are not whole before data are read
+    return Opened(folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), weights, corpus)
 
 
 def attention_of(flags: ModelFlags, shape: ModelConfig, settings: dict, device: torch.device) -> tuple[MixerKind, ...]:
@@ -167,7 +175,7 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
     device, shape = world.device, opened.shape
     dtype, budget = dtype_on(device), memory_budget(budget_text, device)
     takes = check_memory(shape, cached, device, budget)
-    weights = load_model_weights(opened.folder, parameter_shapes(shape))  # compares headers, reads nothing yet
+    weights = load_model_weights(opened.folder, parameter_shapes(shape), opened.weights)  # reads no tensor yet
     logger.info("memory: %s, of %s", takes, gib(budget))
     if device.type == "cuda":
         cap_gpu_memory(budget, device)

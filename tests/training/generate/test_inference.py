@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import train
 from kernels.attention import NSA, Sparse
 from kernels.attention.full import FULL
 from model import MODEL_SIZES, Block, Transformer
 from tests.checkpoints import save_checkpoint
+from training.checkpoint import weights as weights_in_files
 from training.checkpoint.weights import parameter_shapes
 from training.evaluation import __main__ as evaluation
 from training.export.__main__ import main as export_main
@@ -81,6 +83,22 @@ def test_weights_that_are_missing_or_of_another_size_are_refused_before_the_data
             assert run([str(made), *out, "--data", "no data", "--device", "cpu"]) == 1
             assert message in capsys.readouterr().err
         (made / "model.safetensors").unlink(missing_ok=True)
+
+
+def test_a_copy_of_a_tied_head_is_compared_once(folder, tmp_path, monkeypatch):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
+    (text := tmp_path / "a.jsonl").write_text('{"text": "abc"}')
+    compared, are_equal = [], weights_in_files._are_equal
+    monkeypatch.setattr(weights_in_files, "_are_equal", lambda *pair: compared.append(pair) or are_equal(*pair))
+    for run, flags in (
+        (generate.main, ["ab", "--max_new_tokens", "1"]), (logprobs.main, [str(tmp_path / "out"), "--data", str(text)]),
+        (evaluation.main, ["--data", str(text), "--samples", "0"]),
+    ):  # fmt: skip
+        assert run([str(tmp_path), *flags, "--device", "cpu"]) == 0
+        assert len(compared) == 1 and not compared.clear()
 
 
 NOT_SETTINGS = [True, -3, 2.5, 10**400, float("nan"), [], [[]], {"a": 1}, "x", "", "a\nb", "\0"]
