@@ -32,7 +32,7 @@ from training.families.lora import (
 from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
 from training.families.rows import token_ids
 from training.host.errors import UserError, hub_download, refused_as_user_error
-from training.host.files import JSON_BYTES, read_file, read_json
+from training.host.files import JSON_BYTES, did_you_mean, read_file, read_json
 from training.optim.quantized import check_library, is_quantized, quantize
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
         lacks = "has no config.json" if Path(folder).is_dir() else "does not exist"
         is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not Path(folder).parent.exists()
         download = hub_download(f"{folder} --local-dir DIR")
-        hint = f"; if it is a model of the Hugging Face Hub: {download}" if is_name else ""
+        hint = f"; if it is a model of the Hugging Face Hub: {download}" if is_name else did_you_mean(Path(folder))
         raise UserError(f"{folder} {lacks}; give a checkpoint's step_ folder or one in Hugging Face's form{hint}")
     with refused_as_user_error(f"cannot take {path}: "):
         return from_config_json(read_json(path))

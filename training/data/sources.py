@@ -32,7 +32,7 @@ from training.data.forms import FIELDS, NothingToLearn, is_row, parse_columns, r
 from training.data.tokenizer import check_ids
 from training.host.choices import SUFFIXES
 from training.host.errors import UserError, hub_download
-from training.host.files import inside, read_file, read_json
+from training.host.files import did_you_mean, inside, read_file, read_json
 
 logger = logging.getLogger(__name__)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
@@ -219,7 +219,8 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
     if not path.exists():
         hub = hub_download(f"{path} --repo-type dataset --local-dir DIR")
         is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
-        hint = f"; if it is a dataset of the Hugging Face Hub: {hub}, then --data DIR" if is_name else ""
+        on_hub = f"; if it is a dataset of the Hugging Face Hub: {hub}, then --data DIR"
+        hint = on_hub if is_name else did_you_mean(path)
         raise UserError(f"data path {path} does not exist; give --data a file or a folder{hint}")
     if path.is_dir():
         files: list[Path] = []

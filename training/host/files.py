@@ -50,6 +50,15 @@ def check_can_write_into(folder: Path, name: str, flag: str) -> None:
     check_can_write(folder / name, flag)
 
 
+def did_you_mean(path: Path) -> str:
+    """Returns a hint, for the end of an error, at a path that differs from a wrong path by the case of its name."""
+    with contextlib.suppress(OSError):
+        for other in path.parent.iterdir():
+            if other.name.lower() == path.name.lower() and other.name != path.name:
+                return f"; did you mean {other}?"
+    return ""
+
+
 def read_file(file: Path, what_to_do: str, most: float = math.inf) -> bytes:
     """Returns the content of a file.
 
@@ -63,7 +72,8 @@ def read_file(file: Path, what_to_do: str, most: float = math.inf) -> bytes:
             raise UserError(f"cannot read {file}: it has {size} bytes, at most {most} are read; {what_to_do}")
         return file.read_bytes()
     except OSError as error:
-        raise UserError(f"cannot read {str(file)[:SHOWN_OF_A_PATH]}: {error.strerror}; {what_to_do}") from None
+        why = f"{error.strerror}; {what_to_do}{did_you_mean(file)}"
+        raise UserError(f"cannot read {str(file)[:SHOWN_OF_A_PATH]}: {why}") from None
 
 
 def read_json(file: Path) -> dict:

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from training.checkpoint.weights import shape_of_weights
+from training.data.sources import find_files
+from training.data.tokenizer import load_tokenizer
 from training.host.errors import UserError
 from training.host.files import inside, making, only_run_in, replace_file, replacing
 
@@ -85,6 +88,22 @@ def test_a_file_names_only_files_of_its_folder(tmp_path, name):
         inside(tmp_path, name, tmp_path / "index.json")
     assert len(str(error.value)) < 300
     assert inside(tmp_path, "a b.arrow", tmp_path / "index.json") == tmp_path / "a b.arrow"
+
+
+def test_a_missing_path_that_differs_by_case_from_another_is_answered_with_that(tmp_path, monkeypatch):
+    (tmp_path / "SmolLM2-135M").mkdir()
+    (tmp_path / "SmolLM2-360M").touch()
+    monkeypatch.chdir(tmp_path)
+    meant = "; did you mean SmolLM2-135M?"
+    for find, path, hint in (
+        (shape_of_weights, "smollm2-135m", meant), (shape_of_weights, "smollm2-135", None),
+        (find_files, Path("smollm2-135M"), meant), (find_files, Path("SmolLM3"), None),
+        (load_tokenizer, "smollm2-135m", meant), (load_tokenizer, "smollm2", None),
+        (load_tokenizer, f"{tmp_path}/smollm2-135m", f"; did you mean {tmp_path}/SmolLM2-135M?"),
+    ):  # fmt: skip
+        with pytest.raises(UserError) as error:
+            find(path)
+        assert str(error.value).endswith(hint) if hint else "did you mean" not in str(error.value)
 
 
 def test_two_runs_in_one_folder_refuse_each_other(tmp_path):
