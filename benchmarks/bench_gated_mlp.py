@@ -19,7 +19,8 @@ from benchmarks.common import (
     require_close,
     time_interleaved,
 )
-from kernels.gated_mlp import gated_mlp, gated_mlp_reference, geglu, swiglu
+from kernels.gated_activation import geglu, swiglu
+from kernels.gated_mlp import gated_mlp, gated_mlp_reference
 
 TILE_SIZES = (4096, 8192, 16384)
 

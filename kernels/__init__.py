@@ -18,7 +18,8 @@ from .convolution import qkv_convolution
 from .cross_entropy import CrossEntropyLoss, cross_entropy
 from .delta_net import delta_rule
 from .experts import expert_mlp, route
-from .gated_mlp import gated_mlp, geglu, swiglu
+from .gated_activation import geglu, swiglu
+from .gated_mlp import gated_mlp
 from .linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from .rms_norm import rms_norm
 from .rope import rope

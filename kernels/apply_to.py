@@ -14,7 +14,7 @@ from types import FunctionType, MethodType
 import torch.nn.functional as F
 from torch import nn
 
-from .gated_mlp import geglu, swiglu
+from .gated_activation import geglu, swiglu
 from .linear_cross_entropy import linear_cross_entropy
 from .rms_norm import rms_norm
 from .rope import rope

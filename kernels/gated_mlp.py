@@ -1,16 +1,7 @@
-"""Gated feed-forward layer, down(act(gate(x)) * up(x)): its activation in one launch, and the whole layer in tiles.
+"""Gated feed-forward layer, down(act(gate(x)) * up(x)), at once or in tiles.
 
-Let a = act(gate), and d the gradient of a * up. Then
-
-    d_gate = d * up * act'(gate),  d_up = d * a
-
-act is SiLU (SwiGLU) or GELU in its tanh form (GEGLU). Both are x * sigmoid(y): y = x for SiLU, and y = 2 z for GELU,
-since 0.5 (1 + tanh(z)) = sigmoid(2 z). A gate of attention's output has the sigmoid alone. Arithmetic is in float32,
-with one rounding at the end.
-
-Kept for backward: gate and up by `swiglu` and `geglu`, which compute the activation again; the input, gate and up by
-`gated_mlp` at once. For down_weight's gradient one launch makes a * up again beside the other gradients. In PyTorch,
-and with linear maps other than the plain one, a * up is kept as well. `gated_mlp` in tiles keeps the input alone.
+Kept for backward: the input, gate and up by `gated_mlp` at once, where one launch makes act(gate) * up again beside
+the gradients; in PyTorch, and with adapters, act(gate) * up as well. `gated_mlp` in tiles keeps the input alone.
 
 A tile is some rows of the input. Tiles go through the layer one after another, in buffers of one tile. Backward
 computes a tile's gate and up again, two of its eleven matrix products. Then d_gate overwrites gate, d_up overwrites up,
@@ -19,34 +10,22 @@ and their gradients only. Weight gradients add up over tiles in float32.
 """
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .common import cast_by_autocast, operation, rounds, use_triton
+from .gated_activation import activated, activation_gradients, gated_activation, gated_activation_reference
 from .linear import PLAIN, Linear
 from .parts import Parameter, Weight, Work, part_of, tensors_of, weight_of
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP
-BLOCK_SIZE = 2048  # columns of one row that one program works on
-
-
-def gated_activation_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Returns act(gate) * up in plain PyTorch; float64 stays float64."""
-    compute_dtype = torch.promote_types(gate.dtype, torch.float32)
-    x = gate.to(compute_dtype)
-    gelu = partial(F.gelu, approximate="tanh")
-    functions: dict[str, Callable] = {"silu": F.silu, "gelu_tanh": gelu, "sigmoid": F.sigmoid}
-    value = functions[activation](x)
-    return (value * up.to(compute_dtype)).to(gate.dtype)
 
 
 def gated_mlp_reference(
@@ -57,106 +36,6 @@ def gated_mlp_reference(
     return F.linear(gated_activation_reference(gate, up, activation), down_weight)
 
 
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """Returns act(x) and act'(x)."""
-    if ACTIVATION == "gelu_tanh":
-        y = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 sqrt(2 / pi) (...)
-        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-    else:
-        y = x
-        slope = 1.0
-    e = tl.exp(-tl.abs(y))  # never overflows; sigmoid(y) (1 - sigmoid(y)) keeps its digits at both ends
-    r = 1.0 / (1.0 + e)
-    sigmoid = tl.where(y >= 0, r, e * r)
-    if ACTIVATION == "sigmoid":
-        return sigmoid, e * r * r
-    return x * sigmoid, sigmoid + e * r * r * x * slope
-
-
-@triton.jit
-def _gated_activation_forward_kernel(
-    gate_ptr, up_ptr, output_ptr, gate_stride, up_stride,
-    F: tl.constexpr, BLOCK_F: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    blocks_per_row: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
-    columns = (tl.program_id(0) % blocks_per_row) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
-    mask = columns < F
-    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0)
-    value, _ = activate(gate, ACTIVATION)
-    tl.store(output_ptr + row * F + columns, (value * up.to(tl.float32)).to(up.dtype), mask=mask)
-
-
-@triton.jit
-def _gated_activation_backward_kernel(
-    gate_ptr, up_ptr, d_output_ptr, d_gate_ptr, d_up_ptr, output_ptr, gate_stride, up_stride,
-    F: tl.constexpr, BLOCK_F: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """Outputs may be inputs: each program reads its elements before it writes them."""
-    blocks_per_row: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
-    row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
-    columns = (tl.program_id(0) % blocks_per_row) * BLOCK_F + tl.arange(0, BLOCK_F)  # [BLOCK_F]
-    mask = columns < F
-    offsets = row * F + columns
-    d_output = tl.load(d_output_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0)
-    dtype = up.dtype
-    up = up.to(tl.float32)
-    value, derivative = activate(gate, ACTIVATION)
-    tl.store(d_gate_ptr + offsets, (d_output * up * derivative).to(dtype), mask=mask)
-    tl.store(d_up_ptr + offsets, (d_output * value).to(dtype), mask=mask)
-    if output_ptr is not None:
-        tl.store(output_ptr + offsets, (value * up).to(dtype), mask=mask)
-
-
-def _launch(kernel, gate, up, *others, activation):
-    """Runs `kernel` over gate and up, [rows, F] with rows of any spacing, and over `others`, [rows, F] contiguous."""
-    if gate.is_meta:
-        return
-    rows, columns = gate.shape
-    block = min(BLOCK_SIZE, triton.next_power_of_2(columns))
-    kernel[(rows * triton.cdiv(columns, block),)](
-        gate, up, *others, gate.stride(0), up.stride(0), F=columns, BLOCK_F=block, ACTIVATION=activation
-    )
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Views `x` as [rows, F] with contiguous rows, without a copy for halves of a fused projection."""
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-@operation("fathom::gated_activation", lambda gate, *_: gate.new_empty(gate.shape))
-def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    output = gate.new_empty(gate.shape)
-    _launch(_gated_activation_forward_kernel, _rows(gate), _rows(up), output, activation=activation)
-    return output
-
-
-@operation("fathom::gated_activation_backward", lambda _, *two: tuple(x.new_empty(x.shape) for x in two[:2]))
-def _gated_activation_backward(d_output: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    gradients = d_output.contiguous(), d_gate, d_up, None
-    _launch(_gated_activation_backward_kernel, _rows(gate), _rows(up), *gradients, activation=activation)
-    return d_gate, d_up
-
-
-@operation(
-    "fathom::gated_activation_again", lambda _, *two: tuple(x.new_empty(x.shape) for x in two[:2]), mutates=["d_output"]
-)
-def _gated_activation_again(d_output: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of gate and up, and overwrites d_output, which is contiguous, by act(gate) * up."""
-    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    _launch(
-        _gated_activation_backward_kernel, _rows(gate), _rows(up), d_output, d_gate, d_up, d_output,
-        activation=activation,
-    )  # fmt: skip
-    return d_gate, d_up
-
-
 class _GatedDown(torch.autograd.Function):
     """(act(gate) * up) weight^T. Keeps gate, up and the weight."""
 
@@ -164,28 +43,17 @@ class _GatedDown(torch.autograd.Function):
     def forward(ctx, gate, up, weight, activation):
         ctx.save_for_backward(gate, up, weight)
         ctx.activation = activation
-        return F.linear(_gated_activation(gate, up, activation), weight)
+        return F.linear(activated(gate, up, activation, True), weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         gate, up, weight = ctx.saved_tensors
         hidden = dy @ weight  # its gradient, until the next line
-        d_gate, d_up = _gated_activation_again(hidden, gate, up, ctx.activation)
+        d_gate, d_up = activation_gradients(hidden, gate, up, ctx.activation, True, in_place=False)
         dy_rows, rows = dy.reshape(-1, dy.shape[-1]), hidden.view(-1, hidden.shape[-1])
         d_weight = dy_rows.t() @ rows if ctx.needs_input_grad[2] else None
         return d_gate, d_up, d_weight, None
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.activation = inputs
-    ctx.save_for_backward(*tensors)
-
-
-_gated_activation.register_autograd(
-    lambda ctx, dy: (*_gated_activation_backward(dy, *ctx.saved_tensors, ctx.activation), None),
-    setup_context=_setup_context,
-)
 
 
 def _run_tiles(
@@ -204,11 +72,8 @@ def _run_tiles(
         gate = linear.forward(x_factor, gate_factor, out=gate_buffer[: len(x_tile)])
         up = linear.forward(x_factor, up_factor, out=up_buffer[: len(x_tile)])
         del x_factor
-        if on_triton:
-            _launch(_gated_activation_forward_kernel, gate, up, gate, activation=activation)
-        else:
-            gate.copy_(gated_activation_reference(gate, up, activation))
-        linear.forward(linear.factor(gate), down_factor, out=output_tile)
+        hidden = activated(gate, up, activation, on_triton, out=gate)
+        linear.forward(linear.factor(hidden), down_factor, out=output_tile)
     return output
 
 
@@ -262,11 +127,8 @@ def _tiled_mlp_backward(
         linear.forward(x_factor, up_factor, out=up)
         d_output_factor = linear.factor(d_output_tile)
         linear.input_gradient(d_output_factor, down_factor_t, out=d_hidden)
-        if on_triton:
-            _launch(_gated_activation_backward_kernel, gate, up, d_hidden, gate, up, d_hidden, activation=activation)
-        else:
-            _activation_backward_in_place(d_hidden, gate, up, activation)
-        d_gate, d_up, hidden = gate, up, d_hidden  # the buffers' contents from here on
+        d_gate, d_up = activation_gradients(d_hidden, gate, up, activation, on_triton, in_place=True)
+        hidden = d_hidden  # the buffer's contents from here on
 
         if any(of_down[0]):
             factors_t = linear.transpose(d_output_factor), linear.transpose(linear.factor(hidden))
@@ -290,18 +152,6 @@ def _tiled_mlp_backward(
     return d_weights if d_x is None else [d_x, *d_weights]
 
 
-def _activation_backward_in_place(d_hidden, gate, up, activation):
-    compute_dtype = torch.promote_types(gate.dtype, torch.float32)
-    d, x, u = (t.to(compute_dtype, copy=True) for t in (d_hidden, gate, up))
-    if activation == "silu":
-        value, d_gate = F.silu(x), torch.ops.aten.silu_backward(d * u, x)
-    else:
-        value, d_gate = F.gelu(x, approximate="tanh"), torch.ops.aten.gelu_backward(d * u, x, approximate="tanh")
-    gate.copy_(d_gate)
-    up.copy_(d * value)
-    d_hidden.copy_(value * u)
-
-
 def _setup_tiled(ctx, inputs, output):
     x, *weights = inputs[:4]
     ctx.save_for_backward(x, *itertools.chain(*weights))
@@ -318,33 +168,6 @@ def _tiled_gradients(ctx, d_output):
 
 for _operation in (_tiled_mlp, _skippable_tiled_mlp):
     _operation.register_autograd(_tiled_gradients, setup_context=_setup_tiled)
-
-
-def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
-    """Returns silu(gate) * up (Shazeer 2020, arXiv:2002.05202), contiguous, in their dtype.
-
-    Both are [..., F], float32, bfloat16 or float16; halves of a fused projection are read in place. Raises ValueError
-    for unequal shapes or dtypes, or with Triton another dtype.
-    """
-    return _gated(gate, up, "silu", impl)
-
-
-def geglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
-    """Returns gelu(gate) * up, GELU in the tanh form that Gemma uses; arguments and errors as in `swiglu`."""
-    return _gated(gate, up, "gelu_tanh", impl)
-
-
-def sigmoid_gated(gate: Tensor, x: Tensor, *, impl: str = "auto") -> Tensor:
-    """Returns sigmoid(gate) * x, as attention with an output gate does; arguments and errors as in `swiglu`."""
-    return _gated(gate, x, "sigmoid", impl)
-
-
-def _gated(gate: Tensor, up: Tensor, activation: str, impl: str) -> Tensor:
-    if gate.shape != up.shape or gate.dtype != up.dtype:
-        got = " and ".join(f"{list(x.shape)} {x.dtype}" for x in (gate, up))
-        raise ValueError(f"gate and up must be of one shape and dtype, got {got}")
-    function = _gated_activation if use_triton(impl, gate) else gated_activation_reference
-    return function(gate, up, activation)
 
 
 def gated_mlp(
@@ -379,7 +202,7 @@ def gated_mlp(
         gate, up = linear.maps(input, [gate_weight, up_weight])
         if linear == PLAIN and isinstance(down_weight, Tensor) and use_triton(impl, gate):
             return _GatedDown.apply(*cast_by_autocast(gate, up, down_weight), activation)
-        hidden = _gated(gate, up, activation, impl)
+        hidden = gated_activation(gate, up, activation, impl)
         del gate, up  # before the projection's input is factored
         return linear(hidden, down_weight)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from .attention.attend import attend_backward, attention, check_gates
 from .attention.full import FULL, choose_backend
 from .common import operation, rounds
-from .gated_mlp import sigmoid_gated
+from .gated_activation import sigmoid_gated
 from .head_exchange import HeadExchange, group_named
 from .linear import PLAIN, Factor, Linear
 from .parts import Adapted, AttentionKind, Parameter, Weight, Work, part_of, tensors_of, weight_of

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import operation, use_triton
-from .gated_mlp import activate
+from .gated_activation import activate
 
 LARGEST_ROW = 8192  # elements; a row lives in one program's registers
 FORWARD_BLOCK, BACKWARD_BLOCK = 2048, 4096  # elements that a program works on at once: many short rows, or one

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import describe
-from ..gated_mlp import activate
+from ..gated_activation import activate
 from .route import sort_by_expert
 
 SUMMED = 1024  # columns that a program sums over a token's experts

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.convolution import qkv_convolution
 from kernels.delta_net import delta_rule
-from kernels.gated_mlp import gated_mlp, swiglu
+from kernels.gated_activation import swiglu
+from kernels.gated_mlp import gated_mlp
 from kernels.linear import PLAIN
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope

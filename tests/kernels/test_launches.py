@@ -15,7 +15,8 @@ from kernels.cross_entropy import cross_entropy
 from kernels.delta_net.rule import delta_rule
 from kernels.experts import expert_mlp
 from kernels.fp8 import quantize_rows, transpose_values
-from kernels.gated_mlp import gated_mlp, swiglu
+from kernels.gated_activation import swiglu
+from kernels.gated_mlp import gated_mlp
 from kernels.int8 import INT8
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.rms_norm import rms_norm

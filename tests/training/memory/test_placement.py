@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kernels import gated_activation
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL, KERNELS
@@ -167,9 +168,8 @@ def test_what_is_kept_does_not_run_again(heads_at_a_time, monkeypatch):
 
         return count
 
-    gated_mlp = importlib.import_module("kernels.gated_mlp")  # the package's attribute of that name is the function
     reference = "gated_activation_reference"
-    monkeypatch.setattr(gated_mlp, reference, counted("mlp", getattr(gated_mlp, reference)))
+    monkeypatch.setattr(gated_activation, reference, counted("mlp", getattr(gated_activation, reference)))
     kernel = KERNELS["cpu"]
     monkeypatch.setitem(KERNELS, "cpu", kernel._replace(forward=counted("attention", kernel.forward)))
 
