@@ -14,7 +14,7 @@ from kernels.convolution import qkv_convolution
 from kernels.cross_entropy import cross_entropy
 from kernels.delta_net.rule import delta_rule
 from kernels.experts import expert_mlp
-from kernels.fp8 import quantize_rows, transpose_values
+from kernels.fp8 import FP8, quantize_rows, transpose_values
 from kernels.gated_activation import swiglu
 from kernels.gated_mlp import gated_mlp
 from kernels.int8 import INT8
@@ -58,6 +58,9 @@ CASES = {
     "FP8": lambda T: transpose_values(*quantize_rows(torch.zeros(T, 16), impl="triton"), impl="triton"),
     "int8": lambda T: INT8("triton").forward(*(INT8("triton").factor(torch.zeros(n, 64)) for n in (T, 16))),
     "SwiGLU": lambda T: swiglu(zeros(T, 16), zeros(T, 16), impl="triton"),
+    "MLP in FP8": lambda T: gated_mlp(
+        zeros(T, 16), *(zeros(16, 16) for _ in "gud"), linear=FP8("triton"), impl="triton"
+    ),
     "MLP in tiles": lambda T: gated_mlp(zeros(T, 8), *(zeros(8, 8) for _ in "gud"), tile_size=8192, impl="triton"),
     "RMSNorm": lambda T: rms_norm(zeros(T, 16), zeros(16), 1e-6, impl="triton"),
     "RoPE": lambda T: rope(zeros(1, T, 1, 16), zeros(1, T, 1, 16), zeros(T, 8), zeros(T, 8), impl="triton"),
@@ -113,6 +116,16 @@ def test_a_million_tokens_fit_a_grid(case, launches):
     """CUDA takes 65,535 programs along a grid's second and third axis."""
     run(case, LONG)
     assert launches and all(axis <= 65_535 for _, _, grid in launches for axis in grid[1:])
+
+
+def test_few_widths_of_scores_are_compiled(launches):
+    """From 2 to 8,192 blocks, by ranges of a document's blocks."""
+    kind, compiled = Sparse(selected_blocks=32, dense_below=0), []
+    for T in (640, 5000, 16_384, 70_000, 180_001, 500_000):
+        attend(kind, T)
+        compiled.append({(name, key) for name, key, _ in launches if name == "_top_kernel"})
+        launches.clear()
+    assert [len(set().union(*compiled[: i + 1])) for i in range(6)] == [2, 3, 5, 6, 7, 7]
 
 
 @pytest.mark.parametrize("case", CASES)
