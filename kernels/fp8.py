@@ -17,6 +17,9 @@ Products sum in the tensor cores' own precision ("fast accumulation"). Over 32,7
 relative error, of which rounding makes 0.037. Over a million rows that add up in one direction it adds 0.3. So d_weight
 is a sum in float32 of products of ROWS_SUMMED rows.
 
+An MLP's act(gate) * up, and the gradients of gate and up, exist as factors alone: the kernels that compute them write
+FP8, bit for bit what a second pass over them would.
+
 Kept for backward: x as a factor, and weight.
 
 Method: Micikevicius et al., FP8 formats for deep learning, arXiv 2209.05433; scales by row: Llama 3, arXiv 2407.21783.
@@ -24,7 +27,7 @@ Method: Micikevicius et al., FP8 formats for deep learning, arXiv 2209.05433; sc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -33,13 +36,14 @@ from torch import Tensor
 
 from . import torch_internals
 from .common import operation, rounds, use_triton
+from .gated_activation import activate
 from .linear import InPieces, Linear
 
 FP8_TYPE, LARGEST = torch.float8_e4m3fn, 448.0
 SHAPE_MULTIPLE = 16  # widths of matrices that the GPUs' products take
 LONGEST_ROW = 32_768  # elements; a row lives in one program's registers
 LEAST_SCALE = 2.0**-126  # a row of zeros has it
-_TILE_M, _TILE_K = 64, 128  # rows and columns that are transposed at once
+_TILE_M, _TILE_K = 128, 64  # rows and columns that are transposed at once
 _ROWS_ADDED = 8192  # rows of a product that is added to another: it exists for so many rows at a time
 ROWS_SUMMED = 16_384  # most that one product sums for a weight's gradient; a multiple of SHAPE_MULTIPLE
 
@@ -68,17 +72,66 @@ def transpose_reference(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]
 
 
 @triton.jit
-def _quantize_rows_kernel(x_ptr, values_ptr, scales_ptr, row_stride, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Scales and rounds one row."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    x = tl.load(x_ptr + row * row_stride + columns, mask=columns < K, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), axis=0) * 0.002232142857142857, 1.1754943508222875e-38)  # 1 / 448, 2^-126
+def _quantize(parts, values_ptr, scales_ptr, row, K: tl.constexpr, WIDTHS: tl.constexpr):
+    """Scales and rounds one row, which registers hold in parts of WIDTHS columns, with zeros behind column K."""
+    largest = 0.0
+    for i in tl.static_range(len(WIDTHS)):
+        largest = tl.maximum(largest, tl.max(tl.abs(parts[i].to(tl.float32)), axis=0))
+    scale = tl.maximum(largest * 0.002232142857142857, 1.1754943508222875e-38)  # 1 / 448, 2^-126
     bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000  # rounds up to a power of two
     scale = bits.to(tl.float32, bitcast=True)
     tl.store(scales_ptr + row, scale)
-    values = (x * tl.math.div_rn(1.0, scale)).to(tl.float8e4nv, fp_downcast_rounding="rtne")
-    tl.store(values_ptr + row * K + columns, values, mask=columns < K)
+    for i in tl.static_range(len(WIDTHS)):
+        columns = i * WIDTHS[0] + tl.arange(0, WIDTHS[i])
+        values = parts[i].to(tl.float32) * tl.math.div_rn(1.0, scale)
+        values = values.to(tl.float8e4nv, fp_downcast_rounding="rtne")
+        tl.store(values_ptr + row * K + columns, values, mask=columns < K)
+
+
+@triton.jit
+def _quantize_rows_kernel(x_ptr, values_ptr, scales_ptr, row_stride, K: tl.constexpr, WIDTHS: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTHS[0])
+    x = tl.load(x_ptr + row * row_stride + columns, mask=columns < K, other=0.0)
+    _quantize((x,), values_ptr, scales_ptr, row, K, WIDTHS)
+
+
+@triton.jit
+def _quantize_activation_kernel(
+    gate_ptr, up_ptr, values_ptr, scales_ptr, gate_stride, up_stride,
+    F: tl.constexpr, WIDTHS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Quantizes one row of act(gate) * up, which is first rounded to gate's dtype."""
+    row, hidden = tl.program_id(0).to(tl.int64), ()
+    for i in tl.static_range(len(WIDTHS)):
+        columns = i * WIDTHS[0] + tl.arange(0, WIDTHS[i])
+        gate = tl.load(gate_ptr + row * gate_stride + columns, mask=columns < F, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + row * up_stride + columns, mask=columns < F, other=0.0)
+        value, _ = activate(gate, ACTIVATION)
+        hidden += ((value * up.to(tl.float32)).to(up.dtype),)  # type: ignore[assignment]
+    _quantize(hidden, values_ptr, scales_ptr, row, F, WIDTHS)
+
+
+@triton.jit
+def _quantize_activation_gradients_kernel(
+    gate_ptr, up_ptr, d_hidden_ptr, d_gate_ptr, d_up_ptr, hidden_ptr, d_gate_scales_ptr, d_up_scales_ptr,
+    hidden_scales_ptr, gate_stride, up_stride, F: tl.constexpr, WIDTHS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Quantizes one row of the gradients of gate and up, and of act(gate) * up, after the same rounding."""
+    row, d_gate, d_up, hidden = tl.program_id(0).to(tl.int64), (), (), ()
+    for i in tl.static_range(len(WIDTHS)):
+        columns = i * WIDTHS[0] + tl.arange(0, WIDTHS[i])
+        gate = tl.load(gate_ptr + row * gate_stride + columns, mask=columns < F, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + row * up_stride + columns, mask=columns < F, other=0.0)
+        d_hidden = tl.load(d_hidden_ptr + row * F + columns, mask=columns < F, other=0.0).to(tl.float32)
+        dtype = up.dtype
+        up = up.to(tl.float32)
+        value, derivative = activate(gate, ACTIVATION)
+        d_gate += ((d_hidden * up * derivative).to(dtype),)  # type: ignore[assignment]
+        d_up += ((d_hidden * value).to(dtype),)  # type: ignore[assignment]
+        hidden += ((value * up).to(dtype),)  # type: ignore[assignment]
+    _quantize(d_gate, d_gate_ptr, d_gate_scales_ptr, row, F, WIDTHS)
+    _quantize(d_up, d_up_ptr, d_up_scales_ptr, row, F, WIDTHS)
+    _quantize(hidden, hidden_ptr, hidden_scales_ptr, row, F, WIDTHS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -109,9 +162,40 @@ def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     values, scales = _empty_quantized(x)
     block = triton.next_power_of_2(K)
     _quantize_rows_kernel[(M,)](
-        x, values, scales, x.stride(0), K=K, BLOCK_K=block, num_warps=min(8, max(1, block // 512))
+        x, values, scales, x.stride(0), K=K, WIDTHS=(block,), num_warps=min(8, max(1, block // 512))
     )
     return values, scales
+
+
+def _widths(columns: int) -> dict[str, Any]:
+    """Returns a power of two below a row's columns and one that has the rest, and warps for rows of this size."""
+    first = 2 ** (columns.bit_length() - 1)
+    widths = (first, triton.next_power_of_2(columns - first)) if columns > first else (first,)
+    return {"WIDTHS": widths, "num_warps": min(32, max(4, triton.next_power_of_2(triton.cdiv(sum(widths), 1280))))}
+
+
+@operation("fathom::quantize_activation", lambda gate, up, activation: _empty_quantized(gate))
+def _quantize_activation(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    (M, F), (values, scales) = gate.shape, _empty_quantized(gate)
+    _quantize_activation_kernel[(M,)](
+        gate, up, values, scales, gate.stride(0), up.stride(0), F=F, ACTIVATION=activation, **_widths(F)
+    )
+    return values, scales
+
+
+def _three_empty(d_hidden, *others):
+    return [tensor for _ in range(3) for tensor in _empty_quantized(d_hidden)]
+
+
+@operation("fathom::quantize_activation_gradients", _three_empty)
+def _quantize_activation_gradients(d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
+    """Returns values and scales of d_gate, of d_up, and of act(gate) * up."""
+    (M, F), made = gate.shape, _three_empty(d_hidden)
+    _quantize_activation_gradients_kernel[(M,)](
+        gate, up, d_hidden, *made[::2], *made[1::2], gate.stride(0), up.stride(0), F=F, ACTIVATION=activation,
+        maxnreg=128, **_widths(F),
+    )  # fmt: skip
+    return made
 
 
 def _empty_transposed(values: Tensor) -> Tensor:
@@ -178,6 +262,22 @@ class FP8(InPieces):
 
     def transpose(self, x: Factor) -> Factor:
         return Factor(*transpose_values(x.values, x.scales, impl=self.impl), x.dtype)
+
+    def activated(
+        self, gate: Tensor, up: Tensor, activation: str, on_triton: bool, out: Tensor | None = None
+    ) -> Factor:
+        if not on_triton:
+            return super().activated(gate, up, activation, on_triton, out)
+        values, scales = _quantize_activation(gate, up, activation)
+        return Factor(values, scales, gate.dtype)
+
+    def activation_gradients(
+        self, d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str, on_triton: bool, in_place: bool
+    ) -> list[Factor]:
+        if not on_triton:
+            return super().activation_gradients(d_hidden, gate, up, activation, on_triton, in_place)
+        made = iter(_quantize_activation_gradients(d_hidden, gate, up, activation))
+        return [Factor(values, scales, gate.dtype) for values, scales in zip(made, made)]
 
     def kept(self, x: Factor) -> tuple[Tensor, ...]:
         return x.values, x.scales

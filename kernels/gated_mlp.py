@@ -10,7 +10,7 @@ and their gradients only. Weight gradients add up over tiles in float32.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from .common import cast_by_autocast, operation, rounds, use_triton
 from .gated_activation import activated, activation_gradients, gated_activation, gated_activation_reference
-from .linear import PLAIN, Linear
+from .linear import PLAIN, Factor, InPieces, Linear
 from .parts import Parameter, Weight, Work, part_of, tensors_of, weight_of
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP
@@ -56,6 +56,33 @@ class _GatedDown(torch.autograd.Function):
         return d_gate, d_up, d_weight, None
 
 
+class _AtOnce(torch.autograd.Function):
+    """The layer on x [rows, D], with a map whose calls run its pieces. Keeps x, gate, up and the weights."""
+
+    @staticmethod
+    def forward(ctx, x, gate_weight, up_weight, down_weight, linear, activation, on_triton):
+        factor = linear.factor(x)
+        gate, up = (linear.forward(factor, linear.factor(weight)) for weight in (gate_weight, up_weight))
+        kept = linear.kept(factor) if any(ctx.needs_input_grad[1:3]) else ()
+        ctx.save_for_backward(gate, up, gate_weight, up_weight, down_weight, *kept)
+        ctx.linear, ctx.options, ctx.dtype = linear, (activation, on_triton), x.dtype
+        del factor
+        return linear.forward(linear.activated(gate, up, activation, on_triton), linear.factor(down_weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (gate, up, *weights), kept = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        linear, (needs_x, *needs) = ctx.linear, ctx.needs_input_grad[:4]
+        weights_t = [linear.transpose(linear.factor(weight)) for weight in weights]
+        d_x = dy.new_empty(len(dy), weights[0].shape[1]) if needs_x else None
+        d_weights = _backward_of_rows(
+            linear, linear.restored(kept, ctx.dtype) if kept else None, (gate, up, *ctx.options), dy, weights,
+            weights_t, [[needed] for needed in needs], [None] * 3, None, d_x,
+        )  # fmt: skip
+        return d_x, *itertools.chain(*d_weights), None, None, None
+
+
 def _run_tiles(
     x: Tensor, gate_tensors: list[Tensor], up_tensors: list[Tensor], down_tensors: list[Tensor],
     part: int, activation: str, tile_size: int, on_triton: bool,
@@ -72,8 +99,7 @@ def _run_tiles(
         gate = linear.forward(x_factor, gate_factor, out=gate_buffer[: len(x_tile)])
         up = linear.forward(x_factor, up_factor, out=up_buffer[: len(x_tile)])
         del x_factor
-        hidden = activated(gate, up, activation, on_triton, out=gate)
-        linear.forward(linear.factor(hidden), down_factor, out=output_tile)
+        linear.forward(linear.activated(gate, up, activation, on_triton, gate), down_factor, out=output_tile)
     return output
 
 
@@ -105,51 +131,60 @@ def _tiled_mlp_backward(
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients that `needs_gradient` asks for, of x and the tensors of the weights in this order."""
     linear: Linear = part_of(part)
-    weights = gate_tensors, up_tensors, down_tensors
-    gate_weight, up_weight, down_weight = map(weight_of, weights)
-    tensors = [*itertools.chain(*weights)]
+    of_tensors = gate_tensors, up_tensors, down_tensors
+    weights, tensors = [*map(weight_of, of_tensors)], [*itertools.chain(*of_tensors)]
     d_x = x.new_empty(x.shape) if needs_gradient[0] else None
     totals = [
         torch.zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device) if needed else None
         for w, needed in zip(tensors, needs_gradient[1:])
     ]
-    buffers = [x.new_empty(min(tile_size, len(x)), len(gate_weight)) for _ in range(3)]
-    gate_factor, up_factor = linear.factor(gate_weight), linear.factor(up_weight)
-    gate_factor_t, up_factor_t = linear.transpose(gate_factor), linear.transpose(up_factor)
-    down_factor_t = linear.transpose(linear.factor(down_weight))
-    of_gate, of_up, of_down = zip(_split(needs_gradient[1:], weights), _split(totals, weights))
+    needs, of_weights = (_split(each, of_tensors) for each in (needs_gradient[1:], totals))
+    buffers = [x.new_empty(min(tile_size, len(x)), len(weights[0])) for _ in range(3)]
+    factors = [linear.factor(weight) for weight in weights]
+    factors_t = [linear.transpose(factor) for factor in factors]
+    factors.pop()
     for i in rounds(triton.cdiv(len(x), tile_size), x):
         tile = slice(i * tile_size, (i + 1) * tile_size)
-        x_tile, d_output_tile = x[tile], d_output[tile]
-        gate, up, d_hidden = (buffer[: len(x_tile)] for buffer in buffers)
-        x_factor = linear.factor(x_tile)
-        linear.forward(x_factor, gate_factor, out=gate)
-        linear.forward(x_factor, up_factor, out=up)
-        d_output_factor = linear.factor(d_output_tile)
-        linear.input_gradient(d_output_factor, down_factor_t, out=d_hidden)
-        d_gate, d_up = activation_gradients(d_hidden, gate, up, activation, on_triton, in_place=True)
-        hidden = d_hidden  # the buffer's contents from here on
-
-        if any(of_down[0]):
-            factors_t = linear.transpose(d_output_factor), linear.transpose(linear.factor(hidden))
-            linear.weight_gradients(*factors_t, down_weight, *of_down)
-            del factors_t
-        del d_output_factor
-        x_factor_t = linear.transpose(x_factor)
-        del x_factor
-        maps = (d_gate, gate_weight, gate_factor_t, of_gate), (d_up, up_weight, up_factor_t, of_up)
-        for dy, weight, weight_t, of_weight in maps:
-            dy_factor = linear.factor(dy)
-            if d_x is not None:
-                linear.input_gradient(dy_factor, weight_t, out=d_x[tile], accumulate=dy is d_up)
-            if any(of_weight[0]):
-                linear.weight_gradients(linear.transpose(dy_factor), x_factor_t, weight, *of_weight)
-            del dy_factor
-    # Freed before the casts, whose results need memory.
-    del buffers, gate, up, d_hidden, d_gate, d_up, hidden, maps, dy, weight_t, x_factor_t
-    del gate_factor, up_factor, gate_factor_t, up_factor_t, down_factor_t
+        x_tile, rows = linear.factor(x[tile]), len(x[tile])
+        gate, up = (linear.forward(x_tile, f, out=buffer[:rows]) for f, buffer in zip(factors, buffers))
+        gated = gate, up, activation, on_triton
+        room = buffers[2][:rows], None if d_x is None else d_x[tile]
+        _backward_of_rows(linear, x_tile, gated, d_output[tile], weights, factors_t, needs, of_weights, *room)
+        del x_tile
+    del buffers, gate, up, gated, room, factors, factors_t  # before the casts, whose results need memory
     d_weights = [total.to(w.dtype) for total, w in zip(totals, tensors) if total is not None]
     return d_weights if d_x is None else [d_x, *d_weights]
+
+
+def _backward_of_rows(
+    linear: Linear, x: Factor | None, gated: tuple, d_output: Tensor, weights: Sequence[Weight],
+    weights_t: Sequence[Factor], needs: Sequence[Sequence[bool]], totals: Sequence[Sequence[Tensor | None] | None],
+    room: Tensor | None, d_x: Tensor | None,
+) -> list[list[Tensor | None]]:  # fmt: skip
+    """Returns the gradients of the tensors of three weights, added to `totals`; writes x's into d_x, if there is one.
+
+    `gated` is gate, up, activation and on_triton, as `Linear.activated` takes them. With `room` for the hidden
+    rows' gradient, gate and up are overwritten. x may be None where neither gate's nor up's weight has a gradient.
+    """
+    (gate, up, activation, on_triton), dy = gated, linear.factor(d_output)
+    d_hidden = linear.input_gradient(dy, weights_t[2], out=room)
+    *of_rows, hidden = linear.activation_gradients(d_hidden, gate, up, activation, on_triton, in_place=room is not None)
+    del d_hidden, gate, up, gated
+    d_down: list[Tensor | None] = [None] * len(needs[2])
+    if any(needs[2]):
+        rows_t = linear.transpose(dy), linear.transpose(hidden)
+        d_down = linear.weight_gradients(*rows_t, weights[2], needs[2], totals[2])
+        del rows_t
+    del dy, hidden
+    x_t, found = None if x is None else linear.transpose(x), []
+    for i in range(2):
+        d = of_rows.pop(0)
+        if d_x is not None:
+            linear.input_gradient(d, weights_t[i], out=d_x, accumulate=i > 0)
+        found.append([None] * len(needs[i]))
+        if any(needs[i]):
+            found[i] = linear.weight_gradients(linear.transpose(d), x_t, weights[i], needs[i], totals[i])
+    return [*found, d_down]
 
 
 def _setup_tiled(ctx, inputs, output):
@@ -198,6 +233,10 @@ def gated_mlp(
             f"for an input of width {width}, weights must be [F, {width}], [F, {width}] and [{width}, F], got "
             f"{list(gate_weight.shape)}, {list(up_weight.shape)} and {list(down_weight.shape)}"
         )
+    if tile_size is None and isinstance(linear, InPieces):
+        tensors = cast_by_autocast(input, gate_weight, up_weight, down_weight)
+        rows = tensors[0].reshape(-1, width)
+        return _AtOnce.apply(rows, *tensors[1:], linear, activation, use_triton(impl, rows)).view(input.shape)
     if tile_size is None:
         gate, up = linear.maps(input, [gate_weight, up_weight])
         if linear == PLAIN and isinstance(down_weight, Tensor) and use_triton(impl, gate):

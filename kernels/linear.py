@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .common import cast_by_autocast, runs_as_on_gpu
+from .gated_activation import activated, activation_gradients
 from .parts import Part, Weight
 
 Factor = Any  # a result of `Linear.factor`
@@ -85,6 +86,22 @@ class Linear(Part):
     def factor(self, x: Any) -> Factor:
         """Returns x [M, K], an input or a weight, in the form in which products multiply it."""
         return x
+
+    def activated(
+        self, gate: Tensor, up: Tensor, activation: str, on_triton: bool, out: Tensor | None = None
+    ) -> Factor:
+        """Returns act(gate) * up as an input's factor; gate and up are [M, F]. `out`, which may be gate, has room."""
+        return self.factor(activated(gate, up, activation, on_triton, out))
+
+    def activation_gradients(
+        self, d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str, on_triton: bool, in_place: bool
+    ) -> list[Factor]:
+        """Returns the gradients of gate and up, and act(gate) * up, as factors. The last may overwrite d_hidden.
+
+        With `in_place` the others may overwrite gate and up.
+        """
+        gradients = activation_gradients(d_hidden, gate, up, activation, on_triton, in_place)
+        return [self.factor(x) for x in (*gradients, d_hidden)]
 
     def transpose(self, x: Factor) -> Factor:
         """Returns the factor of the transposed matrix."""

@@ -30,6 +30,10 @@ class Forms:
         return self.made[linear]
 
 
+def _never(linear: Linear) -> Factor:
+    raise TypeError(f"a matrix that exists as a factor alone has no form for {linear.name}")
+
+
 @dataclass(frozen=True)
 class Mixed(InPieces):
     """A map whose products are made by three maps. `kernels.linear.Linear` describes the methods."""
@@ -65,6 +69,17 @@ class Mixed(InPieces):
 
     def factor(self, x: Tensor) -> Forms:
         return Forms(lambda linear: linear.factor(x))
+
+    def activated(self, gate: Tensor, up: Tensor, activation: str, on_triton: bool, out: Tensor | None = None) -> Forms:
+        return Forms(_never, {self.y: self.y.activated(gate, up, activation, on_triton, out)})
+
+    def activation_gradients(
+        self, d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str, on_triton: bool, in_place: bool
+    ) -> list[Forms]:
+        arguments = d_hidden, gate, up, activation, on_triton, in_place
+        if self.dx != self.d_weight:
+            return super().activation_gradients(*arguments)
+        return [Forms(_never, {self.dx: factor}) for factor in self.dx.activation_gradients(*arguments)]
 
     def transpose(self, x: Forms) -> Forms:
         return Forms(lambda linear: linear.transpose(x.of(linear)))
