@@ -2,7 +2,8 @@
 
 `python -m benchmarks.experiments.fp8_training --model MODEL --at_once 4`. MODEL is a folder of weights, settings have
 the names of `benchmarks.experiments.fp8_error`. Runs of one seed take the same rows of installed packages' sources.
-Each run is a process, and `--at_once` of them share the GPU: small models wait for launches.
+Each run is a process, and `--at_once` of them share the GPU: small models wait for launches. With `--from_scratch` the
+folder needs config.json alone, and initial weights are drawn by the seed.
 """
 
 import functools
@@ -29,6 +30,7 @@ from training.data.tokenizer import load_tokenizer
 from training.memory.execution import WHOLE, Execution
 from training.memory.placement import apply_execution
 from training.optim.adamw import MasterAdamW, warmup_cosine
+from training.parallel.fsdp import initial_weights
 
 DEFAULT = (
     "bf16", "fp8", "y in bf16", "y in int8", "d_weight in bf16", "attention and ends in bf16",
@@ -62,7 +64,8 @@ def train(arguments: Namespace, tokens: tuple[np.ndarray, np.ndarray], job: tupl
     model = model.cast(torch.bfloat16) if device.type == "cuda" else model
     apply_execution(model, Execution((WHOLE,) * shape.num_hidden_layers))
     optimizer = MasterAdamW(model.named_parameters())
-    load_weights(optimizer, load_model_weights(arguments.model, parameter_shapes(shape)))
+    drawn = initial_weights(model, seed) if arguments.from_scratch else None
+    load_weights(optimizer, drawn or load_model_weights(arguments.model, parameter_shapes(shape)))
     choice = settings(shape.num_hidden_layers)[name]
     use(model, choice)
     rows, length, steps = arguments.batch_size, arguments.context_length, arguments.steps
@@ -113,6 +116,7 @@ def main() -> None:
         batch_size={"type": int, "default": 8}, context_length={"type": int, "default": 1024},
         learning_rate={"type": float, "default": 3e-4}, held_out={"type": int, "default": 256, "help": "rows"},
         characters={"type": int, "default": 100_000, "help": "limit of each package"},
+        from_scratch={"action": "store_true", "help": "weights by the seed, for the shape that config.json has"},
         at_once={"type": int, "default": 1, "help": "runs that share the device"},
     )  # fmt: skip
     tokens = read_tokens(arguments)
