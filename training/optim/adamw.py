@@ -3,8 +3,7 @@
 A float32 parameter is its own master: on a CPU, or as a shard under FSDP, which computes in bf16. For a bf16 parameter
 the optimizer keeps a float32 copy, or in compact format (`training.optim.formats`) the 16 bits that the parameter
 lacks. The optimizer takes each gradient as soon as backward has made it: a single micro-batch's as it is, several added
-in float32. The last addition takes the norm, so the exact global norm is known before any weight moves, and the update
-scales by it.
+in float32. The exact global norm is known before any weight moves, and the update scales by it.
 
 Parameters are updated on the GPU. State from the host passes through in pieces of at most PIECE_ELEMENTS. State on the
 GPU takes as few launches as there is room for. Results are equal bit for bit: each element's is its own, and norms are
@@ -175,7 +174,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
-        """Add the gradient that backward has just made to the sum since the last update, and take the sum's norm."""
+        """Add the gradient that backward has just made to the sum since the last update."""
         state = self.states[name]
         made, first = local_view(state.parameter.grad), not state.arrived
         state.parameter.grad = None
@@ -191,11 +190,9 @@ class MasterAdamW:
             state.gradient = gradient.clone() if is_view else gradient
         else:
             state.gradient.add_(made)
-        for index, piece in state.pieces:
-            torch.linalg.vector_norm(state.gradient[piece], dtype=torch.float32, out=self.norms[index])
 
     def _add_on_host(self, state: State, made: Tensor, first: bool) -> None:
-        """Add a gradient to its sum on the host, and take the norm, piece by piece on the current stream."""
+        """Add a gradient to its sum on the host, and take the sum's norm, piece by piece on the current stream."""
         assert state.gradient is not None
         for index, piece in state.pieces:
             total, host = made[piece], state.gradient[piece]
@@ -221,6 +218,10 @@ class MasterAdamW:
 
         Returns [the norm before, each of `values` [] summed over the ranks]: one collective, and one wait, serve all.
         """
+        for state in self.states.values():
+            if state.arrived and state.gradient is not None and not state.row.state_on_host:
+                for index, piece in state.pieces:
+                    torch.linalg.vector_norm(state.gradient[piece], dtype=torch.float32, out=self.norms[index])
         self.ring.device_module.current_stream().wait_stream(self.ring.outward)  # the norms taken there are written
         squares = (self.norms.double().square() / self.copies).sum()
         sums = torch.stack([squares, *(value.double() for value in values)])
