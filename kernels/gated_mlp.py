@@ -1,7 +1,7 @@
 """Gated feed-forward layer, down(act(gate(x)) * up(x)), at once or in tiles.
 
 Kept for backward: the input, gate and up by `gated_mlp` at once, where one launch makes act(gate) * up again beside
-the gradients; in PyTorch, and with adapters, act(gate) * up as well. `gated_mlp` in tiles keeps the input alone.
+the gradients; with adapters act(gate) * up as well. `gated_mlp` in tiles keeps the input alone.
 
 A tile is some rows of the input. Tiles go through the layer one after another, in buffers of one tile. Backward
 computes a tile's gate and up again, two of its eleven matrix products. Then d_gate overwrites gate, d_up overwrites up,
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .common import cast_by_autocast, operation, rounds, use_triton
-from .gated_activation import activated, activation_gradients, gated_activation, gated_activation_reference
-from .linear import PLAIN, Factor, InPieces, Linear
+from .gated_activation import gated_activation, gated_activation_reference
+from .linear import PLAIN, Factor, Linear
 from .parts import Parameter, Weight, Work, part_of, tensors_of, weight_of
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP
@@ -36,33 +36,14 @@ def gated_mlp_reference(
     return F.linear(gated_activation_reference(gate, up, activation), down_weight)
 
 
-class _GatedDown(torch.autograd.Function):
-    """(act(gate) * up) weight^T. Keeps gate, up and the weight."""
-
-    @staticmethod
-    def forward(ctx, gate, up, weight, activation):
-        ctx.save_for_backward(gate, up, weight)
-        ctx.activation = activation
-        return F.linear(activated(gate, up, activation, True), weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        gate, up, weight = ctx.saved_tensors
-        hidden = dy @ weight  # its gradient, until the next line
-        d_gate, d_up = activation_gradients(hidden, gate, up, ctx.activation, True, in_place=False)
-        dy_rows, rows = dy.reshape(-1, dy.shape[-1]), hidden.view(-1, hidden.shape[-1])
-        d_weight = dy_rows.t() @ rows if ctx.needs_input_grad[2] else None
-        return d_gate, d_up, d_weight, None
-
-
 class _AtOnce(torch.autograd.Function):
-    """The layer on x [rows, D], with a map whose calls run its pieces. Keeps x, gate, up and the weights."""
+    """The layer on x [rows, D], without adapters. Keeps x, gate, up and the weights."""
 
     @staticmethod
     def forward(ctx, x, gate_weight, up_weight, down_weight, linear, activation, on_triton):
         factor = linear.factor(x)
-        gate, up = (linear.forward(factor, linear.factor(weight)) for weight in (gate_weight, up_weight))
+        gate = linear.forward(factor, linear.factor(gate_weight))
+        up = linear.forward(factor, linear.factor(up_weight))
         kept = linear.kept(factor) if any(ctx.needs_input_grad[1:3]) else ()
         ctx.save_for_backward(gate, up, gate_weight, up_weight, down_weight, *kept)
         ctx.linear, ctx.options, ctx.dtype = linear, (activation, on_triton), x.dtype
@@ -72,8 +53,8 @@ class _AtOnce(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (gate, up, *weights), kept = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-        linear, (needs_x, *needs) = ctx.linear, ctx.needs_input_grad[:4]
+        gate, up, *tensors = ctx.saved_tensors  # checkpointing gives them once
+        weights, kept, linear, (needs_x, *needs) = tensors[:3], tensors[3:], ctx.linear, ctx.needs_input_grad[:4]
         weights_t = [linear.transpose(linear.factor(weight)) for weight in weights]
         d_x = dy.new_empty(len(dy), weights[0].shape[1]) if needs_x else None
         d_weights = _backward_of_rows(
@@ -233,14 +214,12 @@ def gated_mlp(
             f"for an input of width {width}, weights must be [F, {width}], [F, {width}] and [{width}, F], got "
             f"{list(gate_weight.shape)}, {list(up_weight.shape)} and {list(down_weight.shape)}"
         )
-    if tile_size is None and isinstance(linear, InPieces):
+    if tile_size is None and linear.trains_matrices:
         tensors = cast_by_autocast(input, gate_weight, up_weight, down_weight)
         rows = tensors[0].reshape(-1, width)
         return _AtOnce.apply(rows, *tensors[1:], linear, activation, use_triton(impl, rows)).view(input.shape)
-    if tile_size is None:
+    if tile_size is None:  # adapters share what they make of their input
         gate, up = linear.maps(input, [gate_weight, up_weight])
-        if linear == PLAIN and isinstance(down_weight, Tensor) and use_triton(impl, gate):
-            return _GatedDown.apply(*cast_by_autocast(gate, up, down_weight), activation)
         hidden = gated_activation(gate, up, activation, impl)
         del gate, up  # before the projection's input is factored
         return linear(hidden, down_weight)

@@ -158,6 +158,9 @@ class INT8(InPieces):
     def factor(self, x: Tensor) -> Factor:
         return Factor(*rotate_rows(x, impl=self.impl), x.dtype)
 
+    def kept(self, x: Factor) -> tuple[Tensor, ...]:
+        raise TypeError("int8 makes y alone; kernels.mixed.Mixed has maps for gradients")
+
     def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         if use_triton(self.impl, x.scales):
             out = x.scales.new_empty(len(x.values), len(weight.values), dtype=x.dtype) if out is None else out

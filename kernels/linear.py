@@ -107,6 +107,14 @@ class Linear(Part):
         """Returns the factor of the transposed matrix."""
         return x.t()
 
+    def kept(self, x: Factor) -> tuple[Tensor, ...]:
+        """Returns the tensors that backward needs of an input's factor."""
+        return (x,)
+
+    def restored(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Factor:
+        """Returns the factor of an input, of the tensors that `kept` returned; `dtype` is the input's."""
+        return tensors[0]
+
     def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
         """Maps x [M, K] by weight [N, K] to [M, N] without a graph. The result is written into `out` if it is given."""
         if out is None:
@@ -140,10 +148,6 @@ PLAIN = Linear()
 class InPieces(Linear):
     """A linear map whose calls run its pieces, forward and backward."""
 
-    def kept(self, x: Factor) -> tuple[Tensor, ...]:
-        """Returns the tensors that backward needs of an input, of which `restored(tensors, dtype)` makes the factor."""
-        raise TypeError(f"{self.name} makes y alone; kernels.mixed.Mixed has maps for gradients")
-
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.maps(x, [weight], () if bias is None else [bias])[0]
 
@@ -166,7 +170,8 @@ class _Maps(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        weights, kept = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        tensors = ctx.saved_tensors  # checkpointing gives them once
+        weights, kept = tensors[: ctx.count], tensors[ctx.count :]
         part, (_, _, needs_x, *needs) = ctx.part, ctx.needs_input_grad
         dx, d_weights, d_biases = None, [], [dy.sum(0) if n else None for dy, n in zip(gradients, needs[ctx.count :])]
         x_t = part.transpose(part.restored(kept, ctx.dtype)) if kept else None

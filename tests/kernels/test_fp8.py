@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from kernels import fp8
 from kernels.fp8 import FP8, FP8_LINEAR, FP8_TYPE, LARGEST, LONGEST_ROW, check_fp8, quantize_rows, transpose_values
@@ -125,6 +126,22 @@ def test_an_mlp_has_the_bits_that_it_has_where_the_activation_is_written(
             assert (expected is None) == (whole is None) == (tiled is None) == (i > 0 and i - 1 not in needed)
             assert expected is None or torch.equal(whole, expected)
             assert expected is None or (tiled - expected).norm() <= 0.01 * expected.norm()
+
+
+@pytest.mark.parametrize("linear", [FP8("triton"), Mixed(dx=FP8("triton"), d_weight=FP8("triton"))])
+def test_under_compile_and_checkpoint(linear, device):
+    def mlp(*inputs):
+        return 2 * gated_mlp(*inputs, linear=linear, impl="triton")
+
+    for function, shapes in ((linear, ((5, 16), (48, 16))), (mlp, ((5, 16), (48, 16), (48, 16), (16, 48)))):
+        inputs = [random(*shape, seed=i, dtype=DTYPE) for i, shape in enumerate(shapes)]
+        torch._dynamo.reset()
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        plain, *ours = (
+            outputs_and_gradients(each, inputs)
+            for each in (function, compiled, functools.partial(checkpoint, function, use_reentrant=False))
+        )
+        assert all(torch.equal(a, b) for found in ours for a, b in zip(found, plain))
 
 
 def test_an_mlp_at_once_keeps_its_input_gate_and_up(device):

@@ -69,7 +69,7 @@ def test_keeps_its_inputs_and_at_once_gate_and_up(tile_size, made, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [(2, 7), ()])
 def test_at_once_has_the_gradients_of_products_that_are_kept(rows, activation, dtype, device, poisoned_memory):
-    """Its products are the same as where act(gate) * up is kept, bit for bit, also in a second backward."""
+    """Bit for bit, also in a second backward, but for the input's: its two products are added before they round."""
     inputs = mlp_inputs(rows, 16, 24, dtype)
 
     def kept(x, gate, up, down):
@@ -81,7 +81,8 @@ def test_at_once_has_the_gradients_of_products_that_are_kept(rows, activation, d
     output = gated_mlp(*ours, activation=activation, impl="triton")
     for again in (True, False):
         found = torch.autograd.grad(output, ours, random(*output.shape, seed=1, dtype=dtype), retain_graph=again)
-        assert all(map(torch.equal, [output, *found], expected))
+        assert all(map(torch.equal, [output, *found[1:]], [expected[0], *expected[2:]]))
+        assert (found[0] - expected[1]).norm() <= {2: 0.01, 4: 1e-6}[found[0].element_size()] * expected[1].norm()
 
 
 def test_under_autocast(device):
