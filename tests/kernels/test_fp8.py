@@ -154,6 +154,21 @@ def test_an_mlp_at_once_keeps_its_input_gate_and_up(device):
         assert sum(t.numel() for t in new) == 2 * 9 * 48 + elements
 
 
+def test_a_program_of_a_long_row_has_the_registers_of_one_multiprocessor(monkeypatch):
+    """25,600 columns are the 32B's."""
+    launches = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: launches.append(options)
+
+    monkeypatch.setattr(fp8, "_quantize_activation_gradients_kernel", Kernel())
+    for F in (48, 3072, 9728, 17_408, 25_600, LONGEST_ROW):
+        fp8._quantize_activation_gradients(*(torch.zeros(1, F) for _ in range(3)), "silu")
+        assert F <= sum(launches[-1]["WIDTHS"]) < 2 * F
+        assert 32 * launches[-1]["num_warps"] * launches[-1]["maxnreg"] <= 65_536
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_an_activation_that_is_not_finite_is_quantized_as_where_it_is_written(activation, device):
     gate, up, d = (random(6, 48, seed=i, dtype=DTYPE) for i in range(3))
