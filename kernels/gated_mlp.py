@@ -131,8 +131,8 @@ def _tiled_mlp_backward(
         gated = gate, up, activation, on_triton
         room = buffers[2][:rows], None if d_x is None else d_x[tile]
         _backward_of_rows(linear, x_tile, gated, d_output[tile], weights, factors_t, needs, of_weights, *room)
-        del x_tile
-    del buffers, gate, up, gated, room, factors, factors_t  # before the casts, whose results need memory
+        del x_tile, gate, up, gated, room
+    del buffers, factors, factors_t  # before the casts, whose results need memory
     d_weights = [total.to(w.dtype) for total, w in zip(totals, tensors) if total is not None]
     return d_weights if d_x is None else [d_x, *d_weights]
 
