@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import torch_internals
 from .common import cast_by_autocast, operation, rounds, use_triton
 from .gated_activation import gated_activation, gated_activation_reference
 from .linear import PLAIN, Factor, Linear
@@ -62,6 +63,9 @@ class _AtOnce(torch.autograd.Function):
             weights_t, [[needed] for needed in needs], [None] * 3, None, d_x,
         )  # fmt: skip
         return d_x, *itertools.chain(*d_weights), None, None, None
+
+
+_at_once_in_8_bits = torch_internals.untraced_in_8_bits(_AtOnce.apply)
 
 
 def _run_tiles(
@@ -149,8 +153,9 @@ def _backward_of_rows(
     """
     (gate, up, activation, on_triton), dy = gated, linear.factor(d_output)
     d_hidden = linear.input_gradient(dy, weights_t[2], out=room)
-    *of_rows, hidden = linear.activation_gradients(d_hidden, gate, up, activation, on_triton, in_place=room is not None)
-    del d_hidden, gate, up, gated
+    d_gate, d_up, hidden = linear.activation_gradients(d_hidden, gate, up, activation, on_triton, room is not None)
+    of_rows = [d_gate, d_up]
+    del d_hidden, gate, up, gated, d_gate, d_up
     d_down: list[Tensor | None] = [None] * len(needs[2])
     if any(needs[2]):
         rows_t = linear.transpose(dy), linear.transpose(hidden)
@@ -217,7 +222,8 @@ def gated_mlp(
     if tile_size is None and linear.trains_matrices:
         tensors = cast_by_autocast(input, gate_weight, up_weight, down_weight)
         rows = tensors[0].reshape(-1, width)
-        return _AtOnce.apply(rows, *tensors[1:], linear, activation, use_triton(impl, rows)).view(input.shape)
+        at_once = _AtOnce.apply if linear == PLAIN else _at_once_in_8_bits
+        return at_once(rows, *tensors[1:], linear, activation, use_triton(impl, rows)).view(input.shape)
     if tile_size is None:  # adapters share what they make of their input
         gate, up = linear.maps(input, [gate_weight, up_weight])
         hidden = gated_activation(gate, up, activation, impl)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import torch_internals
 from .common import cast_by_autocast, runs_as_on_gpu
 from .gated_activation import activated, activation_gradients
 from .parts import Part, Weight
@@ -153,7 +154,7 @@ class InPieces(Linear):
 
     def maps(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
         x, *parameters = cast_by_autocast(x, *weights, *biases)
-        outputs = _Maps.apply(self, len(weights), x.flatten(0, -2), *parameters)
+        outputs = _apply_maps(self, len(weights), x.flatten(0, -2), *parameters)
         return [y.unflatten(0, x.shape[:-1]) for y in outputs]
 
 
@@ -182,3 +183,6 @@ class _Maps(torch.autograd.Function):
                 dx = part.input_gradient(factor, weight_t, out=dx, accumulate=dx is not None)
             d_weights.append(part.weight_gradient(part.transpose(factor), x_t) if needs_weight else None)
         return None, None, dx, *d_weights, *d_biases
+
+
+_apply_maps = torch_internals.untraced_in_8_bits(_Maps.apply)

@@ -39,6 +39,12 @@ def version_of(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def untraced_in_8_bits(function: Callable) -> Callable:
+    """Has torch.compile call an autograd function of 8-bit products as it is, until 2.13: its gradients were zeros."""
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    return function if version >= (2, 13) else torch.compiler.disable(function)
+
+
 def assume_constant(function: Callable) -> Callable:
     """Marks a function as torch.compiler.assume_constant_result does, without its import of torch._dynamo (2.1)."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
