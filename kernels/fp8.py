@@ -45,7 +45,7 @@ LONGEST_ROW = 32_768  # elements; a row lives in one program's registers
 LEAST_SCALE = 2.0**-126  # a row of zeros has it
 _TILE_M, _TILE_K = 128, 64  # rows and columns that are transposed at once
 _ROWS_ADDED = 8192  # rows of a product that is added to another: it exists for so many rows at a time
-_REGISTERS = 65_536  # of a multiprocessor; a program with more does not start
+_LONGEST_HELD = 20_480  # elements of a row, of whose three gradients registers hold all; longer ones are spilled
 ROWS_SUMMED = 16_384  # most that one product sums for a weight's gradient; a multiple of SHAPE_MULTIPLE
 
 
@@ -191,10 +191,10 @@ def _three_empty(d_hidden, *others):
 @operation("fathom::quantize_activation_gradients", _three_empty)
 def _quantize_activation_gradients(d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
     """Returns values and scales of d_gate, of d_up, and of act(gate) * up."""
-    (M, F), made, sizes = gate.shape, _three_empty(d_hidden), _widths(gate.shape[1])
+    (M, F), made = gate.shape, _three_empty(d_hidden)
     _quantize_activation_gradients_kernel[(M,)](
         gate, up, d_hidden, *made[::2], *made[1::2], gate.stride(0), up.stride(0), F=F, ACTIVATION=activation,
-        maxnreg=min(128, _REGISTERS // (32 * sizes["num_warps"])), **sizes,
+        maxnreg=128, **_widths(F),
     )  # fmt: skip
     return made
 
@@ -275,7 +275,7 @@ class FP8(InPieces):
     def activation_gradients(
         self, d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str, on_triton: bool, in_place: bool
     ) -> list[Factor]:
-        if not on_triton:
+        if not on_triton or gate.shape[1] > _LONGEST_HELD:
             return super().activation_gradients(d_hidden, gate, up, activation, on_triton, in_place)
         made = iter(_quantize_activation_gradients(d_hidden, gate, up, activation))
         return [Factor(values, scales, gate.dtype) for values, scales in zip(made, made)]

@@ -155,8 +155,8 @@ def test_an_mlp_at_once_keeps_its_input_gate_and_up(device):
         assert sum(t.numel() for t in new) == 2 * 9 * 48 + elements
 
 
-def test_a_program_of_a_long_row_has_the_registers_of_one_multiprocessor(monkeypatch):
-    """25,600 columns are the 32B's."""
+def test_long_rows_are_not_held_in_registers(monkeypatch):
+    """A program has 65,536 registers. 25,600 columns are the 32B's."""
     launches = []
 
     class Kernel:
@@ -164,10 +164,13 @@ def test_a_program_of_a_long_row_has_the_registers_of_one_multiprocessor(monkeyp
             return lambda *arguments, **options: launches.append(options)
 
     monkeypatch.setattr(fp8, "_quantize_activation_gradients_kernel", Kernel())
-    for F in (48, 3072, 9728, 17_408, 25_600, LONGEST_ROW):
-        fp8._quantize_activation_gradients(*(torch.zeros(1, F) for _ in range(3)), "silu")
-        assert F <= sum(launches[-1]["WIDTHS"]) < 2 * F
-        assert 32 * launches[-1]["num_warps"] * launches[-1]["maxnreg"] <= 65_536
+    for F in (48, 3072, 9728, 17_408, 20_480, 25_600, LONGEST_ROW):
+        launches.clear()
+        made = FP8("triton").activation_gradients(*(torch.zeros(1, F) for _ in range(3)), "silu", True, True)
+        assert [len(factor.values[0]) for factor in made] == 3 * [F] and len(launches) == (F <= 20_480)
+        for options in launches:
+            assert F <= sum(options["WIDTHS"]) < 2 * F
+            assert 32 * options["num_warps"] * options["maxnreg"] <= 65_536
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
