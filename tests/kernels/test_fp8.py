@@ -155,7 +155,7 @@ def test_an_mlp_at_once_keeps_its_input_gate_and_up(device):
         assert sum(t.numel() for t in new) == 2 * 9 * 48 + elements
 
 
-def test_long_rows_are_not_held_in_registers(monkeypatch):
+def test_long_rows_are_not_held_in_registers(device, monkeypatch):
     """A program has 65,536 registers. 25,600 columns are the 32B's."""
     launches = []
 
@@ -164,9 +164,10 @@ def test_long_rows_are_not_held_in_registers(monkeypatch):
             return lambda *arguments, **options: launches.append(options)
 
     monkeypatch.setattr(fp8, "_quantize_activation_gradients_kernel", Kernel())
+    zeros = lambda F: torch.zeros(1, F, dtype=DTYPE, device=device)  # noqa: E731
     for F in (48, 3072, 9728, 17_408, 20_480, 25_600, LONGEST_ROW):
         launches.clear()
-        made = FP8("triton").activation_gradients(*(torch.zeros(1, F) for _ in range(3)), "silu", True, True)
+        made = FP8("triton").activation_gradients(*(zeros(F) for _ in range(3)), "silu", True, True)
         assert [len(factor.values[0]) for factor in made] == 3 * [F] and len(launches) == (F <= 20_480)
         for options in launches:
             assert F <= sum(options["WIDTHS"]) < 2 * F
