@@ -1,6 +1,7 @@
 """Launches over long texts, recorded and not run: what their grids take, and what Triton compiles for each length."""
 
 import inspect
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -88,6 +89,7 @@ def launches(monkeypatch):
 def specialisation(function, arguments, options):
     """Returns what Triton compiles a kernel anew for: constants, types, and integers that are 1 or that 16 divides."""
     free, key = function.kwargs.get("do_not_specialize") or (), []
+    unaligned = function.kwargs.get("do_not_specialize_on_alignment") or ()
     given = dict(zip(function.arg_names, arguments)) | options
     for name, parameter in inspect.signature(function.fn).parameters.items():
         x = given[name]
@@ -96,7 +98,7 @@ def specialisation(function, arguments, options):
         elif isinstance(x, int):
             key.append((name, x >= 2**31, None if name in free else (x == 1, x % 16 == 0)))
         elif isinstance(x, torch.Tensor):
-            key.append((name, x.dtype, x.data_ptr() % 16 == 0))
+            key.append((name, x.dtype, None if name in unaligned else x.data_ptr() % 16 == 0))
         else:
             key.append((name, type(x)))
     return *key, options.get("num_warps"), options.get("num_stages")
@@ -118,14 +120,19 @@ def test_a_million_tokens_fit_a_grid(case, launches):
     assert launches and all(axis <= 65_535 for _, _, grid in launches for axis in grid[1:])
 
 
-def test_few_widths_of_scores_are_compiled(launches):
-    """From 2 to 8,192 blocks, by ranges of a document's blocks."""
-    kind, compiled = Sparse(selected_blocks=32, dense_below=0), []
-    for T in (640, 5000, 16_384, 70_000, 180_001, 500_000):
-        attend(kind, T)
-        compiled.append({(name, key) for name, key, _ in launches if name == "_top_kernel"})
+def test_sparse_attention_compiles_its_choice_alone_for_longer_documents(launches):
+    """From 10 to 4,688 blocks, by ranges of them. The choice is compiled for five widths."""
+    kind, seen, new = Sparse(selected_blocks=32, dense_below=0), set(), []
+    for T in (640, 16_384, 70_000, 180_001, 300_000):
+        y = attention(*(zeros(1, T, 2, 64) for _ in "qkv"), kind=kind, impl="triton")
+        y.backward(torch.zeros_like(y))
+        compiled = {(name, key) for name, key, _ in launches}
+        new.append(Counter(name for name, _ in compiled - seen))
+        seen |= compiled
         launches.clear()
-    assert [len(set().union(*compiled[: i + 1])) for i in range(6)] == [2, 3, 5, 6, 7, 7]
+    assert [found["_top_kernel"] for found in new] == [2, 2, 1, 1, 0]
+    assert [found["_scores_kernel"] for found in new] == [1, 0, 0, 0, 1]  # means of keys from 262,144 tokens on
+    assert all({*found} <= {"_top_kernel", "_scores_kernel", "_round_keys_kernel"} for found in new[2:])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -58,7 +58,7 @@ def _combine_kernel(
     tl.store(out_ptr + out_offsets, out.to(dtype), mask=mask[:, None])
 
 
-@triton.jit(do_not_specialize=["num_items", "num_blocks"])
+@triton.jit(do_not_specialize=["num_items", "num_blocks"], do_not_specialize_on_alignment=["first_item_ptr"])
 def _add_partials_kernel(
     total_ptr, partial_ptr, first_item_ptr, block_start_ptr, num_blocks, num_items, head_elements,
     BLOCK: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,

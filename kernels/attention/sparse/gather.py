@@ -28,6 +28,9 @@ WIDE_FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=1, tiles=32)
 WIDE_BACKWARD_CONFIG = TileConfig(rows=64, num_warps=8, num_stages=3, tiles=64)
 
 
+TABLES = ["first_entry_ptr", "first_item_ptr", "item_row_ptr"]  # of an inverse index: rows that begin anywhere
+
+
 @triton.jit
 def _load_item(
     first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows,
@@ -62,7 +65,10 @@ def _load_rows(
     return (token * G + kv_head) * GROUP + r, (entry - first_token * S).to(tl.int64) * GROUP + r, mask
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head", "num_blocks", "num_rows"])
+@triton.jit(
+    do_not_specialize=["first_token", "num_tokens", "first_head", "num_blocks", "num_rows"],
+    do_not_specialize_on_alignment=TABLES,
+)
 def _gather_forward_kernel(
     q_ptr, k_ptr, v_ptr, slots_ptr, slot_lse_ptr,
     entries_ptr, first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr,
@@ -94,7 +100,10 @@ def _gather_forward_kernel(
         tl.store(slot_lse_ptr + slot_rows, (maximum + tl.log2(total)) * LN_2, mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head", "num_blocks", "num_rows"])
+@triton.jit(
+    do_not_specialize=["first_token", "num_tokens", "first_head", "num_blocks", "num_rows"],
+    do_not_specialize_on_alignment=TABLES,
+)
 def _gather_backward_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, lse_ptr, delta_ptr, slots_ptr, partial_ptr,
     entries_ptr, first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr,
