@@ -1,5 +1,6 @@
 """The choice between Triton and the PyTorch reference, and what operations declare to activation checkpointing."""
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -61,6 +62,21 @@ def operation(
         return made
 
     return register
+
+
+def first_derivative(backward: Callable) -> Callable:
+    """Decorator of an autograd function's backward that cannot be differentiated: create_graph=True is RuntimeError.
+
+    PyTorch's once_differentiable takes the gradients for constants where their own gradients need no derivative.
+    """
+
+    @functools.wraps(backward)
+    def once(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError("this function has no second derivative (create_graph=True)")
+        return backward(ctx, *gradients)
+
+    return once
 
 
 def runs_as_on_gpu(tensor: torch.Tensor) -> bool:

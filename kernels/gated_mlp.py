@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import torch_internals
-from .common import cast_by_autocast, operation, rounds, use_triton
+from .common import cast_by_autocast, first_derivative, operation, rounds, use_triton
 from .gated_activation import gated_activation, gated_activation_reference
 from .linear import PLAIN, Factor, Linear
 from .parts import Parameter, Weight, Work, part_of, tensors_of, weight_of
@@ -52,7 +51,7 @@ class _AtOnce(torch.autograd.Function):
         return linear.forward(linear.activated(gate, up, activation, on_triton), linear.factor(down_weight))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy):
         gate, up, *tensors = ctx.saved_tensors  # checkpointing gives them once
         weights, kept, linear, (needs_x, *needs) = tensors[:3], tensors[3:], ctx.linear, ctx.needs_input_grad[:4]
@@ -209,7 +208,8 @@ def gated_mlp(
             `kernels.common.operation`. A norm that reads the result needs it.
         linear: the part that makes the matrix products.
 
-    Raises ValueError for unknown activation, tile_size below 1, shapes or dtypes that do not fit.
+    Raises ValueError for unknown activation, tile_size below 1, shapes or dtypes that do not fit; in backward
+    RuntimeError for create_graph=True without adapters, or in tiles.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")

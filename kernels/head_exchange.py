@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .common import first_derivative
 from .torch_internals import resolve_process_group
 
 
@@ -61,7 +61,7 @@ class _Sent(torch.autograd.Function):
         return flight.start(x, group)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, d_received):
         ctx.flight.wait()
         return d_received, None, None
@@ -77,7 +77,7 @@ class _Received(torch.autograd.Function):
         return received.view_as(received)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, d_received):
         return ctx.flight.start(d_received, ctx.group), None, None
 
@@ -114,7 +114,7 @@ class _PartsSent(torch.autograd.Function):
         return received
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, d_received):
         ctx.parts.wait()
         gradients = [None if i == ctx.parts.rank else d for i, d in enumerate(ctx.parts.gradients)]
@@ -133,7 +133,7 @@ class _PartsReceived(torch.autograd.Function):
         return received.view_as(received)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, d_received):
         sent, rank = d_received.contiguous().unbind(), ctx.parts.rank
         ctx.parts.gradients = [d if i == rank else torch.empty_like(d) for i, d in enumerate(sent)]

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import torch_internals
-from .common import cast_by_autocast, runs_as_on_gpu
+from .common import cast_by_autocast, first_derivative, runs_as_on_gpu
 from .gated_activation import activated, activation_gradients
 from .parts import Part, Weight
 
@@ -169,7 +168,7 @@ class _Maps(torch.autograd.Function):
         return tuple(part.forward(factor, part.factor(weight), bias) for weight, bias in zip(weights, biases))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, *gradients):
         tensors = ctx.saved_tensors  # checkpointing gives them once
         weights, kept = tensors[: ctx.count], tensors[ctx.count :]

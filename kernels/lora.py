@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from .common import cast_by_autocast
+from .common import cast_by_autocast, first_derivative
 from .linear import PLAIN, Factor, Linear
 from .parts import Adapted, Weight, tensors_of
 from .tensor_parallel import local
@@ -145,7 +144,7 @@ class _Map(torch.autograd.Function):
         return part.with_adapter(factor, xa, part.factor(Adapted(matrix, a, b)), bias)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, dy):
         (x, xa, matrix, a, b), part = ctx.saved_tensors, ctx.part
         _, _, needs_x, needs_bias, _, needs_a, needs_b = ctx.needs_input_grad

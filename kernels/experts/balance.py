@@ -17,8 +17,8 @@ Method: Fedus et al., Switch Transformers, arXiv 2101.03961.
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..common import first_derivative
 from .route import probabilities_of, tokens_per_expert
 
 
@@ -93,7 +93,7 @@ class _Added(torch.autograd.Function):
         return loss + value
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, d_loss):
         ctx.routing.slope = d_loss * ctx.slope
         return d_loss, None, None, None
@@ -107,7 +107,7 @@ class _Balanced(torch.autograd.Function):
         return logits.view_as(logits)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, d_logits):
         slope = ctx.routing.slope
         p = ctx.routing.fill_padding(probabilities_of(ctx.saved_tensors[0]), 0)

@@ -6,9 +6,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.fp8 import FP8
 from kernels.gated_activation import gated_activation
 from kernels.gated_mlp import ACTIVATIONS, gated_mlp, gated_mlp_reference
-from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_gradients, random, requested_peak
+from kernels.linear import PLAIN
+from kernels.lora import LORA
+from kernels.parts import Adapted
+from tests.kernels.compare import DEVICE, DTYPES, compare_with_float64, outputs_and_gradients, random, requested_peak
+
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # FP8 on a GPU takes bfloat16
 
 
 def mlp_inputs(rows, D, F, dtype=torch.float32, seed=0):
@@ -85,6 +91,17 @@ def test_at_once_has_the_gradients_of_products_that_are_kept(rows, activation, d
         found = torch.autograd.grad(output, ours, random(*output.shape, seed=1, dtype=dtype), retain_graph=again)
         assert all(map(torch.equal, [output, *found[1:]], [expected[0], *expected[2:]]))
         assert (found[0] - expected[1]).norm() <= {2: 0.01, 4: 1e-6}[found[0].element_size()] * expected[1].norm()
+
+
+@pytest.mark.parametrize("linear", [PLAIN, LORA, FP8("triton")])
+def test_a_second_derivative_is_refused(linear, device):
+    """Also where the output's gradient is a constant, which PyTorch's own decorator overlooks."""
+    x, gate, up, down = (t.to(DTYPE).requires_grad_() for t in mlp_inputs((9,), 16, 16))
+    if linear == LORA:
+        down = Adapted(down.detach(), torch.ones_like(down[:4]), torch.ones_like(down[:, :4], requires_grad=True))
+    output = gated_mlp(x, gate, up, down, linear=linear, impl="triton")
+    with pytest.raises(RuntimeError, match=r"no second derivative \(create_graph=True\)"):
+        torch.autograd.grad(output.sum(), x, create_graph=True)
 
 
 def test_under_autocast(device):
