@@ -98,7 +98,7 @@ def test_rows_of_zeros_and_of_what_is_not_finite(impl, device):
 
 
 @pytest.mark.parametrize(("linear", "needed"), [
-    *((FP8("triton"), needed) for needed in (range(4), (0,), (3,), (0, 2))),
+    *((FP8("triton"), needed) for needed in (range(4), (0, 2), (3,))),
     *((Mixed(y, FP8("triton"), FP8("triton")), range(4)) for y in (PLAIN, INT8("triton"))),
     (Mixed(dx=FP8("triton")), range(4)),
 ])  # fmt: skip
@@ -111,7 +111,7 @@ def test_an_mlp_has_the_bits_that_it_has_where_the_activation_is_written(
         gate, up = linear.maps(x, [gate, up])
         return linear(gated_activation(gate, up, activation, "triton"), down)
 
-    for rows, F, activation in (((2, 3), 64, "silu"), ((17,), 192, "silu"), ((1,), 128, "gelu_tanh")):
+    for rows, F, activation in (((2, 3), 64, "silu"), ((9,), 192, "silu"), ((1,), 64, "gelu_tanh")):
         shapes = (*rows, 64), (F, 64), (F, 64), (64, F)
         inputs = [random(*shape, seed=i, dtype=DTYPE) for i, shape in enumerate(shapes)]
         inputs[0] *= 2.0 ** (torch.arange(inputs[0].numel() // 64, device=device) % 9 - 4).view(*rows, 1).to(DTYPE)
