@@ -135,6 +135,14 @@ def test_sparse_attention_compiles_its_choice_alone_for_longer_documents(launche
     assert all({*found} <= {"_top_kernel", "_scores_kernel", "_round_keys_kernel"} for found in new[2:])
 
 
+@pytest.mark.parametrize("selected", [1, 16, 33, 64])
+def test_the_choice_looks_at_no_more_blocks_than_its_chunks_have(selected, launches):
+    attend(Sparse(selected_blocks=selected, dense_below=0), 100_000)
+    keys = [key for _, key, _ in launches if ("OF_CHUNKS", False) in key]
+    columns = [part[1] for key in keys for part in key if isinstance(part, tuple) and part[0] == "COLUMNS"]
+    assert max(columns) == 16 * 2 ** (selected - 1).bit_length()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_compiled_for_one_length_serve_others(case, launches):
     compiled = []

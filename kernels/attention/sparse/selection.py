@@ -337,9 +337,9 @@ def top_blocks(scores: Tensor, maxima: Tensor, blocks: Tensor, layout: Layout, q
     (num_heads, num_queries, width), (_, G, S) = scores.shape, blocks.shape
     chunks = torch.full((num_heads, num_queries, S), EMPTY, dtype=torch.int16, device=blocks.device)
     tables = layout.block_start, layout.block_stop, layout.first_block
-    of_chunks = min(width, triton.next_power_of_2(S) * CHUNK)  # blocks of the chosen chunks, or all blocks
-    for of, chosen, least in ((maxima, chunks, width // CHUNK), (scores, blocks, of_chunks)):
-        columns = 2 ** (max(3, (least - 1).bit_length()) | 1)  # 8, 32, 128, ...: few, as each is compiled
+    of_chunks = triton.next_power_of_2(S) * CHUNK  # blocks of the chosen chunks
+    for of, chosen, least, most in ((maxima, chunks, width // CHUNK, 2**15), (scores, blocks, width, of_chunks)):
+        columns = min(most, 2 ** (max(3, (least - 1).bit_length()) | 1))  # 8, 32, 128, ...: few, as each is compiled
         block_t = max(1, TOPK_ELEMENTS // columns)
         _top_kernel[(triton.cdiv(num_queries, block_t), num_heads)](
             of, chunks, chosen, *tables, query_blocks.start, num_queries, of.shape[-1],
