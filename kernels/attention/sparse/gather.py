@@ -28,7 +28,8 @@ WIDE_FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=1, tiles=32)
 WIDE_BACKWARD_CONFIG = TileConfig(rows=64, num_warps=8, num_stages=3, tiles=64)
 
 
-TABLES = ["first_entry_ptr", "first_item_ptr", "item_row_ptr"]  # of an inverse index: rows that begin anywhere
+# Rows of an inverse index. They begin at any address, and one compiled kernel serves all.
+TABLES = ["first_entry_ptr", "first_item_ptr", "item_row_ptr"]
 
 
 @triton.jit
