@@ -121,7 +121,7 @@ def test_a_million_tokens_fit_a_grid(case, launches):
 
 
 def test_sparse_attention_compiles_its_choice_alone_for_longer_documents(launches):
-    """From 10 to 4,688 blocks, by ranges of them. The choice is compiled for five widths."""
+    """From 10 to 4,688 blocks, by ranges of them. The first round of the choice is compiled for three widths."""
     kind, seen, new = Sparse(selected_blocks=32, dense_below=0), set(), []
     for T in (640, 16_384, 70_000, 180_001, 300_000):
         y = attention(*(zeros(1, T, 2, 64) for _ in "qkv"), kind=kind, impl="triton")
@@ -130,7 +130,7 @@ def test_sparse_attention_compiles_its_choice_alone_for_longer_documents(launche
         new.append(Counter(name for name, _ in compiled - seen))
         seen |= compiled
         launches.clear()
-    assert [found["_top_kernel"] for found in new] == [2, 2, 1, 1, 0]
+    assert [found["_top_kernel"] for found in new] == [2, 0, 0, 1, 0]
     assert [found["_scores_kernel"] for found in new] == [1, 0, 0, 0, 1]  # means of keys from 262,144 tokens on
     assert all({*found} <= {"_top_kernel", "_scores_kernel", "_round_keys_kernel"} for found in new[2:])
 

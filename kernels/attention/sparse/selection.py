@@ -239,7 +239,7 @@ def _top_kernel(
     key = tl.where(is_candidate, bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST)
     highest = tl.max(key, 1)
     lowest = tl.min(tl.where(is_candidate, key, highest[:, None]), 1)
-    if not OF_CHUNKS and COLUMNS >= S * CHUNK:  # A block of each of the S chunks reaches the chunks' lowest maximum.
+    if not OF_CHUNKS:  # A block of each of the S chunks reaches the chunks' lowest maximum.
         maxima = tl.max(tl.reshape(key, [BLOCK_T, COLUMNS // CHUNK, CHUNK]), 2)
         is_chunk = tl.arange(0, COLUMNS // CHUNK)[None, :] < S
         lowest = tl.maximum(lowest, tl.min(tl.where(is_chunk, maxima, highest[:, None]), 1))
@@ -337,9 +337,8 @@ def top_blocks(scores: Tensor, maxima: Tensor, blocks: Tensor, layout: Layout, q
     (num_heads, num_queries, width), (_, G, S) = scores.shape, blocks.shape
     chunks = torch.full((num_heads, num_queries, S), EMPTY, dtype=torch.int16, device=blocks.device)
     tables = layout.block_start, layout.block_stop, layout.first_block
-    of_chunks = triton.next_power_of_2(S) * CHUNK  # blocks of the chosen chunks
-    for of, chosen, least, most in ((maxima, chunks, width // CHUNK, 2**15), (scores, blocks, width, of_chunks)):
-        columns = min(most, 2 ** (max(3, (least - 1).bit_length()) | 1))  # 8, 32, 128, ...: few, as each is compiled
+    of_chunks = 2 ** (max(7, (width // CHUNK - 1).bit_length()) | 1)  # 128, 512, 2,048: few, as each is compiled
+    for of, chosen, columns in ((maxima, chunks, of_chunks), (scores, blocks, triton.next_power_of_2(S) * CHUNK)):
         block_t = max(1, TOPK_ELEMENTS // columns)
         _top_kernel[(triton.cdiv(num_queries, block_t), num_heads)](
             of, chunks, chosen, *tables, query_blocks.start, num_queries, of.shape[-1],
