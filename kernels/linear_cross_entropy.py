@@ -167,18 +167,19 @@ def _loss_and_gradients(
     V = len(linear_weight)
     logits_buffer = input.new_empty(min(chunk_size, num_rows), row_length(V))[:, :V]
     head = factor_head(linear, linear_weight, linear_bias, needs_input)
+    one = torch.ones_like(scale)  # not None: `cross_entropy` has a scale, and one compiled kernel serves both
 
     for start in range(0, num_rows, chunk_size):
         here = slice(start, start + chunk_size)
         chunk = here if rows is None else rows[here]
-        x, labels, row_weights = input[chunk], target[chunk], None if weights is None else weights[chunk]
+        x, labels, row_scale = input[chunk], target[chunk], one if weights is None else weights[chunk]
         x_factor, logits = linear.factor(x), logits_buffer[: len(x)]
         for words, factor, bias in zip(head.groups, head.factors, head.biases):
             linear.forward(x_factor, factor, bias, out=logits[:, words])
         if needs_entropy:
             entropies[chunk] = row_entropies(logits, labels, options, shard)
         gradient = logits if needs_gradient else None  # the gradient overwrites the logits
-        statistics[:, here] = row_step(logits, labels, options, shard, gradient=gradient, scale=row_weights)
+        statistics[:, here] = row_step(logits, labels, options, shard, gradient=gradient, scale=row_scale)
         if gradient is None:
             continue
         d_x = None if not needs_input else d_input[here] if rows is None else torch.empty_like(x)

@@ -120,6 +120,28 @@ def test_a_million_tokens_fit_a_grid(case, launches):
     assert launches and all(axis <= 65_535 for _, _, grid in launches for axis in grid[1:])
 
 
+def test_the_chunked_loss_runs_the_kernel_of_the_standard_loss(launches):
+    """A longer text has it in place of the other."""
+    logits = torch.zeros(4, 16, dtype=torch.bfloat16, requires_grad=True)
+    cross_entropy(logits.clone(), targets(4), inplace=True, impl="triton")
+    x, head = (torch.zeros(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (4, 16))
+    linear_cross_entropy(x, head, targets(4), impl="triton")
+    (name, key, _), (other, other_key, _) = launches
+    assert name == other == "_cross_entropy_kernel"
+    assert [a for a, b in zip(key, other_key) if a != b] == []
+
+
+def test_the_choice_of_a_measured_head_serves_all_heads(launches):
+    """Plans measure one key/value head of long texts, and compile what training runs."""
+    kind, compiled = Sparse(selected_blocks=32, dense_below=0), []
+    for heads in (1, 4):
+        q, k = (torch.zeros(1, 70_000, n * heads, 64) for n in (4, 1))
+        kind.choose(q, k, None, True)
+        compiled.append({(name, key) for name, key, _ in launches})
+        launches.clear()
+    assert compiled[0] == compiled[1] and len(compiled[0]) == 5  # two looks and rounds of each, and the keys' rounding
+
+
 def test_sparse_attention_compiles_its_choice_alone_for_longer_documents(launches):
     """From 10 to 4,688 blocks, by ranges of them. The first round of the choice is compiled for three widths."""
     kind, seen, new = Sparse(selected_blocks=32, dense_below=0), set(), []

@@ -130,27 +130,26 @@ def _unpool_kernel(
     tl.store(target_ptr + offsets, total.to(target_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "first_head"])
+@triton.jit(do_not_specialize=["num_rows", "first_head", "units", "group"])
 def _rows_kernel(
-    source_ptr, target_ptr, index_ptr, num_rows, first_head,
-    H: tl.constexpr, K: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, TO_TILES: tl.constexpr, ADD: tl.constexpr,
+    source_ptr, target_ptr, index_ptr, num_rows, first_head, units, group,
+    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, TO_TILES: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Copies rows of some heads from tokens to tiles (TO_TILES), or from tiles to tokens; with ADD it adds them.
 
-    Tokens are [tokens, H, K]. Of each, UNITS * WIDTH elements are copied, from head first_head on. Tiles are [windows,
-    UNITS, 16, WIDTH]: a unit is the query heads of one key/value head. Row i of the target is row index_ptr[i] of the
-    source, or 0 if index_ptr[i] is -1.
+    Tokens are [tokens, H, K]. Of each, units * group heads are copied, from head first_head on. Tiles are [windows,
+    units, 16, group, K]: a unit is the query heads of one key/value head. Row i of the target is row index_ptr[i] of
+    the source, or 0 if index_ptr[i] is -1.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]  # [BLOCK, 1]
-    unit = tl.program_id(1)
-    column = tl.arange(0, WIDTH_PAD)[None, :]
-    mask = (row < num_rows) & (column < WIDTH)  # [BLOCK, WIDTH_PAD]
-    found = tl.load(index_ptr + row, mask=row < num_rows, other=-1)
+    head = tl.program_id(1)
+    column = tl.arange(0, K)[None, :]
+    mask = row < num_rows
+    found = tl.load(index_ptr + row, mask=mask, other=-1)
     token = (found if TO_TILES else row).to(tl.int64)
     place = (row if TO_TILES else found).to(tl.int64)
-    in_tokens = (token * H + first_head) * K + unit * WIDTH + column
-    in_tiles = ((place // 16 * UNITS + unit) * 16 + place % 16) * WIDTH + column
+    in_tokens = (token * H + first_head + head) * K + column  # [BLOCK, K]
+    in_tiles = (((place // 16 * units + head // group) * 16 + place % 16) * group + head % group) * K + column
     value = tl.load(source_ptr + (in_tokens if TO_TILES else in_tiles), mask=mask & (found >= 0), other=0.0)
     target = target_ptr + (in_tiles if TO_TILES else in_tokens)
     if ADD:
@@ -183,14 +182,12 @@ def add_unpooled(dk: Tensor, dv: Tensor, d_pooled: Tensor, windows: Windows) -> 
 def _copy_rows(tokens: Tensor, tiles: Tensor, heads: range, units: int, windows: Windows, to_tiles: bool, add: bool):
     """Copies rows of query `heads` between tokens [tokens, H, K] and tiles, see `_rows_kernel`."""
     _, H, K = tokens.shape
-    width = len(heads) // units * K
-    width_pad = triton.next_power_of_2(width)
-    block = max(1, ROW_ELEMENTS // width_pad)
+    block = ROW_ELEMENTS // K
     index = windows.token_of_tile if to_tiles else windows.tile_of_token
     source, target = (tokens, tiles) if to_tiles else (tiles, tokens)
-    _rows_kernel[(triton.cdiv(len(index), block), units)](
-        source, target, index, len(index), heads.start,
-        H=H, K=K, UNITS=units, WIDTH=width, WIDTH_PAD=width_pad, BLOCK=block, TO_TILES=to_tiles, ADD=add,
+    _rows_kernel[(triton.cdiv(len(index), block), len(heads))](
+        source, target, index, len(index), heads.start, units, len(heads) // units,
+        H=H, K=K, BLOCK=block, TO_TILES=to_tiles, ADD=add,
     )  # fmt: skip
 
 

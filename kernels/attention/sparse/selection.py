@@ -118,10 +118,10 @@ def top_blocks_reference(scores: Tensor, selected: int) -> Tensor:
     return padded.sort(-1).values.to(torch.int16)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks", "G"])
 def _round_keys_kernel(
-    k_ptr, keys_ptr, block_start_ptr, block_stop_ptr, num_blocks,
-    G: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    k_ptr, keys_ptr, block_start_ptr, block_stop_ptr, num_blocks, G,
+    K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Computes one block of what `round_keys` returns."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -140,12 +140,12 @@ def _round_keys_kernel(
 
 @triton.jit(do_not_specialize=[
     "own_block", "first_block", "first_index", "stop_index", "before", "num_blocks", "num_tokens", "shared",
-    "first_shared",
+    "first_shared", "G",
 ])  # fmt: skip
 def _scores_kernel(
     q_ptr, keys_ptr, scores_ptr, maxima_ptr, block_start_ptr, document_stop_ptr,
-    own_block, first_block, first_index, stop_index, before, num_blocks, num_tokens, width, shared, first_shared,
-    G: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    own_block, first_block, first_index, stop_index, before, num_blocks, num_tokens, width, shared, first_shared, G,
+    GROUP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
@@ -202,11 +202,11 @@ def _scores_kernel(
             tl.store(maxima_ptr + score_row * (width // CHUNK) + j0 // CHUNK, largest, mask=j0 // CHUNK * CHUNK < left)
 
 
-@triton.jit(do_not_specialize=["first_query_block", "num_queries", "width"])
+@triton.jit(do_not_specialize=["first_query_block", "num_queries", "width", "G"])
 def _top_kernel(
     scores_ptr, chunks_ptr, chosen_ptr, block_start_ptr, block_stop_ptr, first_block_ptr,
-    first_query_block, num_queries, width,
-    S: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr,
+    first_query_block, num_queries, width, G,
+    S: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, OF_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Writes the S best chunks by their maxima (OF_CHUNKS) to [heads, queries, S], or their S best blocks to the lists.
@@ -270,7 +270,7 @@ def round_keys(k: Tensor, layout: Layout, dtype: torch.dtype, mean_keys: bool = 
     (_, G, K), size = k.shape, layout.block_size
     keys = torch.empty(G, layout.num_blocks, size // 2 if mean_keys else size, K, dtype=dtype, device=k.device)
     _round_keys_kernel[(layout.num_blocks, G)](
-        k, keys, layout.block_start, layout.block_stop, layout.num_blocks, G=G, K=K, BLOCK=size, KEYS=keys.shape[2]
+        k, keys, layout.block_start, layout.block_stop, layout.num_blocks, G, K=K, BLOCK=size, KEYS=keys.shape[2]
     )
     return keys
 
@@ -321,7 +321,7 @@ def score_blocks(
         _scores_kernel[(triton.cdiv(len(blocks) * size, tile.rows // queries), G)](
             q, scored, scores, maxima, layout.block_start, layout.document_stop,
             blocks.start, first, *((block - first) * size for block in (blocks.start, blocks.stop, query_blocks.start)),
-            layout.num_blocks, num_tokens, width, *shared, G=G, GROUP=H // G, K=K, BLOCK=size, KEYS=per_block,
+            layout.num_blocks, num_tokens, width, *shared, G, GROUP=H // G, K=K, BLOCK=size, KEYS=per_block,
             WINDOW=layout.window_blocks, CHUNK=CHUNK, ROWS=tile.rows, QUERIES=queries, SHARED=shared[0] > 0,
             BLOCKS=max(1, tile.keys // per_block), num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
@@ -341,8 +341,8 @@ def top_blocks(scores: Tensor, maxima: Tensor, blocks: Tensor, layout: Layout, q
     for of, chosen, columns in ((maxima, chunks, of_chunks), (scores, blocks, triton.next_power_of_2(S) * CHUNK)):
         block_t = max(1, TOPK_ELEMENTS // columns)
         _top_kernel[(triton.cdiv(num_queries, block_t), num_heads)](
-            of, chunks, chosen, *tables, query_blocks.start, num_queries, of.shape[-1],
-            S=S, G=G, BLOCK=layout.block_size, BLOCK_T=block_t, WINDOW=layout.window_blocks, COLUMNS=columns,
+            of, chunks, chosen, *tables, query_blocks.start, num_queries, of.shape[-1], G,
+            S=S, BLOCK=layout.block_size, BLOCK_T=block_t, WINDOW=layout.window_blocks, COLUMNS=columns,
             CHUNK=CHUNK, OF_CHUNKS=of is maxima, num_warps=max(1, columns // WARP_ELEMENTS),
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ TILE = {"BLOCK": 64, "BLOCK_T": 16}
 _INTS = (
     "first_token num_tokens first_head num_heads num_blocks num_rows num_items width num_queries "
     "first_query_block head_elements num_windows own_block first_block first_index stop_index before "
-    "shared first_shared"
+    "shared first_shared units group G"
 )
 TYPES = {
     **dict.fromkeys(_INTS.split(), "i32"),
@@ -31,13 +31,13 @@ BAND_KEYS = HEADS | TILE | {"BLOCK_T": 8, "WINDOW": 8, "SHORT": 0, "EXACT": Fals
 EXACT_KEYS = {"EXACT": True, "EXTRA": False, "total_ptr": None}
 BAND_NARROW = BAND | {"G": 32, "GROUP": 1, "GROUP_PAD": 1}
 WINDOW_SCORES = {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 2, "CHUNK": 16, "LARGEST_EXPONENT": 80.0}
-SCORES = {"G": 8, "GROUP": 4, "K": 128, "BLOCK": 64, "KEYS": 64, "BLOCKS": 2, "WINDOW": 8, "CHUNK": 16, "ROWS": 128}
+SCORES = {"GROUP": 4, "K": 128, "BLOCK": 64, "KEYS": 64, "BLOCKS": 2, "WINDOW": 8, "CHUNK": 16, "ROWS": 128}
 SCORES |= {"SHARED": False}
-TOP = {"S": 32, "G": 8, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, "CHUNK": 16}
+TOP = {"S": 32, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, "CHUNK": 16}
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
 UNWEIGHTED = HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": False, "lse_ptr": None, "slot_lse_ptr": None}
 WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
-ROWS = {"H": 32, "K": 128, "UNITS": 1, "WIDTH": 512, "WIDTH_PAD": 512, "BLOCK": 8}
+ROWS = {"H": 32, "K": 128, "BLOCK": 32}
 WIDE = {"G": 4, "K": 256}  # Qwen3.5-4B's
 GATHER_WIDE = GATHER | WIDE | {"CHUNK": 1024}
 KERNELS_TO_COMPILE = {
@@ -89,7 +89,7 @@ KERNELS_TO_COMPILE = {
         ("_gate_backward_kernel", {"BRANCH": 1, "K": 128, "BLOCK": 32}, {}),
     ],
     "sparse.selection": [
-        ("_round_keys_kernel", {"G": 8, "K": 128, "BLOCK": 64, "KEYS": 32}, {}),
+        ("_round_keys_kernel", {"K": 128, "BLOCK": 64, "KEYS": 32}, {}),
         ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 2}, 80),
         ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 4}, 90),
         ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 2}, 80),
