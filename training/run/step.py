@@ -38,7 +38,7 @@ def run_model(
     Without an objective it is the summed loss of the next tokens, times their weights if the data have some. A
     `denominator` of None is the number of its targets.
     """
-    input_ids, targets = (x.to(world.device, non_blocking=True) for x in (batch.input_ids, batch.targets))
+    input_ids, targets = (_sent(x, world.device) for x in (batch.input_ids, batch.targets))
     known: dict = {"targets": targets, "documents": batch.documents, "num_targets": batch.num_valid_tokens}
     if objective is None:
         columns_BT = {} if batch.answers is None else batch.answers.to(world.device).columns_BT
@@ -60,6 +60,11 @@ def run_model(
         means, largest = minimised.terms.means | terms.means, minimised.terms.largest | terms.largest
         all_terms.append(Terms(means=means, largest=largest))
     return output.loss
+
+
+def _sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns x on the device. From pinned memory the host need not wait until the micro-batch before is done."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def terms_of_experts(output: ModelOutput) -> Terms:
