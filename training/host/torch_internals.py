@@ -22,9 +22,6 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 # decides itself where state lives.
 fused_adamw_ = torch._fused_adamw_
 
-# Copies a list of tensors into another one, of other dtypes too, in few launches (2.1; in few where dtypes differ 2.5).
-foreach_copy_ = torch._foreach_copy_
-
 # Shape and offset of this rank's part of a DTensor, from the DTensor's shape, mesh and placements (2.0).
 compute_local_shape_and_global_offset = tensor_utils.compute_local_shape_and_global_offset
 

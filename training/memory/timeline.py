@@ -169,7 +169,7 @@ class _Timeline:
         moved = 2 * gradients if step.num_copies == 1 else 0
         begun, added = self._gradient_sums()
         update, fetched = self._update(seconds, sum(weights), sum(sent))
-        on_gpu = {"update": 4 * step.inventory(self.execution).gpu_state / rates["memory"]}
+        on_gpu = {"update": step.inventory(self.execution).updated_here / rates["memory"]}
         count = step.micro_batches
         return [
             Phase("forward", seconds + COPIES_COST * copies, forward, copies, count),
@@ -236,7 +236,7 @@ class _Timeline:
         step, inventory = self.step, self.step.inventory(self.execution)
         link = self.rates["link"] * (1 if step.num_shards else UPDATE_BESIDE_FORWARD)
         fetched, returned = inventory.updated / link, (inventory.updated - inventory.leaving_gradients) / link
-        update = 4 * inventory.gpu_state / self.rates["memory"]
+        update = inventory.updated_here / self.rates["memory"]
         if step.num_shards:
             return update + fetched, fetched
         # Nothing runs before the embedding and the first block are updated.

@@ -5,12 +5,12 @@ the optimizer keeps a float32 copy, or in compact format (`training.optim.format
 lacks. The optimizer takes each gradient as soon as backward has made it: a single micro-batch's as it is, several added
 in float32. The exact global norm is known before any weight moves, and the update scales by it.
 
-Parameters are updated on the GPU. State from the host passes through in pieces of at most PIECE_ELEMENTS. State on the
-GPU takes as few launches as there is room for. Results are equal bit for bit: each element's is its own, and norms are
-of the same pieces. State in host memory costs only the time of its copies, which the next
-forward hides, see `update_beside_forward`. A weight may live there as well: an update moves it like state, and
-`training.memory.visiting` brings it to its block. With all float32 state of the 4B in host memory, at 50 GB/s each way,
-8 GB of gradients leave during backward, and the update fetches 14 bytes per parameter and sends 12 back: 1.13 s.
+Parameters are updated on the GPU, in a launch each. State from the host passes through in pieces of at most
+PIECE_ELEMENTS. Results are equal bit for bit: each element's is its own, and norms are of the same pieces. State in
+host memory costs only the time of its copies, which the next forward hides, see `update_beside_forward`. A weight may
+live there as well: an update moves it like state, and `training.memory.visiting` brings it to its block. With all
+float32 state of the 4B in host memory, at 50 GB/s each way, 8 GB of gradients leave during backward, and the update
+fetches 14 bytes per parameter and sends 12 back: 1.13 s.
 """
 
 import functools
@@ -123,7 +123,7 @@ class MasterAdamW:
         self.ring = Ring(device, inventory.slots, inventory.leaving_limit)
         self.late: deque[tuple[State, int, slice]] = deque()  # pieces of states whose update is not queued yet
         self.queues_in_forward = False  # whether the next forward queues them, see `update_beside_forward`
-        self.room = torch.empty(inventory.room, device=device)  # one piece of a gradient in float32
+        self.room = torch.empty(inventory.room, device=device)  # where sums on the host have a piece added
         self.arena = inventory.arena(device)
 
         # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a tensor's hook.
@@ -263,15 +263,15 @@ class MasterAdamW:
     def step(self, learning_rate: float) -> None:
         """Update masters and parameters, and drop gradients; after `update_beside_forward`, host state later."""
         self.end_update()
-        self.ring.device_module.current_stream().wait_stream(self.ring.outward)  # `room` and `norms` are free
+        self.ring.device_module.current_stream().wait_stream(self.ring.outward)  # `norms` are free
         self.ring.open()
         self.steps.add_(1)
         self.corrections.copy_(1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)]))
-        self.update = Update(learning_rate, 0.0, self.scale, self.steps, self.corrections, self.room, self.impl)
+        self.update = Update(learning_rate, 0.0, self.scale, self.steps, self.corrections, self.impl)
         arrived = [state for state in self.states.values() if state.arrived]
         self.late += [(state, *piece) for state in arrived if state.row.state_on_host for piece in state.pieces]
         self._update_here([state for state in arrived if not state.row.state_on_host])
-        # The host has all gradients, and the state that the last step sent back; the updates before leave `room`.
+        # The host has all gradients, and the state that the last step sent back.
         self.ring.follow()
         if not self.queues_in_forward:
             self.end_update()
@@ -289,16 +289,11 @@ class MasterAdamW:
                 state.updated.record(self.ring.outward)
 
     def _update_here(self, states: list[State]) -> None:
-        """Update states on the GPU: small ones together, others in pieces or, if a kernel needs no room, whole."""
+        """Update states on the GPU: by Triton whole, by PyTorch in pieces, of which it makes copies in float32."""
         on_triton = use_triton(self.impl, self.norms)
         for state in states:
-            is_whole = on_triton and not state.format.needs_room
-            for piece in [] if state.row.is_small else [slice(0, state.row.numel)] if is_whole else state.row.pieces:
+            for piece in [slice(0, state.row.numel)] if on_triton else state.row.pieces:
                 self._update(state, piece, state.slices(piece))
-        for group in groups_of([state for state in states if state.row.is_small], len(self.room)):
-            tensors = [state.slices(slice(0, state.row.numel)) for state in group]
-            parameters, gradients = [local_view(state.parameter) for state in group], [t["gradient"] for t in tensors]
-            group[0].format.update_together(tensors, parameters, gradients, self._update_of(group[0]))
 
     def _update(self, state: State, piece: slice, tensors: dict[str, Tensor]) -> None:
         """Update one piece; `tensors`, which are its state, gradient and host weight, are on the parameter's device."""
@@ -345,17 +340,6 @@ class MasterAdamW:
                 tensors["parameters" if state.format.holds_weight else "optimizer"] += state.tensors.values()
                 tensors["gradients"].append(state.gradient)
         return {group: [tensor for tensor in found if tensor is not None] for group, found in tensors.items()}
-
-
-def groups_of(states: list[State], most: int) -> list[list[State]]:
-    """Divides states into groups of up to `most` elements, of one format, weight decay and rate each."""
-    alike: dict[tuple[StateFormat, float, float], list[list[State]]] = {}
-    for state in states:
-        groups = alike.setdefault((state.format, state.weight_decay, state.rate_ratio), [[]])
-        if sum(other.row.numel for other in groups[-1]) + state.row.numel > most:
-            groups.append([])
-        groups[-1].append(state)
-    return [*itertools.chain(*alike.values())]
 
 
 @torch.no_grad()

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from kernels.adamw import adamw
+from kernels.common import use_triton
 from kernels.compact_adamw import (
     GROUP,
     compact_adamw,
@@ -25,7 +27,7 @@ from kernels.compact_adamw import (
     join_master,
     split_master,
 )
-from training.host.torch_internals import foreach_copy_, fused_adamw_
+from training.host.torch_internals import fused_adamw_
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import Quantized, quantize
 
@@ -57,7 +59,6 @@ class Update(NamedTuple):
     gradient_scale: float
     steps: Tensor  # [] float32, this update included
     bias_corrections: Tensor  # [2] float32, 1 - beta^steps of both moments
-    room: Tensor  # float32, for the elements of any piece whose format needs it
     impl: str  # a name in kernels.common.IMPLEMENTATIONS
 
 
@@ -71,7 +72,6 @@ class StateFormat(ABC):
 
     parameter_dtype: torch.dtype
     holds_weight: ClassVar[bool] = False  # whether a frozen weight is in the kept tensors, and not in the parameter
-    needs_room: ClassVar[bool]  # whether `update` writes the gradient in float32 into the update's room
 
     @property
     @abstractmethod
@@ -89,13 +89,6 @@ class StateFormat(ABC):
     @abstractmethod
     def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
         """Makes a step of AdamW by the gradient [n], of any dtype, all on one device."""
-
-    def update_together(
-        self, states: list[dict[str, Tensor]], parameters: list[Tensor], gradients: list[Tensor], update: Update
-    ) -> None:
-        """Makes the steps of several pieces, which have as many elements together as the room where it is needed."""
-        for state, parameter, gradient in zip(states, parameters, gradients):
-            self.update(state, parameter, gradient, update)
 
     @property
     def described(self) -> list[tuple[str, str]]:
@@ -120,8 +113,6 @@ def _num_bytes(format: StateFormat, numel: int) -> int:
 class Float32State(StateFormat):
     """Float32 moments, and a float32 master of each bf16 parameter."""
 
-    needs_room = True  # torch's fused kernel takes tensors of one dtype
-
     @property
     def kept(self) -> dict[str, Kept]:
         masters = () if self.parameter_dtype == torch.float32 else ("master",)
@@ -138,31 +129,24 @@ class Float32State(StateFormat):
                 state[name].copy_(value)
 
     def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
-        self.update_together([state], [parameter], [gradient], update)
-
-    def update_together(
-        self, states: list[dict[str, Tensor]], parameters: list[Tensor], gradients: list[Tensor], update: Update
-    ) -> None:
-        masters = [state.get("master", parameter) for state, parameter in zip(states, parameters)]
-        sizes = [len(parameter) for parameter in parameters]
-        room = update.room[: sum(sizes)]
-        scaled = [*room.split(sizes)]
-        foreach_copy_(scaled, gradients)
-        room.mul_(update.gradient_scale)
-        moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        fused_adamw_(
-            masters, scaled, *moments, [], [update.steps] * len(states),
-            lr=update.learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=update.weight_decay, eps=EPS,
-            amsgrad=False, maximize=False,
-        )  # fmt: skip
-        if masters[0] is not parameters[0]:
-            foreach_copy_(parameters, masters)
+        master = state.get("master", parameter)
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        options = {
+            "lr": update.learning_rate, "beta1": BETA1, "beta2": BETA2, "weight_decay": update.weight_decay, "eps": EPS,
+        }  # fmt: skip
+        if use_triton(update.impl, gradient):
+            weight = None if master is parameter else parameter
+            adamw(weight, master, *moments, gradient, update.bias_corrections, update.gradient_scale, **options)
+            return
+        scaled = gradient.to(torch.float32, copy=True).mul_(update.gradient_scale)  # the fused kernel takes one dtype
+        lists = [[tensor] for tensor in (master, scaled, *moments)]
+        fused_adamw_(*lists, [], [update.steps], **options, amsgrad=False, maximize=False)
+        if master is not parameter:
+            parameter.copy_(master)
 
 
 class CompactState(StateFormat):
     """Moments of 8 bits, and 16 bits that make a bf16 parameter a float32 master; see `kernels.compact_adamw`."""
-
-    needs_room = False
 
     @property
     def kept(self) -> dict[str, Kept]:
@@ -204,8 +188,6 @@ class CompactState(StateFormat):
 
 class FrozenState(StateFormat):
     """No state: the parameter is not trained, and never updated."""
-
-    needs_room = False
 
     @property
     def kept(self) -> dict[str, Kept]:

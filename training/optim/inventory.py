@@ -21,9 +21,6 @@ from training.optim.quantized import is_quantized
 
 # 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
 PIECE_ELEMENTS = 2**23
-# Parameters of up to so many elements are updated together, in float32 on the GPU: a launch for each takes the host
-# longer than the GPU. So many elements at once, see `Inventory.room`.
-SMALL_ELEMENTS, TOGETHER_ELEMENTS = 2**18, 2**20
 NUM_SLOTS = 8  # pieces on the GPU at once: an update waits for a kernel of the forward beside it, up to 20 ms
 # Gradients on their way to the host at once: about one transformer block's, in bf16. See `Inventory.leaving_limit`.
 LEAVING_BYTES = 2**28
@@ -51,11 +48,6 @@ class Row:
         """Elements of each piece, the unit of an update. Pieces of 4 in 10 elements: 0 to 3, 4 to 7, 8 and 9."""
         starts = range(0, self.numel, PIECE_ELEMENTS)
         return [slice(start, min(start + PIECE_ELEMENTS, self.numel)) for start in starts]
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the parameter is updated together with others."""
-        return self.format.needs_room and not self.state_on_host and self.numel <= SMALL_ELEMENTS
 
     @property
     def is_visiting(self) -> bool:
@@ -195,6 +187,12 @@ class Inventory:
         return sum(row.host_bytes for row in self.rows if row.gradient_dtype)
 
     @functools.cached_property
+    def updated_here(self) -> int:
+        """Bytes read and written by an update of what is on the GPU: all of it, and the gradients for their norm."""
+        rows = [row for row in self.rows if row.gradient_dtype and not row.state_on_host]
+        return 2 * sum(row.state_bytes + row.weight_bytes + row.gradient_bytes for row in rows)
+
+    @functools.cached_property
     def waiting(self) -> dict[int | None, int]:
         """Bytes of the weights that wait on the host, by block; None: of embedding and head."""
         return self._by_block((row, row.stored_bytes) for row in self.rows if row.weight_on_host)
@@ -243,14 +241,9 @@ class Inventory:
 
     @functools.cached_property
     def room(self) -> int:
-        """Elements of the largest piece of a gradient needed in float32: for the update, or to be added up.
-
-        Or of small parameters that are updated together.
-        """
-        trained = [row for row in self.rows if row.gradient_dtype]
-        needing = (row for row in trained if row.format.needs_room or (self.accumulate and row.state_on_host))
-        largest = max((min(PIECE_ELEMENTS, row.numel) for row in needing), default=0)
-        return max(largest, min(TOGETHER_ELEMENTS, sum(row.numel for row in trained if row.is_small)))
+        """Elements of the largest piece of a gradient that is added, in float32, to a sum on the host."""
+        rows = (row for row in self.rows if row.gradient_dtype and row.state_on_host and self.accumulate)
+        return max((min(PIECE_ELEMENTS, row.numel) for row in rows), default=0)
 
     @property
     def gpu_room(self) -> int:

@@ -42,12 +42,6 @@ def test_fused_adamw():
         assert torch.equal(ours, weight)
 
 
-def test_foreach_copy():
-    targets, sources = [torch.zeros(3), torch.zeros(2)], [torch.ones(3, dtype=torch.bfloat16), torch.full((2,), 2.0)]
-    torch_internals.foreach_copy_(targets, sources)
-    assert [t.tolist() for t in targets] == [[1, 1, 1], [2, 2]]
-
-
 def test_dtensor_like(process_group):
     """It wraps the tensor itself, on another device than the mesh's too: of meta tensors here."""
     sharded = distribute_tensor(torch.ones(4, 3, dtype=torch.bfloat16), init_device_mesh("cpu", (1,)), [Shard(0)])

@@ -133,7 +133,7 @@ def test_ranks_that_share_a_sequence_share_its_work(num_ranks, size, heads_at_a_
     sent = {"4B": 36 * (2 * 4096 + 2 * 1024), "qwen3.5-4B": 24 * (2 * 2048 + 2 * 4096) + 8 * (2 * 4096 + 2 * 1024)}
     execution = Execution((Placement("gpu", "gpu"),) * MODEL_SIZES[size].num_hidden_layers, 8192, heads_at_a_time)
     alone, shared = (step_of(MODEL_SIZES[size], 131_072, num_ranks=n) for n in (1, num_ranks))
-    update = 4 * alone.inventory(execution).gpu_state / H200["memory"]
+    update = alone.inventory(execution).updated_here / H200["memory"]
     exchange = 2 * sent[size] * 131_072 / num_ranks * (num_ranks - 1) / num_ranks / H200["gpu link"]
     waits = 3 * exchange * (1.01 if heads_at_a_time else 1)  # smaller launches
     expected = (alone.seconds(execution, H200) - update) / num_ranks + update + waits
@@ -436,7 +436,7 @@ def test_adapters_spare_the_products_of_weights_gradients(size, placement):
     placed = [replace(step.given, placements=(placement,) * 36, mlp_tile_size=8192) for step in (full, lora)]
     share = full.share
     matrices = 36 * share.layer_matrix_parameters() + share.vocab_size * share.hidden_size
-    updates = [4 * step.inventory(e).gpu_state / H200["memory"] for step, e in zip((full, lora), placed)]
+    updates = [step.inventory(e).updated_here / H200["memory"] for step, e in zip((full, lora), placed)]
     forward, backward = (2 * 32_768 * sizes["adapters"] for sizes in adapters.traffic(share, 0))
     again = 0 if placement.is_whole else forward
     expected = 2 * 32_768 * matrices / H200["products"] + updates[0] - updates[1]

@@ -79,12 +79,11 @@ class BFloat16Moments(Float32State):
     def kept(self):
         return super().kept | dict.fromkeys(("exp_avg", "exp_avg_sq"), Kept(torch.bfloat16))
 
-    def update_together(self, states, parameters, gradients, update):
-        moments = [{name: state[name].float() for name in ("exp_avg", "exp_avg_sq")} for state in states]
-        super().update_together([a | b for a, b in zip(states, moments)], parameters, gradients, update)
-        for state, wide in zip(states, moments):
-            for name, moment in wide.items():
-                state[name].copy_(moment)
+    def update(self, state, parameter, gradient, update):
+        moments = {name: state[name].float() for name in ("exp_avg", "exp_avg_sq")}
+        super().update(state | moments, parameter, gradient, update)
+        for name, moment in moments.items():
+            state[name].copy_(moment)
 
 
 @DTYPES
@@ -310,27 +309,6 @@ def test_impl_reaches_the_update(impl, placement, monkeypatch):
     optimizer.step(1e-2)
     is_whole = impl == "triton" and placement == "device"
     assert seen == [impl] * (1 if is_whole else 12)  # pieces of the matrix
-
-
-@DTYPES
-@MICRO_BATCHES
-def test_small_parameters_are_updated_together(dtype, micro_batches, device, monkeypatch):
-    """Bit for bit as one by one, in few calls: a room of 64 has 12 vectors of 5, or 4 matrices of 15, and one alone."""
-    shapes = {f"{i}.norm.weight": (5,) for i in range(26)} | {f"{i}.matrix": (3, 5) for i in range(9)}
-    shapes = dict(sorted(shapes.items())) | {"large": (9, 8)}
-    calls, update = [], training.optim.formats.fused_adamw_
-    monkeypatch.setattr(
-        training.optim.formats, "fused_adamw_", lambda *given, **o: calls.append(len(given[0])) or update(*given, **o)
-    )
-    runs = []
-    for small, together in ((0, 0), (20, 64)):
-        monkeypatch.setattr(training.optim.inventory, "SMALL_ELEMENTS", small)
-        monkeypatch.setattr(training.optim.inventory, "TOGETHER_ELEMENTS", together)
-        calls.clear()
-        runs.append(run(make_parameters(dtype, device, shapes), "device", micro_batches))
-        counts = calls[: len(calls) // 5]  # the first step's
-        assert sorted(n for n in counts if n > 1) == ([2, 4, 4, 12, 12] if small else [])
-    assert_equal_runs(*runs)
 
 
 @PLACEMENT

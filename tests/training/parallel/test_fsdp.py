@@ -171,7 +171,7 @@ def test_stages_have_what_fsdp_holds():
 
     Plans leave out FSDP2's third copy of a block, which exists for a moment in forward, and what is gathered as the
     loss ends. They count all gradients of a block with its MLP's, two of these again, which exist before the parameters
-    have them, and a block that arrives beside the first.
+    have them, and a block that arrives beside the first. The update that runs here, PyTorch's, copies a gradient.
     """
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -180,7 +180,9 @@ def test_stages_have_what_fsdp_holds():
         gc.collect()
         torch.distributed.destroy_process_group()
     expected = dict.fromkeys(found, 0.0) | {"forward of layer 1": -2, "forward of layer 2": -2, "loss": -3}
-    expected |= {f"backward of layer {layer}, MLP": above for layer, above in ((2, 2), (1, 2), (0, 3))}
+    expected |= {"update": -0.46} | {
+        f"backward of layer {layer}, MLP": above for layer, above in ((2, 2), (1, 2), (0, 3))
+    }
     expected |= {"backward of layer 0, attention": 2, "backward of embedding": 3.5}
     assert found == pytest.approx(expected, abs=0.2)
 
