@@ -4,21 +4,24 @@ PyTorch's fused kernel takes tensors of one dtype: a bf16 weight and its gradien
 passes more, and 48 bytes per parameter are read and written in place of 28. compact_adamw.py has the mathematics.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 1024  # elements of a program: each thread has 8
+BLOCK = 1024  # elements that a program takes at once: each thread has 8
+PROGRAMS = 64  # of each parameter, where several are updated in one launch
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
-def _adamw_kernel(
-    weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr,
-    numel, gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
-    BLOCK: tl.constexpr,
+def _update(
+    weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr, offsets, mask,
+    gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
 ):  # fmt: skip
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
     master = tl.load(master_ptr + offsets, mask=mask, other=0.0)
     m = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0)
     v = tl.load(exp_avg_sq_ptr + offsets, mask=mask, other=0.0)
@@ -35,20 +38,75 @@ def _adamw_kernel(
         tl.store(weight_ptr + offsets, master.to(weight_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _adamw_kernel(
+    weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr,
+    numel, gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    _update(
+        weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr, offsets,
+        offsets < numel, gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+    )  # fmt: skip
+
+
+@triton.jit
+def _adamw_of_several_kernel(
+    table_ptr, bias_corrections_ptr, gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+    BLOCK: tl.constexpr, GRADIENT: tl.constexpr, WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Updates the parameter of a row of the table: its elements, and addresses of its tensors."""
+    row = table_ptr + tl.program_id(1) * 6
+    numel = tl.load(row)
+    gradient_ptr = tl.load(row + 1).to(tl.pointer_type(GRADIENT))
+    master_ptr = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    exp_avg_ptr = tl.load(row + 3).to(tl.pointer_type(tl.float32))
+    exp_avg_sq_ptr = tl.load(row + 4).to(tl.pointer_type(tl.float32))
+    weight_ptr = None
+    if WEIGHT is not None:
+        weight_ptr = tl.load(row + 5).to(tl.pointer_type(WEIGHT))
+    for start in range(tl.program_id(0) * BLOCK, numel, tl.num_programs(0) * BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        _update(
+            weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr, offsets,
+            offsets < numel, gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+        )  # fmt: skip
+
+
+class Tensors(NamedTuple):
+    """A parameter's tensors, flat [n], contiguous, and on one device."""
+
+    gradient: Tensor  # of a floating-point dtype
+    master: Tensor  # float32, as both moments
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    weight: Tensor | None  # that the new master is rounded into; None: the master is the weight
+
+
 def adamw(
-    weight: Tensor | None, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradient: Tensor,
-    bias_corrections: Tensor, gradient_scale: float = 1.0, *,
+    parameters: Sequence[Tensors], bias_corrections: Tensor, gradient_scale: float = 1.0, *,
     lr: float, beta1: float, beta2: float, weight_decay: float, eps: float,
 ) -> None:  # fmt: skip
-    """Makes an update of AdamW in place, by Triton alone. All tensors are flat, contiguous, and on one device.
+    """Makes an update of AdamW in place, by Triton alone, in one launch.
 
     Args:
-        weight: [n] that the new master is rounded into; None: the master is the weight.
-        master, exp_avg, exp_avg_sq: float32 [n].
-        gradient: [n], of a floating-point dtype, to be multiplied by `gradient_scale`.
+        parameters: one, or several small ones whose gradients and whose weights have a dtype each.
         bias_corrections: float32 [2], 1 - beta^steps of the first and of the second moment.
+        gradient_scale: factor of the gradients.
     """
-    _adamw_kernel[(triton.cdiv(master.numel(), BLOCK),)](
-        weight, master, exp_avg, exp_avg_sq, gradient, bias_corrections,
-        master.numel(), gradient_scale, lr, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps, BLOCK=BLOCK,
+    numbers = gradient_scale, lr, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps
+    first, *others = parameters
+    if not others:
+        grid = (triton.cdiv(first.master.numel(), BLOCK),)
+        gradient, *state, weight = first
+        _adamw_kernel[grid](weight, *state, gradient, bias_corrections, first.master.numel(), *numbers, BLOCK=BLOCK)
+        return
+    rows = [
+        (each.master.numel(), *(0 if tensor is None else tensor.data_ptr() for tensor in each)) for each in parameters
+    ]
+    table = torch.tensor(rows, pin_memory=first.master.is_cuda).to(first.master.device, non_blocking=True)
+    weight_dtype = None if first.weight is None else TRITON_DTYPES[first.weight.dtype]
+    _adamw_of_several_kernel[(PROGRAMS, len(rows))](
+        table, bias_corrections, *numbers,
+        BLOCK=BLOCK, GRADIENT=TRITON_DTYPES[first.gradient.dtype], WEIGHT=weight_dtype,
     )  # fmt: skip

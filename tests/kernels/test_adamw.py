@@ -1,7 +1,8 @@
 import pytest
 import torch
+import triton.language as tl
 
-from kernels.adamw import BLOCK, adamw
+from kernels.adamw import BLOCK, PROGRAMS, Tensors, adamw
 from kernels.compact_adamw import adamw_reference
 from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import DTYPES, random
@@ -19,6 +20,12 @@ KERNELS_TO_COMPILE = [
     for pointers in (
         {"weight_ptr": "*bf16", "gradient_ptr": "*bf16"}, {"weight_ptr": "*bf16", "gradient_ptr": "*fp32"},
         {"gradient_ptr": "*fp32"},
+    )
+] + [
+    KernelToCompile(
+        "_adamw_of_several_kernel",
+        {"table_ptr": "*i64", "bias_corrections_ptr": "*fp32", **dict.fromkeys(NUMBERS, "fp32")},
+        {"BLOCK": BLOCK, "GRADIENT": tl.float32, "WEIGHT": tl.bfloat16},
     )
 ]  # fmt: skip
 
@@ -43,7 +50,7 @@ def test_three_updates_equal_float64s(n, gradient_dtype, device):
     for step in range(1, 4):
         gradient = random(n, seed=9 + step, dtype=gradient_dtype, device=device) * 10.0 ** (step - 3)
         given = gradient, bias_corrections(step, device)
-        adamw(weight[:n], *(x[:n] for x in found), *given, 0.5, **OPTIONS)
+        adamw([Tensors(gradient, *(x[:n] for x in found), weight[:n])], given[1], 0.5, **OPTIONS)
         master, m, v = expected
         expected = adamw_reference(master, gradient.double() * 0.5, m, v, given[1].double(), **OPTIONS)
         for x, reference in zip(found, expected):
@@ -61,12 +68,30 @@ def test_a_float32_weight_is_its_own_master(n, device):
     masters = [weight.clone(), weight.clone()]
     for rounded, master in zip((None, weight.to(torch.bfloat16)), masters):
         moments = torch.zeros(2, n, device=device)
-        adamw(rounded, master, *moments, gradient, bias_corrections(1, device), **OPTIONS)
+        adamw([Tensors(gradient, master, *moments, rounded)], bias_corrections(1, device), **OPTIONS)
     assert torch.equal(*masters)
     theirs = weight.clone().requires_grad_()
     theirs.grad = gradient
     torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True).step()
     torch.testing.assert_close(masters[0], theirs.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("gradient_dtype", DTYPES)
+@pytest.mark.parametrize("has_masters", [True, False])
+def test_several_parameters_are_updated_as_one_by_one(has_masters, gradient_dtype, device):
+    """Bit for bit, and nothing past an end is written; the longest is more than its programs take at once."""
+    runs = []
+    for alone in (True, False):
+        parameters, everything = [], []
+        for seed, n in enumerate((*SIZES, PROGRAMS * BLOCK + 5)):
+            state, gradient = make(n, device), random(n, seed=9 + seed, dtype=gradient_dtype, device=device)
+            weight = torch.zeros(n + 1, dtype=torch.bfloat16, device=device)
+            everything += [*state, weight]
+            parameters.append(Tensors(gradient, *(x[:n] for x in state), weight[:n] if has_masters else None))
+        for given in [[each] for each in parameters] if alone else [parameters]:
+            adamw(given, bias_corrections(2, device), 0.5, **OPTIONS)
+        runs.append(everything)
+    assert all(map(torch.equal, *runs)) and runs[0][-1].any() == has_masters
 
 
 @pytest.mark.gpu
@@ -75,6 +100,6 @@ def test_past_2_to_the_31_elements():
     weight, gradient = (torch.ones(n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     master = torch.ones(n, device="cuda")
     moments = [torch.zeros(n, device="cuda") for _ in range(2)]
-    adamw(weight, master, *moments, gradient, bias_corrections(1, "cuda"), **OPTIONS)
+    adamw([Tensors(gradient, master, *moments, weight)], bias_corrections(1, "cuda"), **OPTIONS)
     for x in (weight, master, *moments):
         assert x[0] != 1 and bool((x[:: n - 1] == x[0]).all()) and x[n // 2] == x[0]

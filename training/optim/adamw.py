@@ -5,12 +5,12 @@ the optimizer keeps a float32 copy, or in compact format (`training.optim.format
 lacks. The optimizer takes each gradient as soon as backward has made it: a single micro-batch's as it is, several added
 in float32. The exact global norm is known before any weight moves, and the update scales by it.
 
-Parameters are updated on the GPU, in a launch each. State from the host passes through in pieces of at most
-PIECE_ELEMENTS. Results are equal bit for bit: each element's is its own, and norms are of the same pieces. State in
-host memory costs only the time of its copies, which the next forward hides, see `update_beside_forward`. A weight may
-live there as well: an update moves it like state, and `training.memory.visiting` brings it to its block. With all
-float32 state of the 4B in host memory, at 50 GB/s each way, 8 GB of gradients leave during backward, and the update
-fetches 14 bytes per parameter and sends 12 back: 1.13 s.
+Parameters are updated on the GPU, a launch for each, or for many small ones. State from the host passes through in
+pieces of at most PIECE_ELEMENTS. Results are equal bit for bit: each element's is its own, and norms are of the same
+pieces. State in host memory costs only the time of its copies, which the next forward hides, see
+`update_beside_forward`. A weight may live there as well: an update moves it like state, and `training.memory.visiting`
+brings it to its block. With all float32 state of the 4B in host memory, at 50 GB/s each way, 8 GB of gradients leave
+during backward, and the update fetches 14 bytes per parameter and sends 12 back: 1.13 s.
 """
 
 import functools
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from kernels.common import use_triton
 from training.host.torch_internals import dtensor_like
 from training.optim.formats import BETA1, BETA2, Home, Kept, QuantizedState, StateFormat, Update
-from training.optim.inventory import Inventory, Row, local_view
+from training.optim.inventory import SMALL_ELEMENTS, Inventory, Row, local_view
 from training.optim.ring import Ring, allocate
 
 
@@ -289,11 +289,18 @@ class MasterAdamW:
                 state.updated.record(self.ring.outward)
 
     def _update_here(self, states: list[State]) -> None:
-        """Update states on the GPU: by Triton whole, by PyTorch in pieces, of which it makes copies in float32."""
-        on_triton = use_triton(self.impl, self.norms)
+        """Update states on the GPU: by Triton whole, small ones together; by PyTorch in pieces, which it copies."""
+        on_triton, small = use_triton(self.impl, self.norms), dict[tuple, list[State]]()
         for state in states:
+            if on_triton and state.row.numel <= SMALL_ELEMENTS:
+                alike = state.format, state.weight_decay, state.rate_ratio, state.row.gradient_dtype
+                small.setdefault(alike, []).append(state)
+                continue
             for piece in [slice(0, state.row.numel)] if on_triton else state.row.pieces:
                 self._update(state, piece, state.slices(piece))
+        for group in small.values():
+            pieces = [(state.tensors, local_view(state.parameter), state.gradient) for state in group]
+            group[0].format.update_together(pieces, self._update_of(group[0]))
 
     def _update(self, state: State, piece: slice, tensors: dict[str, Tensor]) -> None:
         """Update one piece; `tensors`, which are its state, gradient and host weight, are on the parameter's device."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kernels.adamw import adamw
+from kernels.adamw import Tensors, adamw
 from kernels.common import use_triton
 from kernels.compact_adamw import (
     GROUP,
@@ -90,6 +90,11 @@ class StateFormat(ABC):
     def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
         """Makes a step of AdamW by the gradient [n], of any dtype, all on one device."""
 
+    def update_together(self, pieces: Sequence[tuple[dict[str, Tensor], Tensor, Tensor]], update: Update) -> None:
+        """Makes the steps of several small parameters, (state, parameter, gradient) each, of one gradient dtype."""
+        for piece in pieces:
+            self.update(*piece, update)
+
     @property
     def described(self) -> list[tuple[str, str]]:
         """Rows of a plan, each with a title."""
@@ -129,20 +134,26 @@ class Float32State(StateFormat):
                 state[name].copy_(value)
 
     def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
-        master = state.get("master", parameter)
-        moments = state["exp_avg"], state["exp_avg_sq"]
+        self.update_together([(state, parameter, gradient)], update)
+
+    def update_together(self, pieces: Sequence[tuple[dict[str, Tensor], Tensor, Tensor]], update: Update) -> None:
         options = {
             "lr": update.learning_rate, "beta1": BETA1, "beta2": BETA2, "weight_decay": update.weight_decay, "eps": EPS,
         }  # fmt: skip
-        if use_triton(update.impl, gradient):
-            weight = None if master is parameter else parameter
-            adamw(weight, master, *moments, gradient, update.bias_corrections, update.gradient_scale, **options)
+        tensors = [
+            Tensors(gradient, state.get("master", parameter), state["exp_avg"], state["exp_avg_sq"],
+                    parameter if "master" in state else None)
+            for state, parameter, gradient in pieces
+        ]  # fmt: skip
+        if use_triton(update.impl, tensors[0].gradient):
+            adamw(tensors, update.bias_corrections, update.gradient_scale, **options)
             return
-        scaled = gradient.to(torch.float32, copy=True).mul_(update.gradient_scale)  # the fused kernel takes one dtype
-        lists = [[tensor] for tensor in (master, scaled, *moments)]
-        fused_adamw_(*lists, [], [update.steps], **options, amsgrad=False, maximize=False)
-        if master is not parameter:
-            parameter.copy_(master)
+        for gradient, *state, weight in tensors:
+            scaled = gradient.to(torch.float32, copy=True).mul_(update.gradient_scale)  # the kernel takes one dtype
+            master, *moments = ([tensor] for tensor in state)
+            fused_adamw_(master, [scaled], *moments, [], [update.steps], **options, amsgrad=False, maximize=False)
+            if weight is not None:
+                weight.copy_(master[0])
 
 
 class CompactState(StateFormat):

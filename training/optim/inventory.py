@@ -21,6 +21,8 @@ from training.optim.quantized import is_quantized
 
 # 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
 PIECE_ELEMENTS = 2**23
+# Parameters of up to so many elements are updated together: a launch for each takes the host longer than the GPU.
+SMALL_ELEMENTS = 2**22
 NUM_SLOTS = 8  # pieces on the GPU at once: an update waits for a kernel of the forward beside it, up to 20 ms
 # Gradients on their way to the host at once: about one transformer block's, in bf16. See `Inventory.leaving_limit`.
 LEAVING_BYTES = 2**28

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import training.checkpoint.state
+import training.optim.adamw
 import training.optim.formats
 import training.optim.inventory
 from tests.optimizers import (
@@ -103,9 +104,9 @@ def test_another_format_is_streamed_saved_and_counted(dtype, micro_batches, plac
 
 
 def test_equals_torchs_optimizer(device):
-    """A float32 parameter of one piece gets the numbers of torch.optim.AdamW, bit for bit."""
+    """A float32 parameter of one piece gets the numbers of torch.optim.AdamW, bit for bit by PyTorch's kernel."""
     parameters, theirs = ({n: make_parameters(torch.float32, device)[n] for n in ("norm.weight",)} for _ in range(2))
-    optimizer = make_optimizer(parameters, gpu_state_bytes=0)
+    optimizer = make_optimizer(parameters, gpu_state_bytes=0, impl="torch")
     reference = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for seed in range(5):
         backward(parameters, seed), backward(theirs, seed)
@@ -113,11 +114,13 @@ def test_equals_torchs_optimizer(device):
         assert torch.equal(parameters["norm.weight"], theirs["norm.weight"])
 
 
-def run(parameters, placement, micro_batches, steps=5, prepare=None, state_format="float32", host_weights=()):
+def run(
+    parameters, placement, micro_batches, steps=5, prepare=None, state_format="float32", host_weights=(), impl="auto"
+):
     """The state, the weights and the norms after some steps, the last one clipped."""
     optimizer = make_optimizer(
         parameters.items(), accumulate=micro_batches > 1, gpu_state_bytes=PLACEMENTS.get(placement, placement),
-        state_format=state_format, host_weights=host_weights,
+        state_format=state_format, host_weights=host_weights, impl=impl,
     )  # fmt: skip
     if prepare:
         prepare(optimizer)
@@ -309,6 +312,27 @@ def test_impl_reaches_the_update(impl, placement, monkeypatch):
     optimizer.step(1e-2)
     is_whole = impl == "triton" and placement == "device"
     assert seen == [impl] * (1 if is_whole else 12)  # pieces of the matrix
+
+
+@DTYPES
+@MICRO_BATCHES
+@pytest.mark.parametrize("state_format", ["float32", "compact"])
+def test_small_parameters_are_updated_together(dtype, micro_batches, state_format, device, monkeypatch):
+    """Bit for bit as one by one, in a launch for matrices, which decay, and one for vectors."""
+    shapes = {f"{i}.norm.weight": (5,) for i in range(4)} | {f"{i}.matrix": (3, 32) for i in range(3)}
+    shapes = dict(sorted(shapes.items())) | {"large": (9, 32)}
+    calls, update = [], training.optim.formats.adamw
+    record = lambda tensors, *given, **options: calls.append(len(tensors)) or update(tensors, *given, **options)  # noqa: E731
+    monkeypatch.setattr(training.optim.formats, "adamw", record)
+    runs = []
+    for small in (0, 96):
+        monkeypatch.setattr(training.optim.adamw, "SMALL_ELEMENTS", small)
+        calls.clear()
+        options = {"steps": 2, "state_format": state_format, "impl": "triton"}
+        runs.append(run(make_parameters(dtype, device, shapes), "device", micro_batches, **options))
+        expected = [1] * 4 + [1, 1, 1, 1] * (state_format == "float32")
+        assert sorted(calls) == sorted(2 * (([4] + [1, 3] * (state_format == "float32")) if small else expected))
+    assert_equal_runs(*runs)
 
 
 @PLACEMENT
