@@ -20,7 +20,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 @triton.jit
 def _update(
     weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr, offsets, mask,
-    gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+    gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
 ):  # fmt: skip
     master = tl.load(master_ptr + offsets, mask=mask, other=0.0)
     m = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0)
@@ -30,7 +30,8 @@ def _update(
     inverse_root = 1 / tl.sqrt_rn(tl.load(bias_corrections_ptr + 1))
     m += (gradient - m) * one_minus_beta1
     v = v * beta2 + gradient * gradient * one_minus_beta2
-    master = master * decay - step_size * m / (tl.sqrt_rn(v) * inverse_root + eps)
+    # One small number is taken off: 1 - lr weight_decay would round decay to 6e-8 of a weight, alike for each of them.
+    master -= lr_decay * master + step_size * m / (tl.sqrt_rn(v) * inverse_root + eps)
     tl.store(master_ptr + offsets, master, mask=mask)
     tl.store(exp_avg_ptr + offsets, m, mask=mask)
     tl.store(exp_avg_sq_ptr + offsets, v, mask=mask)
@@ -41,22 +42,22 @@ def _update(
 @triton.jit
 def _adamw_kernel(
     weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr,
-    numel, gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps, BLOCK: tl.constexpr,
+    numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _update(
         weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr, offsets,
-        offsets < numel, gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+        offsets < numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     )  # fmt: skip
 
 
 @triton.jit
 def _adamw_of_several_kernel(
-    table_ptr, bias_corrections_ptr, gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+    table_ptr, bias_corrections_ptr, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     BLOCK: tl.constexpr, GRADIENT: tl.constexpr, WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Updates the parameter of a row of the table: its elements, and addresses of its tensors."""
-    row = table_ptr + tl.program_id(1) * 6
+    row = table_ptr + tl.program_id(0) * 6
     numel = tl.load(row)
     gradient_ptr = tl.load(row + 1).to(tl.pointer_type(GRADIENT))
     master_ptr = tl.load(row + 2).to(tl.pointer_type(tl.float32))
@@ -65,11 +66,11 @@ def _adamw_of_several_kernel(
     weight_ptr = None
     if WEIGHT is not None:
         weight_ptr = tl.load(row + 5).to(tl.pointer_type(WEIGHT))
-    for start in range(tl.program_id(0) * BLOCK, numel, tl.num_programs(0) * BLOCK):
+    for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         _update(
             weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr, offsets,
-            offsets < numel, gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+            offsets < numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
         )  # fmt: skip
 
 
@@ -83,6 +84,18 @@ class Tensors(NamedTuple):
     weight: Tensor | None  # that the new master is rounded into; None: the master is the weight
 
 
+def _dtypes(each: Tensors) -> tuple[torch.dtype | None, ...]:
+    """Returns the dtypes of a parameter's tensors. Raises ValueError for tensors that do not fit together."""
+    found = [tensor for tensor in each if tensor is not None]
+    is_flat = len({len(tensor) for tensor in found}) == 1 and all(tensor.is_contiguous() for tensor in found)
+    if not is_flat or {tensor.dtype for tensor in each[1:4]} != {torch.float32}:
+        raise ValueError(
+            "gradient, master, both moments and weight must be contiguous and as long as each other, and master and "
+            f"moments float32, got {', '.join(f'{tensor.dtype} {list(tensor.shape)}' for tensor in found)}"
+        )
+    return tuple(None if tensor is None else tensor.dtype for tensor in each)
+
+
 def adamw(
     parameters: Sequence[Tensors], bias_corrections: Tensor, gradient_scale: float = 1.0, *,
     lr: float, beta1: float, beta2: float, weight_decay: float, eps: float,
@@ -93,8 +106,12 @@ def adamw(
         parameters: one, or several small ones whose gradients and whose weights have a dtype each.
         bias_corrections: float32 [2], 1 - beta^steps of the first and of the second moment.
         gradient_scale: factor of the gradients.
+
+    Raises ValueError for tensors that do not fit together: a kernel would write past their ends.
     """
-    numbers = gradient_scale, lr, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps
+    if len({_dtypes(each) for each in parameters}) > 1:
+        raise ValueError("the gradients of parameters that are updated together must have one dtype, and the weights")
+    numbers = gradient_scale, lr, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps
     first, *others = parameters
     if not others:
         grid = (triton.cdiv(first.master.numel(), BLOCK),)
@@ -106,7 +123,7 @@ def adamw(
     ]
     table = torch.tensor(rows, pin_memory=first.master.is_cuda).to(first.master.device, non_blocking=True)
     weight_dtype = None if first.weight is None else TRITON_DTYPES[first.weight.dtype]
-    _adamw_of_several_kernel[(PROGRAMS, len(rows))](
+    _adamw_of_several_kernel[(len(rows), PROGRAMS)](
         table, bias_corrections, *numbers,
         BLOCK=BLOCK, GRADIENT=TRITON_DTYPES[first.gradient.dtype], WEIGHT=weight_dtype,
     )  # fmt: skip

@@ -81,7 +81,7 @@ def adamw_reference(
     exp_avg = exp_avg + (gradient - exp_avg) * (1 - beta1)
     exp_avg_sq = exp_avg_sq * beta2 + gradient * gradient * (1 - beta2)
     step_size, root = lr / bias_corrections[0], bias_corrections[1].sqrt()
-    weight = weight * (1 - lr * weight_decay) - step_size * exp_avg / (exp_avg_sq.sqrt() / root + eps)
+    weight = weight - (lr * weight_decay * weight + step_size * exp_avg / (exp_avg_sq.sqrt() / root + eps))
     return weight, exp_avg, exp_avg_sq
 
 
@@ -122,7 +122,7 @@ def _inverse(high):
 @triton.jit
 def _compact_adamw_kernel(
     weight_ptr, correction_ptr, codes_ptr, scale_ptr, codes_sq_ptr, scale_sq_ptr, gradient_ptr, bias_corrections_ptr,
-    num_groups, gradient_scale, lr, decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+    num_groups, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     GROUP: tl.constexpr, PROGRAM_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Updates PROGRAM_GROUPS groups. bf16 weights and scales come as int16."""
@@ -148,7 +148,8 @@ def _compact_adamw_kernel(
     u = t[:, None] * u
     m = m + (gradient - m) * one_minus_beta1
     u = tl.sqrt(u * u * beta2 + gradient * gradient * one_minus_beta2)
-    weight = weight * decay - step_size * m / (u * inverse_root + eps)
+    # One small number is taken off: 1 - lr weight_decay would round decay to 6e-8 of a weight, alike for each of them.
+    weight -= lr_decay * weight + step_size * m / (u * inverse_root + eps)
 
     if correction_ptr is not None:
         high = _rounded_bits(weight)
@@ -204,5 +205,5 @@ def compact_adamw(
         weight if correction is None else weight.view(torch.int16), correction,
         codes, scale.view(torch.int16), codes_sq, scale_sq.view(torch.int16),
         gradient, bias_corrections, scale.numel(), gradient_scale,
-        lr, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps, GROUP=GROUP, PROGRAM_GROUPS=PROGRAM_GROUPS,
+        lr, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps, GROUP=GROUP, PROGRAM_GROUPS=PROGRAM_GROUPS,
     )  # fmt: skip

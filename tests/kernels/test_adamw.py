@@ -9,7 +9,7 @@ from tests.kernels.compare import DTYPES, random
 
 OPTIONS = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
 SIZES = 1, 5, BLOCK, 2 * BLOCK + 48, 3 * BLOCK + 1
-NUMBERS = ("gradient_scale", "lr", "decay", "one_minus_beta1", "beta2", "one_minus_beta2", "eps")
+NUMBERS = ("gradient_scale", "lr", "lr_decay", "one_minus_beta1", "beta2", "one_minus_beta2", "eps")
 POINTERS = ("master_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "bias_corrections_ptr")
 KERNELS_TO_COMPILE = [
     KernelToCompile(
@@ -92,6 +92,33 @@ def test_several_parameters_are_updated_as_one_by_one(has_masters, gradient_dtyp
             adamw(given, bias_corrections(2, device), 0.5, **OPTIONS)
         runs.append(everything)
     assert all(map(torch.equal, *runs)) and runs[0][-1].any() == has_masters
+
+
+def test_small_decay_is_no_rounding(device):
+    """At a rate of 1e-6 the decay of 1e-7 a step is near float64's; 1 - 1e-7 in float32 is 1 - 1.19e-7."""
+    n, options = 4096, OPTIONS | {"lr": 1e-6}
+    found = [random(n, device=device), *torch.zeros(2, n, device=device)]
+    start, expected = found[0].double(), [x.double() for x in found]
+    for step in range(1, 31):
+        gradient, corrections = random(n, seed=step, device=device), bias_corrections(step, device)
+        adamw([Tensors(gradient, *found, None)], corrections, **options)
+        master, m, v = expected
+        expected = adamw_reference(master, gradient.double(), m, v, corrections.double(), **options)
+    more = (expected[0] - found[0].double()) @ start / (start @ start)
+    assert abs(more) < 0.05 * 30 * 1e-7
+
+
+def test_tensors_that_do_not_fit_are_refused(device):
+    gradient, *state = torch.ones(4, 8, device=device)
+    weight, corrections = torch.ones(8, dtype=torch.bfloat16, device=device), bias_corrections(1, device)
+    fitting = Tensors(gradient, *state, weight)
+    for wrong in (
+        {"exp_avg": state[1].bfloat16()}, {"master": state[0][:4]}, {"weight": None},
+        {"gradient": gradient.bfloat16()}, {"gradient": gradient[:1].expand(8)},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"must (be contiguous|have one dtype)"):
+            adamw([fitting, fitting._replace(**wrong)], corrections, **OPTIONS)
+    assert all(bool((x == 1).all()) for x in fitting)
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ POINTERS = {
     "codes_ptr": "*i8", "scale_ptr": "*i16", "codes_sq_ptr": "*u8", "scale_sq_ptr": "*i16",
     "bias_corrections_ptr": "*fp32", "num_groups": "i32",
 }  # fmt: skip
-NUMBERS = ("gradient_scale", "lr", "decay", "one_minus_beta1", "beta2", "one_minus_beta2", "eps")
+NUMBERS = ("gradient_scale", "lr", "lr_decay", "one_minus_beta1", "beta2", "one_minus_beta2", "eps")
 KERNELS_TO_COMPILE = [
     KernelToCompile(
         "_compact_adamw_kernel",
@@ -112,6 +112,22 @@ def test_a_float32_weight_is_updated_as_torchs_adamw_by_exact_moments(impl, devi
     compact_adamw(*tensors, theirs.grad, bias_corrections(1, device), **OPTIONS, impl=impl)
     torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, fused=True).step()
     torch.testing.assert_close(tensors[0], theirs.detach(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_small_decay_is_no_rounding(impl, device):
+    """As in test_adamw.py, where moments are exact."""
+    n, options = 128 * GROUP, OPTIONS | {"lr": 1e-6}
+    zeros = torch.zeros(n, device=device)
+    found = [random(n, device=device), None, *encode_exp_avg(zeros), *encode_exp_avg_sq(zeros)]
+    start, expected = found[0].double(), [x.double() for x in (found[0], zeros, zeros)]
+    for step in range(1, 31):
+        gradient, corrections = random(n, seed=step, device=device), bias_corrections(step, device)
+        compact_adamw(*found, gradient, corrections, **options, impl=impl)
+        master, m, v = expected
+        expected = adamw_reference(master, gradient.double(), m, v, corrections.double(), **options)
+    more = (expected[0] - found[0].double()) @ start / (start @ start)
+    assert abs(more) < 0.05 * 30 * 1e-7
 
 
 def test_masters_are_split_and_joined_bit_for_bit(device):

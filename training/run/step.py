@@ -64,7 +64,7 @@ def run_model(
 
 def _sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns x on the device. From pinned memory the host need not wait until the micro-batch before is done."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+    return (x.contiguous().pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
 def terms_of_experts(output: ModelOutput) -> Terms:

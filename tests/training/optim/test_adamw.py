@@ -80,11 +80,12 @@ class BFloat16Moments(Float32State):
     def kept(self):
         return super().kept | dict.fromkeys(("exp_avg", "exp_avg_sq"), Kept(torch.bfloat16))
 
-    def update(self, state, parameter, gradient, update):
-        moments = {name: state[name].float() for name in ("exp_avg", "exp_avg_sq")}
-        super().update(state | moments, parameter, gradient, update)
-        for name, moment in moments.items():
-            state[name].copy_(moment)
+    def update_together(self, pieces, update):
+        for state, *rest in pieces:
+            moments = {name: state[name].float() for name in ("exp_avg", "exp_avg_sq")}
+            super().update_together([(state | moments, *rest)], update)
+            for name, moment in moments.items():
+                state[name].copy_(moment)
 
 
 @DTYPES
