@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024  # elements that a program takes at once: each thread has 8
-PROGRAMS = 64  # of each parameter, where several are updated in one launch
+PROGRAMS = 64  # programs per parameter, where several are updated in one launch
 TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -77,11 +77,11 @@ def _adamw_of_several_kernel(
 class Tensors(NamedTuple):
     """A parameter's tensors, flat [n], contiguous, and on one device."""
 
-    gradient: Tensor  # of a floating-point dtype
+    gradient: Tensor  # any floating-point dtype
     master: Tensor  # float32, as both moments
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    weight: Tensor | None  # that the new master is rounded into; None: the master is the weight
+    weight: Tensor | None  # gets the new master, rounded; None: the master is the weight
 
 
 def _dtypes(each: Tensors) -> tuple[torch.dtype | None, ...]:

@@ -167,7 +167,8 @@ def _loss_and_gradients(
     V = len(linear_weight)
     logits_buffer = input.new_empty(min(chunk_size, num_rows), row_length(V))[:, :V]
     head = factor_head(linear, linear_weight, linear_bias, needs_input)
-    one = torch.ones_like(scale)  # not None: `cross_entropy` has a scale, and one compiled kernel serves both
+    # Gradients of `cross_entropy` have a scale: with one here, a compiled kernel serves both losses.
+    one = torch.ones_like(scale) if needs_gradient else None
 
     for start in range(0, num_rows, chunk_size):
         here = slice(start, start + chunk_size)

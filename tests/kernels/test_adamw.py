@@ -63,7 +63,7 @@ def test_three_updates_equal_float64s(n, gradient_dtype, device):
 
 @pytest.mark.parametrize("n", SIZES)
 def test_a_float32_weight_is_its_own_master(n, device):
-    """As a bf16 weight's master, bit for bit, and as torch.optim.AdamW moves it from moments of zero."""
+    """It moves as a bf16 weight's master, bit for bit, and by torch.optim.AdamW from moments of zero."""
     weight, gradient = random(n, device=device), random(n, seed=1, device=device)
     masters = [weight.clone(), weight.clone()]
     for rounded, master in zip((None, weight.to(torch.bfloat16)), masters):
