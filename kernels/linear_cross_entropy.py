@@ -76,6 +76,13 @@ def row_length(V: int) -> int:
     return -(-V // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
+def empty_logits(input: Tensor, num_rows: int, V: int) -> Tensor:
+    """Returns room for logits of the input's dtype, [num_rows, V], in rows of `row_length` elements."""
+    rows = input.new_empty(num_rows, row_length(V))
+    rows[:, V:] = 0  # PyTorch 2.13 on a CPU with AMX multiplies what is past an odd number of columns by 0
+    return rows[:, :V]
+
+
 def logits_bytes(num_tokens: int, vocab_size: int, element_size: int = 2) -> int:
     """Returns the bytes that `linear_cross_entropy` takes besides its inputs and gradients: a chunk's logits."""
     return element_size * row_length(vocab_size) * min(CHUNK_SIZE, num_tokens)
@@ -165,7 +172,7 @@ def _loss_and_gradients(
         d_weight.zero_()
     statistics = losses.new_empty(3, num_rows)
     V = len(linear_weight)
-    logits_buffer = input.new_empty(min(chunk_size, num_rows), row_length(V))[:, :V]
+    logits_buffer = empty_logits(input, min(chunk_size, num_rows), V)
     head = factor_head(linear, linear_weight, linear_bias, needs_input)
     # Gradients of `cross_entropy` have a scale: with one here, a compiled kernel serves both losses.
     one = torch.ones_like(scale) if needs_gradient else None

@@ -30,9 +30,9 @@ from .linear import PLAIN, Linear
 from .linear_cross_entropy import (
     CHUNK_SIZE,
     add_gradients,
+    empty_logits,
     factor_head,
     gathered,
-    row_length,
     rows_to_compute,
     scaled_gradients,
 )
@@ -85,7 +85,7 @@ def _loss_and_gradients(
     rows = torch.arange(len(target), device=target.device) if rows is None else rows
     losses, d_input, d_weight = (x.zero_() for x in _empty_outputs(input, linear_weight, needs_input, needs_weight))
     V = len(linear_weight)
-    logits_buffer = input.new_empty(min(chunk_size, len(rows)), row_length(V))[:, :V]
+    logits_buffer = empty_logits(input, min(chunk_size, len(rows)), V)
     head = factor_head(linear, linear_weight, None, needs_input)
     for start in range(0, len(rows), chunk_size):
         chunk = rows[start : start + chunk_size]
