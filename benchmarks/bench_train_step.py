@@ -14,16 +14,16 @@ Python standard library, bytes. With `--lora 16` ours and the peer, by peft, tra
 or with `--lora_bits 4` beside 4-bit linear maps, the peer's by bitsandbytes.
 
 A step of `--batch_size 8` has 8 sequences, and "/2" after a setting runs them as 2 micro-batches of 4: "auto/2",
-"peer+kept/2". The mean of the second half of its steps is timed. What runs out of memory has NaN seconds. `--settings
-auto peer peer+kept/2 titan/2 --context_length 4096 --batch_size 8 --steps 6` compares short sequences.
+"peer+kept/2". What runs out of memory has NaN seconds. `--settings auto peer peer+kept/2 titan/2 --context_length 4096
+--batch_size 8 --steps 6` compares short sequences.
 
 The first of a setting's `--steps` compiles kernels and makes workspaces and optimizer state. It has
-`--warm_up_tokens`; by default 16,384 above 131,072 tokens, and else as many as the others. The last step is timed, from
-the end of the backward before to the end of its own: an update of state on the host goes on beside the next forward,
-and the peer's step has ended by then.
+`--warm_up_tokens`; by default 16,384 above 131,072 tokens, and else as many as the others. The last half of them is
+timed, of 3 the last: the mean of the seconds from the end of the backward before to the end of their own. An update of
+state on the host goes on beside the next forward, and the peer's step has ended by then.
 
-With `--packed` each step takes other sequences of documents, packed as train.py packs them. The second half of the
-steps is timed, since cuDNN has then built its plans of most lengths, and predicted from its own documents' lengths.
+With `--packed` each step takes other sequences of documents, packed as train.py packs them. Timed steps are predicted
+from their own documents' lengths, of most of which cuDNN has built its plans by then.
 Peers take the same sequences as one document each: their tokens see the documents before, which ours do not.
 `--mean_length 800` cuts the text into documents with exponentially distributed lengths. `--heavy_tailed` cuts it into
 documents with log-normal ones: their median is 85 tokens, and half of all tokens are in documents above 5,000. Under
@@ -265,13 +265,14 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
     config = shape_of(arguments, setting)
     communication: list[dict] = []
     restart_peak()
-    several = arguments.packed or arguments.batch_size > 1
-    losses, every, peaks, timed = [], [], [0], steps[len(steps) // 2 :] if several else steps[-1:]
+    losses, every, peaks, timed = [], [], [0], steps[-(len(steps) // 2) :]
     try:
         if name_of(setting) in PEERS:
             step = peer_step(setting, config, arguments, world)
         else:
             step, plan, optimizer = our_step(setting, arguments, steps, world)
+        gc.collect()
+        gc.freeze()  # as train.py does: a full collection would look at all that was imported, within a step
         synchronize(world)
         returned = time.perf_counter()
         for ranks in steps:
@@ -589,6 +590,7 @@ def restart_peak() -> None:
 
 def release(world: World) -> None:
     """Free the GPU memory of the last setting, and lift its cap."""
+    gc.unfreeze()
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -93,7 +93,9 @@ MIXTURE_35B = Run(
     "--model_size qwen3.5-35B-A3B --lora 16 --host_budget 100GB --settings auto --steps 3 --warm_up_tokens 16384", 140
 )
 SHORT = Run("--context_length 32768 --settings auto auto+fp8 auto+fp8-all auto+int8 --steps 3", 130)
-EIGHT = Run("--context_length 16384 --gradient_accumulation_steps 8 --settings auto auto+fp8-all auto+int8", 95)
+EIGHT = Run(
+    "--context_length 16384 --gradient_accumulation_steps 8 --settings auto auto+fp8-all auto+int8 --steps 4", 150
+)
 EIGHT_4K = Run(
     "--context_length 4096 --batch_size 8 --optimizer_state auto --settings auto peer peer+kept/2 --steps 6", 85
 )

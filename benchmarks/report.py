@@ -36,7 +36,7 @@ WHEN = COLUMNS.index("date, commit")  # left out where all claims are of one com
 def main(argv: list[str]) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--machine", choices=("h200", "cpu"), help="measure the claims for this kind of machine")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these claims alone")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="run the commands of these claims alone")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop before so many have passed")
     parser.add_argument("--host_gib", type=float, help="host memory; default: what is free")
     parser.add_argument("--write", action="store_true", help="render the table of MEMORY_REPORT.md")
@@ -50,7 +50,8 @@ def main(argv: list[str]) -> int:
         here = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         if "H200" not in here:
             parser.error(f"--machine h200 measures on an H200, and here is an {here}")
-    claims = [claim for claim in claims if claim.name in (arguments.only or claim.name)]
+    commands = {claim.command for claim in claims if claim.name in (arguments.only or claim.name)}
+    claims = [claim for claim in claims if claim.command in commands]
     gib = arguments.host_gib or free_host_bytes() / GIB
     is_whole = measure_all(claims, arguments.seconds, gib) if claims else True
     if arguments.write:
