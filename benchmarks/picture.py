@@ -34,15 +34,16 @@ def stages_of_peer() -> list[Stage]:
     """Predicts the peer's step: every layer checkpointed, the loss chunked, two bf16 moments per parameter.
 
     The peer has no float32 masters. In its MLP's backward Liger writes gradients over gate and up, so that a tensor of
-    the MLP's width does not exist.
+    the MLP's width does not exist, and the gradient of the MLP's input comes after these.
     """
     model = MODEL_SIZES["4B"]
     step = step_on_meta(model, 131_072, given=Execution(attention_backend="cudnn"))
     stages = step.stages(compared_executions(step)["checkpointing, chunked loss"])
-    moments, wide = 4 * model.num_parameters(), step.element_size * step.tokens * model.intermediate_size
+    moments = 4 * model.num_parameters()
+    absent = step.element_size * step.tokens * (model.intermediate_size + model.hidden_size)
 
     def of_peer(stage: Stage) -> Stage:
-        mlp = stage.categories["MLP"] - wide * stage.name.endswith(", MLP")
+        mlp = stage.categories["MLP"] - absent * stage.name.endswith(", MLP")
         return replace(stage, categories=stage.categories | {"optimizer": moments, "MLP": mlp})
 
     return [*map(of_peer, stages)]
