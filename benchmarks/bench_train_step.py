@@ -272,7 +272,7 @@ def measure(setting: str, arguments: argparse.Namespace, steps: list[list[list[B
         else:
             step, plan, optimizer = our_step(setting, arguments, steps, world)
         gc.collect()
-        gc.freeze()  # as train.py does: a full collection would look at all that was imported, within a step
+        gc.freeze()  # train.py does so too: a full collection within a step would look at all that was imported
         synchronize(world)
         returned = time.perf_counter()
         for ranks in steps:

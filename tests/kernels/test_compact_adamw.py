@@ -151,7 +151,7 @@ def test_moments_are_within_half_a_code(scale, device):
     m[GROUP : 2 * GROUP] = 0
     codes, s = encode_exp_avg(m)
     assert codes.dtype == torch.int8 and s.dtype == torch.bfloat16 and codes.abs().max() <= 127
-    # In float64: PyTorch on a GPU divides by a number as it multiplies by the inverse, and 1 / 1e-42 is infinite.
+    # PyTorch on a GPU divides by a number as it multiplies by the inverse: 1 / 1e-42 is infinite in float32.
     x, m = ((each.double() / scale).view(-1, GROUP) for each in (decode_exp_avg(codes, s), m))
     largest = m.abs().amax(1, keepdim=True)
     # d x / d y is (1 + |x|)^2 / 2: half a code is an error of at most 2 / 254 of the largest, at the largest.

@@ -116,7 +116,7 @@ def attention_case(B, T, G, group, K, D, targets, dtype=torch.float32):
         return qkv_attention(x, QKVParameters(*cast, [], 1e-6, K), o, None, None, linear=linear, **options)
 
     reference = functools.partial(run, weight_of=lambda m, a, b: m.to(a.dtype) + b @ a, linear=PLAIN)
-    x = random(B, T, D, seed=9, **like) / 2  # scores near 1: a softmax of few large scores loses digits of its gradient
+    x = random(B, T, D, seed=9, **like) / 2  # Scores are near 1: gradients of a sharp softmax lose digits.
     return reference, run, [x, *adapters(*(matrices[i] for i in chosen))]
 
 
