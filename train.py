@@ -35,7 +35,8 @@ from training.checkpoint.weights import NO_COMPANIONS, Companions, folders_of, r
 from training.data.chat import stop_ids
 from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, count_sequences, prompts_of, validation_batches
-from training.data.show import show_batch
+from training.data.show import read_batch, show_batch
+from training.data.show_html import SHOWN_ON_A_PAGE, write_batch
 from training.data.sources import Reading
 from training.data.tokens import Store
 from training.families.rope import beyond
@@ -98,7 +99,7 @@ def train(given: dict, world: World) -> int:
         if recipe.config.show_batch:
             loader, _ = open_data(recipe, world)
             if world.is_main:
-                print(show_batch(loader, recipe.tokenizer, color=sys.stdout.isatty()))
+                show(recipe, loader)
             return 0
         run = set_up(recipe, world, stack)
         try:
@@ -124,6 +125,16 @@ def finish_again(recipe: Recipe, world: World) -> None:
         draw_at_end(Path(config.output_dir))
         if config.save != "none" and checkpoint:
             delete_old(checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
+
+
+def show(recipe: Recipe, loader: PackedLoader) -> None:
+    """Print the next batch, or write it as a page."""
+    file = recipe.config.show_batch
+    if isinstance(file, str):
+        write_batch(Path(file), read_batch(loader, recipe.tokenizer, SHOWN_ON_A_PAGE))
+        print(file)
+    else:
+        print(show_batch(loader, recipe.tokenizer, color=sys.stdout.isatty()))
 
 
 def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:

@@ -86,6 +86,8 @@ def spelled(each: Field) -> str:
 
 def values(each: Field) -> str:
     """Returns what a flag takes, such as "whole number, from 1"."""
+    if each.type == bool | str:
+        return "switch, or word"
     element = next(iter(typing.get_args(each.type)), each.type)
     least, most = each.metadata["least"], each.metadata["most"]
     if each.metadata["choices"]:

@@ -36,6 +36,8 @@ def flag(
 ):  # fmt: skip
     """Makes a field whose type is bool, int, float, str or Path, a list of such a type, or such a type or None.
 
+    A field of `bool | str` is a switch that also takes a word, as `--show_batch` and `--show_batch FILE`.
+
     Args:
         default: value of a flag that is not given; `list` stands for an empty list. Without it the flag must be given.
         choices: words or numbers that the flag takes.
@@ -186,12 +188,28 @@ class Parser(ArgumentParser):
         raise UserError(message.removeprefix("argument --"))
 
 
+class SwitchOrWord(Action):
+    """Reads --name as true, --name WORD as the word, and --no-name as false."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options):
+        super().__init__([*option_strings, f"--no-{dest}"], dest, nargs="?", const=True, **options)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if str(option_string).startswith("--no-"):
+            if values is not True:
+                raise UserError(f"{option_string[2:]} takes no word, got {values[:80]!r}; drop one of both")
+            values = False
+        setattr(namespace, self.dest, values)
+
+
 def _add_argument(parser, each: Field) -> Action:
     metadata, is_list = each.metadata, typing.get_origin(each.type) is list
     element = _element(each)
     default = "" if each.default in (MISSING, None, False) else f"; default: {each.default}"
     options: dict[str, typing.Any] = {"help": (metadata["help"] + default).replace("%", "%%"), "default": None}
-    if element is bool:
+    if each.type == bool | str:
+        options |= {"action": SwitchOrWord, "metavar": "WORD"}
+    elif element is bool:
         options["action"] = BooleanOptionalAction
     else:
         options |= {"type": _reader(element, metadata["choices"]), "choices": metadata["choices"]}

@@ -24,6 +24,7 @@ from training.host.choices import (
     TARGETS,
 )
 from training.host.errors import UserError, import_optional
+from training.host.files import check_can_write
 from training.objectives.flags import ObjectiveFlags
 from training.run.rules import STARTED, TRAIN
 
@@ -101,7 +102,9 @@ class TrainConfig(ObjectiveFlags, StepFlags):
     tokenizer: str | None = flag(None, "a tokenizer.json or its folder, or bytes; default: init_from's, else bytes")
     validation_fraction: float = flag(0.02, "share of the tokens held out", least=SMALLEST, most=1 - SMALLEST)
     validation_data: list[str] = flag(list, "held-out files of your own, as data has them; nothing of data is held out")
-    show_batch: bool = flag(False, "print a batch, with what is trained on between [[ and ]], and exit")
+    show_batch: bool | str = flag(
+        False, "print a batch, with what is trained on between [[ and ]], or write it as a page FILE.html, and exit"
+    )
     max_steps: int | None = flag(None, f"steps in all; default: {DEFAULT_STEPS} more", least=1, group="optimizer")
     epochs: float | None = flag(None, "passes over the data, in place of max_steps: 0.5", least=SMALLEST, most=1e9)
     learning_rate: float | None = flag(None, f"peak; default: {USUAL_PEAKS}", least=SMALLEST, most=1.0)
@@ -168,9 +171,15 @@ def check_config(config: TrainConfig, given: Iterable[str], rules: Iterable[Rule
     for package, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")):
         if getattr(config, package):
             import_optional(module, f"--{package}", package)
-    for path, name in itertools.product(config.data + config.validation_data, ("output_dir", "log_file")):
+    if isinstance(config.show_batch, str):
+        if not config.show_batch.endswith(".html"):
+            shown = f"show_batch {config.show_batch} is no name of a page"
+            raise UserError(f"{shown}; give a FILE.html, or --show_batch alone to print the batch")
+        check_can_write(Path(config.show_batch), "--show_batch")
+    names = ("show_batch",) if config.show_batch else ("output_dir", "log_file")
+    for path, name in itertools.product(config.data + config.validation_data, names):
         written = getattr(config, name)
-        if written and not config.show_batch and Path(realpath(written)).is_relative_to(realpath(path)):
+        if isinstance(written, str) and Path(realpath(written)).is_relative_to(realpath(path)):
             why = f"{name} {written} lies in data {path}, which would be read with what the run writes"
             raise UserError(f"{why}; give another {name}")
     ends = {"warmup_steps": "its peak learning rate"}
