@@ -21,7 +21,7 @@ from training.checkpoint.pieces import Entry, open_entries
 from training.families.config_json import from_config_json, to_config_json
 from training.families.names import EXPERTS, by_expert, name_in_file, name_of
 from training.families.rope import ROTARY_SETTINGS
-from training.families.rows import PREFIX, TOKEN_IDS, WRAPPED_PREFIX, is_wrapper, token_ids
+from training.families.rows import PREFIX, TOKEN_IDS, WRAPPED_PREFIX, generation_settings, is_wrapper
 from training.host.files import read_json
 
 EMBEDDING = "embed_tokens.weight"
@@ -54,7 +54,7 @@ class Carried:
         """Returns config.json with `settings`; the source's `text_config` stays if `model_config` says the same."""
         content = model_config
         if self.config:
-            text, known = self.config["text_config"], token_ids(self.config)
+            text, known = self.config["text_config"], generation_settings(self.config)
             settings = {name: value for name, value in settings.items() if known.get(name) != value}
             if to_config_json(from_config_json(self.config)) != model_config:
                 kept = {name: text[name] for name in text if name not in ROTARY_SETTINGS}

@@ -30,7 +30,7 @@ from training.families.lora import (
     read_frozen_bits,
 )
 from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
-from training.families.rows import token_ids
+from training.families.rows import GENERATION, TOKEN_IDS, generation_settings
 from training.host.errors import UserError, hub_download, refused_as_user_error
 from training.host.files import JSON_BYTES, did_you_mean, read_file, read_json
 from training.optim.quantized import check_library, is_quantized, quantize
@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 # Files beside weights that go along into checkpoints: defaults for generation, and how images become tokens, without
 # which programs open no model of text and images; a tokenizer and its chat template.
 IMAGE_SETTINGS = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
-COMPANIONS_OF_MODELS = "generation_config.json", *IMAGE_SETTINGS
+GENERATION_CONFIG = "generation_config.json"
+COMPANIONS_OF_MODELS = GENERATION_CONFIG, *IMAGE_SETTINGS
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", *COMPANIONS_OF_MODELS,
@@ -62,21 +63,49 @@ class Companions:
         return Companions(self.files | others.files, self.settings | others.settings, others.carried)
 
     def stopping_at(self, ids: Collection[int]) -> "Companions":
-        """These with a generation_config.json by which programs stop at `ids`, too, and not only where they did."""
-        name = "generation_config.json"
-        content = dict(self.settings)
-        if name in self.files:
-            with refused_as_user_error(f"{name} beside the tokenizer is damaged: "):
-                if not isinstance(found := json.loads(self.files[name]), dict):
-                    raise ValueError("it holds no JSON object")
-                content |= found
-        given = content.get("eos_token_id")
-        known = given if isinstance(given, list) else [] if given is None else [given]
-        if not (missing := sorted({*ids}.difference(known))):
+        """Returns these for a model that stops at `ids`, too, and not only where these declare."""
+        declared = self.stops
+        return self.with_stops([*declared, *sorted({*ids}.difference(declared))])
+
+    @property
+    def stops(self) -> list[int]:
+        """The ids at which these say that a model stops: generation_config.json's, or if it has none config.json's."""
+        return self._stops_of(self._generation()) or self._stops_of(self.settings)
+
+    def with_stops(self, stops: list[int]) -> "Companions":
+        """Returns these with files in which programs find all of `stops`, in this order.
+
+        transformers takes no id from config.json where there is a generation_config.json, even one without any.
+        """
+        content = self._generation()
+        seen = self._stops_of(self.settings if content is None else content)
+        if {*stops} <= {*seen}:
             return self
-        content["eos_token_id"] = [*known, *missing]
-        content.pop("_from_model_config", None)  # transformers would make it anew from config.json
-        return replace(self, files=self.files | {name: (json.dumps(content, indent=2) + "\n").encode()})
+        if content is None:  # what config.json says of generation would count no more
+            content = {name: value for name, value in self.settings.items() if name in (*TOKEN_IDS, *GENERATION)}
+        content["eos_token_id"] = stops if len(stops) > 1 else stops[0]
+        content.pop("_from_model_config", None)  # older transformers would make it anew from config.json
+        encoded = (json.dumps(content, indent=2) + "\n").encode()
+        return replace(self, files=self.files | {GENERATION_CONFIG: encoded})
+
+    def _generation(self) -> dict | None:
+        """Returns the content of generation_config.json; None: there is none."""
+        if GENERATION_CONFIG not in self.files:
+            return None
+        with refused_as_user_error(f"{GENERATION_CONFIG} beside the tokenizer is damaged: "):
+            content = json.loads(self.files[GENERATION_CONFIG])
+            if not isinstance(content, dict):
+                raise ValueError("it holds no JSON object")
+        return content
+
+    @staticmethod
+    def _stops_of(content: dict | None) -> list[int]:
+        value = (content or {}).get("eos_token_id")
+        stops = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(number) is int for number in stops):
+            is_wrong = f"eos_token_id is {value!r:.80}; it must be a token's number, or a list of numbers"
+            raise UserError(f"{is_wrong}: mend generation_config.json or config.json")
+        return stops
 
 
 NO_COMPANIONS = Companions()
@@ -200,13 +229,20 @@ def read_companions(tokenizer: Path, weights: Sequence[Path] = ()) -> Companions
 
     `weights` are that folder and another. The first that has a model's own file or setting gives it.
     """
-    files, settings = dict[str, bytes](), dict[str, object]()
-    for folder in reversed(weights or [tokenizer.parent]):
-        files |= _read_files(folder, COMPANIONS if folder == tokenizer.parent else COMPANIONS_OF_MODELS)
-        settings |= token_ids(read_json(folder / "config.json")) if (folder / "config.json").is_file() else {}
+    folders = weights or [tokenizer.parent]
+    found = [_read_from(folder, folder == tokenizer.parent) for folder in folders]
+    files = {name: content for each in reversed(found) for name, content in each.files.items()}
+    settings = {name: value for each in reversed(found) for name, value in each.settings.items()}
     if tokenizer.is_file():
         files["tokenizer.json"] = read_file(tokenizer, TOKENIZER_ADVICE, JSON_BYTES)
-    return Companions(files, settings)
+    stops = next((each.stops for each in found if each.stops), [])
+    return Companions(files, settings).with_stops(stops)
+
+
+def _read_from(folder: Path, has_tokenizer: bool) -> Companions:
+    files = _read_files(folder, COMPANIONS if has_tokenizer else COMPANIONS_OF_MODELS)
+    is_there = (folder / "config.json").is_file()
+    return Companions(files, generation_settings(read_json(folder / "config.json")) if is_there else {})
 
 
 def read_image_settings(weights: Sequence[Path]) -> Companions:

@@ -3,6 +3,7 @@
 A new family is a row of `FAMILIES`. Settings that no row names mean the same in every family.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -175,13 +176,30 @@ def is_wrapper(content: dict) -> bool:
 
 
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # in config.json
+# Other settings of generation that config.json may have. They count where there is no generation_config.json.
+GENERATION = (
+    "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty", "no_repeat_ngram_size", "length_penalty", "num_beams", "num_beam_groups",
+    "diversity_penalty", "early_stopping", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
+    "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id",
+    "exponential_decay_length_penalty", "remove_invalid_values",
+)  # fmt: skip
 
 
 def token_ids(content: dict) -> dict:
     """Returns the token ids that a config.json names. A text model's count where the whole model names none."""
+    return _of_whole_or_text(content, TOKEN_IDS)
+
+
+def generation_settings(content: dict) -> dict:
+    """Returns the token ids and the other settings of generation that a config.json names, as `token_ids`."""
+    return _of_whole_or_text(content, (*TOKEN_IDS, *GENERATION))
+
+
+def _of_whole_or_text(content: dict, names: Sequence[str]) -> dict:
     text = content.get("text_config") if is_wrapper(content) else None
     places = content, text if isinstance(text, dict) else {}
-    found = {name: [place[name] for place in places if place.get(name) is not None] for name in TOKEN_IDS}
+    found = {name: [place[name] for place in places if place.get(name) is not None] for name in names}
     return {name: values[0] for name, values in found.items() if values}
 
 

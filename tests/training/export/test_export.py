@@ -1,14 +1,20 @@
 """Files beside exported weights."""
 
+import itertools
 import json
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import GenerationConfig
 
 from tests.runs import weights_of_another_shape
 from tests.training.data.test_tokenizer import write_tokenizer
+from tests.wrappers import release
+from training.checkpoint.carried import read_carried
+from training.checkpoint.weights import read_companions, shape_of_weights
 from training.export.__main__ import main as export
+from training.families.config_json import to_config_json
 from training.host.files import read_json
 
 
@@ -52,6 +58,63 @@ def test_what_ends_a_text_goes_along_without_a_tokenizer_and_beside_adapters_wit
         assert (out / "generation_config.json").read_bytes() == defaults
         assert (out / "tokenizer.json").is_file() == (source == adapters)
     (adapters / "tokenizer.json").rename(folder / "tokenizer.json")
-    (adapters / "generation_config.json").write_text("{}")
+    (adapters / "generation_config.json").write_text('{"top_k": 5}')
     assert export([str(adapters), str(tmp_path / "third"), "--merge"]) == 0
-    assert (tmp_path / "third/generation_config.json").read_text() == "{}"
+    merged = read_json(tmp_path / "third/generation_config.json")
+    assert merged == {"top_k": 5, "eos_token_id": [7, 5]}  # alone it would never stop
+
+
+def where_transformers_stops(folder):
+    """Returns the ids at which models of a folder stop, as `from_pretrained` of a model finds them."""
+    try:
+        found = GenerationConfig.from_pretrained(folder)
+    except OSError:
+        found = GenerationConfig.from_pretrained(folder, "config.json", _from_model_config=True)
+    stops = found.eos_token_id
+    return stops if isinstance(stops, list) else [] if stops is None else [stops]
+
+
+def save_as_a_run(source, target):
+    """Writes the small files of a checkpoint of a run that starts from a folder and learns to stop at 8."""
+    companions, carried = read_companions(source / "tokenizer.json", [source]).stopping_at({8}), read_carried(source)
+    target.mkdir()
+    for name, content in companions.files.items():
+        (target / name).write_bytes(content)
+    model_config = to_config_json(shape_of_weights(source))
+    content = carried.config_json(model_config, companions.settings, torch.float32)
+    (target / "config.json").write_text(json.dumps(content))
+
+
+STOPS = None, 7, [7, 5]  # in config.json
+OF_TEXT = {"qwen3": [None], "gemma3": [None, 9]}
+SAMPLING = [None, {"top_p": 0.9}, {"eos_token_id": None}, {"eos_token_id": 5}, {"eos_token_id": [6, 7]}]
+
+
+@pytest.mark.parametrize("model_type", OF_TEXT)
+def test_what_is_saved_stops_where_transformers_reads_it(model_type, tmp_path):
+    """transformers reads no id of config.json where a generation_config.json is, and then a text model's last."""
+    if model_type == "qwen3":
+        folder = weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1)
+        (folder / "manifest.json").unlink()  # it has checksums of config.json
+    else:
+        folder = release(model_type, tmp_path / "weights")
+    before = read_json(folder / "config.json")
+    cases = itertools.product(STOPS, OF_TEXT[model_type], SAMPLING)
+    for i, (outer, inner, sampling) in enumerate(cases):
+        content = before | {"eos_token_id": outer, "temperature": 0.5}
+        if "text_config" in before:
+            content["text_config"] = before["text_config"] | {"eos_token_id": inner}
+        (folder / "config.json").write_text(json.dumps(content))
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        if sampling is not None:
+            (folder / "generation_config.json").write_text(json.dumps(sampling))
+        declared = [(sampling or {}).get("eos_token_id"), outer, inner]
+        expected = next((ids for ids in declared if ids is not None), [])
+        expected = expected if isinstance(expected, list) else [expected]
+        out, run = tmp_path / f"out{i}", tmp_path / f"run{i}"
+        assert export([str(folder), str(out)]) == 0
+        assert where_transformers_stops(out) == expected, (outer, inner, sampling)
+        save_as_a_run(folder, run)
+        assert where_transformers_stops(run) == [*expected, 8], (outer, inner, sampling)
+        if sampling is None:  # the new file says all that config.json said of generation
+            assert read_json(run / "generation_config.json")["temperature"] == 0.5
