@@ -51,8 +51,17 @@ from training.objectives.choose import complete, row_reader, stored_of
 from training.objectives.stored import attention_in_words
 from training.parallel.world import World, join_world
 from training.plots.curves import draw_at_end
+from training.plots.panels import unit_of
 from training.run.build import build, check_fits, explain_out_of_memory
-from training.run.metrics import Display, also_logged_into, describe, gpu_metrics, is_spike, open_metrics, own_amounts
+from training.run.metrics import (
+    Display,
+    also_logged_into,
+    describe,
+    is_spike,
+    open_metrics,
+    own_amounts,
+    summed_metrics,
+)
 from training.run.parts import Run, check_disk, checkpoint_bytes, is_save_due, log_sample
 from training.run.recipe import Recipe, check_machine, check_same_on_all_ranks, count_steps, decide
 from training.run.resume import Progress, learning_rate_of, parallel_sizes_of, tokens_per_step
@@ -168,9 +177,10 @@ def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
     gc.collect()
     gc.freeze()  # a full collection would look at all that was imported, and the ranks would wait for the one in it
     stack.callback(gc.unfreeze)
-    unit = "" if recipe.objective else " nats per byte" if recipe.tokenizer.name == "bytes" else " nats per token"
     # The stack ends the bar's line before an error is shown.
-    display = stack.enter_context(Display(first_step, progress.max_steps, world.is_main, unit))
+    display = stack.enter_context(
+        Display(first_step, progress.max_steps, world.is_main, unit_of(settings), config.objective)
+    )
     return Run(
         recipe, world, loader, held_out, model, optimizer, plan, saver, stopping, metrics, display,
         progress=dataclasses.replace(progress, loader=loader.state_dict()),
@@ -231,9 +241,10 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
     check_same_on_all_ranks({**dataclasses.asdict(config), **loader.state_dict()}, world)
     if recipe.checkpoint:
         loader.load_state_dict(recipe.progress.loader)
+    padded = " with padding" * (loader.num_tokens < loader.sequences_per_epoch * config.context_length)
     logger.info(
-        "data: %s training tokens, %s held out; %s tokens a step", f"{loader.num_tokens:,}",
-        f"{(held_out.lengths - 1).sum():,}", f"{tokens_per_step(config, world):,}",
+        "data: %s training tokens, %s held out; %s tokens a step%s", f"{loader.num_tokens:,}",
+        f"{(held_out.lengths - 1).sum():,}", f"{tokens_per_step(config, world):,}", padded,
     )  # fmt: skip
     limit, there = config.validation_sequences, count_sequences(held_out, config.context_length)
     if limit and limit < there:
@@ -294,7 +305,8 @@ def take_step(run: Run) -> dict | None:
     values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
     shape, trains = run.recipe.model, run.recipe.linear.trains_matrices
     read = ((each.text_lengths, kinds, each.num_valid_tokens, trains, each.documents.prompts) for each in batches)
-    run.amounts = own_amounts(sum(forward_flops(shape, *each) for each in read), world)
+    text_tokens = sum(sum(each.text_lengths) for each in batches)
+    run.amounts = own_amounts(sum(forward_flops(shape, *each) for each in read), text_tokens, world)
     if config.selected_blocks_start is not None:
         values["selected_blocks"] = spell_by_layer([kind.selected_blocks for kind in kinds])
     return values
@@ -362,7 +374,7 @@ def save_if_due(run: Run, values: dict) -> None:
     step, seconds = run.progress.step, values["seconds"]
     is_due = is_save_due(run.recipe, step, time.monotonic() - run.saved_at, run.saver.error is not None)
     run.stopped, saves, amounts = run.stopping.agree(is_due, seconds, run.amounts)
-    values |= gpu_metrics(amounts, seconds, run.world)
+    values |= summed_metrics(amounts, seconds, run.world)
     if run.metrics is not None:
         run.metrics.write(**values)
         run.promise_shutdown_once(seconds)

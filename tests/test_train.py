@@ -275,10 +275,16 @@ def test_mfu_counts_neither_padding_nor_the_head_of_masked_tokens(tmp_path, monk
     line = json.dumps({"prompt": "q" * 20, "completion": "a" * 10}) + "\n"
     (tmp_path / "a.jsonl").write_text(line * 40)
     counted = []
-    monkeypatch.setattr(train, "gpu_metrics", lambda amounts, seconds, world: counted.append(amounts[0]) or {})
+    summed_metrics = train.summed_metrics
+    monkeypatch.setattr(
+        train, "summed_metrics", lambda amounts, *rest: counted.append(amounts[0]) or summed_metrics(amounts, *rest)
+    )
     flags = arguments(str(tmp_path / "a.jsonl"), tmp_path / "run", "--validation_sequences", "0", steps=1)
     assert train.main(flags) == 0
     assert counted == [forward_flops(MODEL_SIZES["tiny"], [31] * 4, num_targets=4 * 11)]
+    [values] = metrics(tmp_path / "run")
+    assert (values["text_tokens"], values["tokens"]) == (4 * 31, 2 * 64)
+    assert values["text_tokens_per_second"] / values["tokens_per_second"] == pytest.approx(4 * 31 / (2 * 64))
 
 
 def test_a_steps_seconds_hold_one_update(corpus, tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ def flag(
         choices: words or numbers that the flag takes.
         least, most: range of a number, or of each number of a list.
         bare: value of a flag that stands without a value.
-        positional: given by place, without the name, and not in a file.
+        positional: given by place, without the name, and not in a file; of a list one or more.
         group: title in --help, also of the fields below up to the next title.
     """
     metadata = {"help": help, "choices": choices and tuple(choices), "least": least, "most": most, "bare": bare}
@@ -114,7 +114,9 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
             raise UserError(f"{unknown[0][:80]!r} has no flag before it; give {program}{places} [--flag value ...]")
         if unknown:
             raise UserError(_unknown("flag", unknown[0], names, kind))
-        return {name: value for name, value in vars(arguments).items() if value is not None}
+        values = vars(arguments)
+        missing = [each.name for each in fields(kind) if each.metadata["positional"] and values[each.name] == []]
+        return {name: value for name, value in values.items() if value is not None and name not in missing}
 
     given = parse(argv)
     if (path := given.pop("config", None)) is not None:
@@ -215,7 +217,9 @@ def _add_argument(parser, each: Field) -> Action:
         options |= {"type": _reader(element, metadata["choices"]), "choices": metadata["choices"]}
         if metadata["choices"] is None:
             options["metavar"] = each.name if metadata["positional"] else element.__name__.upper()
-        if is_list:  # --data a --data b is --data a b
+        if is_list and metadata["positional"]:
+            options["nargs"] = "*"  # none are the words of a file, or are refused below as missing
+        elif is_list:  # --data a --data b is --data a b
             options |= {"nargs": "+", "action": "extend"}
         elif metadata["positional"] or metadata["bare"] is not None:
             options |= {"nargs": "?", "const": metadata["bare"]}

@@ -420,6 +420,7 @@ REFUSED = {
         ("--lora 4 --lora_bits 8 --compare", "--compare keeps blocks whole, which lora_bits 8 cannot; drop one"),
         ("--lora 4 --lora_bits 4 --no-gradient_checkpointing", "--no-gradient_checkpointing keeps blocks whole, which"),
     ],
+    "training.plots": [("x --out y.png", "out")],
     "training.evaluation": [
         (
             "x --objective simpo --data x --sequences 3 --samples 3 --suffixes .x --short_context 9 --margin 3 "

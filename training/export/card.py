@@ -12,7 +12,7 @@ from kernels import __version__
 from model import ModelConfig
 from training.host.errors import UserError
 from training.host.files import JSON_BYTES, read_file
-from training.plots.curves import points, read_metrics
+from training.plots.panels import points, read_metrics
 from training.run.resume import load_state
 from training.run.settings import TrainConfig
 
@@ -68,7 +68,7 @@ def model_card(checkpoint: Path, head: str) -> str:
         held_out = names(config.validation_data)
     what = "adapters, merged into the other weights" if config.lora else "every parameter"
     what += ", but no router" if config.freeze_routers else ""
-    took = f"for {state['step']:,} steps and {state['tokens']:,} {unit}s"
+    took = f"for {state['step']:,} steps and {state['tokens']:,} {unit}s, padding included"
     measured, rows = "Nothing else was measured: no benchmark, and no safety.", losses(checkpoint, state)
     if any("validation" in row for row in rows):
         most = f"at most {config.validation_sequences} sequences of {config.context_length:,} {unit}s"

@@ -200,6 +200,11 @@ def _speed(plan: Plan) -> dict[str, float]:
     return {"seconds": plan.seconds, "tokens_per_second": sequences * plan.step.context_length / plan.seconds}
 
 
+def _padding(epoch: Epoch | None) -> str:
+    """Returns what tokens per second count beside texts: of data whose sequences are not full."""
+    return " with padding" if epoch and epoch.filled < 1 else ""
+
+
 def _duration(seconds: float) -> str:
     """Returns a text: _duration(5400) is "1.5 hours", and _duration(90) is "1.5 minutes"."""
     return f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:.1f} minutes"
@@ -219,7 +224,7 @@ def _print_changes(title: str, changes: dict[str, Plan], machine: Machine, epoch
         costs = [cost for flag, cost in COSTS.items() if f" {flag}" in f" {words}"]
         row: dict[str, Any] = {"flags": words, **_speed(plan), "host_bytes": plan.host_bytes, "costs": costs}
         row["checkpoint_bytes"] = machine.checkpoint_bytes(plan)
-        speed = f"{row['seconds']:8.1f} s per step, {row['tokens_per_second']:,.0f} tokens/s"
+        speed = f"{row['seconds']:8.1f} s per step, {row['tokens_per_second']:,.0f} tokens/s{_padding(epoch)}"
         if epoch and epoch.context_length == plan.step.context_length:  # the data are packed anew at others
             row["hours_per_epoch"] = epoch.seconds(plan) / 3600
             speed += f", {_duration(epoch.seconds(plan))} per epoch"
@@ -238,7 +243,7 @@ def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None)
     memory = f"{plan.peak.bytes / GIB:.2f} of {gib(machine.gpu_bytes)} of GPU memory, {host} of host memory"
     print(f"{'fits' if fits else 'as it is'}: predicted {memory}")
     machine.print_host(plan)
-    speed = f"step: {answer['seconds']:.2f} s, {answer['tokens_per_second']:,.0f} tokens/s"
+    speed = f"step: {answer['seconds']:.2f} s, {answer['tokens_per_second']:,.0f} tokens/s{_padding(epoch)}"
     if machine.flops:
         assert step.documents is not None
         model, kinds = machine.model, step.given.kinds

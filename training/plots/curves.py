@@ -1,90 +1,89 @@
-"""Draws the curves of a run, and writes pictures and their labels."""
+"""Draws curves of runs with Matplotlib, and writes pictures and their labels. panels.py says which curves there are."""
 
-import json
 import logging
-from contextlib import suppress
-from itertools import accumulate
 from pathlib import Path
 
-from training.host.errors import UserError, import_optional, is_installed, pip_install, program
-from training.host.files import read_file, read_json, replacing
+from training.host.errors import import_optional, is_installed, pip_install, program
+from training.host.files import replacing
+from training.plots.panels import Curve, Panel, panels_of, panels_of_runs, read_metrics, settings_of
 
 logger = logging.getLogger(__name__)
-LARGEST_NUMBER = 1e300  # Matplotlib overflows beyond it; somebody may have edited the file
-STEPS_PER_SMOOTHED = 20  # the smoothed loss is a mean over a twentieth of the run
-OBJECTIVES_METRICS = {  # and of experts
-    "accuracy": "accuracy, share of pairs", "margin": "margin of rewards", "kl": "divergence from the reference, nats",
-    "clip_share": "clipped tokens, share", "entropy": "entropy, nats", "expert_load": "fullest expert ÷ mean",
-}  # fmt: skip
 FEWEST_STEPS = 20  # a run of fewer steps has no picture at its end
-
-
-def read_metrics(run: Path) -> list[dict]:
-    """Returns the lines of a run's metrics.jsonl without damaged ones. Raises UserError where there is none."""
-    file = run / "metrics.jsonl"
-    lines = read_file(file, "give the output_dir of a run").decode(errors="replace").splitlines()
-    if not (rows := [row for line in lines if (row := parse_line(line))]):
-        raise UserError(f"{file} has no step yet; give the output_dir of a run")
-    return rows
-
-
-def parse_line(line: str) -> dict | None:
-    """Returns the metrics of a line, which have a step; None of a damaged line."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and _is_number(row.get("step")) else None
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and abs(value) < LARGEST_NUMBER
+FEW_POINTS = 30  # so many points of a line are seen as points, too: one alone is no line
 
 
 def draw_run(run: Path, rows: list[dict]) -> Path:
-    """Draws loss, learning rate, throughput and memory by step, those that have numbers; returns the picture's path."""
-    figures = import_optional("matplotlib.figure", "a picture")
-    for row in rows:
-        peaks = row.get("peak_memory_gib")
-        row["peak"] = max(filter(_is_number, peaks), default=None) if isinstance(peaks, list) else None
-    panels = {
-        "loss": f"loss, nats per {_unit(run)}", "learning_rate": "learning rate",
-        "tokens_per_second": "tokens per second", "peak": "peak GPU memory of the fullest rank, GiB",
-    }  # fmt: skip
-    panels |= OBJECTIVES_METRICS
-    panels = {name: label for name, label in panels.items() if points(rows, name)[0]}
-    columns = 2 if len(panels) > 3 else max(1, len(panels))
-    lines = -(-len(panels) // columns) or 1
-    figure = figures.Figure(figsize=(12, 3.5 * lines if lines > 1 else 4), layout="constrained")
-    axes = dict(zip(panels, figure.subplots(lines, columns, squeeze=False).flat))
-    for empty in figure.axes[len(panels) :]:
-        empty.remove()
-    for name, panel in axes.items():
-        panel.set(xlabel="step", ylabel=panels[name])
-        if name != "loss":
-            panel.plot(*points(rows, name), linewidth=0.8, label="training")
-        if name in OBJECTIVES_METRICS and (held_out := points(rows, f"validation_{name}"))[0]:
-            panel.plot(*held_out, "C1o-", label="validation")
-            panel.legend()
-        elif name not in ("loss", *OBJECTIVES_METRICS):
-            panel.set_ylim(bottom=0)
-    if "loss" in axes:
-        _draw_loss(axes["loss"], rows)
-    if "tokens_per_second" in axes and points(rows, "mfu")[0]:
-        mfu = axes["tokens_per_second"].twinx()
-        mfu.plot(*points(rows, "mfu"), "C1", linewidth=0.8)
-        mfu.set_ylabel("model FLOP utilisation, share of the peak", color="C1")
-        mfu.set_ylim(0, 1)
-    save_picture(figure, path := run / "metrics.png")
+    """Draws what a run has numbers of, by step; returns the picture's path."""
+    settings = settings_of(run)
+    path = run / "metrics.png"
+    _draw(path, title_of(run, settings), panels_of(rows, settings))
     return path
 
 
-def _unit(run: Path) -> str:
-    """Returns byte or token, of which losses are means, by the run's config.json; both if that does not tell."""
-    with suppress(UserError):
-        if isinstance(tokenizer := read_json(run / "config.json").get("tokenizer"), str):
-            return "byte" if tokenizer == "bytes" else "token"
-    return "token or byte"
+def draw_runs(path: Path, runs: list[Path]) -> None:
+    """Draws several runs, each in its colour, into one picture."""
+    by_name = {name: (read_metrics(run), settings_of(run)) for name, run in names_of(runs).items()}
+    _draw(path, " and ".join(by_name) if len(by_name) < 4 else f"{len(by_name)} runs", panels_of_runs(by_name))
+
+
+def names_of(runs: list[Path]) -> dict[str, Path]:
+    """Returns the folders by the shortest ends of their paths that differ: one/a and two/a are "one/a", "two/a"."""
+    absolute = [run.absolute() for run in runs]
+    longest = max(len(run.parts) for run in absolute)
+    for count in range(1, longest + 1):
+        names = [str(Path(*run.parts[-count:])) for run in absolute]
+        if len({*names}) == len({*absolute}):
+            break
+    return dict(zip(names, runs))
+
+
+def title_of(run: Path, settings: dict) -> str:
+    """Returns the name of a run's folder, and which model is trained: "default: tiny"."""
+    model = settings.get("model_size") or settings.get("init_from")
+    shown = Path(model).name if isinstance(model, str) else ""
+    return ": ".join(filter(None, (run.absolute().name, shown or ("tiny" if settings else ""))))
+
+
+def _draw(path: Path, title: str, panels: list[Panel]) -> None:
+    figures = import_optional("matplotlib.figure", "a picture")
+    columns = 2 if len(panels) == 4 else min(3, max(1, len(panels)))
+    lines = -(-len(panels) // columns) or 1
+    figure = figures.Figure(figsize=(12, 3.5 * lines if lines > 1 else 4), layout="constrained")
+    every_axes = [*figure.subplots(lines, columns, squeeze=False).flat]
+    for empty in every_axes[len(panels) :]:
+        empty.remove()
+    for axes, panel in zip(every_axes, panels):
+        _draw_panel(axes, panel)
+    figure.suptitle(as_label(title))
+    save_picture(figure, path)
+
+
+def _draw_panel(axes, panel: Panel) -> None:
+    axes.set_title(as_label(panel.title), fontsize=9, loc="left")
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    for curve in panel.curves:
+        axes.plot(curve.steps, curve.values, **_style(curve))
+    for number, step in enumerate(panel.left_out):
+        axes.axvline(step, color="r", linewidth=0.5, label="left out" if number == 0 else None)
+    if panel.low is not None or panel.high is not None:
+        axes.set_ylim(*panel.limits)
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(fontsize=8)
+
+
+def _style(curve: Curve) -> dict:
+    """Returns Matplotlib's options of a curve."""
+    options = {"label": as_label(curve.label), "color": f"C{curve.color % 10}", "linewidth": 1.2}
+    if curve.kind == "dashed":
+        options["linestyle"] = "--"
+    if curve.kind == "faint":
+        options |= {"linewidth": 0.8, "alpha": 0.4}
+    if curve.kind == "dots" or (curve.kind == "line" and len(curve.steps) < FEW_POINTS):
+        options |= {"marker": "o", "markersize": 5 if curve.kind == "dots" else 3}
+    if curve.kind == "crosses":
+        options |= {"marker": "x", "linestyle": "", "color": "r"}
+    return options
 
 
 def save_picture(figure, path: Path) -> None:
@@ -100,32 +99,6 @@ def as_label(name: str) -> str:
     """
     shown = name.encode(errors="backslashreplace").decode().replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
-
-
-def _draw_loss(axes, rows: list[dict]) -> None:
-    """Draws the loss raw and smoothed, validations, spikes and left-out steps. The legend names what is drawn."""
-    steps, losses = points(rows, "loss")
-    span = len(losses) // STEPS_PER_SMOOTHED
-    axes.plot(steps, losses, "C0", linewidth=0.8, alpha=0.4 if span else 1, label="training")
-    if span:
-        sums = [0.0, *accumulate(losses)]
-        smooth = [(sums[end] - sums[max(0, end - span)]) / min(span, end) for end in range(1, len(sums))]
-        axes.plot(steps, smooth, "C0", label=f"training, mean of {span} steps")
-    for name, of, style in (
-        ("validation", points(rows, "validation_loss"), "C1o-"),
-        ("spike", points([row for row in rows if row.get("is_spike")], "loss"), "rx"),
-    ):
-        if of[0]:
-            axes.plot(*of, style, label=name)
-    for number, row in enumerate(row for row in rows if row.get("loss", 0) is None):
-        axes.axvline(row["step"], color="r", linewidth=0.5, label="left out" if number == 0 else None)
-    axes.legend()
-
-
-def points(rows: list[dict], name: str) -> tuple[list[int], list[float]]:
-    """Returns the steps that have a number of this name, and the numbers."""
-    found = [row for row in rows if _is_number(row.get(name))]
-    return [row["step"] for row in found], [row[name] for row in found]
 
 
 def draw_at_end(run: Path) -> None:

@@ -24,7 +24,7 @@ from training.host.processes import line_of
 from training.memory.machine import find_gpu
 from training.memory.planner import Plan
 from training.parallel.world import World
-from training.plots.curves import parse_line
+from training.plots.panels import loss_in_words, parse_line
 from training.run.settings import TrainConfig
 
 logger = logging.getLogger(__name__)
@@ -64,16 +64,30 @@ def differing(settings: dict) -> dict:
     }  # fmt: skip
 
 
+# Metrics of objectives in the line of a step, in this order, and their formats.
+SHOWN_OF_OBJECTIVES = {
+    "accuracy": ".1%", "margin": ".3f", "reward_chosen": ".3f", "reward_rejected": ".3f", "kl": ".4f",
+    "clip_share": ".1%", "entropy": ".3f",
+}  # fmt: skip
+
+
 class Display(contextlib.ExitStack):
     """Shows each step: on a progress bar in a terminal, elsewhere as a line of the log.
 
     Two lines are SECONDS_BETWEEN_LINES apart at least, but the first and the last step have theirs: metrics.jsonl has
     every step. Beside a progress bar --log_file alone has the lines. Other ranks than the main rank show nothing.
+
+    Args:
+        unit: what the loss of next tokens is a mean of, such as "nats per token"; "": of other objectives.
     """
 
-    def __init__(self, first_step: int, max_steps: int, is_main: bool, unit: str = " nats per token"):
+    def __init__(
+        self, first_step: int, max_steps: int, is_main: bool, unit: str = "nats per token",
+        objective: str = "next_token",
+    ):  # fmt: skip
         super().__init__()
-        self._total, self._first, self._unit = max_steps, first_step, unit
+        self._total, self._first, self._unit = max_steps, first_step, f" {unit}" if unit else ""
+        self._loss = loss_in_words(objective)
         where = None if is_main else True  # None: not without a terminal
         self._bar = self.enter_context(tqdm(total=self._total, initial=first_step, unit="step", disable=where))
         self._lines = logger if self._bar.disable else FILE_ONLY
@@ -83,26 +97,50 @@ class Display(contextlib.ExitStack):
 
     def show(self, values: dict) -> None:
         loss = "left out" if values["loss"] is None else f"{values['loss']:.3f}" + " (spike)" * ("is_spike" in values)
-        shown = {"tokens/s": f"{values['tokens_per_second']:,.0f}"}
+        of_objective, speed = objectives_in_words(values), speeds_in_words(values)
         if "mfu" in values:
-            shown["mfu"] = f"{values['mfu']:.1%}"
+            speed["mfu"] = f"{values['mfu']:.1%}"
         if "peak_memory_gib" in values:
-            shown["GiB"] = max(values["peak_memory_gib"])
-        self._bar.set_postfix({"loss": loss, **shown})
+            speed["GiB"] = max(values["peak_memory_gib"])
+        self._bar.set_postfix({self._loss: loss, **of_objective, **speed})
         self._bar.update()
         now, step = time.monotonic(), values["step"]
         if now - self._shown >= SECONDS_BETWEEN_LINES or step == self._total:
             self._shown = now
             left = (now - self._began) / (step - self._first) * (self._total - step)
-            text = ", ".join([f"loss {loss}", *(f"{value} {unit}" for unit, value in shown.items())])
-            time_left = tqdm.format_interval(left)
-            self._lines.info("step %d/%d: %s, %.1f s, ETA %s", step, self._total, text, values["seconds"], time_left)
+            named = {self._loss: loss, **of_objective}
+            text = [f"{name} {value}" for name, value in named.items()]
+            text += [f"{value} {unit}" for unit, value in speed.items()]
+            time_left, seconds = tqdm.format_interval(left), values["seconds"]
+            self._lines.info("step %d/%d: %s, %.1f s, ETA %s", step, self._total, ", ".join(text), seconds, time_left)
         if "validation_loss" in values:
             self.show_validation(values)
 
     def show_validation(self, values: dict) -> None:
-        loss, share = f"{values['validation_loss']:.4f}{self._unit}", f"{values['validation_share']:.0%}"
-        logger.info("step %d: validation loss %s; validations take %s of the time", values["step"], loss, share)
+        named = {self._loss: f"{values['validation_loss']:.4f}{self._unit}"}
+        named |= objectives_in_words(values, "validation_")
+        text, share = ", ".join(f"{name} {value}" for name, value in named.items()), f"{values['validation_share']:.0%}"
+        logger.info("step %d: validation %s; validations take %s of the time", values["step"], text, share)
+
+
+def objectives_in_words(values: dict, prefix: str = "") -> dict[str, str]:
+    """Returns an objective's metrics of a step by the words of its line. A margin stands for both rewards."""
+    shown = dict[str, str]()
+    for name, spec in SHOWN_OF_OBJECTIVES.items():
+        value = values.get(prefix + name)
+        is_in_margin = name.startswith("reward_") and f"{prefix}margin" in values
+        if value is not None and not is_in_margin:
+            shown[name.replace("_", " ")] = format(value, spec)
+    return shown
+
+
+def speeds_in_words(values: dict) -> dict[str, str]:
+    """Returns tokens per second by their unit: without padding, and with it where there is some."""
+    padded = f"{values['tokens_per_second']:,.0f}"
+    if "text_tokens_per_second" not in values:
+        return {"tokens/s with padding": padded}
+    texts = f"{values['text_tokens_per_second']:,.0f}"
+    return {"tokens/s": texts} if texts == padded else {"tokens/s": texts, "with padding": padded}
 
 
 @contextlib.contextmanager
@@ -131,26 +169,32 @@ def also_logged_into(log_file: str | None) -> Iterator[None]:
         handler.close()
 
 
-def own_amounts(forward_flops: float, world: World) -> list[float]:
-    """This rank's part of a sum that `gpu_metrics` takes: FLOPs of its forwards, and [ranks] peaks, 0 but its own."""
+def own_amounts(forward_flops: float, text_tokens: int, world: World) -> list[float]:
+    """This rank's part of a sum that `summed_metrics` takes.
+
+    It is FLOPs of its forwards, tokens of its texts without padding, and [ranks] peaks, 0 but its own.
+    """
     peaks = [0.0] * world.size
     if world.device.type == "cuda":
         peaks[world.rank] = torch.cuda.max_memory_allocated(world.device) / 2**30
         torch.cuda.reset_peak_memory_stats(world.device)
-    return [forward_flops, *peaks]
+    return [forward_flops, text_tokens, *peaks]
 
 
-def gpu_metrics(amounts: list[float], seconds: float, world: World) -> dict:
-    """Every rank's peak of allocated memory in GiB and a step's model FLOP utilisation; nothing on a CPU.
+def summed_metrics(amounts: list[float], seconds: float, world: World) -> dict:
+    """Returns a step's tokens without padding, and on GPUs each rank's peak of memory in GiB and the FLOP utilisation.
 
     `amounts` are sums over ranks of `own_amounts`. A backward takes twice the FLOPs of a forward.
     """
-    flops, *peaks = amounts
-    on_gpu = world.device.type == "cuda"
-    found: dict = {"peak_memory_gib": [round(peak, 2) for peak in peaks]} if on_gpu else {}
+    flops, text_tokens, *peaks = amounts
+    ranks_of_a_sequence = world.context_size * world.tensor_size  # each has the whole sequence
+    text_tokens /= ranks_of_a_sequence
+    summed: dict = {"text_tokens": round(text_tokens), "text_tokens_per_second": text_tokens / seconds}
+    if world.device.type == "cuda":
+        summed["peak_memory_gib"] = [round(peak, 2) for peak in peaks]
     if (most := peak_flops(world.device)) is not None:
-        found["mfu"] = 3 * flops / world.size / (world.context_size * world.tensor_size) / seconds / most
-    return found
+        summed["mfu"] = 3 * flops / world.size / ranks_of_a_sequence / seconds / most
+    return summed
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from training.host import errors
 from training.host.errors import UserError, pip_install
@@ -24,7 +25,9 @@ from training.run.metrics import (
     is_spike,
     jsonl_writer,
     open_metrics,
+    own_amounts,
     set_aside,
+    summed_metrics,
     tensorboard_writer,
 )
 from training.run.settings import TrainConfig, check_config
@@ -210,7 +213,7 @@ def test_packages_that_are_missing_are_refused_at_the_start(tmp_path, monkeypatc
             check_config(TrainConfig(**flags), [])
 
 
-VALUES = {"loss": 3.21, "tokens_per_second": 5634.2, "seconds": 35.23}
+VALUES = {"loss": 3.21, "tokens_per_second": 5634.2, "text_tokens_per_second": 5634.2, "seconds": 35.23}
 
 
 def test_without_a_terminal_a_step_is_a_line_of_the_log(monkeypatch, caplog):
@@ -218,7 +221,7 @@ def test_without_a_terminal_a_step_is_a_line_of_the_log(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     ends = iter([0.0, 100.0, 200.0, 200.4, 200.8, 200.9])
     monkeypatch.setattr(time, "monotonic", lambda: next(ends))
-    with Display(10, 15, is_main=True, unit=" nats per byte") as display:
+    with Display(10, 15, is_main=True, unit="nats per byte") as display:
         for step in range(11, 16):
             display.show({"step": step, **VALUES, **({"loss": None} if step == 12 else {})})
         display.show_validation({"step": 15, "validation_loss": 2.5, "validation_share": 0.061})
@@ -228,6 +231,36 @@ def test_without_a_terminal_a_step_is_a_line_of_the_log(monkeypatch, caplog):
         "step 15/15: loss 3.210, 5,634 tokens/s, 35.2 s, ETA 00:00",
         "step 15: validation loss 2.5000 nats per byte; validations take 6% of the time",
     ]
+
+
+def test_the_line_of_a_step_names_its_objective_and_what_counts(monkeypatch, caplog):
+    """Accuracy and margin of pairs stand in it. A speed without padding has the speed with padding beside it."""
+    caplog.set_level(logging.INFO)
+    speeds = {"loss": 0.6931, "seconds": 2.0, "tokens_per_second": 5634.2, "text_tokens_per_second": 3100.7}
+    for objective, more, shown in (
+        ("dpo", {"accuracy": 0.625, "margin": 0.0123, "reward_chosen": 1.0, "reward_rejected": 0.9},
+         "accuracy 62.5%, margin 0.012"),
+        ("kto", {"kl": 0.01, "reward_chosen": 0.5, "reward_rejected": -0.25},
+         "reward chosen 0.500, reward rejected -0.250, kl 0.0100"),
+        ("dapo", {"clip_share": 0.02, "old_difference": 0.1, "entropy": 0.3}, "clip share 2.0%, entropy 0.300"),
+    ):  # fmt: skip
+        caplog.clear()
+        validation = {f"validation_{name}": value for name, value in more.items()}
+        with Display(0, 1, is_main=True, unit="", objective=objective) as display:
+            values = {"step": 1, **speeds, **more, **validation, "validation_loss": 0.5, "validation_share": 0.1}
+            display.show(values)
+        assert caplog.messages == [
+            f"step 1/1: loss ({objective}) 0.693, {shown}, 3,101 tokens/s, 5,634 with padding, 2.0 s, ETA 00:00",
+            f"step 1: validation loss ({objective}) 0.5000, {shown}; validations take 10% of the time",
+        ]
+
+
+def test_tokens_of_texts_are_counted_once_for_ranks_that_share_them():
+    """Four ranks, of which two share a sequence: 2 x (30 + 50) tokens in two seconds."""
+    world = SimpleNamespace(device=torch.device("cpu"), size=4, rank=1, context_size=2, tensor_size=1)
+    assert own_amounts(5.0, 30, world) == [5.0, 30, 0.0, 0.0, 0.0, 0.0]
+    summed = summed_metrics([0.0, 30 + 30 + 50 + 50, *[0.0] * 4], 2.0, world)
+    assert summed == {"text_tokens": 80, "text_tokens_per_second": 40.0}
 
 
 def test_the_log_file_has_what_is_printed_and_the_bars_steps_as_lines(tmp_path, monkeypatch, capsys, caplog):
