@@ -88,6 +88,8 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 class ByMatrix(Linear):
     """The map of each matrix by its identity, which blocks that run whole pass on."""
 
+    trains_matrices = False  # an MLP then calls this map, in place of the pieces of one map for all its matrices
+
     def __init__(self, chosen: dict[int, Linear]):
         object.__setattr__(self, "chosen", chosen)
 

@@ -75,7 +75,7 @@ _BYTES: Rates = {"memory": 4.2e12, "adapters": 4.2e12, "link": 50e9, "gpu link":
 ASSUMED_NETWORK = 25e9  # bytes/s: an adapter of 200 Gbit/s per GPU
 _GATHERED_BYTES = 2**28
 # FLOP/s
-_H200_PRODUCTS, _H200_FP8_PRODUCTS, _H200_FP8_GRADIENTS = 650e12, 1_080e12, 900e12
+_H200_PRODUCTS, _H200_FP8_PRODUCTS, _H200_FP8_GRADIENTS = 650e12, 978e12, 860e12
 _H200_INT8_PRODUCTS = 775e12  # FP8's by the times of both on an H100 (benchmarks/results/fp8_2026-11-27.md)
 
 
