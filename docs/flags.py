@@ -7,6 +7,7 @@ from argparse import ArgumentParser
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
+from training.config.__main__ import ConfigFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.__main__ import EvaluationFlags
 from training.export.__main__ import ExportFlags
@@ -29,6 +30,7 @@ COMMANDS = {
     "-m training.data verify": VerifyFlags,
     "-m training.export": ExportFlags,
     "-m training.plots": PlotsFlags,
+    "-m training.config": ConfigFlags,
 }
 MOST_SHOWN = 1000  # larger limits keep nonsense out
 INTRODUCTION = """\

@@ -6,9 +6,9 @@ the class's docstring is what --help says. With the field `times: int = flag(1, 
 word is empty, and dashes may stand for underscores. No torch is imported here: --help is to be quick.
 """
 
-import difflib
 import os
 import re
+import shlex
 import sys
 import tomllib
 import typing
@@ -19,15 +19,13 @@ from pathlib import Path
 
 from training.host.errors import UserError, import_with_variables, program
 from training.host.files import check_working_directory, read_file
+from training.host.other_trainers import Meaning, meaning
 
 LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
 SMALLEST = 1e-12  # stands for "above 0"
-LEAST_NEAR = 0.82  # likeness of a name to the one that is meant: --eval_data is no slip of --data
 SETTINGS = ".toml", ".yaml", ".yml", ".json"  # endings of files that are meant for --config
 TOML_BYTES = 2**20  # a longer file of settings is refused
-# Names that flags have elsewhere, for "did you mean", and flags that have nothing here in their place.
-OTHER_TRAINERS = tomllib.loads(Path(__file__).with_name("other_trainers.toml").read_text())
-USUAL_NAMES, ABSENT = OTHER_TRAINERS["usual"], OTHER_TRAINERS["absent"]
+MANY_NAMES = 3  # a file with so many settings of another trainer is to be translated
 
 
 def flag(
@@ -113,7 +111,8 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
         if unknown and not unknown[0].startswith("-") and not unknown[0].endswith(SETTINGS):
             raise UserError(f"{unknown[0][:80]!r} has no flag before it; give {program}{places} [--flag value ...]")
         if unknown:
-            raise UserError(_unknown("flag", unknown[0], names, kind))
+            wrong = [word for word in unknown if re.match("--?[a-zA-Z_]", word) or word.endswith(SETTINGS)] or unknown
+            raise UserError(_unknown("flag", wrong, names, kind))
         values = vars(arguments)
         missing = [each.name for each in fields(kind) if each.metadata["positional"] and values[each.name] == []]
         return {name: value for name, value in values.items() if value is not None and name not in missing}
@@ -122,7 +121,7 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
     if (path := given.pop("config", None)) is not None:
         _check_word("config", path)
         try:
-            given = parse(as_words(_read_toml(Path(path)), names[1:], kind)) | given
+            given = parse(as_words(_read_toml(Path(path), kind), names[1:], kind, path)) | given
         except (ValueError, RecursionError) as error:  # also a UserError
             raise UserError(f"--config {path}: {error}") from None
     for each in fields(kind):
@@ -151,15 +150,19 @@ def answer_early(
         sys.exit(f"error: {' '.join(str(error).splitlines())}")
 
 
-def as_words(values: dict, names: list[str], kind: type | None = None) -> list[str]:
+def as_words(values: dict, names: list[str], kind: type | None = None, file: str = "") -> list[str]:
     """Returns the words of a command line: {"times": 2, "aloud": False} is ["--times=2", "--no-aloud"].
 
-    Raises UserError for names that are not in `names`, and for values that no flag has. `kind` is as in `_unknown`.
+    Raises UserError for names that are not in `names`, all at once, and for values that no flag has.
+
+    Args:
+        kind: the command's class, as in `_unknown`.
+        file: the path of the settings, for a command that translates them.
     """
+    if unknown := [name for name in flattened(values) if name not in names and name.partition(".")[0] not in names]:
+        raise UserError(_unknown("key", unknown, names, kind) + _translation(unknown, kind, file))
     words = []
     for name, value in values.items():
-        if name not in names:
-            raise UserError(_unknown("key", name, names, kind))
         if not all(isinstance(one, (str, int, float)) for one in (value if isinstance(value, list) else [value])):
             raise UserError(f"{name} must be a word, a number, true, false or a list, got {value!r}")
         if isinstance(value, list):
@@ -169,6 +172,17 @@ def as_words(values: dict, names: list[str], kind: type | None = None) -> list[s
         else:
             words.append(f"--{name}={value}")
     return words
+
+
+def flattened(values: dict, tables: str = "") -> dict[str, typing.Any]:
+    """Returns the values of tables within tables by their names with dots: {"a": {"b": 1}} is {"a.b": 1}."""
+    flat: dict[str, typing.Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= flattened(value, f"{tables}{name}.")
+        else:
+            flat[f"{tables}{name}"] = value
+    return flat
 
 
 def grouped(kind: type) -> dict[str, list[Field]]:
@@ -272,7 +286,7 @@ def _check_word(name: str, word: str) -> None:
         raise UserError(f"{name} is an empty string or has a NUL; give a value, or drop it")
 
 
-def _read_toml(path: Path) -> dict[str, typing.Any]:
+def _read_toml(path: Path, kind: type) -> dict[str, typing.Any]:
     """Returns the keys of a file; raises ValueError for a file that is no TOML, and names YAML and JSON."""
     text = read_file(path, "give --config a TOML file", TOML_BYTES).decode("utf-8-sig")
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
@@ -282,21 +296,47 @@ def _read_toml(path: Path) -> dict[str, typing.Any]:
     except tomllib.TOMLDecodeError:
         if not re.search(r"^[\w-]+:(\s|$)|^\s*\{", text, re.MULTILINE):
             raise
-    raise UserError("it is YAML or JSON, and settings are TOML: for max_steps: 20 write max_steps = 20")
+    write = "it is YAML or JSON, and settings are TOML: for max_steps: 20 write max_steps = 20"
+    raise UserError(write + _translation([], kind, str(path)))
 
 
-def _unknown(what: str, word: str, names: list[str], kind: type | None) -> str:
-    """Returns the message for a flag or key that a command lacks: it names the flag that is meant.
+def _translation(unknown: Sequence[str], kind: type | None, file: str) -> str:
+    """Returns the end of an error: the command that translates a file of settings, where the command has one.
+
+    `unknown` are the file's unknown keys; none: the file is no TOML. A few may be slips.
+    """
+    translator = getattr(kind, "translator", None)
+    is_other = not unknown or any("." in name for name in unknown) or len(unknown) >= MANY_NAMES
+    if not (translator and file and is_other):
+        return ""
+    return f"; {program()} -m {translator} {shlex.quote(file)} prints a config of another trainer as ours"
+
+
+def _unknown(what: str, words: Sequence[str], names: list[str], kind: type | None) -> str:
+    """Returns the message for flags or keys that a command lacks: it names the flag that each means.
 
     The table `absent` of the command's class says why there is nothing like some other trainer's flag.
     """
-    name, dashes = _underscored(word.partition("=")[0]).lstrip("-"), "--" if what == "flag" else ""
-    usual = [ours for ours, theirs in USUAL_NAMES.items() if name in theirs.split()]
-    for theirs, why in getattr(kind, "absent", {}).items():
-        if name in theirs.split() and not {*usual} & {*names}:
-            return f"there is no {dashes}{name}: {why.format(python=program(), torchrun=program('torchrun'))}"
-    if what == "flag" and word.endswith(SETTINGS) and not word.startswith("-"):
-        return f"unknown flag {word}; did you mean --config {word}?"
-    meant = [each for each in usual if each in names]
-    meant = meant if usual else difflib.get_close_matches(name, names, 1, LEAST_NEAR)
-    return f"unknown {what} {word if dashes else repr(word)}" + (f"; did you mean {dashes}{meant[0]}?" if meant else "")
+    dashes = "--" if what == "flag" else ""
+    meant: list[str] = []
+    reasons: dict[str, list[str]] = {}
+    for word in dict.fromkeys(words):
+        if dashes and word.endswith(SETTINGS) and not word.startswith("-"):
+            known, likely = Meaning(flag=f"config {word}"), f"--config {word}"
+        else:
+            name = _underscored(word.partition("=")[0]).lstrip("-")
+            known = meaning(name, names, getattr(kind, "absent", {}))
+            likely = f"{dashes}{known.flag}"
+        if known.why is not None:
+            reasons.setdefault(known.why, []).append(f"{dashes}{name}")
+        else:
+            shown = word if dashes else repr(word)
+            meant.append(f"{shown}; did you mean {likely}?" if known.flag else shown)
+    there_is_no = [
+        f"there is no {', '.join(theirs)}: {why.format(python=program(), torchrun=program('torchrun'))}"
+        for why, theirs in reasons.items()
+    ]
+    if len(meant) == 1:
+        return "; ".join([f"unknown {what} {meant[0]}", *there_is_no])
+    listed = ", ".join(each.replace("; did you mean ", " (did you mean ").replace("?", "?)") for each in meant)
+    return "; ".join([f"unknown {what}s {listed}", *there_is_no] if meant else there_is_no)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import ClassVar
@@ -15,13 +16,15 @@ from kernels.attention.full import BACKENDS
 from kernels.common import IMPLEMENTATIONS
 from kernels.mixed import linear_maps
 from model import MODEL_SIZES
+from training.config.__main__ import ConfigFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.flags import EvaluationFlags
 from training.export.__main__ import ExportFlags
-from training.flags import ABSENT, USUAL_NAMES, Rule, flag, given_flags, grouped, read_command, read_flags, refuse
+from training.flags import Rule, flag, given_flags, grouped, read_command, read_flags, refuse
 from training.generate.flags import GenerateFlags
 from training.host import choices
 from training.host.errors import UserError
+from training.host.other_trainers import ABSENT, BY_VALUE, USUAL_NAMES, Meaning, meaning
 from training.logprobs.flags import LogProbsFlags
 from training.plots.__main__ import PlotsFlags
 from training.run.profile_flags import ProfileFlags
@@ -107,10 +110,63 @@ def test_the_flag_that_is_meant(word, ours):
 def test_usual_names_stand_for_flags_that_exist():
     names = {each.name for kind in (TrainConfig, ProfileFlags) for each in fields(kind)}
     theirs, absent = (" ".join(words).split() for words in (USUAL_NAMES.values(), ABSENT))
-    assert names >= USUAL_NAMES.keys() and not names & {*theirs} and len(theirs) == len({*theirs})
+    assert names >= USUAL_NAMES.keys() | BY_VALUE.keys() and not names & {*theirs} and len(theirs) == len({*theirs})
     assert not {each.name for each in fields(TrainConfig)} & {*absent} and len(absent) == len({*absent})
     flags = re.findall(r"--(\w+)", " ".join(ABSENT.values()))
     assert {*flags} <= names | {"nproc_per_node"}
+    by_value = " ".join(BY_VALUE.values()).split()
+    assert {*by_value} <= {*absent} | {*theirs} | {"flavor"}
+
+
+THEIRS = tomllib.loads(Path(__file__).with_name("settings_of_other_trainers.toml").read_text())
+
+
+@pytest.mark.parametrize("trainer", THEIRS)
+def test_each_setting_of_another_trainer_is_answered_by_name(trainer):
+    """Each is a flag here, stands for one, or is told why there is none."""
+    names = [each.name for each in fields(TrainConfig)]
+    settings = THEIRS[trainer].split()
+    assert len(settings) > 100
+    assert [name for name in settings if name not in names and meaning(name, names) == Meaning()] == []
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("rl_beta", "beta"), ("dpo_beta", "beta"), ("pref_beta", "beta"), ("rpo_alpha", "nll_weight"),
+    ("pref_ftx", "nll_weight"), ("truncation_strategy", "overlong"), ("excess_length_strategy", "overlong"),
+    ("truncation_mode", "overlong"), ("split_dataset_ratio", "validation_fraction"), ("attn_impl", "attention_backend"),
+    ("enable_thinking", "a chat template gets no arguments"), ("ref_model", "reference_logprobs"),
+    ("num_generations", "no rollouts are written"), ("max_completion_length", "no rollouts are written"),
+    ("reward_funcs", "no rollouts are written"), ("use_vllm", "no rollouts are written"),
+    ("checkpoint_dir", "output_dir"), ("ckpt_path", "init_from"), ("rope_theta", "config.json in the folder"),
+    ("fp8", "linear"), ("warmup_ratio", "warmup_steps"), ("simpo_gamma", "margin"), ("epsilon_high", "clip_high"),
+    ("actor_rollout_ref.actor.optim.lr", "learning_rate"), ("critic.optim.lr", "PPO writes its own rollouts"),
+    ("actor_rollout_ref.model.lora_alpha", "lora_alpha"), ("data.truncation", "overlong"),
+    ("training.seq_len", "context_length"), ("optimizer.lr", "learning_rate"), ("model.flavor", "config.json in the"),
+    ("trl.beta", "beta"), ("log_fil", "log_file"), ("lora_alhpa", "lora_alpha"), ("colour", None),
+    ("settings.colour", None),
+])  # fmt: skip
+def test_a_name_of_another_trainer_means_a_flag_or_has_a_reason(name, expected):
+    flag, why = meaning(name, [each.name for each in fields(TrainConfig)])
+    assert flag == expected if why is None else why.startswith(expected), (flag, why)
+
+
+def test_all_unknown_names_are_told_at_once(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        "lr = 1\nseed = 3\nbf16 = true\nfp16 = false\nfoo = 1\n[training]\nseq_len = 5\n"
+    )
+    expected = (
+        r"run.toml: unknown keys 'lr' \(did you mean learning_rate\?\), 'foo', "
+        r"'training.seq_len' \(did you mean context_length\?\); there is no bf16, fp16: GPUs compute in bf16 [^;]*; "
+        r"drop it; \S+ -m training.config \S+run.toml prints a config of another trainer as ours$"
+    )
+    with pytest.raises(UserError, match=expected):
+        given_flags(TrainConfig, ["--config", str(tmp_path / "run.toml")], "train.py")
+    expected = r"^unknown flags --lr \(did you mean --learning_rate\?\), --foo=1; there is no --bf16: "
+    with pytest.raises(UserError, match=expected):
+        given_flags(TrainConfig, ["--lr", "3", "--foo=1", "--bf16", "-1"], "train.py")
+    with pytest.raises(UserError, match=r"^--config \S+: unknown key 'foo'$"):
+        (tmp_path / "run.toml").write_text("foo = 1\n")
+        given_flags(TrainConfig, ["--config", str(tmp_path / "run.toml")], "train.py")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +185,7 @@ def test_what_there_is_not_is_said(word, why, tmp_path):
         given_flags(TrainConfig, ["--config", str(tmp_path / "run.toml")], "train.py")
 
 
-@pytest.mark.parametrize("word", ["--eval_data", "--test_data", "--max_samples", "--special_tokens"])
+@pytest.mark.parametrize("word", ["--eval_data", "--test_data", "--samples", "--tokens_seen"])
 def test_a_name_that_is_only_a_little_alike_is_not_meant(word):
     """A test set is not to be trained on."""
     with pytest.raises(UserError, match=f"^unknown flag {word}(; did you mean --validation_data\\?)?$"):
@@ -150,8 +206,11 @@ def test_a_flag_of_another_command_is_not_meant():
 )  # fmt: skip
 def test_a_file_of_another_language_is_named(name, text, tmp_path):
     (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=f"--config .*{name}: it is YAML or JSON, and settings are TOML: for max_steps"):
+    with pytest.raises(
+        UserError, match=f"--config .*{name}: it is YAML or JSON, and settings are TOML: for max_steps"
+    ) as error:
         given_flags(TrainConfig, ["--config", str(tmp_path / name)], "train.py")
+    assert f"-m training.config {tmp_path / name} prints a config of another trainer as ours" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["run.toml", "run.yaml", "run.json"])
@@ -273,7 +332,7 @@ COMMANDS = {
     "train.py": TrainConfig, "profile_memory.py": ProfileFlags, "training.evaluation": EvaluationFlags,
     "training.generate": GenerateFlags, "training.logprobs": LogProbsFlags, "training.plots": PlotsFlags,
     "training.data prepare": PrepareFlags, "training.data verify": VerifyFlags,
-    "training.export": ExportFlags,
+    "training.export": ExportFlags, "training.config": ConfigFlags,
 }  # fmt: skip
 
 
@@ -311,6 +370,7 @@ ALWAYS = {
     "training.evaluation": "checkpoint tokenizer memory_budget device output_dir objective",
     "training.generate": """checkpoint tokenizer memory_budget device prompt file chat max_new_tokens temperature""",
     "training.plots": "run",
+    "training.config": "file out",
     "training.data prepare": "source out tokenizer workers suffixes columns bad_rows",
     "training.data verify": "out",
     "training.export": "source target dtype rope_scaling merge",

@@ -49,19 +49,21 @@ def is_installed(package: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def import_optional(module: str, user: str, package: str | None = None) -> ModuleType:
+def import_optional(module: str, user: str, package: str | None = None, distribution: str | None = None) -> ModuleType:
     """Imports a module of an optional package that `user`, such as a flag, needs.
 
-    `package` is its name, if the module's first name is another. Raises UserError if it is missing, or there and fails.
+    `package` is its name, if the module's first name is another, and `distribution` the name that pip has for it.
+    Raises UserError if it is missing, or there and fails.
     """
     package = package or module.partition(".")[0]
+    distribution = distribution or package
     if not is_installed(package):
-        raise UserError(f"{user} needs the package {package}: {pip_install(package)}")
+        raise UserError(f"{user} needs the package {distribution}: {pip_install(distribution)}")
     try:
         return importlib.import_module(module)
     except Exception as error:  # a file or a library that it needs is missing, or of another version
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        cure = f"install it anew: {pip_install(f'--force-reinstall {package}')}"
+        cure = f"install it anew: {pip_install(f'--force-reinstall {distribution}')}"
         raise UserError(f"{user} needs the package {package}, which fails here ({why}); {cure}") from None
 
 

@@ -5,8 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from training.flags import ABSENT, Rule, flag, read_flags
+from training.flags import Rule, flag, read_flags
 from training.host.choices import BAD_ROWS, GPU_BACKENDS, MODEL_SIZES, OBJECTIVES
+from training.host.other_trainers import ABSENT
 from training.run.rules import PROFILE
 from training.run.settings import OVERLONG, StepFlags, TrainConfig
 

@@ -8,7 +8,7 @@ from os.path import realpath
 from pathlib import Path
 from typing import ClassVar
 
-from training.flags import ABSENT, SMALLEST, Rule, flag, given_flags, refuse
+from training.flags import SMALLEST, Rule, flag, given_flags, refuse
 from training.host.choices import (
     ATTENTION_TYPES,
     BAD_ROWS,
@@ -25,6 +25,7 @@ from training.host.choices import (
 )
 from training.host.errors import UserError, import_optional
 from training.host.files import check_can_write
+from training.host.other_trainers import ABSENT
 from training.objectives.flags import ObjectiveFlags
 from training.run.rules import STARTED, TRAIN
 
@@ -129,6 +130,7 @@ class TrainConfig(ObjectiveFlags, StepFlags):
     log_file: str | None = flag(None, "what is printed is also appended to it, with times")
 
     rules: ClassVar[tuple[Rule, ...]] = TRAIN + STARTED
+    translator: ClassVar[str] = "training.config"  # prints settings of other trainers as TOML
 
     @property
     def steps(self) -> int | None:
