@@ -48,7 +48,7 @@ from training.memory.kinds import spell_by_layer
 from training.memory.placement import set_kinds
 from training.memory.step import PackedDocuments
 from training.objectives.choose import complete, row_reader, stored_of
-from training.objectives.stored import attention_in_words
+from training.objectives.stored import Stored, attention_in_words
 from training.parallel.world import World, join_world
 from training.plots.curves import draw_at_end
 from training.plots.panels import unit_of
@@ -106,9 +106,7 @@ def train(given: dict, world: World) -> int:
             finish_again(recipe, world)
             return 0
         if recipe.config.show_batch:
-            loader, _ = open_data(recipe, world)
-            if world.is_main:
-                show(recipe, loader)
+            show(recipe, world)
             return 0
         run = set_up(recipe, world, stack)
         try:
@@ -136,14 +134,17 @@ def finish_again(recipe: Recipe, world: World) -> None:
             delete_old(checkpoint, config.keep_checkpoints or KEPT_CHECKPOINTS)
 
 
-def show(recipe: Recipe, loader: PackedLoader) -> None:
-    """Print the next batch, or write it as a page."""
-    file = recipe.config.show_batch
+def show(recipe: Recipe, world: World) -> None:
+    """Print the batch that a run would begin with, or go on with, or write it as a page."""
+    file, reading = recipe.config.show_batch, reading_of(recipe)
+    loader, _ = open_data(recipe, world, reading)
+    if not world.is_main:
+        return
     if isinstance(file, str):
-        write_batch(Path(file), read_batch(loader, recipe.tokenizer, SHOWN_ON_A_PAGE))
+        write_batch(Path(file), read_batch(loader, recipe.tokenizer, SHOWN_ON_A_PAGE, reading.rows))
         print(file)
     else:
-        print(show_batch(loader, recipe.tokenizer, color=sys.stdout.isatty()))
+        print(show_batch(loader, recipe.tokenizer, sys.stdout.isatty(), reading.rows))
 
 
 def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
@@ -154,7 +155,7 @@ def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
     saves, size = world.is_main and config.save != "none", checkpoint_bytes(recipe, world)
     if saves:
         check_disk(recipe, recipe.progress, size)
-    loader, held_out = open_data(recipe, world)
+    loader, held_out = open_data(recipe, world, reading_of(recipe))
     progress = count_steps(recipe, loader)
     companions = companions_of(recipe, loader)
     documents = PackedDocuments.average(
@@ -209,34 +210,48 @@ def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
 # The data
 
 
-def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
+def reading_of(recipe: Recipe) -> Reading:
+    """Returns how files become documents."""
+    config, eos_id = recipe.config, recipe.tokenizer.eos_id
+    has_adapters = config.lora is not None
+    rows = row_reader(config, eos_id, config.context_length, has_adapters, recipe.only_shows)
+    settings = config.chat_reasoning, config.suffixes, config.columns, config.bad_rows
+    return Reading(*settings, rows, "chat_reasoning" in recipe.given)
+
+
+def open_data(recipe: Recipe, world: World, reading: Reading) -> tuple[PackedLoader, Store]:
     """Returns (loader of training batches at the run's place in the data, store of held-out documents)."""
     config, start = recipe.config, None if recipe.checkpoint else recipe.config.init_from
-    attention = attention_in_words(recipe.model, recipe.kinds.final)
-    stored = stored_of(config, recipe.tokenizer, start, attention)  # refuses others' before minutes of reading
+    attention, only_shows = attention_in_words(recipe.model, recipe.kinds.final), recipe.only_shows
+    vocab_size = recipe.model.vocab_size
+    if only_shows:  # the tokenizer's words are shown, whatever the model has
+        stored, vocab_size = dict[str, Stored](), max(vocab_size, recipe.tokenizer.vocab_size)
+    else:  # refuses others' before minutes of reading
+        stored = stored_of(config, recipe.tokenizer, start, attention)
+    is_shown = bool(config.show_batch)
     store, held_out, packing = load_corpus(
-        config.data, recipe.tokenizer, recipe.model.vocab_size, validation_fraction=config.validation_fraction,
+        config.data, recipe.tokenizer, vocab_size, validation_fraction=config.validation_fraction,
         context_length=config.context_length, seed=config.seed, packing=config.packing, overlong=config.overlong,
-        weights=config.data_weights,
-        reading=Reading(
-            config.chat_reasoning, config.suffixes, config.columns, config.bad_rows,
-            row_reader(config, recipe.tokenizer.eos_id, config.context_length, config.lora is not None),
-            "chat_reasoning" in recipe.given,
-        ),
-        validation_data=config.validation_data,
-        finish=partial(complete, config, config.context_length, recipe.model.vocab_size, stored),
+        weights=config.data_weights, reading=reading, validation_data=config.validation_data,
+        finish=partial(complete, config, config.context_length, vocab_size, stored, is_shown=is_shown),
+        may_be_one=only_shows,
     )  # fmt: skip
     if config.chat_template and not store.are_samples:
         raise UserError("chat_template has no effect without chats; drop it")
     own = {"validation_crc32": held_out.identity} if config.validation_data else {}
     loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, True, own)
-    loader.check_enough_for_step(config.gradient_accumulation_steps)
+    try:
+        loader.check_enough_for_step(config.gradient_accumulation_steps)
+    except UserError as error:
+        if not is_shown:
+            raise
+        logger.warning("data: %s", error)
     extends = "training.export " if config.lora else ""  # adapters need an extended base
     if text := beyond(recipe.model, recipe.declared_context, packing.longest_document, extends):
         logger.warning("positions: %s", text)
     if held_out.columns and (count := int((held_out.lengths > config.context_length).sum())):
         logger.warning("data: %s held-out documents, longer than a sequence, are in no validation", f"{count:,}")
-    if config.validation_sequences:
+    if config.validation_sequences and (config.validation_data or not is_shown):
         check_can_validate(held_out, config.context_length, config.validation_sequences)
     check_same_on_all_ranks({**dataclasses.asdict(config), **loader.state_dict()}, world)
     if recipe.checkpoint:
@@ -246,8 +261,8 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
         "data: %s training tokens, %s held out; %s tokens a step%s", f"{loader.num_tokens:,}",
         f"{(held_out.lengths - 1).sum():,}", f"{tokens_per_step(config, world):,}", padded,
     )  # fmt: skip
-    limit, there = config.validation_sequences, count_sequences(held_out, config.context_length)
-    if limit and limit < there:
+    limit = config.validation_sequences if len(held_out.lengths) else 0
+    if limit and limit < (there := count_sequences(held_out, config.context_length)):
         reads = f"{limit:,} of {there:,} held-out sequences"
         logger.info("data: a validation reads %s, --validation_sequences more", reads)
     return loader, held_out

@@ -117,6 +117,7 @@ def parse_weights(text: str, count: int) -> list[float]:
 def pack(
     train: Selection, stores: Stores, context_length: int, seed: int,
     kind: str | None = None, overlong: str | None = None, weights: list[float] | None = None,
+    may_be_short: bool = False,
 ) -> Packing:  # fmt: skip
     """Packs the training documents: all together, or each path by itself if `weights` mix the paths.
 
@@ -124,6 +125,7 @@ def pack(
         train: the training documents of the joined stores.
         kind: "best_fit", "concatenate", or None: best_fit for data with samples, which must not be cut.
         overlong: what best_fit does with documents longer than context_length: "drop", "split", or None: refuse them.
+        may_be_short: documents that are shorter than one sequence, all together, are no error.
     """
     borders = np.cumsum([0] + [len(store.lengths) for store in stores])
     firsts = np.searchsorted(train.documents, borders) if weights else np.array([0, len(train.documents)])
@@ -135,6 +137,9 @@ def pack(
             raise UserError("a path of --data has no document left beside those held out; give more, or leave it out")
         if kind == "best_fit" or (kind is None and are_samples):
             packings.append(_best_fit(train, lengths, first, context_length, seed, overlong or "refuse"))
+        elif may_be_short and lengths.sum() < context_length:
+            logger.warning("data: all documents together do not fill one context_length of %d", context_length)
+            packings.append(BestFitPacking(lengths, context_length, seed))
         else:
             packings.append(ConcatenatedPacking(lengths, context_length, seed))
     if overlong is not None and not any(isinstance(packing, BestFitPacking) for packing in packings):
@@ -167,11 +172,12 @@ def load_corpus(
     paths: list[str], tokenizer, vocab_size: int, *, validation_fraction: float, context_length: int, seed: int,
     reading: Reading = DEFAULT, packing: str | None = None, overlong: str | None = None, weights: str | None = None,
     validation_data: Sequence[str] = (), finish: Callable[[Sequence[TokenStore]], None] | None = None,
+    may_be_one: bool = False,
 ) -> tuple[Selection, Selection, Packing]:  # fmt: skip
     """Returns (training documents, held-out documents, packing of the training documents) for a run's settings.
 
     With paths of `validation_data` their documents are held out, in random order, and all others are trained on.
-    `finish` completes the columns of documents that `reading.rows` has made.
+    `finish` completes the columns of documents that `reading.rows` has made. `may_be_one` is as in `split`.
     """
     shares = None if weights is None else parse_weights(weights, len(paths))
     stores = open_stores(paths, tokenizer, vocab_size, reading, validation_data)
@@ -183,5 +189,6 @@ def load_corpus(
         warn_of_prompts(stores, own)
         train, held_out = whole(join(stores)), whole(join(own), seed)
     else:
-        train, held_out = split(join(stores), validation_fraction, seed)
-    return train, held_out, pack(train, stores, context_length, seed, packing, overlong, shares)
+        train, held_out = split(join(stores), validation_fraction, seed, may_be_one)
+    packed = pack(train, stores, context_length, seed, packing, overlong, shares, may_be_short=may_be_one)
+    return train, held_out, packed

@@ -89,6 +89,8 @@ def recognise(row: object) -> tuple[Form, dict]:
     if form is None:
         if any(form.decides in row and row[form.decides] is None for form in FORMS):
             raise NothingToLearn("rows without text")
+        if not row.keys().isdisjoint(OF_ROLLOUTS):
+            raise UserError("is a rollout, of what a model wrote: give an --objective such as grpo")
         names = ", ".join(f'"{str(name)[:30]}"{" (null)" * (name not in given)}' for name in [*row][:20]) or "none"
         raise UserError(f"has the fields {names}; known are {KNOWN}; --columns text=NAME gives others")
     refuse_masked(row)
@@ -103,6 +105,8 @@ def recognise(row: object) -> tuple[Form, dict]:
     for name in clashing.intersection(given).difference(own):
         if row[name] not in EMPTY and not _is_repeated(row[name], own, made):
             cure = f"remove one{LEFT_OUT_BY_NAMING if name in SHOWN_WITH else ''}"
+            if name in SYSTEMS and "system" in form.takes and not row.get("system"):
+                cure = f"give --columns system={name}"
             raise UserError(f'has "{name}" beside "{form.decides}", where it would be ignored; {cure}')
     return form, {**made, "tools": parsed(made["tools"], '"tools"')} if made.get("tools") else made
 
@@ -178,16 +182,34 @@ def _refuse_preferences(row: dict) -> None:
     found = next((names for names in PREFERENCES if all(row.get(name) is not None for name in names)), None)
     if found is None and isinstance(row.get("label"), bool) and row.get("text") is None:  # a text has a class
         found = frozenset(("label",))
-    if found:
-        names = " and ".join(f'"{name}"' for name in sorted(found))
-        cure = 'no --objective reads it; give rows of the good answers alone, or of "chosen" and "rejected"'
-        if found <= {"label", "kto_tag"}:
-            columns = "" if "label" in found else " and --columns label=kto_tag"
-            cure = f"give --objective kto{columns}; or rows of the good answers alone, without {names}"
-        if found == {"chosen", "rejected"}:
-            columns = "--columns completion=chosen (or messages=chosen, for whole chats)"
-            cure = f"give an --objective such as dpo; or {columns} trains on the chosen answers alone"
-        raise UserError(f"is a preference row, with {names}: {cure}")
+    if not found:
+        return
+    names = " and ".join(f'"{name}"' for name in sorted(found))
+    cure = f"give rows of the good answers alone, without {names}"
+    if found <= {"label", "kto_tag"}:
+        cure = f"give --objective kto; or rows of the good answers alone, without {names}"
+    elif found == {"completions", "labels"}:
+        cure = f"no --objective reads it; {cure}"
+    elif found != {"chosen", "rejected"}:
+        cure = f"give an --objective such as dpo; or {cure[5:]}"
+    else:
+        columns = next(filter(lambda columns: _is_read(row, columns), OF_CHOSEN), None)
+        cure = "give an --objective such as dpo"
+        if columns:
+            cure += f"; or --columns {OF_CHOSEN[columns]} trains on the chosen answers alone"
+    raise UserError(f"is a preference row, with {names}: {cure}")
+
+
+def _is_read(row: dict, columns: str) -> bool:
+    """Whether --columns makes a form of a row."""
+    try:
+        form, made = recognise(rename(row, parse_columns(columns)))
+    except (UserError, NothingToLearn):
+        return False
+    if {*parse_columns(columns).values()}.isdisjoint((form.decides, *form.takes)):
+        return False
+    texts = [made.get(name) for name in ("prompt", "completion")] if "completion" in made else []
+    return "messages" in made or all(isinstance(text, str) for text in texts)
 
 
 def says_trained(fields: dict, what: str) -> bool | None:
@@ -301,14 +323,24 @@ def _from_lists(row: dict) -> dict:
 
 
 def _from_pair(row: dict) -> dict:
+    """Makes a prompt and a completion; with a system message a chat, too, as of Orca."""
     question, answer = next(pair for pair in PAIRS if {*pair} <= row.keys())
-    for name in row.keys() - {question, answer}:
+    for name in row.keys() - {question, answer, "system"}:
         if row[name]:
             cure = f"write it into the question, or leave it out by --columns prompt={question},completion={answer}"
             raise UserError(f'has "{name}" beside "{question}" and "{answer}", where it would be ignored; {cure}')
     if not isinstance(row[question], str) or not isinstance(row[answer], str):
         raise UserError(f'needs strings "{question}" and "{answer}"')
-    return {"prompt": row[question], "completion": row[answer]}
+    if (system := row.get("system")) is None:
+        return {"prompt": row[question], "completion": row[answer]}
+    if not isinstance(system, str):
+        raise UserError('needs a string "system", if it has one')
+    messages = [{"role": "user", "content": row[question]}, {"role": "assistant", "content": row[answer]}]
+    return {
+        "messages": _system(row) + messages,
+        "prompt": f"{system}\n\n{row[question]}" if system else row[question],
+        "completion": row[answer],
+    }
 
 
 def _from_alpaca(row: dict) -> dict:
@@ -361,14 +393,27 @@ COLUMNS = frozenset(name for form in FORMS if not form.needs for name in (form.d
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # Parts of a chat or of a question that no form has. Beside a text they may be anything.
 UNREAD = {"functions", "system_prompt", "system_message", "chat_template_kwargs", "documents", *MEDIA}
+SYSTEMS = ("system_prompt", "system_message")
 CLASHING = COLUMNS - {"input", "output", "history"}  # words that fields of other meanings often have
 # Fields of preference rows, in which two answers are compared, or steps or answers are judged: TRL's, OpenAI's,
 # ms-swift's and LLaMA-Factory's. Any of the sets tells such a row.
+EITHER = "completion=chosen (or messages=chosen, for whole chats)"
+# Values of --columns that may train on chosen answers, and as they are named.
+OF_CHOSEN = {"completion=chosen": EITHER, "messages=chosen": EITHER} | {
+    columns: columns
+    for columns in (
+        "output=chosen", "prompt=question,completion=chosen", "instruction=question,output=chosen",
+        "prompt=query,completion=chosen", "instruction=query,output=chosen",
+    )
+}  # fmt: skip
 PREFERENCES = (
     frozenset(("chosen", "rejected")), frozenset(("preferred_output", "non_preferred_output")),
     frozenset(("rejected_response",)), frozenset(("rejected_messages",)), frozenset(("kto_tag",)),
     frozenset(("completions", "labels")),
 )  # fmt: skip
+OF_ROLLOUTS = frozenset((
+    "completion_ids", "token_ids", "response_ids", "old_logprobs", "old_log_probs", "advantage", "advantages",
+))  # fmt: skip
 FIELDS = OF_FORMS.union(FLAGS, MASKS, UNREAD, {"label"}, *PREFERENCES)  # all that decide what a row means
 KNOWN = (
     '"text"; "prompt" and "completion"; "messages"; "conversations" (ShareGPT); "instruction" and "output" (Alpaca); '

@@ -48,9 +48,12 @@ def _bar(sequence: ShownSequence) -> str:
 
 
 def _document(document: ShownDocument) -> str:
-    texts = list[str]()
-    for stretch in document.stretches:
-        text = escaped(stretch.text)
-        texts.append(f"<mark>{text}</mark>" if stretch.is_target else text)
     # A line feed right behind <pre> is dropped by browsers: this one is, and the text's own first one stays.
-    return f"<h3>{escaped(document.title)}</h3>\n<pre>\n{''.join(texts)}</pre>"
+    texts = [f"<h3>{escaped(document.title)}</h3>\n<pre>\n"]
+    for i, stretch in enumerate(document.stretches):
+        text = escaped(stretch.text)
+        if stretch.heading:
+            heading = f"<h4>{escaped(stretch.heading)}</h4>\n<pre>\n"
+            texts = [*texts, "</pre>\n", heading] if i else [f"<h3>{escaped(document.title)}</h3>\n{heading}"]
+        texts.append(f"<mark>{text}</mark>" if stretch.is_target else text)
+    return "".join([*texts, "</pre>"])

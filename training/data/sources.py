@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -68,9 +68,11 @@ Encoded = tuple[np.ndarray, np.ndarray | None, bool]  # tokens, masked and is_co
 class RowReader(Protocol):
     """Reads the rows of an objective, whose fields differ from those that forms.py knows."""
 
+    others: ClassVar[frozenset[str]] = frozenset()  # names of other programs that it reads, too
+
     @property
     def fields(self) -> frozenset[str]:
-        """All fields that it reads."""
+        """All fields that it reads, by our names."""
 
     def __call__(
         self, row: object, encode: Callable[[dict], Encoded]
@@ -83,6 +85,10 @@ class RowReader(Protocol):
     def join(self, documents: Iterable[Document]) -> Iterable[Document]:
         """Returns documents of the same answers, of which neighbours may have become one."""
         return documents
+
+    def describe(self, columns: dict[str, np.ndarray]) -> str:
+        """Returns what an answer is, from the columns of its targets: "chosen", or "weight 0.5"."""
+        return ""
 
 
 class Reading(NamedTuple):
@@ -298,8 +304,9 @@ def is_data(file: Path, reading: Reading = DEFAULT) -> bool:
     if suffix != ".json" or not file.is_file():
         return suffix in _kinds(reading) and file.is_file()
     with contextlib.suppress(UserError, StopIteration):
-        row, own = rename(next(read_rows(file))[1], reading.renames), reading.rows.fields if reading.rows else ()
-        return is_row(row) or (isinstance(row, dict) and len(row.keys() & own) > 1)
+        row = rename(next(read_rows(file))[1], reading.renames)
+        names = reading.rows.fields | reading.rows.others if reading.rows else frozenset()
+        return is_row(row) or (isinstance(row, dict) and len(row.keys() & names) > 1)
     return False
 
 

@@ -41,7 +41,10 @@ class Store(Protocol):
         """
 
     def read_columns(self, document: int, start: int, stop: int) -> dict[str, np.ndarray]:
-        """Returns numbers of the tokens of read_masked, float32 [stop - start], by the names of `columns`."""
+        """Returns numbers of the tokens of read_masked, [stop - start], by the names of `columns`.
+
+        They are float32, rewards and groups float64 until they are advantages.
+        """
         return {}
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
@@ -62,6 +65,7 @@ class TokenStore(Store):
         tokens, masked, borders = bytearray(), bytearray(), array("q", [0])
         self._files, self._numbers, self._lines = [""], array("i"), array("q")  # a document's file is _files[number]
         dtype, values, self._prompts = np.dtype(np.uint8), dict[str, bytearray](), array("q")
+        dtypes = dict[str, np.dtype]()  # of columns: float32, or float64 where a document's are
         for document in documents:
             own, dtype = np.ascontiguousarray(document.tokens).data, document.tokens.dtype
             length = len(own) + (not document.is_complete)
@@ -72,7 +76,9 @@ class TokenStore(Store):
                 self.identity = zlib.crc32(document.masked.data, self.identity)
             for name, column in document.columns.items():
                 assert len(column) == length, "whoever gives columns ends the tokens"
-                values.setdefault(name, bytearray()).extend(column.astype(np.float32).tobytes())
+                is_wide = column.dtype == np.float64
+                kind = dtypes.setdefault(name, np.dtype(np.float64 if is_wide else np.float32))
+                values.setdefault(name, bytearray()).extend(column.astype(kind).tobytes())
             tokens += own
             if not document.is_complete:
                 tokens += np.array(eos_id, dtype).tobytes()
@@ -87,9 +93,10 @@ class TokenStore(Store):
         self._tokens, self._masked = np.frombuffer(tokens, dtype), np.frombuffer(masked, bool)
         self._borders = np.frombuffer(borders, np.int64)
         self.lengths, self.text_identity = np.diff(self._borders), zlib.crc32(values.get("answer", b""), self.identity)
-        for name, content in values.items():
+        self._values = {name: np.frombuffer(column, dtypes[name]) for name, column in values.items()}
+        for name, column in self._values.items():
+            content = np.ascontiguousarray(column, np.float32).data
             self.identity = zlib.crc32(content, zlib.crc32(name.encode(), self.identity))
-        self._values = {name: np.frombuffer(column, np.float32) for name, column in values.items()}
         assert all(len(column) == self._borders[-1] for column in self._values.values()), "all documents have columns"
 
     @property
@@ -210,17 +217,19 @@ def whole(store: Store, seed: int | None = None) -> Selection:
     return Selection(store, numbers if seed is None else np.random.default_rng(seed).permutation(numbers))
 
 
-def split(store: Store, validation_fraction: float, seed: int) -> tuple[Selection, Selection]:
+def split(store: Store, validation_fraction: float, seed: int, may_be_one: bool = False) -> tuple[Selection, Selection]:
     """Holds out whole documents, drawn by `seed`: at least one, and at most `validation_fraction` of all tokens.
 
     Answers to one prompt are held out together, unless there is no other prompt. A corpus of one document is cut, and
     its tail is held out; UserError if it is a sample or too short. Returns (training documents in their order, held-out
-    documents in random order), neither empty.
+    documents in random order), neither empty. With `may_be_one` such a document is no error, and none is held out.
     """
     lengths = store.lengths
     if len(lengths) == 1:
         whole, only = int(lengths[0]), np.zeros(1, dtype=np.int64)
         cut = whole - max(2, int(whole * validation_fraction))  # at least a token and the one it predicts
+        if may_be_one and (cut < 2 or store.are_samples):
+            return Selection(store, only), Selection(store, only[:0])
         if cut < 2 or store.are_samples:
             what = "sample" if store.are_samples else f"document of {whole} tokens"
             raise UserError(f"the data are one {what}, too short to hold some out; give more --data")

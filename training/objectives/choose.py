@@ -39,8 +39,14 @@ def choose(flags: ObjectiveFlags, context_length: int) -> Objective | None:
     return None
 
 
-def row_reader(flags: ObjectiveFlags, eos_id: int, context_length: int, has_adapters: bool = False) -> RowReader | None:
-    """Returns the reader of the objective's rows; None: forms.py reads them."""
+def row_reader(
+    flags: ObjectiveFlags, eos_id: int, context_length: int, has_adapters: bool = False, is_shown: bool = False
+) -> RowReader | None:
+    """Returns the reader of the objective's rows; None: forms.py reads them.
+
+    Args:
+        is_shown: the rows are only looked at, and may lack log-probabilities.
+    """
     if flags.objective in PAIR_OBJECTIVES:
         return Pairs(eos_id, context_length)
     if flags.objective == "kto":
@@ -51,7 +57,7 @@ def row_reader(flags: ObjectiveFlags, eos_id: int, context_length: int, has_adap
             columns["old_logprobs"] = "old" if flags.old_logprobs is None else "written"
         if flags.beta and not flags.reference_logprobs and not has_adapters:
             columns["ref_logprobs"] = "reference"
-        return Rollouts(eos_id, columns, context_length)
+        return Rollouts(eos_id, columns, context_length, may_lack=is_shown)
     return Weighted(eos_id) if flags.objective in ("weighted", "distill") else None
 
 
@@ -85,20 +91,38 @@ def stored_of(flags: ObjectiveFlags, tokenizer, start: str | None, attention: st
 
 
 def complete(
-    flags: ObjectiveFlags, context_length: int, vocab_size: int, found: dict[str, Stored], stores: Sequence[TokenStore]
-) -> None:
-    """Gives documents the columns that their rows lack: advantages of groups, and what `stored_of` has found."""
+    flags: ObjectiveFlags, context_length: int, vocab_size: int, found: dict[str, Stored], stores: Sequence[TokenStore],
+    is_shown: bool = False,
+) -> None:  # fmt: skip
+    """Gives documents the columns that their rows lack: advantages of groups, and what `stored_of` has found.
+
+    Args:
+        is_shown: the data are only looked at: rewards and groups stay, and a warning takes the place of a refusal.
+    """
     if flags.objective in ROLLOUT_OBJECTIVES:
-        give_advantages(stores, scaled=flags.objective != "dr_grpo")
-        if not any(store.has_targets for store in stores):
-            raise UserError("all rollouts are masked or empty, so nothing is learnt; give others")
-        if not flags.beta and not any(store.column("advantage").any() for store in stores):
-            raise UserError("all advantages are 0, so nothing is learnt; give groups whose rewards differ")
+        give_advantages(stores, flags.objective != "dr_grpo", keep_rewards=is_shown)
+    if why := _without_effect(flags, stores):
+        if not is_shown:
+            raise UserError(why)
+        logger.warning("data: %s", why)
     for column, stored in found.items():
         stored.give(stores, column, context_length, vocab_size)
 
 
-def give_advantages(stores: Sequence[TokenStore], scaled: bool) -> None:
+def _without_effect(flags: ObjectiveFlags, stores: Sequence[TokenStore]) -> str | None:
+    """Returns why a run learns nothing of the rows; None if it does."""
+    if flags.objective in ("weighted", "distill") and not any(store.column("weight").any() for store in stores):
+        return "all weights are 0, so nothing is learnt; give others"
+    if flags.objective not in ROLLOUT_OBJECTIVES:
+        return None
+    if not any(store.has_targets for store in stores):
+        return "all rollouts are masked or empty, so nothing is learnt; give others"
+    if not flags.beta and not any(store.column("advantage").any() for store in stores):
+        return "all advantages are 0, so nothing is learnt; give groups whose rewards differ"
+    return None
+
+
+def give_advantages(stores: Sequence[TokenStore], scaled: bool, keep_rewards: bool = False) -> None:
     """Makes advantages of rewards, over the groups of all stores."""
     own = [store for store in stores if "reward" in store.columns and len(store.lengths)]
     if not own:
@@ -119,7 +143,7 @@ def give_advantages(stores: Sequence[TokenStore], scaled: bool) -> None:
         )  # fmt: skip
     for store, places, part in zip(own, lasts, np.split(values, np.cumsum([*map(len, lasts)])[:-1])):
         store.add_column("advantage", np.repeat(part, np.diff(places, prepend=-1)))
-        for name in ("reward", "group"):
+        for name in () if keep_rewards else ("reward", "group"):
             store.drop_column(name)
 
 

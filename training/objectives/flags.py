@@ -53,6 +53,10 @@ def _is_beside(names: tuple[str, ...]):
     return lambda s: s.objective not in names
 
 
+def _lacks_teacher(s) -> bool:
+    return s.objective == "distill" and not s.teacher_logprobs and not s.show_batch
+
+
 def _reads_no_reference(s) -> bool:
     return s.objective not in REFERENCE_OBJECTIVES and not (s.objective in ROLLOUT_OBJECTIVES and s.beta)
 
@@ -70,7 +74,7 @@ RULES = (
     Rule("clip_high", "with objective {objective}; drop it", _is_beside((*CLIPPED_OBJECTIVES, "cispo"))),
     Rule("teacher_logprobs", "with objective {objective}; drop it, or give distill", _is_beside(("distill",))),
     Rule("", "objective distill needs a teacher's log-probabilities: make them by {program} -m training.logprobs, with "
-         "--top_k 16, and give --teacher_logprobs", lambda s: s.objective == "distill" and not s.teacher_logprobs),
+         "--top_k 16, and give --teacher_logprobs", _lacks_teacher),
     Rule("", "objective distill with tensor_parallel_size is not supported: ranks have parts of the head; give "
          "context_parallel_size", lambda s: s.objective == "distill" and s.tensor_parallel_size > 1),
     Rule("old_logprobs", "with objective {objective}; drop it", _is_beside(ROLLOUT_OBJECTIVES)),

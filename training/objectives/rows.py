@@ -3,24 +3,43 @@
 Pairs have "chosen" and "rejected", and a "prompt" unless they are whole chats. Labelled rows have "prompt",
 "completion" and "label", true of a desirable answer. Weighted rows are rows of forms.py with "weight", a number.
 Rollouts have "prompt" and "completion", or "prompt_ids" and "completion_ids" with an optional "completion_mask";
-"advantage", a number or one per token, or "reward" and "group"; "old_logprobs" and, where asked for, "ref_logprobs", a
-number per token of the completion.
+"advantage", a number or one per token, or "reward" and an optional "group"; "old_logprobs" and, where asked for,
+"ref_logprobs", a number per token of the completion. dialects.py has the names that others give to these fields.
 """
 
 import json
+import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
 
-from training.data.forms import EMPTY, MEDIA, ROLES, NothingToLearn, parsed, refuse_masked
+from training.data.forms import EMPTY, FLAG_WORDS, MEDIA, ROLES, NothingToLearn, parsed, refuse_masked
 from training.data.sources import Document, Encoded, RowReader
 from training.data.tokens import PROMPT
 from training.host.errors import UserError
+from training.objectives.dialects import (
+    CHATS,
+    ENGINE,
+    NAMES,
+    POLICY,
+    QUESTIONS,
+    answer_field,
+    as_answer,
+    as_pair,
+    compare_scores,
+    of_sampled,
+    question_of,
+    rename_rollout,
+    with_label,
+    without_padding,
+)
+
+logger = logging.getLogger(__name__)
 
 LARGEST_ID = 2**31 - 1
-CHATS = ("messages", "conversations")
 Row = tuple[str, Encoded, dict[str, np.ndarray], int | None]
 LOGPROBS = ("old_logprobs", "ref_logprobs")
 CURES = {  # of rows without numbers, by their columns
@@ -28,6 +47,7 @@ CURES = {  # of rows without numbers, by their columns
     "reference": "; or give --reference_logprobs, which training.logprobs makes",
 }  # fmt: skip
 LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus infinity, and round above 0
+BITS = {"0", "1", "0.0", "1.0", "True", "False"}  # values of masks, as texts
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
 
 
@@ -38,6 +58,8 @@ class _Sharing(RowReader):
     prompt's last token, which predicts its next one, see kernels/attention/prompts.py. The column "answer" is `PROMPT`
     in the prompt, and changes from each answer to the next.
     """
+
+    others: ClassVar[frozenset[str]] = NAMES
 
     def __init__(self, eos_id: int, context_length: int):
         self._eos_id, self._context_length = eos_id, context_length
@@ -72,15 +94,21 @@ class Pairs(_Sharing):
     fields: ClassVar[frozenset[str]] = frozenset(("prompt", "chosen", "rejected", "tools"))
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
-        row = _needs(row, "chosen", "rejected")
-        prompt, *answers = _cut(row.get("prompt"), row["chosen"], row["rejected"])
-        row = row | {"prompt": prompt}
+        row = _needs(as_pair(_needs(row)), "chosen", "rejected")
+        prompt, *answers = row.get("prompt"), row["chosen"], row["rejected"]
+        if answer_field(row) == "completion":
+            prompt, *answers = _cut(prompt, *answers)
+            row = row | {"prompt": prompt}
         chosen, rejected = (self._answer(row, each, encode) for each in answers)
         if np.array_equal(chosen.tokens, rejected.tokens):
             raise NothingToLearn("pairs of equal answers")
         prompts = chosen.tokens[: _prompt_length(chosen)], rejected.tokens[: _prompt_length(rejected)]
         pair = _share([chosen, rejected], max(0, _equal_tokens(*prompts) - 1))
-        return "pairs", (pair.tokens, pair.masked, True), pair.columns, _hash(prompt)
+        form = f"pairs{compare_scores(row)}"
+        return form, (pair.tokens, pair.masked, True), pair.columns, _hash(question_of(row))
+
+    def describe(self, columns: dict[str, np.ndarray]) -> str:
+        return "rejected" if columns["answer"][0] else "chosen"
 
 
 def _equal_tokens(one: np.ndarray, other: np.ndarray) -> int:
@@ -105,12 +133,23 @@ def _begin(sample: dict, tokens: np.ndarray, encode: Callable[[dict], Encoded]) 
 def _cut(prompt, chosen, rejected) -> tuple:
     """Returns the prompt and both answers of a pair, whose prompt may be what both chats begin with."""
     are_lists = isinstance(chosen, list) and isinstance(rejected, list)
+    answers = [chosen, rejected] if are_lists else []
+    if isinstance(prompt, str) and answers and all(map(_is_answer_alone, answers)):
+        return [{"role": "user", "content": prompt}], chosen, rejected
     if prompt is None or (are_lists and isinstance(prompt, str)):
         shared, *answers = _shared_prompt(chosen, rejected)
         if prompt and all(not isinstance(each, dict) or each.get("content") != prompt for each in shared):
             raise UserError('has a "prompt" with which no message before both answers agrees; give it as messages')
         return shared, *answers
     return prompt, chosen, rejected
+
+
+def _is_answer_alone(chat: list) -> bool:
+    """Whether a chat is one message of the assistant."""
+    if len(chat) != 1 or not isinstance(chat[0], dict):
+        return False
+    role = str(chat[0].get("role", chat[0].get("from")))
+    return ROLES.get(role, role) == "assistant"
 
 
 def _sample(row: dict, fields: frozenset[str], completion) -> dict:
@@ -126,7 +165,8 @@ def _sample(row: dict, fields: frozenset[str], completion) -> dict:
             completion = completion[len(own) :]  # a whole chat
         elif own and theirs[:1] == own[-1:]:
             raise UserError('has an answer that begins with the last message of its "prompt"; give one of both')
-    return {name: value for name, value in row.items() if name not in left_out} | {"completion": completion}
+    sample = {name: value for name, value in row.items() if name not in left_out}
+    return sample | {answer_field(row): completion}
 
 
 def _refuse_more(row: dict, fields: frozenset[str]) -> None:
@@ -153,7 +193,7 @@ def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         raise UserError(
             'needs a "prompt" beside "chosen" and "rejected", unless these are lists of messages; '
-            "--columns prompt=NAME renames"
+            "--columns prompt=NAME renames, or write there what both texts begin with"
         )
     both = [*zip(_without_nulls(chosen), _without_nulls(rejected))]
     same = next((i for i, pair in enumerate(both) if pair[0] != pair[1]), len(both) - 1)  # each has an answer
@@ -172,12 +212,21 @@ class Labelled(_Sharing):
     fields: ClassVar[frozenset[str]] = frozenset(("prompt", "completion", "label", "tools"))
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
-        row = _needs(row, "prompt", "completion", "label")
+        if isinstance(row, dict) and {"completions", "labels"} <= row.keys():
+            raise UserError('judges the steps of an answer ("completions"), which no --objective reads')
+        row = as_answer(with_label(_needs(row)), tuple(QUESTIONS))
+        row = _needs(row, *["prompt"] * (answer_field(row) == "completion"), "completion", "label")
         if row["label"] not in (0, 1):
             raise UserError(f'"label" must be true or false, got {str(row["label"])[:40]}')
         answer = self._answer(row, row["completion"], encode)
         columns = answer.columns | {"label": answer.columns["answer"] + row["label"]}
-        return "labelled answers", (answer.tokens, answer.masked, True), columns, _hash(row["prompt"])
+        prompt = _hash(question_of(row))
+        return "labelled answers", (answer.tokens, answer.masked, True), columns, prompt
+
+    def describe(self, columns: dict[str, np.ndarray]) -> str:
+        if columns["answer"][0]:
+            return "answer to another prompt, for the KL"
+        return "desirable" if columns["label"][0] else "undesirable"
 
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
         return super().join(self._beside_others(documents))
@@ -219,13 +268,15 @@ class Weighted(RowReader):
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
         row = _needs(row)
-        weight = _number(row.get("weight", 1.0), "weight")
-        if weight == 0:
-            raise NothingToLearn("rows of weight 0")
+        has_weight = row.get("weight") is not None
+        weight = _number(row["weight"], "weight") if has_weight else 1.0
         tokens, masked = ended(encode({name: value for name, value in row.items() if name != "weight"}), self._eos_id)
         answer = np.zeros(len(tokens), np.float32)
-        form = "weighted texts" if "weight" in row else "texts"
+        form = "weighted texts" if has_weight else "texts"
         return form, (tokens, masked, True), {"answer": answer, "weight": answer + np.float32(weight)}, None
+
+    def describe(self, columns: dict[str, np.ndarray]) -> str:
+        return f"weight {columns['weight'][0]:g}"
 
 
 class Rollouts(_Sharing):
@@ -236,29 +287,44 @@ class Rollouts(_Sharing):
         *LOGPROBS, "tools",
     ))  # fmt: skip
 
-    def __init__(self, eos_id: int, columns: dict[str, str], context_length: int):
-        """Reads numbers of each token of the completions from fields, the keys of `columns`."""
+    def __init__(self, eos_id: int, columns: dict[str, str], context_length: int, may_lack: bool = False):
+        """Reads numbers of each token of the completions from fields, the keys of `columns`.
+
+        With `may_lack` they are checked where a row has them, and given to no document.
+        """
         super().__init__(eos_id, context_length)
-        self._columns = columns
-        self._groups = dict[object, tuple[int, int | None]]()  # number, and hash of the prompt
+        self._columns, self._may_lack = columns, may_lack
+        # Number, and hash of the prompt, by the name of a group; by that hash where rows have no group.
+        self._groups = dict[object, tuple[int, int | None]]()
+        self._groups_of_prompts = 0
+        self._has_groups: bool | None = None  # whether rows name groups; None: no row with a reward was read
         self._has_advantages: bool | None = None  # or rewards; None: no row was read
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
-        row = _needs(row)
-        unread = [name for name in LOGPROBS if name not in self._columns and row.get(name) is not None]
+        row, names = rename_rollout(_needs(row), self._columns.get("old_logprobs") == "written")
+        unread = [
+            names.get(name, name)
+            for name in (*LOGPROBS, *POLICY, *ENGINE)
+            if name not in self._columns and row.get(name) is not None
+        ]
         form = "rollouts" + f" whose {' and '.join(unread)} are not read" * bool(unread)  # the log counts them
+        if names.get("prompt") == "input":
+            form += ", of texts without special tokens, as verl writes them"
+        if row.get("outputs"):
+            raise UserError('has "outputs"; write a row for each answer, with the prompt and a reward')
         if row.get("completion_ids") is not None:
-            refuse_masked(
-                {name: value for name, value in row.items() if name not in self.fields},
-                "remove it, or give --columns completion_mask=NAME",
-            )
+            row = without_padding(_needs(row, "prompt_ids", theirs=names))
+            rest = {name: value for name, value in row.items() if name not in self.fields}
+            refuse_masked(rest, _cure_of_masks(row, rest))
             if media := [name for name in MEDIA if row.get(name) not in (None, *EMPTY)]:
                 raise UserError(f'has "{media[0]}", which is not read; remove the row')
-            tokens, masked = self._from_ids(row)
+            tokens, masked = self._from_ids(row, names)
             prompt = _hash(row["prompt_ids"])
             places = np.arange(begin := len(row["prompt_ids"]), len(tokens))
         else:
-            row = _needs(row, "prompt", "completion")
+            has_ids = row.get("prompt_ids") is not None and row.get("prompt") is None
+            fields = ("completion_ids",) if has_ids else ("prompt", "completion")
+            row = _needs(as_answer(row, ()), *fields, theirs=names)
             sample = _sample(row, self.fields, row["completion"])
             try:
                 tokens, masked = ended(encode(sample), self._eos_id)
@@ -270,13 +336,16 @@ class Rollouts(_Sharing):
             prompt, places = _hash(row["prompt"]), (~masked).nonzero()[0]
             begin = len(tokens) if masked.all() else _begin(sample, tokens, encode)
         columns = {"answer": np.zeros(len(tokens), np.float32)}
+        is_unread = masked[places]
         for name, column in self._columns.items():
-            values = _list(_needs(row, name, cure=CURES[column])[name], name)
-            for value in (min(values, default=0), max(values, default=0)):
-                if not LEAST_LOGPROB <= value <= MOST_LOGPROB:
-                    raise UserError(f'"{name}" must be log-probabilities, {LEAST_LOGPROB:g} to 0, got {value:g}')
-            columns[column] = _put(values, places, len(tokens), name)
-        columns |= self._advantage(row, prompt, places, len(tokens))
+            if self._may_lack and row.get(name) is None:
+                continue
+            row = _needs(row, name, cure=CURES[column], theirs=names)
+            values = self._log_probs(row, name, names.get(name, name), is_unread)
+            placed = _put(values, places, len(tokens), names.get(name, name))
+            if not self._may_lack:
+                columns[column] = placed
+        columns |= self._advantage(row, names, prompt, places, is_unread, len(tokens))
         if masked.all():  # its reward counts in its group, and the answer in means over answers
             form, tokens, masked = "rollouts without a target", tokens[:1], masked[:1]
             columns = {name: values[:1] for name, values in columns.items()}
@@ -284,35 +353,105 @@ class Rollouts(_Sharing):
             columns["answer"][: max(0, begin - 1)] = PROMPT
         return form, (tokens, masked, True), columns, prompt
 
-    def _from_ids(self, row: dict) -> tuple[np.ndarray, np.ndarray]:
-        prompt, completion = (_ids(_needs(row, name)[name], name) for name in ("prompt_ids", "completion_ids"))
-        given = row.get("completion_mask")
-        mask = np.ones(len(completion)) if given is None else np.array(_list(given, "completion_mask"))
+    def _log_probs(self, row: dict, field: str, name: str, is_unread: np.ndarray) -> list[float]:
+        """Returns the log-probabilities in a field that the row calls `name`; 0 where they are not read."""
+        values = of_sampled(row[field], row.get("completion_ids"), row, name)
+        values = _list(_unmasked(values, is_unread), name)
+        read = [value for value, skip in zip(values, is_unread) if not skip]
+        for value in (min(read, default=0), max(read, default=0)):
+            if not LEAST_LOGPROB <= value <= MOST_LOGPROB:
+                limits = f"{LEAST_LOGPROB:g} to 0"
+                raise UserError(f'"{name}" must be log-probabilities, {limits}, got {value:g}')
+        return values
+
+    def join(self, documents: Iterable[Document]) -> Iterator[Document]:
+        before = self._groups_of_prompts
+        yield from super().join(documents)
+        if count := self._groups_of_prompts - before:
+            logger.info('data: rows without "group": %s of equal prompts', f"{count:,} group" + "s" * (count > 1))
+
+    def describe(self, columns: dict[str, np.ndarray]) -> str:
+        advantage = columns["advantage"]
+        least, most = f"{advantage.min():.4g}", f"{advantage.max():.4g}"
+        words = f"advantage {least}" if least == most else f"advantages {least} to {most}"
+        if "reward" in columns:
+            name = [*self._groups][int(columns["group"][0])]
+            number = int(columns["group"][0])
+            group = f"{number} of equal prompts" if isinstance(name, _OfPrompt) else str(name)[:40]
+            words += f", reward {columns['reward'][0]:.10g}, group {group}"
+        return words
+
+    def _from_ids(self, row: dict, names: dict[str, str]) -> tuple[np.ndarray, np.ndarray]:
+        fields = ("prompt_ids", "completion_ids")
+        prompt, completion = (_ids(row[field], names.get(field, field)) for field in fields)
+        given, name = row.get("completion_mask"), names.get("completion_mask", "completion_mask")
+        mask = np.ones(len(completion)) if given is None else np.array(_list(given, name))
+        if len(mask) == len(prompt) + len(completion) and not mask[: len(prompt)].any():
+            mask = mask[len(prompt) :]  # of both
         if len(mask) != len(completion) or not np.isin(mask, (0, 1)).all():
-            raise UserError(f'"completion_mask" must be {len(completion)} numbers, 0 or 1, as many as completion_ids')
+            as_many = names.get("completion_ids", "completion_ids")
+            raise UserError(f'"{name}" must be {len(completion)} numbers, 0 or 1, as many as {as_many}')
         masked = np.concatenate([np.ones(len(prompt), bool), mask == 0])
         if not len(prompt):
             raise NothingToLearn("rollouts without a prompt")
         return np.concatenate([prompt, completion]), masked
 
-    def _advantage(self, row: dict, prompt: int | None, places: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    def _advantage(
+        self, row: dict, names: dict[str, str], prompt: int | None, places: np.ndarray, is_unread: np.ndarray,
+        length: int,
+    ) -> dict[str, np.ndarray]:  # fmt: skip
         given = row.get("advantage")
+        if given is None and row.get("reward") is None:
+            is_null = "advantage" in row and "reward" not in row
+            lacking, cure = ("advantage", "") if is_null else ("reward", '; or give "advantage"')
+            _needs(row, lacking, cure=cure, theirs=names)
         if self._has_advantages not in (None, given is not None):
             raise UserError('has one of "advantage" and "reward", and rows before it the other; give one in all rows')
         self._has_advantages = given is not None
         if given is not None:
+            name = names.get("advantage", "advantage")
             if isinstance(given, list):
-                return {"advantage": _put(_list(given, "advantage"), places, length, "advantage")}
-            return {"advantage": np.full(length, _number(given, "advantage"), np.float32)}
-        row = _needs(row, "reward", "group")
-        if isinstance(row["group"], list | dict) or row["group"] != row["group"]:  # NaN
+                values = _list(_unmasked(given, is_unread), name)
+                return {"advantage": _put(values, places, length, name)}
+            return {"advantage": np.full(length, _number(given, name), np.float32)}
+        reward = _number(row["reward"], names.get("reward", "reward"))
+        number = self._group(row.get("group"), prompt)
+        # float64 until advantages are made: rewards may be large and close to one another
+        return {"reward": np.full(length, reward, np.float64), "group": np.full(length, number, np.float64)}
+
+    def _group(self, group, prompt: int | None) -> int:
+        """Returns the number of a group, which is of one prompt. Rows of equal prompts form one if they name none."""
+        if isinstance(group, list | dict) or group != group:  # NaN
             raise UserError('"group" must be a number or a text')
-        number, first_prompt = self._groups.setdefault(row["group"], (len(self._groups), prompt))
+        count, names_one = len(self._groups), group is not None
+        if self._has_groups not in (None, names_one):
+            what = "has" if names_one else "needs"
+            raise UserError(f'{what} "group", unlike rows before it; name a group in all rows, or in none')
+        self._has_groups = names_one
+        if not names_one:
+            number, _ = self._groups.setdefault(_OfPrompt((prompt,)), (count, prompt))
+            self._groups_of_prompts += number == count
+            return number
+        number, first_prompt = self._groups.setdefault(group, (count, prompt))
         if prompt != first_prompt:
-            group = str(row["group"])[:40]
-            raise UserError(f'"group" {group} has another prompt before; give "advantage", or a group to each prompt')
-        reward = _number(row["reward"], "reward")
-        return {"reward": np.full(length, reward, np.float32), "group": np.full(length, number, np.float32)}
+            name = str(group)[:40]
+            raise UserError(f'"group" {name} has another prompt before; give "advantage", or a group to each prompt')
+        return number
+
+
+def _cure_of_masks(row: dict, rest: dict) -> str:
+    """Returns what to do with a mask of another name in `rest`, the fields of a rollout that are not read."""
+    length = len(row["completion_ids"]) if isinstance(row["completion_ids"], list) else -1
+    if row.get("completion_mask") is None:
+        for name, value in rest.items():
+            is_mask = isinstance(value, list) and len(value) == length and {*map(str, value)} <= BITS
+            if is_mask and FLAG_WORDS.search(name):
+                return f"remove it, or give --columns completion_mask={name}"
+    return "remove it"
+
+
+class _OfPrompt(tuple):
+    """Key of a group whose rows name none: the hash of their prompt."""
 
 
 def _hash(prompt) -> int | None:
@@ -381,14 +520,32 @@ def ended(encoded: Encoded, eos_id: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, masked
 
 
-def _needs(row: object, *names: str, cure: str = "") -> dict:
+def _needs(row: object, *names: str, cure: str = "", theirs: dict[str, str] | None = None) -> dict:
+    """Returns the row. Raises UserError without a value in one of `names`; `theirs` are the row's names by ours."""
     if not isinstance(row, dict):
         raise UserError(f"is not an object but a {type(row).__name__}")
     if missing := [name for name in names if row.get(name) is None]:
-        has = ", ".join(f'"{str(name)[:30]}"' for name in [*row][:20]) or "nothing"
-        lacks = f'needs "{missing[0]}" for this --objective; it has {has}'
-        raise UserError(f"{lacks}; --columns {missing[0]}=NAME renames{cure}")
+        fields = [(theirs or {}).get(name, name) for name in row]
+        has = ", ".join(f'"{str(name)[:30]}"' for name in fields[:20]) or "nothing"
+        lacks = f"needs {' and '.join(map(json.dumps, missing))} for this --objective; it has {has}"
+        if null := [name for name in missing if name in row]:
+            lacks = f'needs "{null[0]}" for this --objective, and has null there; give it a value, or'
+            columns = f"{null[0]}=NAME"
+            raise UserError(f"{lacks} --columns {columns} renames{cure}")
+        columns = ",".join(f"{name}=NAME" for name in missing)
+        raise UserError(f"{lacks}; --columns {columns} renames{cure}")
     return row
+
+
+def _unmasked(values, is_unread: np.ndarray):
+    """Returns numbers of an answer's tokens, with 0 for null, NaN or infinity at a masked token."""
+    if not isinstance(values, list) or len(values) != len(is_unread):
+        return values
+
+    def is_number(value) -> bool:
+        return value is not None and not (isinstance(value, float) and not math.isfinite(value))
+
+    return [value if is_number(value) or not skip else 0.0 for value, skip in zip(values, is_unread)]
 
 
 def _number(value, name: str) -> float:

@@ -243,6 +243,11 @@ class Recipe(StepRecipe):
         return choose(self.config, self.config.context_length)
 
     @property
+    def only_shows(self) -> bool:
+        """Whether a batch of a run that has not begun is shown: that needs no weights and no stored numbers."""
+        return bool(self.config.show_batch) and self.checkpoint is None
+
+    @property
     def scoring(self) -> Scoring:
         """The part of a step that the objective takes, for its plan."""
         if self.config.teacher_logprobs is not None:

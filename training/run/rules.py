@@ -7,6 +7,12 @@ from training.flags import Rule
 from training.host.choices import REFERENCE_OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.objectives.flags import RULES as OBJECTIVE
 
+
+def _lacks_reference(s) -> bool:
+    has_reference = s.lora or s.reference_logprobs
+    return s.objective in REFERENCE_OBJECTIVES and not has_reference and not s.show_batch
+
+
 FOR_ONE_STEP = "context_length gradient_checkpointing num_layers stages timeline picture data rope_scaling"
 
 STEP = (
@@ -62,7 +68,7 @@ STARTED = (
     Rule("lora_alpha lora_targets lora_bits lora_plus", "without lora; drop it, or give lora", lambda s: not s.lora),
     Rule("", "objective {objective} needs log-probabilities of a reference: make them by {program} -m "
          "training.logprobs, and give --reference_logprobs; or train adapters with lora, whose base is the reference",
-         lambda s: s.objective in REFERENCE_OBJECTIVES and not s.lora and not s.reference_logprobs),
+         _lacks_reference),
     Rule("selected_blocks_start selected_blocks_steps",
          "without an attention_type that chooses blocks; drop the one, or give the other",
          lambda s: s.attention_type == "full"),

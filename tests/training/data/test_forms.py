@@ -243,7 +243,7 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
     ({"conversations": [ASK], "chosen": ANSWER, "rejected": LAST}, "is a preference row"),
     ({"prompt": "a", "completion": "b", "label": False},
      'is a preference row, with "label": give --objective kto; or rows of the good'),
-    ({"prompt": "a", "completion": "b", "kto_tag": True}, ".*give --objective kto and --columns label=kto_tag; or"),
+    ({"prompt": "a", "completion": "b", "kto_tag": True}, ".*give --objective kto; or rows"),
     ({"prompt": "a", "response": "b", "label": True}, 'is a preference row, with "label"'),
     ({"messages": [ASK, ANSWER], "label": True}, 'is a preference row, with "label"'),
     ({"prompt": "a", "completions": ["b"], "labels": [True]}, 'is a preference row, with "completions" and "labels"'),
@@ -281,6 +281,58 @@ def test_refusals(tmp_path, tokenizer, row, message):
     with pytest.raises(ValueError, match=rf"a\.jsonl:1: {message}") as error:
         read(tmp_path, tokenizer, row)
     assert "\n" not in str(error.value)
+
+
+PREFERRED = {"chosen": "b", "rejected": "c"}
+
+
+@pytest.mark.parametrize("row", [
+    {"prompt": "a", **PREFERRED},
+    {"prompt": [ASK], "chosen": [ANSWER], "rejected": [LAST]},
+    {"question": "a", **PREFERRED},
+    {"query": "a", **PREFERRED},
+    {"system": "s", "question": "a", **PREFERRED},
+    {"instruction": "a", "input": "i", **PREFERRED},
+])  # fmt: skip
+def test_the_hint_of_a_preference_row_reads_its_good_answer(tmp_path, tokenizer, row):
+    with pytest.raises(UserError, match="an --objective such as dpo; or --columns") as error:
+        read(tmp_path, tokenizer, row)
+    columns = str(error.value).partition("--columns ")[2].partition(" ")[0]
+    [document] = read_documents(str(tmp_path / "a.jsonl"), tokenizer, 300, Reading(columns=columns))
+    answer = tokenizer.decode(document.tokens[~document.masked])
+    good = row["chosen"] if isinstance(row["chosen"], str) else ANSWER["content"]
+    assert answer.strip().startswith(good)
+
+
+@pytest.mark.parametrize("row", [
+    {"conversations": said([("human", "a")]), "chosen": ANSWER, "rejected": LAST},
+    {"prompt": "a", "chosen": [ANSWER], "rejected": [LAST]},
+    {"messages": [ASK, ANSWER], "rejected_response": "b"},
+])  # fmt: skip
+def test_no_hint_names_columns_that_would_be_refused(tmp_path, tokenizer, row):
+    with pytest.raises(UserError, match="give an --objective such as dpo") as error:
+        read(tmp_path, tokenizer, row)
+    assert "--columns" not in str(error.value)
+
+
+def test_questions_with_a_system_message_are_chats(tmp_path, tokenizer):
+    chat = read(tmp_path, tokenizer, {"messages": [SYSTEM, ASK, ANSWER]})
+    row = {"question": ASK["content"], "answer": ANSWER["content"], "system": SYSTEM["content"]}
+    assert read(tmp_path, tokenizer, row) == chat
+    tokens, is_masked = read(tmp_path, ByteTokenizer(), row)
+    prompt = f"{SYSTEM['content']}\n\n{ASK['content']}"
+    assert bytes(tokens).decode() == prompt + ANSWER["content"] and sum(is_masked) == len(prompt)
+    (tmp_path / "b.jsonl").write_text('{"question": "a", "answer": "b", "system_prompt": "c"}')
+    with pytest.raises(UserError, match="give --columns system=system_prompt"):
+        [*read_documents(str(tmp_path / "b.jsonl"), tokenizer, 300)]
+    [document] = read_documents(str(tmp_path / "b.jsonl"), tokenizer, 300, Reading(columns="system=system_prompt"))
+    assert "c" in tokenizer.decode(document.tokens)
+
+
+@pytest.mark.parametrize("row", [{"token_ids": [1], "logprobs": [-1]}, {"completion_ids": [1], "advantage": 1}])
+def test_a_rollout_without_an_objective_is_named(tmp_path, tokenizer, row):
+    with pytest.raises(UserError, match=r"is a rollout, .* give an --objective such as grpo; mend"):
+        read(tmp_path, tokenizer, row)
 
 
 def test_texts_of_json_that_are_no_messages_stay_texts(tmp_path, tokenizer):

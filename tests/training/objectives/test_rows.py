@@ -437,7 +437,8 @@ def test_kto_asks_for_an_answer_to_another_prompt_whatever_tokens_it_ends_with()
     ({"old_logprobs": [1.0, 2.0, 3.0]}, "-1000 to 0, got 1"),
     ({"old_logprobs": [-1.0, -9999.0, -1.0]}, "-1000 to 0, got -9999"),
     ({"images": ["a.png"]}, 'has "images", which is not read'),
-    ({"response_mask": [1, 0, 1]}, "give --columns completion_mask="),
+    ({"token_mask": [1, 0, 1]}, "give --columns completion_mask="),
+    ({"token_mask": [1, 0, 1], "completion_mask": [1, 1, 1]}, '"token_mask", which is not obeyed; remove it; mend'),
     ({"advantage": None, "reward": 1, "group": 0}, "give one in all rows"),
 ])  # fmt: skip
 def test_other_rollouts_are_refused(tmp_path, change, message):
@@ -463,7 +464,7 @@ def test_rollouts_of_tables(tmp_path, suffix):
 
     row = IDS | {"advantage": 0.5, "completion_mask": [1, 0, 1]}
     reading = Reading(rows=row_reader(ObjectiveFlags(objective="grpo"), 0, 9))
-    for rows in ([row, row | {"advantage": -0.5}, row | {"prompt_ids": [66]}], [row | {"response_mask": [1, 0, 1]}]):
+    for rows in ([row, row | {"advantage": -0.5}, row | {"prompt_ids": [66]}], [row | {"token_mask": [1, 0, 1]}]):
         table, file = pyarrow.Table.from_pylist(rows), tmp_path / f"{len(rows)}.{suffix}"
         if suffix == "parquet":
             parquet.write_table(table, file)
@@ -473,7 +474,7 @@ def test_rollouts_of_tables(tmp_path, suffix):
     [store] = open_stores([str(tmp_path / f"3.{suffix}")], BYTES, 256, reading)
     shown, columns = texts_of(store, 0)
     assert shown == "AB*CD*EB*CD*E" and columns["advantage"] == [0.5] * 5 + [-0.5] * 4
-    with pytest.raises(UserError, match='"response_mask", which is not obeyed'):
+    with pytest.raises(UserError, match='"token_mask", which is not obeyed'):
         open_stores([str(tmp_path / f"1.{suffix}")], BYTES, 256, reading)
 
 
@@ -513,12 +514,32 @@ def test_groups_of_two_prompts_are_refused(tmp_path):
 
 
 def test_weights_of_rows(tmp_path, caplog):
-    rows = [{"text": "ab", "weight": -0.5}, {"prompt": "a", "completion": "b"}, {"text": "left out", "weight": 0}]
+    """A weight of null is as none. A row of weight 0 has targets, which count in the mean."""
+    rows = [{"text": "ab", "weight": -0.5}, {"prompt": "a", "completion": "b"}]
+    rows += [{"text": "cd", "weight": 0}, {"text": "ef", "weight": None}]
     with caplog.at_level("INFO"):
         store, _ = read(tmp_path, rows, objective="weighted")
-    assert "1 row of weighted texts, 1 row of texts" in caplog.text
-    assert texts_of(store, 0) == ("a*b*$", {"answer": [0] * 3, "weight": [-0.5] * 3}) and len(store.lengths) == 2
-    assert texts_of(store, 1)[1]["weight"] == [1, 1, 1]
+    assert "2 rows of weighted texts, 2 rows of texts" in caplog.text
+    assert texts_of(store, 0) == ("a*b*$", {"answer": [0] * 3, "weight": [-0.5] * 3})
+    weights = [texts_of(store, i)[1]["weight"] for i in range(4)]
+    assert weights == [[-0.5] * 3, [1] * 3, [0] * 3, [1] * 3]
+    with pytest.raises(UserError, match="all weights are 0"):
+        finish(ObjectiveFlags("weighted"), 8, [read(tmp_path, rows[2:3], objective="weighted")[0]])
+
+
+def test_a_weight_near_0_and_one_of_0_have_the_same_loss(tmp_path):
+    losses = []
+    for least in (0, 1e-9):
+        rows = [{"text": text, "weight": w} for text, w in (("ab", 2), ("cdefg", least), ("hi", 1))]
+        store, _ = read(tmp_path, rows, objective="weighted")
+        spans = [[(i, 0, int(n)) for i, n in enumerate(store.lengths)]]
+        batch = make_batch(store, spans, 16)
+        torch.manual_seed(0)
+        model = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=1))
+        known = {"documents": batch.documents, "num_targets": batch.num_valid_tokens}
+        weights = batch.answers.columns_BT["weight"]
+        losses.append(model(batch.input_ids, targets=batch.targets, weights=weights, **known).loss)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
 
 
 def test_documents_longer_than_a_sequence_have_log_probabilities_that_are_no_numbers(tmp_path):
