@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         prepare(flags.source, flags.out, flags.tokenizer, workers, reading, flags.chat_template)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)
-        return 130
+        raise
     tokenizer = open_tokenizer(flags.tokenizer, flags.chat_template)
     print(histogram(PreparedStore(flags.out, tokenizer, tokenizer.vocab_size).lengths))
     return 0

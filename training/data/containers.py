@@ -28,7 +28,9 @@ LEAST_OF_A_BOMB, MOST_RATIO = 2**29, 500  # bytes that a row group holds, for ea
 BATCH = 64  # rows of a table that are turned into Python's objects at a time
 COMPRESSIONS = (".gz", ".zst")
 # Errors of Python's own that its libraries and pyarrow raise for damaged files.
-OF_DAMAGE = OSError, EOFError, ValueError, LookupError, ArithmeticError, SystemError, struct.error, zlib.error
+OF_DAMAGE = (
+    OSError, EOFError, ValueError, LookupError, ArithmeticError, RecursionError, SystemError, struct.error, zlib.error,
+)  # fmt: skip
 END_OF_ARROW = b"\xff\xff\xff\xff\0\0\0\0"
 SPACE = re.compile(r"[ \t\r\n]*")
 

@@ -2,8 +2,8 @@
 
 The corpus is cut into parts of about 16 MB, each made by one process. A part's name is a hash of all that decides its
 content: files, their sizes and times, tokenizer, chat template and settings. Parts that exist are not made again: after
-a stop the same command goes on, and after a change of some files it makes only their parts. Other parts are deleted
-once the set is complete.
+a stop the same command goes on, and after a change of some files it makes only their parts, also in a set that is
+complete. This set stays as it was until the new one takes its place; then parts of the old one are deleted.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -27,7 +27,19 @@ from tqdm import tqdm
 
 from training.data.chat import open_tokenizer
 from training.data.containers import CONTAINERS, cut_rows, suffix_of
-from training.data.prepared import DOCUMENT, FORMAT, INDEX, MASKED, TOKEN, PreparedStore, canonical, hash_of_index
+from training.data.prepared import (
+    DOCUMENT,
+    FORMAT,
+    INDEX,
+    MASKED,
+    TOKEN,
+    PreparedStore,
+    canonical,
+    hash_of_index,
+    hash_of_part,
+    is_summary,
+    read_index,
+)
 from training.data.sources import (
     AS_CHATS,
     DEFAULT,
@@ -41,8 +53,10 @@ from training.data.sources import (
     say_left_out,
 )
 from training.data.template import template_hash
-from training.host.errors import UserError
-from training.host.files import flush, only_run_in, read_json, write_file
+from training.host.errors import UserError, as_json
+from training.host.files import flush, only_run_in, read_json, space_on, write_file
+from training.host.processes import DISK_ERRORS
+from training.host.signals import interrupted_by_signals
 
 PART_BYTES = 2**24  # of text
 MEANING = 5  # Counts changes of what rows mean, and of what summaries hold: parts made before are made anew.
@@ -82,41 +96,65 @@ def prepare(
         identity += str(template_hash(opened))
     if out.is_dir() and any(file.suffix != ".json" and is_data(file, reading) for file in out.iterdir()):
         raise UserError(f"{out} has text in it, which its set would hide from --data; choose another folder")
-    with only_run_in(out):
-        parts = _find_parts(files, identity, reading)
-        done = {name: found for name in parts if (found := _read_part(out / name)) is not None}
-        if reading.bad_rows != "drop":
-            _settle_bad_rows(parts, done, reading)
-        if (out / INDEX).exists():
-            store = PreparedStore(out, opened, opened.vocab_size)
-            if set(store.parts) != {name for name in parts if name not in done or done[name]["documents"]}:
-                raise UserError(f"{out} has another set in it, of other files or settings; choose another folder")
-            return json.loads((out / INDEX).read_bytes())
-        _make_parts(parts, done, out, (tokenizer, reading, chat_template), workers)
+    with interrupted_by_signals(), only_run_in(out):
+        try:
+            return _prepare_in(out, source, files, (opened, identity, tokenizer, chat_template), reading, workers)
+        except KeyboardInterrupt:
+            for file in out.iterdir():
+                if OURS.fullmatch(file.name) and file.suffix == ".new":
+                    file.unlink(missing_ok=True)
+            raise
+
+
+def _prepare_in(out: Path, source: Path, files: list[Path], tokenizing: tuple, reading: Reading, workers: int) -> dict:
+    """Makes the set of `prepare` in its locked folder; `tokenizing` is (tokenizer, all that names it, its flags)."""
+    opened, identity, *flags = tokenizing
+    parts = _find_parts(files, identity, reading)
+    done = {name: summary for name in parts if (summary := _read_part(out / name)) is not None}
+    if reading.bad_rows != "drop":
         _settle_bad_rows(parts, done, reading)
-        for file in out.iterdir():
-            name = file.name.split(".")[0]
-            if OURS.fullmatch(file.name) and name not in parts:
-                file.unlink()
-        say_found(source, [done[name]["found"] for name in parts])
-        say_left_out([done[name]["left_out"] for name in parts])
-        has_chats = any(AS_CHATS in what for name in parts for what in done[name]["found"])
-        used = (done[name]["used"] for name in parts)  # parts of earlier versions lack AS_CHATS
-        refuse_unused(reading.awaited.difference(*used, [AS_CHATS] * has_chats))
-        kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
-        if not kept:
-            raise UserError(f"{source} has no text; give a path that holds some")
-        index = {
-            "format": FORMAT, "tokenizer": opened.identity, "tokenizer_name": opened.name, "eos_id": opened.eos_id,
-            "are_samples": any(part["are_samples"] for part in kept), "source": str(source),
-            "reasoning": reading.reasoning or "template", "chat_template": template_hash(opened) if has_chats else None,
-            **{name: sum(part[name] for part in kept) for name in ("documents", "tokens", "targets")}, "parts": kept,
-        }  # fmt: skip
-        index["sha256"] = hash_of_index(index)
-        flush(out)
-        _write(out / INDEX, json.dumps(index, indent=1).encode())
-        flush(out)
-        return index
+    if os.path.lexists(out / INDEX):
+        _check_is_earlier(out, opened, source, reading)
+    _make_parts(parts, done, out, (flags[0], reading, flags[1]), workers)
+    _settle_bad_rows(parts, done, reading)
+    kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
+    if os.path.lexists(out / INDEX):
+        index = read_index(out)
+        if index["parts"] == kept:
+            return index
+    say_found(source, [done[name]["found"] for name in parts])
+    say_left_out([done[name]["left_out"] for name in parts])
+    has_chats = any(AS_CHATS in what for name in parts for what in done[name]["found"])
+    used = (done[name]["used"] for name in parts)  # parts of earlier versions lack AS_CHATS
+    refuse_unused(reading.awaited.difference(*used, [AS_CHATS] * has_chats))
+    if not kept:
+        raise UserError(f"{source} has no text; give a path that holds some")
+    index = {
+        "format": FORMAT, "tokenizer": opened.identity, "tokenizer_name": opened.name, "eos_id": opened.eos_id,
+        "are_samples": any(part["are_samples"] for part in kept), "source": str(source),
+        "columns": reading.renames,
+        "reasoning": reading.reasoning or "template", "chat_template": template_hash(opened) if has_chats else None,
+        **{name: sum(part[name] for part in kept) for name in ("documents", "tokens", "targets")}, "parts": kept,
+    }  # fmt: skip
+    index["sha256"] = hash_of_index(index)
+    flush(out)
+    _write(out / INDEX, json.dumps(index, indent=1).encode())
+    flush(out)
+    for file in out.iterdir():  # parts of an earlier set, and what kills have left
+        if OURS.fullmatch(file.name) and file.name.split(".")[0] not in parts:
+            file.unlink()
+    return index
+
+
+def _check_is_earlier(out: Path, tokenizer, source: Path, reading: Reading) -> None:
+    """Refuses to replace a set of another source, or one made by other settings."""
+    PreparedStore(out, tokenizer, tokenizer.vocab_size)
+    earlier = read_index(out)
+    settings = {"source": str(source), "reasoning": reading.reasoning or "template", "columns": reading.renames}
+    for name, value in settings.items():
+        if earlier.get(name, value) != value:
+            theirs = f"{out} has another set in it, of {name} {as_json(earlier[name], 100)}"
+            raise UserError(f"{theirs}, this one's is {as_json(value, 100)}; choose another folder")
 
 
 def _settle_bad_rows(parts: Iterable[str], done: dict[str, dict], reading: Reading) -> None:
@@ -161,10 +199,12 @@ def _read_part(path: Path) -> dict | None:
     """Returns a part's summary, or None if the part is not complete, or its .json is damaged or edited."""
     try:
         content = read_json(path.with_suffix(".json"))
-        found = content["summary"]
-        sizes = [path.with_suffix(kind).stat().st_size for kind in (".tokens", ".documents")]
-        is_whole = content["sha256"] == hashlib.sha256(canonical(found)).hexdigest()
-        return found if is_whole and sizes == [4 * found["tokens"], 24 * found["documents"]] else None
+        if not is_summary(content):
+            return None
+        summary = content["summary"]
+        files = [path.with_suffix(kind) for kind in (".tokens", ".documents")]
+        sizes = [file.stat().st_size for file in files if file.is_file()]
+        return summary if sizes == [4 * summary["tokens"], 24 * summary["documents"]] else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -189,6 +229,7 @@ def _make_parts(
         try:
             pool = ProcessPoolExecutor(min(workers, len(missing)), context, _open_reader, settings)
             stack.callback(pool.shutdown, cancel_futures=True)
+            stack.push(_end_workers({*multiprocessing.active_children()}))
             tasks = {pool.submit(_make_part, out / name, parts[name]): name for name in missing}
         except (OSError, RuntimeError) as error:
             if isinstance(error, UserError | BrokenProcessPool):
@@ -213,6 +254,17 @@ def _make_parts(
         except BrokenProcessPool:
             cure = "the same command with fewer --workers goes on"
             raise UserError(f"a worker was killed, as when memory runs out: {cure}") from None
+
+
+def _end_workers(others: set) -> Callable[..., None]:
+    """Returns an exit of a context that kills processes which began in it, all but `others`, after an interrupt."""
+
+    def end(kind: type | None, *_) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            for process in {*multiprocessing.active_children()} - others:
+                process.kill()
+
+    return end
 
 
 _reader: DocumentReader | None = None  # a worker's
@@ -260,7 +312,7 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
             os.fsync(stream.fileno())
         path.with_suffix(".tokens.new").rename(path.with_suffix(".tokens"))
     except OSError as error:
-        raise UserError(f"cannot make {path}: {error.strerror}; {GOES_ON}") from None
+        raise UserError(_why_not_written(path, error)) from None
     table = np.array(rows, dtype=DOCUMENT).reshape(-1, 3).tobytes()
     _write(path.with_suffix(".documents"), table)
     summary = {
@@ -269,7 +321,7 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
         "used": sorted(_reader.used),
         "sha256": {".tokens": digest.hexdigest(), ".documents": hashlib.sha256(table).hexdigest()},
     }  # fmt: skip
-    content = {"pieces": extents, "summary": summary, "sha256": hashlib.sha256(canonical(summary)).hexdigest()}
+    content = {"pieces": extents, "summary": summary, "sha256": hash_of_part(extents, summary)}
     _write(path.with_suffix(".json"), json.dumps(content).encode())
     return summary
 
@@ -281,7 +333,12 @@ def _write(file: Path, content: bytes) -> None:
         write_file(new, content)
         new.rename(file)
     except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}; {GOES_ON}") from None
+        raise UserError(_why_not_written(file, error)) from None
+
+
+def _why_not_written(file: Path, error: OSError) -> str:
+    disk = f" ({space_on(file)})" if error.errno in DISK_ERRORS else ""
+    return f"cannot write {file}: {error.strerror}; {GOES_ON}{disk}"
 
 
 def histogram(lengths: np.ndarray) -> str:

@@ -23,7 +23,7 @@ from training.data.template import template_hash
 from training.data.tokenizer import check_ids
 from training.data.tokens import Store
 from training.host.errors import UserError
-from training.host.files import read_json
+from training.host.files import read_file, read_json
 
 FORMAT = "fathom tokens 1"
 INDEX = "set.json"
@@ -174,13 +174,41 @@ class PreparedStore(Store):
 
 def verify(folder: Path) -> None:
     """Compare every byte of a set with its hashes. Raises UserError, which names the damaged file."""
-    for part in read_index(folder)["parts"]:
+    index = read_index(folder)
+    _compare_bytes(folder / INDEX, json.dumps(index, indent=1))
+    for part in index["parts"]:
         for kind in (".tokens", ".documents"):
             file = folder / (part["name"] + kind)
+            if not file.is_file():  # a pipe would be waited for
+                raise UserError(f"{file} is missing, or is no regular file; {AGAIN}")
             try:
                 with file.open("rb") as stream:
-                    found = hashlib.file_digest(stream, "sha256").hexdigest()
+                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
             except OSError as error:
                 raise UserError(f"cannot read {file}: {error.strerror}; {AGAIN}") from None
-            if found != part["sha256"].get(kind):
+            if digest != part["sha256"].get(kind):
                 raise UserError(f"{file} does not have the hash of {INDEX}: it is damaged; {AGAIN}")
+        file = folder / f"{part['name']}.json"
+        content = read_json(file)
+        _compare_bytes(file, json.dumps(content))
+        if not is_summary(content) or {"name": part["name"], **content["summary"]} != part:
+            raise UserError(f"{file} is not what {INDEX} says of this part: it is damaged; {AGAIN}")
+
+
+def _compare_bytes(file: Path, written: str) -> None:
+    """Compare a file of JSON with what Python writes of its content: nothing else has been put between."""
+    if read_file(file, AGAIN) != written.encode():
+        raise UserError(f"{file} is not as it was written: it is damaged or was edited; {AGAIN}")
+
+
+def hash_of_part(pieces: list, summary: dict) -> str:
+    """Returns the hash that a part's .json has of itself."""
+    return hashlib.sha256(canonical([pieces, summary])).hexdigest()
+
+
+def is_summary(content: dict) -> bool:
+    """Whether a part's .json has the hash that it says. Earlier versions took it of the summary alone."""
+    pieces, summary = content.get("pieces"), content.get("summary")
+    if not isinstance(pieces, list) or not isinstance(summary, dict):
+        return False
+    return content.get("sha256") in (hash_of_part(pieces, summary), hashlib.sha256(canonical(summary)).hexdigest())

@@ -421,12 +421,17 @@ class DocumentReader:
             self._leave_out(str(what), where)
         except NoTemplate as error:
             raise UserError(f"{where}: {error}") from None
+        except RecursionError:
+            self._refuse(where, "values are nested too deeply")
         except UserError as error:
-            self._last_row = self._last_row or self._rows + READ_ON
-            self.bad.add(BadRows(1, [where], str(error)))
+            self._refuse(where, str(error))
         else:
             self.found[f"rows of {form}"] += 1
             yield self._checked(Document(*encoded, file, number, columns, prompt))
+
+    def _refuse(self, where: str, why: str) -> None:
+        self._last_row = self._last_row or self._rows + READ_ON
+        self.bad.add(BadRows(1, [where], why))
 
     def _parse(self, line: bytes, where: str, number: int) -> object:
         line = self._without_mark(line, where) if number == 1 else line

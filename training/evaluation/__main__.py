@@ -47,6 +47,7 @@ from training.host.choices import BAD_ROWS, REASONING
 from training.host.errors import UserError, import_optional, refused_as_user_error
 from training.host.files import check_can_write_into, read_json, replace_file
 from training.host.processes import command
+from training.host.signals import interrupted_by_signals
 from training.parallel.world import World, join_world
 
 logger = logging.getLogger(__name__)
@@ -265,7 +266,7 @@ def main(argv: list[str]) -> None:
         questions = make_questions(flags, opened, world)
         found = Evaluation()
         try:
-            with mending_out_of_memory():
+            with interrupted_by_signals(), mending_out_of_memory():
                 evaluate(flags, opened, questions, world, found)
         finally:  # also of an evaluation that ends early, as when memory runs out in the needles
             if found.loss_by_position or found.tasks:

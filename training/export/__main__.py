@@ -31,7 +31,7 @@ from training.families.lora import has_adapters
 from training.families.names import name_in_file
 from training.families.rope import extend
 from training.host.errors import UserError
-from training.host.files import making
+from training.host.files import making, naming, write_file
 from training.host.processes import command
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
@@ -82,7 +82,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
         kinds |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in carried.tensors.items()}
         header = pieces.header_of(pieces.aligned(kinds))
         entries = pieces.read_entries(header, folder / WEIGHTS)
-        with (folder / WEIGHTS).open("wb") as file:
+        with naming(folder / WEIGHTS), (folder / WEIGHTS).open("wb") as file:
             file.write(header)
             for name, weight in weights:
                 if not weight.to(dtype).isfinite().all():
@@ -104,7 +104,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
             "config.json": (json.dumps(content, indent=2) + "\n").encode(),
         }
         for name, companion in files.items():
-            (folder / name).write_bytes(companion)
+            write_file(folder / name, companion)
     others = f", and {len(carried.tensors)} tensors that are not trained, as they were" if carried.tensors else ""
     return (
         f"{target}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}{others}, "

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from training.host.files import naming
+
 ALIGNMENT = 4096
 BUFFER_BYTES = 2**23  # 8 MiB for each thread, all of it in flight at a time
 LEAST_BYTES = 2**18  # shorter ranges go through the cache, which gathers them
@@ -29,6 +31,7 @@ class DirectFile:
     """
 
     def __init__(self, path: Path):
+        self._path = path
         self._cached = os.open(path, os.O_WRONLY)
         self._direct: int | None = None
         with contextlib.suppress(OSError):
@@ -36,6 +39,10 @@ class DirectFile:
 
     def write(self, content: memoryview, start: int) -> None:
         """Put the bytes at `start`. Of 300,000 bytes at 5,000, those from 8,192 to 303,103 go past the cache."""
+        with naming(self._path):
+            self._write_all(content, start)
+
+    def _write_all(self, content: memoryview, start: int) -> None:
         first, last = -(-start // ALIGNMENT) * ALIGNMENT, (start + len(content)) // ALIGNMENT * ALIGNMENT
         if self._direct is None or len(content) < LEAST_BYTES:
             _write(self._cached, content, start)

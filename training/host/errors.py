@@ -1,6 +1,7 @@
 """The one class for errors that the person who started the program can mend."""
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -19,6 +20,14 @@ class UserError(ValueError):
 
     The message names the value, the limit and what to do. Any other exception is a defect and keeps its traceback.
     """
+
+
+def as_json(value: object, most: int = 40) -> str:
+    """Returns the beginning of a value as JSON has it, for an error: "1.0" with its quotes is a text, 1.0 a number."""
+    try:
+        return json.dumps(value, ensure_ascii=False)[:most]
+    except (TypeError, ValueError, RecursionError):  # a table's date, or a list that is nested too deeply
+        return f"a {type(value).__name__}"
 
 
 def program(name: str = "python") -> str:

@@ -1,22 +1,32 @@
 """Small files, read and written with errors of one line; files and folders that are complete or absent."""
 
 import contextlib
+import errno
 import fcntl
+import io
 import json
 import logging
 import math
 import os
+import re
 import shutil
+import stat
 import uuid
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from training.host.errors import SHOWN_OF_A_PATH, UserError
+from training.host.signals import interrupted_by_signals
 
 logger = logging.getLogger(__name__)
 LOCK = ".lock"  # file in a folder that belongs to one run
+MARK = " fills this folder, which gets its name when it is whole"  # in the lock of a folder of `making`
+LOCK_CONTENT = re.compile(rb"([0-9]{1,10})(%s)?\n" % MARK.encode())
+LOCK_BYTES = 128  # read of a lock
+MOST_NAMES = 100  # that `making` tries for its folder, where other things have them
 LONGEST_NAME = 255  # bytes; Linux's own limit
+DEEPEST = 100  # nesting of values in a JSON file
 JSON_BYTES = 2**28  # a longer JSON file is refused: parsed, it would take ten times its size in memory
 
 
@@ -44,7 +54,7 @@ def check_can_write(file: Path, flag: str) -> None:
 def check_can_write_into(folder: Path, name: str, flag: str) -> None:
     """Makes a folder for a file that a command writes at its end, or refuses it with the name of `flag`."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except (OSError, ValueError) as error:
         raise UserError(f"{flag} {folder} cannot be made: {error}; give another folder") from None
     check_can_write(folder / name, flag)
@@ -84,13 +94,70 @@ def read_json(file: Path) -> dict:
         raise UserError(f"{file} is missing or damaged: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{file} is damaged: it holds no JSON object")
+    if _is_deep(content):
+        raise UserError(f"{file} is damaged: its values are nested more than {DEEPEST} deep")
     return content
+
+
+def _is_deep(content: dict) -> bool:
+    """Whether values of JSON are nested more than DEEPEST deep: functions that follow them would not come to an end."""
+    level: list[dict | list] = [content]
+    for _ in range(DEEPEST):
+        values = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
+        level = [value for value in values if isinstance(value, dict | list)]
+    return bool(level)
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Names `file` in OSErrors that name none, as those of an open file's writes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(file)
+        raise
+
+
+@contextlib.contextmanager
+def shown_as(final: Path, temporary: Path) -> Iterator[None]:
+    """Names `final` in OSErrors about `temporary`, or about a file in it: nobody has heard of the temporary name."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error.filename, str | os.PathLike):
+            path = Path(error.filename)
+            if path.is_relative_to(temporary):
+                error.filename = str(final / path.relative_to(temporary))
+        raise
+
+
+def space_on(path: Path) -> str:
+    """Returns words about the disk of a path, there or not: "the disk at /data has 0.01 of 500.00 GB free"."""
+    place = path.absolute()
+    with contextlib.suppress(OSError):
+        while not place.exists():
+            place = place.parent
+        usage = shutil.disk_usage(place)
+        while not place.is_mount():
+            place = place.parent
+        return f"the disk at {place} has {usage.free / 1e9:.2f} of {usage.total / 1e9:.2f} GB free"
+    return "its disk does not say what is free"
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and its parents where they are missing, on the disk as well: a loss of power leaves them."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        with contextlib.suppress(OSError):  # a parent that may be written but not read cannot be flushed
+            flush(path.parent)
 
 
 def write_file(file: Path, content: bytes, size: int | None = None) -> list[int]:
     """Write and flush a file, made longer if `size` is given. Returns [bytes of the file, CRC-32 of the content]."""
     size = len(content) if size is None else size
-    with file.open("wb") as opened:
+    with naming(file), file.open("wb") as opened:
         opened.write(content)
         opened.truncate(size)
         opened.flush()
@@ -108,13 +175,15 @@ def replacing(file: Path) -> Iterator[Path]:
         yield file
         return
     temporary = file.with_name(f".{file.name[:40]}.{uuid.uuid4().hex}.tmp")
-    try:
-        yield temporary
-        flush(temporary)
-        temporary.replace(file)
-        flush(file.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with interrupted_by_signals(), shown_as(file, temporary):
+        try:
+            with naming(temporary):
+                yield temporary
+            flush(temporary)
+            temporary.replace(file)
+            flush(file.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def replace_file(file: Path, content: str) -> None:
@@ -127,20 +196,21 @@ def replace_file(file: Path, content: str) -> None:
 def making(folder: Path) -> Iterator[Path]:
     """Gives a folder to fill, which is flushed and becomes `folder` at the end. A kill leaves nothing of that name.
 
+    What a killed process left is deleted by the next that makes the same folder, and so is it after a signal.
     Raises UserError if `folder` has something in it, cannot be replaced, or another process is making it.
     """
     folder = folder.resolve()
     if folder.is_mount() or folder == Path.cwd():
         raise UserError(f"{folder} is a mount point or the working directory; give a new folder inside")
-    temporary = folder.with_name(f".{folder.name}.tmp")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is already there; give a folder that is not, or an empty one")
-    with only_run_in(temporary):
+    temporary = _name_to_fill(folder)
+    with interrupted_by_signals(), shown_as(folder, temporary), only_run_in(temporary, folder, MARK):
         try:
-            for leftover in {*temporary.iterdir()} - {temporary / LOCK}:  # a killed process has left it
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            for name in {*os.listdir(temporary)} - {LOCK}:
+                _delete(temporary / name)
             yield temporary
-            for path in (*temporary.iterdir(), temporary):
+            for path in (*temporary.rglob("*"), temporary):
                 flush(path)
             temporary.replace(folder)
         except BaseException as error:
@@ -149,7 +219,48 @@ def making(folder: Path) -> Iterator[Path]:
                 raise UserError(f"{folder} cannot be made: {error.strerror}; give another folder") from None
             raise
         (folder / LOCK).unlink()  # not earlier: another process would begin to fill a folder without a lock
+        flush(folder)
         flush(folder.parent)
+
+
+def _name_to_fill(folder: Path) -> Path:
+    """Returns the folder that `making` fills: the first name that nothing has, or a folder that `making` has made.
+
+    Two processes that make the same folder get the same name, and so meet at its lock.
+    """
+    start = f".{folder.name[:40]}.{zlib.crc32(os.fsencode(folder.name)):08x}"
+    names = (folder.with_name(f"{start}.{number}.tmp") for number in range(MOST_NAMES))
+    free = next((name for name in names if not os.path.lexists(name) or _is_of_making(name)), None)
+    if free is None:
+        raise UserError(f"{folder.parent} has {MOST_NAMES} files whose names begin with {start}; delete them")
+    return free
+
+
+def _is_of_making(temporary: Path) -> bool:
+    """Whether `making` has made a folder: its lock says so. A kill or a loss of power may leave an empty lock alone."""
+    try:
+        status, names = os.lstat(temporary), os.listdir(temporary)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+            return False
+        if not names:
+            return True
+        descriptor = os.open(temporary / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as lock:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return False
+            content = lock.read(LOCK_BYTES)
+    except OSError:
+        return False
+    match = LOCK_CONTENT.fullmatch(content)
+    return (names == [LOCK] and not content.strip(b"\0")) or (match is not None and match[2] is not None)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a file, a link or a folder with all that is in it; what a link leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def flush(path: Path) -> None:
@@ -177,28 +288,50 @@ def size_on_disk(folders: list[Path]) -> int:
 
 
 @contextlib.contextmanager
-def only_run_in(folder: Path) -> Iterator[None]:
+def only_run_in(folder: Path, shown: Path | None = None, mark: str = "") -> Iterator[None]:
     """Make the folder, and lock it while this context lasts. The end of the process ends the lock as well.
 
     Raises UserError if another process has the lock, or the folder cannot be written to.
+
+    Args:
+        shown: name of the folder in errors, if it has another one for now.
+        mark: stands in the lock behind the number of the process.
     """
+    shown = shown or folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+")
+        make_folder(folder)
+        file = _open_lock(folder / LOCK)
     except OSError as error:
-        raise UserError(f"folder {folder} cannot be written to: {error}; choose another") from None
+        why = error.strerror
+        if os.path.lexists(folder / LOCK) and not stat.S_ISREG(os.lstat(folder / LOCK).st_mode):
+            why = f"its {LOCK} is a link or another thing that is no file; delete that"
+        raise UserError(f"folder {shown} cannot be written to: {why}; or choose another") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samefile(file.fileno(), folder / LOCK):  # deleted meanwhile, and made anew
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
-            file.seek(0)
-            other = f"another run, process {file.read().strip()}, writes into {folder}"
-            raise UserError(f"{other}: wait for its end, or choose another folder") from None
+            match = LOCK_CONTENT.match(file.read(LOCK_BYTES))
+            other = f"another run, process {match[1].decode()}," if match else "another run"
+            raise UserError(f"{other} writes into {shown}: wait for its end, or choose another folder") from None
         except OSError as error:
-            logger.warning("%s has no locks (%s): take care that no other run writes there", folder, error)
-        with contextlib.suppress(OSError):  # a full disk takes no process number; the lock holds all the same
-            file.truncate(0)
-            os.write(file.fileno(), f"{os.getpid()}\n".encode())
+            logger.warning("%s has no locks (%s): take care that no other run writes there", shown, error)
+        content = file.read(LOCK_BYTES)
+        if not content.strip(b"\0") or LOCK_CONTENT.fullmatch(content):  # another program's content stays
+            with contextlib.suppress(OSError):  # a full disk takes no process number; the lock holds all the same
+                file.truncate(0)
+                os.pwrite(file.fileno(), f"{os.getpid()}{mark}\n".encode(), 0)
+                os.fsync(file.fileno())
+                flush(folder)
         yield
+
+
+def _open_lock(path: Path) -> io.FileIO:
+    """Opens a lock, which no link leads to. Raises OSError for what is no regular file."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return file

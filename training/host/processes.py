@@ -17,7 +17,8 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppres
 from pathlib import Path
 
 from training.host.errors import SHOWN_OF_A_PATH, UserError, is_out_of_host_memory
-from training.host.files import check_working_directory
+from training.host.files import check_working_directory, space_on
+from training.host.signals import Signalled
 from training.host.sizes import GIB, available_host_bytes
 
 # From a rank's death to its peers' end: torchrun looks every 0.1 s, so it sees who died first.
@@ -43,6 +44,9 @@ def line_of(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         limits = "the limit of processes (ulimit -u, a container's pids) or of memory (ulimit -v)"
         return f"error: the system starts no more threads; raise {limits}, or end what else runs here"
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS and isinstance(error.filename, str):
+        cure = f"{space_on(Path(error.filename))}; free some there, or write to another"
+        return f"error: {error.strerror}: {error.filename[:SHOWN_OF_A_PATH]}; {cure}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"error: {error.strerror}: {str(error.filename)[:SHOWN_OF_A_PATH]}"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
@@ -87,7 +91,8 @@ def open_standard_files() -> None:
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
     """Decorator of a script's main(argv), which then returns the exit status: main's own, 0 for None.
 
-    An error that can be mended is printed as a line, and the status is 1; after Ctrl-C it is 130.
+    An error that can be mended is printed as a line, and the status is 1; after Ctrl-C it is 130. Of another signal
+    the process dies, once everything is cleaned up.
     """
 
     @functools.wraps(main)
@@ -103,6 +108,12 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
                 raise
             show_error(error, is_main=os.environ.get("RANK", "0") == "0")
             return 1
+        except Signalled as interrupt:
+            if main.__module__ == "__main__":  # as a shell expects of its programs; a library call returns
+                with suppress(OSError, ValueError):
+                    sys.stdout.flush()
+                os.kill(os.getpid(), interrupt.number)
+            return 128 + interrupt.number
         except KeyboardInterrupt:
             return 128 + signal.SIGINT
 

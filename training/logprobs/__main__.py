@@ -10,6 +10,7 @@ if __name__ == "__main__":
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,11 +25,11 @@ from training.data.tokens import Store, TokenStore, join
 from training.families.rope import extend
 from training.generate.inference import load, mending_out_of_memory, open_folder, top_log_probs, warn_beyond
 from training.host.errors import UserError
-from training.host.files import check_can_write_into
+from training.host.files import making
 from training.host.processes import command
 from training.logprobs.flags import LogProbsFlags
 from training.objectives.choose import text_reader
-from training.objectives.stored import INDEX, VALUES, attention_in_words, digest_of, store
+from training.objectives.stored import INDEX, attention_in_words, digest_of, store
 from training.parallel.world import World, join_world
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ def log_probabilities(
     return values
 
 
-def score(flags: LogProbsFlags, world: World) -> None:
+def score(flags: LogProbsFlags, folder: Path, world: World) -> None:
+    """Writes the log-probabilities into `folder`, which gets the name `flags.out` when it is whole."""
     opened = open_folder(flags, world)
     if flags.rope_scaling is not None:
         opened = replace(opened, shape=extend(opened.shape, flags.rope_scaling))
@@ -111,10 +113,9 @@ def score(flags: LogProbsFlags, world: World) -> None:
         known = {"documents": packed, "num_targets": num_targets, "denominator": 1.0}
         return model(ids, targets=targets, return_log_probs=True, **known).log_probs
 
-    assert flags.out is not None
     values = log_probabilities(run, documents, flags.context_length, world.device)
     identities = [each.text_identity for each in in_memory]
-    store(flags.out, values, digest_of(flags.checkpoint), attention, tokenizer.identity, identities)
+    store(folder, values, digest_of(flags.checkpoint), attention, tokenizer.identity, identities)
     own = values if flags.top_k is None else values[:, 0]
     print(f"{flags.out}: {sum(counts):,} targets, {-np.nansum(own, dtype=np.float64) / sum(counts):.4f} nats each")
 
@@ -127,9 +128,10 @@ def main(argv: list[str]) -> None:
         raise UserError("give the folder that is made behind the model's, and --data, the rows that are read")
     if (flags.out / INDEX).exists():
         raise UserError(f"{flags.out} has log-probabilities; give another folder, or delete it if they are not needed")
-    check_can_write_into(flags.out, VALUES, "the folder")
-    with join_world(flags.device) as world, mending_out_of_memory():
-        score(flags, world)
+    if flags.out.exists() and not flags.out.is_dir():
+        raise UserError(f"the folder {flags.out} cannot be made: a file has that name; give another folder")
+    with making(flags.out) as folder, join_world(flags.device) as world, mending_out_of_memory():
+        score(flags, folder, world)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import numpy as np
 from training.data.forms import EMPTY, FLAG_WORDS, MEDIA, ROLES, NothingToLearn, parsed, refuse_masked
 from training.data.sources import Document, Encoded, RowReader
 from training.data.tokens import PROMPT
-from training.host.errors import UserError
+from training.host.errors import UserError, as_json
 from training.objectives.dialects import (
     CHATS,
     ENGINE,
@@ -217,7 +217,7 @@ class Labelled(_Sharing):
         row = as_answer(with_label(_needs(row)), tuple(QUESTIONS))
         row = _needs(row, *["prompt"] * (answer_field(row) == "completion"), "completion", "label")
         if row["label"] not in (0, 1):
-            raise UserError(f'"label" must be true or false, got {str(row["label"])[:40]}')
+            raise UserError(f'"label" must be true or false, got {as_json(row["label"])}')
         answer = self._answer(row, row["completion"], encode)
         columns = answer.columns | {"label": answer.columns["answer"] + row["label"]}
         prompt = _hash(question_of(row))
@@ -550,13 +550,13 @@ def _unmasked(values, is_unread: np.ndarray):
 
 def _number(value, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e9:  # nor NaN
-        raise UserError(f'"{name}" must be a number within 1e9 of 0, got {str(value)[:40]}')
+        raise UserError(f'"{name}" must be a number within 1e9 of 0, got {as_json(value)}')
     return float(value)
 
 
 def _list(values, name: str) -> list[float]:
     if not isinstance(values, list):
-        raise UserError(f'"{name}" must be a list of numbers, got {str(values)[:40]}')
+        raise UserError(f'"{name}" must be a list of numbers, got {as_json(values)}')
     return [_number(float(value) if isinstance(value, bool) else value, name) for value in values]
 
 

@@ -21,8 +21,9 @@ from training.checkpoint.manifest import fingerprint
 from training.data.tokens import TokenStore
 from training.families.lora import ADAPTER_WEIGHTS, has_adapters, read_adapters
 from training.host.errors import UserError, program
-from training.host.files import read_file, read_json, replace_file
+from training.host.files import make_folder, read_file, read_json, replace_file, write_file
 from training.memory.kinds import describe
+from training.objectives.rows import LARGEST_ID, LEAST_LOGPROB, MOST_LOGPROB
 
 TEACHER = "teacher"  # beginning of the columns of the likeliest words
 INDEX, VALUES, FORMAT = "logprobs.json", "logprobs.f32", "fathom logprobs 2"
@@ -110,15 +111,16 @@ class Stored:
         if len(content) != 4 * self.tokens * width or zlib.crc32(content) != self.crc32:
             raise UserError(f"{self.folder / VALUES} is damaged: its size or CRC-32 is another; make the folder anew")
         values, first = np.frombuffer(content, "<f4").astype(np.float32).reshape(-1, width), 0
-        if column == TEACHER and (largest := int(np.nanmax(values[:, 1 : 1 + self.top_k]))) >= vocab_size:
-            few = f"{self.folder} has words of ids up to {largest:,}, the model has a vocab_size of {vocab_size:,}"
-            raise UserError(f"{few}; make it with a smaller --top_k, or train a model of the teacher's vocab_size")
+        self._check_numbers(values, vocab_size if column == TEACHER else None)
         names = {column: 0} if column != TEACHER else {f"{TEACHER} {i}": i for i in range(1, width)}
         for store in stores:
             stop = first + int(store.lengths.sum())
             starts = first + np.cumsum(store.lengths) - store.lengths
             fits = store.lengths <= context_length  # others are left out, or refused
-            if (lacks := fits & np.isnan(values[starts, 0])).any():
+            is_nan = np.isnan(values[starts, 0])
+            if (is_nan != np.logical_or.reduceat(np.isnan(values[:stop, 0]), starts)).any():
+                raise UserError(f"{self.folder / VALUES} has NaN in the midst of a document: make the folder anew")
+            if (lacks := fits & is_nan).any():
                 longest = f"{store.lengths[lacks].max():,}"
                 raise UserError(
                     f"{self.folder} was made with a --context_length into which {lacks.sum():,} documents did not fit, "
@@ -127,6 +129,26 @@ class Stored:
             for name, place in names.items():
                 store.add_column(name, np.ascontiguousarray(values[first:stop, place]))
             first = stop
+
+    def _check_numbers(self, values: np.ndarray, vocab_size: int | None) -> None:
+        """Refuses what no log-probabilities and no words are. A document that did not fit has NaN throughout.
+
+        `values` are [tokens, width]; `vocab_size` is None if the words are not read.
+        """
+        made = values[~np.isnan(values).all(1)]
+        ids, logprobs = made[:, 1 : 1 + self.top_k], np.delete(made, slice(1, 1 + self.top_k), 1)
+        wrong = logprobs[~((logprobs >= LEAST_LOGPROB) & (logprobs <= MOST_LOGPROB))]
+        if len(wrong):
+            what = f"{self.folder / VALUES} has {wrong[0]:g} in the place of a log-probability"
+            raise UserError(f"{what}, {LEAST_LOGPROB:g} to 0: make the folder anew")
+        if vocab_size is None or not ids.size:
+            return
+        wrong = ids[~((ids >= 0) & (ids == np.floor(ids)) & (ids < LARGEST_ID))]
+        if len(wrong):
+            raise UserError(f"{self.folder / VALUES} has {wrong[0]:g} in the place of an id: make the folder anew")
+        if (largest := int(ids.max())) >= vocab_size:
+            few = f"{self.folder} has words of ids up to {largest:,}, the model has a vocab_size of {vocab_size:,}"
+            raise UserError(f"{few}; make it with a smaller --top_k, or train a model of the teacher's vocab_size")
 
 
 def teacher_of(columns_BT: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -143,11 +165,8 @@ def store(folder: Path, values: np.ndarray, weights: str, attention: str, tokeni
     content = values.astype("<f4").tobytes()
     top_k = values.shape[1] // 2 if values.ndim == 2 else 0
     made = Stored(folder, weights, attention, tokenizer, documents, len(values), zlib.crc32(content), top_k)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / INDEX).unlink(missing_ok=True)
-        (folder / VALUES).write_bytes(content)
-        index = {"format": FORMAT} | {name: value for name, value in asdict(made).items() if name != "folder"}
-        replace_file(folder / INDEX, json.dumps(index, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written: {error.strerror}; give another folder") from None
+    make_folder(folder)
+    (folder / INDEX).unlink(missing_ok=True)
+    write_file(folder / VALUES, content)
+    index = {"format": FORMAT} | {name: value for name, value in asdict(made).items() if name != "folder"}
+    replace_file(folder / INDEX, json.dumps(index, indent=1) + "\n")

@@ -151,7 +151,8 @@ def load_state(checkpoint: Path) -> dict:
 
     Raises UserError if somebody has edited the file to what no run has saved.
     """
-    absent = {"skipped": 0, "unvalidated": None, "version": ""}  # in checkpoints before 2026-11-24, and -28
+    # In checkpoints before 2026-11-24, and -28; the losses are lost where somebody has taken them out.
+    absent = {"skipped": 0, "unvalidated": None, "version": "", "validation_loss": None}
     state = absent | load_trainer_state(checkpoint)
     known = [each.name for each in dataclasses.fields(TrainConfig)]
     unnamed = {"optimizer_state": "float32", "linear": "bf16"}  # settings of checkpoints before 2026-11-25

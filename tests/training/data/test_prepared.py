@@ -137,9 +137,69 @@ def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus
     made.clear()
     assert prepare(corpus, tmp_path / "set", "bytes") == expected and len(made) == 1
     assert prepare(corpus, tmp_path / "set", "bytes") == expected and len(made) == 1
-    (corpus / "1.txt").write_text("other text")
-    with pytest.raises(ValueError, match="has another set in it"):
-        prepare(corpus, tmp_path / "set", "bytes")
+
+
+def test_a_change_of_some_files_makes_their_parts_alone_anew_also_in_a_finished_set(
+    tmp_path, corpus, one_process, monkeypatch, capsys
+):
+    make, made, folder = preparing._make_part, [], tmp_path / "set"
+    monkeypatch.setattr(preparing, "_make_part", lambda *arguments: made.append(arguments) or make(*arguments))
+    command = ["prepare", str(corpus), str(folder), "--tokenizer", "bytes"]
+
+    def prepare_again() -> int:
+        made.clear()
+        assert main(command) == 0 and main(["verify", str(folder)]) == 0
+        assert contents(PreparedStore(folder, load_tokenizer("bytes"), 256)) == contents(
+            open_stores([str(corpus)], load_tokenizer("bytes"), 256)[0]
+        )
+        in_use = {part["name"] for part in json.loads((folder / "set.json").read_text())["parts"]}
+        names = {file.name.partition(".")[0] for file in folder.glob("part-*")}
+        assert in_use <= names and len(names - in_use) == 1  # the blank file's part is in no set
+        return len(made)
+
+    whole = prepare_again()
+    assert whole > 5 and prepare_again() == 0
+    (corpus / "3.txt").write_text("another text of file 3 that is longer than sixty bytes for a part of its own")
+    assert prepare_again() == 1
+    os.utime(corpus / "2.txt", ns=(1, 1))
+    assert prepare_again() == 1
+    (corpus / "y.txt").write_text("one more text, which is longer than sixty bytes for a part of its own, too")
+    assert prepare_again() == 1
+    (corpus / "y.txt").unlink()
+    assert prepare_again() == 0
+    good = (folder / "set.json").read_bytes()
+    (corpus / "zz.jsonl").write_text('{"text": 3}')
+    assert main(command) == 1 and (folder / "set.json").read_bytes() == good
+    assert main(["verify", str(folder)]) == 0
+    for other in (["prepare", str(corpus / "0.txt"), *command[2:]], [*command, "--columns", "text=b"]):
+        assert main(other) == 1 and "has another set in it, of " in capsys.readouterr().err
+    assert (folder / "set.json").read_bytes() == good
+
+
+@pytest.mark.parametrize("suffix", [".tokens", ".documents", ".json", "set.json"])
+def test_verify_refuses_every_damaged_or_special_file_by_name(tmp_path, corpus, one_process, capsys, suffix):
+    folder, elsewhere = tmp_path / "set", tmp_path / "elsewhere"
+    part = prepare(corpus, folder, "bytes")["parts"][1]["name"]
+    file = folder / (suffix if suffix == "set.json" else part + suffix)
+    good = file.read_bytes()
+    elsewhere.write_bytes(good[:-1])
+    places = range(0, len(good), max(1, len(good) // 24))
+    damages = [lambda at=at: file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]) for at in places]
+    damages += [lambda: file.write_bytes(good + b" "), lambda: file.write_bytes(b" " + good)]
+    damages += [lambda: None, lambda: os.mkfifo(file), file.mkdir, lambda: file.symlink_to(elsewhere)]
+    damages += [lambda: file.symlink_to("nothing"), lambda: file.symlink_to(file.name), lambda: file.write_bytes(b"")]
+    for damage in damages:
+        file.unlink()
+        damage()
+        assert main(["verify", str(folder)]) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: ") and file.name in error, error
+        if file.is_dir():
+            file.rmdir()
+        else:
+            file.unlink(missing_ok=True)
+        file.write_bytes(good)
+    assert main(["verify", str(folder)]) == 0
 
 
 def edit_summary(**changes):
@@ -241,6 +301,7 @@ def test_workers_that_hang_end_with_the_command(tmp_path, number):
     assert len(processes_of(command.pid)) >= 3  # the command, the server that forks, a worker
     os.killpg(command.pid, number) if number == signal.SIGINT else command.send_signal(number)
     status = command.wait(20)
+    assert not any(tmp_path.glob("out/*.new"))
     assert status == (130 if number == signal.SIGINT else -number)
     deadline = time.monotonic() + 10
     while processes_of(command.pid):

@@ -1,6 +1,7 @@
 """Documents read from files, and every refusal of bad input."""
 
 import gzip
+import json
 import logging
 
 import numpy as np
@@ -8,9 +9,12 @@ import pytest
 
 from tests.training.data.test_packing import EOS, load_documents, make_loader
 from training.data import sources
+from training.data.corpus import open_stores
 from training.data.sources import Reading, read_documents
 from training.data.tokenizer import ByteTokenizer
 from training.host.errors import UserError
+from training.objectives.choose import row_reader
+from training.objectives.flags import ObjectiveFlags
 
 BYTES = ByteTokenizer()
 
@@ -190,3 +194,14 @@ def test_a_missing_template_is_no_bad_row(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
     with pytest.raises(UserError, match=r"a\.jsonl:1: chats need a chat template: .*, not bytes$"):
         list(read_documents(str(tmp_path / "a.jsonl"), BYTES, 256, Reading(bad_rows="drop")))
+
+
+def test_a_row_that_is_nested_too_deeply_for_python_is_refused_by_its_line(tmp_path):
+    """JSON is read to a depth that functions which follow its values do not reach."""
+    row = {"prompt_ids": [1], "completion_ids": [2], "old_logprobs": [-1], "advantage": 1}
+    reading = Reading(rows=row_reader(ObjectiveFlags(objective="grpo"), 0, 64))
+    for depth in range(930, 1000):
+        text = json.dumps({**row, "prompt_ids": "deep"}).replace('"deep"', "[" * depth + "]" * depth)
+        (tmp_path / "a.jsonl").write_text(text)
+        with pytest.raises(UserError, match=r"a\.jsonl:1: "):
+            open_stores([str(tmp_path / "a.jsonl")], BYTES, 256, reading)

@@ -1,7 +1,9 @@
 """Files beside exported weights."""
 
+import io
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -118,3 +120,20 @@ def test_what_is_saved_stops_where_transformers_reads_it(model_type, tmp_path):
         assert where_transformers_stops(run) == [*expected, 8], (outer, inner, sampling)
         if sampling is None:  # the new file says all that config.json said of generation
             assert read_json(run / "generation_config.json")["temperature"] == 0.5
+
+
+def test_a_full_disk_is_named_with_the_file_and_leaves_nothing(tmp_path, monkeypatch, capsys):
+    """Writes to /dev/full fail as on a full disk, of the weights or of a small file."""
+    folder, open_file = weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1), io.open
+    for name in ("model.safetensors", "config.json"):
+
+        def opened(path, mode="r", *args, full=name, **kwargs):
+            is_full = "w" in mode and Path(path).name == full
+            return open_file("/dev/full" if is_full else path, mode, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(io, "open", opened)
+            assert export([str(folder), str(tmp_path / "out")]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: No space left on device: {tmp_path}/out/{name}; the disk at /"), error
+        assert [path.name for path in tmp_path.iterdir()] == ["weights"]

@@ -1,6 +1,12 @@
 """Folders that one run has, and small files that are replaced as a whole."""
 
+import contextlib
+import errno
+import io
 import os
+import re
+import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -8,8 +14,22 @@ import pytest
 from training.checkpoint.weights import shape_of_weights
 from training.data.sources import find_files
 from training.data.tokenizer import load_tokenizer
+from training.host.direct import DirectFile
 from training.host.errors import UserError
-from training.host.files import inside, making, only_run_in, replace_file, replacing
+from training.host.files import (
+    DEEPEST,
+    LOCK,
+    inside,
+    making,
+    naming,
+    only_run_in,
+    read_json,
+    replace_file,
+    replacing,
+    write_file,
+)
+from training.host.processes import command
+from training.host.signals import ENDING_SIGNALS, Signalled
 
 
 def test_a_kill_while_a_file_is_replaced_leaves_the_earlier_one(tmp_path, monkeypatch):
@@ -51,12 +71,10 @@ def test_a_folder_is_made_once_and_whole(tmp_path):
         (temporary / "half").write_text("half")
         raise KeyboardInterrupt
     assert not [*tmp_path.iterdir()]
-    leftover = tmp_path / ".out.tmp"  # of a process that got SIGKILL
-    (leftover / "part").mkdir(parents=True)
-    (leftover / "model").write_text("half")
     folder.mkdir()
     with making(folder) as temporary:
-        with pytest.raises(UserError, match=rf"another run, process {os.getpid()}, writes into"), making(folder):
+        refusal = rf"another run, process {os.getpid()}, writes into {folder}: wait"
+        with pytest.raises(UserError, match=refusal), making(folder):
             pass
         (temporary / "whole").write_text("whole")
     assert [*tmp_path.iterdir()] == [folder] and [path.name for path in folder.iterdir()] == ["whole"]
@@ -66,6 +84,117 @@ def test_a_folder_is_made_once_and_whole(tmp_path):
         (tmp_path / "late").mkdir()
         (tmp_path / "late/other").touch()
     assert {path.name for path in tmp_path.iterdir()} == {"out", "late"}
+
+
+def test_what_a_killed_process_left_is_deleted_and_what_a_link_in_it_leads_to_stays(tmp_path):
+    folder, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("mine")
+    child = os.fork()
+    if not child:
+        with making(folder) as temporary:
+            (temporary / "part").mkdir()
+            (temporary / "part/model").write_text("half")
+            (temporary / "link").symlink_to(elsewhere)
+            os._exit(0)  # as SIGKILL does, it cleans nothing up
+    os.waitpid(child, 0)
+    assert len([*tmp_path.iterdir()]) == 2 and not folder.exists()
+    with making(folder) as temporary:
+        assert os.listdir(temporary) == [LOCK]
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "elsewhere"}
+    assert not [*folder.iterdir()] and (elsewhere / "mine").read_text() == "mine"
+
+
+def occupy(path: Path, how: str, elsewhere: Path) -> None:
+    """Put something of a user's in the place of a folder or of its lock."""
+    if how == "link":
+        path.symlink_to(elsewhere)
+    elif how == "file":
+        path.write_text("mine")
+    elif how == "pipe":
+        os.mkfifo(path)
+    elif how == "socket":
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind(str(path))
+    elif how == "dangling link":
+        path.symlink_to(elsewhere / "nothing")
+    else:
+        path.mkdir()
+        (path / "mine").write_text("mine")
+        (path / LOCK).write_text({"folder of a run": "123\n", "folder with a lock": "\xff\n"}.get(how, ""))
+
+
+def snapshot(folder: Path) -> dict[str, object]:
+    return {
+        str(path): (path.lstat().st_mode, path.lstat().st_ino, path.read_bytes() if path.is_file() else None)
+        for path in folder.rglob("*")
+    }
+
+
+OCCUPANTS = "link", "dangling link", "file", "pipe", "socket", "folder", "folder of a run", "folder with a lock"
+
+
+@pytest.mark.parametrize("how", OCCUPANTS)
+def test_a_folder_is_made_beside_what_others_have_under_its_temporary_names(tmp_path, monkeypatch, how):
+    monkeypatch.chdir(tmp_path)  # the paths of sockets are short
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("mine")
+    with making(tmp_path / "out") as temporary:
+        first = Path(temporary.name)
+    (tmp_path / "out").rmdir()
+    second = Path(first.name.replace(".0.tmp", ".1.tmp"))
+    for path in (Path(".out.tmp"), first, second):
+        occupy(path, how, elsewhere)
+    before = snapshot(tmp_path)
+    with making(tmp_path / "out") as temporary:
+        (temporary / "model").write_text("whole")
+    assert snapshot(tmp_path / "out").keys() == {f"{tmp_path}/out/model"}
+    (tmp_path / "out/model").unlink()
+    (tmp_path / "out").rmdir()
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", ENDING_SIGNALS)
+def test_signals_clean_up_as_an_interrupt_does(tmp_path, number):
+    """A second signal, while the folder is deleted, is ignored; afterwards signals do what they did before."""
+    for start in (making, replacing):
+        with pytest.raises(Signalled) as raised, start(tmp_path / "out") as temporary:
+            if start is making:
+                (temporary / "model").write_text("half")
+            try:
+                os.kill(os.getpid(), number)
+            finally:
+                os.kill(os.getpid(), number)
+        assert raised.value.number == number and not [*tmp_path.iterdir()]
+        assert signal.getsignal(number) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("how", ["link", "dangling link", "pipe", "socket", "folder"])
+def test_a_lock_that_is_no_file_is_refused_and_never_followed(tmp_path, monkeypatch, how):
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine").write_text("mine")
+    occupy(Path(LOCK), how, elsewhere / "mine")
+    before = snapshot(tmp_path)
+    with pytest.raises(UserError, match=r"cannot be written to: its \.lock is a link or"), only_run_in(tmp_path):
+        raise AssertionError
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\0\0\0", b"12\n", b"\xff\xfe\n", b"12 a diary\n", b"9" * 400])
+def test_a_lock_holds_whatever_is_in_it_and_keeps_what_is_not_its_own(tmp_path, content):
+    lock = tmp_path / LOCK
+    lock.write_bytes(content)
+    is_own = not content.strip(b"\0") or content == b"12\n"
+    with only_run_in(tmp_path):
+        assert lock.read_bytes() == (f"{os.getpid()}\n".encode() if is_own else content)
+        lock.write_bytes(content)
+        with pytest.raises(UserError, match=r"another run.* writes into"), only_run_in(tmp_path):
+            raise AssertionError
+    with only_run_in(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("folder", ["/", "/proc", "."])
@@ -117,7 +246,50 @@ def test_two_runs_in_one_folder_refuse_each_other(tmp_path):
         pass
 
 
-def test_a_run_has_its_lock_on_a_full_disk(tmp_path):
-    (tmp_path / ".lock").symlink_to("/dev/full")
-    with only_run_in(tmp_path):
+def test_a_run_has_its_lock_on_a_full_disk(tmp_path, monkeypatch):
+    def write(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", write)
+    refused = pytest.raises(UserError, match="another run writes into")
+    with only_run_in(tmp_path), refused, only_run_in(tmp_path):
         pass
+
+
+def test_a_full_disk_is_named_with_the_file_that_was_written(tmp_path, capsys, monkeypatch):
+    """A write to /dev/full fails as on a full disk, and the error names no file."""
+    ways = {
+        "out/model": lambda: fill(making(tmp_path / "out"), "model"),
+        "small": lambda: replace_file(tmp_path / "small", "a" * 9000),
+        "new": lambda: write_file(tmp_path / "new", b"a"),
+        "pieces": lambda: DirectFile(tmp_path / "pieces").write(memoryview(b"a"), 0),
+    }
+    (tmp_path / "pieces").touch()
+    open_file, open_descriptor = io.open, os.open
+
+    def opened(path, mode="r", *args, **kwargs):
+        return open_file("/dev/full" if "w" in mode else path, mode, *args, **kwargs)
+
+    def opened_descriptor(path, flags, *args, **kwargs):
+        return open_descriptor("/dev/full" if flags & os.O_WRONLY else path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(io, "open", opened)
+    monkeypatch.setattr(os, "open", opened_descriptor)
+    for name, write in ways.items():
+        assert command(lambda _, write=write: write())([]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: No space left on device: {tmp_path / name}; the disk at /")
+        assert re.search(r" has [\d.]+ of [\d.]+ GB free; free some there, or write to another\n$", error)
+    assert not (tmp_path / "out").exists()
+
+
+def fill(context, name: str) -> None:
+    with context as folder, naming(folder / name):
+        (folder / name).write_bytes(b"a")
+
+
+def test_values_that_are_nested_too_deeply_are_refused(tmp_path):
+    for depth, refused in ((DEEPEST - 1, False), (DEEPEST, True), (900, True), (100_000, True)):
+        (tmp_path / "config.json").write_text('{"a":' + "[" * depth + "]" * depth + "}")
+        with pytest.raises(UserError, match=r"is missing or damaged|nested") if refused else contextlib.nullcontext():
+            read_json(tmp_path / "config.json")

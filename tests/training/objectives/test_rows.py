@@ -1,6 +1,8 @@
 """Rows of pairs and rollouts as documents, and log-probabilities that are stored and given back."""
 
+import contextlib
 import json
+import os
 from dataclasses import replace
 from unittest.mock import MagicMock
 
@@ -20,13 +22,14 @@ from training.data.sources import Document, Reading
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
 from training.data.tokens import TokenStore, split
 from training.host.errors import UserError
+from training.host.files import making
 from training.logprobs import __main__ as logprobs
 from training.logprobs.__main__ import log_probabilities
 from training.objectives.choose import choose, complete, row_reader, stored_of
 from training.objectives.flags import ObjectiveFlags
 from training.objectives.rows import Labelled, Pairs, _without_nulls
 from training.objectives.scored import Minimised
-from training.objectives.stored import Stored
+from training.objectives.stored import TEACHER, Stored
 from training.objectives.stored import store as write
 
 BYTES = ByteTokenizer()
@@ -579,6 +582,13 @@ def test_a_folder_that_cannot_be_made_is_refused_before_a_model_is_read(tmp_path
     (tmp_path / "logprobs.json").write_text("{}")  # of hours, which another model's would take the place of
     assert logprobs.main(["no model", str(tmp_path), "--data", "no data"]) == 1
     assert f"{tmp_path} has log-probabilities; give another folder" in capsys.readouterr().err
+    with making(tmp_path / "out"):
+        assert logprobs.main(["no model", str(tmp_path / "out"), "--data", "no data"]) == 1
+        assert f"another run, process {os.getpid()}, writes into {tmp_path}/out: wait" in capsys.readouterr().err
+    (tmp_path / "out/note").touch()
+    assert logprobs.main(["no model", str(tmp_path / "out"), "--data", "no data"]) == 1
+    assert "is already there" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "logprobs.json", "out"}
 
 
 def test_what_a_stop_leaves_is_not_taken_for_whole(tmp_path, monkeypatch):
@@ -597,7 +607,7 @@ def test_stored_log_probabilities_belong_to_rows_whose_numbers_may_change(tmp_pa
     """Made without the engine's log-probabilities, and read beside them; other prompts in a document are refused."""
     rows = [IDS | {"advantage": number} for number in (1.0, 2.0, 3.0)]
     plain, _ = read(tmp_path, rows, 9, objective="grpo", old_logprobs="any")
-    write(tmp_path / "out", np.arange(14, dtype=np.float32), "of weights", "full", "bytes", [plain.text_identity])
+    write(tmp_path / "out", -np.arange(14, dtype=np.float32), "of weights", "full", "bytes", [plain.text_identity])
     known = {"objective": "grpo", "old_logprobs": str(tmp_path / "out"), "truncation": 2.0}
     store, flags = read(tmp_path, [row | {"advantage": -1.0} for row in rows], 9, **known)
     finish(flags, 16, [store])
@@ -617,10 +627,10 @@ def test_stored_log_probabilities_belong_to_rows_whose_numbers_may_change(tmp_pa
 def test_stored_log_probabilities_belong_to_documents_and_are_checked(tmp_path):
     rows = [{"prompt": "ab", "chosen": "c", "rejected": "de"}]
     store, flags = read(tmp_path, rows, objective="dpo", reference_logprobs=str(tmp_path / "out"))
-    values = np.arange(8, dtype=np.float32)
+    values = -np.arange(8, dtype=np.float32)
     write(tmp_path / "out", values, "of weights", "full", "bytes", [store.text_identity])
     finish(flags, 16, [store])
-    assert store.read_columns(0, 2, 8)["reference"].tolist() == [*range(2, 8)]
+    assert store.read_columns(0, 2, 8)["reference"].tolist() == [*range(-2, -8, -1)]
 
     other, _ = read(tmp_path, [{**rows[0], "chosen": "x"}], objective="dpo")
     with pytest.raises(UserError, match="other documents"):
@@ -639,3 +649,40 @@ def test_stored_log_probabilities_belong_to_documents_and_are_checked(tmp_path):
         (tmp_path / "out" / "logprobs.json").write_text(json.dumps(spoiled))
         with pytest.raises(UserError, match="damaged"):
             finish(flags, 16, [same])
+
+
+@pytest.mark.parametrize(("place", "value", "top_k"), [
+    *(((3, 0), value, 0) for value in (0.5, 90.0, -1001.0, np.inf, -np.inf, np.nan)),
+    *(((3, 0), value, 2) for value in (0.5, np.inf, np.nan)),
+    *(((3, 2), value, 2) for value in (-1.0, 0.5, 2.0**31, np.inf, -np.inf, np.nan)),
+    *(((3, 4), value, 2) for value in (0.5, -1001.0, np.inf, -np.inf, np.nan)),
+    (3, np.nan, 2),  # a whole token of a document that fits
+    ((0, 1), -1.0, 2), ((7, 3), 1.0, 2),
+])  # fmt: skip
+def test_stored_numbers_that_nobody_computes_are_refused_though_checksums_are_right(tmp_path, place, value, top_k):
+    store, _ = read(tmp_path, [{"prompt": "ab", "completion": "cdefg"}], objective="next_token")
+    values = np.full((int(store.lengths.sum()), 1 + 2 * top_k), -1.0, np.float32)
+    values[:, 1 : 1 + top_k] = 5
+    known = ("of weights", "full", "bytes", [store.text_identity])
+    column = "reference" if top_k == 0 else TEACHER
+    for spoiled in (False, True):
+        if spoiled:
+            values[place] = value
+        write(tmp_path / "out", values if top_k else values[:, 0], *known)
+        refusal = pytest.raises(UserError, match=r"logprobs.f32 has \S+ in the .*: make the folder anew")
+        with refusal if spoiled else contextlib.nullcontext():
+            Stored.read(tmp_path / "out").give([store], column, 16, 256)
+
+
+@pytest.mark.parametrize(("objective", "field", "value", "shown"), [
+    ("kto", "label", "True", '"label" must be true or false, got "True"'),
+    ("grpo", "advantage", "1.0", '"advantage" must be a number within 1e9 of 0, got "1.0"'),
+    ("grpo", "advantage", {"a": 1}, '"advantage" must be a number within 1e9 of 0, got {"a": 1}'),
+    ("grpo", "old_logprobs", ["-1", -1], '"old_logprobs" must be a number within 1e9 of 0, got "-1"'),
+    ("grpo", "old_logprobs", "[-1, -1]", '"old_logprobs" must be a list of numbers, got "[-1, -1]"'),
+])  # fmt: skip
+def test_a_text_in_the_place_of_a_number_is_shown_with_its_quotes(tmp_path, objective, field, value, shown):
+    row = {"prompt": "a", "completion": "b", "label": True} if objective == "kto" else IDS | {"advantage": 1}
+    with pytest.raises(UserError) as error:
+        read(tmp_path, [row | {field: value}], 9, objective=objective)
+    assert shown in str(error.value)
