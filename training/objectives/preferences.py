@@ -8,7 +8,8 @@ written c', r':
     SimPO   -log sigmoid(beta (c' - r') - margin)                       arXiv 2405.14734
     ORPO    -c' - beta log sigmoid(log odds(c') - log odds(r'))         arXiv 2403.07691; odds(x) = e^x / (1 - e^x)
 
-To DPO, IPO and SimPO `nll_weight` times -c' may be added. The mean over the pairs of a step is its loss.
+To DPO, IPO and SimPO `nll_weight` times -c' may be added. The mean over the pairs of a step is its loss. TRL's ORPO has
+the mean log-probability of prompts and answers, over all tokens of a micro-batch, in place of c'.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Writes trl.json anew: `python -m tests.training.objectives.record_trl`, where trl 1.16.0 and datasets are installed.
+"""Writes trl.json anew: `python -m tests.training.objectives.record_trl`, with trl 1.16.0, datasets and kernels.
 
 The methods are TRL's own, called on an object with the attributes that they read. The model is transformers' Qwen3.
 """
@@ -21,6 +21,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.training.objectives.trl_cases import (
     CONFIG,
     CONTEXT_LENGTH,
+    EVEN,
     KTOS,
     LABELS,
     OBJECTIVES,
@@ -82,34 +83,47 @@ def of_pairs(given: list[Row]) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def loss_of_pairs(name: str, model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+def loss_of_pairs(name: str, model, given: list[Row]) -> torch.Tensor:
+    """DPOTrainer's loss, CPOTrainer's of SimPO and of smoothed labels, or ORPOTrainer's, each of a whole batch."""
     ours, settings = PAIRS[name]
     if settings:
-        own = trainer(
-            ld_alpha=None, precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_weights=[1.0],
-            label_smoothing=0.0, beta=ours.beta, use_weighting=False, **settings,
-        )  # fmt: skip
-        if not ours.label_smoothing:
-            return DPOTrainer._compute_loss(own, model, inputs, False)
-        # TRL smooths no labels of "sigmoid": cDPO is the mean of both orders of a pair.
-        swapped = inputs | {
-            name: torch.cat([inputs[name][3:], inputs[name][:3]])
-            for name in ("input_ids", "attention_mask", "completion_mask")
-        }
-        swapped |= {
-            "ref_chosen_logps": inputs["ref_rejected_logps"],
-            "ref_rejected_logps": inputs["ref_chosen_logps"],
-        }
-        both = [DPOTrainer._compute_loss(own, model, each, False) for each in (inputs, swapped)]
-        return (1 - ours.label_smoothing) * both[0] + ours.label_smoothing * both[1]
-    labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
-    sums = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], labels=labels,
-                 fused_lm_head=True).log_probs.sum(1)  # fmt: skip
-    chosen, rejected = (sums / inputs["completion_mask"].sum(1)).chunk(2)
-    own = trainer(beta=ours.beta, alpha=0.0, loss_type="simpo", simpo_gamma=ours.margin, label_smoothing=0.0)
-    if name == "simpo":
-        return CPOTrainer.cpo_loss(own, chosen, rejected)[0].mean()
-    return (-chosen - ORPOTrainer.odds_ratio_loss(own, chosen, rejected)[0]).mean()
+        defaults = {
+            "ld_alpha": None, "precompute_ref_logps": True, "f_divergence_type": "reverse_kl", "loss_weights": [1.0],
+            "label_smoothing": 0.0, "beta": ours.beta, "use_weighting": False,
+        }  # fmt: skip
+        own = trainer(**defaults | settings)
+        return DPOTrainer._compute_loss(own, model, of_pairs(given), False)
+    is_orpo = name == "orpo"
+    kind = ORPOTrainer if is_orpo else CPOTrainer
+    own = trainer(
+        beta=ours.beta, alpha=0.0, cpo_alpha=0.0, simpo_gamma=ours.margin, label_smoothing=ours.label_smoothing,
+        loss_type="simpo" if name == "simpo" else "sigmoid", is_encoder_decoder=False, padding_value=0, pad_token_id=0,
+        concatenated_inputs=kind.concatenated_inputs, get_batch_logps=kind.get_batch_logps,
+    )  # fmt: skip
+    own.concatenated_forward = functools.partial(kind.concatenated_forward, own)
+    if is_orpo:
+        own.odds_ratio_loss = functools.partial(ORPOTrainer.odds_ratio_loss, own)
+    else:
+        own.cpo_loss = functools.partial(CPOTrainer.cpo_loss, own)
+    loss, metrics = kind.get_batch_loss_metrics(own, model, of_pairs_apart(given))
+    NLL[name] = float(metrics["nll_loss"])
+    return loss
+
+
+NLL: dict[str, float] = {}  # the likelihood's part of a loss, by TRL's own metrics
+
+
+def of_pairs_apart(given: list[Row]) -> dict[str, torch.Tensor]:
+    """Inputs as the collators of CPO and ORPO make them: chosen and rejected answers under names of their own."""
+    inputs = {}
+    for prefix, answers in (("chosen", given[::2]), ("rejected", given[1::2])):
+        ids = [[*row.prompt.tolist(), *row.completion.tolist()] for row in answers]
+        labels = [[-100] * len(row.prompt) + row.completion.tolist() for row in answers]
+        longest = max(map(len, ids))
+        inputs[f"{prefix}_input_ids"] = padded(ids)
+        inputs[f"{prefix}_attention_mask"] = padded([[1] * len(row) for row in ids])
+        inputs[f"{prefix}_labels"] = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
+    return inputs
 
 
 def loss_of_labels(name: str, model, given: list[Row]) -> torch.Tensor:
@@ -156,11 +170,12 @@ def loss_of_rollouts(name: str, model, given: list[Row]) -> torch.Tensor:
 
 
 def main() -> None:
-    found, given = {}, rows()
+    loss = loss_of_pairs("orpo", build(), rows())
+    found = {"orpo of unlike rows": {"loss": loss.item(), "nll": NLL["orpo"]}}
     for name in OBJECTIVES:
-        model = build()
+        model, given = build(), rows(name in EVEN)
         if name in PAIRS:
-            loss = loss_of_pairs(name, model, of_pairs(given))
+            loss = loss_of_pairs(name, model, given)
         else:
             loss = (loss_of_labels if name in KTOS else loss_of_rollouts)(name, model, given)
         loss.backward()

@@ -10,6 +10,7 @@ import torch
 from model import Transformer
 from tests.training.objectives.trl_cases import (
     CONFIG,
+    EVEN,
     KTOS,
     LABELS,
     OBJECTIVES,
@@ -23,6 +24,7 @@ from training.data.loader import make_batch
 from training.data.sources import Document
 from training.data.tokens import TokenStore
 from training.objectives.rows import beside_answer_of
+from training.objectives.scored import Objective
 from training.parallel.world import World
 from training.run.step import beside_step, count_losses, run_model
 
@@ -47,13 +49,17 @@ def documents_of(given: list[Row], together: int) -> list[Document]:
     return documents
 
 
-def assert_as_trl(name: str, documents: Iterable[Document]) -> None:
-    model, objective, world = Transformer(CONFIG), OBJECTIVES[name], World(0, 1, torch.device("cpu"))
+def loss_of(model: Transformer, objective: Objective, documents: Iterable[Document]) -> torch.Tensor:
+    world, store = World(0, 1, torch.device("cpu")), TokenStore(documents, 0)
     set_weights(dict(model.named_parameters()))
-    store = TokenStore(documents, 0)
     batches = [make_batch(store, [[(i, 0, int(n)) for i, n in enumerate(store.lengths)]], 80)]
     objective = beside_step(model, batches, world, objective)
-    loss = run_model(model, batches[0], world, count_losses(batches, world, objective), objective)
+    return run_model(model, batches[0], world, count_losses(batches, world, objective), objective)
+
+
+def assert_as_trl(name: str, documents: Iterable[Document]) -> None:
+    model = Transformer(CONFIG)
+    loss = loss_of(model, OBJECTIVES[name], documents)
     loss.backward()
     assert loss.item() == pytest.approx(FOUND[name]["loss"], abs=1e-5)
     scale = max(abs(x) for values in FOUND[name]["gradients"].values() for x in values)
@@ -69,7 +75,11 @@ def assert_as_trl(name: str, documents: Iterable[Document]) -> None:
 def test_loss_and_every_gradient_are_trls(name):
     """One token of a rollout is a tool's; TRL's pairs and labelled answers have none."""
     is_rollout = name not in {**PAIRS, **KTOS}
-    given = [row if is_rollout else row._replace(mask=np.ones_like(row.mask)) for row in rows()]
+    given = rows(name in EVEN)
+    if not is_rollout:
+        given = [row._replace(mask=np.ones_like(row.mask)) for row in given]
+    if name == "dpo, smoothed":  # TRL smooths labels where there is no reference
+        given = [row._replace(reference=np.zeros_like(row.reference)) for row in given]
     documents = documents_of(given, 2 if name in PAIRS else 1)
     for document, label in zip(documents, LABELS):
         document.columns["label"] = np.full(len(document.tokens), label, np.float32)
@@ -80,6 +90,21 @@ def test_loss_and_every_gradient_are_trls(name):
         documents = [beside_answer_of(row, before) for row, before in zip(documents[1:] + documents[:1], documents)]
         _give_references(documents, given)
     assert_as_trl(name, documents)
+
+
+def test_orpo_of_unlike_rows_differs_from_trl_in_the_likelihood_alone():
+    """TRL's mean is over tokens, prompts' too. Ours is over the answer's tokens, given its prompt, as in the paper."""
+    given = [row._replace(mask=np.ones_like(row.mask)) for row in rows()]
+    loss = loss_of(Transformer(CONFIG), OBJECTIVES["orpo"], documents_of(given, 2))
+    model, nll = Transformer(CONFIG), []
+    set_weights(dict(model.named_parameters()))
+    for row in given[::2]:
+        ids = torch.from_numpy(np.concatenate([row.prompt, row.completion]))
+        logits = model(ids[None], return_logits=True).logits[0, len(row.prompt) - 1 : -1]
+        nll.append(torch.nn.functional.cross_entropy(logits, ids[len(row.prompt) :]))
+    theirs, ours = FOUND["orpo of unlike rows"], torch.stack(nll).mean().item()
+    assert abs(theirs["nll"] - ours) > 0.005
+    assert loss.item() - ours == pytest.approx(theirs["loss"] - theirs["nll"], abs=1e-5)
 
 
 def _give_references(documents: list[Document], given: list[Row]) -> None:

@@ -16,6 +16,10 @@ RECORDED = Path(__file__).with_name("trl.json")
 CONFIG = ModelConfig(16, 8, 12, 1, 2, 1, 4)
 CONTEXT_LENGTH, TRUNCATION = 16, 1.2
 PROMPTS, COMPLETIONS = (4, 4, 3, 3, 5, 5), (3, 6, 1, 4, 2, 5)  # tokens of six answers, two to each prompt
+# TRL's likelihood of chosen answers is a mean over their tokens, ORPO's over those of prompts too; ours is a mean over
+# pairs of means over answers. Chosen answers of one length, behind prompts of one token, are all that both have alike.
+EVEN_PROMPTS, EVEN_COMPLETIONS = (1, 1, 1, 1, 1, 1), (4, 6, 4, 3, 4, 5)
+EVEN = "orpo", "dpo, with likelihood"
 
 
 class Row(NamedTuple):
@@ -30,9 +34,10 @@ class Row(NamedTuple):
     written: np.ndarray
 
 
-def rows() -> list[Row]:
+def rows(is_even: bool = False) -> list[Row]:
+    lengths = (EVEN_PROMPTS, EVEN_COMPLETIONS) if is_even else (PROMPTS, COMPLETIONS)
     random, made, prompt = np.random.default_rng(0), list[Row](), np.zeros(0)
-    for number, (before, length) in enumerate(zip(PROMPTS, COMPLETIONS)):
+    for number, (before, length) in enumerate(zip(*lengths)):
         prompt = random.integers(1, 16, before) if number % 2 == 0 else prompt
         numbers = (-2.8 + 0.4 * random.standard_normal((3, length))).astype(np.float32)
         mask = np.array([i != 1 or number != 1 for i in range(length)])
@@ -51,7 +56,11 @@ def set_weights(parameters: dict[str, torch.Tensor]) -> None:
 PAIRS: dict[str, tuple[Preference, dict]] = {  # ours, and TRL's settings
     "dpo": (Preference("dpo", 0.3), {"loss_types": ["sigmoid"]}),
     "ipo": (Preference("ipo", 0.4), {"loss_types": ["ipo"]}),
-    "dpo, smoothed": (Preference("dpo", 0.3, label_smoothing=0.2), {"loss_types": ["sigmoid"]}),
+    "dpo, with likelihood": (
+        Preference("dpo", 0.3, nll_weight=0.5),
+        {"loss_types": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+    ),
+    "dpo, smoothed": (Preference("dpo", 0.3, label_smoothing=0.2), {}),
     "simpo": (Preference("simpo", 2.0, margin=0.5), {}),
     "orpo": (Preference("orpo", 0.2), {}),
 }
