@@ -1,135 +1,93 @@
-"""Sets up pytest. Triton's kernels run in Triton's interpreter on a machine without a GPU.
+"""Sets up pytest. Tests without the mark `gpu` run as on a machine without a GPU; `pytest -m gpu` runs the others.
 
-That is set before anything imports triton. `pytest -n` has as many processes as cores, each with one thread; NumPy's
+Triton's kernels run in Triton's interpreter where no GPU is seen. That is set before anything imports torch or triton,
+so this file imports them in its functions. `pytest -n` has as many processes as cores, each with one thread; NumPy's
 thread is set before anything imports NumPy.
 """
 
-import functools
 import gc
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from tests import gpu
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for `deterministic`; PyTorch's own size on Hopper GPUs
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # every command sets it before CUDA starts
 
-import pytest
-import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-
-def patch_language_once_a_launch():
-    """Have Triton's interpreter patch triton.language once in a launch, not for each function that a kernel calls.
-
-    The patching takes half of its time in Triton 3.6 and 3.7. An interpreter with other parts stays as it is.
-    """
-    from triton import language
-    from triton.runtime import interpreter
-
-    if not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "_LangPatchScope"):
-        return
-    patch = interpreter._patch_lang
-
-    @functools.cache
-    def languages(function):
-        return [value for value in function.__globals__.values() if value is language or value is language.core]
-
-    def patch_unless_patched(function):
-        if any(language.core.is_builtin(found.load) for found in languages(function)):
-            return patch(function)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = patch_unless_patched
-
-
-def remember_types():
-    """Have Triton's interpreter make each type once, and what tensors of one type have alike: a third of its time.
-
-    An interpreter with other parts stays as it is.
-    """
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    if not hasattr(interpreter, "_get_np_dtype"):
-        return
-    numpy_type, make_type, make_tensor = interpreter._get_np_dtype, core.block_type.__init__, core.tensor.__init__
-    numpy_types, types, tensors = {}, {}, {}
-
-    def numpy_type_once(type):
-        if type.name not in numpy_types:
-            numpy_types[type.name] = numpy_type(type)
-        return numpy_types[type.name]
-
-    def make_type_once(self, element_ty, shape):
-        key = element_ty.name, *shape
-        if key not in types:
-            make_type(self, element_ty, shape)
-            types[key] = {**vars(self)}
-        vars(self).update(types[key])
-
-    def make_tensor_of_known_type(self, handle, type):
-        if type.name not in tensors:
-            make_tensor(self, handle, type)
-            tensors[type.name] = {**vars(self)}
-        vars(self).update(tensors[type.name], handle=handle)
-
-    interpreter._get_np_dtype = numpy_type_once
-    core.block_type.__init__, core.tensor.__init__ = make_type_once, make_tensor_of_known_type
-
-
-def round_to_fp8_by_torch():
-    """Have Triton's interpreter convert between float32 and FP8 as GPUs do: its own takes 127 to 64, and NaN to 480."""
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def convert_or_round(input, input_dtype, output_dtype, rounding_mode):
-        if input_dtype.is_fp32() and output_dtype.is_fp8e4nv():
-            return torch.from_numpy(input).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        if input_dtype.is_fp8e4nv() and output_dtype.is_fp32():
-            return torch.from_numpy(input).view(torch.float8_e4m3fn).float().view(torch.int32).numpy()
-        return convert(input, input_dtype, output_dtype, rounding_mode)
-
-    interpreter._convert_float = convert_or_round
-
-
-def patch_interpreter():
-    patch_language_once_a_launch()
-    remember_types()
-    round_to_fp8_by_torch()
+def pytest_addoption(pluginmanager):
+    """Hide the GPU, or choose it. Pytest calls this first, and imports other conftest.py files after it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the environment of the process that started it
+        gpu.choose(pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr)
 
 
 def pytest_configure(config):
+    import torch
+
     gc.disable()  # until tests are collected: looking for garbage among their imports takes a second
     # Commands that a shell script starts in the background ignore SIGINT, and so would the runs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not torch.cuda.is_available():
+        from tests.interpreter import patch_interpreter
+
         patch_interpreter()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
         torch.set_num_threads = lambda _: None  # training.parallel.world.join_world would take all cores
 
 
+def pytest_report_header():
+    return gpu.describe()
+
+
+def pytest_xdist_auto_num_workers():
+    return gpu.count_processes()
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if (mark := item.get_closest_marker("gpu")) and (reason := gpu.why_not(gpu.Need(**mark.kwargs))):
+            item.add_marker(pytest.mark.skip(reason=f"{item.name} {reason}"))
+
+
+@pytest.fixture(autouse=True)
+def gpu_share(request, tmp_path_factory):
+    """Holds a GPU test's part of the GPU, alone where it must be; what tests before left there is freed."""
+    mark = request.node.get_closest_marker("gpu")
+    if mark is None:
+        yield
+        return
+    with gpu.held(gpu.Need(**mark.kwargs), tmp_path_factory.getbasetemp().parent / "gpu.lock"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """Draws the same numbers in each run of a test: PyTorch begins each process with a seed of its own."""
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture
-def device() -> torch.device:
-    """The GPU, or the CPU of a machine without a GPU, where kernels run in the interpreter."""
+def device():
+    """The GPU, or the CPU where no GPU is seen and kernels run in the interpreter."""
+    import torch
+
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture
 def poisoned_memory():
     """Fills `torch.empty` with NaN during a test."""
+    import torch
+
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -138,6 +96,8 @@ def poisoned_memory():
 @pytest.fixture
 def deterministic():
     """Has a GPU give the same bits from run to run during a test, and fills `torch.empty` with NaN."""
+    import torch
+
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -173,10 +133,3 @@ def pytest_collection_finish():
     gc.freeze()
     gc.enable()
     gc.freeze = gc.unfreeze = lambda: None
-
-
-def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

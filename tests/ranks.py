@@ -69,7 +69,7 @@ def _call_in_rank(rank, num_ranks, port, function, args, device, sizes):
     announce(rank, num_ranks, port)
     gc.freeze = gc.unfreeze = lambda: None  # a run would thaw the server's imports when it ends
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from tests.conftest import patch_interpreter  # asks for a GPU, after which the server could not fork
+        from tests.interpreter import patch_interpreter
 
         patch_interpreter()
     with join_world(device, **sizes) as world:

@@ -254,19 +254,21 @@ def test_lists_of_pages_and_of_kernels_are_complete():
 
 
 def test_two_commands_of_readme_do_everything():
-    """The first makes the environment and trains, the second tests; .ci/run calls them, and apt's packages agree."""
-    first, second = blocks((ROOT / "README.md").read_text())[0].splitlines()
-    _, packages, train_command = first.split(" && ")
+    """The first makes the environment and trains, the second tests; .ci/run calls them. Apt's packages agree."""
+    commands = blocks((ROOT / "README.md").read_text())[0].splitlines()
     makefile, ci = (ROOT / "Makefile").read_text(), (ROOT / ".ci/run").read_text()
-    assert packages == "sudo apt-get install -y " + re.search(r"^APT = (.*)", makefile, re.MULTILINE)[1]
-    assert first in (ROOT / "docs/quickstart.md").read_text()
+    packages = "apt-get install " + re.search(r"^APT = (.*)", makefile, re.MULTILINE)[1]
+    for name in ("README.md", "docs/quickstart.md"):
+        assert f"`{packages}`" in (ROOT / name).read_text()
     dockerfile = (ROOT / "Dockerfile").read_text()
-    assert f"{packages.removeprefix('sudo ')} && rm" in dockerfile and "RUN make environment &&" in dockerfile
-    assert (train_command, second) == ("make train", "make test")
+    assert f"{packages.replace('install', 'install -y')} && rm" in dockerfile
+    assert "RUN make environment &&" in dockerfile
+    assert [line.partition("  #")[0] for line in commands] == ["make train", "make test"]
     assert re.search(r"^taskset -c 0 make train ", ci, re.MULTILINE) and re.search(r"^make test$", ci, re.MULTILINE)
 
 
 PYTEST_FLAGS = "-q -n 4 --dist worksteal --durations=10"
+GPU_FLAGS = "-m gpu -n auto --dist worksteal --durations=10 -rs"
 
 
 def dry_run(*words, **environment) -> subprocess.CompletedProcess:
@@ -280,31 +282,45 @@ def test_make_makes_the_environment_that_a_command_needs(tmp_path):
     for target, requirements, last in (
         ("train", "requirements.txt", "python train.py --seed 1"),
         ("test", "requirements.txt -r requirements-dev.txt", f"python -m pytest {PYTEST_FLAGS}"),
+        ("test_gpu", "requirements.txt -r requirements-dev.txt", f"python -m pytest {GPU_FLAGS}"),
     ):
         lines = dry_run("-n", target, f"VENV={venv}", "FLAGS=--seed 1").stdout.splitlines()
-        assert lines[-4:] == [
+        steps = [line for line in lines if line.startswith(("python3 -m", "touch", venv)) and " -c " not in line]
+        assert steps == [
             f"python3 -m venv {venv}", f"{venv}/bin/pip install -r {requirements}",
-            f"touch {venv}/has_requirements{'-dev' * (target == 'test')}", f"{venv}/bin/{last}",
+            f"touch {venv}/has_requirements{'-dev' * (target != 'train')}", f"{venv}/bin/{last}",
         ]  # fmt: skip
 
 
-@pytest.mark.parametrize("lacks", ["ensurepip", "Python.h", "cc"])
-def test_make_names_what_apt_must_bring(tmp_path, lacks):
-    """A machine without Python's venv or headers, or without a compiler, gets one line and no environment."""
+INSTALLS = "apt-get update && apt-get install -y build-essential python3-venv python3-dev"
+
+
+@pytest.mark.parametrize(("lacks", "user", "programs", "error"), [
+    ("ensurepip", 0, ["cc", "apt-get"], f"Python's venv; run {INSTALLS}"),
+    ("Python.h", 0, ["cc", "apt-get", "sudo"], f"Python's headers; run {INSTALLS}"),
+    ("cc", 1000, ["apt-get", "sudo"], f"a C compiler; run {INSTALLS.replace('apt-get', 'sudo apt-get')}"),
+    ("cc", 1000, ["apt-get"], f"a C compiler; have root run {INSTALLS}"),
+    ("version", 1000, ["cc"], "Python 3.11 or newer, "),
+    ("python3", 0, [], "Python 3.11 or newer, Python's venv, Python's headers, a C compiler; install what "),
+])  # fmt: skip
+def test_make_names_what_a_machine_lacks(tmp_path, lacks, user, programs, error):
+    """In one line, with the command that this user may run, and without an environment."""
     broken = {
         "ensurepip": "import sys; sys.modules['ensurepip'] = None",
         "Python.h": "import sysconfig; sysconfig.get_path = lambda _: '/nowhere'",
-        "cc": "",
+        "version": "import sys; sys.version_info = (3, 10, 12)",
     }
-    (tmp_path / "sitecustomize.py").write_text(broken[lacks])
-    (tmp_path / "python3").symlink_to(sys.executable)
-    for program in ("sh", "make", *["cc"] * (lacks != "cc")):
+    (tmp_path / "sitecustomize.py").write_text(broken.get(lacks, ""))
+    if lacks != "python3":
+        (tmp_path / "python3").symlink_to(sys.executable)
+    for program in ("sh", "make"):
         (tmp_path / program).symlink_to(shutil.which(program))
+    for program in ("id", *programs):
+        (tmp_path / program).write_text(f"#!/bin/sh\necho {user}\n")
+        (tmp_path / program).chmod(0o755)
     result = dry_run("environment", f"VENV={tmp_path}/venv", PATH=str(tmp_path), PYTHONPATH=str(tmp_path))
-    error, makes = result.stderr.splitlines()
-    assert error.startswith(
-        "error: Python 3.11 or newer with venv and headers, or a C compiler, is missing: sudo apt-get"
-    )
+    line, makes = result.stderr.splitlines()
+    assert line.startswith(f"error: missing: {error}")
     assert makes.startswith("make: ***") and result.returncode and not (tmp_path / "venv").exists()
 
 

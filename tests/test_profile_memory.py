@@ -3,7 +3,6 @@
 import bisect
 import contextlib
 import functools
-import gc
 import json
 import math
 import re
@@ -551,7 +550,7 @@ def test_with_and_without(small, tmp_path, capsys):
     ("--gpu RTX4090 --attention_backend flash-attn-4", "flash-attn-4 needs compute capability 9.0, which RTX4090"),
     ("--gpu A100 --linear int8", "linear int8: FP8 needs compute capability 8.9 (Ada, Hopper) or newer, A100-80GB is"),
     ("--find_max_context --memory_budget 1GB --gpu 24GB", "does not fit into 1.00 GiB of GPU and any amount"),
-    *([] if torch.cuda.is_available() else [("--device cuda", "error: --device cuda")]),
+    ("--device cuda", "error: --device cuda"),
 ])  # fmt: skip
 def test_bad_flags_are_one_line(flags, message, capsys):
     assert main(flags.split()) == 1
@@ -660,25 +659,21 @@ def test_what_fits_is_measured(small, pretended_gpu, tmp_path, monkeypatch):
         assert row.get("measured_peak", row["peak"]) == pytest.approx(row["peak"], rel=0.05)
 
 
-@pytest.fixture
-def gpu_memory():
-    """All of it, whatever other tests capped or left."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize(
-    "flags", ["--memory_budget auto", "--memory_budget 8GB", "--gradient_checkpointing", "--no-gradient_checkpointing"]
+    "flags",
+    [
+        pytest.param("--memory_budget auto", marks=pytest.mark.gpu(alone=True)),
+        pytest.param("--memory_budget 8GB", marks=pytest.mark.gpu(gib=10)),
+        pytest.param("--gradient_checkpointing", marks=pytest.mark.gpu(gib=16)),
+        pytest.param("--no-gradient_checkpointing", marks=pytest.mark.gpu(gib=32)),
+    ],
 )
-def test_measured_and_predicted_peaks_agree(tmp_path, gpu_memory, flags):
+def test_measured_and_predicted_peaks_agree(tmp_path, flags):
     summary = run_main(tmp_path, "--model_size", "0.6B", "--context_length", "16384", *flags.split())["summary"]
     assert summary["predicted_peak"] == pytest.approx(summary["measured_peak"], rel=0.05)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_the_predicted_context_is_the_longest_that_runs(tmp_path):
     """A process of its own: what other tests left in this process would take room."""
     path = tmp_path / "memory.json"

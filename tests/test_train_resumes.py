@@ -306,7 +306,7 @@ sys.exit(status or (f"{taken:,} bytes of host memory were resident, {promised:,}
 """
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=8)
 def test_a_plan_chooses_compact_state_and_a_resumed_run_keeps_it(tmp_path):
     """Float32 state of the 0.6B takes 6.7 GiB, and within 5 GiB of a GPU the way to the host and back takes time.
 

@@ -257,7 +257,6 @@ def test_kinds_differ_where_they_should():
     assert len({round(unplaced(name, LONG)[0], 4) for name in KINDS}) == len(KINDS)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="in float32 Triton's kernels run in its interpreter")
 def test_kernels_attend_to_a_document_by_itself():
     """Triton's kernels give a document the output and the gradients that it has alone, in a batch and in one row."""
     kind = replace(SPARSE, dense_below=131)

@@ -13,22 +13,25 @@ from benchmarks.side_by_side import Job, in_order, run_all
 
 FAKE = """#!/bin/sh
 echo "start $CUDA_VISIBLE_DEVICES $*" >> {events}
-for word; do seconds=$word; done
+for word; do starts=$word; done
+wait="until [ \\$(grep -c ^start {events}) -ge $starts ]; do sleep 0.02; done"
 case $2 in
-    torch.distributed.run) setsid sleep $seconds & trap "kill $!; exit 1" TERM ;;
-    *) sleep $seconds & ;;
+    torch.distributed.run) setsid sh -c "$wait" & trap "kill $!; exit 1" TERM ;;
+    *) sh -c "$wait" & ;;
 esac
 echo $! >> {events}.children; wait $!
 echo "end $CUDA_VISIBLE_DEVICES" >> {events}
 echo "a warning without an end \\c" >&2
-echo '{{"seconds": '$seconds'}}'
-test $seconds != 0.01
+echo '{{"starts": '$starts'}}'
+test $starts != 0
 """
 
 
 @pytest.fixture
 def events(tmp_path, monkeypatch):
-    """Returns a file of what starts and ends. A command sleeps for its last word, and 0.01 seconds end in an error.
+    """Returns a file of what starts and ends.
+
+    A command ends once as many commands have started as its last word says; one that waits for none ends in an error.
 
     A rank of torchrun is in a session of its own.
     """
@@ -55,39 +58,40 @@ def replay(lines):
 
 
 def test_commands_share_no_gpu_and_no_port(events, tmp_path):
-    jobs = [Job("two", "torchrun --nproc_per_node=2 a 0.3", 0, 2), Job("pair", "torchrun b 0.3", 0, 2)]
-    jobs += [Job(f"one{i}", f"python c{i} 0.2", 0) for i in range(5)]
+    jobs = [Job("two", "torchrun --nproc_per_node=2 a 2", 0, 2), Job("pair", "torchrun b 2", 0, 2)]
+    jobs += [Job(f"one{i}", f"python c{i} 6", 0) for i in range(5)]
     ended = [*run_all(jobs, ["4", "5", "6", "7"], 1e3, 60, tmp_path / "logs")]
     lines = events.read_text().splitlines()
     assert replay(lines) == (4, 4)
     starts = sorted([line for line in lines if line.startswith("start ")][:2])
-    assert starts[0] == "start 4,5 -m torch.distributed.run --master_port=29500 --nproc_per_node=2 a 0.3"
-    assert starts[1] == "start 6,7 -m torch.distributed.run --master_port=29502 b 0.3"
-    assert {job.name: found["seconds"] for job, found, _ in ended} == {
-        job.name: float(job.command.split()[-1]) for job in jobs
+    assert starts[0] == "start 4,5 -m torch.distributed.run --master_port=29500 --nproc_per_node=2 a 2"
+    assert starts[1] == "start 6,7 -m torch.distributed.run --master_port=29502 b 2"
+    assert {job.name: found["starts"] for job, found, _ in ended} == {
+        job.name: int(job.command.split()[-1]) for job in jobs
     }
     beside = {job.name: number for job, _, number in ended}
     assert beside["two"] >= 1 and beside["pair"] >= 1 and max(beside.values()) == 3
-    assert json.loads((tmp_path / "logs/two.log").read_text()) == {"seconds": 0.3}
+    assert json.loads((tmp_path / "logs/two.log").read_text()) == {"starts": 2}
     assert (tmp_path / "logs/two.err").read_text() == "a warning without an end "
 
 
 def test_host_memory_that_is_pinned_fits_the_machine(events, tmp_path):
-    large = [Job(f"large{i}", f"python --host_budget 100GB large{i} 0.2", 0) for i in range(3)]
-    pair = Job("pair", "torchrun --host_budget 100GB pair 0.2", 0, 2)
+    large = [Job(f"large{i}", f"python --host_budget 100GB large{i} 3", 0) for i in range(3)]
+    pair = Job("pair", "torchrun --host_budget 100GB pair 1", 0, 2)
     assert [job.gib for job in (*large, pair, Job("small", "python a", 0))] == [106, 106, 106, 212, 6]
-    small = Job("small", "python small 0.2", 0)
+    small = Job("small", "python small 3", 0)
     [*run_all([*large, small], ["0", "1", "2", "3"], 230, 60, tmp_path)]
     lines = events.read_text().splitlines()
     assert replay(lines) == (3, 3)  # two large ones and the small one
     assert lines.index(next(line for line in lines if "large2" in line)) > 3
     events.unlink()
-    [*run_all([pair, *large[:1]], ["0", "1", "2", "3"], 100, 60, tmp_path)]
+    last = Job("last", "python --host_budget 100GB last 2", 0)
+    [*run_all([pair, last], ["0", "1", "2", "3"], 100, 60, tmp_path)]
     assert replay(events.read_text().splitlines()) == (1, 2)  # more than there is runs alone
 
 
 def test_nothing_outlives_the_limit_or_the_caller(events, tmp_path, capsys):
-    hangs, fails = Job("hangs", "torchrun 30", 0), Job("fails", "python 0.01", 0)
+    hangs, fails = Job("hangs", "torchrun 30", 0), Job("fails", "python 0", 0)
     others = [fails, Job("long", "python 30", 3), Job("two", "python 0", 0, 2)]  # no time, no second GPU is left
     with closing(run_all([hangs, *others], ["0"], 1e3, 0.7, tmp_path)) as running:
         assert [(job.name, found) for job, found, _ in running] == [("hangs", {})]

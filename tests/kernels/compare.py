@@ -1,8 +1,8 @@
 """Seeded inputs, the comparison with float64, and a GPU's memory, for the tests of several kernels."""
 
-import gc
-
 import torch
+
+from tests.gpu import free_memory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # tests by hypothesis take no fixtures
@@ -56,10 +56,10 @@ def requested_peak(function, *inputs):
     """Returns what `function` returns for `inputs`, and the most bytes that its tensors requested of the GPU at once.
 
     Tensors made before do not count. torch.cuda.max_memory_allocated would count what blocks of the cache
-    hold beyond the bytes requested: up to 1 MiB a tensor, which depends on the tests before. Tensors of tests before
-    that wait for Python's garbage collection would lower the result if they were freed within the call.
+    hold beyond the bytes requested: up to 1 MiB a tensor, which depends on the tests before. What is freed within the
+    call would lower the result, so garbage is freed before.
     """
-    gc.collect()
+    free_memory()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     result = function(*inputs)

@@ -121,7 +121,7 @@ def test_tensors_that_do_not_fit_are_refused(device):
     assert all(bool((x == 1).all()) for x in fitting)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=36)
 def test_past_2_to_the_31_elements():
     n = 2**31 + 40
     weight, gradient = (torch.ones(n, dtype=torch.bfloat16, device="cuda") for _ in range(2))

@@ -1,8 +1,6 @@
 """Compares the bytes of both losses that a plan counts with what they allocate, on fake tensors and on a GPU."""
 
 import functools
-import gc
-import time
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kernels.cross_entropy import cross_entropy
 from kernels.linear_cross_entropy import linear_cross_entropy, logits_bytes
+from tests.gpu import free_memory
 from tests.storage_counter import StorageCounter
 from training.memory.profiler import CudaCounter
 
@@ -40,8 +39,7 @@ def check(case, counter):
     run = functools.partial(case, targets=targets)
     counter.own_bytes = {OPS.linear_cross_entropy.default: inside}
     torch.autograd.grad(run(*inputs).sum(), inputs)  # lets libraries make their workspaces
-    gc.collect()  # frees cycles that earlier tests left
-    time.sleep(0.1)  # lets autograd's own thread free its graph, for which it needs Python's lock
+    free_memory()
     before = counter.read().allocated
     run(*inputs)  # makes the gradients as well
     forward = counter.read().peak - before
@@ -62,7 +60,7 @@ def test_on_fake_tensors(case):
         check(case, counter)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=10)
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_gpu(case):
     with torch.device("cuda"):

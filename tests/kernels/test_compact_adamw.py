@@ -221,7 +221,7 @@ def test_tensors_that_do_not_fit_are_refused(device):
         compact_adamw(weight[:GROUP], correction, *moments, gradient, corrections, **OPTIONS)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=20)
 def test_past_2_to_the_31_elements(device):
     n = 2**31 + 3 * GROUP
     weight = torch.ones(n, dtype=torch.bfloat16, device=device)

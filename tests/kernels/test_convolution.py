@@ -123,7 +123,7 @@ def test_property_matches_float64(lengths, dtype):
     )
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=20)
 def test_past_2_to_the_31_elements(device, monkeypatch):
     """Two documents of which the second begins past the 2^31st element, beside the second alone."""
     monkeypatch.setattr(convolution, "STRIP", 128)

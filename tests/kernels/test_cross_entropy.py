@@ -442,7 +442,7 @@ def test_real_vocabularies(device, vocab, inplace):
     _assert_as_exact_as_pytorch(logits, target, impl="auto", inplace=inplace)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=8)
 def test_rows_beyond_2_31_elements(device):
     """Row 14,134 of this vocabulary starts past the largest int32."""
     num_rows, vocab = 14_200, 151_936

@@ -266,7 +266,7 @@ def test_property_matches_the_recurrence(lengths, heads, fastest):
     assert max(errors(ours(**options), tensors, **options).values()) < 3e-5
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=24)
 def test_past_2_to_the_31_elements(device):
     """Two documents of which the second begins past the 2^31st element, beside the second alone."""
     lengths, tail = [530_000, 300], slice(530_000, None)

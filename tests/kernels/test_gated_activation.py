@@ -87,7 +87,7 @@ def test_property_activation_matches_float64(shape, width, activation, dtype, se
     )
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=16)
 def test_past_2_to_the_31_elements(device):
     """Halves of a fused projection, 131,072 x 2 x 9728: rows at both ends and around the 2^31st element."""
     T, F = 131_072, 9728

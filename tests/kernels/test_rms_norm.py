@@ -173,7 +173,7 @@ def test_property_matches_float64(shape, d, dtype, with_residual, options, seed)
     compare(x, weight, residual, **options)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=20)
 @pytest.mark.parametrize(
     ("shape", "fused"), [((1, 900_000, 2560), 1), ((1, 400_000, 32, 128), 2)], ids=["hidden", "heads of a fused tensor"]
 )

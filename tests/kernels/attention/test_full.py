@@ -247,7 +247,7 @@ def test_gpu_gradients_are_the_same_from_run_to_run(device):
     assert all(x.isfinite().all() for x in runs[0])
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=10)
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
 @pytest.mark.parametrize("rows", [
     [[1000] * 32], [[128] * 256], [[20_000, 13_000]], [[3000] * 11], [[32_768]], [[4096]] * 15 + [[4000, 96]],

@@ -49,7 +49,6 @@ def compressed(q, k, v, segments, workspace_bytes=2**30):
     return [out, lse, *(d - 1 for d in (dq, dk, dv))]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the library's kernels take no float32 on a GPU")
 @pytest.mark.parametrize(("H", "G"), [(2, 2), (3, 1)])
 def test_compressed_branch(H, G, poisoned_memory):
     """In float32 through PyTorch's CPU kernel: documents with and without windows, all heads and parts of a group."""

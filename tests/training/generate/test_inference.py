@@ -149,7 +149,7 @@ def test_memory_that_runs_out_is_one_line(error):
         raise RuntimeError("a defect")
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=8)
 def test_a_long_text_is_read_in_little_memory(folder):
     """Reading 131,072 tokens takes less than 4 GiB beside the weights; all logits would take 37 GiB in bf16."""
     world = World(0, 1, torch.device("cuda", 0))

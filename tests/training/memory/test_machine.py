@@ -111,7 +111,7 @@ def test_a_machine_of_a_size_lets_its_processes_pin_80_percent_of_what_they_leav
         budget_of_machine(16 * 2**30, 8)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=8, alone=True)
 @pytest.mark.parametrize("context_length", [16_384, 262_144])
 def test_measured_rates_are_plausible(context_length):
     config = MODEL_SIZES["4B"]
@@ -123,7 +123,7 @@ def test_measured_rates_are_plausible(context_length):
     assert 1e9 < rates["gpu link"] < 2e12
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=8, alone=True)
 def test_adapters_are_read_and_written_at_a_plausible_rate():
     rates = measure_rates(MODEL_SIZES["4B"], "auto", torch.device("cuda"), 16_384, linear=LORA)
     assert 0.1 * rates["memory"] < rates["adapters"] < 2 * rates["memory"]

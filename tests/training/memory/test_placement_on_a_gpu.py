@@ -1,6 +1,5 @@
 """Placements on a GPU: the same gradients whatever stream is late, bytes as predicted, nothing grows."""
 
-import gc
 import math
 import os
 from dataclasses import replace
@@ -11,6 +10,7 @@ import torch
 
 from kernels.attention.documents import find_documents
 from model import MODEL_SIZES, Transformer
+from tests.gpu import free_memory
 from tests.optimizers import make_optimizer
 from tests.training.memory.test_placement import engine, send_home
 from training.checkpoint.state import load_weights
@@ -88,6 +88,7 @@ def test_whole_blocks_agree_with_placed_ones_on_a_gpu():
         assert torch.equal(placed_loss, loss) and torch.equal(found, expected)
 
 
+@pytest.mark.gpu(gib=16)
 def test_a_short_context_is_planned_whole_and_its_peak_is_as_predicted():
     config, tokens = MODEL_SIZES["0.6B"], 4096
     with torch.device("meta"):
@@ -169,8 +170,7 @@ def test_weights_on_the_host_free_the_gpus_memory():
     config, tokens = replace(MODEL_SIZES["0.6B"], num_hidden_layers=12, vocab_size=1024), 2048
 
     def peaks(weights):
-        gc.collect()
-        torch.cuda.empty_cache()
+        free_memory()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         execution = Execution((Placement("gpu", weights=weights),) * 12, gpu_state_bytes=0)
@@ -210,6 +210,7 @@ def test_nothing_grows_over_fifty_steps_on_a_gpu(weights):
     assert seen[-1][2] <= 1.05 * seen[9][2] and seen[-1][3] - seen[9][3] < 32 * 2**20
 
 
+@pytest.mark.gpu(gib=16)
 @pytest.mark.parametrize("length", [32_768 - 1001, 2000])
 @pytest.mark.parametrize("name", ["checkpointing", "attention kept", "all on the host"])
 def test_peak_is_as_predicted(name, length):
@@ -232,8 +233,7 @@ def test_peak_is_as_predicted(name, length):
 
 def measured_peak(config, tokens, execution, documents=None):
     """Bytes of the second training step of a packed sequence."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_memory()
     before = torch.cuda.memory_allocated()
     model = build_on_gpu(config, tokens, execution)
     optimizer = make_optimizer(model.named_parameters(), accumulate=False, gpu_state_bytes=execution.gpu_state_bytes)

@@ -13,6 +13,7 @@ import training.checkpoint.state
 import training.optim.adamw
 import training.optim.formats
 import training.optim.inventory
+from tests.gpu import free_memory
 from tests.optimizers import (
     DTYPES,
     MICRO_BATCHES,
@@ -393,7 +394,7 @@ def test_placements_agree_bit_for_bit_whatever_stream_is_late(micro_batches, sha
 
 def memory_in_use(device):
     """((bytes asked of the GPU's allocator, tensors of Python), (bytes it reserved, bytes of the process))."""
-    gc.collect()
+    free_memory()
     tensors = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
     with open("/proc/self/statm") as file:
         resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -191,8 +191,7 @@ def test_two_processes_equal_one_in_bfloat16():
     run_ranks(2, compare_with_one_process, *BUILDS)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(gpus=2)
 @pytest.mark.parametrize("replicate", [1, 2])
 @pytest.mark.parametrize("build", BUILDS)
 def test_two_gpus_equal_one(build, replicate):

@@ -117,8 +117,7 @@ def check_two_gpus(world: World) -> None:
     check_on_gpus(world, {name: CASES[name][1] for name in names})
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(gpus=2)
 def test_two_gpus_equal_one():
     run_ranks(2, check_two_gpus, device="cuda", tensor_parallel_size=2)
 

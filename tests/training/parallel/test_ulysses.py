@@ -371,8 +371,7 @@ def check_on_gpus(world: World, cases: dict[str, Case]) -> None:
             assert_equals_one_process(name, on_gpu, loss, gradients, "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(gpus=2)
 def test_two_gpus_equal_one():
     run_ranks(2, check_two_gpus, device="cuda", context_parallel_size=2)
 

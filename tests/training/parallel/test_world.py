@@ -136,10 +136,7 @@ def fail(folder, *program):
     return (folder / "output").read_text(), *(folder / "errors").read_text().split("closing signal SIGTERM", 1)
 
 
-TWO_GPUS = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gpus=2))])
 @pytest.mark.parametrize(("death", "rank", "message"), [
     ("UserError", 0, "error: rank 0 fails"),
     ("RuntimeError", 1, "RuntimeError: rank 1 fails"),
