@@ -14,6 +14,7 @@ from training.memory.execution import Execution
 from training.memory.profiler import MeasuredStage, draw_stages
 from training.memory.reports import compared_executions
 from training.memory.stages import Stage
+from training.plots.curves import save_picture
 from training.run.build import step_on_meta
 
 PICTURE = RESULTS / "step_of_131072_tokens.png"
@@ -62,12 +63,12 @@ def draw_picture() -> None:
     measured = [MeasuredStage(**stage) for stage in result["measured"]]
     draw_stages(right, predicted, measured, parse_bytes(result["settings"]["memory_budget"]))
     left.set(
-        title=f"transformers + Liger, checkpointed: {peak:.1f} GiB (areas predicted, line measured peak)",
+        title=f"transformers + Liger, checkpointed: {peak:.1f} GiB\n(areas predicted, line measured peak)",
         ylabel="GiB, peak of each stage",
     )
-    right.set(title="Fathom, planned for 24 GiB (areas predicted, line measured)")
-    right.legend(loc="upper right", fontsize=8)
-    figure.savefig(PICTURE)
+    right.set(title="Fathom, planned for 24 GiB\n(areas predicted, line measured)")
+    right.legend(loc="upper right", fontsize=8, ncols=2)
+    save_picture(figure, PICTURE)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from training.data.chat import open_tokenizer
 from training.data.containers import CONTAINERS, cut_rows, suffix_of
@@ -56,6 +55,7 @@ from training.data.template import template_hash
 from training.host.errors import UserError, as_json
 from training.host.files import flush, only_run_in, read_json, space_on, write_file
 from training.host.processes import DISK_ERRORS
+from training.host.progress import Progress
 from training.host.signals import interrupted_by_signals
 
 PART_BYTES = 2**24  # of text
@@ -168,7 +168,7 @@ def _find_parts(files: list[Path], identity: str, reading: Reading) -> dict[str,
     """Returns the parts by their names. Shows progress: .jsonl files are read for the ends of their lines."""
     parts = {}
     total = sum(file.stat().st_size for file in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="finding lines", leave=False) as progress:
+    with Progress(total=total, unit="B", unit_scale=True, desc="finding lines", leave=False) as progress:
         for extents in _plan(files):
             content = {"format": FORMAT, "meaning": MEANING, "pieces": extents, "identity": identity}
             content |= {"reasoning": reading.reasoning or "template", "columns": reading.renames}
@@ -239,7 +239,7 @@ def _make_parts(
             raise UserError(f"cannot start worker processes: {error}; {cure}") from None
         before = sum(sizes[name] for name in done)
         progress = stack.enter_context(
-            tqdm(total=sum(sizes.values()), initial=before, unit="B", unit_scale=True, desc="tokenizing")
+            Progress(total=sum(sizes.values()), initial=before, unit="B", unit_scale=True, desc="tokenizing")
         )
         try:
             for task in as_completed(tasks):

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 
 from training.checkpoint.manifest import verify_weights
 from training.data.corpus import open_stores
@@ -47,6 +46,7 @@ from training.host.choices import BAD_ROWS, REASONING
 from training.host.errors import UserError, import_optional, refused_as_user_error
 from training.host.files import check_can_write_into, read_json, replace_file
 from training.host.processes import command
+from training.host.progress import Progress
 from training.host.signals import interrupted_by_signals
 from training.parallel.world import World, join_world
 
@@ -143,7 +143,7 @@ def evaluator_losses(
         raise UserError(f"evaluator {flags.evaluator} has another tokenizer: its tokens are not this model's")
     verify_weights(opened.folder)  # `load` does so as well, but only after the evaluator has read everything
     model = load(other, len(questions.pieces[0].ids), 0, world, flags.memory_budget)
-    return positions.read_all(model, tqdm(questions.pieces, desc="evaluator", unit="text"), questions.short_context)
+    return positions.read_all(model, Progress(questions.pieces, desc="evaluator", unit="text"), questions.short_context)
 
 
 @dataclass
@@ -167,14 +167,14 @@ def evaluate(flags: EvaluationFlags, opened: Opened, questions: Questions, world
     warn_beyond(opened.shape, longest)
     model = load(opened, longest, cached, world, flags.memory_budget)
     if questions.pieces:
-        bar = tqdm(questions.pieces, desc="loss", unit="text")
+        bar = Progress(questions.pieces, desc="loss", unit="text")
         long, short = positions.read_all(model, bar, None if theirs else questions.short_context)
         their_long, their_short = theirs or (long, short)
         found.loss_by_position = positions.by_position(questions.pieces, long)
         limits = questions.short_context, flags.margin, flags.ceiling
         found.key_tokens = positions.key_token_losses(questions.pieces, long, their_long, their_short, *limits)
     asked = sum(samples.count for samples in questions.samples if samples.size)
-    with tqdm(total=asked, desc="needles", unit="sample", disable=not asked) as bar:
+    with Progress(total=asked, desc="needles", unit="sample", disable=not asked) as bar:
         for samples in questions.samples:
             bar.set_postfix_str(f"{samples.length:,} tokens")
             answer = lambda ids, count: [*write(model, ids, count, opened.stop_ids)]  # noqa: E731

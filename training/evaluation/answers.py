@@ -3,8 +3,6 @@
 Whole weights are judged beside the reference in --reference_logprobs, and so are adapters, which are read merged.
 """
 
-from tqdm import tqdm
-
 from training.data.corpus import open_stores
 from training.data.loader import count_sequences, validation_batches
 from training.data.sources import Reading
@@ -12,6 +10,7 @@ from training.data.tokens import TokenStore, join
 from training.evaluation.flags import EvaluationFlags
 from training.generate.inference import Opened, load, warn_beyond
 from training.host.errors import UserError
+from training.host.progress import Progress
 from training.objectives.choose import choose, complete, row_reader, stored_of
 from training.objectives.flags import ObjectiveFlags
 from training.parallel.world import World
@@ -35,6 +34,6 @@ def judge_answers(
     warn_beyond(opened.shape, longest)
     model = load(opened, context_length, 0, world, flags.memory_budget)
     total = count_sequences(store, context_length)
-    batches = tqdm(validation_batches(store, context_length, 1), total=total, desc="answers", unit="sequence")
+    batches = Progress(validation_batches(store, context_length, 1), total=total, desc="answers", unit="sequence")
     loss, metrics = validate(model, batches, world, lambda: False, choose(asked, context_length))
     return {"loss": loss, **metrics}

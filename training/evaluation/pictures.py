@@ -1,7 +1,7 @@
 """Pictures of an evaluation: loss by position, needles by length, and by depth. Needs Matplotlib."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -17,13 +17,18 @@ def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]], unit: str 
         # A bucket stands at its middle, on a logarithmic axis.
         middles = [(max(1, row["first"]) * (row["last"] + 1)) ** 0.5 for row in rows]
         axes.plot(middles, [row["loss"] for row in rows], "o-", label=as_label(name))
+    borders = {row["last"] + 1 for _, rows in curves for row in rows}
     axes.set(xlabel=f"{unit}s before the predicted one", ylabel=f"loss, nats per {unit}", title="Loss by position")
-    _finish(figure, path)
+    _finish(figure, path, borders)
 
 
-def _finish(figure: Figure, path: Path) -> None:
+def _finish(figure: Figure, path: Path, numbers: Iterable[float]) -> None:
+    """Save curves over a logarithmic axis, which names `numbers` in full: "4,096", not 2^12."""
     [axes] = figure.axes
     axes.set_xscale("log", base=2)
+    ticks = sorted(numbers)
+    axes.set_xticks(ticks, [f"{number:,}" for number in ticks], rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_xticks([], minor=True)
     axes.grid(alpha=0.3)
     axes.legend()
     save_picture(figure, path)
@@ -50,8 +55,22 @@ def draw_needles(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
             ends = [interval(row["score"], row.get("samples", 0)) for row in rows]
             bars = [[abs(end - score) for end, score in zip(side, scores)] for side in zip(*ends)]
             axes.errorbar(lengths, scores, bars, fmt="o-", capsize=3, label=as_label(name))
-    axes.set(ylim=(-0.05, 1.05), xlabel="tokens", ylabel="share of the needles found\nbars: 95% interval")
-    _finish(figure, path)
+    judged = {row["length"] for _, rows in curves for row in rows if row["score"] is not None}
+    axes.set(
+        ylim=(-0.05, 1.05), xlabel="tokens", ylabel="share of the needles found", title="Needles; bars: 95% interval"
+    )
+    _finish(figure, path, judged)
+
+
+def ink_on(color: Sequence[float]) -> str:
+    """Returns black or white, whichever has more contrast on a colour (red, green, blue, alpha), each 0 to 1.
+
+    The contrast is WCAG's: (lighter + 0.05) / (darker + 0.05) of two relative luminances.
+    """
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in color[:3])
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    is_dark = 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 and color[3] > 0  # no colour: the page's white
+    return "white" if is_dark else "black"
 
 
 def draw_depths(path: Path, rows: Sequence[dict]) -> None:
@@ -63,9 +82,10 @@ def draw_depths(path: Path, rows: Sequence[dict]) -> None:
     image = axes.imshow(scores, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(rows)), [f"{row['length']:,}" for row in rows])
     axes.set_yticks(range(len(depths)), [f"{float(depth):.0%}" for depth in depths])
-    axes.set(xlabel="tokens", ylabel="depth of the needle")
+    axes.set(xlabel="tokens", ylabel="depth of the needle", title="Needles by depth")
     for y, row in enumerate(scores):
         for x, value in enumerate(row):
-            axes.text(x, y, f"{value:.2f}", ha="center", va="center")
+            shown = "-" if math.isnan(value) else f"{value:.2f}"
+            axes.text(x, y, shown, ha="center", va="center", color=ink_on(tuple(image.to_rgba(value))))
     figure.colorbar(image, ax=axes, label="score")
     save_picture(figure, path)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from training.data.chat import open_tokenizer
 from training.data.corpus import open_stores, refuse_twice
@@ -27,6 +26,7 @@ from training.generate.inference import load, mending_out_of_memory, open_folder
 from training.host.errors import UserError
 from training.host.files import making
 from training.host.processes import command
+from training.host.progress import Progress
 from training.logprobs.flags import LogProbsFlags
 from training.objectives.choose import text_reader
 from training.objectives.stored import INDEX, attention_in_words, digest_of, store
@@ -50,7 +50,7 @@ def log_probabilities(
     packing, starts = BestFitPacking(documents.lengths, context_length, seed=0), np.cumsum(documents.lengths)
     values, count = np.zeros(0, np.float32), int(starts[-1])
     starts = starts - documents.lengths
-    for index in tqdm(range(packing.sequences_per_epoch), unit="sequence", disable=None):
+    for index in Progress(range(packing.sequences_per_epoch), desc="log-probabilities", unit="sequence"):
         spans, position = packing.spans(0, index), 0
         batch = make_batch(documents, [spans], context_length)
         if not batch.num_valid_tokens:

@@ -49,14 +49,16 @@ def draw_contexts(path: Path, title: str, plans: dict[int, Plan]) -> None:
     seconds.plot([*plans], [p.seconds for p in plans.values()], "C2", marker="o")
     for tokens, each in plans.items():
         text = f"{each.seconds:.3g} s" if each.seconds < 1000 else f"{each.seconds:,.0f} s"
-        seconds.annotate(text, (tokens, each.seconds), xytext=(-6, 6), textcoords="offset points", ha="right")
+        # Right below its point, where neither the rising curve nor an axis is.
+        seconds.annotate(text, (tokens, each.seconds), xytext=(6, -3), textcoords="offset points", va="top")
     seconds.set(ylabel="s", title="seconds of a step", yscale="log")
     for axes in (memory, seconds):
         axes.set_xscale("log", base=2)
-        axes.set_xticks([*plans], [f"{n:,}" for n in plans], rotation=45, ha="right", minor=False)
+        axes.set_xticks([*plans], [f"{n:,}" for n in plans], rotation=45, ha="right", rotation_mode="anchor")
         axes.set_xlabel("tokens of one text")
-        axes.margins(x=0.12)
         axes.grid(alpha=0.3)
+    memory.margins(x=0.08)
+    seconds.margins(x=0.24, y=0.12)
     figure.suptitle(title)
     save_picture(figure, path)
 

@@ -474,7 +474,7 @@ def draw_timeline(
     below.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     draw_stages(axes, stages, measured, budget)
     axes.set(ylabel="GiB, peak of each stage", title="GPU memory along a step, categories as predicted")
-    axes.legend(loc="upper left", fontsize=8)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)  # beside the axes: it would hide the budget
     save_picture(figure, path)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from model import Transformer
 from tests.checkpoints import save_checkpoint
+from tests.pictures import check_texts
 from tests.training.evaluation.test_needle import oracle
 from tests.training.generate.test_inference import TINY
 from training.data.corpus import open_stores
@@ -263,6 +264,27 @@ def test_without_matplotlib_a_line_says_so(folders, tmp_path, monkeypatch, capsy
 )
 def test_a_score_of_few_samples_has_a_wide_interval(share, samples, expected):
     assert pictures.interval(share, samples) == pytest.approx(expected, abs=1e-4)
+
+
+def test_pictures_are_read_at_every_score_and_length(tmp_path, monkeypatch):
+    """Numbers on dark cells are white. Lengths are numbers, not powers; no text lies across another."""
+    drawn = []
+    monkeypatch.setattr(pictures, "save_picture", lambda figure, path: drawn.append(figure))
+    by_depth = {"0.0": 1.0, "0.25": 0.9, "0.5": 0.5, "0.75": 0.05, "1.0": float("nan")}
+    rows = [{"length": n, "score": 0.5, "samples": 9, "by_depth": by_depth} for n in (4096, 16_384, 131_072)]
+    pictures.draw_depths(tmp_path, rows)
+    pictures.draw_needles(tmp_path, [("base", rows), ("longer", rows[1:])])
+    pictures.draw_losses(
+        tmp_path, [("a", [{"first": 0, "last": 15, "loss": 3.0}, {"first": 16, "last": 31, "loss": 2.0}])]
+    )
+    for figure in drawn:
+        check_texts(figure)
+    shown = [(text.get_text(), text.get_color()) for text in drawn[0].axes[0].texts[::3]]
+    assert shown == [
+        ("1.00", "white"), ("0.90", "black"), ("0.50", "black"), ("0.05", "white"), ("-", "black")
+    ]  # fmt: skip
+    for figure, numbers in zip(drawn[1:], (["4,096", "16,384", "131,072"], ["16", "32"])):
+        assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == numbers
 
 
 def test_evaluations_without_a_score_have_no_curve(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from kernels.parts import part_of
 from kernels.tensor_parallel import TensorRanks
 from model import MODEL_SIZES, ModelConfig, Transformer
 from tests.optimizers import make_optimizer
+from tests.pictures import check_texts
 from tests.storage_counter import StorageCounter
 from training.families.config_json import in_family
 from training.families.lora import Adapters
@@ -644,3 +645,6 @@ def test_table_and_timeline(tmp_path, monkeypatch):
     bars = [(bar.get_x(), bar.get_width(), round(bar.get_y() + 0.4)) for bar in drawn[0].axes[1].patches]
     assert bars == [(0, 4, 0), (4, 2, 0), (0, 1, 1), (6, 0.5, 0), (6, 4, 1)]  # kernels are lane 0, copies lane 1
     assert drawn[0].axes[1].get_legend_handles_labels()[1] == ["attention", "products"]
+    check_texts(drawn[0])
+    legend, axes = (each.get_window_extent() for each in (drawn[0].axes[0].get_legend(), drawn[0].axes[0]))
+    assert legend.x0 > axes.x1  # the budget's line is not hidden

@@ -7,6 +7,7 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
+from tests.pictures import check_texts
 from training.evaluation.pictures import draw_losses, draw_needles
 from training.host import errors
 from training.host.choices import OBJECTIVES
@@ -33,7 +34,9 @@ def drawn(monkeypatch):
     """Figures in place of the files that they would become."""
     figures = []
     monkeypatch.setattr(curves, "save_picture", lambda figure, path: figures.append(figure))
-    return figures
+    yield figures
+    for figure in figures:
+        check_texts(figure)
 
 
 def titles_of(figure):
