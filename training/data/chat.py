@@ -1,19 +1,21 @@
 """Chats as tokens: rendered whole by the tokenizer's own chat template, with the assistant's turns as targets."""
 
 import contextlib
-import itertools
 import json
 import logging
 import re
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
-from training.data.forms import NothingToLearn
-from training.data.messages import THINKING, check_messages, function_names, nested, without_reasoning
-from training.data.template import Template, Turn, read_template
+from training.data.forms import VARIABLES, NothingToLearn, parsed
+from training.data.messages import check_messages, function_names, nested
+from training.data.template import Template, read_templates
 from training.data.tokenizer import FileTokenizer, load_tokenizer
-from training.data.turns import TALK, Turns
+from training.data.turns import TALK
+from training.data.unread import EMPTY
+from training.data.writer import ChatWriter, unread_of_row
 from training.host.errors import UserError
 from training.host.files import JSON_BYTES, read_file
 
@@ -23,8 +25,9 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = re.compile(r"<\|\w+\|>")  # strings of a template that are meant to be tokens
-# Characters that documents must not hold, but escapes in JSON can spell: NUL, and halves of surrogate pairs.
-UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+WRITERS = 100  # of rows with chat_template_kwargs of their own, kept
+# Arguments of transformers' apply_chat_template that are no variables for a row to give.
+ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 
 
 class NoTemplate(UserError):
@@ -32,36 +35,46 @@ class NoTemplate(UserError):
 
 
 class ChatTemplate:
-    """Renders and tokenizes chats by the template in a tokenizer's folder, and finds the assistant's turns.
+    """Renders and tokenizes chats by the templates in a tokenizer's folder, and finds the assistant's turns.
 
     The turns are found in the whole text, and the whole text is tokenized at once. A chat whose own words look like the
     border of a turn is refused. Raises UserError: there is no template or no jinja2; the template fails, or does not
     show where turns begin and end.
 
     Args:
-        tokenizer: a FileTokenizer; its folder has chat_template.jinja, or tokenizer_config.json with a chat_template.
+        tokenizer: a FileTokenizer; see read_templates for the files.
         reasoning: treatment of the reasoning in turns before the last user message. "template": left to the template;
             Qwen3's drops it. "drop": removed. "keep": each turn is rendered as if its user message were the last one.
+
+    Attributes:
+        unread: fields of the last chat that describe it and that the template does not write, such as "source".
     """
 
     def __init__(self, tokenizer, reasoning: str = "template"):
         if not isinstance(tokenizer, FileTokenizer):
             raise UserError(f"chats need a chat template: give --tokenizer a folder with one, not {tokenizer.name}")
         self._tokenizer, self._reasoning = tokenizer, reasoning
-        self._file, source = read_template(tokenizer)
-        if source is None:
+        self._templates = read_templates(tokenizer)
+        self._opened: dict[str, Template] = {}
+        self._writers: dict[tuple[str, str], ChatWriter] = {}
+        self.unread: set[str] = set()
+        if not self._templates:
             how = "--chat_template" if tokenizer.has_template_flag else "--tokenizer a folder that has one"
             cure = f"add chat_template.jinja, or give {how}"
             raise UserError(f"chats need a chat template, and {tokenizer.folder} has none: {cure}")
-        self._template = Template(source, self._file, tokenizer.special_tokens)
-        self._turns = Turns(self._template, tokenizer)
-        self._template.learn_parts()
-        self._shown: set[int] = set()  # chats, by hashes of roles and parts, of which the template writes all contents
+        name = self._choose(has_tools=False) or self._choose(has_tools=True)
+        if name is None:
+            self._refuse_unnamed()
+        self._writer(name, {})  # "tool_use" waits for a chat with tools
 
     @property
     def end_ids(self) -> frozenset[int]:
         """Ids of tokens that end a turn. An end of several tokens has the last one's id if that is an added token."""
-        ids = [self._tokenizer.encode(end).tolist() for end in self._turns.ends]
+        if (name := self._choose(has_tools=True)) is not None:
+            with contextlib.suppress(UserError):  # no chat has tools, or each is refused
+                self._writer(name, {})
+        ends = dict.fromkeys(end for writer in self._writers.values() for end in writer.turns.stops)
+        ids = [self._tokenizer.encode(end).tolist() for end in ends]
         added = self._tokenizer.added_tokens
         is_told = (self._tokenizer.decode(each[-1:], with_special=True) in added or len(each) == 1 for each in ids)
         return frozenset(each[-1] for each, is_alone in zip(ids, is_told) if is_alone)
@@ -71,7 +84,8 @@ class ChatTemplate:
 
         Args:
             record: {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}. A message of the assistant that
-                says so, as by "weight": 0 or "loss": false, has no targets; see says_trained.
+                says so, as by "weight": 0 or "loss": false, has no targets; see says_trained. "chat_template_kwargs"
+                are variables of the template, and "beside" the row's fields that no form has.
 
         Raises:
             UserError: the messages are not a chat; the template refuses them, or leaves out a part of them.
@@ -80,16 +94,17 @@ class ChatTemplate:
         tools = record.get("tools") or None  # a template may announce an empty list
         function_names(tools, '"tools"')
         tools = tools and [nested(tool) for tool in tools]
-        messages, trained = check_messages(record["messages"])
-        try:
-            self._check_words([messages, tools])
-            text, turns = self._whole(messages, tools)
-            self._check_shown(messages, tools, text, turns)
-        except RecursionError:
-            raise UserError("objects within objects, too deep; remove the line") from None
+        name = self._choose(tools is not None)
+        if name is None:
+            self._refuse_unnamed()
+        writer = self._writer(name, self._variables(name, record.get(VARIABLES)))
+        messages, trained = check_messages(record["messages"], writer.template.forms)
+        text, turns = writer.write(messages, tools)
+        self.unread = writer.unread_fields(messages, tools) | unread_of_row(record.get("beside") or {}, messages)
         if False in trained:
             if len(trained) != len(turns):
-                raise UserError(f'chat template {self._file} joins messages into turns: "weight" cannot be obeyed')
+                file = writer.template.file
+                raise UserError(f'chat template {file} joins messages into turns: "weight" cannot be obeyed')
             turns = [turn for turn, is_trained in zip(turns, trained) if is_trained]
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         starts = offsets[:, 0]
@@ -102,86 +117,51 @@ class ChatTemplate:
 
     def prompt(self, messages: list[dict]) -> str:
         """Returns the messages as text, followed by the words that the template begins an answer with."""
-        self._check_contents(messages, None)
-        return self._template.render(messages, asks=True)
+        if (name := self._choose(has_tools=False)) is None:
+            self._refuse_unnamed()
+        return self._writer(name, {}).prompt(messages)
 
-    def _whole(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
-        """Returns a chat's text, and the assistant's turns in it."""
-        asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        if self._reasoning == "drop":
-            messages = [without_reasoning(m) if i < max(asked, default=0) else m for i, m in enumerate(messages)]
-        text, turns = self._turns.find(messages, tools)
-        if self._reasoning == "keep":
-            bodies: list[str] = []
-            for stop in asked[1:]:  # the messages before this user message make a chat of their own
-                earlier, turns_of_earlier = self._turns.find(messages[:stop], tools)
-                bodies += [earlier[a:b] for a, b in turns_of_earlier[len(bodies) :]]
-            parts = [text[a:b] for a, b in itertools.pairwise([0, *itertools.chain(*turns), len(text)])]
-            parts[1::2] = [*map(self._with_end_of, parts[1::2], bodies), *parts[1::2][len(bodies) :]]
-            ends = [*itertools.accumulate(map(len, parts))]
-            text, turns = "".join(parts), [*zip(ends[::2], ends[1::2])]  # every second part is a turn
-        return text, self._turns.behind_given(text, turns)
+    def _choose(self, has_tools: bool) -> str | None:
+        """Returns the name of the template for a chat, as transformers chooses; None if there is none for it."""
+        names = ("tool_use", "default") if has_tools else ("default",)
+        return next((name for name in names if name in self._templates), None)
 
-    def _check_shown(self, messages: list[dict], tools: list | None, text: str, turns: list[Turn]) -> None:
-        """Refuses a chat of which the template leaves out a part. Tools and calls count by their names."""
-        self._check_contents(messages, tools)
-        answers = [(i, message) for i, message in enumerate(messages, start=1) if message["role"] == "assistant"]
-        # A template that marks turns may join several messages into one turn.
-        shown = [text[a:b] for a, b in turns] if len(turns) == len(answers) else [text] * len(answers)
-        asked = max((i for i, message in enumerate(messages, start=1) if message["role"] == "user"), default=0)
-        missing = [("tools", "the chat", name) for name in function_names(tools) if name not in text]
-        for (i, message), part in zip(answers, shown):
-            where, inline = f"message {i}", THINKING.match(message["content"])
-            thought = (message.get("reasoning_content") or (inline[1] if inline else "")).strip()
-            # Templates cut contents at "</think>", even in an answer about the tag.
-            pieces = THINKING.sub("", message["content"]).split("</think>")
-            missing += [("content beside </think>", where, p) for p in pieces[:-1] if p.strip() not in part]
-            called = function_names(message.get("tool_calls"))
-            missing += [("tool_calls", where, name) for name in called if name not in part]
-            if (self._reasoning == "keep" or i > asked) and thought not in part:
-                missing.append(("reasoning", where, thought))
-        for lost in missing:
-            self._refuse_lost(*lost)
+    def _refuse_unnamed(self) -> NoReturn:
+        names = ", ".join(sorted(self._templates))[:100]
+        cure = 'add chat_template.jinja, which is "default"'
+        raise UserError(f'{self._tokenizer.folder} has the chat templates {names}, and none that is "default": {cure}')
 
-    def _check_contents(self, messages: list[dict], tools: list | None) -> None:
-        """Refuses a chat of which the template leaves out a message.
+    def _variables(self, name: str, values) -> dict:
+        """Returns a row's chat_template_kwargs, which TRL gives to the template."""
+        values = parsed(values, f'"{VARIABLES}"', "an object") or {}
+        if not isinstance(values, dict):
+            raise UserError(f'"{VARIABLES}" must be an object, or JSON of one')
+        values = {key: value for key, value in values.items() if value is not None}
+        template = self._open(name)
+        for key, value in values.items():
+            if key in ARGUMENTS or (key not in template.variables and value not in EMPTY):
+                has = f'has "{VARIABLES}" beside "messages", where "{key[:40]}" would be ignored'
+                raise UserError(f"{has}: chat template {template.file} reads no such variable; remove it")
+        return {key: value for key, value in values.items() if key in template.variables}
 
-        A template may trim or quote contents. Other words take their place, and are looked for in the text.
-        """
-        parts = ((m["role"], *((name, bool(value)) for name, value in m.items())) for m in messages)
-        kind = hash((tools is None, *parts))
-        if kind not in self._shown:
-            words = {i: f"Q{i}q" for i, message in enumerate(messages) if message["content"]}
-            probes = [m | {"content": words.get(i, m["content"])} for i, m in enumerate(messages)]
-            probe = self._template.render(probes, tools)
-            for i in (i for i, word in words.items() if word not in probe):
-                self._refuse_lost("content", f"message {i + 1} ({messages[i]['role']})", messages[i]["content"])
-            self._shown.add(kind)
+    def _open(self, name: str) -> Template:
+        if name not in self._opened:
+            file, source = self._templates[name]
+            self._opened[name] = Template(source, file, self._tokenizer.special_tokens)
+        return self._opened[name]
 
-    def _refuse_lost(self, what: str, where: str, value: str) -> None:
-        lost = f"chat template {self._file} does not write the {what} of {where}: {value[:40]!r}"
-        inline = "write it into the content as the model does, " if what == "reasoning" else ""
-        raise UserError(f"{lost}; {inline}remove it, or give a --tokenizer whose template does")
-
-    def _with_end_of(self, turn: str, body: str) -> str:
-        """Returns `body`, another rendering of a turn, with the end of `turn`: a chat's last turn may end otherwise."""
-        ends = [next((end for end in self._turns.ends if text.endswith(end)), "") for text in (turn, body)]
-        return body.removesuffix(ends[1]) + ends[0]
-
-    def _check_words(self, value) -> None:
-        """Refuse a chat with strings that would read as the border of a turn."""
-        if isinstance(value, dict | list):
-            for part in [*value, *value.values()] if isinstance(value, dict) else value:
-                self._check_words(part)
-        if isinstance(value, str):
-            if UNSTORABLE.search(value):
-                raise UserError("escaped NUL or lone surrogate in the messages; remove it")
-            if found := [word for word in self._turns.borders if word in value]:
-                raise UserError(f"a message has {found[0]!r} in it, which begins or ends turns; remove it")
+    def _writer(self, name: str, variables: dict) -> ChatWriter:
+        key = name, json.dumps(variables, sort_keys=True)
+        if key not in self._writers:
+            if len(self._writers) > WRITERS:
+                self._writers = {known: writer for known, writer in self._writers.items() if known[1] == "{}"}
+            template = self._open(name).given(variables)
+            self._writers[key] = ChatWriter(template, self._tokenizer, self._reasoning)
+        return self._writers[key]
 
 
 def has_template(tokenizer) -> bool:
-    return isinstance(tokenizer, FileTokenizer) and read_template(tokenizer)[1] is not None
+    return isinstance(tokenizer, FileTokenizer) and bool(read_templates(tokenizer))
 
 
 def stop_ids(tokenizer, are_samples: bool) -> frozenset[int]:

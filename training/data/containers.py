@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, NamedTuple
 
+from training.data.unread import is_of_answers
 from training.host.errors import UserError, import_optional, is_installed
 
 # A small file can hold any number of zeros. JSON takes up to 25 times its bytes in memory, when it is parsed.
@@ -233,9 +234,15 @@ def _read_parquet(file: Path, start: int, stop: int, first: int, fields: frozens
         size = file.stat().st_size
         chosen = [i for i in range(len(groups)) if start <= size * ends[i] // max(1, ends[-1]) < (stop or size)]
         if chosen:
-            columns = [name for name in table.schema_arrow.names if name in fields] or None
+            columns = _columns(table.schema_arrow.names, fields) or None
             first = 1 + sum(group.num_rows for group in groups[: chosen[0]])
             yield from _rows_of(_batches_of(table, chosen, columns, file), file, first)
+
+
+def _columns(names: list[str], fields: frozenset[str]) -> list[str]:
+    """Returns the columns of a table to read: `fields`, and beside them those that may be a part of an answer."""
+    columns = [name for name in names if name in fields or is_of_answers(name)]
+    return columns if fields.intersection(columns) else []
 
 
 def _batches_of(table, groups: list[int], columns: list[str] | None, file: Path) -> Iterator:
@@ -275,7 +282,7 @@ def _read_arrow(file: Path, start: int, stop: int, first: int, fields: frozenset
         if stream.read() != END_OF_ARROW:  # pyarrow takes the end of a file for the end of its table
             raise EOFError("no end of an Arrow stream")
     with arrow.OSFile(str(file)) as opened, arrow.ipc.open_stream(opened) as table:
-        columns = [name for name in table.schema.names if name in fields] or table.schema.names
+        columns = _columns(table.schema.names, fields) or table.schema.names
         if _is_compressed_arrow(arrow, file):
             raise UserError(f"{file} has compressed batches, as `datasets` writes none; write it without compression")
         for batch in table:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from training.data.unread import may_be_number
 from training.host.errors import UserError
 
 ROLES = {
@@ -38,7 +39,6 @@ MASKS = {
     "sample_weight", "train_on_inputs", "train_on_input",
 }  # fmt: skip
 IGNORED = -100  # in "labels": a token that is not trained on
-NUMBERS = {"id", "index", "turn", "timestamp", "tool_call_id"}  # fields of a message that may be numbers
 TEXTS = {  # any words
     "role", "content", "name", "text", "arguments", "reasoning_content", "reasoning", "thinking", "lang", "language",
 }  # fmt: skip
@@ -75,7 +75,8 @@ class Form(NamedTuple):
 def recognise(row: object) -> tuple[Form, dict]:
     """Returns a row's form, and the row as "messages" and "tools", as "prompt" and "completion", or as "text".
 
-    A row of Alpaca has both "messages" and "completion": it is a chat for a tokenizer with a chat template.
+    A row of Alpaca has both "messages" and "completion": it is a chat for a tokenizer with a chat template. A chat has
+    "chat_template_kwargs", too, and as "beside" the row's fields that its form does not take.
 
     Raises:
         UserError: the row has no field that decides, or fields of two forms, or values that its form does not take.
@@ -108,6 +109,9 @@ def recognise(row: object) -> tuple[Form, dict]:
             if name in SYSTEMS and "system" in form.takes and not row.get("system"):
                 cure = f"give --columns system={name}"
             raise UserError(f'has "{name}" beside "{form.decides}", where it would be ignored; {cure}')
+    if "messages" in made:
+        beside = {name: row[name] for name in given if name not in clashing.union(own, FLAGS)}
+        made = {**made, "beside": beside, VARIABLES: own.get(VARIABLES)}
     return form, {**made, "tools": parsed(made["tools"], '"tools"')} if made.get("tools") else made
 
 
@@ -229,7 +233,8 @@ def refuse_unknown_flags(fields: dict, what: str, known: Collection[str]) -> Non
     """Refuses a field that may ask for another mask: its value is a number or a truth, or its name speaks of losses."""
     for name, value in fields.items():
         is_text = isinstance(value, str) and name in TEXTS
-        may_mask = isinstance(value, bool | int | float) or str(value).strip().lower() in TRUTHS
+        is_number = isinstance(value, bool | int | float) or str(value).strip().lower() in TRUTHS
+        may_mask = is_number and not may_be_number(name, value)
         may_mask |= value is not None and FLAG_WORDS.search(name) is not None
         if may_mask and not is_text and name not in known:
             has = f'{what} has "{name[:40]}": {json.dumps(value)[:40]}, which is not known here'
@@ -266,14 +271,14 @@ def _is_repeated(value, own: dict, made: dict) -> bool:
     return any(value in text for text in texts) or all(text in value for text in texts)
 
 
-def parsed(value, what: str):
+def parsed(value, what: str, kind: str = "a list of objects"):
     """Returns the value of a text of JSON: a table cannot hold objects of several kinds otherwise."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value or "null")
     except (ValueError, RecursionError):
-        raise UserError(f"{what} must be a list of objects, or JSON of one") from None
+        raise UserError(f"{what} must be {kind}, or JSON of one") from None
 
 
 def _from_turns(row: dict) -> dict:
@@ -373,6 +378,7 @@ def _system(row: dict) -> list[dict]:
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
+VARIABLES = "chat_template_kwargs"  # a row's variables of the chat template
 PAIRS = (("prompt", "response"), ("query", "response"), ("question", "answer"))
 SHOWN_WITH = frozenset(("context", "choices", "options"))  # parts of a question that no form has
 LEFT_OUT_BY_NAMING = (
@@ -380,19 +386,19 @@ LEFT_OUT_BY_NAMING = (
 )
 BESIDE = (*sorted(SHOWN_WITH), "input", "system", "history", "response")  # parts of a question or an answer
 FORMS = (
-    Form("messages", "messages", ("tools",), object, _from_turns),
-    Form("ShareGPT", "conversations", ("system", "tools"), object, _from_turns),
-    Form("prompt and completion", "completion", ("prompt", "tools"), list, _from_lists),
+    Form("messages", "messages", ("tools", VARIABLES), object, _from_turns),
+    Form("ShareGPT", "conversations", ("system", "tools", VARIABLES), object, _from_turns),
+    Form("prompt and completion", "completion", ("prompt", "tools", VARIABLES), list, _from_lists),
     Form("prompt and completion", "completion", ("prompt",), object, dict),
     Form("Alpaca", "instruction", ("input", "output", "system", "history"), object, _from_alpaca),
     Form("text", "text", (), object, dict),
     *(Form(f"{asked} and {said}", said, (asked, *BESIDE), object, _from_pair, needs=asked) for asked, said in PAIRS),
 )
 OF_FORMS = frozenset(name for form in FORMS for name in (form.decides, *form.takes))
-COLUMNS = frozenset(name for form in FORMS if not form.needs for name in (form.decides, *form.takes))
+COLUMNS = frozenset(name for form in FORMS if not form.needs for name in (form.decides, *form.takes)) - {VARIABLES}
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 # Parts of a chat or of a question that no form has. Beside a text they may be anything.
-UNREAD = {"functions", "system_prompt", "system_message", "chat_template_kwargs", "documents", *MEDIA}
+UNREAD = {"functions", "system_prompt", "system_message", VARIABLES, "documents", *MEDIA}
 SYSTEMS = ("system_prompt", "system_message")
 CLASHING = COLUMNS - {"input", "output", "history"}  # words that fields of other meanings often have
 # Fields of preference rows, in which two answers are compared, or steps or answers are judged: TRL's, OpenAI's,

@@ -2,17 +2,32 @@
 
 import json
 import re
+from typing import NamedTuple
 
-from training.data.forms import FLAGS, NUMBERS, NothingToLearn, refuse_unknown_flags, says_trained
+from training.data.forms import FLAGS, NothingToLearn, refuse_unknown_flags, says_trained
+from training.data.unread import EMPTY, cure_of, describes, texts_in
 from training.host.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CALLS = ("an assistant that calls tools", "an assistant that writes calls")  # in fields, or in the content
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THINKING = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
+INLINE_CALL = "<tool_call>"  # in contents of ShareGPT
+# Fields that check_messages brings into their form. Others are as in the data.
+READ = ("role", "content", *REASONING_FIELDS, "tool_calls")
 
 
-def check_messages(messages) -> tuple[list[dict], list[bool]]:
+class Forms(NamedTuple):
+    """Forms of messages that a template writes."""
+
+    reads_reasoning: bool = False  # from reasoning_content, "thinking" or a part of the content
+    thinks_in_parts: bool = False  # from a part of the content alone
+    null_content: bool = False  # calls are written beside a content of null alone
+    text_arguments: bool = False  # arguments of calls are JSON as a text
+    result_tag: str = ""  # "tool_response", where results of tools are written in <tool_response>
+
+
+def check_messages(messages, forms: Forms = Forms()) -> tuple[list[dict], list[bool]]:  # noqa: B008  immutable
     """Returns the messages of a chat as templates read them, and for each of the assistant whether it is trained on.
 
     Each content is one string, and reasoning has one name. Results of tools follow a message that calls tools, and
@@ -22,7 +37,7 @@ def check_messages(messages) -> tuple[list[dict], list[bool]]:
         raise UserError(f'"messages" is {"an empty list" if messages == [] else "no list"}; remove the line')
     checked: list[dict] = []
     trained: list[bool] = []
-    before, empty = "nothing", False  # the role before; whether a question or an answer is empty
+    before, is_empty = "nothing", False  # the role before; whether a question or an answer is empty
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
         what = f"message {number} ({str(role)[:40]})"
@@ -32,35 +47,102 @@ def check_messages(messages) -> tuple[list[dict], list[bool]]:
             raise UserError(f"{what} follows {before}, which calls no tool")
         if role != "tool" and before == CALLS[0]:
             raise UserError(f"{what} follows {before}, where there should be the result, of role tool")
-        content, thinking = _join_parts(message.get("content"), what)
         message = {name: value for name, value in message.items() if value is not None}  # tables hold all names
-        message["content"] = content
-        calls = function_names(message.get("tool_calls"), f'{what}: "tool_calls"')
-        if calls:
-            for call in message["tool_calls"]:
-                refuse_unknown_flags(call, f"a call of {what}", NUMBERS)
-            message["tool_calls"] = [_with_object(nested(call)) for call in message["tool_calls"]]
-        else:
-            message.pop("tool_calls", None)
-        thoughts = [each for each in (thinking, *(message.get(name) for name in REASONING_FIELDS)) if each]
-        if thoughts and any(thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts):
-            raise UserError(f"{what} has reasoning that is not one string; mend it, or remove the line")
+        message["content"], thinking = _join_parts(message.get("content"), what)
+        message = _with_calls(message, forms, what)
+        message = _with_reasoning(message, thinking, forms, what)
+        calls, thought = message.get("tool_calls"), message.get("reasoning_content")
         is_trained = says_trained(message, what)
-        refuse_unknown_flags(message, what, FLAGS.keys() | NUMBERS)
+        refuse_unknown_flags(message, what, FLAGS.keys())
         if role == "assistant":
             trained.append(is_trained is not False)
-        elif calls or thoughts or is_trained:
+        elif calls or thought or is_trained:
             raise UserError(f"{what} has tool_calls, reasoning or a weight, which only the assistant's have; remove it")
         message = {name: value for name, value in message.items() if name not in FLAGS}
-        if thoughts:
-            message["reasoning_content"] = thoughts[0]
-        empty |= role in ("user", "assistant") and not (message["content"].strip() or calls or thoughts)
-        writes = role == "assistant" and "<tool_call>" in message["content"]  # rows of ShareGPT do so
+        is_blank = not (message["content"].strip() or calls or thought)
+        is_empty |= role in ("user", "assistant") and is_blank and not _has_other_words(message)
+        writes = role == "assistant" and INLINE_CALL in message["content"]  # rows of ShareGPT do so
         before = CALLS[0] if calls else CALLS[1] if writes else role
-        checked.append(message)
-    if empty:
+        checked += _results(message, forms.result_tag) if role == "tool" else [message]
+    if is_empty:
         raise NothingToLearn("chats with an empty question or answer")
     return checked, trained
+
+
+def _has_other_words(message: dict) -> bool:
+    """Whether a message has words in fields that are not read: it is refused for them, not left out as empty."""
+    others = {name: value for name, value in message.items() if name not in READ and not describes(name)}
+    return any(True for name, value in others.items() for _ in texts_in(name, value))
+
+
+def _with_calls(message: dict, forms: Forms, what: str) -> dict:
+    """Returns a message with its calls in one form: see nested. Fields of null are left out of them."""
+    calls = message.get("tool_calls")
+    message = {name: value for name, value in message.items() if name != "tool_calls"}
+    if not function_names(calls, f'{what}: "tool_calls"'):
+        return message
+    if INLINE_CALL in message["content"]:
+        raise UserError(f"{what} has calls in tool_calls, and {INLINE_CALL} in its content; keep one of both")
+    checked = []
+    for call in calls or ():
+        refuse_unknown_flags(call, f"a call of {what}", ("arguments",))
+        call = nested({name: value for name, value in call.items() if value is not None})
+        function = {name: value for name, value in call["function"].items() if value is not None}
+        if "arguments" in function:
+            function["arguments"] = _as_object(function["arguments"], forms, f"a call of {what}")
+        checked.append(call | {"function": function})
+    return message | {"tool_calls": checked}
+
+
+def _as_object(arguments, forms: Forms, what: str):
+    """Returns the arguments of a call as an object: templates write it as JSON. A text stays if templates need it."""
+    found = arguments
+    if isinstance(arguments, str):
+        try:
+            found = json.loads(arguments)
+        except (ValueError, RecursionError):
+            found = None
+    if not isinstance(found, dict):
+        shown = json.dumps(arguments)[:40]
+        raise UserError(f'{what} has "arguments": {shown}; they must be an object, or JSON of one: {{}} for none')
+    return arguments if forms.text_arguments else found
+
+
+def _with_reasoning(message: dict, thinking: str, forms: Forms, what: str) -> dict:
+    """Returns a message with its reasoning once, as "reasoning_content" and under its own name.
+
+    Args:
+        thinking: reasoning in parts of the content.
+    """
+    given = [value for name in REASONING_FIELDS if (value := message.get(name)) is not None]
+    thoughts = [thought for thought in (thinking, *given) if thought]
+    if thoughts and any(thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts):
+        raise UserError(f"{what} has reasoning that is not one string; mend it, or remove the line")
+    if not thoughts and not given:
+        return message
+    thought = thoughts[0] if thoughts else ""
+    named = {name: thought for name in REASONING_FIELDS if message.get(name) is not None}
+    message = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    if inline := THINKING.match(message["content"]):
+        written = inline[1].strip()
+        if thought and written not in ("", thought.strip()):
+            raise UserError(f"{what} has reasoning in a field, and other reasoning in its content; keep one of both")
+        if not thought or (written and not forms.reads_reasoning):
+            return message  # the content has it all
+        message["content"] = message["content"][inline.end() :]
+    return message | named | {"reasoning_content": thought}
+
+
+def _results(message: dict, tag: str) -> list[dict]:
+    """Returns results of tools without the tag that the template writes around each.
+
+    "<tool_response>2</tool_response>\n<tool_response>3</tool_response>" has two.
+    """
+    whole = rf"\s*(<{tag}>(?:(?!<{tag}>).)*</{tag}>\s*)+"
+    if not tag or not re.fullmatch(whole, message["content"], re.DOTALL):
+        return [message]
+    results = re.findall(rf"<{tag}>(.*?)</{tag}>\s*(?=<{tag}>|\Z)", message["content"], re.DOTALL)
+    return [message | {"content": result.strip("\n")} for result in results]
 
 
 def _join_parts(content, what: str) -> tuple[str, str]:
@@ -76,19 +158,27 @@ def _join_parts(content, what: str) -> tuple[str, str]:
         if not isinstance(value, str):
             raise UserError(f'{what} has a content that is no text: a string, or parts {{"type": "text", "text": ...}}')
         refuse_unknown_flags(part, f"a part of {what}", ())
+        _refuse_other_words(part, kind, f"a part of {what}")
         joined[kind] += value
     return joined["text"], joined["thinking"]
 
 
-def in_parts(messages: list[dict]) -> list[dict]:
-    """Returns messages with their reasoning as a part of the content, before the text."""
-    made = []
-    for message in messages:
-        if thought := message.get("reasoning_content"):
-            text = {"type": "text", "text": message["content"]}
-            message = {**message, "content": [{"type": "thinking", "thinking": thought}, text]}
-        made.append(message)
-    return made
+def _refuse_other_words(part: dict, kind: str, what: str) -> None:
+    """Refuses a part of a content that has words beside its text, as of an image."""
+    for name, value in part.items():
+        if name in ("type", kind) or describes(name) or value in EMPTY:
+            continue
+        if words := next(texts_in(name, value), None):
+            raise UserError(f'{what} has "{name[:40]}": {words[1][:40]!r}, which is not read; {cure_of(name)}')
+
+
+def in_parts(message: dict) -> dict:
+    """Returns a message with its reasoning as a part of the content, before the text."""
+    if not (thought := message.get("reasoning_content")):
+        return message
+    rest = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    text = {"type": "text", "text": message["content"]}
+    return rest | {"content": [{"type": "thinking", "thinking": thought}, text]}
 
 
 def nested(tool: dict) -> dict:
@@ -96,15 +186,6 @@ def nested(tool: dict) -> dict:
     outer = {name: value for name, value in tool.items() if name in ("type", "id")}
     inner = {name: value for name, value in tool.items() if name not in outer}
     return tool if "function" in tool else {"type": "function"} | outer | {"function": inner}
-
-
-def _with_object(call: dict) -> dict:
-    """Returns a call whose arguments are an object, where they were JSON of one: templates write them as JSON."""
-    try:
-        arguments = json.loads(call["function"].get("arguments"))
-    except (TypeError, ValueError, RecursionError):
-        return call
-    return call | {"function": call["function"] | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def function_names(tools, what: str = "tools") -> list[str]:

@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from training.data.chat import UNSTORABLE, ChatTemplate, NoTemplate, has_template
+from training.data.chat import ChatTemplate, NoTemplate, has_template
 from training.data.containers import (
     COMPRESSIONS,
     CONTAINERS,
@@ -30,6 +30,7 @@ from training.data.containers import (
 )
 from training.data.forms import FIELDS, NothingToLearn, is_row, parse_columns, recognise, rename, with_chats
 from training.data.tokenizer import check_ids
+from training.data.writer import UNSTORABLE
 from training.host.choices import SUFFIXES
 from training.host.errors import UserError, hub_download
 from training.host.files import did_you_mean, inside, read_file, read_json
@@ -37,8 +38,9 @@ from training.host.files import did_you_mean, inside, read_file, read_json
 logger = logging.getLogger(__name__)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
 SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?:[-_./]|$)")  # in names of files of rows
+UNREAD_FIELD = "field of chats "  # what is left out of chats: before a field's name
 AS_CHATS = ", as chats"  # in the log, behind a form that a chat template wrote
-SHOWN = 8  # suffixes of files that are left out
+SHOWN = 8  # suffixes of files, or fields of chats, that are left out
 PANDOC = "pandoc -t plain -o {0}.txt {0}"
 TO_TEXT = {".pdf": "pdftotext {0} {0}.txt", ".docx": PANDOC, ".epub": PANDOC, ".odt": PANDOC}
 READ_ON = 10_000  # rows that are looked at after one that cannot be read, before all such rows are refused
@@ -208,9 +210,19 @@ def say_found(path: str | Path, parts: list[dict[str, int]]) -> None:
 
 def say_left_out(parts: list[dict[str, list]]) -> None:
     """Warns of what was left out of the parts of a corpus; see DocumentReader."""
+    fields: list[tuple[str, int, str]] = []
     for what in dict.fromkeys(what for part in parts for what in part):
         found = [part[what] for part in parts if what in part]
-        logger.warning("data: left out %s: %s, the first in %s", what, f"{sum(n for n, _ in found):,}", found[0][1])
+        count, first = sum(n for n, _ in found), found[0][1]
+        if what.startswith(UNREAD_FIELD):
+            fields.append((what.removeprefix(UNREAD_FIELD), count, first))
+        else:
+            logger.warning("data: left out %s: %s, the first in %s", what, f"{count:,}", first)
+    if fields:
+        names = ", ".join(f'"{name}" of {count:,}' for name, count, _ in fields[:SHOWN])
+        more = f" and {len(fields) - SHOWN} others" if len(fields) > SHOWN else ""
+        logger.warning("data: left out fields of chats that are not trained on: %s%s, the first in %s", names, more,
+                       fields[0][2])  # fmt: skip
 
 
 def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
@@ -414,9 +426,9 @@ class DocumentReader:
                 self.used.update(self._columns.keys() & row.keys())
             row, columns, prompt = with_chats(rename(row, self._columns)), dict[str, np.ndarray](), None
             if self._reading.rows is None:
-                form, encoded = self._encode(row)
+                form, encoded = self._encode(row, where)
             else:
-                form, encoded, columns, prompt = self._reading.rows(row, lambda part: self._encode(part)[1])
+                form, encoded, columns, prompt = self._reading.rows(row, lambda part: self._encode(part, where)[1])
         except NothingToLearn as what:
             self._leave_out(str(what), where)
         except NoTemplate as error:
@@ -452,12 +464,15 @@ class DocumentReader:
     def _leave_out(self, what: str, where: str) -> None:
         self.left_out.setdefault(what, [0, where])[0] += 1
 
-    def _encode(self, row: object) -> tuple[str, Encoded]:
+    def _encode(self, row: object, where: str) -> tuple[str, Encoded]:
         """Returns a row's form, in words for the log, and its tokens."""
         form, made = recognise(row)
         if "messages" in made and ("completion" not in made or self._has_template):
             self.used.add(AS_CHATS)
-            return f"{form.name}{AS_CHATS}", (*self._chat.encode(made), True)
+            encoded = self._chat.encode(made)
+            for name in sorted(self._chat.unread):
+                self._leave_out(UNREAD_FIELD + name[:40], where)
+            return f"{form.name}{AS_CHATS}", (*encoded, True)
         names = ("prompt", "completion") if "completion" in made else ("text",)
         for name in names:
             if not isinstance(made.get(name), str):

@@ -4,6 +4,7 @@ A template is a program from somebody's folder, so it runs in a sandbox and reac
 memory: a rendering that hangs is ended by SIGTERM.
 """
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -13,7 +14,7 @@ import re
 from datetime import date
 from pathlib import Path
 
-from training.data.messages import ROLES, in_parts
+from training.data.messages import ROLES, Forms, in_parts
 from training.data.tokenizer import FileTokenizer
 from training.host.errors import UserError, import_optional
 from training.host.files import read_file, read_json
@@ -25,7 +26,16 @@ MARK = f"[{OPEN}{CLOSE}]"
 # Date that templates get as the present day: the same chats have the same tokens on every day.
 TODAY = date(2026, 1, 1)
 
+ADDITIONAL = "additional_chat_templates"  # folder of templates beside chat_template.jinja
+NAMES = ("default", "tool_use")  # templates that are used
 Turn = tuple[int, int]  # characters start .. stop - 1 of a rendered chat
+
+
+QUESTION, ANSWER = {"role": "user", "content": "QqQ"}, {"role": "assistant", "content": "AaA"}
+CALL = {"id": "callcall1", "type": "function", "function": {"name": "NnN", "arguments": {"KkK": "VvV"}}}
+RESULT = {"role": "tool", "content": "RrR", "name": "NnN", "tool_call_id": "callcall1"}
+ONE_CALL: list[dict] = [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL]}, RESULT, ANSWER]
+TWO_CALLS: list[dict] = [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL, CALL]}, RESULT, RESULT, ANSWER]
 
 
 class Template:
@@ -37,12 +47,22 @@ class Template:
 
     Attributes:
         is_marked: whether the template has {% generation %}.
+        variables: names that the template reads, such as "messages" and "enable_thinking".
+        values: values of variables, by name, beside the messages.
+        forms: forms of messages that the template writes; see `learn_forms`.
     """
 
     def __init__(self, source: str, file: Path, special_tokens: dict[str, str]):
-        self.file, self._special_tokens = file, special_tokens
-        self._compiled, self.is_marked = _compile(source, file)
-        self._thinks_in_parts = False  # whether it reads reasoning from parts of the content alone
+        self.file, self.source = file, source
+        self._compiled, self.is_marked, self.variables = _compile(source, file)
+        self.values: dict = dict(special_tokens)
+        self.forms = Forms()
+
+    def given(self, values: dict) -> "Template":
+        """Returns this template with values of variables, such as {"enable_thinking": False}."""
+        template = copy.copy(self)
+        template.values = self.values | values
+        return template
 
     def render(self, messages: list[dict], tools: list | None = None, asks: bool = False) -> str:
         """Returns messages as text; if it `asks` for an answer, with the words that an answer begins with."""
@@ -59,59 +79,121 @@ class Template:
         # A loop that writes nothing, as one that looks for the last question, has no words between its marks.
         return "".join(parts), [turn for mark, part, turn in borders if mark == OPEN and part.strip()]
 
-    def learn_parts(self) -> None:
-        """Find out whether reasoning is written only where it is a part of the content, as by Ministral 3's."""
-        answer = {"role": "assistant", "content": "AaA", "reasoning_content": "TtT"}
-        messages = [{"role": "user", "content": "QqQ"}, answer]
-        if "TtT" in self.render(messages):
-            return
+    def learn_forms(self) -> None:
+        """Find out how the template reads reasoning, calls and results of tools."""
+        thinks, thinks_in_parts = self._reads_reasoning()
+        self.forms = Forms(reads_reasoning=thinks, thinks_in_parts=thinks_in_parts)
+        forms = itertools.product((False, True), (False, True), (TWO_CALLS, ONE_CALL))
+        for has_null_content, has_text_arguments, chat in forms:
+            self.forms = self.forms._replace(null_content=has_null_content, text_arguments=has_text_arguments)
+            text = self._text_of(chat)
+            if "NnN" in text and "KkK" in text and "VvV" in text:
+                wrapped = re.search(r"<(\w+)>\s*RrR\s*</\1>", text)
+                self.forms = self.forms._replace(result_tag=wrapped[1] if wrapped else "")
+                return
+        self.forms = self.forms._replace(null_content=False, text_arguments=False)
+
+    def _reads_reasoning(self) -> tuple[bool, bool]:
+        """Returns whether reasoning is written, and whether only as a part of the content, as by Ministral 3's."""
+        messages = [QUESTION, ANSWER | {"reasoning_content": "TtT"}]
+        if "TtT" in self._text_of(messages):
+            return True, False
+        self.forms = Forms(thinks_in_parts=True)
+        found = re.search("TtT(.*?)AaA", self._text_of(messages), re.DOTALL)
+        is_written = found is not None and "type" not in found[1]  # a template may print the list itself
+        return is_written, is_written
+
+    def _text_of(self, messages: list[dict]) -> str:
+        """Returns messages as text; none where the template refuses them."""
         try:
-            found = re.search("TtT(.*?)AaA", self.render(in_parts(messages)), re.DOTALL)
+            return self.render(messages)
         except UserError:
-            return
-        self._thinks_in_parts = found is not None and "type" not in found[1]  # a template may print the list itself
+            return ""
 
     def _render(self, messages: list[dict], tools: list | None, asks: bool = False) -> str:
-        messages = in_parts(messages) if self._thinks_in_parts else messages
+        messages = [self._as_read(message) for message in messages]
         given = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
         try:
-            return self._compiled.render(**given, **self._special_tokens)
+            return self._compiled.render(**self.values | given)
         except Exception as error:
             raise _failure(self.file, "fails", error) from None
 
+    def _as_read(self, message: dict) -> dict:
+        """Returns a message in the forms that the template reads.
 
-def read_template(tokenizer: FileTokenizer) -> tuple[Path, str | None]:
-    """Returns (file, template) of a tokenizer: what it was given, or its folder's."""
+        As in transformers, reasoning_content is "thinking", too. Where a template asks for them, calls stand beside a
+        content of None and have arguments as text: DeepSeek R1's drops calls beside an empty text.
+        """
+        if message.get("reasoning_content") is not None:
+            if self.forms.thinks_in_parts:
+                message = in_parts(message)
+            else:
+                message = {"thinking": message["reasoning_content"], **message}
+        if calls := message.get("tool_calls"):
+            if self.forms.null_content and not message["content"]:
+                message = message | {"content": None}
+            if self.forms.text_arguments:
+                message = message | {"tool_calls": [_with_text_arguments(call) for call in calls]}
+        return message
+
+
+def _with_text_arguments(call: dict) -> dict:
+    arguments = call["function"].get("arguments")
+    if not isinstance(arguments, dict):
+        return call
+    return call | {"function": call["function"] | {"arguments": json.dumps(arguments, ensure_ascii=False)}}
+
+
+def read_templates(tokenizer: FileTokenizer) -> dict[str, tuple[Path, str]]:
+    """Returns (file, template) by the template's name: what a tokenizer was given, or its folder's, as in transformers.
+
+    Most tokenizers have one template, "default". "tool_use" is for chats with tools. Files take the place of all that
+    tokenizer_config.json has: chat_template.jinja is "default", additional_chat_templates/tool_use.jinja "tool_use".
+    """
     if tokenizer.chat_template is not None:
-        return tokenizer.chat_template
+        return {"default": tokenizer.chat_template}
     folder = tokenizer.folder
-    file, settings_file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    settings = read_json(settings_file) if settings_file.exists() else {}
-    template: object = None
-    if file.exists():
-        try:
-            template = read_file(file, "give --tokenizer another folder").decode()
-        except UnicodeDecodeError:
-            raise UserError(f"chat template {file} is not UTF-8") from None
-    else:
-        file, template = settings_file, settings.get("chat_template")
-        if isinstance(template, list):  # several templates, each with a name
-            named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
-            template = named[0].get("template") if named else None
-    return file, template if isinstance(template, str) else None
+    files = {file.stem: file for file in sorted((folder / ADDITIONAL).glob("*.jinja"))}
+    if (file := folder / "chat_template.jinja").exists():
+        files = {"default": file} | files
+    if files:
+        return {name: (file, _read_source(file)) for name, file in files.items()}
+    file = folder / "tokenizer_config.json"
+    templates = read_json(file).get("chat_template") if file.exists() else None
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    if isinstance(templates, list):  # several templates, each with a name
+        named = [each for each in templates if isinstance(each, dict) and isinstance(each.get("name"), str)]
+        templates = {each["name"]: each.get("template") for each in named}
+    sources = templates.items() if isinstance(templates, dict) else ()
+    return {name: (file, source) for name, source in sources if isinstance(source, str)}
+
+
+def _read_source(file: Path) -> str:
+    try:
+        return read_file(file, "give --tokenizer another folder").decode()
+    except UnicodeDecodeError:
+        raise UserError(f"chat template {file} is not UTF-8") from None
 
 
 def template_hash(tokenizer) -> str | None:
-    """Returns a hash of a tokenizer's chat template; None if it has none."""
-    source = read_template(tokenizer)[1] if isinstance(tokenizer, FileTokenizer) else None
-    return source and hashlib.sha256(source.encode()).hexdigest()
+    """Returns a hash of a tokenizer's chat templates; None if it has none."""
+    templates = read_templates(tokenizer) if isinstance(tokenizer, FileTokenizer) else {}
+    sources = {name: source for name, (_, source) in templates.items() if name in NAMES}
+    if not sources:
+        return None
+    whole = sources["default"] if [*sources] == ["default"] else json.dumps(sources, sort_keys=True)
+    return hashlib.sha256(whole.encode()).hexdigest()
 
 
 def _compile(source: str, file: Path):
-    """Returns (template, whether it has {% generation %}). It reads no file, and leaves its arguments as they are."""
+    """Returns (template, whether it has {% generation %}, the variables that it reads).
+
+    The template reads no file, and leaves its arguments as they are.
+    """
     import_optional("jinja2.sandbox", f"chat template {file}")
     import jinja2
-    from jinja2 import ext, nodes, sandbox
+    from jinja2 import ext, meta, nodes, sandbox
 
     class Generation(ext.Extension):
         """The tags {% generation %} ... {% endgeneration %}, by which a template marks the assistant's words."""
@@ -139,11 +221,12 @@ def _compile(source: str, file: Path):
         logger.info("chat template %s asks for the day: it is told %s on every day", file, TODAY)
     try:
         tree = environment.parse(source)
+        variables = meta.find_undeclared_variables(environment.parse(source))
         is_marked = any(isinstance(each.call.node, nodes.ExtensionAttribute) for each in tree.find_all(nodes.CallBlock))
         if not is_marked:
             tree.body = _with_marks(tree.body)
             tree.set_environment(environment)
-        return environment.from_string(tree), is_marked
+        return environment.from_string(tree), is_marked, variables
     except Exception as error:
         raise _failure(file, "cannot be read", error) from None
 

@@ -1,17 +1,33 @@
 """The assistant's turns in a chat that a template wrote."""
 
+import logging
 import re
 from os.path import commonprefix
+from typing import NamedTuple
 
-from training.data.template import CLOSE, OPEN, Template, Turn
+from training.data.template import ANSWER, CLOSE, ONE_CALL, OPEN, QUESTION, TWO_CALLS, Template, Turn
 from training.data.tokenizer import FileTokenizer
 from training.host.errors import UserError
 
-QUESTION, ANSWER = {"role": "user", "content": "QqQ"}, {"role": "assistant", "content": "AaA"}
+logger = logging.getLogger(__name__)
 TALK = [QUESTION, ANSWER, {**QUESTION, "content": "RrR"}, {**ANSWER, "content": "BbB"}]
-CALL = {"id": "callcall1", "type": "function", "function": {"name": "NnN", "arguments": {}}}
-RESULT = {"role": "tool", "content": "RrR", "name": "NnN", "tool_call_id": "callcall1"}
-CALLED: list[dict] = [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL, CALL]}, RESULT, RESULT, ANSWER]
+# Answers that templates begin in several ways.
+SHAPES = [
+    ANSWER,
+    {**ANSWER, "reasoning_content": "TtT"},
+    {**ANSWER, "content": "<think>\nTtT\n</think>\n\nAaA"},
+    {**ANSWER, "content": "TtT\n</think>\n\nAaA"},
+    ONE_CALL[1],
+]
+BEFORE = {"user": ([QUESTION],), "tool": (TWO_CALLS[:-1], ONE_CALL[:-1]), "assistant": ([QUESTION, ANSWER],)}
+ENDS_OF_WORDS = "\n>]"  # of a line, and of tags
+
+
+class Header(NamedTuple):
+    """The text that a template writes before an answer."""
+
+    text: str  # before each answer: "<|im_start|>assistant\n"
+    given: str = ""  # words behind it that a prompt has, and not every answer, such as "<think>\n"
 
 
 class Turns:
@@ -29,8 +45,9 @@ class Turns:
     def __init__(self, template: Template, tokenizer: FileTokenizer):
         self._template, self._added = template, tokenizer.added_tokens
         self._header = ""
-        self._given = ""  # words behind the header that the template begins an answer with, such as "<think>"
+        self._headers: dict[str, Header | None] = {}  # by the role of the message before an answer
         self.ends = tuple[str, ...]()
+        self._ends_of_calls: dict[str, bool] = {}  # of turns that call, and whether generation stops there
         self.borders: tuple[str, ...] = (OPEN, CLOSE)
         text, parts = template.cut(TALK)
         answers, is_once = _answers(text, parts), len(re.findall("QqQ|AaA|RrR|BbB", text)) == 4
@@ -42,53 +59,136 @@ class Turns:
             name = "--chat_template" if tokenizer.has_template_flag else "chat_template.jinja beside the tokenizer"
             raise UserError(f"chat template {template.file} does not {fault}: {cure}, and give it as {name}")
         bos = tokenizer.special_tokens.get("bos_token", "")
-        tokens = (token for token in self._added if any(token in end for end in self.ends))
-        words = (*self.borders, *map(str.strip, self.ends), *tokens, bos if text.startswith(bos) else "")
+        ends = (*self.ends, *self._ends_of_calls)
+        tokens = (token for token in self._added if any(token in end for end in ends))
+        words = (*self.borders, *map(str.strip, ends), *tokens, bos if text.startswith(bos) else "")
         self.borders = tuple(word for word in words if word)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Strings at which generation stops."""
+        return (*self.ends, *(end for end, is_stop in self._ends_of_calls.items() if is_stop))
 
     def find(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
         """Returns a chat's text, and the assistant's turns in it: without headers, with the tokens that end them."""
         text, parts = self._template.cut(messages, tools)
-        count = sum(message["role"] == "assistant" for message in messages)
-        if len(parts) != count and not self._template.is_marked:
-            raise UserError(f"the template shows {len(parts)} turns of the assistant, the messages are {count}")
+        before = _before_answers(messages)
+        if len(parts) != len(before) and not self._template.is_marked:
+            raise UserError(f"the template shows {len(parts)} turns of the assistant, the messages are {len(before)}")
+        before = before if len(parts) == len(before) else [("user", False)] * len(parts)
         turns = []
-        for number, (start, stop) in enumerate(parts, start=1):
-            if self._header in text[start:stop]:
-                start = text.index(self._header, start) + len(self._header)
+        for number, ((start, stop), (role, calls)) in enumerate(zip(parts, before), start=1):
+            start = self._behind_header(text, (start, stop), role, number)
             turn = text[start:stop].rstrip()
-            is_ended = turn.endswith(self.ends)
+            is_ended = turn.endswith((*self.ends, *self._ends_of_calls) if calls else self.ends)
             if not is_ended and not self._template.is_marked:
                 ends = " or ".join(map(repr, self.ends))
                 raise UserError(f"turn {number} of the assistant does not end with {ends} in the template")
             turns.append((start, start + len(turn) if is_ended else stop))
         return text, turns
 
-    def behind_given(self, text: str, turns: list[Turn]) -> list[Turn]:
+    def behind_given(self, text: str, turns: list[Turn], messages: list[dict]) -> list[Turn]:
         """Returns turns without the words that the template itself begins an answer with, such as "<think>"."""
-        if self._template.is_marked:
+        before = _before_answers(messages)
+        if self._template.is_marked or len(turns) != len(before):
             return turns
-        return [(start + len(self._given) * text.startswith(self._given, start), stop) for start, stop in turns]
+        headers = [self._header_behind(role) or self._header_behind("user") for role, _ in before]
+        given = [header.given if header else "" for header in headers]
+        same = [_same(words, text[start:stop]) for words, (start, stop) in zip(given, turns)]
+        return [(start + count, stop) for count, (start, stop) in zip(same, turns)]
+
+    def _behind_header(self, text: str, part: Turn, role: str, number: int) -> int:
+        """Returns the first character of a part that is no header."""
+        start, stop = part
+        headers = [header for each in (role, "user") if (header := self._header_behind(each)) is not None]
+        for header in headers:
+            if (place := text.find(header.text, start, stop)) >= 0:
+                return place + len(header.text)
+        if self._template.is_marked:
+            return start
+        shown = " or ".join(repr(header.text) for header in headers)
+        raise UserError(
+            f"turn {number} of the assistant does not begin with {shown} in the template: its header would be trained "
+            "on; mend that answer, or put {% generation %} around answers in a copy of the template"
+        )
+
+    def _header_behind(self, role: str) -> Header | None:
+        """Returns the header of an answer to a message of this role; None if the template shows none."""
+        if role not in self._headers:
+            headers = map(self._learn_header, BEFORE.get(role, ()))
+            self._headers[role] = next((header for header in headers if header is not None), None)
+        return self._headers[role]
+
+    def _learn_header(self, before: list[dict]) -> Header | None:
+        """Returns what the template writes both before answers of all shapes and where it asks for one."""
+        try:
+            unasked, asked = (self._template.render(before, asks=asks) for asks in (False, True))
+        except UserError:
+            return None
+        count = sum(message["role"] == "assistant" for message in before)
+        shared = []
+        for answer in SHAPES:
+            for behind in ([], TALK[2:]):
+                if "tool_calls" in answer:
+                    behind = [*ONE_CALL[2:3], *behind]
+                try:
+                    text, parts = self._template.cut([*before, answer, *behind])
+                except UserError:
+                    continue
+                start, stop = parts[count] if len(parts) > count else (0, 0)
+                # A header within {% generation %} is none if only its end is.
+                is_whole = start <= len(unasked) or not self._template.is_marked
+                if start < stop and text[:start] == asked[:start] and is_whole:
+                    shared.append((start, _same(asked[start:], text[start:stop])))
+        if not shared:
+            return None
+        start = shared[0][0]
+        length = min(length for _, length in shared)
+        # Text before an answer, without a space at its end: that is part of the answer's first token.
+        header = asked[start : start + length].rstrip(" ")
+        return Header(header, asked[start + len(header) :].rstrip(" "))
 
     def _learn(self, text: str, parts: list[Turn], answers: list[tuple[str, str, str]]) -> None:
         """Learn header, ends and borders of turns from `text`, the rendering of TALK, and its parts."""
         heads, _, tails = zip(*answers)
-        before, asked = self._template.render(TALK[:1]), self._template.render(TALK[:1], asks=True)
-        # Text before an answer, without a space at its end: that is part of the answer's first token.
-        prompt = asked.removeprefix(before).rstrip(" ") if asked.startswith(before) else ""
-        _, first, _, last, _ = re.split("QqQ|AaA|RrR|BbB", text)
-        lengths = (n for n in range(len(prompt), 0, -1) if prompt[:n] in first and prompt[:n] in last)
-        self._header = prompt[: next(lengths, 0)]
-        if not self._header and not self._template.is_marked and heads[0] == heads[1]:  # the template has no prompt
-            self._header = prompt = heads[0].rstrip(" ")
-        self._given = prompt[len(self._header) :]
+        header = self._learn_header(TALK[:1])
+        if (header is None or not header.text) and not self._template.is_marked and heads[0] == heads[1]:
+            header = Header(heads[0].rstrip(" "))  # the template has no prompt
+        header = header or Header("")
+        self._headers["user"], self._header = header, header.text
         self.ends = tuple(dict.fromkeys(tail.rstrip() for tail in tails)) if all(map(str.strip, tails)) else ()
         self.borders += (self._header.strip(),)
+        if self.ends:
+            self._learn_ends_of_calls()
         if not self._template.is_marked and self.ends:
             opener = text[parts[0][1] : text.index("RrR")].strip()
             shared = commonprefix([self._header.strip(), opener])  # noqa: RUF071  strings, not paths
             opener = shared if shared in self._added else opener
-            self.borders += (self._beginning(TALK[:2]), opener, self._beginning(CALLED))
+            self.borders += (self._beginning(TALK[:2]), opener, self._beginning(TWO_CALLS))
+
+    def _learn_ends_of_calls(self) -> None:
+        """Learn what ends turns with calls alone, as gpt-oss's "<|call|>".
+
+        DeepSeek R1's template ends one call by a token that stands between two: generation must not stop there.
+        """
+        ends: list[str | None] = []  # of one call and of two; None: as other turns
+        for chat in (ONE_CALL, TWO_CALLS):
+            try:
+                text, parts = self._template.cut(chat)
+            except UserError:
+                continue
+            call = text[slice(*parts[0])].rstrip() if parts else ""
+            if "NnN" in call and "RrR" not in call:
+                tokens = (token for token in self._added if call.endswith(token))
+                behind = call.rpartition("VvV")[2].lstrip("\"'}]) \n")
+                ends.append(None if call.endswith(self.ends) else max(tokens, key=len, default=behind))
+        for end in sorted({end for end in ends if end}):
+            self._ends_of_calls[end] = end in self._added and {*ends} == {end}
+            if not self._ends_of_calls[end]:
+                logger.warning(
+                    "chat template %s ends a turn with one call by %r, at which generation does not stop: the model "
+                    "does not learn to stop behind such a call", self._template.file, end,
+                )  # fmt: skip
 
     def _beginning(self, messages: list[dict]) -> str:
         """Returns the text that begins the last message: a header, or the token that ends the message before it.
@@ -104,6 +204,22 @@ class Turns:
             return self._header.strip()
         before = text[:start].rpartition(messages[-2]["content"])[2]
         return max((token for token in self._added if token in before), key=before.rfind, default=before.strip())
+
+
+def _before_answers(messages: list[dict]) -> list[tuple[str, bool]]:
+    """Returns for each message of the assistant the role before it, and whether it calls tools."""
+    roles = ["", *(message["role"] for message in messages)]
+    both = zip(roles, messages)
+    return [(role, bool(message.get("tool_calls"))) for role, message in both if message["role"] == "assistant"]
+
+
+def _same(words: str, text: str) -> int:
+    """Returns how many characters both begin with, up to the end of a tag or a line.
+
+    "<think>" and "<table>" share none.
+    """
+    same = commonprefix([words, text])  # noqa: RUF071  strings, not paths
+    return len(same) if len(same) == len(words) else max(same.rfind(end) for end in ENDS_OF_WORDS) + 1
 
 
 def _answers(text: str, parts: list[Turn]) -> list[tuple[str, str, str]]:

@@ -122,3 +122,44 @@ QWEN35 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif %}
 """
+# A short form of Nemotron 3's: answers are asked for with "<think>\n", and one without a thought begins otherwise.
+NEMOTRON3 = """
+{%- for m in messages %}
+    {%- set content = m.content or '' %}
+    {%- if m.reasoning_content %}{% set content = '<think>\n' + m.reasoning_content + '\n</think>\n' + content %}
+    {%- elif m.role == 'assistant' and '<think>' not in content and '</think>' not in content %}
+        {%- set content = '<think></think>' + content %}
+    {%- endif %}
+    {{- '<|im_start|>' + m.role + '\n' + content | trim }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '\n<tool_call>' + call.function.name + '\n' }}
+        {%- for name, value in call.function.arguments | items %}{{ name ~ '=' ~ value ~ '\n' }}{% endfor %}
+        {{- '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' + ('<think>\n' if enable_thinking | default(true) else '<think></think>') }}
+{%- endif %}
+"""
+# A short form of DeepSeek R1's: calls beside a content of none alone, with arguments as a text. What stands before an
+# answer to results is no part of the prompt's header, and one call has no end.
+DEEPSEEK_R1 = """
+{{- bos_token }}{% set ns = namespace(results=false) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{{ '<|user|>' + m.content }}{% endif %}
+    {%- if m.role == 'assistant' and m.content is none %}
+        {%- for call in m.tool_calls %}
+            {{- '<|assistant|>' if loop.first else '\n' }}
+            {{- '<call>' + call.function.name + ' ' + call.function.arguments + '[/CALL]' }}
+            {{- '</s>' if loop.index > 1 }}
+        {%- endfor %}
+    {%- elif m.role == 'assistant' %}
+        {{- ('[/TOOL_RESULTS]' if ns.results else '<|assistant|>') + m.content.split('</think>')[-1] + '</s>' }}
+        {%- set ns.results = false %}
+    {%- elif m.role == 'tool' %}
+        {{- '' if ns.results else '[TOOL_RESULTS]' }}{{ m.content }}{% set ns.results = true %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.results %}{{ '[/TOOL_RESULTS]' }}{% elif add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}
+"""

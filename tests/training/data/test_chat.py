@@ -13,11 +13,13 @@ import pytest
 from tests.training.data.templates import (
     CHATML,
     DEEPSEEK,
+    DEEPSEEK_R1,
     GEMMA3,
     LLAMA3,
     MARKED,
     MINISTRAL3,
     MISTRAL,
+    NEMOTRON3,
     OLMO3,
     PHI3,
     QWEN3,
@@ -230,10 +232,13 @@ def test_calls_of_any_form_reach_the_template_in_one(shown):
     [text] = texts
     assert text.startswith('[{"type": "function", "function": {"name": "add"}}]')
     assert '[{"name": "add", "arguments": {"a": 1}}<|eot_id|>]' in text
-    for arguments in ("[1]", "x", "[" * 100_000, None):  # no JSON of an object: left as it is
+    for arguments in ("[1]", "x", "[" * 100_000, "", "null", "3", [1], 3):
         called = {**TALK[1], "content": "", "tool_calls": [{"name": "add", "arguments": arguments}]}
-        text = shown(template, [TALK[0], called, {"role": "tool", "content": "2"}, TALK[3]])
-        assert json.dumps(arguments) in text
+        with pytest.raises(ValueError, match=r'a call of message 2 .* has "arguments": .*; they must be an object'):
+            shown(template, [TALK[0], called, {"role": "tool", "content": "2"}, TALK[3]])
+    null = {**TALK[1], "content": "", "tool_calls": [{"id": None, "function": {"name": "add", "arguments": None}}]}
+    text = shown(template, [TALK[0], null, {"role": "tool", "content": "2"}, TALK[3]])
+    assert '[{"name": "add"}<|eot_id|>]' in text  # null is no value
     nulls = [{**m, "tool_calls": None, "name": None} for m in TALK]  # rows of a table have all fields
     none = [{**m, "tool_calls": []} for m in TALK]
     plain = shown(template, TALK)
@@ -558,3 +563,255 @@ def test_where_the_template_is(folder, tmp_path):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
         ids, _ = ChatTemplate(load_tokenizer(str(tmp_path / "tokenizer.json"))).encode({"messages": TALK})
         assert len(ids) > 10
+
+
+THOUGHT = {"type": "reasoning.text", "text": "THOUGHT", "format": "a", "index": 0}
+
+
+def test_fields_of_messages_that_no_template_writes(shown, folder, tmp_path, caplog):
+    """Words of an answer are refused by name, and what describes a message is counted."""
+    refused = {
+        "reasoning_details": [THOUGHT], "thinking_blocks": [{"type": "thinking", "thinking": "THOUGHT"}],
+        "thought": "THOUGHT", "analysis": "T", "cot": "Hello", "rationale": "THOUGHT", "reasoning_summary": ["T"],
+        "toolCalls": [{"name": "f"}], "tool_call": {"name": "f", "arguments": {}}, "actions": ["f"],
+        "function_calls": '[{"name": "f"}]', "images": ["a.png"], "image_url": {"url": "a"}, "audio": {"id": "a"},
+        "notes": "well", "channel": "analysis",
+    }  # fmt: skip
+    for (name, value), content in itertools.product(refused.items(), ("Hello. ", "")):
+        what = f'message 2 .assistant. has "{name}": .*, which chat template .* does not write'
+        with pytest.raises(ValueError, match=what) as error:
+            shown(CHATML, messages("Hi", content, **{name: value}))
+        assert "\n" not in str(error.value)
+        writes = CHATML.replace("m.content", f"(m.{name} | tojson if m.{name} else '') + m.content")
+        assert json.dumps(value) in shown(writes, messages("Hi", "Hello. ", **{name: value}))
+    described = {
+        "id": "a", "uuid": "b", "name": "Ann", "model": "m", "source": "s", "created_at": "now", "usage": {"n": 3},
+        "annotations": [{"url": "u"}], "metadata": {"a": "b"}, "finish_reason": "stop", "scores": [0.5],
+        "logprobs": {"content": [{"token": "a", "logprob": -0.1}]},
+    }  # fmt: skip
+    nothing = {
+        "token_count": 3, "timestamp": 1.5, "channel": "final", "refusal": None, "audio": None, "function_call": None,
+        "reasoning_details": [], "images": [], "tool_calls": None, "summary": "Hello.", "annotations": [],
+    }  # fmt: skip
+    expected = shown(CHATML, TALK[:2])
+    for fields in ({}, described, nothing):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [TALK[0], {**TALK[1], **fields}]}))
+        assert shown(CHATML, [TALK[0], {**TALK[1], **fields}]) == expected
+        caplog.clear()
+        load_documents(str(tmp_path / "a.jsonl"), load_tokenizer(str(folder)), 300)
+        left_out = re.findall('"(\\w+)" of 1', caplog.text)
+        assert {*left_out} == {*sorted(fields if fields is described else ())[:8]}
+        assert ("are not trained on" in caplog.text) == (fields is described)
+    same = {"reasoning": "THOUGHT", "reasoning_details": [THOUGHT]}  # OpenRouter's answers have it twice
+    assert "<think>\nTHOUGHT\n</think>" in shown(QWEN3, messages("Hi", "Hello.", **same))
+
+
+def test_fields_of_parts_and_calls_that_no_template_writes(shown):
+    part = {"type": "text", "text": "Hello. "}
+    with pytest.raises(ValueError, match=r'a part of message 2 .* has "image_url": .*, which is not read'):
+        shown(CHATML, messages("Hi", [part | {"image_url": {"url": "a"}}]))
+    cached = part | {"cache_control": {"type": "ephemeral"}, "annotations": [{"url": "a"}], "image_url": None}
+    assert shown(CHATML, messages("Hi", [cached])) == shown(CHATML, TALK[:2])
+    names = QWEN3.replace("call.function | tojson", "call.function.name + (call.function.arguments | tojson)")
+    for call, name in (
+        ({"name": "f", "arguments": {}, "thought": "T"}, "thought"),
+        ({"function": {"name": "f", "arguments": {}}, "result": "4"}, "result"),
+    ):
+        called = {**TALK[1], "tool_calls": [call]}
+        with pytest.raises(ValueError, match=f'message 2 .assistant. has "{name}": '):
+            shown(names, [TALK[0], called, {"role": "tool", "content": "2"}, TALK[3]])
+
+
+def test_fields_of_rows_that_no_template_writes(shown, folder, tmp_path, caplog):
+    for name, value in (("reasoning", "T"), ("rationale", "Hello"), ("tool_calls", [{"name": "f"}]), ("cot", ["T"])):
+        with pytest.raises(ValueError, match=f'has "{name}" beside its messages: .*, which no chat template writes'):
+            load_rows(tmp_path, folder, [{"messages": TALK, name: value}])
+    fields = {"source": "s", "generations": ["a", "b"], "reasoning": "off", "id": 7, "answer": "So.", "empty": []}
+    load_rows(tmp_path, folder, [{"messages": TALK, **fields}, {"messages": TALK}, {"messages": TALK, "source": "t"}])
+    [message] = caplog.messages
+    assert message.startswith('data: left out fields of chats that are not trained on: "generations" of 1, "reasoning"')
+    assert '"source" of 2, the first in ' in message and message.endswith("a.jsonl:1")
+
+
+def load_rows(tmp_path, folder, rows):
+    """Returns the documents of rows under ChatML."""
+    (folder / "chat_template.jinja").write_text(CHATML)
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return load_documents(str(tmp_path / "a.jsonl"), load_tokenizer(str(folder)), 300)
+
+
+def test_columns_of_tables_that_may_be_of_an_answer_are_read(folder, tmp_path):
+    table = pytest.importorskip("pyarrow").Table.from_pylist([{"messages": TALK[:2], "rationale": "T", "other": "x"}])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    with pytest.raises(ValueError, match='has "rationale" beside its messages'):
+        load_documents(str(tmp_path / "a.parquet"), load_tokenizer(str(folder)), 300)
+
+
+def test_a_header_is_no_target_where_answers_begin_in_several_ways(shown):
+    asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    for content, fields, expected in (
+        ("Four.", {}, "<think>[</think>Four."),
+        ("two\n</think>\n\nFour.", {}, "[two\n</think>\n\nFour."),
+        ("<think>\ntwo\n</think>\n\nFour.", {}, "<think>\n[two\n</think>\n\nFour."),
+        ("<think>two</think>Four.", {}, "<think>[two</think>Four."),
+        ("Four.", {"reasoning_content": "two"}, "<think>\n[two\n</think>\nFour."),
+    ):
+        assert shown(NEMOTRON3, messages("Hi", content, **fields)) == f"{asked}{expected}<|im_end|>]\n"
+        earlier = shown(NEMOTRON3, [*messages("Hi", content, **fields), *messages("Hi", "So")])
+        assert earlier == f"{asked}{expected}<|im_end|>]\n{asked}<think>[</think>So<|im_end|>]\n"
+    assert shown(CHATML.replace("assistant\n'", "assistant\n<think>\n'"), messages("Hi", "<table>")) == (
+        f"{asked}[<table><|im_end|>]\n"
+    )
+    other = CHATML.replace("'<|im_start|>' + m.role", "('<|' if m.content == 'x' else '<|im_start|>') + m.role")
+    with pytest.raises(ValueError, match=r"turn 1 of the assistant does not begin with '<\|im_start\|>assistant\\n'"):
+        shown(other, messages("Hi", "x"))
+
+
+def test_results_of_tools_within_an_answer_are_refused(shown):
+    """Gemma 4's template writes them at the message that calls."""
+    within = (
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.name + messages[loop.index].content }}{% endif %}"
+        "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    )
+    called = {**TALK[1], "tool_calls": [{"name": "f"}]}
+    with pytest.raises(ValueError, match=r"writes message 3 \(tool\) within an answer: it would be trained on"):
+        shown(within, [TALK[0], called, {"role": "tool", "content": "2"}, TALK[3]])
+
+
+def test_several_templates_are_chosen_as_transformers_does(folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    record, called = {"messages": TALK}, {"messages": TALK, "tools": tools}
+    listed = "{{ '|'.join(tools | map(attribute='function') | map(attribute='name')) }}" + LLAMA3
+    for kind in ("list", "folder", "folder without a default"):
+        target = tmp_path / kind
+        (target / "additional_chat_templates").mkdir(parents=True)
+        (target / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+        named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": listed}]
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"}
+        config |= {"chat_template": named if kind == "list" else "x"}
+        (target / "tokenizer_config.json").write_text(json.dumps(config))
+        if kind != "list":
+            (target / "additional_chat_templates" / "tool_use.jinja").write_text(listed)
+        if kind == "folder":
+            (target / "chat_template.jinja").write_text(CHATML)
+        theirs, ours = transformers.AutoTokenizer.from_pretrained(target), ChatTemplate(load_tokenizer(str(target)))
+        assert ours.encode(called)[0].tolist() == theirs.apply_chat_template(TALK, tools=tools, return_dict=False)
+        assert {*ours.end_ids} >= {*theirs.convert_tokens_to_ids(["<|eot_id|>"])}
+        if kind == "folder without a default":
+            with pytest.raises(ValueError, match='has the chat templates tool_use, and none that is "default"'):
+                ours.encode(record)
+            with pytest.raises(ValueError, match="no default"):
+                theirs.apply_chat_template(TALK)
+        else:
+            assert ours.encode(record)[0].tolist() == theirs.apply_chat_template(TALK, return_dict=False)
+            assert len(ours.end_ids) == 2
+
+
+def called(arguments, **fields):
+    """Returns a chat whose answer calls a tool twice."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    results = [{"role": "tool", "content": "2"}] * 2
+    return [TALK[0], {"role": "assistant", "tool_calls": [call] * 2, **fields}, *results, messages("", "So.")[1]]
+
+
+def test_calls_by_their_forms_are_as_transformers_writes_them(shown, theirs, folder):
+    """Contents of null and "" are one, and so are arguments and their JSON: templates get what they write whole."""
+    for template in (QWEN3, NEMOTRON3):
+        (folder / "chat_template.jinja").write_text(template)
+        ours = ChatTemplate(load_tokenizer(str(folder)))
+        for content, arguments, thought in itertools.product(
+            (None, "", "Well."), ({"a": 1}, '{"a": 1}', "{}"), (None, "", "why")
+        ):
+            ids, _ = ours.encode({"messages": called(arguments, content=content, reasoning_content=thought)})
+            same = called({} if arguments == "{}" else {"a": 1}, content=content or "", reasoning_content=thought)
+            assert ids.tolist() == theirs.apply_chat_template(same, chat_template=template, return_dict=False)
+    for content, arguments in itertools.product((None, ""), ({"a": 1}, '{"a":1}')):
+        written = json.dumps(arguments) if isinstance(arguments, dict) else arguments
+        assert shown(DEEPSEEK_R1, called(arguments, content=content)) == (
+            f"<s><|user|>Hi<|assistant|>[<call>add {written}[/CALL]\n<call>add {written}[/CALL]</s>]"
+            "[TOOL_RESULTS]22[/TOOL_RESULTS][So.</s>]"
+        )
+        stops = ChatTemplate(load_tokenizer(str(folder))).end_ids
+        assert stops == {theirs.convert_tokens_to_ids("</s>")}  # between two calls stands no end
+    one = called({}, content=None)
+    one[1:4] = [{**one[1], "tool_calls": one[1]["tool_calls"][:1]}, one[2]]
+    assert "[<call>add {}[/CALL]][TOOL_RESULTS]2" in shown(DEEPSEEK_R1, one)
+    for fields in ({"content": "Well."}, {"content": "", "reasoning_content": "why"}):
+        with pytest.raises(ValueError, match=r"does not write the (tool_calls|reasoning) of message 2"):
+            shown(DEEPSEEK_R1, called({}, **fields))
+
+
+def test_each_call_is_written_with_its_arguments(shown):
+    first = QWEN3.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    with pytest.raises(ValueError, match="not write the tool_calls of message 2, call 2 of 2: 'add'"):
+        shown(first, called({"a": 1}, content=""))
+    names = QWEN3.replace("call.function | tojson", "call.function.name")
+    with pytest.raises(ValueError, match="not write the arguments of the tool_calls of message 2, call 1 of 2: 'add'"):
+        shown(names, called({"a": 1}, content=""))
+    with pytest.raises(ValueError, match=r"message 2 .* has calls in tool_calls, and <tool_call> in its content"):
+        shown(QWEN3, called({}, content="<tool_call>{}</tool_call>"))
+
+
+def test_a_thought_in_two_places_is_written_once(shown):
+    inline, asked = "<think>\nwhy\n</think>\n\nSo.", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    once = shown(QWEN3, messages("Hi", "So.", reasoning_content="why"))
+    plain = shown(QWEN3, messages("Hi", inline))
+    for thought in ("", "why", "why\n"):
+        text = shown(QWEN3, messages("Hi", inline, reasoning_content=thought))
+        assert text.count("<think>") == 1 + (thought == "") and "why" in text
+        assert shown(CHATML, messages("Hi", inline, reasoning=thought)) == f"{asked}[{inline}<|im_end|>]\n"
+    assert shown(QWEN3, messages("Hi", "<think></think>So.", thinking="why")) == once
+    assert shown(QWEN3, messages("Hi", inline, reasoning_content="")) == plain
+    with pytest.raises(ValueError, match=r"message 2 .* has reasoning in a field, and other reasoning in its content"):
+        shown(QWEN3, messages("Hi", inline, reasoning_content="other"))
+    # As in transformers, reasoning has both names: gpt-oss's template reads "thinking".
+    named = QWEN3.replace("m.reasoning_content", "m.thinking")
+    assert shown(named, messages("Hi", "So.", reasoning_content="why")) == once
+    both = QWEN3.replace("(m.reasoning_content or '')", "(m.reasoning_content or '') + (m.thinking or '')")
+    assert "whywhy" in shown(both, messages("Hi", "So.", reasoning="why"))
+
+
+def test_results_in_the_tag_that_the_template_writes(shown):
+    chat = called({}, content="")
+    expected = shown(QWEN3, [*chat[:2], {**chat[2], "content": "a"}, {**chat[2], "content": "b"}, chat[4]])
+    for text in ("<tool_response>\na\n</tool_response>\n<tool_response>b</tool_response>\n",):
+        assert shown(QWEN3, [*chat[:2], {**chat[2], "content": text}, chat[4]]) == expected
+        assert text in shown(MINISTRAL3, [*chat[:2], {**chat[2], "content": text}, chat[4]])
+    inside = "a <tool_response>b</tool_response>"
+    assert f"<tool_response>{inside}</tool_response>" in shown(
+        QWEN3, [*chat[:2], {**chat[2], "content": inside}, chat[4]]
+    )
+
+
+def test_variables_of_rows_are_given_to_the_template(shown, theirs, folder, tmp_path):
+    for values in ({"enable_thinking": False}, {"enable_thinking": True}, {"enable_thinking": None, "other": ""}):
+        for content in ("Four.", "<think>\ntwo\n</think>\n\nFour."):
+            chat = messages("Hi", content)
+            text = shown(NEMOTRON3, {"messages": chat, "chat_template_kwargs": values})
+            given = {name: value for name, value in values.items() if value is not None}
+            assert re.sub(r"[\[\]]", "", text) == theirs.apply_chat_template(
+                chat, chat_template=NEMOTRON3, tokenize=False, **given
+            )
+            asked = theirs.apply_chat_template(
+                chat[:1], chat_template=NEMOTRON3, tokenize=False, add_generation_prompt=True, **given
+            )
+            if text.startswith(asked):  # TRL's completions begin where the prompt ends
+                assert text.startswith(asked + "[")
+    system = CHATML.replace("{% for", "{{ system_of_row | default('') }}{% for", 1)
+    assert shown(system, {"messages": TALK, "chat_template_kwargs": '{"system_of_row": "S"}'}).startswith("S<|im_start")
+    assert not shown(system, TALK).startswith("S")
+    for values, name in (({"other": "x"}, "other"), ({"a": False}, "a"), ({"tools": []}, "tools")):
+        with pytest.raises(ValueError, match=f'has "chat_template_kwargs" beside "messages", where "{name}" would be'):
+            load_rows(tmp_path, folder, [{"messages": TALK, "chat_template_kwargs": values}])
+    for values in ([1], "x", 3):
+        with pytest.raises(ValueError, match='"chat_template_kwargs" must be an object, or JSON of one'):
+            load_rows(tmp_path, folder, [{"messages": TALK, "chat_template_kwargs": values}])
+    (folder / "chat_template.jinja").write_text(system)
+    for form in ({"conversations": TALK}, {"prompt": TALK[:1], "completion": TALK[1:2]}):
+        (tmp_path / "a.jsonl").write_text(json.dumps(form | {"chat_template_kwargs": {"system_of_row": "S"}}))
+        tokenizer = load_tokenizer(str(folder))
+        [document] = load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
+        assert tokenizer.decode(document.tokens).startswith("S")
