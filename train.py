@@ -31,7 +31,14 @@ import torch
 from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old, tokenizer_of
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
-from training.checkpoint.weights import NO_COMPANIONS, Companions, folders_of, read_companions, read_image_settings
+from training.checkpoint.weights import (
+    NO_COMPANIONS,
+    Companions,
+    folders_of,
+    left_out,
+    read_beside_weights,
+    read_companions,
+)
 from training.data.chat import stop_ids
 from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, count_sequences, prompts_of, validation_batches
@@ -204,7 +211,11 @@ def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
             trained_on = tokenizer_of(weights[0])
         if trained_on == "bytes":
             companions = read_companions(weights[0] / "tokenizer.json", weights)
-    return companions.joined(read_image_settings(weights)).joined(recipe.companions())
+    is_extended = recipe.config.rope_scaling is not None
+    companions = companions.joined(read_beside_weights(weights, is_extended)).joined(recipe.companions())
+    if weights and not recipe.checkpoint and (absent := left_out(weights, companions.files)):
+        logger.info("checkpoints leave out of %s: %s", weights[0], ", ".join(absent))
+    return companions
 
 
 # The data

@@ -7,8 +7,10 @@ dtypes and bytes, the text model's tensors keep their prefix, and its settings s
 The other tensors are never in memory of their own: they are mapped from the file, which a deletion does not take away.
 """
 
+import logging
 import math
 import warnings
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,14 +20,32 @@ from torch import Tensor
 
 from training.checkpoint.manifest import weight_files
 from training.checkpoint.pieces import Entry, open_entries
-from training.families.config_json import from_config_json, to_config_json
+from training.families.config_json import (
+    DTYPE_SETTINGS,
+    LOCAL_SETTINGS,
+    from_config_json,
+    to_config_json,
+    unread_settings,
+)
 from training.families.names import EXPERTS, by_expert, name_in_file, name_of
 from training.families.rope import ROTARY_SETTINGS
-from training.families.rows import PREFIX, TOKEN_IDS, WRAPPED_PREFIX, generation_settings, is_wrapper
+from training.families.rows import (
+    HAVE_MTP,
+    MTP_LAYERS,
+    PREFIX,
+    TOKEN_IDS,
+    WRAPPED_PREFIX,
+    WRAPPERS,
+    generation_settings,
+    is_wrapper,
+)
 from training.host.files import read_json
 
+logger = logging.getLogger(__name__)
 EMBEDDING = "embed_tokens.weight"
-DTYPE_SETTINGS = "dtype", "torch_dtype"
+MTP = "mtp.", "model.mtp."  # before the names of layers that predict further tokens
+# Settings by which vLLM attends otherwise than transformers and this decoder do. They hold lengths of the context.
+ATTENTION_OF_VLLM = "dual_chunk_attention_config", "interleaved_sliding_window", "sparse_attention_config"
 
 
 @dataclass(frozen=True)
@@ -35,6 +55,7 @@ class Carried:
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by name in the file
     prefix: str = PREFIX  # before the text model's names in files
     config: dict = field(default_factory=dict)  # config.json of the whole model; empty: it is the text model's
+    settings: dict = field(default_factory=dict)  # the text model's settings that this decoder does not read
     joins_experts: bool = False  # whether files have one tensor for all experts of a layer, not one for each
 
     @property
@@ -50,9 +71,16 @@ class Carried:
         """The same for adapters, whose base keeps its tensors. peft has names of transformers' modules."""
         return replace(self, tensors={}, prefix=WRAPPED_PREFIX if self.config else PREFIX)
 
+    def extended(self) -> "Carried":
+        """Returns the same for a model whose context was extended, without settings made for the earlier context."""
+        settings = _without(self.settings, ATTENTION_OF_VLLM)
+        for name in self.settings.keys() - settings.keys():
+            logger.warning("config.json: %s was made for the context before: left out", name)
+        return replace(self, settings=settings)
+
     def config_json(self, model_config: dict, settings: dict, dtype: torch.dtype) -> dict:
         """Returns config.json with `settings`; the source's `text_config` stays if `model_config` says the same."""
-        content = model_config
+        content = {**self.settings, **model_config}
         if self.config:
             text, known = self.config["text_config"], generation_settings(self.config)
             settings = {name: value for name, value in settings.items() if known.get(name) != value}
@@ -79,9 +107,28 @@ def read_carried(folder: Path) -> Carried:
         prefix = next((key.removesuffix(EMBEDDING) for key in entries if name_of(key) == EMBEDDING), prefix)
         joins_experts |= any(map(EXPERTS.fullmatch, entries.keys() - others.keys()))
     config = read_json(folder / "config.json")
-    if not is_wrapper(config):
-        prefix, config = PREFIX, {}
-    return Carried(tensors, prefix, config, joins_experts)
+    text = config["text_config"] if is_wrapper(config) else config
+    if not any(name.startswith(MTP) for name in tensors) and _has_mtp(config):
+        text[MTP_LAYERS] = 0
+    if is_wrapper(config):
+        config["text_config"] = _without(text, LOCAL_SETTINGS)
+        return Carried(tensors, prefix, _without(config, LOCAL_SETTINGS), {}, joins_experts)
+    settings = unread_settings(config)
+    for name in settings.keys() & {*ATTENTION_OF_VLLM}:
+        logger.warning(
+            "%s of %s goes along and is not computed here, nor by transformers: vLLM attends by it", name, folder
+        )
+    return Carried(tensors, PREFIX, {}, settings, joins_experts)
+
+
+def _has_mtp(config: dict) -> bool:
+    """Whether models of this family may have layers that predict further tokens."""
+    model_type = str(config.get("model_type"))
+    return WRAPPERS.get(model_type, model_type) in HAVE_MTP
+
+
+def _without(content: dict, names: Collection[str]) -> dict:
+    return {name: value for name, value in content.items() if name not in names}
 
 
 def _view(content: np.memmap, entry: Entry) -> Tensor:
@@ -93,5 +140,5 @@ def _view(content: np.memmap, entry: Entry) -> Tensor:
 
 
 def _in_dtype(content: dict, dtype: torch.dtype) -> dict:
-    others = {name: value for name, value in content.items() if name not in DTYPE_SETTINGS}
+    others = _without(content, DTYPE_SETTINGS)
     return {**others, "torch_dtype": str(dtype).removeprefix("torch.")}

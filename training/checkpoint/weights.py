@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -31,20 +32,30 @@ from training.families.lora import (
 )
 from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
 from training.families.rows import GENERATION, TOKEN_IDS, generation_settings
-from training.host.errors import UserError, hub_download, refused_as_user_error
+from training.host.errors import UserError, hub_download, printable, refused_as_user_error
 from training.host.files import JSON_BYTES, did_you_mean, read_file, read_json
 from training.optim.quantized import check_library, is_quantized, quantize
 
 logger = logging.getLogger(__name__)
 
-# Files beside weights that go along into checkpoints: defaults for generation, and how images become tokens, without
-# which programs open no model of text and images; a tokenizer and its chat template.
+# Files beside weights that go along into checkpoints, by name or pattern. Defaults for generation, and how images
+# become tokens, without which programs open no model of text and images:
 IMAGE_SETTINGS = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
 GENERATION_CONFIG = "generation_config.json"
 COMPANIONS_OF_MODELS = GENERATION_CONFIG, *IMAGE_SETTINGS
+# A tokenizer in all forms that programs read, its chat template, and the system prompt that it was trained with:
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", *COMPANIONS_OF_MODELS,
+    "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py", "chat_template.jinja",
+    "chat_template.json", "SYSTEM_PROMPT.txt", *COMPANIONS_OF_MODELS,
+)  # fmt: skip
+# Files that are about the weights, whatever the tokenizer. params.json is Mistral's config.json.
+PARAMS = "params.json"
+COMPANIONS_OF_WEIGHTS = *IMAGE_SETTINGS, PARAMS, "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"
+# Files of a folder that are written anew, or are of a run alone.
+WRITTEN_ANEW = (
+    "config.json", "README.md", "model*.safetensors", "model.safetensors.index.json", "adapter_config.json",
+    "adapter_model.safetensors", "trainer.json", "manifest.json", "optimizer.safetensors", "rng_*.json",
 )  # fmt: skip
 TOKENIZER_ADVICE = "give --tokenizer the path of a tokenizer.json"
 Found = tuple[dict[str, Entry], Adapters | None]  # where a folder has each weight, and the adapters that it has beside
@@ -245,15 +256,31 @@ def _read_from(folder: Path, has_tokenizer: bool) -> Companions:
     return Companions(files, generation_settings(read_json(folder / "config.json")) if is_there else {})
 
 
-def read_image_settings(weights: Sequence[Path]) -> Companions:
-    """The files that say how images become tokens. The first folder that has a file gives it, with any tokenizer."""
-    files = [_read_files(folder, IMAGE_SETTINGS) for folder in weights]
+def read_beside_weights(weights: Sequence[Path], is_extended: bool = False) -> Companions:
+    """Returns the files that are about weights. The first folder that has a file gives it, with any tokenizer.
+
+    Weights of an extended context have no PARAMS, which declares the context before.
+    """
+    patterns = [name for name in COMPANIONS_OF_WEIGHTS if not (is_extended and name == PARAMS)]
+    files = [_read_files(folder, patterns) for folder in weights]
     return Companions({name: content for found in reversed(files) for name, content in found.items()})
 
 
-def _read_files(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
-    present = [name for name in names if (folder / name).is_file()]
-    return {name: read_file(folder / name, TOKENIZER_ADVICE, JSON_BYTES) for name in present}
+def left_out(weights: Sequence[Path], written: Collection[str]) -> list[str]:
+    """Returns what the folders of weights have beside what was written, such as onnx/ and pytorch_model.bin."""
+    paths = [path for folder in weights for path in folder.iterdir() if not path.name.startswith(".")]
+    others = [path for path in paths if path.name not in written and not _is_among(path.name, WRITTEN_ANEW)]
+    return sorted({printable(path.name) + "/" * path.is_dir() for path in others})
+
+
+def _read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
+    paths = folder.iterdir() if folder.is_dir() else ()
+    present = [path for path in paths if _is_among(path.name, patterns) and path.is_file()]
+    return {path.name: read_file(path, TOKENIZER_ADVICE, JSON_BYTES) for path in sorted(present)}
+
+
+def _is_among(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def folders_of(path: Path) -> list[Path]:

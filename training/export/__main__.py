@@ -16,12 +16,14 @@ from pathlib import Path
 import torch
 
 from training.checkpoint import pieces
-from training.checkpoint.carried import read_carried
+from training.checkpoint.carried import Carried, read_carried
 from training.checkpoint.manifest import WEIGHTS
 from training.checkpoint.weights import (
     folders_of,
+    left_out,
     load_model_weights,
     parameter_shapes,
+    read_beside_weights,
     read_companions,
     shape_of_weights,
 )
@@ -30,7 +32,8 @@ from training.families.config_json import to_config_json
 from training.families.lora import has_adapters
 from training.families.names import name_in_file
 from training.families.rope import extend
-from training.host.errors import UserError
+from training.families.rows import MTP_LAYERS
+from training.host.errors import UserError, printable
 from training.host.files import making, naming, write_file
 from training.host.processes import command
 
@@ -73,8 +76,9 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     folders = folders_of(source)
     beside = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), folders[-1])
     companions = read_companions(beside / "tokenizer.json", folders)
+    companions = companions.joined(read_beside_weights(folders, rope_scaling is not None))
     with making(target) as folder:
-        weights, carried = load_model_weights(source, shapes), read_carried(folders[-1])
+        weights, carried = load_model_weights(source, shapes), carried_of(folders[-1], rope_scaling)
         in_files = {name: carried.in_files(name, shape) for name, shape in shapes.items()}
         exact = {name for name, declared in config.parameters().items() if declared.is_exact_in_files}
         dtypes = {name: torch.float32 if name in exact else dtype for name in shapes}
@@ -106,10 +110,22 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
         for name, companion in files.items():
             write_file(folder / name, companion)
     others = f", and {len(carried.tensors)} tensors that are not trained, as they were" if carried.tensors else ""
+    written = ", ".join(sorted(files))
+    if content.get("text_config", content).get(MTP_LAYERS) == 0:
+        written += f"; no tensors of mtp: {MTP_LAYERS} is 0, and a GGUF is made with --no-mtp"
+    if carried.settings:
+        written += f"; settings that are not read, as they were: {', '.join(carried.settings)}"
+    if absent := left_out(folders, files):
+        written += f"; left out: {', '.join(absent)}"
     return (
-        f"{target}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}{others}, "
-        f"{size / 1e9:.2f} GB in {WEIGHTS}; {', '.join(sorted(files))}"
+        f"{printable(target)}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}{others}, "
+        f"{size / 1e9:.2f} GB in {WEIGHTS}; {written}"
     )
+
+
+def carried_of(folder: Path, rope_scaling: str | None) -> Carried:
+    carried = read_carried(folder)
+    return carried.extended() if rope_scaling else carried
 
 
 def reaching(length: int, files: dict[str, bytes]) -> dict[str, bytes]:

@@ -14,9 +14,10 @@ from kernels.experts.part import ExpertsPart
 from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
 from model import MODEL_SIZES, ModelConfig
-from training.families.rope import read_rope, write_rope
+from training.families.rope import ROTARY_SETTINGS, read_rope, write_rope
 from training.families.rows import (
     ACTIVATIONS,
+    DEFAULTS,
     DELTA_NET,
     EXPERTS,
     FAMILIES,
@@ -33,6 +34,13 @@ from training.families.rows import (
 )
 
 MOST_LAYERS = 4096  # a limit, because plans have something for each layer
+DTYPE_SETTINGS = "dtype", "torch_dtype"
+LOCAL_SETTINGS = "_name_or_path", "auto_map"  # a folder, and code in files of a folder, that others do not have
+# Settings that are read in every family, or written anew.
+KNOWN = (
+    *FIELDS, *DEFAULTS, *TAKEN, *TOKEN_IDS, *ROTARY_SETTINGS, *DTYPE_SETTINGS, *LOCAL_SETTINGS, "model_type",
+    "architectures", "layer_types", "partial_rotary_factor",
+)  # fmt: skip
 NOT_COMPUTED = "config.json has {}, which this decoder does not compute"
 
 
@@ -204,6 +212,23 @@ def _not_computed(content: dict, family: Family) -> list[str]:
     if other_layers := sorted({*(content.get("layer_types") or ())} - known):
         refused.append(f"layers of {', '.join(other_layers)}")
     return refused
+
+
+def unread_settings(content: dict) -> dict:
+    """Returns the settings of a model's config.json that mean nothing to this decoder, such as id2label.
+
+    In its family they mean nothing to transformers' model either. Settings of a machine are not among them.
+    """
+    model_type = str(content.get("model_type"))
+    family = next((FAMILIES[name] for name in FAMILIES if model_type in _spellings(name)), Family())
+    known = {*KNOWN, *family.names.values()}
+    known |= {name for part in (family.defaults, family.fixed, family.constants) for name in part}
+    return {name: value for name, value in content.items() if name not in known}
+
+
+def _spellings(model_type: str) -> list[str]:
+    """Returns a model_type and, behind it, the kinds of attention with parameters of their own."""
+    return [model_type, *(f"{model_type}_{name}" for name, kind in KINDS.items() if kind.gates_per_head)]
 
 
 def _has_windows(content: dict) -> bool:

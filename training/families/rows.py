@@ -167,6 +167,9 @@ FAMILIES = {
     ),
 }  # fmt: skip
 WRAPPERS = {family.wrapper: model_type for model_type, family in FAMILIES.items() if family.wrapper}
+# Layers that predict further tokens, whose tensors are not trained. GGUF's converter believes what it says.
+MTP_LAYERS = "mtp_num_hidden_layers"
+HAVE_MTP = "qwen3_5_text", "qwen3_5_moe_text"  # families
 PREFIX, WRAPPED_PREFIX = "model.", "model.language_model."  # transformers' names of text models, alone and inside
 
 
@@ -209,7 +212,8 @@ ACTIVATIONS = {  # config.json's name -> ModelConfig's; the first of each is wri
 }  # fmt: skip
 EMPTY: tuple = None, False, 0, "", [], {}
 TAKEN = {  # values of settings, in every family; others are not computed
-    **dict.fromkeys(("mlp_bias", "quantization_config", "attn_logit_softcapping", "final_logit_softcapping"), EMPTY),
+    **dict.fromkeys(("mlp_bias", "quantization_config", "compression_config"), EMPTY),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), EMPTY),
     **dict.fromkeys(NUMBER_OF_EXPERTS, EMPTY),
     "is_causal": (True,), "hidden_act": tuple(ACTIVATIONS),
 }  # fmt: skip

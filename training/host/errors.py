@@ -30,6 +30,11 @@ def as_json(value: object, most: int = 40) -> str:
         return f"a {type(value).__name__}"
 
 
+def printable(text: str | Path) -> str:
+    """Returns a text that every file takes: a byte of a name that is no UTF-8, such as 0xff, is shown as \\udcff."""
+    return str(text).encode(errors="backslashreplace").decode()
+
+
 def program(name: str = "python") -> str:
     """Returns a program of this environment as the pages call it: .venv/bin/python, and .venv/bin/hf."""
     path = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)

@@ -328,6 +328,7 @@ def decide(given: dict, world: World) -> Recipe:
             weights = find_weights(source.folder, shapes, may_lack=source.fresh)
             carried = read_carried(source.base)
             carried = carried if recipe.trained.is_whole else carried.beside_adapters()
+            carried = carried.extended() if config.rope_scaling and not checkpoint else carried
         tokenizer = open_tokenizer(recipe, start.tokenizer)
         recipe = replace(recipe, weights=weights, carried=carried, tokenizer=tokenizer)
         if source and not (checkpoint or config.show_batch):

@@ -3,20 +3,23 @@
 import io
 import itertools
 import json
+import logging
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
-from tests.runs import weights_of_another_shape
+import train
+from tests.runs import arguments, only_resume, weights_of_another_shape
 from tests.training.data.test_tokenizer import write_tokenizer
 from tests.wrappers import release
 from training.checkpoint.carried import read_carried
 from training.checkpoint.weights import read_companions, shape_of_weights
 from training.export.__main__ import main as export
 from training.families.config_json import to_config_json
+from training.families.rope import extend
 from training.host.files import read_json
 
 
@@ -137,3 +140,88 @@ def test_a_full_disk_is_named_with_the_file_and_leaves_nothing(tmp_path, monkeyp
         error = capsys.readouterr().err
         assert error.startswith(f"error: No space left on device: {tmp_path}/out/{name}; the disk at /"), error
         assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+BESIDE = (  # what programs read beside weights
+    "tekken.json", "SYSTEM_PROMPT.txt", "params.json", "tokenizer.model", "merges.txt", "added_tokens.json",
+    "preprocessor_config.json", "LICENSE", "NOTICE.txt", "qwen.tiktoken", "tokenization_own.py",
+)  # fmt: skip
+UNREAD = {
+    "id2label": {"0": "LABEL_0"}, "my_own": [1, {"a": None}], "use_cache": False, "attention_dropout": 0.1,
+    "num_experts_per_tok": 3,  # of other families
+    "dual_chunk_attention_config": {"chunk_size": 262144}, "transformers_version": "4.40.0",
+}  # fmt: skip
+OF_A_MACHINE = {"_name_or_path": "/home/me/base", "auto_map": {"AutoConfig": "configuration_own.Own"}}
+
+
+def source_with_others(folder):
+    """Makes a folder of weights with files and settings that a run does not read."""
+    folder = weights_of_another_shape(folder, num_hidden_layers=1)
+    for name in BESIDE:
+        (folder / name).write_text("{}" if name.endswith(".json") else name)
+    (folder / "onnx").mkdir()
+    for name in ("pytorch_model.bin", ".gitattributes", "original.txt"):
+        (folder / name).write_text(name)
+    content = read_json(folder / "config.json") | UNREAD | OF_A_MACHINE
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "manifest.json").unlink()  # it has checksums of config.json
+    return folder
+
+
+def test_what_others_read_goes_along_and_what_is_left_out_is_said(tmp_path, capsys, caplog):
+    caplog.set_level(logging.INFO)
+    folder, run = source_with_others(tmp_path / "weights"), tmp_path / "run"
+    left_out = "onnx/, original.txt, pytorch_model.bin"
+    text = tmp_path / "text.txt"
+    text.write_text("what is trained on " * 200)
+    start = arguments(str(text), run, "--init_from", str(folder), "--validation_sequences", "0", steps=1)
+    assert train.main(start) == 0 and train.main(only_resume(run, "--max_steps", "2")) == 0
+    assert f"checkpoints leave out of {folder}: {left_out}" in caplog.text
+    assert "dual_chunk_attention_config of" in caplog.text
+    of_weights = {"params.json", "LICENSE", "NOTICE.txt", "preprocessor_config.json"}
+    for name, source, files in (
+        ("a", folder, {*BESIDE}), ("b", run / "step_00000002", {*BESIDE}), ("c", folder, {*BESIDE} - {"params.json"})
+    ):  # fmt: skip
+        capsys.readouterr()
+        extended = ["--rope_scaling", "yarn:4"] * (name == "c")
+        assert export([str(source), str(tmp_path / name), *extended]) == 0
+        said, content = capsys.readouterr().out, read_json(tmp_path / name / "config.json")
+        settings = {key: value for key, value in UNREAD.items() if not extended or key[:4] != "dual"}
+        assert content.items() >= settings.items() and not content.keys() & OF_A_MACHINE.keys()
+        assert f"as they were: {', '.join(settings)}" in said or source != folder
+        beside = {file.name for file in (tmp_path / name).iterdir()} & {*BESIDE, "onnx", "pytorch_model.bin"}
+        assert beside == files if source == folder else beside >= of_weights
+        others = f"{left_out[:-19]}, params.json, pytorch_model.bin" if extended else left_out
+        assert (f"left out: {others}" in said) == (source == folder)
+        assert shape_of_weights(tmp_path / name) == (
+            extend(shape_of_weights(source), "yarn:4") if extended else shape_of_weights(source)
+        )
+    assert "dual_chunk_attention_config was made for the context before: left out" in caplog.text
+
+
+def test_compressed_weights_are_refused_by_their_setting(tmp_path, capsys):
+    folder = weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1)
+    content = read_json(folder / "config.json") | {"compression_config": {"quant_method": "compressed-tensors"}}
+    (folder / "config.json").write_text(json.dumps(content))
+    assert export([str(folder), str(tmp_path / "out")]) == 1
+    assert "compression_config {'quant_method'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
+def test_layers_that_are_not_there_are_not_declared(model_type, tmp_path, capsys):
+    """transformers saves Qwen3.5 without mtp tensors, and its released config.json says that they are there."""
+    folder = release(model_type, tmp_path / "weights")
+    content = read_json(folder / "config.json")
+    content["text_config"]["mtp_num_hidden_layers"] = 1
+    content["text_config"]["_name_or_path"] = content["_name_or_path"] = "/home/me/base"
+    (folder / "config.json").write_text(json.dumps(content))
+    tensors = load_file(folder / "model.safetensors")
+    for name, layers in (("with", 1), ("without", 0)):
+        kept = {key: tensor for key, tensor in tensors.items() if layers or not key.startswith("mtp.")}
+        kept |= {"mtp.norm.weight": torch.ones(3)} if layers else {}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        assert export([str(folder), str(tmp_path / name)]) == 0
+        written = read_json(tmp_path / name / "config.json")
+        assert written["text_config"]["mtp_num_hidden_layers"] == layers
+        assert "/home/me" not in json.dumps(written)
+        assert ("a GGUF is made with --no-mtp" in capsys.readouterr().out) == (layers == 0)
