@@ -23,6 +23,7 @@ from training.checkpoint.manifest import verify_weights, weight_files
 from training.checkpoint.pieces import Entry, Piece
 from training.families.config_json import from_config_json
 from training.families.lora import (
+    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Adapters,
     adapter_names,
@@ -159,7 +160,9 @@ def find_weights(
         if not any(part in name for name in found):
             expected = {name: shape for name, shape in expected.items() if part not in name}
     another = f"checkpoint {path} is of another size"
-    hint = "choose the matching --model_size, or another checkpoint"
+    hint = "give a folder whose tensors are those that its config.json declares"
+    if has_adapters(path):
+        hint = f"give adapters of the text model's blocks alone, all alike, and the base that {ADAPTER_CONFIG} names"
     in_files: dict[str, dict[str, tuple[int, ...]]] = {}  # the tensors that these files have of each weight
     for name, shape in expected.items():
         each = by_expert(name, shape)

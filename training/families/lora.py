@@ -10,11 +10,10 @@ Method: Hu et al., LoRA, arXiv 2106.09685.
 """
 
 import contextlib
-import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -26,10 +25,17 @@ from kernels.config import Share
 from kernels.linear import PLAIN, Linear
 from kernels.lora import LoRA, adapt, merged
 from training.families.config_json import from_config_json
-from training.families.rows import FAMILIES, PREFIX, WRAPPED_PREFIX, is_wrapper
+from training.families.rows import FAMILIES, OLDER_PREFIX, PREFIX, WRAPPED_PREFIX, is_wrapper
 from training.families.trained import Trained
-from training.host.choices import DELTA_NET_TARGETS, EXPERTS_TARGETS, LORA_BITS, LORA_TARGETS, TARGETS
-from training.host.errors import SHOWN_OF_A_PATH, UserError
+from training.host.choices import (
+    DELTA_NET_TARGETS,
+    EXPERTS_TARGETS,
+    LORA_BITS,
+    LORA_TARGETS,
+    READ_TARGETS,
+    TARGETS,
+)
+from training.host.errors import SHOWN_OF_A_PATH, UserError, refused_as_user_error
 from training.host.files import read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -38,27 +44,30 @@ ADAPTERS = ".lora_"  # in the names of adapters' parameters
 INNER = ".base_layer"
 FROZEN_BITS = "frozen_bits"  # in config.json: bits of the frozen matrices that adapters were trained beside
 # Settings of adapter_config.json without an effect on trained adapters, values that are taken of others, and settings
-# that are read. All other settings are refused unless they are empty. Some values of init_lora_weights, such as
-# "pissa", change the base as well.
+# that are read. All other settings are refused unless they are empty.
 NO_EFFECT = {
-    "auto_mapping", "ensure_weight_tying", "eva_config", "inference_mode", "layers_pattern", "lora_dropout",
-    "megatron_core", "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "auto_mapping", "ensure_weight_tying", "inference_mode", "layers_pattern", "lora_dropout", "megatron_core",
+    "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "corda_config", "eva_config", "loftq_config", "lora_ga_config",  # of values of init_lora_weights
 }  # fmt: skip
 TAKEN = {
     "peft_type": ("LORA",), "task_type": ("CAUSAL_LM",), "bias": ("none",),
-    "init_lora_weights": (True, "gaussian", "eva"),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
 }  # fmt: skip
+# Beginnings of other values of init_lora_weights, with which peft takes a part of the base's matrices for the adapter.
+CHANGES_BASE = "pissa", "olora", "corda", "loftq", "lora_ga"
 EMPTY: tuple = None, "", [], {}
 BASE = "base_model_name_or_path"
 JOINED = r".*\.gate_up_proj"  # peft's pattern of experts' gate_up_proj where it joins adapters of gate and of up
 PATTERNS = "rank_pattern", "alpha_pattern"
-OURS = {BASE, "r", "lora_alpha", "target_modules", "target_parameters", *PATTERNS}
+NAMES_TARGETS = "target_modules", "exclude_modules", "target_parameters"
+OURS = {BASE, "r", "lora_alpha", *NAMES_TARGETS, *PATTERNS}
 # A projection's part of the block.
 MLP_TARGETS = *LORA_TARGETS[4:], EXPERTS_TARGETS[0]
 PARTS = {**dict.fromkeys(LORA_TARGETS[:4], "self_attn"), **dict.fromkeys(MLP_TARGETS, "mlp")}
 PARTS |= dict.fromkeys(DELTA_NET_TARGETS, "linear_attn")
-# The projection of each parameter that target_parameters may name.
-PARAMETERS = {f"mlp.{name}.weight": name for name in MLP_TARGETS}
+# The projection of each parameter that target_parameters names.
+PARAMETERS = {f"mlp.{name}.weight": name for name, part in PARTS.items() if part == "mlp"}
 PARAMETERS |= {f"mlp.shared_expert.{name}.weight": name for name in LORA_TARGETS[4:]}
 EXPERTS = {f"mlp.experts.{name}": EXPERTS_TARGETS[1] for name in ("gate_up_proj", "down_proj")}
 PARAMETERS |= EXPERTS
@@ -94,7 +103,7 @@ class Adapters(Trained):
     is_whole: ClassVar[bool] = False
 
     def __post_init__(self):
-        ordered = tuple(name for name in TARGETS if name in self.targets)
+        ordered = tuple(name for name in (*TARGETS, *READ_TARGETS) if name in self.targets)
         if self.rank < 1 or not 0 < self.alpha < math.inf or not ordered or len(ordered) != len(self.targets):
             needs = f"a rank and an alpha above 0, and targets among {', '.join(TARGETS)}"
             got = f"rank {self.rank}, alpha {self.alpha} and {', '.join(map(str, self.targets)) or 'no target'}"
@@ -246,46 +255,70 @@ def read_frozen_bits(folder: str | Path) -> int:
     return bits
 
 
-def projections_named(targets: object) -> tuple[str, ...] | None:
-    """Returns the projections that peft's target_modules names in every block; None if it names other modules.
+def adapted_matrices(content: dict, matrices: Iterable[str], prefix: str) -> set[str]:
+    """Returns the matrices that peft adapts by an adapter_config.json, in a model whose names begin with `prefix`.
 
-    peft compares a list with the ends of full names: "q_proj" and "self_attn.q_proj" are in every block,
-    "model.layers.0.self_attn.q_proj" is in block 0 alone. A projection that is named by block must be named from block
-    0 to the last. Text is a regular expression for full names, and is asked for block 0. If the base has more blocks
-    than are named, reading the tensors fails: the later blocks' are missing.
+    peft compares a list with the ends of full names: "q_proj" is in every block, "layers.0.self_attn.q_proj" in block 0
+    alone. Text is a regular expression for full names. target_parameters names parameters, the others modules.
+
+    Raises re.error, RecursionError or OverflowError for text that is no regular expression.
     """
-    if targets == "all-linear":
-        return LORA_TARGETS
-    if isinstance(targets, str):
-        with contextlib.suppress(re.error, OverflowError, RecursionError):
-            names = {name: f"layers.0.{part}.{name}" for name, part in PARTS.items()}
-            found = [re.fullmatch(targets, each + full) for full in names.values() for each in (PREFIX, WRAPPED_PREFIX)]
-            return tuple(name for name, *both in zip(names, found[::2], found[1::2]) if any(both)) or None
-    if not isinstance(targets, list):
-        return None
-    blocks_of: dict[str, set[int | None]] = {}  # None: every block
-    for target in targets:
-        match = re.fullmatch(r"(?:(?:(?:model\.)?layers\.)?(\d{1,4})\.)?(?:(\w+)\.)?(\w+)", str(target), re.ASCII)
-        block, part, name = match.groups() if match else (None, None, "")
-        if name not in PARTS or part not in (PARTS[name], None) or (block and not part):
-            return None
-        blocks_of.setdefault(name, set()).add(int(block) if block else None)
-    last = max((block for blocks in blocks_of.values() for block in blocks if block is not None), default=0)
-    if any(None not in blocks and blocks != {*range(last + 1)} for blocks in blocks_of.values()):
-        return None
-    return tuple(name for name in PARTS if name in blocks_of)
+    targets, excluded, parameters = (content[name] for name in NAMES_TARGETS)
+    every = isinstance(targets, str) and targets.lower() == "all-linear"
+    adapted = set()
+    for name in matrices:
+        module = f"{prefix}{name.removesuffix('.weight')}" if name.endswith(".weight") else None
+        is_named = target_of(name) not in EXPERTS_TARGETS if every else _is_named(module, targets)
+        if (module and is_named and not _is_named(module, excluded)) or _is_named(prefix + name, parameters):
+            adapted.add(name)
+    return adapted
 
 
-def projections_of(parameters: object) -> tuple[str, ...] | None:
-    """Returns the projections that peft's target_parameters names in every block; None if it names others.
+def _is_named(full_name: str | None, named: str | list | None) -> bool:
+    """Whether a list holds an end of a full name, or text is a regular expression for it."""
+    if not named or full_name is None:
+        return False
+    if isinstance(named, str):
+        return re.fullmatch(named, full_name) is not None
+    return any(f".{full_name}".endswith(f".{each}") for each in named)
 
-    Names are compared with the ends of full names. Experts have adapters of both parameters, or of none.
-    """
-    if not isinstance(parameters, list):
-        return () if parameters in EMPTY else None
-    found = [{name for name in PARAMETERS if f".{name}".endswith(f".{each}")} for each in parameters]
-    names = {*itertools.chain(*found)}
-    return tuple({PARAMETERS[name] for name in names}) if all(found) and len(names & {*EXPERTS}) != 1 else None
+
+def targets_named(content: dict, base: Path) -> tuple[tuple[str, ...], list[str]]:
+    """Returns the targets that an adapter_config.json names in a base, and what is refused of its names, as text."""
+    config = read_json(base / "config.json")
+    with refused_as_user_error(f"cannot take {base / 'config.json'}: "):
+        shape = from_config_json(config)
+    values = {name: content[name] for name in NAMES_TARGETS if content[name]}
+    wrong = [f"{name} {value!r:.80}" for name, value in values.items() if not _are_names(name, value)]
+    if wrong:
+        return (), wrong
+    layers = [_matrices(shape, layer) for layer in range(shape.num_hidden_layers)]
+    matrices = [name for layer in layers for name in layer if target_of(name) in (*TARGETS, *READ_TARGETS)]
+    adapted: set[str] = set()
+    with contextlib.suppress(re.error, OverflowError, RecursionError):
+        prefixes = (PREFIX, WRAPPED_PREFIX, OLDER_PREFIX) if is_wrapper(config) else (PREFIX,)
+        adapted = max((adapted_matrices(content, matrices, prefix) for prefix in prefixes), key=len)
+    targets = tuple({target_of(name) for name in adapted})
+    shown = [f"{name} {value!r:.80}" for name, value in values.items()] or ["no target_modules"]
+    if not targets:
+        return (), shown
+    missed = [name for name in matrices if target_of(name) in targets and name not in adapted]
+    if missed:
+        place = missed[0].removesuffix(".weight")
+        return targets, [*shown, f"no {place}.lora_A, whose like is adapted elsewhere,"]
+    if is_wrapper(config):
+        return targets, []  # other names may be of its vision tower
+    listed = [(name, each) for name, value in values.items() if isinstance(value, list) for each in value]
+    known = {*TARGETS, *READ_TARGETS, "gate_up_proj"}
+    unknown = {name for name, each in listed if not known & {*each.removesuffix(".weight").split(".")[-1:]}}
+    return targets, [f"{name} {values[name]!r:.80}" for name in unknown - {"exclude_modules"}]
+
+
+def _are_names(name: str, value: object) -> bool:
+    """Whether a value of adapter_config.json has a type that peft takes."""
+    if isinstance(value, str):
+        return name != "target_parameters"
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
@@ -296,33 +329,50 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
     file = Path(folder, ADAPTER_CONFIG)
     content: dict = dict.fromkeys((*OURS, "peft_type")) | read_json(file)
     rank, alpha, named = (content[name] for name in ("r", "lora_alpha", BASE))
-    targets, parameters = content["target_modules"], content["target_parameters"]
-    found = {name: value for name, value in content.items() if name not in NO_EFFECT | OURS and value is not False}
-    asked = {name: value for name, value in found.items() if name == "peft_type" or value not in EMPTY}
-    refused = [f"{name:.60} {value!r:.60}" for name, value in asked.items() if value not in TAKEN.get(name, ())]
-    if (projections := projections_named(targets if targets or not parameters else [])) is None:
-        refused.append(f"target_modules {targets!r:.80}")
-    if (of_parameters := projections_of(parameters)) is None:
-        refused.append(f"target_parameters {parameters!r:.80}")
-    patterns, joined = {name: content[name] for name in PATTERNS if content[name]}, 2 if content["rank_pattern"] else 1
+    patterns = {name: content[name] for name in PATTERNS if content[name]}
+    joined = 2 if content["rank_pattern"] else 1
     is_read = type(rank) is int and type(alpha) in (int, float)
+    refused = _refused_settings(content)
     refused += [
         f"{n} {p!r:.80}" for n, p in patterns.items() if not is_read or patterns != _patterns(rank, alpha, joined)
     ]
     if refused:
-        raise UserError(f"{file} has {', '.join(refused)}, which this decoder does not compute; give other adapters")
+        raise _not_computed(file, refused)
     damaged = f"{file} is damaged, or not of peft"
-    if type(rank) is not int or type(alpha) not in (int, float) or not isinstance(named, str):
+    if not is_read or not isinstance(named, str):
         numbers = f"r {rank!r:.40} must be a whole number, lora_alpha {alpha!r:.40} a number"
         raise UserError(f"{damaged}: {numbers}, and {BASE} {named!r:.80} a folder; give other adapters")
-    try:
-        adapters = Adapters(rank, float(alpha), (*(projections or ()), *(of_parameters or ())), joined)
-    except (ValueError, OverflowError) as error:
-        raise UserError(f"{damaged}: {error!s:.300}; give other adapters") from None
     base = Path(named)
     shown = f"{file} names {named[:SHOWN_OF_A_PATH]!r} as the folder of the weights that were adapted"
     if not os.path.isfile(base / "config.json"):  # Path.is_file raises errors for long names
         raise UserError(f"{shown}, and it is not there; bring it back, or write its place into {BASE}")
     if has_adapters(base):
         raise UserError(f"{shown}, and it holds adapters itself; write the folder of whole weights into {BASE}")
-    return adapters, base
+    targets, refused = targets_named(content, base)
+    if refused:
+        raise _not_computed(file, refused)
+    try:
+        return Adapters(rank, float(alpha), targets, joined), base
+    except (ValueError, OverflowError) as error:
+        raise UserError(f"{damaged}: {error!s:.300}; give other adapters") from None
+
+
+def _refused_settings(content: dict) -> list[str]:
+    """Returns the settings of an adapter_config.json that adapters here do not have, as text."""
+    others = {name: value for name, value in content.items() if name not in NO_EFFECT | OURS and value is not False}
+    asked = {name: value for name, value in others.items() if name == "peft_type" or value not in EMPTY}
+    refused = []
+    for name, value in asked.items():
+        text = value.lower() if name == "init_lora_weights" and isinstance(value, str) else value
+        if text in TAKEN.get(name, ()):
+            continue
+        shown = f"{name:.60} {value!r:.60}"
+        if name == "init_lora_weights" and str(text).startswith(CHANGES_BASE):
+            shown += " (it changed the base's matrices too: convert them by save_pretrained's "
+            shown += "path_initial_model_for_weight_conversion)"
+        refused.append(shown)
+    return refused
+
+
+def _not_computed(file: Path, refused: list[str]) -> UserError:
+    return UserError(f"{file} has {', '.join(refused)}, which this decoder does not compute; give other adapters")

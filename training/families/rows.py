@@ -171,6 +171,7 @@ WRAPPERS = {family.wrapper: model_type for model_type, family in FAMILIES.items(
 MTP_LAYERS = "mtp_num_hidden_layers"
 HAVE_MTP = "qwen3_5_text", "qwen3_5_moe_text"  # families
 PREFIX, WRAPPED_PREFIX = "model.", "model.language_model."  # transformers' names of text models, alone and inside
+OLDER_PREFIX = "language_model.model."  # of text models inside, in transformers 4
 
 
 def is_wrapper(content: dict) -> bool:

@@ -12,6 +12,8 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 DELTA_NET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # projections of a block with a gated delta net
 EXPERTS_TARGETS = ("gate", "experts")  # of a mixture: the router, all experts' matrices; all-linear leaves them out
 TARGETS = (*LORA_TARGETS, *DELTA_NET_TARGETS, *EXPERTS_TARGETS)  # all that may have adapters, in the order of a list
+# Narrow projections of a delta net and of a shared expert. peft's adapters of them are read and merged, not trained.
+READ_TARGETS = ("in_proj_b", "in_proj_a", "shared_expert_gate")
 LORA_BITS = (16, 8, 4)  # per element of a frozen matrix
 LOSSES = ("auto", "chunked", "standard")
 GPU_BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4")  # kernels.attention.full.BACKENDS but cpu

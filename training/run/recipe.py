@@ -47,7 +47,7 @@ from training.families.lora import (
 from training.families.rope import extend
 from training.families.trained import ALL, Trained, WithoutRouters
 from training.flags import LARGE
-from training.host.choices import EXPERTS_TARGETS, TARGETS
+from training.host.choices import EXPERTS_TARGETS, READ_TARGETS, TARGETS
 from training.host.errors import UserError, program, refused_as_user_error
 from training.host.files import read_json
 from training.host.sizes import parse_bytes
@@ -128,7 +128,8 @@ def trained_of(config: StepFlags, model: ModelConfig) -> Trained:
     given = "all-linear" if config.lora_targets is None else config.lora_targets
     linear = [name for name in has if name not in EXPERTS_TARGETS]
     targets = tuple(linear if given == "all-linear" else given.split(","))
-    if missing := ", ".join(name for name in targets if name in TARGETS and name not in has):
+    known = *TARGETS, *READ_TARGETS
+    if missing := ", ".join(name for name in targets if name in known and name not in has):
         raise UserError(f"lora_targets {missing}: this model has {', '.join(has)}; give some of these")
     alpha = getattr(config, "lora_alpha", 2.0 * config.lora)  # no flag of profile_memory.py, where it has no effect
     with refused_as_user_error("lora: "):
@@ -421,6 +422,10 @@ def adapters_found(asked: TrainConfig, given: Iterable[str], source: Source) -> 
             "adapters: the reference is the base %s; to have those of %s in it, give --reference_logprobs of that",
             source.base, source.folder,
         )  # fmt: skip
+    merge = f"{program()} -m training.export {source.folder} OUT --merge"
+    if untrained := [name for name in found.targets if name in READ_TARGETS]:
+        has = f"{source.folder} has adapters of {', '.join(untrained)}, which are read and not trained"
+        raise UserError(f"{has}; merge them first: {merge}")
     own: dict = {"lora": found.rank, "lora_alpha": found.alpha, "lora_targets": ",".join(found.targets)}
     for name, value in own.items():
         said = getattr(asked, name)
@@ -429,7 +434,6 @@ def adapters_found(asked: TrainConfig, given: Iterable[str], source: Source) -> 
             said = ",".join(every.targets) if isinstance(every, Adapters) else said
         if name in given and said != value:
             theirs = f"{name} {getattr(asked, name)}: the adapters of {source.folder} have {value}"
-            merge = f"{program()} -m training.export {source.folder} OUT --merge"
             raise UserError(f"{theirs}; drop it, or merge them first: {merge}")
     if "lora_bits" not in given:
         own["lora_bits"] = source.frozen_bits
