@@ -95,7 +95,7 @@ def values(each: Field) -> str:
     if each.metadata["choices"]:
         found = ", ".join(map(str, each.metadata["choices"]))
     elif element in (int, float):
-        found = "whole number" if element is int else "number"
+        found = "tokens, as 512 or 128k," if each.metadata["tokens"] else "whole number" if element is int else "number"
         found += " above 0" if least == SMALLEST else f" from {least:,g}" if least else ""
         found += f", at most {most:,g}" if most <= MOST_SHOWN else ""
     else:

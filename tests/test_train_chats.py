@@ -263,6 +263,10 @@ def test_a_run_with_a_chat_template_is_saved_with_it_and_resumed(released, chats
 
 @pytest.mark.parametrize(("given", "message"), [
     (["--chat_template", "{folder}/none"], "none: No such file or directory; give --chat_template a file of a"),
+    (["--chat_template", "qwen3"], "is no file, and of names there is chatml alone; {folder} has no template: give "),
+    (["--chat_template", "{{% for message in messages %}}"], "is a template's text; write it to a file, and give that"),
+    (["--chat_template", "{folder}"], "is a folder; give its chat_template.jinja, or --tokenizer {folder}"),
+    ([], "chats need a chat template, for a base model --chat_template chatml, and {folder} has none: add chat"),
     (["--chat_template", "{folder}/wide"],
      "<|d4|> and 40 more, which {folder}/tokenizer.json lacks: the model's vocab"),
     (["--chat_template", "{folder}/bad"], "bad cannot be read: "),

@@ -6,6 +6,7 @@ the class's docstring is what --help says. With the field `times: int = flag(1, 
 word is empty, and dashes may stand for underscores. No torch is imported here: --help is to be quick.
 """
 
+import math
 import os
 import re
 import shlex
@@ -14,23 +15,26 @@ import tomllib
 import typing
 from argparse import Action, ArgumentParser, ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 
 from training.host.errors import UserError, import_with_variables, program
 from training.host.files import check_working_directory, read_file
-from training.host.other_trainers import Meaning, meaning
+from training.host.other_trainers import WORDS, Meaning, meaning
 
 LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
 SMALLEST = 1e-12  # stands for "above 0"
 SETTINGS = ".toml", ".yaml", ".yml", ".json"  # endings of files that are meant for --config
 TOML_BYTES = 2**20  # a longer file of settings is refused
+NEARLY = 0.01  # share by which thousands of tokens may be off a power of two: 131k, 262k
 MANY_NAMES = 3  # a file with so many settings of another trainer is to be translated
 
 
 def flag(
     default=MISSING, help: str = "", choices: Iterable[str | int] | None = None, *, least: float = 0,
     most: float = LARGE, bare: str | None = None, positional: bool = False, group: str | None = None,
+    tokens: bool = False, share_of: str | None = None,
 ):  # fmt: skip
     """Makes a field whose type is bool, int, float, str or Path, a list of such a type, or such a type or None.
 
@@ -43,10 +47,13 @@ def flag(
         bare: value of a flag that stands without a value.
         positional: given by place, without the name, and not in a file; of a list one or more.
         group: title in --help, also of the fields below up to the next title.
+        tokens: a number of tokens, which may be written 128k or 1M.
+        share_of: attribute of the command's object, a number: 0.1 is refused with what a tenth of it is.
     """
     metadata = {"help": help, "choices": choices and tuple(choices), "least": least, "most": most, "bare": bare}
     made = {"default_factory": list} if default is list else {"default": default}
-    return field(**made, metadata={**metadata, "positional": positional, "group": group})
+    metadata |= {"positional": positional, "group": group, "tokens": tokens, "share_of": share_of}
+    return field(**made, metadata=metadata)
 
 
 class Rule(typing.NamedTuple):
@@ -129,6 +136,7 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
             given[each.name] = _checked(each, given[each.name])
         elif each.default is each.default_factory is MISSING:
             raise UserError(f"{each.name} is missing: {each.metadata['help']}")
+    _refuse_shares(kind, given)
     return given
 
 
@@ -228,7 +236,7 @@ def _add_argument(parser, each: Field) -> Action:
     elif element is bool:
         options["action"] = BooleanOptionalAction
     else:
-        options |= {"type": _reader(element, metadata["choices"]), "choices": metadata["choices"]}
+        options |= {"type": _reader(each, element), "choices": metadata["choices"]}
         if metadata["choices"] is None:
             options["metavar"] = each.name if metadata["positional"] else element.__name__.upper()
         if is_list and metadata["positional"]:
@@ -240,22 +248,87 @@ def _add_argument(parser, each: Field) -> Action:
     return parser.add_argument(each.name if metadata["positional"] else f"--{each.name}", **options)
 
 
-def _reader(element: type, choices: tuple | None) -> Callable[[str], str | int | float]:
+def _reader(each: Field, element: type) -> Callable[[str], str | int | float]:
     """Returns a function that makes a flag's value of a word, and refuses other words with what may stand there."""
+    choices: tuple = each.metadata["choices"] or ()
 
     def read(word: str) -> str | int | float:
         try:
+            if each.metadata["tokens"]:
+                return read_tokens(word)
             value = word if element is Path else element(word)
-        except ValueError:
-            number = "whole number, such as 512" if element is int else "number, such as 0.5"
-            raise ArgumentTypeError(f"{word[:80]!r} is not a {number}") from None
+        except ValueError as error:
+            if isinstance(error, UserError):
+                raise ArgumentTypeError(str(error)) from None
+            number = _likely_number(word)
+            if each.metadata["share_of"] and number is not None and 0 < number < 1:
+                return number
+            kind = "whole number, such as 512" if element is int else "number, such as 0.5"
+            is_likely = number is not None and (element is float or number == int(number))
+            meant = f"; did you mean {element(number)}?" if is_likely and number is not None else ""
+            raise ArgumentTypeError(f"{word[:80]!r} is not a {kind}{meant}") from None
         if choices and value not in choices:
-            likely = word.lower(), word.lower().removeprefix("qwen3-")  # sizes of Qwen3 have no prefix
-            meant = "".join(f"; did you mean {one}?" for one in choices if str(one).lower() in likely)
+            names = (
+                word.lower(),
+                word.lower().rpartition("/")[2].removeprefix("qwen3-"),
+            )  # sizes of Qwen3 have no prefix
+            elsewhere = WORDS.get(each.name, {}).items()
+            likely = [one for one in choices if str(one).lower() in names]
+            likely += [ours for ours, theirs in elsewhere if word.lower() in theirs.split() and not likely]
+            meant = "".join(f"; did you mean {one}?" for one in likely)
             raise ArgumentTypeError(f"{word[:80]!r} is not one of {', '.join(map(str, choices))}{meant}")
         return value
 
     return read
+
+
+def read_tokens(word: str) -> int:
+    """Returns a number of tokens from 131072, 131_072, 128k or 1M: k is 1,024, and M is k times k.
+
+    Raises ValueError for other words, and UserError for 131k: it is nearly a power of two in thousands, which is
+    written 128k.
+    """
+    written = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?) ?([kKmM])i?", word, re.ASCII)
+    if written is None:
+        return int(word)
+    unit = 10 if written[2] in "kK" else 20
+    amount = float(written[1])
+    tokens = amount * 2**unit
+    in_thousands = amount * 1000 ** (unit // 10)
+    power = 2 ** round(math.log2(max(1.0, in_thousands)))
+    if abs(in_thousands / power - 1) < NEARLY and tokens != power:
+        said = f"{word!r} is {tokens:,.0f} tokens, as k is 1,024"
+        raise UserError(f"{said}; did you mean {power // 2**10}k, which is {power:,}?")
+    if tokens != int(tokens):
+        raise UserError(f"{word!r} is no whole number of tokens, as k is 1,024; give one, such as {round(tokens)}")
+    return int(tokens)
+
+
+def _likely_number(word: str) -> float | None:
+    """Returns the number that a word stands for elsewhere, such as 131,072 or 1e5, 10k of thousands, 10%; or None."""
+    scales = {"k": 1e3, "m": 1e6, "%": 0.01, "": 1.0}
+    written = re.fullmatch(r"([\d_,.]{1,20}(?:e[+-]?\d{1,2})?)([km%]?)", word.strip().lower(), re.ASCII)
+    if written is None:
+        return None
+    plain = re.sub(r"[,_](?=\d{3}(\D|$))", "", written[1])
+    with suppress(ValueError):
+        return float(plain) * scales[written[2]]
+    return None
+
+
+def _refuse_shares(kind: type, given: dict[str, typing.Any]) -> None:
+    """Refuse a share in place of a whole number, as --warmup_steps 0.1, and name the number that is meant."""
+    for each in fields(kind):
+        share = given.get(each.name)
+        if each.metadata["share_of"] is None or not isinstance(share, float):
+            continue
+        others = {name: value for name, value in given.items() if name != each.name}
+        total = getattr(kind(**others), each.metadata["share_of"])
+        what = f"{each.name} {share:g} is a share, and a number of steps is asked for"
+        if total is None:
+            raise UserError(f"{what}: how many steps the run has, its data or its checkpoint settle; give a number")
+        number = max(1, round(share * total))
+        raise UserError(f"{what}: {100 * share:g}% of {total} steps are {number}; give {each.name} {number}")
 
 
 def _underscored(option: str) -> str:

@@ -266,6 +266,56 @@ def test_help_and_wrong_flags_are_answered_without_torch(words):
     assert torch_is_there == "False" and float(seconds) < 1
 
 
+@pytest.mark.parametrize(("word", "tokens"), [
+    ("128k", 131_072), ("128K", 131_072), ("131_072", 131_072), ("1M", 1_048_576), ("1m", 1_048_576), ("1.5k", 1536),
+    ("0.5M", 524_288), ("32Ki", 32_768), ("100k", 102_400), ("512", 512), ("1024k", 1_048_576),
+    ("131k", "'131k' is 134,144 tokens, as k is 1,024; did you mean 128k, which is 131,072?"),
+    ("262k", "did you mean 256k, which is 262,144?"), ("33k", "did you mean 32k"), ("65K", "did you mean 64k"),
+    ("1.05M", "did you mean 1024k, which is 1,048,576?"), ("1.3k", "no whole number of tokens, as k is 1,024"),
+    ("131,072", "not a whole number, such as 512; did you mean 131072?"), ("1e5", "did you mean 100000?"),
+    ("128kb", "'128kb' is not a whole number"), ("1T", "not a whole number"), ("0k", "must be between 2 and"),
+    ("1000M", "must be between 2 and"),
+])  # fmt: skip
+def test_numbers_of_tokens_may_end_with_k_or_m(word, tokens, tmp_path):
+    (tmp_path / "run.toml").write_text(f'context_length = "{word}"')
+    for words in (["--context_length", word], ["--config", str(tmp_path / "run.toml")]):
+        try:
+            assert given_flags(TrainConfig, words, "train.py") == {"context_length": tokens}
+        except UserError as error:
+            assert str(tokens) in str(error)
+
+
+def test_each_number_of_tokens_may_end_with_k():
+    counts = {(name, each.name) for name, kind in COMMANDS.items() for each in fields(kind) if each.metadata["tokens"]}
+    of_models = {(name, "dense_below") for name in ("generate", "evaluation", "logprobs")}
+    assert {(name.removeprefix("training."), each) for name, each in counts} == of_models | {
+        ("train.py", "context_length"), ("train.py", "dense_below"), ("train.py", "sample_tokens"),
+        ("profile_memory.py", "context_length"), ("profile_memory.py", "dense_below"), ("generate", "max_new_tokens"),
+        ("evaluation", "context_length"), ("evaluation", "short_context"), ("evaluation", "lengths"),
+        ("logprobs", "context_length"),
+    }  # fmt: skip
+    assert given_flags(EvaluationFlags, ["x", "--lengths", "4k", "9"], "")["lengths"] == [4096, 9]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("--warmup_steps 0.1", "10% of 300 steps are 30; give warmup_steps 30$"),
+    ("--warmup_steps 3% --max_steps 1000", "3% of 1000 steps are 30; give warmup_steps 30$"),
+    ("--max_steps 5 --warmup_steps 0.01", "1% of 5 steps are 1; give warmup_steps 1$"),
+    ("--warmup_steps 0.1 --epochs 3", "how many steps the run has, its data or its checkpoint settle"),
+    ("--warmup_steps 0.1 --resume", "how many steps the run has, its data or its checkpoint settle"),
+    ("--warmup_steps 2.5", "'2.5' is not a whole number, such as 512$"),
+    ("--max_steps 0.5", "'0.5' is not a whole number, such as 512$"),
+    ("--max_steps 10k", "'10k' is not a whole number, such as 512; did you mean 10000"),
+    ("--validation_fraction 5%", "'5%' is not a number, such as 0.5; did you mean 0.05"),
+    ("--device gpu", "did you mean cuda"), ("--packing bfd", "did you mean best_fit"),
+    ("--overlong delete", "did you mean drop"), ("--objective sigmoid", "did you mean dpo"),
+    ("--optimizer_state adamw_8bit", "did you mean compact"), ("--model_size Qwen/Qwen3-4B", "did you mean 4B"),
+])  # fmt: skip
+def test_a_value_of_another_form_is_told_the_one_that_is_meant(words, message):
+    with pytest.raises(UserError, match=message):
+        given_flags(TrainConfig, words.split(), "train.py")
+
+
 def test_two_dashes_are_a_word_or_refused():
     """Older versions of argparse take them for nothing, an empty list."""
     for words in (["--output_dir=--"], ["--data=--"]):

@@ -59,9 +59,11 @@ class ChatTemplate:
         self._writers: dict[tuple[str, str], ChatWriter] = {}
         self.unread: set[str] = set()
         if not self._templates:
-            how = "--chat_template" if tokenizer.has_template_flag else "--tokenizer a folder that has one"
-            cure = f"add chat_template.jinja, or give {how}"
-            raise UserError(f"chats need a chat template, and {tokenizer.folder} has none: {cure}")
+            has_flag = tokenizer.has_template_flag
+            usual = ", for a base model --chat_template chatml," if has_flag else ""
+            cure = f"give {'--chat_template' if has_flag else '--tokenizer a folder that has one'}"
+            lacks = f"{tokenizer.folder} has none: add chat_template.jinja, or {cure}"
+            raise UserError(f"chats need a chat template{usual} and {lacks}")
         name = self._choose(has_tools=False) or self._choose(has_tools=True)
         if name is None:
             self._refuse_unnamed()
@@ -182,6 +184,20 @@ def stop_ids(tokenizer, are_samples: bool) -> frozenset[int]:
     return ids | ends
 
 
+def _refuse_names(chat_template: str, tokenizer: FileTokenizer) -> None:
+    """Refuse what stands in a file's place: a template's name in other programs, its text, or a folder."""
+    file = Path(chat_template)
+    what = f"chat_template {chat_template[:80]!r}"
+    if "{%" in chat_template or "{{" in chat_template:
+        raise UserError(f"{what} is a template's text; write it to a file, and give that")
+    if file.is_dir():
+        raise UserError(f"{what} is a folder; give its chat_template.jinja, or --tokenizer {chat_template}")
+    if len(file.parts) == 1 and not file.suffix and not file.exists():
+        has = f"{tokenizer.folder} has a template of its own: drop the flag"
+        cure = has if has_template(tokenizer) else f"{tokenizer.folder} has no template: give chatml, or a Jinja file"
+        raise UserError(f"{what} is no file, and of names there is chatml alone; {cure}")
+
+
 def open_tokenizer(path: str | None, chat_template: str | None):
     """Returns the tokenizer at a path, with a --chat_template in place of its folder's.
 
@@ -196,6 +212,7 @@ def open_tokenizer(path: str | None, chat_template: str | None):
     if chat_template == "chatml":
         source = f"{{{{ {json.dumps(beginning)} }}}}{CHATML}" if beginning else CHATML
     else:
+        _refuse_names(chat_template, tokenizer)
         try:
             source = read_file(file, "give --chat_template a file of a template, or chatml", JSON_BYTES).decode()
         except UnicodeDecodeError:

@@ -18,7 +18,12 @@ class EvaluationFlags(ModelFlags):
     """Judge what a model makes of its context: losses by position, and needles by length and depth."""
 
     context_length: int | None = flag(
-        None, "tokens read at most; default: as trained, else up to 32768", least=2, most=LONGEST, group="evaluation"
+        None,
+        "tokens read at most; default: as trained, else up to 32768",
+        least=2,
+        most=LONGEST,
+        group="evaluation",
+        tokens=True,
     )
     output_dir: Path | None = flag(None, "evaluation.json and pictures go there; else nothing is written")
     beside: list[Path] = flag(list, "evaluation.json of earlier ones, to be shown beside")
@@ -30,12 +35,16 @@ class EvaluationFlags(ModelFlags):
     suffixes: str | None = flag(None, "of texts in data, as train.py's")
     columns: str | None = flag(None, "names of rows' fields in data, as train.py's")
     bad_rows: str | None = flag(None, "rows of data that cannot be read; default: refuse", BAD_ROWS)
-    short_context: int | None = flag(None, "tokens; default: 4096, at most a quarter of context_length", least=2)
+    short_context: int | None = flag(
+        None, "tokens; default: 4096, at most a quarter of context_length", least=2, tokens=True
+    )
     margin: float = flag(2.0, "nats by which a token that needs the context is better with it", most=1e6)
     ceiling: float = flag(2.0, "nats of loss that such a token has at most", most=1e6)
     evaluator: Path | None = flag(None, "folder of a model that says which tokens need the context; default: this one")
     samples: int = flag(20, "for each length; 0: no needles", group="needles")
-    lengths: list[int] = flag(list, "tokens; default: a quarter, half and all of context_length", least=2, most=LONGEST)
+    lengths: list[int] = flag(
+        list, "tokens; default: a quarter, half and all of context_length", least=2, most=LONGEST, tokens=True
+    )
     seed: int = flag(0, "of the samples")
 
     rules: ClassVar[tuple[Rule, ...]] = (

@@ -14,6 +14,7 @@ from typing import NamedTuple
 LEAST_NEAR = 0.82  # likeness of a name to the one that is meant: --eval_data is no slip of --data
 NAMES = tomllib.loads(Path(__file__).parents[1].joinpath("other_trainers.toml").read_text())
 USUAL_NAMES: dict[str, str] = NAMES["usual"]
+WORDS: dict[str, dict[str, str]] = NAMES["words"]  # of values, by flag: a word here = their words
 BY_VALUE: dict[str, str] = NAMES["by_value"]
 ABSENT: dict[str, str] = {row["names"]: row["why"] for row in NAMES["absent"]}
 

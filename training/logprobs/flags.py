@@ -17,7 +17,9 @@ class LogProbsFlags(ModelFlags):
     data: list[str] = flag(list, "files or folders of rows, as train.py has them")
     validation_data: list[str] = flag(list, "as train.py has them")
     top_k: int | None = flag(None, "also the likeliest words of each target, so many, for distill", least=1, most=256)
-    context_length: int = flag(4096, "a prompt's answers fit together, as in train.py", least=2, most=2**27)
+    context_length: int = flag(
+        4096, "a prompt's answers fit together, as in train.py", least=2, most=2**27, tokens=True
+    )
     rope_scaling: str | None = flag(None, "as train.py has it: yarn:4")
     columns: str | None = flag(None, "names of fields, as train.py has them: prompt=question")
     bad_rows: str | None = flag(None, "rows that cannot be read; default: refuse", BAD_ROWS)

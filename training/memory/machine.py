@@ -298,6 +298,18 @@ _OTHER_CARD = r"(?! (Ti|SUPER|D|Laptop)\b)"  # after a card's name, these words 
 # Short names, as `_read_name` makes them, of GPUs older than Ampere: T4, V100, P100, RTX 2080 Ti, GTX 1080.
 _WITHOUT_BF16 = r"t4g?|[kmp]\d+|v100s?|titan.*|gtx.*|(10|16|20)\d0(ti)?(super)?"
 
+# Short names of what other makers sell, and those makers' words for it.
+_OTHER_MAKERS = {
+    "Apple's": r"(apple.*)?m[1-5](pro|max|ultra)?|apple.*|mac.*|mps|metal",
+    "AMD's": r"mi\d{2,3}[axp]?|.*radeon.*|rx[5-9]\d{3}.*|[679]\d{3}(xtx?|gre)|w[67]\d00|(amd|instinct|ryzen|rocm).*",
+    "Intel's": r"(intel|habana)*gaudi.*|habana.*|hpu|arc.*|a[357][1-8]0m?|b5[78]0|intel.*|max1[15]50|pontevecchio|xpu",
+    "Google's": r"(google)?(cloud)?tpu.*|v[2-9](e|p|lite.*)|trillium|ironwood",
+    "Amazon's": r"(aws|amazon)*(trainium|inferentia)\d?.*|trn\d.*|inf\d.*|neuron.*",
+    "Huawei's": r"(huawei)?ascend.*|910[abc]\d?|npu",
+    "Other makers'": r"cerebras.*|wse\d|groq.*|lpu|cambricon.*|mlu\d+.*|(moorethreads)?mtts?\d+|graphcore.*|ipu",
+}
+_USUAL = "RTX4090", "A100", "H100", "H200"
+
 
 def find_gpu(device_name: str) -> GPU | None:
     """Returns the GPU that has this name in the driver; None if the table does not have it."""
@@ -321,6 +333,9 @@ def parse_gpu(text: str) -> tuple[str, GPU]:
             found[name] = gpu
     if found:
         return max(found.items(), key=lambda item: item[1].memory_bytes)
+    if maker := next((maker for maker, names in _OTHER_MAKERS.items() if re.fullmatch(names, asked)), None):
+        others = f"{maker} GPUs and accelerators are not supported"
+        raise UserError(f"gpu {text[:80]}: {others}; give one of NVIDIA's, as {', '.join(_USUAL)}")
     if re.fullmatch(_WITHOUT_BF16, asked) or "quadro" in text.lower():
         raise UserError(f"{text[:80]} has no bf16, in which Fathom trains on a GPU; give an Ampere GPU or a newer one")
     with suppress(UserError):

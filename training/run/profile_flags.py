@@ -22,7 +22,7 @@ class ProfileFlags(StepFlags):
         None, "shape of a model: 4B is Qwen3-4B's; default: 4B, unless init_from is given", MODEL_SIZES
     )
     context_length: int | None = flag(  # type: ignore[assignment]
-        None, f"tokens in a sequence; default: {CONTEXT_LENGTH}", least=2, most=2**27
+        None, f"tokens in a sequence; default: {CONTEXT_LENGTH}", least=2, most=2**27, tokens=True
     )
     batch_size: int = flag(1, "sequences in a micro-batch; train.py takes 8 below 16384 tokens", least=1, most=2**20)
     attention_backend: str = flag("auto", "attention kernel", GPU_BACKENDS)

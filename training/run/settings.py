@@ -55,12 +55,14 @@ class StepFlags:
     lora_bits: int = flag(16, "bits per element of frozen matrices; 8, 4 (NF4) cost some loss", LORA_BITS)
     freeze_routers: bool = flag(False, "routers of a mixture of experts keep their weights")
     rope_scaling: str | None = flag(None, "extends the context of init_from: yarn:4, yarn:4:32768 or linear:4")
-    context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27, group="batch")
+    context_length: int = flag(512, "tokens in a sequence", least=2, most=2**27, group="batch", tokens=True)
     batch_size: int = flag(None, f"sequences at a time; default: 8, from {LONG_CONTEXT} tokens 1", least=1, most=2**20)
     gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1, most=2**20)
     attention_type: str = flag("full", "sparse, nsa: to chosen blocks", ATTENTION_TYPES, group="attention")
     selected_blocks: str | None = flag(None, "blocks of 64 a token chooses, by layer: 64x4,32; default: 32, nsa: 16")
-    dense_below: int | None = flag(None, "sparse: shorter documents attend to everything; default: 8192", least=1)
+    dense_below: int | None = flag(
+        None, "sparse: shorter documents attend to everything; default: 8192", least=1, tokens=True
+    )
     attention_backend: str = flag("auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu")
     loss_impl: str = flag(
         "auto", "auto: chunked above 10 GB of logits, and where 8 does not divide the vocabulary", LOSSES,
@@ -111,7 +113,7 @@ class TrainConfig(ObjectiveFlags, StepFlags):
     learning_rate: float | None = flag(None, f"peak; default: {USUAL_PEAKS}", least=SMALLEST, most=1.0)
     lora_plus: float | None = flag(None, "learning rate of B over A's, LoRA+; default: 1", least=SMALLEST, most=1e9)
     final_learning_rate_ratio: float = flag(0.1, "the cosine ends at this share of the peak", least=0.0, most=1.0)
-    warmup_steps: int = flag(20, "steps of linear warm-up")
+    warmup_steps: int = flag(20, "steps of linear warm-up", share_of="steps")
     weight_decay: float = flag(0.1, "decay of the matrices, and of nothing else", least=0.0, most=10.0)
     max_grad_norm: float = flag(1.0, "gradients are scaled down to this global norm", least=SMALLEST, most=1e9)
     skip_nonfinite_steps: int = flag(0, "steps that may be left out because their loss or gradient is not finite")
@@ -123,7 +125,7 @@ class TrainConfig(ObjectiveFlags, StepFlags):
     keep_checkpoints: int | None = flag(None, f"last ones, besides the best; default: {KEPT_CHECKPOINTS}", least=1)
     validation_interval: int = flag(100, "steps between validations; 0: only at the end", group="while it runs")
     validation_sequences: int | None = flag(None, "in a validation; 0: none; default: 128, at most 2^20 tokens")
-    sample_tokens: int = flag(200, "tokens to generate at the end; 0: none", most=2**27)
+    sample_tokens: int = flag(200, "tokens to generate at the end; 0: none", most=2**27, tokens=True)
     tensorboard: bool = flag(False, "also write TensorBoard's event files, into output_dir/tensorboard")
     wandb: str | None = flag(None, "also send metrics to this project of Weights & Biases; files: output_dir/wandb")
     trackio: str | None = flag(None, "also send metrics to this project of Trackio, on this machine or in a Space")

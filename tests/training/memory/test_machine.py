@@ -202,6 +202,19 @@ def test_gpus_without_bf16_are_refused(text):
 
 
 @pytest.mark.parametrize(
+    ("maker", "names"),
+    [("Apple's", "M2,M1 Pro,M3 Max,m4ultra,Apple M4 Ultra 192GB,mps"), ("Google's", "TPU,TPU v5e,v5p,Trillium"),
+     ("AMD's", "MI300X,mi250,8xMI355X,AMD Instinct MI300A,RX 7900 XTX,7900XTX,Radeon Pro W7900,W7900,amd"),
+     ("Intel's", "Gaudi,Gaudi2,Arc A770,A770,B580,Intel Max 1550"), ("Amazon's", "Trainium2,inf2"),
+     ("Huawei's", "Ascend 910B,910b"), ("Other makers'", "Cerebras,Groq,MTT S4000")],
+)  # fmt: skip
+def test_gpus_of_other_makers_are_refused(maker, names):
+    for text in names.split(","):
+        with pytest.raises(ValueError, match=rf": {maker} GPUs and accelerators are not supported; give one of NVIDIA"):
+            parse_gpu(text)
+
+
+@pytest.mark.parametrize(
     ("text", "cure"),
     [("2x4090", "--gpu 4090 --nproc 2"), ("8 x H100", "--gpu H100 --nproc 8"), ("4*24GB", "--gpu 24GB --nproc 4"),
      ("rtx4090x2", "--gpu rtx4090 --nproc 2"), ("H100:8", "--gpu H100 --nproc 8"),
