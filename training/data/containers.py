@@ -1,10 +1,11 @@
-"""Files that hold many documents, a row each: lines and arrays of JSON, Parquet, and the Arrow files of `datasets`.
+"""Files that hold many documents, a row each: JSON, CSV, Parquet, and the Arrow files of `datasets`.
 
-CONTAINERS has a line for each kind, by suffix. JSON and texts may be compressed: .gz or .zst stands behind the suffix.
-Files are read as streams, so that memory holds a few rows and never a whole file.
+CONTAINERS has a line for each kind, by suffix. JSON, CSV and texts may be compressed: .gz or .zst stands behind the
+suffix. Files are read as streams, so that memory holds a few rows and never a whole file.
 """
 
 import contextlib
+import csv
 import gzip
 import io
 import itertools
@@ -33,9 +34,18 @@ OF_DAMAGE = (
     OSError, EOFError, ValueError, LookupError, ArithmeticError, RecursionError, SystemError, struct.error, zlib.error,
 )  # fmt: skip
 END_OF_ARROW = b"\xff\xff\xff\xff\0\0\0\0"
+SEPARATORS = {".csv": ",", ".tsv": "\t"}  # between fields, by suffix
+OTHER_SEPARATORS = (";", "\t", "|", ",")  # that a file may have in their place
 SPACE = re.compile(r"[ \t\r\n]*")
 
 Row = tuple[int, object]  # a row's number, from 1, and the row: bytes with JSON of a line, otherwise an object
+
+
+class BrokenRow(NamedTuple):
+    """A row that cannot be read, in a file whose other rows can."""
+
+    why: str
+    names: tuple[str, ...]  # of its fields
 
 
 class Container(NamedTuple):
@@ -224,6 +234,70 @@ class _Values:
         return UserError(f"{place(self._file, number)}: not JSON ({why[:100]}); give one array of objects, or objects")
 
 
+# CSV
+
+
+def _read_separated(file: Path, start: int, stop: int, first: int, fields: frozenset[str]) -> Iterator[Row]:
+    """Yields the rows behind the header as objects of texts. A row may have several lines: they are quoted."""
+    csv.field_size_limit(max(csv.field_size_limit(), MOST + 1))  # rows are bounded by _LinesOfRows
+    separator = SEPARATORS[suffix_of(file)]
+    with _open(file) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as stream:
+        lines, number = _LinesOfRows(stream, file), 0
+        rows = csv.reader(lines, delimiter=separator, strict=True)
+        names = _header(file, next(rows, []), separator)
+        while True:
+            lines.begin(number := number + 1)
+            try:
+                values = next(rows, None)
+                while values == []:  # a blank line
+                    values = next(rows, None)
+            except csv.Error as error:
+                what = f"{place(file, number)}: not CSV ({error})"
+                raise UserError(f'{what}; a field with quotes stands between quotes, and has "" for each') from None
+            if values is None:
+                return
+            if len(values) != len(names):
+                why = f"has {len(values)} fields, the header {len(names)}; quote fields with {separator!r} in them"
+                yield number, BrokenRow(why, tuple(filter(None, names)))
+                continue
+            yield number, {name: value for name, value in zip(names, values) if name}
+
+
+class _LinesOfRows:
+    """Lines of a stream. The lines of a row have MOST characters at most, all together."""
+
+    def __init__(self, stream: io.TextIOWrapper, file: Path):
+        self._stream, self._file, self._size, self._row = stream, file, 0, 0
+
+    def begin(self, row: int) -> None:
+        self._size, self._row = 0, row
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> str:
+        line = self._stream.readline(MOST + 1)
+        if not line:
+            raise StopIteration
+        self._size += len(line)
+        if self._size > MOST:
+            raise _too_long(place(self._file, self._row))
+        return line
+
+
+def _header(file: Path, names: list[str], separator: str) -> list[str]:
+    """Returns the names of the columns. A column without one, as of pandas' index, has "" and is left out."""
+    names = [name.strip() for name in names]
+    if len(names) == 1:
+        for mark in (mark for mark in OTHER_SEPARATORS if mark != separator and mark in names[0]):
+            cure = "rename it to .tsv" if mark == "\t" else f"write it with {separator!r}"
+            raise UserError(f"{file} has {mark!r} between its fields, not {separator!r}; {cure}")
+    twice = [name for i, name in enumerate(names) if name and name in names[:i]]
+    if twice:
+        raise UserError(f"{file} has two columns named {twice[0][:30]!r}; rename one, or leave it out")
+    return names
+
+
 # Tables
 
 
@@ -355,6 +429,8 @@ CONTAINERS = {
     ".jsonl": LINES,
     ".ndjson": LINES,
     ".json": Container(_read_values, _whole, is_compressible=True),
+    ".csv": Container(_read_separated, _whole, is_compressible=True),
+    ".tsv": Container(_read_separated, _whole, is_compressible=True),
     ".parquet": Container(_read_parquet, _cut_parquet, is_compressible=False),
     ".arrow": Container(_read_arrow, _whole, is_compressible=False),
 }

@@ -3,6 +3,7 @@
 Others are refused by name: rows that prefer one answer to another.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection
@@ -48,6 +49,8 @@ FLAG_WORDS = re.compile("(^|_)(loss|train|trained|training|trainable|mask|masked
 
 CHATS = ("prompt", "completion", "chosen", "rejected")  # fields of texts, or of lists of messages
 PLAIN = ("text", "instruction", "output", "query", "question", "response", "answer")  # fields of texts alone
+OTHER_TEXTS = ("input", "system")  # texts beside PLAIN, in a row of a .csv file
+LISTS_OR_TEXTS = ("prompts", "responses", "rejected_response")
 OBJECTS = re.compile(r"\s*\[\s*\{")  # the beginning of a list of objects as a text, and of messages
 MESSAGES = re.compile(OBJECTS.pattern + r"""\s*['"](role|content|from|value)['"]\s*:""")
 
@@ -150,6 +153,25 @@ def rename(row: object, columns: dict[str, str]) -> object:
     left_out = columns.keys() | (SHOWN_WITH if {"completion", "chosen"} & {*columns.values()} else ())
     others = {name: value for name, value in row.items() if name not in left_out}
     return others | {columns[name]: value for name, value in row.items() if name in columns}
+
+
+def with_values(row: dict[str, str]) -> dict:
+    """Returns a row of a .csv file, whose values are texts, with numbers, truths and lists where no text is meant.
+
+    {"text": "5", "weight": "0.5", "label": "True", "history": ""} has the weight 0.5, the label true, no history.
+    """
+    return {name: _value_of(name, text) for name, text in row.items()}
+
+
+def _value_of(name: str, text: str):
+    if name in (*CHATS, *PLAIN, *OTHER_TEXTS):
+        return text
+    if not text.strip():
+        return None
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads({"True": "true", "False": "false"}.get(text.strip(), text))
+        return value if name not in LISTS_OR_TEXTS or isinstance(value, list) else text
+    return text
 
 
 def with_chats(row: object) -> object:
@@ -350,6 +372,8 @@ def _from_pair(row: dict) -> dict:
 
 def _from_alpaca(row: dict) -> dict:
     instruction, given, output = row["instruction"], row.get("input") or "", row.get("output", 0)
+    if isinstance(history := row.get("history"), str) and history.lstrip().startswith("["):  # of a table
+        row = row | {"history": parsed(history, '"history"')}
     if output is None:
         raise NothingToLearn("rows without text")
     if not all(isinstance(text, str) for text in (instruction, given, output, row.get("system") or "")):

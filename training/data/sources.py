@@ -21,6 +21,8 @@ from training.data.chat import ChatTemplate, NoTemplate, has_template
 from training.data.containers import (
     COMPRESSIONS,
     CONTAINERS,
+    SEPARATORS,
+    BrokenRow,
     check_packages,
     is_compressed,
     place,
@@ -28,7 +30,16 @@ from training.data.containers import (
     read_rows,
     suffix_of,
 )
-from training.data.forms import FIELDS, NothingToLearn, is_row, parse_columns, recognise, rename, with_chats
+from training.data.forms import (
+    FIELDS,
+    NothingToLearn,
+    is_row,
+    parse_columns,
+    recognise,
+    rename,
+    with_chats,
+    with_values,
+)
 from training.data.tokenizer import check_ids
 from training.data.writer import UNSTORABLE
 from training.host.choices import SUFFIXES
@@ -263,6 +274,8 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
         raise UserError(f"cannot read {path}: it is no regular file; give --data a file or a folder")
     elif (suffix := suffix_of(path)) not in (kinds := _kinds(reading)):
         cure = f"to read it as text, give --suffixes {suffix}"
+        if _is_binary(path):
+            cure = "it is binary; make text or rows of it, as .txt or .jsonl"
         if reading.rows is not None:
             cure = "this --objective reads rows"
         elif suffix in TO_TEXT:
@@ -307,16 +320,24 @@ def _texts(suffixes: str | None) -> list[str]:
     return found
 
 
+def _is_binary(file: Path) -> bool:
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        return b"\0" in stream.read(4096)
+    return False
+
+
 def is_data(file: Path, reading: Reading = DEFAULT) -> bool:
-    """Whether a file of a folder is data. A .json file is, if its first row has a known form: many hold settings.
+    """Whether a file of a folder is data. A .json or .csv file is, if its first row has a known form: many hold others.
 
     An objective knows rows with two of its fields.
     """
     suffix = suffix_of(file)
-    if suffix != ".json" or not file.is_file():
+    if suffix not in (".json", *SEPARATORS) or not file.is_file():
         return suffix in _kinds(reading) and file.is_file()
     with contextlib.suppress(UserError, StopIteration):
-        row = rename(next(read_rows(file))[1], reading.renames)
+        _, row = next(read_rows(file))
+        row = dict.fromkeys(row.names, "") if isinstance(row, BrokenRow) else row
+        row = rename(row, reading.renames)
         names = reading.rows.fields | reading.rows.others if reading.rows else frozenset()
         return is_row(row) or (isinstance(row, dict) and len(row.keys() & names) > 1)
     return False
@@ -424,7 +445,12 @@ class DocumentReader:
             row = self._parse(row, where, number) if isinstance(row, bytes) else row
             if isinstance(row, dict):
                 self.used.update(self._columns.keys() & row.keys())
-            row, columns, prompt = with_chats(rename(row, self._columns)), dict[str, np.ndarray](), None
+            if isinstance(row, BrokenRow):
+                raise UserError(row.why)
+            row, columns, prompt = rename(row, self._columns), dict[str, np.ndarray](), None
+            if isinstance(row, dict) and suffix_of(Path(file)) in SEPARATORS:
+                row = with_values(row)
+            row = with_chats(row)
             if self._reading.rows is None:
                 form, encoded = self._encode(row, where)
             else:

@@ -1,6 +1,8 @@
 """Files of rows: the same documents from each kind, directly and prepared; damaged files, bombs, missing packages."""
 
+import csv
 import gzip
+import io
 import json
 import logging
 import random
@@ -20,6 +22,8 @@ from training.data.prepare import prepare
 from training.data.sources import Reading
 from training.data.tokenizer import ByteTokenizer
 from training.host.errors import UserError
+from training.objectives.choose import row_reader
+from training.objectives.flags import ObjectiveFlags
 
 BYTES = ByteTokenizer()
 ROWS = [{"text": f"text {i} \u00e9\u4e2d" * i, "id": i} for i in range(1, 8)]
@@ -44,6 +48,14 @@ def zst(content):
     return pyarrow.compress(content, "zstd", asbytes=True)
 
 
+def separated(separator=",", rows=ROWS):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*rows[0]], delimiter=separator)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue().encode()
+
+
 FILES = {
     "a.jsonl": LINES,
     "b.NDJSON": LINES + b"\n",
@@ -54,6 +66,10 @@ FILES = {
     "g.json.gz": gzip.compress(b"\xef\xbb\xbf " + json.dumps(ROWS, ensure_ascii=False).encode()),
     "h.parquet": parquet_of(),
     "i.arrow": arrow(),
+    "k.csv": b"\xef\xbb\xbf" + separated(),
+    "l.TSV": separated("\t"),
+    "m.csv.gz": gzip.compress(separated()),
+    "n.tsv.zst": zst(separated("\t")),
 }
 
 
@@ -71,7 +87,7 @@ def test_every_kind_has_the_same_documents_directly_and_prepared(tmp_path, caplo
         assert texts(folder / name) == [row["text"] for row in ROWS], name
     assert caplog.messages == [f"data: {folder}/{name}: 7 rows of text" for name in FILES]
     (folder / "config.json").write_text('{"vocab_size": 3}')  # settings, not rows
-    (folder / "j.txt.gz").write_bytes(gzip.compress(b"a text"))
+    (folder / "z.txt.gz").write_bytes(gzip.compress(b"a text"))
     caplog.clear()
     [direct] = open_stores([str(folder)], BYTES, 256)
     index = prepare(folder, tmp_path / "set", "bytes")
@@ -80,7 +96,7 @@ def test_every_kind_has_the_same_documents_directly_and_prepared(tmp_path, caplo
     assert sum(part["found"].get("rows of text", 0) for part in index["parts"]) == 7 * len(FILES)
     said = (
         f"data: left out files of other kinds in {folder}: 1 .json",
-        f"data: {folder}: 63 rows of text, 1 file of text",
+        f"data: {folder}: {7 * len(FILES)} rows of text, 1 file of text",
     )
     assert caplog.messages == [*said, *said]
     places = {direct.source(i).rpartition("/")[2] for i in range(len(direct.lengths))}
@@ -96,6 +112,7 @@ def test_every_kind_has_the_same_documents_directly_and_prepared(tmp_path, caplo
     "name, content, message",
     [
         *((name, FILES[name][:-3], "") for name in ("c.jsonl.gz", "d.ndjson.zst", "g.json.gz", "h.parquet", "i.arrow")),
+        *((name, FILES[name][:-3], "") for name in ("m.csv.gz", "n.tsv.zst")),
         *((name, FILES[name][:-40] + b"x" * 40, "") for name in ("c.jsonl.gz", "d.ndjson.zst", "h.parquet")),
         ("h.parquet", FILES["h.parquet"].replace(b"text 7", b"text 8", 1), ""),  # a page fails its checksum
         ("i.arrow", FILES["i.arrow"][:200], "no end of an Arrow stream"),
@@ -133,6 +150,68 @@ def test_bad_arrays(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name, content, message", [
+    ("a.csv", "text,id\na,1\nb", "row 2: has 1 fields, the header 2; quote fields with ',' in them; mend that row"),
+    ("a.csv", "text,id\na, b,1", "row 1: has 3 fields, the header 2; quote"),
+    ("a.csv", 'text\n"a', r"row 1: not CSV \(unexpected end of data\)"),
+    ("a.csv", 'text\na\n"b"c', r"row 2: not CSV \(',' expected after '\"'\)"),
+    ("a.csv", "text,text\na,b", "has two columns named 'text'"),
+    ("a.csv", "prompt;completion\na;b", "has ';' between its fields, not ','; write it with ','"),
+    ("a.csv", "prompt\tcompletion\na\tb", "has .* between its fields, not .*; rename it to .tsv"),
+    ("a.tsv", "prompt,completion\na,b", r"has ',' between its fields, not '\\t'; write it with"),
+    ("a.csv", "foo,bar\na,b", 'row 1: has the fields "foo", "bar"; known are "text"; .*; --columns text=NAME'),
+    ("a.csv", "text\n\xff", "is not UTF-8: byte 0xff"),
+    ("a.csv", "text\n", "has nothing to read"),
+    ("a.csv", "", "has nothing to read"),
+])  # fmt: skip
+def test_bad_csv(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content.encode("latin1"))
+    with pytest.raises(UserError, match=rf"{name}(, )? ?{message}") as error:
+        texts(tmp_path / name)
+    assert "\n" not in str(error.value)
+
+
+def test_fields_of_csv_are_texts_numbers_truths_and_lists(tmp_path):
+    """A row may have several lines. An index of pandas has no name. An empty number is none."""
+    (tmp_path / "a.csv").write_text(',prompt,completion\r\n0,a,"5, ""x""\r\ny"\r\n\r\n1,,7\r\n', newline="")
+    assert texts(tmp_path / "a.csv") == ['a5, "x"\r\ny', "7"]
+    (tmp_path / "b.csv").write_text("text,loss,weight\na,True,\nb,False,\nc,,1\n")
+    assert texts(tmp_path / "b.csv") == ["a", "c"]
+    (tmp_path / "c.csv").write_text('text,loss_on_turns\na,"[0, 1]"')
+    with pytest.raises(UserError, match='has "loss_on_turns", which is not obeyed'):
+        texts(tmp_path / "c.csv")
+    asked = [{"role": "user", "content": "a"}]
+    (tmp_path / "d.csv").write_bytes(separated(rows=[{"messages": json.dumps(asked)}]))
+    with pytest.raises(UserError, match="chats need a chat template"):
+        texts(tmp_path / "d.csv")
+    history = json.dumps([["a", "b"]])
+    (tmp_path / "e.csv").write_bytes(separated(rows=[{"instruction": "c", "output": "d", "history": history}]))
+    with pytest.raises(UserError, match="chats need a chat template"):  # Alpaca's text has no place for it
+        texts(tmp_path / "e.csv")
+
+
+@pytest.mark.parametrize("objective, header, rows, columns", [
+    ("weighted", "text,weight", ["ab,0.5", "cd,"], {"weight": {0.5, 1}}),
+    ("kto", "prompt,completion,kto_tag", ["a,5,True", "b,6,false"], {"label": {0, 1}}),
+    ("grpo", "prompt_ids,completion_ids,logprobs,advantage", ['"[5, 6]","[7]","[-1]",0.5'] * 2, {"advantage": {0.5}}),
+    ("dpo", "question,system,chosen,rejected", ["a,,1,2"], {"answer": {0, 1}}),
+])  # fmt: skip
+def test_an_objective_reads_csv(tmp_path, objective, header, rows, columns):
+    (tmp_path / "a.csv").write_text("\n".join([header, *rows]))
+    reader = row_reader(ObjectiveFlags(objective=objective), 0, 1)
+    [store] = open_stores([str(tmp_path)], BYTES, 256, Reading(rows=reader))
+    assert {name: {*store.column(name).tolist()} for name in columns} == columns
+
+
+def test_a_folders_csv_of_another_kind_is_left_out(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.csv").write_text("name,city\nA,B")
+    (tmp_path / "c.csv").write_text("body,n\nA,1")
+    assert texts(tmp_path) == ["a"] and "left out files of other kinds in" in caplog.text
+    [store] = open_stores([str(tmp_path)], BYTES, 256, Reading(columns="text=body"))
+    assert len(store.lengths) == 2
+
+
 def test_bombs_take_little_memory(tmp_path, monkeypatch):
     """A megabyte of output per kilobyte of file."""
     monkeypatch.setattr(containers, "MOST", 2**18)
@@ -143,6 +222,8 @@ def test_bombs_take_little_memory(tmp_path, monkeypatch):
         ("b.ndjson.zst", b'{"text": "', zst),
         ("c.json.gz", b'[{"text": "', gzip.compress),
         ("d.txt.gz", b"", gzip.compress),
+        ("e.csv.gz", b"text\n", gzip.compress),
+        ("f.tsv.gz", b'text\n"b\n', gzip.compress),
     ):
         (tmp_path / name).write_bytes(pack(before + b"a" * 2**23))
 
@@ -294,6 +375,7 @@ def test_saved_datasets(tmp_path, caplog):
     ("a.gz", None, r"decompress it, or rename it to tell its kind, as in NAME\.jsonl\.gz"),
     ("a.parquet.gz", None, "rename it to tell its kind"),
     ("Makefile", None, "rename it to tell its kind"),
+    ("a.txt", ".csv", "suffixes must be of text files.*: got '.csv'"),
     ("a.txt", "rs", r"suffixes must be of text files, with commas between them, as \.rs,\.c: got 'rs'"),
     ("a.txt", ".rs,", "suffixes must be of text files.*: got ''"),
     ("a.txt", ".rs,.parquet", "suffixes must be of text files.*: got '.parquet'"),
@@ -303,6 +385,12 @@ def test_files_of_other_kinds(tmp_path, name, suffixes, message):
     with pytest.raises(ValueError, match=message) as error:
         open_stores([str(tmp_path / name)], BYTES, 256, Reading(suffixes=suffixes))
     assert "\n" not in str(error.value)
+
+
+def test_a_binary_file_gets_no_hint_that_is_refused(tmp_path):
+    (tmp_path / "a.xlsx").write_bytes(b"PK\x03\x04\0\0")
+    with pytest.raises(UserError, match=r"it is binary; make text or rows of it, as \.txt or \.jsonl"):
+        texts(tmp_path / "a.xlsx")
 
 
 def test_flags_that_no_file_heeds(tmp_path, one_process):  # noqa: F811

@@ -113,7 +113,7 @@ def test_prompt_is_masked(tmp_path):
     ("e.jsonl", b"", r"e\.jsonl has nothing to read"),
     ("b.txt", b"abc\0d", r"b\.txt is binary: NUL byte at offset 3"),
     ("b.md", b"ab\xffd", r"b\.md is not UTF-8: byte 0xff at offset 2"),
-    ("b.csv", b"abc", r"b\.csv has suffix '\.csv', not \.txt, .*; to read it as text, give --suffixes \.csv"),
+    ("b.log", b"abc", r"b\.log has suffix '\.log', not \.txt, .*; to read it as text, give --suffixes \.log"),
     ("l.jsonl", b'{"text": "a"}\n{"text": \n', r"l\.jsonl:2: not JSON \(Expecting value, character 11\)"),
     ("l.jsonl", b'{"text": "a"}\n\n{"text": \n', r"l\.jsonl:3: not JSON"),
     ("l.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", r"l\.jsonl:1: not JSON"),
