@@ -33,6 +33,7 @@ COMPRESSIONS = (".gz", ".zst")
 OF_DAMAGE = (
     OSError, EOFError, ValueError, LookupError, ArithmeticError, RecursionError, SystemError, struct.error, zlib.error,
 )  # fmt: skip
+JSON = "arrow.json"  # type of columns that hold JSON
 END_OF_ARROW = b"\xff\xff\xff\xff\0\0\0\0"
 SEPARATORS = {".csv": ",", ".tsv": "\t"}  # between fields, by suffix
 OTHER_SEPARATORS = (";", "\t", "|", ",")  # that a file may have in their place
@@ -393,13 +394,20 @@ def _is_compressed_arrow(arrow: ModuleType, file: Path) -> bool:
 
 def _rows_of(batches: Iterable, file: Path, first: int) -> Iterator[Row]:
     for batch in batches:
+        readers = {field.name: _reader_of(field) for field in batch.schema}
+        read = _reader_of_object(readers)
         for part in (batch.slice(at, BATCH) for at in range(0, batch.num_rows, BATCH)):
             is_small = sum(map(_size_of, part.columns)) <= MOST
             for some in [part] if is_small else (part.slice(at, 1) for at in range(part.num_rows)):
                 if not is_small and sum(map(_size_of, some.columns)) > MOST:
                     raise _too_long(place(file, first))
                 for row in some.to_pylist():
-                    yield first, {name: _without_nulls(value) for name, value in row.items()}
+                    try:
+                        value: object = dict.fromkeys(row) | read(row)
+                    except (ValueError, RecursionError) as error:
+                        why = f"has a column of JSON that is none ({str(error)[:100]})"
+                        value = BrokenRow(why, (*row,))
+                    yield first, value
                     first += 1
 
 
@@ -417,11 +425,36 @@ def _size_of(array) -> int:
     return 8 * len(array) + array.nbytes
 
 
-def _without_nulls(value):
-    """Leaves out the names without a value in objects: a table has every name in every object."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
-    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
+def _reader_of(field) -> Callable | None:
+    """Returns a function that makes a value of JSON's kinds of a table's value; None: it is one.
+
+    Objects lose the names that have no value: a table has all names in all of them. Texts of JSON become what they
+    say: `datasets` has values of several kinds so, such as messages with other names.
+    """
+    kind, metadata = field.type, field.metadata or {}
+    if getattr(kind, "extension_name", "") == JSON or metadata.get(b"ARROW:extension:name") == JSON.encode():
+        return json.loads
+    kind = getattr(kind, "storage_type", kind)  # of another extension
+    kind = kind.value_type if hasattr(kind, "index_type") else kind  # of a dictionary
+    if hasattr(kind, "value_field"):
+        return _reader_of_list(_reader_of(kind.value_field))
+    if hasattr(kind, "get_field_index"):  # a struct
+        return _reader_of_object({part.name: _reader_of(part) for part in kind.fields})
+    return None
+
+
+def _reader_of_list(read: Callable | None) -> Callable[[list], list] | None:
+    if read is None:
+        return None
+    return lambda values: [value if value is None else read(value) for value in values]
+
+
+def _reader_of_object(readers: dict[str, Callable | None]) -> Callable[[dict], dict]:
+    def read(value: dict) -> dict:
+        named = ((name, part, readers[name]) for name, part in value.items() if part is not None)
+        return {name: part if reader is None else reader(part) for name, part, reader in named}
+
+    return read
 
 
 LINES = Container(_read_lines, _cut_lines, is_compressible=True)

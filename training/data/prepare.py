@@ -59,7 +59,7 @@ from training.host.progress import Progress
 from training.host.signals import interrupted_by_signals
 
 PART_BYTES = 2**24  # of text
-MEANING = 5  # Counts changes of what rows mean, and of what summaries hold: parts made before are made anew.
+MEANING = 6  # Counts changes of what rows mean, and of what summaries hold: parts made before are made anew.
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
 
 GOES_ON = "mend that, as by making room, and the same command goes on from here"

@@ -318,6 +318,51 @@ def test_tables_leave_out_what_is_null_in_objects(tmp_path):
     assert next(read_rows(tmp_path / "a.parquet", fields=frozenset({"messages"}))) == (1, {"messages": expected})
 
 
+CHATS = [
+    {"messages": [{"role": "user", "content": None}, {"role": "assistant", "tool_calls": [{"arguments": {"a": 1}}]}]},
+    {"messages": [{"role": "user", "content": [{"text": "a"}]}, {"role": "assistant", "weight": 1}]},
+    {"messages": None},
+]
+
+
+def with_json():
+    """A table as datasets 5 makes of messages whose fields differ; without its type, as an older pyarrow reads it."""
+    chats = [row["messages"] for row in CHATS]
+    values = [json.dumps(message) for chat in chats if chat for message in chat]
+    offsets = pyarrow.array([0, 2, 4, 4], pyarrow.int32())
+    texts, missing = pyarrow.array(values), pyarrow.array([False, False, True])
+    typed = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), texts)
+    lists = [pyarrow.ListArray.from_arrays(offsets, part, mask=missing) for part in (typed, texts)]
+    part = pyarrow.field("item", pyarrow.string(), metadata={"ARROW:extension:name": "arrow.json"})
+    older = pyarrow.schema([pyarrow.field("messages", pyarrow.list_(part))])
+    return pyarrow.table({"messages": lists[0]}), pyarrow.table([lists[1].cast(older[0].type)], schema=older)
+
+
+def test_json_in_a_table_is_what_it_says(tmp_path):
+    """Its nulls stay, as in lines of JSON."""
+    typed, older = with_json()
+    (tmp_path / "a.arrow").write_bytes(arrow(typed))
+    (tmp_path / "b.parquet").write_bytes(parquet_of(typed))
+    (tmp_path / "c.arrow").write_bytes(arrow(older))
+    for name in ("a.arrow", "b.parquet", "c.arrow"):
+        assert [row for _, row in read_rows(tmp_path / name)] == CHATS, name
+    texts = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(['{"b": null}', "3", None]))
+    struct = pyarrow.StructArray.from_arrays([texts, pyarrow.array([1, None, 2])], names=["j", "n"])
+    (tmp_path / "d.arrow").write_bytes(arrow(pyarrow.table({"s": struct, "j": texts})))
+    expected = [({"j": {"b": None}, "n": 1}, {"b": None}), ({"j": 3}, 3), ({"n": 2}, None)]
+    assert [(row["s"], row["j"]) for _, row in read_rows(tmp_path / "d.arrow")] == expected
+
+
+def test_damaged_json_in_a_table_is_a_row_that_cannot_be_read(tmp_path, caplog):
+    texts = [json.dumps("a"), "{", "[" * 5000, json.dumps("b")]
+    column = pyarrow.ExtensionArray.from_storage(pyarrow.json_(), pyarrow.array(texts))
+    (tmp_path / "a.parquet").write_bytes(parquet_of(pyarrow.table({"text": column})))
+    with pytest.raises(UserError, match=r"row 2: has a column of JSON that is none .* the 2 rows that cannot be read"):
+        open_stores([str(tmp_path)], BYTES, 256)
+    [store] = open_stores([str(tmp_path)], BYTES, 256, Reading(bad_rows="drop"))
+    assert len(store.lengths) == 2 and "left out rows that cannot be read: 2" in caplog.text
+
+
 def save(folder, text, cache=None):
     """Writes a folder as `Dataset.save_to_disk` does."""
     folder.mkdir(parents=True)
