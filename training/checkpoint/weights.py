@@ -4,6 +4,7 @@ The weights are in model.safetensors, or in several such files with an index. A 
 adapter_model.safetensors (`training.families.lora`), and names the folder with all other weights.
 """
 
+import contextlib
 import itertools
 import json
 import logging
@@ -279,7 +280,26 @@ def left_out(weights: Sequence[Path], written: Collection[str]) -> list[str]:
 def _read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     paths = folder.iterdir() if folder.is_dir() else ()
     present = [path for path in paths if _is_among(path.name, patterns) and path.is_file()]
-    return {path.name: read_file(path, TOKENIZER_ADVICE, JSON_BYTES) for path in sorted(present)}
+    files = {path.name: read_file(path, TOKENIZER_ADVICE, JSON_BYTES) for path in sorted(present)}
+    return {name: _without_places(file) if name.endswith("_config.json") else file for name, file in files.items()}
+
+
+def _without_places(file: bytes) -> bytes:
+    """Returns a JSON file without settings that say where it once was on a machine, as "name_or_path": "/home/me".
+
+    A file without such settings, or with damage, stays as it is.
+    """
+    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+        content = json.loads(file)
+        kept = {name: value for name, value in content.items() if not _is_place(name, value)}
+        if kept != content:
+            return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
+    return file
+
+
+def _is_place(name: str, value: object) -> bool:
+    is_path = isinstance(value, str) and re.match(r"[/~.]|[A-Za-z]:[\\/]", value) is not None
+    return is_path and name.endswith(("name_or_path", "_file", "_path"))
 
 
 def _is_among(name: str, patterns: Sequence[str]) -> bool:

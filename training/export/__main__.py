@@ -110,7 +110,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
         for name, companion in files.items():
             write_file(folder / name, companion)
     others = f", and {len(carried.tensors)} tensors that are not trained, as they were" if carried.tensors else ""
-    written = ", ".join(sorted(files))
+    written = ", ".join(map(printable, sorted(files)))
     if content.get("text_config", content).get(MTP_LAYERS) == 0:
         written += f"; no tensors of mtp: {MTP_LAYERS} is 0, and a GGUF is made with --no-mtp"
     if carried.settings:

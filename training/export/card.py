@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from statistics import mean
@@ -10,8 +11,8 @@ import torch
 
 from kernels import __version__
 from model import ModelConfig
-from training.host.errors import UserError
-from training.host.files import JSON_BYTES, read_file
+from training.host.errors import UserError, printable
+from training.host.files import JSON_BYTES, hub_name, read_file
 from training.plots.panels import points, read_metrics
 from training.run.resume import load_state
 from training.run.settings import TrainConfig
@@ -34,7 +35,8 @@ def card_of(
     this export's title, dtype and extension.
     """
     then = f" Its context was extended by {extension} afterwards, which no loss below has seen." if extension else ""
-    head = f"# {title}\n\n{model.num_parameters():,} parameters of type {model.model_type}, {str(dtype)[6:]}."
+    size = f"{model.num_parameters():,} parameters of type {model.model_type}, {str(dtype)[6:]}."
+    head = f"# {printable(title)}\n\n{size}"
     if (source / CARD).is_file():
         own = read_file(source / CARD, "move it elsewhere", JSON_BYTES)
         if not re.search(rb"^library_name: *peft", own, re.MULTILINE):
@@ -62,7 +64,7 @@ def model_card(checkpoint: Path, head: str) -> str:
     about = ["library_name: transformers", "pipeline_tag: text-generation", "tags: [fathom, long-context]"]
     base, held_out = "random weights", f"{config.validation_fraction:.2%} of these {unit}s"
     if config.init_from:
-        base = f"`{hub_name(config.init_from)}`" if hub_name(config.init_from) else names([config.init_from])
+        base = names([config.init_from])
         about += base_of(Path(config.init_from))
     if config.validation_data:
         held_out = names(config.validation_data)
@@ -104,15 +106,17 @@ def losses(checkpoint: Path, state: dict) -> list[str]:
 
 
 def names(paths: list[str]) -> str:
-    """Returns the names of files and folders, with their folder's where two are alike, as train.jsonl of two."""
-    alike = len({Path(path).name for path in paths}) < len(paths)
-    return ", ".join(f"`{'/'.join(Path(path).parts[-2:]) if alike else Path(path).name or path}`" for path in paths)
+    """Returns the names of files and folders, without the folders that they are in: these may hold a user's name.
 
-
-def hub_name(folder: str | Path) -> str | None:
-    """Returns the name on the Hub of weights in its cache, such as Qwen/Qwen3-4B."""
-    cached = re.search(r"models--([^/]+?)--([^/]+)", str(Path(folder).absolute()))
-    return f"{cached[1]}/{cached[2]}" if cached else None
+    Equal names are counted, as `train.jsonl` (1 of 2), `train.jsonl` (2 of 2).
+    """
+    bare = [hub_name(path) or printable(Path(path).name or path).replace("`", "'") for path in paths]
+    total, seen, shown = Counter(bare), Counter[str](), []
+    for name in bare:
+        seen[name] += 1
+        number = f" ({seen[name]} of {total[name]})" if total[name] > 1 else ""
+        shown.append(f"`{name}`{number}")
+    return ", ".join(shown)
 
 
 def base_of(folder: Path) -> list[str]:

@@ -31,8 +31,12 @@ def as_json(value: object, most: int = 40) -> str:
 
 
 def printable(text: str | Path) -> str:
-    """Returns a text that every file takes: a byte of a name that is no UTF-8, such as 0xff, is shown as \\udcff."""
-    return str(text).encode(errors="backslashreplace").decode()
+    """Returns a text of one line that every file takes.
+
+    A byte of a name that is no UTF-8, such as 0xff, is shown as \\udcff.
+    """
+    encodable = str(text).encode(errors="backslashreplace").decode()
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in encodable)
 
 
 def program(name: str = "python") -> str:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from training.host.errors import SHOWN_OF_A_PATH, UserError
+from training.host.errors import SHOWN_OF_A_PATH, UserError, printable
 from training.host.signals import interrupted_by_signals
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,24 @@ def check_can_write_into(folder: Path, name: str, flag: str) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"{flag} {folder} cannot be made: {error}; give another folder") from None
     check_can_write(folder / name, flag)
+
+
+def hub_name(folder: str | Path) -> str | None:
+    """Returns the name on the Hub of weights in its cache, such as Qwen/Qwen3-4B."""
+    cached = re.search(r"models--([^/]+?)--([^/]+)", str(Path(folder).absolute()))
+    return printable(f"{cached[1]}/{cached[2]}") if cached else None
+
+
+def without_folders(value: object) -> object:
+    """Returns a setting for others to read: names in the place of paths, which may hold a user's name.
+
+    Weights in the Hub's cache have their name there. A list is changed item by item.
+    """
+    if isinstance(value, list):
+        return [without_folders(each) for each in value]
+    if not isinstance(value, str) or os.sep not in value:
+        return value
+    return hub_name(value) or printable(Path(value).name or value)
 
 
 def did_you_mean(path: Path) -> str:

@@ -19,7 +19,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from model import ModelConfig
 from training.host.errors import UserError, program
-from training.host.files import check_can_write, read_file, replace_file
+from training.host.files import check_can_write, read_file, replace_file, without_folders
 from training.host.processes import line_of
 from training.memory.machine import find_gpu
 from training.memory.planner import Plan
@@ -299,7 +299,9 @@ def tensorboard_writer(folder: Path, from_step: int) -> Writer:
 
 
 def tracker_writer(package: str, settings: dict, stack: contextlib.ExitStack) -> Writer:
-    """Sends metrics and settings to wandb or trackio. A resumed run goes on in its run, which output_dir/*_id names.
+    """Sends metrics, and settings without folders, to wandb or trackio.
+
+    A resumed run goes on in its run, which output_dir/*_id names.
 
     Raises UserError if the package cannot be imported or started, as without a login, or that file cannot be read.
     """
@@ -311,7 +313,8 @@ def tracker_writer(package: str, settings: dict, stack: contextlib.ExitStack) ->
     own = {"dir": folder, "allow_val_change": True} if is_wandb else {}
     try:
         tracker = importlib.import_module(package)  # optional
-        run = tracker.init(project=project, config=settings, resume="allow", **{name: earlier}, **own)
+        config = {key: without_folders(value) for key, value in settings.items()}
+        run = tracker.init(project=project, config=config, resume="allow", **{name: earlier}, **own)
         if is_wandb:  # its own count of steps would drop what a resumed run repeats
             run.define_metric("*", step_metric="step")
         replace_file(file, f"{getattr(run, name)}\n")

@@ -1,7 +1,10 @@
 """The model card of exported weights."""
 
+import io
 import json
+import os
 import shutil
+import sys
 
 import train
 from tests.runs import arguments, metrics, weights_of_another_shape
@@ -48,7 +51,7 @@ def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
     text = (tmp_path / "dpo" / "README.md").read_text()
     for part in (
         "| after step | dpo |",
-        "`one/b.jsonl`, `two/b.jsonl`",
+        "`b.jsonl` (1 of 2), `b.jsonl` (2 of 2)",
         "| data_weights | 3,1 |",
         "by linear:2 afterwards",
     ):
@@ -85,3 +88,23 @@ def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
         assert export([str(moved), str(target := tmp_path / f"without {number}")]) == 0
         assert (target / "README.md").is_file() == card
         assert not card or (last in (target / "README.md").read_text()) == has_loss
+
+
+def test_names_that_are_no_utf_8_and_markdown_in_names_are_shown(tmp_path, monkeypatch):
+    """Such a name is bytes; a card is UTF-8, and a name is one line of it."""
+    alice = tmp_path / "alice"
+    sources = [alice / os.fsdecode(b"da\xffta"), alice / "a`b\nc"]
+    for number, folder in enumerate(sources):
+        folder.mkdir(parents=True)
+        (folder / os.fsdecode(b"t\xfe.txt")).write_text(f"a text of {number} words\n" * 100)
+    run = tmp_path / os.fsdecode(b"r\xf0")
+    first, *others = arguments(str(sources[0]), run, "--validation_sequences", "0", steps=1)
+    assert train.main([first, str(sources[1]), *others]) == 0
+    target, again = tmp_path / os.fsdecode(b"mine\xff"), tmp_path / os.fsdecode(b"again\xfe")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    assert export([str(run / "step_00000001"), str(target)]) == 0
+    assert export([str(target), str(again)]) == 0
+    written = (target / "README.md").read_text()
+    for part in ("# mine\\udcff\n", "`a'b\\nc`, `da\\udcffta`. Held out"):
+        assert part in written
+    assert "alice" not in written and "# again\\udcfe\n" in (again / "README.md").read_text()

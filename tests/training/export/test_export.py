@@ -225,3 +225,19 @@ def test_layers_that_are_not_there_are_not_declared(model_type, tmp_path, capsys
         assert written["text_config"]["mtp_num_hidden_layers"] == layers
         assert "/home/me" not in json.dumps(written)
         assert ("a GGUF is made with --no-mtp" in capsys.readouterr().out) == (layers == 0)
+
+
+def test_places_of_a_machine_are_left_out_of_tokenizers_files(tmp_path):
+    folder = weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1)
+    write_tokenizer(folder / "tokenizer.json")
+    local = {
+        "name_or_path": "/home/alice/base", "special_tokens_map_file": "/root/.cache/a.json", "vocab_file": "./v",
+        "tokenizer_file": "C:\\Users\\alice", "_name_or_path": "~/base",
+    }  # fmt: skip
+    others = {"eos_token": "</s>", "sep": "/", "tokenizer_class": "A", "vocab_path": "vocab.json"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(local | others))
+    named = '{"name_or_path": "Qwen/Qwen3-4B",  "top_p": 0.5}'
+    (folder / "generation_config.json").write_text(named)
+    assert export([str(folder), str(tmp_path / "out")]) == 0
+    assert read_json(tmp_path / "out/tokenizer_config.json") == others
+    assert (tmp_path / "out/generation_config.json").read_text() == named

@@ -151,7 +151,9 @@ def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path,
     monkeypatch.syspath_prepend(tmp_path)
     wandb = importlib.import_module("wandb")
     monkeypatch.setitem(sys.modules, "wandb", sys.modules.pop("wandb"))  # until the test ends
-    settings = asdict(TrainConfig(output_dir=str(tmp_path / "run"), wandb="p"))
+    cached = "/home/alice/hub/models--Qwen--Qwen3-4B/snapshots/1"
+    paths = {"data": ["/home/alice/a.txt", "b.txt"], "init_from": cached, "log_file": "/home/alice/log"}
+    settings = asdict(TrainConfig(output_dir=str(tmp_path / "run"), wandb="p", **paths))
     (tmp_path / "run").mkdir()
     for resume, error in (("no", None), ("yes", ValueError("a defect"))):
         with contextlib.suppress(ValueError), contextlib.ExitStack() as stack:
@@ -161,6 +163,8 @@ def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path,
                 raise error
     (_, first), *calls = wandb.calls[:4]
     assert (first["project"], first["dir"], first["id"]) == ("p", str(tmp_path / "run"), None)
+    names = {"data": ["a.txt", "b.txt"], "init_from": "Qwen/Qwen3-4B", "log_file": "log", "output_dir": "run"}
+    assert first["config"].items() >= names.items() and "alice" not in json.dumps(first["config"])
     assert first["config"]["learning_rate"] == settings["learning_rate"] and first["resume"] == "allow"
     assert calls == [
         ("define_metric", ("*",), {"step_metric": "step"}),
