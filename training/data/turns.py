@@ -106,10 +106,10 @@ class Turns:
                 return place + len(header.text)
         if self._template.is_marked:
             return start
-        shown = " or ".join(repr(header.text) for header in headers)
+        shown = " or ".join(dict.fromkeys(repr(header.text) for header in headers))
         raise UserError(
-            f"turn {number} of the assistant does not begin with {shown} in the template: its header would be trained "
-            "on; mend that answer, or put {% generation %} around answers in a copy of the template"
+            f"turn {number} of the assistant does not begin with {shown} in the template, and its header is not known: "
+            "mend that answer, or put {% generation %} around answers in a copy of the template"
         )
 
     def _header_behind(self, role: str) -> Header | None:

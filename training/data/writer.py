@@ -95,15 +95,23 @@ class ChatWriter:
             messages = [without_reasoning(m) if i < max(asked, default=0) else m for i, m in enumerate(messages)]
         text, turns = self.turns.find(messages, tools)
         if self._reasoning == "keep":
+            self._check_one_turn_each(turns, messages)
             bodies: list[str] = []
             for stop in asked[1:]:  # the messages before this user message make a chat of their own
                 earlier, turns_of_earlier = self.turns.find(messages[:stop], tools)
+                self._check_one_turn_each(turns_of_earlier, messages[:stop])
                 bodies += [earlier[a:b] for a, b in turns_of_earlier[len(bodies) :]]
             parts = [text[a:b] for a, b in itertools.pairwise([0, *itertools.chain(*turns), len(text)])]
             parts[1::2] = [*map(self._with_end_of, parts[1::2], bodies), *parts[1::2][len(bodies) :]]
             ends = [*itertools.accumulate(map(len, parts))]
             text, turns = "".join(parts), [*zip(ends[::2], ends[1::2])]  # every second part is a turn
         return text, self.turns.behind_given(text, turns, messages)
+
+    def _check_one_turn_each(self, turns: list[Turn], messages: list[dict]) -> None:
+        """Refuses to put turns of one rendering into another where a template marks others than the messages."""
+        if len(turns) != sum(message["role"] == "assistant" for message in messages):
+            marks = f"chat template {self.template.file} marks other turns than one for each answer"
+            raise UserError(f"{marks}: --chat_reasoning keep cannot be obeyed; drop it")
 
     def _check_shown(self, messages: list[dict], tools: list | None, text: str, turns: list[Turn]) -> None:
         """Refuses a chat of which the template leaves out a part. Tools and calls count by their names."""
