@@ -51,13 +51,14 @@ COMPANIONS = (
     "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py", "chat_template.jinja",
     "chat_template.json", "SYSTEM_PROMPT.txt", *COMPANIONS_OF_MODELS,
 )  # fmt: skip
+TEMPLATE, TEMPLATES, TOKENIZER_CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
 # Files that are about the weights, whatever the tokenizer. params.json is Mistral's config.json.
 PARAMS = "params.json"
 COMPANIONS_OF_WEIGHTS = *IMAGE_SETTINGS, PARAMS, "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"
 # Files of a folder that are written anew, or are of a run alone.
 WRITTEN_ANEW = (
     "config.json", "README.md", "model*.safetensors", "model.safetensors.index.json", "adapter_config.json",
-    "adapter_model.safetensors", "trainer.json", "manifest.json", "optimizer.safetensors", "rng_*.json",
+    "adapter_model.safetensors", "trainer.json", "manifest.json", "optimizer.safetensors", "rng_*.json", TEMPLATES,
 )  # fmt: skip
 TOKENIZER_ADVICE = "give --tokenizer the path of a tokenizer.json"
 Found = tuple[dict[str, Entry], Adapters | None]  # where a folder has each weight, and the adapters that it has beside
@@ -256,8 +257,29 @@ def read_companions(tokenizer: Path, weights: Sequence[Path] = ()) -> Companions
 
 def _read_from(folder: Path, has_tokenizer: bool) -> Companions:
     files = _read_files(folder, COMPANIONS if has_tokenizer else COMPANIONS_OF_MODELS)
+    files = _with_all_templates(folder, files) if has_tokenizer else files
     is_there = (folder / "config.json").is_file()
     return Companions(files, generation_settings(read_json(folder / "config.json")) if is_there else {})
+
+
+def _with_all_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
+    """Returns files whose tokenizer_config.json has the chat templates of a folder beside it, as of "tool_use".
+
+    transformers reads them from either, and a checkpoint has no folders.
+    """
+    sources = _read_files(folder / TEMPLATES, ["*.jinja"])
+    if not sources:
+        return files
+    named = {name.removesuffix(".jinja"): source for name, source in sources.items()}
+    others = {name: content for name, content in files.items() if name != TEMPLATE}
+    if TEMPLATE in files:
+        named = {"default": files[TEMPLATE]} | named
+    with refused_as_user_error(f"{TOKENIZER_CONFIG} or a chat template in {folder} is damaged: "):
+        config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
+        if not isinstance(config, dict):
+            raise ValueError("it holds no JSON object")
+        config["chat_template"] = [{"name": name, "template": source.decode()} for name, source in named.items()]
+    return others | {TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def read_beside_weights(weights: Sequence[Path], is_extended: bool = False) -> Companions:

@@ -28,8 +28,10 @@ from tests.training.data.templates import (
 )
 from tests.training.data.test_packing import load_documents
 from tests.training.data.test_tokenizer import write_tokenizer
+from training.checkpoint.weights import read_companions
 from training.data.chat import ChatTemplate
 from training.data.forms import FLAGS
+from training.data.template import template_hash
 from training.data.tokenizer import load_tokenizer
 
 SPECIAL = [
@@ -697,7 +699,14 @@ def test_several_templates_are_chosen_as_transformers_does(folder, tmp_path):
             (target / "additional_chat_templates" / "tool_use.jinja").write_text(listed)
         if kind == "folder":
             (target / "chat_template.jinja").write_text(CHATML)
-        theirs, ours = transformers.AutoTokenizer.from_pretrained(target), ChatTemplate(load_tokenizer(str(target)))
+        saved = tmp_path / f"saved {kind}"
+        saved.mkdir()
+        for name, content in read_companions(target / "tokenizer.json").files.items():
+            (saved / name).write_bytes(content)
+        theirs, ours = (transformers.AutoTokenizer.from_pretrained(each) for each in (target, saved))
+        assert theirs.chat_template == ours.chat_template  # a checkpoint has them all
+        assert template_hash(load_tokenizer(str(target))) == template_hash(load_tokenizer(str(saved)))
+        ours = ChatTemplate(load_tokenizer(str(target)))
         assert ours.encode(called)[0].tolist() == theirs.apply_chat_template(TALK, tools=tools, return_dict=False)
         assert {*ours.end_ids} >= {*theirs.convert_tokens_to_ids(["<|eot_id|>"])}
         if kind == "folder without a default":
@@ -815,3 +824,11 @@ def test_variables_of_rows_are_given_to_the_template(shown, theirs, folder, tmp_
         tokenizer = load_tokenizer(str(folder))
         [document] = load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
         assert tokenizer.decode(document.tokens).startswith("S")
+
+
+def test_kept_reasoning_needs_a_turn_for_each_answer(shown):
+    """Phi 3.5's training template marks its last token, too: earlier answers would become that token."""
+    marks_more = MARKED + "{% generation %}</s>{% endgeneration %}"
+    assert shown(marks_more, TALK).endswith("[So.\n<|im_end|>]\n[</s>]")
+    with pytest.raises(ValueError, match="marks other turns than one for each answer: --chat_reasoning keep cannot"):
+        shown(marks_more, TALK, "keep")
