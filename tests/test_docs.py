@@ -241,7 +241,8 @@ def test_pages_name_all_models_of_apply_to():
     page = (ROOT / "docs/kernels.md").read_text()
     named = re.search(r"`apply_to` puts in .*? It takes (.*?)\. Parameters", page, re.DOTALL)[1]
     for text in (named, re.search(r"model: (.*?),\s+with or without", apply_to.__doc__, re.DOTALL)[1]):
-        models = re.split(r", | or | and ", " ".join(text.split()).replace("'s text model", "_text"))
+        spelled = " ".join(text.split()).replace("'s text model", "_text").replace(" MoE", "_moe")
+        models = re.split(r", | or | and ", spelled.replace(".", "_"))
         assert sorted(name.lower().replace(" ", "") for name in models) == sorted(MODEL_TYPES)
 
 
