@@ -13,13 +13,14 @@ import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from training.checkpoint.manifest import weight_files
-from training.checkpoint.pieces import Entry, open_entries
+from training.checkpoint.pieces import Entry, Piece, bytes_of, open_entries
 from training.families.config_json import (
     DTYPE_SETTINGS,
     LOCAL_SETTINGS,
@@ -57,10 +58,21 @@ class Carried:
     config: dict = field(default_factory=dict)  # config.json of the whole model; empty: it is the text model's
     settings: dict = field(default_factory=dict)  # the text model's settings that this decoder does not read
     joins_experts: bool = False  # whether files have one tensor for all experts of a layer, not one for each
+    places: dict[str, tuple[IO[bytes], Entry]] = field(default_factory=dict)  # each tensor's open file, and place in it
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def read(self, piece: Piece) -> Tensor:
+        """Returns a piece of a tensor as its file has it now. Raises UserError or OSError if that cannot be read.
+
+        A mapped file that was cut short in the meantime would end the process by SIGBUS.
+        """
+        file, entry = self.places[piece.name]
+        content = torch.empty(piece.shape, dtype=entry.dtype)
+        piece.read_from(file, entry, bytes_of(content))
+        return content
 
     def in_files(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Returns the tensors that files have of a parameter, in the order of its elements, with their shapes."""
@@ -69,7 +81,7 @@ class Carried:
 
     def beside_adapters(self) -> "Carried":
         """The same for adapters, whose base keeps its tensors. peft has names of transformers' modules."""
-        return replace(self, tensors={}, prefix=WRAPPED_PREFIX if self.config else PREFIX)
+        return replace(self, tensors={}, places={}, prefix=WRAPPED_PREFIX if self.config else PREFIX)
 
     def extended(self) -> "Carried":
         """Returns the same for a model whose context was extended, without settings made for the earlier context."""
@@ -97,12 +109,14 @@ NOTHING = Carried()
 def read_carried(folder: Path) -> Carried:
     """Returns what a folder of whole weights holds beside a text model. Reads headers and config.json."""
     tensors: dict[str, Tensor] = {}
+    places: dict[str, tuple[IO[bytes], Entry]] = {}
     prefix, joins_experts = PREFIX, False
     for file in weight_files(folder):
         entries = open_entries(file)
         others = {name: entry for name, entry in entries.items() if name_of(name) is None}
         if others:
-            content = np.memmap(file, mode="r")
+            opened, content = file.open("rb", buffering=0), np.memmap(file, mode="r")
+            places |= {name: (opened, entry) for name, entry in others.items()}
             tensors |= {name: _view(content, entry) for name, entry in others.items()}
         prefix = next((key.removesuffix(EMBEDDING) for key in entries if name_of(key) == EMBEDDING), prefix)
         joins_experts |= any(map(EXPERTS.fullmatch, entries.keys() - others.keys()))
@@ -112,13 +126,13 @@ def read_carried(folder: Path) -> Carried:
         text[MTP_LAYERS] = 0
     if is_wrapper(config):
         config["text_config"] = _without(text, LOCAL_SETTINGS)
-        return Carried(tensors, prefix, _without(config, LOCAL_SETTINGS), {}, joins_experts)
+        return Carried(tensors, prefix, _without(config, LOCAL_SETTINGS), {}, joins_experts, places)
     settings = unread_settings(config)
     for name in settings.keys() & {*ATTENTION_OF_VLLM}:
         logger.warning(
             "%s of %s goes along and is not computed here, nor by transformers: vLLM attends by it", name, folder
         )
-    return Carried(tensors, PREFIX, {}, settings, joins_experts)
+    return Carried(tensors, PREFIX, {}, settings, joins_experts, places)
 
 
 def _has_mtp(config: dict) -> bool:

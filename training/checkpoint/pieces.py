@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -124,15 +125,19 @@ class Piece:
         """Fills `content` from an entry without parts."""
         try:
             with entry.file.open("rb", buffering=0) as file:
-                for start, length in self.runs(entry):
-                    run, content = content[:length], content[length:]
-                    while run:
-                        count = os.preadv(file.fileno(), [run], start)
-                        if not count:
-                            raise UserError(f"{entry.file} is truncated: it ends before {entry.name}")
-                        start, run = start + count, run[count:]
+                self.read_from(file, entry, content)
         except OSError as error:  # such as EIO for a sector that the disk cannot read
             raise UserError(f"{entry.file} cannot be read: {error.strerror}, at {entry.name}") from None
+
+    def read_from(self, file: IO[bytes], entry: Entry, content: memoryview) -> None:
+        """Fills `content` from an open file. It is read as it is now, even if its name is of another file or gone."""
+        for start, length in self.runs(entry):
+            run, content = content[:length], content[length:]
+            while run:
+                count = os.preadv(file.fileno(), [run], start)
+                if not count:
+                    raise UserError(f"{entry.file} is truncated: it ends before {entry.name}")
+                start, run = start + count, run[count:]
 
     def content(self, entry: Entry) -> Tensor:
         """The piece's elements in the file."""

@@ -10,6 +10,7 @@ so never meet training's.
 Nothing is read back: checksums are compared by whoever reads the checkpoint (`manifest`).
 """
 
+import contextlib
 import errno
 import json
 import logging
@@ -65,6 +66,7 @@ class Saver:
         if tensors := companions.carried.tensors:
             size = companions.carried.num_bytes / 1e9
             logger.info("checkpoints carry %d tensors that are not trained (%.2f GB) along", len(tensors), size)
+        self._carried = self._checksums_of_carried()
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.error: Exception | None = None  # of the last save, if it failed
         self.seconds = self.seconds_read = 0.0  # of a save, and until the update could go on
@@ -78,6 +80,14 @@ class Saver:
         self._stream: torch.cuda.Stream | None = None  # made with the buffers
         self._staging: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # a pinned buffer for each thread
         self._staging_bytes = 0  # size of a buffer
+
+    def _checksums_of_carried(self) -> dict[Piece, int]:
+        """Returns the CRC-32 of each piece that is carried, on the rank that writes them."""
+        carried = self.companions.carried
+        if rank_and_world_size()[0] > 0:
+            return {}
+        parts = [piece for piece, _ in pieces.local_pieces(carried.tensors)]
+        return dict(zip(parts, pieces.in_threads(lambda piece: _crc32(carried.read(piece)), parts)))
 
     def begin(
         self, step: int, *, weights: dict[str, Tensor], model_config: dict,
@@ -243,8 +253,12 @@ class Saver:
             entry, piece, part = item
             staging = self._staging.get() if part.is_cuda else None
             try:
-                on_host = part.contiguous() if staging is None else self._fetch(part, staging)
-                if piece.name not in self.companions.carried.tensors and not pieces.is_finite(on_host):
+                is_carried = piece in self._carried
+                if is_carried:
+                    on_host = self._read_carried(piece)
+                else:
+                    on_host = part.contiguous() if staging is None else self._fetch(part, staging)
+                if not is_carried and not pieces.is_finite(on_host):
                     raise UserError(f"{entry.name} is not finite: no checkpoint of step {self._step} is written")
                 content = pieces.bytes_of(on_host.to(entry.dtype))
                 for each, box, share in piece.in_parts(entry, content):
@@ -265,6 +279,26 @@ class Saver:
                 opened.close()
         return checksums
 
+    def _read_carried(self, piece: Piece) -> Tensor:
+        """Returns a piece of what is carried, as it was when the run began.
+
+        Its file may have been written over since. The last checkpoint then has the piece.
+        """
+        carried = self.companions.carried
+
+        def read_from_last() -> Tensor:
+            assert self.last is not None
+            return piece.content(pieces.open_entries(self.last / WEIGHTS)[piece.name])
+
+        for read in (lambda: carried.read(piece), read_from_last)[: 2 if self.last else 1]:
+            with contextlib.suppress(UserError, OSError, KeyError):
+                content = read()
+                if tuple(content.shape) == piece.shape and _crc32(content) == self._carried[piece]:
+                    return content
+        file = carried.places[piece.name][0].name
+        what = f"{piece.name} of {file} is not what it was when the run began: bring that file back"
+        raise OSError(errno.ESTALE, what)  # the run's end waits for it, as for a full disk
+
     def _fetch(self, part: Tensor, staging: Tensor) -> Tensor:
         """A copy of a GPU's tensor in pinned memory."""
         assert self._stream is not None
@@ -274,6 +308,10 @@ class Saver:
             copied = self._stream.record_event()
         copied.synchronize()
         return on_host
+
+
+def _crc32(content: Tensor) -> int:
+    return zlib.crc32(pieces.bytes_of(content))
 
 
 def _dtype_of(tensor: Tensor, is_rounded: bool) -> torch.dtype:

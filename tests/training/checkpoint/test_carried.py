@@ -214,3 +214,37 @@ def test_names_go_into_files_and_back():
     for name in ("model.visual.blocks.0.norm1.weight", "mtp.layers.0.mlp.up_proj.weight", "mtp.norm.weight",
                  "model.vision_tower.a", "vision_tower.a", "model.multi_modal_projector.norm.weight"):  # fmt: skip
         assert name_of(name) is None
+
+
+@pytest.mark.parametrize("damaged_by", ["other weights", "a shorter file", "nothing"])
+@pytest.mark.parametrize("has_last", [True, False])
+def test_a_source_that_is_written_over_is_noticed(damaged_by, has_last, tmp_path):
+    """Its tensors are those that the run began with: the last checkpoint has them, or there is no checkpoint."""
+    source = release("gemma3", tmp_path / "source")
+    file, others = source / "model.safetensors", not_trained(source)
+    start = None
+    if has_last:
+        shutil.copytree(source, tmp_path / "run/step_00000001")
+        start = tmp_path / "run/step_00000001"
+    saver = Saver(tmp_path / "run", 2, start, Companions(carried=read_carried(source)))
+    content = bytearray(file.read_bytes())
+    if damaged_by == "other weights":
+        name = "vision_tower.post_layernorm.weight"
+        at = content.index(others[name][2])
+        content[at] ^= 1
+    with file.open("rb+") as opened:  # in place, as cp does it
+        opened.write(content)
+        if damaged_by == "a shorter file":
+            opened.truncate(len(content) // 2)
+    weights = {"norm.weight": torch.ones(48)}
+    saver.begin(2, weights=weights, model_config={}, optimizer_state=None, trainer_state={})
+    saver.wait()
+    if damaged_by == "nothing" or has_last:
+        assert saver.error is None and saver.last == tmp_path / "run/step_00000002"
+        verify_checkpoint(saver.last)
+        found = load_file(saver.last / "model.safetensors")
+        assert bits_of(found, lambda name: name != "norm.weight" and name in others) == others
+    else:
+        assert isinstance(saver.error, OSError)
+        assert f"of {file} is not what it was when the run began: bring that file back" in str(saver.error)
+        assert not (tmp_path / "run/step_00000002").exists()
