@@ -69,8 +69,9 @@ from training.run.metrics import (
     own_amounts,
     summed_metrics,
 )
-from training.run.parts import Run, check_disk, checkpoint_bytes, is_save_due, log_sample
+from training.run.parts import Run, check_disk, checkpoint_bytes, is_save_due, log_sample, open_report
 from training.run.recipe import Recipe, check_machine, check_same_on_all_ranks, count_steps, decide
+from training.run.report import recorded_warnings
 from training.run.resume import Progress, learning_rate_of, parallel_sizes_of, tokens_per_step
 from training.run.step import NoTarget, NotFinite, NotRead, train_step, validate
 from training.run.stopping import Stopped, Stopping, exit_with, stop_signals
@@ -107,6 +108,7 @@ def train(given: dict, world: World) -> int:
                 stack.enter_context(only_run_in(output_dir))
                 clear_leftovers(output_dir)
             check_is_shared(output_dir)
+        warnings = stack.enter_context(recorded_warnings())
         # Refusals that take seconds come before the data, which may take minutes to tokenise.
         recipe = decide(given, world)
         if recipe.progress.is_complete and not owes_validation(recipe.config, recipe.progress):
@@ -116,6 +118,7 @@ def train(given: dict, world: World) -> int:
             show(recipe, world)
             return 0
         run = set_up(recipe, world, stack)
+        open_report(run, warnings, stack)
         try:
             if owes_validation(run.config, run.progress):
                 make_up_validation(run)

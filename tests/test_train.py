@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import train
 from model import MODEL_SIZES
+from tests.browser import read_page
 from tests.ranks import announce, meeting_point
 from tests.runs import (
     ROOT,
@@ -53,6 +54,9 @@ def test_trains_validates_saves_and_samples(corpus, tmp_path, caplog):
     assert "sample, after a held-out prompt" in caplog.text
     assert json.loads((run / "config.json").read_text())["max_steps"] == 30
     assert (run / "metrics.png").is_file()
+    page = read_page(run / "report.html")
+    assert page.texts["p"][0] == "step 30 of 30, 100%: complete." and page.texts["mark"][1]
+    assert {"loss, nats per byte", "learning rate"} <= {*page.texts["figcaption"]}
 
 
 def test_only_what_the_user_can_mend_is_shown_without_a_traceback(corpus, tmp_path, monkeypatch, capsys):

@@ -214,7 +214,8 @@ def _loss_panel(rows: list[dict], label: str) -> Panel:
         curves.append(Curve(TRAINING, steps, losses))
     elif losses:
         curves.append(Curve(TRAINING, steps, losses, "faint"))
-        curves.append(Curve(f"{TRAINING}, mean of {span} steps", steps, _smoothed(losses, span)))
+        num_steps = round(span * (steps[-1] - steps[0] + 1) / len(steps))  # a page of a long run has some rows alone
+        curves.append(Curve(f"{TRAINING}, mean of {num_steps} steps", steps, _smoothed(losses, span)))
     validations = points(rows, "validation_loss")
     if validations[0]:
         curves.append(Curve(VALIDATION, *validations, kind="dots", color=1))

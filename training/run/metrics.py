@@ -247,6 +247,9 @@ class Metrics:
     def __init__(self, writers: dict[str, Writer]):
         self._writers, self._failing = dict(writers), set[str]()
 
+    def add(self, name: str, writer: Writer) -> None:
+        self._writers[name] = writer
+
     def write(self, **values) -> None:
         for name, write in [*self._writers.items()]:
             try:

@@ -1,5 +1,6 @@
 """The parts of a run; its checkpoints, with the room that they need on the disk; its sample."""
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -26,8 +27,10 @@ from training.memory.planner import Plan
 from training.optim.adamw import MasterAdamW
 from training.optim.formats import bytes_saved
 from training.parallel.world import World
-from training.run.metrics import Display, Metrics
+from training.run.metrics import Display, Metrics, differing
 from training.run.recipe import Recipe
+from training.run.report import NAME as REPORT
+from training.run.report import About, RecentWarnings, Report
 from training.run.resume import Progress, state_to_save, tokens_per_step
 from training.run.settings import KEPT_CHECKPOINTS, TrainConfig
 from training.run.stopping import Stopping, promise_shutdown
@@ -63,6 +66,7 @@ class Run:
     is_updating: bool = False  # from the start of an update until `progress` counts its step
     began: float = dataclasses.field(default_factory=time.monotonic)
     validation_seconds: float = 0.0  # seconds of all validations together
+    report: Report | None = None  # on the main rank
     recent_losses: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=100))
 
     @property
@@ -134,6 +138,29 @@ class Run:
                 self.save()
             except Exception as error:  # a GPU may answer no more; the first error is the one to show
                 logger.warning("no checkpoint of step %d: %s", self.progress.step, error)
+
+
+def open_report(run: Run, warnings: RecentWarnings, stack: contextlib.ExitStack) -> None:
+    """Begin the page of a run, on the main rank; the end of `stack` writes the last one."""
+    if run.metrics is None:
+        return
+    config, world, model, plan = run.config, run.world, run.recipe.model, run.plan
+    settings = run.recipe.settings(run.progress.max_steps, plan.execution.state_format)
+    settings |= {"memory_budget": run.recipe.memory_budget}
+    facts = {
+        "model": f"{settings['model_size'] or model.model_type}, {model.num_parameters():,} parameters",
+        "objective": config.objective,
+        "data": ", ".join(config.data) or "sources of Python's standard library",
+        "a step": f"{tokens_per_step(config, world):,} tokens, padding included",
+        "device": f"{world.device.type} x {world.size}",
+    }
+    about = About(
+        settings, differing(settings), facts, str(plan) if run.recipe.memory_budget is not None else "",
+        run.loader.store.lengths, config.context_length, run.progress.max_steps,
+    )  # fmt: skip
+    run.report = Report(Path(config.output_dir), about, run.progress.step, warnings)
+    run.metrics.add(REPORT, run.report.write)
+    stack.push(run.report.finish)
 
 
 # Checkpoints, and the disk
@@ -216,5 +243,7 @@ def log_sample(run: Run) -> None:
             if run.stopping.is_asked():
                 break
     before, after = (run.recipe.tokenizer.decode(part, with_special=is_sample) for part in (prompt.tolist(), written))
+    if run.report is not None:
+        run.report.sample = before, after
     cut = f"the last {len(prompt):,} tokens of " if len(prompt) < start else ""
     logger.info("sample, after %sa held-out prompt:\n%s<<<the prompt ends here>>>%s", cut, before, after)

@@ -1,0 +1,111 @@
+"""Draws panels as SVG inside a page of HTML, without Matplotlib and without scripts."""
+
+import math
+from collections.abc import Sequence
+
+from training.host.pages import escaped
+from training.plots.panels import Curve, Panel
+
+WIDTH, HEIGHT = 420, 200  # size of the axes, in units of the drawing
+LEFT, BOTTOM, TOP, RIGHT = 58, 22, 8, 12  # around the axes
+MOST_POINTS = 400  # limit of a polyline; longer ones keep the lowest and the highest value of each stretch
+COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
+STYLE = """
+.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(24rem, 1fr)); gap: 1rem; }
+figure { margin: 0; } figcaption { font-size: .85rem; font-weight: 600; overflow-wrap: anywhere; }
+figure svg { width: 100%; height: auto; display: block; }
+figure text { font: 11px system-ui, sans-serif; fill: var(--faint); }
+figure .frame { fill: none; stroke: var(--line); } figure .grid { stroke: var(--line); stroke-width: .5; }
+.legend { font-size: .78rem; } .legend span { margin-right: .9rem; white-space: nowrap; }
+.legend b { font-weight: 700; }
+"""
+
+
+def draw_panels(panels: Sequence[Panel]) -> str:
+    """Returns a grid of figures, HTML."""
+    return f'<div class="panels">{"".join(map(_draw_panel, panels))}</div>'
+
+
+def ticks_between(low: float, high: float, most: int, are_whole: bool = False) -> list[float]:
+    """Returns round numbers from low to high, at most `most`: 0.3 to 1.1 and 5 give 0.4, 0.6, 0.8 and 1."""
+    if not low < high:
+        return [low]
+    raw = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
+    if are_whole:
+        step = max(1.0, step)
+    first = math.ceil(low / step - 1e-9)
+    return [step * count for count in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def in_words(value: float) -> str:
+    """Returns a number as an axis shows it: 12,000, 0.25 or 1e-05."""
+    return f"{value:,.0f}" if abs(value) >= 1000 and abs(value) < 1e7 else f"{value:.4g}"
+
+
+def _draw_panel(panel: Panel) -> str:
+    steps = [step for curve in panel.curves for step in curve.steps] + panel.left_out
+    first, last = min(steps, default=0), max(steps, default=1)
+    margin = 0.015 * (last - first) or 1.0  # a dot at the edge is seen whole
+    first, last = first - margin, last + margin
+    low, high = panel.limits
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        return WIDTH * (step - first) / (last - first), HEIGHT * (high - value) / (high - low)
+
+    lines = [f'<rect class="frame" x="0" y="0" width="{WIDTH}" height="{HEIGHT}"/>']
+    labels = list[str]()
+    for value in ticks_between(low, high, 6):
+        _, y = place(first, value)
+        lines.append(f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        shown = escaped(in_words(value))
+        labels.append(f'<text x="{LEFT - 5}" y="{TOP + y + 4:.1f}" text-anchor="end">{shown}</text>')
+    for step in ticks_between(first, last, 6, are_whole=True):
+        x, _ = place(step, low)
+        labels.append(f'<text x="{LEFT + x:.1f}" y="{TOP + HEIGHT + 15}" text-anchor="middle">{in_words(step)}</text>')
+    for step in panel.left_out:
+        x, _ = place(step, low)
+        lines.append(f'<line stroke="{COLORS[3]}" stroke-width=".5" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}"/>')
+    lines += [_draw_curve(curve, place) for curve in panel.curves]
+    # An inner drawing cuts off what is beyond its edges.
+    inner = f'<svg x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}">{"".join(lines)}</svg>'
+    size = f"0 0 {LEFT + WIDTH + RIGHT} {TOP + HEIGHT + BOTTOM}"
+    drawing = f'<svg viewBox="{size}" role="img">{inner}{"".join(labels)}</svg>'
+    return f"<figure><figcaption>{escaped(panel.title)}</figcaption>{drawing}{_legend(panel)}</figure>"
+
+
+def _draw_curve(curve: Curve, place) -> str:
+    color, places = COLORS[curve.color % len(COLORS)], [place(*point) for point in _thinned(curve)]
+    shapes = list[str]()
+    if curve.kind == "crosses":
+        return "".join(f'<path stroke="{color}" d="M{x - 4:.1f},{y - 4:.1f}l8,8m0,-8l-8,8"/>' for x, y in places)
+    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    more = {"faint": ' opacity=".4" stroke-width=".8"', "dashed": ' stroke-dasharray="4 3"'}.get(curve.kind, "")
+    shapes.append(f'<polyline fill="none" stroke="{color}"{more} points="{text}"/>')
+    if curve.kind == "dots" or len(places) < 30:  # a point alone is no line
+        shapes += [f'<circle fill="{color}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places]
+    return "".join(shapes)
+
+
+def _thinned(curve: Curve) -> list[tuple[float, float]]:
+    """Returns at most MOST_POINTS points: of each stretch the lowest and the highest one, in their order."""
+    points = [*zip(curve.steps, curve.values)]
+    if len(points) <= MOST_POINTS or curve.kind == "crosses":
+        return points
+    stretches, kept = MOST_POINTS // 2, list[tuple[float, float]]()
+    for number in range(stretches):
+        stretch = points[number * len(points) // stretches : (number + 1) * len(points) // stretches]
+        lowest, highest = (choose(stretch, key=lambda point: point[1]) for choose in (min, max))
+        kept += sorted({lowest, highest})
+    return kept
+
+
+def _legend(panel: Panel) -> str:
+    names = [(curve.label, COLORS[curve.color % len(COLORS)]) for curve in panel.curves]
+    if panel.left_out:
+        names.append((f"{len(panel.left_out)} left out", COLORS[3]))
+    if len(names) < 2:
+        return ""
+    shown = "".join(f'<span><b style="color:{color}">&#9644;</b> {escaped(name)}</span>' for name, color in names)
+    return f'<div class="legend">{shown}</div>'
