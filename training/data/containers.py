@@ -36,7 +36,7 @@ OF_DAMAGE = (
 JSON = "arrow.json"  # type of columns that hold JSON
 END_OF_ARROW = b"\xff\xff\xff\xff\0\0\0\0"
 SEPARATORS = {".csv": ",", ".tsv": "\t"}  # between fields, by suffix
-OTHER_SEPARATORS = (";", "\t", "|", ",")  # that a file may have in their place
+OTHER_SEPARATORS = (";", "\t", "|", ",")  # found in files that other programs wrote
 SPACE = re.compile(r"[ \t\r\n]*")
 
 Row = tuple[int, object]  # a row's number, from 1, and the row: bytes with JSON of a line, otherwise an object
@@ -46,7 +46,7 @@ class BrokenRow(NamedTuple):
     """A row that cannot be read, in a file whose other rows can."""
 
     why: str
-    names: tuple[str, ...]  # of its fields
+    names: tuple[str, ...]  # its fields
 
 
 class Container(NamedTuple):
@@ -434,8 +434,8 @@ def _reader_of(field) -> Callable | None:
     kind, metadata = field.type, field.metadata or {}
     if getattr(kind, "extension_name", "") == JSON or metadata.get(b"ARROW:extension:name") == JSON.encode():
         return json.loads
-    kind = getattr(kind, "storage_type", kind)  # of another extension
-    kind = kind.value_type if hasattr(kind, "index_type") else kind  # of a dictionary
+    kind = getattr(kind, "storage_type", kind)  # another extension has it
+    kind = kind.value_type if hasattr(kind, "index_type") else kind  # a dictionary has both
     if hasattr(kind, "value_field"):
         return _reader_of_list(_reader_of(kind.value_field))
     if hasattr(kind, "get_field_index"):  # a struct

@@ -300,6 +300,9 @@ def parsed(value, what: str, kind: str = "a list of objects"):
     try:
         return json.loads(value or "null")
     except (ValueError, RecursionError):
+        if MESSAGES.match(value):
+            why = "has messages that are no JSON, as of pandas"
+            raise UserError(f"{what} {why}; write them by json.dumps") from None
         raise UserError(f"{what} must be {kind}, or JSON of one") from None
 
 

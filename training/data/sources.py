@@ -69,8 +69,8 @@ class Document:
     is_complete: bool = False  # whether the tokens have an end of their own, a chat's; an end-of-text id follows others
     file: str = ""
     line: int = 0  # its line in a .jsonl file, or its row in a table; 0: the document is the whole file
-    # float32 [N] each: numbers of the tokens that an objective reads, see training/objectives/rows.py. Where "answer"
-    # changes, another text begins: it does not see the one before, and is not cut from it.
+    # float32 or float64 [N] each: numbers of the tokens that an objective reads, see training/objectives/rows.py.
+    # Where "answer" changes, another text begins: it does not see the one before, and is not cut from it.
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     prompt: int | None = None  # a hash of its row's prompt, for answers to one prompt to be held out together
 
@@ -392,6 +392,7 @@ class DocumentReader:
         self.eos_id, self.found, self.left_out = tokenizer.eos_id, Counter[str](), dict[str, list]()
         self.bad, self.used, self._columns = BadRows(), set[str](), reading.renames
         self._rows, self._last_row = 0, 0  # rows that were looked at, and after which reading ends
+        self._unread = set[str]()  # fields of the row's chats, of which a pair has two
         self._largest = -1  # id that was checked
 
     @functools.cached_property
@@ -440,7 +441,7 @@ class DocumentReader:
     def _read_row(self, row, file: str, number: int) -> Iterator[Document]:
         """Yields the document of a row, an object or a line of JSON; none if it is bad, or has nothing to learn."""
         where = place(file, number)
-        self._rows += 1
+        self._rows, self._unread = self._rows + 1, set()
         try:
             row = self._parse(row, where, number) if isinstance(row, bytes) else row
             if isinstance(row, dict):
@@ -452,9 +453,9 @@ class DocumentReader:
                 row = with_values(row)
             row = with_chats(row)
             if self._reading.rows is None:
-                form, encoded = self._encode(row, where)
+                form, encoded = self._encode(row)
             else:
-                form, encoded, columns, prompt = self._reading.rows(row, lambda part: self._encode(part, where)[1])
+                form, encoded, columns, prompt = self._reading.rows(row, lambda part: self._encode(part)[1])
         except NothingToLearn as what:
             self._leave_out(str(what), where)
         except NoTemplate as error:
@@ -465,6 +466,8 @@ class DocumentReader:
             self._refuse(where, str(error))
         else:
             self.found[f"rows of {form}"] += 1
+            for name in sorted(self._unread):
+                self._leave_out(UNREAD_FIELD + name[:40], where)
             yield self._checked(Document(*encoded, file, number, columns, prompt))
 
     def _refuse(self, where: str, why: str) -> None:
@@ -490,14 +493,13 @@ class DocumentReader:
     def _leave_out(self, what: str, where: str) -> None:
         self.left_out.setdefault(what, [0, where])[0] += 1
 
-    def _encode(self, row: object, where: str) -> tuple[str, Encoded]:
+    def _encode(self, row: object) -> tuple[str, Encoded]:
         """Returns a row's form, in words for the log, and its tokens."""
         form, made = recognise(row)
         if "messages" in made and ("completion" not in made or self._has_template):
             self.used.add(AS_CHATS)
             encoded = self._chat.encode(made)
-            for name in sorted(self._chat.unread):
-                self._leave_out(UNREAD_FIELD + name[:40], where)
+            self._unread |= self._chat.unread
             return f"{form.name}{AS_CHATS}", (*encoded, True)
         names = ("prompt", "completion") if "completion" in made else ("text",)
         for name in names:

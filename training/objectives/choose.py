@@ -50,7 +50,7 @@ def row_reader(
     if flags.objective in PAIR_OBJECTIVES:
         return Pairs(eos_id, context_length)
     if flags.objective == "kto":
-        return Labelled(eos_id, context_length)
+        return Labelled(eos_id, context_length, may_lack=is_shown)
     if flags.objective in ROLLOUT_OBJECTIVES:
         columns = {}
         if flags.old_logprobs is None or flags.truncation:

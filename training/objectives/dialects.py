@@ -34,7 +34,7 @@ ROLLOUTS = {
 }
 MASKS = ("response_mask", "response_loss_mask", "loss_mask", "env_mask", "tool_mask")
 SEVERAL = ("reward", "old_logprobs")  # fields of which a row may have several, of different values
-# Names that read as one of ours to whoever looks for a .json file's rows.
+# Names that tell rows of a .json file beside ours.
 NAMES = frozenset(("kto_tag", "rejected_response", "rejected_messages", *PREFERRED)).union(
     *ROLLOUTS.values(), MASKS, POLICY, ENGINE, CHATS, QUESTIONS, QUESTIONS.values()
 )
@@ -153,6 +153,9 @@ def _of_token(value, token, choices, name: str):
 def as_pair(row: dict) -> dict:
     """Returns a pair with "chosen" and "rejected", and with "prompt" where that is a list of messages."""
     row = _of_openai(row)
+    if not any(row.get(name) is not None for name in ("prompt", *CHATS, *QUESTIONS)):
+        text = row.get("input")  # distilabel's name for Orca's question
+        row = _without(row, "input") | {"question": text} if isinstance(text, str) and text else row
     turns = _chat_of(row) if row.get("prompt") is None else []
     rejected = row.get("rejected_response", row.get("rejected_messages"))
     if turns and rejected is not None and row.get("rejected") is None:  # ms-swift's
@@ -166,7 +169,7 @@ def as_pair(row: dict) -> dict:
     if turns and not are_whole:
         last = turns[-1].get("content", turns[-1].get("value"))
         if len(turns) > 1 and _is_assistant(turns[-1]) and last in map(_text_of, answers.values()):
-            turns = turns[:-1]  # a chat with one of the answers
+            turns = turns[:-1]  # the chosen answer, or the rejected one
         prompt, left_out = turns, (*CHATS, "system")
     elif prompt is None and (chats or row.get("history")) and not are_whole:
         prompt = _chat_of_question(row) or None

@@ -48,6 +48,7 @@ CURES = {  # of rows without numbers, by their columns
 }  # fmt: skip
 LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus infinity, and round above 0
 BITS = {"0", "1", "0.0", "1.0", "True", "False"}  # values of masks, as texts
+ONE_PROMPT = "kto needs rows of two prompts: it asks for a prompt with an answer to another"
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
 
 
@@ -211,6 +212,11 @@ class Labelled(_Sharing):
 
     fields: ClassVar[frozenset[str]] = frozenset(("prompt", "completion", "label", "tools"))
 
+    def __init__(self, eos_id: int, context_length: int, may_lack: bool = False):
+        """With `may_lack` rows of one prompt stay alone: they are only looked at."""
+        super().__init__(eos_id, context_length)
+        self._may_lack = may_lack
+
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
         if isinstance(row, dict) and {"completions", "labels"} <= row.keys():
             raise UserError('judges the steps of an answer ("completions"), which no --objective reads')
@@ -231,8 +237,7 @@ class Labelled(_Sharing):
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
         return super().join(self._beside_others(documents))
 
-    @staticmethod
-    def _beside_others(documents: Iterable[Document]) -> Iterator[Document]:
+    def _beside_others(self, documents: Iterable[Document]) -> Iterator[Document]:
         first, last, other = list[Document](), None, None  # `other` has another prompt than `last`
         for row in documents:
             if last is not None and not _have_one_prompt(row, last):
@@ -242,9 +247,14 @@ class Labelled(_Sharing):
                 first.append(row)
             else:
                 yield beside_answer_of(row, other)
+        if first and other is None and not self._may_lack:
+            raise UserError(ONE_PROMPT)
+        if first and other is None:
+            logger.warning("data: %s", ONE_PROMPT)
         for row in first:
             if last is None or other is None:
-                raise UserError("kto needs rows of two prompts: it asks for a prompt with an answer to another")
+                yield row
+                continue
             yield beside_answer_of(row, other if _have_one_prompt(row, last) else last)
 
 
@@ -521,7 +531,7 @@ def ended(encoded: Encoded, eos_id: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _needs(row: object, *names: str, cure: str = "", theirs: dict[str, str] | None = None) -> dict:
-    """Returns the row. Raises UserError without a value in one of `names`; `theirs` are the row's names by ours."""
+    """Returns the row. Raises UserError if `names` lack a value; `theirs` are the row's names by ours."""
     if not isinstance(row, dict):
         raise UserError(f"is not an object but a {type(row).__name__}")
     if missing := [name for name in names if row.get(name) is None]:

@@ -275,6 +275,7 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
     ({"prompt": "a", "completion": json.dumps([ANSWER])}, 'needs a list of messages as "prompt"'),
     ({"text": json.dumps([ASK, ANSWER])}, 'has messages as a text in "text"; --columns messages=text reads'),
     ({"prompt": "a", "response": json.dumps([ANSWER])}, 'has messages as a text in "response"'),
+    ({"messages": str([ASK, ANSWER])}, '"messages" has messages that are no JSON, as of pandas; write them by json'),
     ({"prompt": str([ASK]), "completion": str([ANSWER])}, 'has messages in "prompt" that are no JSON, as of pandas'),
 ])  # fmt: skip
 def test_refusals(tmp_path, tokenizer, row, message):

@@ -73,6 +73,8 @@ def test_numbers_of_rollouts_are_checked_where_they_are(tmp_path, capsys):
     ([{"text": "long " * 40}] * 3, ["--overlong", "split", "--packing", "best_fit"], "one step takes 8 sequences"),
     ([{"text": "long " * 40}] * 3, ["--packing", "concatenate"], "one step takes 8 sequences"),
     (PAIRS[:1], ["--objective", "dpo"], "leaf 2: rejected"),
+    (LABELLED[:1], ["--objective", "kto"], "2 of them trained on: undesirable\nq1[[a\0]]"),
+    ([row | {"prompt": "q"} for row in LABELLED], ["--objective", "kto"], "kto needs rows of two prompts"),
 ])  # fmt: skip
 def test_few_rows_are_shown_all(tmp_path, capsys, caplog, rows, flags, text):
     """A run of them is refused. A step takes eight sequences."""

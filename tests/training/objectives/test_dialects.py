@@ -80,6 +80,7 @@ TEXTS = {"chosen": "y", "rejected": "n"}
     ({"system": "be", "question": "hi", **TEXTS}, WITH_SYSTEM),
     ({"system": "", "question": "hi", **TEXTS}, PAIR),
     ({"system": "be", "question": "hi", "chosen": [says("y")], "rejected": [says("n")]}, WITH_SYSTEM),
+    ({"system": "be", "input": "hi", **TEXTS, "rating": [9, 8], "status": "tie"}, WITH_SYSTEM),
     ({"instruction": "hi", "input": "", **TEXTS}, PAIR),
     ({"instruction": "h", "input": "i", "system": "be", **TEXTS},
      WITH_SYSTEM | {"prompt": [SYSTEM, user("h\ni")]}),
@@ -209,6 +210,11 @@ def test_pairs_whose_scores_say_nothing_are_counted(tmp_path, caplog, scores, wo
     with caplog.at_level("INFO"):
         store = read(tmp_path, BYTES, [{"prompt": "hi", **TEXTS} | scores], objective="dpo")
     assert len(store.lengths) == 1 and f": 1 row of {words}" in caplog.text
+
+
+def test_a_field_that_is_left_out_of_both_chats_of_a_pair_counts_once(tmp_path, chatml, caplog):
+    read(tmp_path, chatml, [PAIR | {"source": "a"}] * 3, objective="dpo")
+    assert 'not trained on: "source" of 3, the first in' in caplog.text
 
 
 @pytest.mark.parametrize(("objective", "row", "message"), [
