@@ -467,3 +467,18 @@ def test_an_objective_of_log_probabilities_is_differentiated_through_its_weights
 def chosen_of(model, ids, targets):
     log_p = model(ids, return_logits=True).logits.float().log_softmax(-1)
     return torch.where(targets == -100, 0, log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0])
+
+
+def test_gemma_rounds_the_factor_of_its_embeddings_as_transformers_does():
+    """In bf16 the square root of 2,560 is 50.5, by which each element is multiplied and rounded once."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+
+    for width in (48, 2560):
+        shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=1, hidden_size=width, vocab_size=64)
+        shape = replace(shape, embedding_multiplier=width**0.5)
+        for dtype in (torch.float32, torch.bfloat16):
+            model = Transformer(shape).to(dtype)
+            theirs = Gemma3TextScaledWordEmbedding(64, width, None, embed_scale=width**0.5).to(dtype)
+            theirs.weight.data = model.embed_tokens.weight.data
+            ids = torch.arange(64)[None]
+            assert torch.equal(model.embed(ids), theirs(ids))

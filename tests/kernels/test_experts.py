@@ -77,16 +77,17 @@ def config(qwen, E=6, k=3, D=16, I=8, normalize=True):
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_routes_as_transformers(dtype, normalize, device, qwen):
-    router = qwen.Qwen3MoeTopKRouter(config(qwen, normalize=normalize)).to(device, dtype)
+@pytest.mark.parametrize("top_k", [1, 2, 3, 6])
+def test_routes_as_transformers(top_k, dtype, normalize, device, qwen):
+    router = qwen.Qwen3MoeTopKRouter(config(qwen, k=top_k, normalize=normalize)).to(device, dtype)
     router.weight.data.normal_()
     for N in (1, 3, 127):
         x = random(N, 16, dtype=dtype, device=device)
         logits, weights, experts = router(x)
-        choice = route(logits, 3, normalize=normalize)
+        choice = route(logits, top_k, normalize=normalize)
         assert torch.equal(choice.weights, weights) and choice.weights.dtype == dtype
         assert choice.experts.dtype == torch.int32 and torch.equal(choice.experts.long(), experts)
-        arriving = random(N, 3, seed=1, dtype=dtype, device=device)
+        arriving = random(N, top_k, seed=1, dtype=dtype, device=device)
         ours, theirs = (torch.autograd.grad(w, router.weight, arriving, True) for w in (choice.weights, weights))
         assert torch.equal(*ours, *theirs)
 

@@ -20,7 +20,7 @@ from training.families.config_json import in_family
 from training.families.lora import Adapters
 from training.families.trained import ALL
 from training.memory import dry_run
-from training.memory.dry_run import LONG, block_bytes
+from training.memory.dry_run import LONG, block_bytes, sent_bytes, waiting_bytes
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
 from training.memory.step import PackedDocuments
@@ -63,6 +63,24 @@ def test_a_placed_block_keeps_attention_s_results_alone():
         for heads in (None, 1):
             assert sum(bytes_of(step_of(T, kind), KEPT, 8192, heads).kept) == results + choices, kind
             assert sum(bytes_of(step_of(T, kind), PLACED, 8192, heads).kept) == choices, kind
+
+
+@pytest.mark.parametrize("results", ["gpu", "host", "recompute"])
+def test_what_waits_and_leaves_of_a_placed_block(results):
+    """Choices of blocks and of experts wait on the GPU, wherever the results of attention are."""
+    T, E, k = 65_536, 16, 4
+    for kind, mlp, lists in ((FULL, None, 0), (Sparse(24), None, 24), (Sparse(24), ExpertsPart(E, k, 64), 24)):
+        step = step_of(T, kind, **({} if mlp is None else {"layer_mlps": (mlp,)}))
+        for where in ("gpu", "host"):
+            placement, part = Placement(where, results), step.parts[0]
+            linears = step.given.linear.by_layer(step.layers)[0]
+            of_attention, of_mlp = (2 * K + 4) * H * T, 0 if mlp is None else 4 * k * T
+            waits = waiting_bytes(step, placement, part, linears)
+            inputs = 2 * D * T
+            kept = (results == "gpu") * of_attention + 2 * G * lists * T
+            assert waits == ((where == "gpu") * inputs, kept, of_mlp)
+            leaves = sent_bytes(step, placement, part)
+            assert leaves == ((where == "host") * inputs, (results == "host") * of_attention)
 
 
 def test_experts_keep_their_choice_and_a_tile_at_a_time():

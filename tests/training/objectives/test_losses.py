@@ -335,6 +335,9 @@ def check_ranks(world):
                 torch.distributed.all_reduce(gradient)
             assert_same((loss, gradients), expected)
             assert found == pytest.approx(metrics, abs=1e-5)
+            held_out, found = validate(model, own, world, lambda: False, objective)
+            assert held_out == pytest.approx(expected[0], rel=1e-5, abs=1e-6)
+            assert found == pytest.approx(metrics, abs=1e-5)
 
 
 @pytest.mark.parametrize("shared", [1, 2])

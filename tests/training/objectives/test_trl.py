@@ -10,7 +10,6 @@ import torch
 from model import Transformer
 from tests.training.objectives.trl_cases import (
     CONFIG,
-    EVEN,
     KTOS,
     LABELS,
     OBJECTIVES,
@@ -75,7 +74,7 @@ def assert_as_trl(name: str, documents: Iterable[Document]) -> None:
 def test_loss_and_every_gradient_are_trls(name):
     """One token of a rollout is a tool's; TRL's pairs and labelled answers have none."""
     is_rollout = name not in {**PAIRS, **KTOS}
-    given = rows(name in EVEN)
+    given = rows(name)
     if not is_rollout:
         given = [row._replace(mask=np.ones_like(row.mask)) for row in given]
     if name == "dpo, smoothed":  # TRL smooths labels where there is no reference

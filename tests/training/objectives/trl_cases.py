@@ -34,12 +34,15 @@ class Row(NamedTuple):
     written: np.ndarray
 
 
-def rows(is_even: bool = False) -> list[Row]:
-    lengths = (EVEN_PROMPTS, EVEN_COMPLETIONS) if is_even else (PROMPTS, COMPLETIONS)
+def rows(name: str = "") -> list[Row]:
+    """Returns the rows of an objective. With a better reference the mean log-ratio is negative, and z is 0."""
+    lengths = (EVEN_PROMPTS, EVEN_COMPLETIONS) if name in EVEN else (PROMPTS, COMPLETIONS)
+    better = 2.0 if name == "kto, below the reference" else 0.0
     random, made, prompt = np.random.default_rng(0), list[Row](), np.zeros(0)
     for number, (before, length) in enumerate(zip(*lengths)):
         prompt = random.integers(1, 16, before) if number % 2 == 0 else prompt
         numbers = (-2.8 + 0.4 * random.standard_normal((3, length))).astype(np.float32)
+        numbers[0] += better
         mask = np.array([i != 1 or number != 1 for i in range(length)])
         made.append(Row(prompt, random.integers(1, 16, length), mask, float(random.standard_normal()), *numbers))
     return made
@@ -72,7 +75,7 @@ ROLLOUTS: dict[str, tuple[Rollout, dict]] = {
     "cispo": (Rollout("cispo", 0.0, 1.0, 0.1), {"loss_type": "cispo"}),
 }
 LABELS = True, False, True, True, False, False  # of the answers
-KTOS = {"kto": KTO(0.3, 1.3, 0.8)}
+KTOS = {"kto": KTO(0.3, 1.3, 0.8), "kto, below the reference": KTO(0.3, 1.3, 0.8)}
 OBJECTIVES: dict[str, Objective] = {
     **{name: ours for name, (ours, _) in (*PAIRS.items(), *ROLLOUTS.items())}, **KTOS
 }  # fmt: skip
