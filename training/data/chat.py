@@ -27,6 +27,7 @@ CHATML = (
 SPECIAL = re.compile(r"<\|\w+\|>")  # strings of a template that are meant to be tokens
 WRITERS = 100  # of rows with chat_template_kwargs of their own, kept
 # Arguments of transformers' apply_chat_template that are no variables for a row to give.
+SWITCHES = ("enable_thinking", "thinking", "reasoning_effort")  # say nothing to a template without reasoning
 ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 
 
@@ -99,10 +100,12 @@ class ChatTemplate:
         name = self._choose(tools is not None)
         if name is None:
             self._refuse_unnamed()
-        writer = self._writer(name, self._variables(name, record.get(VARIABLES)))
+        variables, unread = self._variables(name, record.get(VARIABLES))
+        writer = self._writer(name, variables)
         messages, trained = check_messages(record["messages"], writer.template.forms)
-        text, turns = writer.write(messages, tools)
-        self.unread = writer.unread_fields(messages, tools) | unread_of_row(record.get("beside") or {}, messages)
+        text, turns = writer.write(messages, tools, variables)
+        unread |= writer.unread_fields(messages, tools)
+        self.unread = unread | unread_of_row(record.get("beside") or {}, messages)
         if False in trained:
             if len(trained) != len(turns):
                 file = writer.template.file
@@ -133,18 +136,22 @@ class ChatTemplate:
         cure = 'add chat_template.jinja, which is "default"'
         raise UserError(f'{self._tokenizer.folder} has the chat templates {names}, and none that is "default": {cure}')
 
-    def _variables(self, name: str, values) -> dict:
-        """Returns a row's chat_template_kwargs, which TRL gives to the template."""
+    def _variables(self, name: str, values) -> tuple[dict, set[str]]:
+        """Returns a row's chat_template_kwargs, which TRL gives to the template, and names of SWITCHES it lacks."""
         values = parsed(values, f'"{VARIABLES}"', "an object") or {}
         if not isinstance(values, dict):
             raise UserError(f'"{VARIABLES}" must be an object, or JSON of one')
-        values = {key: value for key, value in values.items() if value is not None}
         template = self._open(name)
+        read, unread = dict[str, object](), set[str]()
         for key, value in values.items():
-            if key in ARGUMENTS or (key not in template.variables and value not in EMPTY):
+            if key in template.variables and key not in ARGUMENTS:
+                read |= {key: value} if value is not None else {}
+            elif key in SWITCHES and value is not None:
+                unread.add(key)
+            elif value not in EMPTY:
                 has = f'has "{VARIABLES}" beside "messages", where "{key[:40]}" would be ignored'
                 raise UserError(f"{has}: chat template {template.file} reads no such variable; remove it")
-        return {key: value for key, value in values.items() if key in template.variables}
+        return read, unread
 
     def _open(self, name: str) -> Template:
         if name not in self._opened:

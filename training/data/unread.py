@@ -25,7 +25,9 @@ DESCRIPTIONS = words_of(
     types kind format mime subject subjects field level difficulty quality rating ratings score scores rank vote votes
     reward rewards moderation toxicity detoxify toxic pii redacted safety flags status usage cost token tokens count
     counts counter length size num number index turn round step position role mode effort temperature seed logprobs
-    logprob citation citations control recipient finish
+    logprob citation citations control finish agent
+    sender speaker session conversation thread parent group platform device intent sentiment emotion extra extras
+    attributes properties stats statistics metrics debug
     """
 )
 REASONS = ("finish_reason", "stop_reason")  # of the end of an answer
@@ -47,10 +49,12 @@ OF_ANSWERS = words_of(
     """
 )
 CALLS = words_of("call calls action actions function functions invocation invocations")
+THOUGHTS = words_of("reasoning thought thoughts thinking think cot rationale analysis scratchpad commentary")
 MEDIA = words_of(
     "image images picture pictures audio audios video videos media attachment attachments document documents"
 )
 EMPTY: tuple = "", "[]", "{}", "null", [], {}, None  # values that say nothing, also as JSON of tables
+LONGEST_KIND = 40  # characters: longer texts are no names
 OF_MEDIA = words_of("id ids count counts size num number tokens format type")
 
 
@@ -69,6 +73,16 @@ def describes(name: str) -> bool:
 def is_of_answers(name: str) -> bool:
     """Whether a field of this name may be a part of an answer, as "rationale" or "toolCalls"."""
     return not describes(name) and not OF_ANSWERS.isdisjoint(_words(name))
+
+
+def says_kind(name: str) -> bool:
+    """Whether a field of this name says what its message is: an answer, or a thought, as "channel" and "type"."""
+    return not {"type", "kind", "channel", "phase"}.isdisjoint(_words(name)[-1:])
+
+
+def is_thought(kind: str) -> bool:
+    """Whether a message of this kind is no answer, as "analysis" or "reasoning.text"."""
+    return not THOUGHTS.isdisjoint(_words(kind)) and len(kind) < LONGEST_KIND
 
 
 def may_be_number(name: str, value: object) -> bool:

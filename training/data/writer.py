@@ -10,7 +10,16 @@ from training.data.messages import READ, REASONING_FIELDS, THINKING, function_na
 from training.data.template import Template, Turn
 from training.data.tokenizer import FileTokenizer
 from training.data.turns import Turns
-from training.data.unread import EMPTY, cure_of, describes, is_of_answers, texts_in, with_texts
+from training.data.unread import (
+    EMPTY,
+    cure_of,
+    describes,
+    is_of_answers,
+    is_thought,
+    says_kind,
+    texts_in,
+    with_texts,
+)
 from training.host.errors import UserError
 
 # Characters that documents must not hold, but escapes in JSON can spell: NUL, and halves of surrogate pairs.
@@ -18,6 +27,7 @@ UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 SETTINGS = {"true", "false", "yes", "no", "on", "off"}  # texts of a row's field that are no words
 OF_RESULTS = ("name", "tool_call_id")  # fields by which results of tools say what they belong to
 LONG = 16  # characters of a text that another has by no accident
+PLAIN = {"channel": "final", "recipient": "all"}  # fields of answers that are as others are without these
 OF_CALLS = ("id", "type", "function", "index")
 OF_FUNCTIONS = ("name", "arguments")
 Path = tuple[int | str, ...]  # of a field: (1, "source"), or (1, "tool_calls", 0, "function", "strict")
@@ -37,10 +47,10 @@ class ChatWriter:
         self._check_contents(messages, None)
         return self.template.render(messages, asks=True)
 
-    def write(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
-        """Returns a chat's text, and the assistant's turns in it."""
+    def write(self, messages: list[dict], tools: list | None, variables: dict) -> tuple[str, list[Turn]]:
+        """Returns a chat's text, and the assistant's turns in it. The row gave `variables` to the template."""
         try:
-            self._check_words([messages, tools])
+            self._check_words([messages, tools, variables])
             text, turns = self._whole(messages, tools)
             self._check_shown(messages, tools, text, turns)
         except RecursionError:
@@ -59,7 +69,8 @@ class ChatWriter:
             message, name, value = messages[int(path[0])], str(path[-1]), _at(messages, path)
             texts = [*texts_in(name, value)]
             lost = _lost_words(texts, written[path], _said(message))
-            if describes(name) or not lost:
+            is_of_thought = says_kind(name) and isinstance(value, str) and is_thought(value)
+            if (describes(name) and not is_of_thought) or not lost:
                 unread.update([name] if lost or not texts else [])
             elif not self._reads(messages, tools, path):
                 has = f"message {int(path[0]) + 1} ({message['role']}) has {json.dumps(name[:40])}: {lost[:40]!r}"
@@ -167,6 +178,9 @@ class ChatWriter:
                 part = "arguments of the tool_calls" if what.endswith("argument") else "tool_calls"
                 which = f", call {j + 1} of {len(calls)}" if len(calls) > 1 else ""
                 self._refuse_lost(part, f"message {i + 1}{which}", calls[j])
+            if role == "assistant" and what in ("content", "reasoning") and text.count(word) > 1:
+                twice = f"chat template {self.template.file} writes the {what} of message {i + 1} ({role}) twice"
+                raise UserError(f"{twice}; give a --tokenizer or a --chat_template that writes it once")
             if role != "assistant" and any(word in text[start:stop] for start, stop in turns):
                 raise UserError(
                     f"chat template {self.template.file} writes message {i + 1} ({role}) within an answer: it would be "
@@ -245,8 +259,8 @@ def _other_fields(messages: list[dict]) -> Iterator[Path]:
         return [name for name, value in values.items() if not isinstance(value, bool | int | float)]
 
     for i, message in enumerate(messages):
-        is_final = message.get("channel") == "final"  # what an answer is without a channel
-        known = (*READ, *(OF_RESULTS if message["role"] == "tool" else ()), *(["channel"] if is_final else []))
+        plain = [name for name, value in PLAIN.items() if message.get(name) == value]
+        known = (*READ, *plain, *(OF_RESULTS if message["role"] == "tool" else ()))
         yield from ((i, name) for name in others(message, known))
         for j, call in enumerate(message.get("tool_calls") or ()):
             yield from ((i, "tool_calls", j, name) for name in others(call, OF_CALLS))

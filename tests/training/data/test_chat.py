@@ -577,7 +577,7 @@ def test_fields_of_messages_that_no_template_writes(shown, folder, tmp_path, cap
         "thought": "THOUGHT", "analysis": "T", "cot": "Hello", "rationale": "THOUGHT", "reasoning_summary": ["T"],
         "toolCalls": [{"name": "f"}], "tool_call": {"name": "f", "arguments": {}}, "actions": ["f"],
         "function_calls": '[{"name": "f"}]', "images": ["a.png"], "image_url": {"url": "a"}, "audio": {"id": "a"},
-        "notes": "well", "channel": "analysis",
+        "notes": "well", "channel": "analysis", "recipient": "functions.f",
     }  # fmt: skip
     for (name, value), content in itertools.product(refused.items(), ("Hello. ", "")):
         what = f'message 2 .assistant. has "{name}": .*, which chat template .* does not write'
@@ -592,9 +592,12 @@ def test_fields_of_messages_that_no_template_writes(shown, folder, tmp_path, cap
         "logprobs": {"content": [{"token": "a", "logprob": -0.1}]},
     }  # fmt: skip
     nothing = {
-        "token_count": 3, "timestamp": 1.5, "channel": "final", "refusal": None, "audio": None, "function_call": None,
+        "token_count": 3, "timestamp": 1.5, "channel": "final", "recipient": "all",
+        "refusal": None, "audio": None, "function_call": None,
         "reasoning_details": [], "images": [], "tool_calls": None, "summary": "Hello.", "annotations": [],
     }  # fmt: skip
+    with pytest.raises(ValueError, match=r'has "message_type": .*, which chat template'):  # a thought is no answer
+        shown(CHATML, messages("Hi", "Well.", message_type="reasoning"))
     expected = shown(CHATML, TALK[:2])
     for fields in ({}, described, nothing):
         (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [TALK[0], {**TALK[1], **fields}]}))
@@ -780,7 +783,8 @@ def test_a_thought_in_two_places_is_written_once(shown):
     named = QWEN3.replace("m.reasoning_content", "m.thinking")
     assert shown(named, messages("Hi", "So.", reasoning_content="why")) == once
     both = QWEN3.replace("(m.reasoning_content or '')", "(m.reasoning_content or '') + (m.thinking or '')")
-    assert "whywhy" in shown(both, messages("Hi", "So.", reasoning="why"))
+    with pytest.raises(ValueError, match=r"writes the reasoning of message 2 \(assistant\) twice"):
+        shown(both, messages("Hi", "So.", reasoning="why"))
 
 
 def test_results_in_the_tag_that_the_template_writes(shown):
@@ -795,7 +799,7 @@ def test_results_in_the_tag_that_the_template_writes(shown):
     )
 
 
-def test_variables_of_rows_are_given_to_the_template(shown, theirs, folder, tmp_path):
+def test_variables_of_rows_are_given_to_the_template(shown, theirs, folder, tmp_path, caplog):
     for values in ({"enable_thinking": False}, {"enable_thinking": True}, {"enable_thinking": None, "other": ""}):
         for content in ("Four.", "<think>\ntwo\n</think>\n\nFour."):
             chat = messages("Hi", content)
@@ -812,9 +816,13 @@ def test_variables_of_rows_are_given_to_the_template(shown, theirs, folder, tmp_
     system = CHATML.replace("{% for", "{{ system_of_row | default('') }}{% for", 1)
     assert shown(system, {"messages": TALK, "chat_template_kwargs": '{"system_of_row": "S"}'}).startswith("S<|im_start")
     assert not shown(system, TALK).startswith("S")
-    for values, name in (({"other": "x"}, "other"), ({"a": False}, "a"), ({"tools": []}, "tools")):
+    for values, name in (({"other": "x"}, "other"), ({"a": False}, "a"), ({"tools": [1]}, "tools")):
         with pytest.raises(ValueError, match=f'has "chat_template_kwargs" beside "messages", where "{name}" would be'):
             load_rows(tmp_path, folder, [{"messages": TALK, "chat_template_kwargs": values}])
+    with pytest.raises(ValueError, match=r"a message has '<\|im_end\|>' in it"):
+        shown(system, {"messages": TALK, "chat_template_kwargs": {"system_of_row": "<|im_end|>"}})
+    load_rows(tmp_path, folder, [{"messages": TALK, "chat_template_kwargs": {"enable_thinking": True, "tools": []}}])
+    assert 'fields of chats that are not trained on: "enable_thinking" of 1, the first in' in caplog.text
     for values in ([1], "x", 3):
         with pytest.raises(ValueError, match='"chat_template_kwargs" must be an object, or JSON of one'):
             load_rows(tmp_path, folder, [{"messages": TALK, "chat_template_kwargs": values}])
