@@ -11,7 +11,7 @@ import numpy as np
 
 from training.data.forms import VARIABLES, NothingToLearn, parsed
 from training.data.messages import check_messages, function_names, nested
-from training.data.template import Template, read_templates
+from training.data.template import Template, Turn, read_templates
 from training.data.tokenizer import FileTokenizer, load_tokenizer
 from training.data.turns import TALK
 from training.data.unread import EMPTY
@@ -94,18 +94,10 @@ class ChatTemplate:
             UserError: the messages are not a chat; the template refuses them, or leaves out a part of them.
             NothingToLearn: a question or an answer is empty, or nothing is a target.
         """
-        tools = record.get("tools") or None  # a template may announce an empty list
-        function_names(tools, '"tools"')
-        tools = tools and [nested(tool) for tool in tools]
-        name = self._choose(tools is not None)
-        if name is None:
-            self._refuse_unnamed()
-        variables, unread = self._variables(name, record.get(VARIABLES))
-        writer = self._writer(name, variables)
-        messages, trained = check_messages(record["messages"], writer.template.forms)
-        text, turns = writer.write(messages, tools, variables)
-        unread |= writer.unread_fields(messages, tools)
-        self.unread = unread | unread_of_row(record.get("beside") or {}, messages)
+        try:
+            writer, text, turns, trained = self._write(record)
+        except RecursionError:
+            raise UserError("objects within objects, too deep; remove the line") from None
         if False in trained:
             if len(trained) != len(turns):
                 file = writer.template.file
@@ -119,6 +111,22 @@ class ChatTemplate:
         if masked[1:].all():
             raise NothingToLearn("chats without a target")
         return ids, masked
+
+    def _write(self, record: dict) -> tuple[ChatWriter, str, list[Turn], list[bool]]:
+        """Returns (its writer, its text, its turns, which messages of the assistant are trained on) of a chat."""
+        tools = record.get("tools") or None  # a template may announce an empty list
+        function_names(tools, '"tools"')
+        tools = tools and [nested(tool) for tool in tools]
+        name = self._choose(tools is not None)
+        if name is None:
+            self._refuse_unnamed()
+        variables, unread = self._variables(name, record.get(VARIABLES))
+        writer = self._writer(name, variables)
+        messages, trained = check_messages(record["messages"], writer.template.forms)
+        text, turns = writer.write(messages, tools, variables)
+        unread |= writer.unread_fields(messages, tools)
+        self.unread = unread | unread_of_row(record.get("beside") or {}, messages)
+        return writer, text, turns, trained
 
     def prompt(self, messages: list[dict]) -> str:
         """Returns the messages as text, followed by the words that the template begins an answer with."""

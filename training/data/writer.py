@@ -26,6 +26,7 @@ from training.host.errors import UserError
 UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 SETTINGS = {"true", "false", "yes", "no", "on", "off"}  # texts of a row's field that are no words
 OF_RESULTS = ("name", "tool_call_id")  # fields by which results of tools say what they belong to
+KINDS = 10_000  # of chats, whose fields were looked for
 LONG = 16  # characters of a text that another has by no accident
 PLAIN = {"channel": "final", "recipient": "all"}  # fields of answers that are as others are without these
 OF_CALLS = ("id", "type", "function", "index")
@@ -40,7 +41,8 @@ class ChatWriter:
         self.template, self._reasoning = template, reasoning
         template.learn_forms()
         self.turns = Turns(template, tokenizer)
-        self._shown: set[int] = set()  # chats, by hashes of roles and parts, of which the template writes all contents
+        self._shown: set[int] = set()  # chats, by their kinds, of which the template writes all contents
+        self._fields: dict[int, dict[Path, list[bool]]] = {}  # which texts in fields are written, by kinds of chats
 
     def prompt(self, messages: list[dict]) -> str:
         """Returns the messages as text, followed by the words that the template begins an answer with."""
@@ -49,12 +51,10 @@ class ChatWriter:
 
     def write(self, messages: list[dict], tools: list | None, variables: dict) -> tuple[str, list[Turn]]:
         """Returns a chat's text, and the assistant's turns in it. The row gave `variables` to the template."""
-        try:
-            self._check_words([messages, tools, variables])
-            text, turns = self._whole(messages, tools)
-            self._check_shown(messages, tools, text, turns)
-        except RecursionError:
-            raise UserError("objects within objects, too deep; remove the line") from None
+        self._check_words([messages, tools, variables])
+        self._check_contents(messages, tools)
+        text, turns = self._whole(messages, tools)
+        self._check_shown(messages, tools, text, turns)
         return text, turns
 
     def unread_fields(self, messages: list[dict], tools: list | None) -> set[str]:
@@ -80,6 +80,15 @@ class ChatWriter:
 
     def _written(self, messages: list[dict], tools: list | None, paths: list[Path]) -> dict[Path, list[bool]]:
         """Returns for each text in the fields at `paths` whether it is written: another word takes its place."""
+        counts = tuple(len([*texts_in("", _at(messages, path))]) for path in paths)
+        kind = hash((_kind(messages, tools), *paths, counts))
+        if kind not in self._fields:
+            if len(self._fields) > KINDS:
+                self._fields.clear()
+            self._fields[kind] = self._probe_fields(messages, tools, paths)
+        return self._fields[kind]
+
+    def _probe_fields(self, messages: list[dict], tools: list | None, paths: list[Path]) -> dict[Path, list[bool]]:
         probes, numbers = copy.deepcopy(messages), itertools.count()
         for path in paths:
             _at(probes, path[:-1])[path[-1]] = with_texts(_at(probes, path), lambda _: f"Z{next(numbers)}z")
@@ -126,7 +135,6 @@ class ChatWriter:
 
     def _check_shown(self, messages: list[dict], tools: list | None, text: str, turns: list[Turn]) -> None:
         """Refuses a chat of which the template leaves out a part. Tools and calls count by their names."""
-        self._check_contents(messages, tools)
         answers = [(i, message) for i, message in enumerate(messages, start=1) if message["role"] == "assistant"]
         # A template that marks turns may join several messages into one turn.
         shown = [text[a:b] for a, b in turns] if len(turns) == len(answers) else [text] * len(answers)
@@ -150,8 +158,7 @@ class ChatWriter:
 
         A template may trim or quote contents. Other words take their place, and are looked for in the text.
         """
-        parts = ((m["role"], *((name, _is_there(value)) for name, value in m.items())) for m in messages)
-        kind = hash((tools is None, *parts))
+        kind = _kind(messages, tools)
         if kind not in self._shown:
             probes, words = _probes(messages)
             try:
@@ -272,6 +279,12 @@ def _at(value, path: Path):
     for key in path:
         value = value[key]
     return value
+
+
+def _kind(messages: list[dict], tools: list | None) -> int:
+    """Returns a hash of the roles of a chat's messages, and of which parts they have."""
+    parts = ((m["role"], *((name, _is_there(value)) for name, value in m.items())) for m in messages)
+    return hash((tools is None, *parts))
 
 
 def _is_there(value) -> object:

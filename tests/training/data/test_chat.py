@@ -458,9 +458,15 @@ def test_bad_messages(folder, tmp_path, caplog):
         (f"data: left out chats without a target: 2, the first in {tmp_path}", "a.jsonl:4"),
     ]
     depth = sys.getrecursionlimit() - 40  # torch.compile raises it, if an earlier test has used that
-    (tmp_path / "a.jsonl").write_text(good[:-1] + ', "tools": [{"a": ' + "[" * depth + "]" * depth + "}]}")
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: (objects within objects|not JSON)"):
-        load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
+    deep = "[" * depth + '"a"' + "]" * depth
+    for fields in (
+        f'"tools": [{{"a": {deep}}}]',
+        f'"metadata": {deep}',
+        f'"messages": [{{"role": "user", "a": {deep}}}]',
+    ):
+        (tmp_path / "a.jsonl").write_text(f"{good[:-1]}, {fields}}}")
+        with pytest.raises(ValueError, match=r"a\.jsonl:1: (objects within objects|not JSON)"):
+            load_documents(str(tmp_path / "a.jsonl"), tokenizer, 300)
     (folder / "chat_template.jinja").write_text(MARKED.replace("{{ m.content + '<|im_end|>' }}{% endg", "{% endg"))
     (tmp_path / "a.jsonl").write_text(good)
     with pytest.raises(ValueError, match=r"a\.jsonl:1: chat template .* does not write the content of message 2"):
