@@ -172,6 +172,9 @@ def test_stages_have_what_fsdp_holds():
     Plans leave out FSDP2's third copy of a block, which exists for a moment in forward, and what is gathered as the
     loss ends. They count all gradients of a block with its MLP's, two of these again, which exist before the parameters
     have them, and a block that arrives beside the first. The update that runs here, PyTorch's, copies a gradient.
+
+    Up to 2.14 a local variable of FSDP2 holds the third copy as the next is made, and plans are for that. From 2.15 on
+    forward has half of it, the shard that is sent, and the end of backward half a byte per element less.
     """
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -179,11 +182,13 @@ def test_stages_have_what_fsdp_holds():
     finally:
         gc.collect()
         torch.distributed.destroy_process_group()
-    expected = dict.fromkeys(found, 0.0) | {"forward of layer 1": -2, "forward of layer 2": -2, "loss": -3}
+    frees_earlier = torch.__version__ >= "2.15"
+    third, less = (-0.93, 0.5) if frees_earlier else (-2, 0)
+    expected = dict.fromkeys(found, 0.0) | {"forward of layer 1": third, "forward of layer 2": third, "loss": -3}
     expected |= {"update": -0.46} | {
-        f"backward of layer {layer}, MLP": above for layer, above in ((2, 2), (1, 2), (0, 3))
+        f"backward of layer {layer}, MLP": above for layer, above in ((2, 2), (1, 2), (0, 3 + less))
     }
-    expected |= {"backward of layer 0, attention": 2, "backward of embedding": 3.5}
+    expected |= {"backward of layer 0, attention": 2, "backward of embedding": 3.5 + less}
     assert found == pytest.approx(expected, abs=0.2)
 
 
