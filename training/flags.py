@@ -22,6 +22,7 @@ from pathlib import Path
 from training.host.errors import UserError, import_with_variables, program
 from training.host.files import check_working_directory, read_file
 from training.host.other_trainers import WORDS, Meaning, meaning
+from training.host.threads import device_of, limit_spinning
 
 LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
 SMALLEST = 1e-12  # stands for "above 0"
@@ -146,12 +147,14 @@ def answer_early(
     """Answer --help, and refuse wrong flags by `read`, before a script imports torch, which takes seconds.
 
     Ranks of torchrun read the words only then: the main rank shows the error. Environment variables that `packages`
-    refuse at their import are refused.
+    refuse at their import are refused. Threads of torch that wait spin for a short while only, where no GPU computes.
     """
     try:
         if "RANK" not in os.environ:
             check_working_directory()
             read(sys.argv[1:])
+        if "torch" in packages:
+            limit_spinning(device_of(sys.argv[1:]))
         for package in packages:
             import_with_variables(package, package.upper())
     except UserError as error:
