@@ -392,6 +392,7 @@ def test_a_run_keeps_its_adapters(name, value, run, corpus, tmp_path, capsys):
     ({"r": float("inf")}, "r inf must be a whole number"),
     ({"r": 8.9}, "r 8.9 must be a whole number"),
     ({"r": True}, "r True must be a whole number"),
+    ({"r": 10**30}, "r is 1000000000000000000000000000000; at most 65536 are built"),
     ({"r": 0}, "adapters need a rank and an alpha above 0"),
     ({"lora_alpha": float("nan")}, "adapters need a rank and an alpha above 0"),
     ({"lora_alpha": float("inf")}, "adapters need a rank and an alpha above 0"),

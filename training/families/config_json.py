@@ -32,8 +32,8 @@ from training.families.rows import (
     Family,
     is_wrapper,
 )
+from training.host.sizes import MOST_EXPERTS, check_sizes
 
-MOST_LAYERS = 4096  # a limit, because plans have something for each layer
 DTYPE_SETTINGS = "dtype", "torch_dtype"
 LOCAL_SETTINGS = "_name_or_path", "auto_map"  # a folder, and code in files of a folder, that others do not have
 # Settings that are read in every family, or written anew.
@@ -170,6 +170,7 @@ def _read(content: dict) -> ModelConfig:
     if "num_experts" in family.defaults and "num_local_experts" in content:  # transformers' newer name
         content = {"num_experts": content["num_local_experts"], **content}
     content = family.complete(content)
+    check_sizes(content)
     rope, refused = read_rope(content, family)
     refused = _not_computed(content, family) + refused
     if suffix and _has_windows(content):
@@ -185,8 +186,6 @@ def _read(content: dict) -> ModelConfig:
         content["head_dim"] = family.defaults.get("head_dim") or content["hidden_size"] // heads
     if missing := [name for name in FIELDS if content.get(name) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
-    if content["num_hidden_layers"] > MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers is {content['num_hidden_layers']}; at most {MOST_LAYERS} are built")
     config = ModelConfig(
         **{name: content[name] for name in (*FIELDS, "rope_scaling", "local_rope_theta")},
         rotary_dim=_rotary_dim(content["head_dim"], content["partial_rotary_factor"]),
@@ -326,6 +325,8 @@ def _read_experts(content: dict) -> dict:
     mlps = _pattern([dense if (i + 1) % every or i in without else experts for i in layers])
     if experts not in mlps:
         return {}
+    if number * len(layers) > MOST_EXPERTS:
+        raise ValueError(f"{len(layers)} layers have {number} experts each; at most {MOST_EXPERTS} are built together")
     coefficient = content["router_aux_loss_coef"] if content["output_router_logits"] else 0.0
     if type(coefficient) not in (int, float) or not 0 <= coefficient < 2**31:
         raise ValueError(f"router_aux_loss_coef is {coefficient!r:.60}; it must be a number from 0")

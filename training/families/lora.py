@@ -37,6 +37,7 @@ from training.host.choices import (
 )
 from training.host.errors import SHOWN_OF_A_PATH, UserError, refused_as_user_error
 from training.host.files import read_json
+from training.host.sizes import check_sizes
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS = ".lora_"  # in the names of adapters' parameters
@@ -339,6 +340,8 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
     if refused:
         raise _not_computed(file, refused)
     damaged = f"{file} is damaged, or not of peft"
+    with refused_as_user_error(f"{damaged}: "):
+        check_sizes({"r": rank} if type(rank) is int else {})
     if not is_read or not isinstance(named, str):
         numbers = f"r {rank!r:.40} must be a whole number, lora_alpha {alpha!r:.40} a number"
         raise UserError(f"{damaged}: {numbers}, and {BASE} {named!r:.80} a folder; give other adapters")

@@ -14,6 +14,29 @@ SYSTEM_BYTES = 2 * GIB  # assumed: host memory of Linux, a desktop and page tabl
 # 1.3 to 1.6 GiB. The rest is for a loader and a tokenizer.
 PROCESS_BYTES = 2 * GIB
 
+# Bounds of a model's sizes, by their names in config.json and adapter_config.json. Plans have something for each layer,
+# readers have a name for each expert of a layer, and products of sizes count elements in 64 bits.
+HEADS, WIDTHS, COLUMNS, TOKENS = 2**12, 2**12, 2**20, 2**31 - 1
+MOST = {
+    "vocab_size": 2**24, "hidden_size": COLUMNS, "intermediate_size": 2**22, "num_hidden_layers": 4096,
+    "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": WIDTHS,
+    "max_position_embeddings": TOKENS, "original_max_position_embeddings": TOKENS,
+    "max_window_layers": TOKENS, "sliding_window_pattern": TOKENS, "no_rope_layer_interval": TOKENS,
+    "full_attention_interval": TOKENS, "decoder_sparse_step": TOKENS, "query_pre_attn_scalar": TOKENS,
+    "num_experts": 4096, "num_local_experts": 4096, "num_experts_per_tok": 4096, "moe_intermediate_size": 2**22,
+    "shared_expert_intermediate_size": 2**22, "linear_num_key_heads": HEADS, "linear_num_value_heads": HEADS,
+    "linear_key_head_dim": WIDTHS, "linear_value_head_dim": WIDTHS, "r": 2**16,
+}  # fmt: skip
+MOST_EXPERTS = 2**17  # of all layers together
+
+
+def check_sizes(content: dict) -> None:
+    """Raises ValueError, with its name, for a size in a JSON file that is above its bound."""
+    for name, most in MOST.items():
+        value = content.get(name)
+        if isinstance(value, int | float) and value > most:
+            raise ValueError(f"{name} is {value!r:.80}; at most {most} are built")
+
 
 def parse_bytes(text: str, name: str = "a memory size") -> int:
     """Returns the bytes in "24GB", "24GiB", "512MB" or a plain number. A GB is 2**30 bytes too, as GPUs are sold.

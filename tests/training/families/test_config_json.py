@@ -16,6 +16,7 @@ from training.families.config_json import from_config_json, in_family, to_config
 from training.families.rope import beyond, extend
 from training.families.rows import FAMILIES, TOKEN_IDS, WRAPPERS
 from training.host.errors import UserError
+from training.host.sizes import MOST
 
 TINY = MODEL_SIZES["tiny"]
 
@@ -403,6 +404,41 @@ def test_what_is_written_is_read_back(model_type):
 def test_values_of_the_wrong_type_or_out_of_range(settings, message):
     with pytest.raises(ValueError, match=message):
         from_config_json({**to_config_json(TINY), **settings})
+
+
+def settings_of(model_type):
+    """Returns a small config.json of a family, with each size that the family has."""
+    family = FAMILIES[model_type]
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2, "original_max_position_embeddings": 9}
+    named = {**family.defaults, **family.fixed}
+    return {**to_config_json(TINY), **named, **{k: v for k, v in sizes.items() if k in named or "_layers" in k},
+            "model_type": model_type}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_all_sizes_have_bounds(model_type):
+    """No size takes time, or overflows where elements are counted, before it is refused by its name."""
+    content = settings_of(model_type)
+    sizes = [name for name in MOST if name in content]
+    assert {"vocab_size", "hidden_size", "head_dim", "num_hidden_layers"} <= {*sizes}
+    for name in sizes:
+        for size in (MOST[name] + 1, 10**6 * MOST[name], 10**30, float("inf"), 1e300):
+            with pytest.raises(ValueError, match=f"^{name} is .*; at most {MOST[name]} are built$"):
+                from_config_json(content | {name: size})
+            if model_type in WRAPPERS.values():
+                wrapper = next(key for key, value in WRAPPERS.items() if value == model_type)
+                with pytest.raises(ValueError, match=f"^{name} is .*; at most {MOST[name]} are built$"):
+                    from_config_json({"model_type": wrapper, "text_config": content | {name: size}})
+
+
+def test_experts_of_all_layers_together_have_a_bound():
+    content = {**to_config_json(TINY), "model_type": "qwen3_moe", "num_hidden_layers": 64, "num_experts": 2048}
+    assert from_config_json(content).layer_mlps[0].num_experts == 2048
+    with pytest.raises(ValueError, match="65 layers have 2048 experts each; at most 131072 are built together"):
+        from_config_json(content | {"num_hidden_layers": 65})
+    for name in ("num_experts", "num_local_experts"):
+        with pytest.raises(ValueError, match="is 1000000000000000000000000000000; at most 4096 are built"):
+            from_config_json({**content, "num_experts": None, name: 10**30})
 
 
 def test_a_second_factor_is_of_the_original_length():
