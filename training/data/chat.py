@@ -172,7 +172,7 @@ class ChatTemplate:
         if key not in self._writers:
             if len(self._writers) > WRITERS:
                 self._writers = {known: writer for known, writer in self._writers.items() if known[1] == "{}"}
-            template = self._open(name).given(variables)
+            template = self._open(name).with_values(variables)
             self._writers[key] = ChatWriter(template, self._tokenizer, self._reasoning)
         return self._writers[key]
 

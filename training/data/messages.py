@@ -96,16 +96,16 @@ def _with_calls(message: dict, forms: Forms, what: str) -> dict:
 
 def _as_object(arguments, forms: Forms, what: str):
     """Returns the arguments of a call as an object: templates write it as JSON. A text stays if templates need it."""
-    found = arguments
+    content = arguments
     if isinstance(arguments, str):
         try:
-            found = json.loads(arguments)
+            content = json.loads(arguments)
         except (ValueError, RecursionError):
-            found = None
-    if not isinstance(found, dict):
+            content = None
+    if not isinstance(content, dict):
         shown = json.dumps(arguments)[:40]
         raise UserError(f'{what} has "arguments": {shown}; they must be an object, or JSON of one: {{}} for none')
-    return arguments if forms.text_arguments else found
+    return arguments if forms.text_arguments else content
 
 
 def _with_reasoning(message: dict, thinking: str, forms: Forms, what: str) -> dict:
@@ -114,11 +114,11 @@ def _with_reasoning(message: dict, thinking: str, forms: Forms, what: str) -> di
     Args:
         thinking: reasoning in parts of the content.
     """
-    given = [value for name in REASONING_FIELDS if (value := message.get(name)) is not None]
-    thoughts = [thought for thought in (thinking, *given) if thought]
+    in_fields = [text for name in REASONING_FIELDS if (text := message.get(name)) is not None]
+    thoughts = [thought for thought in (thinking, *in_fields) if thought]
     if thoughts and any(thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts):
         raise UserError(f"{what} has reasoning that is not one string; mend it, or remove the line")
-    if not thoughts and not given:
+    if not thoughts and not in_fields:
         return message
     thought = thoughts[0] if thoughts else ""
     named = {name: thought for name in REASONING_FIELDS if message.get(name) is not None}
@@ -138,8 +138,8 @@ def _results(message: dict, tag: str) -> list[dict]:
 
     "<tool_response>2</tool_response>\n<tool_response>3</tool_response>" has two.
     """
-    whole = rf"\s*(<{tag}>(?:(?!<{tag}>).)*</{tag}>\s*)+"
-    if not tag or not re.fullmatch(whole, message["content"], re.DOTALL):
+    results_alone = rf"\s*(<{tag}>(?:(?!<{tag}>).)*</{tag}>\s*)+"
+    if not tag or not re.fullmatch(results_alone, message["content"], re.DOTALL):
         return [message]
     results = re.findall(rf"<{tag}>(.*?)</{tag}>\s*(?=<{tag}>|\Z)", message["content"], re.DOTALL)
     return [message | {"content": result.strip("\n")} for result in results]

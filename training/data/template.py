@@ -58,7 +58,7 @@ class Template:
         self.values: dict = dict(special_tokens)
         self.forms = Forms()
 
-    def given(self, values: dict) -> "Template":
+    def with_values(self, values: dict) -> "Template":
         """Returns this template with values of variables, such as {"enable_thinking": False}."""
         template = copy.copy(self)
         template.values = self.values | values
@@ -99,8 +99,8 @@ class Template:
         if "TtT" in self._text_of(messages):
             return True, False
         self.forms = Forms(thinks_in_parts=True)
-        found = re.search("TtT(.*?)AaA", self._text_of(messages), re.DOTALL)
-        is_written = found is not None and "type" not in found[1]  # a template may print the list itself
+        match = re.search("TtT(.*?)AaA", self._text_of(messages), re.DOTALL)
+        is_written = match is not None and "type" not in match[1]  # a template may print the list itself
         return is_written, is_written
 
     def _text_of(self, messages: list[dict]) -> str:
@@ -112,9 +112,9 @@ class Template:
 
     def _render(self, messages: list[dict], tools: list | None, asks: bool = False) -> str:
         messages = [self._as_read(message) for message in messages]
-        given = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
+        arguments = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
         try:
-            return self._compiled.render(**self.values | given)
+            return self._compiled.render(**self.values | arguments)
         except Exception as error:
             raise _failure(self.file, "fails", error) from None
 
@@ -163,8 +163,8 @@ def read_templates(tokenizer: FileTokenizer) -> dict[str, tuple[Path, str]]:
     if isinstance(templates, str):
         templates = {"default": templates}
     if isinstance(templates, list):  # several templates, each with a name
-        named = [each for each in templates if isinstance(each, dict) and isinstance(each.get("name"), str)]
-        templates = {each["name"]: each.get("template") for each in named}
+        named = [entry for entry in templates if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+        templates = {entry["name"]: entry.get("template") for entry in named}
     sources = templates.items() if isinstance(templates, dict) else ()
     return {name: (file, source) for name, source in sources if isinstance(source, str)}
 
@@ -182,8 +182,8 @@ def template_hash(tokenizer) -> str | None:
     sources = {name: source for name, (_, source) in templates.items() if name in NAMES}
     if not sources:
         return None
-    whole = sources["default"] if [*sources] == ["default"] else json.dumps(sources, sort_keys=True)
-    return hashlib.sha256(whole.encode()).hexdigest()
+    content = sources["default"] if [*sources] == ["default"] else json.dumps(sources, sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def _compile(source: str, file: Path):

@@ -27,7 +27,7 @@ class Header(NamedTuple):
     """The text that a template writes before an answer."""
 
     text: str  # before each answer: "<|im_start|>assistant\n"
-    given: str = ""  # words behind it that a prompt has, and not every answer, such as "<think>\n"
+    prefill: str = ""  # words behind it that a prompt has, and not every answer, such as "<think>\n"
 
 
 class Turns:
@@ -93,14 +93,14 @@ class Turns:
         if self._template.is_marked or len(turns) != len(before):
             return turns
         headers = [self._header_behind(role) or self._header_behind("user") for role, _ in before]
-        given = [header.given if header else "" for header in headers]
-        same = [_same(words, text[start:stop]) for words, (start, stop) in zip(given, turns)]
+        prefills = [header.prefill if header else "" for header in headers]
+        same = [_same(words, text[start:stop]) for words, (start, stop) in zip(prefills, turns)]
         return [(start + count, stop) for count, (start, stop) in zip(same, turns)]
 
     def _behind_header(self, text: str, part: Turn, role: str, number: int) -> int:
         """Returns the first character of a part that is no header."""
         start, stop = part
-        headers = [header for each in (role, "user") if (header := self._header_behind(each)) is not None]
+        headers = [header for before in (role, "user") if (header := self._header_behind(before)) is not None]
         for header in headers:
             if (place := text.find(header.text, start, stop)) >= 0:
                 return place + len(header.text)

@@ -27,7 +27,7 @@ DESCRIPTIONS = words_of(
     counts counter length size num number index turn round step position role mode effort temperature seed logprobs
     logprob citation citations control finish agent
     sender speaker session conversation thread parent group platform device intent sentiment emotion extra extras
-    attributes properties stats statistics metrics debug
+    attributes properties stats statistics metrics debug idx tier choice budget feedback
     """
 )
 REASONS = ("finish_reason", "stop_reason")  # of the end of an answer
@@ -44,14 +44,15 @@ TRUTHS = ("toxic", "redacted", "truncated", "synthetic", "cached")  # of a messa
 OF_ANSWERS = words_of(
     """
     reasoning thought thoughts thinking think cot rationale rationales analysis scratchpad reflection monologue
-    call calls action actions function functions invocation invocations tool tools image images picture pictures
-    audio audios video videos media attachment attachments document documents
+    deliberation call calls action actions function functions invocation invocations tool tools
+    image images picture pictures photo photos audio audios video videos media attachment attachments document documents
     """
 )
 CALLS = words_of("call calls action actions function functions invocation invocations")
 THOUGHTS = words_of("reasoning thought thoughts thinking think cot rationale analysis scratchpad commentary")
 MEDIA = words_of(
-    "image images picture pictures audio audios video videos media attachment attachments document documents"
+    "image images picture pictures photo photos audio audios video videos media attachment attachments "
+    "document documents"
 )
 EMPTY: tuple = "", "[]", "{}", "null", [], {}, None  # values that say nothing, also as JSON of tables
 LONGEST_KIND = 40  # characters: longer texts are no names
