@@ -99,12 +99,15 @@ def without_padding(row: dict) -> dict:
     prompt, completion = row["prompt_ids"], row["completion_ids"]
     if not isinstance(prompt, list) or not isinstance(completion, list):
         return row
+    if row.keys().isdisjoint(("attention_mask", "prompt_mask")):
+        return row
     row = dict(row)
     both, of_prompt = row.pop("attention_mask", None), row.pop("prompt_mask", None)
     masks = {"attention_mask": both, "prompt_mask": of_prompt}
     lengths = {"attention_mask": len(prompt) + len(completion), "prompt_mask": len(prompt)}
     for name, mask in masks.items():
-        if mask is not None and (not isinstance(mask, list) or len(mask) != lengths[name]):
+        is_mask = isinstance(mask, list) and all(bit in (0, 1) for bit in mask)
+        if mask is not None and (not is_mask or len(mask) != lengths[name]):
             raise UserError(f'"{name}" must be {lengths[name]} numbers, 0 for padding; or remove it')
     kept = np.ones(len(prompt) + len(completion), bool)
     if both is not None:
@@ -128,9 +131,11 @@ def of_sampled(values, ids: list | None, row: dict, name: str):
         values = values.get("token_logprobs", values.get("content"))
     if not isinstance(values, list):
         return values
-    choices = row.get("logprob_token_ids") or [None] * len(values)
-    tokens = ids if isinstance(ids, list) and len(ids) == len(values) else [None] * len(values)
-    choices = choices if len(choices) == len(values) else [None] * len(values)
+    nothing = [None] * len(values)
+    tokens, choices = (
+        part if isinstance(part, list) and len(part) == len(values) else nothing
+        for part in (ids, row.get("logprob_token_ids"))
+    )
     return [_of_token(*each, name) for each in zip(values, tokens, choices)]
 
 
@@ -204,8 +209,9 @@ def as_answer(row: dict, fields: tuple[str, ...]) -> dict:
         if not _is_assistant(turns[-1]):
             raise UserError("has a chat whose last message is not the assistant's, to be judged")
         return _without(row, *CHATS, "system") | {"prompt": turns[:-1], "completion": turns[-1:]}
-    answers = {"prompt": "response"} | {name: QUESTIONS[name] for name in fields}
-    for question, answer in answers.items():
+    answers = [("prompt", "response"), *((name, QUESTIONS[name]) for name in fields)]
+    answers += [(name, "response") for name in fields]  # OpenRLHF's
+    for question, answer in answers:
         if row.get(question) is None or row.get(answer) is None:
             continue
         completion = row[answer]
@@ -284,10 +290,13 @@ def _chat_of_question(row: dict) -> list[dict]:
     if asked is None:
         return []
     history = parsed(row.get("history"), '"history"') or []
-    if any(not isinstance(pair, list) or len(pair) != 2 for pair in history):
+    are_pairs = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    if not are_pairs:
         raise UserError('has a "history" that is not a list of pairs, each of a question and an answer')
     said = [turn for pair in history for turn in zip(("user", "assistant"), pair)]
-    question = "\n".join(filter(None, (row[asked], row.get("input") or "")))
+    if not isinstance(row.get("input") or "", str):
+        raise UserError('needs a string "input", if it has one')
+    question = "\n".join(filter(None, (row[asked], row.get("input"))))
     messages = [{"role": role, "content": text} for role, text in (*said, ("user", question))]
     return [*_system_of(row), *messages]
 
