@@ -243,18 +243,12 @@ def _read_separated(file: Path, start: int, stop: int, first: int, fields: froze
     csv.field_size_limit(max(csv.field_size_limit(), MOST + 1))  # rows are bounded by _LinesOfRows
     separator = SEPARATORS[suffix_of(file)]
     with _open(file) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as stream:
-        lines, number = _LinesOfRows(stream, file), 0
+        lines = _LinesOfRows(stream, file)
         rows = csv.reader(lines, delimiter=separator, strict=True)
-        names = _header(file, next(rows, []), separator)
-        while True:
-            lines.begin(number := number + 1)
-            try:
-                values = next(rows, None)
-                while values == []:  # a blank line
-                    values = next(rows, None)
-            except csv.Error as error:
-                what = f"{place(file, number)}: not CSV ({error})"
-                raise UserError(f'{what}; a field with quotes stands between quotes, and has "" for each') from None
+        names = _header(file, _next_record(rows, str(file)) or [], separator)
+        for number in itertools.count(1):
+            lines.begin(number)
+            values = _next_record(rows, place(file, number))
             if values is None:
                 return
             if len(values) != len(names):
@@ -262,6 +256,15 @@ def _read_separated(file: Path, start: int, stop: int, first: int, fields: froze
                 yield number, BrokenRow(why, tuple(filter(None, names)))
                 continue
             yield number, {name: value for name, value in zip(names, values) if name}
+
+
+def _next_record(rows: Iterator[list[str]], where: str) -> list[str] | None:
+    """Returns the fields of the next record that is no blank line; None at the end."""
+    try:
+        return next((values for values in rows if values), None)
+    except csv.Error as error:
+        cure = 'a field with quotes stands between quotes, and has "" for each'
+        raise UserError(f"{where}: not CSV ({error}); {cure}") from None
 
 
 class _LinesOfRows:

@@ -155,6 +155,7 @@ def test_bad_arrays(tmp_path, content, message):
     ("a.csv", "text,id\na, b,1", "row 1: has 3 fields, the header 2; quote"),
     ("a.csv", 'text\n"a', r"row 1: not CSV \(unexpected end of data\)"),
     ("a.csv", 'text\na\n"b"c', r"row 2: not CSV \(',' expected after '\"'\)"),
+    ("a.csv", '"text"s,id\na,b', r": not CSV \(',' expected after '\"'\)"),
     ("a.csv", "text,text\na,b", "has two columns named 'text'"),
     ("a.csv", "prompt;completion\na;b", "has ';' between its fields, not ','; write it with ','"),
     ("a.csv", "prompt\tcompletion\na\tb", "has .* between its fields, not .*; rename it to .tsv"),
