@@ -28,6 +28,7 @@ class Header(NamedTuple):
 
     text: str  # before each answer: "<|im_start|>assistant\n"
     prefill: str = ""  # words behind it that a prompt has, and not every answer, such as "<think>\n"
+    calls_without: bool = False  # whether answers that call have none
 
 
 class Turns:
@@ -78,7 +79,7 @@ class Turns:
         before = before if len(parts) == len(before) else [("user", False)] * len(parts)
         turns = []
         for number, ((start, stop), (role, calls)) in enumerate(zip(parts, before), start=1):
-            start = self._behind_header(text, (start, stop), role, number)
+            start = self._behind_header(text, (start, stop), role, calls, number)
             turn = text[start:stop].rstrip()
             is_ended = turn.endswith((*self.ends, *self._ends_of_calls) if calls else self.ends)
             if not is_ended and not self._template.is_marked:
@@ -97,14 +98,14 @@ class Turns:
         same = [_same(words, text[start:stop]) for words, (start, stop) in zip(prefills, turns)]
         return [(start + count, stop) for count, (start, stop) in zip(same, turns)]
 
-    def _behind_header(self, text: str, part: Turn, role: str, number: int) -> int:
-        """Returns the first character of a part that is no header."""
+    def _behind_header(self, text: str, part: Turn, role: str, calls: bool, number: int) -> int:
+        """Returns the first character of a part that is no header. Its message follows one of `role`."""
         start, stop = part
         headers = [header for before in (role, "user") if (header := self._header_behind(before)) is not None]
         for header in headers:
             if (place := text.find(header.text, start, stop)) >= 0:
                 return place + len(header.text)
-        if self._template.is_marked:
+        if self._template.is_marked or (calls and any(header.calls_without for header in headers)):
             return start
         shown = " or ".join(dict.fromkeys(repr(header.text) for header in headers))
         raise UserError(
@@ -139,21 +140,24 @@ class Turns:
                 # A header within {% generation %} is none if only its end is.
                 is_whole = start <= len(unasked) or not self._template.is_marked
                 if start < stop and text[:start] == asked[:start] and is_whole:
-                    shared.append((start, _same(asked[start:], text[start:stop])))
+                    shared.append((_same(asked[start:], text[start:stop]), start, "tool_calls" in answer))
         if not shared:
             return None
-        start = shared[0][0]
-        length = min(length for _, length in shared)
+        # The shortest that any answer has; a template may begin calls without.
+        length, start, _ = min((entry for entry in shared if entry[0]), default=shared[0])
         # Text before an answer, without a space at its end: that is part of the answer's first token.
         header = asked[start : start + length].rstrip(" ")
-        return Header(header, asked[start + len(header) :].rstrip(" "))
+        calls_without = any(calls and not length for length, _, calls in shared)
+        return Header(header, asked[start + len(header) :].rstrip(" "), calls_without)
 
     def _learn(self, text: str, parts: list[Turn], answers: list[tuple[str, str, str]]) -> None:
         """Learn header, ends and borders of turns from `text`, the rendering of TALK, and its parts."""
         heads, _, tails = zip(*answers)
         header = self._learn_header(TALK[:1])
-        if (header is None or not header.text) and not self._template.is_marked and heads[0] == heads[1]:
-            header = Header(heads[0].rstrip(" "))  # the template has no prompt
+        if (header is None or not header.text) and not self._template.is_marked:  # the template has no prompt
+            header = Header(heads[0][: _same(*heads)].rstrip(" "))
+            if not header.text and any(map(str.strip, heads)):
+                return  # the turns begin in two ways
         header = header or Header("")
         self._headers["user"], self._header = header, header.text
         self.ends = tuple(dict.fromkeys(tail.rstrip() for tail in tails)) if all(map(str.strip, tails)) else ()

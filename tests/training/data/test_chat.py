@@ -679,6 +679,23 @@ def test_a_header_is_no_target_where_answers_begin_in_several_ways(shown):
         shown(other, messages("Hi", "x"))
 
 
+def test_headers_of_templates_without_a_prompt_and_of_calls(shown):
+    no_prompt = QWEN3[: QWEN3.index("{%- if add")]
+    assert shown(no_prompt, TALK) == shown(QWEN3, TALK)  # the last answer begins otherwise
+    two_ways = "{% for m in messages %}{{ ('<|user|>' if loop.last else '<|end|>') + m.content }}</s>{% endfor %}"
+    with pytest.raises(ValueError, match="does not show where the assistant's turns begin and end"):
+        shown(two_ways, TALK)
+    calls = CHATML.replace("'<|im_start|>' + m.role + '\n' + m.content", "before(m) + m.content + call(m)").replace(
+        "{% for", "{% macro before(m) %}{% if not m.tool_calls %}<|im_start|>{{ m.role }}\n{% endif %}{% endmacro %}"
+        "{% macro call(m) %}{% for c in m.tool_calls or [] %}[{{ c.function | tojson }}{% endfor %}{% endmacro %}"
+        "{% for",
+        1,
+    )  # fmt: skip
+    written = '[{"name": "add", "arguments": {}}' * 2
+    assert f"Hi<|im_end|>\n[{written}<|im_end|>]\n<|im_start|>tool\n2" in shown(calls, called({}, content=""))
+    assert shown(calls, TALK) == shown(CHATML, TALK)
+
+
 def test_results_of_tools_within_an_answer_are_refused(shown):
     """Gemma 4's template writes them at the message that calls."""
     within = (
