@@ -13,6 +13,7 @@ import profile_memory
 import train
 from kernels.lora import LORA
 from model import Transformer
+from tests.packages import needs
 from tests.runs import arguments, losses, only_resume, saved_settings, weights_of_another_shape
 from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import find_weights, load_model_weights, parameter_shapes, shape_of_weights
@@ -129,7 +130,13 @@ def exact(base_of_groups, corpus, tmp_path_factory):
     return output_dir
 
 
-@pytest.mark.parametrize(("name", "value"), [("lora_bits", 4), ("linear", "fp8-all")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        pytest.param("lora_bits", 4, marks=needs("bitsandbytes", "0.50")),
+        ("linear", "fp8-all"),
+    ],
+)
 def test_adapters_train_beside_rounded_matrices_and_resume(
     name, value, exact, base_of_groups, corpus, tmp_path, caplog
 ):
@@ -149,6 +156,7 @@ def test_adapters_train_beside_rounded_matrices_and_resume(
         assert "lora_bits: 4 -> 8" in caplog.messages
 
 
+@needs("bitsandbytes", "0.50")
 def test_adapters_are_added_to_the_weights_that_they_were_trained_beside(
     base_of_groups, corpus, tmp_path, caplog, capsys
 ):

@@ -71,7 +71,7 @@ def test_the_wheel_has_fathom_kernels_alone_and_works_beside_another_kernels(tmp
 
 
 def test_version_is_the_newest_of_the_changelog_and_requirements_agree():
-    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    versions = re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == kernels.__version__
     assert versions == sorted(versions, key=lambda version: [*map(int, version.split("."))], reverse=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

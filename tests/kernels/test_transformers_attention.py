@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kernels import register_attention
 
@@ -17,6 +17,8 @@ FAMILIES = {
 }  # fmt: skip
 DOCUMENTS = [150, 1, 96, 53]  # 300 tokens: blocks of 32 to choose from, beside the window
 T = sum(DOCUMENTS)
+IS_NEW = hasattr(PreTrainedModel, "activation_checkpointing_enable")  # transformers 5.17 has the other name alone
+CHECKPOINTING = "activation_checkpointing" if IS_NEW else "gradient_checkpointing"
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,7 @@ def test_packed_logits_and_gradients_equal_those_of_sdpa(model_type):
         assert_near(results(model, name, batch), expected)
     with torch.autocast("cpu", torch.bfloat16):  # Qwen3's norms give float32 queries, beside bfloat16 values
         assert results(model, "fathom_sparse", batch)[1].isfinite().all()
-    model.activation_checkpointing_enable()
+    getattr(model, f"{CHECKPOINTING}_enable")()
     assert_near(results(model, "fathom_sparse", batch), expected)
 
 
@@ -84,7 +86,7 @@ def test_the_trainer_takes_the_same_steps_as_with_sdpa(model_type, tmp_path):
     rows = [{name: tensor[i] for name, tensor in batch.items()} for i in range(2)]
     arguments = TrainingArguments(
         tmp_path, max_steps=3, per_device_train_batch_size=2, logging_steps=1, report_to=[], save_strategy="no",
-        use_cpu=True, disable_tqdm=True, learning_rate=1e-2, optim="sgd", activation_checkpointing=True,
+        use_cpu=True, disable_tqdm=True, learning_rate=1e-2, optim="sgd", **{CHECKPOINTING: True},
     )  # fmt: skip
     for name in ("sdpa", "fathom_sparse"):
         model = make_model(model_type)

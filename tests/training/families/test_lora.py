@@ -13,6 +13,7 @@ from kernels.gated_mlp import GatedMLPPart
 from kernels.lora import LORA
 from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
+from tests.packages import needs
 from training.checkpoint.state import load_weights
 from training.families.config_json import from_config_json
 from training.families.lora import PARTS, Adapters, adapter_names
@@ -222,6 +223,7 @@ def test_weights_that_visit_train_the_same_adapters(tied):
 
 
 @pytest.mark.parametrize("place", ["gpu", "host"])
+@needs("bitsandbytes", "0.50")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_quantized_weights_train_as_the_weights_that_they_round_to(bits, place):
     """Checks losses and adapters bit by bit; weights of other bits train otherwise."""
@@ -231,6 +233,7 @@ def test_quantized_weights_train_as_the_weights_that_they_round_to(bits, place):
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
+@needs("bitsandbytes", "0.50")
 def test_a_whole_block_cannot_have_quantized_weights():
     model, home = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=1)), quantize(torch.zeros(64), 4)
     with pytest.raises(ValueError, match="block 0 is left to autograd, but its weights visit"):

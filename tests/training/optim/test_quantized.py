@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.optimizers import make_optimizer
+from tests.packages import needs
 from training.checkpoint.pieces import read_entries, read_header
 from training.checkpoint.state import load_weights, read_weights
 from training.host.errors import UserError
@@ -18,6 +19,7 @@ from training.optim.formats import QuantizedState, frozen_format
 from training.optim.inventory import Inventory
 from training.optim.quantized import GROUP, Quantized, check_library, quantize
 
+pytestmark = needs("bitsandbytes", "0.50")
 # NF4's values, the quantiles of a normal distribution: QLoRA, appendix E.
 NF4 = torch.tensor([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
