@@ -40,7 +40,7 @@ from training.checkpoint.weights import (
     read_companions,
 )
 from training.data.chat import stop_ids
-from training.data.corpus import load_corpus
+from training.data.corpus import check_paths, load_corpus
 from training.data.loader import PackedLoader, check_can_validate, count_sequences, prompts_of, validation_batches
 from training.data.show import read_batch, show_batch
 from training.data.show_html import SHOWN_ON_A_PAGE, write_batch
@@ -70,9 +70,17 @@ from training.run.metrics import (
     summed_metrics,
 )
 from training.run.parts import Run, check_disk, checkpoint_bytes, is_save_due, log_sample, open_report
-from training.run.recipe import Recipe, check_machine, check_same_on_all_ranks, count_steps, decide
+from training.run.recipe import (
+    Recipe,
+    check_is_free,
+    check_machine,
+    check_same_on_all_ranks,
+    count_steps,
+    decide,
+    verify_start,
+)
 from training.run.report import recorded_warnings
-from training.run.resume import Progress, learning_rate_of, parallel_sizes_of, tokens_per_step
+from training.run.resume import Progress, after_a_stop, learning_rate_of, parallel_sizes_of, tokens_per_step
 from training.run.step import NoTarget, NotFinite, NotRead, train_step, validate
 from training.run.stopping import Stopped, Stopping, exit_with, stop_signals
 
@@ -91,7 +99,12 @@ def main(argv: list[str]) -> int:
     with join_world(config.device, **sizes) as world, also_logged_into(config.log_file if world.is_main else None):
         if not world.is_main:
             logging.disable(logging.WARNING)
-        return train({**given, **sizes}, world)
+        try:
+            return train({**given, **sizes}, world)
+        except KeyboardInterrupt:  # before the steps, in which `stop_signals` notes them
+            there = f"--resume goes on from a checkpoint in {config.output_dir}, if there is one"
+            logger.info("interrupted: %s; otherwise the same command starts anew", there)
+            raise
 
 
 def train(given: dict, world: World) -> int:
@@ -162,6 +175,11 @@ def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
     config, first_step = recipe.config, recipe.progress.step
     check_machine(recipe, world)
     check_fits(recipe, world)
+    check_paths(config.data, config.validation_data)
+    for folder in filter(None, (config.reference_logprobs, config.old_logprobs, config.teacher_logprobs)):
+        Stored.read(folder)  # refuses a folder that holds none
+    check_is_free(recipe)
+    verify_start(recipe)
     saves, size = world.is_main and config.save != "none", checkpoint_bytes(recipe, world)
     if saves:
         check_disk(recipe, recipe.progress, size)
@@ -432,6 +450,7 @@ def end(run: Run) -> int:
         number = run.stopping.first_signal()
         stopped = f"{number.name}: stopped after step {step} of {run.progress.max_steps}"
         logger.info(stopped)
+        logger.info(after_a_stop(config, run.recipe.given, run.saver.last, run.world))
         return 128 + number
     return 0
 

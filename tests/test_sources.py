@@ -1,7 +1,12 @@
 """What holds for every source file."""
 
+import importlib
+import importlib.util
+import inspect
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,3 +46,39 @@ def test_rooms_import_only_rooms_below_them():
     below = r"^\s*(?:from|import) (?:training|model|train|profile_memory)\b"
     found += [str(path) for path in ROOT.glob("kernels/**/*.py") if re.search(below, path.read_text(), re.MULTILINE)]
     assert rooms[0] == "evaluation" and rooms[-1] == "host" and found == []
+
+
+def commands_in(text: str) -> set[str]:
+    """Returns the modules and scripts that a text tells to run, as {"training.logprobs", "train"}."""
+    joined = re.sub(r'"\s*\n\s*f?"|\\\n\s*', "", text)  # strings of several lines
+    modules = re.findall(r"-m\s+((?:training|tests|benchmarks|docs)(?:\.\w+)*)", joined)
+    return {*modules} | {*re.findall(r"(?:python|\{program\(\)\}|\d) (train|profile_memory|verify\w+)\.py", joined)}
+
+
+def test_commands_that_are_named_do_something(capsys):
+    """Each module that a message, a page or a table tells to run has a main part, and those of users have --help."""
+    sources = "*.py", "kernels/**/*.py", "training/**/*.py", "training/*.toml", "configs/*", "tests/*.py", "examples/*"
+    pages = "docs/*.*", "*.md", "Makefile", ".ci/run"
+    texts = [path.read_text() for kind in (*sources, *pages) for path in ROOT.glob(kind)]
+    named = set[str]().union(*map(commands_in, texts))
+    assert len(named) > 15 and {"training.logprobs", "training.export", "train"} <= named
+    for name in sorted(named):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None, name
+        module = f"{name}.__main__" if spec.submodule_search_locations else name
+        main_spec = importlib.util.find_spec(module)
+        assert main_spec is not None, f"{name} is named as a command, and does nothing"
+        source = Path(str(main_spec.origin)).read_text()
+        assert re.search(r'^if __name__ == "__main__":\n    \S', source, re.MULTILINE), name
+        if name.startswith(("tests", "benchmarks", "docs")):
+            continue
+        main = importlib.import_module(module).main
+        if "argv" in inspect.signature(main).parameters:  # verify_chunked_loss.py has no flags
+            with pytest.raises(SystemExit) as ended:
+                main(["--help"])
+            assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: "), name
+
+
+def test_texts_of_several_lines_name_their_commands():
+    text = 'f"by {program()} -m "\n    "training.logprobs, then"; {program()} train.py, -m docs.flags'
+    assert commands_in(text) == {"training.logprobs", "train", "docs.flags"}

@@ -32,6 +32,25 @@ def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_a_run_in_output_dir_hides_no_other_fault(corpus, tmp_path, capsys):
+    """From the second run on the usual output_dir is taken, and what is wrong beside that is told first."""
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, steps=1)) == 0
+    for extra, message in (
+        (["--init_from", "nosuch"], "nosuch does not exist; give a checkpoint"),
+        (["--data", "nosuch"], "data path nosuch does not exist; give --data"),
+        (["--validation_data", "nosuch"], "data path nosuch does not exist; give --validation_data"),
+        (["--tokenizer", "nosuch"], "cannot read nosuch: No such file"),
+        (["--memory_budget", "24GB"], "memory_budget has no effect on a CPU"),
+        (["--attention_backend", "flash"], "attention backend 'flash' needs a CUDA device"),
+        (["--objective", "dpo", "--reference_logprobs", "nosuch"], "nosuch has no logprobs.json"),
+        (["--lora", "4"], "without init_from, which it adapts"),
+        ([], "run/step_00000001 is already there: --resume goes on from it, another --output_dir starts afresh"),
+    ):
+        assert train.main([*arguments(corpus, run), *extra]) == 1
+        assert message in capsys.readouterr().err, extra
+
+
 def test_a_folder_that_is_not_for_a_run_is_refused(corpus, tmp_path, capsys):
     """The run would replace its config.json."""
     run = tmp_path / "run"

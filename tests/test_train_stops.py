@@ -58,6 +58,9 @@ def test_a_signal_saves_and_the_exit_status_says_unfinished(number, ranks, corpu
     assert process.returncode == 128 + number if ranks == 1 else process.returncode != 0, output
     last = metrics(run)[-1]["step"]
     assert f"{number.name}: stopped after step {last} of 100000" in output.splitlines()
+    python = "python" if ranks == 1 else f"torchrun --nproc_per_node={ranks}"
+    goes_on = re.search(rf"^to go on: \S*{python}\S* train.py --resume (--.*)$", output, re.MULTILINE)
+    assert goes_on and f"--output_dir {run}" in goes_on[1], output
     assert [path.name for path in run.glob("*step_*")] == [f"step_{last:08d}"]
     assert train.main([*only_resume(run), "--max_steps", f"{last + 1}"]) == 0
 

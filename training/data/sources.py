@@ -236,6 +236,17 @@ def say_left_out(parts: list[dict[str, list]]) -> None:
                        fields[0][2])  # fmt: skip
 
 
+def check_exists(path: Path) -> None:
+    """Refuse a path of --data that leads nowhere; a name of the Hub is told how to download it."""
+    if path.exists():
+        return
+    hub = hub_download(f"{path} --repo-type dataset --local-dir DIR")
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
+    on_hub = f"; if it is a dataset of the Hugging Face Hub: {hub}, then --data DIR"
+    hint = on_hub if is_name else did_you_mean(path)
+    raise UserError(f"data path {path} does not exist; give --data a file or a folder{hint}")
+
+
 def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
     """Returns the files of documents at a path of --data: the file itself, or all files in the folder, sorted.
 
@@ -245,12 +256,7 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
     def refuse(error: OSError):
         raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or give other --data")
 
-    if not path.exists():
-        hub = hub_download(f"{path} --repo-type dataset --local-dir DIR")
-        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
-        on_hub = f"; if it is a dataset of the Hugging Face Hub: {hub}, then --data DIR"
-        hint = on_hub if is_name else did_you_mean(path)
-        raise UserError(f"data path {path} does not exist; give --data a file or a folder{hint}")
+    check_exists(path)
     if path.is_dir():
         files: list[Path] = []
         for root, folders, names in os.walk(path, onerror=refuse):

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from training.checkpoint.manifest import verify_weights
+from training.checkpoint.weights import shape_of_weights
 from training.data.corpus import open_stores
 from training.data.sources import Reading
 from training.data.tokens import Store, join, split
@@ -251,6 +252,7 @@ def main(argv: list[str]) -> None:
     flags = read_evaluation_flags(argv)
     if not flags.sequences and not flags.samples:
         raise UserError("sequences 0 and samples 0 leave nothing to evaluate; give one of them")
+    shape_of_weights(flags.checkpoint)  # refuses a folder without a model, before anything else is looked at
     earlier = read_earlier(flags.beside)
     if flags.output_dir:
         check_can_write_into(flags.output_dir, "evaluation.json", "--output_dir")

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import torch
 
+from training.checkpoint.weights import shape_of_weights
 from training.data.chat import ChatTemplate
 from training.data.tokenizer import check_ids
 from training.generate.inference import Opened, load, mending_out_of_memory, open_folder, warn_beyond, write
@@ -87,6 +88,7 @@ def main(argv: list[str]) -> None:
     flags = read_generate_flags(argv)
     if flags.system is not None:
         _decode(os.fsencode(flags.system), "--system")
+    shape_of_weights(flags.checkpoint)  # refuses a folder without a model, before standard input is waited for
     texts = read_prompts(flags)
     with join_world(flags.device) as world, mending_out_of_memory():
         opened = open_folder(flags, world)

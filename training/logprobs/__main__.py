@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from training.checkpoint.weights import shape_of_weights
 from training.data.chat import open_tokenizer
 from training.data.corpus import open_stores, refuse_twice
 from training.data.loader import longest_first, make_batch
@@ -126,6 +127,7 @@ def main(argv: list[str]) -> None:
     flags = read_flags(LogProbsFlags, argv, "python -m training.logprobs")
     if not flags.data or flags.out is None:
         raise UserError("give the folder that is made behind the model's, and --data, the rows that are read")
+    shape_of_weights(flags.checkpoint)  # refuses a folder without a model, before another is made
     if (flags.out / INDEX).exists():
         raise UserError(f"{flags.out} has log-probabilities; give another folder, or delete it if they are not needed")
     if flags.out.exists() and not flags.out.is_dir():

@@ -31,7 +31,7 @@ from training.run.metrics import Display, Metrics, differing
 from training.run.recipe import Recipe
 from training.run.report import NAME as REPORT
 from training.run.report import About, RecentWarnings, Report
-from training.run.resume import Progress, state_to_save, tokens_per_step
+from training.run.resume import Progress, after_a_stop, state_to_save, tokens_per_step
 from training.run.settings import KEPT_CHECKPOINTS, TrainConfig
 from training.run.stopping import Stopping, promise_shutdown
 
@@ -136,6 +136,9 @@ class Run:
         if self.world.size == 1 and not self.is_updating:
             try:
                 self.save()
+                if self.progress.step:
+                    saved = self.saver.output_dir / f"step_{self.progress.step:08d}"
+                    logger.info(after_a_stop(self.config, self.recipe.given, saved, self.world))
             except Exception as error:  # a GPU may answer no more; the first error is the one to show
                 logger.warning("no checkpoint of step %d: %s", self.progress.step, error)
 

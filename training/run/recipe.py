@@ -332,8 +332,6 @@ def decide(given: dict, world: World) -> Recipe:
             carried = carried.extended() if config.rope_scaling and not checkpoint else carried
         tokenizer = open_tokenizer(recipe, start.tokenizer)
         recipe = replace(recipe, weights=weights, carried=carried, tokenizer=tokenizer)
-        if source and not (checkpoint or config.show_batch):
-            verify_weights(source.folder, weights)
         if source and checkpoint:
             try:
                 verify_checkpoint(checkpoint)  # reads every byte of the checkpoint
@@ -385,16 +383,32 @@ def find_checkpoint(config: TrainConfig, passed_over: dict[Path, str]) -> Path |
 
     Reads small files, and no tensor.
     """
-    is_only_shown = config.show_batch and config.resume == "no"  # writes nothing, so a run may be in output_dir
-    found = [] if is_only_shown else checkpoints(Path(config.output_dir))
-    if config.resume == "no" and found:
-        raise UserError(f"{found[-1]} is already there: {how_to_go_on(found)}")
+    found = checkpoints(Path(config.output_dir))
+    if config.resume == "no":  # check_is_free refuses them, after what is wrong anywhere
+        return None
     last = latest_checkpoint(Path(config.output_dir), passed_over) if found else None
     if found and last is None:
         raise UserError(f"no checkpoint in {config.output_dir} can be used; of the newest: {passed_over[found[-1]]}")
     if config.resume == "yes" and last is None:
         raise UserError(f"--resume: no checkpoint in {config.output_dir}; --resume auto starts a run all the same")
     return last
+
+
+def check_is_free(recipe: Recipe) -> None:
+    """Refuse an output_dir with a run in it, unless that goes on.
+
+    It comes after all that is wrong with flags, folders and the machine: the usual output_dir is taken from the second
+    run on, and another one is not what somebody looks for who gave a wrong folder of weights.
+    """
+    found = checkpoints(Path(recipe.config.output_dir))
+    if recipe.config.resume == "no" and found:
+        raise UserError(f"{found[-1]} is already there: {how_to_go_on(found)}")
+
+
+def verify_start(recipe: Recipe) -> None:
+    """Compares the weights that a run starts from with their checksums: every byte is read."""
+    if recipe.source and recipe.checkpoint is None:
+        verify_weights(recipe.source.folder, recipe.weights)
 
 
 def begin(asked: TrainConfig, given: dict, source: Source | None) -> Start:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from os.path import realpath
 from pathlib import Path
@@ -13,7 +15,7 @@ from training.checkpoint.files import checkpoints, latest_checkpoint, load_train
 from training.checkpoint.manifest import OPTIMIZER
 from training.data.loader import check_same_data
 from training.flags import LARGE, as_words, given_flags
-from training.host.errors import UserError
+from training.host.errors import UserError, program, whole_number
 from training.optim.adamw import warmup_cosine
 from training.parallel.world import World
 from training.run.settings import DEFAULT_STEPS, TrainConfig, check_config
@@ -21,6 +23,7 @@ from training.run.settings import DEFAULT_STEPS, TrainConfig, check_config
 logger = logging.getLogger(__name__)
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
 NOT_INHERITED = "resume", "rope_scaling", "output_dir", "device", "show_batch", "collective_timeout", "log_file"
+DROPPED_TO_GO_ON = "resume", "rope_scaling", "show_batch"  # the checkpoint has the extended context
 BUDGETS = ("memory_budget", "host_budget")
 # A flag given with --resume drops the earlier run's settings that it would contradict.
 REPLACED: dict[str, tuple[str, ...]] = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
@@ -70,6 +73,29 @@ def how_to_go_on(found: list[Path]) -> str:
 
 def start_from(checkpoint: str | Path) -> str:
     return f"start from its weights with --init_from {checkpoint} and another --output_dir"
+
+
+def after_a_stop(config: TrainConfig, given: Iterable[str], last: Path | None, world: World) -> str:
+    """Returns what to do after a run that was stopped: the command that goes on, if its last checkpoint can be resumed.
+
+    `given` are the names of settings that flags and --config gave: a checkpoint has all but a few of them.
+    """
+    if config.save == "none":
+        return "nothing is saved, as --save none asks: the same command starts anew"
+    if last is None:
+        return "no step was done and nothing is saved: the same command starts anew"
+    if config.save == "model":
+        return f"the weights are saved: {start_from(last)}"
+    starts = [program("torchrun"), *_sizes_of_torchrun(world)] if world.size > 1 else [program()]
+    kept = [name for name in NOT_INHERITED if name in given and name not in DROPPED_TO_GO_ON]
+    flags = [word for name in kept for word in (f"--{name}", shlex.quote(str(getattr(config, name))))]
+    return f"to go on: {' '.join([*starts, 'train.py', '--resume', *flags])}"
+
+
+def _sizes_of_torchrun(world: World) -> list[str]:
+    local = whole_number("LOCAL_WORLD_SIZE", world.size)
+    nodes = [f"--nnodes={world.size // local}", "(and the rest as before)"] if local < world.size else []
+    return [f"--nproc_per_node={local}", *nodes]
 
 
 def resume(checkpoint: Path, given: dict, world: World) -> Start:

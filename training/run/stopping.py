@@ -76,6 +76,7 @@ def _listen(reading: int, noted: Container[int], received: list[int]) -> None:
         [number] = byte
         if number == signal.SIGINT:
             if time.monotonic() > interrupted + SECONDS_TOGETHER:
+                os.write(2, b"SIGINT again: ended at once; --resume goes on from the last checkpoint, if any\n")
                 os._exit(128 + number)
             interrupted = min(interrupted, time.monotonic())
         if number in noted:

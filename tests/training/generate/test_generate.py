@@ -172,6 +172,19 @@ def test_a_chat_is_framed_by_the_folders_template_or_the_command_says_how_to_giv
             assert message.format(cure) in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_there_is_named_first(tmp_path, monkeypatch, capsys):
+    """Each command that opens a model says so before it reads standard input, or makes another folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", None)
+    for command, words in (
+        (generate, []), (generate, ["--file", "nosuch.txt"]), (evaluation, ["--beside", "x.json"]),
+        (evaluation, ["--output_dir", "out"]), (logprobs, ["out", "--data", "x"]),
+    ):  # fmt: skip
+        assert command.main(["runs/nosuch", *words, "--device", "cpu"]) == 1
+        assert capsys.readouterr().err.startswith("error: runs/nosuch does not exist; give a checkpoint's step_ folder")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_tokenizer_may_have_an_added_token_more_than_the_model(tmp_path, monkeypatch, capsys):
     """Gemma 3's smallest has one for images. A prompt with it is refused, and so is a tokenizer with more words."""
     shape = replace(TINY, vocab_size=258)
