@@ -29,6 +29,7 @@ SMALLEST = 1e-12  # stands for "above 0"
 SETTINGS = ".toml", ".yaml", ".yml", ".json"  # endings of files that are meant for --config
 TOML_BYTES = 2**20  # a longer file of settings is refused
 NEARLY = 0.01  # share by which thousands of tokens may be off a power of two: 131k, 262k
+MOST_REASONS = 6  # that a message about a file gives
 MANY_NAMES = 3  # a file with so many settings of another trainer is to be translated
 
 
@@ -110,17 +111,23 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
         section = parser.add_argument_group(title) if title else parser
         for each in members:
             spelled |= {_underscored(option): option for option in _add_argument(section, each).option_strings}
+    by_place = f"; without a name, by their place: {program}{places}" * bool(places)
     names = ["config", *(each.name for each in fields(kind) if not each.metadata["positional"])]
 
     def parse(words: list[str]) -> dict[str, typing.Any]:
         cut = [word.partition("=") for word in words]
+        options = {*spelled, "--config", "--help"}
+        strange = [word for word in words if re.match("--[a-zA-Z_]", word)]
+        if strange := [word for word in strange if _underscored(word.partition("=")[0]) not in options]:
+            raise UserError(_unknown("flag", strange, names, kind) + by_place)
         words = [spelled.get(_underscored(name), name) + equals + value for name, equals, value in cut]
         arguments, unknown = parser.parse_known_intermixed_args(words)
+        if unknown and unknown[0].lower() in ("true", "false"):
+            raise UserError(f"{unknown[0]!r} stands behind a switch, which has no value: give --NAME, or --no-NAME")
         if unknown and not unknown[0].startswith("-") and not unknown[0].endswith(SETTINGS):
             raise UserError(f"{unknown[0][:80]!r} has no flag before it; give {program}{places} [--flag value ...]")
         if unknown:
-            wrong = [word for word in unknown if re.match("--?[a-zA-Z_]", word) or word.endswith(SETTINGS)] or unknown
-            raise UserError(_unknown("flag", wrong, names, kind))
+            raise UserError(_unknown("flag", unknown[:1], names, kind) + by_place)
         values = vars(arguments)
         missing = [each.name for each in fields(kind) if each.metadata["positional"] and values[each.name] == []]
         return {name: value for name, value in values.items() if value is not None and name not in missing}
@@ -212,7 +219,12 @@ def grouped(kind: type) -> dict[str, list[Field]]:
 
 class Parser(ArgumentParser):
     def error(self, message: str) -> typing.NoReturn:
-        raise UserError(message.removeprefix("argument --"))
+        message = message.removeprefix("argument --")
+        name, _, why = message.partition(": ")
+        action = self._option_string_actions.get(f"--{name}")
+        if why.endswith("argument") and action is not None:  # it has no value
+            message += f": {', '.join(map(str, action.choices)) if action.choices else action.help}"
+        raise UserError(message)
 
 
 class SwitchOrWord(Action):
@@ -408,10 +420,12 @@ def _unknown(what: str, words: Sequence[str], names: list[str], kind: type | Non
         else:
             shown = word if dashes else repr(word)
             meant.append(f"{shown}; did you mean {likely}?" if known.flag else shown)
-    there_is_no = [
-        f"there is no {', '.join(theirs)}: {why.format(python=program(), torchrun=program('torchrun'))}"
-        for why, theirs in reasons.items()
-    ]
+    if len(reasons) > MOST_REASONS and what == "key":  # a command that is named in the message gives them
+        reasons = {"": [theirs for each in reasons.values() for theirs in each]}
+    there_is_no = []
+    for why, theirs in reasons.items():
+        reason = f": {why.format(python=program(), torchrun=program('torchrun'))}" if why else ""
+        there_is_no.append(f"there is no {', '.join(theirs)}{reason}")
     if len(meant) == 1:
         return "; ".join([f"unknown {what} {meant[0]}", *there_is_no])
     listed = ", ".join(each.replace("; did you mean ", " (did you mean ").replace("?", "?)") for each in meant)

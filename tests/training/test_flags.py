@@ -108,7 +108,7 @@ def test_the_flag_that_is_meant(word, ours):
 
 
 def test_usual_names_stand_for_flags_that_exist():
-    names = {each.name for kind in (TrainConfig, ProfileFlags) for each in fields(kind)}
+    names = {each.name for kind in (TrainConfig, ProfileFlags, GenerateFlags) for each in fields(kind)}
     theirs, absent = (" ".join(words).split() for words in (USUAL_NAMES.values(), ABSENT))
     assert names >= USUAL_NAMES.keys() | BY_VALUE.keys() and not names & {*theirs} and len(theirs) == len({*theirs})
     assert not {each.name for each in fields(TrainConfig)} & {*absent} and len(absent) == len({*absent})
@@ -183,6 +183,24 @@ def test_what_there_is_not_is_said(word, why, tmp_path):
     (tmp_path / "run.toml").write_text(f"{name} = 1\n")
     with pytest.raises(UserError, match=f"run.toml: there is no {name}: .*{why}"):
         given_flags(TrainConfig, ["--config", str(tmp_path / "run.toml")], "train.py")
+
+
+@pytest.mark.parametrize(("kind", "words", "message"), [
+    (TrainConfig, "--model_name x --packing --bf16 true --lora",
+     r"^unknown flag --model_name; did you mean --init_from\?; there is no --bf16: GPUs compute"),
+    (TrainConfig, "--packing", "^packing: expected one argument: best_fit, concatenate$"),
+    (TrainConfig, "--lora", "^lora: expected one argument: train adapters of this rank"),
+    (TrainConfig, "--compile true", "^'true' stands behind a switch, which has no value: give --NAME, or --no-NAME$"),
+    (GenerateFlags, "--checkpoint x hi --max_tokens 5",
+     r"^unknown flags --checkpoint, --max_tokens \(did you mean --max_new_tokens\?\); "
+     "without a name, by their place: program checkpoint prompt$"),
+    (ProfileFlags, "--vram 24GB", "did you mean --memory_budget"), (ProfileFlags, "--seq_len 9", "--context_length"),
+    (TrainConfig, "--optimizer_state 8bit", "did you mean compact"),
+    (TrainConfig, "--attention_type sdpa", "did you mean full"),
+])  # fmt: skip
+def test_what_is_typed_elsewhere_is_answered_in_one_pass(kind, words, message):
+    with pytest.raises(UserError, match=message):
+        given_flags(kind, words.split(), "program")
 
 
 @pytest.mark.parametrize("word", ["--eval_data", "--test_data", "--samples", "--tokens_seen"])

@@ -243,7 +243,9 @@ def check_exists(path: Path) -> None:
     hub = hub_download(f"{path} --repo-type dataset --local-dir DIR")
     is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
     on_hub = f"; if it is a dataset of the Hugging Face Hub: {hub}, then --data DIR"
-    hint = on_hub if is_name else did_you_mean(path)
+    parts = str(path).split(",")
+    apart = f"; several stand apart: --data {' '.join(parts)}" * (len(parts) > 1 and Path(parts[0]).exists())
+    hint = on_hub if is_name else apart or did_you_mean(path)
     raise UserError(f"data path {path} does not exist; give --data a file or a folder{hint}")
 
 
