@@ -96,7 +96,8 @@ def recognise(row: object) -> tuple[Form, dict]:
         if not row.keys().isdisjoint(OF_ROLLOUTS):
             raise UserError("is a rollout, of what a model wrote: give an --objective such as grpo")
         names = ", ".join(f'"{str(name)[:30]}"{" (null)" * (name not in given)}' for name in [*row][:20]) or "none"
-        raise UserError(f"has the fields {names}; known are {KNOWN}; --columns text=NAME gives others")
+        columns = "--columns text=NAME gives others, or prompt=NAME,completion=NAME"
+        raise UserError(f"has the fields {names}; known are {KNOWN}; {columns}")
     refuse_masked(row)
     own = {name: row[name] for name in (form.decides, *form.takes) if name in row}
     made = form.convert(own)
@@ -108,7 +109,8 @@ def recognise(row: object) -> tuple[Form, dict]:
         )
     for name in clashing.intersection(given).difference(own):
         if row[name] not in EMPTY and not _is_repeated(row[name], own, made):
-            cure = f"remove one{LEFT_OUT_BY_NAMING if name in SHOWN_WITH else ''}"
+            is_left_out = name in SHOWN_WITH and not any(row.get(part) for part in NOT_LEFT_OUT)
+            cure = f"remove one{LEFT_OUT_BY_NAMING if is_left_out else ''}"
             if name in SYSTEMS and "system" in form.takes and not row.get("system"):
                 cure = f"give --columns system={name}"
             raise UserError(f'has "{name}" beside "{form.decides}", where it would be ignored; {cure}')
@@ -184,7 +186,11 @@ def with_chats(row: object) -> object:
     texts = {name: value for name in (*CHATS, *PLAIN) if isinstance(value := row.get(name), str)}
     chats = {name: chat for name, text in texts.items() if (chat := _chat_in(text, name)) is not None}
     if plain := [name for name in chats if name in PLAIN]:
-        raise UserError(f'has messages as a text in "{plain[0]}"; --columns messages={plain[0]} reads a whole chat')
+        name = plain[0]
+        cure = 'write them as "messages", with the question'
+        if _is_read({**row, name: chats[name]}, f"messages={name}"):
+            cure = f"--columns messages={name} reads a whole chat"
+        raise UserError(f'has messages as a text in "{name}"; {cure}')
     return row | chats
 
 
@@ -357,7 +363,9 @@ def _from_pair(row: dict) -> dict:
     question, answer = next(pair for pair in PAIRS if {*pair} <= row.keys())
     for name in row.keys() - {question, answer, "system"}:
         if row[name]:
-            cure = f"write it into the question, or leave it out by --columns prompt={question},completion={answer}"
+            cure = "write it into the question, or remove it"
+            if name in SHOWN_WITH:
+                cure += f" by --columns prompt={question},completion={answer}"
             raise UserError(f'has "{name}" beside "{question}" and "{answer}", where it would be ignored; {cure}')
     if not isinstance(row[question], str) or not isinstance(row[answer], str):
         raise UserError(f'needs strings "{question}" and "{answer}"')
@@ -411,6 +419,7 @@ SHOWN_WITH = frozenset(("context", "choices", "options"))  # parts of a question
 LEFT_OUT_BY_NAMING = (
     ", or give --columns prompt=NAME,completion=NAME (pairs: chosen=NAME), with this row's names, to leave it out"
 )
+NOT_LEFT_OUT = ("input", "system", "history")  # parts of a question that --columns does not leave out
 BESIDE = (*sorted(SHOWN_WITH), "input", "system", "history", "response")  # parts of a question or an answer
 FORMS = (
     Form("messages", "messages", ("tools", VARIABLES), object, _from_turns),
