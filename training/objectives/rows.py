@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from training.data.forms import EMPTY, FLAG_WORDS, MEDIA, ROLES, NothingToLearn, parsed, refuse_masked
+from training.data.forms import EMPTY, FLAG_WORDS, MEDIA, ROLES, SHOWN_WITH, NothingToLearn, parsed, refuse_masked
 from training.data.sources import Document, Encoded, RowReader
 from training.data.tokens import PROMPT
 from training.host.errors import UserError, as_json
@@ -167,7 +167,11 @@ def _sample(row: dict, fields: frozenset[str], completion) -> dict:
         elif own and theirs[:1] == own[-1:]:
             raise UserError('has an answer that begins with the last message of its "prompt"; give one of both')
     sample = {name: value for name, value in row.items() if name not in left_out}
-    return sample | {answer_field(row): completion}
+    field = answer_field(row)
+    shown = [name for name in sorted(SHOWN_WITH) if row.get(name) not in (None, *EMPTY)]
+    if shown and field != "completion":  # forms.py would name columns that the row lacks
+        raise UserError(f'has "{shown[0]}", which is not read; write it into the question, or remove it')
+    return sample | {field: completion}
 
 
 def _refuse_more(row: dict, fields: frozenset[str]) -> None:

@@ -237,6 +237,7 @@ def test_a_field_that_is_left_out_of_both_chats_of_a_pair_counts_once(tmp_path, 
     ("dpo", {"messages": [user("hi")], "chosen": says("y"), "rejected": 5}, '"rejected" must be a text, a message'),
     ("dpo", {"question": "a", "history": 5, **TEXTS}, 'has a "history" that is not a list of pairs'),
     ("dpo", {"instruction": "a", "input": 5, "history": [["a", "b"]], **TEXTS}, 'needs a string "input"'),
+    ("dpo", {"question": "a", "context": "b", **TEXTS}, 'has "context", which is not read; write it into'),
     ("kto", {"messages": [user("hi")], "label": True}, "last message is not the assistant's"),
     ("kto", {"prompt": "a", "completions": ["b"], "labels": [True]}, "no --objective reads"),
 ])  # fmt: skip
