@@ -124,6 +124,8 @@ def read_carried(folder: Path) -> Carried:
     text = config["text_config"] if is_wrapper(config) else config
     if not any(name.startswith(MTP) for name in tensors) and _has_mtp(config):
         text[MTP_LAYERS] = 0
+    if "auto_map" in config:
+        logger.info("auto_map of %s, which names code in files of that folder, is left out", folder / "config.json")
     if is_wrapper(config):
         config["text_config"] = _without(text, LOCAL_SETTINGS)
         return Carried(tensors, prefix, _without(config, LOCAL_SETTINGS), {}, joins_experts, places)

@@ -60,6 +60,7 @@ WRITTEN_ANEW = (
     "config.json", "README.md", "model*.safetensors", "model.safetensors.index.json", "adapter_config.json",
     "adapter_model.safetensors", "trainer.json", "manifest.json", "optimizer.safetensors", "rng_*.json", TEMPLATES,
 )  # fmt: skip
+READABLE = "make it readable, or move it elsewhere"
 TOKENIZER_ADVICE = "give --tokenizer the path of a tokenizer.json"
 Found = tuple[dict[str, Entry], Adapters | None]  # where a folder has each weight, and the adapters that it has beside
 
@@ -302,7 +303,7 @@ def left_out(weights: Sequence[Path], written: Collection[str]) -> list[str]:
 def _read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     paths = folder.iterdir() if folder.is_dir() else ()
     present = [path for path in paths if _is_among(path.name, patterns) and path.is_file()]
-    files = {path.name: read_file(path, TOKENIZER_ADVICE, JSON_BYTES) for path in sorted(present)}
+    files = {path.name: read_file(path, READABLE, JSON_BYTES) for path in sorted(present)}
     return {name: _without_places(file) if name.endswith("_config.json") else file for name, file in files.items()}
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kernels.config import Share
@@ -284,7 +285,19 @@ def _is_named(full_name: str | None, named: str | list | None) -> bool:
     return any(f".{full_name}".endswith(f".{each}") for each in named)
 
 
-def targets_named(content: dict, base: Path) -> tuple[tuple[str, ...], list[str]]:
+def _prefixes_in(folder: Path) -> list[str]:
+    """Returns prefixes that a text model's names may have: the one in a folder's tensors, or if none is there all.
+
+    A regular expression may match a whole model's names and not the same names of its text model alone.
+    """
+    names: list[str] = []
+    with contextlib.suppress(SafetensorError, OSError), safe_open(folder / ADAPTER_WEIGHTS, framework="np") as file:
+        names = [*file.keys()]
+    prefixes = [WRAPPED_PREFIX, OLDER_PREFIX, PREFIX]
+    return [each for each in prefixes if any(each + "layers." in name for name in names)][:1] or prefixes
+
+
+def targets_named(content: dict, folder: Path, base: Path) -> tuple[tuple[str, ...], list[str]]:
     """Returns the targets that an adapter_config.json names in a base, and what is refused of its names, as text."""
     config = read_json(base / "config.json")
     with refused_as_user_error(f"cannot take {base / 'config.json'}: "):
@@ -297,7 +310,7 @@ def targets_named(content: dict, base: Path) -> tuple[tuple[str, ...], list[str]
     matrices = [name for layer in layers for name in layer if target_of(name) in (*TARGETS, *READ_TARGETS)]
     adapted: set[str] = set()
     with contextlib.suppress(re.error, OverflowError, RecursionError):
-        prefixes = (PREFIX, WRAPPED_PREFIX, OLDER_PREFIX) if is_wrapper(config) else (PREFIX,)
+        prefixes = _prefixes_in(folder) if is_wrapper(config) else [PREFIX]
         adapted = max((adapted_matrices(content, matrices, prefix) for prefix in prefixes), key=len)
     targets = tuple({target_of(name) for name in adapted})
     shown = [f"{name} {value!r:.80}" for name, value in values.items()] or ["no target_modules"]
@@ -351,7 +364,7 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
         raise UserError(f"{shown}, and it is not there; bring it back, or write its place into {BASE}")
     if has_adapters(base):
         raise UserError(f"{shown}, and it holds adapters itself; write the folder of whole weights into {BASE}")
-    targets, refused = targets_named(content, base)
+    targets, refused = targets_named(content, Path(folder), base)
     if refused:
         raise _not_computed(file, refused)
     try:

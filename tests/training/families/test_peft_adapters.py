@@ -22,12 +22,16 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 SHARED = [f"shared_expert.{name}" for name in MLP]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FULL_NAMES = [f"layers.{layer}.{name}" for layer in range(2) for name in EXPERTS]
+OTHERS = r".*(?:language|text).*(?:attn|mlp).*_proj|model\.layers\.\d+\.mlp\.\w+_proj"  # delta nets inside alone
 TOWER = r".*\bvisual\b.*"
 DENSE = {
     "all-linear": {"target_modules": "all-linear", "exclude_modules": TOWER},
     "list": {"target_modules": [*DELTA_NET, *MLP, "q_proj", "k_proj", "v_proj", "o_proj"]},
     "narrow": {"target_modules": ["in_proj_b", "linear_attn.in_proj_a"]},
     "pattern": {"target_modules": r".*layers\.\d+\.(linear_attn\.in_proj_[ab]|self_attn\.q_proj)"},
+    "pattern of others": {
+        "target_modules": r".*(?:language|text).*(?:attn|mlp).*_proj|model\.layers\.\d+\.mlp\.\w+_proj"
+    },
     "orthogonal": {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "orthogonal"},
     "mica": {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "mica"},
     "gaussian": {"target_modules": ["o_proj"], "init_lora_weights": "gaussian"},
