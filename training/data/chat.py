@@ -25,7 +25,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = re.compile(r"<\|\w+\|>")  # strings of a template that are meant to be tokens
-WRITERS = 100  # of rows with chat_template_kwargs of their own, kept
+WRITERS = 100  # writers that are kept, for rows with chat_template_kwargs of their own
 # Arguments of transformers' apply_chat_template that are no variables for a row to give.
 SWITCHES = ("enable_thinking", "thinking", "reasoning_effort")  # say nothing to a template without reasoning
 ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")

@@ -121,7 +121,7 @@ class Template:
     def _as_read(self, message: dict) -> dict:
         """Returns a message in the forms that the template reads.
 
-        As in transformers, reasoning_content is "thinking", too. Where a template asks for them, calls stand beside a
+        In transformers reasoning_content is also "thinking". Where a template asks for them, calls stand beside a
         content of None and have arguments as text: DeepSeek R1's drops calls beside an empty text.
         """
         if message.get("reasoning_content") is not None:

@@ -20,7 +20,7 @@ SHAPES = [
     ONE_CALL[1],
 ]
 BEFORE = {"user": ([QUESTION],), "tool": (TWO_CALLS[:-1], ONE_CALL[:-1]), "assistant": ([QUESTION, ANSWER],)}
-ENDS_OF_WORDS = "\n>]"  # of a line, and of tags
+ENDS_OF_WORDS = "\n>]"  # characters that end a line, or a tag
 
 
 class Header(NamedTuple):
@@ -48,7 +48,7 @@ class Turns:
         self._header = ""
         self._headers: dict[str, Header | None] = {}  # by the role of the message before an answer
         self.ends = tuple[str, ...]()
-        self._ends_of_calls: dict[str, bool] = {}  # of turns that call, and whether generation stops there
+        self._ends_of_calls: dict[str, bool] = {}  # ends of turns that call, and whether generation stops there
         self.borders: tuple[str, ...] = (OPEN, CLOSE)
         text, parts = template.cut(TALK)
         answers, is_once = _answers(text, parts), len(re.findall("QqQ|AaA|RrR|BbB", text)) == 4
@@ -99,7 +99,7 @@ class Turns:
         return [(start + count, stop) for count, (start, stop) in zip(same, turns)]
 
     def _behind_header(self, text: str, part: Turn, role: str, calls: bool, number: int) -> int:
-        """Returns the first character of a part that is no header. Its message follows one of `role`."""
+        """Returns the first character of a part that is no header. The message before it has this `role`."""
         start, stop = part
         headers = [header for before in (role, "user") if (header := self._header_behind(before)) is not None]
         for header in headers:
@@ -173,9 +173,9 @@ class Turns:
     def _learn_ends_of_calls(self) -> None:
         """Learn what ends turns with calls alone, as gpt-oss's "<|call|>".
 
-        DeepSeek R1's template ends one call by a token that stands between two: generation must not stop there.
+        A token that DeepSeek R1's template writes behind one call stands between two calls: it is no stop.
         """
-        ends: list[str | None] = []  # of one call and of two; None: as other turns
+        ends: list[str | None] = []  # behind one call, and behind two; None: as other turns
         for chat in (ONE_CALL, TWO_CALLS):
             try:
                 text, parts = self._template.cut(chat)

@@ -1,4 +1,4 @@
-"""Fields that no template writes: which of them describe a message, and which may be a part of an answer.
+"""Fields that no template writes: names that describe a message, and names of what may be a part of an answer.
 
 One rule holds for every field. Its texts are looked for in a rendering that has other words in their places; see
 ChatWriter. A field that is not written is counted if its name says that it describes, and refused otherwise.
@@ -7,7 +7,7 @@ ChatWriter. A field that is not written is counted if its name says that it desc
 import re
 from collections.abc import Callable, Iterator
 
-WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")  # of a field's name: "toolCalls" has two
+WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")  # words of a field's name: "toolCalls" has two
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -30,7 +30,7 @@ DESCRIPTIONS = words_of(
     attributes properties stats statistics metrics debug idx tier choice budget feedback
     """
 )
-REASONS = ("finish_reason", "stop_reason")  # of the end of an answer
+REASONS = ("finish_reason", "stop_reason")  # why an answer ends
 # Last words of names whose numbers say nothing about losses.
 COUNTS = words_of(
     """
@@ -39,7 +39,7 @@ COUNTS = words_of(
     """
 )
 SAMPLING = ("top_p", "top_k", "min_p")
-TRUTHS = ("toxic", "redacted", "truncated", "synthetic", "cached")  # of a message, true or false
+TRUTHS = ("toxic", "redacted", "truncated", "synthetic", "cached")  # fields of a message that are true or false
 # Words of names whose fields may be a part of an answer, or of what an answer was given to.
 OF_ANSWERS = words_of(
     """
@@ -64,7 +64,7 @@ def _words(name: str) -> list[str]:
 
 
 def describes(name: str) -> bool:
-    """Whether a field of this name describes, as "model_name", and is no part of an answer."""
+    """Whether a field of this name describes, as "model_name". It is not a part of an answer."""
     words = _words(name)
     if not MEDIA.isdisjoint(words):  # an image's URL is the image
         return not OF_MEDIA.isdisjoint(words[-1:])

@@ -26,7 +26,7 @@ from training.host.errors import UserError
 UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 SETTINGS = {"true", "false", "yes", "no", "on", "off"}  # texts of a row's field that are no words
 OF_RESULTS = ("name", "tool_call_id")  # fields by which results of tools say what they belong to
-KINDS = 10_000  # of chats, whose fields were looked for
+KINDS = 10_000  # kinds of chats that are kept, at most
 LONG = 16  # characters of a text that another has by no accident
 PLAIN = {"channel": "final", "recipient": "all"}  # fields of answers that are as others are without these
 OF_CALLS = ("id", "type", "function", "index")
@@ -42,7 +42,7 @@ class ChatWriter:
         template.learn_forms()
         self.turns = Turns(template, tokenizer)
         self._shown: set[int] = set()  # chats, by their kinds, of which the template writes all contents
-        self._fields: dict[int, dict[Path, list[bool]]] = {}  # which texts in fields are written, by kinds of chats
+        self._fields: dict[int, dict[Path, list[bool]]] = {}  # whether texts in fields are written, by kinds
 
     def prompt(self, messages: list[dict]) -> str:
         """Returns the messages as text, followed by the words that the template begins an answer with."""
