@@ -5,13 +5,14 @@ moment of starting, training or saving; half of the kills come while a save goes
 as a checkpoint must verify, and the newest must not be older than before: only the steps since then are lost. A run
 that reaches its end must equal an undisturbed run bit for bit, and leave the same files. Then another run begins.
 
-`python -m tests.storm signals --count 100` sends signals, `damage --count 500` damages checkpoints, and `bad_input
---count 1000` generates bad input of all commands.
+`python -m tests.storm signals --count 100` sends signals, `damage --count 500` damages checkpoints, `power_loss --count
+10000` rebuilds what a loss of power leaves, and `bad_input --count 1000` generates bad input of all commands.
 """
 
 import argparse
 import faulthandler
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -27,6 +28,7 @@ import train
 from tests.ranks import announce, meeting_point
 from tests.storm_of_damage import storm_of_damage
 from tests.storm_of_input import storm_of_input
+from tests.storm_of_power_loss import storm_of_power_loss
 from training.checkpoint.files import checkpoints, step_of
 from training.checkpoint.manifest import verify_checkpoint
 from training.run.stopping import exit_with
@@ -34,6 +36,7 @@ from training.run.stopping import exit_with
 ROOT = Path(__file__).parents[1]
 STALL_SECONDS = 300.0  # a run that starts and saves nothing for so long hangs
 SECONDS_TO_END = 20.0  # torchrun would have ended the peers of a dead rank by then
+KINDS = "kills", "signals", "damage", "power_loss", "bad_input"
 INTERVAL, STEPS = 2, 30  # steps between checkpoints, and of a run
 SECONDS = 6.0  # a kill comes within so many
 FLAGS = "--context_length 64 --batch_size 2 --warmup_steps 2 --sample_tokens 0 --validation_sequences 4 --device cpu"
@@ -41,7 +44,7 @@ FLAGS = "--context_length 64 --batch_size 2 --warmup_steps 2 --sample_tokens 0 -
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", nargs="?", default="kills", choices=("kills", "signals", "damage", "bad_input"))
+    parser.add_argument("kind", nargs="?", default="kills", choices=KINDS)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run that is killed or signalled")
     parser.add_argument("--seed", type=int, default=0)
@@ -57,6 +60,9 @@ def main(argv: list[str]) -> None:
             print(storm_of_signals(folder, count, arguments.ranks, seed))
         elif arguments.kind == "damage":
             print(storm_of_damage(folder, count, seed))
+        elif arguments.kind == "power_loss":
+            logging.disable(logging.WARNING)
+            print(storm_of_power_loss(folder, count, seed))
         else:
             seen = storm_of_input(folder, count, seed)
             for case in seen.pop("bad"):

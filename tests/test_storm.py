@@ -3,6 +3,7 @@
 from tests.storm import storm
 from tests.storm_of_damage import storm_of_damage
 from tests.storm_of_input import storm_of_input
+from tests.storm_of_power_loss import storm_of_power_loss
 from tests.storm_of_signals import storm_of_signals
 
 
@@ -21,3 +22,7 @@ def test_damage_is_seen(tmp_path):
 def test_bad_input_is_refused_in_a_line(tmp_path):
     seen = storm_of_input(tmp_path, count=40, seed=1)
     assert not seen["bad"] and seen["refused"] > 20
+
+
+def test_a_loss_of_power_loses_nothing_that_was_promised(tmp_path):
+    assert sum(storm_of_power_loss(tmp_path, count=60, seed=1).values()) == 60

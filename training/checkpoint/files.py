@@ -31,10 +31,12 @@ from training.checkpoint.ranks import all_gather, rank_and_world_size
 from training.families.lora import has_adapters, read_adapters
 from training.families.rows import is_wrapper
 from training.host.errors import UserError
-from training.host.files import flush, read_json
+from training.host.files import delete, flush, read_json
 
 logger = logging.getLogger(__name__)
 REPLACED = ".replaced.tmp"  # end of the name that a checkpoint has while another takes its place
+# Names that a save, a deletion and `check_is_shared` give.
+LEFTOVER = re.compile(r"\.step_([0-9]{8,}(\.old|\.replaced)?|[a-z0-9_]{8})\.tmp")
 SPARE_BYTES = 64 * 2**20  # room for everything in a checkpoint but tensors
 
 
@@ -210,25 +212,39 @@ def _best(paths: list[Path]) -> Path | None:
 
 
 def _delete_checkpoint(path: Path) -> None:
-    """Rename a checkpoint and delete it: if that is interrupted, the rest does not count as a checkpoint."""
+    """Rename a checkpoint and delete it: if that is interrupted, the rest does not count as a checkpoint.
+
+    Names are flushed before and after: a loss of power leaves the newer checkpoint, for which this one goes.
+    """
     try:
-        _delete(path.rename(path.with_name(f".{path.name}.old.tmp")))
+        flush(path.parent)
+        renamed = path.rename(path.with_name(f".{path.name}.old.tmp"))
+        flush(path.parent)
+        _delete(renamed)
     except OSError as error:
         logger.warning("%s is no longer needed and cannot be deleted: %s", path, error)
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Delete what killed saves and interrupted deletions left; bring back a checkpoint that was not yet replaced."""
+    """Delete what killed saves and interrupted deletions left; bring back a checkpoint that was not yet replaced.
+
+    Names are flushed before: a loss of power does not bring back the name of what is deleted, or of nothing newer.
+    """
+    leftovers = [path for path in output_dir.glob(".step_*.tmp") if LEFTOVER.fullmatch(path.name)]
+    if not leftovers:
+        return
     for replaced in output_dir.glob(f".step_*{REPLACED}"):
         final = replaced.with_name(replaced.name.removeprefix(".").removesuffix(REPLACED))
         if not final.exists():
             replaced.rename(final)
-    for leftover in output_dir.glob(".step_*.tmp"):
+            leftovers.remove(replaced)
+    flush(output_dir)
+    for leftover in leftovers:
         _delete(leftover)
 
 
 def _delete(folder: Path) -> None:
     try:
-        shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+        delete(folder)
     except OSError as error:
         logger.warning("%s is a leftover and cannot be deleted: %s", folder, error)

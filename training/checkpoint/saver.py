@@ -37,7 +37,7 @@ from training.checkpoint.weights import NO_COMPANIONS, Companions
 from training.families.lora import ADAPTER_WEIGHTS, ADAPTERS
 from training.host.direct import DirectFile
 from training.host.errors import UserError
-from training.host.files import flush, write_file
+from training.host.files import flush, make_folder, shown_as, write_file
 
 logger = logging.getLogger(__name__)
 # A thread that runs Python gives its lock after so long to a thread that waits for it. A save's threads ask for the
@@ -218,21 +218,21 @@ class Saver:
         temporary = final.with_name(f".{final.name}.tmp")
         sizes: dict[str, list[int]] = {}
         try:
-            with failing_together(self.group):
+            with failing_together(self.group), shown_as(final, temporary):
                 if rank == 0:
-                    self.output_dir.mkdir(parents=True, exist_ok=True)
+                    make_folder(self.output_dir)
                     clear_leftovers(self.output_dir)
                     size = sum(size for _, size in self._headers.values()) + SPARE_BYTES
                     make_room(self.output_dir, size, self.last)
                     temporary.mkdir()
                     for file, (header, size) in self._headers.items():
                         sizes[file] = write_file(temporary / file, header, size)
-            with failing_together(self.group):
+            with failing_together(self.group), shown_as(final, temporary):
                 for file, content in self._small.items():
                     sizes[file] = write_file(temporary / file, content)
                 checksums = self._write_pieces(temporary)
             shares = all_gather((sizes, checksums), self.group)
-            with failing_together(self.group):
+            with failing_together(self.group), shown_as(final, temporary):
                 if rank == 0:
                     write_manifest(temporary, shares)
                     put_in_place(temporary, final)

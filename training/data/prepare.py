@@ -121,6 +121,7 @@ def _prepare_in(out: Path, source: Path, files: list[Path], tokenizing: tuple, r
     if os.path.lexists(out / INDEX):
         index = read_index(out)
         if index["parts"] == kept:
+            _delete_others(out, parts)
             return index
     say_found(source, [done[name]["found"] for name in parts])
     say_left_out([done[name]["left_out"] for name in parts])
@@ -140,10 +141,16 @@ def _prepare_in(out: Path, source: Path, files: list[Path], tokenizing: tuple, r
     flush(out)
     _write(out / INDEX, json.dumps(index, indent=1).encode())
     flush(out)
-    for file in out.iterdir():  # parts of an earlier set, and what kills have left
-        if OURS.fullmatch(file.name) and file.name.split(".")[0] not in parts:
-            file.unlink()
+    _delete_others(out, parts)
     return index
+
+
+def _delete_others(out: Path, parts: Iterable[str]) -> None:
+    """Deletes parts of an earlier set, and what kills have left."""
+    kept = {f"{name}{kind}" for name in parts for kind in (".tokens", ".documents", ".json")}
+    for file in out.iterdir():
+        if OURS.fullmatch(file.name) and file.name not in kept:
+            file.unlink()
 
 
 def _check_is_earlier(out: Path, tokenizer, source: Path, reading: Reading) -> None:

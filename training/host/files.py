@@ -226,7 +226,7 @@ def making(folder: Path) -> Iterator[Path]:
     with interrupted_by_signals(), shown_as(folder, temporary), only_run_in(temporary, folder, MARK):
         try:
             for name in {*os.listdir(temporary)} - {LOCK}:
-                _delete(temporary / name)
+                delete(temporary / name)
             yield temporary
             for path in (*temporary.rglob("*"), temporary):
                 flush(path)
@@ -273,7 +273,7 @@ def _is_of_making(temporary: Path) -> bool:
     return (names == [LOCK] and not content.strip(b"\0")) or (match is not None and match[2] is not None)
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
     """Deletes a file, a link or a folder with all that is in it; what a link leads to stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
