@@ -161,10 +161,13 @@ Tree = dict[str, bytes | None]  # path -> bytes; None: a folder
 
 
 def states(recorded: Recording, draws: random.Random, count: int) -> Iterator[tuple[int, Tree]]:
-    """Yields (time, tree) of different states, at most `count`: first those of single faults, then random ones."""
+    """Yields (time, tree) of different states, at most `count`: those of one fault come first, then random ones."""
     changes, seen = recorded.changes(), set[tuple[int, int]]()
-    plans = [(time, plan) for time in range(len(recorded.snapshots)) for plan in _plans(recorded, changes, time)]
-    draws.shuffle(plans)
+    plans = []
+    for make in (_whole_folders, _single_changes):
+        some = [(time, plan) for time in range(len(recorded.snapshots)) for plan in make(recorded, changes, time)]
+        draws.shuffle(some)
+        plans += some
     without_new = 0
     for number in itertools.count():
         time, plan = plans[number] if number < len(plans) else (draws.randrange(len(recorded.snapshots)), None)
@@ -185,12 +188,22 @@ class Plan(NamedTuple):
     content: str
 
 
-def _plans(recorded: Recording, changes: list[Change], time: int) -> Iterator[Plan]:
-    """Yields none, all, all but one, one alone, and the first of the changes, each with old and with new bytes."""
+def _whole_folders(recorded: Recording, changes: list[Change], time: int) -> Iterator[Plan]:
+    """Yields plans that keep no change, or all, or those of one folder alone, or those of all others."""
     loose = _loose(recorded, changes, time)
     chosen = {frozenset(), frozenset(loose)}
-    chosen |= {frozenset(loose) - {each} for each in loose} | {frozenset({each}) for each in loose}
-    chosen |= {frozenset(loose[:end]) for end in range(len(loose))}
+    for folder in {folder for number in loose for folder, *_ in changes[number].names}:
+        inside = frozenset(number for number in loose if any(folder == each for each, *_ in changes[number].names))
+        chosen |= {inside, frozenset(loose) - inside}
+    for kept in sorted(chosen, key=sorted):
+        yield from (Plan(kept, content) for content in ("oldest", "newest", "mixed"))
+
+
+def _single_changes(recorded: Recording, changes: list[Change], time: int) -> Iterator[Plan]:
+    """Yields plans that keep all changes but one, one alone, the first ones, or the last ones."""
+    loose = _loose(recorded, changes, time)
+    chosen = {frozenset(loose) - {each} for each in loose} | {frozenset({each}) for each in loose}
+    chosen |= {frozenset(some) for end in range(len(loose)) for some in (loose[:end], loose[end:])}
     for kept in sorted(chosen, key=sorted):
         yield from (Plan(kept, content) for content in ("oldest", "newest", "mixed"))
 

@@ -100,39 +100,54 @@ def saves(folder: Path) -> Scenario:
     root = root_in(folder)
     run, known = root / "runs" / "one", dict[int, list[dict]]()
 
-    def save(step: int, variant: float = 0.0, loss: float = 1.0) -> None:
-        save_checkpoint(run, step, keep=2, **state_of(step, variant), trainer_state={"validation_loss": loss})
+    def save(step: int, variant: float = 0.0, loss: float = 1.0, keep: int = 2, last: Path | None = None) -> None:
+        writer = saver.Saver(run, keep, last)
+        writer.begin(step, **state_of(step, variant), trainer_state={"validation_loss": loss})
+        writer.finish()
         known.setdefault(step, []).append(read_tree(run / f"step_{step:08d}"))
         recorded.promise((step, len(known[step]) - 1))
 
-    def die(*_) -> None:
-        raise KeyboardInterrupt
-
-    def killed_save(step: int, where: str) -> None:
-        """Ends a save as SIGKILL does, which cleans nothing up."""
+    def save_without_room(step: int) -> None:
+        """Saves as a run does that goes on, on a disk that has room when a single checkpoint is left."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(saver, where, die)
-            patch.setattr(saver.Saver, "_run", lambda self: self._write())
-            patch.setattr(saver.threading, "excepthook", lambda _: None)
-            patch.setattr(saver, "clear_leftovers", count_calls(clear_leftovers, 1))
-            save_checkpoint(run, step, keep=2, **state_of(step), trainer_state={"validation_loss": 1.0})
+            free = lambda _: shutil._ntuple_diskusage(2**40, 0, 0 if len(checkpoints(run)) > 1 else 2**40)  # noqa: E731
+            patch.setattr(checkpoint_files.shutil, "disk_usage", free)
+            save(step, last=latest_checkpoint(run, {}))
+
+    def killed_save(step: int, module, where: str, variant: float = 0.0) -> None:
+        """Ends a save as SIGKILL does, which cleans nothing up. Syncs of names are then those of the run's folder."""
+        usual = getattr(module, where)
+
+        def call_or_die(*given):
+            if where == "flush" and given != (run,):
+                return usual(*given)
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(module, where, call_or_die)
+            patch.setattr(saver, "clear_leftovers", at_most_once(clear_leftovers))
+            writer = saver.Saver(run, keep=2)
+            writer._began = 0.0
+            patch.setattr(writer, "_start", writer._write)
+            writer.begin(step, **state_of(step, variant), trainer_state={"validation_loss": 1.0})
+        if (path := run / f"step_{step:08d}").exists():
+            known.setdefault(step, []).append(read_tree(path))
 
     with recording(root) as recorded:
         save(1)
         save(2, loss=0.5)
         save(3)
         save(3, variant=0.25)
-        killed_save(4, "write_manifest")
+        killed_save(3, checkpoint_files, "flush", variant=0.5)
+        killed_save(4, saver, "write_manifest")
         save(4)
-        killed_save(5, "delete_old")
-        known.setdefault(5, []).append(read_tree(run / "step_00000005"))
+        killed_save(5, saver, "delete_old")
         clear_leftovers(run)
-        save(6)
-        with pytest.MonkeyPatch.context() as patch:  # every deletion makes some room, and none is enough but the last
-            free = lambda _: shutil._ntuple_diskusage(2**40, 0, 0 if len(checkpoints(run)) > 1 else 2**40)  # noqa: E731
-            patch.setattr(checkpoint_files.shutil, "disk_usage", free)
-            save_after_resume(run, 7, known, recorded)
-        save(8)
+        killed_save(6, checkpoint_files, "flush")
+        save_without_room(7)
+        save(8, loss=0.25, keep=1)
+        killed_save(9, checkpoint_files, "flush")
+        save_without_room(10)
 
     def check(state: Path, promised: list, draws: random.Random) -> None:
         run = state / "runs" / "one"
@@ -145,28 +160,20 @@ def saves(folder: Path) -> Scenario:
         check_checkpoints(run, promised, known)
         assert not [*run.glob(".step_*")], "leftovers stay"
         if draws.randrange(REPEATED) == 0:
-            verify_checkpoint(save_checkpoint(run, 9, keep=2, **state_of(9), trainer_state={}))
+            verify_checkpoint(save_checkpoint(run, 11, **state_of(11), trainer_state={}))
 
     return Scenario(recorded, check)
 
 
-def count_calls(function: Callable, most: int) -> Callable:
-    """Returns `function`, which does nothing after so many calls."""
+def at_most_once(function: Callable) -> Callable:
+    """Returns `function`, which does nothing when it is called again."""
     calls = []
 
     def call(*arguments):
         calls.append(arguments)
-        return function(*arguments) if len(calls) <= most else None
+        return function(*arguments) if len(calls) == 1 else None
 
     return call
-
-
-def save_after_resume(run: Path, step: int, known: dict[int, list[dict]], recorded: Recording) -> None:
-    writer = saver.Saver(run, 2, last=latest_checkpoint(run, {}))
-    writer.begin(step, **state_of(step), trainer_state={"validation_loss": 1.0})
-    writer.finish()
-    known.setdefault(step, []).append(read_tree(run / f"step_{step:08d}"))
-    recorded.promise((step, len(known[step]) - 1))
 
 
 def check_checkpoints(run: Path, promised: list, known: dict[int, list[dict]]) -> None:
