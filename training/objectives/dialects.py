@@ -1,7 +1,8 @@
-"""Names and forms that other programs give an objective's rows: TRL's, vLLM's, verl's, LLaMA-Factory's, ms-swift's.
+"""Names and forms that other programs give an objective's rows.
 
-Each function returns a row with the names of rows.py: "prompt", "chosen" and "rejected", "completion"
-and "label", "prompt_ids" and "completion_ids".
+They are TRL's, vLLM's, verl's, LLaMA-Factory's, ms-swift's, OpenRLHF's, OpenAI's and Orca's. Each
+function returns a row with the names of rows.py: "prompt", "chosen" and "rejected", "completion" and
+"label", "prompt_ids" and "completion_ids".
 """
 
 import re
@@ -95,7 +96,7 @@ def _with_prompts_of_verl(row: dict) -> tuple[dict, dict[str, str]]:
 
 
 def without_padding(row: dict) -> dict:
-    """Returns a rollout of ids without the tokens that "attention_mask" or "prompt_mask" says are padding."""
+    """Returns a rollout of ids without padding, which "attention_mask" or "prompt_mask" names."""
     prompt, completion = row["prompt_ids"], row["completion_ids"]
     if not isinstance(prompt, list) or not isinstance(completion, list):
         return row
@@ -108,7 +109,8 @@ def without_padding(row: dict) -> dict:
     for name, mask in masks.items():
         is_mask = isinstance(mask, list) and all(bit in (0, 1) for bit in mask)
         if mask is not None and (not is_mask or len(mask) != lengths[name]):
-            raise UserError(f'"{name}" must be {lengths[name]} numbers, 0 for padding; or remove it')
+            wanted = f"{lengths[name]} numbers, 0 for padding"
+            raise UserError(f'"{name}" must be {wanted}; or remove it')
     kept = np.ones(len(prompt) + len(completion), bool)
     if both is not None:
         kept &= np.array(both, bool)
@@ -125,7 +127,7 @@ def without_padding(row: dict) -> dict:
 def of_sampled(values, ids: list | None, row: dict, name: str):
     """Returns the log-probabilities of an answer's tokens as numbers.
 
-    vLLM has an object of ids for each token, TRL a list of one number, OpenAI's interface "content".
+    vLLM has an object of ids for each token, TRL a list of one number, OpenAI "content".
     """
     if isinstance(values, dict):
         values = values.get("token_logprobs", values.get("content"))
@@ -145,7 +147,8 @@ def _of_token(value, token, choices, name: str):
     if isinstance(value, list):
         if len(value) == 1:
             return value[0]
-        raise UserError(f'"{name}" has {len(value)} numbers for a token; give that of the sampled one')
+        cure = "give that of the sampled one"
+        raise UserError(f'"{name}" has {len(value)} numbers for a token; {cure}')
     if isinstance(value, dict):
         entry = value if "logprob" in value else value.get(str(token))
         entry = entry.get("logprob") if isinstance(entry, dict) else entry
@@ -156,7 +159,7 @@ def _of_token(value, token, choices, name: str):
 
 
 def as_pair(row: dict) -> dict:
-    """Returns a pair with "chosen" and "rejected", and with "prompt" where that is a list of messages."""
+    """Returns a pair with "chosen" and "rejected"; a "prompt" may be a list of messages."""
     row = _of_openai(row)
     if not any(row.get(name) is not None for name in ("prompt", *CHATS, *QUESTIONS)):
         text = row.get("input")  # distilabel's name for Orca's question
@@ -224,7 +227,7 @@ def as_answer(row: dict, fields: tuple[str, ...]) -> dict:
 
 
 def question_of(row: dict):
-    """Returns what is asked in a row: its "prompt", or the fields that forms.py makes a prompt of."""
+    """Returns what is asked in a row: "prompt", or the fields that forms.py makes a prompt of."""
     if row.get("prompt") is not None:
         return row["prompt"]
     fields = {name: row.get(name) for name in (*QUESTIONS, *BESIDE_QUESTIONS)}
@@ -245,8 +248,9 @@ def compare_scores(row: dict) -> str:
             continue
         worse = row.get(name.replace("chosen", "rejected"))
         if isinstance(worse, int | float) and worse >= value:
-            is_equal = worse == value
-            return " whose scores are equal" if is_equal else " whose rejected answer has the higher score"
+            if worse == value:
+                return " whose scores are equal"
+            return " whose rejected answer has the higher score"
     return ""
 
 
@@ -260,7 +264,7 @@ def _of_openai(row: dict) -> dict:
 
 
 def _of_swift(row: dict, turns: list[dict], rejected) -> dict:
-    """Returns a pair of a chat, whose last message was chosen, and another answer or a whole chat."""
+    """Returns a pair of a chat, whose last message was chosen, and another answer or chat."""
     row = _without(row, "rejected_response", "rejected_messages", "system", *CHATS)
     rejected = _as_message(_of_table(rejected, "rejected"))
     if _is_whole(rejected):
@@ -285,14 +289,15 @@ def _is_whole(chat: list[dict]) -> bool:
 
 
 def _chat_of_question(row: dict) -> list[dict]:
-    """Returns a question of Alpaca or Orca as messages, with what was said before; [] if a row has none."""
+    """Returns a question of Alpaca or Orca as messages, with its history; [] if a row has none."""
     asked = next((name for name in QUESTIONS if isinstance(row.get(name), str)), None)
     if asked is None:
         return []
     history = parsed(row.get("history"), '"history"') or []
-    are_pairs = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
-    if not are_pairs:
-        raise UserError('has a "history" that is not a list of pairs, each of a question and an answer')
+    pairs = history if isinstance(history, list) else [history]
+    if any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        what = "a list of pairs, each of a question and an answer"
+        raise UserError(f'has a "history" that is not {what}')
     said = [turn for pair in history for turn in zip(("user", "assistant"), pair)]
     if not isinstance(row.get("input") or "", str):
         raise UserError('needs a string "input", if it has one')
