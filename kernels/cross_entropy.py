@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from .common import operation, use_triton
 from .torch_internals import assert_async, resolve_process_group
 
+ROWS_ELEMENTS = 2**24  # elements of rows that PyTorch computes at a time: 64 MiB in float32
 VECTOR = 8  # neighbouring columns that one thread holds: 16 bytes of bf16
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -357,7 +358,7 @@ def row_step(
         if gradient is None:
             return statistics
     if not options.use_triton:
-        return _row_step_in_torch(logits, target, options, shard, statistics, gradient, scale)
+        return _row_steps_in_torch(logits, target, options, shard, statistics, gradient, scale)
     num_rows, num_columns = logits.shape
     has_statistics = statistics is not None
     if not has_statistics:
@@ -371,6 +372,27 @@ def row_step(
             **launch_configuration(num_columns, logits.element_size()),
         )  # fmt: skip
     return statistics
+
+
+def rows_at_a_time(num_columns: int) -> int:
+    """Returns how many rows PyTorch computes at a time: of 151,936 columns it is 110."""
+    return max(1, ROWS_ELEMENTS // max(1, num_columns))
+
+
+def _row_steps_in_torch(logits, target, options, shard, statistics, gradient, scale):
+    """Takes some rows at a time, since each has several copies in float32."""
+    num_rows, num_columns = logits.shape
+    count = rows_at_a_time(num_columns)
+    if num_rows <= count:
+        return _row_step_in_torch(logits, target, options, shard, statistics, gradient, scale)
+    parts = list[Tensor]()
+    for start in range(0, num_rows, count):
+        rows = slice(start, start + count)
+        part = None if statistics is None else statistics[:, rows]
+        own_scale = scale[rows] if scale is not None and scale.dim() else scale
+        own_gradient = None if gradient is None else gradient[rows]
+        parts.append(_row_step_in_torch(logits[rows], target[rows], options, shard, part, own_gradient, own_scale))
+    return torch.cat(parts, 1)
 
 
 def _row_step_in_torch(logits, target, options, shard, statistics, gradient, scale):
@@ -498,7 +520,8 @@ def _forward_in_place(
 def _scale_rows_(gradient: Tensor, scale: Tensor, use_triton: bool) -> None:
     """Multiplies the rows of gradient [N, V] by scale [N]."""
     if not use_triton:
-        gradient.mul_(scale[:, None])
+        for rows, of_rows in zip(*(x.split(rows_at_a_time(gradient.shape[1])) for x in (gradient, scale))):
+            rows.mul_(of_rows[:, None])  # PyTorch makes copies in float32
     elif len(gradient) > 0:
         _scale_rows_kernel[(len(gradient),)](
             gradient, gradient.stride(0), scale, scale.stride(0), gradient.shape[1], BLOCK=8192, num_warps=16

@@ -22,13 +22,19 @@ from .gated_activation import activated, activation_gradients
 from .parts import Part, Weight
 
 Factor = Any  # a result of `Linear.factor`
+COPIED_ELEMENTS = 2**24  # elements of a matrix that a CPU copies into another dtype at a time
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
     """Returns a @ b, or writes or adds it to `out` in out's dtype: cuBLAS adds 16-bit products in float32."""
     if out is None:
         return a @ b
-    if not runs_as_on_gpu(a):
+    if not runs_as_on_gpu(a) and a.dtype != out.dtype:
+        count = max(1, COPIED_ELEMENTS // max(1, a.shape[1]))
+        if len(a) > count:  # a chunk of 4,096 rows of logits has 2.3 GiB in float32
+            for rows, of_out in zip(a.split(count), out.split(count)):
+                _product(rows, b, of_out, accumulate)
+            return out
         a, b = a.to(out.dtype), b.to(out.dtype)
     out_dtype = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     if out_dtype and a.is_meta:  # PyTorch 2.11 has no such product without data

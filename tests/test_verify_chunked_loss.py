@@ -3,6 +3,7 @@
 import functools
 import importlib
 import itertools
+import re
 import runpy
 from dataclasses import replace
 
@@ -30,6 +31,7 @@ def test_comparisons_pass(capsys):
     assert main((equivalence, accumulation)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.endswith("pass") for line in lines) == 13
+    assert re.fullmatch("this takes [0-9]+ GiB of (GPU )?memory.*", lines[1])  # before a check begins
     assert lines[-1] == "13 passed, 0 failed, 0 skipped"
 
 

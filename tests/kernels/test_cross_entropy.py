@@ -12,6 +12,7 @@ from kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from kernels.linear_cross_entropy import linear_cross_entropy
 from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import DEVICE, STRIDES, strided
+from tests.storage_counter import StorageCounter
 
 module = importlib.import_module("kernels.cross_entropy")  # the package has the function by this name
 
@@ -490,3 +491,28 @@ torch.cuda.synchronize()
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True
     )
     assert process.returncode != 0 and "device-side assert" in process.stderr, process.stderr
+
+
+def test_a_cpu_copies_some_rows_at_a_time_and_changes_no_bit(monkeypatch):
+    """Losses and gradients in bfloat16 take a few copies of 8 rows in float32, not of all 1,024 rows."""
+    module, columns = importlib.import_module("kernels.cross_entropy"), 256
+    logits = torch.randn(1024, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
+    target = torch.arange(1024) % columns
+    target[::7] = -100
+    options, shard, results, peaks = module.RowOptions(-100, 30.0, False), module.Shard(None, 0), [], []
+    for elements in (8 * columns, 1024 * columns):
+        monkeypatch.setattr(module, "ROWS_ELEMENTS", elements)
+        for scale in (torch.tensor(0.5), torch.linspace(0, 1, 1024)):
+            gradient = logits.clone()
+            with StorageCounter() as counter:
+                counter.known.update(x.untyped_storage() for x in (logits, gradient, target, scale))
+                statistics = module.row_step(logits, target, options, shard, gradient=gradient, scale=scale)
+                again = module.row_step(
+                    logits, target, options, shard, statistics=statistics, gradient=gradient, scale=scale
+                )
+            peaks.append(counter.peak / (4 * logits.numel()))
+            module._scale_rows_(gradient, torch.linspace(1, 2, 1024), False)
+            results.append((statistics, again, gradient))
+    assert max(peaks[:2]) < 0.1 and min(peaks[2:]) > 2
+    for some, together in zip(results[:2], results[2:]):
+        assert all(map(torch.equal, some, together))

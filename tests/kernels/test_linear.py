@@ -7,12 +7,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import linear
 from kernels.gated_mlp import gated_mlp
 from kernels.linear import PLAIN, Linear
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.parts import Part, part_of
 from kernels.qkv_attention import QKVParameters, qkv_attention
 from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_gradients, random
+from tests.storage_counter import StorageCounter
 
 
 class _Pieces(torch.autograd.Function):
@@ -118,6 +120,25 @@ def test_pieces_are_bitwise_equal_in_two_runs(device):
     inputs = inputs_of(33, 64, 128, torch.bfloat16, has_bias=True)
     first, second = (outputs_and_gradients(functools.partial(_Pieces.apply, PLAIN, True), inputs) for _ in range(2))
     assert all(map(torch.equal, first, second))
+
+
+def test_a_cpu_copies_some_rows_at_a_time(monkeypatch):
+    """A gradient of bfloat16 logits is added to float32 by copies of 16 rows; 1,024 x 64 elements have 1,024 rows."""
+    generator = torch.Generator().manual_seed(0)
+    dy, x = (torch.randn(64, width, generator=generator).bfloat16() for width in (1024, 8))
+    for accumulate in (False, True):
+        peaks, results = [], []
+        for elements in (16 * 64, 2**24):
+            monkeypatch.setattr(linear, "COPIED_ELEMENTS", elements)
+            total = torch.ones(1024, 8)
+            with StorageCounter() as counter:
+                counter.known.update(tensor.untyped_storage() for tensor in (dy, x, total))
+                PLAIN.weight_gradient(dy.t(), x.t(), out=total, accumulate=accumulate)
+            peaks.append(counter.peak)
+            results.append(total)
+        expected = dy.double().t() @ x.double() + accumulate
+        assert all((total - expected).abs().max() < 1e-4 for total in results)
+        assert peaks[0] < 0.1 * 4 * dy.numel() < peaks[1]
 
 
 def test_equal_parts_have_one_number():
