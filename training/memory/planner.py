@@ -15,7 +15,7 @@ from training.memory.cost_model import Step
 from training.memory.execution import Execution, Placement
 from training.memory.kinds import describe
 from training.memory.machine import ASSUMED_NETWORK, H200, Rates
-from training.memory.stages import Stage
+from training.memory.stages import Stage, Stages
 from training.optim.formats import STATE_FORMATS
 
 # A plan's predicted peak must stay below budget / HEADROOM. The 4% cover allocator fragmentation and what the cost
@@ -284,8 +284,11 @@ class _Search:
 
     def fits(self, execution: Execution) -> bool:
         """Whether an execution fits. Stops at the first stage that is too full: most executions do not fit."""
-        fits_host = self.step.host_bytes(execution) <= self.host_bytes
-        return fits_host and all(stage.bytes + stage.idle <= self.gpu_bytes for stage in self.step.stages(execution))
+        if self.step.host_bytes(execution) > self.host_bytes:
+            return False
+        stages = Stages(self.step, execution)
+        likely_first = itertools.chain(stages.from_loss(), stages.forward())
+        return all(stage.bytes + stage.idle <= self.gpu_bytes for stage in likely_first)
 
     def layouts(self) -> Iterator[Execution]:
         """Yields executions whose placements only say where weights are; those with all of them on the GPU come first.

@@ -52,7 +52,11 @@ class Stages:
         self.always = self._always()
 
     def __iter__(self) -> Iterator[Stage]:
-        yield from self._forward()
+        yield from self.forward()
+        yield from self.from_loss()
+
+    def from_loss(self) -> Iterator[Stage]:
+        """Returns the stages after forward, among which the fullest mostly is."""
         L, x = self.step.layers, self.step.input_bytes
         # 2 * x: the last norm's output, and the gradient of its input.
         with_head = (L, *(i for i, _ in self.needed[-1][:1])) if self.weights[L] else ()
@@ -95,7 +99,8 @@ class Stages:
         idle = step.idle_bytes + absent + int(on_gpu * (1 - ready)) if step.num_shards else 0
         return Stage(name, {**self.always, **sizes, **others}, idle=idle)
 
-    def _forward(self) -> Iterator[Stage]:
+    def forward(self) -> Iterator[Stage]:
+        """Returns the stages before the loss."""
         step, L, x = self.step, self.step.layers, self.step.input_bytes
         # An update goes on beside forward. Of several, that is the first, before gradients exist. The others may have
         # the last gradients that backward before made.
