@@ -48,8 +48,8 @@ COMPANIONS_OF_MODELS = GENERATION_CONFIG, *IMAGE_SETTINGS
 # A tokenizer in all forms that programs read, its chat template, and the system prompt that it was trained with:
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py", "chat_template.jinja",
-    "chat_template.json", "SYSTEM_PROMPT.txt", *COMPANIONS_OF_MODELS,
+    "vocab.txt", "merges.txt", "*.model", "tokenizer.model.*", "*.tiktoken", "tekken.json", "tokenization_*.py",
+    "chat_template.jinja", "chat_template.json", "SYSTEM_PROMPT.txt", *COMPANIONS_OF_MODELS,
 )  # fmt: skip
 TEMPLATE, TEMPLATES, TOKENIZER_CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
 # Files that are about the weights, whatever the tokenizer. params.json is Mistral's config.json.
@@ -303,6 +303,7 @@ def left_out(weights: Sequence[Path], written: Collection[str]) -> list[str]:
 def _read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     paths = folder.iterdir() if folder.is_dir() else ()
     present = [path for path in paths if _is_among(path.name, patterns) and path.is_file()]
+    present = [path for path in present if path.name in patterns or path.stat().st_size <= JSON_BYTES]
     files = {path.name: read_file(path, READABLE, JSON_BYTES) for path in sorted(present)}
     return {name: _without_places(file) if name.endswith("_config.json") else file for name, file in files.items()}
 

@@ -20,7 +20,7 @@ from training.checkpoint.weights import read_companions, shape_of_weights
 from training.export.__main__ import main as export
 from training.families.config_json import to_config_json
 from training.families.rope import extend
-from training.host.files import read_json
+from training.host.files import JSON_BYTES, read_json
 
 
 @pytest.mark.parametrize(("declared", "expected"), [
@@ -144,7 +144,7 @@ def test_a_full_disk_is_named_with_the_file_and_leaves_nothing(tmp_path, monkeyp
 
 BESIDE = (  # what programs read beside weights
     "tekken.json", "SYSTEM_PROMPT.txt", "params.json", "tokenizer.model", "merges.txt", "added_tokens.json",
-    "preprocessor_config.json", "LICENSE", "NOTICE.txt", "qwen.tiktoken", "tokenization_own.py",
+    "preprocessor_config.json", "LICENSE", "NOTICE.txt", "qwen.tiktoken", "tokenization_own.py", "tokenizer.model.v3",
 )  # fmt: skip
 UNREAD = {
     "id2label": {"0": "LABEL_0"}, "my_own": [1, {"a": None}], "use_cache": False, "attention_dropout": 0.1,
@@ -162,6 +162,8 @@ def source_with_others(folder):
     (folder / "onnx").mkdir()
     for name in ("pytorch_model.bin", ".gitattributes", "original.txt"):
         (folder / name).write_text(name)
+    with (folder / "huge.model").open("wb") as file:  # no tokenizer's
+        file.truncate(JSON_BYTES + 1)
     content = read_json(folder / "config.json") | UNREAD | OF_A_MACHINE
     (folder / "config.json").write_text(json.dumps(content))
     (folder / "manifest.json").unlink()  # it has checksums of config.json
@@ -171,7 +173,7 @@ def source_with_others(folder):
 def test_what_others_read_goes_along_and_what_is_left_out_is_said(tmp_path, capsys, caplog):
     caplog.set_level(logging.INFO)
     folder, run = source_with_others(tmp_path / "weights"), tmp_path / "run"
-    left_out = "onnx/, original.txt, pytorch_model.bin"
+    left_out = "huge.model, onnx/, original.txt, pytorch_model.bin"
     text = tmp_path / "text.txt"
     text.write_text("what is trained on " * 200)
     start = arguments(str(text), run, "--init_from", str(folder), "--validation_sequences", "0", steps=1)
