@@ -471,13 +471,13 @@ def test_saved_by_one_rank_loaded_by_two_and_errors_reach_both(tmp_path):
 
 def test_leftovers_are_deleted_without_following_links_and_what_others_named_alike_stays(tmp_path):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    for folder in (run / ".step_00000003.tmp", run / ".step_00000001.old.tmp", run / ".step_of_notes.tmp", elsewhere):
+    for folder in (run / ".step_00000003.tmp", run / ".step_00000001.old.tmp", run / ".step_notes.tmp", elsewhere):
         folder.mkdir(parents=True)
         (folder / "mine").write_text("mine")
     (run / ".step_00000002.tmp").symlink_to(elsewhere)
     (run / ".step_00000003.tmp/link").symlink_to(elsewhere)
     clear_leftovers(run)
-    assert steps_in(run) == [".step_of_notes.tmp"] and (elsewhere / "mine").read_text() == "mine"
+    assert steps_in(run) == [".step_notes.tmp"] and (elsewhere / "mine").read_text() == "mine"
     save(run, 2)
     save(run, 3)
-    assert steps_in(run) == [".step_of_notes.tmp", "step_00000002", "step_00000003"]
+    assert steps_in(run) == [".step_notes.tmp", "step_00000002", "step_00000003"]
