@@ -8,6 +8,7 @@ from typing import Any
 from training.config.theirs import Theirs
 from training.config.values import READERS, Outcome, adapters_of, alpha, is_off, is_rank_stabilized, plain, rank
 from training.flags import as_words, given_flags, grouped, refuse
+from training.host.choices import ROLLOUT_OBJECTIVES
 from training.host.errors import UserError, program
 from training.host.other_trainers import BY_VALUE, NAMES, meaning
 from training.run.settings import TrainConfig
@@ -167,6 +168,8 @@ def _add_defaults(translation: Translation) -> None:
         is_said = flag in translation.values or (flag == "epochs" and "max_steps" in translation.values)
         if flag == "warmup_steps":  # a share of steps that the data settle is among what is left out
             is_said = is_said or any("warmup" in name for name in translation.theirs.values)
+        if flag == "context_length":  # rollouts' lengths are settings of their own
+            is_said = is_said or translation.values.get("objective") in ROLLOUT_OBJECTIVES
         if not is_said:
             translation.values[flag] = value
             translation.notes[flag] = f"the default of {trainer}"
@@ -181,7 +184,7 @@ def _drop_without_effect(translation: Translation) -> None:
             return
         except UserError as error:
             flag = str(error).partition(" has no effect ")[0]
-            if flag not in translation.values:
+            if flag not in translation.values or flag == "objective":  # another one would be trained
                 translation.refused = str(error)
                 return
             value, note = translation.values.pop(flag), translation.notes.pop(flag)
@@ -213,6 +216,8 @@ def _head(translation: Translation, target: str) -> Iterator[str]:
         yield "# No model is named: give init_from or model_size; else a tiny one is trained"
     if "data" not in translation.values:
         yield "# No data are named: give data; else the sources of Python's library are read"
+    if "context_length" not in translation.values:
+        yield f"# No length is named: give context_length; {TrainConfig.context_length} tokens by default"
     if translation.refused:
         yield f"# train.py refuses these settings as they are: {_one_line(translation.refused)}"
 

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from os.path import expanduser
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -18,6 +19,7 @@ from training.run.settings import TrainConfig
 
 ON, OFF = ("true", "yes", "on"), ("false", "no", "off")
 TYPES = {each.name: next(iter(get_args(each.type)), each.type) for each in fields(TrainConfig)}
+MOST_RANK = 2**13  # that lora takes
 MEASURED = "the fastest attention kernel is measured; attention_backend names one"
 PLANNED = "a plan decides what is computed again; gradient_checkpointing = true takes its place"
 UNPLANNED = "without effect on a plan's fused kernels; compile = true takes the place of the plan"
@@ -95,7 +97,7 @@ def written(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 def _expanded(path: str) -> str:
     """Returns a path without ~, which a shell would replace and a file of settings does not."""
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+    return expanduser(path)
 
 
 def _downloaded(path: str, option: str) -> Outcome:
@@ -137,6 +139,12 @@ def _dataset(name: str, theirs: Theirs) -> Outcome:
         return Outcome(f"{where}/{name}.json", f"{where}/dataset_info.json names the file of {name}")
     downloaded = _downloaded(name, "--repo-type dataset ")
     return downloaded._replace(note=note)
+
+
+def rope(name: str, value: Any, theirs: Theirs) -> Outcome:
+    if re.fullmatch(r"(yarn|linear):[\d.]+(:[\d.]+)?", str(value)):
+        return Outcome(str(value))
+    return Outcome(note="a way and a factor are asked for: yarn:4:32768 or linear:4; config.json says any other")
 
 
 def template(name: str, value: Any, theirs: Theirs) -> Outcome:
@@ -188,7 +196,7 @@ def rank(name: str, value: Any, theirs: Theirs) -> Outcome:
     if not isinstance(value, bool | str) or str(value).isdecimal():
         return Outcome(int(value))
     given = (theirs.get(each) for each in ("lora_r", "lora_rank", "lora_dim"))
-    numbers = [each for each in given if isinstance(each, int) and each > 0]
+    numbers = [each for each in given if type(each) is int and 0 < each <= MOST_RANK]
     return Outcome(numbers[0] if numbers else row.get("rank", 8))
 
 
@@ -379,6 +387,7 @@ READERS: dict[str, Callable[[str, Any, Theirs], Outcome]] = {
     "validation_data": paths,
     "columns": columns,
     "chat_template": template,
+    "rope_scaling": rope,
     "validation_fraction": share_held_out,
     "lora": rank,
     "lora_alpha": alpha,

@@ -192,6 +192,28 @@ def test_a_config_becomes_settings_that_train_reads(trainer, tmp_path, capsys, m
     assert len(names) > 8 and [name for name in names if f"{name}" not in printed] == []
 
 
+@pytest.mark.parametrize(("text", "said"), [
+    ("base_model: x\nmicro_batch_size: 1\nrope_scaling: yarn\n",
+     '# rope_scaling = "yarn": a way and a factor are asked'),
+    ("model_name_or_path: x\nnum_generations: 8\n", 'objective = "grpo"  # guessed by num_generations'),
+    ("model_name_or_path: x\nnum_generations: 8\n", "# No length is named: give context_length; 512 tokens by default"),
+    ("model_name_or_path: x\nuse_peft: true\n", "context_length = 1024  # the default of TRL"),
+    ("base_model: x\nadapter: qlora\n", "lora_bits = 4  # adapter = qlora"),
+    ("model: {path: x, lora_rank: 4, lora_alpha: 16}\noptim: {lr: 1}\n", "lora_alpha = 16.0  # model.lora_alpha"),
+    ("optim: {lr: 1}\nengine: {ulysses_sequence_parallel_size: 2}\n", "context_parallel_size = 2  # engine.ulysses"),
+    ("data: {train_batch_size: 256, micro_batch_size_per_gpu: 4, train_files: x}\ntrainer: {n_gpus_per_node: 8}\n",
+     "gradient_accumulation_steps = 8  # data.train_batch_size = 256: on 8 GPUs: 256 / (4 x 8)"),
+    ("max_steps: 20\nseed: 3\n", "a config of no trainer that is known here"),
+    ("base_model: x\nlearning_rate: 5\n", "# learning_rate = 5: learning_rate must be between 1e-12 and 1.0, got 5.0"),
+    ("base_model: x\ncolour: red\n", '# Unknown here: colour = "red"'),
+    ("compute_environment: LOCAL_MACHINE\nnum_processes: 8\n", "a config of accelerate"),
+])  # fmt: skip
+def test_what_is_said_of_a_setting(text, said, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(text)
+    assert main([str(tmp_path / "run.yaml")]) == 0
+    assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("text", "message"), [
     ("a: &a\n  b: *a\n", "more than 10000 values, or one within itself"),
     ("- a\n- b\n", "holds no settings"),
@@ -210,7 +232,19 @@ def test_files_that_are_no_config(text, message, tmp_path, capsys):
 def test_values_of_wrong_types_are_left_out_with_a_reason(tmp_path, capsys):
     """A value that no trainer takes, at each name that is read, is a comment: the rest is translated."""
     names = ["lora_r", "learning_rate", "warmup_ratio", "datasets", "val_set_size", "eval_steps", "ddp_timeout"]
-    for value in ("[[1]]", "{a: {b: 1}}", "nan", ".inf", "-1", '"\\u2028\\x7f"', "1e400", "[{}]", "'auto'"):
+    for value in (
+        "[[1]]",
+        "{a: {b: 1}}",
+        "nan",
+        ".inf",
+        "-1",
+        '"\\u2028\\x7f"',
+        "1e400",
+        "[{}]",
+        "'auto'",
+        "true",
+        "~nosuch/x",
+    ):
         rows = [f"{name}: {value}" for name in names]
         (tmp_path / "run.yaml").write_text("\n".join(["adapter: lora", "base_model: x", *rows]))
         assert main([str(tmp_path / "run.yaml"), str(tmp_path / "ours.toml")]) == 0, capsys.readouterr().err
