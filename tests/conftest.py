@@ -46,6 +46,7 @@ def pytest_report_header():
     return gpu.describe()
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers():
     return gpu.count_processes()
 
