@@ -14,6 +14,7 @@ import torch
 from benchmarks import bench_train_step
 from benchmarks.common import peer_model
 from model import MODEL_SIZES
+from tests.packages import needs
 
 PACKED = ["--packed", "--steps", "4"]
 
@@ -98,6 +99,7 @@ def test_refuses_a_disk_without_room_and_seconds_of_failed_saves(monkeypatch, ca
     assert "--save_to needs 105 GiB for two checkpoints, its disk has 60" in capsys.readouterr().err
 
 
+@needs("bitsandbytes", "0.50")
 def test_the_peer_takes_adapters_beside_4_bits(monkeypatch, capsys):
     flags = ["--model_size", "tiny", "--context_length", "64", "--device", "cpu", "--lora", "4", "--lora_bits"]
     read = bench_train_step.read_documents
