@@ -176,7 +176,7 @@ def test_a_sample_goes_on_from_a_document(tmp_path, monkeypatch, caplog, row, pr
     log_sample(SimpleNamespace(
         held_out=held_out, recipe=SimpleNamespace(tokenizer=tokenizer), optimizer=SimpleNamespace(homes={}),
         world=world, config=TrainConfig(sample_tokens=9), model=SimpleNamespace(next_tokens=next_tokens),
-        stopping=SimpleNamespace(is_asked=lambda: False),
+        stopping=SimpleNamespace(is_asked=lambda: False), report=None,
     ))  # fmt: skip
     assert asked == [tokenizer.encode(prompt).tolist()]
     assert caplog.messages[-1].endswith(f"{prompt}<<<the prompt ends here>>>he")
