@@ -23,7 +23,9 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # every
 
 def pytest_addoption(pluginmanager):
     """Hide the GPU, or choose it. Pytest calls this first, and imports other conftest.py files after it."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the environment of the process that started it
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # it has the environment of the process that started it
+        gpu.take_turn(worker)
+    else:
         gpu.choose(pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr)
 
 
@@ -64,7 +66,7 @@ def gpu_share(request, tmp_path_factory):
     if mark is None:
         yield
         return
-    with gpu.held(gpu.Need(**mark.kwargs), tmp_path_factory.getbasetemp().parent / "gpu.lock"):
+    with gpu.held(gpu.Need(**mark.kwargs), tmp_path_factory.getbasetemp().parent):
         yield
 
 

@@ -9,13 +9,14 @@ import gc
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from _pytest.mark.expression import Expression
 
+GPUS = "FATHOM_TEST_GPUS"  # environment variable: the GPUs that a run's processes share, such as 0,1
 LEAST_GIB = 6  # of a GPU's memory, with CUDA's own
 GIB = 2**30
 MIXED = (
@@ -42,9 +43,20 @@ def choose(expression: str) -> None:
         if torch.cuda.is_available():
             if selects(expression, gpu=False):
                 raise pytest.UsageError(MIXED.format(expression=expression))
+            os.environ[GPUS] = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
+                map(str, range(torch.cuda.device_count()))
+            )
             return
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+def take_turn(worker: str) -> None:
+    """Have a process of `pytest -n` see another GPU first than the process before it: "gw1" of two sees 1,0."""
+    gpus = os.environ.get(GPUS, "").split(",")
+    first = int(worker.removeprefix("gw")) % len(gpus)
+    if len(gpus) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
 def selects(expression: str, gpu: bool) -> bool:
@@ -68,13 +80,14 @@ def memory_gib() -> float:
 
 
 def count_processes() -> int | None:
-    """Returns how many processes `pytest -n auto` starts for a GPU: one per 12 GiB, two cores each, 8 at most."""
+    """Returns how many processes `pytest -n auto` starts: for each GPU one per 12 GiB, two cores each, 8 at most."""
     import torch
 
     if not torch.cuda.is_available():
         return None
+    of_each = min(8, int(memory_gib() // (2 * LEAST_GIB)))
     cores = len(os.sched_getaffinity(0))
-    return max(1, min(8, cores // 2, int(memory_gib() // (2 * LEAST_GIB))))
+    return max(1, min(of_each * torch.cuda.device_count(), cores // 2))
 
 
 def describe() -> str | None:
@@ -105,17 +118,27 @@ def why_not(need: Need) -> str | None:
 
 
 @contextmanager
-def held(need: Need, lock: Path) -> Iterator[None]:
+def held(need: Need, folder: Path) -> Iterator[None]:
     """Hold the GPU for a test: beside tests of other processes, or alone where it takes more than a process's part.
 
-    What tests before left on the GPU is freed. Fails if a test that is not marked alone takes more than its mark says.
+    A test of several GPUs holds them all, and so does one that measures time. What tests before left on the GPU is
+    freed. Fails if a test that is not marked alone takes more than its mark says.
+
+    Args:
+        folder: of the processes' locks, one for each GPU.
     """
     import torch
 
-    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    processes = -(-int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) // len(visible))
     alone = need.alone or need.gib > memory_gib() / processes
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+    names = (
+        sorted(visible) if need.alone or need.gpus > 1 else visible[:1]
+    )  # in one order, so that nobody waits in a ring
+    with ExitStack() as stack:
+        for name in names:
+            file = stack.enter_context((folder / f"gpu{name}.lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         free_memory()
         torch.cuda.set_per_process_memory_fraction(1.0)  # a run in this process may have capped it
         torch.cuda.reset_peak_memory_stats()

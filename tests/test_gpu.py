@@ -71,14 +71,18 @@ def test_what_the_gpu_cannot_hold_is_named(h200, monkeypatch):
 
 
 def test_processes_are_as_many_as_the_gpu_holds(h200, monkeypatch):
-    for cores, gib, processes in (
-        (64, 139.8, 8),
-        (16, 139.8, 8),
-        (4, 139.8, 2),
-        (1, 139.8, 1),
-        (64, 24, 2),
-        (64, 8, 1),
+    for gpus, cores, gib, processes in (
+        (1, 64, 139.8, 8),
+        (1, 16, 139.8, 8),
+        (1, 4, 139.8, 2),
+        (1, 1, 139.8, 1),
+        (1, 64, 24, 2),
+        (1, 64, 8, 1),
+        (2, 64, 139.8, 16),
+        (2, 16, 139.8, 8),
+        (2, 64, 24, 4),
     ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
         monkeypatch.setattr(gpu, "memory_gib", lambda gib=gib: gib)
         assert gpu.count_processes() == processes
@@ -90,7 +94,7 @@ def test_processes_are_as_many_as_the_gpu_holds(h200, monkeypatch):
 def test_a_test_has_the_gpu_alone_where_it_takes_more_than_a_part(h200, monkeypatch, tmp_path, need, alone):
     """Of eight processes each has 17.5 GiB."""
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "8")
-    with gpu.held(need, tmp_path / "lock"), (tmp_path / "lock").open("w") as file:
+    with gpu.held(need, tmp_path), (tmp_path / "gpu0.lock").open("w") as file:
         if alone:
             with pytest.raises(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -101,8 +105,24 @@ def test_a_test_has_the_gpu_alone_where_it_takes_more_than_a_part(h200, monkeypa
 def test_a_test_that_takes_more_than_its_mark_says_fails(h200, tmp_path):
     with (
         pytest.raises(AssertionError, match=r"took 9\.0 GiB; its mark gpu says 8"),
-        gpu.held(gpu.Need(8), tmp_path / "l"),
+        gpu.held(gpu.Need(8), tmp_path),
     ):
         pass
-    with gpu.held(gpu.Need(8, alone=True), tmp_path / "l"):  # may take all that is free
+    with gpu.held(gpu.Need(8, alone=True), tmp_path):  # may take all that is free
         pass
+
+
+@pytest.mark.parametrize(("gpus", "worker", "visible"), [
+    ("0,1", "gw0", "0,1"), ("0,1", "gw3", "1,0"), ("2,5,7", "gw4", "5,7,2"), ("0", "gw3", "0"), ("", "gw1", "0"),
+])  # fmt: skip
+def test_processes_take_the_gpus_in_turn(h200, monkeypatch, gpus, worker, visible):
+    monkeypatch.setenv(gpu.GPUS, gpus)
+    gpu.take_turn(worker)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_a_test_of_two_gpus_holds_both(h200, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    for need, locks in ((gpu.Need(9), ["gpu1.lock"]), (gpu.Need(9, gpus=2), ["gpu0.lock", "gpu1.lock"])):
+        with gpu.held(need, tmp_path):
+            assert sorted(file.name for file in tmp_path.iterdir()) == locks
