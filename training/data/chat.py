@@ -157,7 +157,7 @@ class ChatTemplate:
             elif key in SWITCHES and value is not None:
                 unread.add(key)
             elif value not in EMPTY:
-                has = f'has "{VARIABLES}" beside "messages", where "{key[:40]}" would be ignored'
+                has = f'has "{VARIABLES}" beside "messages", where "{str(key)[:40]}" would be ignored'
                 raise UserError(f"{has}: chat template {template.file} reads no such variable; remove it")
         return read, unread
 
@@ -168,7 +168,7 @@ class ChatTemplate:
         return self._opened[name]
 
     def _writer(self, name: str, variables: dict) -> ChatWriter:
-        key = name, json.dumps(variables, sort_keys=True)
+        key = name, json.dumps(variables, sort_keys=True, default=str)
         if key not in self._writers:
             if len(self._writers) > WRITERS:
                 self._writers = {known: writer for known, writer in self._writers.items() if known[1] == "{}"}

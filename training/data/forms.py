@@ -250,7 +250,9 @@ def says_trained(fields: dict, what: str) -> bool | None:
     for name in FLAGS:
         if (value := fields.get(name)) is not None:
             if not isinstance(value, bool | int | float) or value not in (0, 1):
-                raise UserError(f'{what} has "{name}": {json.dumps(value)[:40]}; it must be true, false, 1 or 0')
+                raise UserError(
+                    f'{what} has "{name}": {json.dumps(value, default=str)[:40]}; it must be true, false, 1 or 0'
+                )
             said.add(bool(value) == FLAGS[name])
     if len(said) > 1:
         raise UserError(f"{what} says that it is trained on, and that it is not: {', '.join(FLAGS)} must agree")
@@ -265,7 +267,7 @@ def refuse_unknown_flags(fields: dict, what: str, known: Collection[str]) -> Non
         may_mask = is_number and not may_be_number(name, value)
         may_mask |= value is not None and FLAG_WORDS.search(name) is not None
         if may_mask and not is_text and name not in known:
-            has = f'{what} has "{name[:40]}": {json.dumps(value)[:40]}, which is not known here'
+            has = f'{what} has "{name[:40]}": {json.dumps(value, default=str)[:40]}, which is not known here'
             raise UserError(f"{has}; remove it, or name it as one of {', '.join(FLAGS)} if it is a mask")
 
 

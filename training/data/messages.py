@@ -103,7 +103,7 @@ def _as_object(arguments, forms: Forms, what: str):
         except (ValueError, RecursionError):
             content = None
     if not isinstance(content, dict):
-        shown = json.dumps(arguments)[:40]
+        shown = json.dumps(arguments, default=str)[:40]
         raise UserError(f'{what} has "arguments": {shown}; they must be an object, or JSON of one: {{}} for none')
     return arguments if forms.text_arguments else content
 

@@ -111,9 +111,9 @@ class Template:
             return ""
 
     def _render(self, messages: list[dict], tools: list | None, asks: bool = False) -> str:
-        messages = [self._as_read(message) for message in messages]
-        arguments = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
         try:
+            messages = [self._as_read(message) for message in messages]
+            arguments = {"messages": messages, "tools": tools, "add_generation_prompt": asks}
             return self._compiled.render(**self.values | arguments)
         except Exception as error:
             raise _failure(self.file, "fails", error) from None

@@ -1,5 +1,6 @@
 """The assistant's turns in a chat that a template wrote."""
 
+import functools
 import logging
 import re
 from os.path import commonprefix
@@ -189,10 +190,7 @@ class Turns:
         for end in sorted({end for end in ends if end}):
             self._ends_of_calls[end] = end in self._added and {*ends} == {end}
             if not self._ends_of_calls[end]:
-                logger.warning(
-                    "chat template %s ends a turn with one call by %r, at which generation does not stop: the model "
-                    "does not learn to stop behind such a call", self._template.file, end,
-                )  # fmt: skip
+                _warn_of_calls(str(self._template.file), end)
 
     def _beginning(self, messages: list[dict]) -> str:
         """Returns the text that begins the last message: a header, or the token that ends the message before it.
@@ -208,6 +206,14 @@ class Turns:
             return self._header.strip()
         before = text[:start].rpartition(messages[-2]["content"])[2]
         return max((token for token in self._added if token in before), key=before.rfind, default=before.strip())
+
+
+@functools.cache  # once in a run, which opens a template several times
+def _warn_of_calls(file: str, end: str) -> None:
+    logger.warning(
+        "chat template %s ends a turn with one call by %r, at which generation does not stop: the model does not learn "
+        "to stop behind such a call", file, end,
+    )  # fmt: skip
 
 
 def _before_answers(messages: list[dict]) -> list[tuple[str, bool]]:

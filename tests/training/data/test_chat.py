@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import datetime
+from decimal import Decimal
 
 import pytest
 
@@ -863,3 +865,19 @@ def test_kept_reasoning_needs_a_turn_for_each_answer(shown):
     assert shown(marks_more, TALK).endswith("[So.\n<|im_end|>]\n[</s>]")
     with pytest.raises(ValueError, match="marks other turns than one for each answer: --chat_reasoning keep cannot"):
         shown(marks_more, TALK, "keep")
+
+
+def test_values_of_tables_that_json_does_not_have(shown):
+    for value, message in (
+        (Decimal(1), "which is not known here"),
+        (b"x", "does not write"),
+        ([b"x"], "does not write"),
+    ):
+        with pytest.raises(ValueError, match=f'message 2 .assistant. has "other": .*{message}'):
+            shown(CHATML, messages("Hi", "a", other=value))
+    day = datetime(2026, 1, 1)
+    assert shown(CHATML, messages("Hi", "Hello. ", created=day)) == shown(CHATML, TALK[:2])
+    with pytest.raises(ValueError, match=r'a call of message 2 .assistant. has "arguments": "2026-01-01'):
+        shown(QWEN3, called(day, content=""))
+    with pytest.raises(ValueError, match="fails: Object of type datetime is not JSON serializable"):
+        shown(QWEN3, called({"a": day}, content=""))
