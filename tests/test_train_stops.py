@@ -142,7 +142,7 @@ def validation_losses(run):
     return {line["step"]: line["validation_loss"] for line in metrics(run) if "validation_loss" in line}
 
 
-def test_an_error_in_validation_saves_the_step_before_it(corpus, tmp_path, monkeypatch):
+def test_an_error_in_validation_saves_the_step_before_it(corpus, tmp_path, monkeypatch, caplog):
     """The resumed run makes up for the validation, and ends as a run without the error."""
     run, whole = tmp_path / "run", tmp_path / "whole"
     flags = "--validation_interval", "2"
@@ -150,7 +150,9 @@ def test_an_error_in_validation_saves_the_step_before_it(corpus, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.setattr(train, "validate", mock.Mock(side_effect=RuntimeError("a damaged kernel")))
         with pytest.raises(RuntimeError, match="a damaged kernel"):
+            caplog.set_level(logging.INFO)
             train.main(arguments(corpus, run, *flags))
+    assert f"train.py --resume --output_dir {run} --device cpu" in caplog.text
     assert [line["step"] for line in metrics(run)] == [1, 2]
     assert [path.name for path in run.glob("*step_*")] == ["step_00000002"]
     assert train.main(arguments(corpus, run, *flags, "--resume", "auto")) == 0
