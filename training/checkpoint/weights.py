@@ -163,9 +163,9 @@ def find_weights(
         if not any(part in name for name in found):
             expected = {name: shape for name, shape in expected.items() if part not in name}
     another = f"checkpoint {path} is of another size"
-    hint = "give a folder whose tensors are those that its config.json declares"
+    hint = "choose a folder whose tensors are those that its config.json declares"
     if has_adapters(path):
-        hint = f"give adapters of the text model's blocks alone, all alike, and the base that {ADAPTER_CONFIG} names"
+        hint = f"choose adapters of the text model's blocks alone, all alike, and the base that {ADAPTER_CONFIG} names"
     in_files: dict[str, dict[str, tuple[int, ...]]] = {}  # the tensors that these files have of each weight
     for name, shape in expected.items():
         each = by_expert(name, shape)

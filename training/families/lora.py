@@ -286,7 +286,7 @@ def _is_named(full_name: str | None, named: str | list | None) -> bool:
 
 
 def _prefixes_in(folder: Path) -> list[str]:
-    """Returns prefixes that a text model's names may have: the one in a folder's tensors, or if none is there all.
+    """Returns prefixes that a text model's names may have, first the one that a folder's tensors have.
 
     A regular expression may match a whole model's names and not the same names of its text model alone.
     """
@@ -294,7 +294,7 @@ def _prefixes_in(folder: Path) -> list[str]:
     with contextlib.suppress(SafetensorError, OSError), safe_open(folder / ADAPTER_WEIGHTS, framework="np") as file:
         names = [*file.keys()]
     prefixes = [WRAPPED_PREFIX, OLDER_PREFIX, PREFIX]
-    return [each for each in prefixes if any(each + "layers." in name for name in names)][:1] or prefixes
+    return sorted(prefixes, key=lambda each: not any(f"base_model.model.{each}layers." in name for name in names))
 
 
 def targets_named(content: dict, folder: Path, base: Path) -> tuple[tuple[str, ...], list[str]]:
@@ -311,7 +311,8 @@ def targets_named(content: dict, folder: Path, base: Path) -> tuple[tuple[str, .
     adapted: set[str] = set()
     with contextlib.suppress(re.error, OverflowError, RecursionError):
         prefixes = _prefixes_in(folder) if is_wrapper(config) else [PREFIX]
-        adapted = max((adapted_matrices(content, matrices, prefix) for prefix in prefixes), key=len)
+        found = [adapted_matrices(content, matrices, prefix) for prefix in prefixes]
+        adapted = found[0] or max(found, key=len)
     targets = tuple({target_of(name) for name in adapted})
     shown = [f"{name} {value!r:.80}" for name, value in values.items()] or ["no target_modules"]
     if not targets:

@@ -129,7 +129,7 @@ def test_adapters_whose_base_was_changed_are_refused_with_the_reason(init, bases
 def test_adapters_of_other_modules_or_of_some_blocks_are_refused(bases, tmp_path):
     base = bases["qwen3_5"]
     make_adapters(base, tmp_path / "tower", whole_model(base), target_modules="all-linear")
-    with pytest.raises(UserError, match=r"visual.*, this model does not; give adapters of the text model's blocks"):
+    with pytest.raises(UserError, match=r"visual.*, this model does not; choose adapters of the text model's blocks"):
         merged_logits(tmp_path / "tower")
     edit(tmp_path / "tower", exclude_modules=[1])
     with pytest.raises(UserError, match=r"has exclude_modules \[1\]"):
@@ -150,11 +150,11 @@ def test_missing_tensors_name_no_flag(bases, tmp_path):
     make_adapters(base, adapters, text_model(base), target_modules=SHARED)
     shutil.copytree(base, tmp_path / "whole")
     for folder, file, message in (
-        (adapters, "adapter_model.safetensors", "give adapters of the text model's blocks alone"),
+        (adapters, "adapter_model.safetensors", "choose adapters of the text model's blocks alone"),
         (
             tmp_path / "whole",
             "model.safetensors",
-            "give a folder whose tensors are those that its config.json declares",
+            "choose a folder whose tensors are those that its config.json declares",
         ),
     ):
         tensors = load_file(folder / file)
