@@ -1,11 +1,13 @@
-"""Records what a program does to files, and rebuilds every state in which a loss of power may leave the disk.
+"""Records a program's calls on files, and rebuilds the states in which a disk may be left.
 
-The method is that of ALICE (Pillai et al., OSDI 2014). A call that changes files is followed by a snapshot of the whole
-tree, so that bytes are seen however they were written: by threads, past the page cache or by a library. A sync of a
-file makes its bytes durable, a sync of a folder its names. After any call the power may go. Of what is not durable,
+The method is that of ALICE (Pillai et al., OSDI 2014). A call that changes files is followed by a
+snapshot of the whole tree, so that bytes are seen however they were written: by threads, past the
+page cache or by a library. A sync of a file makes its bytes durable, a sync of a folder its names.
+After any call the power may go. Of what is not durable,
 
 - a change of names (a rename is one change) may be kept or dropped, whatever becomes of the others;
-- a file's bytes may be of any version since its last sync, or sector by sector of two versions, or zeros.
+- a file's bytes may be of any version since its last sync, or sector by sector of two versions, or
+  zeros.
 
 Syncing a file does not make its name durable, nor syncing a folder the names of the folder above.
 """
@@ -146,7 +148,11 @@ def recording(root: Path) -> Iterator[Recording]:
             patch.setattr(os, name, watched(usual[name], name in SYNCING))
         patch.setattr(os, "open", watched(usual["open"], changes=lambda _, flags, *__, **___: flags & MAKING))
         for module in (io, builtins):
-            patch.setattr(module, "open", watched(open_file, changes=lambda _, mode="r", *__, **___: mode[0] != "r"))
+            patch.setattr(
+                module,
+                "open",
+                watched(open_file, changes=lambda _, mode="r", *__, **___: mode[0] != "r"),
+            )
         for inode in (*recorded.snapshots[0].files, *recorded.snapshots[0].folders):
             recorded.syncs.append((inode, 0))
         try:
@@ -163,16 +169,20 @@ Tree = dict[str, bytes | None]  # path -> bytes; None: a folder
 def states(recorded: Recording, draws: random.Random, count: int) -> Iterator[tuple[int, Tree]]:
     """Yields (time, tree) of different states, at most `count`: those of one fault come first, then random ones."""
     changes, seen = recorded.changes(), set[tuple[int, int]]()
-    plans = []
+    plans, times = [], range(len(recorded.snapshots))
+    times = times if count >= len(times) else draws.sample(times, count)  # plans of all times take seconds
     for make in (_whole_folders, _single_changes):
-        some = [(time, plan) for time in range(len(recorded.snapshots)) for plan in make(recorded, changes, time)]
+        some = [(time, plan) for time in times for plan in make(recorded, changes, time)]
         draws.shuffle(some)
         plans += some
     without_new = 0
     for number in itertools.count():
         time, plan = plans[number] if number < len(plans) else (draws.randrange(len(recorded.snapshots)), None)
         tree = _rebuild(recorded, changes, time, plan, draws)
-        key = len(recorded.promised(time)), hash(tuple(sorted(tree.items(), key=lambda item: item[0])))
+        key = (
+            len(recorded.promised(time)),
+            hash(tuple(sorted(tree.items(), key=lambda item: item[0]))),
+        )
         without_new = 0 if key not in seen else without_new + 1
         if key not in seen:
             seen.add(key)
@@ -252,7 +262,10 @@ def _content(versions: list[bytes], which: str, draws: random.Random) -> bytes:
     if which != "mixed" or len(versions) == 1:
         return versions[0 if which == "oldest" else -1]
     how = draws.choice(["a version", "zeros", "cut", "sectors", "sectors"])
-    older, newer = versions[draws.randrange(len(versions) - 1)], versions[draws.randrange(1, len(versions))]
+    older, newer = (
+        versions[draws.randrange(len(versions) - 1)],
+        versions[draws.randrange(1, len(versions))],
+    )
     if how == "a version":
         return draws.choice(versions)
     if how == "zeros":

@@ -1,9 +1,10 @@
 """Losses of power: `python -m tests.storm power_loss --count 10000`.
 
-Saves, an export, stored log-probabilities, a prepared set, its change, and a small file that is replaced are recorded
-once each, and then the states rebuilt in which a disk may be left after any call; see power_loss.py. In each state what
-was promised must be there bit for bit, nothing damaged may be taken for whole, and the same command must come to its
-end and leave nothing of the stopped one.
+Saves, an export, stored log-probabilities, a prepared set, its change, and a small file that is
+replaced are recorded once each, and then the states rebuilt in which a disk may be left after any
+call; see power_loss.py. In each state what was promised must be there bit for bit, nothing damaged
+may be taken for whole, and the same command must come to its end and leave nothing of the stopped
+one.
 """
 
 import contextlib
@@ -90,7 +91,10 @@ def root_in(folder: Path) -> Path:
 
 def state_of(step: int, variant: float = 0.0) -> dict:
     """Returns a small state. Its largest tensor is written past the page cache, its others through it."""
-    weights = {"embed_tokens.weight": torch.full((300, 256), step + variant), "norm.weight": torch.full((7,), variant)}
+    weights = {
+        "embed_tokens.weight": torch.full((300, 256), step + variant),
+        "norm.weight": torch.full((7,), variant),
+    }
     moments = {name: {"exp_avg": torch.full((5,), 2 * step + variant)} for name in weights}
     return {"weights": weights, "optimizer_state": moments, "model_config": {"model_type": "qwen3"}}
 
@@ -223,14 +227,23 @@ def exports(folder: Path) -> Scenario:
         def again(folder: Path) -> None:
             assert export([str(source), str(folder)]) == 0
 
-        check_folder(state / "models" / "one", whole, promised, again if draws.randrange(REPEATED) == 0 else None)
+        check_folder(
+            state / "models" / "one",
+            whole,
+            promised,
+            again if draws.randrange(REPEATED) == 0 else None,
+        )
 
     return Scenario(recorded, check)
 
 
 def leave_half(target: Path) -> None:
     """Leaves what a process leaves that was killed while it filled the folder."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(KeyboardInterrupt), making(target) as temporary:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.suppress(KeyboardInterrupt),
+        making(target) as temporary,
+    ):
         (temporary / "model.safetensors").write_bytes(b"half" * 500)
         (temporary / "folder").mkdir()
         (temporary / "folder" / "more").write_bytes(b"half")

@@ -5,8 +5,8 @@ import signal
 import threading
 from collections.abc import Iterator
 
-# Signals of a scheduler or torchrun, of a closed terminal, and of Slurm ahead of a preemption. Python itself makes
-# KeyboardInterrupt of Ctrl-C.
+# Signals of a scheduler or torchrun, of a closed terminal, and of Slurm ahead of a preemption.
+# Python itself makes KeyboardInterrupt of Ctrl-C.
 ENDING_SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
 
@@ -22,8 +22,9 @@ class Signalled(KeyboardInterrupt):
 def interrupted_by_signals() -> Iterator[None]:
     """Makes ENDING_SIGNALS raise Signalled in here, so that they clean up as Ctrl-C does.
 
-    A second one is ignored, so that it does not end the cleaning up. Signals that are ignored, or have a handler, stay
-    as they are. Outside of the main thread nothing changes, since Python has its handlers there alone.
+    A second one is ignored, so that it does not end the cleaning up. Signals that are ignored, or
+    have a handler, stay as they are. Outside of the main thread nothing changes, since Python has
+    its handlers there alone.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
