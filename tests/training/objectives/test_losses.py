@@ -235,6 +235,22 @@ def test_tokens_that_the_old_policy_could_not_have_written_leave_numbers(objecti
     assert metrics["old_difference_max"] > 900
 
 
+def test_tokens_far_from_the_reference_leave_numbers():
+    """e^1000 is no number, and a token that is certain has infinite odds."""
+    objective = Rollout("grpo", 0.1, 0.1, 0.2)
+    model, store = build(), store_of(objective)
+    reference = store.column("reference").copy()
+    reference[::3] = 1000
+    store.add_column("reference", reference)
+    loss, gradients, _ = run(model, divided(store, "rows"), objective)
+    assert math.isfinite(loss) and all(gradient.isfinite().all() for gradient in gradients.values())
+
+    for certain in ([0.0, -1.0], [-1.0, 0.0], [0.0, 0.0]):
+        chosen, rejected = torch.tensor(certain, dtype=torch.float64).requires_grad_()
+        loss = Preference("orpo", 0.2)._losses(chosen, rejected)
+        assert loss.isfinite() and all(x.isfinite() for x in torch.autograd.grad(loss, [chosen, rejected]))
+
+
 def test_metrics_say_what_they_mean():
     model = build()
     objective = Preference("dpo", 0.3)
