@@ -67,7 +67,7 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
         raise UserError(f"{source} holds adapters, as peft reads them; --merge writes whole weights with them")
     if merge and not has_adapters(source):
         raise UserError(f"--merge has no effect on {source}, which holds no adapters; drop it")
-    target, config = target.resolve(), shape_of_weights(source)
+    target, config = Path(os.path.abspath(target)), shape_of_weights(source)
     if own := [kind.name for kind in config.layer_kinds if kind.gates_per_head]:
         raise UserError(f"{source} attends by {own[0]}, which neither transformers nor vLLM computes; give others")
     if rope_scaling is not None:

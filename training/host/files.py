@@ -217,7 +217,10 @@ def making(folder: Path) -> Iterator[Path]:
     What a killed process left is deleted by the next that makes the same folder, and so is it after a signal.
     Raises UserError if `folder` has something in it, cannot be replaced, or another process is making it.
     """
-    folder = folder.resolve()
+    try:
+        folder = folder.resolve()
+    except (OSError, RuntimeError) as error:  # links that lead to themselves
+        raise UserError(f"{folder} cannot be made: {error}; give another folder") from None
     if folder.is_mount() or folder == Path.cwd():
         raise UserError(f"{folder} is a mount point or the working directory; give a new folder inside")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -134,6 +134,13 @@ def snapshot(folder: Path) -> dict[str, object]:
 OCCUPANTS = "link", "dangling link", "file", "pipe", "socket", "folder", "folder of a run", "folder with a lock"
 
 
+def test_a_link_that_leads_to_itself_is_no_folder_to_make(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for folder in (tmp_path / "loop", tmp_path / "loop/below"):
+        with pytest.raises(UserError, match="cannot be made"), making(folder):
+            raise AssertionError
+
+
 @pytest.mark.parametrize("how", OCCUPANTS)
 def test_a_folder_is_made_beside_what_others_have_under_its_temporary_names(tmp_path, monkeypatch, how):
     monkeypatch.chdir(tmp_path)  # the paths of sockets are short
