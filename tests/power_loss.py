@@ -167,7 +167,7 @@ Tree = dict[str, bytes | None]  # path -> bytes; None: a folder
 
 
 def states(recorded: Recording, draws: random.Random, count: int) -> Iterator[tuple[int, Tree]]:
-    """Yields (time, tree) of different states, at most `count`: those of one fault come first, then random ones."""
+    """Yields (time, tree) of different states, at most `count`: states of one fault come first, then random ones."""
     changes, seen = recorded.changes(), set[tuple[int, int]]()
     plans, times = [], range(len(recorded.snapshots))
     times = times if count >= len(times) else draws.sample(times, count)  # plans of all times take seconds
@@ -192,14 +192,14 @@ def states(recorded: Recording, draws: random.Random, count: int) -> Iterator[tu
 
 
 class Plan(NamedTuple):
-    """Which changes that are not durable are kept, and which bytes files have: the oldest, the newest, or a mixture."""
+    """Numbers of the loose changes to keep, and the bytes of files: the oldest, the newest, or a mixture."""
 
     kept: frozenset[int]
     content: str
 
 
 def _whole_folders(recorded: Recording, changes: list[Change], time: int) -> Iterator[Plan]:
-    """Yields plans that keep no change, or all, or those of one folder alone, or those of all others."""
+    """Yields plans that keep no change, or all, or changes of one folder alone, or of all others."""
     loose = _loose(recorded, changes, time)
     chosen = {frozenset(), frozenset(loose)}
     for folder in {folder for number in loose for folder, *_ in changes[number].names}:

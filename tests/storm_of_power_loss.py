@@ -42,7 +42,7 @@ REPEATED = 10  # a command is repeated in one of so many states
 
 
 class Scenario(NamedTuple):
-    """What was recorded, and a function that takes (a state's folder, promises) and raises AssertionError."""
+    """A recording, and a check of (a state's folder, promises, draws) by AssertionError."""
 
     recorded: Recording
     check: Callable[[Path, list, random.Random], None]
@@ -181,7 +181,7 @@ def at_most_once(function: Callable) -> Callable:
 
 
 def check_checkpoints(run: Path, promised: list, known: dict[int, list[dict]]) -> None:
-    """Requires that what verifies is what was saved, and that no promised step is lost but for a newer one."""
+    """Requires verified folders to equal saved ones, and the newest to be no older than the promise."""
     step, variant = promised[-1] if promised else (0, 0)
     newest = 0
     for path in checkpoints(run):

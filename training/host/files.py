@@ -24,7 +24,7 @@ LOCK = ".lock"  # file in a folder that belongs to one run
 MARK = " fills this folder, which gets its name when it is whole"  # in the lock of a folder of `making`
 LOCK_CONTENT = re.compile(rb"([0-9]{1,10})(%s)?\n" % MARK.encode())
 LOCK_BYTES = 128  # read of a lock
-MOST_NAMES = 100  # that `making` tries for its folder, where other things have them
+MOST_NAMES = 100  # tried by `making` for its folder, while other things have them
 LONGEST_NAME = 255  # bytes; Linux's own limit
 DEEPEST = 100  # nesting of values in a JSON file
 JSON_BYTES = 2**28  # a longer JSON file is refused: parsed, it would take ten times its size in memory
@@ -128,7 +128,7 @@ def _is_deep(content: dict) -> bool:
 
 @contextlib.contextmanager
 def naming(file: Path) -> Iterator[None]:
-    """Names `file` in OSErrors that name none, as those of an open file's writes."""
+    """Names `file` in OSErrors without a name, such as errors of an open file's writes."""
     try:
         yield
     except OSError as error:
@@ -245,7 +245,7 @@ def making(folder: Path) -> Iterator[Path]:
 
 
 def _name_to_fill(folder: Path) -> Path:
-    """Returns the folder that `making` fills: the first name that nothing has, or a folder that `making` has made.
+    """Returns the folder for `making` to fill: the first name that is free, or a folder of an earlier `making`.
 
     Two processes that make the same folder get the same name, and so meet at its lock.
     """
@@ -349,7 +349,7 @@ def only_run_in(folder: Path, shown: Path | None = None, mark: str = "") -> Iter
 
 
 def _open_lock(path: Path) -> io.FileIO:
-    """Opens a lock, which no link leads to. Raises OSError for what is no regular file."""
+    """Opens a lock, which no link leads to. Raises OSError for other things than regular files."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
