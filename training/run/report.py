@@ -177,7 +177,9 @@ class Report:
         content = page_of(self._file.parent, self._about, rows, progress, self._lengths, is_last)
         # The same name each time: a kill leaves one such file at most, which the next page takes.
         temporary = self._file.with_name(f".{NAME}.tmp")
-        temporary.write_bytes(content.encode())
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as opened:  # never through a link
+            opened.write(content.encode())
         temporary.replace(self._file)
 
 

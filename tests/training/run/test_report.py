@@ -154,6 +154,16 @@ def test_a_page_that_cannot_be_written_is_a_warning_and_comes_later(tmp_path, cl
     assert len(read_page(folder / "report.html").texts["figcaption"]) == 3
 
 
+def test_a_page_goes_through_no_link(tmp_path):
+    """A link in the place of the temporary file, and one in the page's own."""
+    stranger = tmp_path / "stranger"
+    stranger.write_text("kept")
+    for name in (".report.html.tmp", "report.html"):
+        (tmp_path / name).symlink_to(stranger)
+    settle(Report(tmp_path, about(), 0, RecentWarnings()))
+    assert stranger.read_text() == "kept" and not (tmp_path / "report.html").is_symlink()
+
+
 def test_a_long_run_has_all_its_events_in_few_rows(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 3 * MOST_ROWS)))
     resumed = Report(tmp_path, about(max_steps=9 * MOST_ROWS), 3 * MOST_ROWS, RecentWarnings())
