@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, NamedTuple
 
-from training.data.unread import is_of_answers
+from training.data.unread import is_of_a_last_answer, is_of_answers
 from training.host.errors import UserError, import_optional, is_installed
 
 # A small file can hold any number of zeros. JSON takes up to 25 times its bytes in memory, when it is parsed.
@@ -319,7 +319,7 @@ def _read_parquet(file: Path, start: int, stop: int, first: int, fields: frozens
 
 def _columns(names: list[str], fields: frozenset[str]) -> list[str]:
     """Returns the columns of a table to read: `fields`, and beside them those that may be a part of an answer."""
-    columns = [name for name in names if name in fields or is_of_answers(name)]
+    columns = [name for name in names if name in fields or is_of_answers(name) or is_of_a_last_answer(name)]
     return columns if fields.intersection(columns) else []
 
 

@@ -44,6 +44,7 @@ TEXTS = {  # any words
     "role", "content", "name", "text", "arguments", "reasoning_content", "reasoning", "thinking", "lang", "language",
 }  # fmt: skip
 TRUTHS = {"true", "false", "yes", "no", "on", "off", "0", "1"}  # strings that stand for a truth
+IN_A_SPLIT = re.compile("^(is_)?in_[a-z0-9_]+_train(_set|_split)?$")  # says that another data set has a row, too
 FLAG_WORDS = re.compile("(^|_)(loss|train|trained|training|trainable|mask|masked|weight|weights)(_|$)", re.IGNORECASE)
 
 
@@ -96,9 +97,10 @@ def recognise(row: object) -> tuple[Form, dict]:
         if not row.keys().isdisjoint(OF_ROLLOUTS):
             raise UserError("is a rollout, of what a model wrote: give an --objective such as grpo")
         names = ", ".join(f'"{str(name)[:30]}"{" (null)" * (name not in given)}' for name in [*row][:20]) or "none"
-        columns = "--columns text=NAME gives others, or prompt=NAME,completion=NAME"
-        raise UserError(f"has the fields {names}; known are {KNOWN}; {columns}")
+        raise UserError(f"has the fields {names}; known are {KNOWN}; {_cure_of_names(row)}")
     refuse_masked(row)
+    if form.decides == "instruction":
+        _refuse_without_output(row)
     own = {name: row[name] for name in (form.decides, *form.takes) if name in row}
     made = form.convert(own)
     clashing = CLASHING.union(UNREAD if form.decides != "text" else ())
@@ -111,10 +113,14 @@ def recognise(row: object) -> tuple[Form, dict]:
         if row[name] not in EMPTY and not _is_repeated(row[name], own, made):
             is_left_out = name in SHOWN_WITH and not any(row.get(part) for part in NOT_LEFT_OUT)
             cure = f"remove one{LEFT_OUT_BY_NAMING if is_left_out else ''}"
+            if name == "functions":
+                cure = "give --columns tools=functions"
+            if name in ("system", *SYSTEMS) and "messages" in made:
+                cure = 'write it as the first message, of the role "system"'
             if name in SYSTEMS and "system" in form.takes and not row.get("system"):
                 cure = f"give --columns system={name}"
             raise UserError(f'has "{name}" beside "{form.decides}", where it would be ignored; {cure}')
-    if "messages" in made:
+    if "messages" in made or "completion" in made:
         beside = {name: row[name] for name in given if name not in clashing.union(own, FLAGS)}
         made = {**made, "beside": beside, VARIABLES: own.get(VARIABLES)}
     return form, {**made, "tools": parsed(made["tools"], '"tools"')} if made.get("tools") else made
@@ -143,6 +149,13 @@ def parse_columns(text: str | None, fields: Collection[str] = ()) -> dict[str, s
         what = f"columns must name each field once, as prompt=question,completion=answer: got {str(text)[:50]!r}"
         raise UserError(f"{what}; before each = stands one of {', '.join(sorted(known))}")
     return columns
+
+
+def columns_of(form: Form) -> str:
+    """Returns --columns by which a row of a form is read, and nothing beside it: "prompt=query,completion=response"."""
+    if form.decides == "instruction":
+        return "output=output"
+    return f"prompt={form.needs or 'prompt'},completion={form.decides}"
 
 
 def rename(row: object, columns: dict[str, str]) -> object:
@@ -232,6 +245,46 @@ def _refuse_preferences(row: dict) -> None:
     raise UserError(f"is a preference row, with {names}: {cure}")
 
 
+def _cure_of_names(row: dict) -> str:
+    """Returns the --columns by which a row with names of no form is read; what to write where there are none."""
+    texts = [name for name, value in row.items() if isinstance(value, str) and value]
+    chats = [name for name, value in row.items() if _has_answers(value)]
+    if len(chats) == 1 and _is_read(row, f"messages={chats[0]}"):
+        return f"--columns messages={chats[0]} reads such chats"
+    asked = next((name for name in ASKED if name in texts), None)
+    answer = next((name for name in ANSWERED if name in texts), None)
+    if asked and answer:
+        system = next((f",system={name}" for name in SYSTEMS if name in row), "")
+        shown = next((f",input={name}" for name in sorted(SHOWN_WITH) if name in row), "")
+        columns = f"prompt={asked},completion={answer}"
+        if system or shown:
+            columns = f"instruction={asked},output={answer}{system}{shown}"
+        if _is_read(row, columns):
+            return f"--columns {columns} reads such rows"
+    has_chats = any(isinstance(value, list) and value and isinstance(value[0], dict) for value in row.values())
+    if has_chats or any(row.get(name) for name in ("tools", "system", *SYSTEMS)):
+        return 'no --columns reads such rows: write what they say as "messages"'
+    return "--columns text=NAME gives others, or prompt=NAME,completion=NAME"
+
+
+def _has_answers(value) -> bool:
+    """Whether a value is a list of messages, of a user and of the assistant."""
+    turns = [turn for turn in value if isinstance(turn, dict)] if isinstance(value, list) else []
+    roles = [str(turn.get("role", turn.get("from"))) for turn in turns]
+    return {"user", "assistant"} <= {ROLES.get(role, role) for role in roles}
+
+
+def _refuse_without_output(row: dict) -> None:
+    """Raises UserError for a row of Alpaca that has its answer under another name, as Dolly's "response"."""
+    if "output" in row or not isinstance(row["instruction"], str):
+        return
+    answer = next((name for name in ANSWERED if isinstance(row.get(name), str)), None)
+    if answer:
+        shown = next((f",input={name}" for name in sorted(SHOWN_WITH) if name in row and not row.get("input")), "")
+        needs = 'needs strings "instruction" and "output"'
+        raise UserError(f"{needs}; --columns output={answer}{shown} reads such rows")
+
+
 def _is_read(row: dict, columns: str) -> bool:
     """Whether --columns makes a form of a row."""
     try:
@@ -281,7 +334,8 @@ def _is_mask(value: object) -> bool:
 def refuse_masked(row: dict, cure: str = "remove it") -> None:
     """Raises UserError for a row that masks some of its tokens, and NothingToLearn for one that is not trained on."""
     masks = [name for name in MASKS if row.get(name) is not None]
-    masks += [name for name, value in row.items() if name not in FLAGS and FLAG_WORDS.search(name) and _is_mask(value)]
+    others = {name: value for name, value in row.items() if name not in FLAGS and not IN_A_SPLIT.search(name)}
+    masks += [name for name, value in others.items() if FLAG_WORDS.search(name) and _is_mask(value)]
     if isinstance(labels := row.get("labels"), list) and IGNORED in labels:
         masks.append("labels")
     if masks:
@@ -368,6 +422,8 @@ def _from_pair(row: dict) -> dict:
             cure = "write it into the question, or remove it"
             if name in SHOWN_WITH:
                 cure += f" by --columns prompt={question},completion={answer}"
+            if name in ("history", "input"):
+                cure += f"; --columns instruction={question},output={answer} reads it"
             raise UserError(f'has "{name}" beside "{question}" and "{answer}", where it would be ignored; {cure}')
     if not isinstance(row[question], str) or not isinstance(row[answer], str):
         raise UserError(f'needs strings "{question}" and "{answer}"')
@@ -415,6 +471,7 @@ def _system(row: dict) -> list[dict]:
     return [{"role": "system", "content": row["system"]}] if row.get("system") else []
 
 
+ANSWERS = frozenset(("completion", "output", "chosen"))  # fields of forms, and of pairs, that are answers
 VARIABLES = "chat_template_kwargs"  # a row's variables of the chat template
 PAIRS = (("prompt", "response"), ("query", "response"), ("question", "answer"))
 SHOWN_WITH = frozenset(("context", "choices", "options"))  # parts of a question that no form has
@@ -432,6 +489,11 @@ FORMS = (
     Form("text", "text", (), object, dict),
     *(Form(f"{asked} and {said}", said, (asked, *BESIDE), object, _from_pair, needs=asked) for asked, said in PAIRS),
 )
+# Names of questions and answers in data sets, of which --columns is told.
+ASKED = ("prompt", "question", "query", "instruction", "problem", "input", "Question", "Prompt", "Instruction")
+ANSWERED = (
+    "completion", "response", "answer", "output", "solution", "generated_solution", "Response", "Answer", "Output",
+)  # fmt: skip
 OF_FORMS = frozenset(name for form in FORMS for name in (form.decides, *form.takes))
 COLUMNS = frozenset(name for form in FORMS if not form.needs for name in (form.decides, *form.takes)) - {VARIABLES}
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")

@@ -44,7 +44,8 @@ def check_messages(messages, forms: Forms = Forms()) -> tuple[list[dict], list[b
         if role not in ROLES:
             raise UserError(f"{what} has a role that is not known; known are {', '.join(ROLES)}")
         if role == "tool" and before not in ("tool", *CALLS):
-            raise UserError(f"{what} follows {before}, which calls no tool")
+            cure = 'give its calls as "tool_calls", or this message the role user'
+            raise UserError(f"{what} follows {before}, which calls no tool; {cure}")
         if role != "tool" and before == CALLS[0]:
             raise UserError(f"{what} follows {before}, where there should be the result, of role tool")
         message = {name: value for name, value in message.items() if value is not None}  # tables hold all names

@@ -31,8 +31,10 @@ from training.data.containers import (
     suffix_of,
 )
 from training.data.forms import (
+    ANSWERS,
     FIELDS,
     NothingToLearn,
+    columns_of,
     is_row,
     parse_columns,
     recognise,
@@ -41,7 +43,7 @@ from training.data.forms import (
     with_values,
 )
 from training.data.tokenizer import check_ids
-from training.data.writer import UNSTORABLE
+from training.data.writer import UNSTORABLE, unread_of_sample
 from training.host.choices import SUFFIXES
 from training.host.errors import UserError, hub_download
 from training.host.files import did_you_mean, inside, read_file, read_json
@@ -400,7 +402,7 @@ class DocumentReader:
         self.eos_id, self.found, self.left_out = tokenizer.eos_id, Counter[str](), dict[str, list]()
         self.bad, self.used, self._columns = BadRows(), set[str](), reading.renames
         self._rows, self._last_row = 0, 0  # rows that were looked at, and after which reading ends
-        self._unread = set[str]()  # fields of the row's chats, of which a pair has two
+        self._unread = set[str]()  # what is left out of the row's answers, of which a pair has two, in words
         self._largest = -1  # id that was checked
 
     @functools.cached_property
@@ -474,8 +476,8 @@ class DocumentReader:
             self._refuse(where, str(error))
         else:
             self.found[f"rows of {form}"] += 1
-            for name in sorted(self._unread):
-                self._leave_out(UNREAD_FIELD + name[:40], where)
+            for what in sorted(self._unread):
+                self._leave_out(what, where)
             yield self._checked(Document(*encoded, file, number, columns, prompt))
 
     def _refuse(self, where: str, why: str) -> None:
@@ -507,7 +509,7 @@ class DocumentReader:
         if "messages" in made and ("completion" not in made or self._has_template):
             self.used.add(AS_CHATS)
             encoded = self._chat.encode(made)
-            self._unread |= self._chat.unread
+            self._unread.update(UNREAD_FIELD + name[:40] for name in self._chat.unread)
             return f"{form.name}{AS_CHATS}", (*encoded, True)
         names = ("prompt", "completion") if "completion" in made else ("text",)
         for name in names:
@@ -519,6 +521,13 @@ class DocumentReader:
             raise NothingToLearn("rows with an empty answer" if before else "rows without text")
         if UNSTORABLE.search("".join([*before, text])):
             raise UserError("escaped NUL or lone surrogate in the text; remove it")
+        if before:
+            is_chosen = not ANSWERS.isdisjoint(self._columns.values())
+            columns = columns_of(form)
+            if self._reading.rows and "chosen" in self._reading.rows.fields:
+                columns = "chosen=chosen,rejected=rejected"
+            unread = unread_of_sample(made["beside"], made, columns, is_chosen)
+            self._unread.update(f'the field "{name[:40]}" of rows' for name in unread)
         is_sample = ", as prompts with completions" if before else ""
         return f"{form.name}{is_sample}", self._encode_text(text, *before)
 

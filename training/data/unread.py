@@ -4,6 +4,7 @@ One rule holds for every field. Its texts are looked for in a rendering that has
 ChatWriter. A field that is not written is counted if its name says that it describes, and refused otherwise.
 """
 
+import json
 import re
 from collections.abc import Callable, Iterator
 
@@ -54,13 +55,18 @@ MEDIA = words_of(
     "image images picture pictures photo photos audio audios video videos media attachment attachments "
     "document documents"
 )
+TOOLS = words_of("tool tools function functions")
+ANSWERS = words_of("answer answers response responses output outputs completion completions reply")
 EMPTY: tuple = "", "[]", "{}", "null", [], {}, None  # values that say nothing, also as JSON of tables
 LONGEST_KIND = 40  # characters: longer texts are no names
 OF_MEDIA = words_of("id ids count counts size num number tokens format type")
 
 
 def _words(name: str) -> list[str]:
-    return [word.lower() for word in WORDS.findall(name)]
+    """Returns the words of a name: "Complex_CoT" has "cot" as well as "complex", "co" and "t"."""
+    words = [word.lower() for word in WORDS.findall(name)]
+    parts = [part.lower() for part in re.split(r"[\W_]+", name)]
+    return [part for part in parts if part not in words] + words
 
 
 def describes(name: str) -> bool:
@@ -74,6 +80,17 @@ def describes(name: str) -> bool:
 def is_of_answers(name: str) -> bool:
     """Whether a field of this name may be a part of an answer, as "rationale" or "toolCalls"."""
     return not describes(name) and not OF_ANSWERS.isdisjoint(_words(name))
+
+
+def are_names_of_tools(name: str, value: object) -> bool:
+    """Whether a field of a row, such as "target_tools", has names alone. Tools, which a chat needs, are objects."""
+    words = OF_ANSWERS.intersection(_words(name))
+    return words <= TOOLS and not re.search(r'\{\s*"', json.dumps(value, default=str).replace("\\", ""))
+
+
+def is_of_a_last_answer(name: str) -> bool:
+    """Whether a field of this name may be the answer to a chat that ends with a question, as "response"."""
+    return not ANSWERS.isdisjoint(_words(name)[-1:])
 
 
 def says_kind(name: str) -> bool:
@@ -100,6 +117,8 @@ def cure_of(name: str) -> str:
         return "only texts are trained on"
     if words & CALLS:
         return 'give calls as "tool_calls"'
+    if words & TOOLS:
+        return 'give tools as "tools" of the row (--columns tools=NAME)'
     if words & OF_ANSWERS:
         return 'give reasoning as "reasoning_content"'
     return "write it into the content"
@@ -118,6 +137,23 @@ def texts_in(name: str, value: object) -> Iterator[tuple[str, str]]:
             yield from texts_in(name, part)
     elif isinstance(value, str | bytes) and value not in EMPTY:
         yield name, value if isinstance(value, str) else repr(value)
+
+
+def texts_of_answers(value: object) -> Iterator[str]:
+    """Yields the texts within a field that describes, under names of what may be a part of an answer.
+
+    {"id": "a", "thinking": "b", "raw": [{"tool_calls": [{"name": "c"}]}]} has "b" and "c".
+    """
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from texts_of_answers(part)
+    for name, part in value.items() if isinstance(value, dict) else ():
+        is_of_one = is_of_answers(str(name)) and not TOOLS.issuperset(_words(str(name)))
+        if is_of_one:
+            has_media = not MEDIA.isdisjoint(_words(str(name)))  # a file's name is all that is there of it
+            yield from (text for near, text in texts_in(str(name), part) if has_media or not describes(near))
+        else:
+            yield from texts_of_answers(part)
 
 
 def with_texts(value: object, word: Callable[[str], str]) -> object:

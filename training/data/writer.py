@@ -12,12 +12,15 @@ from training.data.tokenizer import FileTokenizer
 from training.data.turns import Turns
 from training.data.unread import (
     EMPTY,
+    are_names_of_tools,
     cure_of,
     describes,
+    is_of_a_last_answer,
     is_of_answers,
     is_thought,
     says_kind,
     texts_in,
+    texts_of_answers,
     with_texts,
 )
 from training.host.errors import UserError
@@ -70,6 +73,9 @@ class ChatWriter:
             texts = [*texts_in(name, value)]
             lost = _lost_words(texts, written[path], _said(message))
             is_of_thought = says_kind(name) and isinstance(value, str) and is_thought(value)
+            within = describes(name) and _lost_within(value, message)
+            if within:
+                is_of_thought, lost = True, within
             if (describes(name) and not is_of_thought) or not lost:
                 unread.update([name] if lost or not texts else [])
             elif not self._reads(messages, tools, path):
@@ -219,25 +225,67 @@ class ChatWriter:
 def unread_of_row(fields: dict, messages: list[dict]) -> set[str]:
     """Returns names of a row's fields with words that its chat does not have.
 
-    Raises UserError if a field's name says that it is of the answers, as "reasoning" beside "messages".
+    Raises UserError if a field's name says that it is of the answers, as "reasoning" beside "messages", or the answer
+    to a chat that ends with a question, as "response".
     """
     unread = set()
+    is_open = messages[-1]["role"] != "assistant"
     said = [text for message in messages for text in _said(message)]
     for name, value in fields.items():
-        texts = [*texts_in(name, value)]
-        lost = _lost_words(texts, [False] * len(texts), said)
-        are_settings = all(text.strip().lower() in SETTINGS for _, text in texts)
-        if lost and is_of_answers(name) and not are_settings:
-            has = f"has {json.dumps(name[:40])} beside its messages: {lost[:40]!r}, which no chat template writes"
-            raise UserError(f"{has}; {cure_of(name)} of a message, or remove it")
+        lost = _lost_of_row(name, value, said)
+        has = f"has {json.dumps(name[:40])} beside its messages: {lost[:40]!r}, which no chat template writes"
+        if lost and _is_of_answers(name, value):
+            raise UserError(f"{has}; {cure_of(name)}, or remove it")
+        if lost and is_open and is_of_a_last_answer(name):
+            raise UserError(f"{has}; write it as the last message if it answers the question there, or remove it")
         unread.update([name] if lost else [])
     return unread
+
+
+def unread_of_sample(fields: dict, sample: dict, answer: str, is_chosen: bool) -> set[str]:
+    """Returns names of fields of the answer that stand beside a sample, {"prompt": ..., "completion": ...}.
+
+    Raises UserError if --columns has not chosen the answer; `answer` is the value of --columns that does.
+    """
+    unread = set()
+    said = [text.strip() for text in (sample["prompt"], sample["completion"]) if isinstance(text, str)]
+    for name, value in fields.items():
+        lost = _lost_of_row(name, value, said)
+        if not lost or not _is_of_answers(name, value):
+            continue
+        if not is_chosen:
+            has = f"has {json.dumps(name[:40])} beside its answer: {lost[:40]!r}, which would be ignored"
+            leave_out = f"give --columns {answer} to leave it out"
+            raise UserError(f"{has}; write it into the prompt or the answer, or {leave_out}")
+        unread.add(name)
+    return unread
+
+
+def _lost_of_row(name: str, value: object, said: list[str]) -> str:
+    texts = [*texts_in(name, value)]
+    return _lost_words(texts, [False] * len(texts), said)
+
+
+def _is_of_answers(name: str, value: object) -> bool:
+    """Whether a field of a row has words that may be of an answer: settings, and names of tools, are none."""
+    are_settings = all(text.strip().lower() in SETTINGS for _, text in texts_in(name, value))
+    return is_of_answers(name) and not are_settings and not are_names_of_tools(name, value)
 
 
 def _said(message: dict) -> list[str]:
     """Returns the words of a message that are read."""
     texts = [message["content"], *(message.get(name) for name in REASONING_FIELDS)]
     return [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+
+
+def _lost_within(value: object, message: dict) -> str:
+    """Returns the first text of an answer within a field that describes it, which the message does not have."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    arguments = [json.dumps(call.get("arguments"), ensure_ascii=False) for call in calls]
+    texts = (text for _, text in texts_in("", [*_said(message), calls, arguments]))
+    said = ["".join(text.split()) for text in texts]  # JSON may have other spaces
+    lost = (text for text in texts_of_answers(value) if not any("".join(text.split()) in each for each in said))
+    return next(lost, "")
 
 
 def _lost_words(texts: list[tuple[str, str]], written: list[bool], said: list[str]) -> str:

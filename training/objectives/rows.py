@@ -48,6 +48,7 @@ CURES = {  # of rows without numbers, by their columns
 }  # fmt: skip
 LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus infinity, and round above 0
 BITS = {"0", "1", "0.0", "1.0", "True", "False"}  # values of masks, as texts
+JUDGEMENTS = ("rationale", "rationales", "critique")  # why one answer of a pair is better
 ONE_PROMPT = "kto needs rows of two prompts: it asks for a prompt with an answer to another"
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
 
@@ -96,6 +97,8 @@ class Pairs(_Sharing):
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
         row = _needs(as_pair(_needs(row)), "chosen", "rejected")
+        judged = [name for name in JUDGEMENTS if row.get(name) not in (None, *EMPTY)]
+        row = {name: value for name, value in row.items() if name not in JUDGEMENTS}
         prompt, *answers = row.get("prompt"), row["chosen"], row["rejected"]
         if answer_field(row) == "completion":
             prompt, *answers = _cut(prompt, *answers)
@@ -106,6 +109,7 @@ class Pairs(_Sharing):
         prompts = chosen.tokens[: _prompt_length(chosen)], rejected.tokens[: _prompt_length(rejected)]
         pair = _share([chosen, rejected], max(0, _equal_tokens(*prompts) - 1))
         form = f"pairs{compare_scores(row)}"
+        form += f" whose {' and '.join(judged)} is not read" * bool(judged)
         return form, (pair.tokens, pair.masked, True), pair.columns, _hash(question_of(row))
 
     def describe(self, columns: dict[str, np.ndarray]) -> str:

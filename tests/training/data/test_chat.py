@@ -646,6 +646,44 @@ def test_fields_of_rows_that_no_template_writes(shown, folder, tmp_path, caplog)
     assert '"source" of 2, the first in ' in message and message.endswith("a.jsonl:1")
 
 
+def test_an_answer_beside_a_chat_that_ends_with_a_question_is_refused(folder, tmp_path, caplog):
+    for chat, name in itertools.product((TALK[:1], TALK[:3]), ("answer", "response", "output", "final_answer")):
+        what = f'has "{name}" beside its messages: .*; write it as the last message if it answers'
+        with pytest.raises(ValueError, match=what):
+            load_rows(tmp_path, folder, [{"messages": chat, name: "THE WORDS"}])
+    load_rows(tmp_path, folder, [{"messages": TALK, "answer": "4"}, {"messages": TALK[:3], "source": "a"}])
+    assert '"answer" of 1, "source" of 1' in caplog.text
+
+
+def test_reasoning_calls_and_media_within_fields_that_describe(shown, folder, tmp_path, caplog):
+    """A field that describes has no words of an answer that its message lacks, however deep they stand."""
+    raw = {"choices": [{"message": {"content": "Hello.", "reasoning_content": "THOUGHT"}}]}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    for name, value in (
+        ("provider_specific_fields", {"thinking_blocks": [{"type": "thinking", "thinking": "THOUGHT"}]}),
+        ("extra", {"response": raw}), ("info", {"think_content": "THOUGHT"}), ("metadata", {"tool_calls": [call]}),
+        ("metadata", {"attachments": [{"name": "a.png", "id": "7"}]}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f'message 2 .assistant. has "{name}": .*does not write'):
+            shown(CHATML, messages("Hi", "Hello.", **{name: value}))
+    said = {
+        "extra": {"actions": [{"command": "Hello."}], "response": {"content": "Hello."}},
+        "metadata": {"tool": "search"}, "usage": {"details": {"reasoning_tokens": 5}}, "info": {"think_content": None},
+    }  # fmt: skip
+    assert shown(CHATML, messages("Hi", "Hello.", **said)) == shown(CHATML, messages("Hi", "Hello."))
+    calls = [{"role": "assistant", "content": "", "tool_calls": [call], "metadata": {"tool_calls": [call]}}]
+    assert "THOUGHT" not in shown(QWEN3, [TALK[0], *calls, {"role": "tool", "content": "2"}, TALK[3]])
+
+
+def test_names_of_tools_beside_a_chat_are_no_tools(folder, tmp_path, caplog):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for value in ([tool], json.dumps([tool])):
+        with pytest.raises(ValueError, match=r'has "available_tools" .*--columns tools=NAME'):
+            load_rows(tmp_path, folder, [{"messages": TALK, "available_tools": value}])
+    load_rows(tmp_path, folder, [{"messages": TALK, "target_tools": "f,g", "tools_used": ["f"]}, {"messages": TALK}])
+    assert '"target_tools" of 1, "tools_used" of 1' in caplog.text
+
+
 def load_rows(tmp_path, folder, rows):
     """Returns the documents of rows under ChatML."""
     (folder / "chat_template.jinja").write_text(CHATML)

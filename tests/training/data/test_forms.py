@@ -213,10 +213,20 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
     ({"instruction": "a", "output": "b", "context": "c"}, 'has "context" beside "instruction", where it would be'),
     ({"instruction": "a", "output": "b", "options": ["c"]}, 'has "options" beside "instruction", where it would'),
     ({"query": "a", "response": "b", "history": [["c", "d"]]},
-     'has "history" beside "query" and "response", where it would be ignored; write it .* question, or remove it; m'),
+     'has "history" beside "query" and "response", where it would be ignored; .*; --columns instruction=q'),
     ({"question": "a", "answer": "b", "context": "c"}, ".* or remove it by --columns prompt=question,completion=answ"),
     ({"instruction": "a", "input": "i", "output": "b", "context": "c"}, 'has "context" .*; remove one; mend'),
-    ({"input": "a", "output": "b"}, 'has the fields "input", "output"; .*, or prompt=NAME,completion=NAME; mend'),
+    ({"input": "a", "output": "b"}, 'has the fields "input", "output"; .*; --columns prompt=input,completion=output'),
+    ({"query": "a", "answers": "[{}]", "tools": TOOLS}, 'has the fields .*; no --columns reads such rows: write what'),
+    ({"input": [ASK], "output": "b", "system_prompt": "c"}, "has the fields .*; no --columns reads such rows"),
+    ({"one": [ASK, ANSWER], "other": [ASK, LAST]}, "has the fields .*; no --columns reads such rows"),
+    ({"system": "a", "chat": "USER: b"}, "has the fields .*; no --columns reads such rows"),
+    ({"messages": [ASK, ANSWER, {"role": "tool", "content": "b"}]},
+     'message 3 .tool. follows assistant, which calls no tool; give its calls as "tool_calls", or this message'),
+    ({"prompt": "a", "completion": "b", "reasoning": "c"},
+     'has "reasoning" beside its answer: \'c\', which would be ignored; write it .*, or give --columns prompt=prompt'),
+    ({"query": "a", "response": "b", "Complex_CoT": "c"}, 'has "Complex_CoT" beside its answer'),
+    ({"question": "a", "answer": "b", "tool_calls": [{"name": "c"}]}, 'has "tool_calls" beside its answer'),
     ({"query": "a", "response": 3}, 'needs strings "query" and "response"'),
     ({"prompt": "a", "completion": "b", "response": "c"}, 'has "response" beside "completion", where it would be'),
     ({"query": "a", "response": "b", "question": "c", "answer": "d"}, 'has "answer" beside "response"'),
@@ -227,7 +237,7 @@ def test_alpaca_without_a_chat_template(tmp_path, caplog, row, prompt):
     ({"messages": [ASK, {**ANSWER, "text": "b"}]}, 'message 2 of "messages" has "text" beside its content'),
     ({"conversations": [{"from": "gpt", "value": "a", "text": "b"}]}, 'message 1 .* "text" beside its content'),
     ({"messages": [{"from": "human", "value": "a", "content": "b"}, ANSWER]}, 'message 1 of "messages" must be an'),
-    ({"messages": [ASK, ANSWER], "functions": TOOLS}, 'has "functions" beside "messages", where it would be'),
+    ({"messages": [ASK, ANSWER], "functions": TOOLS}, 'has "functions" beside "messages", .*; give --columns tools=f'),
     ({"conversations": [ASK, ANSWER], "system_prompt": "a"}, 'has "system_prompt" beside "conversations"'),
     ({"messages": [ASK, ANSWER], "chat_template_kwargs": {"a": False}}, 'has "chat_template_kwargs" beside'),
     ({"question": "a", "answer": "b", "images": ["c.png"]}, 'has "images" beside "answer", where it would be'),
@@ -319,6 +329,31 @@ def test_no_hint_names_columns_that_would_be_refused(tmp_path, tokenizer, row):
     with pytest.raises(UserError, match="give an --objective such as dpo") as error:
         read(tmp_path, tokenizer, row)
     assert "--columns" not in str(error.value)
+
+
+@pytest.mark.parametrize(("row", "columns"), [
+    ({"conversation": [ASK, ANSWER], "model": "m", "redacted": False}, "messages=conversation"),
+    ({"input": "Hi", "output": "Yes?"}, "prompt=input,completion=output"),
+    ({"problem": "Hi", "solution": "Yes?", "source": "s"}, "prompt=problem,completion=solution"),
+    ({"Question": "Hi", "Complex_CoT": "so", "Response": "Yes?"}, "prompt=Question,completion=Response"),
+    ({"id": 1, "system_prompt": "Be", "question": "Hi", "response": "Yes?"},
+     "instruction=question,output=response,system=system_prompt"),
+    ({"instruction": "Hi", "context": "", "response": "Yes?"}, "output=response,input=context"),
+    ({"instruction": "Hi", "context": "there", "response": "Yes?"}, "output=response,input=context"),
+    ({"query": "Hi", "response": "Yes?", "history": [["a", "b"]]}, "instruction=query,output=response"),
+    ({"question": "Hi", "answer": "Yes?", "cot": "so"}, "prompt=question,completion=answer"),
+    ({"prompt": "Hi", "completion": "Yes?", "cot": "so"}, "prompt=prompt,completion=completion"),
+])  # fmt: skip
+def test_the_columns_of_a_refusal_read_the_row(tmp_path, tokenizer, caplog, row, columns):
+    """A refusal ends the search. Reasoning that is left out by --columns is counted."""
+    with pytest.raises(ValueError, match=f"--columns {columns}[ ;]"):
+        read(tmp_path, tokenizer, row)
+    caplog.clear()
+    reading = Reading(columns=columns)
+    [store] = open_stores([str(tmp_path / "a.jsonl")], tokenizer, max(300, tokenizer.vocab_size), reading)
+    tokens, masked = store.read_masked(0, 0, int(store.lengths[0]))
+    text = tokenizer.decode([i for i, is_masked in zip(tokens.tolist(), masked) if not is_masked])
+    assert "Yes?" in text and ("of rows: 1, the first in" in caplog.text) == bool({"cot", "Complex_CoT"} & row.keys())
 
 
 def test_questions_with_a_system_message_are_chats(tmp_path, tokenizer):

@@ -105,6 +105,23 @@ def test_questions_without_a_chat_template_are_texts(tmp_path, row, same):
     assert content(read(tmp_path, BYTES, [row], objective="dpo")) == wanted
 
 
+def test_judgements_of_pairs_are_counted_and_reasoning_is_not_lost(tmp_path, chatml, caplog):
+    caplog.set_level("INFO")
+    row = {"system": "be", "input": "hi", **TEXTS, "rationale": "clear", "in_gsm8k_train": False}
+    wanted = content(read(tmp_path, chatml, [WITH_SYSTEM], objective="simpo"))
+    assert content(read(tmp_path, chatml, [row], objective="simpo")) == wanted
+    assert "1 row of pairs whose rationale is not read" in caplog.text
+    row = {"prompt": "hi", **TEXTS, "chosen_reasoning": "so"}
+    what = 'has "chosen_reasoning" beside its answer: .*, or give --columns chosen=chosen,rejected=rejected'
+    with pytest.raises(UserError, match=what):
+        read(tmp_path, chatml, [row], objective="simpo")
+    for objective, fields in (("kto", {"label": True}), ("grpo", {"old_logprobs": [-1, -1], "reward": 1})):
+        with pytest.raises(UserError, match='has "thinking" beside its answer'):
+            read(
+                tmp_path, chatml, [{"prompt": "hi", "completion": "y", "thinking": "so"} | fields], objective=objective
+            )
+
+
 OTHER = {"prompt": [user("ho")], "completion": [says("z")], "label": True}
 LABELLED = {"prompt": [user("hi")], "completion": [says("y")], "label": False}
 
