@@ -184,7 +184,8 @@ def _value_of(name: str, text: str):
     if not text.strip():
         return None
     with contextlib.suppress(ValueError, RecursionError):
-        value = json.loads({"True": "true", "False": "false"}.get(text.strip(), text))
+        is_truth = text.strip() in ("True", "False", "TRUE", "FALSE")  # pandas', and Excel's
+        value = json.loads(text.lower() if is_truth else text)
         return value if name not in LISTS_OR_TEXTS or isinstance(value, list) else text
     return text
 
@@ -251,8 +252,9 @@ def _cure_of_names(row: dict) -> str:
     chats = [name for name, value in row.items() if _has_answers(value)]
     if len(chats) == 1 and _is_read(row, f"messages={chats[0]}"):
         return f"--columns messages={chats[0]} reads such chats"
-    asked = next((name for name in ASKED if name in texts), None)
-    answer = next((name for name in ANSWERED if name in texts), None)
+    by_lower = {name.lower(): name for name in texts}
+    asked = next((by_lower[name] for name in ASKED if name in by_lower), None)
+    answer = next((by_lower[name] for name in ANSWERED if name in by_lower), None)
     if asked and answer:
         system = next((f",system={name}" for name in SYSTEMS if name in row), "")
         shown = next((f",input={name}" for name in sorted(SHOWN_WITH) if name in row), "")
@@ -490,10 +492,8 @@ FORMS = (
     *(Form(f"{asked} and {said}", said, (asked, *BESIDE), object, _from_pair, needs=asked) for asked, said in PAIRS),
 )
 # Names of questions and answers in data sets, of which --columns is told.
-ASKED = ("prompt", "question", "query", "instruction", "problem", "input", "Question", "Prompt", "Instruction")
-ANSWERED = (
-    "completion", "response", "answer", "output", "solution", "generated_solution", "Response", "Answer", "Output",
-)  # fmt: skip
+ASKED = ("prompt", "question", "query", "instruction", "problem", "input")
+ANSWERED = ("completion", "response", "answer", "output", "solution", "generated_solution")
 OF_FORMS = frozenset(name for form in FORMS for name in (form.decides, *form.takes))
 COLUMNS = frozenset(name for form in FORMS if not form.needs for name in (form.decides, *form.takes)) - {VARIABLES}
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")

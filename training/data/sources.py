@@ -476,8 +476,8 @@ class DocumentReader:
             self._refuse(where, str(error))
         else:
             self.found[f"rows of {form}"] += 1
-            for what in sorted(self._unread):
-                self._leave_out(what, where)
+            for left_out in sorted(self._unread):
+                self._leave_out(left_out, where)
             yield self._checked(Document(*encoded, file, number, columns, prompt))
 
     def _refuse(self, where: str, why: str) -> None:
@@ -493,7 +493,9 @@ class DocumentReader:
             return json.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError also for 5,000 digits
             place = f"{error.msg}, character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise UserError(f"not JSON ({place[:100]}); each line must be one JSON object") from None
+            is_other = number == 1 and text.lstrip().startswith(("[{", "[\r", "[\n", "{\r", "{\n"))
+            cure = "rename the file to .json" if is_other else "each line must be one JSON object"
+            raise UserError(f"not JSON ({place[:100]}); {cure}") from None
 
     def _without_mark(self, content: bytes, where: str) -> bytes:
         if content.startswith(BYTE_ORDER_MARK):

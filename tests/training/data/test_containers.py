@@ -177,8 +177,8 @@ def test_fields_of_csv_are_texts_numbers_truths_and_lists(tmp_path):
     """A row may have several lines. An index of pandas has no name. An empty number is none."""
     (tmp_path / "a.csv").write_text(',prompt,completion\r\n0,a,"5, ""x""\r\ny"\r\n\r\n1,,7\r\n', newline="")
     assert texts(tmp_path / "a.csv") == ['a5, "x"\r\ny', "7"]
-    (tmp_path / "b.csv").write_text("text,loss,weight\na,True,\nb,False,\nc,,1\n")
-    assert texts(tmp_path / "b.csv") == ["a", "c"]
+    (tmp_path / "b.csv").write_text("text,loss,weight\na,True,\nb,False,\nc,,1\nd,FALSE,\ne,TRUE,\n")
+    assert texts(tmp_path / "b.csv") == ["a", "c", "e"]
     (tmp_path / "c.csv").write_text('text,loss_on_turns\na,"[0, 1]"')
     with pytest.raises(UserError, match='has "loss_on_turns", which is not obeyed'):
         texts(tmp_path / "c.csv")
@@ -472,3 +472,12 @@ def test_suffixes_and_names_of_the_hub(tmp_path, one_process):  # noqa: F811
         texts("no/such-data")
     with pytest.raises(ValueError, match=r"does not exist; give --data a file or a folder$"):
         texts(tmp_path / "such")
+
+
+@pytest.mark.parametrize("content", ['[{"text": "a"},\n{"text": "b"}]', '[\n{"text": "a"}\n]', '{\n"text": "a"\n}\n'])
+def test_other_json_in_a_file_of_lines_is_told_its_suffix(tmp_path, content):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(UserError, match=r"a.jsonl:1: not JSON .*; rename the file to .json; mend"):
+        texts(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").rename(tmp_path / "a.json")
+    assert texts(tmp_path / "a.json")[0] == "a"

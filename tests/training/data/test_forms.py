@@ -333,6 +333,7 @@ def test_no_hint_names_columns_that_would_be_refused(tmp_path, tokenizer, row):
 
 @pytest.mark.parametrize(("row", "columns"), [
     ({"conversation": [ASK, ANSWER], "model": "m", "redacted": False}, "messages=conversation"),
+    ({"Prompt": "Hi", "Completion": "Yes?"}, "prompt=Prompt,completion=Completion"),
     ({"input": "Hi", "output": "Yes?"}, "prompt=input,completion=output"),
     ({"problem": "Hi", "solution": "Yes?", "source": "s"}, "prompt=problem,completion=solution"),
     ({"Question": "Hi", "Complex_CoT": "so", "Response": "Yes?"}, "prompt=Question,completion=Response"),
