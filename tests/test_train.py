@@ -338,13 +338,14 @@ def test_defaults_for_generation_go_along_with_weights_trained_on_bytes(corpus, 
     assert not (tmp_path / "words" / "step_00000001" / "generation_config.json").exists()
 
 
-def test_a_batch_is_shown_where_a_run_has_been_and_without_weights(corpus, tmp_path, capsys):
-    """Most people try --show_batch after a run in the same, default, output_dir."""
+def test_a_batch_is_shown_where_a_run_has_been_and_without_weights(corpus, tmp_path, capsys, monkeypatch):
+    """Most people try --show_batch after a run in the same, default, output_dir, and before they install wandb."""
     run = tmp_path / "run"
     assert train.main(arguments(corpus, run, steps=1)) == 0
     before = {file: file.stat().st_mtime_ns for file in run.rglob("*")}
     capsys.readouterr()
-    assert train.main(arguments(corpus, run, "--show_batch", "--context_length", "32")) == 0
+    monkeypatch.setattr("training.host.errors.find_spec", lambda name: None)
+    assert train.main(arguments(corpus, run, "--show_batch", "--context_length", "32", "--wandb", "project")) == 0
     assert "of 32 tokens are trained on" in capsys.readouterr().out
     assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before
     (folder := run / "step_00000001").joinpath("model.safetensors").unlink()

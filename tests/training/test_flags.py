@@ -134,7 +134,7 @@ def test_each_setting_of_another_trainer_is_answered_by_name(trainer):
     ("rl_beta", "beta"), ("dpo_beta", "beta"), ("pref_beta", "beta"), ("rpo_alpha", "nll_weight"),
     ("pref_ftx", "nll_weight"), ("truncation_strategy", "overlong"), ("excess_length_strategy", "overlong"),
     ("truncation_mode", "overlong"), ("split_dataset_ratio", "validation_fraction"), ("attn_impl", "attention_backend"),
-    ("enable_thinking", "a chat template gets no arguments"), ("ref_model", "reference_logprobs"),
+    ("enable_thinking", "a row's chat_template_kwargs"), ("ref_model", "reference_logprobs"),
     ("num_generations", "no rollouts are written"), ("max_completion_length", "no rollouts are written"),
     ("reward_funcs", "no rollouts are written"), ("use_vllm", "no rollouts are written"),
     ("checkpoint_dir", "output_dir"), ("ckpt_path", "init_from"), ("rope_theta", "config.json in the folder"),

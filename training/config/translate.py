@@ -5,15 +5,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from training.config.theirs import Theirs
-from training.config.values import READERS, Outcome, adapters_of, alpha, is_off, is_rank_stabilized, plain, rank
+from training.config.rows import column, entries, why_left_out
+from training.config.theirs import Theirs, is_unset
+from training.config.values import (
+    READERS,
+    Outcome,
+    adapters_of,
+    alpha,
+    has_nll,
+    is_off,
+    is_rank_stabilized,
+    plain,
+    rank,
+)
 from training.flags import as_words, given_flags, grouped, refuse
-from training.host.choices import ROLLOUT_OBJECTIVES
+from training.host.choices import CLIPPED_OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.host.errors import UserError, program
 from training.host.other_trainers import BY_VALUE, NAMES, meaning
 from training.run.settings import TrainConfig
 
 NAMES_HERE = [each.name for each in fields(TrainConfig)]
+DATA = ("data", "validation_data")
+SAID_BY_FALSE = {*NAMES["said_by_false"]["names"].split()}
 # Zero says something of these flags.
 SAID_BY_OFF = {"save_strategy": ("save", "none"), "checkpoint.enable": ("save", "none")}
 
@@ -49,6 +62,7 @@ def translate(theirs: Theirs) -> Translation:
         _translate_one(translation, name, theirs.values[name])
     _add_adapters(translation)
     _add_guesses(translation)
+    _add_rows(translation)
     _add_defaults(translation)
     _drop_one_goal(translation)
     _drop_without_effect(translation)
@@ -82,7 +96,7 @@ def _translate_one(translation: Translation, name: str, value: Any) -> None:
     is_of_one = "parallel" in end and value in (1, -1)
     if said and is_off(value) and value is not None:
         _set(translation, said[0], Outcome(said[1]), name, value)
-    elif is_off(value) or is_of_one:
+    elif is_of_one or (is_off(value) and (is_unset(value) or not {name, end} & SAID_BY_FALSE)):
         translation.off.append(name)
     elif why is not None:
         _leave(translation, f"{name} = {_shown(value)}", why.format(python=program(), torchrun=program("torchrun")))
@@ -109,6 +123,8 @@ def _set(translation: Translation, flag: str, outcome: Outcome, name: str, value
             translation.values[flag] += f",{outcome.value}"
         elif joined:
             translation.values[flag] = [*translation.values[flag], *outcome.value]
+        if joined:
+            translation.notes[flag] += f"; {name} = {_shown(value)}" + (f": {outcome.note}" if outcome.note else "")
         elif outcome.value != translation.values[flag]:
             said = f"{flag} is set by {translation.notes[flag].partition(':')[0]}"
             _leave(translation, f"{name} = {_shown(value)}", said)
@@ -161,10 +177,36 @@ def _add_guesses(translation: Translation) -> None:
             return
 
 
+def _add_rows(translation: Translation) -> None:
+    """Adds what entries of datasets say of their rows: names of fields, a template, and why the rest is left out."""
+    objective = str(translation.values.get("objective", ""))
+    named: dict[str, Any] = {}
+    lists = [(name, value) for name, value in translation.theirs.values.items() if _flag_of(name)[0] in DATA]
+    for where, entry in ((name, entry) for name, value in lists for entry in entries(value)):
+        for name, value in entry.items():
+            setting, ours = f"{where}: {name}", column(str(name), value, objective)
+            if ours and named.setdefault(ours, value) != value:
+                _leave(translation, f"{setting} = {_shown(value)}", f"columns has {ours}={named[ours]} already")
+            elif ours and f"{ours}={value}" not in translation.values.get("columns", "").split(","):
+                _set(translation, "columns", Outcome(f"{ours}={value}"), setting, value)
+            elif name == "chat_template" and not is_off(value):
+                _translate_one(translation, "chat_template", value)
+            elif why := why_left_out(str(name), value):
+                _leave(translation, f"{setting} = {_shown(value)}", why)
+
+
 def _add_defaults(translation: Translation) -> None:
     """Adds what their trainer does where the file says nothing, and train.py would do something else."""
-    trainer = translation.theirs.trainer
-    for flag, value in NAMES["defaults"].get(trainer, {}).items():
+    trainer, objective = translation.theirs.trainer, translation.values.get("objective", "")
+    defaults = NAMES["defaults"].get(trainer, {}) | NAMES["defaults_of_objectives"].get(trainer, {}).get(objective, {})
+    if trainer and objective in CLIPPED_OBJECTIVES:  # theirs has one limit for both sides, and for every objective
+        defaults |= {"clip_low": 0.2, "clip_high": translation.values.get("clip_low", 0.2)}
+    if trainer == "TRL" and has_nll(translation.theirs):
+        defaults |= {"nll_weight": 1.0}
+    if peaks := NAMES["learning_rates"].get(trainer):
+        kinds = [objective, "adapters" if "lora" in translation.values else "weights"]
+        defaults["learning_rate"] = next(peaks[kind] for kind in (*kinds, "weights") if kind in peaks)
+    for flag, value in defaults.items():
         is_said = flag in translation.values or (flag == "epochs" and "max_steps" in translation.values)
         if flag == "warmup_steps":  # a share of steps that the data settle is among what is left out
             is_said = is_said or any("warmup" in name for name in translation.theirs.values)

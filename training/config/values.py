@@ -7,10 +7,12 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from training.config.rows import PLACES, column, why_left_out
 from training.config.theirs import Theirs, is_unset
 from training.host.choices import MODEL_SIZES, TARGETS
 from training.host.errors import hub_download, program
@@ -120,7 +122,7 @@ def paths(name: str, value: Any, theirs: Theirs) -> Outcome:
     for each in listed:
         entry = each if isinstance(each, dict) else {"path": str(each).strip()}
         files = entry.get("data_files") or entry.get("path") or entry.get("dataset")
-        unread |= dict.fromkeys(str(key) for key in entry if key not in ("path", "data_files", "dataset"))
+        unread |= dict.fromkeys(map(str, filter(partial(_is_unread, entry), entry)))
         for file in files if isinstance(files, list) else [files]:
             found.append(_dataset(str(file), theirs))
     notes = [each.note for each in found if each.note]
@@ -128,6 +130,12 @@ def paths(name: str, value: Any, theirs: Theirs) -> Outcome:
         notes.append(f"rows are told by their fields, and all are read: {', '.join(unread)} left out")
     firsts = dict.fromkeys(each.first for each in found if each.first)
     return Outcome([each.value for each in found], "; ".join(dict.fromkeys(notes)), " && ".join(firsts))
+
+
+def _is_unread(entry: dict, name: str) -> bool:
+    """Whether a setting of an entry is neither the place of its rows nor what translate.py says more of."""
+    is_named = column(name, entry[name], "") is not None or why_left_out(name, entry[name]) is not None
+    return name not in PLACES and not is_named and name != "chat_template"
 
 
 def _dataset(name: str, theirs: Theirs) -> Outcome:
@@ -264,6 +272,8 @@ def schedule(name: str, value: Any, theirs: Theirs) -> Outcome:
     if end.startswith(("min_", "cosine_min")):
         return Outcome(float(value))
     kind = str(value).lower()
+    if kind.startswith("cosine_") and "min_lr" in kind:  # settings of their own say where it ends
+        return Outcome()
     ratio = next((float(share) for share, kinds in NAMES["schedules"].items() if kind in kinds.split()), None)
     if ratio is None:
         return Outcome(note="the learning rate rises for warmup_steps and falls by a cosine")
@@ -315,10 +325,37 @@ def length(name: str, value: Any, theirs: Theirs) -> Outcome:
 def objective(name: str, value: Any, theirs: Theirs) -> Outcome:
     if name.rpartition(".")[2] in ("importance_sampling_level", "stage") and str(value) in ("token", "sft", "pt"):
         return Outcome()
-    meant = in_words("objective", value)
+    kinds = [each for each in value if each != "sft"] if isinstance(value, list) else [value]
+    meant = in_words("objective", kinds[0]) if len(kinds) == 1 else None
     if meant is None:
         return Outcome(note=f"objective is one of {', '.join(NAMES['words']['objective'])}")
     return Outcome(meant) if meant != "next_token" else Outcome()
+
+
+def has_nll(theirs: Theirs) -> bool:
+    """Whether TRL's loss is of two terms, of which one is the loss of the chosen answers."""
+    kinds = theirs.get("loss_type")
+    return isinstance(kinds, list) and len(kinds) == 2 and "sft" in kinds
+
+
+def nll(name: str, value: Any, theirs: Theirs) -> Outcome:
+    """The weight of the chosen answers' loss: 0.5 of loss_type [sigmoid, sft] with loss_weights [1.0, 0.5]."""
+    if name.rpartition(".")[2] != "loss_weights":
+        return plain("nll_weight", value)
+    if not has_nll(theirs) or len(value) != 2:
+        return Outcome(note="one loss is trained on, with the chosen answers' loss beside it as nll_weight")
+    index = theirs.get("loss_type").index("sft")
+    return Outcome(float(value[index]) / float(value[1 - index]), "over the other's weight")
+
+
+def clip_high(name: str, value: Any, theirs: Theirs) -> Outcome:
+    is_cap = theirs.trainer in ("TRL", "ms-swift") and theirs.get("loss_type") == "cispo"
+    return Outcome(float(value) - 1, "of 1 and this here") if is_cap else plain("clip_high", value)
+
+
+def beta(name: str, value: Any, theirs: Theirs) -> Outcome:
+    is_unused = name.rpartition(".")[2] == "kl_loss_coef" and not is_on(theirs.get("use_kl_loss"))
+    return Outcome(note="use_kl_loss is off") if is_unused else plain("beta", value)
 
 
 # While it runs
@@ -401,6 +438,9 @@ READERS: dict[str, Callable[[str, Any, Theirs], Outcome]] = {
     "gradient_accumulation_steps": micro_batches,
     "context_length": length,
     "objective": objective,
+    "nll_weight": nll,
+    "clip_high": clip_high,
+    "beta": beta,
     "save": saves,
     "resume": going_on,
     "wandb": project,

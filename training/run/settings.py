@@ -173,7 +173,7 @@ def check_config(config: TrainConfig, given: Iterable[str], rules: Iterable[Rule
     """
     refuse(config, given, rules)
     for package, module in (("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb"), ("trackio", "trackio")):
-        if getattr(config, package):
+        if getattr(config, package) and not config.show_batch:  # which sends nothing
             import_optional(module, f"--{package}", package)
     if isinstance(config.show_batch, str):
         if not config.show_batch.endswith(".html"):
