@@ -300,7 +300,7 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
     _reader.found, _reader.left_out, _reader.bad, _reader.used = Counter(), {}, BadRows(), set()
     digest = hashlib.sha256()
     try:
-        with path.with_suffix(".tokens.new").open("wb") as stream:
+        with _cleared(path.with_suffix(".tokens.new")).open("wb") as stream:
             for number, extent in enumerate(extents):
                 if _has_changed(extent):
                     raise UserError(f"{extent.path} has changed since the command began: start it again, it goes on")
@@ -337,10 +337,20 @@ def _write(file: Path, content: bytes) -> None:
     """Write a file and rename it when it is on the disk, so that it is complete or absent. Raises UserError."""
     new = file.with_name(file.name + ".new")
     try:
-        write_file(new, content)
+        write_file(_cleared(new), content)
         new.rename(file)
     except OSError as error:
         raise UserError(_why_not_written(file, error)) from None
+
+
+def _cleared(new: Path) -> Path:
+    """Deletes what has the name of a file that is written and renamed then; a device stays.
+
+    A link leads to somebody else's file, and a pipe would be waited for.
+    """
+    if not new.is_char_device():
+        new.unlink(missing_ok=True)
+    return new
 
 
 def _why_not_written(file: Path, error: OSError) -> str:

@@ -329,6 +329,23 @@ def test_a_full_disk_is_a_line(tmp_path, corpus, one_process, capsys):
         assert main(command) == 0 and prepare(source, folder, "bytes") == expected and not new.exists()
 
 
+def test_nothing_is_written_through_a_link_or_waits_for_a_pipe(tmp_path, corpus, one_process):
+    """At each name that a file has before it is whole."""
+    source, folder, other = corpus / "0.txt", tmp_path / "set", tmp_path / "other"
+    expected = prepare(source, folder, "bytes")
+    part = expected["parts"][0]["name"]
+    names = [f"{part}.tokens", f"{part}.documents", f"{part}.json", "set.json"]
+    for make in (lambda new: new.symlink_to(other), lambda new: new.symlink_to(tmp_path / "none"), os.mkfifo):
+        other.write_text("precious")
+        for name in names:
+            (folder / name).unlink()
+            make(folder / f"{name}.new")
+        assert prepare(source, folder, "bytes") == expected
+        assert {file.name for file in folder.iterdir()} == {*names, ".lock"}
+        assert other.read_text() == "precious" and not (tmp_path / "none").exists()
+        assert not any(file.is_symlink() for file in folder.iterdir())
+
+
 def test_workers_make_the_same_set(tmp_path, corpus, one_process, monkeypatch, capfd):
     """Two processes work. A worker's error is a line, and the parts made before it are kept."""
     expected = prepare(corpus, tmp_path / "one", "bytes")
