@@ -29,6 +29,7 @@ from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.families.rows import token_ids
 from training.generate.inference import _stop_ids
+from training.host.errors import UserError
 from training.run import parts
 from training.run.parts import log_sample
 from training.run.settings import TrainConfig
@@ -92,8 +93,8 @@ def test_a_folder_without_a_generation_config_gets_one(tmp_path):
         assert _stop_ids(tmp_path, SimpleNamespace(eos_id=5)) == {5, 257}
         assert first_stop_id(tmp_path, {257}) == 257
     assert token_ids({**wrapped, "text_config": 257}) == {}  # damaged
-    for damaged in (b"[1]", b"{", b"\xff"):
-        with pytest.raises(ValueError, match=r"generation_config\.json beside the tokenizer is damaged: "):
+    for damaged in (b"[1]", b"{", b"\xff", b'{"a":' * 200 + b"1" + b"}" * 200, b'{"a":' * 3000):
+        with pytest.raises(UserError, match=r"generation_config\.json beside the tokenizer is damaged: "):
             Companions({"generation_config.json": damaged}).stopping_at({1})
 
 

@@ -35,7 +35,7 @@ from training.families.lora import (
 from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
 from training.families.rows import GENERATION, TOKEN_IDS, generation_settings
 from training.host.errors import UserError, hub_download, printable, refused_as_user_error
-from training.host.files import JSON_BYTES, did_you_mean, read_file, read_json
+from training.host.files import JSON_BYTES, did_you_mean, is_deep, read_file, read_json
 from training.optim.quantized import check_library, is_quantized, quantize
 
 logger = logging.getLogger(__name__)
@@ -109,8 +109,8 @@ class Companions:
             return None
         with refused_as_user_error(f"{GENERATION_CONFIG} beside the tokenizer is damaged: "):
             content = json.loads(self.files[GENERATION_CONFIG])
-            if not isinstance(content, dict):
-                raise ValueError("it holds no JSON object")
+            if not isinstance(content, dict) or is_deep(content):
+                raise ValueError("it holds no JSON object, or one that is nested too deeply")
         return content
 
     @staticmethod
@@ -277,8 +277,8 @@ def _with_all_templates(folder: Path, files: dict[str, bytes]) -> dict[str, byte
         named = {"default": files[TEMPLATE]} | named
     with refused_as_user_error(f"{TOKENIZER_CONFIG} or a chat template in {folder} is damaged: "):
         config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-        if not isinstance(config, dict):
-            raise ValueError("it holds no JSON object")
+        if not isinstance(config, dict) or is_deep(config):
+            raise ValueError("it holds no JSON object, or one that is nested too deeply")
         config["chat_template"] = [{"name": name, "template": source.decode()} for name, source in named.items()]
     return others | {TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 

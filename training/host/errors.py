@@ -122,8 +122,11 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 
 @contextmanager
 def refused_as_user_error(prefix: str = "") -> Iterator[None]:
-    """Turn a ValueError into a UserError with `prefix` and the same words, for code that checks the user's values."""
+    """Turn a ValueError into a UserError with `prefix` and the same words, for code that checks the user's values.
+
+    A RecursionError, which JSON nested too deeply ends in, becomes one as well.
+    """
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{prefix}{error}") from None

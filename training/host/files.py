@@ -112,12 +112,12 @@ def read_json(file: Path) -> dict:
         raise UserError(f"{file} is missing or damaged: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"{file} is damaged: it holds no JSON object")
-    if _is_deep(content):
+    if is_deep(content):
         raise UserError(f"{file} is damaged: its values are nested more than {DEEPEST} deep")
     return content
 
 
-def _is_deep(content: dict) -> bool:
+def is_deep(content: dict) -> bool:
     """Whether values of JSON are nested more than DEEPEST deep: functions that follow them would not come to an end."""
     level: list[dict | list] = [content]
     for _ in range(DEEPEST):
