@@ -42,6 +42,7 @@ class Translation:
         left: reasons, each with the settings that it holds for.
         off: settings of theirs that are off or unset.
         unknown: settings that no trainer's list has.
+        lost: their loss, which is none here.
         refused: the reason why train.py would refuse the settings as they are; "" if it would not.
     """
 
@@ -52,6 +53,7 @@ class Translation:
     left: dict[str, list[str]] = field(default_factory=dict)
     off: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    lost: str = ""
     refused: str = ""
 
 
@@ -110,6 +112,8 @@ def _translate_one(translation: Translation, name: str, value: Any) -> None:
         if outcome.value is not None:
             _set(translation, outcome.flag or flag, outcome, name, value)
         elif outcome.note:
+            if flag == "objective":
+                translation.lost = f"{name} = {_shown(value)}"
             _leave(translation, f"{name} = {_shown(value)}", outcome.note)
         else:
             translation.off.append(name)
@@ -167,7 +171,8 @@ def _add_adapters(translation: Translation) -> None:
 
 def _add_guesses(translation: Translation) -> None:
     """Adds the objective that the settings are of, where the trainer's script names it and not its file."""
-    if translation.theirs.trainer != "TRL" or "objective" in translation.values:
+    is_told = "objective" in translation.values or translation.lost
+    if translation.theirs.trainer != "TRL" or is_told:
         return
     for objective, names in NAMES["guesses"].items():
         signs = [name for name in names.split() if not is_off(translation.theirs.get(name))]
@@ -203,7 +208,11 @@ def _add_defaults(translation: Translation) -> None:
         defaults |= {"clip_low": 0.2, "clip_high": translation.values.get("clip_low", 0.2)}
     if trainer == "TRL" and has_nll(translation.theirs):
         defaults |= {"nll_weight": 1.0}
-    if peaks := NAMES["learning_rates"].get(trainer):
+    if trainer == "TRL" and "lora" in translation.values:
+        defaults |= {"lora_targets": "q_proj,v_proj"}  # peft's for every family that is read here
+    if trainer == "axolotl" and "max_steps" in translation.values:
+        defaults |= {"warmup_steps": min(3 * translation.values["max_steps"] // 100, 100)}
+    if (peaks := NAMES["learning_rates"].get(trainer)) and not (translation.lost and not objective):
         kinds = [objective, "adapters" if "lora" in translation.values else "weights"]
         defaults["learning_rate"] = next(peaks[kind] for kind in (*kinds, "weights") if kind in peaks)
     for flag, value in defaults.items():
@@ -211,7 +220,8 @@ def _add_defaults(translation: Translation) -> None:
         if flag == "warmup_steps":  # a share of steps that the data settle is among what is left out
             is_said = is_said or any("warmup" in name for name in translation.theirs.values)
         if flag == "context_length":  # rollouts' lengths are settings of their own
-            is_said = is_said or translation.values.get("objective") in ROLLOUT_OBJECTIVES
+            is_unlimited = "max_length" in translation.theirs.values
+            is_said = is_said or is_unlimited or objective in ROLLOUT_OBJECTIVES
         if not is_said:
             translation.values[flag] = value
             translation.notes[flag] = f"the default of {trainer}"
@@ -260,6 +270,9 @@ def _head(translation: Translation, target: str) -> Iterator[str]:
         yield "# No data are named: give data; else the sources of Python's library are read"
     if "context_length" not in translation.values:
         yield f"# No length is named: give context_length; {TrainConfig.context_length} tokens by default"
+    if translation.lost and "objective" not in translation.values:
+        lost = _one_line(translation.lost)
+        yield f"# Their loss is none of these here: {lost}; next tokens are trained, or give objective"
     if translation.refused:
         yield f"# train.py refuses these settings as they are: {_one_line(translation.refused)}"
 

@@ -157,6 +157,8 @@ def rope(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 def template(name: str, value: Any, theirs: Theirs) -> Outcome:
     text = str(value)
+    if text == "jinja" and theirs.get("chat_template_jinja"):
+        return Outcome()
     if text == "chatml":
         return Outcome("chatml")
     if "{%" in text or "{{" in text:
@@ -261,7 +263,9 @@ def warmup(name: str, value: Any, theirs: Theirs) -> Outcome:
     total = theirs.get("max_steps", theirs.get("total_training_steps"))
     if total is None or float(total) <= 0:
         return Outcome(note=f"{number:.3g} of the run's steps, which the data settle: give warmup_steps; 20 by default")
-    return Outcome(max(1, round(number * float(total))), f"{number:.3g} of {int(float(total))} steps")
+    share = number * float(total)
+    count = int(share) if theirs.trainer == "axolotl" else math.ceil(share)
+    return Outcome(max(1, count), f"{number:.3g} of {int(float(total))} steps")
 
 
 def schedule(name: str, value: Any, theirs: Theirs) -> Outcome:
