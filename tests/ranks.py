@@ -3,12 +3,17 @@
 import gc
 import multiprocessing
 import os
+import runpy
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed.run
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from training.parallel.world import join_world
 
@@ -34,7 +39,10 @@ def run_ranks(num_ranks: int, function: Callable, *args, device: str = "cpu", **
 
 
 def start_torchrun(folder: Path, *arguments: str) -> multiprocessing.Process:
-    """Start torchrun in a process that has imported it. Output and errors go to the ends of two files of a folder."""
+    """Start torchrun in a process that has imported it. Output and errors go to the ends of two files of a folder.
+
+    Its ranks are forked from that process, with torch imported.
+    """
     process = multiprocessing.get_context("forkserver").Process(target=_torchrun, args=(folder, arguments))
     process.start()
     return process
@@ -45,7 +53,41 @@ def _torchrun(folder, arguments):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(Path(__file__).parents[1])
+    subprocess_handler.Popen = _ForkedProgram
     torch.distributed.run.main(arguments)
+
+
+class _ForkedProgram:
+    """A Python program that torchrun starts, with the part of `subprocess.Popen` that torchrun calls."""
+
+    def __init__(self, args, env, **_):
+        self.args = args
+        self._process = multiprocessing.get_context("fork").Process(target=_program, args=(args, env))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self._process.exitcode
+
+
+def _program(words, env):
+    """Run `python -u -m MODULE ...` with the session, the signals and the environment of a new program."""
+    os.setsid()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.stdout.reconfigure(write_through=True)
+    gc.freeze = gc.unfreeze = lambda: None
+    sys.argv = list(words[words.index("-m") + 1 :])
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def meeting_point() -> TCPStore:
