@@ -39,7 +39,8 @@ def by_pointer(kernel):
     is_scan = "BLOCK_V" in kernel.constants
     sizes = {"BLOCK_V": tiles.columns, "STAGES": tiles.stages} if is_scan else {"STAGES": tiles.gradient_stages}
     constants = kernel.constants | sizes
-    return replace(kernel, signature=signature, constants=constants, num_warps=tiles.warps, least_capability=80)
+    kernel = replace(kernel, signature=signature, constants=constants, num_warps=tiles.warps)
+    return replace(kernel, least_capability=80, most_capability=80)
 
 
 _READ_IN_BLOCKS = [

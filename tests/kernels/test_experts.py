@@ -20,7 +20,7 @@ _TYPES |= dict.fromkeys(("order_ptr", "offsets_ptr", "tiles_ptr", "count_ptr"), 
 
 def kernels_to_compile():
     """Every kernel at the 30B's sizes, in tiles for Hopper and for older GPUs, without and with adapters."""
-    for (tiles, least), rank in itertools.product(((products.HOPPER, 90), (products.OLDER, 80)), (0, 16, 80)):
+    for (tiles, gpu), rank in itertools.product(((products.HOPPER, 90), (products.OLDER, 80)), (0, 16, 80)):
         for product, kernel, constants in (
             ("gate_up", "_gate_up_kernel", _SIZES if rank < 64 else {"K": 2, "D": 40, "F": 24}),  # one step of depth
             ("d_hidden", "_d_hidden_kernel", _SIZES),
@@ -34,7 +34,7 @@ def kernels_to_compile():
             ),
             ("d_gate_up", "_d_weight_kernel", {"K": 8, "D": 2048, "WIDTH": 1536, "TRANSPOSED": True, "ADD": False}),
         ):
-            if not rank and product == "narrow":
+            if product == ("d_gate_up" if rank else "narrow"):  # the same for all ranks; none without adapters
                 continue
             tile = products.fitted(tiles[product], constants.get("WIDTH", 256))
             straight, turned, rows = (
@@ -56,7 +56,7 @@ def kernels_to_compile():
                 sizes |= {"RANK": rank, "STEP": step} | ({} if rank else dict.fromkeys(low))
             sizes |= {} if kernel == "_d_weight_kernel" else {"PERSISTENT": tile.persistent}
             yield KernelToCompile(
-                f"products.{kernel}", _TYPES | described, constants | sizes, tile.warps, tile.stages, least
+                f"products.{kernel}", _TYPES | described, constants | sizes, tile.warps, tile.stages, gpu, gpu
             )
     yield KernelToCompile("products._sum_kernel", _TYPES, {"K": 8, "D": 2048, "BLOCK_D": 1024})
 
