@@ -40,7 +40,7 @@ from training.checkpoint.weights import (
     read_companions,
 )
 from training.data.chat import stop_ids
-from training.data.corpus import check_paths, load_corpus
+from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader, check_can_validate, count_sequences, prompts_of, validation_batches
 from training.data.show import read_batch, show_batch
 from training.data.show_html import SHOWN_ON_A_PAGE, write_batch
@@ -48,7 +48,7 @@ from training.data.sources import Reading
 from training.data.tokens import Store
 from training.families.rope import beyond
 from training.host.errors import UserError
-from training.host.files import only_run_in
+from training.host.files import check_paths, only_run_in
 from training.host.processes import command, outliving_its_output
 from training.memory.cost_model import forward_flops
 from training.memory.kinds import spell_by_layer
@@ -175,7 +175,7 @@ def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
     config, first_step = recipe.config, recipe.progress.step
     check_machine(recipe, world)
     check_fits(recipe, world)
-    check_paths(config.data, config.validation_data)
+    check_paths({"data": config.data, "validation_data": config.validation_data})
     for folder in filter(None, (config.reference_logprobs, config.old_logprobs, config.teacher_logprobs)):
         Stored.read(folder)  # refuses a folder that holds none
     check_is_free(recipe)

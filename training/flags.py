@@ -20,13 +20,14 @@ from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 
 from training.host.errors import UserError, import_with_variables, program
-from training.host.files import check_working_directory, read_file
+from training.host.files import check_paths, check_working_directory, read_file
 from training.host.other_trainers import WORDS, Meaning, meaning
 from training.host.threads import device_of, limit_spinning
 
 LARGE = 2**31 - 1  # larger steps, sizes and seeds are nonsense, or overflow
 SMALLEST = 1e-12  # stands for "above 0"
 SETTINGS = ".toml", ".yaml", ".yml", ".json"  # endings of files that are meant for --config
+ROWS = ".jsonl", ".ndjson", ".csv", ".tsv"  # endings of data, which --config does not read
 TOML_BYTES = 2**20  # a longer file of settings is refused
 NEARLY = 0.01  # share by which thousands of tokens may be off a power of two: 131k, 262k
 MOST_REASONS = 6  # that a message about a file gives
@@ -151,7 +152,9 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
 def answer_early(
     read: Callable[[list[str]], object] = lambda words: None, packages: Sequence[str] = ("tqdm", "torch")
 ) -> None:
-    """Answer --help, and refuse wrong flags by `read`, before a script imports torch, which takes seconds.
+    """Answer --help, and refuse wrong flags and paths that lead nowhere, before a script imports torch.
+
+    That import takes seconds. `read` returns the command's flags, an object or a dict.
 
     Ranks of torchrun read the words only then: the main rank shows the error. Environment variables that `packages`
     refuse at their import are refused. Threads of torch that wait spin for a short while only, where no GPU computes.
@@ -159,7 +162,9 @@ def answer_early(
     try:
         if "RANK" not in os.environ:
             check_working_directory()
-            read(sys.argv[1:])
+            flags = read(sys.argv[1:])
+            if flags is not None:
+                check_paths(flags if isinstance(flags, dict) else vars(flags))
         if "torch" in packages:
             limit_spinning(device_of(sys.argv[1:]))
         for package in packages:
@@ -374,13 +379,21 @@ def _check_word(name: str, word: str) -> None:
         raise UserError(f"{name} is an empty string or has a NUL; give a value, or drop it")
 
 
+def _settings_in(text: str) -> dict[str, typing.Any]:
+    if settings := tomllib.loads(text):
+        return settings
+    raise UserError("it has no settings; write some, such as max_steps = 20, or drop --config")
+
+
 def _read_toml(path: Path, kind: type) -> dict[str, typing.Any]:
     """Returns the keys of a file; raises ValueError for a file that is no TOML, and names YAML and JSON."""
     text = read_file(path, "give --config a TOML file", TOML_BYTES).decode("utf-8-sig")
+    if path.suffix.lower() in ROWS and any(each.name == "data" for each in fields(kind)):
+        raise UserError(f"it is a file of rows, and settings are TOML; to train on it, give --data {path}")
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     try:
         if not is_yaml:
-            return tomllib.loads(text)
+            return _settings_in(text)
     except tomllib.TOMLDecodeError:
         if not re.search(r"^[\w-]+:(\s|$)|^\s*\{", text, re.MULTILINE):
             raise

@@ -18,18 +18,18 @@ from kernels.mixed import linear_maps
 from model import MODEL_SIZES
 from training.config.__main__ import ConfigFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
-from training.evaluation.flags import EvaluationFlags
+from training.evaluation.flags import EvaluationFlags, read_evaluation_flags
 from training.export.__main__ import ExportFlags
-from training.flags import Rule, flag, given_flags, grouped, read_command, read_flags, refuse
-from training.generate.flags import GenerateFlags
+from training.flags import Rule, answer_early, flag, given_flags, grouped, read_command, read_flags, refuse
+from training.generate.flags import GenerateFlags, read_generate_flags
 from training.host import choices
 from training.host.errors import UserError
 from training.host.other_trainers import ABSENT, BY_VALUE, USUAL_NAMES, Meaning, meaning
-from training.logprobs.flags import LogProbsFlags
+from training.logprobs.flags import LogProbsFlags, read_logprobs_flags
 from training.plots.__main__ import PlotsFlags
-from training.run.profile_flags import ProfileFlags
+from training.run.profile_flags import ProfileFlags, read_profile_flags
 from training.run.rules import FOR_ONE_STEP
-from training.run.settings import TrainConfig
+from training.run.settings import TrainConfig, given_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -229,6 +229,38 @@ def test_a_file_of_another_language_is_named(name, text, tmp_path):
     ) as error:
         given_flags(TrainConfig, ["--config", str(tmp_path / name)], "train.py")
     assert f"-m training.config {tmp_path / name} prints a config of another trainer as ours" in str(error.value)
+
+
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("run.toml", "", "it has no settings; write some, such as max_steps = 20, or drop --config"),
+    ("run.toml", "# max_steps = 20\n", "it has no settings"),
+    ("chats.jsonl", '{"messages": []}\n', "it is a file of rows, and settings are TOML; to train on it, give --data "),
+    ("chats.csv", "prompt,completion\nA,B\n", "it is a file of rows, .*give --data "),
+    ("chats.jsonl", "", "it is a file of rows"),
+])  # fmt: skip
+def test_a_config_that_says_nothing_is_refused(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=f"^--config .*{name}: {message}"):
+        given_flags(TrainConfig, ["--config", str(tmp_path / name)], "train.py")
+
+
+@pytest.mark.parametrize(("read", "words", "message"), [
+    (given_settings, "--data nosuch.jsonl", "data path nosuch.jsonl does not exist; give --data a file or a folder"),
+    (given_settings, "--data there --validation_data no", "data path no does not exist; give --validation_data a file"),
+    (given_settings, "--init_from There", "There does not exist; give a checkpoint's .*; did you mean there?"),
+    (read_profile_flags, "--init_from Qwen/Qwen3-0.6B", ".* does not exist; .*hf download Qwen/Qwen3-0.6B"),
+    (read_profile_flags, "--data a/b --context_length 9", ".*if it is a dataset of the .*, then --data DIR"),
+    (read_generate_flags, "no", "no does not exist; give a checkpoint's step_ folder"),
+    (read_evaluation_flags, "no --data none", "no does not exist; give a checkpoint's step_ folder"),
+    (read_logprobs_flags, "there out --data there,none", "data path .*; several stand apart: --data there none"),
+])  # fmt: skip
+def test_paths_that_lead_nowhere_are_refused_before_torch_is_imported(read, words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "there").mkdir()
+    monkeypatch.setattr(sys, "argv", ["command", *words.split()])
+    with pytest.raises(SystemExit, match=f"^error: {message}"):
+        answer_early(read)
 
 
 @pytest.mark.parametrize("name", ["run.toml", "run.yaml", "run.json"])

@@ -34,8 +34,8 @@ from training.families.lora import (
 )
 from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
 from training.families.rows import GENERATION, TOKEN_IDS, generation_settings
-from training.host.errors import UserError, hub_download, printable, refused_as_user_error
-from training.host.files import JSON_BYTES, did_you_mean, is_deep, read_file, read_json
+from training.host.errors import UserError, printable, refused_as_user_error
+from training.host.files import JSON_BYTES, check_weights_exist, is_deep, read_file, read_json, which_weights
 from training.optim.quantized import check_library, is_quantized, quantize
 
 logger = logging.getLogger(__name__)
@@ -226,12 +226,9 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
         raise UserError(
             f"{folder} is a file; give the folder of config.json and model.safetensors, as {path.parents[1]}"
         )
+    check_weights_exist(Path(folder))
     if not path.is_file():
-        lacks = "has no config.json" if Path(folder).is_dir() else "does not exist"
-        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not Path(folder).parent.exists()
-        download = hub_download(f"{folder} --local-dir DIR")
-        hint = f"; if it is a model of the Hugging Face Hub: {download}" if is_name else did_you_mean(Path(folder))
-        raise UserError(f"{folder} {lacks}; give a checkpoint's step_ folder or one in Hugging Face's form{hint}")
+        raise UserError(f"{folder} has no config.json; {which_weights(Path(folder))}")
     with refused_as_user_error(f"cannot take {path}: "):
         return from_config_json(read_json(path))
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking, Packing
 from training.data.prepared import PreparedStore, is_prepared
-from training.data.sources import DEFAULT, Reading, check_exists, find_files, read_documents, refuse_unused
+from training.data.sources import DEFAULT, Reading, find_files, read_documents, refuse_unused
 from training.data.tokens import Selection, TokenStore, join, split, whole
 from training.flags import LARGE, SMALLEST
 from training.host.errors import UserError
@@ -51,15 +51,6 @@ def open_stores(
         stores += map(open_store, validation_data, own_files)
     refuse_unused(unused)
     return stores
-
-
-def check_paths(data: Sequence[str], validation_data: Sequence[str]) -> None:
-    """Refuse paths of --data and --validation_data that lead nowhere, before anything takes time."""
-    for path in data:
-        check_exists(Path(path))
-    with _naming_validation_data():
-        for path in validation_data:
-            check_exists(Path(path))
 
 
 @contextlib.contextmanager

@@ -75,8 +75,8 @@ def read_batch(loader: PackedLoader, tokenizer, most: int, reader: RowReader | N
         is_target = [False, *(batch.targets[0, :-1] != IGNORE_INDEX).tolist()]
         used = sum(stop - start for _, start, stop in spans)
         title = (
-            f"sequence {index}: {len(spans)} documents, {sum(is_target):,} of {length:,} tokens are trained on, "
-            f"{length - used:,} are padding"
+            f"sequence {index}: {_counted(len(spans), 'document')}, "
+            f"{sum(is_target):,} of {length:,} tokens are trained on, {length - used:,} are padding"
         )
         sequences.append(ShownSequence(title, length, []))
         position = 0

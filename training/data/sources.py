@@ -45,8 +45,8 @@ from training.data.forms import (
 from training.data.tokenizer import check_ids
 from training.data.writer import UNSTORABLE, unread_of_sample
 from training.host.choices import SUFFIXES
-from training.host.errors import UserError, hub_download
-from training.host.files import did_you_mean, inside, read_file, read_json
+from training.host.errors import UserError
+from training.host.files import check_data_exists, inside, read_file, read_json
 
 logger = logging.getLogger(__name__)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
@@ -238,19 +238,6 @@ def say_left_out(parts: list[dict[str, list]]) -> None:
                        fields[0][2])  # fmt: skip
 
 
-def check_exists(path: Path) -> None:
-    """Refuse a path of --data that leads nowhere; a name of the Hub is told how to download it."""
-    if path.exists():
-        return
-    hub = hub_download(f"{path} --repo-type dataset --local-dir DIR")
-    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) and not path.parent.exists()
-    on_hub = f"; if it is a dataset of the Hugging Face Hub: {hub}, then --data DIR"
-    parts = str(path).split(",")
-    apart = f"; several stand apart: --data {' '.join(parts)}" * (len(parts) > 1 and Path(parts[0]).exists())
-    hint = on_hub if is_name else apart or did_you_mean(path)
-    raise UserError(f"data path {path} does not exist; give --data a file or a folder{hint}")
-
-
 def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
     """Returns the files of documents at a path of --data: the file itself, or all files in the folder, sorted.
 
@@ -260,7 +247,7 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
     def refuse(error: OSError):
         raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or give other --data")
 
-    check_exists(path)
+    check_data_exists(path)
     if path.is_dir():
         files: list[Path] = []
         for root, folders, names in os.walk(path, onerror=refuse):

@@ -150,7 +150,9 @@ def check_memory(shape: ModelConfig, cached: int, device: torch.device, budget: 
     weight_bytes = size * shape.num_parameters()
     held = sum(cache_capacity(cached, kind.reach) for kind in shape.kinds if kind.has_keys)  # tokens
     cache_bytes = held * size * 2 * shape.num_key_value_heads * shape.head_dim
-    takes = f"the weights take {gib(weight_bytes)}, keys and values of {cached:,} tokens {gib(cache_bytes)}"
+    takes = f"the weights take {gib(weight_bytes)}"
+    if cached:
+        takes += f", keys and values of {cached:,} tokens {gib(cache_bytes)}"
     if weight_bytes + cache_bytes > budget:
         raise UserError(f"{takes}, {gib(budget)} are there: give shorter texts, or a larger --memory_budget")
     return takes

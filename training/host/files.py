@@ -11,12 +11,13 @@ import os
 import re
 import shutil
 import stat
+import typing
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from training.host.errors import SHOWN_OF_A_PATH, UserError, printable
+from training.host.errors import SHOWN_OF_A_PATH, UserError, hub_download, printable
 from training.host.signals import interrupted_by_signals
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,49 @@ def did_you_mean(path: Path) -> str:
             if other.name.lower() == path.name.lower() and other.name != path.name:
                 return f"; did you mean {other}?"
     return ""
+
+
+def check_paths(settings: Mapping[str, typing.Any]) -> None:
+    """Refuse data and weights that lead nowhere, by the names of flags, before anything takes time."""
+    for name in ("init_from", "checkpoint"):
+        if settings.get(name):
+            check_weights_exist(Path(settings[name]))
+    for name in ("data", "validation_data"):
+        for path in settings.get(name) or []:
+            check_data_exists(Path(path), name)
+
+
+def check_data_exists(path: Path, name: str = "data") -> None:
+    """Refuse a path of the flag `name` that leads nowhere; a name of the Hub is told how to download it."""
+    if path.exists():
+        return
+    parts = str(path).split(",")
+    hint = did_you_mean(path)
+    if _is_name_of_the_hub(path):
+        download = hub_download(f"{path} --repo-type dataset --local-dir DIR")
+        hint = f"; if it is a dataset of the Hugging Face Hub: {download}, then --{name} DIR"
+    elif len(parts) > 1 and Path(parts[0]).exists():
+        hint = f"; several stand apart: --{name} {' '.join(parts)}"
+    raise UserError(f"data path {path} does not exist; give --{name} a file or a folder{hint}")
+
+
+def check_weights_exist(folder: Path) -> None:
+    """Refuse a folder of weights that does not exist; a name of the Hub is told how to download it."""
+    if not folder.exists():
+        raise UserError(f"{folder} does not exist; {which_weights(folder)}")
+
+
+def which_weights(folder: Path) -> str:
+    """Returns the end of an error at a folder without a model: what to give in its place."""
+    hint = did_you_mean(folder)
+    if _is_name_of_the_hub(folder):
+        download = hub_download(f"{folder} --local-dir DIR")
+        hint = f"; if it is a model of the Hugging Face Hub: {download}"
+    return f"give a checkpoint's step_ folder or one in Hugging Face's form{hint}"
+
+
+def _is_name_of_the_hub(path: Path) -> bool:
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))) and not path.parent.exists()
 
 
 def read_file(file: Path, what_to_do: str, most: float = math.inf) -> bytes:

@@ -2,10 +2,11 @@
 
 import sys
 
-from training.flags import answer_early, read_flags
+from training.flags import answer_early
+from training.logprobs.flags import LogProbsFlags, read_logprobs_flags
 
 if __name__ == "__main__":
-    answer_early()
+    answer_early(read_logprobs_flags)
 
 import logging
 from collections.abc import Callable
@@ -28,7 +29,6 @@ from training.host.errors import UserError
 from training.host.files import making
 from training.host.processes import command
 from training.host.progress import Progress
-from training.logprobs.flags import LogProbsFlags
 from training.objectives.choose import text_reader
 from training.objectives.stored import INDEX, attention_in_words, digest_of, store
 from training.parallel.world import World, join_world
@@ -124,7 +124,7 @@ def score(flags: LogProbsFlags, folder: Path, world: World) -> None:
 @command
 def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    flags = read_flags(LogProbsFlags, argv, "python -m training.logprobs")
+    flags = read_logprobs_flags(argv)
     if not flags.data or flags.out is None:
         raise UserError("give the folder that is made behind the model's, and --data, the rows that are read")
     shape_of_weights(flags.checkpoint)  # refuses a folder without a model, before another is made

@@ -1,9 +1,10 @@
 """Flags of training.logprobs. No torch is imported here: --help is to be quick."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from training.flags import flag
+from training.flags import flag, read_flags
 from training.generate.flags import ModelFlags
 from training.host.choices import BAD_ROWS, OBJECTIVES, REASONING
 
@@ -25,3 +26,6 @@ class LogProbsFlags(ModelFlags):
     bad_rows: str | None = flag(None, "rows that cannot be read; default: refuse", BAD_ROWS)
     chat_reasoning: str | None = flag(None, "as train.py has it", REASONING)
     chat_template: str | None = flag(None, "as train.py has it")
+
+
+read_logprobs_flags = partial(read_flags, LogProbsFlags, program="python -m training.logprobs")

@@ -260,8 +260,8 @@ def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None)
     print(speed + ("" if epoch else f"; {_duration(3600 * hours)} per billion tokens"))
     if epoch:
         answer |= dataclasses.asdict(epoch) | {"hours_per_epoch": epoch.seconds(plan) / 3600}
-        sequences = f"{epoch.sequences:,} sequences, {epoch.filled:.1%} filled"
-        print(f"data: {epoch.tokens:,} tokens to train on in {sequences}: {_duration(epoch.seconds(plan))} per epoch")
+        sequences = f"{epoch.sequences:,} sequence{'s' * (epoch.sequences != 1)}, {epoch.filled:.1%} filled"
+        print(f"data: {epoch.tokens:,} training tokens in {sequences}: {_duration(epoch.seconds(plan))} per epoch")
     return answer
 
 

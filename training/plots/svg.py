@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from training.host.pages import escaped
 from training.plots.panels import Curve, Panel
@@ -39,9 +40,14 @@ def ticks_between(low: float, high: float, most: int, are_whole: bool = False) -
     return [step * count for count in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def in_words(value: float) -> str:
-    """Returns a number as an axis shows it: 12,000, 0.25 or 1e-05."""
-    return f"{value:,.0f}" if abs(value) >= 1000 and abs(value) < 1e7 else f"{value:.4g}"
+def labels_of(ticks: list[float]) -> list[str]:
+    """Returns the numbers of an axis with the digits that tell each from the next: 0.69305 and 0.69310, or 2e-05."""
+    largest = max(map(abs, ticks)) or 1.0
+    gap = min((after - before for before, after in pairwise(ticks)), default=largest / 1000)
+    first, last = (math.floor(math.log10(size) + 1e-9) for size in (largest, gap))  # places of digits
+    if -4 < first < 7:
+        return [f"{value:,.{max(0, -last)}f}" for value in ticks]
+    return [f"{value:.{first - last + 1}g}" for value in ticks]
 
 
 def _draw_panel(panel: Panel) -> str:
@@ -56,14 +62,15 @@ def _draw_panel(panel: Panel) -> str:
 
     lines = [f'<rect class="frame" x="0" y="0" width="{WIDTH}" height="{HEIGHT}"/>']
     labels = list[str]()
-    for value in ticks_between(low, high, 6):
+    heights = ticks_between(low, high, 6)
+    for value, label in zip(heights, labels_of(heights)):
         _, y = place(first, value)
         lines.append(f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        shown = escaped(in_words(value))
-        labels.append(f'<text x="{LEFT - 5}" y="{TOP + y + 4:.1f}" text-anchor="end">{shown}</text>')
-    for step in ticks_between(first, last, 6, are_whole=True):
+        labels.append(f'<text x="{LEFT - 5}" y="{TOP + y + 4:.1f}" text-anchor="end">{label}</text>')
+    steps = ticks_between(first, last, 6, are_whole=True)
+    for step, label in zip(steps, labels_of(steps)):
         x, _ = place(step, low)
-        labels.append(f'<text x="{LEFT + x:.1f}" y="{TOP + HEIGHT + 15}" text-anchor="middle">{in_words(step)}</text>')
+        labels.append(f'<text x="{LEFT + x:.1f}" y="{TOP + HEIGHT + 15}" text-anchor="middle">{label}</text>')
     for step in panel.left_out:
         x, _ = place(step, low)
         lines.append(f'<line stroke="{COLORS[3]}" stroke-width=".5" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}"/>')

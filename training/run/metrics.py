@@ -64,10 +64,10 @@ def differing(settings: dict) -> dict:
     }  # fmt: skip
 
 
-# Metrics of objectives in the line of a step, in this order, and their formats.
+# Metrics of objectives in the line of a step, in this order, and their formats; z: no minus before 0.000.
 SHOWN_OF_OBJECTIVES = {
-    "accuracy": ".1%", "margin": ".3f", "reward_chosen": ".3f", "reward_rejected": ".3f", "kl": ".4f",
-    "clip_share": ".1%", "entropy": ".3f",
+    "accuracy": "z.1%", "margin": "z.3f", "reward_chosen": "z.3f", "reward_rejected": "z.3f", "kl": "z.4f",
+    "clip_share": "z.1%", "entropy": "z.3f",
 }  # fmt: skip
 
 
@@ -96,7 +96,7 @@ class Display(contextlib.ExitStack):
         self._began, self._shown = time.monotonic(), -math.inf
 
     def show(self, values: dict) -> None:
-        loss = "left out" if values["loss"] is None else f"{values['loss']:.3f}" + " (spike)" * ("is_spike" in values)
+        loss = "left out" if values["loss"] is None else f"{values['loss']:z.3f}" + " (spike)" * ("is_spike" in values)
         of_objective, speed = objectives_in_words(values), speeds_in_words(values)
         if "mfu" in values:
             speed["mfu"] = f"{values['mfu']:.1%}"
@@ -117,7 +117,7 @@ class Display(contextlib.ExitStack):
             self.show_validation(values)
 
     def show_validation(self, values: dict) -> None:
-        named = {self._loss: f"{values['validation_loss']:.4f}{self._unit}"}
+        named = {self._loss: f"{values['validation_loss']:z.4f}{self._unit}"}
         named |= objectives_in_words(values, "validation_")
         text, share = ", ".join(f"{name} {value}" for name, value in named.items()), f"{values['validation_share']:.0%}"
         logger.info("step %d: validation %s; validations take %s of the time", values["step"], text, share)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.browser import Page
 from training.plots.panels import Curve, Panel, panels_of
-from training.plots.svg import HEIGHT, MOST_POINTS, WIDTH, draw_panels, in_words, ticks_between
+from training.plots.svg import HEIGHT, MOST_POINTS, WIDTH, draw_panels, labels_of, ticks_between
 
 
 @pytest.mark.parametrize(
@@ -15,9 +15,17 @@ from training.plots.svg import HEIGHT, MOST_POINTS, WIDTH, draw_panels, in_words
 )  # fmt: skip
 def test_ticks_are_round(low, high, most, are_whole, expected):
     assert ticks_between(low, high, most, are_whole) == pytest.approx(expected)
-    assert [in_words(number) for number in (12_000, 0.25, 1e-5, 3e8, -2000)] == [
-        "12,000", "0.25", "1e-05", "3e+08", "-2,000"
-    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ticks", "expected"), [
+    ([0.69305, 0.6931, 0.69315, 0.6932], "0.69305 0.69310 0.69315 0.69320"),
+    ([6.85, 6.86, 6.87], "6.85 6.86 6.87"), ([1.6, 1.62], "1.60 1.62"), ([0.0, 0.5, 1.0], "0.0 0.5 1.0"),
+    ([-2000.0, 0.0, 2000.0], "-2,000 0 2,000"), ([1000.0, 1000.5], "1,000.0 1,000.5"), ([5, 10], "5 10"),
+    ([0, 5e-6, 1e-5, 1.5e-5], "0 5e-06 1e-05 1.5e-05"), ([3e8, 3.5e8], "3e+08 3.5e+08"),
+    ([0.25], "0.2500"), ([0], "0.000"),
+])  # fmt: skip
+def test_numbers_of_an_axis_differ(ticks, expected):
+    assert labels_of(ticks) == expected.split()
 
 
 def lines_of(page):

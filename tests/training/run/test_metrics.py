@@ -246,6 +246,7 @@ def test_the_line_of_a_step_names_its_objective_and_what_counts(monkeypatch, cap
          "accuracy 62.5%, margin 0.012"),
         ("kto", {"kl": 0.01, "reward_chosen": 0.5, "reward_rejected": -0.25},
          "reward chosen 0.500, reward rejected -0.250, kl 0.0100"),
+        ("ipo", {"accuracy": 0.0, "margin": -1e-9}, "accuracy 0.0%, margin 0.000"),
         ("dapo", {"clip_share": 0.02, "old_difference": 0.1, "entropy": 0.3}, "clip share 2.0%, entropy 0.300"),
     ):  # fmt: skip
         caplog.clear()
