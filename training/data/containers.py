@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, NamedTuple
 
+from training.data.forms import FIELDS, is_row
 from training.data.unread import is_of_a_last_answer, is_of_answers
 from training.host.errors import UserError, import_optional, is_installed
 
@@ -318,7 +319,13 @@ def _read_parquet(file: Path, start: int, stop: int, first: int, fields: frozens
 
 
 def _columns(names: list[str], fields: frozenset[str]) -> list[str]:
-    """Returns the columns of a table to read: `fields`, and beside them those that may be a part of an answer."""
+    """Returns the columns of a table to read: `fields`, and beside them those that may be a part of an answer.
+
+    Returns none if all are to be read, as of rows of no form: their refusal names all columns.
+    """
+    are_renamed = not fields.difference(FIELDS).isdisjoint(names)
+    if not are_renamed and not is_row(dict.fromkeys(names)):
+        return []
     columns = [name for name in names if name in fields or is_of_answers(name) or is_of_a_last_answer(name)]
     return columns if fields.intersection(columns) else []
 

@@ -202,7 +202,7 @@ def with_chats(row: object) -> object:
     if plain := [name for name in chats if name in PLAIN]:
         name = plain[0]
         cure = 'write them as "messages", with the question'
-        if _is_read({**row, name: chats[name]}, f"messages={name}"):
+        if _has_answers(chats[name]) and _is_read({**row, name: chats[name]}, f"messages={name}"):
             cure = f"--columns messages={name} reads a whole chat"
         raise UserError(f'has messages as a text in "{name}"; {cure}')
     return row | chats

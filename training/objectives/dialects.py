@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from training.data.forms import OBJECTS, ROLES, parsed
+from training.data.forms import OBJECTS, ROLES, SYSTEMS, parsed
 from training.host.errors import UserError
 
 CHATS = ("messages", "conversations")
@@ -164,6 +164,9 @@ def as_pair(row: dict) -> dict:
     if not any(row.get(name) is not None for name in ("prompt", *CHATS, *QUESTIONS)):
         text = row.get("input")  # distilabel's name for Orca's question
         row = _without(row, "input") | {"question": text} if isinstance(text, str) and text else row
+    texts = [row.get(name) for name in ("prompt", "chosen", "rejected")]
+    if all(isinstance(text, str) for text in texts):
+        _refuse_system(row, "instruction=prompt")
     turns = _chat_of(row) if row.get("prompt") is None else []
     rejected = row.get("rejected_response", row.get("rejected_messages"))
     if turns and rejected is not None and row.get("rejected") is None:  # ms-swift's
@@ -190,6 +193,15 @@ def as_pair(row: dict) -> dict:
     return _without(row, *left_out) | ({} if prompt is None else {"prompt": prompt}) | answers
 
 
+def _refuse_system(row: dict, columns: str) -> None:
+    """Raises UserError for a system message beside a text as "prompt"; with `columns` the row is a chat."""
+    name = next((name for name in ("system", *SYSTEMS) if row.get(name)), None)
+    if name:
+        has = f'has "{name}" beside "prompt", where it would be ignored'
+        system = "" if name == "system" else f",system={name}"
+        raise UserError(f"{has}; give --columns {columns}{system}")
+
+
 def with_label(row: dict) -> dict:
     """Returns a row with "label", which LLaMA-Factory names "kto_tag"."""
     if row.get("label") is not None or row.get("kto_tag") is None:
@@ -204,6 +216,8 @@ def as_answer(row: dict, fields: tuple[str, ...]) -> dict:
         fields: the names of questions that are read beside "prompt".
     """
     prompt, completion = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str) and fields:
+        _refuse_system(row, "instruction=prompt,output=completion")
     if completion is not None:
         is_text = isinstance(prompt, list) and isinstance(completion, str)
         return row | {"completion": _as_message(completion)} if is_text else row
@@ -243,15 +257,23 @@ def answer_field(row: dict) -> str:
 
 def compare_scores(row: dict) -> str:
     """Returns what a pair's scores say against its order, in words for the log: "" if nothing."""
-    for name, value in row.items():
-        if "chosen" not in name or not SCORE.search(name) or not isinstance(value, int | float):
+    for name in row:
+        if "chosen" not in name or not SCORE.search(name):
             continue
-        worse = row.get(name.replace("chosen", "rejected"))
-        if isinstance(worse, int | float) and worse >= value:
+        value, worse = (_score_of(row.get(field)) for field in (name, name.replace("chosen", "rejected")))
+        if value is not None and worse is not None and worse >= value:
             if worse == value:
                 return " whose scores are equal"
             return " whose rejected answer has the higher score"
     return ""
+
+
+def _score_of(value) -> float | None:
+    """Returns a score as a number, "4" as well; None if it is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def _of_openai(row: dict) -> dict:

@@ -48,6 +48,7 @@ CURES = {  # of rows without numbers, by their columns
 }  # fmt: skip
 LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus infinity, and round above 0
 BITS = {"0", "1", "0.0", "1.0", "True", "False"}  # values of masks, as texts
+SEVERAL = ("answers", "completions", "responses", "generations", "outputs", "output")  # answers to one prompt
 JUDGEMENTS = ("rationale", "rationales", "critique")  # why one answer of a pair is better
 ONE_PROMPT = "kto needs rows of two prompts: it asks for a prompt with an answer to another"
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
@@ -96,7 +97,9 @@ class Pairs(_Sharing):
     fields: ClassVar[frozenset[str]] = frozenset(("prompt", "chosen", "rejected", "tools"))
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
-        row = _needs(as_pair(_needs(row)), "chosen", "rejected")
+        row = as_pair(_needs(row))
+        several = next((name for name in SEVERAL if isinstance(row.get(name), list)), "")
+        row = _needs(row, "chosen", "rejected", cure=f'; or write a row for each pair of "{several}"' * bool(several))
         judged = [name for name in JUDGEMENTS if row.get(name) not in (None, *EMPTY)]
         row = {name: value for name, value in row.items() if name not in JUDGEMENTS}
         prompt, *answers = row.get("prompt"), row["chosen"], row["rejected"]

@@ -481,3 +481,18 @@ def test_other_json_in_a_file_of_lines_is_told_its_suffix(tmp_path, content):
         texts(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").rename(tmp_path / "a.json")
     assert texts(tmp_path / "a.json")[0] == "a"
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_table_of_no_form_is_refused_with_all_its_columns(tmp_path, suffix):
+    arrow = pytest.importorskip("pyarrow")
+    row = {"question": "a", "thinking_trajectories": ["b"], "solution": "c", "attempt": "d"}
+    table = arrow.Table.from_pylist([row])
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    else:
+        with arrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+            stream.write_table(table)
+    names = '"question", "thinking_trajectories", "solution", "attempt"'
+    with pytest.raises(UserError, match=f"{names}; .*; --columns prompt=question,completion=solution reads such rows"):
+        texts(tmp_path / f"a.{suffix}")

@@ -122,6 +122,15 @@ def test_judgements_of_pairs_are_counted_and_reasoning_is_not_lost(tmp_path, cha
             )
 
 
+def test_the_columns_of_a_refused_system_message_read_it(tmp_path, chatml):
+    wanted = content(read(tmp_path, chatml, [WITH_SYSTEM], objective="simpo"))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "hi", "system_prompt": "be", **TEXTS}))
+    reader = row_reader(ObjectiveFlags(objective="simpo"), chatml.eos_id, 1000)
+    reading = Reading(rows=reader, columns="instruction=prompt,system=system_prompt")
+    [store] = open_stores([str(tmp_path / "b.jsonl")], chatml, 600, reading)
+    assert content(store) == wanted
+
+
 OTHER = {"prompt": [user("ho")], "completion": [says("z")], "label": True}
 LABELLED = {"prompt": [user("hi")], "completion": [says("y")], "label": False}
 
@@ -219,6 +228,7 @@ def test_large_rewards_that_are_near_each_other_differ(tmp_path):
 @pytest.mark.parametrize(("scores", "words"), [
     ({"score_chosen": 4.0, "score_rejected": 4}, "pairs whose scores are equal"),
     ({"chosen_score": 4.0, "rejected_score": 4}, "pairs whose scores are equal"),
+    ({"chosen_rating": 4.0, "rejected_rating": "4"}, "pairs whose scores are equal"),
     ({"chosen-rating": 1, "rejected-rating": 1}, "pairs whose scores are equal"),
     ({"chosen_avg_rating": 1, "rejected_avg_rating": 2}, "pairs whose rejected answer has the higher score"),
     ({"score_chosen": 4.0, "score_rejected": 3}, "pairs\n"),
@@ -255,6 +265,10 @@ def test_a_field_that_is_left_out_of_both_chats_of_a_pair_counts_once(tmp_path, 
     ("dpo", {"question": "a", "history": 5, **TEXTS}, 'has a "history" that is not a list of pairs'),
     ("dpo", {"instruction": "a", "input": 5, "history": [["a", "b"]], **TEXTS}, 'needs a string "input"'),
     ("dpo", {"question": "a", "context": "b", **TEXTS}, 'has "context", which is not read; write it into'),
+    ("dpo", {"prompt": "a", "system": "b", **TEXTS}, '"system" beside "prompt", .*; give --columns instruction=prompt'),
+    ("dpo", {"prompt": "a", "system_prompt": "b", **TEXTS}, "--columns instruction=prompt,system=system_prompt; mend"),
+    ("kto", {"prompt": "a", "completion": "c", "system": "b", "label": True}, "instruction=prompt,output=completion"),
+    ("dpo", {"prompt": "a", "answers": [{"answer": "b"}]}, '; or write a row for each pair of "answers"; mend'),
     ("kto", {"messages": [user("hi")], "label": True}, "last message is not the assistant's"),
     ("kto", {"prompt": "a", "completions": ["b"], "labels": [True]}, "no --objective reads"),
 ])  # fmt: skip
