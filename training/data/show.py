@@ -12,6 +12,7 @@ from training.data.sources import RowReader
 from training.data.tokens import PROMPT
 
 NEAR = 8  # tokens before a stretch that it is decoded with
+SHOWN_DOCUMENTS = 20  # of a sequence, in a terminal
 SHOWN = 400  # characters of one stretch of targets, or of masked tokens
 GREEN, END = "\033[32m", "\033[0m"
 
@@ -43,13 +44,14 @@ class ShownSequence:
 def show_batch(loader: PackedLoader, tokenizer, color: bool = False, reader: RowReader | None = None) -> str:
     """Returns the documents in the next `batch_size` sequences of the loader's global order, as text.
 
-    Targets stand between [[ and ]], in green if `color` is set. `reader` is as in `read_batch`.
+    Targets stand between [[ and ]], in green if `color` is set. Of a sequence the first documents are shown, and the
+    others counted. `reader` is as in `read_batch`.
     """
     lines = list[str]()
     before, after = (f"{GREEN}[[", f"]]{END}") if color else ("[[", "]]")
     for sequence in read_batch(loader, tokenizer, SHOWN, reader):
         lines.append(sequence.title)
-        for document in sequence.documents:
+        for document in sequence.documents[:SHOWN_DOCUMENTS]:
             lines.append(f"--- {document.title}")
             text = ""
             for one in document.stretches:
@@ -58,6 +60,9 @@ def show_batch(loader: PackedLoader, tokenizer, color: bool = False, reader: Row
                     text = ""
                 text += f"{before}{one.text}{after}" if one.is_target else one.text
             lines.append(text)
+        rest = len(sequence.documents) - SHOWN_DOCUMENTS
+        if rest > 0:
+            lines.append(f"--- {_counted(rest, 'more document')}: --show_batch batch.html shows all")
     return "\n".join(lines)
 
 
