@@ -4,6 +4,7 @@ One rule holds for every field. Its texts are looked for in a rendering that has
 ChatWriter. A field that is not written is counted if its name says that it describes, and refused otherwise.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -142,8 +143,15 @@ def texts_in(name: str, value: object) -> Iterator[tuple[str, str]]:
 def texts_of_answers(value: object) -> Iterator[str]:
     """Yields the texts within a field that describes, under names of what may be a part of an answer.
 
-    {"id": "a", "thinking": "b", "raw": [{"tool_calls": [{"name": "c"}]}]} has "b" and "c".
+    {"id": "a", "thinking": "b", "raw": [{"tool_calls": [{"input": "c"}]}]} has "b" and "c". So have the parts of a list
+    whose types say so, as {"type": "thinking", "text": "b"}, and JSON of such values.
     """
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        with contextlib.suppress(ValueError, RecursionError):
+            yield from texts_of_answers(json.loads(value))
+    if isinstance(value, dict) and is_thought(str(value.get("type"))):
+        yield from (text for near, text in texts_in("", value) if not describes(near))
+        return
     if isinstance(value, list | tuple):
         for part in value:
             yield from texts_of_answers(part)

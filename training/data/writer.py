@@ -27,7 +27,8 @@ from training.host.errors import UserError
 
 # Characters that documents must not hold, but escapes in JSON can spell: NUL, and halves of surrogate pairs.
 UNSTORABLE = re.compile("[\0\ud800-\udfff]")
-SETTINGS = {"true", "false", "yes", "no", "on", "off"}  # texts of a row's field that are no words
+# Texts of fields that are no words.
+SETTINGS = {"true", "false", "yes", "no", "on", "off", "none", "auto", "enabled", "disabled", "low", "medium", "high"}
 OF_RESULTS = ("name", "tool_call_id")  # fields by which results of tools say what they belong to
 KINDS = 10_000  # kinds of chats that are kept, at most
 LONG = 16  # characters of a text that another has by no accident
@@ -284,8 +285,8 @@ def _lost_within(value: object, message: dict) -> str:
     arguments = [json.dumps(call.get("arguments"), ensure_ascii=False) for call in calls]
     texts = (text for _, text in texts_in("", [*_said(message), calls, arguments]))
     said = ["".join(text.split()) for text in texts]  # JSON may have other spaces
-    lost = (text for text in texts_of_answers(value) if not any("".join(text.split()) in each for each in said))
-    return next(lost, "")
+    words = (text for text in texts_of_answers(value) if text.strip().lower() not in SETTINGS)
+    return next((text for text in words if not any("".join(text.split()) in each for each in said)), "")
 
 
 def _lost_words(texts: list[tuple[str, str]], written: list[bool], said: list[str]) -> str:

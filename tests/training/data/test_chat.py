@@ -662,13 +662,15 @@ def test_reasoning_calls_and_media_within_fields_that_describe(shown, folder, tm
     for name, value in (
         ("provider_specific_fields", {"thinking_blocks": [{"type": "thinking", "thinking": "THOUGHT"}]}),
         ("extra", {"response": raw}), ("info", {"think_content": "THOUGHT"}), ("metadata", {"tool_calls": [call]}),
-        ("metadata", {"attachments": [{"name": "a.png", "id": "7"}]}),
+        ("metadata", {"attachments": [{"name": "a.png", "id": "7"}]}), ("metadata", json.dumps({"cot": "THOUGHT"})),
+        ("extra", [{"type": "reasoning.text", "text": "THOUGHT"}]),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f'message 2 .assistant. has "{name}": .*does not write'):
             shown(CHATML, messages("Hi", "Hello.", **{name: value}))
     said = {
         "extra": {"actions": [{"command": "Hello."}], "response": {"content": "Hello."}},
         "metadata": {"tool": "search"}, "usage": {"details": {"reasoning_tokens": 5}}, "info": {"think_content": None},
+        "config": {"thinking": {"type": "enabled"}, "reasoning": "high"}, "stats": "[no JSON",
     }  # fmt: skip
     assert shown(CHATML, messages("Hi", "Hello.", **said)) == shown(CHATML, messages("Hi", "Hello."))
     calls = [{"role": "assistant", "content": "", "tool_calls": [call], "metadata": {"tool_calls": [call]}}]
