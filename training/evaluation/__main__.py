@@ -12,6 +12,7 @@ from training.flags import SMALLEST, answer_early, as_words, flag, read_flags
 if __name__ == "__main__":
     answer_early(read_evaluation_flags)
 
+import contextlib
 import gc
 import json
 import logging
@@ -45,7 +46,7 @@ from training.generate.inference import (
 )
 from training.host.choices import BAD_ROWS, REASONING
 from training.host.errors import UserError, import_optional, refused_as_user_error
-from training.host.files import check_can_write_into, read_json, replace_file
+from training.host.files import check_can_write_into, only_writer_of, read_json, replace_file
 from training.host.processes import command
 from training.host.progress import Progress
 from training.host.signals import interrupted_by_signals
@@ -256,7 +257,8 @@ def main(argv: list[str]) -> None:
     earlier = read_earlier(flags.beside)
     if flags.output_dir:
         check_can_write_into(flags.output_dir, "evaluation.json", "--output_dir")
-    with join_world(flags.device) as world:
+    alone = only_writer_of(flags.output_dir) if flags.output_dir else contextlib.nullcontext()
+    with alone, join_world(flags.device) as world:
         opened = open_folder(flags, world)
         if flags.objective != "next_token":
             settings, context_length = settings_of(opened), context_length_of(flags, opened)

@@ -79,6 +79,25 @@ def without_folders(value: object) -> object:
     return hub_name(value) or printable(Path(value).name or value)
 
 
+def without_places(content):
+    """Returns a value of JSON without settings that say where something was on a machine, at any depth.
+
+    Such are "name_or_path": "/home/me/model" and "vocab_file": "runs/of/me/vocab.json". Names on the Hub stay.
+    """
+    if isinstance(content, list):
+        return [without_places(value) for value in content]
+    if not isinstance(content, dict):
+        return content
+    return {name: without_places(value) for name, value in content.items() if not _is_place(name, value)}
+
+
+def _is_place(name: str, value: object) -> bool:
+    if not isinstance(value, str) or not name.endswith(("name_or_path", "_file", "_path")):
+        return False
+    is_path = re.match(r"[/~.]|[A-Za-z]:[\\/]|file:", value) is not None
+    return is_path or value.count("/") > 1
+
+
 def did_you_mean(path: Path) -> str:
     """Returns a hint, for the end of an error, at a path that differs from a wrong path by the case of its name."""
     with contextlib.suppress(OSError):
@@ -390,6 +409,26 @@ def only_run_in(folder: Path, shown: Path | None = None, mark: str = "") -> Iter
                 os.fsync(file.fileno())
                 flush(folder)
         yield
+
+
+@contextlib.contextmanager
+def only_writer_of(folder: Path) -> Iterator[None]:
+    """Locks a folder that is there while this context lasts, without a file in it. `only_run_in` has another lock.
+
+    Raises UserError if another process has the lock.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            other = f"another process of this command writes into {folder}"
+            raise UserError(f"{other}: wait for its end, or choose another folder") from None
+        except OSError as error:
+            logger.warning("%s has no locks (%s): take care that nothing else writes there", folder, error)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _open_lock(path: Path) -> io.FileIO:

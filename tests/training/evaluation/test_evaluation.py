@@ -26,6 +26,7 @@ from training.evaluation.flags import read_evaluation_flags
 from training.families.config_json import to_config_json
 from training.host import errors
 from training.host.errors import UserError, pip_install
+from training.host.files import only_run_in, only_writer_of
 from training.parallel.fsdp import copy_weights, initial_weights
 from training.run.recipe import shape_with
 
@@ -162,6 +163,14 @@ def test_bad_input_is_one_line(flags, message, folders, tmp_path, capsys):
     assert run(folders["full"], tmp_path, *(flag.replace("{loop}", str(loop)) for flag in flags)) == (1, None)
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message.replace("{loop}", str(loop)) in error and not (tmp_path / "evaluation.json").exists()
+
+
+def test_the_second_of_two_evaluations_into_one_folder_is_refused(folders, tmp_path, capsys):
+    with only_writer_of(tmp_path):
+        assert run(folders["full"], tmp_path) == (1, None)
+    assert f"another process of this command writes into {tmp_path}: wait" in capsys.readouterr().err
+    with only_writer_of(tmp_path), only_run_in(tmp_path):  # a run may write there meanwhile
+        pass
 
 
 @pytest.mark.parametrize("flags", [("--lengths", "300", str(2**27)), ("--context_length", str(2**27))])
