@@ -40,7 +40,7 @@ from training.families.rows import (
     generation_settings,
     is_wrapper,
 )
-from training.host.files import read_json
+from training.host.files import read_json, without_places
 
 logger = logging.getLogger(__name__)
 EMBEDDING = "embed_tokens.weight"
@@ -120,7 +120,7 @@ def read_carried(folder: Path) -> Carried:
             tensors |= {name: _view(content, entry) for name, entry in others.items()}
         prefix = next((key.removesuffix(EMBEDDING) for key in entries if name_of(key) == EMBEDDING), prefix)
         joins_experts |= any(map(EXPERTS.fullmatch, entries.keys() - others.keys()))
-    config = read_json(folder / "config.json")
+    config = without_places(read_json(folder / "config.json"))
     text = config["text_config"] if is_wrapper(config) else config
     if not any(name.startswith(MTP) for name in tensors) and _has_mtp(config):
         text[MTP_LAYERS] = 0

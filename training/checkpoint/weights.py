@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import logging
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -35,7 +34,15 @@ from training.families.lora import (
 from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
 from training.families.rows import GENERATION, TOKEN_IDS, generation_settings
 from training.host.errors import UserError, printable, refused_as_user_error
-from training.host.files import JSON_BYTES, check_weights_exist, is_deep, read_file, read_json, which_weights
+from training.host.files import (
+    JSON_BYTES,
+    check_weights_exist,
+    is_deep,
+    read_file,
+    read_json,
+    which_weights,
+    without_places,
+)
 from training.optim.quantized import check_library, is_quantized, quantize
 
 logger = logging.getLogger(__name__)
@@ -310,17 +317,12 @@ def _without_places(file: bytes) -> bytes:
 
     A file without such settings, or with damage, stays as it is.
     """
-    with contextlib.suppress(ValueError, RecursionError, AttributeError):
+    with contextlib.suppress(ValueError, RecursionError):
         content = json.loads(file)
-        kept = {name: value for name, value in content.items() if not _is_place(name, value)}
+        kept = without_places(content)
         if kept != content:
             return (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
     return file
-
-
-def _is_place(name: str, value: object) -> bool:
-    is_path = isinstance(value, str) and re.match(r"[/~.]|[A-Za-z]:[\\/]", value) is not None
-    return is_path and name.endswith(("name_or_path", "_file", "_path"))
 
 
 def _is_among(name: str, patterns: Sequence[str]) -> bool:

@@ -216,6 +216,8 @@ def test_layers_that_are_not_there_are_not_declared(model_type, tmp_path, capsys
     content = read_json(folder / "config.json")
     content["text_config"]["mtp_num_hidden_layers"] = 1
     content["text_config"]["_name_or_path"] = content["_name_or_path"] = "/home/me/base"
+    content["own"] = {"file_path": "runs/home/me/tower"}
+    content["vision_config"]["_name_or_path"] = "/home/me/tower"
     (folder / "config.json").write_text(json.dumps(content))
     tensors = load_file(folder / "model.safetensors")
     for name, layers in (("with", 1), ("without", 0)):
@@ -225,7 +227,7 @@ def test_layers_that_are_not_there_are_not_declared(model_type, tmp_path, capsys
         assert export([str(folder), str(tmp_path / name)]) == 0
         written = read_json(tmp_path / name / "config.json")
         assert written["text_config"]["mtp_num_hidden_layers"] == layers
-        assert "/home/me" not in json.dumps(written)
+        assert "home/me" not in json.dumps(written) and written["own"] == {}
         assert ("a GGUF is made with --no-mtp" in capsys.readouterr().out) == (layers == 0)
 
 
@@ -234,10 +236,13 @@ def test_places_of_a_machine_are_left_out_of_tokenizers_files(tmp_path):
     write_tokenizer(folder / "tokenizer.json")
     local = {
         "name_or_path": "/home/alice/base", "special_tokens_map_file": "/root/.cache/a.json", "vocab_file": "./v",
-        "tokenizer_file": "C:\\Users\\alice", "_name_or_path": "~/base",
+        "tokenizer_file": "C:\\Users\\alice", "_name_or_path": "~/base", "merges_file": "runs/alice/merges.txt",
     }  # fmt: skip
+    named_on_the_hub = {"name_or_path": "Qwen/Qwen3-4B"}
     others = {"eos_token": "</s>", "sep": "/", "tokenizer_class": "A", "vocab_path": "vocab.json"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(local | others))
+    others["nested"] = [named_on_the_hub]
+    local["nested"] = [local | named_on_the_hub]
+    (folder / "tokenizer_config.json").write_text(json.dumps(others | local))
     named = '{"name_or_path": "Qwen/Qwen3-4B",  "top_p": 0.5}'
     (folder / "generation_config.json").write_text(named)
     assert export([str(folder), str(tmp_path / "out")]) == 0
