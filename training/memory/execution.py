@@ -4,6 +4,7 @@ The planner searches executions, the cost model prices them, and the plan prints
 `training.memory.placement.apply_execution` applies it to a model, and the profiler measures it.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,17 @@ class Execution:
         if self.ends == "host" and self.loss_impl != "chunked":
             raise ValueError(f"ends on the host need loss_impl chunked, got {self.loss_impl}; place them on gpu")
 
+    @functools.cached_property
+    def places_of_weights(self) -> tuple[str, ...]:
+        """Places of each block's weights."""
+        return tuple(placement.weights for placement in self.placements)
+
+    @functools.cached_property
+    def needed(self) -> list[list[tuple[int, str]]]:
+        """What backward needs to rebuild each block, see `needed_for_backward`."""
+        layers = range(len(self.placements))
+        return [needed_for_backward(self.placements, layer) for layer in layers]
+
     @property
     def maps_in_words(self) -> str | None:
         """Names the linear maps of blocks and head; None: all are bf16's."""
@@ -98,7 +110,7 @@ def inventory_of(
 ) -> Inventory:
     """Returns what each parameter of a model.Transformer is on this rank under an execution, see `Inventory.of`."""
     named = [*named_parameters]
-    places = [placement.weights for placement in execution.placements]
+    places = execution.places_of_weights
     return Inventory.of(
         named, accumulate=accumulate, gpu_state_bytes=execution.gpu_state_bytes, state_format=execution.state_format,
         host_weights=host_weights([name for name, _ in named], places, execution.ends),

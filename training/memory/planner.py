@@ -263,7 +263,7 @@ class _Search:
             for inputs in self.fastest_inputs(base):
                 if found and "host" in inputs and cost(_placed(base, inputs, L)) >= least:
                     continue
-                execution = self.keep(base, inputs)
+                execution = self.keep(base, inputs, next(reversed(found), None))
                 found[execution] = self.step.seconds(execution, rates)
                 least = min(least, cost(execution))
                 if all(placement.results == "gpu" for placement in execution.placements):
@@ -314,7 +314,7 @@ class _Search:
                 on_gpu = share if math.isinf(share) else share * step.inventory(base).gpu_state  # inf * 0 is NaN
                 yield replace(base, gpu_state_bytes=on_gpu, heads_at_a_time=heads, loss_impl=loss_impl)
 
-    def fastest_inputs(self, base: Execution) -> list[list[str]]:
+    def fastest_inputs(self, base: Execution) -> list[tuple[str, ...]]:
         """Returns ways of `inputs_within_host` that fit, with the fewest inputs recomputed: more only take longer."""
         half = self.step.layers // 2
         if not self.has_room(base, half):  # half of the inputs recomputed takes the least memory
@@ -325,46 +325,78 @@ class _Search:
 
     def has_room(self, base: Execution, recomputed: int) -> bool:
         """Whether an execution fits in any of the ways of `inputs_within_host`. If any does, the last does."""
-        ways = self.inputs_within_host(base, recomputed)
-        return bool(ways) and self.fits(_placed(base, ways[-1]))
+        num_ways = self._num_ways(base, recomputed)
+        if not num_ways:
+            return False
+        inputs = _inputs(self.step.layers, recomputed, num_ways - 1)
+        return self.fits(_placed(base, inputs))
 
-    def inputs_within_host(self, base: Execution, recomputed: int) -> list[list[str]]:
+    def inputs_within_host(self, base: Execution, recomputed: int) -> list[tuple[str, ...]]:
         """Returns the ways to place the layers' inputs for which the host has room, as one place per layer.
 
         `recomputed` inputs are recomputed. Each next way has one more on the host, and in no stage more on the GPU.
         """
-        step, ways = self.step, []
-        for on_host in range(step.layers - recomputed + 1):
-            places = ["host"] * on_host + ["gpu"] * (step.layers - recomputed - on_host)
-            for i in range(recomputed):
-                places.insert(2 * i + 1, "recompute")
-            ways.append(places)
-        return ways[: _largest(len(ways), lambda n: step.host_bytes(_placed(base, ways[n - 1])) <= self.host_bytes)]
+        num_ways = self._num_ways(base, recomputed)
+        return [_inputs(self.step.layers, recomputed, on_host) for on_host in range(num_ways)]
 
-    def keep(self, base: Execution, inputs: list[str]) -> Execution:
-        """Returns `base` with these inputs and all the outputs that fit, on the GPU first; then with whole blocks."""
+    def _num_ways(self, base: Execution, recomputed: int) -> int:
+        """Returns the number of ways of `inputs_within_host`."""
+        L = self.step.layers
 
-        def most(limit: int, place: Callable[[int], Execution]) -> Execution:
-            return place(_largest(limit, lambda n: self.fits(place(n))))
+        def has_room(num_ways: int) -> bool:
+            execution = _placed(base, _inputs(L, recomputed, num_ways - 1))
+            return self.step.host_bytes(execution) <= self.host_bytes
+
+        return _largest(L - recomputed + 1, has_room)
+
+    def keep(
+        self, base: Execution, inputs: Sequence[str], near: Execution | None = None
+    ) -> Execution:  # fmt: skip
+        """Returns `base` with these inputs, all outputs that fit, on the GPU first; whole blocks last.
+
+        About as many outputs fit as in `near`, where the search begins.
+        """
+
+        def most(
+            limit: int, place: Callable[[int], Execution], guess: int | None = None
+        ) -> Execution:  # fmt: skip
+            return place(_largest(limit, lambda n: self.fits(place(n)), guess))
 
         L = self.step.layers
-        kept = most(L, lambda n: _placed(base, inputs, n))
+        results = Counter({"gpu": L, "host": L})
+        if near:
+            results = Counter(placement.results for placement in near.placements)
+        kept = most(L, lambda n: _placed(base, inputs, n), results["gpu"])
         on_gpu = sum(placement.results == "gpu" for placement in kept.placements)
         if on_gpu == L and set(inputs) == {"gpu"}:
             limit = 0 if base.frozen.holds_weight else L - _num_visiting(base)
             return most(limit, lambda n: _placed(base, inputs, L, whole=n))
-        return most(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n))
+        return most(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n), results["host"])
 
 
 _placement = functools.cache(Placement)  # a search makes the same few placements many thousand times
 
 
-def _placed(base: Execution, inputs: list[str], on_gpu: int = 0, on_host: int = 0, whole: int = 0) -> Execution:
+@functools.cache
+def _inputs(layers: int, recomputed: int, on_host: int) -> tuple[str, ...]:
+    """Returns places of the layers' inputs.
+
+    With 6 layers, 2 recomputed and 1 on the host: host, recompute, gpu, recompute, gpu, gpu.
+    """
+    places = ["host"] * on_host + ["gpu"] * (layers - recomputed - on_host)
+    for i in range(recomputed):
+        places.insert(2 * i + 1, "recompute")
+    return tuple(places)
+
+
+def _placed(
+    base: Execution, inputs: Sequence[str], on_gpu: int = 0, on_host: int = 0, whole: int = 0
+) -> Execution:  # fmt: skip
     """Returns `base` with places of inputs and of so many outputs, and the last `whole` blocks whole."""
     L = len(inputs)
     results = ["recompute"] * (L - on_gpu - on_host) + ["host"] * on_host + ["gpu"] * on_gpu
     rest = ["recompute"] * (L - whole) + ["gpu"] * whole
-    weights = (placement.weights for placement in base.placements)
+    weights = base.places_of_weights
     return replace(base, placements=tuple(map(_placement, inputs, results, rest, weights)))
 
 
@@ -382,7 +414,7 @@ def _waiting(step: Step) -> list[Sequence[int]]:
 
 def _num_visiting(execution: Execution) -> int:
     """Returns the number of blocks whose weights wait on the host."""
-    return sum(placement.weights == "host" for placement in execution.placements)
+    return execution.places_of_weights.count("host")
 
 
 def _cost(step: Step, execution: Execution, seconds: float) -> float:
@@ -390,8 +422,19 @@ def _cost(step: Step, execution: Execution, seconds: float) -> float:
     return seconds / (1 - OFFLOAD_SAVES * ((step.inventory(execution).host > 0) + (_num_visiting(execution) > 0)))
 
 
-def _largest(limit: int, holds: Callable[[int], bool]) -> int:
-    """Returns the largest n in 0 .. limit with `holds(n)`, which is true from 0 up to some n and false beyond."""
-    if limit and holds(limit):
-        return limit
-    return bisect.bisect_left(range(1, limit), True, key=lambda n: not holds(n))
+def _largest(limit: int, holds: Callable[[int], bool], guess: int | None = None) -> int:
+    """Returns the largest n in 0 .. limit with `holds(n)`, which is true up to some n only.
+
+    Where a `guess` is near the answer, few n are tried: from 8 on 9, 11, 15, or down 7, 5, 1.
+    Without one, the limit is tried first.
+    """
+    largest, too_large = 0, limit + 1
+    n, stride = (limit, limit) if guess is None else (max(1, min(guess, limit)), 1)
+    while largest < n < too_large:
+        if holds(n):
+            largest, n = n, n + stride
+        else:
+            too_large, n = n, n - stride
+        stride *= 2
+    untried = range(largest + 1, too_large)
+    return largest + bisect.bisect_left(untried, True, key=lambda n: not holds(n))

@@ -1,14 +1,17 @@
 """Bytes of a step, stage by stage: what is alive at the fullest moment of each."""
 
+import functools
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from operator import add
 
+from kernels.linear import Linear
 from kernels.linear_cross_entropy import logits_bytes
+from kernels.parts import LayerParts
 from training.host.sizes import MIB
-from training.memory.dry_run import block_bytes, sent_bytes, waiting_bytes
-from training.memory.execution import Execution, needed_for_backward
+from training.memory.dry_run import BlockBytes, block_bytes, sent_bytes, waiting_bytes
+from training.memory.execution import Execution, Placement
 from training.memory.step import StepShape
 
 LIBRARY_BYTES = 160 * MIB  # cuBLAS workspaces and the small tensors that nothing below counts
@@ -39,17 +42,21 @@ class Stages:
         self.step, self.execution, self.optimizer = step, execution, step.inventory(execution)
         self.weights, self.visits = step.waiting_weights(execution), step.visiting_weights(execution)
         self.blocks = [*zip(execution.placements, step.parts, execution.linear.by_layer(step.layers))]
-        self.needed = [needed_for_backward(execution.placements, layer) for layer in range(step.layers)]
-        sizes = {
-            block: (waiting_bytes(step, *block), block_bytes(step, execution, *block), sent_bytes(step, *block[:2]))
-            for block in {*self.blocks}
-        }
-        waiting, self.block_bytes, self.sent = zip(*(sizes[block] for block in self.blocks))
-        self.before = [(0, 0, 0)]  # bytes that the blocks before each layer keep on the GPU for backward
-        for block in waiting:
-            inputs, attention, mlp = map(add, self.before[-1], block)
-            self.before.append((inputs, attention, mlp))
+        self.needed = execution.needed
+        size_of = functools.cache(self._sizes)  # most blocks are equal
+        waiting, self.block_bytes, self.sent = zip(*itertools.starmap(size_of, self.blocks))
+        # Bytes that the blocks before each layer keep on the GPU for backward.
+        self.before = [*itertools.accumulate(waiting, _add, initial=(0, 0, 0))]
+        self.any_visits, self.any_sent = any(self.visits), any(map(any, self.sent))
         self.always = self._always()
+
+    def _sizes(
+        self, placement: Placement, parts: LayerParts, linears: tuple[Linear, Linear]
+    ) -> tuple[tuple[int, int, int], BlockBytes, tuple[int, int]]:
+        """Returns bytes of a block: waiting on the GPU, at fullest moments, sent to the host."""
+        step, block = self.step, (placement, parts, linears)
+        fullest = block_bytes(step, self.execution, *block)
+        return waiting_bytes(step, *block), fullest, sent_bytes(step, placement, parts)
 
     def __iter__(self) -> Iterator[Stage]:
         yield from self.forward()
@@ -81,23 +88,31 @@ class Stages:
 
     def _stage(
         self, name: str, layer: int, ready: float = 0.0, gradients: int = 0, block: tuple[int, int, int] = (0, 0, 0),
-        running: Iterable[int] = (), slots: int = 0, **others: int,
+        running: Iterable[int] = (), slots: int = 0, loss: int = 0,
     ) -> Stage:  # fmt: skip
         """Returns a stage in which the blocks before `layer` wait for backward.
 
         `ready` is the share of the gradients on the GPU that exist. The arguments after it are bytes beside these.
         `running` are the block that runs, and the next: two blocks' weights visit. `slots` are the update's.
         """
-        step, on_gpu = self.step, self.optimizer.gpu_gradients
+        step, always, on_gpu = self.step, self.always, self.optimizer.gpu_gradients
         ready = 1 if step.micro_batches > 1 and step.num_copies == 1 else ready
-        gradients += int(on_gpu * ready)
-        inputs, attention, mlp = map(add, self.before[layer], block)
-        sizes = {"gradients": gradients, "layer inputs": inputs, "attention": attention, "MLP": mlp}
-        sizes["optimizer"] = self.always["optimizer"] + slots
+        inputs, attention, mlp = _add(self.before[layer], block)
         absent = step.absent.get(name, 0)
-        sizes["parameters"] = self.always["parameters"] + sum(self.visits[i] for i in running) - absent
+        visiting = sum(self.visits[i] for i in running) if self.any_visits else 0
         idle = step.idle_bytes + absent + int(on_gpu * (1 - ready)) if step.num_shards else 0
-        return Stage(name, {**self.always, **sizes, **others}, idle=idle)
+        categories = {
+            "parameters": always["parameters"] + visiting - absent,
+            "optimizer": always["optimizer"] + slots,
+            "workspace": always["workspace"],
+            "gradients": gradients + int(on_gpu * ready),
+            "layer inputs": inputs,
+            "attention": attention,
+            "MLP": mlp,
+        }
+        if loss:
+            categories["loss"] = loss
+        return Stage(name, categories, idle=idle)
 
     def forward(self) -> Iterator[Stage]:
         """Returns the stages before the loss."""
@@ -137,8 +152,8 @@ class Stages:
                 gone += step.layer_shares[layer] * (part == "attention" and weights[layer] > 0)
                 gradients = waiting + self._leaving(here - waited)
                 name, on_gpu = f"backward of layer {layer}, {part}", (here - gone) / stays
-                inputs, attention, mlp = map(add, (step.input_bytes, *sizes), (*self._fetched(layer), 0))
-                yield self._stage(name, layer, on_gpu, gradients, (inputs, attention, mlp), self._running(layer))
+                block = _add((step.input_bytes, *sizes), (*self._fetched(layer), 0))
+                yield self._stage(name, layer, on_gpu, gradients, block, self._running(layer))
             here += step.layer_shares[layer] * (step.num_shards > 0)  # FSDP2 sums them once a block has all
         # The embedding's gradient, as it is made.
         gradients = waiting + step.head_gradient + self._leaving(1)
@@ -157,6 +172,8 @@ class Stages:
 
         The block is rebuilt from some, others are on their way for the next. A whole block fetches nothing.
         """
+        if not self.any_sent:
+            return 0, 0
         fetched = {"input": 0, "results": 0}
         for i, name in {*self.needed[layer], *self.needed[max(layer - 1, 0)]} if self.needed[layer] else ():
             if i < layer:
@@ -165,6 +182,8 @@ class Stages:
 
     def _running(self, layer: int) -> set[int]:
         """Returns the blocks whose weights visit in backward of a block."""
+        if not self.any_visits:
+            return set()
         return {layer, *(i for i, _ in self.needed[max(layer - 1, 0)][:1])} if self.needed[layer] else set()
 
     def _loss_bytes(self) -> int:
@@ -178,6 +197,11 @@ class Stages:
             inputs = 2 if step.batch_size > 1 and step.num_ranks == 1 else 1
             return logits + step.head_gradient * 4 // size + inputs * step.input_bytes
         return share.projected_logits_bytes(step.tokens, size) + step.head_gradient + step.input_bytes
+
+
+def _add(bytes_of: tuple[int, int, int], more: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Returns sums of bytes of inputs, of attention and of the MLP."""
+    return bytes_of[0] + more[0], bytes_of[1] + more[1], bytes_of[2] + more[2]
 
 
 def embedding_sums(step: StepShape) -> int:

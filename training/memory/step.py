@@ -14,7 +14,7 @@ from kernels.config import Share
 from kernels.parts import LayerParts, MixerKind
 from training.data.packing import deal
 from training.families.trained import ALL, Trained
-from training.memory.execution import Execution, Placement, host_weights, inventory_of, needed_for_backward
+from training.memory.execution import Execution, Placement, host_weights, inventory_of
 from training.optim.inventory import Inventory, Row
 
 LENGTHS_PER_OCTAVE = 8  # bins of document lengths between one power of two and the next
@@ -135,6 +135,7 @@ class StepShape:
             return on_gpu(state_format).placed(gpu_state_bytes, away(places, ends))
 
         self._inventory = inventory
+        self.prices: dict[tuple, Any] = {}  # what `timeline.py` derives for all placements
         self.layers = share.num_hidden_layers
         self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
         self.norms_per_layer = sum(name.endswith("layernorm.weight") for name in share.layer_parameters(0))
@@ -179,31 +180,33 @@ class StepShape:
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> Self:
         """Returns the same step at another context length; documents that are not one each are unknown, or given."""
-        step = copy.copy(self)
-        step.context_length = context_length
         if documents is None and not self.is_packed:
             documents = PackedDocuments.one_each(context_length, self.batch_size)
-        step.documents = documents
-        return step
+        return self._with(context_length=context_length, documents=documents)
 
     def with_batch(self, batch_size: int) -> Self:
         """Returns the same step with another number of sequences in a micro-batch, of documents like this step's."""
-        step = copy.copy(self)
-        step.batch_size = batch_size
-        if self.documents:
+        documents = self.documents
+        if documents:
             times = batch_size / self.batch_size
-            lengths = tuple((length, count * times) for length, count in self.documents.lengths)
-            prompts = tuple((P, answers, tokens, count * times) for P, answers, tokens, count in self.documents.prompts)
-            step.documents = PackedDocuments(self.documents.longest, lengths, prompts)
-        return step
+            lengths = tuple((length, count * times) for length, count in documents.lengths)
+            prompts = tuple((P, answers, tokens, count * times) for P, answers, tokens, count in documents.prompts)
+            documents = PackedDocuments(documents.longest, lengths, prompts)
+        return self._with(batch_size=batch_size, documents=documents)
 
     def with_format(self, state_format: str) -> Self:
         """Returns the same step with another format of the optimizer's state."""
+        return self._with(given=replace(self.given, state_format=state_format))
+
+    def _with(self, **fields: Any) -> Self:
+        """Returns the same step with other values of fields that `__post_init__` does not read."""
         step = copy.copy(self)
-        step.given = replace(self.given, state_format=state_format)
+        for name in ("tokens", "input_bytes", "kinds", "parts"):  # are derived again
+            vars(step).pop(name, None)
+        vars(step).update(fields, prices={})
         return step
 
-    @property
+    @functools.cached_property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank."""
         return -(-self.context_length // self.num_ranks) * self.batch_size
@@ -220,18 +223,18 @@ class StepShape:
             return None
         return self.documents.longest if self.documents else self.context_length
 
-    @property
+    @functools.cached_property
     def kinds(self) -> tuple[MixerKind, ...]:
         """How each layer attends: the cheapest kind that computes the same for these documents."""
         longest = self.documents.longest if self.documents else self.context_length
         return tuple(kind.for_longest(longest) for kind in self.given.kinds or self.share.kinds)
 
-    @property
+    @functools.cached_property
     def parts(self) -> tuple[LayerParts, ...]:
         """The parts of each layer, whose attention is of this step's kind."""
         return _parts(self.share, self.kinds)
 
-    @property
+    @functools.cached_property
     def input_bytes(self) -> int:
         """Bytes of a block's input, and of any hidden states."""
         return self.element_size * self.share.hidden_size * self.tokens
@@ -259,8 +262,8 @@ class StepShape:
 
     def inventory(self, execution: Execution) -> Inventory:
         """Returns what each parameter is under an execution, with the bytes of its state."""
-        places = tuple(placement.weights for placement in execution.placements)
-        return self._inventory(places, execution.ends, execution.gpu_state_bytes, execution.state_format)
+        state = execution.gpu_state_bytes, execution.state_format
+        return self._inventory(execution.places_of_weights, execution.ends, *state)
 
     def uses_chunked_loss(self, execution: Execution) -> bool:
         """Whether an execution takes the chunked loss for a micro-batch of this step."""
@@ -286,7 +289,7 @@ class StepShape:
         """
         weights = self.waiting_weights(execution)
         waits, beside = [0] * self.layers, [0] * self.layers
-        needed = [needed_for_backward(execution.placements, i) for i in range(self.layers)] if any(weights) else []
+        needed = execution.needed if any(weights) else []
         starts = {i: each[0][0] for i, each in enumerate(needed) if each}
         present = {starts.get(self.layers - 1)} if weights[-1] else set()
         for i in reversed(starts):

@@ -14,7 +14,7 @@ from kernels.linear import Linear
 from kernels.parts import Work
 from kernels.qkv_attention import AttentionPart
 from training.memory.dry_run import sent_bytes, work
-from training.memory.execution import Execution, needed_for_backward
+from training.memory.execution import Execution
 from training.memory.machine import Rates
 from training.memory.step import PackedDocuments, StepShape
 
@@ -40,10 +40,15 @@ def timeline(step: StepShape, execution: Execution, rates: Rates) -> list[Phase]
     return _Timeline(step, execution, rates).phases()
 
 
-class _Timeline:
+class _LayerSeconds:
+    """Seconds of each layer's work under any placements: a search derives them once."""
+
     def __init__(self, step: StepShape, execution: Execution, rates: Rates):
-        self.step, self.execution, self.rates = step, execution, rates
-        self.layers, self.placements, self.parts = step.layers, execution.placements, step.parts
+        self.step, self.rates, self.layers, self.parts = step, rates, step.layers, step.parts
+        self.heads_at_a_time = execution.heads_at_a_time
+        unpacked = step.inventory(execution).unpacked
+        # Seconds in which a visit reads weights that a format holds and writes them.
+        self.visits = [unpacked.get(i, 0) / rates["memory"] for i in range(self.layers)]
         self.documents = step.documents or PackedDocuments.one_each(step.context_length, step.batch_size)
         self.mixers = Counter(parts.mixer for parts in self.parts)
         self.seconds_of = {
@@ -53,8 +58,6 @@ class _Timeline:
         of_parts = {parts: work(step, execution, parts) for parts in {*self.parts}}
         linears = execution.linear.by_layer(self.layers)
         self.work = [[*zip(of_parts[parts], maps)] for parts, maps in zip(self.parts, linears)]
-        self.placed = [i for i in range(self.layers) if not self.placements[i].is_whole]
-        self.needed = [needed_for_backward(self.placements, i) for i in range(self.layers)]
         # q, k and v go to other ranks, and attention's output comes back.
         sent = 2 * step.element_size * step.tokens * (1 - 1 / step.num_ranks)
         sizes = ((H + G) * K for H, G, K in (parts.mixer.heads for parts in self.parts))
@@ -68,12 +71,12 @@ class _Timeline:
             tuple({rate: unit * size / rates[rate] for rate, size in sizes.items()} for sizes in traffic)
             for traffic in step.traffic
         ]
-        self.longer = 1 + (PLACED_IS_LONGER * len(self.placed) / self.layers if execution.heads_at_a_time else 0)
+        # Seconds of each layer's matrix products in forward.
+        self.products = [*map(self._products, self.work)]
+        self.again = functools.cache(self._again)
 
-    @functools.cached_property
-    def products(self) -> list[float]:
-        """Seconds of each layer's matrix products in forward."""
-        return [sum(part.matrix_flops / self._rates(part, linear)[0] for part, linear in parts) for parts in self.work]
+    def _products(self, parts: list[tuple[Work, Linear]]) -> float:
+        return sum(part.matrix_flops / self._rates(part, linear)[0] for part, linear in parts)
 
     def _rates(self, part: Work, linear: Linear) -> list[float]:
         """Returns the FLOP/s of a part's three matrix products."""
@@ -90,48 +93,43 @@ class _Timeline:
         return [(hidden_states * step.input_bytes + size) / self.rates["memory"] for size in moved]
 
     @functools.cached_property
-    def visits(self) -> list[float]:
-        """Seconds in which a visit reads weights that a format holds and writes them: whenever a block runs."""
-        unpacked = self.step.inventory(self.execution).unpacked
-        return [unpacked.get(i, 0) / self.rates["memory"] for i in range(self.layers)]
-
-    def forward(self, with_added: bool = True) -> dict[str, float]:
-        """Returns the seconds of kernels in forward of all blocks, by their work."""
+    def forward(self) -> dict[str, float]:
+        """Seconds of kernels in forward of all blocks, by work, without added parameters."""
         return {
-            "attention": self.longer * sum(self.attention),
-            "choice of blocks": self.longer * sum(choice for _, choice, _ in self.attending),
-            "products": self.longer * sum(self.products),
-            "memory": self.longer * sum(self.moves),
-            "dequantization": self.longer * sum(self.visits),
-            **_sum(forward for forward, _ in self.added if with_added),
-            "sums over ranks": 2 * self.layers * self.reduction,
+            "attention": sum(self.attention),
+            "choice of blocks": sum(choice for _, choice, _ in self.attending),
+            "products": sum(self.products),
+            "memory": sum(self.moves),
+            "dequantization": sum(self.visits),
         }
 
+    @functools.cached_property
     def backward(self) -> dict[str, float]:
-        """Returns the seconds of kernels in backward of all blocks, by their work."""
+        """Seconds of kernels in backward of all blocks, as `forward`."""
         attention = sum(backward for _, _, backward in self.attending)
         # Backward sends q, k, v and the output again where it attends some heads at a time.
-        attention += sum(self.exchange) * (2 if self.execution.heads_at_a_time else 1)
+        attention += sum(self.exchange) * (2 if self.heads_at_a_time else 1)
         products = 0.0
         for part, linear in itertools.chain(*self.work):
             _, dx, d_weight = (part.matrix_flops / rate for rate in self._rates(part, linear))
             products += dx + d_weight * linear.trains_matrices
-        once = {
-            "attention": self.longer * attention,
-            "products": self.longer * products,
-            "memory": self.longer * 2 * sum(self.moves),
-            "dequantization": self.longer * sum(self.visits),
-            "sums over ranks": 2 * self.layers * self.reduction,
+        return {
+            "attention": attention,
+            "products": products,
+            "memory": 2 * sum(self.moves),
+            "dequantization": sum(self.visits),
         }
-        return _sum([once, *(backward for _, backward in self.added), *map(self._again, self.placed)])
 
-    def _again(self, layer: int) -> dict[str, float]:
-        """Returns the seconds in which backward computes again what a placed block did not keep, by their work."""
-        start, (_, (mlp, _)) = self.needed[layer][0][0], self.work[layer]
+    def _again(self, start: int, layer: int, kept: tuple[int, ...]) -> dict[str, float]:
+        """Returns seconds in which backward computes again what a placed block did not keep.
+
+        The block is rebuilt from the input of block `start`. Blocks `kept` have their results.
+        """
+        _, (mlp, _) = self.work[layer]
         before, blocks = range(start, layer), range(start, layer + 1)  # blocks before run again for this block's input
-        attention = sum(self.attention[i] for i in blocks if self.placements[i].results == "recompute")
-        if not self.execution.heads_at_a_time:  # kept outputs are exchanged again
-            attention += sum(self.exchange[i] for i in blocks if self.placements[i].results != "recompute")
+        attention = sum(self.attention[i] for i in blocks if i not in kept)
+        if not self.heads_at_a_time:  # kept outputs are exchanged again
+            attention += sum(self.exchange[i] for i in kept)
         products = sum(part.repeated_flops / self._rates(part, linear)[0] for part, linear in self.work[layer])
         return {
             "attention": attention,
@@ -142,12 +140,43 @@ class _Timeline:
             "sums over ranks": self.reduction * (2 * len(before) + (1 if mlp.is_skipped else 2)),
         }
 
+
+class _Timeline:
+    def __init__(self, step: StepShape, execution: Execution, rates: Rates):
+        self.step, self.execution, self.rates = step, execution, rates
+        self.layers, self.placements, self.parts = step.layers, execution.placements, step.parts
+        self.needed, self.each = execution.needed, _layer_seconds(step, execution, rates)
+        self.placed = [i for i in range(self.layers) if not self.placements[i].is_whole]
+        self.longer = 1 + (PLACED_IS_LONGER * len(self.placed) / self.layers if execution.heads_at_a_time else 0)
+
+    def forward(self, with_added: bool = True) -> dict[str, float]:
+        """Returns the seconds of kernels in forward of all blocks, by their work."""
+        return {
+            **{work: self.longer * seconds for work, seconds in self.each.forward.items()},
+            **_sum(forward for forward, _ in self.each.added if with_added),
+            "sums over ranks": 2 * self.layers * self.each.reduction,
+        }
+
+    def backward(self) -> dict[str, float]:
+        """Returns the seconds of kernels in backward of all blocks, by their work."""
+        once = {work: self.longer * seconds for work, seconds in self.each.backward.items()}
+        once["sums over ranks"] = 2 * self.layers * self.each.reduction
+        again = map(self._again, self.placed)
+        return _sum([once, *(backward for _, backward in self.each.added), *again])
+
+    def _again(self, layer: int) -> dict[str, float]:
+        """Returns seconds in which backward computes again what a placed block did not keep."""
+        (start, _), *results = self.needed[layer]
+        return self.each.again(start, layer, tuple(i for i, _ in results))
+
     def phases(self) -> list[Phase]:
         """Returns the phases, in the order of a step; the reference's, which comes first, is the last."""
         step, rates, L, link = self.step, self.rates, self.layers, self.rates["link"]
         forward, backward, loss = self.forward(), self.backward(), self._loss()
         reference = self.forward(with_added=False) | {"loss": self._head()}
-        sent = [sum(sent_bytes(step, *block)) / link for block in zip(self.placements, self.parts)]
+        # Most blocks are equal.
+        seconds_sent = functools.cache(lambda *block: sum(sent_bytes(step, *block)) / link)
+        sent = [*map(seconds_sent, self.placements, self.parts)]
         weights = [size / link for size in step.waiting_weights(self.execution)]  # the last: the embedding's
         waits, beside = ([size / link for size in sizes] for sizes in step.fetched_bytes(self.execution))
         copies = sum(sent) + sum(weights[:L])
@@ -252,10 +281,12 @@ class _Timeline:
         While attention's kernel fills the GPU no piece is updated, and in `filled` seconds the slots of pieces are
         full. One document and one group of heads are a kernel.
         """
-        pairs, held = sum(count * length**2 for length, count in self.documents.lengths), 0.0
-        for mixer, layers in self.mixers.items():
-            steps, (forward, _, _) = _steps(self.step, self.execution, mixer), self.seconds_of[mixer]
-            for length, count in self.documents.lengths:
+        documents = self.each.documents
+        pairs, held = sum(count * length**2 for length, count in documents.lengths), 0.0
+        for mixer, layers in self.each.mixers.items():
+            steps = _steps(self.step, self.execution, mixer)
+            forward, _, _ = self.each.seconds_of[mixer]
+            for length, count in documents.lengths:
                 held += layers * count * steps * max(0.0, forward * length**2 / pairs / steps - filled)
         return held
 
@@ -264,8 +295,18 @@ def _sum(seconds: Iterable[dict[str, float]]) -> dict[str, float]:
     """Returns sums by name."""
     total: dict[str, float] = {}
     for each in seconds:
-        total |= {name: total.get(name, 0.0) + amount for name, amount in each.items()}
+        for name, amount in each.items():
+            total[name] = total.get(name, 0.0) + amount
     return total
+
+
+def _layer_seconds(step: StepShape, execution: Execution, rates: Rates) -> _LayerSeconds:
+    """Returns seconds of each layer's work, derived once for all placements."""
+    sizes = execution.heads_at_a_time, execution.mlp_tile_size
+    key = (execution.attention_backend, execution.linear, *sizes, *rates.items())
+    if key not in step.prices:
+        step.prices[key] = _LayerSeconds(step, execution, rates)
+    return step.prices[key]
 
 
 def format_timeline(phases: list[Phase]) -> str:

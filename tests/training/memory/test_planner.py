@@ -14,7 +14,7 @@ from training.families.lora import Adapters
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200
-from training.memory.planner import HEADROOM, LEAST_HEADROOM, _Search, find_max_context, has_plan, make_plan
+from training.memory.planner import HEADROOM, LEAST_HEADROOM, _largest, _Search, find_max_context, has_plan, make_plan
 from training.memory.step import PackedDocuments
 from training.optim.formats import frozen_format
 from training.run.build import step_on_meta
@@ -253,6 +253,21 @@ def test_weights_that_visit_lengthen_the_context_and_never_the_step(monkeypatch)
     for budget, visited, took in zip(budgets, longest, seconds):
         assert find_max_context(step, *budget) < visited
         assert not has_plan(step, *budget) or make_plan(step, *budget).seconds >= took
+
+
+def test_a_guess_shortens_a_search_and_changes_no_answer():
+    for limit in (0, 1, 2, 9, 40):
+        for answer in range(limit + 1):
+            for guess in (None, *range(limit + 3)):
+                tried = []
+
+                def holds(n, answer=answer, tried=tried):
+                    tried.append(n)
+                    return n <= answer
+
+                assert _largest(limit, holds, guess) == answer
+                assert len({*tried}) == len(tried) and {*tried} <= {*range(1, limit + 1)}
+                assert guess != answer or len(tried) <= 2
 
 
 def test_a_plan_is_made_in_seconds():
