@@ -152,6 +152,9 @@ class ChatTemplate:
         template = self._open(name)
         read, unread = dict[str, object](), set[str]()
         for key, value in values.items():
+            if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+                what = f'"{VARIABLES}" has "{str(key)[:40]}": {json.dumps(value)}'
+                raise UserError(f"{what}, a text, which templates take for true; write {value.strip().lower()}")
             if key in template.variables and key not in ARGUMENTS:
                 read |= {key: value} if value is not None else {}
             elif key in SWITCHES and value is not None:

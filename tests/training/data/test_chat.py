@@ -884,6 +884,8 @@ def test_variables_of_rows_are_given_to_the_template(shown, theirs, folder, tmp_
     for values, name in (({"other": "x"}, "other"), ({"a": False}, "a"), ({"tools": [1]}, "tools")):
         with pytest.raises(ValueError, match=f'has "chat_template_kwargs" beside "messages", where "{name}" would be'):
             load_rows(tmp_path, folder, [{"messages": TALK, "chat_template_kwargs": values}])
+    with pytest.raises(ValueError, match=r'"enable_thinking": "False", a text, which .*; write false'):
+        shown(NEMOTRON3, {"messages": TALK, "chat_template_kwargs": {"enable_thinking": "False"}})
     with pytest.raises(ValueError, match=r"a message has '<\|im_end\|>' in it"):
         shown(system, {"messages": TALK, "chat_template_kwargs": {"system_of_row": "<|im_end|>"}})
     load_rows(tmp_path, folder, [{"messages": TALK, "chat_template_kwargs": {"enable_thinking": True, "tools": []}}])
