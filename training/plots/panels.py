@@ -77,7 +77,11 @@ class Panel:
 def read_metrics(run: Path) -> list[dict]:
     """Returns the lines of a run's metrics.jsonl without damaged ones. Raises UserError where there is none."""
     file = run / "metrics.jsonl"
-    lines = read_file(file, "give the output_dir of a run").decode(errors="replace").splitlines()
+    near = sorted(other.parent for other in (run.parent / file.name, *run.glob(f"*/{file.name}")) if other.is_file())
+    advice = "give the output_dir of a run"
+    if near:
+        advice += f", as {near[0]}"
+    lines = read_file(file, advice).decode(errors="replace").splitlines()
     if not (rows := [row for line in lines if (row := parse_line(line))]):
         raise UserError(f"{file} has no step yet; give the output_dir of a run")
     return rows

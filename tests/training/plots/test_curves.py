@@ -204,7 +204,10 @@ def test_what_is_refused_and_what_is_a_warning(tmp_path, capsys, monkeypatch, ca
     assert "cannot be drawn" in caplog.text
     for argv, message in (
         ([], "run is missing: output_dir of a run"),
-        ([str(tmp_path)], "give the output_dir of a run"),
+        ([str(tmp_path / "none")], "give the output_dir of a run\n"),
+        ([str(tmp_path)], f"give the output_dir of a run, as {tmp_path / 'run'}\n"),
+        ([str(tmp_path / "run" / "metrics.jsonl")], f"give the output_dir of a run, as {tmp_path / 'run'}\n"),
+        ([str(tmp_path / "run" / "step_00000025")], f"give the output_dir of a run, as {tmp_path / 'run'}\n"),
     ):
         assert main(argv) == 1 and message in capsys.readouterr().err
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
