@@ -575,7 +575,8 @@ def test_data_without_targets_and_weights_that_give_no_numbers_have_no_log_proba
         assert lengths == [5] * runs
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_a_model_is_read(tmp_path, capsys):
+def test_a_folder_that_cannot_be_made_is_refused_before_a_model_is_read(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(logprobs, "shape_of_weights", lambda folder: None)  # a folder with a config.json
     (tmp_path / "file").write_text("")
     assert logprobs.main(["no model", str(tmp_path / "file"), "--data", "no data"]) == 1
     assert "the folder " in (error := capsys.readouterr().err) and "cannot be made" in error
