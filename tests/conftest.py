@@ -35,6 +35,7 @@ def pytest_configure(config):
     gc.disable()  # until tests are collected: looking for garbage among their imports takes a second
     # Commands that a shell script starts in the background ignore SIGINT, and so would the runs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup
     if not torch.cuda.is_available():
         from tests.interpreter import patch_interpreter
 

@@ -38,22 +38,23 @@ def run_ranks(num_ranks: int, function: Callable, *args, device: str = "cpu", **
     )
 
 
-def start_torchrun(folder: Path, *arguments: str) -> multiprocessing.Process:
+def start_torchrun(folder: Path, *arguments: str, forks: bool = True) -> multiprocessing.Process:
     """Start torchrun in a process that has imported it. Output and errors go to the ends of two files of a folder.
 
-    Its ranks are forked from that process, with torch imported.
+    Its ranks are forked from that process, with torch imported, if `forks`: CUDA does not start in a forked process.
     """
-    process = multiprocessing.get_context("forkserver").Process(target=_torchrun, args=(folder, arguments))
+    process = multiprocessing.get_context("forkserver").Process(target=_torchrun, args=(folder, arguments, forks))
     process.start()
     return process
 
 
-def _torchrun(folder, arguments):
+def _torchrun(folder, arguments, forks):
     for number, name in ((1, "output"), (2, "errors")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(Path(__file__).parents[1])
-    subprocess_handler.Popen = _ForkedProgram
+    if forks:
+        subprocess_handler.Popen = _ForkedProgram
     torch.distributed.run.main(arguments)
 
 

@@ -6,6 +6,7 @@ SECONDS_TO_SAVE and without a traceback, and no step may be lost. The last check
 bit for bit.
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -44,7 +45,8 @@ def storm_of_signals(
         for number in draws.sample(SIGNALS, draws.choice([1, 1, 2])):
             for process in targets:
                 if process.is_alive():
-                    os.kill(process.pid, number)
+                    with contextlib.suppress(ProcessLookupError):  # it may end in between
+                        os.kill(process.pid, number)
             time.sleep(draws.uniform(0, 0.1))
         for process in processes:
             process.join(SECONDS_TO_SAVE)

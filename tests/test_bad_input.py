@@ -80,7 +80,7 @@ def test_toml(outcome, corpus, tmp_path):
             outcome("--config", str(file), *command(corpus))
     for content in (b"\xff", b"a = " + b"[" * DEEP, b"[" * DEEP, b"", b"\0"):
         file.write_bytes(content)
-        assert (outcome("--config", str(file), *command(corpus)) is None) == (content == b""), content[:9]
+        assert outcome("--config", str(file), *command(corpus)) is not None, content[:9]
     file.write_bytes(b"\xef\xbb\xbfseed = 3")  # Windows' editors begin files so
     assert outcome("--config", str(file), *command(corpus)) is None
     file.write_text(f"learning_rate = {'9' * 400}")

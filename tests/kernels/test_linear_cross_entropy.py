@@ -465,7 +465,7 @@ def test_vocabulary_and_head_sharded_over_two_ranks():
     run_ranks(2, check_sharded, *IMPLEMENTATIONS)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(gib=12)
 @pytest.mark.parametrize("vocab", [32000, 49155, 50264, 100_278, 128256, 151936])
 def test_real_vocabularies(device, vocab):
     input, linear_weight, target = _inputs(device, (1500,), hidden=512, vocab=vocab, dtype=torch.bfloat16)

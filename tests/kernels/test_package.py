@@ -92,6 +92,7 @@ def test_a_checkout_hands_on_the_other_kernels(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["losses", "transformers_trainer"])
 def test_examples_run(name, gpu, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fathom_kernels", kernels)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(gpu))  # Trainer would copy the model to all
     with torch.random.fork_rng():
         names = runpy.run_path(str(ROOT / f"examples/{name}.py"), run_name="__main__")
     said = capsys.readouterr().out

@@ -462,7 +462,7 @@ def test_bad_messages(folder, tmp_path, caplog):
     depth = sys.getrecursionlimit() - 40  # torch.compile raises it, if an earlier test has used that
     deep = "[" * depth + '"a"' + "]" * depth
     for fields in (
-        f'"tools": [{{"a": {deep}}}]',
+        f'"tools": [{{"name": "f", "a": {deep}}}]',
         f'"metadata": {deep}',
         f'"messages": [{{"role": "user", "a": {deep}}}]',
     ):

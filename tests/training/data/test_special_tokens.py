@@ -5,6 +5,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from tests.packages import needs
 from tests.training.data.test_packing import load_documents
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.data.chat import ChatTemplate
@@ -38,7 +39,15 @@ DECODER = {
     {"tokenizer_config.json": {"image_token": "<img>", "extra_special_tokens": {"x_token": "<|x|>"}}},
     {"tokenizer_config.json": {"eos_token": "<|q|>", "extra_special_tokens": ["<|x|>", "he"]}},
     {"tokenizer_config.json": {"eos_token": None, "additional_special_tokens": ["<|q|>"]}},
-    {"tokenizer_config.json": {"extra_special_tokens": {"x_token": "<|x|>"}, "additional_special_tokens": ["<|q|>"]}},
+    pytest.param(
+        {
+            "tokenizer_config.json": {
+                "extra_special_tokens": {"x_token": "<|x|>"},
+                "additional_special_tokens": ["<|q|>"],
+            }
+        },
+        marks=needs("transformers", "5.24"),  # 5.17 adds no "<|q|>"
+    ),
     {"tokenizer_config.json": {"extra_special_tokens": []}, "special_tokens_map.json": MAP},
     {"tokenizer_config.json": {"extra_special_tokens": {}}, "special_tokens_map.json": MAP},
     {"tokenizer_config.json": {"additional_special_tokens": ["<|q|>"]},

@@ -39,6 +39,8 @@ def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, c
     compared = []
     monkeypatch.setattr(stored_ones, "digest_of", lambda folder: compared.append(folder) or digest_of(folder))
     base, data = str(weights_of_another_shape(tmp_path, num_hidden_layers=1)), write(tmp_path / "data.jsonl", 9, "a")
+    unread = str(tmp_path / "unread.jsonl")
+    Path(unread).write_text("no JSON")
     known, cpu = ["--objective", "dpo", "--context_length", "64"], ["--device", "cpu", "--data", data]
     for words, own in (
         ("factor=4.0", "--rope_scaling yarn:4"),
@@ -51,11 +53,11 @@ def test_references_of_another_attention_or_rope_scaling_are_refused(tmp_path, c
             run = ["--init_from", base, "--reference_logprobs", str(stored), *known, *own.split()]
             assert train.main([*arguments(data, tmp_path / words / name, steps=1), *run]) == (name == "other")
         run[run.index("--reference_logprobs") + 1] = str(tmp_path / "other")
-        assert train.main([*arguments("no data", tmp_path / words / "none", steps=1), *run]) == 1
+        assert train.main([*arguments(unread, tmp_path / words / "none", steps=1), *run]) == 1
         assert len(compared) == 1 and not compared.clear()
         assert losses(tmp_path / words / "same")[0] == pytest.approx(math.log(2), abs=1e-6)
         refusal = capsys.readouterr().err
-        assert refusal.count("was made with attention") == 2  # once before data are looked for
+        assert refusal.count("was made with attention") == 2  # once before data are read
         assert "was made with attention everything before" in refusal and words in refusal
 
 

@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused_before_the_weights_are_read(folder, monkey
     message = "weights take 14.98 GiB, keys and values of 131,072 tokens 36.00 GiB, 50.00 GiB are there: give shorter"
     with pytest.raises(UserError, match=message):
         load(opened, 131_072, 131_072, WORLD, None)
-    with pytest.raises(UserError, match=r"of 0 tokens 0.00 GiB, 14.00 GiB are there: give .* a larger --memory_budget"):
+    with pytest.raises(UserError, match=r"take 14.98 GiB, 14.00 GiB are there: give .* a larger --memory_budget"):
         load(opened, 131_072, 0, WORLD, "14GB")
     gated = MODEL_SIZES["qwen3.5-4B"]  # 8 of its 32 layers have keys and values, of 4 heads of 256
     assert "131,072 tokens 8.00 GiB" in inference.check_memory(gated, 131_072, CPU, 2**40)

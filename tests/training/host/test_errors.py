@@ -169,7 +169,8 @@ def test_a_deleted_working_directory_is_one_line(monkeypatch, tmp_path, capsys):
 )
 def test_variables_that_a_library_refuses_at_its_import_are_one_line(command):
     given = {**os.environ, "TQDM_NCOLS": "wide", "TQDM_DELAY": "1"}
-    ended = subprocess.run([sys.executable, "-m", command], env=given, capture_output=True, text=True)
+    words = [str(Path(__file__).parent), "out", "--data", __file__] if command == "training.logprobs" else []
+    ended = subprocess.run([sys.executable, "-m", command, *words], env=given, capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stdout == ""
     assert re.fullmatch("error: tqdm refuses [^\n]*TQDM_NCOLS=wide[^\n]*; unset it, or mend it\n", ended.stderr)
 

@@ -47,9 +47,10 @@ def test_a_student_learns_from_a_teacher_and_not_from_itself(tmp_path, capsys):
     )
     assert found["teacher"][0] > 1e-3 and found["teacher"][-1] < 0.8 * found["teacher"][0], found
 
+    (tmp_path / "unread.jsonl").write_text("no JSON")
     for name, message in (("without", "was made without --top_k"), ("wide", "the model has a vocab_size of 256; make")):
         flags = [*known, "--init_from", student, "--teacher_logprobs", stored[name]]
-        data = "no data" if name == "without" else str(tmp_path / "a.jsonl")  # refused before data are looked for
+        data = str(tmp_path / ("unread.jsonl" if name == "without" else "a.jsonl"))  # refused before data are read
         assert train.main([*arguments(data, tmp_path / "refused"), *flags]) == 1
         assert message in capsys.readouterr().err
 

@@ -130,7 +130,7 @@ DYING = "-m", "tests.training.parallel.dying_rank"
 
 def fail(folder, *program):
     """Run a program that fails in two ranks; returns their output, their errors, and torchrun's."""
-    process = start_torchrun(folder, "--standalone", "--nproc_per_node=2", *program)
+    process = start_torchrun(folder, "--standalone", "--nproc_per_node=2", *program, forks="cuda" not in program)
     process.join(120)
     assert process.exitcode == 1
     return (folder / "output").read_text(), *(folder / "errors").read_text().split("closing signal SIGTERM", 1)
