@@ -1,6 +1,8 @@
 # README's two commands: `make train` and `make test`; on a machine with a GPU also `make test_gpu`. Each first makes the
 # environment that it needs, in the folder VENV. FLAGS are train.py's, as in `make train FLAGS="--data notes/"`.
 VENV ?= .venv
+# Processes of tests: one more than cores, since some wait for others' ends; each takes 1 to 2 GB of memory.
+JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 7 ? cores + 1 : 8)))
 .PHONY: train test test_gpu environment test_environment
 
 train: environment
@@ -8,8 +10,8 @@ train: environment
 
 # Tests without the mark gpu, as on a machine without a GPU.
 test: test_environment
-	@echo "tests: four processes look for them first, silent for a minute or two, longer on a busy machine"
-	$(VENV)/bin/python -m pytest -q -n 4 --dist worksteal --durations=10
+	@echo "tests: $(JOBS) processes look for them first, silent for a minute or two, longer on a busy machine"
+	$(VENV)/bin/python -m pytest -q -n $(JOBS) --dist worksteal --durations=10
 
 # Tests with the mark gpu. What the GPU cannot hold is skipped by name, see tests/gpu.py.
 SEES_A_GPU = import torch, sys; sys.exit(not torch.cuda.is_available())

@@ -269,7 +269,7 @@ def test_two_commands_of_readme_do_everything():
     assert re.search(r"^(PYTEST_ADDOPTS=\S+ )?make test$", ci, re.MULTILINE)
 
 
-PYTEST_FLAGS = "-q -n 4 --dist worksteal --durations=10"
+PYTEST_FLAGS = "-q -n 3 --dist worksteal --durations=10"  # on two cores
 GPU_FLAGS = "-m gpu -n auto --dist worksteal --durations=10 -rs"
 
 
@@ -286,12 +286,21 @@ def test_make_makes_the_environment_that_a_command_needs(tmp_path):
         ("test", "requirements.txt -r requirements-dev.txt", f"python -m pytest {PYTEST_FLAGS}"),
         ("test_gpu", "requirements.txt -r requirements-dev.txt", f"python -m pytest {GPU_FLAGS}"),
     ):
-        lines = dry_run("-n", target, f"VENV={venv}", "FLAGS=--seed 1").stdout.splitlines()
+        lines = dry_run("-n", target, f"VENV={venv}", "FLAGS=--seed 1", "JOBS=3").stdout.splitlines()
         steps = [line for line in lines if line.startswith(("python3 -m", "touch", venv)) and " -c " not in line]
         assert steps == [
             f"python3 -m venv {venv}", f"{venv}/bin/pip install -r {requirements}",
             f"touch {venv}/has_requirements{'-dev' * (target != 'train')}", f"{venv}/bin/{last}",
         ]  # fmt: skip
+
+
+def test_tests_have_a_process_more_than_cores_and_eight_at_most(tmp_path):
+    nproc = tmp_path / "nproc"
+    for cores, jobs in ((1, 2), (2, 3), (6, 7), (7, 8), (64, 8)):
+        nproc.write_text(f"#!/bin/sh\necho {cores}\n")
+        nproc.chmod(0o755)
+        words = dry_run("-n", "test", PATH=f"{tmp_path}:{os.environ['PATH']}").stdout
+        assert f" -n {jobs} " in words, (cores, words)
 
 
 INSTALLS = "apt-get update && apt-get install -y build-essential python3-venv python3-dev"
