@@ -15,6 +15,7 @@ import pytest
 
 from tests import gpu
 
+FREEZE = gc.freeze  # runs do not, see pytest_collection_finish
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for `deterministic`; PyTorch's own size on Hopper GPUs
@@ -69,6 +70,13 @@ def gpu_share(request, tmp_path_factory):
         return
     with gpu.held(gpu.Need(**mark.kwargs), tmp_path_factory.getbasetemp().parent):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects_are_looked_at():
+    """Has no collection of a file's tests look at what lives before it: their runs collect garbage many times."""
+    gc.collect()
+    FREEZE()
 
 
 @pytest.fixture(autouse=True)

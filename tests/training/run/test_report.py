@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 import threading
 from pathlib import Path
@@ -141,12 +142,12 @@ def test_a_page_that_cannot_be_written_is_a_warning_and_comes_later(tmp_path, cl
     write(4, 5)
     assert (folder / "report.html").is_file()
     folder.rename(tmp_path / "moved")
-    write(6, 7, 8)
+    write(6, 7, 8)  # which of them begins a page depends on how long the last one took
     written.finish(None, None, None)
     missing = "[Errno 2] No such file or directory"
     said = [message.partition(": '")[0] for message in caplog.messages]
-    assert said == [
-        f"step 1 cannot be written to report.html: {missing}", f"step 7 cannot be written to report.html: {missing}",
+    assert [re.sub("step [678] ", "step N ", message) for message in said] == [
+        f"step 1 cannot be written to report.html: {missing}", f"step N cannot be written to report.html: {missing}",
         f"{folder}/report.html cannot be written: {missing}",
     ]  # fmt: skip
     folder.mkdir()
