@@ -172,7 +172,7 @@ def _causal_lm_forward(original, impl: str):
     innermost = inspect.unwrap(original)
     names = innermost.__globals__
     output_class = names[next(n for n in innermost.__code__.co_names if n.endswith("CausalLMOutputWithPast"))]
-    balance = names.get("load_balancing_loss_func")  # of a mixture of experts
+    balance = names.get("load_balancing_loss_func")  # a mixture's loss that balances its experts
     cache_name = "cache" if "cache" in inspect.signature(innermost).parameters else "past_key_values"  # before 5.24
 
     @functools.wraps(original)

@@ -17,7 +17,7 @@ import pytest
 from _pytest.mark.expression import Expression
 
 GPUS = "FATHOM_TEST_GPUS"  # environment variable: the GPUs that a run's processes share, such as 0,1
-LEAST_GIB = 6  # of a GPU's memory, with CUDA's own
+LEAST_GIB = 6  # memory of a GPU that a test needs, with CUDA's own
 GIB = 2**30
 MIXED = (
     "-m {expression!r} selects tests of a GPU and tests that hide it; run the two apart: pytest -m gpu, "

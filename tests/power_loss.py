@@ -1,6 +1,6 @@
 """Records a program's calls on files, and rebuilds the states in which a disk may be left.
 
-The method is that of ALICE (Pillai et al., OSDI 2014). A call that changes files is followed by a
+Method: ALICE (Pillai et al., OSDI 2014). A call that changes files is followed by a
 snapshot of the whole tree, so that bytes are seen however they were written: by threads, past the
 page cache or by a library. A sync of a file makes its bytes durable, a sync of a folder its names.
 After any call the power may go. Of what is not durable,

@@ -119,7 +119,7 @@ def saves(folder: Path) -> Scenario:
             save(step, last=latest_checkpoint(run, {}))
 
     def killed_save(step: int, module, where: str, variant: float = 0.0) -> None:
-        """Ends a save as SIGKILL does, which cleans nothing up. Syncs of names are then those of the run's folder."""
+        """Ends a save as SIGKILL does, which cleans nothing up. Syncs of names are then syncs of the run's folder."""
         usual = getattr(module, where)
 
         def call_or_die(*given):

@@ -1,4 +1,4 @@
-"""What FP8 products lose to the tensor cores' fast accumulation: by terms of one sign, by a trained model, in time.
+"""Measures what FP8 products lose to the tensor cores' fast accumulation, and what float32 sums cost in time.
 
 `python -m benchmarks.experiments.fp8_sums --model MODEL` on a GPU; MODEL is a folder of trained weights. Without it
 only random terms are summed. A product with fast accumulation is compared with the same product in float64.

@@ -52,7 +52,7 @@ COUNTS = {  # beside norms and the loss; most families have two of each
     "qwen3_5_text": {"rope": 1, "gated_mlp": 2, "delta_rule": 1},
     "qwen3_5_moe_text": {"rope": 1, "gated_mlp": 2, "experts": 2, "delta_rule": 1},
 }
-DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text")  # whose rule transformers computes in float32, in any model
+DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text")  # transformers computes their rule in float32, in any model
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 
 
@@ -354,7 +354,7 @@ def test_triton_kernels(device):
 @every_family
 def test_bf16_on_a_gpu(model_type):
     sizes = {"vocab_size": 1009, "hidden_size": 256, "intermediate_size": 520, "head_dim": 64}
-    is_mixture = "moe" in model_type  # whose router may choose otherwise after rounding
+    is_mixture = "moe" in model_type  # its router may choose otherwise after rounding
     settings = {"output_router_logits": False} if is_mixture else {}
     plain, patched = make_pair(model_type, torch.bfloat16, impl="auto", initializer_range=0.05, **sizes, **settings)
     exact = copy.deepcopy(plain).float().cuda()

@@ -26,7 +26,7 @@ ROWS = 131_072 if IS_GPU else 64  # tokens of a batch
 LONG = 9728 if IS_GPU else 64  # the 4B's longest row
 FEW = 4096 if IS_GPU else 32
 TOKENS = 8192 if IS_GPU else 128
-MOST_LOST = 0.004  # of a sum whose factors have 16 bits or more
+MOST_LOST = 0.004  # share of a sum, for factors of 16 bits or more
 MOST_LOST_IN_8_BITS = 0.01  # factors of few numbers may round to one side; fast accumulation lost 0.04 to 0.23
 
 
