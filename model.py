@@ -1,9 +1,11 @@
-"""The decoder: attention, MLP, block, transformer, loss, generation. Its configuration is `kernels/config.py`.
+"""The decoder: attention, MLP, block, transformer, loss, generation. Its configuration is
+`kernels/config.py`.
 
-Shapes: B batch, T tokens, D model width, H query heads, G key/value heads, K head width, F feed-forward width, V vocab.
-The architecture is Qwen3's (arXiv 2505.09388): RMSNorm before each half of a block, RMSNorm on each query and key head
-before rotary positions, grouped-query attention, a gated MLP, no biases. Other families differ by what a `ModelConfig`
-has: other norms, biases of q, k and v, layers without rotary positions or with frequencies of their own, scalars.
+Shapes: B batch, T tokens, D model width, H query heads, G key/value heads, K head width, F
+feed-forward width, V vocab. The architecture is Qwen3's (arXiv 2505.09388): RMSNorm before each
+half of a block, RMSNorm on each query and key head before rotary positions, grouped-query
+attention, a gated MLP, no biases. Other families differ by what a `ModelConfig` has: other norms,
+biases of q, k and v, layers without rotary positions or with frequencies of their own, scalars.
 Parameter names are Hugging Face's.
 """
 
@@ -47,14 +49,18 @@ IGNORE_INDEX = -100
 GATES = ".g_proj."  # in the names of the gates' parameters
 
 Cache = KeyValueCache | StateCache
-Rotation = tuple[Tensor, Tensor]  # cos and sin as `rope` takes them, [T, K/2] or [B, T, K/2] float32
+Rotation = tuple[
+    Tensor, Tensor
+]  # cos and sin as `rope` takes them, [T, K/2] or [B, T, K/2] float32
 
 
 @dataclass
 class Context:
     """Tokens as every block must know them: their rotations, documents and caches."""
 
-    rotations: tuple[Rotation, Rotation]  # first of layers that see everything, then of layers with a window
+    rotations: tuple[
+        Rotation, Rotation
+    ]  # first of layers that see everything, then of layers with a window
     longest: int  # tokens of the longest document, the cached ones included
     segments: Tensor | None = None  # the packed documents, see kernels/attention/documents.py
     caches: list[Any] | None = None
@@ -82,7 +88,8 @@ class RMSNorm(nn.Module):
         is_seen = bool(self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
         return rms_norm(
             x, local(self.weight), self.eps, residual=residual, weight_offset=self.offset,
-            cast_before_weight=self.casts_first, read_once=self.read_once and not is_seen, impl=self.impl,
+            cast_before_weight=self.casts_first, read_once=self.read_once and not is_seen,
+            impl=self.impl,
         )  # fmt: skip
 
 
@@ -90,7 +97,8 @@ class Embedding(nn.Embedding):
     tensor_ranks = TensorRanks(None)  # ranks that share its matrix; set from outside
 
     def reset_parameters(self) -> None:
-        """Leaves a weight on the meta device alone: PyTorch would import its compiler, a second, to draw nothing."""
+        """Leaves a weight on the meta device alone: PyTorch would import its compiler, a second, to
+        draw nothing."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -104,9 +112,13 @@ class Attention(nn.Module):
         D, part = share.hidden_size, share.parts(layer).mixer
         (H, G, K), bias = part.heads, part.has_biases
         q_heads = H * (1 + part.has_output_gate)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(D, heads * K, bias=bias) for heads in (q_heads, G, G))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(D, heads * K, bias=bias) for heads in (q_heads, G, G)
+        )
         self.o_proj = nn.Linear(H * K, D, bias=False)
-        self.q_norm, self.k_norm = (RMSNorm(size, share) if size else None for size in part.norm_sizes)
+        self.q_norm, self.k_norm = (
+            RMSNorm(size, share) if size else None for size in part.norm_sizes
+        )
         self.g_proj = nn.Linear(D, part.num_gates) if part.num_gates else None
         self.layer, self.head_dim, self.eps = layer, K, share.rms_norm_eps
         self.rotates, self.is_local = part.rotates, part.kind.reach is not None
@@ -117,7 +129,9 @@ class Attention(nn.Module):
         self.backend = "auto"  # see kernels.attention.full.BACKENDS
         self.impl = "auto"  # see kernels.common.IMPLEMENTATIONS
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
-        self.exchange: HeadExchange | None = None  # between ranks that share sequences; `documents` are then given
+        self.exchange: HeadExchange | None = (
+            None  # between ranks that share sequences; `documents` are then given
+        )
         self.tensor_ranks = TensorRanks(None)  # ranks that share its matrices
 
     def qkv_parameters(self) -> QKVParameters:
@@ -134,7 +148,8 @@ class Attention(nn.Module):
         )
 
     def _scale(self, norm: RMSNorm) -> Tensor:
-        """Returns what a norm of heads multiplies by: its weight; in float32 where it rounds only after the weight."""
+        """Returns what a norm of heads multiplies by: its weight; in float32 where it rounds only
+        after the weight."""
         weight = local(norm.weight)
         return weight if norm.casts_first else weight.float() + norm.offset
 
@@ -144,15 +159,21 @@ class Attention(nn.Module):
         cos, sin = context.rotations[self.is_local] if self.rotates else (None, None)
         x_BTD, gates = ranks.enter(x_BTD), None
         if self.g_proj is not None:
-            gates = PLAIN(x_BTD, *map(local, self.g_proj.parameters())).unflatten(-1, (-1, kind.gates_per_head))
+            gates = PLAIN(x_BTD, *map(local, self.g_proj.parameters())).unflatten(
+                -1, (-1, kind.gates_per_head)
+            )
         cache = context.cache(self.layer)
         if cache is None or cache.length == 0:
             attended_BTD = qkv_attention(
-                x_BTD, qkv, o_weight, cos, sin, context.segments, kind=kind, gates=gates, linear=linear, impl=impl,
-                heads_at_a_time=self.heads_at_a_time, exchange=None if cache is not None else self.exchange,
+                x_BTD, qkv, o_weight, cos, sin, context.segments, kind=kind, gates=gates,
+                linear=linear, impl=impl,
+                heads_at_a_time=self.heads_at_a_time,
+                exchange=None if cache is not None else self.exchange,
                 backend=self.backend,
             )  # fmt: skip
-            if cache is not None:  # a whole prompt: keys and values once more, with one query head that is not used
+            if (
+                cache is not None
+            ):  # a whole prompt: keys and values once more, with one query head that is not used
                 one_head = qkv.with_one_query_head()
                 cache.append(*project_heads(x_BTD, one_head, cos, sin, linear, impl)[1:3])
             return ranks.leave(attended_BTD)
@@ -181,16 +202,25 @@ class GatedDeltaNet(nn.Module):
         self.exchange: HeadExchange | None = None
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        projections = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a, self.out_proj
+        projections = (
+            self.in_proj_qkv,
+            self.in_proj_z,
+            self.in_proj_b,
+            self.in_proj_a,
+            self.out_proj,
+        )
         vectors = self.A_log, self.dt_bias, self.norm.weight
         qkv, z, b, a, out = map(adapted, projections)
         A_log, dt_bias, norm = map(local, vectors)
         convolution = local(self.conv1d.weight).squeeze(1)
-        parameters = DeltaNetParameters(qkv, z, b, a, convolution, A_log, dt_bias, norm, out, self.eps)
+        parameters = DeltaNetParameters(
+            qkv, z, b, a, convolution, A_log, dt_bias, norm, out, self.eps
+        )
         cache = context.cache(self.layer)
         return gated_delta_net(
             x_BTD, parameters, self.kind, context.segments, cache=cache,
-            exchange=None if cache is not None else self.exchange, linear=self.linear, impl=self.impl,
+            exchange=None if cache is not None else self.exchange, linear=self.linear,
+            impl=self.impl,
         )  # fmt: skip
 
     def new_cache(self, max_length: int) -> StateCache:
@@ -214,16 +244,20 @@ class GatedMLP(nn.Module):
         self.tensor_ranks = TensorRanks(None)  # ranks that share its matrices
 
     def forward(self, x_BTD: Tensor, context: Context | None = None) -> Tensor:
-        weights = [adapted(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj)]
+        weights = [
+            adapted(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj)
+        ]
         y_BTD = gated_mlp(
-            self.tensor_ranks.enter(x_BTD), *weights, activation=self.activation, tile_size=self.tile_size,
+            self.tensor_ranks.enter(x_BTD), *weights, activation=self.activation,
+            tile_size=self.tile_size,
             skippable=self.skippable, linear=self.linear, impl=self.impl,
         )  # fmt: skip
         return self.tensor_ranks.leave(y_BTD, skippable=self.skippable)
 
 
 class Experts(nn.Module):
-    """A router, and the MLPs of all experts, in the MLP's place. A token goes through a few of them."""
+    """A router, and the MLPs of all experts, in the MLP's place. A token goes through a few of
+    them."""
 
     chooses = True  # once: a second forward takes the first one's choice
 
@@ -247,11 +281,18 @@ class Experts(nn.Module):
         logits_NE = self.linear.plain(x_ND, adapted(self.gate))
         if routing is not None:
             logits_NE = routing.balanced(logits_NE)
-        experts_Nk, weights_Nk = route(logits_NE, self.part.per_token, normalize=self.part.normalizes)
+        experts_Nk, weights_Nk = route(
+            logits_NE, self.part.per_token, normalize=self.part.normalizes
+        )
         if routing is not None:
             routing.note(self.layer, logits_NE, experts_Nk)
-        inner = getattr(self.experts, "base_layer", self.experts)  # has gate_up_proj's adapter, where peft has it
-        gate_up, down = adapted(inner, self.experts["gate_up_proj"]), adapted(self.experts, self.experts["down_proj"])
+        inner = getattr(
+            self.experts, "base_layer", self.experts
+        )  # has gate_up_proj's adapter, where peft has it
+        gate_up, down = (
+            adapted(inner, self.experts["gate_up_proj"]),
+            adapted(self.experts, self.experts["down_proj"]),
+        )
         y_ND = expert_mlp(
             x_ND, gate_up, down, experts_Nk, weights_Nk,
             tile_size=self.tile_size, skippable=self.skippable, impl=self.impl,
@@ -268,13 +309,23 @@ class Block(nn.Module):
         before, after = share.norms_before, share.norms_after
         self.input_layernorm = RMSNorm(share.hidden_size, share) if before else None
         part = share.parts(layer).mixer
-        mixer = GatedDeltaNet(share, layer) if isinstance(part, DeltaNet) else Attention(share, layer)
+        mixer = (
+            GatedDeltaNet(share, layer) if isinstance(part, DeltaNet) else Attention(share, layer)
+        )
         self.add_module(part.module, mixer)
         self._mixer = part.module
-        self.post_attention_layernorm = RMSNorm(share.hidden_size, share)  # before the MLP, unless norms come after
-        self.pre_feedforward_layernorm = RMSNorm(share.hidden_size, share) if before and after else None
+        self.post_attention_layernorm = RMSNorm(
+            share.hidden_size, share
+        )  # before the MLP, unless norms come after
+        self.pre_feedforward_layernorm = (
+            RMSNorm(share.hidden_size, share) if before and after else None
+        )
         mlp = share.parts(layer).mlp
-        self.mlp = Experts(share, mlp, layer) if isinstance(mlp, ExpertsPart) else GatedMLP(share, mlp, not after)
+        self.mlp = (
+            Experts(share, mlp, layer)
+            if isinstance(mlp, ExpertsPart)
+            else GatedMLP(share, mlp, not after)
+        )
         self.post_feedforward_layernorm = RMSNorm(share.hidden_size, share) if after else None
         self.norms_after, self.multiplier = after, share.residual_multiplier
         for norm in filter(None, (self.input_layernorm, self.mlp_norm)):
@@ -302,18 +353,24 @@ class Block(nn.Module):
             normed_BTD, x_BTD = self.mlp_norm(attended_BTD, residual=x_BTD)
         if self.post_feedforward_layernorm is None:
             return x_BTD + scaled(self.mlp(normed_BTD, context), self.multiplier)
-        return x_BTD + self.post_feedforward_layernorm(scaled(self.mlp(normed_BTD, context), self.multiplier))
+        return x_BTD + self.post_feedforward_layernorm(
+            scaled(self.mlp(normed_BTD, context), self.multiplier)
+        )
 
 
-def _shifted_targets(labels: Tensor | None, targets: Tensor | None, documents: Documents | None) -> Tensor | None:
+def _shifted_targets(
+    labels: Tensor | None, targets: Tensor | None, documents: Documents | None
+) -> Tensor | None:
     """Returns the targets of the loss, from labels or as `Transformer.forward` was given them.
 
-    The last position of a whole sequence has no target and is left out. Were it kept, the chunked loss would have to
-    gather the rows that have a target.
+    The last position of a whole sequence has no target and is left out. Were it kept, the chunked
+    loss would have to gather the rows that have a target.
     """
     if labels is not None:
         if documents is not None:
-            follows = documents.positions_BT.diff(dim=1) == 1  # the token before is its document's or its prompt's
+            follows = (
+                documents.positions_BT.diff(dim=1) == 1
+            )  # the token before is its document's or its prompt's
             labels = labels.masked_fill(~F.pad(follows, (1, 0)).to(labels.device), IGNORE_INDEX)
         return labels[:, 1:]
     if targets is None or (documents is not None and not documents.are_whole):
@@ -332,7 +389,11 @@ def _check_shapes(input_ids: Tensor, **tensors: Tensor | None) -> None:
 
 def _padding(documents: Documents | None) -> Tensor | None:
     """Returns whether tokens are padding, [B T]; None: none is."""
-    return None if documents is None or documents.is_padding_BT is None else documents.is_padding_BT.flatten()
+    return (
+        None
+        if documents is None or documents.is_padding_BT is None
+        else documents.is_padding_BT.flatten()
+    )
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
@@ -353,7 +414,8 @@ class Objective(Protocol):
 
 
 class _Valued(torch.autograd.Function):
-    """Returns `value`, whose gradient goes to `surrogate`: a sum of another size, but of the same derivatives."""
+    """Returns `value`, whose gradient goes to `surrogate`: a sum of another size, but of the same
+    derivatives."""
 
     @staticmethod
     def forward(ctx, surrogate, value):
@@ -367,18 +429,25 @@ class _Valued(torch.autograd.Function):
 @dataclass
 class ModelOutput:
     loss: Tensor | None = None  # float32 scalar
-    log_probs: Tensor | None = None  # float32 [B, T], of the targets; 0 where there is none; without a gradient
+    log_probs: Tensor | None = (
+        None  # float32 [B, T], of the targets; 0 where there is none; without a gradient
+    )
     logits: Tensor | None = None  # [B, T, V]; without a gradient where ranks share the head
     hidden_states: Tensor | None = None  # [B, T, D], what the head gets
-    expert_load: Tensor | None = None  # text of each expert, float32 [layers with experts, E], where a graph is made
-    auxiliary_loss: Tensor | None = None  # the part of `loss` that balances experts, of all tokens, float32 []
+    expert_load: Tensor | None = (
+        None  # text of each expert, float32 [layers with experts, E], where a graph is made
+    )
+    auxiliary_loss: Tensor | None = (
+        None  # the part of `loss` that balances experts, of all tokens, float32 []
+    )
 
 
 torch.export.register_dataclass(ModelOutput)  # so that FSDP finds the tensors in it
 
 
 class Transformer(nn.Module):
-    """The decoder with its loss. Parallelism, activation placement and compilation are applied from outside.
+    """The decoder with its loss. Parallelism, activation placement and compilation are applied from
+    outside.
 
     Args:
         config: the whole decoder.
@@ -387,17 +456,24 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, tensor_ranks: int = 1):
         super().__init__()
-        self.config, self.share, self.declared = config, (share := config.share(tensor_ranks)), config.parameters()
+        self.config, self.share, self.declared = (
+            config,
+            (share := config.share(tensor_ranks)),
+            config.parameters(),
+        )
         self.embed_tokens = Embedding(share.vocab_size, share.hidden_size)
         self.layers = nn.ModuleList(Block(share, layer) for layer in range(share.num_hidden_layers))
         self.norm = RMSNorm(share.hidden_size, share)
         if not share.tie_word_embeddings:
             self.lm_head = nn.Linear(share.hidden_size, share.vocab_size, bias=False)
-        # Queries and keys have one factor each, whose square turns attention's 1 / sqrt(head_dim) into the multiplier.
+        # Queries and keys have one factor each, whose square turns attention's 1 / sqrt(head_dim)
+        # into the multiplier.
         multiplier = config.attention_multiplier
         factor = 1.0 if multiplier is None else (multiplier * config.head_dim**0.5) ** 0.5
         width = config.rotary_width
-        self.rotary = self.local_rotary = RotaryTables(width, config.rope_theta, config.rope_scaling, factor)
+        self.rotary = self.local_rotary = RotaryTables(
+            width, config.rope_theta, config.rope_scaling, factor
+        )
         if config.local_rope_theta is not None:
             self.local_rotary = RotaryTables(width, config.local_rope_theta, factor=factor)
         # Knobs, set from outside.
@@ -405,18 +481,24 @@ class Transformer(nn.Module):
         self.linear: Linear = PLAIN  # the head's
         self.impl = "auto"  # see kernels.common.IMPLEMENTATIONS
         self.tensor_ranks = TensorRanks(None)  # ranks that share the head's matrix
-        self.head_visit: Callable[[], AbstractContextManager] = nullcontext  # in it the head's matrix is on the device
+        self.head_visit: Callable[[], AbstractContextManager] = (
+            nullcontext  # in it the head's matrix is on the device
+        )
         for name, parameter in self.named_parameters():
             if not parameter.is_meta:
                 self.initialize_parameter(name, parameter)
 
     @torch.no_grad()
-    def initialize_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fill `tensor` with the initial value of the parameter `name`, as `kernels.parts.Parameter` declares it.
+    def initialize_parameter(
+        self, name: str, tensor: Tensor, generator: torch.Generator | None = None
+    ) -> None:
+        """Fill `tensor` with the initial value of the parameter `name`, as
+        `kernels.parts.Parameter` declares it.
 
-        Matrices that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2. Gates of attention
-        start near 1/2, as in flash-linear-attention: a small matrix and no bias. An adapter, which no part declares,
-        starts as in peft: A is uniform within 1 / sqrt(width), B is zero.
+        Matrices that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2.
+        Gates of attention start near 1/2, as in flash-linear-attention: a small matrix and no bias.
+        An adapter, which no part declares, starts as in peft: A is uniform within 1 / sqrt(width),
+        B is zero.
         """
         declared = self.declared.get(name)
         start = declared.start if declared else "adapter"
@@ -435,48 +517,64 @@ class Transformer(nn.Module):
 
     def cast(self, dtype: torch.dtype, *, only_frozen: bool = False) -> Self:
         """Casts the parameters but those declared exact, or of these the frozen ones alone."""
-        exact = {id(p) for name, p in self.named_parameters() if name in self.declared and self.declared[name].is_exact}
+        exact = {
+            id(p)
+            for name, p in self.named_parameters()
+            if name in self.declared and self.declared[name].is_exact
+        }
         return self._apply(
-            lambda p: p if id(p) in exact or (only_frozen and p.requires_grad) else p.to(dtype), recurse=True
+            lambda p: p if id(p) in exact or (only_frozen and p.requires_grad) else p.to(dtype),
+            recurse=True,
         )
 
     @property
     def output_weight(self) -> Tensor:
         """The head's matrix [V, D], or this rank's part of it."""
-        return local((self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight)
+        return local(
+            (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight
+        )
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, *, targets: Tensor | None = None,
-        documents: Documents | None = None, denominator: Tensor | float | None = None, num_targets: int | None = None,
+        documents: Documents | None = None, denominator: Tensor | float | None = None,
+        num_targets: int | None = None,
         weights: Tensor | None = None, objective: Objective | None = None,
         teacher: tuple[Tensor, Tensor] | None = None, return_log_probs: bool = False,
-        return_logits: bool = False, return_hidden_states: bool = False, caches: list[Cache] | None = None,
+        return_logits: bool = False, return_hidden_states: bool = False,
+        caches: list[Cache] | None = None,
     ) -> ModelOutput:  # fmt: skip
         """Run the decoder.
 
         Args:
             input_ids: int64 [B, T].
-            labels: int64 [B, T], unshifted: position t is trained to predict labels[t + 1]; -100 is ignored.
-            targets: int64 [B, T], in place of `labels`: position t is trained to predict targets[t]; -100 is ignored.
+            labels: int64 [B, T], unshifted: position t is trained to predict labels[t + 1]; -100 is
+            ignored. targets: int64 [B, T], in place of `labels`: position t is trained to predict
+            targets[t]; -100 is ignored.
                 Nothing is masked here. The last position of a whole sequence must have -100.
-            documents: the documents packed in each row. They do not see each other, positions start at 0 in each,
-                and no label is predicted by a token of the document before its own. None: each row is one.
-            denominator: divides the sum of losses: valid targets of all micro-batches and ranks; None: of this call.
-            num_targets: number of targets that are not -100; a caller that knows it spares the host a wait for the GPU.
-            weights: float32 [B, T], multiply the targets' losses.
-            objective: the loss, in place of cross-entropy. Without logits the head runs twice, and the blocks once.
-            teacher: ids and log-probabilities [B, T, k] of the likeliest words; the loss is the divergence from these.
-            return_log_probs, return_logits, return_hidden_states: fill those fields of the output.
-            caches: one `KeyValueCache` per layer, while generating.
+            documents: the documents packed in each row. They do not see each other, positions start
+            at 0 in each,
+                and no label is predicted by a token of the document before its own. None: each row
+                is one.
+            denominator: divides the sum of losses: valid targets of all micro-batches and ranks;
+            None: of this call. num_targets: number of targets that are not -100; a caller that
+            knows it spares the host a wait for the GPU. weights: float32 [B, T], multiply the
+            targets' losses.
+            objective: the loss, in place of cross-entropy. Without logits the head runs twice, and
+            the blocks once. teacher: ids and log-probabilities [B, T, k] of the likeliest words;
+            the loss is the divergence from these. return_log_probs, return_logits,
+            return_hidden_states: fill those fields of the output. caches: one `KeyValueCache` per
+            layer, while generating.
 
         Raises:
-            ValueError: both labels and targets; tensors of unequal shape; documents together with caches.
-            RuntimeError: a target at the last position of a whole sequence.
+            ValueError: both labels and targets; tensors of unequal shape; documents together with
+            caches. RuntimeError: a target at the last position of a whole sequence.
         """
         if labels is not None and targets is not None:
             raise ValueError("give either labels or targets")
         positions_BT = None if documents is None else documents.positions_BT
-        _check_shapes(input_ids, labels=labels, targets=targets, documents=positions_BT, weights=weights)
+        _check_shapes(
+            input_ids, labels=labels, targets=targets, documents=positions_BT, weights=weights
+        )
         targets = _shifted_targets(labels, targets, documents)
         x_BTD, context = self.embed(input_ids), self.context(input_ids, documents, caches)
         if self.share.has_experts and targets is not None and torch.is_grad_enabled():
@@ -486,7 +584,11 @@ class Transformer(nn.Module):
             x_BTD = layer(x_BTD, context)
         x_BTD = self.head_input(x_BTD)
         with self.head_visit():
-            logits_BTV = self.linear(self.tensor_ranks.enter(x_BTD), self.output_weight) if return_logits else None
+            logits_BTV = (
+                self.linear(self.tensor_ranks.enter(x_BTD), self.output_weight)
+                if return_logits
+                else None
+            )
             loss, log_probs_BT, load, auxiliary = None, None, None, None
             if targets is not None:
                 loss, log_probs_BT = self._loss(
@@ -494,9 +596,13 @@ class Transformer(nn.Module):
                     denominator=denominator, num_targets=num_targets, weights=weights,
                 )  # fmt: skip
                 if context.routing is not None:
-                    share = 1.0 if denominator is None else targets.ne(IGNORE_INDEX).sum() / denominator
+                    share = (
+                        1.0 if denominator is None else targets.ne(IGNORE_INDEX).sum() / denominator
+                    )
                     exchange = self.layers[0].mixer.exchange
-                    loss, load, auxiliary = context.routing.finish(loss, share, exchange.group if exchange else None)
+                    loss, load, auxiliary = context.routing.finish(
+                        loss, share, exchange.group if exchange else None
+                    )
         return ModelOutput(
             loss=loss,
             log_probs=log_probs_BT if return_log_probs else None,
@@ -509,45 +615,69 @@ class Transformer(nn.Module):
     def embed(self, input_ids: Tensor) -> Tensor:
         """Returns the first block's input."""
         x_BTD, multiplier = self.embed_tokens(input_ids), self.share.embedding_multiplier
-        return x_BTD if multiplier == 1 else x_BTD * torch.tensor(multiplier, dtype=x_BTD.dtype)  # rounds as Gemma does
+        return (
+            x_BTD if multiplier == 1 else x_BTD * torch.tensor(multiplier, dtype=x_BTD.dtype)
+        )  # rounds as Gemma does
 
     def head_input(self, x_BTD: Tensor) -> Tensor:
         """Returns what the head multiplies, of the last block's output."""
         return scaled(self.norm(x_BTD), 1 / self.share.logits_scaling)
 
     def context(
-        self, input_ids: Tensor, documents: Documents | None = None, caches: list[Cache] | None = None
+        self,
+        input_ids: Tensor,
+        documents: Documents | None = None,
+        caches: list[Cache] | None = None,
     ) -> Context:
         """Returns what every block must know of the tokens; arguments as `forward`."""
         (_, T), device = input_ids.shape, input_ids.device
         start = caches[0].length if caches else 0
         if caches and (documents is not None or (start and T > 1)):
-            raise ValueError("with a key/value cache, give one document, and one token at a time after the prompt")
+            raise ValueError(
+                "with a key/value cache, give one document, and one token at a time after the "
+                "prompt"
+            )
         if documents is None:
             rotations = self.rotations(start + T, device, slice(start, start + T))
             return Context(rotations, start + T, caches=caches)
-        # The positions in a share of a sequence reach as far as the whole sequence's longest document.
-        longest, positions_BT = documents.longest, documents.positions_BT.to(device, non_blocking=True)
-        return Context(self.rotations(max(T, longest), device, positions_BT), longest, documents.segments)
+        # The positions in a share of a sequence reach as far as the whole sequence's longest
+        # document.
+        longest, positions_BT = (
+            documents.longest,
+            documents.positions_BT.to(device, non_blocking=True),
+        )
+        return Context(
+            self.rotations(max(T, longest), device, positions_BT), longest, documents.segments
+        )
 
     def rotations(
         self, length: int, device: torch.device, rows: slice | Tensor = slice(0)
     ) -> tuple[Rotation, Rotation]:
-        """Returns `Context.rotations` at `rows` of tables that are made for positions 0 to length - 1 at least."""
-        tables = [rotary.tables(length, device) for rotary in dict.fromkeys((self.rotary, self.local_rotary))]
+        """Returns `Context.rotations` at `rows` of tables that are made for positions 0 to length -
+        1 at least."""
+        tables = [
+            rotary.tables(length, device)
+            for rotary in dict.fromkeys((self.rotary, self.local_rotary))
+        ]
         found = [(cos[rows], sin[rows]) for cos, sin in tables]
         return found[0], found[-1]
 
     def _loss(
-        self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None, objective: Objective | None,
+        self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None,
+        objective: Objective | None,
         teacher: tuple[Tensor, Tensor] | None, *,
         denominator: Tensor | float | None, num_targets: int | None, weights: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Returns the loss of the first positions against their targets [B, T or T - 1], and log-probabilities [B, T].
+        """Returns the loss of the first positions against their targets [B, T or T - 1], and
+        log-probabilities [B, T].
 
-        The loss reads `logits_BTV` where they are given. Without them, `Share.uses_chunked_loss` chooses.
+        The loss reads `logits_BTV` where they are given. Without them, `Share.uses_chunked_loss`
+        chooses.
         """
-        ranks, size = self.tensor_ranks, (x_BTD.shape[:2].numel(), x_BTD.element_size(), self.loss_impl)
+        ranks, size = (
+            self.tensor_ranks,
+            (x_BTD.shape[:2].numel(), x_BTD.element_size(), self.loss_impl),
+        )
         own, num_without = targets.shape[1], x_BTD.shape[1] - targets.shape[1]
         if teacher is not None:
             found = top_k_divergence(
@@ -556,22 +686,35 @@ class Transformer(nn.Module):
                 num_valid_tokens=num_targets, linear=self.linear, impl=self.impl,
             )  # fmt: skip
             return found.loss, F.pad(-found.per_token_loss, (0, num_without))
-        options: dict = dict(ignore_index=IGNORE_INDEX, process_group=ranks.group, impl=self.impl, return_details=True)
+        options: dict = dict(
+            ignore_index=IGNORE_INDEX,
+            process_group=ranks.group,
+            impl=self.impl,
+            return_details=True,
+        )
         is_chunked = logits_BTV is None and self.share.uses_chunked_loss(*size)
         log_loss_choice(is_chunked, self.share, *size)
         function: Callable[..., Details]
         if is_chunked:
             options |= {"num_valid_tokens": num_targets, "linear": self.linear}
-            function = functools.partial(linear_cross_entropy, x_BTD[:, :own], self.output_weight, targets, **options)
-        elif logits_BTV is None:  # no caller reads these logits, so their gradient may overwrite them
+            function = functools.partial(
+                linear_cross_entropy, x_BTD[:, :own], self.output_weight, targets, **options
+            )
+        elif (
+            logits_BTV is None
+        ):  # no caller reads these logits, so their gradient may overwrite them
             logits_BTV = self.linear(ranks.enter(x_BTD[:, :own]), self.output_weight)
-            function = functools.partial(cross_entropy, logits_BTV, targets, inplace=True, **options)
+            function = functools.partial(
+                cross_entropy, logits_BTV, targets, inplace=True, **options
+            )
         else:
             targets = F.pad(targets, (0, num_without), value=IGNORE_INDEX)
             own, num_without = own + num_without, 0
             function = functools.partial(cross_entropy, logits_BTV, targets, **options)
         if objective is None:
-            found = function(denominator=denominator, weights=None if weights is None else weights[:, :own])
+            found = function(
+                denominator=denominator, weights=None if weights is None else weights[:, :own]
+            )
             return found.loss, F.pad(-found.per_token_loss, (0, num_without))
         with torch.no_grad():
             found = function(return_entropy=objective.reads_entropy)
@@ -583,18 +726,24 @@ class Transformer(nn.Module):
         return value, log_probs_BT
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, **options) -> Tensor:
-        """`input_ids` [B, T >= 1] and what `next_tokens` yields after them, int64 [B, T + max_new_tokens]."""
-        return torch.cat([input_ids, *self.next_tokens(input_ids, max_new_tokens, **options)], dim=1)
+        """`input_ids` [B, T >= 1] and what `next_tokens` yields after them, int64 [B, T +
+        max_new_tokens]."""
+        return torch.cat(
+            [input_ids, *self.next_tokens(input_ids, max_new_tokens, **options)], dim=1
+        )
 
     @torch.no_grad()
     def next_tokens(
-        self, input_ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0, top_p: float = 1.0,
+        self, input_ids: Tensor, max_new_tokens: int, *, temperature: float = 0.0,
+        top_p: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:  # fmt: skip
-        """Continue `input_ids` [B, T >= 1] with a key/value cache; greedy at temperature 0, else sampled.
+        """Continue `input_ids` [B, T >= 1] with a key/value cache; greedy at temperature 0, else
+        sampled.
 
         Args:
-            top_p: sampled from the most likely tokens that have this share of the probability together, at least one.
+            top_p: sampled from the most likely tokens that have this share of the probability
+            together, at least one.
 
         Yields:
             The next token of each row as it is known, int64 [B, 1].
@@ -604,8 +753,10 @@ class Transformer(nn.Module):
         """
         if input_ids.shape[1] < 1 or temperature < 0 or not 0 < top_p <= 1:
             raise ValueError(
-                "generate needs a prompt of at least one token, a temperature of at least 0 and a top_p above 0 and "
-                f"up to 1, got {input_ids.shape[1]} tokens, temperature {temperature} and top_p {top_p}"
+                "generate needs a prompt of at least one token, a temperature of at least 0 and a "
+                "top_p above 0 and "
+                f"up to 1, got {input_ids.shape[1]} tokens, temperature {temperature} and top_p "
+                f"{top_p}"
             )
         length = input_ids.shape[1] + max_new_tokens
         caches = [layer.mixer.new_cache(length) for layer in self.layers]
@@ -619,11 +770,19 @@ class Transformer(nn.Module):
 
 
 @functools.lru_cache(maxsize=64)
-def log_loss_choice(is_chunked: bool, share: Share, num_tokens: int, bytes_per_logit: int, loss_impl: str) -> None:
+def log_loss_choice(
+    is_chunked: bool, share: Share, num_tokens: int, bytes_per_logit: int, loss_impl: str
+) -> None:
     """Say once for each size which loss runs, and why."""
     gb = share.projected_logits_bytes(num_tokens, bytes_per_logit) / 2**30
     choice = "chunked" if is_chunked else "standard"
     is_odd, is_forced = share.vocab_size % WORDS_MULTIPLE != 0, loss_impl != "auto"
     words = f"{share.vocab_size:,} words are no multiple of {WORDS_MULTIPLE}"
     reason = "forced by loss_impl" if is_forced else words if is_odd else "the threshold is 10 GB"
-    logger.info("loss: %s (%d tokens would project to %.2f GB of logits; %s)", choice, num_tokens, gb, reason)
+    logger.info(
+        "loss: %s (%d tokens would project to %.2f GB of logits; %s)",
+        choice,
+        num_tokens,
+        gb,
+        reason,
+    )

@@ -1,11 +1,14 @@
-"""Say whether a training step fits, what it takes, and how long: `python profile_memory.py --context_length 131072`.
+"""Say whether a training step fits, what it takes, and how long: `python profile_memory.py
+--context_length 131072`.
 
-The answer comes first, then the plan. The exit status is 1 where a step does not fit, and the changes that would make
-it fit are listed with their flags. docs/memory.md shows what else it answers, from training/memory/reports.py.
+The answer comes first, then the plan. The exit status is 1 where a step does not fit, and the
+changes that would make it fit are listed with their flags. docs/memory.md shows what else it
+answers, from training/memory/reports.py.
 
-On a GPU a step is predicted and measured: a whole step as train.py runs it on one GPU, of random tokens, one document
-per sequence. Without a GPU, for another GPU that --gpu names, for several GPUs, for the documents of --data or the loss
-of --objective, it is predicted. Memory sizes are in GiB, 2**30 bytes; "24GB" on the command line means 24 GiB.
+On a GPU a step is predicted and measured: a whole step as train.py runs it on one GPU, of random
+tokens, one document per sequence. Without a GPU, for another GPU that --gpu names, for several
+GPUs, for the documents of --data or the loss of --objective, it is predicted. Memory sizes are in
+GiB, 2**30 bytes; "24GB" on the command line means 24 GiB.
 """
 
 import sys
@@ -60,7 +63,14 @@ from training.memory.machine import (
     scale_rates,
 )
 from training.memory.planner import Plan, find_max_context, has_plan, make_plan
-from training.memory.reports import Epoch, Machine, choose_plan, report_comparison, report_max_context, report_step
+from training.memory.reports import (
+    Epoch,
+    Machine,
+    choose_plan,
+    report_comparison,
+    report_max_context,
+    report_step,
+)
 from training.memory.step import PackedDocuments, Scoring
 from training.objectives.choose import choose, text_reader
 from training.objectives.flags import ObjectiveFlags
@@ -68,18 +78,33 @@ from training.objectives.scored import scoring
 from training.optim.quantized import check_library
 from training.parallel.world import World, check_replicate, join_world
 from training.run.build import build_bench, step_on_meta, without_plan
-from training.run.recipe import Source, StepRecipe, backend_of, check_linear, choose_tokenizer, decide_step, shape_with
+from training.run.recipe import (
+    Source,
+    StepRecipe,
+    backend_of,
+    check_linear,
+    choose_tokenizer,
+    decide_step,
+    shape_with,
+)
 from training.run.settings import TrainConfig
 
 MOST_HOST_GB = 4096  # host memory that is tried where a step does not fit
-SOLD_GB = sorted([2**n for n in range(4, 13)] + [3 * 2**n for n in range(3, 12)])  # host memory of machines: 16, 24, 32
+SOLD_GB = sorted(
+    [2**n for n in range(4, 13)] + [3 * 2**n for n in range(3, 12)]
+)  # host memory of machines: 16, 24, 32
 OFFERED_RANK = 16  # adapters of this rank are offered where every weight does not fit
 MOST_LAYERS = 256  # a plan for more would take minutes
 
 
 def decide(flags: ProfileFlags) -> StepRecipe:
-    """Decides a step as `decide_step`, and refuses numbers of GPUs for which no prediction is made."""
-    context, tensor, num_gpus = flags.context_parallel_size, flags.tensor_parallel_size, flags.nproc * flags.nnodes
+    """Decides a step as `decide_step`, and refuses numbers of GPUs for which no prediction is
+    made."""
+    context, tensor, num_gpus = (
+        flags.context_parallel_size,
+        flags.tensor_parallel_size,
+        flags.nproc * flags.nnodes,
+    )
     if flags.nproc % (context * tensor):
         sizes = f"context_parallel_size {context} x tensor_parallel_size {tensor}"
         raise UserError(f"{sizes} must divide nproc {flags.nproc}; give other numbers of GPUs")
@@ -93,9 +118,13 @@ def decide(flags: ProfileFlags) -> StepRecipe:
 
 
 def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
-    """Refuse flags without effect, models that are not profiled, and files that could not be written."""
+    """Refuse flags without effect, models that are not profiled, and files that could not be
+    written."""
     if layers > MOST_LAYERS:
-        raise UserError(f"{flags.init_from} has {layers} layers; up to {MOST_LAYERS} are profiled, give other weights")
+        raise UserError(
+            f"{flags.init_from} has {layers} layers; up to {MOST_LAYERS} are profiled, give other "
+            "weights"
+        )
     if flags.num_layers is not None and flags.num_layers > layers:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
     if flags.init_from and (source := Source.read(flags.init_from)).adapters:
@@ -107,7 +136,10 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
         check_library(f"lora_bits {flags.lora_bits} that is measured")
     for name in ("measure", "num_layers"):
         if getattr(flags, name) and not can_measure:
-            why = "needs a GPU in this machine, and no --gpu, --nproc, --nnodes, --data, --objective or --device cpu"
+            why = (
+                "needs a GPU in this machine, and no --gpu, --nproc, --nnodes, --data, --objective "
+                "or --device cpu"
+            )
             raise UserError(f"{name} {why}; drop it")
     for name in ("timeline", "picture", "json"):
         if not (path := getattr(flags, name)):
@@ -120,7 +152,8 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
 
 
 def carried_bytes(recipe: StepRecipe) -> int:
-    """Returns the bytes that a checkpoint of every weight carries untrained from --init_from, if that is whole."""
+    """Returns the bytes that a checkpoint of every weight carries untrained from --init_from, if
+    that is whole."""
     folder = recipe.config.init_from
     with suppress(UserError):  # config.json alone is enough for a prediction
         return read_carried(Path(folder)).num_bytes if folder else 0
@@ -128,19 +161,27 @@ def carried_bytes(recipe: StepRecipe) -> int:
 
 
 def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) -> Machine:
-    """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an H200."""
+    """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an
+    H200."""
     flags, model, kinds = recipe.config, recipe.model, recipe.kinds.at(1)
     check_linear(recipe, world.device)
     host = parse_bytes(flags.host_memory, "host_memory") if flags.host_memory else None, flags.nproc
     check_head_dim(kinds, model.head_dim, torch.device("cuda") if flags.gpu else world.device)
     if world.device.type == "cuda":
         given = recipe.execution(backend_of(flags, world.device))
-        gpu_bytes, part = gpu_budget(memory_budget or "auto", world.device), model.share(flags.tensor_parallel_size)
-        rates = measure_rates(part, given.attention_backend, world.device, flags.lengths[0], kinds, recipe.linear)
+        gpu_bytes, part = (
+            gpu_budget(memory_budget or "auto", world.device),
+            model.share(flags.tensor_parallel_size),
+        )
+        rates = measure_rates(
+            part, given.attention_backend, world.device, flags.lengths[0], kinds, recipe.linear
+        )
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
         known, host_bytes = find_gpu(name), host_limit(flags, available_host_bytes() / flags.nproc)
-        return Machine(name, gpu_bytes, host_bytes, rates, model, given, known and known.flops, *host)
+        return Machine(
+            name, gpu_bytes, host_bytes, rates, model, given, known and known.flops, *host
+        )
     name, gpu = parse_gpu(flags.gpu or "H200")
     gpu_bytes = gpu.memory_bytes - DRIVER_BYTES
     if memory_budget not in (None, "auto"):
@@ -148,17 +189,37 @@ def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) 
         if flags.gpu and gpu_bytes > gpu.memory_bytes:
             most = f"the {gib(gpu.memory_bytes)} of {name}"
             raise UserError(f"memory_budget {memory_budget} is more than {most}; lower it")
-    backend = gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
+    backend = (
+        gpu.attention_backend if flags.attention_backend == "auto" else flags.attention_backend
+    )
     if backend == "flash-attn-4" and gpu.attention_backend == "flash":
-        raise UserError(f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto")
+        raise UserError(
+            f"flash-attn-4 needs compute capability 9.0, which {name} has not; use auto"
+        )
     if flags.linear != "bf16" and not gpu.has_fp8:
         needs = "FP8 needs compute capability 8.9 (Ada, Hopper) or newer"
         raise UserError(f"linear {flags.linear}: {needs}, {name} is older; use linear bf16")
     is_h200 = gpu.device_name == GPUS["H200"].device_name
-    speed = "was measured on another H200" if is_h200 else "is an H200's scaled by data sheets, not measured"
+    speed = (
+        "was measured on another H200"
+        if is_h200
+        else "is an H200's scaled by data sheets, not measured"
+    )
     description = f"{name if flags.gpu else 'no GPU in use, so an H200'}; its speed {speed}"
-    host_bytes, rates = host_limit(flags, math.inf), scale_rates(gpu, backend, kinds, model.head_dim)
-    return Machine(description, gpu_bytes, host_bytes, rates, model, recipe.execution(backend), gpu.flops, *host)
+    host_bytes, rates = (
+        host_limit(flags, math.inf),
+        scale_rates(gpu, backend, kinds, model.head_dim),
+    )
+    return Machine(
+        description,
+        gpu_bytes,
+        host_bytes,
+        rates,
+        model,
+        recipe.execution(backend),
+        gpu.flops,
+        *host,
+    )
 
 
 def host_limit(flags: ProfileFlags, default: float) -> float:
@@ -178,19 +239,29 @@ def scoring_of(recipe: StepRecipe) -> Scoring:
 
 
 def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]:
-    """Returns the step that the flags ask for, and an epoch of --data; without, of one document per sequence."""
+    """Returns the step that the flags ask for, and an epoch of --data; without, of one document per
+    sequence."""
     flags = recipe.config
     num_gpus = flags.nproc * flags.nnodes
     mesh = num_gpus, flags.context_parallel_size, flags.tensor_parallel_size, flags.nnodes
     step = step_on_meta(
-        machine.model, *flags.lengths, machine.given, *mesh, flags.replicate, recipe.trained, scoring_of(recipe)
+        machine.model,
+        *flags.lengths,
+        machine.given,
+        *mesh,
+        flags.replicate,
+        recipe.trained,
+        scoring_of(recipe),
     )
     if not flags.data:
         return step, None
     reading = Reading(None, flags.suffixes, flags.columns, flags.bad_rows)
-    joined = 0 if flags.objective == "next_token" else step.context_length  # answers to a prompt, up to so many tokens
+    joined = (
+        0 if flags.objective == "next_token" else step.context_length
+    )  # answers to a prompt, up to so many tokens
     texts = (
-        (*flags.data,), choose_tokenizer(flags, None), flags.chat_template, machine.model.vocab_size, reading,
+        (*flags.data,), choose_tokenizer(flags, None), flags.chat_template,
+        machine.model.vocab_size, reading,
         flags.objective, joined,
     )  # fmt: skip
     train, packing = pack_data(texts, step.context_length, flags.overlong)
@@ -198,21 +269,34 @@ def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]
     loader = PackedLoader(train, packing, flags.batch_size, world_size=num_ranks)
     loader.check_enough_for_step(flags.gradient_accumulation_steps)
     documents = PackedDocuments.average(
-        *packing.document_lengths(), packing.longest_document, flags.batch_size, num_ranks, step.micro_batches
+        *packing.document_lengths(),
+        packing.longest_document,
+        flags.batch_size,
+        num_ranks,
+        step.micro_batches,
     ).with_prompts(*prompts_of(train))
-    epoch = Epoch(loader.num_tokens, loader.sequences_per_epoch, getattr(packing, "filled", 1.0), step.context_length)
+    epoch = Epoch(
+        loader.num_tokens,
+        loader.sequences_per_epoch,
+        getattr(packing, "filled", 1.0),
+        step.context_length,
+    )
     return step.at(step.context_length, documents), epoch
 
 
 @functools.cache  # changes of a step that does not fit ask for them again
 def open_data(
-    paths: tuple[str, ...], tokenizer_path: str, chat_template: str | None, vocab_size: int, reading: Reading,
+    paths: tuple[str, ...], tokenizer_path: str, chat_template: str | None, vocab_size: int,
+    reading: Reading,
     objective: str, context_length: int,
 ) -> tuple[Selection, list[Store]]:  # fmt: skip
-    """Returns the documents that train.py would train on, and the stores of all, as training.data.corpus.pack takes."""
+    """Returns the documents that train.py would train on, and the stores of all, as
+    training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
         what = f"tokenizing {', '.join(texts)} with {tokenizer_path}"
-        hint = "; a prepared set is quicker (docs/data.md)" * (objective == "next_token")  # others read rows
+        hint = "; a prepared set is quicker (docs/data.md)" * (
+            objective == "next_token"
+        )  # others read rows
         print(f"{what}{hint}", file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(tokenizer_path, chat_template)
     rows = text_reader(objective, tokenizer.eos_id, context_length)
@@ -222,7 +306,8 @@ def open_data(
 
 @functools.cache
 def pack_data(texts: tuple, context_length: int, overlong: str | None) -> tuple[Selection, Packing]:
-    """Returns the documents that `open_data` makes of the arguments `texts`, and their sequences."""
+    """Returns the documents that `open_data` makes of the arguments `texts`, and their
+    sequences."""
     train, stores = open_data(*texts)
     return train, pack(train, stores, context_length, TrainConfig.seed, overlong=overlong)
 
@@ -231,7 +316,8 @@ def pack_data(texts: tuple, context_length: int, overlong: str | None) -> tuple[
 
 
 def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dict[str, Plan]:
-    """Returns the plan of the step with other values of some flags, by the words to give; {} if it has none."""
+    """Returns the plan of the step with other values of some flags, by the words to give; {} if it
+    has none."""
     changed = dataclasses.replace(flags, **values)
     with suppress(UserError):  # numbers that do not go together, too few data, or no plan
         recipe = decide(changed)
@@ -239,8 +325,12 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
         if changed.attention_type != flags.attention_type:
             machine = choose_machine(recipe, flags.memory_budget, world)
         given = recipe.execution(machine.given.attention_backend)
-        machine = dataclasses.replace(machine, given=given, host_bytes=host_limit(changed, machine.host_bytes))
-        given_words = " ".join(f"--{name} {value}" for name, value in values.items() if value is not None)
+        machine = dataclasses.replace(
+            machine, given=given, host_bytes=host_limit(changed, machine.host_bytes)
+        )
+        given_words = " ".join(
+            f"--{name} {value}" for name, value in values.items() if value is not None
+        )
         dropped = (f"drop --{name}" for name, value in values.items() if value is None)
         words = ", ".join([*filter(None, [given_words]), *dropped])
         step, _ = make_step(recipe, machine)
@@ -252,9 +342,10 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
 def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[str, Plan]:
     """Returns the changes that make a step fit, as `change` does, the cheapest first.
 
-    If a plan is enough where the flags ask for none, nothing else is tried. Then come fewer sequences at a time, and if
-    one does not fit, with one: attention to everything, compact state, adapters or their fewest bits, the least host
-    memory that is enough, 2, 4 or 8 times as many GPUs that share each sequence, and the longest context that fits.
+    If a plan is enough where the flags ask for none, nothing else is tried. Then come fewer
+    sequences at a time, and if one does not fit, with one: attention to everything, compact state,
+    adapters or their fewest bits, the least host memory that is enough, 2, 4 or 8 times as many
+    GPUs that share each sequence, and the longest context that fits.
     """
     base: dict[str, Any] = {}
     if flags.gradient_checkpointing is not None:
@@ -264,7 +355,9 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
     found, batch = {}, flags.batch_size
     for fewer in (n for n in range(batch - 1, 0, -1) if batch % n == 0):
         times = flags.gradient_accumulation_steps * batch // fewer
-        found = found or change(flags, machine, world, **base, batch_size=fewer, gradient_accumulation_steps=times)
+        found = found or change(
+            flags, machine, world, **base, batch_size=fewer, gradient_accumulation_steps=times
+        )
     if batch > 1 and not found:
         base["batch_size"] = 1
     step, _ = make_step(decide(dataclasses.replace(flags, **base)), machine)
@@ -275,21 +368,35 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
     adapters = base | {"lora": OFFERED_RANK}
     adapters |= {"optimizer_state": "auto"} if flags.optimizer_state == "compact" else {}
     adapters |= {"rope_scaling": None} if flags.rope_scaling else {}
-    takes_adapters = flags.lora is None and not machine.model.layer_kinds[0].gates_per_head  # these would stay random
+    takes_adapters = (
+        flags.lora is None and not machine.model.layer_kinds[0].gates_per_head
+    )  # these would stay random
     for bits in ({}, {"lora_bits": 4}) if takes_adapters else ():
         found |= change(flags, machine, world, **adapters, **bits)
     fewer_bits = (bits for bits in LORA_BITS if flags.lora is not None and bits < flags.lora_bits)
-    found |= next(filter(None, (change(flags, machine, world, **base, lora_bits=bits) for bits in fewer_bits)), {})
+    found |= next(
+        filter(
+            None, (change(flags, machine, world, **base, lora_bits=bits) for bits in fewer_bits)
+        ),
+        {},
+    )
     host_gib = machine.host_bytes / GIB
     if math.isfinite(host_gib):
         sizes = range(int(host_gib) + 1, MOST_HOST_GB)
-        enough = bisect.bisect_left(sizes, True, key=lambda size: has_plan(step, machine.gpu_bytes, size * GIB))
+        enough = bisect.bisect_left(
+            sizes, True, key=lambda size: has_plan(step, machine.gpu_bytes, size * GIB)
+        )
         if enough < len(sizes):
             found |= change(flags, machine, world, **base, **host_flag(flags, sizes[enough] * GIB))
     for times in (2, 4, 8):
-        mesh = {"nproc": times * flags.nproc, "context_parallel_size": times * flags.context_parallel_size}
+        mesh = {
+            "nproc": times * flags.nproc,
+            "context_parallel_size": times * flags.context_parallel_size,
+        }
         mesh |= {"lora_bits": 16} if flags.lora_bits < 16 else {}  # several GPUs take no other
-        is_shared = math.isfinite(host_gib) and not flags.host_memory  # --host_memory is of all processes anyway
+        is_shared = (
+            math.isfinite(host_gib) and not flags.host_memory
+        )  # --host_memory is of all processes anyway
         share = {"host_budget": f"{int(host_gib / times)}GB"} if is_shared else {}
         if shared := change(flags, machine, world, **base, **mesh, **share):
             found |= shared
@@ -315,8 +422,9 @@ def host_flag(flags: ProfileFlags, num_bytes: float) -> dict[str, str]:
 def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan) -> dict[str, Plan]:
     """Returns changes that save a tenth of the seconds of `plan` and more, as `change` does.
 
-    Smaller micro-batches change no loss: the fastest are named where they save a twentieth. Attention to chosen blocks
-    is not tried on a GPU at hand: its kernels would have to be compiled and measured.
+    Smaller micro-batches change no loss: the fastest are named where they save a twentieth.
+    Attention to chosen blocks is not tried on a GPU at hand: its kernels would have to be compiled
+    and measured.
     """
     found = {}
     if flags.optimizer_state == "float32":
@@ -324,20 +432,30 @@ def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan)
     if flags.lora is not None and flags.lora_bits > 4:
         found |= change(flags, machine, world, lora_bits=4)
     if math.isfinite(machine.host_bytes):
-        step = plan.step.with_format(plan.execution.state_format)  # auto might need more, for float32 state
+        step = plan.step.with_format(
+            plan.execution.state_format
+        )  # auto might need more, for float32 state
         roomy = make_plan(step, machine.gpu_bytes, math.inf, machine.rates)
         found |= change(flags, machine, world, **host_flag(flags, roomy.host_bytes))
     if flags.attention_type == "full" and world.device.type == "cpu":
         found |= change(flags, machine, world, attention_type="sparse")
     splits: dict[str, Plan] = {}
-    for n in (2, 4, 8) if not plan.step.share.has_experts else ():  # experts' auxiliary loss is of a micro-batch
+    for n in (
+        (2, 4, 8) if not plan.step.share.has_experts else ()
+    ):  # experts' auxiliary loss is of a micro-batch
         if flags.batch_size % n == 0:
             sizes = {"batch_size": flags.batch_size // n}
             sizes["gradient_accumulation_steps"] = n * flags.gradient_accumulation_steps
             splits |= change(flags, machine, world, **sizes)
     least = min((other.seconds for other in splits.values()), default=math.inf)
-    fastest = {words: other for words, other in splits.items() if other.seconds == least < 0.95 * plan.seconds}
-    return fastest | {words: other for words, other in found.items() if other.seconds < 0.9 * plan.seconds}
+    fastest = {
+        words: other
+        for words, other in splits.items()
+        if other.seconds == least < 0.95 * plan.seconds
+    }
+    return fastest | {
+        words: other for words, other in found.items() if other.seconds < 0.9 * plan.seconds
+    }
 
 
 # The answer
@@ -348,7 +466,10 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
     about = f"machine: {machine.description}; attention kernel {machine.given.attention_backend}\n"
     if (gpus := flags.nproc * flags.nnodes) > 1:
         about += f"{gpus} GPUs, predicted only: memory is of one GPU, host memory of its process\n"
-    about += f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} parameters"
+    about += (
+        f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} "
+        "parameters"
+    )
     step, epoch = make_step(recipe, machine)
     if flags.init_from and not (flags.compare or flags.find_max_context):
         longest = step.documents.longest if step.documents else step.context_length
@@ -368,7 +489,9 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
     part = None
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
-        part = step_on_meta(shape, *flags.lengths, machine.given, trained=recipe.trained, scoring=scoring_of(recipe))
+        part = step_on_meta(
+            shape, *flags.lengths, machine.given, trained=recipe.trained, scoring=scoring_of(recipe)
+        )
     plan, fits = choose_plan(step, machine, flags.gradient_checkpointing)
     if fits and flags.gradient_checkpointing is None:
         changes = find_faster(flags, machine, world, plan)
@@ -380,11 +503,16 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
     if flags.picture:
         plans = plan_contexts(step, *machine.limits)
         if plans:
-            draw_contexts(flags.picture, f"{flags.init_from or flags.model_size} on {machine.description}", plans)
+            draw_contexts(
+                flags.picture,
+                f"{flags.init_from or flags.model_size} on {machine.description}",
+                plans,
+            )
         else:
             print("no context fits, so --picture draws nothing", file=sys.stderr)
         results["contexts"] = {
-            n: {"peak": p.peak.bytes, "host_bytes": p.host_bytes, "seconds": p.seconds} for n, p in plans.items()
+            n: {"peak": p.peak.bytes, "host_bytes": p.host_bytes, "seconds": p.seconds}
+            for n, p in plans.items()
         }
     return results
 
@@ -397,8 +525,12 @@ def main(argv: list[str]) -> int:
         flags.model_size = flags.model_size or "4B"
     with join_world("cpu" if flags.gpu else flags.device) as world:
         if world.size > 1:
-            raise UserError("profile_memory.py profiles one GPU: start it with python, not torchrun")
-        is_plain = flags.nproc * flags.nnodes == 1 and not flags.data and flags.objective == "next_token"
+            raise UserError(
+                "profile_memory.py profiles one GPU: start it with python, not torchrun"
+            )
+        is_plain = (
+            flags.nproc * flags.nnodes == 1 and not flags.data and flags.objective == "next_token"
+        )
         can_measure = world.device.type == "cuda" and is_plain
         recipe = decide(flags)
         check_flags(flags, recipe.model.num_hidden_layers, can_measure)
@@ -407,14 +539,26 @@ def main(argv: list[str]) -> int:
         machine = dataclasses.replace(machine, carried_bytes=carried_bytes(recipe))
         results = report(recipe, machine, can_measure, world)
     if flags.json:
-        settings = {name: value for name, value in vars(flags).items() if not isinstance(value, Path)}
-        environment = {**dataclasses.asdict(machine), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
-        written = json.dumps({"settings": settings, "environment": environment, **results}, default=str)  # dtypes
-        finite = json.loads(written, parse_constant=lambda infinite: None)  # JSON does not know infinity
+        settings = {
+            name: value for name, value in vars(flags).items() if not isinstance(value, Path)
+        }
+        environment = {
+            **dataclasses.asdict(machine),
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        written = json.dumps(
+            {"settings": settings, "environment": environment, **results}, default=str
+        )  # dtypes
+        finite = json.loads(
+            written, parse_constant=lambda infinite: None
+        )  # JSON does not know infinity
         replace_file(flags.json, json.dumps(finite) + "\n")
     return 0 if results.get("answer", {}).get("fits", True) else 1
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python profile_memory.py | head` ends as `head` does
+    signal.signal(
+        signal.SIGPIPE, signal.SIG_DFL
+    )  # `python profile_memory.py | head` ends as `head` does
     sys.exit(main(sys.argv[1:]))

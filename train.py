@@ -1,9 +1,10 @@
 """Train a decoder: `python train.py`, or `torchrun --nproc_per_node=N train.py` on N GPUs.
 
-This file reads from top to bottom: a run from its start to its end; its parts; its data; a step; validation, metrics
-and checkpoints after a step; the end. The rest is in training/run:
+This file reads from top to bottom: a run from its start to its end; its parts; its data; a step;
+validation, metrics and checkpoints after a step; the end. The rest is in training/run:
 
-- settings.py has the flags, recipe.py all that is decided before the data are read, resume.py what a checkpoint says;
+- settings.py has the flags, recipe.py all that is decided before the data are read, resume.py what
+  a checkpoint says;
 - build.py makes the model and its memory plan;
 - parts.py has the parts of a run, its checkpoints and its sample, step.py the arithmetic of a step;
 - stopping.py has early ends, metrics.py what is shown and written of each step.
@@ -12,7 +13,13 @@ and checkpoints after a step; the end. The rest is in training/run:
 import sys
 
 from training.flags import answer_early
-from training.run.settings import COLLECTIVE_TIMEOUT, KEPT_CHECKPOINTS, TrainConfig, check_config, given_settings
+from training.run.settings import (
+    COLLECTIVE_TIMEOUT,
+    KEPT_CHECKPOINTS,
+    TrainConfig,
+    check_config,
+    given_settings,
+)
 
 if __name__ == "__main__":
     answer_early(given_settings)
@@ -28,7 +35,13 @@ from statistics import mean
 
 import torch
 
-from training.checkpoint.files import check_is_for_a_run, check_is_shared, clear_leftovers, delete_old, tokenizer_of
+from training.checkpoint.files import (
+    check_is_for_a_run,
+    check_is_shared,
+    clear_leftovers,
+    delete_old,
+    tokenizer_of,
+)
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
 from training.checkpoint.weights import (
@@ -41,7 +54,13 @@ from training.checkpoint.weights import (
 )
 from training.data.chat import stop_ids
 from training.data.corpus import load_corpus
-from training.data.loader import PackedLoader, check_can_validate, count_sequences, prompts_of, validation_batches
+from training.data.loader import (
+    PackedLoader,
+    check_can_validate,
+    count_sequences,
+    prompts_of,
+    validation_batches,
+)
 from training.data.show import read_batch, show_batch
 from training.data.show_html import SHOWN_ON_A_PAGE, write_batch
 from training.data.sources import Reading
@@ -69,7 +88,14 @@ from training.run.metrics import (
     own_amounts,
     summed_metrics,
 )
-from training.run.parts import Run, check_disk, checkpoint_bytes, is_save_due, log_sample, open_report
+from training.run.parts import (
+    Run,
+    check_disk,
+    checkpoint_bytes,
+    is_save_due,
+    log_sample,
+    open_report,
+)
 from training.run.recipe import (
     Recipe,
     check_is_free,
@@ -80,7 +106,13 @@ from training.run.recipe import (
     verify_start,
 )
 from training.run.report import recorded_warnings
-from training.run.resume import Progress, after_a_stop, learning_rate_of, parallel_sizes_of, tokens_per_step
+from training.run.resume import (
+    Progress,
+    after_a_stop,
+    learning_rate_of,
+    parallel_sizes_of,
+    tokens_per_step,
+)
 from training.run.step import NoTarget, NotFinite, NotRead, train_step, validate
 from training.run.stopping import Stopped, Stopping, exit_with, stop_signals
 
@@ -90,13 +122,17 @@ logger = logging.getLogger("train")
 @command
 @outliving_its_output()
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 of a finished run, 1 after an error, 128 + the number of a signal that stopped it."""
+    """Returns the exit status: 0 of a finished run, 1 after an error, 128 + the number of a signal
+    that stopped it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     given = given_settings(argv)
     config = TrainConfig(**given)
     check_config(config, given)
     sizes = parallel_sizes_of(given)
-    with join_world(config.device, **sizes) as world, also_logged_into(config.log_file if world.is_main else None):
+    with (
+        join_world(config.device, **sizes) as world,
+        also_logged_into(config.log_file if world.is_main else None),
+    ):
         if not world.is_main:
             logging.disable(logging.WARNING)
         try:
@@ -108,10 +144,11 @@ def main(argv: list[str]) -> int:
 
 
 def train(given: dict, world: World) -> int:
-    """A run, from the checks to the final checkpoint and a sample; returns the process's exit status.
+    """A run, from the checks to the final checkpoint and a sample; returns the process's exit
+    status.
 
-    `given` are the settings of flags and --config, by the names of TrainConfig's fields, and the world's parallel
-    sizes, which a checkpoint's settings do not change any more.
+    `given` are the settings of flags and --config, by the names of TrainConfig's fields, and the
+    world's parallel sizes, which a checkpoint's settings do not change any more.
     """
     output_dir = Path(TrainConfig(**given).output_dir)
     with contextlib.ExitStack() as stack:
@@ -150,7 +187,11 @@ def train(given: dict, world: World) -> int:
 def finish_again(recipe: Recipe, world: World) -> None:
     """Do what a kill at the end of the run may have left undone."""
     config, checkpoint = recipe.config, recipe.checkpoint
-    logger.info("%s is of the last of %d steps: nothing is left to do", checkpoint, recipe.progress.max_steps)
+    logger.info(
+        "%s is of the last of %d steps: nothing is left to do",
+        checkpoint,
+        recipe.progress.max_steps,
+    )
     if world.is_main:
         draw_at_end(Path(config.output_dir))
         if config.save != "none" and checkpoint:
@@ -176,7 +217,9 @@ def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
     check_machine(recipe, world)
     check_fits(recipe, world)
     check_paths({"data": config.data, "validation_data": config.validation_data})
-    for folder in filter(None, (config.reference_logprobs, config.old_logprobs, config.teacher_logprobs)):
+    for folder in filter(
+        None, (config.reference_logprobs, config.old_logprobs, config.teacher_logprobs)
+    ):
         Stored.read(folder)  # refuses a folder that holds none
     check_is_free(recipe)
     verify_start(recipe)
@@ -194,17 +237,28 @@ def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
     state_format = plan.execution.state_format
     if saves and (larger := checkpoint_bytes(recipe, world, state_format)) > size:
         check_disk(recipe, progress, larger)
-    settings = recipe.settings(progress.max_steps, state_format) | {"memory_budget": recipe.memory_budget}
+    settings = recipe.settings(progress.max_steps, state_format) | {
+        "memory_budget": recipe.memory_budget
+    }
     metrics = open_metrics(settings, first_step, stack) if world.is_main else None
-    saver = Saver(Path(config.output_dir), config.keep_checkpoints or KEPT_CHECKPOINTS, recipe.checkpoint, companions)
-    stack.callback(saver.wait)  # an error ends the run once the checkpoint that was begun is complete
+    saver = Saver(
+        Path(config.output_dir),
+        config.keep_checkpoints or KEPT_CHECKPOINTS,
+        recipe.checkpoint,
+        companions,
+    )
+    stack.callback(
+        saver.wait
+    )  # an error ends the run once the checkpoint that was begun is complete
     received = stack.enter_context(stop_signals())
     seconds = world.min(plan.seconds)[0] if world.device.type == "cuda" else 0.0
     stopping = Stopping(received, world, model.layers, config.gradient_accumulation_steps, seconds)
     stack.callback(stopping.watchdog.cancel)
     describe(settings, recipe.model, plan, world)
     gc.collect()
-    gc.freeze()  # a full collection would look at all that was imported, and the ranks would wait for the one in it
+    # a full collection would look at all that was imported, and the ranks would wait for the one in
+    # it
+    gc.freeze()
     stack.callback(gc.unfreeze)
     # The stack ends the bar's line before an error is shown.
     display = stack.enter_context(
@@ -218,7 +272,8 @@ def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
 
 
 def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
-    """The files and settings that go along with weights: the tokenizer's, its chat template, adapters'."""
+    """The files and settings that go along with weights: the tokenizer's, its chat template,
+    adapters'."""
     tokenizer, companions = recipe.tokenizer, NO_COMPANIONS
     weights = folders_of(recipe.source.folder) if recipe.source else []
     if tokenizer.name != "bytes":
@@ -233,7 +288,9 @@ def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
         if trained_on == "bytes":
             companions = read_companions(weights[0] / "tokenizer.json", weights)
     is_extended = recipe.config.rope_scaling is not None
-    companions = companions.joined(read_beside_weights(weights, is_extended)).joined(recipe.companions())
+    companions = companions.joined(read_beside_weights(weights, is_extended)).joined(
+        recipe.companions()
+    )
     if weights and not recipe.checkpoint and (absent := left_out(weights, companions.files)):
         logger.info("checkpoints leave out of %s: %s", weights[0], ", ".join(absent))
     return companions
@@ -252,7 +309,8 @@ def reading_of(recipe: Recipe) -> Reading:
 
 
 def open_data(recipe: Recipe, world: World, reading: Reading) -> tuple[PackedLoader, Store]:
-    """Returns (loader of training batches at the run's place in the data, store of held-out documents)."""
+    """Returns (loader of training batches at the run's place in the data, store of held-out
+    documents)."""
     config, start = recipe.config, None if recipe.checkpoint else recipe.config.init_from
     attention, only_shows = attention_in_words(recipe.model, recipe.kinds.final), recipe.only_shows
     vocab_size = recipe.model.vocab_size
@@ -262,16 +320,28 @@ def open_data(recipe: Recipe, world: World, reading: Reading) -> tuple[PackedLoa
         stored = stored_of(config, recipe.tokenizer, start, attention)
     is_shown = bool(config.show_batch)
     store, held_out, packing = load_corpus(
-        config.data, recipe.tokenizer, vocab_size, validation_fraction=config.validation_fraction,
-        context_length=config.context_length, seed=config.seed, packing=config.packing, overlong=config.overlong,
-        weights=config.data_weights, reading=reading, validation_data=config.validation_data,
-        finish=partial(complete, config, config.context_length, vocab_size, stored, is_shown=is_shown),
+        config.data,
+        recipe.tokenizer,
+        vocab_size,
+        validation_fraction=config.validation_fraction,
+        context_length=config.context_length,
+        seed=config.seed,
+        packing=config.packing,
+        overlong=config.overlong,
+        weights=config.data_weights,
+        reading=reading,
+        validation_data=config.validation_data,
+        finish=partial(
+            complete, config, config.context_length, vocab_size, stored, is_shown=is_shown
+        ),
         may_be_one=only_shows,
-    )  # fmt: skip
+    )
     if config.chat_template and not store.are_samples:
         raise UserError("chat_template has no effect without chats; drop it")
     own = {"validation_crc32": held_out.identity} if config.validation_data else {}
-    loader = PackedLoader(store, packing, config.batch_size, world.data_rank, world.data_size, True, own)
+    loader = PackedLoader(
+        store, packing, config.batch_size, world.data_rank, world.data_size, True, own
+    )
     try:
         loader.check_enough_for_step(config.gradient_accumulation_steps)
     except UserError as error:
@@ -282,13 +352,18 @@ def open_data(recipe: Recipe, world: World, reading: Reading) -> tuple[PackedLoa
     if text := beyond(recipe.model, recipe.declared_context, packing.longest_document, extends):
         logger.warning("positions: %s", text)
     if held_out.columns and (count := int((held_out.lengths > config.context_length).sum())):
-        logger.warning("data: %s held-out documents, longer than a sequence, are in no validation", f"{count:,}")
+        logger.warning(
+            "data: %s held-out documents, longer than a sequence, are in no validation",
+            f"{count:,}",
+        )
     if config.validation_sequences and (config.validation_data or not is_shown):
         check_can_validate(held_out, config.context_length, config.validation_sequences)
     check_same_on_all_ranks({**dataclasses.asdict(config), **loader.state_dict()}, world)
     if recipe.checkpoint:
         loader.load_state_dict(recipe.progress.loader)
-    padded = " with padding" * (loader.num_tokens < loader.sequences_per_epoch * config.context_length)
+    padded = " with padding" * (
+        loader.num_tokens < loader.sequences_per_epoch * config.context_length
+    )
     logger.info(
         "data: %s training tokens, %s held out; %s tokens a step%s", f"{loader.num_tokens:,}",
         f"{(held_out.lengths - 1).sum():,}", f"{tokens_per_step(config, world):,}", padded,
@@ -304,7 +379,8 @@ def open_data(recipe: Recipe, world: World, reading: Reading) -> tuple[PackedLoa
 
 
 def take_step(run: Run) -> dict | None:
-    """The next step. Returns its metrics; None if the run was asked to end, and the step was dropped."""
+    """The next step. Returns its metrics; None if the run was asked to end, and the step was
+    dropped."""
     config, world, step, began = run.config, run.world, run.progress.step + 1, time.perf_counter()
     run.stopping.watch()
     batches, unread = [], None
@@ -319,7 +395,8 @@ def take_step(run: Run) -> dict | None:
     try:
         with run.stopping.looking():
             loss, norm, metrics = train_step(
-                run.model, run.optimizer, batches, world, rate, config.max_grad_norm, run.before_update,
+                run.model, run.optimizer, batches, world, rate, config.max_grad_norm,
+                run.before_update,
                 run.recipe.objective,
             )  # fmt: skip
         values |= {"loss": loss, "gradient_norm": norm, **metrics}
@@ -331,7 +408,9 @@ def take_step(run: Run) -> dict | None:
         run.stopped = True
         return None
     except NoTarget:
-        logger.warning("step %d has no token to predict, as in the middle of a prompt, and is left out", step)
+        logger.warning(
+            "step %d has no token to predict, as in the middle of a prompt, and is left out", step
+        )
     except NotFinite as error:
         run.leave_out(step, error)
     except NotRead:
@@ -347,11 +426,16 @@ def take_step(run: Run) -> dict | None:
     if step == run.recipe.progress.step + 1:
         run.world.limit_waits(60 * (config.collective_timeout or COLLECTIVE_TIMEOUT))
     tokens = run.progress.tokens + step_tokens
-    run.progress = dataclasses.replace(run.progress, step=step, tokens=tokens, loader=run.loader.state_dict())
+    run.progress = dataclasses.replace(
+        run.progress, step=step, tokens=tokens, loader=run.loader.state_dict()
+    )
     run.is_updating = False
     values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
     shape, trains = run.recipe.model, run.recipe.linear.trains_matrices
-    read = ((each.text_lengths, kinds, each.num_valid_tokens, trains, each.documents.prompts) for each in batches)
+    read = (
+        (each.text_lengths, kinds, each.num_valid_tokens, trains, each.documents.prompts)
+        for each in batches
+    )
     text_tokens = sum(sum(each.text_lengths) for each in batches)
     run.amounts = own_amounts(sum(forward_flops(shape, *each) for each in read), text_tokens, world)
     if config.selected_blocks_start is not None:
@@ -363,9 +447,12 @@ def take_step(run: Run) -> dict | None:
 
 
 def validate_if_due(run: Run, values: dict) -> None:
-    """Add a validation loss to a step's metrics if a validation is due, and nobody asks the run to end."""
+    """Add a validation loss to a step's metrics if a validation is due, and nobody asks the run to
+    end."""
     config, step = run.config, run.progress.step
-    is_due = run.progress.is_complete or (config.validation_interval and step % config.validation_interval == 0)
+    is_due = run.progress.is_complete or (
+        config.validation_interval and step % config.validation_interval == 0
+    )
     if is_due and config.validation_sequences:
         try:
             add_validation(run, values)
@@ -376,7 +463,8 @@ def validate_if_due(run: Run, values: dict) -> None:
 
 
 def add_validation(run: Run, values: dict) -> None:
-    """Validate, and add the loss to `values`. What a signal or an error cuts short, the checkpoint says is owed."""
+    """Validate, and add the loss to `values`. What a signal or an error cuts short, the checkpoint
+    says is owed."""
     config, world, step, began = run.config, run.world, run.progress.step, time.monotonic()
     run.progress.unvalidated = step
     batches = validation_batches(
@@ -386,7 +474,9 @@ def add_validation(run: Run, values: dict) -> None:
     try:
         with run.stopping.looking():
             read = run.read_together(batches)
-            loss, metrics = validate(run.model, read, world, run.stopping.is_asked, run.recipe.objective)
+            loss, metrics = validate(
+                run.model, read, world, run.stopping.is_asked, run.recipe.objective
+            )
     except Stopped:
         run.stopped = True
         logger.warning("the validation of step %d is cut short; --resume makes up for it", step)
@@ -395,7 +485,11 @@ def add_validation(run: Run, values: dict) -> None:
     now = time.monotonic()
     run.validation_seconds += now - began
     share = run.validation_seconds / (now - run.began)
-    values |= {"validation_loss": loss, "validation_seconds": now - began, "validation_share": share}
+    values |= {
+        "validation_loss": loss,
+        "validation_seconds": now - began,
+        "validation_share": share,
+    }
     values |= {f"validation_{name}": value for name, value in metrics.items()}
 
 
@@ -404,7 +498,8 @@ def owes_validation(config: TrainConfig, progress: Progress) -> bool:
 
 
 def make_up_validation(run: Run) -> None:
-    """Validate the step that the run goes on from. The last step's checkpoint is written anew, with the loss."""
+    """Validate the step that the run goes on from. The last step's checkpoint is written anew, with
+    the loss."""
     values: dict = {"step": run.progress.step}
     add_validation(run, values)
     if "validation_loss" in values:
@@ -417,9 +512,12 @@ def make_up_validation(run: Run) -> None:
 
 
 def save_if_due(run: Run, values: dict) -> None:
-    """Write and show a step's metrics; begin a checkpoint if the run ends, or one is due by the main rank's clock."""
+    """Write and show a step's metrics; begin a checkpoint if the run ends, or one is due by the
+    main rank's clock."""
     step, seconds = run.progress.step, values["seconds"]
-    is_due = is_save_due(run.recipe, step, time.monotonic() - run.saved_at, run.saver.error is not None)
+    is_due = is_save_due(
+        run.recipe, step, time.monotonic() - run.saved_at, run.saver.error is not None
+    )
     run.stopped, saves, amounts = run.stopping.agree(is_due, seconds, run.amounts)
     values |= summed_metrics(amounts, seconds, run.world)
     if run.metrics is not None:

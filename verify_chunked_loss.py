@@ -1,7 +1,9 @@
-"""Checks that the chunked loss is the standard loss: `python verify_chunked_loss.py`, on a CPU or a GPU.
+"""Checks that the chunked loss is the standard loss: `python verify_chunked_loss.py`, on a CPU or a
+GPU.
 
-It has four parts: the loss that a model really runs on each side of the 10 GB switch; errors of both losses and of
-their gradients; gradient accumulation against one batch; peak memory. The exit status is 1 if any check fails.
+It has four parts: the loss that a model really runs on each side of the 10 GB switch; errors of
+both losses and of their gradients; gradient accumulation against one batch; peak memory. The exit
+status is 1 if any check fails.
 """
 
 import sys
@@ -29,14 +31,20 @@ from kernels.linear_cross_entropy import linear_cross_entropy
 from model import IGNORE_INDEX, MODEL_SIZES, Transformer
 
 VOCAB_SIZE = MODEL_SIZES["4B"].vocab_size
-SWITCH_BYTES = 10 * 2**30  # the contract; written out, because the code under test must not be asked
-COSTS = {"cpu": "2 GiB of memory, and about a minute of two free cores", "cuda": "10 GiB of GPU memory"}  # measured
+SWITCH_BYTES = (
+    10 * 2**30
+)  # the contract; written out, because the code under test must not be asked
+COSTS = {
+    "cpu": "2 GiB of memory, and about a minute of two free cores",
+    "cuda": "10 GiB of GPU memory",
+}  # measured
 RESULTS = ("loss", "hidden gradient", "head gradient")
 
 
 @dataclasses.dataclass
 class Check:
-    """A line of the table. It passes if value <= limit. Without a value it was skipped, and `limit` is the reason."""
+    """A line of the table. It passes if value <= limit. Without a value it was skipped, and `limit`
+    is the reason."""
 
     name: str
     value: float | None
@@ -52,7 +60,8 @@ class Check:
 def small_config(vocab_size: int, **changes):
     """Returns the shape of a model of one block, so narrow that the loss is nearly all the work."""
     return dataclasses.replace(
-        MODEL_SIZES["tiny"], vocab_size=vocab_size, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        MODEL_SIZES["tiny"], vocab_size=vocab_size, hidden_size=32, intermediate_size=64,
+        num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1, **changes,
     )  # fmt: skip
 
@@ -65,7 +74,8 @@ def run_model(model: Transformer, ids: Tensor, labels: Tensor) -> None:
 
 
 def observed_logits_rows(model: Transformer, ids: Tensor, labels: Tensor) -> int:
-    """Returns the rows of the largest [rows, V] tensor that any operation takes, by the profiler's records."""
+    """Returns the rows of the largest [rows, V] tensor that any operation takes, by the profiler's
+    records."""
     with profile(record_shapes=True) as recorded:
         run_model(model, ids, labels)
     shapes = (shape for event in recorded.function_events for shape in event.input_shapes)
@@ -83,12 +93,16 @@ def extra_gib(function: Callable[[], object], device: torch.device) -> float:
     return (torch.cuda.max_memory_allocated(device) - before) / 2**30
 
 
-def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: float = SWITCH_BYTES) -> Iterator[Check]:
-    """Checks that a model makes all logits if they take up to 10 GB, and never all of them beyond that.
+def switch(
+    device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: float = SWITCH_BYTES
+) -> Iterator[Check]:
+    """Checks that a model makes all logits if they take up to 10 GB, and never all of them beyond
+    that.
 
-    Two lengths, 4,096 and 40,000 tokens, are run in bf16 and observed from outside. So are the exact borders on the
-    meta device: its tensors have no memory, and the chunked loss shows no logits. With the 4B's vocabulary the border
-    is 35,335 tokens in bf16 and 17,667 in float32, whose logits take twice the bytes.
+    Two lengths, 4,096 and 40,000 tokens, are run in bf16 and observed from outside. So are the
+    exact borders on the meta device: its tensors have no memory, and the chunked loss shows no
+    logits. With the 4B's vocabulary the border is 35,335 tokens in bf16 and 17,667 in float32,
+    whose logits take twice the bytes.
     """
     config = small_config(vocab_size)
     for dtype in (torch.bfloat16, torch.float32):
@@ -103,16 +117,33 @@ def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: flo
     for number, length in ((1, 4096), (2, 40_000)):
         size = 2 * length * vocab_size
         should_chunk = size > switch_bytes
-        print(f"Test {number}: seq_len={length}, logits={size / 2**30:.2f}GB, should_chunk={should_chunk}", flush=True)
+        print(
+            f"Test {number}: seq_len={length}, logits={size / 2**30:.2f}GB, "
+            f"should_chunk={should_chunk}",
+            flush=True,
+        )
         ids = torch.randint(vocab_size, (1, length), device=device)
         labels, note = ids, "every token has a label"
-        if should_chunk and device.type == "cpu":  # labels on all tokens would take most of two minutes
-            labels, note = ids.masked_fill(torch.arange(length) % 8 > 0, IGNORE_INDEX), "one token in 8 has a label"
+        if (
+            should_chunk and device.type == "cpu"
+        ):  # labels on all tokens would take most of two minutes
+            labels, note = (
+                ids.masked_fill(torch.arange(length) % 8 > 0, IGNORE_INDEX),
+                "one token in 8 has a label",
+            )
         rows = observed_logits_rows(model, ids, labels)
-        used = "standard" if rows == length - 1 else "chunked"  # the last position has no target and no logits
-        print(f"  {used} loss used: the largest logits tensor seen in forward and backward was [{rows}, {vocab_size}]")
+        used = (
+            "standard" if rows == length - 1 else "chunked"
+        )  # the last position has no target and no logits
+        print(
+            f"  {used} loss used: the largest logits tensor seen in forward and backward was "
+            f"[{rows}, {vocab_size}]"
+        )
         if device.type == "cuda":
-            note += f"; peak memory {extra_gib(functools.partial(run_model, model, ids, labels), device):.2f} GiB"
+            note += (
+                "; peak memory "
+                f"{extra_gib(functools.partial(run_model, model, ids, labels), device):.2f} GiB"
+            )
         print(f"  ({note})\n")
         if should_chunk:
             yield Check(f"rows of the largest logits at {length} tokens", rows or math.nan, 4096)
@@ -120,8 +151,11 @@ def switch(device: torch.device, vocab_size: int = VOCAB_SIZE, switch_bytes: flo
             yield Check(f"rows missing from the logits at {length} tokens", length - 1 - rows, 0)
 
 
-def losses_and_gradients(loss: Callable, hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """Returns loss [], and the gradients of hidden [tokens, hidden_size] and head [vocab_size, hidden_size]."""
+def losses_and_gradients(
+    loss: Callable, hidden: Tensor, head: Tensor, targets: Tensor
+) -> tuple[Tensor, ...]:
+    """Returns loss [], and the gradients of hidden [tokens, hidden_size] and head [vocab_size,
+    hidden_size]."""
     hidden, head = (x.detach().clone().requires_grad_() for x in (hidden, head))
     value = loss(hidden, head, targets)
     value.backward()
@@ -129,11 +163,14 @@ def losses_and_gradients(loss: Callable, hidden: Tensor, head: Tensor, targets: 
 
 
 def standard_loss(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, head).to(torch.promote_types(hidden.dtype, torch.float32)), targets)
+    return F.cross_entropy(
+        F.linear(hidden, head).to(torch.promote_types(hidden.dtype, torch.float32)), targets
+    )
 
 
 def equivalence(device: torch.device) -> Iterator[Check]:
-    """Compares errors against float64: gradients may have twice, the loss three times the standard loss's error."""
+    """Compares errors against float64: gradients may have twice, the loss three times the standard
+    loss's error."""
     generator = torch.Generator().manual_seed(0)
     tokens, hidden_size, vocab_size = 1357, 96, 5003
     hidden = torch.randn(tokens, hidden_size, generator=generator)
@@ -143,7 +180,9 @@ def equivalence(device: torch.device) -> Iterator[Check]:
     targets = targets.to(device)
 
     def chunked_loss(hidden, head, targets, chunk_size=512):
-        return linear_cross_entropy(hidden, head, targets, ignore_index=IGNORE_INDEX, chunk_size=chunk_size)
+        return linear_cross_entropy(
+            hidden, head, targets, ignore_index=IGNORE_INDEX, chunk_size=chunk_size
+        )
 
     for dtype in (torch.float32, torch.bfloat16):
         x, w = (t.to(device, dtype) for t in (hidden, head))
@@ -158,10 +197,15 @@ def equivalence(device: torch.device) -> Iterator[Check]:
             limit = max(factor * relative_error(theirs, reference), floor)
             yield Check(f"{name}: error of the {what}", relative_error(ours, reference), limit)
 
-    # Chunks of 16 tokens make the head's gradient a sum of 71 terms. A sum in float32 is as exact as a single chunk:
-    # 0.2% off, because the loss's gradient is rounded to bf16. A sum in bf16 would be nearly four times as far off.
+    # Chunks of 16 tokens make the head's gradient a sum of 71 terms. A sum in float32 is as exact
+    # as a single chunk:
+    # 0.2% off, because the loss's gradient is rounded to bf16. A sum in bf16 would be nearly four
+    # times as far off.
     one, many = (
-        relative_error(losses_and_gradients(functools.partial(chunked_loss, chunk_size=n), x, w, targets)[2], exact[2])
+        relative_error(
+            losses_and_gradients(functools.partial(chunked_loss, chunk_size=n), x, w, targets)[2],
+            exact[2],
+        )
         for n in (tokens, 16)
     )
     yield Check("bfloat16: error of the head gradient, chunks of 16", many, 1.1 * one)
@@ -172,12 +216,15 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def accumulation(device: torch.device) -> Iterator[Check]:
-    """Compares unequal sequences in 4 and in 8 micro-batches with one batch: a mean of means would show."""
+    """Compares unequal sequences in 4 and in 8 micro-batches with one batch: a mean of means would
+    show."""
     torch.manual_seed(0)
     config = small_config(1009, tie_word_embeddings=False)
     model = Transformer(config).to(device)
     model.loss_impl = "chunked"
-    model.layers = nn.ModuleList()  # attention has no float32 kernel on GPUs; the loss is checked without blocks
+    model.layers = (
+        nn.ModuleList()
+    )  # attention has no float32 kernel on GPUs; the loss is checked without blocks
     ids = torch.randint(config.vocab_size, (8, 129), device=device)
     labels = ids.clone()
     for row in range(8):
@@ -197,11 +244,16 @@ def accumulation(device: torch.device) -> Iterator[Check]:
     for micro_batches in (4, 8):
         for what, parts, one in zip(RESULTS, run(micro_batches), whole):
             limit = 1e-6 if what == "loss" else 2e-6  # float32 rounding of sums in another order
-            yield Check(f"{micro_batches} micro-batches: error of the {what}", relative_error(parts, one), limit)
+            yield Check(
+                f"{micro_batches} micro-batches: error of the {what}",
+                relative_error(parts, one),
+                limit,
+            )
 
 
 def memory(device: torch.device) -> Iterator[Check]:
-    """Compares the peak memory of both losses, forward and backward, at 32,768 tokens: the standard loss still fits."""
+    """Compares the peak memory of both losses, forward and backward, at 32,768 tokens: the standard
+    loss still fits."""
     name = "GiB of the chunked loss, limit half the standard's"
     if device.type != "cuda":
         yield Check(name, None, "needs a GPU")
@@ -223,25 +275,37 @@ def memory(device: torch.device) -> Iterator[Check]:
 
     standard = peak_of(lambda x, w, y: cross_entropy(F.linear(x, w), y, inplace=True))
     chunked = peak_of(linear_cross_entropy)
-    print(f"peak memory at {tokens} tokens: standard {standard:.2f} GiB, chunked {chunked:.2f} GiB\n")
+    print(
+        f"peak memory at {tokens} tokens: standard {standard:.2f} GiB, chunked {chunked:.2f} GiB\n"
+    )
     yield Check(name, chunked, standard / 2)
 
 
 def main(parts=(switch, equivalence, accumulation, memory)) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's messages
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: small ones take half of the time on a CPU
+    os.environ.setdefault(
+        "THP_MEM_ALLOC_ENABLE", "1"
+    )  # huge pages: small ones take half of the time on a CPU
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"device: {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}")
     print(f"this takes {COSTS[device.type]}\n", flush=True)
     checks = [check for part in parts for check in part(device)]
     for check in checks:
-        value, limit = (f"{x:.4g}" if isinstance(x, (int, float)) else x or "-" for x in (check.value, check.limit))
+        value, limit = (
+            f"{x:.4g}" if isinstance(x, (int, float)) else x or "-"
+            for x in (check.value, check.limit)
+        )
         print(f"{check.name:<52} {value:>10}  limit {limit:>11}  {check.verdict}")
     verdicts = [check.verdict for check in checks]
-    print(f"\n{verdicts.count('pass')} passed, {verdicts.count('FAIL')} failed, {verdicts.count('skipped')} skipped")
+    print(
+        f"\n{verdicts.count('pass')} passed, {verdicts.count('FAIL')} failed, "
+        f"{verdicts.count('skipped')} skipped"
+    )
     return int("FAIL" in verdicts)
 
 
 if __name__ == "__main__":
-    ArgumentParser(description=__doc__.splitlines()[0]).parse_args()  # refuses any flag: there are none
+    ArgumentParser(
+        description=__doc__.split("\n\n")[0]
+    ).parse_args()  # refuses any flag: there are none
     sys.exit(main())

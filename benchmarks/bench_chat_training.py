@@ -2,10 +2,10 @@
 
 `python -m benchmarks.bench_chat_training OUT --init_from Qwen3-4B/ --memory_budget 24GB`
 
-The chats are made of the Python standard library's text: a user shows some of it and the assistant goes on with a
-third as much, so three quarters are not trained on. They have about 1,000 to 55,000 tokens, half of them fewer than
-8,000. Each way is a run of train.py; its steps after the first two are timed. Tokens per second count the average
-tokens of a sequence over an epoch, without padding.
+The chats are made of the Python standard library's text: a user shows some of it and the assistant
+goes on with a third as much, so three quarters are not trained on. They have about 1,000 to 55,000
+tokens, half of them fewer than 8,000. Each way is a run of train.py; its steps after the first two
+are timed. Tokens per second count the average tokens of a sequence over an epoch, without padding.
 """
 
 import argparse
@@ -40,15 +40,21 @@ with packed(sys.argv.pop(1)):
 
 
 def packed(way: str):
-    """Context manager: chats are packed as train.py packs them, or each is alone in its sequence."""
+    """Context manager: chats are packed as train.py packs them, or each is alone in its
+    sequence."""
     if way == "packed":
         return contextlib.nullcontext()
-    return mock.patch("training.data.packing.best_fit", lambda sizes, capacity: np.arange(len(sizes)))
+    return mock.patch(
+        "training.data.packing.best_fit", lambda sizes, capacity: np.arange(len(sizes))
+    )
 
 
 def write_chats(path: Path, count: int, characters: tuple[int, int]) -> None:
     files = find_files(Path(sysconfig.get_path("stdlib")))
-    text, random = "".join(file.read_text(errors="ignore") for file in files), np.random.default_rng(0)
+    text, random = (
+        "".join(file.read_text(errors="ignore") for file in files),
+        np.random.default_rng(0),
+    )
     with path.open("w") as file:
         for length in np.exp(random.uniform(*np.log(characters), count)).astype(int):
             start = int(random.integers(len(text) - length))
@@ -61,26 +67,36 @@ def write_chats(path: Path, count: int, characters: tuple[int, int]) -> None:
 
 
 def count_tokens(way: str, path: Path, arguments: argparse.Namespace) -> tuple[int, int, int]:
-    """(sequences of an epoch, their tokens, tokens trained on), packed by the settings that `main` gives train.py."""
+    """(sequences of an epoch, their tokens, tokens trained on), packed by the settings that `main`
+    gives train.py."""
     vocab_size = choose_model(TrainConfig(init_from=str(arguments.init_from))).vocab_size
     with packed(way):
         store, _, packing = load_corpus(
-            [str(path)], load_tokenizer(str(arguments.init_from)), vocab_size, validation_fraction=0.02,
+            [str(path)], load_tokenizer(str(arguments.init_from)), vocab_size,
+            validation_fraction=0.02,
             context_length=arguments.context_length, seed=0, overlong="drop",
         )  # fmt: skip
     loader, count = PackedLoader(store, packing, 1, 0, 1), packing.sequences_per_epoch
-    tokens = sum(stop - start for index in range(count) for _, start, stop in packing.spans(0, index))
+    tokens = sum(
+        stop - start for index in range(count) for _, start, stop in packing.spans(0, index)
+    )
     return count, tokens, sum(batch.num_valid_tokens for batch in loader.next_step(count))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="a new folder for the chats and the runs")
-    parser.add_argument("--init_from", type=Path, required=True, help="weights, tokenizer.json and a chat template")
+    parser.add_argument(
+        "--init_from", type=Path, required=True, help="weights, tokenizer.json and a chat template"
+    )
     parser.add_argument("--context_length", type=int, default=65_536)
     parser.add_argument("--memory_budget", help="train.py's flag")
     parser.add_argument("--chats", type=int, default=200)
-    parser.add_argument("--characters", type=int, nargs=2, default=CHARACTERS, help="least and most in a chat")
+    parser.add_argument(
+        "--characters", type=int, nargs=2, default=CHARACTERS, help="least and most in a chat"
+    )
     parser.add_argument("--steps", type=int, default=6)
     arguments = parser.parse_args()
     if arguments.steps < 3 or arguments.folder.exists():
@@ -88,9 +104,26 @@ def main() -> None:
     arguments.folder.mkdir(parents=True)
     chats = arguments.folder / "chats.jsonl"
     write_chats(chats, arguments.chats, arguments.characters)
-    flags = ["--init_from", arguments.init_from, "--data", chats, "--context_length", arguments.context_length,
-             "--overlong", "drop", "--batch_size", 1, "--max_steps", arguments.steps, "--save", "none",
-             "--validation_sequences", 0, "--sample_tokens", 0]  # fmt: skip
+    flags = [
+        "--init_from",
+        arguments.init_from,
+        "--data",
+        chats,
+        "--context_length",
+        arguments.context_length,
+        "--overlong",
+        "drop",
+        "--batch_size",
+        1,
+        "--max_steps",
+        arguments.steps,
+        "--save",
+        "none",
+        "--validation_sequences",
+        0,
+        "--sample_tokens",
+        0,
+    ]
     flags += [] if arguments.memory_budget is None else ["--memory_budget", arguments.memory_budget]
     rows = []
     for way in WAYS:
@@ -106,8 +139,19 @@ def main() -> None:
             [way, count, tokens / count / arguments.context_length, targets / tokens, seconds,
              tokens / count / seconds, targets / count / seconds, peak]
         )  # fmt: skip
-    columns = ["", "sequences", "filled", "trained on", "s per step", "tokens/s", "trained tokens/s", "peak GiB"]
-    print_table(f"{arguments.chats} chats in sequences of {arguments.context_length} tokens", columns, rows)
+    columns = [
+        "",
+        "sequences",
+        "filled",
+        "trained on",
+        "s per step",
+        "tokens/s",
+        "trained tokens/s",
+        "peak GiB",
+    ]
+    print_table(
+        f"{arguments.chats} chats in sequences of {arguments.context_length} tokens", columns, rows
+    )
 
 
 if __name__ == "__main__":

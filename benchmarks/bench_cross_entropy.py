@@ -1,4 +1,5 @@
-"""Cross-entropy of given logits, forward and backward: `python -m benchmarks.bench_cross_entropy [--sweep]`."""
+"""Cross-entropy of given logits, forward and backward: `python -m benchmarks.bench_cross_entropy
+[--sweep]`."""
 
 import importlib
 import sys
@@ -18,26 +19,40 @@ from benchmarks.common import (
     relative_error,
     time_interleaved,
 )
-from kernels.cross_entropy import RowOptions, Shard, cross_entropy, cross_entropy_reference, row_step
+from kernels.cross_entropy import (
+    RowOptions,
+    Shard,
+    cross_entropy,
+    cross_entropy_reference,
+    row_step,
+)
 
 # (warps in a program, columns that a thread takes at once)
 CONFIGURATIONS = [(32, 8), (32, 16), (16, 8), (16, 16), (16, 32), (8, 16), (8, 32), (8, 64)]
 
 
 def main() -> None:
-    sweep_flag = {"action": "store_true", "help": "time the row kernel's launch configurations instead"}
+    sweep_flag = {
+        "action": "store_true",
+        "help": "time the row kernel's launch configurations instead",
+    }
     arguments = parse_flags(__doc__, sweep=sweep_flag)
     device, on_gpu = arguments.device, arguments.device.type == "cuda"
     check(device)
     copy_rate = copy_bytes_per_second(device)
     if arguments.sweep:
-        results = {vocab: sweep(4096, vocab, copy_rate, device) for vocab in ((151936, 32000) if on_gpu else (500,))}
+        results = {
+            vocab: sweep(4096, vocab, copy_rate, device)
+            for vocab in ((151936, 32000) if on_gpu else (500,))
+        }
     else:
         results = compare(*((4096, 151936) if on_gpu else (64, 500)), copy_rate, device)
     print_json("cross_entropy", device, copy_bytes_per_second=copy_rate, results=results)
 
 
-def compare(num_rows: int, vocab: int, copy_rate: float, device: torch.device) -> dict[str, dict[str, float]]:
+def compare(
+    num_rows: int, vocab: int, copy_rate: float, device: torch.device
+) -> dict[str, dict[str, float]]:
     """Compare forward and backward with one read and one write of the logits at a copy's rate."""
     target = torch.randint(vocab, (num_rows,), device=device)
     implementations = {
@@ -47,10 +62,13 @@ def compare(num_rows: int, vocab: int, copy_rate: float, device: torch.device) -
         "torch.compile": compiled(lambda x: F.cross_entropy(x.float(), target), device),
     }
     if peer := liger("cross_entropy", device):
-        implementations["Liger, in place"] = lambda x: peer.LigerCrossEntropyFunction.apply(x, target, None)[0]
+        implementations["Liger, in place"] = lambda x: peer.LigerCrossEntropyFunction.apply(
+            x, target, None
+        )[0]
 
     def step(function, logits):
-        # A new leaf over the same storage. A run in place leaves its gradient behind as the next run's logits.
+        # A new leaf over the same storage. A run in place leaves its gradient behind as the next
+        # run's logits.
         leaf = logits.detach().requires_grad_()
         return torch.autograd.grad(function(leaf), leaf)
 
@@ -59,7 +77,11 @@ def compare(num_rows: int, vocab: int, copy_rate: float, device: torch.device) -
     times = time_interleaved(steps, device)
     floor = 2 * logits.nbytes / copy_rate * 1000
     results = {
-        name: {"ms": times[name], "of_copy": floor / times[name], "extra_gib": extra_gib(steps[name], device)}
+        name: {
+            "ms": times[name],
+            "of_copy": floor / times[name],
+            "extra_gib": extra_gib(steps[name], device),
+        }
         for name in steps
     }
     title = f"cross_entropy, {num_rows} x {vocab} bf16; one read and one write: {floor:.3f} ms"
@@ -75,11 +97,16 @@ def sweep(num_rows: int, vocab: int, copy_rate: float, device: torch.device) -> 
     options = RowOptions(-100, None, use_triton=device.type == "cuda")
 
     def step(num_warps, per_thread):
-        module.launch_configuration = lambda *_: {"BLOCK": 32 * num_warps * per_thread, "num_warps": num_warps}
+        module.launch_configuration = lambda *_: {
+            "BLOCK": 32 * num_warps * per_thread,
+            "num_warps": num_warps,
+        }
         row_step(logits, target, options, Shard(None, 0), gradient=logits)
 
     chosen = module.launch_configuration
-    steps = {f"{w} warps, {n} columns a thread": lambda w=w, n=n: step(w, n) for w, n in CONFIGURATIONS}
+    steps = {
+        f"{w} warps, {n} columns a thread": lambda w=w, n=n: step(w, n) for w, n in CONFIGURATIONS
+    }
     times = time_interleaved(steps, device, repeats=20)
     module.launch_configuration = chosen
     floor = 2 * logits.nbytes / copy_rate * 1000

@@ -1,10 +1,11 @@
-"""Rates at which a disk is written past the page cache: a file alone, and a checkpoint beside training.
+"""Rates at which a disk is written past the page cache: a file alone, and a checkpoint beside
+training.
 
 `python -m benchmarks.bench_disk DIR`
 
-Threads write a file in chunks of 8 MiB. Then a checkpoint of random state in host memory is written and flushed, once
-while another thread sleeps and once while it runs Python all the time, as a training step may. Everything lies in a new
-folder in DIR, which is deleted.
+Threads write a file in chunks of 8 MiB. Then a checkpoint of random state in host memory is written
+and flushed, once while another thread sleeps and once while it runs Python all the time, as a
+training step may. Everything lies in a new folder in DIR, which is deleted.
 """
 
 import argparse
@@ -26,7 +27,9 @@ from training.host.files import flush
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gb", type=float, default=6.0, help="of a file, and of the checkpoint")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 4, 16])
@@ -34,13 +37,26 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="bench_disk_", dir=arguments.folder))
     try:
         size = int(arguments.gb * 1e9) // BUFFER_BYTES * BUFFER_BYTES
-        disk = {threads: bench_disk(folder / "file", size, threads) for threads in arguments.threads}
-        saver = {beside: bench_saver(folder / beside, arguments.gb, beside) for beside in ("sleeps", "runs Python")}
+        disk = {
+            threads: bench_disk(folder / "file", size, threads) for threads in arguments.threads
+        }
+        saver = {
+            beside: bench_saver(folder / beside, arguments.gb, beside)
+            for beside in ("sleeps", "runs Python")
+        }
     finally:
         shutil.rmtree(folder)
-    print_table("GB/s past the page cache", ["threads", "write"], [[threads, rate] for threads, rate in disk.items()])
+    print_table(
+        "GB/s past the page cache",
+        ["threads", "write"],
+        [[threads, rate] for threads, rate in disk.items()],
+    )
     columns = ["beside a thread that", "GB/s until read", "seconds in all"]
-    print_table(f"a checkpoint of {arguments.gb:g} GB", columns, [[beside, *row] for beside, row in saver.items()])
+    print_table(
+        f"a checkpoint of {arguments.gb:g} GB",
+        columns,
+        [[beside, *row] for beside, row in saver.items()],
+    )
     print_json("disk", torch.device("cpu"), gb=arguments.gb, disk=disk, saver=saver)
 
 
@@ -73,7 +89,13 @@ def bench_saver(folder: Path, gb: float, beside: str) -> tuple[float, float]:
     thread = threading.Thread(target=go_on)
     thread.start()
     try:
-        saver.begin(1, weights={"w": torch.zeros(1)}, model_config={}, optimizer_state=state, trainer_state={})
+        saver.begin(
+            1,
+            weights={"w": torch.zeros(1)},
+            model_config={},
+            optimizer_state=state,
+            trainer_state={},
+        )
         saver.wait()
     finally:
         done.set()

@@ -1,7 +1,7 @@
 """Experts of Qwen3-30B-A3B, first every gradient, then times: `python -m benchmarks.bench_experts`.
 
-With --tiles it first times each product in several tiles, and goes on with the fastest. The floor is six dense matrix
-products of the same operations.
+With --tiles it first times each product in several tiles, and goes on with the fastest. The floor
+is six dense matrix products of the same operations.
 """
 
 import functools
@@ -64,8 +64,11 @@ def main() -> None:
     print_json("experts", device, tokens=sizes[0], errors=errors, results=results)
 
 
-def inputs(N: int, E: int, k: int, D: int, width: int, device: torch.device, spread: float = 1.0) -> list[Tensor]:
-    """Returns x, gate_up, down, weights and experts. An expert's logits have their mean from -spread / 2 to spread / 2.
+def inputs(
+    N: int, E: int, k: int, D: int, width: int, device: torch.device, spread: float = 1.0
+) -> list[Tensor]:
+    """Returns x, gate_up, down, weights and experts. An expert's logits have their mean from
+    -spread / 2 to spread / 2.
 
     Without spread each expert has as many tokens as the others, as far as they divide.
     """
@@ -73,8 +76,15 @@ def inputs(N: int, E: int, k: int, D: int, width: int, device: torch.device, spr
     logits = random(N, E) + spread * torch.linspace(-0.5, 0.5, E, device=device)
     weights, experts = logits.softmax(-1).topk(k)
     if not spread:
-        experts = torch.arange(N * k, device=device).view(N, k)[torch.randperm(N, device=device)] % E
-    tensors = random(N, D), D**-0.5 * random(E, 2 * width, D), width**-0.5 * random(E, D, width), weights
+        experts = (
+            torch.arange(N * k, device=device).view(N, k)[torch.randperm(N, device=device)] % E
+        )
+    tensors = (
+        random(N, D),
+        D**-0.5 * random(E, 2 * width, D),
+        width**-0.5 * random(E, D, width),
+        weights,
+    )
     return [*(x.bfloat16().requires_grad_() for x in tensors), experts.int()]
 
 
@@ -86,24 +96,40 @@ def gradients(function: Callable, tensors: list[Tensor], dy: Tensor) -> list[Ten
 
 
 def check(device: torch.device, goes_on: bool) -> dict[str, dict[str, float]]:
-    """Returns relative errors against float64, and exits with status 1 if one is above TOLERANCE, or `goes_on`."""
+    """Returns relative errors against float64, and exits with status 1 if one is above TOLERANCE,
+    or `goes_on`."""
     errors, faults = {}, []
-    cases = [(1, 8, 2, 64, 32, 1.0), (3, 5, 3, 96, 40, 1.0), (127, 8, 1, 256, 24, 9.0), (700, 16, 4, 200, 136, 9.0)]
-    cases += [(4096, 128, 8, 512, 768, 6.0), (2000, 4, 4, 2048, 768, 1.0)] if device.type == "cuda" else []
+    cases = [
+        (1, 8, 2, 64, 32, 1.0),
+        (3, 5, 3, 96, 40, 1.0),
+        (127, 8, 1, 256, 24, 9.0),
+        (700, 16, 4, 200, 136, 9.0),
+    ]
+    cases += (
+        [(4096, 128, 8, 512, 768, 6.0), (2000, 4, 4, 2048, 768, 1.0)]
+        if device.type == "cuda"
+        else []
+    )
     for *sizes, spread in cases if device.type == "cuda" else cases[:0]:
         tensors = inputs(*sizes, device, spread)
         dy = torch.randn_like(tensors[0])
-        exact = gradients(expert_mlp_reference, [t if t.dtype == torch.int32 else t.double() for t in tensors], dy)
+        exact = gradients(
+            expert_mlp_reference, [t if t.dtype == torch.int32 else t.double() for t in tensors], dy
+        )
         for tile_size in (None, sizes[0], sizes[0] // 2 + 1):
             ours = functools.partial(expert_mlp, tile_size=tile_size)
             found, again = (gradients(ours, tensors, dy) for _ in range(2))
             title = f"{', '.join(map(str, sizes))}; tile {tile_size}"
-            errors[title] = {name: relative_error(*pair) for name, *pair in zip(NAMES, found, exact)}
+            errors[title] = {
+                name: relative_error(*pair) for name, *pair in zip(NAMES, found, exact)
+            }
             if not all(error <= TOLERANCE for error in errors[title].values()):
                 faults.append(f"the experts are wrong on this machine: {title}: {errors[title]}")
             if not all(torch.equal(*pair) for pair in zip(found, again)):
                 faults.append(f"the experts differ from run to run: {title}")
-    rows = [[title, *(f"{error:.1e}" for error in found.values())] for title, found in errors.items()]
+    rows = [
+        [title, *(f"{error:.1e}" for error in found.values())] for title, found in errors.items()
+    ]
     print_table("relative errors against float64; tokens, experts, k, D, F", ["", *NAMES], rows)
     print("\n".join(faults))
     if faults and not goes_on:
@@ -135,27 +161,39 @@ def parts_of(tensors: list[Tensor]) -> dict[str, Part]:
     return {
         "group": Part(lambda: products.group(experts, E, x)),
         "gate_up": Part(
-            lambda: products.gate_up_product(x, gate_up, groups, weights, kept, hidden), hidden, 2 * flops
+            lambda: products.gate_up_product(x, gate_up, groups, weights, kept, hidden),
+            hidden,
+            2 * flops,
         ),
         "down": Part(lambda: products.project(hidden, down, groups, rows), rows, flops),
         "sum": Part(lambda: products.sum_entries(rows, y)),
         "d_hidden": Part(d_hidden, d_kept, flops),
         "d_down": Part(lambda: products.weight_gradient(dy, hidden, groups, d_down), d_down, flops),
         "d_gate_up": Part(
-            lambda: products.weight_gradient(x, d_kept, groups, d_gate_up, transposed=True), d_gate_up, 2 * flops
+            lambda: products.weight_gradient(x, d_kept, groups, d_gate_up, transposed=True),
+            d_gate_up,
+            2 * flops,
         ),
-        "dx": Part(lambda: products.project(d_kept, gate_up, groups, d_rows, transposed=True), d_rows, 2 * flops),
-    }  # fmt: skip
+        "dx": Part(
+            lambda: products.project(d_kept, gate_up, groups, d_rows, transposed=True),
+            d_rows,
+            2 * flops,
+        ),
+    }
 
 
 def time_products(tensors: list[Tensor], device: torch.device, with_tiles: bool) -> dict[str, dict]:
-    """Times the parts; with tiles, each product in all its candidates, of which the fastest stays set."""
+    """Times the parts; with tiles, each product in all its candidates, of which the fastest stays
+    set."""
     parts, tried = parts_of(tensors), []
     for name, part in parts.items():
         part.run()
         if with_tiles and name in CANDIDATES and device.type == "cuda":
             exact = part.out.clone()
-            found = {t: time_tile(name, part, t, exact, device) for t in {products.HOPPER[name], *CANDIDATES[name]}}
+            found = {
+                t: time_tile(name, part, t, exact, device)
+                for t in {products.HOPPER[name], *CANDIDATES[name]}
+            }
             products.HOPPER[name] = min(found, key=found.__getitem__)
             part.run()
             for tile, ms in sorted(found.items(), key=lambda item: item[1]):
@@ -164,8 +202,12 @@ def time_products(tensors: list[Tensor], device: torch.device, with_tiles: bool)
     if tried:
         print_table("tiles", ["product", *Tile._fields, "ms", "TFLOP/s"], tried)
     times = time_interleaved({name: part.run for name, part in parts.items()}, device)
-    results = {name: {"ms": ms, "tflops": parts[name].flops / ms / 1e9} for name, ms in times.items()}
-    rows = [[name, *row.values(), str(products.HOPPER.get(name, ""))] for name, row in results.items()]
+    results = {
+        name: {"ms": ms, "tflops": parts[name].flops / ms / 1e9} for name, ms in times.items()
+    }
+    rows = [
+        [name, *row.values(), str(products.HOPPER.get(name, ""))] for name, row in results.items()
+    ]
     print_table("parts of forward and backward", ["", "ms", "TFLOP/s", "tiles"], rows)
     return results
 
@@ -185,8 +227,11 @@ def time_tile(name: str, part: Part, tile: Tile, exact: Tensor, device: torch.de
         products.HOPPER[name] = kept
 
 
-def grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """The experts by PyTorch's grouped product, as transformers does: sorted copies, which go back into order."""
+def grouped_mm(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor
+) -> Tensor:
+    """The experts by PyTorch's grouped product, as transformers does: sorted copies, which go back
+    into order."""
     order = experts.flatten().long().argsort(stable=True)
     ends = tokens_per_expert(experts, len(down)).cumsum(0, dtype=torch.int32)
     gate, up = F.grouped_mm(x[order // experts.shape[1]], gate_up.mT, offs=ends).chunk(2, dim=-1)
@@ -197,7 +242,8 @@ def grouped_mm(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weight
 
 @functools.cache
 def compile_liger() -> None:
-    """Compiles the kernels that Liger's tuner tries, in processes side by side; one after another takes 6 minutes."""
+    """Compiles the kernels that Liger's tuner tries, in processes side by side; one after another
+    takes 6 minutes."""
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
         pool.map(compile_part, range(PROCESSES))
 
@@ -214,10 +260,15 @@ def compile_part(part: int) -> None:
 
 
 def dense(tensors: list[Tensor]) -> tuple[Callable, Callable]:
-    """Returns forward's two, and all six, matrix products of the same operations without experts."""
+    """Returns forward's two, and all six, matrix products of the same operations without
+    experts."""
     x, gate_up, down, _, experts = (t.detach() for t in tensors)
     R, (D, width) = experts.numel(), down.shape[1:]
-    rows, pair, hidden = x.new_empty(R, D).normal_(), x.new_empty(R, 2 * width).normal_(), x.new_empty(R, width)
+    rows, pair, hidden = (
+        x.new_empty(R, D).normal_(),
+        x.new_empty(R, 2 * width).normal_(),
+        x.new_empty(R, width),
+    )
     into, out_of = gate_up[0], down[0]
     forward = [(rows, into.t(), pair), (pair[:, :width].contiguous(), out_of.t(), rows)]
     backward = [
@@ -232,7 +283,9 @@ def dense(tensors: list[Tensor]) -> tuple[Callable, Callable]:
     return functools.partial(run, forward), functools.partial(run, forward + backward)
 
 
-def compare(title: str, tensors: list[Tensor], device: torch.device, is_gpu: bool) -> dict[str, dict[str, float]]:
+def compare(
+    title: str, tensors: list[Tensor], device: torch.device, is_gpu: bool
+) -> dict[str, dict[str, float]]:
     x, gate_up, down, weights, experts = tensors
     implementations: dict[str, Callable] = {
         "ours": expert_mlp,
@@ -243,9 +296,14 @@ def compare(title: str, tensors: list[Tensor], device: torch.device, is_gpu: boo
         implementations["torch grouped_mm"] = grouped_mm
     if peer := liger("fused_moe", device):
         compile_liger()
-        implementations["Liger"] = lambda x, a, b, e, w: peer.LigerFusedMoEFunction.apply(x, a, b, e, w)
+        implementations["Liger"] = lambda x, a, b, e, w: peer.LigerFusedMoEFunction.apply(
+            x, a, b, e, w
+        )
     dy, leaves = torch.randn_like(x), (x, gate_up, down, weights)
-    forward = {n: functools.partial(f, x, gate_up, down, experts, weights) for n, f in implementations.items()}
+    forward = {
+        n: functools.partial(f, x, gate_up, down, experts, weights)
+        for n, f in implementations.items()
+    }
     both = {n: lambda f=f: torch.autograd.grad(f(), leaves, dy) for n, f in forward.items()}
     y = {n: f() for n, f in itertools.islice(forward.items(), 1, None)}
     apart = {n: relative_error(other, forward["ours"]()) for n, other in y.items()}
@@ -260,13 +318,21 @@ def compare(title: str, tensors: list[Tensor], device: torch.device, is_gpu: boo
     results = {
         n: {
             "forward_ms": times[0][n], "forward_tflops": flops / times[0][n] / 1e9,
-            "both_ms": times[1][n], "both_tflops": 3 * flops / times[1][n] / 1e9, "extra_gib": gib.get(n, 0.0),
+            "both_ms": times[1][n], "both_tflops": 3 * flops / times[1][n] / 1e9,
+            "extra_gib": gib.get(n, 0.0),
         } for n in both
     }  # fmt: skip
     counts = tokens_per_expert(experts, len(down))
     print_table(
         f"{title}: {len(x)} tokens, {int(counts.min())} to {int(counts.max())} an expert",
-        ["", "forward ms", "TFLOP/s", "forward + backward ms", "TFLOP/s", "extra GiB, gradients included"],
+        [
+            "",
+            "forward ms",
+            "TFLOP/s",
+            "forward + backward ms",
+            "TFLOP/s",
+            "extra GiB, gradients included",
+        ],
         [[name, *row.values()] for name, row in results.items()],
     )
     return results

@@ -1,4 +1,5 @@
-"""Products in FP8 against bf16, and what their factors cost, at the 4B's shapes: `python -m benchmarks.bench_fp8`."""
+"""Products in FP8 against bf16, and what their factors cost, at the 4B's shapes: `python -m
+benchmarks.bench_fp8`."""
 
 import torch
 
@@ -41,11 +42,18 @@ def bench(tokens: int, K: int, N: int, device: torch.device) -> dict[str, float]
         "bf16": lambda: products(PLAIN, x, dy, weight, weight.t()),
         "FP8": lambda: products(FP8_LINEAR, *factors()),
         "of it factors": factors,
-        "and transposing for the weight's gradient": lambda: [FP8_LINEAR.transpose(factor) for factor in made[:2]],
+        "and transposing for the weight's gradient": lambda: [
+            FP8_LINEAR.transpose(factor) for factor in made[:2]
+        ],
     }
     pairs = zip(products(FP8_LINEAR, *made), products(PLAIN, x, dy, weight, weight.t()))
-    errors = [float((found.float() - exact.float()).norm() / exact.float().norm()) for found, exact in pairs]
-    return time_interleaved(functions, device) | dict(zip(("error of y", "of dx", "of d_weight"), errors))
+    errors = [
+        float((found.float() - exact.float()).norm() / exact.float().norm())
+        for found, exact in pairs
+    ]
+    return time_interleaved(functions, device) | dict(
+        zip(("error of y", "of dx", "of d_weight"), errors)
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""SwiGLU, GEGLU, and the whole gated MLP untiled and in tiles: `python -m benchmarks.bench_gated_mlp`."""
+"""SwiGLU, GEGLU, and the whole gated MLP untiled and in tiles: `python -m
+benchmarks.bench_gated_mlp`."""
 
 import functools
 import math
@@ -32,18 +33,26 @@ def main() -> None:
     check(device)
     copy_rate = copy_bytes_per_second(device)
     results = {
-        **{name: bench_activation(name, tokens, F_, copy_rate, device) for name in ("swiglu", "geglu")},
+        **{
+            name: bench_activation(name, tokens, F_, copy_rate, device)
+            for name in ("swiglu", "geglu")
+        },
         "gated_mlp": bench_mlp(tokens, D, F_, device),
     }
     print_json("gated_mlp", device, copy_bytes_per_second=copy_rate, results=results)
 
 
-def bench_activation(name: str, tokens: int, width: int, copy_rate: float, device: torch.device) -> dict:
+def bench_activation(
+    name: str, tokens: int, width: int, copy_rate: float, device: torch.device
+) -> dict:
     ours, act, function_name = {
         "swiglu": (swiglu, F.silu, "LigerSiLUMulFunction"),
         "geglu": (geglu, functools.partial(F.gelu, approximate="tanh"), "LigerGELUMulFunction"),
     }[name]
-    gate, up = (torch.randn(tokens, width, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(2))
+    gate, up = (
+        torch.randn(tokens, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for _ in range(2)
+    )
 
     def eager(gate, up):
         return act(gate) * up
@@ -53,11 +62,18 @@ def bench_activation(name: str, tokens: int, width: int, copy_rate: float, devic
         "eager": (eager, [gate, up]),
         "torch.compile": (compiled(eager, device), [gate, up]),
     }
-    if module := liger(name, device):  # Liger's backward writes over gate and up, so it gets its own copies
+    if module := liger(
+        name, device
+    ):  # Liger's backward writes over gate and up, so it gets its own copies
         own = [x.detach().clone().requires_grad_() for x in (gate, up)]
         implementations["Liger"] = (getattr(module, function_name).apply, own)
     return compare_with_copy(
-        f"{name}, {list(gate.shape)}", implementations, 3 * gate.nbytes, 5 * gate.nbytes, copy_rate, device
+        f"{name}, {list(gate.shape)}",
+        implementations,
+        3 * gate.nbytes,
+        5 * gate.nbytes,
+        copy_rate,
+        device,
     )
 
 
@@ -74,18 +90,27 @@ def bench_mlp(tokens: int, D: int, width: int, device: torch.device) -> dict:
         "eager, checkpointed": lambda *inputs: checkpoint(eager, *inputs, use_reentrant=False),
         "torch.compile": compiled(eager, device),
         "ours, untiled": gated_mlp,
-        **{f"ours, tiles of {size}": functools.partial(gated_mlp, tile_size=size) for size in TILE_SIZES},
+        **{
+            f"ours, tiles of {size}": functools.partial(gated_mlp, tile_size=size)
+            for size in TILE_SIZES
+        },
     }
     swiglu_module, tiled_module = liger("swiglu", device), liger("tiled_mlp", device)
     if swiglu_module and tiled_module:
 
         def liger_untiled(x, gate_weight, up_weight, down_weight):
-            hidden = swiglu_module.LigerSiLUMulFunction.apply(F.linear(x, gate_weight), F.linear(x, up_weight))
+            hidden = swiglu_module.LigerSiLUMulFunction.apply(
+                F.linear(x, gate_weight), F.linear(x, up_weight)
+            )
             return F.linear(hidden, down_weight)
 
-        def liger_tiled(x, *weights):  # LigerTiledSwiGLUMLP calls it like this; weight gradients go into .grad
+        def liger_tiled(
+            x, *weights
+        ):  # LigerTiledSwiGLUMLP calls it like this; weight gradients go into .grad
             shards = math.ceil(tokens / D)
-            return tiled_module.apply_tiled_mlp(lambda _, x: liger_untiled(x, *weights), None, x, shards, weights)
+            return tiled_module.apply_tiled_mlp(
+                lambda _, x: liger_untiled(x, *weights), None, x, shards, weights
+            )
 
         functions |= {"Liger, untiled": liger_untiled, "Liger, tiled": liger_tiled}
 
@@ -117,7 +142,9 @@ def bench_mlp(tokens: int, D: int, width: int, device: torch.device) -> dict:
 
 def mlp_inputs(tokens: int, D: int, width: int, device: torch.device) -> list[torch.Tensor]:
     shapes = ((tokens, D), (width, D), (width, D), (D, width))
-    return [(torch.randn(s, device=device) * s[-1] ** -0.5).bfloat16().requires_grad_() for s in shapes]
+    return [
+        (torch.randn(s, device=device) * s[-1] ** -0.5).bfloat16().requires_grad_() for s in shapes
+    ]
 
 
 def check(device: torch.device) -> None:
@@ -125,7 +152,10 @@ def check(device: torch.device) -> None:
     inputs = mlp_inputs(300, 256, 640, device)
     found, exact = [], []
     tiled = functools.partial(gated_mlp, tile_size=128)
-    for function, to, into in ((tiled, lambda t: t, found), (gated_mlp_reference, torch.Tensor.double, exact)):
+    for function, to, into in (
+        (tiled, lambda t: t, found),
+        (gated_mlp_reference, torch.Tensor.double, exact),
+    ):
         output = function(*map(to, inputs))
         into += [output, *torch.autograd.grad(output.sum(), inputs)]
     require_close("gated_mlp", found, exact, 2e-2)

@@ -1,7 +1,9 @@
-"""Loss and both gradients of the output projection: `python -m benchmarks.bench_linear_cross_entropy`.
+"""Loss and both gradients of the output projection: `python -m
+benchmarks.bench_linear_cross_entropy`.
 
-The floor is the loop of the three GEMMs alone: logits, dx, and dW accumulated in float32. Two words fewer make a
-vocabulary that is no multiple of 8: the floor's products are then not aligned, and ours are, but for the last words.
+The floor is the loop of the three GEMMs alone: logits, dx, and dW accumulated in float32. Two words
+fewer make a vocabulary that is no multiple of 8: the floor's products are then not aligned, and
+ours are, but for the last words.
 """
 
 import sys
@@ -46,12 +48,15 @@ def main() -> None:
 
 def make_inputs(tokens: int, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Random (hidden states [tokens, hidden], labels [tokens])."""
-    hidden = torch.randn(tokens, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True)
+    hidden = torch.randn(
+        tokens, weight.shape[1], dtype=weight.dtype, device=weight.device, requires_grad=True
+    )
     return hidden, torch.randint(len(weight), (tokens,), device=weight.device)
 
 
 def liger_loss(device: torch.device) -> Callable | None:
-    """Liger's (hidden, weight, target, accum_dtype) -> mean loss; None without a GPU or without Liger."""
+    """Liger's (hidden, weight, target, accum_dtype) -> mean loss; None without a GPU or without
+    Liger."""
     if not (peer := liger("fused_linear_cross_entropy", device)):
         return None
     apply = peer.LigerFusedLinearCrossEntropyFunction.apply
@@ -97,11 +102,14 @@ def compare_chunked(tokens: int, weight: torch.Tensor) -> dict[str, dict[str, fl
     num_masked, weights = int((masked != -100).sum()), torch.randn(tokens, device=device)
     losses = {
         "ours": lambda: linear_cross_entropy(x, weight, target, num_valid_tokens=tokens),
-        # The last position of a sequence has no target; the denominator counts all micro-batches' targets.
+        # The last position of a sequence has no target; the denominator counts all micro-batches'
+        # targets.
         "ours, as model.py calls it": lambda: linear_cross_entropy(
             x[None, :-1], weight, target[None, 1:], denominator=tokens - 1
         ),
-        "ours, 75% of labels -100": lambda: linear_cross_entropy(x, weight, masked, num_valid_tokens=num_masked),
+        "ours, 75% of labels -100": lambda: linear_cross_entropy(
+            x, weight, masked, num_valid_tokens=num_masked
+        ),
         "ours, a weight per token": lambda: linear_cross_entropy(
             x, weight, target, num_valid_tokens=tokens, weights=weights
         ),
@@ -109,7 +117,9 @@ def compare_chunked(tokens: int, weight: torch.Tensor) -> dict[str, dict[str, fl
     if peer := liger_loss(device):
         losses["Liger, bf16 dW"] = lambda: peer(x, weight, target, None)
         losses["Liger, float32 dW"] = lambda: peer(x, weight, target, torch.float32)
-        losses["Liger, float32 dW, 75% of labels -100"] = lambda: peer(x, weight, masked, torch.float32)
+        losses["Liger, float32 dW, 75% of labels -100"] = lambda: peer(
+            x, weight, masked, torch.float32
+        )
     if cut := cut_cross_entropy_loss(device):
         losses["cut-cross-entropy"] = lambda: cut(x, weight, target)
         losses["cut-cross-entropy, 75% of labels -100"] = lambda: cut(x, weight, masked)
@@ -118,7 +128,10 @@ def compare_chunked(tokens: int, weight: torch.Tensor) -> dict[str, dict[str, fl
     steps = {floor: gemm_loop(x, weight), **steps}
     gib = {name: extra_gib(step, device) for name, step in steps.items()}
     times = time_interleaved(steps, device, repeats=3, warmup=1)
-    results = {name: {"ms": ms, "of_floor": ms / times[floor], "extra_gib": gib[name]} for name, ms in times.items()}
+    results = {
+        name: {"ms": ms, "of_floor": ms / times[floor], "extra_gib": gib[name]}
+        for name, ms in times.items()
+    }
     shape = " x ".join(map(str, (tokens, weight.shape[1], len(weight))))
     header = ["ms", "/ three bare GEMMs", "extra GiB, gradients included"]
     print_results(f"linear_cross_entropy, {shape} bf16, forward + backward", results, header)
@@ -140,7 +153,9 @@ def compare_with_full_logits(tokens: int, weight: torch.Tensor) -> dict[str, dic
     }
     steps = {name: lambda f=f: torch.autograd.grad(f(), (x, weight)) for name, f in losses.items()}
     times = time_interleaved(steps, device, repeats=3, warmup=1)
-    results = {name: {"ms": ms, "extra_gib": extra_gib(steps[name], device)} for name, ms in times.items()}
+    results = {
+        name: {"ms": ms, "extra_gib": extra_gib(steps[name], device)} for name, ms in times.items()
+    }
     print_results(f"against full logits, {tokens} tokens", results, ["ms", "extra GiB"])
     return results
 
@@ -173,12 +188,15 @@ def compare_errors(tokens: int, weight: torch.Tensor) -> dict[str, float]:
 
 
 def measure_long(tokens: int, weight: torch.Tensor) -> dict[str, float]:
-    """Measure one pass over a context whose full logits exceed 2**31 elements many times; check sampled rows."""
+    """Measure one pass over a context whose full logits exceed 2**31 elements many times; check
+    sampled rows."""
     x, target = make_inputs(tokens, weight)
     kept = {}
 
     def step():
-        details = linear_cross_entropy(x, weight, target, reduction="sum", num_valid_tokens=tokens, return_details=True)
+        details = linear_cross_entropy(
+            x, weight, target, reduction="sum", num_valid_tokens=tokens, return_details=True
+        )
         kept["losses"] = details.per_token_loss
         kept["d_x"], _ = torch.autograd.grad(details.loss, (x, weight))
 
@@ -186,7 +204,9 @@ def measure_long(tokens: int, weight: torch.Tensor) -> dict[str, float]:
     gib = extra_gib(step, weight.device)
     rows = torch.linspace(0, tokens - 1, 32, device=weight.device).long()
     sample = x.detach()[rows].float().requires_grad_()
-    losses = linear_cross_entropy_reference(sample, weight.detach().float(), target[rows], reduction="none")
+    losses = linear_cross_entropy_reference(
+        sample, weight.detach().float(), target[rows], reduction="none"
+    )
     (d_sample,) = torch.autograd.grad(losses.sum(), sample)
     result = {
         "ms": ms,
@@ -195,7 +215,9 @@ def measure_long(tokens: int, weight: torch.Tensor) -> dict[str, float]:
         "loss_error": float((kept["losses"][rows] - losses).detach().abs().max()),
         "dx_error": relative_error(kept["d_x"][rows], d_sample),
     }
-    print_table(f"{tokens} tokens, sampled rows against float32", list(result), [list(result.values())])
+    print_table(
+        f"{tokens} tokens, sampled rows against float32", list(result), [list(result.values())]
+    )
     if not (result["loss_error"] < 0.1 and result["dx_error"] < 2e-2):
         sys.exit("linear_cross_entropy is wrong at this length")
     return result

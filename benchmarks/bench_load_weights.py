@@ -1,8 +1,10 @@
-"""Seconds and host memory of starting from a released folder: `python -m benchmarks.bench_load_weights --folder DIR`.
+"""Seconds and host memory of starting from a released folder: `python -m
+benchmarks.bench_load_weights --folder DIR`.
 
-If the folder does not exist, random weights in the shape of --model_size are written first: bf16, in shards, as
-released. Then a model and its optimizer are built as train.py builds them, and filled. Only the filling is timed: from
-the files to masters and weights in their places. `--drop_cache` asks the kernel to drop the files from its page cache.
+If the folder does not exist, random weights in the shape of --model_size are written first: bf16,
+in shards, as released. Then a model and its optimizer are built as train.py builds them, and
+filled. Only the filling is timed: from the files to masters and weights in their places.
+`--drop_cache` asks the kernel to drop the files from its page cache.
 """
 
 import contextlib
@@ -40,7 +42,10 @@ def write_folder(folder: Path, size: str, device: torch.device) -> None:
     for name, parameter in parameters.items():
         weight = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02)
         shard[name_in_file(name)] = weight.cpu()
-        if sum(weight.nbytes for weight in shard.values()) > SHARD_BYTES or name == list(parameters)[-1]:
+        if (
+            sum(weight.nbytes for weight in shard.values()) > SHARD_BYTES
+            or name == list(parameters)[-1]
+        ):
             file = f"model-{len(set(places.values())) + 1:05}.safetensors"
             save_file(shard, folder / file, metadata={"format": "pt"})
             places |= dict.fromkeys(shard, file)
@@ -79,9 +84,13 @@ def watching_memory():
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="is written if it does not exist")
-    parser.add_argument("--model_size", default="4B", choices=MODEL_SIZES, help="shape of a folder that is written")
+    parser = ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="is written if it does not exist"
+    )
+    parser.add_argument(
+        "--model_size", default="4B", choices=MODEL_SIZES, help="shape of a folder that is written"
+    )
     parser.add_argument("--context_length", type=int, default=65_536)
     parser.add_argument("--memory_budget", help="train.py's flag")
     parser.add_argument("--host_budget")
@@ -98,7 +107,9 @@ def main() -> None:
         check_machine(recipe, world)
         documents = PackedDocuments.one_each(flags.context_length, 1)
         model, optimizer, plan = build_model(recipe, world, documents)
-        for weight in optimizer.weights().values():  # a CPU provides memory only when it is written to
+        for (
+            weight
+        ) in optimizer.weights().values():  # a CPU provides memory only when it is written to
             weight.detach().zero_()
         if flags.drop_cache:
             forget(flags.folder)
@@ -114,8 +125,10 @@ def main() -> None:
         if not world.is_main:
             return
         print(
-            f"{size / 1e9:.2f} GB, {cache} the page cache: {seconds:.1f} s, {size / seconds / 1e9:.2f} GB/s; "
-            f"host memory {peak[0] / 2**20:.0f} MiB above what was there; state on {world.device.type}: "
+            f"{size / 1e9:.2f} GB, {cache} the page cache: {seconds:.1f} s, "
+            f"{size / seconds / 1e9:.2f} GB/s; "
+            f"host memory {peak[0] / 2**20:.0f} MiB above what was there; state on "
+            f"{world.device.type}: "
             f"{plan.execution.gpu_state_bytes:.3g} bytes; torch {torch.__version__}"
         )
 

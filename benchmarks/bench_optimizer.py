@@ -1,13 +1,14 @@
 """One update of AdamW with float32 and with compact state: `python -m benchmarks.bench_optimizer`.
 
-First `--pieces` pieces of 8M bf16 weights with their state on the GPU, beside torch.optim.AdamW(fused=True) on as many
-float32 weights. Bytes are those that each update must move: state read and written, gradients read, weights written,
-and read where they are a part of the masters. The floor is a copy on the GPU that moves as many bytes.
+First `--pieces` pieces of 8M bf16 weights with their state on the GPU, beside
+torch.optim.AdamW(fused=True) on as many float32 weights. Bytes are those that each update must
+move: state read and written, gradients read, weights written, and read where they are a part of the
+masters. The floor is a copy on the GPU that moves as many bytes.
 
-Then a whole model's update, with all state on the GPU and with all state in pinned host memory. The model has the
-shapes of --model_size, random weights, and random gradients of one micro-batch; no forward runs. Link rates are
-measured with a copy of one piece, 32 MiB, in the same process. GB are 10^9 bytes. Clocks are read when the GPU has
-finished.
+Then a whole model's update, with all state on the GPU and with all state in pinned host memory. The
+model has the shapes of --model_size, random weights, and random gradients of one micro-batch; no
+forward runs. Link rates are measured with a copy of one piece, 32 MiB, in the same process. GB are
+10^9 bytes. Clocks are read when the GPU has finished.
 """
 
 import functools
@@ -43,7 +44,12 @@ def main() -> None:
         model_size={"default": "4B", "choices": MODEL_SIZES},
         num_layers={"type": positive, "help": "default: all of the model's"},
         pieces={"type": positive, "help": "default: 16 on a GPU, 1 on a CPU"},
-        places={"nargs": "+", "choices": PLACES, "default": [*PLACES], "help": "of the whole model's state"},
+        places={
+            "nargs": "+",
+            "choices": PLACES,
+            "default": [*PLACES],
+            "help": "of the whole model's state",
+        },
         repeats={"type": positive, "default": 5, "help": "timed updates; the median counts"},
         out={"type": Path, "help": "a file that the last line is appended to"},
     )
@@ -58,17 +64,23 @@ def main() -> None:
     shape = MODEL_SIZES[arguments.model_size]
     shape = replace(shape, num_hidden_layers=arguments.num_layers or shape.num_hidden_layers)
     with torch.device("meta"):
-        shapes = {name: tuple(parameter.shape) for name, parameter in Transformer(shape).named_parameters()}
+        shapes = {
+            name: tuple(parameter.shape)
+            for name, parameter in Transformer(shape).named_parameters()
+        }
     model: dict[str, dict[str, float]] = {}
     for place in arguments.places:
         for state_format in FORMATS:
-            model[f"{state_format}, {place}"] = measure_model(shapes, state_format, place, arguments.repeats, device)
+            model[f"{state_format}, {place}"] = measure_model(
+                shapes, state_format, place, arguments.repeats, device
+            )
         seconds = [model[f"{state_format}, {place}"]["seconds"] for state_format in FORMATS]
         for state_format, own in zip(FORMATS, seconds):
             model[f"{state_format}, {place}"]["of_float32"] = own / seconds[0]
     print_results(f"update of {arguments.model_size}, {shape.num_hidden_layers} layers", model)
     results = {
-        "model_size": arguments.model_size, "num_layers": shape.num_hidden_layers, "num_weights": num_weights,
+        "model_size": arguments.model_size, "num_layers": shape.num_hidden_layers,
+        "num_weights": num_weights,
         "pieces": pieces, "link_gb_per_second": link, "model": model,
     }  # fmt: skip
     print_json("optimizer", device, arguments.out, **results)
@@ -93,15 +105,22 @@ def check(device: torch.device) -> None:
         optimizer.step(LEARNING_RATE)
         state = optimizer.states["weight"]
         master = state.format.read(state.tensors, weight.detach().view(-1))["master"]
-        require_close(f"the update of {state_format} state", [master], [exact.detach().view(-1)], 1e-5)
+        require_close(
+            f"the update of {state_format} state", [master], [exact.detach().view(-1)], 1e-5
+        )
 
 
 def make_optimizer(
-    named_parameters: list[tuple[str, nn.Parameter]], state_format: str, gpu_state_bytes: float = PLACES["gpu"]
+    named_parameters: list[tuple[str, nn.Parameter]],
+    state_format: str,
+    gpu_state_bytes: float = PLACES["gpu"],
 ) -> MasterAdamW:
     """Returns an optimizer of single micro-batches."""
     inventory = Inventory.of(
-        named_parameters, accumulate=False, gpu_state_bytes=gpu_state_bytes, state_format=state_format
+        named_parameters,
+        accumulate=False,
+        gpu_state_bytes=gpu_state_bytes,
+        state_format=state_format,
     )
     return MasterAdamW(named_parameters, inventory)
 
@@ -147,7 +166,9 @@ def measure_pieces(numel: int, repeats: int, device: torch.device) -> dict[str, 
             times[name].append(time_once(update, device))
         for num_bytes, copy in copies.items():
             times[num_bytes].append(time_once(copy, device))
-    ms = {name: statistics.median(values[2:]) for name, values in times.items()}  # without the warm-up
+    ms = {
+        name: statistics.median(values[2:]) for name, values in times.items()
+    }  # without the warm-up
     return {
         name: {
             "ms": ms[name],
@@ -188,7 +209,11 @@ def timed_pinning(device: torch.device):
 
 
 def measure_model(
-    shapes: dict[str, tuple[int, ...]], state_format: str, place: str, repeats: int, device: torch.device
+    shapes: dict[str, tuple[int, ...]],
+    state_format: str,
+    place: str,
+    repeats: int,
+    device: torch.device,
 ) -> dict[str, float]:
     """Builds parameters and an optimizer, and times updates."""
     release(device)
@@ -200,7 +225,10 @@ def measure_model(
         optimizer = make_optimizer([*parameters.items()], state_format, PLACES[place])
     seconds = []
     for _ in range(1 + repeats):
-        for name, parameter in parameters.items():  # each leaves, or is kept, before the next is made
+        for (
+            name,
+            parameter,
+        ) in parameters.items():  # each leaves, or is kept, before the next is made
             give_gradients(optimizer, {name: torch.randn_like(parameter)})
         synchronize(device)
         began = time.perf_counter()
@@ -209,7 +237,12 @@ def measure_model(
         seconds.append(time.perf_counter() - began)
     found = statistics.median(seconds[1:])
     states = optimizer.states.values()
-    sent = sum(tensor.nbytes for state in states for tensor in state.tensors.values() if state.row.state_on_host)
+    sent = sum(
+        tensor.nbytes
+        for state in states
+        for tensor in state.tensors.values()
+        if state.row.state_on_host
+    )
     fetched = sent + sum(state.gradient.nbytes for state in states if state.gradient is not None)
     return {
         "seconds": found,
@@ -217,7 +250,9 @@ def measure_model(
         "pinning_seconds": pinning[0],
         "to_gpu_gb_per_second": fetched / found / 1e9,
         "to_host_gb_per_second": sent / found / 1e9,
-        "peak_gpu_gib": torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0,
+        "peak_gpu_gib": torch.cuda.max_memory_allocated(device) / GIB
+        if device.type == "cuda"
+        else 0.0,
     }
 
 
@@ -226,7 +261,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Free the memory of the last model, which nothing refers to any more, and start the GPU's peak anew."""
+    """Free the memory of the last model, which nothing refers to any more, and start the GPU's peak
+    anew."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,14 +1,18 @@
-"""A whole step of DPO on one pair of answers to one long prompt: ours, under any memory budget, beside TRL's.
+"""A whole step of DPO on one pair of answers to one long prompt: ours, under any memory budget,
+beside TRL's.
 
-`.venv/bin/python -m benchmarks.bench_preferences --prompt 30720 --answer 2048 --settings auto 24GB auto+apart trl`
+`.venv/bin/python -m benchmarks.bench_preferences --prompt 30720 --answer 2048 --settings auto 24GB
+auto+apart trl`
 
-Our step is train.py's. A setting is "auto" or a size, taken as --memory_budget (a hard cap). "+apart" gives each answer
-a prompt of its own, in one row. "trl" is TRL's DPOTrainer on transformers' model with Liger's kernels: bf16 weights,
-gradient checkpointing, fused AdamW without float32 masters, and the two answers in two rows. Weights are random.
+Our step is train.py's. A setting is "auto" or a size, taken as --memory_budget (a hard cap).
+"+apart" gives each answer a prompt of its own, in one row. "trl" is TRL's DPOTrainer on
+transformers' model with Liger's kernels: bf16 weights, gradient checkpointing, fused AdamW without
+float32 masters, and the two answers in two rows. Weights are random.
 
-The reference's log-probabilities are stored before the first step, by TRL's trainer as well. Our pass for them is
-timed. With `--lora 16` all train adapters of that rank alone, and each step runs its reference, the base. The losses
-are ln 2 within the rounding of bf16. The steps after the first are timed.
+The reference's log-probabilities are stored before the first step, by TRL's trainer as well. Our
+pass for them is timed. With `--lora 16` all train adapters of that rank alone, and each step runs
+its reference, the base. The losses are ln 2 within the rounding of bf16. The steps after the first
+are timed.
 """
 
 import argparse
@@ -38,21 +42,27 @@ from training.run.recipe import check_machine, choose_model, recipe_of
 from training.run.settings import TrainConfig
 from training.run.step import train_step
 
-# So low a rate leaves the loss at ln 2. With 1e-6 it was 0 in the second step, and gradients were zeros, which a GPU
-# multiplies faster, since it draws less power.
+# So low a rate leaves the loss at ln 2. With 1e-6 it was 0 in the second step, and gradients were
+# zeros, which a GPU multiplies faster, since it draws less power.
 BETA, RATE = 0.1, 1e-12
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model_size", default="4B", choices=MODEL_SIZES)
     parser.add_argument("--num_layers", type=int, help="default: all of the model's")
     parser.add_argument("--prompt", type=int, default=30_720, help="tokens")
     parser.add_argument("--answer", type=int, default=2048, help="tokens of each answer")
     parser.add_argument("--settings", nargs="+", default=["auto", "auto+apart", "trl"])
     parser.add_argument("--host_budget", help="for settings with a memory budget")
-    parser.add_argument("--optimizer_state", default="auto", choices=OPTIMIZER_STATES, help="as train.py's")
-    parser.add_argument("--lora", type=int, help="rank of adapters of all projections, which alone are trained")
+    parser.add_argument(
+        "--optimizer_state", default="auto", choices=OPTIMIZER_STATES, help="as train.py's"
+    )
+    parser.add_argument(
+        "--lora", type=int, help="rank of adapters of all projections, which alone are trained"
+    )
     parser.add_argument("--steps", type=int, default=3, help="at least 2")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
     arguments = parser.parse_args()
@@ -72,19 +82,32 @@ def main() -> None:
             gc.collect()
             if world.device.type == "cuda":
                 torch.cuda.empty_cache()
-        columns = list(dict.fromkeys(name for values in results.values() for name in values if name != "plan"))
-        rows = [[name, *(values.get(column, "") for column in columns)] for name, values in results.items()]
+        columns = list(
+            dict.fromkeys(name for values in results.values() for name in values if name != "plan")
+        )
+        rows = [
+            [name, *(values.get(column, "") for column in columns)]
+            for name, values in results.items()
+        ]
         first, *others = results
         for other in others:
-            ratios = [results[first][name] / (results[other][name] or math.nan) for name in ("seconds", "peak_gib")]
+            ratios = [
+                results[first][name] / (results[other][name] or math.nan)
+                for name in ("seconds", "peak_gib")
+            ]
             print(f"{first} / {other}: {ratios[0]:.3f} of the seconds, {ratios[1]:.3f} of the peak")
-        title = f"DPO, {arguments.model_size}, a prompt of {arguments.prompt:,} and two answers of {arguments.answer:,}"
+        title = (
+            f"DPO, {arguments.model_size}, a prompt of {arguments.prompt:,} and two answers of "
+            f"{arguments.answer:,}"
+        )
         print_table(title, ["", *columns], rows)
         print_json("preferences", world.device, **vars(arguments), results=results)
 
 
 def shape_of(arguments: argparse.Namespace) -> ModelConfig:
-    shape = choose_model(TrainConfig(model_size=arguments.model_size, context_length=longest(arguments)))
+    shape = choose_model(
+        TrainConfig(model_size=arguments.model_size, context_length=longest(arguments))
+    )
     return replace(shape, num_hidden_layers=arguments.num_layers or shape.num_hidden_layers)
 
 
@@ -95,20 +118,30 @@ def longest(arguments: argparse.Namespace) -> int:
 
 def pair_of(arguments: argparse.Namespace) -> list[np.ndarray]:
     """Ids of the prompt, and of both answers."""
-    ids = np.random.default_rng(0).integers(0, 256, arguments.prompt + 2 * arguments.answer).astype(np.uint32)
+    ids = (
+        np.random.default_rng(0)
+        .integers(0, 256, arguments.prompt + 2 * arguments.answer)
+        .astype(np.uint32)
+    )
     return np.split(ids, [arguments.prompt, longest(arguments)])
 
 
 def store_of(arguments: argparse.Namespace, is_apart: bool) -> TokenStore:
-    """The pair as one document, as objectives/rows.py makes it; apart: each answer behind a prompt of its own."""
+    """The pair as one document, as objectives/rows.py makes it; apart: each answer behind a prompt
+    of its own."""
     prompt, *answers = pair_of(arguments)
     parts = [(prompt[:-1], PROMPT)] * (not is_apart)
     for number, answer in enumerate(answers):
         parts.append((np.concatenate([prompt if is_apart else prompt[-1:], answer]), number))
     tokens = np.concatenate([own for own, _ in parts])
-    masked = [np.arange(len(own)) < len(own) - (arguments.answer if number >= 0 else 0) for own, number in parts]
+    masked = [
+        np.arange(len(own)) < len(own) - (arguments.answer if number >= 0 else 0)
+        for own, number in parts
+    ]
     numbers = np.repeat(np.float32([number for _, number in parts]), [len(own) for own, _ in parts])
-    return TokenStore([Document(tokens, np.concatenate(masked), True, columns={"answer": numbers})], 0)
+    return TokenStore(
+        [Document(tokens, np.concatenate(masked), True, columns={"answer": numbers})], 0
+    )
 
 
 def timed(function: Callable[[], object], device: torch.device) -> float:
@@ -121,14 +154,17 @@ def timed(function: Callable[[], object], device: torch.device) -> float:
 
 
 def ours(setting: str, arguments: argparse.Namespace, world: World) -> dict:
-    """Seconds of the reference's pass and of a step, peaks, what was predicted of both, and the losses."""
+    """Seconds of the reference's pass and of a step, peaks, what was predicted of both, and the
+    losses."""
     budget, *apart = setting.split("+")
     store, is_gpu = store_of(arguments, bool(apart)), world.device.type == "cuda"
     length = int(store.lengths[0])
     config = TrainConfig(
-        model_size=arguments.model_size, context_length=length, batch_size=1, objective="dpo", beta=BETA,
+        model_size=arguments.model_size, context_length=length, batch_size=1, objective="dpo",
+        beta=BETA,
         lora=arguments.lora, optimizer_state=arguments.optimizer_state, learning_rate=RATE,
-        memory_budget=budget if is_gpu else None, host_budget=arguments.host_budget if is_gpu else None,
+        memory_budget=budget if is_gpu else None,
+        host_budget=arguments.host_budget if is_gpu else None,
     )  # fmt: skip
     recipe = recipe_of(config, replace(shape_of(arguments), max_position_embeddings=length), world)
     check_machine(recipe, world)
@@ -142,18 +178,28 @@ def ours(setting: str, arguments: argparse.Namespace, world: World) -> dict:
 
     @torch.no_grad()
     def reference() -> None:
-        known = {"documents": batch.documents, "num_targets": batch.num_valid_tokens, "denominator": 1.0}
+        known = {
+            "documents": batch.documents,
+            "num_targets": batch.num_valid_tokens,
+            "denominator": 1.0,
+        }
         with products_in_bf16(model):
-            found.append(model(ids, targets=targets, return_log_probs=True, **known).log_probs[0, :-1])
+            found.append(
+                model(ids, targets=targets, return_log_probs=True, **known).log_probs[0, :-1]
+            )
 
-    reference_seconds = [timed(reference, world.device) for _ in range(2 - bool(apart))][-1]  # the first one compiles
+    reference_seconds = [timed(reference, world.device) for _ in range(2 - bool(apart))][
+        -1
+    ]  # the first one compiles
     if arguments.lora is None:
         store.add_column("reference", np.append(np.float32(0), found[-1].float().cpu().numpy()))
         batch = make_batch(store, [[(0, 0, length)]], length)
     seconds, losses, peaks = [], list[float](), list[int]()
 
     def step(batches: list[Batch]) -> None:
-        losses.append(train_step(model, optimizer, batches, world, RATE, 1.0, objective=recipe.objective)[0])
+        losses.append(
+            train_step(model, optimizer, batches, world, RATE, 1.0, objective=recipe.objective)[0]
+        )
 
     for _ in range(arguments.steps):
         restart_peak(world.device)
@@ -164,7 +210,8 @@ def ours(setting: str, arguments: argparse.Namespace, world: World) -> dict:
         "seconds": taken, "predicted_seconds": plan.seconds if is_gpu else 0.0,
         "peak_gib": max(peaks) / GIB, "predicted_gib": plan.peak.bytes / GIB,
         "reference_seconds": reference_seconds, "reference_of_step": reference_seconds / taken,
-        "losses": [round(loss, 5) for loss in losses], "seconds_of_each_step": [round(each, 2) for each in seconds],
+        "losses": [round(loss, 5) for loss in losses],
+        "seconds_of_each_step": [round(each, 2) for each in seconds],
         "plan": str(plan),
     }  # fmt: skip
 
@@ -203,23 +250,38 @@ def trl(_: str, arguments: argparse.Namespace, world: World) -> dict:
     seconds, peaks = list[float](), list[int]()
     is_gpu, (prompt, chosen, rejected) = world.device.type == "cuda", pair_of(arguments)
     ids = {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
-    rows = Dataset.from_dict({name: [each.tolist()] * arguments.steps for name, each in ids.items()})
+    rows = Dataset.from_dict(
+        {name: [each.tolist()] * arguments.steps for name, each in ids.items()}
+    )
     words = Tokenizer(models.WordLevel({"<pad>": 0}, unk_token="<pad>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<pad>"
+    )
     model = peer_model(shape_of(arguments), world.device)
     if arguments.lora is not None:
         from peft import LoraConfig, get_peft_model
 
-        adapters = LoraConfig(r=arguments.lora, lora_alpha=2 * arguments.lora, target_modules=[*LORA_TARGETS])
+        adapters = LoraConfig(
+            r=arguments.lora, lora_alpha=2 * arguments.lora, target_modules=[*LORA_TARGETS]
+        )
         model = get_peft_model(model, adapters, autocast_adapter_dtype=False)
     with tempfile.TemporaryDirectory() as folder:
         settings = DPOConfig(
-            output_dir=folder, per_device_train_batch_size=1, max_steps=arguments.steps, max_length=None, beta=BETA,
-            learning_rate=RATE, lr_scheduler_type="constant", report_to="none", save_strategy="no", logging_steps=1,
+            output_dir=folder, per_device_train_batch_size=1, max_steps=arguments.steps,
+            max_length=None, beta=BETA,
+            learning_rate=RATE, lr_scheduler_type="constant", report_to="none", save_strategy="no",
+            logging_steps=1,
             bf16=is_gpu, use_cpu=not is_gpu, gradient_checkpointing=True, optim="adamw_torch_fused",
-            gradient_checkpointing_kwargs={"use_reentrant": False}, precompute_ref_log_probs=arguments.lora is None,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            precompute_ref_log_probs=arguments.lora is None,
         )  # fmt: skip
-        trainer = Trainer(model, args=settings, train_dataset=rows, processing_class=tokenizer, callbacks=[Clock()])
+        trainer = Trainer(
+            model,
+            args=settings,
+            train_dataset=rows,
+            processing_class=tokenizer,
+            callbacks=[Clock()],
+        )
         trainer.train()
     losses = [round(entry["loss"], 5) for entry in trainer.state.log_history if "loss" in entry]
     return {

@@ -1,13 +1,17 @@
-"""Prepare a corpus and open it as a run does: `python -m benchmarks.bench_prepare --tokenizer DIR --gb 1`.
+"""Prepare a corpus and open it as a run does: `python -m benchmarks.bench_prepare --tokenizer DIR
+--gb 1`.
 
-The corpus is this machine's Python sources, the standard library's and installed packages', over and over. It lies in
-.jsonl files of a folder that is deleted at the end. Reported are
+The corpus is this machine's Python sources, the standard library's and installed packages', over
+and over. It lies in .jsonl files of a folder that is deleted at the end. Reported are
 
-- the rate of preparing it with all workers, and the rate per second of one process's processor time. Workers share the
-  machine and its memory bandwidth with others; processor time does not count that,
-- the rate per second of one process's processor time by format: the same rows in files of each kind, in turns,
-- seconds and resident memory of opening the set as train.py does, and of reading steps from it: for this set, and for a
-  set of `--started_gb` of text. Its parts are hard links to this set's: it takes no disk, but every part is opened.
+- the rate of preparing it with all workers, and the rate per second of one process's processor
+  time. Workers share the machine and its memory bandwidth with others; processor time does not
+  count that,
+- the rate per second of one process's processor time by format: the same rows in files of each
+  kind, in turns,
+- seconds and resident memory of opening the set as train.py does, and of reading steps from it: for
+  this set, and for a set of `--started_gb` of text. Its parts are hard links to this set's: it
+  takes no disk, but every part is opened.
 """
 
 import argparse
@@ -64,15 +68,18 @@ print(json.dumps({
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tokenizer", required=True, help="a tokenizer.json or its folder")
     parser.add_argument("--gb", type=float, default=1.0, help="10^9 bytes of text")
     parser.add_argument("--started_gb", type=float, default=10.0)
-    parser.add_argument("--formats_mb", type=float, default=50.0, help="10^6 bytes of text in each format; 0: none")
+    parser.add_argument(
+        "--formats_mb", type=float, default=50.0, help="10^6 bytes of text in each format; 0: none"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="times that each format is prepared")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
-        "--folder", help="where the corpus and its set are written; default: the system's for such files"
+        "--folder",
+        help="where the corpus and its set are written; default: the system's for such files",
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
@@ -86,20 +93,28 @@ def report(arguments: argparse.Namespace, folder: Path) -> None:
     index = json.loads((made / INDEX).read_text())
     core_bytes, core_tokens = rate_of_a_core(source, folder, arguments.tokenizer)
     result = {
-        "commit": commit(), "gb": size / GB, "workers": arguments.workers, "seconds": round(seconds, 1),
-        "mb_per_second": round(size / 1e6 / seconds, 2), "tokens_per_second": round(index["tokens"] / seconds),
-        "mb_per_core_second": round(core_bytes / 1e6, 2), "tokens_per_core_second": round(core_tokens),
+        "commit": commit(), "gb": size / GB, "workers": arguments.workers,
+        "seconds": round(seconds, 1),
+        "mb_per_second": round(size / 1e6 / seconds, 2),
+        "tokens_per_second": round(index["tokens"] / seconds),
+        "mb_per_core_second": round(core_bytes / 1e6, 2),
+        "tokens_per_core_second": round(core_tokens),
         "peak_mib": peak,
     }  # fmt: skip
     print(json.dumps(result), flush=True)
     if arguments.formats_mb:
-        for result in rates_of_formats(folder / "formats", int(arguments.formats_mb * 1e6), arguments):
+        for result in rates_of_formats(
+            folder / "formats", int(arguments.formats_mb * 1e6), arguments
+        ):
             print(json.dumps(result), flush=True)
     copy_parts(made, large, round(arguments.started_gb * GB / size))
     for each in (made, large):
         for kind in ("concatenate", "best_fit"):
             command = [sys.executable, "-c", OPEN, str(each), arguments.tokenizer, kind]
-            print(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip(), flush=True)
+            print(
+                subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip(),
+                flush=True,
+            )
 
 
 def run_prepare(source: Path, made: Path, arguments: argparse.Namespace) -> tuple[float, int]:
@@ -117,12 +132,15 @@ def run_prepare(source: Path, made: Path, arguments: argparse.Namespace) -> tupl
 
 
 def processes_of(group: int) -> list[int]:
-    found = subprocess.run(["ps", "-eo", "pid=,pgid="], capture_output=True, text=True, check=True).stdout.split()
+    found = subprocess.run(
+        ["ps", "-eo", "pid=,pgid="], capture_output=True, text=True, check=True
+    ).stdout.split()
     return [int(pid) for pid, of in zip(found[::2], found[1::2]) if int(of) == group]
 
 
 def anonymous_mib(pid: int) -> int:
-    """Anonymous memory of a process, 0 if it has ended. Forks count pages that they share with their parent."""
+    """Anonymous memory of a process, 0 if it has ended. Forks count pages that they share with
+    their parent."""
     try:
         return int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0]) >> 10
     except (OSError, IndexError):
@@ -130,7 +148,8 @@ def anonymous_mib(pid: int) -> int:
 
 
 def write_corpus(folder: Path, size: int) -> int:
-    """Write .jsonl files of at most 250 MB with a line {"text": source} for each source file. Returns the bytes."""
+    """Write .jsonl files of at most 250 MB with a line {"text": source} for each source file.
+    Returns the bytes."""
     folder.mkdir()
     roots = [Path(sysconfig.get_path("stdlib")), *map(Path, site.getsitepackages())]
     lines = []
@@ -140,7 +159,9 @@ def write_corpus(folder: Path, size: int) -> int:
         except (OSError, ValueError):
             continue
         if text.strip() and "\0" not in text:
-            lines.append(json.dumps({"text": text}, ensure_ascii=False).encode("utf-8", "ignore") + b"\n")
+            lines.append(
+                json.dumps({"text": text}, ensure_ascii=False).encode("utf-8", "ignore") + b"\n"
+            )
     if not lines:
         raise UserError("this machine has no Python sources")
     written = 0
@@ -156,13 +177,19 @@ def rate_of_a_core(source: Path, folder: Path, tokenizer: str) -> tuple[float, f
     preparing._open_reader(tokenizer, Reading(), None)
     parts = [pieces for _, pieces in zip(range(3), preparing._plan(sorted(source.iterdir())))]
     start = time.process_time()
-    tokens = sum(preparing._make_part(folder / f"one-{i}", pieces)["tokens"] for i, pieces in enumerate(parts))
+    tokens = sum(
+        preparing._make_part(folder / f"one-{i}", pieces)["tokens"]
+        for i, pieces in enumerate(parts)
+    )
     seconds = time.process_time() - start
-    return sum(piece[4] - piece[3] for pieces in parts for piece in pieces) / seconds, tokens / seconds
+    return sum(
+        piece[4] - piece[3] for pieces in parts for piece in pieces
+    ) / seconds, tokens / seconds
 
 
 def rates_of_formats(folder: Path, size: int, arguments: argparse.Namespace) -> list[dict]:
-    """Tokens per second of processor time for the same rows in each format: the median of all rounds, and its range."""
+    """Tokens per second of processor time for the same rows in each format: the median of all
+    rounds, and its range."""
     preparing._open_reader(arguments.tokenizer, Reading(), None)
     rows = write_corpus(folder, size) and (folder / "0000.jsonl").read_bytes()
     table = pyarrow.Table.from_pylist([json.loads(line) for line in rows.splitlines()])
@@ -175,15 +202,22 @@ def rates_of_formats(folder: Path, size: int, arguments: argparse.Namespace) -> 
     found: dict[str, list[float]] = {}
     for number, file in itertools.product(range(arguments.rounds), sorted(folder.iterdir())):
         start = time.process_time()
-        made = [preparing._make_part(folder / f"{number}-{i}", part) for i, part in enumerate(preparing._plan([file]))]
+        made = [
+            preparing._make_part(folder / f"{number}-{i}", part)
+            for i, part in enumerate(preparing._plan([file]))
+        ]
         rate = sum(part["tokens"] for part in made) / (time.process_time() - start)
         found.setdefault("".join(file.suffixes), []).append(rate)
     base = median(found[".jsonl"])
     return [
-        {"format": name, "tokens_per_core_second": round(median(rates)), "of_jsonl": round(median(rates) / base, 3),
-         "range": [round(min(rates)), round(max(rates))]}
+        {
+            "format": name,
+            "tokens_per_core_second": round(median(rates)),
+            "of_jsonl": round(median(rates) / base, 3),
+            "range": [round(min(rates)), round(max(rates))],
+        }
         for name, rates in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def copy_parts(made: Path, large: Path, times: int) -> None:

@@ -1,4 +1,5 @@
-"""RMSNorm of hidden states, with and without the residual, and of q's heads: `python -m benchmarks.bench_rms_norm`."""
+"""RMSNorm of hidden states, with and without the residual, and of q's heads: `python -m
+benchmarks.bench_rms_norm`."""
 
 import torch
 import torch.nn.functional as F
@@ -32,40 +33,71 @@ def main() -> None:
         implementations = {
             "ours": (lambda x, w: rms_norm(x, w, EPS), [x, weight]),
             "eager": (lambda x, w: rms_norm_reference(x, w, EPS), [x, weight]),
-            "torch.compile": (compiled(lambda x, w: rms_norm_reference(x, w, EPS), device), [x, weight]),
+            "torch.compile": (
+                compiled(lambda x, w: rms_norm_reference(x, w, EPS), device),
+                [x, weight],
+            ),
             "F.rms_norm": (lambda x, w: F.rms_norm(x, w.shape, w, EPS), [x, weight]),
         }
         if liger_norm:
             function = liger_norm.LigerRMSNormFunction.apply
-            implementations["Liger"] = (lambda x, w, f=function: f(x, w, EPS, 0.0, "llama", True, None), [x, weight])
+            implementations["Liger"] = (
+                lambda x, w, f=function: f(x, w, EPS, 0.0, "llama", True, None),
+                [x, weight],
+            )
         results[title] = compare_with_copy(
-            f"rms_norm, {title} {list(shape)}", implementations, 2 * x.nbytes, 3 * x.nbytes, copy_rate, device
+            f"rms_norm, {title} {list(shape)}",
+            implementations,
+            2 * x.nbytes,
+            3 * x.nbytes,
+            copy_rate,
+            device,
         )
         del x, implementations
 
-    x, residual = (torch.randn(1, tokens, 2560, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
+    x, residual = (
+        torch.randn(1, tokens, 2560, dtype=dtype, device=device, requires_grad=True)
+        for _ in range(2)
+    )
     weight = torch.randn(2560, dtype=dtype, device=device, requires_grad=True)
     inputs = [x, residual, weight]
     implementations = {
         "ours": (lambda x, r, w: rms_norm(x, w, EPS, residual=r), inputs),
         "eager": (lambda x, r, w: rms_norm_reference(x, w, EPS, residual=r), inputs),
-        "torch.compile": (compiled(lambda x, r, w: rms_norm_reference(x, w, EPS, residual=r), device), inputs),
+        "torch.compile": (
+            compiled(lambda x, r, w: rms_norm_reference(x, w, EPS, residual=r), device),
+            inputs,
+        ),
     }
     if liger_fused:
         function = liger_fused.LigerFusedAddRMSNormFunction.apply
-        implementations["Liger"] = (lambda x, r, w: function(x, r, w, EPS, 0.0, "llama", True), inputs)
+        implementations["Liger"] = (
+            lambda x, r, w: function(x, r, w, EPS, 0.0, "llama", True),
+            inputs,
+        )
     results["hidden + residual"] = compare_with_copy(
-        f"rms_norm with residual, {list(x.shape)}", implementations, 4 * x.nbytes, 4 * x.nbytes, copy_rate, device
+        f"rms_norm with residual, {list(x.shape)}",
+        implementations,
+        4 * x.nbytes,
+        4 * x.nbytes,
+        copy_rate,
+        device,
     )
     print_json("rms_norm", device, copy_bytes_per_second=copy_rate, results=results)
 
 
 def check(device: torch.device, dtype: torch.dtype) -> None:
     """Exit with status 1 if outputs or gradients are far from float64's."""
-    inputs = [torch.randn(*shape, device=device).to(dtype).requires_grad_() for shape in ((300, 2560), (2560,))]
+    inputs = [
+        torch.randn(*shape, device=device).to(dtype).requires_grad_()
+        for shape in ((300, 2560), (2560,))
+    ]
     residual = torch.randn(300, 2560, device=device).to(dtype).requires_grad_()
     found, exact = [], []
-    for function, to, into in ((rms_norm, lambda t: t, found), (rms_norm_reference, torch.Tensor.double, exact)):
+    for function, to, into in (
+        (rms_norm, lambda t: t, found),
+        (rms_norm_reference, torch.Tensor.double, exact),
+    ):
         normed, total = function(to(inputs[0]), to(inputs[1]), EPS, residual=to(residual))
         gradients = torch.autograd.grad((normed.square() / 2 + total).sum(), [*inputs, residual])
         into += [normed, total, *gradients]

@@ -1,4 +1,5 @@
-"""Parts of every benchmark: flags, the check before it, interleaved timing, peak memory, the table."""
+"""Parts of every benchmark: flags, the check before it, interleaved timing, peak memory, the
+table."""
 
 import argparse
 import datetime
@@ -25,22 +26,31 @@ from training.families.names import name_in_file
 ROOT = Path(__file__).parents[1]
 
 
-def parse_flags(description: str, cpu_tokens: int | None = None, **flags: dict) -> argparse.Namespace:
-    """Parse --device (a torch.device), --tokens and the script's own flags, print the environment, and seed PyTorch.
+def parse_flags(
+    description: str, cpu_tokens: int | None = None, **flags: dict
+) -> argparse.Namespace:
+    """Parse --device (a torch.device), --tokens and the script's own flags, print the environment,
+    and seed PyTorch.
 
     Args:
         cpu_tokens: default of --tokens on a CPU; on a GPU it is 131,072. None: no --tokens.
         flags: name of each other flag, without dashes -> arguments of `add_argument`.
     """
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     if cpu_tokens is not None:
-        parser.add_argument("--tokens", type=int, help=f"default: 131072 on a GPU, {cpu_tokens} on a CPU")
+        parser.add_argument(
+            "--tokens", type=int, help=f"default: 131072 on a GPU, {cpu_tokens} on a CPU"
+        )
     for name, options in flags.items():
         parser.add_argument(f"--{name}", **options)
     arguments = parser.parse_args()
     if cpu_tokens is not None:
-        arguments.tokens = arguments.tokens or (131072 if arguments.device.type == "cuda" else cpu_tokens)
+        arguments.tokens = arguments.tokens or (
+            131072 if arguments.device.type == "cuda" else cpu_tokens
+        )
     print(environment(arguments.device))
     torch.manual_seed(0)  # a check of errors must not fail by a rare draw
     return arguments
@@ -80,15 +90,20 @@ def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def require_close(
     operation: str, found: Iterable[torch.Tensor], exact: Iterable[torch.Tensor], tolerance: float
 ) -> None:
-    """Exit with status 1 if the relative error of a tensor in `found` exceeds `tolerance`, or is not a number."""
+    """Exit with status 1 if the relative error of a tensor in `found` exceeds `tolerance`, or is
+    not a number."""
     if not all(relative_error(ours, expected) <= tolerance for ours, expected in zip(found, exact)):
         sys.exit(f"{operation} is wrong on this machine: not measured")
 
 
 def time_interleaved(
-    functions: dict[str, Callable[[], object]], device: torch.device, repeats: int = 10, warmup: int = 2
+    functions: dict[str, Callable[[], object]],
+    device: torch.device,
+    repeats: int = 10,
+    warmup: int = 2,
 ) -> dict[str, float]:
-    """Median milliseconds of each function; the functions take turns, so that clocks and heat fall on all alike."""
+    """Median milliseconds of each function; the functions take turns, so that clocks and heat fall
+    on all alike."""
     for _ in range(warmup):
         for function in functions.values():
             function()
@@ -115,7 +130,8 @@ def time_once(function: Callable[[], object], device: torch.device) -> float:
 
 
 def extra_gib(function: Callable[[], object], device: torch.device) -> float:
-    """Peak allocated while `function` runs minus what was allocated before it, GiB (0 on a CPU: not measured)."""
+    """Peak allocated while `function` runs minus what was allocated before it, GiB (0 on a CPU: not
+    measured)."""
     if device.type != "cuda":
         return 0.0
     torch.cuda.synchronize(device)
@@ -128,8 +144,11 @@ def extra_gib(function: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_bytes_per_second(device: torch.device, num_bytes: int = 2**32) -> float:
-    """Bytes read plus written per second by a device-to-device copy of `num_bytes`: the ceiling set by memory."""
-    source = torch.randint(0, 255, (num_bytes if device.type == "cuda" else 2**24,), dtype=torch.uint8, device=device)
+    """Bytes read plus written per second by a device-to-device copy of `num_bytes`: the ceiling set
+    by memory."""
+    source = torch.randint(
+        0, 255, (num_bytes if device.type == "cuda" else 2**24,), dtype=torch.uint8, device=device
+    )
     target = torch.empty_like(source)
     ms = time_interleaved({"copy": lambda: target.copy_(source)}, device)["copy"]
     return 2 * source.numel() / (ms / 1000)
@@ -143,19 +162,25 @@ def compare_with_copy(
     copy_rate: float,
     device: torch.device,
 ) -> dict[str, dict[str, float]]:
-    """Time memory-bound operations forward and backward, and print their share of a copy's bytes per second.
+    """Time memory-bound operations forward and backward, and print their share of a copy's bytes
+    per second.
 
     Args:
-        implementations: name -> (function, inputs that require gradients). Give separate inputs to a function that
+        implementations: name -> (function, inputs that require gradients). Give separate inputs to
+        a function that
             writes over them.
         forward_bytes, backward_bytes: each input read once and each output written once.
     """
     forward, backward = {}, {}
     for name, (function, inputs) in implementations.items():
         outputs = function(*inputs)
-        arriving = [torch.randn_like(out) for out in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        arriving = [
+            torch.randn_like(out) for out in (outputs if isinstance(outputs, tuple) else (outputs,))
+        ]
         forward[name] = functools.partial(function, *inputs)
-        backward[name] = functools.partial(torch.autograd.grad, outputs, inputs, arriving, retain_graph=True)
+        backward[name] = functools.partial(
+            torch.autograd.grad, outputs, inputs, arriving, retain_graph=True
+        )
     forward_ms, backward_ms = time_interleaved(forward, device), time_interleaved(backward, device)
     results = {
         name: {
@@ -175,11 +200,14 @@ def compare_with_copy(
 def compiled(function: Callable, device: torch.device) -> Callable:
     """`function` under torch.compile, with a backward that can be run again and again."""
     torch._functorch.config.donated_buffer = False  # donated buffers rule out retain_graph=True
-    return torch.compile(function, dynamic=False, backend="inductor" if device.type == "cuda" else "aot_eager")
+    return torch.compile(
+        function, dynamic=False, backend="inductor" if device.type == "cuda" else "aot_eager"
+    )
 
 
 def liger(name: str, device: torch.device):
-    """The module liger_kernel.ops.`name`; prints why and returns None without a GPU or without Liger."""
+    """The module liger_kernel.ops.`name`; prints why and returns None without a GPU or without
+    Liger."""
     if device.type != "cuda":
         print("Liger: needs a GPU")
         return None
@@ -190,8 +218,11 @@ def liger(name: str, device: torch.device):
         return None
 
 
-def print_results(title: str, results: dict[str, dict[str, float]], header: list[str] | None = None) -> None:
-    """Print a table with a row for each name; without `header`, the values' names head the columns."""
+def print_results(
+    title: str, results: dict[str, dict[str, float]], header: list[str] | None = None
+) -> None:
+    """Print a table with a row for each name; without `header`, the values' names head the
+    columns."""
     header = header or [key.replace("_", " ") for key in next(iter(results.values()))]
     print_table(title, ["", *header], [[name, *row.values()] for name, row in results.items()])
 
@@ -225,7 +256,9 @@ def peer_model(config: ModelConfig, device: torch.device) -> torch.nn.Module:
 
         MODEL_TYPE_TO_APPLY_LIGER_FN[config.model_type]()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config))).to(torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config))).to(
+            torch.bfloat16
+        )
     rotary = model.model.rotary_emb
     model.to_empty(device=device)
     model.tie_weights()  # `to_empty` has given the head a matrix of its own

@@ -1,6 +1,7 @@
 """Draw the picture of README.md and MEMORY_REPORT.md anew: `python -m benchmarks.picture`.
 
-Its peer and its measured step are of the claims "dense" and "stages", as benchmarks.report last measured them.
+Its peer and its measured step are of the claims "dense" and "stages", as benchmarks.report last
+measured them.
 """
 
 import sys
@@ -22,7 +23,9 @@ PEER = "peer"
 
 
 def main(argv: list[str]) -> None:
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args(argv)  # no flags
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args(
+        argv
+    )  # no flags
     draw_picture()
 
 
@@ -32,10 +35,12 @@ def peak_of_peer() -> float:
 
 
 def stages_of_peer() -> list[Stage]:
-    """Predicts the peer's step: every layer checkpointed, the loss chunked, two bf16 moments per parameter.
+    """Predicts the peer's step: every layer checkpointed, the loss chunked, two bf16 moments per
+    parameter.
 
-    The peer has no float32 masters. In its MLP's backward Liger writes gradients over gate and up, so that a tensor of
-    the MLP's width does not exist, and the gradient of the MLP's input comes after these.
+    The peer has no float32 masters. In its MLP's backward Liger writes gradients over gate and up,
+    so that a tensor of the MLP's width does not exist, and the gradient of the MLP's input comes
+    after these.
     """
     model = MODEL_SIZES["4B"]
     step = step_on_meta(model, 131_072, given=Execution(attention_backend="cudnn"))
@@ -51,7 +56,8 @@ def stages_of_peer() -> list[Stage]:
 
 
 def draw_picture() -> None:
-    """Draw a step of 131,072 tokens. Left: the peer, whose peak was measured. Right: within 24 GiB, also measured."""
+    """Draw a step of 131,072 tokens. Left: the peer, whose peak was measured. Right: within 24 GiB,
+    also measured."""
     from matplotlib.figure import Figure  # a dependency of development
 
     result, peak = latest_line("stages"), peak_of_peer()
@@ -63,7 +69,8 @@ def draw_picture() -> None:
     measured = [MeasuredStage(**stage) for stage in result["measured"]]
     draw_stages(right, predicted, measured, parse_bytes(result["settings"]["memory_budget"]))
     left.set(
-        title=f"transformers + Liger, checkpointed: {peak:.1f} GiB\n(areas predicted, line measured peak)",
+        title=f"transformers + Liger, checkpointed: {peak:.1f} GiB\n(areas predicted, line "
+        "measured peak)",
         ylabel="GiB, peak of each stage",
     )
     right.set(title="Fathom, planned for 24 GiB\n(areas predicted, line measured)")

@@ -1,13 +1,16 @@
-"""Measure the claims of MEMORY_REPORT.md, and write its table: `python -m benchmarks.report --machine h200`.
+"""Measure the claims of MEMORY_REPORT.md, and write its table: `python -m benchmarks.report
+--machine h200`.
 
-The commands of benchmarks/claims.py for this kind of machine run side by side, each on GPUs of its own; with
-CUDA_VISIBLE_DEVICES=0 in the environment, in turn. What they print goes to build/report/. After each its numbers are
-written to benchmarks/results/report_<gpu>_<commit>.json. The same command again goes on where it was stopped: commands
-that the file has numbers of do not run. With `--seconds 560` the first commands that fill this time run, the longest of
-them first, and then what still fits. The exit status is 1 while numbers are missing.
+The commands of benchmarks/claims.py for this kind of machine run side by side, each on GPUs of its
+own; with CUDA_VISIBLE_DEVICES=0 in the environment, in turn. What they print goes to build/report/.
+After each its numbers are written to benchmarks/results/report_<gpu>_<commit>.json. The same
+command again goes on where it was stopped: commands that the file has numbers of do not run. With
+`--seconds 560` the first commands that fill this time run, the longest of them first, and then what
+still fits. The exit status is 1 while numbers are missing.
 
-`--write` renders the table between "<!-- claims -->" and "<!-- end -->", from the latest measurement of each claim in
-benchmarks/results/report_*.json. The text around it is written by hand.
+`--write` renders the table between "<!-- claims -->" and "<!-- end -->", from the latest
+measurement of each claim in benchmarks/results/report_*.json. The text around it is written by
+hand.
 """
 
 import datetime
@@ -27,23 +30,44 @@ from benchmarks.side_by_side import Job, in_order, run_all
 from training.host.files import replace_file
 from training.host.sizes import GIB, free_host_bytes
 
-REPORT, RESULTS, LOGS = ROOT / "MEMORY_REPORT.md", ROOT / "benchmarks" / "results", ROOT / "build" / "report"
+REPORT, RESULTS, LOGS = (
+    ROOT / "MEMORY_REPORT.md",
+    ROOT / "benchmarks" / "results",
+    ROOT / "build" / "report",
+)
 MARKERS = "<!-- claims -->\n.*?<!-- end -->"
-COLUMNS = ["claim", "measured", "predicted", "peer or floor, measured ÷ it", "GPU", "date, commit", "command"]
+COLUMNS = [
+    "claim",
+    "measured",
+    "predicted",
+    "peer or floor, measured ÷ it",
+    "GPU",
+    "date, commit",
+    "command",
+]
 WHEN = COLUMNS.index("date, commit")  # left out where all claims are of one commit
 
 
 def main(argv: list[str]) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", choices=("h200", "cpu"), help="measure the claims for this kind of machine")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="run the commands of these claims alone")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="stop before so many have passed")
+    parser.add_argument(
+        "--machine", choices=("h200", "cpu"), help="measure the claims for this kind of machine"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="run the commands of these claims alone"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="stop before so many have passed"
+    )
     parser.add_argument("--host_gib", type=float, help="host memory; default: what is free")
     parser.add_argument("--write", action="store_true", help="render the table of MEMORY_REPORT.md")
     arguments = parser.parse_args(argv)
     claims = [claim for claim in CLAIMS if claim.machine == arguments.machine]
     if unknown := {*(arguments.only or ())} - {claim.name for claim in claims}:
-        parser.error(f"--only takes {', '.join(claim.name for claim in claims)}; got {', '.join(sorted(unknown))}")
+        parser.error(
+            f"--only takes {', '.join(claim.name for claim in claims)}; got "
+            f"{', '.join(sorted(unknown))}"
+        )
     if not arguments.machine and not arguments.write:
         parser.error("give --machine, or --write")
     if arguments.machine == "h200":
@@ -63,7 +87,8 @@ def main(argv: list[str]) -> int:
 
 
 def measure_all(claims: list[Claim], limit: float, gib: float) -> bool:
-    """Runs the commands of claims that this commit has no number of; returns whether none is missing at the end."""
+    """Runs the commands of claims that this commit has no number of; returns whether none is
+    missing at the end."""
     on_gpu = claims[0].machine != "cpu"
     machine = environment(torch.device("cuda" if on_gpu else "cpu"))
     kind = machine["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
@@ -73,14 +98,21 @@ def measure_all(claims: list[Claim], limit: float, gib: float) -> bool:
     for claim in sorted(claims, key=lambda claim: not claim.name.startswith(FIRST)):
         if claim.name not in found["claims"]:
             by_command.setdefault(claim.command, []).append(claim)
-    jobs = [Job(own[0].name, command, own[0].seconds, own[0].gpus) for command, own in by_command.items()]
+    jobs = [
+        Job(own[0].name, command, own[0].seconds, own[0].gpus)
+        for command, own in by_command.items()
+    ]
     gpus = visible_gpus() if on_gpu else [""]
     with closing(run_all(in_order(jobs, len(gpus) * limit), gpus, gib, limit, LOGS)) as ended:
         for job, line, beside in ended:
             if (ran := line.get("commit", machine["commit"])) != machine["commit"]:
                 print(f"left out, the code became {ran} before it ran: {job.command}", flush=True)
                 continue
-            about = {"gpu": kind + f"-x{job.gpus}" * (job.gpus > 1), "beside": beside, "command": job.command}
+            about = {
+                "gpu": kind + f"-x{job.gpus}" * (job.gpus > 1),
+                "beside": beside,
+                "command": job.command,
+            }
             about["date"] = datetime.datetime.now().isoformat(timespec="minutes")
             for claim in by_command[job.command]:
                 if (entry := read_claim(claim, line)) is not None:
@@ -98,11 +130,16 @@ def visible_gpus() -> list[str]:
 
 
 def read_claim(claim: Claim, line: dict) -> dict | None:
-    """Returns the number of a claim, its prediction and its peer's; None where the line has no number."""
+    """Returns the number of a claim, its prediction and its peer's; None where the line has no
+    number."""
     number = read(line, claim.number)
     if number is None:
         return None
-    return {"number": number, "predicted": read(line, claim.predicted), "peer": read(line, claim.peer_number)}
+    return {
+        "number": number,
+        "predicted": read(line, claim.predicted),
+        "peer": read(line, claim.peer_number),
+    }
 
 
 def read(line: dict, path: str) -> float | None:
@@ -129,7 +166,10 @@ def latest() -> dict[str, dict]:
 def latest_line(name: str) -> dict:
     """Returns the keys of what the command printed that last measured a claim."""
     files = [json.loads(file.read_text()) for file in RESULTS.glob("report_*.json")]
-    file = max((file for file in files if name in file["claims"]), key=lambda file: file["claims"][name]["date"])
+    file = max(
+        (file for file in files if name in file["claims"]),
+        key=lambda file: file["claims"][name]["date"],
+    )
     return file["lines"][file["claims"][name]["command"]]
 
 
@@ -144,21 +184,35 @@ def render(report: str) -> str:
     count = sum(entry["commit"] == newest["commit"] for entry in measured)
     counts = f"{len(CLAIMS)} claims, {count} of commit {newest['commit']}"
     if count == len(CLAIMS):
-        counts, rows = f"{counts}, {newest['date'][:10]}", [row[:WHEN] + row[WHEN + 1 :] for row in rows]
+        counts, rows = (
+            f"{counts}, {newest['date'][:10]}",
+            [row[:WHEN] + row[WHEN + 1 :] for row in rows],
+        )
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return re.sub(MARKERS, lambda _: f"<!-- claims -->\n{counts}.\n\n{table}\n<!-- end -->", report, flags=re.DOTALL)
+    return re.sub(
+        MARKERS,
+        lambda _: f"<!-- claims -->\n{counts}.\n\n{table}\n<!-- end -->",
+        report,
+        flags=re.DOTALL,
+    )
 
 
 def row_of(claim: Claim, entry: dict | None, above: dict | None) -> list[str]:
     """Returns the cells of a claim. Its command is "same run" below a row of the same run."""
     if entry is None:
         return [claim.says, "not measured", "", "", "", "", f"`{claim.command}`"]
-    number, predicted, peer, beside = (entry.get(key) for key in ("number", "predicted", "peer", "beside"))
-    is_same = above is not None and all(entry[name] == above[name] for name in ("date", "commit", "command"))
+    number, predicted, peer, beside = (
+        entry.get(key) for key in ("number", "predicted", "peer", "beside")
+    )
+    is_same = above is not None and all(
+        entry[name] == above[name] for name in ("date", "commit", "command")
+    )
     return [
         claim.says,
         f"{shown(number)} {'' if math.isnan(number) else claim.unit}".strip(),
-        f"{shown(predicted)} {ratio(predicted, number, '({:+.1%})', 1)}".strip() if predicted else "",
+        f"{shown(predicted)} {ratio(predicted, number, '({:+.1%})', 1)}".strip()
+        if predicted
+        else "",
         f"{claim.peer} {shown(peer)} {ratio(number, peer, '({:.2f})')}".strip() if peer else "",
         entry["gpu"] + (f" ({beside} beside)" if beside else ""),
         f"{entry['date'][:10]}, {entry['commit']}",
@@ -167,17 +221,21 @@ def row_of(claim: Claim, entry: dict | None, above: dict | None) -> list[str]:
 
 
 def ratio(number: float, other: float, form: str, less: float = 0) -> str:
-    """Returns number / other - less in this form; "" if either ran out of memory, or `other` is 0."""
+    """Returns number / other - less in this form; "" if either ran out of memory, or `other` is
+    0."""
     return "" if math.isnan(number + other) or not other else form.format(number / other - less)
 
 
 def shown(number: float) -> str:
-    """Returns a number with three digits or more, as 0.949, 39.47, 129.6 and 82,944; "out of memory" for NaN."""
+    """Returns a number with three digits or more, as 0.949, 39.47, 129.6 and 82,944; "out of
+    memory" for NaN."""
     if math.isnan(number):
         return "out of memory"
     if abs(number) < 1:
         return f"{number:.3g}"
-    digits = next((digits for digits, most in ((3, 2), (2, 100), (1, 1000)) if abs(number) < most), 0)
+    digits = next(
+        (digits for digits, most in ((3, 2), (2, 100), (1, 1000)) if abs(number) < most), 0
+    )
     return f"{number:,.{digits}f}"
 
 

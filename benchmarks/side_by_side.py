@@ -1,4 +1,5 @@
-"""Commands that run side by side on one machine, each on GPUs of its own, as far as host memory goes."""
+"""Commands that run side by side on one machine, each on GPUs of its own, as far as host memory
+goes."""
 
 import json
 import os
@@ -18,7 +19,9 @@ from benchmarks.common import ROOT
 
 FIRST_PORT = 29_500  # torchrun's on the machine's first GPU; on the second it is the next
 LEAST_GIB = 6.0  # host memory that a command takes beside what it pins
-GRACE = 10.0  # seconds that torchrun has to end its ranks, which no signal to its process group reaches
+GRACE = (
+    10.0  # seconds that torchrun has to end its ranks, which no signal to its process group reaches
+)
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,25 @@ class Running:
     folder: tempfile.TemporaryDirectory = field(default_factory=tempfile.TemporaryDirectory)
 
     def __post_init__(self) -> None:
-        words = [str(self.written) if word == "FILE" else word for word in shlex.split(self.job.command)]
+        words = [
+            str(self.written) if word == "FILE" else word for word in shlex.split(self.job.command)
+        ]
         launcher = [sys.executable]
         if words[0] == "torchrun":
             launcher += ["-m", "torch.distributed.run", f"--master_port={self.port}"]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(self.gpus), "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
+            "PYTHONUNBUFFERED": "1",
+        }
         with self.log.open("w") as out, self.log.with_suffix(".err").open("w") as errors:
             self.process = subprocess.Popen(
-                [*launcher, *words[1:]], cwd=ROOT, env=environment, stdout=out, stderr=errors, start_new_session=True
+                [*launcher, *words[1:]],
+                cwd=ROOT,
+                env=environment,
+                stdout=out,
+                stderr=errors,
+                start_new_session=True,
             )
 
     @property
@@ -63,7 +77,8 @@ class Running:
         return Path(self.folder.name) / "line.json"
 
     def end(self) -> dict:
-        """Kills what is left of the command, and returns the keys of its JSON lines; {} where it failed."""
+        """Kills what is left of the command, and returns the keys of its JSON lines; {} where it
+        failed."""
         failed = self.process.poll()
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
@@ -81,14 +96,19 @@ class Running:
         how = {None: "killed", 0: "ended"}.get(failed, f"failed with status {failed}")
         if failed:
             print(self.log.with_suffix(".err").read_text(errors="replace").rstrip()[-300:])
-        print(f"{how} after {time.monotonic() - self.began:.0f} s: {self.job.command}; {self.log}", flush=True)
+        print(
+            f"{how} after {time.monotonic() - self.began:.0f} s: {self.job.command}; {self.log}",
+            flush=True,
+        )
         return found if failed == 0 else {}
 
 
 def in_order(jobs: list[Job], room: float) -> list[Job]:
-    """Returns the first jobs that fill `room` GPU seconds, by GPUs, then the longest first; behind them the others.
+    """Returns the first jobs that fill `room` GPU seconds, by GPUs, then the longest first; behind
+    them the others.
 
-    Jobs of two GPUs would wait for two at once, and a long job that starts last has others wait for it.
+    Jobs of two GPUs would wait for two at once, and a long job that starts last has others wait for
+    it.
     """
     chosen, rest = list[Job](), list[Job]()
     for job in jobs:
@@ -100,13 +120,14 @@ def in_order(jobs: list[Job], room: float) -> list[Job]:
 def run_all(
     jobs: Iterable[Job], gpus: list[str], gib: float, limit: float, logs: Path
 ) -> Iterator[tuple[Job, dict, int]]:
-    """Runs jobs side by side. Yields each that ends, the keys of its JSON lines, and the most that ran beside it.
+    """Runs jobs side by side. Yields each that ends, the keys of its JSON lines, and the most that
+    ran beside it.
 
     Args:
         gpus: names for CUDA_VISIBLE_DEVICES; [""] runs one job after another without a GPU.
-        gib: the host's memory. A job waits until what runs leaves as much as it may take, or runs alone.
-        limit: seconds from now. A job that would end later is left out, and what runs is killed.
-        logs: folder of what each command prints.
+        gib: the host's memory. A job waits until what runs leaves as much as it may take, or runs
+        alone. limit: seconds from now. A job that would end later is left out, and what runs is
+        killed. logs: folder of what each command prints.
     """
     began, free, waiting, running = time.monotonic(), list(gpus), list(jobs), list[Running]()
     logs.mkdir(parents=True, exist_ok=True)
@@ -116,10 +137,13 @@ def run_all(
             for job in [*waiting]:
                 left = began + limit - time.monotonic()
                 if left < job.seconds or job.gpus > len(gpus):
-                    print(f"left out, {left:.0f} s and {len(gpus)} GPUs are left, and it takes {job.seconds} s of "
+                    print(f"left out, {left:.0f} s and {len(gpus)} GPUs are left, and it takes "
+                          f"{job.seconds} s of "
                           f"{job.gpus}: {job.command}", flush=True)  # fmt: skip
                     waiting.remove(job)
-                elif len(free) >= job.gpus and (not running or job.gib + sum(r.job.gib for r in running) <= gib):
+                elif len(free) >= job.gpus and (
+                    not running or job.gib + sum(r.job.gib for r in running) <= gib
+                ):
                     waiting.remove(job)
                     own = [free.pop(0) for _ in range(job.gpus)]
                     port = FIRST_PORT + gpus.index(own[0])

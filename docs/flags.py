@@ -54,11 +54,28 @@ def page() -> str:
 def section(name: str, kind: type) -> str:
     """Returns a command's table, and which settings are refused beside each other."""
     must = [each for each in fields(kind) if each.default is each.default_factory is MISSING]
-    words = [name, *(spelled(each) + f" {each.name.upper()}" * (not each.metadata["positional"]) for each in must)]
-    lines = [f"## {name.removeprefix('-m ')}", "", f"`.venv/bin/python {' '.join(words)}`. {kind.__doc__}", ""]
+    summary = " ".join(kind.__doc__.split())
+    words = [
+        name,
+        *(
+            spelled(each) + f" {each.name.upper()}" * (not each.metadata["positional"])
+            for each in must
+        ),
+    ]
+    lines = [
+        f"## {name.removeprefix('-m ')}",
+        "",
+        f"`.venv/bin/python {' '.join(words)}`. {summary}",
+        "",
+    ]
     for title, members in grouped(kind).items():
         lines += [f"**{title}**", ""] if title else []
-        lines += ["| flag | values | default | meaning |", "| --- | --- | --- | --- |", *map(row, members), ""]
+        lines += [
+            "| flag | values | default | meaning |",
+            "| --- | --- | --- | --- |",
+            *map(row, members),
+            "",
+        ]
     rules = [*map(refusal, getattr(kind, "rules", ()))]
     lines += ["Refused:", "", *rules, ""] if rules else []
     return "\n".join(lines)
@@ -66,17 +83,29 @@ def section(name: str, kind: type) -> str:
 
 def refusal(rule: Rule) -> str:
     """Returns a rule's line, with a setting's name in capitals for its value."""
-    why = re.sub(r"\{(\w+)\}", lambda found: found[1].upper(), rule.why.replace("{program}", ".venv/bin/python"))
-    return f"- {', '.join(f'`--{flag}`' for flag in rule.idle.split())}: no effect {why}" if rule.idle else f"- {why}"
+    why = re.sub(
+        r"\{(\w+)\}",
+        lambda found: found[1].upper(),
+        rule.why.replace("{program}", ".venv/bin/python"),
+    )
+    return (
+        f"- {', '.join(f'`--{flag}`' for flag in rule.idle.split())}: no effect {why}"
+        if rule.idle
+        else f"- {why}"
+    )
 
 
 def row(each: Field) -> str:
-    """Returns a flag's row. The end of its help, "; default: ...", goes to the column of defaults."""
+    """Returns a flag's row. The end of its help, "; default: ...", goes to the column of
+    defaults."""
     meaning, _, default = each.metadata["help"].partition("default: ")
     if each.default is each.default_factory is MISSING:
         default = "must be given"
     elif each.default not in (MISSING, None):
-        meaning, default = each.metadata["help"], "off" if each.default is False else str(each.default)
+        meaning, default = (
+            each.metadata["help"],
+            "off" if each.default is False else str(each.default),
+        )
     cells = f"`{spelled(each)}`", values(each), default, meaning.rstrip("; ")
     return f"| {' | '.join(cell.replace('|', ', ') for cell in cells)} |"
 
@@ -95,7 +124,13 @@ def values(each: Field) -> str:
     if each.metadata["choices"]:
         found = ", ".join(map(str, each.metadata["choices"]))
     elif element in (int, float):
-        found = "tokens, as 512 or 128k," if each.metadata["tokens"] else "whole number" if element is int else "number"
+        found = (
+            "tokens, as 512 or 128k,"
+            if each.metadata["tokens"]
+            else "whole number"
+            if element is int
+            else "number"
+        )
         found += " above 0" if least == SMALLEST else f" from {least:,g}" if least else ""
         found += f", at most {most:,g}" if most <= MOST_SHOWN else ""
     else:

@@ -1,9 +1,11 @@
-"""Fused operations for training decoders: each a Triton kernel and its PyTorch reference behind one function.
+"""Fused operations for training decoders: each a Triton kernel and its PyTorch reference behind one
+function.
 
 `impl` of a function is "auto", "triton" or "torch", see `kernels.common.use_triton`.
 
-Installed, this package is `fathom_kernels`; the names below are its public face. In a checkout it is `kernels`, and
-hides Hugging Face's package of that name. transformers may want it, so its names and files are found here as well.
+Installed, this package is `fathom_kernels`; the names below are its public face. In a checkout it
+is `kernels`, and hides Hugging Face's package of that name. transformers may want it, so its names
+and files are found here as well.
 """
 
 import functools
@@ -26,8 +28,10 @@ from .rope import rope
 from .transformers_attention import register_attention
 
 __all__ = [
-    "CrossEntropyLoss", "Full", "LinearCrossEntropyLoss", "Sparse", "Window", "apply_to", "cross_entropy",
-    "delta_rule", "expert_mlp", "gated_mlp", "geglu", "linear_cross_entropy", "packed_attention", "qkv_convolution",
+    "CrossEntropyLoss", "Full", "LinearCrossEntropyLoss", "Sparse", "Window", "apply_to",
+    "cross_entropy",
+    "delta_rule", "expert_mlp", "gated_mlp", "geglu", "linear_cross_entropy", "packed_attention",
+    "qkv_convolution",
     "register_attention", "rms_norm", "rope", "route", "swiglu",
 ]  # fmt: skip
 __version__ = "0.6.0"  # CHANGELOG.md says what is new; pyproject.toml reads it here
@@ -37,11 +41,14 @@ if __name__ == "kernels":
 
     @functools.cache
     def _hugging_face():
-        """Returns Hugging Face's `kernels`, or None where it is not installed. Its imports lead here and on by path."""
+        """Returns Hugging Face's `kernels`, or None where it is not installed. Its imports lead
+        here and on by path."""
         if len(__path__) == 1:
             return None
         loader = SourceFileLoader(__name__, f"{__path__[1]}/__init__.py")
-        module = importlib.util.module_from_spec(ModuleSpec(__name__, loader, origin=loader.path, is_package=True))
+        module = importlib.util.module_from_spec(
+            ModuleSpec(__name__, loader, origin=loader.path, is_package=True)
+        )
         loader.exec_module(module)
         return module
 

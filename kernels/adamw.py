@@ -1,7 +1,8 @@
 """AdamW on float32 state, in one pass over a parameter.
 
-PyTorch's fused kernel takes tensors of one dtype: a bf16 weight and its gradient, which is to be scaled, need three
-passes more, and 48 bytes per parameter are read and written in place of 28. compact_adamw.py has the mathematics.
+PyTorch's fused kernel takes tensors of one dtype: a bf16 weight and its gradient, which is to be
+scaled, need three passes more, and 48 bytes per parameter are read and written in place of 28.
+compact_adamw.py has the mathematics.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 
 @triton.jit
 def _update(
-    weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr, offsets, mask,
+    weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr,
+    offsets, mask,
     gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
 ):  # fmt: skip
     master = tl.load(master_ptr + offsets, mask=mask, other=0.0)
@@ -30,7 +32,8 @@ def _update(
     inverse_root = 1 / tl.sqrt_rn(tl.load(bias_corrections_ptr + 1))
     m += (gradient - m) * one_minus_beta1
     v = v * beta2 + gradient * gradient * one_minus_beta2
-    # One small number is taken off: 1 - lr weight_decay would round decay to 6e-8 of a weight, alike for each of them.
+    # One small number is taken off: 1 - lr weight_decay would round decay to 6e-8 of a weight,
+    # alike for each of them.
     master -= lr_decay * master + step_size * m / (tl.sqrt_rn(v) * inverse_root + eps)
     tl.store(master_ptr + offsets, master, mask=mask)
     tl.store(exp_avg_ptr + offsets, m, mask=mask)
@@ -42,18 +45,21 @@ def _update(
 @triton.jit
 def _adamw_kernel(
     weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr,
-    numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps, BLOCK: tl.constexpr,
+    numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _update(
-        weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr, offsets,
+        weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr,
+        offsets,
         offsets < numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     )  # fmt: skip
 
 
 @triton.jit
 def _adamw_of_several_kernel(
-    table_ptr, bias_corrections_ptr, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+    table_ptr, bias_corrections_ptr, gradient_scale, lr, lr_decay, one_minus_beta1, beta2,
+    one_minus_beta2, eps,
     BLOCK: tl.constexpr, GRADIENT: tl.constexpr, WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Updates the parameter of a row of the table: its elements, and addresses of its tensors."""
@@ -69,8 +75,10 @@ def _adamw_of_several_kernel(
     for start in range(tl.program_id(1) * BLOCK, numel, tl.num_programs(1) * BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         _update(
-            weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr, offsets,
-            offsets < numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+            weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr,
+            offsets,
+            offsets < numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2,
+            eps,
         )  # fmt: skip
 
 
@@ -85,13 +93,18 @@ class Tensors(NamedTuple):
 
 
 def _dtypes(each: Tensors) -> tuple[torch.dtype | None, ...]:
-    """Returns the dtypes of a parameter's tensors. Raises ValueError for tensors that do not fit together."""
+    """Returns the dtypes of a parameter's tensors. Raises ValueError for tensors that do not fit
+    together."""
     found = [tensor for tensor in each if tensor is not None]
-    is_flat = len({len(tensor) for tensor in found}) == 1 and all(tensor.is_contiguous() for tensor in found)
+    is_flat = len({len(tensor) for tensor in found}) == 1 and all(
+        tensor.is_contiguous() for tensor in found
+    )
     if not is_flat or {tensor.dtype for tensor in each[1:4]} != {torch.float32}:
         raise ValueError(
-            "gradient, master, both moments and weight must be contiguous and as long as each other, and master and "
-            f"moments float32, got {', '.join(f'{tensor.dtype} {list(tensor.shape)}' for tensor in found)}"
+            "gradient, master, both moments and weight must be contiguous and as long as each "
+            "other, and master and "
+            "moments float32, got "
+            f"{', '.join(f'{tensor.dtype} {list(tensor.shape)}' for tensor in found)}"
         )
     return tuple(None if tensor is None else tensor.dtype for tensor in each)
 
@@ -110,18 +123,26 @@ def adamw(
     Raises ValueError for tensors that do not fit together: a kernel would write past their ends.
     """
     if len({_dtypes(each) for each in parameters}) > 1:
-        raise ValueError("the gradients of parameters that are updated together must have one dtype, and the weights")
+        raise ValueError(
+            "the gradients of parameters that are updated together must have one dtype, and the "
+            "weights"
+        )
     numbers = gradient_scale, lr, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps
     first, *others = parameters
     if not others:
         grid = (triton.cdiv(first.master.numel(), BLOCK),)
         gradient, *state, weight = first
-        _adamw_kernel[grid](weight, *state, gradient, bias_corrections, first.master.numel(), *numbers, BLOCK=BLOCK)
+        _adamw_kernel[grid](
+            weight, *state, gradient, bias_corrections, first.master.numel(), *numbers, BLOCK=BLOCK
+        )
         return
     rows = [
-        (each.master.numel(), *(0 if tensor is None else tensor.data_ptr() for tensor in each)) for each in parameters
+        (each.master.numel(), *(0 if tensor is None else tensor.data_ptr() for tensor in each))
+        for each in parameters
     ]
-    table = torch.tensor(rows, pin_memory=first.master.is_cuda).to(first.master.device, non_blocking=True)
+    table = torch.tensor(rows, pin_memory=first.master.is_cuda).to(
+        first.master.device, non_blocking=True
+    )
     weight_dtype = None if first.weight is None else TRITON_DTYPES[first.weight.dtype]
     _adamw_of_several_kernel[(len(rows), PROGRAMS)](
         table, bias_corrections, *numbers,

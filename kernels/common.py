@@ -1,4 +1,5 @@
-"""The choice between Triton and the PyTorch reference, and what operations declare to activation checkpointing."""
+"""The choice between Triton and the PyTorch reference, and what operations declare to activation
+checkpointing."""
 
 import functools
 import inspect
@@ -12,7 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # Triton's kernels take these
 SKIPPABLE: set[str] = set()
-BODIES: dict[str, Callable] = {}  # functions of operations that are made of other operations, by the operation's name
+BODIES: dict[
+    str, Callable
+] = {}  # functions of operations that are made of other operations, by the operation's name
 
 
 class Keepable(NamedTuple):
@@ -26,24 +29,28 @@ KEEPABLE: dict[str, Keepable] = {}  # by the operation's name
 
 
 def operation(
-    name: str, fake: Callable | None = None, *, keepable: str | None = None, chooses: str | None = None,
+    name: str, fake: Callable | None = None, *, keepable: str | None = None,
+    chooses: str | None = None,
     skippable: bool = False, composed: bool = False, mutates: Sequence[str] = (),
 ) -> Callable:  # fmt: skip
     """Decorator that makes a `torch.library.custom_op`, known to activation checkpointing.
 
-    Activation checkpointing runs the forward of a transformer block again in backward. Operations that are declared
-    keepable or skippable need not run in this second forward.
+    Activation checkpointing runs the forward of a transformer block again in backward. Operations
+    that are declared keepable or skippable need not run in this second forward.
 
     Args:
         name: "fathom::...".
-        fake: takes the operation's arguments and returns empty outputs; None for an operation that returns nothing.
-        keepable: results worth keeping from forward to backward, where they replace a second run: "results" are kept if
+        fake: takes the operation's arguments and returns empty outputs; None for an operation that
+        returns nothing. keepable: results worth keeping from forward to backward, where they
+        replace a second run: "results" are kept if
             the block's placement says so, "choices" always and on the GPU.
-        chooses: name of an argument, for an operation that returns "results" and, last, a choice. The argument is None
-            where the operation is to choose. If only the choice was kept, the second run gets it as this argument, and
-            its own last result is ignored.
-        skippable: True where no gradient depends on the operation's result, which is only added to the residual stream.
-        composed: True for a function that calls other operations, also on the meta device: a dry run of it shows the
+        chooses: name of an argument, for an operation that returns "results" and, last, a choice.
+        The argument is None
+            where the operation is to choose. If only the choice was kept, the second run gets it as
+            this argument, and its own last result is ignored.
+        skippable: True where no gradient depends on the operation's result, which is only added to
+        the residual stream. composed: True for a function that calls other operations, also on the
+        meta device: a dry run of it shows the
             memory that it takes.
         mutates: names of arguments that the operation writes to.
     """
@@ -65,9 +72,11 @@ def operation(
 
 
 def first_derivative(backward: Callable) -> Callable:
-    """Decorator of an autograd function's backward that cannot be differentiated: create_graph=True is RuntimeError.
+    """Decorator of an autograd function's backward that cannot be differentiated: create_graph=True
+    is RuntimeError.
 
-    PyTorch's once_differentiable takes the gradients for constants where their own gradients need no derivative.
+    PyTorch's once_differentiable takes the gradients for constants where their own gradients need
+    no derivative.
     """
 
     @functools.wraps(backward)
@@ -80,23 +89,26 @@ def first_derivative(backward: Callable) -> Callable:
 
 
 def runs_as_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on a GPU, or on the meta device, where no kernel runs and any size is taken."""
+    """Whether a tensor is on a GPU, or on the meta device, where no kernel runs and any size is
+    taken."""
     return tensor.is_cuda or tensor.is_meta
 
 
 def rounds(number: int, tensor: torch.Tensor) -> range:
-    """Returns the rounds of a loop over a tensor; on the meta device the first two: later ones take as much memory."""
+    """Returns the rounds of a loop over a tensor; on the meta device the first two: later ones take
+    as much memory."""
     return range(min(number, 2) if tensor.is_meta else number)
 
 
 def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     """Returns True if Triton's kernels are to run on `tensor`, False if the PyTorch reference is.
 
-    "auto" is Triton on CUDA and on the meta device, and the reference elsewhere. "triton" on a CPU tensor needs
-    Triton's interpreter.
+    "auto" is Triton on CUDA and on the meta device, and the reference elsewhere. "triton" on a CPU
+    tensor needs Triton's interpreter.
 
     Raises:
-        ValueError: unknown `impl`; Triton on a device where it cannot run, or for a dtype that its kernels do not take.
+        ValueError: unknown `impl`; Triton on a device where it cannot run, or for a dtype that its
+        kernels do not take.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
@@ -105,23 +117,32 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
     if not runs_as_on_gpu(tensor) and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f'impl="triton" needs CUDA tensors, got {tensor.device}; '
-            'use impl="torch", or set TRITON_INTERPRET=1 before the import to run Triton\'s interpreter'
+            'use impl="torch", or set TRITON_INTERPRET=1 before the import to run Triton\'s '
+            "interpreter"
         )
     if tensor.dtype not in DTYPES:
-        raise ValueError(f'Triton\'s kernels take float32, bfloat16 or float16, got {tensor.dtype}; use impl="torch"')
+        raise ValueError(
+            f"Triton's kernels take float32, bfloat16 or float16, got {tensor.dtype}; use "
+            'impl="torch"'
+        )
     return True
 
 
 def cast_by_autocast(*tensors: torch.Tensor | None) -> tuple:
-    """Casts arguments of a custom operation as autocast casts the arguments of F.linear. None stays None."""
+    """Casts arguments of a custom operation as autocast casts the arguments of F.linear. None stays
+    None."""
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
-    return tuple(tensor if tensor is None else tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+    return tuple(
+        tensor if tensor is None else tensor.to(torch.get_autocast_dtype(device))
+        for tensor in tensors
+    )
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Returns x as descriptors take it: contiguous, and from an address that is a multiple of 16."""
+    """Returns x as descriptors take it: contiguous, and from an address that is a multiple of
+    16."""
     x = x.contiguous()
     return x if x.is_meta or x.data_ptr() % 16 == 0 else x.clone()
 

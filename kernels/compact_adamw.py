@@ -1,17 +1,22 @@
-"""AdamW on optimizer state of 4.1 bytes per parameter beside a bf16 weight (FlashOptim, arXiv 2602.23349).
+"""AdamW on optimizer state of 4.1 bytes per parameter beside a bf16 weight (FlashOptim, arXiv
+2602.23349).
 
-    master       a bf16 weight and an int16 correction: the master's bits M are weight << 16, plus the correction
+    master       a bf16 weight and an int16 correction: the master's bits M are weight << 16, plus
+    the correction
                  weight = (M + 0x8000) >> 16 is the master rounded to nearest, ties away from zero
-    exp_avg      int8 codes of m / s by softsign: code = round(127 y) with y = 2x / (1 + |x|) and x = m / s
+    exp_avg      int8 codes of m / s by softsign: code = round(127 y) with y = 2x / (1 + |x|) and x
+    = m / s
                  m = s y / (2 - |y|) with y = code / 127
     exp_avg_sq   uint8 codes of u = sqrt(v): code = round(255 u / t); v = (t code / 255)^2
 
-s and t are bfloat16, the largest |m| and the largest u of GROUP neighbouring elements, rounded as a weight is. A group
-of zeros has the scale 0. A group of moments below 2^-126 becomes 0. Ties to even would not do for the weight: the
-masters 0x00008000 and 0x00018000 would have the corrections 0x8000 and -0x8000, and int16 has only the second.
+s and t are bfloat16, the largest |m| and the largest u of GROUP neighbouring elements, rounded as a
+weight is. A group of zeros has the scale 0. A group of moments below 2^-126 becomes 0. Ties to even
+would not do for the weight: the masters 0x00008000 and 0x00018000 would have the corrections 0x8000
+and -0x8000, and int16 has only the second.
 
-Softsign gives small moments more codes than large ones: the code of x = 1/64 is 4, and a linear code would be 2. The
-code of a second moment above 0 is at least 1: the update by a moment that became 0 would be m / eps.
+Softsign gives small moments more codes than large ones: the code of x = 1/64 is 4, and a linear
+code would be 2. The code of a second moment above 0 is at least 1: the update by a moment that
+became 0 would be m / eps.
 
 The update is torch.optim.AdamW's, by the new moments before they are rounded to codes:
 
@@ -32,7 +37,8 @@ PROGRAM_GROUPS = 32  # groups of one program: each thread has 8 elements, 16 byt
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the bf16 weight and the int16 correction of float32 masters. 0x3F818000: 0x3F82 and -0x8000."""
+    """Returns the bf16 weight and the int16 correction of float32 masters. 0x3F818000: 0x3F82 and
+    -0x8000."""
     bits = master.view(torch.int32)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
@@ -58,7 +64,9 @@ def decode_exp_avg(codes: Tensor, scale: Tensor) -> Tensor:
 def encode_exp_avg_sq(moment: Tensor) -> tuple[Tensor, Tensor]:
     """Returns uint8 codes [n] and bf16 scales [n / GROUP] of second moments, float32 [n]."""
     x, scale = _scaled(moment.sqrt())
-    return (255 * x + 0.5).floor().clamp(max=255).maximum((x > 0).float()).to(torch.uint8).view(-1), scale
+    return (255 * x + 0.5).floor().clamp(max=255).maximum((x > 0).float()).to(torch.uint8).view(
+        -1
+    ), scale
 
 
 def decode_exp_avg_sq(codes: Tensor, scale: Tensor) -> Tensor:
@@ -66,7 +74,8 @@ def decode_exp_avg_sq(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns values [n] over the largest of their group, [n / GROUP, GROUP], and these scales in bf16."""
+    """Returns values [n] over the largest of their group, [n / GROUP, GROUP], and these scales in
+    bf16."""
     groups = values.view(-1, GROUP)
     scale, _ = split_master(groups.abs().amax(1))
     is_normal = scale >= torch.finfo(torch.bfloat16).tiny
@@ -74,28 +83,35 @@ def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def adamw_reference(
-    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, bias_corrections: Tensor, *,
+    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, bias_corrections: Tensor,
+    *,
     lr: float, beta1: float, beta2: float, weight_decay: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the new weight and moments of an update of float32 tensors [n]."""
     exp_avg = exp_avg + (gradient - exp_avg) * (1 - beta1)
     exp_avg_sq = exp_avg_sq * beta2 + gradient * gradient * (1 - beta2)
     step_size, root = lr / bias_corrections[0], bias_corrections[1].sqrt()
-    weight = weight - (lr * weight_decay * weight + step_size * exp_avg / (exp_avg_sq.sqrt() / root + eps))
+    weight = weight - (
+        lr * weight_decay * weight + step_size * exp_avg / (exp_avg_sq.sqrt() / root + eps)
+    )
     return weight, exp_avg, exp_avg_sq
 
 
 def compact_adamw_reference(
-    weight: Tensor, correction: Tensor | None, codes: Tensor, scale: Tensor, codes_sq: Tensor, scale_sq: Tensor,
+    weight: Tensor, correction: Tensor | None, codes: Tensor, scale: Tensor, codes_sq: Tensor,
+    scale_sq: Tensor,
     gradient: Tensor, bias_corrections: Tensor, gradient_scale: float = 1.0, **options: float,
 ) -> None:  # fmt: skip
     """Plain PyTorch with the contract of `compact_adamw`."""
     master = weight if correction is None else join_master(weight, correction)
     master, m, v = adamw_reference(
-        master, gradient.float() * gradient_scale, decode_exp_avg(codes, scale), decode_exp_avg_sq(codes_sq, scale_sq),
+        master, gradient.float() * gradient_scale, decode_exp_avg(codes, scale),
+        decode_exp_avg_sq(codes_sq, scale_sq),
         bias_corrections, **options,
     )  # fmt: skip
-    olds = [old for old in (weight, correction, codes, scale, codes_sq, scale_sq) if old is not None]
+    olds = [
+        old for old in (weight, correction, codes, scale, codes_sq, scale_sq) if old is not None
+    ]
     new_weight = (master,) if correction is None else split_master(master)
     for old, new in zip(olds, (*new_weight, *encode_exp_avg(m), *encode_exp_avg_sq(v))):
         old.copy_(new)
@@ -115,18 +131,22 @@ def _rounded_bits(x):
 
 @triton.jit
 def _inverse(high):
-    """Inverses of the scales with the bits `high`; 1 for 0 and denormal numbers, whose inverse may be infinite."""
+    """Inverses of the scales with the bits `high`; 1 for 0 and denormal numbers, whose inverse may
+    be infinite."""
     return 1 / tl.where(high >= 0x0080, _widened(high), 1.0)
 
 
 @triton.jit
 def _compact_adamw_kernel(
-    weight_ptr, correction_ptr, codes_ptr, scale_ptr, codes_sq_ptr, scale_sq_ptr, gradient_ptr, bias_corrections_ptr,
+    weight_ptr, correction_ptr, codes_ptr, scale_ptr, codes_sq_ptr, scale_sq_ptr, gradient_ptr,
+    bias_corrections_ptr,
     num_groups, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
     GROUP: tl.constexpr, PROGRAM_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Updates PROGRAM_GROUPS groups. bf16 weights and scales come as int16."""
-    groups = tl.program_id(0).to(tl.int64) * PROGRAM_GROUPS + tl.arange(0, PROGRAM_GROUPS)  # [PROGRAM_GROUPS]
+    groups = tl.program_id(0).to(tl.int64) * PROGRAM_GROUPS + tl.arange(
+        0, PROGRAM_GROUPS
+    )  # [PROGRAM_GROUPS]
     here = groups < num_groups
     offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [PROGRAM_GROUPS, GROUP]
     mask = here[:, None]
@@ -148,13 +168,18 @@ def _compact_adamw_kernel(
     u = t[:, None] * u
     m = m + (gradient - m) * one_minus_beta1
     u = tl.sqrt(u * u * beta2 + gradient * gradient * one_minus_beta2)
-    # One small number is taken off: 1 - lr weight_decay would round decay to 6e-8 of a weight, alike for each of them.
+    # One small number is taken off: 1 - lr weight_decay would round decay to 6e-8 of a weight,
+    # alike for each of them.
     weight -= lr_decay * weight + step_size * m / (u * inverse_root + eps)
 
     if correction_ptr is not None:
         high = _rounded_bits(weight)
         tl.store(weight_ptr + offsets, high.to(tl.int16), mask=mask)
-        tl.store(correction_ptr + offsets, (weight.to(tl.int32, bitcast=True) - (high << 16)).to(tl.int16), mask=mask)
+        tl.store(
+            correction_ptr + offsets,
+            (weight.to(tl.int32, bitcast=True) - (high << 16)).to(tl.int16),
+            mask=mask,
+        )
     else:
         tl.store(weight_ptr + offsets, weight, mask=mask)
 
@@ -167,16 +192,21 @@ def _compact_adamw_kernel(
     high = _rounded_bits(tl.max(u, axis=1))
     tl.store(scale_sq_ptr + groups, high.to(tl.int16), mask=here)
     x = u * _inverse(high)[:, None]
-    codes = tl.maximum(tl.minimum(255 * x + 0.5, 255), tl.where(u > 0, 1.0, 0.0))  # cut to integers below
+    codes = tl.maximum(
+        tl.minimum(255 * x + 0.5, 255), tl.where(u > 0, 1.0, 0.0)
+    )  # cut to integers below
     tl.store(codes_sq_ptr + offsets, codes.to(tl.int32).to(tl.uint8), mask=mask)
 
 
 def compact_adamw(
-    weight: Tensor, correction: Tensor | None, codes: Tensor, scale: Tensor, codes_sq: Tensor, scale_sq: Tensor,
-    gradient: Tensor, bias_corrections: Tensor, gradient_scale: float = 1.0, *, lr: float, beta1: float, beta2: float,
+    weight: Tensor, correction: Tensor | None, codes: Tensor, scale: Tensor, codes_sq: Tensor,
+    scale_sq: Tensor,
+    gradient: Tensor, bias_corrections: Tensor, gradient_scale: float = 1.0, *, lr: float,
+    beta1: float, beta2: float,
     weight_decay: float, eps: float, impl: str = "auto",
 ) -> None:  # fmt: skip
-    """Makes an update of AdamW in place. All tensors are flat, contiguous, and on one device; n is a multiple of GROUP.
+    """Makes an update of AdamW in place. All tensors are flat, contiguous, and on one device; n is
+    a multiple of GROUP.
 
     Args:
         weight: bf16 [n] with a correction, else float32 [n], its own master.
@@ -191,19 +221,22 @@ def compact_adamw(
     expected = torch.float32 if correction is None else torch.bfloat16
     if weight.dtype != expected or weight.numel() != scale.numel() * GROUP:
         raise ValueError(
-            f"weight must be {expected} of {scale.numel()} x {GROUP} elements, got {weight.dtype} of {weight.numel()}"
+            f"weight must be {expected} of {scale.numel()} x {GROUP} elements, got {weight.dtype} "
+            f"of {weight.numel()}"
         )
     if not use_triton(impl, gradient):
         compact_adamw_reference(
-            weight, correction, codes, scale, codes_sq, scale_sq, gradient, bias_corrections, gradient_scale,
+            weight, correction, codes, scale, codes_sq, scale_sq, gradient, bias_corrections,
+            gradient_scale,
             lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
         )  # fmt: skip
         return
-    # A custom op that writes six tensors would take the host longer than the GPU takes for a piece, and nothing
-    # differentiates or compiles an update.
+    # A custom op that writes six tensors would take the host longer than the GPU takes for a piece,
+    # and nothing differentiates or compiles an update.
     _compact_adamw_kernel[(triton.cdiv(scale.numel(), PROGRAM_GROUPS),)](
         weight if correction is None else weight.view(torch.int16), correction,
         codes, scale.view(torch.int16), codes_sq, scale_sq.view(torch.int16),
         gradient, bias_corrections, scale.numel(), gradient_scale,
-        lr, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps, GROUP=GROUP, PROGRAM_GROUPS=PROGRAM_GROUPS,
+        lr, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps, GROUP=GROUP,
+        PROGRAM_GROUPS=PROGRAM_GROUPS,
     )  # fmt: skip

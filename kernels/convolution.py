@@ -1,16 +1,20 @@
-"""Causal depthwise convolution of width 4 with SiLU, then the norm of queries and keys, in one pass over memory.
+"""Causal depthwise convolution of width 4 with SiLU, then the norm of queries and keys, in one pass
+over memory.
 
-The input has a row of channels for each token: query heads, key heads, value heads. With x_t = 0 before a document,
+The input has a row of channels for each token: query heads, key heads, value heads. With x_t = 0
+before a document,
 
     y_t = silu(w_0 x_(t-3) + w_1 x_(t-2) + w_2 x_(t-1) + w_3 x_t)      per channel
     v = y,   k = y / sqrt(sum over the head of y^2 + eps),   q the same times K^-0.5
 
-Backward makes y again. Each program walks down through a strip of tokens, and carries what tokens owe to the three
-before them, so that it reads the input and the gradient once, and writes the input's gradient once.
+Backward makes y again. Each program walks down through a strip of tokens, and carries what tokens
+owe to the three before them, so that it reads the input and the gradient once, and writes the
+input's gradient once.
 
 Kept for backward: the input and the weight.
 
-The weight's gradient is summed in float32 in two stages, without atomics: every run gives the same bits.
+The weight's gradient is summed in float32 in two stages, without atomics: every run gives the same
+bits.
 """
 
 import functools
@@ -40,7 +44,9 @@ def qkv_convolution_reference(
     dtype = torch.promote_types(x_BTC.dtype, torch.float32)
     rows, weight = x_BTC.to(dtype).reshape(B * T, C), weight_CW.to(dtype)
     parts = []
-    for first, length in zip(*(bound.tolist() for bound in document_bounds(B, T, as_bytes(segments)))):
+    for first, length in zip(
+        *(bound.tolist() for bound in document_bounds(B, T, as_bytes(segments)))
+    ):
         padded = F.pad(rows[first : first + length].T, (WIDTH - 1, 0))
         parts.append(F.silu(F.conv1d(padded, weight[:, None], groups=C)).T)
     q, k, v = torch.cat(parts).view(B, T, C).split([G * K, G * K, C - 2 * G * K], dim=-1)
@@ -51,7 +57,8 @@ def qkv_convolution_reference(
 
 @functools.lru_cache(maxsize=4)
 def _positions(B: int, T: int, documents: bytes | None, device: torch.device) -> Tensor:
-    """Returns each token's position in its document, at most 3, int8 [B * T]. All layers of a step share it."""
+    """Returns each token's position in its document, at most 3, int8 [B * T]. All layers of a step
+    share it."""
     start, length = document_bounds(B, T, documents)
     positions = torch.arange(B * T) - start.repeat_interleave(length)
     return positions.clamp_(max=WIDTH - 1).to(torch.int8).to(device)
@@ -67,7 +74,8 @@ def _convolution_kernel(
     x_ptr, weight_ptr, positions_ptr, out_ptr, num_tokens, x_stride, eps, scale,
     HEADS: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Writes one head of BLOCK_T tokens. `x_ptr` and `weight_ptr` point to the first channel of the first head."""
+    """Writes one head of BLOCK_T tokens. `x_ptr` and `weight_ptr` point to the first channel of the
+    first head."""
     first, head = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK_T, tl.program_id(0) % HEADS
     t, c = tl.arange(0, BLOCK_T), tl.arange(0, K)
     is_token = t < num_tokens - first
@@ -76,7 +84,9 @@ def _convolution_kernel(
     weight = weight_ptr + (head * K + c) * 4
     total = tl.zeros([BLOCK_T, K], dtype=tl.float32)
     for back in tl.static_range(4):
-        seen = tl.load(x - back * x_stride, mask=(is_token & (position >= back))[:, None], other=0.0)
+        seen = tl.load(
+            x - back * x_stride, mask=(is_token & (position >= back))[:, None], other=0.0
+        )
         total += seen.to(tl.float32) * tl.load(weight + 3 - back).to(tl.float32)[None, :]
     y = total * _sigmoid(total)
     if NORMALISE:
@@ -87,7 +97,8 @@ def _convolution_kernel(
 
 @triton.jit
 def _d_total(d_out, x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, eps, scale, NORMALISE: tl.constexpr):
-    """Returns the gradient of the sum over taps of a row [STRIPS, K]; x_3 is three tokens before x_0."""
+    """Returns the gradient of the sum over taps of a row [STRIPS, K]; x_3 is three tokens before
+    x_0."""
     total = w_3 * x_0 + w_2 * x_1 + w_1 * x_2 + w_0 * x_3
     sigmoid = _sigmoid(total)
     y = total * sigmoid
@@ -99,22 +110,31 @@ def _d_total(d_out, x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, eps, scale, NORMALIS
 
 @triton.jit
 def _load(head, t, stride, num_tokens):
-    return tl.load(head + t[:, None] * stride, mask=((t >= 0) & (t < num_tokens))[:, None], other=0.0)
+    return tl.load(
+        head + t[:, None] * stride, mask=((t >= 0) & (t < num_tokens))[:, None], other=0.0
+    )
 
 
 @triton.jit
 def _walk_down(
-    d_out_head, x_head, weight_ptr, positions_ptr, dx_head, partial_ptr, top, num_tokens, x_stride, eps, scale,
-    CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr,
+    d_out_head, x_head, weight_ptr, positions_ptr, dx_head, partial_ptr, top, num_tokens, x_stride,
+    eps, scale,
+    CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr,
+    STRIP: tl.constexpr,
     NORMALISE: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Walks down STRIPS strips of one head, of which a document starts in one or, without HAS_STARTS, in none.
+    """Walks down STRIPS strips of one head, of which a document starts in one or, without
+    HAS_STARTS, in none.
 
-    x_0 to x_3 are a token and those before it; owed_1 to owed_3 the gradients that later tokens owe to them.
+    x_0 to x_3 are a token and those before it; owed_1 to owed_3 the gradients that later tokens owe
+    to them.
     """
     weight = weight_ptr + tl.arange(0, K) * 4
     w_0, w_1 = tl.load(weight).to(tl.float32)[None, :], tl.load(weight + 1).to(tl.float32)[None, :]
-    w_2, w_3 = tl.load(weight + 2).to(tl.float32)[None, :], tl.load(weight + 3).to(tl.float32)[None, :]
+    w_2, w_3 = (
+        tl.load(weight + 2).to(tl.float32)[None, :],
+        tl.load(weight + 3).to(tl.float32)[None, :],
+    )
     zeros = tl.zeros([STRIPS, K], dtype=tl.float32)
     dw_0, dw_1, dw_2, dw_3 = zeros, zeros, zeros, zeros
     owed_1, owed_2, owed_3 = zeros, zeros, zeros
@@ -122,27 +142,45 @@ def _walk_down(
     x_1 = _load(x_head, top - 1, x_stride, num_tokens).to(tl.float32)
     x_2 = _load(x_head, top - 2, x_stride, num_tokens).to(tl.float32)
     # Rows are loaded two steps before they are used.
-    next_x, then_x = _load(x_head, top - 3, x_stride, num_tokens), _load(x_head, top - 4, x_stride, num_tokens)
-    next_d, then_d = _load(d_out_head, top, HEADS * K, num_tokens), _load(d_out_head, top - 1, HEADS * K, num_tokens)
+    next_x, then_x = (
+        _load(x_head, top - 3, x_stride, num_tokens),
+        _load(x_head, top - 4, x_stride, num_tokens),
+    )
+    next_d, then_d = (
+        _load(d_out_head, top, HEADS * K, num_tokens),
+        _load(d_out_head, top - 1, HEADS * K, num_tokens),
+    )
     for n in range(STRIP + 3):
         t = top - n
         is_token = t < num_tokens
         x_3, d_out = next_x.to(tl.float32), next_d.to(tl.float32)
         next_x, next_d = then_x, then_d
-        then_x, then_d = _load(x_head, t - 5, x_stride, num_tokens), _load(d_out_head, t - 2, HEADS * K, num_tokens)
+        then_x, then_d = (
+            _load(x_head, t - 5, x_stride, num_tokens),
+            _load(d_out_head, t - 2, HEADS * K, num_tokens),
+        )
         if HAS_STARTS:
             position = tl.load(positions_ptr + t, mask=is_token, other=0)[:, None]
             seen_1, seen_2 = tl.where(position >= 1, x_1, 0.0), tl.where(position >= 2, x_2, 0.0)
             seen_3 = tl.where(position >= 3, x_3, 0.0)
         else:
             seen_1, seen_2, seen_3 = x_1, x_2, x_3
-        d_total = _d_total(d_out, x_0, seen_1, seen_2, seen_3, w_0, w_1, w_2, w_3, eps, scale, NORMALISE)
+        d_total = _d_total(
+            d_out, x_0, seen_1, seen_2, seen_3, w_0, w_1, w_2, w_3, eps, scale, NORMALISE
+        )
         is_own = n >= 3
         dx = owed_1 + w_3 * d_total
-        tl.store(dx_head + t[:, None] * CHANNELS, dx.to(dx_head.dtype.element_ty), mask=(is_token & is_own)[:, None])
+        tl.store(
+            dx_head + t[:, None] * CHANNELS,
+            dx.to(dx_head.dtype.element_ty),
+            mask=(is_token & is_own)[:, None],
+        )
         owed_1, owed_2, owed_3 = owed_2 + w_2 * d_total, owed_3 + w_1 * d_total, w_0 * d_total
         if HAS_STARTS:  # the first token of a document owes nothing
-            owed_1, owed_2 = tl.where(position >= 1, owed_1, 0.0), tl.where(position >= 1, owed_2, 0.0)
+            owed_1, owed_2 = (
+                tl.where(position >= 1, owed_1, 0.0),
+                tl.where(position >= 1, owed_2, 0.0),
+            )
             owed_3 = tl.where(position >= 1, owed_3, 0.0)
         if is_own:
             dw_0 += seen_3 * d_total
@@ -159,37 +197,51 @@ def _walk_down(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _convolution_backward_kernel(
-    d_out_ptr, x_ptr, weight_ptr, positions_ptr, dx_ptr, partial_ptr, num_tokens, x_stride, eps, scale,
-    CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr,
+    d_out_ptr, x_ptr, weight_ptr, positions_ptr, dx_ptr, partial_ptr, num_tokens, x_stride, eps,
+    scale,
+    CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr,
+    STRIP: tl.constexpr,
     NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Works on STRIPS strips of one head, and looks for documents' starts among BLOCK tokens, a power of two."""
+    """Works on STRIPS strips of one head, and looks for documents' starts among BLOCK tokens, a
+    power of two."""
     head, block = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     first, c, t = block * (STRIPS * STRIP), head * K + tl.arange(0, K)[None, :], tl.arange(0, BLOCK)
     near = (t < STRIPS * STRIP + 3) & (first + t < num_tokens)
     has_starts = tl.min(tl.load(positions_ptr + first + t, mask=near, other=3), axis=0) < 3
-    top = first + tl.arange(0, STRIPS) * STRIP + STRIP + 2  # [STRIPS]: the third token above each strip
+    top = (
+        first + tl.arange(0, STRIPS) * STRIP + STRIP + 2
+    )  # [STRIPS]: the third token above each strip
     weight, partial = weight_ptr + head * K * 4, partial_ptr + (block * CHANNELS + head * K) * 4
     if has_starts:
         _walk_down(
-            d_out_ptr + c, x_ptr + c, weight, positions_ptr, dx_ptr + c, partial, top, num_tokens, x_stride, eps, scale,
+            d_out_ptr + c, x_ptr + c, weight, positions_ptr, dx_ptr + c, partial, top, num_tokens,
+            x_stride, eps, scale,
             CHANNELS, HEADS, K, STRIPS, STRIP, NORMALISE, True,
         )  # fmt: skip
     else:
         _walk_down(
-            d_out_ptr + c, x_ptr + c, weight, positions_ptr, dx_ptr + c, partial, top, num_tokens, x_stride, eps, scale,
+            d_out_ptr + c, x_ptr + c, weight, positions_ptr, dx_ptr + c, partial, top, num_tokens,
+            x_stride, eps, scale,
             CHANNELS, HEADS, K, STRIPS, STRIP, NORMALISE, False,
         )  # fmt: skip
 
 
-def _groups(xs: Sequence[Tensor], G: int, H: int, K: int) -> list[tuple[int, int, int, int, float, bool]]:
-    """Returns the tensor, the first channel there, heads, head width, factor and whether there is a norm.
+def _groups(
+    xs: Sequence[Tensor], G: int, H: int, K: int
+) -> list[tuple[int, int, int, int, float, bool]]:
+    """Returns the tensor, the first channel there, heads, head width, factor and whether there is a
+    norm.
 
     Rows are of queries, keys and values, which are in one tensor or in three.
     """
     V = (sum(x.shape[-1] for x in xs) - 2 * G * K) // H
     places = [(0, 0), (0, G * K), (0, 2 * G * K)] if len(xs) == 1 else [(0, 0), (1, 0), (2, 0)]
-    return [(*places[0], G, K, K**-0.5, True), (*places[1], G, K, 1.0, True), (*places[2], H, V, 1.0, False)]
+    return [
+        (*places[0], G, K, K**-0.5, True),
+        (*places[1], G, K, 1.0, True),
+        (*places[2], H, V, 1.0, False),
+    ]
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -199,7 +251,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _empty_outputs(xs, G, H, K):
-    return tuple(xs[0].new_empty(*xs[0].shape[:2], heads, width) for *_, heads, width, _, _ in _groups(xs, G, H, K))
+    return tuple(
+        xs[0].new_empty(*xs[0].shape[:2], heads, width)
+        for *_, heads, width, _, _ in _groups(xs, G, H, K)
+    )
 
 
 @operation("fathom::qkv_convolution", lambda xs, weight, *sizes: _empty_outputs(xs, *sizes[:3]))
@@ -211,17 +266,25 @@ def _forward(
     positions = _positions(B, T, as_bytes(segments), xs[0].device)
     for out, (i, channel, heads, width, scale, is_normalised) in zip(outs, _groups(xs, G, H, K)):
         _convolution_kernel[(heads * triton.cdiv(B * T, BLOCK_T),)](
-            xs[i][..., channel:], weights[i][channel:], positions, out, B * T, xs[i].stride(1), EPS, scale,
+            xs[i][..., channel:], weights[i][channel:], positions, out, B * T, xs[i].stride(1), EPS,
+            scale,
             HEADS=heads, K=width, BLOCK_T=BLOCK_T, NORMALISE=is_normalised, num_warps=4,
         )  # fmt: skip
     return outs
 
 
 @operation(
-    "fathom::qkv_convolution_backward", lambda _, xs, weight, *sizes: [x.new_empty(x.shape) for x in (*xs, weight)]
+    "fathom::qkv_convolution_backward",
+    lambda _, xs, weight, *sizes: [x.new_empty(x.shape) for x in (*xs, weight)],
 )
 def _backward(
-    d_outs: list[Tensor], xs: list[Tensor], weight: Tensor, G: int, H: int, K: int, segments: Tensor | None
+    d_outs: list[Tensor],
+    xs: list[Tensor],
+    weight: Tensor,
+    G: int,
+    H: int,
+    K: int,
+    segments: Tensor | None,
 ) -> list[Tensor]:
     """Returns the gradients of xs and of the weight."""
     xs, weights = [*map(_rows, xs)], weight.contiguous().split([x.shape[2] for x in xs])
@@ -229,10 +292,14 @@ def _backward(
     dxs = [x.new_empty(x.shape) for x in xs]
     partials = [x.new_empty(blocks, x.shape[2], WIDTH, dtype=torch.float32) for x in xs]
     positions = _positions(B, T, as_bytes(segments), xs[0].device)
-    for d_out, (i, channel, heads, width, scale, is_normalised) in zip(d_outs, _groups(xs, G, H, K)):
+    for d_out, (i, channel, heads, width, scale, is_normalised) in zip(
+        d_outs, _groups(xs, G, H, K)
+    ):
         _convolution_backward_kernel[(heads * blocks,)](
-            d_out.contiguous(), xs[i][..., channel:], weights[i][channel:], positions, dxs[i][..., channel:],
-            partials[i][:, channel:], B * T, xs[i].stride(1), EPS, scale, CHANNELS=xs[i].shape[2], HEADS=heads,
+            d_out.contiguous(), xs[i][..., channel:], weights[i][channel:], positions,
+            dxs[i][..., channel:],
+            partials[i][:, channel:], B * T, xs[i].stride(1), EPS, scale, CHANNELS=xs[i].shape[2],
+            HEADS=heads,
             K=width, STRIPS=STRIPS, STRIP=STRIP, NORMALISE=is_normalised,
             BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
         )  # fmt: skip
@@ -254,23 +321,28 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def qkv_convolution(
-    x_BTC: Tensor | Sequence[Tensor], weight_CW: Tensor, G: int, H: int, K: int, *, segments: Tensor | None = None,
+    x_BTC: Tensor | Sequence[Tensor], weight_CW: Tensor, G: int, H: int, K: int, *,
+    segments: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Convolution of queries, keys and values with SiLU, per document, and the norm of queries and keys.
+    """Convolution of queries, keys and values with SiLU, per document, and the norm of queries and
+    keys.
 
     Args:
-        x_BTC: [batch, tokens, channels]: G query heads of width K, G key heads of width K, H value heads. Rows may be
-            strided, like channels sliced out of a fused projection. Or the channels of queries, keys and values as
-            three tensors.
+        x_BTC: [batch, tokens, channels]: G query heads of width K, G key heads of width K, H value
+        heads. Rows may be
+            strided, like channels sliced out of a fused projection. Or the channels of queries,
+            keys and values as three tensors.
         weight_CW: [channels, 4], the last column for the token itself, any floating dtype.
-        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the
+        last token), which
             have each token once; None: each batch row is one document.
 
-    Returns q [B, T, G, K], of norm K^-0.5, k [B, T, G, K], of norm 1, and v [B, T, H, V], contiguous, in x's dtype.
+    Returns q [B, T, G, K], of norm K^-0.5, k [B, T, G, K], of norm 1, and v [B, T, H, V],
+    contiguous, in x's dtype.
 
-    Raises ValueError for shapes that do not fit together; with Triton, another dtype than float32, bfloat16 or float16,
-    or a head width other than 16, 32, 64, 128 or 256.
+    Raises ValueError for shapes that do not fit together; with Triton, another dtype than float32,
+    bfloat16 or float16, or a head width other than 16, 32, 64, 128 or 256.
     """
     xs = [x_BTC] if isinstance(x_BTC, Tensor) else [*x_BTC]
     (B, T, _), C = xs[0].shape, sum(x.shape[2] for x in xs)
@@ -282,10 +354,13 @@ def qkv_convolution(
     if not use_triton(impl, xs[0]):
         return qkv_convolution_reference(torch.cat(xs, -1), weight_CW, G, H, K, segments=segments)
     if not {K, V} <= {*HEAD_WIDTHS} and not xs[0].is_meta:
-        raise ValueError(f"the convolution's kernels take head widths {HEAD_WIDTHS}, got {K} and {V}")
+        raise ValueError(
+            f"the convolution's kernels take head widths {HEAD_WIDTHS}, got {K} and {V}"
+        )
     return _forward(xs, weight_CW, G, H, K, segments)
 
 
 def convolution_workspace(num_tokens: int, channels: int) -> int:
-    """Returns the bytes that backward takes inside, for partial sums of the gradient of the weight."""
+    """Returns the bytes that backward takes inside, for partial sums of the gradient of the
+    weight."""
     return 4 * WIDTH * channels * -(-num_tokens // (STRIPS * STRIP))

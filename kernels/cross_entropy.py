@@ -4,12 +4,13 @@ With z = softcap(logits), label y and p = softmax(z):
 
     loss = logsumexp(z) - z[y],  dz[v] = p[v] - (v == y)
 
-Three float32 statistics describe a row: the maximum m of z; the sum of exp(z[v] - m) over the other classes, v != y;
-and z[y]. The label's own term stays apart. Hence neither logsumexp(z) - z[y] nor p[y] - 1 cancels where the model is
-sure of the label, and an offset common to all logits costs no digits. Statistics leave the kernel because ranks that
-share V combine theirs (`process_group`).
+Three float32 statistics describe a row: the maximum m of z; the sum of exp(z[v] - m) over the other
+classes, v != y; and z[y]. The label's own term stays apart. Hence neither logsumexp(z) - z[y] nor
+p[y] - 1 cancels where the model is sure of the label, and an offset common to all logits costs no
+digits. Statistics leave the kernel because ranks that share V combine theirs (`process_group`).
 
-Kept for backward: logits and 12 bytes per row; with inplace=True only the gradient, in the logits' storage.
+Kept for backward: logits and 12 bytes per row; with inplace=True only the gradient, in the logits'
+storage.
 """
 
 import inspect
@@ -32,7 +33,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Details(NamedTuple):
-    """A loss, and each row's unweighted loss, log-sum-exp and entropy: float32, detached, 0 for ignored labels."""
+    """A loss, and each row's unweighted loss, log-sum-exp and entropy: float32, detached, 0 for
+    ignored labels."""
 
     loss: Tensor
     per_token_loss: Tensor
@@ -49,8 +51,10 @@ class RowOptions(NamedTuple):
 
 
 def cross_entropy_reference(
-    logits: Tensor, target: Tensor, *, reduction: str = "mean", ignore_index: int = -100, softcap: float | None = None,
-    weights: Tensor | None = None, denominator: float | Tensor | None = None, return_details: bool = False,
+    logits: Tensor, target: Tensor, *, reduction: str = "mean", ignore_index: int = -100,
+    softcap: float | None = None,
+    weights: Tensor | None = None, denominator: float | Tensor | None = None,
+    return_details: bool = False,
     return_entropy: bool = False,
 ) -> Tensor | Details:  # fmt: skip
     """Plain PyTorch with the contract of `cross_entropy`; float64 stays float64."""
@@ -63,7 +67,11 @@ def cross_entropy_reference(
     if not (return_details or return_entropy):
         return loss
     p = z.softmax(-1)
-    entropies = torch.where(labels == ignore_index, 0, -torch.special.xlogy(p, p).sum(-1)) if return_entropy else None
+    entropies = (
+        torch.where(labels == ignore_index, 0, -torch.special.xlogy(p, p).sum(-1))
+        if return_entropy
+        else None
+    )
     return details(loss, losses, log_sum_exp, target.shape, entropies)
 
 
@@ -74,16 +82,23 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def loss_scale(
-    target: Tensor, reduction: str, ignore_index: int, denominator: float | Tensor | None, dtype: torch.dtype
+    target: Tensor,
+    reduction: str,
+    ignore_index: int,
+    denominator: float | Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the factor [] of the sum of the losses, 1 where no row is valid. The host never waits for the device."""
+    """Returns the factor [] of the sum of the losses, 1 where no row is valid. The host never waits
+    for the device."""
     if reduction != "mean":
         return torch.ones((), device=target.device, dtype=dtype)
     if denominator is None:
         return 1 / (target != ignore_index).sum(dtype=dtype).clamp(min=1)
     if isinstance(denominator, Tensor):
         if denominator.numel() != 1:
-            raise ValueError(f"denominator must be one number, got a tensor of shape {list(denominator.shape)}")
+            raise ValueError(
+                f"denominator must be one number, got a tensor of shape {list(denominator.shape)}"
+            )
         scale = _reciprocal(denominator.detach().reshape(()).to(dtype))
         return scale.to(target.device, non_blocking=True)
     _check_denominator(0 < denominator < torch.inf, denominator)
@@ -92,7 +107,8 @@ def loss_scale(
 
 @operation("fathom::reciprocal", torch.empty_like)
 def _reciprocal(denominator: Tensor) -> Tensor:
-    """Returns 1 / denominator. The denominator must be positive and finite; on CUDA the device asserts it."""
+    """Returns 1 / denominator. The denominator must be positive and finite; on CUDA the device
+    asserts it."""
     is_valid = (denominator > 0) & (denominator < torch.inf)
     if denominator.is_cuda:
         assert_async(is_valid, "denominator is not positive and finite")
@@ -104,16 +120,23 @@ def _reciprocal(denominator: Tensor) -> Tensor:
 def _check_denominator(is_valid, value):
     if not is_valid:
         raise ValueError(
-            f"denominator must be positive and finite, got {float(value)}; give the number of labels that count in "
+            f"denominator must be positive and finite, got {float(value)}; give the number of "
+            "labels that count in "
             "all micro-batches, 1 if there are none"
         )
 
 
 def details(
-    loss: Tensor, losses: Tensor, log_sum_exp: Tensor, shape: torch.Size, entropies: Tensor | None = None
+    loss: Tensor,
+    losses: Tensor,
+    log_sum_exp: Tensor,
+    shape: torch.Size,
+    entropies: Tensor | None = None,
 ) -> Details:
     """Makes `Details` of a loss, and of values of rows [N], which take the labels' shape."""
-    found = [None if x is None else x.detach().view(shape) for x in (losses, log_sum_exp, entropies)]
+    found = [
+        None if x is None else x.detach().view(shape) for x in (losses, log_sum_exp, entropies)
+    ]
     return Details(loss, *found)
 
 
@@ -130,10 +153,14 @@ def _softcap(z, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _load_logits(row_ptr, columns, num_columns, SOFTCAP: tl.constexpr, EVICT: tl.constexpr, MASKED: tl.constexpr):
+def _load_logits(
+    row_ptr, columns, num_columns, SOFTCAP: tl.constexpr, EVICT: tl.constexpr, MASKED: tl.constexpr
+):
     if MASKED:
         mask = columns < num_columns
-        z = tl.load(row_ptr + columns, mask=mask, other=float("-inf"), eviction_policy=EVICT).to(tl.float32)
+        z = tl.load(row_ptr + columns, mask=mask, other=float("-inf"), eviction_policy=EVICT).to(
+            tl.float32
+        )
         if SOFTCAP is not None:
             z = tl.where(mask, _softcap(z, SOFTCAP), float("-inf"))
     else:
@@ -157,7 +184,14 @@ def _add_block(
 
 @triton.jit
 def _store_gradient(
-    gradient_ptr, logits_ptr, columns, maximum, factor, num_columns, SOFTCAP: tl.constexpr, MASKED: tl.constexpr
+    gradient_ptr,
+    logits_ptr,
+    columns,
+    maximum,
+    factor,
+    num_columns,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Stores the gradient of a block of columns as if none were the label."""
     z = _load_logits(logits_ptr, columns, num_columns, SOFTCAP, "evict_first", MASKED)
@@ -176,7 +210,8 @@ def _store_ignored(
     gradient_ptr, statistics_ptr, offsets, num_rows, num_columns,
     HAS_STATISTICS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Stores statistics and a gradient of 0. `offsets` are the columns of a block, [BLOCK/VECTOR, VECTOR]."""
+    """Stores statistics and a gradient of 0. `offsets` are the columns of a block, [BLOCK/VECTOR,
+    VECTOR]."""
     if not HAS_STATISTICS:
         for i in tl.static_range(3):
             tl.store(statistics_ptr + i * num_rows, 0.0)
@@ -188,27 +223,61 @@ def _store_ignored(
 
 @triton.jit
 def _statistics_of_row(
-    logits_ptr, offsets, y, is_here, num_columns, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr
+    logits_ptr,
+    offsets,
+    y,
+    is_here,
+    num_columns,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
-    """Returns the maximum, the sum over other classes and the label's logit. Only the last blocks need masks."""
+    """Returns the maximum, the sum over other classes and the label's logit. Only the last blocks
+    need masks."""
     whole = num_columns // BLOCK * BLOCK
     true_logit = tl.load(logits_ptr + y, mask=is_here, other=float("-inf")).to(tl.float32)
     true_logit = tl.where(is_here, _softcap(true_logit, SOFTCAP), float("-inf"))
     sums = tl.zeros([BLOCK // VECTOR], dtype=tl.float32)
-    maxima = tl.full([BLOCK // VECTOR], -1e38, dtype=tl.float32)  # finite, to avoid inf - inf where all is masked
+    maxima = tl.full(
+        [BLOCK // VECTOR], -1e38, dtype=tl.float32
+    )  # finite, to avoid inf - inf where all is masked
     label_start = tl.where(is_here, y // BLOCK * BLOCK, -1)
     for start in range(0, whole, BLOCK):
         if start != label_start:
             maxima, sums = _add_block(
-                maxima, sums, logits_ptr, start + offsets, y, num_columns, SOFTCAP, HAS_LABEL=False, MASKED=False
+                maxima,
+                sums,
+                logits_ptr,
+                start + offsets,
+                y,
+                num_columns,
+                SOFTCAP,
+                HAS_LABEL=False,
+                MASKED=False,
             )
     if (whole < num_columns) & (whole != label_start):
         maxima, sums = _add_block(
-            maxima, sums, logits_ptr, whole + offsets, y, num_columns, SOFTCAP, HAS_LABEL=False, MASKED=True
+            maxima,
+            sums,
+            logits_ptr,
+            whole + offsets,
+            y,
+            num_columns,
+            SOFTCAP,
+            HAS_LABEL=False,
+            MASKED=True,
         )
     if is_here:
         maxima, sums = _add_block(
-            maxima, sums, logits_ptr, label_start + offsets, y, num_columns, SOFTCAP, HAS_LABEL=True, MASKED=True
+            maxima,
+            sums,
+            logits_ptr,
+            label_start + offsets,
+            y,
+            num_columns,
+            SOFTCAP,
+            HAS_LABEL=True,
+            MASKED=True,
         )
     maximum = tl.maximum(tl.max(maxima, axis=0), true_logit)
     return maximum, tl.sum(sums * _exp(maxima - maximum), axis=0), true_logit
@@ -219,14 +288,26 @@ def _gradient_of_row(
     gradient_ptr, logits_ptr, offsets, y, is_here, maximum, others, true_logit, scale, num_columns,
     SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Stores a row's gradient, from the last column to the first: the last logits read are still in the L2 cache."""
+    """Stores a row's gradient, from the last column to the first: the last logits read are still in
+    the L2 cache."""
     whole = num_columns // BLOCK * BLOCK
     factor = scale / (others + _exp(true_logit - maximum))
     if whole < num_columns:
-        _store_gradient(gradient_ptr, logits_ptr, whole + offsets, maximum, factor, num_columns, SOFTCAP, MASKED=True)
+        _store_gradient(
+            gradient_ptr,
+            logits_ptr,
+            whole + offsets,
+            maximum,
+            factor,
+            num_columns,
+            SOFTCAP,
+            MASKED=True,
+        )
     for start in range(0, whole, BLOCK):
         columns = whole - BLOCK - start + offsets
-        _store_gradient(gradient_ptr, logits_ptr, columns, maximum, factor, num_columns, SOFTCAP, MASKED=False)
+        _store_gradient(
+            gradient_ptr, logits_ptr, columns, maximum, factor, num_columns, SOFTCAP, MASKED=False
+        )
     if is_here:
         dz_label = -factor * others  # scale * (p[y] - 1)
         if SOFTCAP is not None:
@@ -244,8 +325,8 @@ def _cross_entropy_kernel(
 ):  # fmt: skip
     """Computes or reads the statistics of a row, then stores its gradient if gradient_ptr is given.
 
-    Whole blocks of columns without the label need no masks, and so half the instructions. The gradient may overwrite
-    the logits. Column 0 is class first_class.
+    Whole blocks of columns without the label need no masks, and so half the instructions. The
+    gradient may overwrite the logits. Column 0 is class first_class.
     """
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * logits_stride
@@ -253,10 +334,21 @@ def _cross_entropy_kernel(
     if gradient_ptr is not None:
         gradient_ptr += row * gradient_stride
     # A thread holds VECTOR neighbours. Maximum and sum over axis 1 therefore stay inside it.
-    offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK/VECTOR, VECTOR]
+    offsets = (
+        tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    )  # [BLOCK/VECTOR, VECTOR]
     label = tl.load(target_ptr + row)
     if label == IGNORE_INDEX:
-        _store_ignored(gradient_ptr, statistics_ptr, offsets, num_rows, num_columns, HAS_STATISTICS, BLOCK, VECTOR)
+        _store_ignored(
+            gradient_ptr,
+            statistics_ptr,
+            offsets,
+            num_rows,
+            num_columns,
+            HAS_STATISTICS,
+            BLOCK,
+            VECTOR,
+        )
         return
     y = (label - first_class).to(tl.int32)
     is_here = (y >= 0) & (y < num_columns)
@@ -276,24 +368,34 @@ def _cross_entropy_kernel(
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + row * scale_stride)
         _gradient_of_row(
-            gradient_ptr, logits_ptr, offsets, y, is_here, maximum, others, true_logit, scale, num_columns,
+            gradient_ptr, logits_ptr, offsets, y, is_here, maximum, others, true_logit, scale,
+            num_columns,
             SOFTCAP, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _entropy_kernel(
-    logits_ptr, logits_stride, statistics_ptr, out_ptr, num_rows, num_columns, SOFTCAP: tl.constexpr,
+    logits_ptr, logits_stride, statistics_ptr, out_ptr, num_rows, num_columns,
+    SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Stores the sum of exp(z - m) (z - m) over a row's columns, for the maximum m of the whole row."""
+    """Stores the sum of exp(z - m) (z - m) over a row's columns, for the maximum m of the whole
+    row."""
     row = tl.program_id(0).to(tl.int64)
     maximum = tl.load(statistics_ptr + row)
-    offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]  # [BLOCK/VECTOR, VECTOR]
+    offsets = (
+        tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    )  # [BLOCK/VECTOR, VECTOR]
     sums = tl.zeros([BLOCK // VECTOR, VECTOR], dtype=tl.float32)
     for start in range(0, num_columns, BLOCK):
         z = _load_logits(
-            logits_ptr + row * logits_stride, start + offsets, num_columns, SOFTCAP, "evict_first", MASKED=True
+            logits_ptr + row * logits_stride,
+            start + offsets,
+            num_columns,
+            SOFTCAP,
+            "evict_first",
+            MASKED=True,
         )
         below = tl.maximum(z - maximum, -1e38)  # finite, to avoid 0 * inf
         sums += _exp(below) * below
@@ -301,8 +403,11 @@ def _entropy_kernel(
 
 
 @triton.jit
-def _scale_rows_kernel(gradient_ptr, gradient_stride, scale_ptr, scale_stride, num_columns, BLOCK: tl.constexpr):
-    """Multiplies each row of the gradient by its scale. Rows of scale 1, as after loss.backward(), are left alone."""
+def _scale_rows_kernel(
+    gradient_ptr, gradient_stride, scale_ptr, scale_stride, num_columns, BLOCK: tl.constexpr
+):
+    """Multiplies each row of the gradient by its scale. Rows of scale 1, as after loss.backward(),
+    are left alone."""
     row = tl.program_id(0).to(tl.int64)
     gradient_ptr += row * gradient_stride
     scale = tl.load(scale_ptr + row * scale_stride)
@@ -310,14 +415,18 @@ def _scale_rows_kernel(gradient_ptr, gradient_stride, scale_ptr, scale_stride, n
         for start in range(0, num_columns, BLOCK):
             columns = start + tl.arange(0, BLOCK)  # [BLOCK]
             dz = tl.load(gradient_ptr + columns, mask=columns < num_columns).to(tl.float32) * scale
-            tl.store(gradient_ptr + columns, dz.to(gradient_ptr.dtype.element_ty), mask=columns < num_columns)
+            tl.store(
+                gradient_ptr + columns,
+                dz.to(gradient_ptr.dtype.element_ty),
+                mask=columns < num_columns,
+            )
 
 
 def launch_configuration(num_columns: int, itemsize: int) -> dict[str, int]:
     """Returns the row kernel's columns per block and warps per program, the fastest on an H200.
 
-    `bench_cross_entropy --sweep` measured them. A multiprocessor works on one row at a time, so that all rows in flight
-    fit into the L2 cache, from which the second pass reads.
+    `bench_cross_entropy --sweep` measured them. A multiprocessor works on one row at a time, so
+    that all rows in flight fit into the L2 cache, from which the second pass reads.
     """
     num_warps = 16 if num_columns > 16384 else 4
     thread_bytes = 64 if num_columns > 65536 else 32
@@ -332,7 +441,8 @@ class Shard(NamedTuple):
 
 
 def shard_of(group_name: str | None, num_columns: int) -> Shard:
-    """Returns this rank's shard where each rank of a group has `num_columns`, in the order of ranks; None: no group."""
+    """Returns this rank's shard where each rank of a group has `num_columns`, in the order of
+    ranks; None: no group."""
     if group_name is None:
         return Shard(None, 0)
     group = resolve_process_group(group_name)
@@ -340,16 +450,18 @@ def shard_of(group_name: str | None, num_columns: int) -> Shard:
 
 
 def row_step(
-    logits: Tensor, target: Tensor, options: RowOptions, shard: Shard, *, statistics: Tensor | None = None,
+    logits: Tensor, target: Tensor, options: RowOptions, shard: Shard, *,
+    statistics: Tensor | None = None,
     gradient: Tensor | None = None, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns the statistics of whole rows, and writes gradients times `scale` into `gradient`. Not differentiable.
+    """Returns the statistics of whole rows, and writes gradients times `scale` into `gradient`. Not
+    differentiable.
 
     Args:
         logits: [N, C], this shard's classes. Rows are contiguous.
         target: [N] int64, contiguous.
-        statistics: [3, N] float32 (float64 for float64 logits); computed if None, by one all-gather between ranks.
-        gradient: [N, C], may be `logits`.
+        statistics: [3, N] float32 (float64 for float64 logits); computed if None, by one all-gather
+        between ranks. gradient: [N, C], may be `logits`.
         scale: [] or [N], of the statistics' dtype.
     """
     if shard.group is not None and statistics is None:
@@ -365,10 +477,12 @@ def row_step(
         statistics = torch.empty(3, num_rows, dtype=torch.float32, device=logits.device)
     if num_rows > 0:
         _cross_entropy_kernel[(num_rows,)](
-            logits, logits.stride(0), target, statistics, gradient, 0 if gradient is None else gradient.stride(0),
+            logits, logits.stride(0), target, statistics, gradient,
+            0 if gradient is None else gradient.stride(0),
             scale, scale.stride(0) if scale is not None and scale.dim() else 0,
             num_rows, num_columns, shard.first_class,
-            IGNORE_INDEX=options.ignore_index, SOFTCAP=options.softcap, HAS_STATISTICS=has_statistics, VECTOR=VECTOR,
+            IGNORE_INDEX=options.ignore_index, SOFTCAP=options.softcap,
+            HAS_STATISTICS=has_statistics, VECTOR=VECTOR,
             **launch_configuration(num_columns, logits.element_size()),
         )  # fmt: skip
     return statistics
@@ -391,14 +505,20 @@ def _row_steps_in_torch(logits, target, options, shard, statistics, gradient, sc
         part = None if statistics is None else statistics[:, rows]
         own_scale = scale[rows] if scale is not None and scale.dim() else scale
         own_gradient = None if gradient is None else gradient[rows]
-        parts.append(_row_step_in_torch(logits[rows], target[rows], options, shard, part, own_gradient, own_scale))
+        parts.append(
+            _row_step_in_torch(
+                logits[rows], target[rows], options, shard, part, own_gradient, own_scale
+            )
+        )
     return torch.cat(parts, 1)
 
 
 def _row_step_in_torch(logits, target, options, shard, statistics, gradient, scale):
     z = _capped(logits, options.softcap)
     valid = target != options.ignore_index
-    is_label = torch.arange(z.shape[1], device=z.device) == (target - shard.first_class)[:, None]  # [N, C]
+    is_label = (
+        torch.arange(z.shape[1], device=z.device) == (target - shard.first_class)[:, None]
+    )  # [N, C]
     if statistics is None:
         maximum = z.amax(1)
         others = torch.where(is_label, 0, (z - maximum[:, None]).exp()).sum(1)
@@ -417,7 +537,8 @@ def _row_step_in_torch(logits, target, options, shard, statistics, gradient, sca
 
 
 def row_entropies(logits: Tensor, target: Tensor, options: RowOptions, shard: Shard) -> Tensor:
-    """Returns the entropy of each row's probabilities, [N]; ignored rows give 0. Arguments as in `row_step`.
+    """Returns the entropy of each row's probabilities, [N]; ignored rows give 0. Arguments as in
+    `row_step`.
 
     For the maximum m of z and the sum s of exp(z - m) it is log s - sum(exp(z - m) (z - m)) / s.
     """
@@ -427,7 +548,8 @@ def row_entropies(logits: Tensor, target: Tensor, options: RowOptions, shard: Sh
         sums = torch.empty_like(statistics[0])
         if num_rows > 0:
             _entropy_kernel[(num_rows,)](
-                logits, logits.stride(0), statistics, sums, num_rows, num_columns, SOFTCAP=options.softcap,
+                logits, logits.stride(0), statistics, sums, num_rows, num_columns,
+                SOFTCAP=options.softcap,
                 VECTOR=VECTOR, **launch_configuration(num_columns, logits.element_size()),
             )  # fmt: skip
     else:
@@ -450,44 +572,69 @@ def _statistics_of_whole_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def row_losses(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns loss and log-sum-exp of each row, [N], from statistics of whole rows, [3, N]; ignored rows give 0."""
+    """Returns loss and log-sum-exp of each row, [N], from statistics of whole rows, [3, N]; ignored
+    rows give 0."""
     maximum, others, true_logit = statistics
     # lse - z[y] = log(1 + others / exp(z[y] - m)), without a difference of two large numbers
     losses = F.softplus(maximum - true_logit + others.log(), threshold=50)
     return losses, maximum + (others + (true_logit - maximum).exp()).log()
 
 
-def _step(logits: Tensor, target: Tensor, group_name: str | None, *options, **tensors: Tensor) -> Tensor:
-    return row_step(logits, target, RowOptions(*options), shard_of(group_name, logits.shape[1]), **tensors)
+def _step(
+    logits: Tensor, target: Tensor, group_name: str | None, *options, **tensors: Tensor
+) -> Tensor:
+    return row_step(
+        logits, target, RowOptions(*options), shard_of(group_name, logits.shape[1]), **tensors
+    )
 
 
 def _empty(logits: Tensor, *shape: int) -> Tensor:
-    return logits.new_empty(*shape, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+    return logits.new_empty(
+        *shape, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
+    )
 
 
-@operation("fathom::cross_entropy", lambda logits, *_: (_empty(logits), _empty(logits), _empty(logits, 3)))
+@operation(
+    "fathom::cross_entropy", lambda logits, *_: (_empty(logits), _empty(logits), _empty(logits, 3))
+)
 def _forward(
-    logits: Tensor, target: Tensor, group_name: str | None, ignore_index: int, softcap: float | None, use_triton: bool
+    logits: Tensor,
+    target: Tensor,
+    group_name: str | None,
+    ignore_index: int,
+    softcap: float | None,
+    use_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns losses, log-sum-exps and statistics."""
     statistics = _step(logits, target, group_name, ignore_index, softcap, use_triton)
     return *row_losses(statistics), statistics
 
 
-@operation("fathom::cross_entropy_backward", lambda d_losses, logits, *_: logits.new_empty(logits.shape))
+@operation(
+    "fathom::cross_entropy_backward", lambda d_losses, logits, *_: logits.new_empty(logits.shape)
+)
 def _backward(
     d_losses: Tensor, logits: Tensor, target: Tensor, statistics: Tensor, group_name: str | None,
     ignore_index: int, softcap: float | None, use_triton: bool,
 ) -> Tensor:  # fmt: skip
     """Returns the gradient of the logits, each row times its d_losses."""
-    tensors = {"statistics": statistics, "gradient": logits.new_empty(logits.shape), "scale": d_losses}
+    tensors = {
+        "statistics": statistics,
+        "gradient": logits.new_empty(logits.shape),
+        "scale": d_losses,
+    }
     _step(logits, target, group_name, ignore_index, softcap, use_triton, **tensors)
     return tensors["gradient"]
 
 
 @operation("fathom::row_entropies", lambda logits, *_: _empty(logits))
 def _entropies(
-    logits: Tensor, target: Tensor, group_name: str | None, ignore_index: int, softcap: float | None, use_triton: bool
+    logits: Tensor,
+    target: Tensor,
+    group_name: str | None,
+    ignore_index: int,
+    softcap: float | None,
+    use_triton: bool,
 ) -> Tensor:
     options = RowOptions(ignore_index, softcap, use_triton)
     return row_entropies(logits, target, options, shard_of(group_name, logits.shape[1]))
@@ -506,7 +653,11 @@ def _gradients(ctx, d_losses, d_log_sum_exp, d_statistics):
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
-@operation("fathom::cross_entropy_in_place", lambda logits, *_: (_empty(logits), _empty(logits)), mutates=("logits",))
+@operation(
+    "fathom::cross_entropy_in_place",
+    lambda logits, *_: (_empty(logits), _empty(logits)),
+    mutates=("logits",),
+)
 def _forward_in_place(
     logits: Tensor, target: Tensor, scale: Tensor, group_name: str | None,
     ignore_index: int, softcap: float | None, use_triton: bool,
@@ -520,16 +671,25 @@ def _forward_in_place(
 def _scale_rows_(gradient: Tensor, scale: Tensor, use_triton: bool) -> None:
     """Multiplies the rows of gradient [N, V] by scale [N]."""
     if not use_triton:
-        for rows, of_rows in zip(*(x.split(rows_at_a_time(gradient.shape[1])) for x in (gradient, scale))):
+        for rows, of_rows in zip(
+            *(x.split(rows_at_a_time(gradient.shape[1])) for x in (gradient, scale))
+        ):
             rows.mul_(of_rows[:, None])  # PyTorch makes copies in float32
     elif len(gradient) > 0:
         _scale_rows_kernel[(len(gradient),)](
-            gradient, gradient.stride(0), scale, scale.stride(0), gradient.shape[1], BLOCK=8192, num_warps=16
+            gradient,
+            gradient.stride(0),
+            scale,
+            scale.stride(0),
+            gradient.shape[1],
+            BLOCK=8192,
+            num_warps=16,
         )
 
 
 class _InPlace(torch.autograd.Function):
-    """Returns losses times `scale`, losses and log-sum-exps. Forward leaves the gradient in the logits' storage."""
+    """Returns losses times `scale`, losses and log-sum-exps. Forward leaves the gradient in the
+    logits' storage."""
 
     @staticmethod
     def forward(ctx, logits, target, scale, group_name, options):
@@ -545,7 +705,8 @@ class _InPlace(torch.autograd.Function):
             (gradient,) = ctx.saved_tensors
         except RuntimeError as error:
             raise RuntimeError(
-                "cross_entropy(inplace=True) left its gradient in the logits' storage, which was written to since, "
+                "cross_entropy(inplace=True) left its gradient in the logits' storage, which was "
+                "written to since, "
                 "by a first backward or by you; use inplace=False"
             ) from error
         _scale_rows_(gradient, d_terms, ctx.use_triton)
@@ -553,9 +714,12 @@ class _InPlace(torch.autograd.Function):
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, *, reduction: str = "mean", ignore_index: int = -100, softcap: float | None = None,
-    weights: Tensor | None = None, denominator: float | Tensor | None = None, return_details: bool = False,
-    return_entropy: bool = False, inplace: bool = False, process_group: dist.ProcessGroup | None = None,
+    logits: Tensor, target: Tensor, *, reduction: str = "mean", ignore_index: int = -100,
+    softcap: float | None = None,
+    weights: Tensor | None = None, denominator: float | Tensor | None = None,
+    return_details: bool = False,
+    return_entropy: bool = False, inplace: bool = False,
+    process_group: dist.ProcessGroup | None = None,
     impl: str = "auto",
 ) -> Tensor | Details:  # fmt: skip
     """Cross-entropy of integer labels, computed in float32 whatever the logits' dtype.
@@ -565,23 +729,31 @@ def cross_entropy(
         target: [...] int64 labels in [0, V), or `ignore_index`.
         reduction: "mean", "sum" or "none".
         ignore_index: rows with this label have a loss and a gradient of 0.
-        softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 does (arXiv:2408.00118).
-        weights: [...], multiply the rows' losses and gradients: any finite numbers, as fractions, 0 and below. They are
-            taken as float32, are not differentiated, and do not change the default of `denominator`.
-        denominator: divides the sum for "mean": a positive number or tensor of one element, for instance the number
-            of labels in all micro-batches of all ranks. The default is the number of rows not ignored. The loss is 0
-            where all rows are ignored.
+        softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 does
+        (arXiv:2408.00118). weights: [...], multiply the rows' losses and gradients: any finite
+        numbers, as fractions, 0 and below. They are
+            taken as float32, are not differentiated, and do not change the default of
+            `denominator`.
+        denominator: divides the sum for "mean": a positive number or tensor of one element, for
+        instance the number
+            of labels in all micro-batches of all ranks. The default is the number of rows not
+            ignored. The loss is 0 where all rows are ignored.
         return_details: also return each row's loss and log-sum-exp.
-        return_entropy: also return these and the entropy of each row's probabilities; reads the logits twice more.
-        inplace: lets the gradient overwrite the logits in forward. This saves a second [..., V] and a read of it. The
+        return_entropy: also return these and the entropy of each row's probabilities; reads the
+        logits twice more. inplace: lets the gradient overwrite the logits in forward. This saves a
+        second [..., V] and a read of it. The
             logits are gone, and backward can run once.
-        process_group: shards the vocabulary. Each rank calls with the same target and the logits of its own classes:
-            equally many on every rank, in the order of ranks. Every rank returns the loss over all classes.
+        process_group: shards the vocabulary. Each rank calls with the same target and the logits of
+        its own classes:
+            equally many on every rank, in the order of ranks. Every rank returns the loss over all
+            classes.
 
-    Returns the loss, float32 (float64 for float64 logits): [], or [...] if reduction is "none"; or a `Details`.
+    Returns the loss, float32 (float64 for float64 logits): [], or [...] if reduction is "none"; or
+    a `Details`.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit together; a denominator that is not positive and finite
+        ValueError: shapes, dtypes or options that do not fit together; a denominator that is not
+        positive and finite
             (in a CUDA tensor, a device-side assertion).
         RuntimeError: in backward, a gradient of inplace=True that has been used or overwritten.
     """
@@ -594,11 +766,18 @@ def cross_entropy(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     options = RowOptions(ignore_index, softcap, on_triton)
     weights = checked_weights(weights, logits, target, reduction)
-    scale = loss_scale(labels, reduction, ignore_index, denominator, torch.promote_types(logits.dtype, torch.float32))
+    scale = loss_scale(
+        labels,
+        reduction,
+        ignore_index,
+        denominator,
+        torch.promote_types(logits.dtype, torch.float32),
+    )
     # Before the gradient overwrites the logits.
     entropies = _entropies(rows.detach(), labels, group_name, *options) if return_entropy else None
     if inplace and torch.is_grad_enabled() and logits.requires_grad:
-        # The stored gradient is scaled, and backward leaves it alone. In float16, 1 / tokens would underflow.
+        # The stored gradient is scaled, and backward leaves it alone. In float16, 1 / tokens would
+        # underflow.
         one = torch.ones_like(scale)
         in_gradient, scale = (one, scale) if logits.dtype == torch.float16 else (scale, one)
         in_gradient = in_gradient if weights is None else in_gradient * weights
@@ -612,7 +791,8 @@ def cross_entropy(
 
 
 class CrossEntropyLoss(nn.Module):
-    """`cross_entropy` as a module. Its options are the constructor's, tensors and more options a call's.
+    """`cross_entropy` as a module. Its options are the constructor's, tensors and more options a
+    call's.
 
     Raises TypeError for an option that the function does not take.
     """
@@ -629,7 +809,8 @@ class CrossEntropyLoss(nn.Module):
 
 
 def checked_labels(logits: Tensor, target: Tensor, reduction: str, softcap: float | None) -> Tensor:
-    """Returns labels [N] int64, contiguous, for logits or their hidden states. Raises ValueError as both losses do."""
+    """Returns labels [N] int64, contiguous, for logits or their hidden states. Raises ValueError as
+    both losses do."""
     if target.shape != logits.shape[:-1]:
         raise ValueError(f"target must be {list(logits.shape[:-1])}, got {list(target.shape)}")
     if target.is_floating_point() or target.dtype == torch.bool:
@@ -641,14 +822,24 @@ def checked_labels(logits: Tensor, target: Tensor, reduction: str, softcap: floa
     return target.reshape(-1).long().contiguous()
 
 
-def checked_weights(weights: Tensor | None, logits: Tensor, target: Tensor, reduction: str) -> Tensor | None:
+def checked_weights(
+    weights: Tensor | None, logits: Tensor, target: Tensor, reduction: str
+) -> Tensor | None:
     """Returns weights [N], float32 (float64 for float64 logits), contiguous. Raises ValueError."""
     if weights is None:
         return None
     if weights.shape != target.shape or not weights.is_floating_point():
         raise ValueError(
-            f"weights must be {list(target.shape)} of floating point, got {list(weights.shape)}, {weights.dtype}"
+            f"weights must be {list(target.shape)} of floating point, got {list(weights.shape)}, "
+            f"{weights.dtype}"
         )
     if reduction == "none":
-        raise ValueError('weights have no effect with reduction="none", whose losses the caller may weigh')
-    return weights.detach().reshape(-1).to(torch.promote_types(logits.dtype, torch.float32)).contiguous()
+        raise ValueError(
+            'weights have no effect with reduction="none", whose losses the caller may weigh'
+        )
+    return (
+        weights.detach()
+        .reshape(-1)
+        .to(torch.promote_types(logits.dtype, torch.float32))
+        .contiguous()
+    )

@@ -1,28 +1,33 @@
-"""Linear maps in FP8: all three products, y = x weight^T, dx = dy weight and d_weight = dy^T x, have factors of 8 bits.
+"""Linear maps in FP8: all three products, y = x weight^T, dx = dy weight and d_weight = dy^T x,
+have factors of 8 bits.
 
-Each row of a matrix is scaled by a power of two. With m_i the largest magnitude of row i, and 448 the largest number of
-float8_e4m3fn,
+Each row of a matrix is scaled by a power of two. With m_i the largest magnitude of row i, and 448
+the largest number of float8_e4m3fn,
 
-    scales[i] = the least power of two with m_i <= 448 * scales[i],  values[i, j] = round(x[i, j] / scales[i])
-    (a b^T)[i, j] = a.scales[i] * b.scales[j] * sum_k a.values[i, k] * b.values[j, k]
+    scales[i] = the least power of two with m_i <= 448 * scales[i],  values[i, j] = round(x[i, j] /
+    scales[i]) (a b^T)[i, j] = a.scales[i] * b.scales[j] * sum_k a.values[i, k] * b.values[j, k]
 
-A product that sums over rows, dx over the weight's and d_weight over tokens, takes a transposed factor with one scale:
+A product that sums over rows, dx over the weight's and d_weight over tokens, takes a transposed
+factor with one scale:
 
     values_t[j, i] = values[i, j] * scales[i] / max(scales)
 
-Powers of two move a number without rounding it again. Only numbers below 2^-14 of the matrix's largest lose bits, and
-below 2^-18 all. A matrix is therefore rounded once, and dx has the weight's values that y had.
+Powers of two move a number without rounding it again. Only numbers below 2^-14 of the matrix's
+largest lose bits, and below 2^-18 all. A matrix is therefore rounded once, and dx has the weight's
+values that y had.
 
-Products sum in float32. The tensor cores' own sums ("fast accumulation") keep about 14 bits: of terms of one sign they
-lost 4% over 2,560 terms, 15% over 9,728 and 75% over 131,072 (benchmarks/results/fp8_sums_h200_2026-11-28.md), where
-sums in float32 lose 0.1% at most. d_weight adds up products of ROWS_SUMMED rows.
+Products sum in float32. The tensor cores' own sums ("fast accumulation") keep about 14 bits: of
+terms of one sign they lost 4% over 2,560 terms, 15% over 9,728 and 75% over 131,072
+(benchmarks/results/fp8_sums_h200_2026-11-28.md), where sums in float32 lose 0.1% at most. d_weight
+adds up products of ROWS_SUMMED rows.
 
-An MLP's act(gate) * up, and the gradients of gate and up, exist as factors alone: the kernels that compute them write
-FP8, bit for bit what a second pass over them would.
+An MLP's act(gate) * up, and the gradients of gate and up, exist as factors alone: the kernels that
+compute them write FP8, bit for bit what a second pass over them would.
 
 Kept for backward: x as a factor, and weight.
 
-Method: Micikevicius et al., FP8 formats for deep learning, arXiv 2209.05433; scales by row: Llama 3, arXiv 2407.21783.
+Method: Micikevicius et al., FP8 formats for deep learning, arXiv 2209.05433; scales by row: Llama
+3, arXiv 2407.21783.
 """
 
 from collections.abc import Sequence
@@ -44,9 +49,14 @@ SHAPE_MULTIPLE = 16  # widths of matrices that the GPUs' products take
 LONGEST_ROW = 32_768  # elements; a row lives in one program's registers
 LEAST_SCALE = 2.0**-126  # a row of zeros has it
 _TILE_M, _TILE_K = 128, 64  # rows and columns that are transposed at once
-_ROWS_ADDED = 8192  # rows of a product that is added to another: it exists for so many rows at a time
-_LONGEST_HELD = 20_480  # elements of a row, of whose three gradients registers hold all; longer ones are spilled
-ROWS_SUMMED = 16_384  # most that one product sums for a weight's gradient; a multiple of SHAPE_MULTIPLE
+_ROWS_ADDED = (
+    8192  # rows of a product that is added to another: it exists for so many rows at a time
+)
+# elements of a row, of whose three gradients registers hold all; longer ones are spilled
+_LONGEST_HELD = 20_480
+ROWS_SUMMED = (
+    16_384  # most that one product sums for a weight's gradient; a multiple of SHAPE_MULTIPLE
+)
 
 
 class Factor(NamedTuple):
@@ -59,7 +69,9 @@ class Factor(NamedTuple):
 
 def quantize_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch with the contract of `quantize_rows`."""
-    largest = x.float().abs().nan_to_num(0, torch.inf).amax(1, keepdim=True)  # NaN has no part in it
+    largest = (
+        x.float().abs().nan_to_num(0, torch.inf).amax(1, keepdim=True)
+    )  # NaN has no part in it
     bits = (largest * (1 / LARGEST)).clamp(min=LEAST_SCALE).view(torch.int32)
     scales = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)  # rounds up to a power of two
     return (x.float() * (1 / scales)).to(FP8_TYPE).contiguous(), scales
@@ -69,12 +81,15 @@ def transpose_reference(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]
     """Plain PyTorch with the contract of `transpose_values`."""
     largest = scales.amax()
     values_t = (values.float() * (scales / largest)).t()
-    return torch.nn.functional.pad(values_t, (0, -len(values) % SHAPE_MULTIPLE)).to(FP8_TYPE).contiguous(), largest
+    return torch.nn.functional.pad(values_t, (0, -len(values) % SHAPE_MULTIPLE)).to(
+        FP8_TYPE
+    ).contiguous(), largest
 
 
 @triton.jit
 def _quantize(parts, values_ptr, scales_ptr, row, K: tl.constexpr, WIDTHS: tl.constexpr):
-    """Scales and rounds one row, which registers hold in parts of WIDTHS columns, with zeros behind column K."""
+    """Scales and rounds one row, which registers hold in parts of WIDTHS columns, with zeros behind
+    column K."""
     largest = 0.0
     for i in tl.static_range(len(WIDTHS)):
         largest = tl.maximum(largest, tl.max(tl.abs(parts[i].to(tl.float32)), axis=0))
@@ -90,7 +105,9 @@ def _quantize(parts, values_ptr, scales_ptr, row, K: tl.constexpr, WIDTHS: tl.co
 
 
 @triton.jit
-def _quantize_rows_kernel(x_ptr, values_ptr, scales_ptr, row_stride, K: tl.constexpr, WIDTHS: tl.constexpr):
+def _quantize_rows_kernel(
+    x_ptr, values_ptr, scales_ptr, row_stride, K: tl.constexpr, WIDTHS: tl.constexpr
+):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTHS[0])
     x = tl.load(x_ptr + row * row_stride + columns, mask=columns < K, other=0.0)
     _quantize((x,), values_ptr, scales_ptr, row, K, WIDTHS)
@@ -105,7 +122,9 @@ def _quantize_activation_kernel(
     row, hidden = tl.program_id(0).to(tl.int64), ()
     for i in tl.static_range(len(WIDTHS)):
         columns = i * WIDTHS[0] + tl.arange(0, WIDTHS[i])
-        gate = tl.load(gate_ptr + row * gate_stride + columns, mask=columns < F, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + row * gate_stride + columns, mask=columns < F, other=0.0).to(
+            tl.float32
+        )
         up = tl.load(up_ptr + row * up_stride + columns, mask=columns < F, other=0.0)
         value, _ = activate(gate, ACTIVATION)
         hidden += ((value * up.to(tl.float32)).to(up.dtype),)  # type: ignore[assignment]
@@ -114,16 +133,23 @@ def _quantize_activation_kernel(
 
 @triton.jit
 def _quantize_activation_gradients_kernel(
-    gate_ptr, up_ptr, d_hidden_ptr, d_gate_ptr, d_up_ptr, hidden_ptr, d_gate_scales_ptr, d_up_scales_ptr,
-    hidden_scales_ptr, gate_stride, up_stride, F: tl.constexpr, WIDTHS: tl.constexpr, ACTIVATION: tl.constexpr,
+    gate_ptr, up_ptr, d_hidden_ptr, d_gate_ptr, d_up_ptr, hidden_ptr, d_gate_scales_ptr,
+    d_up_scales_ptr,
+    hidden_scales_ptr, gate_stride, up_stride, F: tl.constexpr, WIDTHS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes one row of the gradients of gate and up, and of act(gate) * up, after the same rounding."""
+    """Quantizes one row of the gradients of gate and up, and of act(gate) * up, after the same
+    rounding."""
     row, d_gate, d_up, hidden = tl.program_id(0).to(tl.int64), (), (), ()
     for i in tl.static_range(len(WIDTHS)):
         columns = i * WIDTHS[0] + tl.arange(0, WIDTHS[i])
-        gate = tl.load(gate_ptr + row * gate_stride + columns, mask=columns < F, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + row * gate_stride + columns, mask=columns < F, other=0.0).to(
+            tl.float32
+        )
         up = tl.load(up_ptr + row * up_stride + columns, mask=columns < F, other=0.0)
-        d_hidden = tl.load(d_hidden_ptr + row * F + columns, mask=columns < F, other=0.0).to(tl.float32)
+        d_hidden = tl.load(d_hidden_ptr + row * F + columns, mask=columns < F, other=0.0).to(
+            tl.float32
+        )
         dtype = up.dtype
         up = up.to(tl.float32)
         value, derivative = activate(gate, ACTIVATION)
@@ -137,15 +163,29 @@ def _quantize_activation_gradients_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _transpose_kernel(
-    values_ptr, scales_ptr, largest_ptr, output_ptr, M, K, output_columns, TILE_M: tl.constexpr, TILE_K: tl.constexpr
+    values_ptr,
+    scales_ptr,
+    largest_ptr,
+    output_ptr,
+    M,
+    K,
+    output_columns,
+    TILE_M: tl.constexpr,
+    TILE_K: tl.constexpr,
 ):
     """Transposes a tile of values [M, K] into output [K, output_columns]: zeros follow column M."""
     rows = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)  # [TILE_M]
     columns = tl.program_id(1).to(tl.int64) * TILE_K + tl.arange(0, TILE_K)  # [TILE_K]
     mask = (rows < M)[:, None] & (columns < K)[None, :]  # [TILE_M, TILE_K]
-    values = tl.load(values_ptr + rows[:, None] * K + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    scales = tl.load(scales_ptr + rows, mask=rows < M, other=0.0) * tl.math.div_rn(1.0, tl.load(largest_ptr))
-    values = tl.trans((values * scales[:, None]).to(tl.float8e4nv, fp_downcast_rounding="rtne"))  # [TILE_K, TILE_M]
+    values = tl.load(values_ptr + rows[:, None] * K + columns[None, :], mask=mask, other=0.0).to(
+        tl.float32
+    )
+    scales = tl.load(scales_ptr + rows, mask=rows < M, other=0.0) * tl.math.div_rn(
+        1.0, tl.load(largest_ptr)
+    )
+    values = tl.trans(
+        (values * scales[:, None]).to(tl.float8e4nv, fp_downcast_rounding="rtne")
+    )  # [TILE_K, TILE_M]
     mask = (columns < K)[:, None] & (rows < output_columns)[None, :]
     tl.store(output_ptr + columns[:, None] * output_columns + rows[None, :], values, mask=mask)
 
@@ -158,7 +198,9 @@ def _empty_quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     M, K = x.shape
     if K > LONGEST_ROW:
-        raise ValueError(f"rows in FP8 have {LONGEST_ROW:,} elements at most, got {K:,}; use linear bf16")
+        raise ValueError(
+            f"rows in FP8 have {LONGEST_ROW:,} elements at most, got {K:,}; use linear bf16"
+        )
     x = x if x.stride(1) == 1 else x.contiguous()
     values, scales = _empty_quantized(x)
     block = triton.next_power_of_2(K)
@@ -169,17 +211,29 @@ def _quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _widths(columns: int) -> dict[str, Any]:
-    """Returns a power of two below a row's columns and one that has the rest, and warps for rows of this size."""
+    """Returns a power of two below a row's columns and one that has the rest, and warps for rows of
+    this size."""
     first = 2 ** (columns.bit_length() - 1)
     widths = (first, triton.next_power_of_2(columns - first)) if columns > first else (first,)
-    return {"WIDTHS": widths, "num_warps": min(32, max(4, triton.next_power_of_2(triton.cdiv(sum(widths), 1280))))}
+    return {
+        "WIDTHS": widths,
+        "num_warps": min(32, max(4, triton.next_power_of_2(triton.cdiv(sum(widths), 1280)))),
+    }
 
 
 @operation("fathom::quantize_activation", lambda gate, up, activation: _empty_quantized(gate))
 def _quantize_activation(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     (M, F), (values, scales) = gate.shape, _empty_quantized(gate)
     _quantize_activation_kernel[(M,)](
-        gate, up, values, scales, gate.stride(0), up.stride(0), F=F, ACTIVATION=activation, **_widths(F)
+        gate,
+        up,
+        values,
+        scales,
+        gate.stride(0),
+        up.stride(0),
+        F=F,
+        ACTIVATION=activation,
+        **_widths(F),
     )
     return values, scales
 
@@ -189,45 +243,61 @@ def _three_empty(d_hidden, *others):
 
 
 @operation("fathom::quantize_activation_gradients", _three_empty)
-def _quantize_activation_gradients(d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str) -> list[Tensor]:
+def _quantize_activation_gradients(
+    d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> list[Tensor]:
     """Returns values and scales of d_gate, of d_up, and of act(gate) * up."""
     (M, F), made = gate.shape, _three_empty(d_hidden)
     _quantize_activation_gradients_kernel[(M,)](
-        gate, up, d_hidden, *made[::2], *made[1::2], gate.stride(0), up.stride(0), F=F, ACTIVATION=activation,
+        gate, up, d_hidden, *made[::2], *made[1::2], gate.stride(0), up.stride(0), F=F,
+        ACTIVATION=activation,
         maxnreg=128, **_widths(F),
     )  # fmt: skip
     return made
 
 
 def _empty_transposed(values: Tensor) -> Tensor:
-    return values.new_empty(values.shape[1], triton.cdiv(len(values), SHAPE_MULTIPLE) * SHAPE_MULTIPLE)
+    return values.new_empty(
+        values.shape[1], triton.cdiv(len(values), SHAPE_MULTIPLE) * SHAPE_MULTIPLE
+    )
 
 
-@operation("fathom::transpose_fp8", lambda values, scales: (_empty_transposed(values), scales.new_empty(())))
+@operation(
+    "fathom::transpose_fp8",
+    lambda values, scales: (_empty_transposed(values), scales.new_empty(())),
+)
 def _transpose_values(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     (M, K), largest = values.shape, scales.amax()
     values_t = _empty_transposed(values)
     grid = triton.cdiv(values_t.shape[1], _TILE_M), triton.cdiv(K, _TILE_K)
-    _transpose_kernel[grid](values, scales, largest, values_t, M, K, values_t.shape[1], TILE_M=_TILE_M, TILE_K=_TILE_K)
+    _transpose_kernel[grid](
+        values, scales, largest, values_t, M, K, values_t.shape[1], TILE_M=_TILE_M, TILE_K=_TILE_K
+    )
     return values_t, largest
 
 
 def quantize_rows(x: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """Scales each row of x [M, K] to FP8's range by a power of two, and rounds it.
 
-    Returns values [M, K] float8_e4m3fn and scales [M, 1] float32. Raises ValueError with Triton for rows above
-    LONGEST_ROW elements.
+    Returns values [M, K] float8_e4m3fn and scales [M, 1] float32. Raises ValueError with Triton for
+    rows above LONGEST_ROW elements.
     """
     return _quantize_rows(x) if use_triton(impl, x) else quantize_rows_reference(x)
 
 
-def transpose_values(values: Tensor, scales: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
+def transpose_values(
+    values: Tensor, scales: Tensor, *, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
     """Transposes what `quantize_rows` returned, and scales it by one number.
 
-    Returns values [K, M] float8_e4m3fn, with zeros for columns that round M up to a multiple of 16, and the scale []
-    float32.
+    Returns values [K, M] float8_e4m3fn, with zeros for columns that round M up to a multiple of 16,
+    and the scale [] float32.
     """
-    return _transpose_values(values, scales) if use_triton(impl, scales) else transpose_reference(values, scales)
+    return (
+        _transpose_values(values, scales)
+        if use_triton(impl, scales)
+        else transpose_reference(values, scales)
+    )
 
 
 def _product(a: Factor, b: Factor, out: Tensor | None = None) -> Tensor:
@@ -236,7 +306,9 @@ def _product(a: Factor, b: Factor, out: Tensor | None = None) -> Tensor:
         return out
     if a.values.device.type != "cpu":
         if a.dtype != torch.bfloat16:
-            raise ValueError(f"products in FP8 on CUDA need bfloat16, got {a.dtype}; use linear bf16")
+            raise ValueError(
+                f"products in FP8 on CUDA need bfloat16, got {a.dtype}; use linear bf16"
+            )
         scales = a.scales, b.scales
         if a.scales.dim() != b.scales.dim():
             scales = tuple(each.scales.expand(len(each.values), 1).contiguous() for each in (a, b))
@@ -244,7 +316,11 @@ def _product(a: Factor, b: Factor, out: Tensor | None = None) -> Tensor:
             a.values, b.values.t(), scales[0], scales[1] if scales[1].dim() == 0 else scales[1].t(),
             out_dtype=a.dtype if out is None else out.dtype, out=out, use_fast_accum=False,
         )  # fmt: skip
-    product = (a.values.float() @ b.values.float().t()) * a.scales * (b.scales.t() if b.scales.dim() else b.scales)
+    product = (
+        (a.values.float() @ b.values.float().t())
+        * a.scales
+        * (b.scales.t() if b.scales.dim() else b.scales)
+    )
     return product.to(a.dtype) if out is None else out.copy_(product)
 
 
@@ -273,7 +349,13 @@ class FP8(InPieces):
         return Factor(values, scales, gate.dtype)
 
     def activation_gradients(
-        self, d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str, on_triton: bool, in_place: bool
+        self,
+        d_hidden: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        on_triton: bool,
+        in_place: bool,
     ) -> list[Factor]:
         if not on_triton or gate.shape[1] > _LONGEST_HELD:
             return super().activation_gradients(d_hidden, gate, up, activation, on_triton, in_place)
@@ -287,7 +369,9 @@ class FP8(InPieces):
         values, scales = tensors
         return Factor(values, scales, dtype)
 
-    def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         y = _product(x, weight, out)
         return y if bias is None else y.add_(bias)
 
@@ -297,7 +381,9 @@ class FP8(InPieces):
         if out is None or not accumulate:
             return _product(dy, weight_t, out)
         for i in rounds(triton.cdiv(len(out), _ROWS_ADDED), out):
-            values, scales, part = (x[i * _ROWS_ADDED : (i + 1) * _ROWS_ADDED] for x in (dy.values, dy.scales, out))
+            values, scales, part = (
+                x[i * _ROWS_ADDED : (i + 1) * _ROWS_ADDED] for x in (dy.values, dy.scales, out)
+            )
             part += _product(Factor(values, scales, dy.dtype), weight_t)
         return out
 
@@ -308,7 +394,9 @@ class FP8(InPieces):
         if out is not None and accumulate:
             for i in rounds(parts, out):
                 rows = slice(i * ROWS_SUMMED, (i + 1) * ROWS_SUMMED)
-                dy_rows, x_rows = (Factor(each.values[:, rows], each.scales, each.dtype) for each in (dy_t, x_t))
+                dy_rows, x_rows = (
+                    Factor(each.values[:, rows], each.scales, each.dtype) for each in (dy_t, x_t)
+                )
                 out += _product(dy_rows, x_rows)  # rounded to 16 bits, the sum is not
             return out
         if parts == 1:
@@ -322,12 +410,17 @@ FP8_LINEAR = FP8()
 
 
 def check_fp8(device: torch.device, widths: dict[str, int], linear: Linear = FP8_LINEAR) -> None:
-    """Raises ValueError where a map's products cannot run; `widths` are sizes of matrices: {"hidden_size": 2560}."""
+    """Raises ValueError where a map's products cannot run; `widths` are sizes of matrices:
+    {"hidden_size": 2560}."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise ValueError(f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {device} is older; use linear bf16")
+        raise ValueError(
+            f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {device} is older; use "
+            "linear bf16"
+        )
     for name, width in widths.items():
         if width % linear.width_multiple or width > LONGEST_ROW:
             limits = f"multiples of {linear.width_multiple} up to {LONGEST_ROW:,}"
             raise ValueError(
-                f"{linear.name.upper()} needs widths that are {limits}, {name} is {width:,}; use linear bf16"
+                f"{linear.name.upper()} needs widths that are {limits}, {name} is {width:,}; use "
+                "linear bf16"
             )

@@ -4,9 +4,9 @@ Let a = act(gate), and d the gradient of a * up. Then
 
     d_gate = d * up * act'(gate),  d_up = d * a
 
-act is SiLU (SwiGLU) or GELU in its tanh form (GEGLU). Both are x * sigmoid(y): y = x for SiLU, and y = 2 z for GELU,
-since 0.5 (1 + tanh(z)) = sigmoid(2 z). A gate of attention's output has the sigmoid alone. Arithmetic is in float32,
-with one rounding at the end.
+act is SiLU (SwiGLU) or GELU in its tanh form (GEGLU). Both are x * sigmoid(y): y = x for SiLU, and
+y = 2 z for GELU, since 0.5 (1 + tanh(z)) = sigmoid(2 z). A gate of attention's output has the
+sigmoid alone. Arithmetic is in float32, with one rounding at the end.
 
 Kept for backward: gate and up by `swiglu` and `geglu`, which compute the activation again.
 """
@@ -44,7 +44,9 @@ def activate(x, ACTIVATION: tl.constexpr):
     else:
         y = x
         slope = 1.0
-    e = tl.exp(-tl.abs(y))  # never overflows; sigmoid(y) (1 - sigmoid(y)) keeps its digits at both ends
+    e = tl.exp(
+        -tl.abs(y)
+    )  # never overflows; sigmoid(y) (1 - sigmoid(y)) keeps its digits at both ends
     r = 1.0 / (1.0 + e)
     sigmoid = tl.where(y >= 0, r, e * r)
     if ACTIVATION == "sigmoid":
@@ -91,18 +93,27 @@ def _gated_activation_backward_kernel(
 
 
 def _launch(kernel, gate, up, *others, activation):
-    """Runs `kernel` over gate and up, [rows, F] with rows of any spacing, and over `others`, [rows, F] contiguous."""
+    """Runs `kernel` over gate and up, [rows, F] with rows of any spacing, and over `others`, [rows,
+    F] contiguous."""
     if gate.is_meta:
         return
     rows, columns = gate.shape
     block = min(BLOCK_SIZE, triton.next_power_of_2(columns))
     kernel[(rows * triton.cdiv(columns, block),)](
-        gate, up, *others, gate.stride(0), up.stride(0), F=columns, BLOCK_F=block, ACTIVATION=activation
+        gate,
+        up,
+        *others,
+        gate.stride(0),
+        up.stride(0),
+        F=columns,
+        BLOCK_F=block,
+        ACTIVATION=activation,
     )
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """Views `x` as [rows, F] with contiguous rows, without a copy for halves of a fused projection."""
+    """Views `x` as [rows, F] with contiguous rows, without a copy for halves of a fused
+    projection."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -110,26 +121,49 @@ def _as_rows(x: Tensor) -> Tensor:
 @operation("fathom::gated_activation", lambda gate, *_: gate.new_empty(gate.shape))
 def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     output = gate.new_empty(gate.shape)
-    _launch(_gated_activation_forward_kernel, _as_rows(gate), _as_rows(up), output, activation=activation)
+    _launch(
+        _gated_activation_forward_kernel,
+        _as_rows(gate),
+        _as_rows(up),
+        output,
+        activation=activation,
+    )
     return output
 
 
-@operation("fathom::gated_activation_backward", lambda _, *two: tuple(x.new_empty(x.shape) for x in two[:2]))
-def _gated_activation_backward(d_output: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+@operation(
+    "fathom::gated_activation_backward",
+    lambda _, *two: tuple(x.new_empty(x.shape) for x in two[:2]),
+)
+def _gated_activation_backward(
+    d_output: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     gradients = d_output.contiguous(), d_gate, d_up, None
-    _launch(_gated_activation_backward_kernel, _as_rows(gate), _as_rows(up), *gradients, activation=activation)
+    _launch(
+        _gated_activation_backward_kernel,
+        _as_rows(gate),
+        _as_rows(up),
+        *gradients,
+        activation=activation,
+    )
     return d_gate, d_up
 
 
 @operation(
-    "fathom::gated_activation_again", lambda _, *two: tuple(x.new_empty(x.shape) for x in two[:2]), mutates=["d_output"]
+    "fathom::gated_activation_again",
+    lambda _, *two: tuple(x.new_empty(x.shape) for x in two[:2]),
+    mutates=["d_output"],
 )
-def _gated_activation_again(d_output: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of gate and up, and overwrites d_output, which is contiguous, by act(gate) * up."""
+def _gated_activation_again(
+    d_output: Tensor, gate: Tensor, up: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of gate and up, and overwrites d_output, which is contiguous, by
+    act(gate) * up."""
     d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     _launch(
-        _gated_activation_backward_kernel, _as_rows(gate), _as_rows(up), d_output, d_gate, d_up, d_output,
+        _gated_activation_backward_kernel, _as_rows(gate), _as_rows(up), d_output, d_gate, d_up,
+        d_output,
         activation=activation,
     )  # fmt: skip
     return d_gate, d_up
@@ -146,10 +180,15 @@ _gated_activation.register_autograd(
 )
 
 
-def activated(gate: Tensor, up: Tensor, activation: str, on_triton: bool, out: Tensor | None = None) -> Tensor:
-    """Returns act(gate) * up, written into `out`, which may be gate, if it is given. No graph is made of it then."""
+def activated(
+    gate: Tensor, up: Tensor, activation: str, on_triton: bool, out: Tensor | None = None
+) -> Tensor:
+    """Returns act(gate) * up, written into `out`, which may be gate, if it is given. No graph is
+    made of it then."""
     if out is None:
-        return (_gated_activation if on_triton else gated_activation_reference)(gate, up, activation)
+        return (_gated_activation if on_triton else gated_activation_reference)(
+            gate, up, activation
+        )
     if on_triton:
         _launch(_gated_activation_forward_kernel, gate, up, out, activation=activation)
         return out
@@ -159,7 +198,8 @@ def activated(gate: Tensor, up: Tensor, activation: str, on_triton: bool, out: T
 def activation_gradients(
     d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str, on_triton: bool, in_place: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of gate and up, and overwrites their product's gradient d_hidden by act(gate) * up.
+    """Returns the gradients of gate and up, and overwrites their product's gradient d_hidden by
+    act(gate) * up.
 
     Arguments are [rows, F]. With `in_place` the gradients overwrite gate and up.
     """
@@ -167,14 +207,26 @@ def activation_gradients(
         return _gated_activation_again(d_hidden, gate, up, activation)
     d_gate, d_up = (gate, up) if in_place else (torch.empty_like(gate), torch.empty_like(up))
     if on_triton:
-        _launch(_gated_activation_backward_kernel, gate, up, d_hidden, d_gate, d_up, d_hidden, activation=activation)
+        _launch(
+            _gated_activation_backward_kernel,
+            gate,
+            up,
+            d_hidden,
+            d_gate,
+            d_up,
+            d_hidden,
+            activation=activation,
+        )
         return d_gate, d_up
     compute_dtype = torch.promote_types(gate.dtype, torch.float32)
     d, x, u = (t.to(compute_dtype, copy=True) for t in (d_hidden, gate, up))
     if activation == "silu":
         value, d_x = F.silu(x), torch.ops.aten.silu_backward(d * u, x)
     else:
-        value, d_x = F.gelu(x, approximate="tanh"), torch.ops.aten.gelu_backward(d * u, x, approximate="tanh")
+        value, d_x = (
+            F.gelu(x, approximate="tanh"),
+            torch.ops.aten.gelu_backward(d * u, x, approximate="tanh"),
+        )
     d_hidden.copy_(value * u)
     return d_gate.copy_(d_x), d_up.copy_(d * value)
 
@@ -182,19 +234,21 @@ def activation_gradients(
 def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
     """Returns silu(gate) * up (Shazeer 2020, arXiv:2002.05202), contiguous, in their dtype.
 
-    Both are [..., F], float32, bfloat16 or float16; halves of a fused projection are read in place. Raises ValueError
-    for unequal shapes or dtypes, or with Triton another dtype.
+    Both are [..., F], float32, bfloat16 or float16; halves of a fused projection are read in place.
+    Raises ValueError for unequal shapes or dtypes, or with Triton another dtype.
     """
     return gated_activation(gate, up, "silu", impl)
 
 
 def geglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
-    """Returns gelu(gate) * up, GELU in the tanh form that Gemma uses; arguments and errors as in `swiglu`."""
+    """Returns gelu(gate) * up, GELU in the tanh form that Gemma uses; arguments and errors as in
+    `swiglu`."""
     return gated_activation(gate, up, "gelu_tanh", impl)
 
 
 def sigmoid_gated(gate: Tensor, x: Tensor, *, impl: str = "auto") -> Tensor:
-    """Returns sigmoid(gate) * x, as attention with an output gate does; arguments and errors as in `swiglu`."""
+    """Returns sigmoid(gate) * x, as attention with an output gate does; arguments and errors as in
+    `swiglu`."""
     return gated_activation(gate, x, "sigmoid", impl)
 
 

@@ -1,4 +1,5 @@
-"""Gated delta net: a mixer that remembers a state per value head, not keys and values (arXiv 2412.06464).
+"""Gated delta net: a mixer that remembers a state per value head, not keys and values (arXiv
+2412.06464).
 
 The layer's input is x. There are G key heads of width K and H value heads of width V.
 
@@ -6,18 +7,21 @@ The layer's input is x. There are G key heads of width K and H value heads of wi
     g       = -exp(A_log) softplus(x W_a^T + dt_bias)                         log decay, float32
     beta    = sigmoid(x W_b^T)                                                strength, float32
     o       = delta rule of q, k, v, g and beta                               `delta_rule`
-    out     = (norm(o) silu(x W_z^T)) W_out^T                                 norm of each value head
+    out     = (norm(o) silu(x W_z^T)) W_out^T                                 norm of each value
+    head
 
-A_log, dt_bias and the norm's weight stay float32 beside matrices in bf16: a rounded A_log is another decay.
+A_log, dt_bias and the norm's weight stay float32 beside matrices in bf16: a rounded A_log is
+another decay.
 
-Ranks that share a sequence exchange tokens for heads before the convolution, and back before the norm: in between, each
-rank has some heads of all tokens. `StateCache` holds the states, and the last rows before the convolution.
+Ranks that share a sequence exchange tokens for heads before the convolution, and back before the
+norm: in between, each rank has some heads of all tokens. `StateCache` holds the states, and the
+last rows before the convolution.
 """
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +38,9 @@ from .linear import PLAIN, Linear
 from .parts import Adapted, AttentionFlops, MixerKind, Parameter, Weight, Work
 from .rms_norm import rms_norm, rms_norm_reference
 
-BACKWARD_FLOPS = 3.0  # times forward's, in the delta rule: states and chunks' matrices are made again
+BACKWARD_FLOPS = (
+    3.0  # times forward's, in the delta rule: states and chunks' matrices are made again
+)
 
 
 class DeltaNetParameters(NamedTuple):
@@ -54,7 +60,8 @@ class DeltaNetParameters(NamedTuple):
 
 @dataclass(frozen=True)
 class DeltaNet(MixerKind):
-    """The gated delta net as a kind of mixer and a `LayerPart`. Raises ValueError for sizes that do not fit."""
+    """The gated delta net as a kind of mixer and a `LayerPart`. Raises ValueError for sizes that do
+    not fit."""
 
     num_key_heads: int = 16
     num_value_heads: int = 32
@@ -66,7 +73,8 @@ class DeltaNet(MixerKind):
     works_in_groups: ClassVar[bool] = False
     has_keys: ClassVar[bool] = False
     reads_prompts: ClassVar[bool] = True  # its copies are three tokens of each prompt
-    # Measured on an H100 (benchmarks/results/delta_net_h100_2026-11-26.md): scans wait for each other, not for memory.
+    # Measured on an H100 (benchmarks/results/delta_net_h100_2026-11-26.md): scans wait for each
+    # other, not for memory.
     h200_rates: ClassVar[dict[str, float]] = {"delta forward": 161e12, "delta backward": 153e12}
 
     def __post_init__(self):
@@ -74,7 +82,8 @@ class DeltaNet(MixerKind):
             raise ValueError(f"a gated delta net needs heads and widths above 0, got {self}")
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
-                f"linear_num_value_heads must be a multiple of linear_num_key_heads ({self.num_key_heads}), got "
+                "linear_num_value_heads must be a multiple of linear_num_key_heads "
+                f"({self.num_key_heads}), got "
                 f"{self.num_value_heads}"
             )
 
@@ -95,10 +104,18 @@ class DeltaNet(MixerKind):
         return sum(self.columns)
 
     def of_rank(self, ranks: int) -> "DeltaNet":
-        """Returns the heads of each of `ranks` that share a sequence. Raises ValueError if they do not divide them."""
+        """Returns the heads of each of `ranks` that share a sequence. Raises ValueError if they do
+        not divide them."""
         if self.num_key_heads % ranks:
-            raise ValueError(f"{ranks} ranks do not divide the {self.num_key_heads} key heads; share between fewer")
-        return replace(self, num_key_heads=self.num_key_heads // ranks, num_value_heads=self.num_value_heads // ranks)
+            raise ValueError(
+                f"{ranks} ranks do not divide the {self.num_key_heads} key heads; share between "
+                "fewer"
+            )
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // ranks,
+            num_value_heads=self.num_value_heads // ranks,
+        )
 
     @property
     def kind(self) -> "DeltaNet":
@@ -114,7 +131,9 @@ class DeltaNet(MixerKind):
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         _, H, _, V = self.sizes
-        map_qkv, map_z = (Parameter((rows, hidden_size), is_map=True) for rows in (self.channels, H * V))
+        map_qkv, map_z = (
+            Parameter((rows, hidden_size), is_map=True) for rows in (self.channels, H * V)
+        )
         of_heads = Parameter((H, hidden_size))
         return {
             "dt_bias": Parameter((H,), "one", is_exact=True),
@@ -136,7 +155,10 @@ class DeltaNet(MixerKind):
 
     def check_heads(self, head_dim):
         if not {self.key_dim, self.value_dim} <= {*HEAD_WIDTHS}:
-            raise ValueError(f"gated delta nets have GPU kernels for heads of {HEAD_WIDTHS}, got {self.sizes[2:]}")
+            raise ValueError(
+                f"gated delta nets have GPU kernels for heads of {HEAD_WIDTHS}, got "
+                f"{self.sizes[2:]}"
+            )
 
     def describe(self, selected_blocks):
         return "a gated delta net's state"
@@ -154,12 +176,18 @@ class DeltaNet(MixerKind):
         kept, _, _ = delta_rule_bytes(num_tokens, *self.sizes[1:], element_size)
         return element_size * num_tokens * self.num_value_heads * self.value_dim + kept, 0
 
-    def inside_bytes(self, num_tokens: int, element_size: int, *, num_ranks: int = 1, **options) -> dict[str, int]:
+    def inside_bytes(
+        self, num_tokens: int, element_size: int, *, num_ranks: int = 1, **options
+    ) -> dict[str, int]:
         """Has no use for attention's other `options`."""
         own, num_tokens = self.of_rank(num_ranks), num_tokens * num_ranks
         _, forward, backward = delta_rule_bytes(num_tokens, *own.sizes[1:], element_size)
         convolution = convolution_workspace(num_tokens, own.channels)
-        names = "fathom::delta_rule", "fathom::delta_rule_backward", "fathom::qkv_convolution_backward"
+        names = (
+            "fathom::delta_rule",
+            "fathom::delta_rule_backward",
+            "fathom::qkv_convolution_backward",
+        )
         return dict(zip(names, (forward, backward, convolution)))
 
     def linear_work(
@@ -170,20 +198,28 @@ class DeltaNet(MixerKind):
         flops = 2.0 * num_tokens * hidden_size * (self.channels + 2 * H * V + 2 * H)
         return Work(flops, flops, element_size * num_tokens * (2 * self.channels + 3 * H * V))
 
-    def measure_rates(self, H, G, K, context_length, backend, seconds: Callable[..., float], device):
+    def measure_rates(
+        self, H, G, K, context_length, backend, seconds: Callable[..., float], device
+    ):
         (G, H, K, V), T = self.sizes, 32_768
-        q, k = (F.normalize(torch.randn(1, T, G, K, device=device), dim=-1).bfloat16() for _ in range(2))
+        q, k = (
+            F.normalize(torch.randn(1, T, G, K, device=device), dim=-1).bfloat16() for _ in range(2)
+        )
         v = torch.randn(1, T, H, V, device=device, dtype=torch.bfloat16)
         g, beta = -torch.rand(1, T, H, device=device), torch.rand(1, T, H, device=device)
         tensors = [x.requires_grad_() for x in (q, k, v, g, beta)]
         out, flops = delta_rule(*tensors), self.flops(T, H, G, K)
         forward = seconds(lambda: delta_rule(*(x.detach() for x in tensors)))
         backward = seconds(lambda: torch.autograd.grad(out, tensors, v, retain_graph=True))
-        return {f"{self.name} forward": flops.forward / forward, f"{self.name} backward": flops.backward / backward}
+        return {
+            f"{self.name} forward": flops.forward / forward,
+            f"{self.name} backward": flops.backward / backward,
+        }
 
 
 class StateCache:
-    """Keeps the states of a gated delta net, and the last inputs of its convolution, for later tokens."""
+    """Keeps the states of a gated delta net, and the last inputs of its convolution, for later
+    tokens."""
 
     def __init__(self):
         self.length = 0  # tokens seen so far
@@ -191,8 +227,13 @@ class StateCache:
         self.rows: Tensor | None = None  # [B, 3, C], zeros before the first token
 
     def joined(self, x_BTC: Tensor) -> Tensor:
-        """Returns inputs of the convolution behind the three before them, and remembers the last three."""
-        before = x_BTC.new_zeros(len(x_BTC), WIDTH - 1, x_BTC.shape[-1]) if self.rows is None else self.rows
+        """Returns inputs of the convolution behind the three before them, and remembers the last
+        three."""
+        before = (
+            x_BTC.new_zeros(len(x_BTC), WIDTH - 1, x_BTC.shape[-1])
+            if self.rows is None
+            else self.rows
+        )
         joined = torch.cat([before, x_BTC], 1)
         self.length, self.rows = self.length + x_BTC.shape[1], joined[:, 1 - WIDTH :]
         return joined
@@ -201,23 +242,28 @@ class StateCache:
 def gated_delta_net_reference(
     x_BTD: Tensor, parameters: DeltaNetParameters, kind: DeltaNet, segments: Tensor | None = None
 ) -> Tensor:
-    """Plain PyTorch with the contract of `gated_delta_net`, token by token; float64 stays float64."""
+    """Plain PyTorch with the contract of `gated_delta_net`, token by token; float64 stays
+    float64."""
     (G, H, K, _), p = kind.sizes, parameters
     qkv, z, b, a = (F.linear(x_BTD, weight) for weight in (p.qkv, p.z, p.b, p.a))
     q, k, v = qkv_convolution_reference(qkv, p.convolution, G, H, K, segments=segments)
     g, beta = _decay_and_strength(a, b, p)
     out, _ = delta_rule_reference(q, k, v, g, beta, segments=segments)
-    return F.linear(rms_norm_reference(out, p.norm, p.eps, gate=z.view(out.shape)).flatten(2), p.out)  # type: ignore
+    normed: Any = rms_norm_reference(out, p.norm, p.eps, gate=z.view(out.shape))
+    return F.linear(normed.flatten(2), p.out)
 
 
 def _decay_and_strength(a: Tensor, b: Tensor, p: DeltaNetParameters) -> tuple[Tensor, Tensor]:
     """Returns g and beta [B, T, H], float32 or wider."""
     dtype = torch.promote_types(a.dtype, torch.float32)
-    return -p.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + p.dt_bias.to(dtype)), b.sigmoid().to(dtype)
+    return -p.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + p.dt_bias.to(dtype)), b.sigmoid().to(
+        dtype
+    )
 
 
 def _rows_by_rank(weight: Weight, kind: DeltaNet, ranks: int) -> list[Weight]:
-    """Returns the rows of each rank's heads, in q, in k and in v, of a weight whose rows are channels."""
+    """Returns the rows of each rank's heads, in q, in k and in v, of a weight whose rows are
+    channels."""
     if isinstance(weight, Adapted):
         matrices, bs = (_rows_by_rank(rows, kind, ranks) for rows in (weight.matrix, weight.b))
         return [Adapted(matrix, weight.a, b) for matrix, b in zip(matrices, bs)]  # type: ignore[arg-type]
@@ -230,7 +276,8 @@ def _project_to_heads(
 ) -> Callable[[], Tensor]:
     """Projects to the channels of other ranks' heads, and starts to send them.
 
-    Returns a function that projects to this rank's channels beside that, and waits: [B, T / N, D] to [B, T, C / N].
+    Returns a function that projects to this rank's channels beside that, and waits: [B, T / N, D]
+    to [B, T, C / N].
     """
     rows, own = _rows_by_rank(weight, kind, exchange.size), exchange.rank
     parts = [None if rank == own else linear(x_BTD, of_rank) for rank, of_rank in enumerate(rows)]
@@ -239,19 +286,23 @@ def _project_to_heads(
 
 
 def gated_delta_net(
-    x_BTD: Tensor, parameters: DeltaNetParameters, kind: DeltaNet, segments: Tensor | None = None, *,
-    cache: StateCache | None = None, exchange: HeadExchange | None = None, linear: Linear = PLAIN, impl: str = "auto",
+    x_BTD: Tensor, parameters: DeltaNetParameters, kind: DeltaNet, segments: Tensor | None = None,
+    *,
+    cache: StateCache | None = None, exchange: HeadExchange | None = None, linear: Linear = PLAIN,
+    impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Runs a gated delta net from a layer's input to its output projection, [B, T, D] to [B, T, D].
 
     Args:
-        segments: the documents, see `kernels.attention.documents.Documents`; None: each batch row is one document.
-        cache: continues the tokens that it has seen, one document per row, and sees these; None: nothing before.
-        exchange: between ranks that share each sequence. x and the result are of this rank's tokens, `segments` of
+        segments: the documents, see `kernels.attention.documents.Documents`; None: each batch row
+        is one document. cache: continues the tokens that it has seen, one document per row, and
+        sees these; None: nothing before. exchange: between ranks that share each sequence. x and
+        the result are of this rank's tokens, `segments` of
             whole sequences. None: each rank has its own sequences.
         linear: the linear map of the projections to q, k, v and z, and of the output projection.
 
-    Raises ValueError for what `qkv_convolution` and `delta_rule` refuse, and ranks that do not divide the key heads.
+    Raises ValueError for what `qkv_convolution` and `delta_rule` refuse, and ranks that do not
+    divide the key heads.
     """
     p, exchange = parameters, exchange or HeadExchange(None)
     G, H, K, _ = kind.of_rank(exchange.size).sizes
@@ -262,7 +313,10 @@ def gated_delta_net(
     qkv: Tensor | list[Tensor]
     if is_shared:
         receive_gates = exchange.start_to_heads(torch.stack([g, beta], -1))
-        qkv, convolution = receive_qkv(), _rows_by_rank(p.convolution, kind, exchange.size)[exchange.rank]
+        qkv, convolution = (
+            receive_qkv(),
+            _rows_by_rank(p.convolution, kind, exchange.size)[exchange.rank],
+        )
         g, beta = receive_gates().unbind(-1)
         del receive_gates, receive_qkv
     elif cache is not None or has_prompts(segments):
@@ -281,11 +335,15 @@ def gated_delta_net(
         del q, k, v, g, beta
     else:
         q, k, v = (x[:, WIDTH - 1 :] for x in convolve(cache.joined(qkv)))
-        out, cache.state = delta_rule(q, k, v, g, beta, initial_state=cache.state, with_state=True, impl=impl)
+        out, cache.state = delta_rule(
+            q, k, v, g, beta, initial_state=cache.state, with_state=True, impl=impl
+        )
         del qkv, q, k, v, g, beta
     receive = exchange.start_to_tokens(out)  # type: ignore[arg-type]
     del out
-    z = linear(x_BTD, p.z)  # beside the exchange; and backward frees its gradient before the rule's backward
+    z = linear(
+        x_BTD, p.z
+    )  # beside the exchange; and backward frees its gradient before the rule's backward
     out = receive()
     del receive
     normed = rms_norm(out, p.norm, p.eps, gate=z.view(out.shape), read_once=True, impl=impl)
@@ -294,10 +352,12 @@ def gated_delta_net(
 
 
 def _with_prompts(inputs: list[Tensor], convolve: Callable, segments: Tensor, impl: str) -> Tensor:
-    """Returns the delta rule's output [B, T, H, V] of documents that may go on from prompts; empties `inputs`.
+    """Returns the delta rule's output [B, T, H, V] of documents that may go on from prompts;
+    empties `inputs`.
 
-    `inputs` are rows before the convolution [B, T, C], g and beta [B, T, H]. Before each answer stand copies of its
-    prompt's last three tokens, which the convolution reads. Without strength and decay they leave the state as it is:
+    `inputs` are rows before the convolution [B, T, C], g and beta [B, T, H]. Before each answer
+    stand copies of its prompt's last three tokens, which the convolution reads. Without strength
+    and decay they leave the state as it is:
     the prompt's last state, from which all of its answers start.
     """
     like = inputs[0].new_empty(()).expand(inputs[0].shape[:2])
@@ -306,8 +366,12 @@ def _with_prompts(inputs: list[Tensor], convolve: Callable, segments: Tensor, im
     q, k, v = convolve(Expand.apply(inputs.pop(), copies), segments=copies.segments)
     documents, first = copies.segments, copies.num_before
     of_answers = documents[:, 1] >= first
-    before, answers = ([x[:, part] for x in (q, k, v, g, beta)] for part in (slice(first), slice(first, None)))
+    before, answers = (
+        [x[:, part] for x in (q, k, v, g, beta)] for part in (slice(first), slice(first, None))
+    )
     out, states = delta_rule(*before, segments=documents[~of_answers], with_state=True, impl=impl)
     own = documents[of_answers] - torch.tensor([0, first, first])
-    out_of_answers = delta_rule(*answers, segments=own, initial_state=states[copies.prompts], impl=impl)
+    out_of_answers = delta_rule(
+        *answers, segments=own, initial_state=states[copies.prompts], impl=impl
+    )
     return Drop.apply(torch.cat([out, out_of_answers], 1), copies, like)

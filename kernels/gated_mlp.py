@@ -1,12 +1,14 @@
 """Gated feed-forward layer, down(act(gate(x)) * up(x)), at once or in tiles.
 
-Kept for backward: the input, gate and up by `gated_mlp` at once, where one launch makes act(gate) * up again beside
-the gradients; with adapters act(gate) * up as well. `gated_mlp` in tiles keeps the input alone.
+Kept for backward: the input, gate and up by `gated_mlp` at once, where one launch makes act(gate) *
+up again beside the gradients; with adapters act(gate) * up as well. `gated_mlp` in tiles keeps the
+input alone.
 
-A tile is some rows of the input. Tiles go through the layer one after another, in buffers of one tile. Backward
-computes a tile's gate and up again, two of its eleven matrix products. Then d_gate overwrites gate, d_up overwrites up,
-and a * up, which the gradient of down_weight needs, overwrites d. Memory grows with the rows by the input, the output
-and their gradients only. Weight gradients add up over tiles in float32.
+A tile is some rows of the input. Tiles go through the layer one after another, in buffers of one
+tile. Backward computes a tile's gate and up again, two of its eleven matrix products. Then d_gate
+overwrites gate, d_up overwrites up, and a * up, which the gradient of down_weight needs, overwrites
+d. Memory grows with the rows by the input, the output and their gradients only. Weight gradients
+add up over tiles in float32.
 """
 
 import itertools
@@ -29,7 +31,12 @@ ACTIVATIONS = ("silu", "gelu_tanh")  # of an MLP
 
 
 def gated_mlp_reference(
-    input: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, *, activation: str = "silu"
+    input: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor,
+    down_weight: Tensor,
+    *,
+    activation: str = "silu",
 ) -> Tensor:
     """Plain PyTorch with the contract of `gated_mlp`, untiled."""
     gate, up = F.linear(input, gate_weight), F.linear(input, up_weight)
@@ -48,17 +55,25 @@ class _AtOnce(torch.autograd.Function):
         ctx.save_for_backward(gate, up, gate_weight, up_weight, down_weight, *kept)
         ctx.linear, ctx.options, ctx.dtype = linear, (activation, on_triton), x.dtype
         del factor
-        return linear.forward(linear.activated(gate, up, activation, on_triton), linear.factor(down_weight))
+        return linear.forward(
+            linear.activated(gate, up, activation, on_triton), linear.factor(down_weight)
+        )
 
     @staticmethod
     @first_derivative
     def backward(ctx, dy):
         gate, up, *tensors = ctx.saved_tensors  # checkpointing gives them once
-        weights, kept, linear, (needs_x, *needs) = tensors[:3], tensors[3:], ctx.linear, ctx.needs_input_grad[:4]
+        weights, kept, linear, (needs_x, *needs) = (
+            tensors[:3],
+            tensors[3:],
+            ctx.linear,
+            ctx.needs_input_grad[:4],
+        )
         weights_t = [linear.transpose(linear.factor(weight)) for weight in weights]
         d_x = dy.new_empty(len(dy), weights[0].shape[1]) if needs_x else None
         d_weights = _backward_of_rows(
-            linear, linear.restored(kept, ctx.dtype) if kept else None, (gate, up, *ctx.options), dy, weights,
+            linear, linear.restored(kept, ctx.dtype) if kept else None, (gate, up, *ctx.options),
+            dy, weights,
             weights_t, [[needed] for needed in needs], [None] * 3, None, d_x,
         )  # fmt: skip
         return d_x, *itertools.chain(*d_weights), None, None, None
@@ -71,11 +86,14 @@ def _run_tiles(
     x: Tensor, gate_tensors: list[Tensor], up_tensors: list[Tensor], down_tensors: list[Tensor],
     part: int, activation: str, tile_size: int, on_triton: bool,
 ) -> Tensor:  # fmt: skip
-    """Runs the layer on x [rows, D] tile by tile, with the tensors of three weights and a `Linear`'s number."""
+    """Runs the layer on x [rows, D] tile by tile, with the tensors of three weights and a
+    `Linear`'s number."""
     linear: Linear = part_of(part)
     weights = gate_tensors, up_tensors, down_tensors
     output = x.new_empty(len(x), len(down_tensors[0]))
-    gate_buffer, up_buffer = (x.new_empty(min(tile_size, len(x)), len(gate_tensors[0])) for _ in range(2))
+    gate_buffer, up_buffer = (
+        x.new_empty(min(tile_size, len(x)), len(gate_tensors[0])) for _ in range(2)
+    )
     gate_factor, up_factor, down_factor = (linear.factor(weight_of(tensors)) for tensors in weights)
     for i in rounds(triton.cdiv(len(x), tile_size), x):
         x_tile, output_tile = (rows[i * tile_size : (i + 1) * tile_size] for rows in (x, output))
@@ -83,7 +101,9 @@ def _run_tiles(
         gate = linear.forward(x_factor, gate_factor, out=gate_buffer[: len(x_tile)])
         up = linear.forward(x_factor, up_factor, out=up_buffer[: len(x_tile)])
         del x_factor
-        linear.forward(linear.activated(gate, up, activation, on_triton, gate), down_factor, out=output_tile)
+        linear.forward(
+            linear.activated(gate, up, activation, on_triton, gate), down_factor, out=output_tile
+        )
     return output
 
 
@@ -92,13 +112,14 @@ def _like_output(x, gate, up, down, *options):
 
 
 _tiled_mlp = operation("fathom::tiled_gated_mlp", _like_output, composed=True)(_run_tiles)
-_skippable_tiled_mlp = operation("fathom::skippable_tiled_gated_mlp", _like_output, composed=True, skippable=True)(
-    _run_tiles
-)
+_skippable_tiled_mlp = operation(
+    "fathom::skippable_tiled_gated_mlp", _like_output, composed=True, skippable=True
+)(_run_tiles)
 
 
 def _split(flat: Iterable, like: Iterable[Iterable]) -> list[list]:
-    """Splits a flat sequence into lists as long as `like` has: such as 1, 2, 3 for [[0], [0, 0]] into [1], [2, 3]."""
+    """Splits a flat sequence into lists as long as `like` has: such as 1, 2, 3 for [[0], [0, 0]]
+    into [1], [2, 3]."""
     elements = iter(flat)
     return [[next(elements) for _ in of_weight] for of_weight in like]
 
@@ -110,16 +131,20 @@ def _fake_gradients(d_output, x, gate_tensors, up_tensors, down_tensors, *option
 
 @operation("fathom::tiled_gated_mlp_backward", _fake_gradients, composed=True)
 def _tiled_mlp_backward(
-    d_output: Tensor, x: Tensor, gate_tensors: list[Tensor], up_tensors: list[Tensor], down_tensors: list[Tensor],
+    d_output: Tensor, x: Tensor, gate_tensors: list[Tensor], up_tensors: list[Tensor],
+    down_tensors: list[Tensor],
     part: int, activation: str, tile_size: int, on_triton: bool, needs_gradient: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients that `needs_gradient` asks for, of x and the tensors of the weights in this order."""
+    """Returns the gradients that `needs_gradient` asks for, of x and the tensors of the weights in
+    this order."""
     linear: Linear = part_of(part)
     of_tensors = gate_tensors, up_tensors, down_tensors
     weights, tensors = [*map(weight_of, of_tensors)], [*itertools.chain(*of_tensors)]
     d_x = x.new_empty(x.shape) if needs_gradient[0] else None
     totals = [
-        torch.zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device) if needed else None
+        torch.zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device)
+        if needed
+        else None
         for w, needed in zip(tensors, needs_gradient[1:])
     ]
     needs, of_weights = (_split(each, of_tensors) for each in (needs_gradient[1:], totals))
@@ -130,10 +155,14 @@ def _tiled_mlp_backward(
     for i in rounds(triton.cdiv(len(x), tile_size), x):
         tile = slice(i * tile_size, (i + 1) * tile_size)
         x_tile, rows = linear.factor(x[tile]), len(x[tile])
-        gate, up = (linear.forward(x_tile, f, out=buffer[:rows]) for f, buffer in zip(factors, buffers))
+        gate, up = (
+            linear.forward(x_tile, f, out=buffer[:rows]) for f, buffer in zip(factors, buffers)
+        )
         gated = gate, up, activation, on_triton
         room = buffers[2][:rows], None if d_x is None else d_x[tile]
-        _backward_of_rows(linear, x_tile, gated, d_output[tile], weights, factors_t, needs, of_weights, *room)
+        _backward_of_rows(
+            linear, x_tile, gated, d_output[tile], weights, factors_t, needs, of_weights, *room
+        )
         del x_tile, gate, up, gated, room
     del buffers, factors, factors_t  # before the casts, whose results need memory
     d_weights = [total.to(w.dtype) for total, w in zip(totals, tensors) if total is not None]
@@ -142,17 +171,22 @@ def _tiled_mlp_backward(
 
 def _backward_of_rows(
     linear: Linear, x: Factor | None, gated: tuple, d_output: Tensor, weights: Sequence[Weight],
-    weights_t: Sequence[Factor], needs: Sequence[Sequence[bool]], totals: Sequence[Sequence[Tensor | None] | None],
+    weights_t: Sequence[Factor], needs: Sequence[Sequence[bool]],
+    totals: Sequence[Sequence[Tensor | None] | None],
     room: Tensor | None, d_x: Tensor | None,
 ) -> list[list[Tensor | None]]:  # fmt: skip
-    """Returns the gradients of the tensors of three weights, added to `totals`; writes x's into d_x, if there is one.
+    """Returns the gradients of the tensors of three weights, added to `totals`; writes x's into
+    d_x, if there is one.
 
-    `gated` is gate, up, activation and on_triton, as `Linear.activated` takes them. With `room` for the hidden
-    rows' gradient, gate and up are overwritten. x may be None where neither gate's nor up's weight has a gradient.
+    `gated` is gate, up, activation and on_triton, as `Linear.activated` takes them. With `room` for
+    the hidden rows' gradient, gate and up are overwritten. x may be None where neither gate's nor
+    up's weight has a gradient.
     """
     (gate, up, activation, on_triton), dy = gated, linear.factor(d_output)
     d_hidden = linear.input_gradient(dy, weights_t[2], out=room)
-    d_gate, d_up, hidden = linear.activation_gradients(d_hidden, gate, up, activation, on_triton, room is not None)
+    d_gate, d_up, hidden = linear.activation_gradients(
+        d_hidden, gate, up, activation, on_triton, room is not None
+    )
     of_rows = [d_gate, d_up]
     del d_hidden, gate, up, gated, d_gate, d_up
     d_down: list[Tensor | None] = [None] * len(needs[2])
@@ -168,7 +202,9 @@ def _backward_of_rows(
             linear.input_gradient(d, weights_t[i], out=d_x, accumulate=i > 0)
         found.append([None] * len(needs[i]))
         if any(needs[i]):
-            found[i] = linear.weight_gradients(linear.transpose(d), x_t, weights[i], needs[i], totals[i])
+            found[i] = linear.weight_gradients(
+                linear.transpose(d), x_t, weights[i], needs[i], totals[i]
+            )
     return [*found, d_down]
 
 
@@ -181,7 +217,9 @@ def _setup_tiled(ctx, inputs, output):
 def _tiled_gradients(ctx, d_output):
     (x, *weights), (needs_x, *needs_weights) = ctx.saved_tensors, ctx.needs_input_grad[:4]
     needs = [needs_x, *itertools.chain(*needs_weights)]
-    found = iter(_tiled_mlp_backward(d_output, x, *_split(weights, needs_weights), *ctx.options, needs))
+    found = iter(
+        _tiled_mlp_backward(d_output, x, *_split(weights, needs_weights), *ctx.options, needs)
+    )
     d_x, *d_weights = (next(found) if needed else None for needed in needs)
     return d_x, *_split(d_weights, needs_weights), *[None] * len(ctx.options)
 
@@ -191,39 +229,50 @@ for _operation in (_tiled_mlp, _skippable_tiled_mlp):
 
 
 def gated_mlp(
-    input: Tensor, gate_weight: Weight, up_weight: Weight, down_weight: Weight, *, activation: str = "silu",
-    tile_size: int | None = None, skippable: bool = False, linear: Linear = PLAIN, impl: str = "auto",
+    input: Tensor, gate_weight: Weight, up_weight: Weight, down_weight: Weight, *,
+    activation: str = "silu",
+    tile_size: int | None = None, skippable: bool = False, linear: Linear = PLAIN,
+    impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Returns down(act(gate(input)) * up(input)), in tiles of rows if asked (ALST, Snowflake 2025, arXiv:2506.13996).
+    """Returns down(act(gate(input)) * up(input)), in tiles of rows if asked (ALST, Snowflake 2025,
+    arXiv:2506.13996).
 
     Args:
         input: [..., D].
         gate_weight, up_weight: [F, D].
         down_weight: [D, F]. All weights are laid out as in `torch.nn.Linear`, without biases.
         activation: "silu" or "gelu_tanh".
-        tile_size: rows of a tile; None runs all rows at once and keeps gate and up for backward. Tiles need
-            3 * tile_size * F elements at a time, 0.45 GiB for the 4B's MLP in tiles of 8192, and in backward the three
-            weight gradients in float32.
-        skippable: whether a second forward may leave tiles out, because no gradient depends on the result, see
+        tile_size: rows of a tile; None runs all rows at once and keeps gate and up for backward.
+        Tiles need
+            3 * tile_size * F elements at a time, 0.45 GiB for the 4B's MLP in tiles of 8192, and in
+            backward the three weight gradients in float32.
+        skippable: whether a second forward may leave tiles out, because no gradient depends on the
+        result, see
             `kernels.common.operation`. A norm that reads the result needs it.
         linear: the part that makes the matrix products.
 
-    Raises ValueError for unknown activation, tile_size below 1, shapes or dtypes that do not fit; in backward
-    RuntimeError for create_graph=True without adapters, or in tiles.
+    Raises ValueError for unknown activation, tile_size below 1, shapes or dtypes that do not fit;
+    in backward RuntimeError for create_graph=True without adapters, or in tiles.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     width, hidden = input.shape[-1], gate_weight.shape[0]
-    if not gate_weight.shape == up_weight.shape == (hidden, width) or down_weight.shape != (width, hidden):
+    if not gate_weight.shape == up_weight.shape == (hidden, width) or down_weight.shape != (
+        width,
+        hidden,
+    ):
         raise ValueError(
-            f"for an input of width {width}, weights must be [F, {width}], [F, {width}] and [{width}, F], got "
+            f"for an input of width {width}, weights must be [F, {width}], [F, {width}] and "
+            f"[{width}, F], got "
             f"{list(gate_weight.shape)}, {list(up_weight.shape)} and {list(down_weight.shape)}"
         )
     if tile_size is None and linear.trains_matrices:
         tensors = cast_by_autocast(input, gate_weight, up_weight, down_weight)
         rows = tensors[0].reshape(-1, width)
         at_once = _AtOnce.apply if linear == PLAIN else _at_once_in_8_bits
-        return at_once(rows, *tensors[1:], linear, activation, use_triton(impl, rows)).view(input.shape)
+        return at_once(rows, *tensors[1:], linear, activation, use_triton(impl, rows)).view(
+            input.shape
+        )
     if tile_size is None:  # adapters share what they make of their input
         gate, up = linear.maps(input, [gate_weight, up_weight])
         hidden = gated_activation(gate, up, activation, impl)
@@ -232,7 +281,9 @@ def gated_mlp(
 
     if tile_size < 1:
         raise ValueError(f"tile_size must be at least 1 row, got {tile_size}")
-    weights = [[*cast_by_autocast(*tensors_of(weight))] for weight in (gate_weight, up_weight, down_weight)]
+    weights = [
+        [*cast_by_autocast(*tensors_of(weight))] for weight in (gate_weight, up_weight, down_weight)
+    ]
     (x,) = cast_by_autocast(input)
     dtypes = [str(tensor.dtype) for tensor in (x, *itertools.chain(*weights))]
     if len({*dtypes}) > 1:
@@ -244,7 +295,8 @@ def gated_mlp(
 
 @dataclass(frozen=True)
 class GatedMLPPart:
-    """The gated MLP as a `kernels.parts.LayerPart`. Raises ValueError for an unknown activation or no width."""
+    """The gated MLP as a `kernels.parts.LayerPart`. Raises ValueError for an unknown activation or
+    no width."""
 
     intermediate_size: int
     activation: str = "silu"
@@ -254,7 +306,9 @@ class GatedMLPPart:
 
     def __post_init__(self):
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+            raise ValueError(
+                f"hidden_act must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
+            )
         if self.intermediate_size < 1:
             raise ValueError(f"intermediate_size must be at least 1, got {self.intermediate_size}")
 
@@ -267,7 +321,9 @@ class GatedMLPPart:
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         into = Parameter((self.intermediate_size, hidden_size), shared_dim=0, is_map=True)
-        down = Parameter((hidden_size, self.intermediate_size), "residual", shared_dim=1, is_map=True)
+        down = Parameter(
+            (hidden_size, self.intermediate_size), "residual", shared_dim=1, is_map=True
+        )
         return {"gate_proj.weight": into, "up_proj.weight": into, "down_proj.weight": down}
 
     def shared_sizes(self) -> dict[str, int]:
@@ -277,8 +333,11 @@ class GatedMLPPart:
         self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
         is_skippable: bool = True,
     ) -> Work:  # fmt: skip
-        """Backward in tiles computes gate and up again, and spares a second forward if that may skip the MLP."""
+        """Backward in tiles computes gate and up again, and spares a second forward if that may
+        skip the MLP."""
         flops = 2 * 3 * hidden_size * self.intermediate_size * num_tokens
         is_skipped = is_skippable and tile_size is not None
         again = flops * (not is_skipped) + (0 if tile_size is None else 2 / 3 * flops)
-        return Work(flops, again, 3 * element_size * self.intermediate_size * num_tokens, is_skipped)
+        return Work(
+            flops, again, 3 * element_size * self.intermediate_size * num_tokens, is_skipped
+        )

@@ -4,9 +4,10 @@
     scales[i] = max_j |r(x)[i, j]| / 127,  values[i, j] = round(r(x)[i, j] / scales[i])
     (a b^T)[i, j] = a.scales[i] * b.scales[j] * sum_k a.values[i, k] * b.values[j, k]
 
-Both factors are rotated alike, which leaves their product. A rotation spreads a row's outliers: the row is then near to
-a normal distribution, whose products then err by a third as much as in FP8. The sum is exact: it is below 2^31 for
-rows of 133,000 elements. Backward has another map, see `kernels.mixed.Mixed`: gradients have a wider range.
+Both factors are rotated alike, which leaves their product. A rotation spreads a row's outliers: the
+row is then near to a normal distribution, whose products then err by a third as much as in FP8. The
+sum is exact: it is below 2^31 for rows of 133,000 elements. Backward has another map, see
+`kernels.mixed.Mixed`: gradients have a wider range.
 
 Kept for backward: nothing.
 
@@ -52,14 +53,17 @@ def signs(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def rotate_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch with the contract of `rotate_rows`."""
-    rotated = (x.float().unflatten(1, (-1, WIDTH_MULTIPLE)) @ signs(x.device, torch.float32) / 8).flatten(1)
+    rotated = (
+        x.float().unflatten(1, (-1, WIDTH_MULTIPLE)) @ signs(x.device, torch.float32) / 8
+    ).flatten(1)
     scales = (rotated.abs().amax(1) / LARGEST).clamp(min=_LEAST_SCALE)
     return (rotated / scales[:, None]).round().to(torch.int8), scales
 
 
 @triton.jit
 def _rotate_rows_kernel(
-    x_ptr, signs_ptr, values_ptr, scales_ptr, row_stride, LEAST_SCALE: tl.constexpr, K: tl.constexpr,
+    x_ptr, signs_ptr, values_ptr, scales_ptr, row_stride, LEAST_SCALE: tl.constexpr,
+    K: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Rotates, scales and rounds one row; BLOCKS * 64 is K or more."""
@@ -70,7 +74,9 @@ def _rotate_rows_kernel(
     rotated = tl.dot(x, signs, out_dtype=tl.float32, input_precision="ieee") * 0.125
     sizes = tl.reshape(tl.abs(rotated), [BLOCKS * 64])
     scale = tl.maximum(tl.max(sizes, 0) / 127.0, LEAST_SCALE)
-    scale = tl.where(tl.max((sizes != sizes).to(tl.int32), 0) > 0, float("nan"), scale)  # maxima leave NaN out
+    scale = tl.where(
+        tl.max((sizes != sizes).to(tl.int32), 0) > 0, float("nan"), scale
+    )  # maxima leave NaN out
     tl.store(scales_ptr + row, scale)
     values = tl.floor(rotated / scale + 0.5).to(tl.int8)
     tl.store(values_ptr + row * K + columns, values, mask=columns < K)
@@ -78,10 +84,12 @@ def _rotate_rows_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _product_kernel(
-    a_ptr, b_ptr, a_scales_ptr, b_scales_ptr, out_ptr, out_stride, M, N: tl.constexpr, K: tl.constexpr,
+    a_ptr, b_ptr, a_scales_ptr, b_scales_ptr, out_ptr, out_stride, M, N: tl.constexpr,
+    K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes one tile of a b^T. Programs go through GROUP rows of tiles at a time, column by column.
+    """Writes one tile of a b^T. Programs go through GROUP rows of tiles at a time, column by
+    column.
 
     BLOCK_K divides K. Rows past the last are rows from the first on, which are not stored.
     """
@@ -99,7 +107,9 @@ def _product_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for start in range(0, K, BLOCK_K):
         total = tl.dot(tl.load(a + start), tl.load(b + start), total, out_dtype=tl.int32)
-    scales = tl.load(a_scales_ptr + rows % M)[:, None] * tl.load(b_scales_ptr + columns % N)[None, :]
+    scales = (
+        tl.load(a_scales_ptr + rows % M)[:, None] * tl.load(b_scales_ptr + columns % N)[None, :]
+    )
     out = (total.to(tl.float32) * scales).to(out_ptr.dtype.element_ty)
     mask = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(out_ptr + rows[:, None] * out_stride + columns[None, :], out, mask=mask)
@@ -116,7 +126,8 @@ def _rotate_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = max(16, triton.next_power_of_2(triton.cdiv(K, WIDTH_MULTIPLE)))
     x = x if x.stride(1) == 1 else x.contiguous()
     _rotate_rows_kernel[(len(x),)](
-        x, signs(x.device, x.dtype), values, scales, x.stride(0), LEAST_SCALE=_LEAST_SCALE, K=K, BLOCKS=blocks,
+        x, signs(x.device, x.dtype), values, scales, x.stride(0), LEAST_SCALE=_LEAST_SCALE, K=K,
+        BLOCKS=blocks,
         num_warps=4 if blocks <= 64 else 8,
     )  # fmt: skip
     return values, scales
@@ -125,17 +136,21 @@ def _rotate_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 @operation("fathom::int8_product", None, mutates=("out",))
 def _multiply(a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, out: Tensor) -> None:
     (M, K), N = a.shape, len(b)
-    shared_memory = a.is_cuda and torch.cuda.get_device_properties(a.device).shared_memory_per_block_optin
+    shared_memory = (
+        a.is_cuda and torch.cuda.get_device_properties(a.device).shared_memory_per_block_optin
+    )
     block_n, block_k = (256, 128) if shared_memory >= _WIDE_SHARED_MEMORY else (128, 64)
     block_k = block_k if K % block_k == 0 else WIDTH_MULTIPLE
     _product_kernel[(triton.cdiv(M, 128) * triton.cdiv(N, block_n),)](
-        a, b, a_scales, b_scales, out, out.stride(0), M, N=N, K=K, BLOCK_M=128, BLOCK_N=block_n, BLOCK_K=block_k,
+        a, b, a_scales, b_scales, out, out.stride(0), M, N=N, K=K, BLOCK_M=128, BLOCK_N=block_n,
+        BLOCK_K=block_k,
         GROUP=_GROUP, num_warps=8, num_stages=3,
     )  # fmt: skip
 
 
 def rotate_rows(x: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
-    """Rotates each row of x [M, K], scales it to 127 and rounds it. Returns values [M, K] int8 and scales [M] float32.
+    """Rotates each row of x [M, K], scales it to 127 and rounds it. Returns values [M, K] int8 and
+    scales [M] float32.
 
     Raises ValueError where 64 does not divide K, or K is above LONGEST_ROW.
     """
@@ -147,7 +162,8 @@ def rotate_rows(x: Tensor, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class INT8(InPieces):
-    """Products of rows in int8: y alone, as a part of `kernels.mixed.Mixed`. `Linear` describes the methods."""
+    """Products of rows in int8: y alone, as a part of `kernels.mixed.Mixed`. `Linear` describes the
+    methods."""
 
     impl: str = "auto"  # "auto", "triton" or "torch"
 
@@ -161,11 +177,19 @@ class INT8(InPieces):
     def kept(self, x: Factor) -> tuple[Tensor, ...]:
         raise TypeError("int8 makes y alone; kernels.mixed.Mixed has maps for gradients")
 
-    def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         if use_triton(self.impl, x.scales):
-            out = x.scales.new_empty(len(x.values), len(weight.values), dtype=x.dtype) if out is None else out
+            out = (
+                x.scales.new_empty(len(x.values), len(weight.values), dtype=x.dtype)
+                if out is None
+                else out
+            )
             _multiply(x.values, weight.values, x.scales, weight.scales, out)
         else:
-            product = x.values.float() @ weight.values.float().t() * x.scales[:, None] * weight.scales
+            product = (
+                x.values.float() @ weight.values.float().t() * x.scales[:, None] * weight.scales
+            )
             out = product.to(x.dtype) if out is None else out.copy_(product)
         return out if bias is None else out.add_(bias)

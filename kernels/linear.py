@@ -2,8 +2,8 @@
 
     dx = dy weight,  d_weight = dy^T x,  d_bias = sum of dy's rows
 
-A product sums in float32 and rounds once. A weight's gradient that adds up over tiles or chunks stays float32: a
-bfloat16 sum of many tiles loses small addends. `F.linear` is the reference.
+A product sums in float32 and rounds once. A weight's gradient that adds up over tiles or chunks
+stays float32: a bfloat16 sum of many tiles loses small addends. `F.linear` is the reference.
 
 Kept for backward: x and weight by a call of the part itself; nothing by the pieces.
 """
@@ -26,7 +26,8 @@ COPIED_ELEMENTS = 2**24  # elements of a matrix that a CPU copies into another d
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
-    """Returns a @ b, or writes or adds it to `out` in out's dtype: cuBLAS adds 16-bit products in float32."""
+    """Returns a @ b, or writes or adds it to `out` in out's dtype: cuBLAS adds 16-bit products in
+    float32."""
     if out is None:
         return a @ b
     if not runs_as_on_gpu(a) and a.dtype != out.dtype:
@@ -39,20 +40,27 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tens
     out_dtype = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     if out_dtype and a.is_meta:  # PyTorch 2.11 has no such product without data
         return out
-    return torch.addmm(out, a, b, **out_dtype, out=out) if accumulate else torch.mm(a, b, **out_dtype, out=out)
+    return (
+        torch.addmm(out, a, b, **out_dtype, out=out)
+        if accumulate
+        else torch.mm(a, b, **out_dtype, out=out)
+    )
 
 
 @dataclass(frozen=True)
 class Linear(Part):
-    """A linear map in the dtype of its inputs: bfloat16 on GPUs, float32 on CPUs. Other maps derive from it.
+    """A linear map in the dtype of its inputs: bfloat16 on GPUs, float32 on CPUs. Other maps derive
+    from it.
 
-    The tiled MLP, attention of some heads at a time and the chunked loss call the pieces. All other code calls the
-    object itself, or `maps`, and leaves backward to autograd. Pieces take what `factor` made of their matrices. A
-    weight's factor serves all tiles.
+    The tiled MLP, attention of some heads at a time and the chunked loss call the pieces. All other
+    code calls the object itself, or `maps`, and leaves backward to autograd. Pieces take what
+    `factor` made of their matrices. A weight's factor serves all tiles.
     """
 
     name = "bf16"  # in flags
-    rate = weight_rate = "products"  # names of the measured rates of y and dx, and of weights' gradients
+    rate = weight_rate = (
+        "products"  # names of the measured rates of y and dx, and of weights' gradients
+    )
     width_multiple = 1  # it divides the widths of matrices that products take
     trains_matrices = True  # whether matrices have gradients; if not, adapters have
 
@@ -85,9 +93,14 @@ class Linear(Part):
         """Maps x [..., K] to [..., N] by weight [N, K] and bias [N]. Differentiable."""
         return F.linear(x, weight, bias)
 
-    def maps(self, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Maps x [..., K] by each weight [N_i, K] and bias [N_i], if there are biases. Differentiable."""
-        return [self(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights))]
+    def maps(
+        self, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """Maps x [..., K] by each weight [N_i, K] and bias [N_i], if there are biases.
+        Differentiable."""
+        return [
+            self(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights))
+        ]
 
     def factor(self, x: Any) -> Factor:
         """Returns x [M, K], an input or a weight, in the form in which products multiply it."""
@@ -96,13 +109,21 @@ class Linear(Part):
     def activated(
         self, gate: Tensor, up: Tensor, activation: str, on_triton: bool, out: Tensor | None = None
     ) -> Factor:
-        """Returns act(gate) * up as an input's factor; gate and up are [M, F]. `out`, which may be gate, has room."""
+        """Returns act(gate) * up as an input's factor; gate and up are [M, F]. `out`, which may be
+        gate, has room."""
         return self.factor(activated(gate, up, activation, on_triton, out))
 
     def activation_gradients(
-        self, d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str, on_triton: bool, in_place: bool
+        self,
+        d_hidden: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        on_triton: bool,
+        in_place: bool,
     ) -> list[Factor]:
-        """Returns the gradients of gate and up, and act(gate) * up, as factors. The last may overwrite d_hidden.
+        """Returns the gradients of gate and up, and act(gate) * up, as factors. The last may
+        overwrite d_hidden.
 
         With `in_place` the others may overwrite gate and up.
         """
@@ -118,34 +139,49 @@ class Linear(Part):
         return (x,)
 
     def restored(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Factor:
-        """Returns the factor of an input, of the tensors that `kept` returned; `dtype` is the input's."""
+        """Returns the factor of an input, of the tensors that `kept` returned; `dtype` is the
+        input's."""
         return tensors[0]
 
-    def forward(self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
-        """Maps x [M, K] by weight [N, K] to [M, N] without a graph. The result is written into `out` if it is given."""
+    def forward(
+        self, x: Factor, weight: Factor, bias: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """Maps x [M, K] by weight [N, K] to [M, N] without a graph. The result is written into
+        `out` if it is given."""
         if out is None:
             return F.linear(x, weight, bias)
-        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+        return (
+            torch.mm(x, weight.t(), out=out)
+            if bias is None
+            else torch.addmm(bias, x, weight.t(), out=out)
+        )
 
     def input_gradient(
         self, dy: Factor, weight_t: Factor, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        """Returns dx = dy weight, [M, K], written into `out` or added to it. dy is [M, N], weight_t [K, N]."""
+        """Returns dx = dy weight, [M, K], written into `out` or added to it. dy is [M, N], weight_t
+        [K, N]."""
         return _product(dy, weight_t.t(), out, accumulate)
 
     def weight_gradient(
         self, dy_t: Factor, x_t: Factor, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        """Returns dy^T x, [N, K], for dy_t [N, M] and x_t [K, M]; `out` as in `input_gradient`, or float32."""
+        """Returns dy^T x, [N, K], for dy_t [N, M] and x_t [K, M]; `out` as in `input_gradient`, or
+        float32."""
         return _product(dy_t, x_t.t(), out, accumulate)
 
     def weight_gradients(
         self, dy_t: Factor, x_t: Factor, weight: Weight, needs: Sequence[bool],
         totals: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:  # fmt: skip
-        """Returns a weight's gradients in the order of `tensors_of`, added to `totals`; None where `needs` is False."""
+        """Returns a weight's gradients in the order of `tensors_of`, added to `totals`; None where
+        `needs` is False."""
         total = None if totals is None else totals[0]
-        return [self.weight_gradient(dy_t, x_t, out=total, accumulate=total is not None) if needs[0] else None]
+        return [
+            self.weight_gradient(dy_t, x_t, out=total, accumulate=total is not None)
+            if needs[0]
+            else None
+        ]
 
 
 PLAIN = Linear()
@@ -157,7 +193,9 @@ class InPieces(Linear):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.maps(x, [weight], () if bias is None else [bias])[0]
 
-    def maps(self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+    def maps(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
         x, *parameters = cast_by_autocast(x, *weights, *biases)
         outputs = _apply_maps(self, len(weights), x.flatten(0, -2), *parameters)
         return [y.unflatten(0, x.shape[:-1]) for y in outputs]
@@ -168,10 +206,14 @@ class _Maps(torch.autograd.Function):
     def forward(ctx, part, count, x, *parameters):
         weights, biases = parameters[:count], parameters[count:] or [None] * count
         factor = part.factor(x)
-        kept = part.kept(factor) if any(ctx.needs_input_grad[3 : 3 + count]) else ()  # frozen weights need no input
+        kept = (
+            part.kept(factor) if any(ctx.needs_input_grad[3 : 3 + count]) else ()
+        )  # frozen weights need no input
         ctx.save_for_backward(*weights, *kept)
         ctx.part, ctx.dtype, ctx.count = part, x.dtype, count
-        return tuple(part.forward(factor, part.factor(weight), bias) for weight, bias in zip(weights, biases))
+        return tuple(
+            part.forward(factor, part.factor(weight), bias) for weight, bias in zip(weights, biases)
+        )
 
     @staticmethod
     @first_derivative
@@ -179,14 +221,20 @@ class _Maps(torch.autograd.Function):
         tensors = ctx.saved_tensors  # checkpointing gives them once
         weights, kept = tensors[: ctx.count], tensors[ctx.count :]
         part, (_, _, needs_x, *needs) = ctx.part, ctx.needs_input_grad
-        dx, d_weights, d_biases = None, [], [dy.sum(0) if n else None for dy, n in zip(gradients, needs[ctx.count :])]
+        dx, d_weights, d_biases = (
+            None,
+            [],
+            [dy.sum(0) if n else None for dy, n in zip(gradients, needs[ctx.count :])],
+        )
         x_t = part.transpose(part.restored(kept, ctx.dtype)) if kept else None
         for dy, weight, needs_weight in zip(gradients, weights, needs):
             factor = part.factor(dy)
             if needs_x:
                 weight_t = part.transpose(part.factor(weight))
                 dx = part.input_gradient(factor, weight_t, out=dx, accumulate=dx is not None)
-            d_weights.append(part.weight_gradient(part.transpose(factor), x_t) if needs_weight else None)
+            d_weights.append(
+                part.weight_gradient(part.transpose(factor), x_t) if needs_weight else None
+            )
         return None, None, dx, *d_weights, *d_biases
 
 

@@ -1,21 +1,24 @@
-"""The output projection and its cross-entropy, chunk by chunk: the [tokens, V] logits never exist as a whole.
+"""The output projection and its cross-entropy, chunk by chunk: the [tokens, V] logits never exist
+as a whole.
 
-Forward makes the gradients. A chunk has hidden states x [n, D]; the head is W [V, D]; kernels/cross_entropy.py has the
-loss of a row.
+Forward makes the gradients. A chunk has hidden states x [n, D]; the head is W [V, D];
+kernels/cross_entropy.py has the loss of a row.
 
-    logits = x W^T                                              one GEMM, into one buffer for all chunks
-    g = d(sum of the chunk's losses) / d(logits)                one kernel, in place
+    logits = x W^T                                              one GEMM, into one buffer for all
+    chunks g = d(sum of the chunk's losses) / d(logits)                one kernel, in place
     dx = g W,  dW += g^T x,  d_bias += sum of g's rows          two GEMMs; dW is float32
 
-Backward multiplies dx and the float32 dW by 1 / tokens and by the incoming gradient, once, so that neither factor
-underflows g's 16 bits. Rows with an ignored label take part in no GEMM.
+Backward multiplies dx and the float32 dW by 1 / tokens and by the incoming gradient, once, so that
+neither factor underflows g's 16 bits. Rows with an ignored label take part in no GEMM.
 
-A row's weight multiplies its loss in float32, and g's row before it is rounded. With reduction="none" each row has an
-incoming gradient of its own, and only backward knows it. Forward then computes the losses alone. Backward runs the
-chunks again and takes the incoming gradients as weights.
+A row's weight multiplies its loss in float32, and g's row before it is rounded. With
+reduction="none" each row has an incoming gradient of its own, and only backward knows it. Forward
+then computes the losses alone. Backward runs the chunks again and takes the incoming gradients as
+weights.
 
-Kept for backward: dx in the input's dtype and dW in float32; with reduction="none" the inputs instead. On top of inputs
-and gradients the loss takes chunk_size * V * 2 bytes for 16-bit logits, and 4 * V * D bytes for dW.
+Kept for backward: dx in the input's dtype and dW in float32; with reduction="none" the inputs
+instead. On top of inputs and gradients the loss takes chunk_size * V * 2 bytes for 16-bit logits,
+and 4 * V * D bytes for dW.
 
 Gradients in forward follow mgmalek's efficient_cross_entropy and Liger-Kernel (arXiv:2410.10989).
 """
@@ -53,19 +56,29 @@ ROW_MULTIPLE = 64  # elements from one row of logits to the next
 
 
 def linear_cross_entropy_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, **options
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    **options,
 ) -> Tensor | Details:
     """Plain PyTorch with full logits; `cross_entropy_reference` takes the `options`."""
     return cross_entropy_reference(F.linear(input, linear_weight, linear_bias), target, **options)
 
 
-def rows_to_compute(target: Tensor, ignore_index: int, num_valid_tokens: int | None) -> Tensor | None:
-    """Returns the rows with a valid label, None for all rows. Waits for the device unless their number is given."""
+def rows_to_compute(
+    target: Tensor, ignore_index: int, num_valid_tokens: int | None
+) -> Tensor | None:
+    """Returns the rows with a valid label, None for all rows. Waits for the device unless their
+    number is given."""
     valid = target != ignore_index
     if num_valid_tokens is None:
         num_valid_tokens = int(valid.sum())
     else:
-        assert_async(valid.sum() == num_valid_tokens, "num_valid_tokens is not the number of valid labels")
+        assert_async(
+            valid.sum() == num_valid_tokens, "num_valid_tokens is not the number of valid labels"
+        )
     if num_valid_tokens == len(target):
         return None
     return torch.argsort((~valid).byte(), stable=True)[:num_valid_tokens]
@@ -77,14 +90,18 @@ def row_length(V: int) -> int:
 
 
 def empty_logits(input: Tensor, num_rows: int, V: int) -> Tensor:
-    """Returns room for logits of the input's dtype, [num_rows, V], in rows of `row_length` elements."""
+    """Returns room for logits of the input's dtype, [num_rows, V], in rows of `row_length`
+    elements."""
     rows = input.new_empty(num_rows, row_length(V))
-    rows[:, V:] = 0  # PyTorch 2.13 on a CPU with AMX multiplies what is past an odd number of columns by 0
+    rows[:, V:] = (
+        0  # PyTorch 2.13 on a CPU with AMX multiplies what is past an odd number of columns by 0
+    )
     return rows[:, :V]
 
 
 def logits_bytes(num_tokens: int, vocab_size: int, element_size: int = 2) -> int:
-    """Returns the bytes that `linear_cross_entropy` takes besides its inputs and gradients: a chunk's logits."""
+    """Returns the bytes that `linear_cross_entropy` takes besides its inputs and gradients: a
+    chunk's logits."""
     return element_size * row_length(vocab_size) * min(CHUNK_SIZE, num_tokens)
 
 
@@ -100,19 +117,25 @@ class HeadFactor(NamedTuple):
     biases: list[Tensor | None]
 
 
-def factor_head(linear: Linear, weight: Tensor, bias: Tensor | None, needs_input: bool) -> HeadFactor:
+def factor_head(
+    linear: Linear, weight: Tensor, bias: Tensor | None, needs_input: bool
+) -> HeadFactor:
     V, most = len(weight), len(weight) // WORDS_MULTIPLE * WORDS_MULTIPLE
     groups = [words for words in (slice(most, V), slice(0, most)) if words.start < words.stop]
     factors = [linear.factor(weight[words]) for words in groups]
     factors_t = [linear.transpose(factor) for factor in factors] if needs_input else []
-    return HeadFactor(groups, factors, factors_t, [None if bias is None else bias[words] for words in groups])
+    return HeadFactor(
+        groups, factors, factors_t, [None if bias is None else bias[words] for words in groups]
+    )
 
 
 def add_gradients(
-    linear: Linear, d_logits: Tensor, x: Factor, head: HeadFactor, d_x: Tensor | None, d_weight: Tensor | None,
+    linear: Linear, d_logits: Tensor, x: Factor, head: HeadFactor, d_x: Tensor | None,
+    d_weight: Tensor | None,
     accumulate: bool,
 ) -> None:  # fmt: skip
-    """Writes a chunk's gradient of the input into `d_x`, and writes or adds its gradient of the head to `d_weight`."""
+    """Writes a chunk's gradient of the input into `d_x`, and writes or adds its gradient of the
+    head to `d_weight`."""
     factors = [linear.factor(d_logits[:, words]) for words in head.groups]
     if d_x is not None:
         for i, (factor, head_t) in enumerate(zip(factors, head.factors_t)):
@@ -120,11 +143,16 @@ def add_gradients(
     if d_weight is not None:
         x_t = linear.transpose(x)
         for words, factor in zip(head.groups, factors):
-            linear.weight_gradient(linear.transpose(factor), x_t, out=d_weight[words], accumulate=accumulate)
+            linear.weight_gradient(
+                linear.transpose(factor), x_t, out=d_weight[words], accumulate=accumulate
+            )
 
 
-def _empty_outputs(input, linear_weight, target, needs_input, needs_weight, needs_bias, needs_entropy):
-    """Makes each row's loss, log-sum-exp and entropy, and gradients; float32 or wider but for the input's."""
+def _empty_outputs(
+    input, linear_weight, target, needs_input, needs_weight, needs_bias, needs_entropy
+):
+    """Makes each row's loss, log-sum-exp and entropy, and gradients; float32 or wider but for the
+    input's."""
     losses = input.new_empty(target.shape, dtype=torch.promote_types(input.dtype, torch.float32))
     return (
         losses,
@@ -149,10 +177,12 @@ def _loss_and_gradients(
     part: int, num_valid_tokens: int | None, chunk_size: int, group_name: str | None,
     ignore_index: int, softcap: float | None, use_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the loss, each row's loss, log-sum-exp and entropy, and the gradients of input, head and bias.
+    """Returns the loss, each row's loss, log-sum-exp and entropy, and the gradients of input, head
+    and bias.
 
-    What is not needed is empty. `weights` [N] multiply each row's loss and its gradients. `scale` [] multiplies the sum
-    of the losses, but not yet the gradients. `part` is the number of a `kernels.linear.Linear`.
+    What is not needed is empty. `weights` [N] multiply each row's loss and its gradients. `scale`
+    [] multiplies the sum of the losses, but not yet the gradients. `part` is the number of a
+    `kernels.linear.Linear`.
     """
     linear: Linear = part_of(part)
     options = RowOptions(ignore_index, softcap, use_triton)
@@ -174,24 +204,33 @@ def _loss_and_gradients(
     V = len(linear_weight)
     logits_buffer = empty_logits(input, min(chunk_size, num_rows), V)
     head = factor_head(linear, linear_weight, linear_bias, needs_input)
-    # Gradients of `cross_entropy` have a scale: with one here, a compiled kernel serves both losses.
+    # Gradients of `cross_entropy` have a scale: with one here, a compiled kernel serves both
+    # losses.
     one = torch.ones_like(scale) if needs_gradient else None
 
     for start in range(0, num_rows, chunk_size):
         here = slice(start, start + chunk_size)
         chunk = here if rows is None else rows[here]
-        x, labels, row_scale = input[chunk], target[chunk], one if weights is None else weights[chunk]
+        x, labels, row_scale = (
+            input[chunk],
+            target[chunk],
+            one if weights is None else weights[chunk],
+        )
         x_factor, logits = linear.factor(x), logits_buffer[: len(x)]
         for words, factor, bias in zip(head.groups, head.factors, head.biases):
             linear.forward(x_factor, factor, bias, out=logits[:, words])
         if needs_entropy:
             entropies[chunk] = row_entropies(logits, labels, options, shard)
         gradient = logits if needs_gradient else None  # the gradient overwrites the logits
-        statistics[:, here] = row_step(logits, labels, options, shard, gradient=gradient, scale=row_scale)
+        statistics[:, here] = row_step(
+            logits, labels, options, shard, gradient=gradient, scale=row_scale
+        )
         if gradient is None:
             continue
         d_x = None if not needs_input else d_input[here] if rows is None else torch.empty_like(x)
-        add_gradients(linear, gradient, x_factor, head, d_x, d_weight if needs_weight else None, start > 0)
+        add_gradients(
+            linear, gradient, x_factor, head, d_x, d_weight if needs_weight else None, start > 0
+        )
         if d_x is not None and rows is not None:
             d_input[chunk] = d_x
         if needs_bias:
@@ -216,17 +255,25 @@ def _setup_context(ctx, inputs, output):
 
 
 def scaled_gradients(gradients: list[Tensor], scale: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Returns gradients times `scale` [], in `dtype`. Those that have it are scaled in place, if backward runs once."""
-    scale, kept = scale.reshape(1), backward_keeps_graph()  # CUDA rounds a 0-d factor to the gradient's dtype
+    """Returns gradients times `scale` [], in `dtype`. Those that have it are scaled in place, if
+    backward runs once."""
+    scale, kept = (
+        scale.reshape(1),
+        backward_keeps_graph(),
+    )  # CUDA rounds a 0-d factor to the gradient's dtype
     return [
-        torch.mul(g, scale, out=g if g.dtype == dtype and not kept else torch.empty_like(g, dtype=dtype))
+        torch.mul(
+            g, scale, out=g if g.dtype == dtype and not kept else torch.empty_like(g, dtype=dtype)
+        )
         for g in gradients
     ]
 
 
 def _backward(ctx, d_loss, d_losses, *_):
     if torch.is_grad_enabled():
-        raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True); its reference has")
+        raise RuntimeError(
+            "linear_cross_entropy has no second derivative (create_graph=True); its reference has"
+        )
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
     if ctx.has_gradients:
         scale, *gradients = ctx.saved_tensors
@@ -234,7 +281,9 @@ def _backward(ctx, d_loss, d_losses, *_):
     else:
         tensors = *ctx.saved_tensors, d_losses.contiguous(), d_losses.new_ones(())
         _, _, _, _, *gradients = _loss_and_gradients(*tensors, *needs, False, *ctx.options)
-    d_input, d_weight, d_bias = (g.to(ctx.dtype) if needed else None for g, needed in zip(gradients, needs))
+    d_input, d_weight, d_bias = (
+        g.to(ctx.dtype) if needed else None for g, needed in zip(gradients, needs)
+    )
     return d_input, d_weight, None, d_bias, *[None] * (6 + len(ctx.options))
 
 
@@ -243,50 +292,73 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_setup_context)
 
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    reduction: str = "mean", ignore_index: int = -100, softcap: float | None = None, weights: Tensor | None = None,
-    denominator: float | Tensor | None = None, num_valid_tokens: int | None = None, chunk_size: int = CHUNK_SIZE,
-    process_group: dist.ProcessGroup | None = None, return_details: bool = False, return_entropy: bool = False,
+    reduction: str = "mean", ignore_index: int = -100, softcap: float | None = None,
+    weights: Tensor | None = None,
+    denominator: float | Tensor | None = None, num_valid_tokens: int | None = None,
+    chunk_size: int = CHUNK_SIZE,
+    process_group: dist.ProcessGroup | None = None, return_details: bool = False,
+    return_entropy: bool = False,
     linear: Linear = PLAIN, impl: str = "auto",
 ) -> Tensor | Details:  # fmt: skip
-    """Cross-entropy of `input @ linear_weight.T + linear_bias`, with logits of one chunk of tokens at a time.
+    """Cross-entropy of `input @ linear_weight.T + linear_bias`, with logits of one chunk of tokens
+    at a time.
 
-    The signature follows PyTorch's `F.linear_cross_entropy`, without class weights and label smoothing. Autocast casts
-    as for F.linear.
+    The signature follows PyTorch's `F.linear_cross_entropy`, without class weights and label
+    smoothing. Autocast casts as for F.linear.
 
     Args:
         input: [..., D] hidden states, float32, bfloat16 or float16 (float64 too with impl="torch").
-        linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once. Its gradient is summed over
+        linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once. Its
+        gradient is summed over
             the ranks of its mesh, which are taken to have different rows of the input.
-        target, reduction, ignore_index, softcap, weights, denominator, return_details, return_entropy: as in
-            `cross_entropy`. Rows with an ignored label cost nothing, and reduction="none" costs a fourth GEMM in
-            backward.
+        target, reduction, ignore_index, softcap, weights, denominator, return_details,
+        return_entropy: as in
+            `cross_entropy`. Rows with an ignored label cost nothing, and reduction="none" costs a
+            fourth GEMM in backward.
         linear_bias: [V], of the input's dtype.
-        num_valid_tokens: number of labels other than `ignore_index`. A caller that knows it spares the host a wait for
+        num_valid_tokens: number of labels other than `ignore_index`. A caller that knows it spares
+        the host a wait for
             the device. A wrong number is an error (on CUDA a device-side assertion).
         chunk_size: tokens per chunk.
-        process_group: shards the vocabulary, as in `cross_entropy`: each rank calls with the same input and its own
-            rows of linear_weight and linear_bias. Every rank returns the whole gradient of the input.
+        process_group: shards the vocabulary, as in `cross_entropy`: each rank calls with the same
+        input and its own
+            rows of linear_weight and linear_bias. Every rank returns the whole gradient of the
+            input.
         linear: the part that makes the matrix products.
         impl: "auto", "triton" or "torch", for a chunk's loss and gradient between the GEMMs.
 
     Returns as `cross_entropy`: the loss, or `Details`.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit together; a denominator that `cross_entropy` refuses.
-        RuntimeError: wrong num_valid_tokens; in backward, create_graph=True.
+        ValueError: shapes, dtypes or options that do not fit together; a denominator that
+        `cross_entropy` refuses. RuntimeError: wrong num_valid_tokens; in backward,
+        create_graph=True.
     """
-    input, linear_weight, linear_bias = cast_by_autocast(input, gathered(linear_weight), linear_bias)
+    input, linear_weight, linear_bias = cast_by_autocast(
+        input, gathered(linear_weight), linear_bias
+    )
     on_triton = use_triton(impl, input)
     labels = checked_labels(input, target, reduction, softcap)
     _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size)
     weights = checked_weights(weights, input, target, reduction)
-    scale = loss_scale(labels, reduction, ignore_index, denominator, torch.promote_types(input.dtype, torch.float32))
+    scale = loss_scale(
+        labels,
+        reduction,
+        ignore_index,
+        denominator,
+        torch.promote_types(input.dtype, torch.float32),
+    )
     # Forward computes the gradients, except for reduction="none".
     computes_gradients = torch.is_grad_enabled() and reduction != "none"
-    needs = [computes_gradients and t is not None and t.requires_grad for t in (input, linear_weight, linear_bias)]
+    needs = [
+        computes_gradients and t is not None and t.requires_grad
+        for t in (input, linear_weight, linear_bias)
+    ]
     loss, losses, log_sum_exp, entropies, *_ = _loss_and_gradients(
-        input.reshape(-1, input.shape[-1]), linear_weight, labels, linear_bias, weights, scale, *needs, return_entropy,
-        linear.number, num_valid_tokens, chunk_size, None if process_group is None else process_group.group_name,
+        input.reshape(-1, input.shape[-1]), linear_weight, labels, linear_bias, weights, scale,
+        *needs, return_entropy,
+        linear.number, num_valid_tokens, chunk_size,
+        None if process_group is None else process_group.group_name,
         ignore_index, softcap, on_triton,
     )  # fmt: skip
     if reduction == "none":
@@ -297,7 +369,8 @@ def linear_cross_entropy(
 
 
 def gathered(linear_weight: Tensor) -> Tensor:
-    """Returns a DTensor's whole tensor, whose gradient is summed over its ranks; any other tensor as it is."""
+    """Returns a DTensor's whole tensor, whose gradient is summed over its ranks; any other tensor
+    as it is."""
     if not hasattr(linear_weight, "full_tensor"):
         return linear_weight
     from torch.distributed.tensor import Partial
@@ -306,20 +379,29 @@ def gathered(linear_weight: Tensor) -> Tensor:
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
-    """`linear_cross_entropy` as a module: loss(hidden, model.lm_head.weight, labels), without a shift of labels."""
+    """`linear_cross_entropy` as a module: loss(hidden, model.lm_head.weight, labels), without a
+    shift of labels."""
 
     function = staticmethod(linear_cross_entropy)
 
 
 def _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size):
     if linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
-        raise ValueError(f"linear_weight must be [V, {input.shape[-1]}], got {list(linear_weight.shape)}")
+        raise ValueError(
+            f"linear_weight must be [V, {input.shape[-1]}], got {list(linear_weight.shape)}"
+        )
     if linear_bias is not None and linear_bias.shape != linear_weight.shape[:1]:
-        raise ValueError(f"linear_bias must be [{linear_weight.shape[0]}], got {list(linear_bias.shape)}")
+        raise ValueError(
+            f"linear_bias must be [{linear_weight.shape[0]}], got {list(linear_bias.shape)}"
+        )
     for name, tensor in {"linear_weight": linear_weight, "linear_bias": linear_bias}.items():
         if tensor is not None and tensor.dtype != input.dtype:
-            raise ValueError(f"{name} must have the input's dtype, {input.dtype}, got {tensor.dtype}")
+            raise ValueError(
+                f"{name} must have the input's dtype, {input.dtype}, got {tensor.dtype}"
+            )
     if num_valid_tokens is not None and not 0 <= num_valid_tokens <= target.numel():
-        raise ValueError(f"num_valid_tokens must be between 0 and {target.numel()}, got {num_valid_tokens}")
+        raise ValueError(
+            f"num_valid_tokens must be between 0 and {target.numel()}, got {num_valid_tokens}"
+        )
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")

@@ -1,15 +1,18 @@
-"""Low-rank adapters: a linear map whose matrix is frozen, beside two small matrices that are trained.
+"""Low-rank adapters: a linear map whose matrix is frozen, beside two small matrices that are
+trained.
 
     y = x W^T + (x A^T) B^T,  W [N, K] frozen, A [r, K], B [N, r]
     dx = dy W + (dy B) A,  dA = (dy B)^T x,  dB = dy^T (x A^T)
 
-No gradient of W's size exists, and no product is made for one: backward has half of the products of full training. The
-adapter's scale alpha / r is part of B, see `adapted`. x A^T [M, r] and dy B [M, r] are computed once by a
-call of the part itself, and by each piece that needs them: r is small. The adapter's term of y, and of dx, is written
-first. The product with W is added to it, and has the time to read it. Another map, such as FP8, may multiply by W: it
-writes first, and the adapter's term is added.
+No gradient of W's size exists, and no product is made for one: backward has half of the products of
+full training. The adapter's scale alpha / r is part of B, see `adapted`. x A^T [M, r] and dy B [M,
+r] are computed once by a call of the part itself, and by each piece that needs them: r is small.
+The adapter's term of y, and of dx, is written first. The product with W is added to it, and has the
+time to read it. Another map, such as FP8, may multiply by W: it writes first, and the adapter's
+term is added.
 
-Kept for backward: x, x A^T and the weight's tensors by a call of the part itself; nothing by the pieces.
+Kept for backward: x, x A^T and the weight's tensors by a call of the part itself; nothing by the
+pieces.
 
 Method: Hu et al., LoRA, arXiv 2106.09685.
 """
@@ -28,14 +31,17 @@ from .parts import Adapted, Weight, tensors_of
 from .tensor_parallel import local
 
 
-def lora_reference(x: Tensor, matrix: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def lora_reference(
+    x: Tensor, matrix: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """Maps x [..., K] by an adapted weight, in plain PyTorch; float64 stays float64."""
     return F.linear(x, matrix, bias) + (x @ a.t()) @ b.t()
 
 
 @dataclass(eq=False)
 class Both:
-    """A matrix as it is, which adapters multiply, and on demand as the factor that the base's products multiply."""
+    """A matrix as it is, which adapters multiply, and on demand as the factor that the base's
+    products multiply."""
 
     raw: Weight
     make: Callable[[], Factor]
@@ -47,15 +53,20 @@ class Both:
 
 @dataclass(frozen=True)
 class LoRA(Linear):
-    """Products with adapted weights; other weights are multiplied as `base` does. `Linear` describes the methods."""
+    """Products with adapted weights; other weights are multiplied as `base` does. `Linear`
+    describes the methods."""
 
-    base: Linear = PLAIN  # multiplies by frozen matrices; adapters are multiplied in their own dtype
+    base: Linear = (
+        PLAIN  # multiplies by frozen matrices; adapters are multiplied in their own dtype
+    )
 
     trains_matrices = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        frozen = self.base.name.replace(f", d_weight {self.products[2].name}", "")  # frozen matrices have no gradient
+        frozen = self.base.name.replace(
+            f", d_weight {self.products[2].name}", ""
+        )  # frozen matrices have no gradient
         return "lora" if self.base == PLAIN else f"lora on {frozen}"
 
     @property
@@ -78,7 +89,9 @@ class LoRA(Linear):
     def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return self.maps(x, [weight], () if bias is None else [bias])[0]
 
-    def maps(self, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] = ()) -> list[Tensor]:
+    def maps(
+        self, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
         (x,) = cast_by_autocast(x)
         factor, outputs = self.factor(x.detach().flatten(0, -2)), []
         for weight, bias in zip(weights, biases or [None] * len(weights)):
@@ -97,22 +110,34 @@ class LoRA(Linear):
     def transpose(self, x: Both) -> Both:
         return Both(x.raw.t(), lambda: self.base.transpose(x.factor))
 
-    def forward(self, x: Both, weight: Both, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Both, weight: Both, bias: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         if isinstance(weight.raw, Tensor):
             return self.base.forward(x.factor, weight.factor, bias, out=out)
         return self.with_adapter(x, x.raw @ weight.raw.a.t(), weight, bias, out)
 
-    def with_adapter(self, x: Both, xa: Tensor, weight: Both, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    def with_adapter(
+        self, x: Both, xa: Tensor, weight: Both, bias: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
         """Returns x W^T + (x A^T) B^T + bias, given x A^T."""
-        if self.products[0] == PLAIN:  # the product with W is added, and has the time to read the adapter's term
-            return PLAIN.forward(xa, weight.raw.b, bias, out=out).addmm_(x.raw, weight.raw.matrix.t())
-        return self.base.forward(x.factor, weight.factor, bias, out=out).addmm_(xa, weight.raw.b.t())
+        if (
+            self.products[0] == PLAIN
+        ):  # the product with W is added, and has the time to read the adapter's term
+            return PLAIN.forward(xa, weight.raw.b, bias, out=out).addmm_(
+                x.raw, weight.raw.matrix.t()
+            )
+        return self.base.forward(x.factor, weight.factor, bias, out=out).addmm_(
+            xa, weight.raw.b.t()
+        )
 
     def input_gradient(
         self, dy: Both, weight_t: Both, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
         if isinstance(weight_t.raw, Tensor):
-            return self.base.input_gradient(dy.factor, weight_t.factor, out=out, accumulate=accumulate)
+            return self.base.input_gradient(
+                dy.factor, weight_t.factor, out=out, accumulate=accumulate
+            )
         dyb = dy.raw @ weight_t.raw.a.t()
         if self.base == PLAIN:
             dx = PLAIN.input_gradient(dyb, weight_t.raw.b, out=out, accumulate=accumulate)
@@ -130,7 +155,9 @@ class LoRA(Linear):
         factors = (weight.b.t() @ dy_t.raw, x_t.raw), (dy_t.raw, weight.a @ x_t.raw)
         gradients = [
             self.weight_gradient(*pair, out=total, accumulate=total is not None) if needed else None
-            for pair, needed, total in zip(factors, needs[1:], totals[1:] if totals else (None, None))
+            for pair, needed, total in zip(
+                factors, needs[1:], totals[1:] if totals else (None, None)
+            )
         ]
         return [None, *gradients]
 
@@ -164,7 +191,8 @@ LORA = LoRA()
 
 
 def adapted(projection: nn.Module, matrix: Tensor | None = None) -> Weight:
-    """Returns a projection's matrix, with the adapter that families/lora.py gave it, unless its scale is 0.
+    """Returns a projection's matrix, with the adapter that families/lora.py gave it, unless its
+    scale is 0.
 
     Args:
         projection: has the adapter.
@@ -173,15 +201,20 @@ def adapted(projection: nn.Module, matrix: Tensor | None = None) -> Weight:
     matrix = local(projection.weight if matrix is None else matrix)
     if not getattr(projection, "lora_scale", 0):
         return matrix
-    a, b, scale = local(projection.lora_A.weight), local(projection.lora_B.weight), projection.lora_scale
+    a, b, scale = (
+        local(projection.lora_A.weight),
+        local(projection.lora_B.weight),
+        projection.lora_scale,
+    )
     return adapt(matrix, a, b if scale == 1 else b * scale)
 
 
 def adapt(matrix: Tensor, a: Tensor, b: Tensor) -> Adapted:
     """Returns the weight of a matrix and the factors of its adapter, as peft has them.
 
-    Matrices [E, N, K] of all experts have factors [E r, K], whose rows begin with the first expert's, and [N, r E],
-    whose columns begin with the first of each expert. The weight has them as [E, r, K] and [E, N, r].
+    Matrices [E, N, K] of all experts have factors [E r, K], whose rows begin with the first
+    expert's, and [N, r E], whose columns begin with the first of each expert. The weight has them
+    as [E, r, K] and [E, N, r].
     """
     if matrix.ndim == 2:
         return Adapted(matrix, a, b)
@@ -190,7 +223,10 @@ def adapt(matrix: Tensor, a: Tensor, b: Tensor) -> Adapted:
 
 
 def merged(weight: Adapted) -> Tensor:
-    """Returns W + B A, [N, K] or of all experts, summed in float32 and rounded once to W's dtype."""
+    """Returns W + B A, [N, K] or of all experts, summed in float32 and rounded once to W's
+    dtype."""
     dtype = torch.promote_types(weight.matrix.dtype, torch.float32)
     product = torch.addmm if weight.matrix.ndim == 2 else torch.baddbmm
-    return product(weight.matrix.to(dtype), weight.b.to(dtype), weight.a.to(dtype)).to(weight.matrix.dtype)
+    return product(weight.matrix.to(dtype), weight.b.to(dtype), weight.a.to(dtype)).to(
+        weight.matrix.dtype
+    )

@@ -1,7 +1,9 @@
-"""Linear maps that make some of their products as one map does and some as another, or that differ between layers.
+"""Linear maps that make some of their products as one map does and some as another, or that differ
+between layers.
 
-`Mixed(dx=FP8(), d_weight=FP8())` makes y in the dtype of its inputs and both gradients in FP8. A matrix is brought into
-the form that a product takes when that product is first made. Products of one map share the form.
+`Mixed(dx=FP8(), d_weight=FP8())` makes y in the dtype of its inputs and both gradients in FP8. A
+matrix is brought into the form that a product takes when that product is first made. Products of
+one map share the form.
 
 Kept for backward: x and weight, as they are.
 """
@@ -36,7 +38,8 @@ def _never(linear: Linear) -> Factor:
 
 @dataclass(frozen=True)
 class Mixed(InPieces):
-    """A map whose products are made by three maps. `kernels.linear.Linear` describes the methods."""
+    """A map whose products are made by three maps. `kernels.linear.Linear` describes the
+    methods."""
 
     y: Linear = PLAIN
     dx: Linear = PLAIN
@@ -46,10 +49,13 @@ class Mixed(InPieces):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """Names the three maps and what is plain, such as "y bf16, dx fp8, d_weight fp8, mixers bf16"."""
+        """Names the three maps and what is plain, such as "y bf16, dx fp8, d_weight fp8, mixers
+        bf16"."""
         y, dx, d_weight = (linear.name for linear in self.products)
         names = [y] if y == dx == d_weight else [f"y {y}", f"dx {dx}", f"d_weight {d_weight}"]
-        names += ["mixers bf16"] * (not self.mixers) + [f"{self.ends} layers at each end bf16"] * (self.ends > 0)
+        names += ["mixers bf16"] * (not self.mixers) + [f"{self.ends} layers at each end bf16"] * (
+            self.ends > 0
+        )
         return ", ".join(names)
 
     @property
@@ -59,7 +65,9 @@ class Mixed(InPieces):
     def by_layer(self, layers: int) -> list[tuple[Linear, Linear]]:
         everywhere = self.y if len({*self.products}) == 1 else replace(self, mixers=True, ends=0)
         inside = everywhere if self.mixers else PLAIN, everywhere
-        return [inside if self.ends <= i < layers - self.ends else (PLAIN, PLAIN) for i in range(layers)]
+        return [
+            inside if self.ends <= i < layers - self.ends else (PLAIN, PLAIN) for i in range(layers)
+        ]
 
     def kept(self, x: Forms) -> tuple[Tensor, ...]:
         return (x.of(PLAIN),)
@@ -70,27 +78,41 @@ class Mixed(InPieces):
     def factor(self, x: Tensor) -> Forms:
         return Forms(lambda linear: linear.factor(x))
 
-    def activated(self, gate: Tensor, up: Tensor, activation: str, on_triton: bool, out: Tensor | None = None) -> Forms:
+    def activated(
+        self, gate: Tensor, up: Tensor, activation: str, on_triton: bool, out: Tensor | None = None
+    ) -> Forms:
         return Forms(_never, {self.y: self.y.activated(gate, up, activation, on_triton, out)})
 
     def activation_gradients(
-        self, d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str, on_triton: bool, in_place: bool
+        self,
+        d_hidden: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        activation: str,
+        on_triton: bool,
+        in_place: bool,
     ) -> list[Forms]:
         arguments = d_hidden, gate, up, activation, on_triton, in_place
         if self.dx != self.d_weight:
             return super().activation_gradients(*arguments)
-        return [Forms(_never, {self.dx: factor}) for factor in self.dx.activation_gradients(*arguments)]
+        return [
+            Forms(_never, {self.dx: factor}) for factor in self.dx.activation_gradients(*arguments)
+        ]
 
     def transpose(self, x: Forms) -> Forms:
         return Forms(lambda linear: linear.transpose(x.of(linear)))
 
-    def forward(self, x: Forms, weight: Forms, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Forms, weight: Forms, bias: Tensor | None = None, *, out: Tensor | None = None
+    ) -> Tensor:
         return self.y.forward(x.of(self.y), weight.of(self.y), bias, out=out)
 
     def input_gradient(
         self, dy: Forms, weight_t: Forms, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        return self.dx.input_gradient(dy.of(self.dx), weight_t.of(self.dx), out=out, accumulate=accumulate)
+        return self.dx.input_gradient(
+            dy.of(self.dx), weight_t.of(self.dx), out=out, accumulate=accumulate
+        )
 
     def weight_gradient(
         self, dy_t: Forms, x_t: Forms, *, out: Tensor | None = None, accumulate: bool = False
@@ -106,4 +128,9 @@ def linear_maps(impl: str = "auto") -> dict[str, Linear]:
     """
     fp8 = FP8(impl)
     gradients = Mixed(dx=fp8, d_weight=fp8)
-    return {"bf16": PLAIN, "fp8": gradients, "fp8-all": fp8, "int8": replace(gradients, y=INT8(impl))}
+    return {
+        "bf16": PLAIN,
+        "fp8": gradients,
+        "fp8-all": fp8,
+        "int8": replace(gradients, y=INT8(impl)),
+    }

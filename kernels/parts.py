@@ -1,7 +1,7 @@
 """Parts that vary from model to model, such as kinds of attention and linear maps.
 
-PyTorch's custom operations take tensors, numbers and strings, but no objects. A part therefore has a number: callers
-pass `part.number` to an operation, and the operation calls `part_of(number)`.
+PyTorch's custom operations take tensors, numbers and strings, but no objects. A part therefore has
+a number: callers pass `part.number` to an operation, and the operation calls `part_of(number)`.
 """
 
 import functools
@@ -18,7 +18,8 @@ _PARTS: list["Part"] = []
 
 
 class Part:
-    """Base class of the frozen dataclasses that operations find by `number`. Equal parts have the same number."""
+    """Base class of the frozen dataclasses that operations find by `number`. Equal parts have the
+    same number."""
 
     number: int
 
@@ -39,7 +40,8 @@ def part_of(number: int):
 
 @dataclass(frozen=True)
 class Adapted:
-    """A frozen matrix W [N, K] and its adapter, A [r, K] and B [N, r], which are trained: a weight of W + B A.
+    """A frozen matrix W [N, K] and its adapter, A [r, K] and B [N, r], which are trained: a weight
+    of W + B A.
 
     Experts' have a dimension more in front, and are multiplied by `kernels.experts` alone.
     """
@@ -61,18 +63,24 @@ class Adapted:
 
     def split(self, lengths: list[int]) -> list["Adapted"]:
         """Returns parts of so many rows."""
-        return [Adapted(matrix, self.a, b) for matrix, b in zip(self.matrix.split(lengths), self.b.split(lengths))]
+        return [
+            Adapted(matrix, self.a, b)
+            for matrix, b in zip(self.matrix.split(lengths), self.b.split(lengths))
+        ]
 
     def t(self) -> "Adapted":
         """Returns the transposed weight, W^T + A^T B^T."""
         return Adapted(self.matrix.t(), self.b.t(), self.a.t())
 
 
-Weight: TypeAlias = Tensor | Adapted  # a linear map's; only `kernels.lora.LoRA` multiplies by adapted weights
+Weight: TypeAlias = (
+    Tensor | Adapted
+)  # a linear map's; only `kernels.lora.LoRA` multiplies by adapted weights
 
 
 def tensors_of(weight: Weight) -> list[Tensor]:
-    """Returns the tensors of a weight, as operations take them: its matrix, then its adapter if it has one."""
+    """Returns the tensors of a weight, as operations take them: its matrix, then its adapter if it
+    has one."""
     return [weight] if isinstance(weight, Tensor) else [weight.matrix, weight.a, weight.b]
 
 
@@ -86,14 +94,21 @@ class Parameter:
     """A parameter that a part of a layer declares."""
 
     shape: tuple[int, ...]  # of one rank
-    # Its initial values: "normal"; "residual", normal and smaller, of matrices that write into the residual stream;
-    # "neutral", with which a norm changes no scale; "zero"; "one"; "decay", logarithms of 0.01 to 16.
+    # Its initial values: "normal"; "residual", normal and smaller, of matrices that write into the
+    # residual stream; "neutral", with which a norm changes no scale; "zero"; "one"; "decay",
+    # logarithms of 0.01 to 16.
     start: str = "normal"
-    shared_dim: int | None = None  # the dimension that tensor-parallel ranks share; None: each rank has all of it
-    is_map: bool = False  # whether it is the matrix of a linear map, which adapters and FP8 apply to
+    shared_dim: int | None = (
+        None  # the dimension that tensor-parallel ranks share; None: each rank has all of it
+    )
+    is_map: bool = (
+        False  # whether it is the matrix of a linear map, which adapters and FP8 apply to
+    )
     is_exact: bool = False  # whether it stays float32 where the others are bf16
     is_exact_in_files: bool = False  # whether released files have it in float32 as well
-    active: float = 1.0  # share of its elements that one token is multiplied by, such as 8 of 128 experts'
+    active: float = (
+        1.0  # share of its elements that one token is multiplied by, such as 8 of 128 experts'
+    )
 
     @property
     def numel(self) -> int:
@@ -101,18 +116,21 @@ class Parameter:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix, or one for each expert. A convolution of channels by themselves has [C, 1, W]."""
+        """Whether it is a matrix, or one for each expert. A convolution of channels by themselves
+        has [C, 1, W]."""
         return len(self.shape) > 1 and 1 not in self.shape[1:-1]
 
 
 class LayerPart(Protocol):
-    """Description of a part of a layer, such as attention or an MLP: its sizes on one rank. A frozen dataclass."""
+    """Description of a part of a layer, such as attention or an MLP: its sizes on one rank. A
+    frozen dataclass."""
 
     module: str  # its module's name in a block
 
     @property
     def kept_whole(self) -> str | None:
-        """Name of what tensor-parallel ranks would part; None: they can share all of its matrices."""
+        """Name of what tensor-parallel ranks would part; None: they can share all of its
+        matrices."""
 
     def __hash__(self) -> int:
         """Hashes by value: descriptions are keys of caches."""
@@ -121,17 +139,20 @@ class LayerPart(Protocol):
         """Returns the part's parameters by their names in it, in the order of the module's."""
 
     def shared_sizes(self) -> dict[str, int]:
-        """Returns the sizes that tensor-parallel ranks must divide, by their names in `kernels.config.ModelConfig`."""
+        """Returns the sizes that tensor-parallel ranks must divide, by their names in
+        `kernels.config.ModelConfig`."""
 
     def linear_work(
         self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
         is_skippable: bool = True,
     ) -> "Work":  # fmt: skip
-        """Returns the work of linear maps, the MLP in tiles; `is_skippable`: no gradient depends on its result."""
+        """Returns the work of linear maps, the MLP in tiles; `is_skippable`: no gradient depends on
+        its result."""
 
 
 class MLPPart(LayerPart, Protocol):
-    """Description of the part in which each token is alone; products are efficient in tiles of `tile_size` tokens."""
+    """Description of the part in which each token is alone; products are efficient in tiles of
+    `tile_size` tokens."""
 
     tile_size: ClassVar[int]
 
@@ -139,31 +160,38 @@ class MLPPart(LayerPart, Protocol):
         """Returns the part of each of `ranks` that share the matrices."""
 
     def choice_bytes(self, num_tokens: int) -> int:
-        """Returns the bytes of choices, such as of experts, which a block always keeps for backward."""
+        """Returns the bytes of choices, such as of experts, which a block always keeps for
+        backward."""
 
 
 class MixerPart(LayerPart, Protocol):
-    """Description of the part in which tokens read other tokens. A run may replace its `kind` by `with_kind`."""
+    """Description of the part in which tokens read other tokens. A run may replace its `kind` by
+    `with_kind`."""
 
     @property
     def works_in_groups(self) -> bool:
         """Whether it obeys `heads_at_a_time`."""
 
     def heads_to_share(self) -> dict[str, int]:
-        """Returns the numbers of heads that ranks that share each sequence must divide, by their names for people."""
+        """Returns the numbers of heads that ranks that share each sequence must divide, by their
+        names for people."""
 
     def results_bytes(self, num_tokens: int, element_size: int) -> tuple[int, int]:
-        """Returns the bytes of the results that a block can keep, and of choices, which it always keeps."""
+        """Returns the bytes of the results that a block can keep, and of choices, which it always
+        keeps."""
 
     def inside_bytes(
-        self, num_tokens: int, element_size: int, *, backend: str, context_length: int, longest: int | None = None,
+        self, num_tokens: int, element_size: int, *, backend: str, context_length: int,
+        longest: int | None = None,
         heads_at_a_time: int | None = None, num_ranks: int = 1,
         prompts: Iterable[tuple[float, float, float, float]] = (),
     ) -> dict[str, int]:  # fmt: skip
-        """Returns the bytes that operations take inside, where tensors do not show them, by the operation's name.
+        """Returns the bytes that operations take inside, where tensors do not show them, by the
+        operation's name.
 
         `prompts` are as in `MixerKind.work`, `context_length` and `longest` as in
-        `kernels.attention.full.backward_workspace`. The tokens are a rank's, of `num_ranks` that share each sequence.
+        `kernels.attention.full.backward_workspace`. The tokens are a rank's, of `num_ranks` that
+        share each sequence.
         """
 
 
@@ -173,15 +201,20 @@ class Work(NamedTuple):
     matrix_flops: float  # floating-point operations of matrix products
     repeated_flops: float  # operations that backward runs again, where activations were not kept
     elementwise_bytes: int  # read and written outside of matrix products and attention
-    is_skipped: bool = False  # whether a second forward leaves the part out, see `kernels.common.operation`
+    is_skipped: bool = (
+        False  # whether a second forward leaves the part out, see `kernels.common.operation`
+    )
     rate: str | None = None  # name of the measured rate of its products; None: the linear map's
 
 
 @dataclass(frozen=True, eq=False)
 class LayerParts:
-    """Descriptions of what a block is made of, beside its norms. Compares by identity, which is quick."""
+    """Descriptions of what a block is made of, beside its norms. Compares by identity, which is
+    quick."""
 
-    mixer: Any  # a MixerPart: kernels.qkv_attention.AttentionPart or kernels.gated_delta_net.DeltaNet
+    mixer: (
+        Any  # a MixerPart: kernels.qkv_attention.AttentionPart or kernels.gated_delta_net.DeltaNet
+    )
     mlp: Any  # an MLPPart: kernels.gated_mlp.GatedMLPPart or kernels.experts.part.ExpertsPart
 
     def __iter__(self) -> Iterator[LayerPart]:
@@ -206,7 +239,8 @@ class AttentionFlops(NamedTuple):
 
 
 class AttentionWork(NamedTuple):
-    """Amounts of work by the name of a measured rate (`training.memory.machine.Rates`): amount / rate is seconds."""
+    """Amounts of work by the name of a measured rate (`training.memory.machine.Rates`): amount /
+    rate is seconds."""
 
     forward: dict[str, float]
     choice: dict[str, float]
@@ -214,7 +248,8 @@ class AttentionWork(NamedTuple):
 
 
 class MixerKind(Part, ABC):
-    """A way in which tokens of a layer read the tokens before them: its work, rates and limits. A frozen dataclass.
+    """A way in which tokens of a layer read the tokens before them: its work, rates and limits. A
+    frozen dataclass.
 
     What a token reads depends on its document alone, not on the documents that are packed with it.
 
@@ -223,15 +258,23 @@ class MixerKind(Part, ABC):
     name: ClassVar[str]  # in flags
     takes: ClassVar[tuple[str, ...]] = ()  # names of the flags that it obeys
     branches: ClassVar[int] = 1  # outputs that are kept for backward, each with a log-sum-exp
-    gates_per_head: ClassVar[int] = 0  # gate logits per token and query head, which the model computes
+    gates_per_head: ClassVar[int] = (
+        0  # gate logits per token and query head, which the model computes
+    )
     has_keys: ClassVar[bool] = True  # whether generation keeps keys and values of earlier tokens
-    selected_blocks: int = 0  # blocks of keys per token, as flags count them; 0: the kind chooses none
+    selected_blocks: int = (
+        0  # blocks of keys per token, as flags count them; 0: the kind chooses none
+    )
     gpu_head_dims: ClassVar[tuple[int, ...]] = ()  # head widths that its GPU kernels take; (): any
     h200_rates: ClassVar[dict[str, float]]  # its rates on an H200, by the names that `work` uses
-    # Whether `forward` and `backward` take segments with prompts. If not, see `kernels.attention.prompts.Copies`.
+    # Whether `forward` and `backward` take segments with prompts. If not, see
+    # `kernels.attention.prompts.Copies`.
     reads_prompts: ClassVar[bool] = False
-    sees_uncopied: ClassVar[bool] = False  # whether answers attend to what is not copied of their prompts as well
-    # Whether its kernels need as much power as matrix products. If not, they run at a lower clock between products.
+    sees_uncopied: ClassVar[bool] = (
+        False  # whether answers attend to what is not copied of their prompts as well
+    )
+    # Whether its kernels need as much power as matrix products. If not, they run at a lower clock
+    # between products.
     draws_full_power: ClassVar[bool] = False
 
     @property
@@ -250,17 +293,20 @@ class MixerKind(Part, ABC):
         return math.inf
 
     def check_heads(self, head_dim: int) -> None:
-        """Raises ValueError if there are no kernels on a GPU for attention's heads of `head_dim`."""
+        """Raises ValueError if there are no kernels on a GPU for attention's heads of
+        `head_dim`."""
         if self.gpu_head_dims and head_dim not in self.gpu_head_dims:
             has = f"attention_type {self.name} has GPU kernels for head_dim {self.gpu_head_dims}"
             raise ValueError(f"{has}, not for {head_dim}; use full")
 
     @abstractmethod
     def describe(self, selected_blocks: str) -> str:
-        """Returns a line for people; `selected_blocks` is the number of blocks in each layer, such as "64x2,32"."""
+        """Returns a line for people; `selected_blocks` is the number of blocks in each layer, such
+        as "64x2,32"."""
 
     def for_longest(self, longest: int) -> "MixerKind":
-        """Returns the cheapest kind that computes the same for documents of up to `longest` tokens."""
+        """Returns the cheapest kind that computes the same for documents of up to `longest`
+        tokens."""
         return self
 
     @abstractmethod
@@ -269,12 +315,21 @@ class MixerKind(Part, ABC):
 
     def copied(self, prompt: int) -> int:
         """Returns the tokens of a prompt of so many that are copied before each of its answers."""
-        return 0 if self.reads_prompts else prompt if self.reach is None else min(prompt, self.reach - 1)
+        return (
+            0
+            if self.reads_prompts
+            else prompt
+            if self.reach is None
+            else min(prompt, self.reach - 1)
+        )
 
     def with_copies(
-        self, lengths: Iterable[tuple[float, float]], prompts: Iterable[tuple[float, float, float, float]]
+        self,
+        lengths: Iterable[tuple[float, float]],
+        prompts: Iterable[tuple[float, float, float, float]],
     ) -> list[tuple[float, float]]:
-        """Returns documents, as for `work`, with the documents that attend in place of prompts and answers."""
+        """Returns documents, as for `work`, with the documents that attend in place of prompts and
+        answers."""
         found = [*lengths]
         for prompt, answers, tokens, count in prompts:
             own, copied = tokens / answers, self.copied(round(prompt))
@@ -284,38 +339,55 @@ class MixerKind(Part, ABC):
             found += [(seen, (1 - answers) * count)] * (seen > 0)
         return found
 
-    def prompt_flops(self, prompt: int, answers: int, tokens: int, H: int, G: int, K: int) -> AttentionFlops:
-        """Returns the floating-point operations of a prompt's answers beyond documents of these lengths."""
+    def prompt_flops(
+        self, prompt: int, answers: int, tokens: int, H: int, G: int, K: int
+    ) -> AttentionFlops:
+        """Returns the floating-point operations of a prompt's answers beyond documents of these
+        lengths."""
         documents = self.with_copies((), [(prompt, answers, tokens, 1)])
-        flops = ([count * n for n in self.flops(round(length), H, G, K)] for length, count in documents)
+        flops = (
+            [count * n for n in self.flops(round(length), H, G, K)] for length, count in documents
+        )
         return AttentionFlops(*map(sum, zip((0, 0, 0), *flops)))
 
     def forward_flops(
-        self, lengths: Iterable[int], H: int, G: int, K: int, prompts: Iterable[tuple[int, int, int]] = ()
+        self,
+        lengths: Iterable[int],
+        H: int,
+        G: int,
+        K: int,
+        prompts: Iterable[tuple[int, int, int]] = (),
     ) -> float:
-        """Returns forward's floating-point operations without choices of blocks; `prompts` as in `Documents`."""
+        """Returns forward's floating-point operations without choices of blocks; `prompts` as in
+        `Documents`."""
         flops = {length: self.flops(length, H, G, K).forward for length in {*lengths}}
         of_prompts = (self.prompt_flops(*prompt, H, G, K).forward for prompt in prompts)
         return sum(flops[length] for length in lengths) + sum(of_prompts)
 
     def work(
-        self, lengths: Iterable[tuple[float, float]], H: int, G: int, K: int, *, backend: str, steps: int,
+        self, lengths: Iterable[tuple[float, float]], H: int, G: int, K: int, *, backend: str,
+        steps: int,
         is_packed: bool = True, prompts: Iterable[tuple[float, float, float, float]] = (),
     ) -> AttentionWork:  # fmt: skip
-        """Returns the work of attention to documents: `lengths` has pairs of tokens and a number of such documents.
+        """Returns the work of attention to documents: `lengths` has pairs of tokens and a number of
+        such documents.
 
-        `steps` groups of heads attend one after the other, each in calls of its own. With `is_packed`, a batch row may
-        hold several documents. `prompts` are as in `kernels.attention.documents.Documents`, and a number of each;
-        `lengths` has prompts and answers as well.
+        `steps` groups of heads attend one after the other, each in calls of its own. With
+        `is_packed`, a batch row may hold several documents. `prompts` are as in
+        `kernels.attention.documents.Documents`, and a number of each; `lengths` has prompts and
+        answers as well.
         """
         totals = [0.0, 0.0, 0.0]
         for length, count in self.with_copies(lengths, prompts):
             flops = self.flops(max(1, round(length)), H, G, K)
             totals = [total + count * of_part for total, of_part in zip(totals, flops)]
-        return AttentionWork(*({f"{self.name} {part}": n} for part, n in zip(AttentionWork._fields, totals)))
+        return AttentionWork(
+            *({f"{self.name} {part}": n} for part, n in zip(AttentionWork._fields, totals))
+        )
 
     def rates_with(self, backend: str, native: str, head_dim: int) -> dict[str, float]:
-        """Returns rates of `backend` for a GPU whose best backend is `native`, but that has an H200's peak FLOP/s.
+        """Returns rates of `backend` for a GPU whose best backend is `native`, but that has an
+        H200's peak FLOP/s.
 
         Attention has heads of width `head_dim`.
         """
@@ -323,12 +395,15 @@ class MixerKind(Part, ABC):
 
     @abstractmethod
     def measure_rates(
-        self, H: int, G: int, K: int, context_length: int, backend: str, seconds: Callable[..., float],
+        self, H: int, G: int, K: int, context_length: int, backend: str,
+        seconds: Callable[..., float],
         device: torch.device,
     ) -> dict[str, float]:  # fmt: skip
-        """Measures the rates of this GPU, in FLOP/s or calls per second, by the names that `work` uses.
+        """Measures the rates of this GPU, in FLOP/s or calls per second, by the names that `work`
+        uses.
 
-        `seconds` returns the seconds of a call of a function between a layer's products, or `in_a_row` with others.
+        `seconds` returns the seconds of a call of a function between a layer's products, or
+        `in_a_row` with others.
         """
 
 
@@ -337,64 +412,90 @@ class AttentionKind(MixerKind):
 
     Arguments with one meaning in all methods:
         q [B, T, H, K], k and v [B, T, G, K]: queries, keys and values after rotary positions.
-        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token);
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the
+        last token);
             None: each batch row is one document.
-        lists: the blocks of keys that each token chose, int16 [B, T, G, `list_length`], by index in their document.
-        backend: a name in `kernels.attention.full.BACKENDS`, but not "auto".
+        lists: the blocks of keys that each token chose, int16 [B, T, G, `list_length`], by index in
+        their document. backend: a name in `kernels.attention.full.BACKENDS`, but not "auto".
         on_triton: whether Triton's kernels run.
     """
 
     @abstractmethod
     def check(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, impl: str) -> bool:
-        """Returns `on_triton`, see `kernels.common.use_triton`. Raises ValueError for what no kernel takes."""
+        """Returns `on_triton`, see `kernels.common.use_triton`. Raises ValueError for what no
+        kernel takes."""
 
     @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None, backend: str,
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None,
+        backend: str,
         on_triton: bool,
     ) -> tuple[list[Tensor], list[Tensor], Tensor | None]:  # fmt: skip
-        """Returns outputs [B, T, H, K] and log-sum-exps [B, T, H] float32 per branch, and lists, if it has any."""
+        """Returns outputs [B, T, H, K] and log-sum-exps [B, T, H] float32 per branch, and lists, if
+        it has any."""
 
     @abstractmethod
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: Sequence[Tensor],
-        lses: Sequence[Tensor], lists: Tensor | None, segments: Tensor | None, backend: str, on_triton: bool,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None,
+        outs: Sequence[Tensor],
+        lses: Sequence[Tensor], lists: Tensor | None, segments: Tensor | None, backend: str,
+        on_triton: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """Returns dq, dk, dv and, if there are gates, their gradient, from what `forward` returned."""
+        """Returns dq, dk, dv and, if there are gates, their gradient, from what `forward`
+        returned."""
 
     def normalise_lists(self, lists: Tensor, q: Tensor, segments: Tensor | None) -> Tensor:
-        """Returns a caller's lists as `backward` takes them, without blocks that their token cannot choose."""
+        """Returns a caller's lists as `backward` takes them, without blocks that their token cannot
+        choose."""
         raise ValueError(f"{self.name} attention chooses no blocks of keys; give no lists")
 
     def output(self, outs: Sequence[Tensor], gates: Tensor | None, on_triton: bool) -> Tensor:
-        """Returns attention's output [B, T, H, K] from the branches' outputs and gates [B, T, H, gates_per_head]."""
+        """Returns attention's output [B, T, H, K] from the branches' outputs and gates [B, T, H,
+        gates_per_head]."""
         return outs[0]
 
     @abstractmethod
     def decode(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None) -> Tensor:
-        """Returns the output for q [B, 1, H, K] of one new token, the last of S, with cached k and v [B, S, G, K]."""
+        """Returns the output for q [B, 1, H, K] of one new token, the last of S, with cached k and
+        v [B, S, G, K]."""
 
     @abstractmethod
     def footprint(
         self, T: int, H: int, G: int, K: int, *, element_size: int = 2, backend: str = "auto",
         context_length: int | None = None, longest: int | None = None,
     ) -> AttentionBytes:  # fmt: skip
-        """Returns the bytes that T tokens take; `context_length` (None: T) and `longest` as in `backward_workspace`."""
+        """Returns the bytes that T tokens take; `context_length` (None: T) and `longest` as in
+        `backward_workspace`."""
 
     def rates_at(
-        self, T: int, H: int, G: int, K: int, backend: str, seconds: Callable[..., float], device: torch.device
+        self,
+        T: int,
+        H: int,
+        G: int,
+        K: int,
+        backend: str,
+        seconds: Callable[..., float],
+        device: torch.device,
     ) -> dict[str, float]:
         """Measures the FLOP/s of forward and backward over one document of T tokens."""
         flops, taken = self.flops(T, H, G, K), self.time(T, H, G, K, backend, seconds, device)
-        return {f"{self.name} {part}": getattr(flops, part) / s for part, s in zip(("forward", "backward"), taken)}
+        return {
+            f"{self.name} {part}": getattr(flops, part) / s
+            for part, s in zip(("forward", "backward"), taken)
+        }
 
     def time(
         self, T: int, H: int, G: int, K: int, backend: str, seconds: Callable[..., float],
         device: torch.device, segments: Tensor | None = None,
     ) -> tuple[float, float]:  # fmt: skip
-        """Returns the seconds of one forward, without the choice, and of one backward over T random tokens."""
+        """Returns the seconds of one forward, without the choice, and of one backward over T random
+        tokens."""
         q, k, v = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16) for n in (H, G, G))
-        gates = torch.randn(1, T, H, self.gates_per_head, device=device, dtype=q.dtype) if self.gates_per_head else None
+        gates = (
+            torch.randn(1, T, H, self.gates_per_head, device=device, dtype=q.dtype)
+            if self.gates_per_head
+            else None
+        )
         outs, lses, lists = self.forward(q, k, v, segments, None, backend, True)
         seconds = functools.partial(seconds, in_a_row=self.draws_full_power)
         forward = seconds(lambda: self.forward(q, k, v, segments, lists, backend, True))
@@ -403,6 +504,7 @@ class AttentionKind(MixerKind):
 
 
 def sum_to(n: int, most: int | None = None) -> int:
-    """Returns the sum of the integers 0 to n - 1, each cut to `most`: sum_to(4) is 6, sum_to(4, 2) is 0 + 1 + 2 + 2."""
+    """Returns the sum of the integers 0 to n - 1, each cut to `most`: sum_to(4) is 6, sum_to(4, 2)
+    is 0 + 1 + 2 + 2."""
     n = max(0, n)
     return n * (n - 1) // 2 - (0 if most is None else sum_to(n - most))

@@ -1,15 +1,19 @@
-"""Attention of a transformer block, from its input to its output projection, all heads at once or some at a time.
+"""Attention of a transformer block, from its input to its output projection, all heads at once or
+some at a time.
 
-Some heads at a time, each step projects the input to n of the G key/value heads and their query heads, normalises and
-rotates them, and attends. q, k, v and their gradients then take n / G of their memory.
+Some heads at a time, each step projects the input to n of the G key/value heads and their query
+heads, normalises and rotates them, and attends. q, k, v and their gradients then take n / G of
+their memory.
 
-All heads at once keep for backward: the input, attention's outputs and log-sum-exps, v, and q and k after their
-rotation; if heads are normalised, also q and k before it. Some heads at a time keep no q, k and v: backward projects
-them again, step by step. Attention itself costs the same either way, but the matrix products of a step are smaller.
+All heads at once keep for backward: the input, attention's outputs and log-sum-exps, v, and q and k
+after their rotation; if heads are normalised, also q and k before it. Some heads at a time keep no
+q, k and v: backward projects them again, step by step. Attention itself costs the same either way,
+but the matrix products of a step are smaller.
 
-N ranks may share each sequence (`HeadExchange`). Each step then projects this rank's tokens to n key/value heads of
-every rank, and exchanges tokens for heads around attention. With 8 key/value heads, 2 ranks and n = 1, the first step
-has heads 0 and 4. A rank keeps attention's outputs for its own tokens, and log-sum-exps and lists for its own heads.
+N ranks may share each sequence (`HeadExchange`). Each step then projects this rank's tokens to n
+key/value heads of every rank, and exchanges tokens for heads around attention. With 8 key/value
+heads, 2 ranks and n = 1, the first step has heads 0 and 4. A rank keeps attention's outputs for its
+own tokens, and log-sum-exps and lists for its own heads.
 """
 
 import math
@@ -37,10 +41,14 @@ class QKVParameters(NamedTuple):
 
     weights: list[Weight]  # q's [H K, D], k's [G K, D] and v's [G K, D]
     biases: list[Tensor]  # [H K], [G K] and [G K], or none
-    norms: list[Tensor]  # RMSNorm weights of q and of k: [K] both, for each head; [H K] and [G K], for all; or none
+    norms: list[
+        Tensor
+    ]  # RMSNorm weights of q and of k: [K] both, for each head; [H K] and [G K], for all; or none
     eps: float  # added to mean squares under the norms' roots
     head_dim: int
-    has_output_gate: bool = False  # q's weight is [2 H K, D]: for each head, K rows of q, then K rows of a gate
+    has_output_gate: bool = (
+        False  # q's weight is [2 H K, D]: for each head, K rows of q, then K rows of a gate
+    )
     rotary_dim: int | None = None  # elements of a head that are rotated; None: all
 
     @property
@@ -49,7 +57,8 @@ class QKVParameters(NamedTuple):
         return len(self.weights[0]) // len(self.weights[1]) // (1 + self.has_output_gate)
 
     def parted(self) -> tuple["QKVParameters", list]:
-        """Returns the parameters of q, k and v alone, and the gate's weight and bias, if there are some."""
+        """Returns the parameters of q, k and v alone, and the gate's weight and bias, if there are
+        some."""
         if not self.has_output_gate:
             return self, []
         (q, gate), of_biases = _alternate(self.weights[0], self.head_dim), []
@@ -60,9 +69,15 @@ class QKVParameters(NamedTuple):
         return own, [gate, *of_biases]
 
     def with_one_query_head(self) -> "QKVParameters":
-        """Returns the same parameters, with only the first head in the weight, bias and norm of q."""
-        parts, count = (self.weights, self.biases, self.norms), self.head_dim * (1 + self.has_output_gate)
-        weights, biases, norms = ([rows[:count] for rows in of_qkv[:1]] + of_qkv[1:] for of_qkv in parts)
+        """Returns the same parameters, with only the first head in the weight, bias and norm of
+        q."""
+        parts, count = (
+            (self.weights, self.biases, self.norms),
+            self.head_dim * (1 + self.has_output_gate),
+        )
+        weights, biases, norms = (
+            [rows[:count] for rows in of_qkv[:1]] + of_qkv[1:] for of_qkv in parts
+        )
         return self._replace(weights=weights, biases=biases, norms=norms)
 
 
@@ -75,14 +90,16 @@ def _alternate(rows: Weight, K: int) -> list[Weight]:
 
 
 def _normalise(heads: Tensor, weight: Tensor, eps: float, impl: str) -> Tensor:
-    """Normalises heads [B, T, H, K] by a weight [K], or all of a token by [H K]; a float32 weight before rounding."""
+    """Normalises heads [B, T, H, K] by a weight [K], or all of a token by [H K]; a float32 weight
+    before rounding."""
     rows = heads if len(weight) == heads.shape[-1] else heads.flatten(2)
     normed = rms_norm(rows, weight, eps, cast_before_weight=weight.dtype == heads.dtype, impl=impl)
     return normed.view(heads.shape)  # type: ignore[union-attr]
 
 
 def _normalise_and_rotate(
-    q: Tensor, k: Tensor, norms: Sequence[Tensor], eps: float, cos: Tensor | None, sin: Tensor | None, impl: str,
+    q: Tensor, k: Tensor, norms: Sequence[Tensor], eps: float, cos: Tensor | None,
+    sin: Tensor | None, impl: str,
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if norms:
@@ -91,10 +108,12 @@ def _normalise_and_rotate(
 
 
 def project_heads(
-    x_BTD: Tensor, parameters: QKVParameters, cos: Tensor | None, sin: Tensor | None, linear: Linear = PLAIN,
+    x_BTD: Tensor, parameters: QKVParameters, cos: Tensor | None, sin: Tensor | None,
+    linear: Linear = PLAIN,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Returns q [B, T, H, K], k and v [B, T, G, K], normalised and rotated, and logits of the output's gate, if any."""
+    """Returns q [B, T, H, K], k and v [B, T, G, K], normalised and rotated, and logits of the
+    output's gate, if any."""
     weights, biases, norms, eps, K, has_gate, rotary_dim = parameters
     q, k, v = (x.unflatten(-1, (-1, K)) for x in linear.maps(x_BTD, weights, biases))
     q, gate = q.unflatten(2, (-1, 2)).unbind(3) if has_gate else (q, None)
@@ -109,7 +128,8 @@ def gated(out_BTHK: Tensor, gate_BTHK: Tensor | None, impl: str = "auto") -> Ten
 class _Division(NamedTuple):
     """A division of heads, first among ranks and then each rank's into steps.
 
-    With 8 heads, 2 ranks and 4 steps, step 0 has heads 0 and 4. Dimension `dim` of the tensors below counts heads.
+    With 8 heads, 2 ranks and 4 steps, step 0 has heads 0 and 4. Dimension `dim` of the tensors
+    below counts heads.
     """
 
     ranks: int
@@ -119,7 +139,8 @@ class _Division(NamedTuple):
         return x.unflatten(dim, (self.ranks, self.steps, -1)).select(dim + 1, step)
 
     def take(self, x, step: int, dim: int = 2):
-        """Returns one step's heads of x, contiguous, in the order of the ranks. Returns None if x is None."""
+        """Returns one step's heads of x, contiguous, in the order of the ranks. Returns None if x
+        is None."""
         return None if x is None else self._view(x, step, dim).flatten(dim, dim + 1).contiguous()
 
     def put(self, x: Tensor, step: int, heads: Tensor, dim: int = 2) -> None:
@@ -127,20 +148,25 @@ class _Division(NamedTuple):
         self._view(x, step, dim).copy_(heads.unflatten(dim, (self.ranks, -1)))
 
 
-def _divide(num_heads: int, n: int, group_name: str | None) -> tuple[HeadExchange, _Division, _Division]:
-    """Returns the exchange, and the divisions of all ranks' heads and of this rank's, each rank n of them in a step."""
+def _divide(
+    num_heads: int, n: int, group_name: str | None
+) -> tuple[HeadExchange, _Division, _Division]:
+    """Returns the exchange, and the divisions of all ranks' heads and of this rank's, each rank n
+    of them in a step."""
     exchange = HeadExchange(group_named(group_name))
     steps = num_heads // exchange.size // n
     return exchange, _Division(exchange.size, steps), _Division(1, steps)
 
 
 def _rows_of_step(parameters: Sequence[Tensor], step: int, division: _Division) -> Tensor | None:
-    """Returns a step's rows of the q, k and v projections, [(R + 2) n K, D], or of biases; None without parameters."""
+    """Returns a step's rows of the q, k and v projections, [(R + 2) n K, D], or of biases; None
+    without parameters."""
     return torch.cat([division.take(rows, step, 0) for rows in parameters]) if parameters else None
 
 
 def _weight_of_step(tensors: Sequence[Tensor], step: int, division: _Division) -> Weight:
-    """Returns one step's rows of the q, k and v projections, whose `tensors` are as `_joined` returns them."""
+    """Returns one step's rows of the q, k and v projections, whose `tensors` are as `_joined`
+    returns them."""
     rows = [_rows_of_step(tensors[start : start + 3], step, division) for start in (0, 4)]
     return weight_of([rows[0]] if len(tensors) == 3 else [rows[0], tensors[3], rows[1]])
 
@@ -148,20 +174,26 @@ def _weight_of_step(tensors: Sequence[Tensor], step: int, division: _Division) -
 class _Gradients:
     """Gradients of the tensors that need them, filled step by step.
 
-    `division` divides their heads along the dimensions `dims`. A tensor without heads has None there: its gradient adds
-    up over steps, in float32.
+    `division` divides their heads along the dimensions `dims`. A tensor without heads has None
+    there: its gradient adds up over steps, in float32.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], needs: Sequence[bool], dims: Sequence[int | None], division: _Division
+        self,
+        tensors: Sequence[Tensor],
+        needs: Sequence[bool],
+        dims: Sequence[int | None],
+        division: _Division,
     ):
         self.dims, self.division, self.dtypes = dims, division, [tensor.dtype for tensor in tensors]
         self.gradients = [
-            None if not needed
-            else torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) if dim is None
+            None
+            if not needed
+            else torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+            if dim is None
             else torch.empty_like(tensor)
             for tensor, needed, dim in zip(tensors, needs, dims)
-        ]  # fmt: skip
+        ]
 
     @property
     def needed(self) -> bool:
@@ -183,10 +215,11 @@ class _Gradients:
 
 
 def _joined(weights: Sequence[Weight]) -> list[Tensor]:
-    """Returns the tensors of the q, k and v projections: three matrices and, if some are adapted, one A and three B's.
+    """Returns the tensors of the q, k and v projections: three matrices and, if some are adapted,
+    one A and three B's.
 
-    A [3 r, D] holds all A's, and each B [N, 3 r] is zero in the columns of the others. Rows of the B's are divided into
-    steps as rows of the matrices are.
+    A [3 r, D] holds all A's, and each B [N, 3 r] is zero in the columns of the others. Rows of the
+    B's are divided into steps as rows of the matrices are.
     """
     adapted = [weight for weight in weights if isinstance(weight, Adapted)]
     if not adapted:
@@ -196,47 +229,85 @@ def _joined(weights: Sequence[Weight]) -> list[Tensor]:
         own = weight.b if isinstance(weight, Adapted) else weight.new_empty(len(weight), 0)
         bs.append(F.pad(own, (before, rank - before - own.shape[1])))
         before += own.shape[1]
-    return [*(tensors_of(weight)[0] for weight in weights), torch.cat([weight.a for weight in adapted]), *bs]
+    return [
+        *(tensors_of(weight)[0] for weight in weights),
+        torch.cat([weight.a for weight in adapted]),
+        *bs,
+    ]
 
 
 def _split_heads(
-    qkv: Tensor, norms: Sequence[Tensor], eps: float, n: int, cos: Tensor | None, sin: Tensor | None, K: int, impl: str
+    qkv: Tensor,
+    norms: Sequence[Tensor],
+    eps: float,
+    n: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    K: int,
+    impl: str,
 ) -> list[Tensor]:
-    """[B, T, (R + 2) n K] -> q [B, T, R n, K], k and v [B, T, n, K], with q and k normalised and rotated."""
+    """[B, T, (R + 2) n K] -> q [B, T, R n, K], k and v [B, T, n, K], with q and k normalised and
+    rotated."""
     heads = qkv.unflatten(-1, (-1, K)).split([qkv.shape[-1] // K - 2 * n, n, n], dim=2)
     q, k = _normalise_and_rotate(heads[0], heads[1], norms, eps, cos, sin, impl)
     return [q, k, heads[2].contiguous()]
 
 
 def _unjoined(parts: Sequence[Tensor | None], lengths: list[int]) -> list[Tensor | None]:
-    """Returns what a step's weight has, matrix, A and B, for each of the tensors that `_joined` returns."""
+    """Returns what a step's weight has, matrix, A and B, for each of the tensors that `_joined`
+    returns."""
     by_rows = [[None] * 3 if part is None else [*part.split(lengths)] for part in parts[::2]]
     return [*by_rows[0], *parts[1:2], *(by_rows[1] if len(parts) > 1 else ())]
 
 
-def _fake_results(x, weights, biases, norms, eps, head_dim, cos, sin, segments, lists, kind, linear, backend,
-                  on_triton, impl, n, group_name):  # fmt: skip
+def _fake_results(
+    x,
+    weights,
+    biases,
+    norms,
+    eps,
+    head_dim,
+    cos,
+    sin,
+    segments,
+    lists,
+    kind,
+    linear,
+    backend,
+    on_triton,
+    impl,
+    n,
+    group_name,
+):
     exchange, _, _ = _divide(len(weights[1]) // head_dim, n, group_name)
     return _empty_results(x, weights, head_dim, lists, part_of(kind), exchange.size)
 
 
-@operation("fathom::qkv_attention", _fake_results, keepable="results", chooses="lists", composed=True)
+@operation(
+    "fathom::qkv_attention", _fake_results, keepable="results", chooses="lists", composed=True
+)
 def _qkv_attention(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor], norms: list[Tensor], eps: float, head_dim: int,
-    cos: Tensor | None, sin: Tensor | None, segments: Tensor | None, lists: Tensor | None, kind: int, linear: int,
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], norms: list[Tensor], eps: float,
+    head_dim: int,
+    cos: Tensor | None, sin: Tensor | None, segments: Tensor | None, lists: Tensor | None,
+    kind: int, linear: int,
     backend: str, on_triton: bool, impl: str, n: int, group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [B, T, D] -> outputs [branches, B, T, H, K], log-sum-exps [branches, B, T, H] and lists [B, T, G, blocks].
+    """x [B, T, D] -> outputs [branches, B, T, H, K], log-sum-exps [branches, B, T, H] and lists [B,
+    T, G, blocks].
 
-    `weights` are as `_joined` returns them. Biases and norms may be empty. If `lists` is None, lists are chosen here.
-    In a group of N ranks, x and outputs are of this rank's T tokens and all heads; log-sum-exps and lists are of all
-    T N tokens and this rank's heads.
+    `weights` are as `_joined` returns them. Biases and norms may be empty. If `lists` is None,
+    lists are chosen here. In a group of N ranks, x and outputs are of this rank's T tokens and all
+    heads; log-sum-exps and lists are of all T N tokens and this rank's heads.
     """
     own_kind, product, K = part_of(kind), part_of(linear), head_dim
     exchange, all_heads, own_heads = _divide(len(weights[1]) // K, n, group_name)
     out, lse, chosen = _empty_results(x, weights, K, lists, own_kind, exchange.size)
     for step in rounds(own_heads.steps, x):
-        rows, bias = _weight_of_step(weights, step, all_heads), _rows_of_step(biases, step, all_heads)
+        rows, bias = (
+            _weight_of_step(weights, step, all_heads),
+            _rows_of_step(biases, step, all_heads),
+        )
         factors = product.factor(x.flatten(0, 1)), product.factor(rows)
         qkv = product.forward(*factors, bias).unflatten(0, x.shape[:2])
         del rows, bias, factors
@@ -244,7 +315,9 @@ def _qkv_attention(
         del qkv
         q, k, v = (exchange.to_heads(heads.pop(0)) for _ in range(3))
         lists_n = own_heads.take(lists, step)
-        *results, chosen_n = torch.ops.fathom.attend(q, k, v, segments, lists_n, kind, backend, on_triton)
+        *results, chosen_n = torch.ops.fathom.attend(
+            q, k, v, segments, lists_n, kind, backend, on_triton
+        )
         outs, lses = results[: own_kind.branches], results[own_kind.branches :]
         del q, k, v
         for branch in range(own_kind.branches):
@@ -263,8 +336,16 @@ def _empty_results(
     H, G = len(weights[0]) // K, len(weights[1]) // K
     return (
         x.new_empty(kind.branches, B, T, H, K),
-        x.new_empty(kind.branches, B, T * ranks, H // ranks, dtype=torch.promote_types(x.dtype, torch.float32)),
-        x.new_empty(B, T * ranks, G // ranks, kind.list_length if lists is None else 0, dtype=torch.int16),
+        x.new_empty(
+            kind.branches,
+            B,
+            T * ranks,
+            H // ranks,
+            dtype=torch.promote_types(x.dtype, torch.float32),
+        ),
+        x.new_empty(
+            B, T * ranks, G // ranks, kind.list_length if lists is None else 0, dtype=torch.int16
+        ),
     )
 
 
@@ -280,7 +361,9 @@ class _Options(NamedTuple):
     impl: str
     n: int  # key/value heads of a rank in one step
     group_name: str | None
-    counts: tuple[int, ...]  # tensors of the output projection, of q's, k's and v's weights, biases, norms
+    counts: tuple[
+        int, ...
+    ]  # tensors of the output projection, of q's, k's and v's weights, biases, norms
 
     def split(self, parameters: Sequence) -> Iterator[list]:
         """Yields the tensors of each of `counts`."""
@@ -289,24 +372,31 @@ class _Options(NamedTuple):
 
 
 class _QKVAttention(torch.autograd.Function):
-    """Attention of n key/value heads per step. The input's gradient is summed over steps in the input's dtype."""
+    """Attention of n key/value heads per step. The input's gradient is summed over steps in the
+    input's dtype."""
 
     @staticmethod
     def forward(ctx, x, gates, cos, sin, segments, options, *parameters):
         o_tensors, weights, biases, norms = options.split(parameters)
         kind, linear = options.kind, options.linear
         outs, lses, lists = torch.ops.fathom.qkv_attention(
-            x, weights, biases, norms, options.eps, options.head_dim, cos, sin, segments, None, kind.number,
-            linear.number, options.backend, options.on_triton, options.impl, options.n, options.group_name,
+            x, weights, biases, norms, options.eps, options.head_dim, cos, sin, segments, None,
+            kind.number,
+            linear.number, options.backend, options.on_triton, options.impl, options.n,
+            options.group_name,
         )  # fmt: skip
         ctx.save_for_backward(x, gates, cos, sin, lists, outs, lses, *parameters)
         ctx.segments, ctx.options = segments, options
-        return linear(kind.output([*outs], gates, options.on_triton).flatten(2), weight_of(o_tensors))
+        return linear(
+            kind.output([*outs], gates, options.on_triton).flatten(2), weight_of(o_tensors)
+        )
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
-            raise RuntimeError("attention some heads at a time has no second derivative (create_graph=True)")
+            raise RuntimeError(
+                "attention some heads at a time has no second derivative (create_graph=True)"
+            )
         steps = _Backward(ctx, dy)
         for step in rounds(steps.own_heads.steps, dy):
             steps.run(step)
@@ -316,10 +406,13 @@ class _QKVAttention(torch.autograd.Function):
 
 
 class _Backward:
-    """Backward of `_QKVAttention`, step by step. Tensors of a step are freed where its methods return."""
+    """Backward of `_QKVAttention`, step by step. Tensors of a step are freed where its methods
+    return."""
 
     def __init__(self, ctx, dy: Tensor):
-        x, self.gates, self.cos, self.sin, self.lists, self.outs, self.lses, *parameters = ctx.saved_tensors
+        x, self.gates, self.cos, self.sin, self.lists, self.outs, self.lses, *parameters = (
+            ctx.saved_tensors
+        )
         self.segments, self.options, self.batch = ctx.segments, ctx.options, x.shape[:2]
         self.x_rows, self.dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
         options, self.linear, self.kind = ctx.options, ctx.options.linear, ctx.options.kind
@@ -328,14 +421,20 @@ class _Backward:
         self.exchange, self.all_heads, self.own_heads = _divide(
             len(self.weights[1]) // options.head_dim, options.n, options.group_name
         )
-        self.needs_o, needs, needs_biases, _ = options.split(ctx.needs_input_grad[-len(parameters) :])
-        self.needs_rows = [any(needs[part]) for part in (slice(3), slice(3, 4), slice(4, None))]  # matrix, A, B
+        self.needs_o, needs, needs_biases, _ = options.split(
+            ctx.needs_input_grad[-len(parameters) :]
+        )
+        self.needs_rows = [
+            any(needs[part]) for part in (slice(3), slice(3, 4), slice(4, None))
+        ]  # matrix, A, B
         needs = [*self.needs_rows[:1] * 3, *needs[3:]]
         self.dx_rows = torch.zeros_like(self.x_rows)
         self.d_o = _Gradients(self.o_tensors, self.needs_o, (1, 1, None), self.all_heads)
         self.d_weights = _Gradients(self.weights, needs, (0, 0, 0, None, 0, 0, 0), self.all_heads)
         self.d_biases = _Gradients(self.biases, needs_biases, (0, 0, 0), self.all_heads)
-        self.d_norms = _Gradients(self.norms, [True] * len(norms), [None] * len(norms), self.all_heads)
+        self.d_norms = _Gradients(
+            self.norms, [True] * len(norms), [None] * len(norms), self.all_heads
+        )
         self.d_gates = None if self.gates is None else torch.empty_like(self.gates)
 
     def run(self, step: int) -> None:
@@ -351,29 +450,49 @@ class _Backward:
         self.d_norms.add(step, d_norms)
 
     def _through_attention(self, step: int, weight_factor: Factor):
-        """Returns q, k and v before norms, the graph's edges after RoPE, and gradients there and of gates, if any."""
+        """Returns q, k and v before norms, the graph's edges after RoPE, and gradients there and of
+        gates, if any."""
         options, to_heads = self.options, self.exchange.to_heads
-        outs, gates = [self.all_heads.take(out, step) for out in self.outs], self.all_heads.take(self.gates, step)
+        outs, gates = (
+            [self.all_heads.take(out, step) for out in self.outs],
+            self.all_heads.take(self.gates, step),
+        )
         d_out = to_heads(self._through_output(step, outs, gates).view(outs[0].shape))
         outs, gates = [to_heads(out) for out in outs], None if gates is None else to_heads(gates)
-        lses, lists = [self.own_heads.take(lse, step) for lse in self.lses], self.own_heads.take(self.lists, step)
+        lses, lists = (
+            [self.own_heads.take(lse, step) for lse in self.lses],
+            self.own_heads.take(self.lists, step),
+        )
         bias = _rows_of_step(self.biases, step, self.all_heads)
         qkv = self.linear.forward(self.linear.factor(self.x_rows), weight_factor, bias)
         qkv = qkv.unflatten(0, self.batch).requires_grad_()
         with torch.enable_grad():
             heads = _split_heads(
-                qkv, self.norms, options.eps, options.n * self.exchange.size, self.cos, self.sin, options.head_dim,
+                qkv, self.norms, options.eps, options.n * self.exchange.size, self.cos, self.sin,
+                options.head_dim,
                 options.impl,
             )  # fmt: skip
         edges = [torch.autograd.graph.get_gradient_edge(head) for head in heads]
         q, k, v = (to_heads(heads.pop(0).detach()) for _ in range(3))
         kept = gates, outs, lses, lists, self.segments
-        return qkv, edges, [*attend_backward(d_out, q, k, v, *kept, self.kind, options.backend, options.on_triton)]
+        return (
+            qkv,
+            edges,
+            [
+                *attend_backward(
+                    d_out, q, k, v, *kept, self.kind, options.backend, options.on_triton
+                )
+            ],
+        )
 
     def _through_output(self, step: int, outs: list[Tensor], gates: Tensor | None) -> Tensor:
-        """Returns the gradient of attention's output, [B T, R n K], and adds to the output projection's."""
+        """Returns the gradient of attention's output, [B T, R n K], and adds to the output
+        projection's."""
         columns = [self.all_heads.take(tensor, step, 1) for tensor in self.o_tensors[:2]]
-        linear, weight = self.linear, weight_of([*columns, *self.o_tensors[2:]])  # an adapter's B is of all steps
+        linear, weight = (
+            self.linear,
+            weight_of([*columns, *self.o_tensors[2:]]),
+        )  # an adapter's B is of all steps
         output = self.kind.output(outs, gates, self.options.on_triton).flatten(0, 1).flatten(1)
         dy, output = linear.factor(self.dy_rows), linear.factor(output)
         factors_t = linear.transpose(dy), linear.transpose(output)
@@ -381,10 +500,14 @@ class _Backward:
         del output, factors_t  # before the result is made
         return linear.input_gradient(dy, linear.transpose(linear.factor(weight)))
 
-    def _through_projections(self, step: int, d_qkv_rows: Tensor, weight: Weight, weight_factor: Factor) -> None:
+    def _through_projections(
+        self, step: int, d_qkv_rows: Tensor, weight: Weight, weight_factor: Factor
+    ) -> None:
         """Adds to the gradients of the input, and of the q, k and v projections."""
         linear, d_qkv = self.linear, self.linear.factor(d_qkv_rows)
-        linear.input_gradient(d_qkv, linear.transpose(weight_factor), out=self.dx_rows, accumulate=True)
+        linear.input_gradient(
+            d_qkv, linear.transpose(weight_factor), out=self.dx_rows, accumulate=True
+        )
         factors_t = linear.transpose(d_qkv), linear.transpose(linear.factor(self.x_rows))
         parts = linear.weight_gradients(*factors_t, weight, self.needs_rows)
         lengths = [len(rows) // self.own_heads.steps for rows in self.weights[:3]]
@@ -394,12 +517,15 @@ class _Backward:
 
 
 def qkv_attention(
-    x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None, sin: Tensor | None,
+    x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None,
+    sin: Tensor | None,
     segments: Tensor | None = None, *, kind: AttentionKind = FULL, gates: Tensor | None = None,
-    heads_at_a_time: int | None = None, exchange: HeadExchange | None = None, linear: Linear = PLAIN,
+    heads_at_a_time: int | None = None, exchange: HeadExchange | None = None,
+    linear: Linear = PLAIN,
     backend: str = "auto", impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Projects to q, k and v, normalises and rotates q and k, attends causally, and applies the output projection.
+    """Projects to q, k and v, normalises and rotates q and k, attends causally, and applies the
+    output projection.
 
     Args:
         x_BTD, o_weight: [B, T, D] and [D, H K], of the weights' dtype.
@@ -408,26 +534,35 @@ def qkv_attention(
         segments, backend: as in `kernels.attention.attend.attention`.
         kind: what a token attends to.
         gates: logits [B, T, H, gates_per_head], for a kind that has gates.
-        heads_at_a_time: key/value heads per step, a divisor of G; if N ranks share each sequence, of G / N. None: all
+        heads_at_a_time: key/value heads per step, a divisor of G; if N ranks share each sequence,
+        of G / N. None: all
             at once, and backward projects nothing again.
-        exchange: the exchange between ranks that share each sequence. x_BTD, cos, sin and gates are then of this
+        exchange: the exchange between ranks that share each sequence. x_BTD, cos, sin and gates are
+        then of this
             rank's tokens, segments of whole sequences. None: nothing is shared.
         linear: the linear map of all projections.
 
     Raises:
-        ValueError: heads_at_a_time does not divide a rank's key/value heads, or the ranks do not divide all of them;
-            an exchange would separate query heads that choose blocks together; heads_at_a_time with norms of all heads;
-            inputs that `kind` does not take, as for `attention`.
+        ValueError: heads_at_a_time does not divide a rank's key/value heads, or the ranks do not
+        divide all of them;
+            an exchange would separate query heads that choose blocks together; heads_at_a_time with
+            norms of all heads; inputs that `kind` does not take, as for `attention`.
         RuntimeError: in backward, create_graph=True.
     """
     exchange = exchange or HeadExchange(None)
     if heads_at_a_time is None:
         parameters, output_gate = parameters.parted()
-        receive = [exchange.start_to_heads(x) for x in project_heads(x_BTD, parameters, cos, sin, linear, impl)[:3]]
+        receive = [
+            exchange.start_to_heads(x)
+            for x in project_heads(x_BTD, parameters, cos, sin, linear, impl)[:3]
+        ]
         q, k, v = (receive.pop(0)() for _ in range(3))
         gates = None if gates is None else exchange.to_heads(gates)
         if kind.list_length and q.shape[2] // k.shape[2] != parameters.group:
-            raise ValueError("query heads of one key/value head choose blocks together; share between fewer ranks")
+            raise ValueError(
+                "query heads of one key/value head choose blocks together; share between fewer "
+                "ranks"
+            )
         out = attention(q, k, v, segments, kind=kind, gates=gates, backend=backend, impl=impl)
         del q, k, v  # before the projections are made
         receive_out = exchange.start_to_tokens(out)
@@ -436,23 +571,43 @@ def qkv_attention(
         gate = linear(x_BTD, *output_gate) if output_gate else None
         out = receive_out()
         del receive_out
-        return linear(gated(out, None if gate is None else gate.view(out.shape), impl).flatten(2), o_weight)
+        return linear(
+            gated(out, None if gate is None else gate.view(out.shape), impl).flatten(2), o_weight
+        )
     return _some_heads_at_a_time(
-        x_BTD, parameters, o_weight, cos, sin, segments, kind, gates, heads_at_a_time, exchange, linear, backend, impl
+        x_BTD,
+        parameters,
+        o_weight,
+        cos,
+        sin,
+        segments,
+        kind,
+        gates,
+        heads_at_a_time,
+        exchange,
+        linear,
+        backend,
+        impl,
     )
 
 
 def _some_heads_at_a_time(
-    x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None, sin: Tensor | None,
-    segments: Tensor | None, kind: AttentionKind, gates: Tensor | None, n: int, exchange: HeadExchange,
+    x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None,
+    sin: Tensor | None,
+    segments: Tensor | None, kind: AttentionKind, gates: Tensor | None, n: int,
+    exchange: HeadExchange,
     linear: Linear, backend: str, impl: str,
 ) -> Tensor:  # fmt: skip
-    """Checks the arguments of `qkv_attention` with n heads at a time, and applies `_QKVAttention` to them."""
+    """Checks the arguments of `qkv_attention` with n heads at a time, and applies `_QKVAttention`
+    to them."""
     weights, biases, norms, eps, K, has_output_gate, rotary_dim = parameters
     G = len(weights[1]) // K
     own = G // exchange.size
     if G % exchange.size:
-        raise ValueError(f"{exchange.size} ranks do not divide the {G} key/value heads; attend by all heads at once")
+        raise ValueError(
+            f"{exchange.size} ranks do not divide the {G} key/value heads; attend by all heads at "
+            "once"
+        )
     if (norms and len(norms[0]) > K) or has_output_gate or rotary_dim:
         which = "a norm of all heads together, an output gate, or rotation of a part of each head"
         raise ValueError(f"{which} needs all heads at once, not heads_at_a_time")
@@ -462,7 +617,8 @@ def _some_heads_at_a_time(
     H = len(weights[0]) // K
 
     def of_step(heads: int) -> Tensor:
-        """Returns a tensor of the shape and dtype of one step's q, k or v, without memory of its own."""
+        """Returns a tensor of the shape and dtype of one step's q, k or v, without memory of its
+        own."""
         return x_BTD.new_empty(()).expand(B, T * exchange.size, heads * n // G, K)
 
     k = of_step(G)
@@ -474,12 +630,15 @@ def _some_heads_at_a_time(
         eps, K, kind, linear, choose_backend(backend, x_BTD.device), on_triton, impl, n, group_name,
         (len(o_tensors), len(joined), len(biases), len(norms)),
     )  # fmt: skip
-    return _QKVAttention.apply(x_BTD, gates, cos, sin, segments, options, *o_tensors, *joined, *biases, *norms)
+    return _QKVAttention.apply(
+        x_BTD, gates, cos, sin, segments, options, *o_tensors, *joined, *biases, *norms
+    )
 
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """Attention as a part of a layer, see `kernels.parts.LayerPart`; the fields are as in `kernels.config.Share`."""
+    """Attention as a part of a layer, see `kernels.parts.LayerPart`; the fields are as in
+    `kernels.config.Share`."""
 
     num_heads: int
     num_key_value_heads: int
@@ -494,7 +653,8 @@ class AttentionPart:
 
     @property
     def works_in_groups(self) -> bool:
-        """Whether `heads_at_a_time` may be less than all: heads are normalised, rotated and left as wholes."""
+        """Whether `heads_at_a_time` may be less than all: heads are normalised, rotated and left as
+        wholes."""
         return self.qk_norm != "width" and not self.has_output_gate and self.rotary_dim is None
 
     @property
@@ -519,11 +679,17 @@ class AttentionPart:
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         (H, G, K), found = self.heads, {}
-        for name, heads in (("q_proj", H * (1 + self.has_output_gate)), ("k_proj", G), ("v_proj", G)):
+        for name, heads in (
+            ("q_proj", H * (1 + self.has_output_gate)),
+            ("k_proj", G),
+            ("v_proj", G),
+        ):
             found[f"{name}.weight"] = Parameter((heads * K, hidden_size), shared_dim=0, is_map=True)
             if self.has_biases:
                 found[f"{name}.bias"] = Parameter((heads * K,), "zero", shared_dim=0)
-        found["o_proj.weight"] = Parameter((hidden_size, H * K), "residual", shared_dim=1, is_map=True)
+        found["o_proj.weight"] = Parameter(
+            (hidden_size, H * K), "residual", shared_dim=1, is_map=True
+        )
         norms = zip(("q_norm.weight", "k_norm.weight"), self.norm_sizes)
         found |= {name: Parameter((size,), "neutral") for name, size in norms if size}
         if n := self.num_gates:
@@ -536,7 +702,9 @@ class AttentionPart:
 
     def heads_to_share(self) -> dict[str, int]:
         if self.kind.list_length:
-            return {"key/value heads, whose query heads choose blocks together": self.num_key_value_heads}
+            return {
+                "key/value heads, whose query heads choose blocks together": self.num_key_value_heads
+            }
         return {"query heads": self.num_heads}
 
     def with_kind(self, kind: AttentionKind) -> "AttentionPart":
@@ -547,21 +715,36 @@ class AttentionPart:
         return declared.results * num_tokens, declared.choices * num_tokens
 
     def inside_bytes(
-        self, num_tokens: int, element_size: int, *, backend: str, context_length: int, longest: int | None = None,
+        self, num_tokens: int, element_size: int, *, backend: str, context_length: int,
+        longest: int | None = None,
         heads_at_a_time: int | None = None, num_ranks: int = 1,
         prompts: Iterable[tuple[float, float, float, float]] = (),
     ) -> dict[str, int]:  # fmt: skip
         (H, G, K), N = self.heads, num_ranks
         steps = G // N // (heads_at_a_time or G // N)
         H, G = H // N // steps, G // N // steps
-        copies = [(answers - 1) * count * self.kind.copied(round(prompt)) for prompt, answers, _, count in prompts]
+        copies = [
+            (answers - 1) * count * self.kind.copied(round(prompt))
+            for prompt, answers, _, count in prompts
+        ]
         tokens = num_tokens * N + math.ceil(sum(copies))
         declared = self.kind.footprint(
-            tokens, H, G, K, element_size=element_size, backend=backend, context_length=context_length, longest=longest
+            tokens,
+            H,
+            G,
+            K,
+            element_size=element_size,
+            backend=backend,
+            context_length=context_length,
+            longest=longest,
         )
         if self.kind.reads_prompts or not copies:
-            return {"fathom::attend": declared.forward, "fathom::attend_backward": declared.backward}
-        # q, k and v in a row with copies, and results; then also the results' gradient, and dq, dk and dv.
+            return {
+                "fathom::attend": declared.forward,
+                "fathom::attend_backward": declared.backward,
+            }
+        # q, k and v in a row with copies, and results; then also the results' gradient, and dq, dk
+        # and dv.
         q, kv = H * K * element_size, 2 * G * K * element_size
         forward, backward = (tokens * (n * (q + kv) + declared.results) for n in (1, 2))
         return {
@@ -575,6 +758,8 @@ class AttentionPart:
     ) -> Work:  # fmt: skip
         """Counts the projections: `AttentionKind.flops` has attention's own operations."""
         q, k = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
-        flops = 2 * hidden_size * ((2 + self.has_output_gate) * q + 2 * k + self.num_gates) * num_tokens
+        flops = (
+            2 * hidden_size * ((2 + self.has_output_gate) * q + 2 * k + self.num_gates) * num_tokens
+        )
         moved = 2 * element_size * (q + k) * (1 + (self.qk_norm is not None)) * num_tokens
         return Work(flops, flops, moved)

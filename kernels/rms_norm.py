@@ -1,19 +1,22 @@
-"""Root-mean-square normalisation of the last dimension in one launch, of the input or of input + residual; with a gate.
+"""Root-mean-square normalisation of the last dimension in one launch, of the input or of input +
+residual; with a gate.
 
-    total = input + residual                          rounded to the input's dtype, as PyTorch rounds it
-    normed = total * rstd * (weight + weight_offset)  with rstd = 1 / sqrt(mean(total^2) + eps)
-    output = normed * silu(gate)                      normed itself without a gate
+    total = input + residual                          rounded to the input's dtype, as PyTorch
+    rounds it normed = total * rstd * (weight + weight_offset)  with rstd = 1 / sqrt(mean(total^2) +
+    eps) output = normed * silu(gate)                      normed itself without a gate
 
-Backward, with x_hat = total * rstd, d_normed = d_output * silu(gate) and g = d_normed * (weight + weight_offset):
+Backward, with x_hat = total * rstd, d_normed = d_output * silu(gate) and g = d_normed * (weight +
+weight_offset):
 
     d_input = d_residual = rstd * (g - x_hat * mean(g * x_hat)) + d_total
     d_weight = sum over rows of d_normed * x_hat
     d_gate = d_output * normed * silu'(gate)
 
-Kept for backward: the input, or the total, an output anyway; the gate; and one float32 rstd per row.
+Kept for backward: the input, or the total, an output anyway; the gate; and one float32 rstd per
+row.
 
-d_weight is summed in float32 in two stages: a fixed number of partial sums, then their sum. Without atomics, every run
-gives the same bits.
+d_weight is summed in float32 in two stages: a fixed number of partial sums, then their sum. Without
+atomics, every run gives the same bits.
 """
 
 import torch
@@ -26,12 +29,18 @@ from .common import operation, use_triton
 from .gated_activation import activate
 
 LARGEST_ROW = 8192  # elements; a row lives in one program's registers
-FORWARD_BLOCK, BACKWARD_BLOCK = 2048, 4096  # elements that a program works on at once: many short rows, or one
-PROGRAMS_PER_SM = 2  # in backward; each loops over rows and leaves one partial sum of d_weight; more do not fit
+FORWARD_BLOCK, BACKWARD_BLOCK = (
+    2048,
+    4096,
+)  # elements that a program works on at once: many short rows, or one
+PROGRAMS_PER_SM = (
+    2  # in backward; each loops over rows and leaves one partial sum of d_weight; more do not fit
+)
 
 
 def rms_norm_reference(
-    input: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, gate: Tensor | None = None,
+    input: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None,
+    gate: Tensor | None = None,
     weight_offset: float = 0.0, cast_before_weight: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Plain PyTorch with the contract of `rms_norm`; float64 stays float64."""
@@ -54,7 +63,8 @@ def _rms_norm_forward_kernel(
     INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Normalises BLOCK_ROWS rows. All tensors but the input are contiguous; INNER rows of it are evenly spaced."""
+    """Normalises BLOCK_ROWS rows. All tensors but the input are contiguous; INNER rows of it are
+    evenly spaced."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
     columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask = (rows < num_rows)[:, None] & (columns < D)[None, :]  # [BLOCK_ROWS, BLOCK_D]
@@ -69,7 +79,9 @@ def _rms_norm_forward_kernel(
         total = x.to(dtype)
         tl.store(total_ptr + offsets, total, mask=mask)
         x = total.to(tl.float32)
-    scale = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + weight_offset
+    scale = (
+        tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + weight_offset
+    )
 
     rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)  # [BLOCK_ROWS]
     tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
@@ -78,20 +90,25 @@ def _rms_norm_forward_kernel(
         normed = normed.to(dtype).to(tl.float32)
     normed *= scale[None, :]
     if gate_ptr is not None:
-        value, _ = activate(tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32), "silu")
+        value, _ = activate(
+            tl.load(gate_ptr + offsets, mask=mask, other=0.0).to(tl.float32), "silu"
+        )
         normed *= value
     tl.store(normed_ptr + offsets, normed.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_backward_kernel(
-    d_normed_ptr, d_total_ptr, x_ptr, gate_ptr, weight_ptr, rstd_ptr, dx_ptr, d_gate_ptr, partial_ptr,
+    d_normed_ptr, d_total_ptr, x_ptr, gate_ptr, weight_ptr, rstd_ptr, dx_ptr, d_gate_ptr,
+    partial_ptr,
     num_rows, outer_stride, inner_stride, weight_offset,
     INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    scale = tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + weight_offset
+    scale = (
+        tl.load(weight_ptr + columns, mask=columns < D, other=0.0).to(tl.float32) + weight_offset
+    )
     d_weight = tl.zeros([BLOCK_ROWS, BLOCK_D], dtype=tl.float32)
 
     # num_stages lets the next rows load while the program works on these.
@@ -125,9 +142,11 @@ def _rms_norm_backward_kernel(
 
 
 def _evenly_spaced_rows(x: Tensor) -> Tensor:
-    """Views `x` as [outer, inner, D], or copies it where two strides cannot say where its rows start.
+    """Views `x` as [outer, inner, D], or copies it where two strides cannot say where its rows
+    start.
 
-    inner is 1 for evenly spaced rows. It is the number of heads for heads sliced out of a fused projection.
+    inner is 1 for evenly spaced rows. It is the number of heads for heads sliced out of a fused
+    projection.
     """
     for inner in (1, x.shape[-2] if x.dim() > 2 else 1):
         try:
@@ -150,16 +169,26 @@ def _blocks(d: int, elements: int) -> dict[str, int]:
 
 def _empty_outputs(input, residual, *_):
     total = input.new_empty(0 if residual is None else input.shape)
-    return input.new_empty(input.shape), total, input.new_empty(input.shape[:-1], dtype=torch.float32)
+    return (
+        input.new_empty(input.shape),
+        total,
+        input.new_empty(input.shape[:-1], dtype=torch.float32),
+    )
 
 
 @operation("fathom::rms_norm_forward", _empty_outputs)
 def _forward(
-    input: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor, eps: float, weight_offset: float,
+    input: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor, eps: float,
+    weight_offset: float,
     cast_before_weight: bool, read_once: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns normed, total (empty without a residual) and rstd. Only backward reads `read_once`."""
-    x = _evenly_spaced_rows(input) if residual is None else input.reshape(-1, 1, input.shape[-1]).contiguous()
+    """Returns normed, total (empty without a residual) and rstd. Only backward reads
+    `read_once`."""
+    x = (
+        _evenly_spaced_rows(input)
+        if residual is None
+        else input.reshape(-1, 1, input.shape[-1]).contiguous()
+    )
     normed, total, rstd = _empty_outputs(input, residual)
     blocks = _blocks(input.shape[-1], FORWARD_BLOCK)
     _rms_norm_forward_kernel[(triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]),)](
@@ -171,14 +200,19 @@ def _forward(
 
 
 def _empty_gradients(weight, gate):
-    return torch.empty_like(weight), weight.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    return torch.empty_like(weight), weight.new_empty(0) if gate is None else gate.new_empty(
+        gate.shape
+    )
 
 
 @operation(
-    "fathom::rms_norm_backward", lambda dx, d_normed, d_total, x, *given: _empty_gradients(*given[:2]), mutates=["dx"]
+    "fathom::rms_norm_backward",
+    lambda dx, d_normed, d_total, x, *given: _empty_gradients(*given[:2]),
+    mutates=["dx"],
 )
 def _backward(
-    dx: Tensor, d_normed: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor, gate: Tensor | None, rstd: Tensor,
+    dx: Tensor, d_normed: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor,
+    gate: Tensor | None, rstd: Tensor,
     weight_offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Writes the gradient of x (the input, or the total) into `dx`, which may be `d_normed`.
@@ -193,9 +227,12 @@ def _backward(
     partial = x.new_empty(num_programs, x.shape[-1], dtype=torch.float32)
     stages = 1 if blocks["BLOCK_D"] > BACKWARD_BLOCK else 4 if gate is None else 3
     _rms_norm_backward_kernel[(num_programs,)](
-        d_normed.contiguous(), _contiguous(d_total), rows, _contiguous(gate), weight.contiguous(), rstd, dx,
-        None if gate is None else d_gate, partial, rstd.numel(), rows.stride(0), rows.stride(1), weight_offset,
-        INNER=rows.shape[1], **blocks, NUM_STAGES=stages, num_warps=max(8, blocks["BLOCK_D"] // 512),
+        d_normed.contiguous(), _contiguous(d_total), rows, _contiguous(gate), weight.contiguous(),
+        rstd, dx,
+        None if gate is None else d_gate, partial, rstd.numel(), rows.stride(0), rows.stride(1),
+        weight_offset,
+        INNER=rows.shape[1], **blocks, NUM_STAGES=stages,
+        num_warps=max(8, blocks["BLOCK_D"] // 512),
     )  # fmt: skip
     return d_weight.copy_(partial.sum(0)), d_gate
 
@@ -210,46 +247,63 @@ def _setup_context(ctx, inputs, output):
 
 def _gradients(ctx, d_normed, d_total, d_rstd):
     if torch.is_grad_enabled():  # autograd would take what is written over for what it was before
-        raise RuntimeError("rms_norm has no second derivative (create_graph=True); its reference has")
+        raise RuntimeError(
+            "rms_norm has no second derivative (create_graph=True); its reference has"
+        )
     d_total = d_total if ctx.has_residual else None
     if d_normed is None:
         return d_total, d_total, *[None] * 6
     x, *others = ctx.saved_tensors
     dx = d_normed if ctx.read_once and d_normed.is_contiguous() else x.new_empty(x.shape)
     d_weight, d_gate = _backward(dx, d_normed, d_total, x, *others, ctx.weight_offset)
-    return dx, dx if ctx.has_residual else None, d_gate if ctx.has_gate else None, d_weight, *[None] * 4
+    return (
+        dx,
+        dx if ctx.has_residual else None,
+        d_gate if ctx.has_gate else None,
+        d_weight,
+        *[None] * 4,
+    )
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def rms_norm(
-    input: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None, gate: Tensor | None = None,
-    weight_offset: float = 0.0, cast_before_weight: bool = True, read_once: bool = False, impl: str = "auto",
+    input: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None,
+    gate: Tensor | None = None,
+    weight_offset: float = 0.0, cast_before_weight: bool = True, read_once: bool = False,
+    impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Args:
-        input: [..., D], float32, bfloat16 or float16. Rows may be strided, like heads sliced out of a fused projection.
+        input: [..., D], float32, bfloat16 or float16. Rows may be strided, like heads sliced out of
+        a fused projection.
             [B, T, H, K] is normalised per head.
         weight: [D], any floating dtype.
         eps: added to the mean of squares.
         residual: of the input's shape and dtype; added to the input before the norm.
         gate: of the input's shape and dtype; silu of it multiplies the normalised input.
         weight_offset: added to the weight in float32; 1.0 is Gemma's convention.
-        cast_before_weight: rounds to the input's dtype before the product with the weight, as Llama and Qwen3 do in
+        cast_before_weight: rounds to the input's dtype before the product with the weight, as Llama
+        and Qwen3 do in
             transformers. False keeps float32 until the end, as Gemma does.
-        read_once: whether the result is read by functions alone that make its gradient anew, such as matrix products:
-            backward then writes the input's gradient over it. A sum passes its own gradient on, which others read.
-            Hooks must copy what they keep of it.
+        read_once: whether the result is read by functions alone that make its gradient anew, such
+        as matrix products:
+            backward then writes the input's gradient over it. A sum passes its own gradient on,
+            which others read. Hooks must copy what they keep of it.
 
-    Returns the normalised input, in the input's dtype; with `residual`, a pair of it and input + residual.
+    Returns the normalised input, in the input's dtype; with `residual`, a pair of it and input +
+    residual.
 
-    Raises ValueError for shapes or dtypes that do not fit together; with Triton, another dtype, or D above 8,192, and
-    in backward RuntimeError for create_graph=True.
+    Raises ValueError for shapes or dtypes that do not fit together; with Triton, another dtype, or
+    D above 8,192, and in backward RuntimeError for create_graph=True.
     """
     if weight.shape != input.shape[-1:]:
-        raise ValueError(f"weight must be [{input.shape[-1]}], the input's last dimension, got {list(weight.shape)}")
+        raise ValueError(
+            f"weight must be [{input.shape[-1]}], the input's last dimension, got "
+            f"{list(weight.shape)}"
+        )
     for name, other in (("residual", residual), ("gate", gate)):
         if other is not None and (other.shape, other.dtype) != (input.shape, input.dtype):
             expected, got = (f"{list(x.shape)} {x.dtype}" for x in (input, other))
@@ -258,6 +312,10 @@ def rms_norm(
         options = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
         return rms_norm_reference(input, weight, eps, residual=residual, gate=gate, **options)  # type: ignore
     if input.shape[-1] > LARGEST_ROW and not input.is_meta:
-        raise ValueError(f"rms_norm's kernel takes rows of up to {LARGEST_ROW} elements, got {input.shape[-1]}")
-    normed, total, _ = _forward(input, residual, gate, weight, eps, weight_offset, cast_before_weight, read_once)
+        raise ValueError(
+            f"rms_norm's kernel takes rows of up to {LARGEST_ROW} elements, got {input.shape[-1]}"
+        )
+    normed, total, _ = _forward(
+        input, residual, gate, weight, eps, weight_offset, cast_before_weight, read_once
+    )
     return normed if residual is None else (normed, total)

@@ -1,17 +1,20 @@
-"""Rotary position embedding of queries and keys in one launch, and the frequencies of its rotations.
+"""Rotary position embedding of queries and keys in one launch, and the frequencies of its
+rotations.
 
 Halves are rotated, as in Llama and Qwen3:
 
     [first, second] -> [first cos - second sin, second cos + first sin]
 
-The first R elements of a head are rotated, the others pass. cos and sin are float32 tables with a row for each token.
-The caller may have scaled them. A column more in cos has a factor of each token's queries. The transpose of a rotation
-is the rotation by the negated angle, so that backward runs the same kernel.
+The first R elements of a head are rotated, the others pass. cos and sin are float32 tables with a
+row for each token. The caller may have scaled them. A column more in cos has a factor of each
+token's queries. The transpose of a rotation is the rotation by the negated angle, so that backward
+runs the same kernel.
 
 Kept for backward: the tables, nothing of q and k.
 
-R elements are R / 2 pairs. A token at position t turns pair i by t theta^(-2i / R). Models with an extended
-context turn some pairs more slowly: `LinearScaling`, `Llama3Scaling` and `YarnScaling`, with the fields of config.json.
+R elements are R / 2 pairs. A token at position t turns pair i by t theta^(-2i / R). Models with an
+extended context turn some pairs more slowly: `LinearScaling`, `Llama3Scaling` and `YarnScaling`,
+with the fields of config.json.
 """
 
 import math
@@ -25,22 +28,32 @@ from torch import Tensor
 from .common import operation, use_triton
 
 LARGEST_NUMBER = 1e30  # limit of a scaling's settings; its inverse is the least
-LARGEST_TILE = 16384  # elements in registers: heads x half a head of one token, each padded to a power of two
+LARGEST_TILE = (
+    16384  # elements in registers: heads x half a head of one token, each padded to a power of two
+)
 
 
 def rope_reference(
     q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch with the contract of `rope`; float64 stays float64."""
-    compute_dtype, rotary_dim = torch.promote_types(q_BTHK.dtype, torch.float32), rotary_dim or q_BTHK.shape[-1]
+    compute_dtype, rotary_dim = (
+        torch.promote_types(q_BTHK.dtype, torch.float32),
+        rotary_dim or q_BTHK.shape[-1],
+    )
     half = rotary_dim // 2
     cos, sin = (table.to(compute_dtype).unsqueeze(-2) for table in (cos, sin))
     factor = cos[..., half:] if cos.shape[-1] > half else 1.0
     cos, sin = cos[..., :half], sin[..., :half]
 
     def rotate(x, factor=1.0):
-        first, second, rest = x.to(compute_dtype).split([half, half, x.shape[-1] - 2 * half], dim=-1)
-        return (factor * torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)).to(x.dtype)
+        first, second, rest = x.to(compute_dtype).split(
+            [half, half, x.shape[-1] - 2 * half], dim=-1
+        )
+        return (
+            factor
+            * torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+        ).to(x.dtype)
 
     return rotate(q_BTHK, factor), rotate(k_BTGK)
 
@@ -50,10 +63,12 @@ def _rope_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, T,
     q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_g, table_stride_b,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     WIDTH: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Rotates all heads of one token. Tables have WIDTH columns: HALF, and perhaps one for the factor of q."""
+    """Rotates all heads of one token. Tables have WIDTH columns: HALF, and perhaps one for the
+    factor of q."""
     token = tl.program_id(0).to(tl.int64)
     b, t = token // T, token % T
     columns = tl.arange(0, BLOCK_HALF)  # [BLOCK_HALF]
@@ -65,11 +80,19 @@ def _rope_kernel(
     # All loads come before the first use, so that a program waits for memory once.
     q = q_ptr + b * q_stride_b + t * q_stride_t + h * q_stride_h + columns[None, :]
     k = k_ptr + b * k_stride_b + t * k_stride_t + g * k_stride_g + columns[None, :]
-    q_first, q_second = tl.load(q, mask=q_mask, other=0.0), tl.load(q + HALF, mask=q_mask, other=0.0)
-    k_first, k_second = tl.load(k, mask=k_mask, other=0.0), tl.load(k + HALF, mask=k_mask, other=0.0)
+    q_first, q_second = (
+        tl.load(q, mask=q_mask, other=0.0),
+        tl.load(q + HALF, mask=q_mask, other=0.0),
+    )
+    k_first, k_second = (
+        tl.load(k, mask=k_mask, other=0.0),
+        tl.load(k + HALF, mask=k_mask, other=0.0),
+    )
 
     table = b * table_stride_b + t * WIDTH + columns
-    cos = tl.load(cos_ptr + table, mask=columns < HALF, other=0.0).to(tl.float32)[None, :]  # [1, BLOCK_HALF]
+    cos = tl.load(cos_ptr + table, mask=columns < HALF, other=0.0).to(tl.float32)[
+        None, :
+    ]  # [1, BLOCK_HALF]
     sin = tl.load(sin_ptr + table, mask=columns < HALF, other=0.0).to(tl.float32)[None, :]
     if INVERSE:
         sin = -sin
@@ -80,14 +103,30 @@ def _rope_kernel(
     if WIDTH > HALF:
         factor = tl.load(cos_ptr + b * table_stride_b + t * WIDTH + HALF)
         q_first, q_second = q_first.to(tl.float32) * factor, q_second.to(tl.float32) * factor
-    tl.store(q_out, (q_first.to(tl.float32) * cos - q_second.to(tl.float32) * sin).to(dtype), mask=q_mask)
-    tl.store(q_out + HALF, (q_second.to(tl.float32) * cos + q_first.to(tl.float32) * sin).to(dtype), mask=q_mask)
-    tl.store(k_out, (k_first.to(tl.float32) * cos - k_second.to(tl.float32) * sin).to(dtype), mask=k_mask)
-    tl.store(k_out + HALF, (k_second.to(tl.float32) * cos + k_first.to(tl.float32) * sin).to(dtype), mask=k_mask)
+    tl.store(
+        q_out, (q_first.to(tl.float32) * cos - q_second.to(tl.float32) * sin).to(dtype), mask=q_mask
+    )
+    tl.store(
+        q_out + HALF,
+        (q_second.to(tl.float32) * cos + q_first.to(tl.float32) * sin).to(dtype),
+        mask=q_mask,
+    )
+    tl.store(
+        k_out, (k_first.to(tl.float32) * cos - k_second.to(tl.float32) * sin).to(dtype), mask=k_mask
+    )
+    tl.store(
+        k_out + HALF,
+        (k_second.to(tl.float32) * cos + k_first.to(tl.float32) * sin).to(dtype),
+        mask=k_mask,
+    )
     if K > 2 * HALF:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]  # [1, BLOCK_REST]
-        q_rest = tl.load(q_ptr + b * q_stride_b + t * q_stride_t + h * q_stride_h + rest, (h < H) & (rest < K))
-        k_rest = tl.load(k_ptr + b * k_stride_b + t * k_stride_t + g * k_stride_g + rest, (g < G) & (rest < K))
+        q_rest = tl.load(
+            q_ptr + b * q_stride_b + t * q_stride_t + h * q_stride_h + rest, (h < H) & (rest < K)
+        )
+        k_rest = tl.load(
+            k_ptr + b * k_stride_b + t * k_stride_t + g * k_stride_g + rest, (g < G) & (rest < K)
+        )
         if WIDTH > HALF:
             q_rest = (q_rest.to(tl.float32) * factor).to(dtype)
         tl.store(q_out_ptr + token * (H * K) + h * K + rest, q_rest, (h < H) & (rest < K))
@@ -95,7 +134,9 @@ def _rope_kernel(
 
 
 @operation("fathom::rope", lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)))
-def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, inverse: bool) -> tuple[Tensor, Tensor]:
+def _rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, inverse: bool
+) -> tuple[Tensor, Tensor]:
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
     B, T, H, K = q.shape
@@ -106,8 +147,10 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int, inv
     _rope_kernel[(B * T,)](
         q, k, q_out, k_out, cos, sin, T,
         *q.stride()[:3], *k.stride()[:3], cos.stride(0) if cos.dim() == 3 else 0,
-        H=H, G=G, K=K, HALF=half, BLOCK_H=block_h, BLOCK_G=triton.next_power_of_2(G), BLOCK_HALF=block_half,
-        BLOCK_REST=triton.next_power_of_2(max(1, K - rotary_dim)), WIDTH=cos.shape[-1], INVERSE=inverse,
+        H=H, G=G, K=K, HALF=half, BLOCK_H=block_h, BLOCK_G=triton.next_power_of_2(G),
+        BLOCK_HALF=block_half,
+        BLOCK_REST=triton.next_power_of_2(max(1, K - rotary_dim)), WIDTH=cos.shape[-1],
+        INVERSE=inverse,
         num_warps=max(1, min(16, block_h * triton.next_power_of_2(K) // 1024)),
     )  # fmt: skip
     return q_out, k_out
@@ -119,28 +162,45 @@ def _setup_context(ctx, inputs, output):
 
 
 def _gradients(ctx, *d_heads):
-    return *_rotate(*d_heads, *ctx.saved_tensors, ctx.rotary_dim, not ctx.inverse), None, None, None, None
+    return (
+        *_rotate(*d_heads, *ctx.saved_tensors, ctx.rotary_dim, not ctx.inverse),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 _rotate.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def rope(
-    q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int | None = None, impl: str = "auto"
+    q_BTHK: Tensor,
+    k_BTGK: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    rotary_dim: int | None = None,
+    impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of queries and keys, halves rotated.
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of queries and keys, halves
+    rotated.
 
     Args:
-        q_BTHK, k_BTGK: [batch, tokens, heads, head_dim], both float32, bfloat16 or float16, with any numbers of heads
+        q_BTHK, k_BTGK: [batch, tokens, heads, head_dim], both float32, bfloat16 or float16, with
+        any numbers of heads
             and any strides (copied only where head_dim is not contiguous).
-        cos, sin: [T, R / 2] or [B, T, R / 2], float32, for each token's angles. Both may have one column more, with
+        cos, sin: [T, R / 2] or [B, T, R / 2], float32, for each token's angles. Both may have one
+        column more, with
             which cos multiplies the token's queries.
-        rotary_dim: R, the first elements of each head that are rotated; the others pass. None: all of them.
+        rotary_dim: R, the first elements of each head that are rotated; the others pass. None: all
+        of them.
 
     Returns the rotated q and k, contiguous, in their dtype. Gradients flow to q and k only.
 
-    Raises ValueError for shapes or dtypes that do not fit together, or an odd head_dim or rotary_dim; with Triton,
-    another dtype, or more than 16,384 elements in the half heads of a token.
+    Raises ValueError for shapes or dtypes that do not fit together, or an odd head_dim or
+    rotary_dim; with Triton, another dtype, or more than 16,384 elements in the half heads of a
+    token.
     """
     rotary_dim = rotary_dim or q_BTHK.shape[-1]
     _check(q_BTHK, k_BTGK, cos, sin, rotary_dim)
@@ -149,7 +209,9 @@ def rope(
     heads, half = max(q_BTHK.shape[2], k_BTGK.shape[2]), q_BTHK.shape[-1] // 2
     tile = triton.next_power_of_2(heads) * triton.next_power_of_2(half)
     if tile > LARGEST_TILE and not q_BTHK.is_meta:
-        raise ValueError(f"rope's kernel takes heads * head_dim / 2 up to {LARGEST_TILE}, got {heads} * {half}")
+        raise ValueError(
+            f"rope's kernel takes heads * head_dim / 2 up to {LARGEST_TILE}, got {heads} * {half}"
+        )
     return _rotate(q_BTHK, k_BTGK, cos, sin, rotary_dim, False)
 
 
@@ -160,7 +222,8 @@ def _check(q, k, cos, sin, R) -> None:
         raise ValueError(f"q and k must be [B, T, heads, K] of one dtype with an even K, got {got}")
     if R % 2 or not 0 < R <= K:
         raise ValueError(f"rotary_dim must be even and up to {K}, got {R}")
-    # Compared by ==: in torch.compile's traces a length that is a symbol is "in" no tuple of numbers.
+    # Compared by ==: in torch.compile's traces a length that is a symbol is "in" no tuple of
+    # numbers.
     fits = cos.shape[:-1] == (T,) or cos.shape[:-1] == (B, T)
     if cos.shape != sin.shape or not fits or cos.shape[-1] - R // 2 not in (0, 1):
         got = f"{list(cos.shape)} and {list(sin.shape)}"
@@ -187,9 +250,11 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Divides frequencies of few turns in the original context by `factor`, keeps those with many (arXiv:2407.21783).
+    """Divides frequencies of few turns in the original context by `factor`, keeps those with many
+    (arXiv:2407.21783).
 
-    Few means up to `low_freq_factor` turns, many `high_freq_factor` and more. A ramp connects the two.
+    Few means up to `low_freq_factor` turns, many `high_freq_factor` and more. A ramp connects the
+    two.
     """
 
     factor: float
@@ -213,26 +278,30 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071): as `Llama3Scaling`, with a ramp over pairs, and larger cos and sin."""
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): as `Llama3Scaling`, with a ramp over pairs, and
+    larger cos and sin."""
 
     factor: float
     original_max_position_embeddings: int
     beta_fast: float = 32  # turns in the original context from which a frequency is kept
     beta_slow: float = 1  # turns up to which a frequency is divided by `factor`
-    # Multiplies cos and sin. None stands for 0.1 ln(factor) + 1 or, given `mscale` and `mscale_all_dim`, for
-    # (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
+    # Multiplies cos and sin. None stands for 0.1 ln(factor) + 1 or, given `mscale` and
+    # `mscale_all_dim`, for (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True  # whether the ramp begins and ends at whole pairs
-    # Multiplies queries at position t by 1 + beta ln(1 + floor(t / original length)), as Ministral 3 does; None: by 1.
+    # Multiplies queries at position t by 1 + beta ln(1 + floor(t / original length)), as Ministral
+    # 3 does; None: by 1.
     llama_4_scaling_beta: float | None = None
     rope_type = "yarn"
 
     def __post_init__(self):
         _check_numbers(self)
         if self.beta_fast <= self.beta_slow:
-            raise ValueError(f"beta_fast must be above beta_slow {self.beta_slow}, got {self.beta_fast}")
+            raise ValueError(
+                f"beta_fast must be above beta_slow {self.beta_slow}, got {self.beta_fast}"
+            )
 
     @property
     def table_factor(self) -> float:
@@ -249,7 +318,9 @@ class YarnScaling:
         half = len(frequencies)
         # Indices, fractions, of the pairs that turn so often in the original context.
         circles = self.original_max_position_embeddings / (2 * math.pi)
-        first, last = (half * math.log(circles / n) / math.log(theta) for n in (self.beta_fast, self.beta_slow))
+        first, last = (
+            half * math.log(circles / n) / math.log(theta) for n in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * half - 1)
@@ -259,7 +330,11 @@ class YarnScaling:
 
 
 RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
-ROPE_TYPES: dict[str, type[RopeScaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+ROPE_TYPES: dict[str, type[RopeScaling]] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+}
 
 
 def _check_numbers(scaling) -> None:
@@ -269,32 +344,44 @@ def _check_numbers(scaling) -> None:
             continue
         is_number = type(value) in (int, float) and abs(value) < LARGEST_NUMBER
         if not (isinstance(value, bool) if is_switch else is_number):
-            raise ValueError(f"{field.name} of rope_type {scaling.rope_type} is {str(value)[:80]!r}")
+            raise ValueError(
+                f"{field.name} of rope_type {scaling.rope_type} is {str(value)[:80]!r}"
+            )
         least = {"factor": 1, "original_max_position_embeddings": 1, "llama_4_scaling_beta": 0}.get(
             field.name, 1 / LARGEST_NUMBER
         )
         if not is_switch and value < least:
-            raise ValueError(f"{field.name} of rope_type {scaling.rope_type} must be at least {least:g}, got {value}")
+            raise ValueError(
+                f"{field.name} of rope_type {scaling.rope_type} must be at least {least:g}, got "
+                f"{value}"
+            )
 
 
 def rope_frequencies(
-    rotary_dim: int, theta: float, scaling: RopeScaling | None = None, device: torch.device | None = None
+    rotary_dim: int,
+    theta: float,
+    scaling: RopeScaling | None = None,
+    device: torch.device | None = None,
 ) -> Tensor:
-    """Returns the turn of each pair from one token to the next, radians, float64 [rotary_dim / 2]."""
+    """Returns the turn of each pair from one token to the next, radians, float64 [rotary_dim /
+    2]."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
     frequencies = theta**-exponents
     return frequencies if scaling is None else scaling.scale(frequencies, theta)
 
 
 class RotaryTables:
-    """cos and sin of position x frequency, [positions, R / 2] float32, grown on demand on the device that asks.
+    """cos and sin of position x frequency, [positions, R / 2] float32, grown on demand on the
+    device that asks.
 
     A scaling with `llama_4_scaling_beta` adds a column, in which cos has the factor of queries.
-    Angles are formed in float64, so that they are right at a million positions. The cache is a plain object, not a
-    buffer: there is nothing to move, cast, shard or save.
+    Angles are formed in float64, so that they are right at a million positions. The cache is a
+    plain object, not a buffer: there is nothing to move, cast, shard or save.
     """
 
-    def __init__(self, rotary_dim: int, theta: float, scaling: RopeScaling | None = None, factor: float = 1.0):
+    def __init__(
+        self, rotary_dim: int, theta: float, scaling: RopeScaling | None = None, factor: float = 1.0
+    ):
         """`factor` multiplies queries and keys, beside what `scaling` multiplies them by."""
         self.rotary_dim, self.theta, self.scaling = rotary_dim, theta, scaling
         self.factor = factor * (1.0 if scaling is None else scaling.table_factor)
@@ -306,11 +393,22 @@ class RotaryTables:
         if self._tables is None or cached < length or self._tables[0].device != device:
             length = max(length, 2 * cached) if cached < length else cached
             positions = torch.arange(length, dtype=torch.float64, device=device)
-            angles = torch.outer(positions, rope_frequencies(self.rotary_dim, self.theta, self.scaling, device))
-            cos, sin = angles.cos().mul_(self.factor).float(), angles.sin_().mul_(self.factor).float()
-            if isinstance(self.scaling, YarnScaling) and (beta := self.scaling.llama_4_scaling_beta) is not None:
+            angles = torch.outer(
+                positions, rope_frequencies(self.rotary_dim, self.theta, self.scaling, device)
+            )
+            cos, sin = (
+                angles.cos().mul_(self.factor).float(),
+                angles.sin_().mul_(self.factor).float(),
+            )
+            if (
+                isinstance(self.scaling, YarnScaling)
+                and (beta := self.scaling.llama_4_scaling_beta) is not None
+            ):
                 times = (positions / self.scaling.original_max_position_embeddings).floor()
                 factor = (1 + beta * times.log1p()).float()[:, None]
-                cos, sin = torch.cat([cos, factor], 1), torch.cat([sin, torch.zeros_like(factor)], 1)
+                cos, sin = (
+                    torch.cat([cos, factor], 1),
+                    torch.cat([sin, torch.zeros_like(factor)], 1),
+                )
             self._tables = cos, sin
         return self._tables

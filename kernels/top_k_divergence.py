@@ -1,14 +1,17 @@
-"""KL divergence of the head's probabilities from a teacher's k likeliest words, chunk by chunk, without [tokens, V].
+"""KL divergence of the head's probabilities from a teacher's k likeliest words, chunk by chunk,
+without [tokens, V].
 
-A position has logits z, with q = softmax(z), and the teacher's words with their probabilities p. All other words are
-one bucket, p_r = 1 - sum p against q_r = 1 - sum q:
+A position has logits z, with q = softmax(z), and the teacher's words with their probabilities p.
+All other words are one bucket, p_r = 1 - sum p against q_r = 1 - sum q:
 
     loss = sum of p (log p - log q)  +  p_r (log p_r - log q_r)
     dz = q - p at the k words,  q (1 - p_r / q_r) at the others
 
-p_r and q_r count as 1e-6 at least. TRL's distillation from a server has this bucket, too (loss_add_tail).
+p_r and q_r count as 1e-6 at least. TRL's distillation from a server has this bucket, too
+(loss_add_tail).
 
-Chunks run as in linear_cross_entropy.py: forward makes the gradients of input and head, and keeps them for backward.
+Chunks run as in linear_cross_entropy.py: forward makes the gradients of input and head, and keeps
+them for backward.
 """
 
 import torch
@@ -43,7 +46,8 @@ LEAST = 1e-6  # probability of a bucket
 
 def top_k_divergence_reference(
     input: Tensor, linear_weight: Tensor, target: Tensor, ids: Tensor, log_probs: Tensor, *,
-    weights: Tensor | None = None, denominator: float | Tensor | None = None, ignore_index: int = -100,
+    weights: Tensor | None = None, denominator: float | Tensor | None = None,
+    ignore_index: int = -100,
 ) -> Tensor:  # fmt: skip
     """Plain PyTorch with full logits and the contract of `top_k_divergence`; returns the loss."""
     z = input @ linear_weight.T
@@ -61,13 +65,25 @@ def _divergences(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _empty_outputs(input, linear_weight, needs_input, needs_weight):
-    """Makes each row's loss, and gradients: the input's has its dtype, all else is float32 or wider."""
+    """Makes each row's loss, and gradients: the input's has its dtype, all else is float32 or
+    wider."""
     losses = input.new_empty(len(input), dtype=torch.promote_types(input.dtype, torch.float32))
     d_weight = losses.new_empty(linear_weight.shape if needs_weight else 0)
     return losses, input.new_empty(input.shape if needs_input else 0), d_weight
 
 
-def _fake(input, linear_weight, target, ids, log_probs, weights, scale, needs_input, needs_weight, *options):
+def _fake(
+    input,
+    linear_weight,
+    target,
+    ids,
+    log_probs,
+    weights,
+    scale,
+    needs_input,
+    needs_weight,
+    *options,
+):
     outputs = _empty_outputs(input, linear_weight, needs_input, needs_weight)
     return outputs[0].new_empty(()), *outputs
 
@@ -78,12 +94,15 @@ def _loss_and_gradients(
     weights: Tensor | None, scale: Tensor, needs_input: bool, needs_weight: bool,
     part: int, num_valid_tokens: int | None, chunk_size: int, ignore_index: int, use_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the loss, each row's, and the gradients of input and head before `scale`; what is not needed is empty."""
+    """Returns the loss, each row's, and the gradients of input and head before `scale`; what is not
+    needed is empty."""
     linear: Linear = part_of(part)
     options, shard = RowOptions(ignore_index, None, use_triton), shard_of(None, len(linear_weight))
     rows = rows_to_compute(target, ignore_index, num_valid_tokens)
     rows = torch.arange(len(target), device=target.device) if rows is None else rows
-    losses, d_input, d_weight = (x.zero_() for x in _empty_outputs(input, linear_weight, needs_input, needs_weight))
+    losses, d_input, d_weight = (
+        x.zero_() for x in _empty_outputs(input, linear_weight, needs_input, needs_weight)
+    )
     V = len(linear_weight)
     logits_buffer = empty_logits(input, min(chunk_size, len(rows)), V)
     head = factor_head(linear, linear_weight, None, needs_input)
@@ -101,11 +120,15 @@ def _loss_and_gradients(
             continue
         row_weights = torch.ones_like(ratio) if weights is None else weights[chunk]
         factors = row_weights * (1 - ratio)
-        row_step(logits, labels, options, shard, statistics=statistics, gradient=logits, scale=factors)
+        row_step(
+            logits, labels, options, shard, statistics=statistics, gradient=logits, scale=factors
+        )
         at_words = row_weights[:, None] * (log_q.exp() - log_probs[chunk].exp())
         logits.scatter_(1, words, at_words.to(logits.dtype))
         d_x = torch.empty_like(x) if needs_input else None
-        add_gradients(linear, logits, x_factor, head, d_x, d_weight if needs_weight else None, start > 0)
+        add_gradients(
+            linear, logits, x_factor, head, d_x, d_weight if needs_weight else None, start > 0
+        )
         if d_x is not None:
             d_input[chunk] = d_x
     terms = losses if weights is None else losses * weights
@@ -130,10 +153,13 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_setup_context)
 
 def top_k_divergence(
     input: Tensor, linear_weight: Tensor, target: Tensor, ids: Tensor, log_probs: Tensor, *,
-    weights: Tensor | None = None, denominator: float | Tensor | None = None, ignore_index: int = -100,
-    num_valid_tokens: int | None = None, chunk_size: int = CHUNK_SIZE, linear: Linear = PLAIN, impl: str = "auto",
+    weights: Tensor | None = None, denominator: float | Tensor | None = None,
+    ignore_index: int = -100,
+    num_valid_tokens: int | None = None, chunk_size: int = CHUNK_SIZE, linear: Linear = PLAIN,
+    impl: str = "auto",
 ) -> Details:  # fmt: skip
-    """Divergence of softmax(input @ linear_weight.T) from a teacher's likeliest words, which must be unlike each other.
+    """Divergence of softmax(input @ linear_weight.T) from a teacher's likeliest words, which must
+    be unlike each other.
 
     Args:
         target: [...] int64; rows with `ignore_index` have no loss.
@@ -146,7 +172,10 @@ def top_k_divergence(
     input, linear_weight = cast_by_autocast(input, gathered(linear_weight))
     on_triton, labels = use_triton(impl, input), checked_labels(input, target, "mean", None)
     if ids.shape != log_probs.shape or ids.shape[:-1] != target.shape:
-        raise ValueError(f"ids and log_probs must be {[*target.shape, 'k']}, got {[*ids.shape]}, {[*log_probs.shape]}")
+        raise ValueError(
+            f"ids and log_probs must be {[*target.shape, 'k']}, got {[*ids.shape]}, "
+            f"{[*log_probs.shape]}"
+        )
     weights = checked_weights(weights, input, target, "mean")
     dtype = torch.promote_types(input.dtype, torch.float32)
     scale = loss_scale(labels, "mean", ignore_index, denominator, dtype)
@@ -154,6 +183,7 @@ def top_k_divergence(
     ids, log_probs = ids.flatten(0, -2), log_probs.flatten(0, -2).to(dtype)
     loss, losses, *_ = _loss_and_gradients(
         input.reshape(-1, input.shape[-1]), linear_weight, labels, ids, log_probs,
-        weights, scale, *needs, linear.number, num_valid_tokens, chunk_size, ignore_index, on_triton,
+        weights, scale, *needs, linear.number, num_valid_tokens, chunk_size, ignore_index,
+        on_triton,
     )  # fmt: skip
     return details(loss, losses, torch.zeros_like(losses), target.shape)

@@ -1,4 +1,5 @@
-"""Pages of HTML as tests read them: by a parser everywhere, and in headless Chromium where it is installed."""
+"""Pages of HTML as tests read them: by a parser everywhere, and in headless Chromium where it is
+installed."""
 
 import shutil
 import subprocess
@@ -7,14 +8,35 @@ from pathlib import Path
 
 import pytest
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium")
-VOID = {"meta", "br", "hr", "img", "line", "polyline", "rect", "circle", "path"}  # elements without an end
-FETCHING = {"src", "href", "srcset", "data", "action", "poster", "background"}  # attributes that load or lead elsewhere
+VOID = {
+    "meta",
+    "br",
+    "hr",
+    "img",
+    "line",
+    "polyline",
+    "rect",
+    "circle",
+    "path",
+}  # elements without an end
+FETCHING = {
+    "src",
+    "href",
+    "srcset",
+    "data",
+    "action",
+    "poster",
+    "background",
+}  # attributes that load or lead elsewhere
 
 
 class Page(HTMLParser):
-    """Elements of a page, each as (name, attributes), and its text. Fails for what would reach a network or run.
+    """Elements of a page, each as (name, attributes), and its text. Fails for what would reach a
+    network or run.
 
     Attributes:
         texts: the text inside each element of a name, in their order: "h1", "pre" or "mark".
@@ -22,7 +44,11 @@ class Page(HTMLParser):
 
     def __init__(self, content: str):
         super().__init__()
-        self.elements, self.texts, self._open = list[tuple[str, dict]](), dict[str, list[str]](), list[str]()
+        self.elements, self.texts, self._open = (
+            list[tuple[str, dict]](),
+            dict[str, list[str]](),
+            list[str](),
+        )
         self.feed(content)
         self.close()
         assert not self._open, f"{self._open} are not ended"
@@ -30,7 +56,9 @@ class Page(HTMLParser):
     def handle_starttag(self, name, attributes):
         values = dict(attributes)
         assert name not in ("script", "link", "iframe", "object", "embed", "base", "form"), name
-        assert not {*values} & FETCHING and not any(each.startswith("on") for each in values), values
+        assert not {*values} & FETCHING and not any(each.startswith("on") for each in values), (
+            values
+        )
         self.elements.append((name, values))
         if name not in VOID:
             self._open.append(name)
@@ -57,7 +85,10 @@ def read_page(file: Path) -> Page:
 def run_chromium(folder: Path, *words: str) -> str:
     """Returns what headless Chromium prints. Its profile is a folder inside `folder`."""
     assert CHROMIUM is not None
-    quiet = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    quiet = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+        "--disable-background-networking"
+    )
     profile = f"--user-data-dir={folder / 'profile'}"
     done = subprocess.run(
         [CHROMIUM, *quiet.split(), "--disable-component-update", "--disable-sync", profile, *words],

@@ -1,8 +1,9 @@
-"""Sets up pytest. Tests without the mark `gpu` run as on a machine without a GPU; `pytest -m gpu` runs the others.
+"""Sets up pytest. Tests without the mark `gpu` run as on a machine without a GPU; `pytest -m gpu`
+runs the others.
 
-Triton's kernels run in Triton's interpreter where no GPU is seen. That is set before anything imports torch or triton,
-so this file imports them in its functions. `pytest -n` has as many processes as cores, each with one thread; NumPy's
-thread is set before anything imports NumPy.
+Triton's kernels run in Triton's interpreter where no GPU is seen. That is set before anything
+imports torch or triton, so this file imports them in its functions. `pytest -n` has as many
+processes as cores, each with one thread; NumPy's thread is set before anything imports NumPy.
 """
 
 import gc
@@ -18,13 +19,20 @@ from tests import gpu
 FREEZE = gc.freeze  # runs do not, see pytest_collection_finish
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for `deterministic`; PyTorch's own size on Hopper GPUs
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # every command sets it before CUDA starts
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = (
+    ":4096:8"  # for `deterministic`; PyTorch's own size on Hopper GPUs
+)
+os.environ.setdefault(
+    "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+)  # every command sets it before CUDA starts
 
 
 def pytest_addoption(pluginmanager):
-    """Hide the GPU, or choose it. Pytest calls this first, and imports other conftest.py files after it."""
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # it has the environment of the process that started it
+    """Hide the GPU, or choose it. Pytest calls this first, and imports other conftest.py files
+    after it."""
+    if worker := os.environ.get(
+        "PYTEST_XDIST_WORKER"
+    ):  # it has the environment of the process that started it
         gpu.take_turn(worker)
     else:
         gpu.choose(pluginmanager.get_plugin("pytestconfig").known_args_namespace.markexpr)
@@ -33,8 +41,10 @@ def pytest_addoption(pluginmanager):
 def pytest_configure(config):
     import torch
 
-    gc.disable()  # until tests are collected: looking for garbage among their imports takes a second
-    # Commands that a shell script starts in the background ignore SIGINT, and so would the runs that tests interrupt.
+    # until tests are collected: looking for garbage among their imports takes a second
+    gc.disable()
+    # Commands that a shell script starts in the background ignore SIGINT, and so would the runs
+    # that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup
     if not torch.cuda.is_available():
@@ -43,7 +53,9 @@ def pytest_configure(config):
         patch_interpreter()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
-        torch.set_num_threads = lambda _: None  # training.parallel.world.join_world would take all cores
+        torch.set_num_threads = lambda _: (
+            None
+        )  # training.parallel.world.join_world would take all cores
 
 
 def pytest_report_header():
@@ -57,13 +69,16 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if (mark := item.get_closest_marker("gpu")) and (reason := gpu.why_not(gpu.Need(**mark.kwargs))):
+        if (mark := item.get_closest_marker("gpu")) and (
+            reason := gpu.why_not(gpu.Need(**mark.kwargs))
+        ):
             item.add_marker(pytest.mark.skip(reason=f"{item.name} {reason}"))
 
 
 @pytest.fixture(autouse=True)
 def gpu_share(request, tmp_path_factory):
-    """Holds a GPU test's part of the GPU, alone where it must be; what tests before left there is freed."""
+    """Holds a GPU test's part of the GPU, alone where it must be; what tests before left there is
+    freed."""
     mark = request.node.get_closest_marker("gpu")
     if mark is None:
         yield
@@ -74,14 +89,16 @@ def gpu_share(request, tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects_are_looked_at():
-    """Has no collection of a file's tests look at what lives before it: their runs collect garbage many times."""
+    """Has no collection of a file's tests look at what lives before it: their runs collect garbage
+    many times."""
     gc.collect()
     FREEZE()
 
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Draws the same numbers in each run of a test: PyTorch begins each process with a seed of its own."""
+    """Draws the same numbers in each run of a test: PyTorch begins each process with a seed of its
+    own."""
     import torch
 
     torch.manual_seed(0)
@@ -107,7 +124,8 @@ def poisoned_memory():
 
 @pytest.fixture
 def deterministic():
-    """Has a GPU give the same bits from run to run during a test, and fills `torch.empty` with NaN."""
+    """Has a GPU give the same bits from run to run during a test, and fills `torch.empty` with
+    NaN."""
     import torch
 
     torch.use_deterministic_algorithms(True)
@@ -117,15 +135,21 @@ def deterministic():
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A file with words of this repository. Indentation is left out: tied embeddings predict it without training."""
+    """A file with words of this repository. Indentation is left out: tied embeddings predict it
+    without training."""
     root, path = Path(__file__).parents[1], tmp_path / "corpus.txt"
-    path.write_text(" ".join(word for name in ("model.py", "train.py") for word in (root / name).read_text().split()))
+    path.write_text(
+        " ".join(
+            word for name in ("model.py", "train.py") for word in (root / name).read_text().split()
+        )
+    )
     return str(path)
 
 
 @pytest.fixture
 def released(tmp_path, monkeypatch):
-    """A folder as transformers saves a model, without a tokenizer; its vocabulary has room for more than bytes."""
+    """A folder as transformers saves a model, without a tokenizer; its vocabulary has room for more
+    than bytes."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from model import MODEL_SIZES
@@ -138,7 +162,8 @@ def released(tmp_path, monkeypatch):
 
 
 def pytest_collection_finish():
-    """Have no garbage collection look at all imports, which takes 0.3 s. A run would thaw them when it ends."""
+    """Have no garbage collection look at all imports, which takes 0.3 s. A run would thaw them when
+    it ends."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch._dynamo  # noqa: F401  some test of each worker imports it
 

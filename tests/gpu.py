@@ -1,7 +1,8 @@
 """The mark `gpu`: what a test needs of a GPU, which GPU is seen, and who has how much of it.
 
-`@pytest.mark.gpu` needs LEAST_GIB of a GPU, `@pytest.mark.gpu(gib=20)` more, `@pytest.mark.gpu(gpus=2)` two GPUs.
-`@pytest.mark.gpu(alone=True)` measures time, or takes all memory: no other process of `pytest -n` has a GPU test then.
+`@pytest.mark.gpu` needs LEAST_GIB of a GPU, `@pytest.mark.gpu(gib=20)` more,
+`@pytest.mark.gpu(gpus=2)` two GPUs. `@pytest.mark.gpu(alone=True)` measures time, or takes all
+memory: no other process of `pytest -n` has a GPU test then.
 """
 
 import fcntl
@@ -16,11 +17,14 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
-GPUS = "FATHOM_TEST_GPUS"  # environment variable: the GPUs that a run's processes share, such as 0,1
+GPUS = (
+    "FATHOM_TEST_GPUS"  # environment variable: the GPUs that a run's processes share, such as 0,1
+)
 LEAST_GIB = 6  # memory of a GPU that a test needs, with CUDA's own
 GIB = 2**30
 MIXED = (
-    "-m {expression!r} selects tests of a GPU and tests that hide it; run the two apart: pytest -m gpu, "
+    "-m {expression!r} selects tests of a GPU and tests that hide it; run the two apart: pytest -m "
+    "gpu, "
     "and pytest without -m"
 )
 
@@ -33,9 +37,11 @@ class Need:
 
 
 def choose(expression: str) -> None:
-    """Hide the GPU, unless the expression of pytest's -m asks for tests with the mark `gpu`. Imports torch only then.
+    """Hide the GPU, unless the expression of pytest's -m asks for tests with the mark `gpu`.
+    Imports torch only then.
 
-    Raises pytest.UsageError if there is a GPU, and the expression selects tests with and without the mark.
+    Raises pytest.UsageError if there is a GPU, and the expression selects tests with and without
+    the mark.
     """
     if selects(expression, gpu=True):
         import torch
@@ -52,7 +58,8 @@ def choose(expression: str) -> None:
 
 
 def take_turn(worker: str) -> None:
-    """Have a process of `pytest -n` see another GPU first than the process before it: "gw1" of two sees 1,0."""
+    """Have a process of `pytest -n` see another GPU first than the process before it: "gw1" of two
+    sees 1,0."""
     gpus = os.environ.get(GPUS, "").split(",")
     first = int(worker.removeprefix("gw")) % len(gpus)
     if len(gpus) > 1:
@@ -60,7 +67,8 @@ def take_turn(worker: str) -> None:
 
 
 def selects(expression: str, gpu: bool) -> bool:
-    """Whether an expression of pytest's -m can select a test with the mark `gpu`, or one without."""
+    """Whether an expression of pytest's -m can select a test with the mark `gpu`, or one
+    without."""
     if not expression.strip():
         return True
     try:
@@ -68,7 +76,8 @@ def selects(expression: str, gpu: bool) -> bool:
     except SyntaxError:  # pytest refuses it when it has begun
         return False
     return any(
-        compiled.evaluate(lambda name, other=other, **_: gpu if name == "gpu" else other) for other in (False, True)
+        compiled.evaluate(lambda name, other=other, **_: gpu if name == "gpu" else other)
+        for other in (False, True)
     )
 
 
@@ -80,7 +89,8 @@ def memory_gib() -> float:
 
 
 def count_processes() -> int | None:
-    """Returns how many processes `pytest -n auto` starts: for each GPU one per 12 GiB, two cores each, 8 at most."""
+    """Returns how many processes `pytest -n auto` starts: for each GPU one per 12 GiB, two cores
+    each, 8 at most."""
     import torch
 
     if not torch.cuda.is_available():
@@ -99,7 +109,8 @@ def describe() -> str | None:
     sources = (path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
     most = max(int(gib) for source in sources for gib in re.findall(r"gpu\(gib=(\d+)", source))
     return (
-        f"GPU: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {memory_gib():.1f} GiB; tests need "
+        f"GPU: {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {memory_gib():.1f} "
+        "GiB; tests need "
         f"{LEAST_GIB} to {most} GiB, and those that do not fit are skipped by name"
     )
 
@@ -119,10 +130,12 @@ def why_not(need: Need) -> str | None:
 
 @contextmanager
 def held(need: Need, folder: Path) -> Iterator[None]:
-    """Hold the GPU for a test: beside tests of other processes, or alone where it takes more than a process's part.
+    """Hold the GPU for a test: beside tests of other processes, or alone where it takes more than a
+    process's part.
 
-    A test of several GPUs holds them all, and so does one that measures time. What tests before left on the GPU is
-    freed. Fails if a test that is not marked alone takes more than its mark says.
+    A test of several GPUs holds them all, and so does one that measures time. What tests before
+    left on the GPU is freed. Fails if a test that is not marked alone takes more than its mark
+    says.
 
     Args:
         folder: of the processes' locks, one for each GPU.
@@ -146,13 +159,16 @@ def held(need: Need, folder: Path) -> Iterator[None]:
         yield
         taken = torch.cuda.max_memory_allocated() - before
         free_memory()
-    assert need.alone or taken <= need.gib * GIB, f"took {taken / GIB:.1f} GiB; its mark gpu says {need.gib}"
+    assert need.alone or taken <= need.gib * GIB, (
+        f"took {taken / GIB:.1f} GiB; its mark gpu says {need.gib}"
+    )
 
 
 def free_memory() -> None:
     """Free garbage, and the GPU's cache.
 
-    Autograd's thread of a GPU holds the last graph until it takes the next, which is an empty one here.
+    Autograd's thread of a GPU holds the last graph until it takes the next, which is an empty one
+    here.
     """
     import torch
 

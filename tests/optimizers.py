@@ -17,10 +17,16 @@ from training.optim.adamw import MasterAdamW
 from training.optim.formats import format_with
 from training.optim.inventory import Inventory
 
-ANY_WEIGHTS = {"weight": torch.zeros(1)}  # weights of a checkpoint in which only the optimizer state is looked at
+ANY_WEIGHTS = {
+    "weight": torch.zeros(1)
+}  # weights of a checkpoint in which only the optimizer state is looked at
 SHAPES = {"matrix": (8, 16), "norm.weight": (16,), "other": (5, 7)}
 WIDE = {"matrix": (6, 64), "norm.weight": (64,), "other": (5, 7)}  # the matrix has compact state
-PLACEMENTS = {"device": math.inf, "host": 0, "partly": 8 * 16 * 12}  # gpu_state_bytes; partly: the matrix stays
+PLACEMENTS = {
+    "device": math.inf,
+    "host": 0,
+    "partly": 8 * 16 * 12,
+}  # gpu_state_bytes; partly: the matrix stays
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 MICRO_BATCHES = pytest.mark.parametrize("micro_batches", [1, 3])
 PLACEMENT = pytest.mark.parametrize("placement", PLACEMENTS)
@@ -29,7 +35,8 @@ STATE_FORMAT = pytest.mark.parametrize("state_format", ["float32", "compact"])
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch, request):
-    """Small parameters are updated in several pieces as well, and slots are used again and again."""
+    """Small parameters are updated in several pieces as well, and slots are used again and
+    again."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(training.optim.inventory, "PIECE_ELEMENTS", 32)
 
@@ -42,14 +49,21 @@ class Layer(nn.Linear):
 
 def make_parameters(dtype, device, shapes=SHAPES):
     generator = torch.Generator(device).manual_seed(0)
-    return {n: nn.Parameter(torch.randn(s, generator=generator, device=device).to(dtype)) for n, s in shapes.items()}
+    return {
+        n: nn.Parameter(torch.randn(s, generator=generator, device=device).to(dtype))
+        for n, s in shapes.items()
+    }
 
 
 def backward(parameters, seed, homes=MappingProxyType({})):
-    """A loss whose gradients are known: random numbers in the parameters' dtype, returned by name."""
+    """A loss whose gradients are known: random numbers in the parameters' dtype, returned by
+    name."""
     device = next(iter(parameters.values())).device
     generator = torch.Generator(device).manual_seed(seed)
-    gradients = {n: torch.randn(p.shape, generator=generator, device=device).to(p.dtype) for n, p in parameters.items()}
+    gradients = {
+        n: torch.randn(p.shape, generator=generator, device=device).to(p.dtype)
+        for n, p in parameters.items()
+    }
     with VisitingWeights({0: homes}, device).visit(0):
         sum((p * gradients[n]).sum() for n, p in parameters.items()).backward()
     return gradients
@@ -58,7 +72,8 @@ def backward(parameters, seed, homes=MappingProxyType({})):
 def copy_of_state(optimizer):
     device = next(iter(optimizer.parameters.values())).device
     return {
-        n: {k: t.to(device, copy=True) for k, t in tensors.items()} for n, tensors in optimizer.state_dict().items()
+        n: {k: t.to(device, copy=True) for k, t in tensors.items()}
+        for n, tensors in optimizer.state_dict().items()
     }
 
 
@@ -70,11 +85,15 @@ def assert_equal_states(found, expected):
 
 
 def weights_of(optimizer):
-    return {name: {"": weight.detach().to(optimizer.device)} for name, weight in optimizer.weights().items()}
+    return {
+        name: {"": weight.detach().to(optimizer.device)}
+        for name, weight in optimizer.weights().items()
+    }
 
 
 def save_state(folder, step, optimizer_state, weights=MappingProxyType(ANY_WEIGHTS)):
-    """A checkpoint of optimizer state, and of weights if those are looked at; returns its folder."""
+    """A checkpoint of optimizer state, and of weights if those are looked at; returns its
+    folder."""
     state = {"weights": weights, "optimizer_state": optimizer_state}
     return save_checkpoint(folder, step, **state, model_config={}, trainer_state={})
 
@@ -84,7 +103,11 @@ def values_of(optimizer):
     values = {}
     for name, tensors in full(optimizer.state_dict()).items():
         parameter = full({name: {"": optimizer.parameters[name].detach()}})[name][""].cpu()
-        kept = {key: tensor.cpu().flatten() for key, tensor in tensors.items() if key not in ("master", "step")}
+        kept = {
+            key: tensor.cpu().flatten()
+            for key, tensor in tensors.items()
+            if key not in ("master", "step")
+        }
         own = tensors["master"].detach().cpu() if "master" in tensors else parameter
         format = format_with({key: tensor.dtype for key, tensor in kept.items()}, own.dtype)
         values[name] = {**format.read(kept, own.flatten()), "parameter": parameter.flatten()}
@@ -93,7 +116,10 @@ def values_of(optimizer):
 
 def full(state):
     return {
-        name: {key: t.full_tensor() if isinstance(t, DTensor) else t.clone() for key, t in tensors.items()}
+        name: {
+            key: t.full_tensor() if isinstance(t, DTensor) else t.clone()
+            for key, t in tensors.items()
+        }
         for name, tensors in state.items()
     }
 
@@ -102,4 +128,10 @@ def make_optimizer(named_parameters, *, weight_decay=0.1, rate_ratios=None, impl
     """Returns an optimizer of named parameters; `placed` are arguments of Inventory.of."""
     named = dict(named_parameters)
     inventory = Inventory.of(named.items(), **placed)
-    return MasterAdamW(named.items(), inventory, weight_decay=weight_decay, rate_ratios=rate_ratios or {}, impl=impl)
+    return MasterAdamW(
+        named.items(),
+        inventory,
+        weight_decay=weight_decay,
+        rate_ratios=rate_ratios or {},
+        impl=impl,
+    )

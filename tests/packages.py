@@ -8,13 +8,16 @@ import pytest
 
 
 def needs(package: str, least: str) -> pytest.MarkDecorator:
-    """Returns a mark that skips tests where a package is missing or older than `least`, such as "0.50"."""
+    """Returns a mark that skips tests where a package is missing or older than `least`, such as
+    "0.50"."""
     version = ""
     with suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version(package)
     is_old = release(version) < release(least)
     there = f"version {version} is here" if version else "it is missing"
-    return pytest.mark.skipif(is_old, reason=f"needs {package} {least} or newer, and {there}; see requirements-dev.txt")
+    return pytest.mark.skipif(
+        is_old, reason=f"needs {package} {least} or newer, and {there}; see requirements-dev.txt"
+    )
 
 
 def release(version: str) -> list[int]:

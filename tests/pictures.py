@@ -1,4 +1,5 @@
-"""Compares places of texts in a picture: none may leave it, lie across an axis, or cover another one."""
+"""Compares places of texts in a picture: none may leave it, lie across an axis, or cover another
+one."""
 
 from itertools import combinations
 
@@ -42,7 +43,9 @@ def _check_inside(text, around, renderer) -> None:
 
 
 def _check_apart(texts, renderer) -> None:
-    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in texts if text.get_text()]
+    boxes = [
+        (text.get_text(), text.get_window_extent(renderer)) for text in texts if text.get_text()
+    ]
     for (one, first), (other, second) in combinations(boxes, 2):
         width = min(first.x1, second.x1) - max(first.x0, second.x0)
         height = min(first.y1, second.y1) - max(first.y0, second.y0)

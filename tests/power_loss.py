@@ -30,7 +30,8 @@ import pytest
 SECTOR = 512
 PATIENCE = 20  # times as many states in a row as are asked for are known already: there are no more
 CHANGING = (
-    "open", "write", "pwrite", "truncate", "ftruncate", "rename", "replace", "link", "symlink", "unlink", "remove",
+    "open", "write", "pwrite", "truncate", "ftruncate", "rename", "replace", "link", "symlink",
+    "unlink", "remove",
     "mkdir", "rmdir",
 )  # fmt: skip
 SYNCING = "fsync", "fdatasync"
@@ -57,7 +58,9 @@ class Recording:
 
     root: int  # inode
     snapshots: list[Snapshot] = field(default_factory=list)
-    syncs: list[tuple[int, int]] = field(default_factory=list)  # (inode, time of the snapshot before)
+    syncs: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # (inode, time of the snapshot before)
     promises: list[tuple[int, object]] = field(default_factory=list)
 
     def promise(self, what: object) -> None:
@@ -83,7 +86,8 @@ class Recording:
         return changes
 
     def versions(self, inode: int, time: int) -> list[bytes]:
-        """Returns the bytes that a file may have, from its last sync on; a file that never had one may be empty."""
+        """Returns the bytes that a file may have, from its last sync on; a file that never had one
+        may be empty."""
         synced = max((at for each, at in self.syncs if each == inode and at <= time), default=None)
         versions = [b""] if synced is None else [self.snapshots[synced].files.get(inode, b"")]
         for snapshot in self.snapshots[synced or 0 : time + 1]:
@@ -110,7 +114,9 @@ def recording(root: Path) -> Iterator[Recording]:
             names = folders.setdefault(os.lstat(folder).st_ino, {})
             for entry in os.scandir(folder):
                 inode = names[entry.name] = entry.inode()
-                if inode not in pinned:  # a file that is held open keeps its inode's number to itself
+                if (
+                    inode not in pinned
+                ):  # a file that is held open keeps its inode's number to itself
                     pinned[inode] = usual["open"](entry.path, os.O_PATH | os.O_NOFOLLOW)
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(Path(entry.path))
@@ -122,7 +128,9 @@ def recording(root: Path) -> Iterator[Recording]:
         if not recorded.snapshots or snapshot != recorded.snapshots[-1]:
             recorded.snapshots.append(snapshot)
 
-    def watched(call: Callable, syncs: bool = False, changes: Callable = lambda *_, **__: True) -> Callable:
+    def watched(
+        call: Callable, syncs: bool = False, changes: Callable = lambda *_, **__: True
+    ) -> Callable:
         def run(*arguments, **named):
             if getattr(within, "is_in", False) or not changes(*arguments, **named):
                 return call(*arguments, **named)
@@ -132,7 +140,9 @@ def recording(root: Path) -> Iterator[Recording]:
                     if syncs:
                         look()
                         result = call(*arguments, **named)
-                        recorded.syncs.append((os.fstat(arguments[0]).st_ino, len(recorded.snapshots) - 1))
+                        recorded.syncs.append(
+                            (os.fstat(arguments[0]).st_ino, len(recorded.snapshots) - 1)
+                        )
                         return result
                     result = call(*arguments, **named)
                     look()
@@ -146,7 +156,9 @@ def recording(root: Path) -> Iterator[Recording]:
         look()
         for name in (*CHANGING, *SYNCING):
             patch.setattr(os, name, watched(usual[name], name in SYNCING))
-        patch.setattr(os, "open", watched(usual["open"], changes=lambda _, flags, *__, **___: flags & MAKING))
+        patch.setattr(
+            os, "open", watched(usual["open"], changes=lambda _, flags, *__, **___: flags & MAKING)
+        )
         for module in (io, builtins):
             patch.setattr(
                 module,
@@ -167,17 +179,24 @@ Tree = dict[str, bytes | None]  # path -> bytes; None: a folder
 
 
 def states(recorded: Recording, draws: random.Random, count: int) -> Iterator[tuple[int, Tree]]:
-    """Yields (time, tree) of different states, at most `count`: states of one fault come first, then random ones."""
+    """Yields (time, tree) of different states, at most `count`: states of one fault come first,
+    then random ones."""
     changes, seen = recorded.changes(), set[tuple[int, int]]()
     plans, times = [], range(len(recorded.snapshots))
-    times = times if count >= len(times) else draws.sample(times, count)  # plans of all times take seconds
+    times = (
+        times if count >= len(times) else draws.sample(times, count)
+    )  # plans of all times take seconds
     for make in (_whole_folders, _single_changes):
         some = [(time, plan) for time in times for plan in make(recorded, changes, time)]
         draws.shuffle(some)
         plans += some
     without_new = 0
     for number in itertools.count():
-        time, plan = plans[number] if number < len(plans) else (draws.randrange(len(recorded.snapshots)), None)
+        time, plan = (
+            plans[number]
+            if number < len(plans)
+            else (draws.randrange(len(recorded.snapshots)), None)
+        )
         tree = _rebuild(recorded, changes, time, plan, draws)
         key = (
             len(recorded.promised(time)),
@@ -192,18 +211,22 @@ def states(recorded: Recording, draws: random.Random, count: int) -> Iterator[tu
 
 
 class Plan(NamedTuple):
-    """Numbers of the loose changes to keep, and the bytes of files: the oldest, the newest, or a mixture."""
+    """Numbers of the loose changes to keep, and the bytes of files: the oldest, the newest, or a
+    mixture."""
 
     kept: frozenset[int]
     content: str
 
 
 def _whole_folders(recorded: Recording, changes: list[Change], time: int) -> Iterator[Plan]:
-    """Yields plans that keep no change, or all, or changes of one folder alone, or of all others."""
+    """Yields plans that keep no change, or all, or changes of one folder alone, or of all
+    others."""
     loose = _loose(recorded, changes, time)
     chosen = {frozenset(), frozenset(loose)}
     for folder in {folder for number in loose for folder, *_ in changes[number].names}:
-        inside = frozenset(number for number in loose if any(folder == each for each, *_ in changes[number].names))
+        inside = frozenset(
+            number for number in loose if any(folder == each for each, *_ in changes[number].names)
+        )
         chosen |= {inside, frozenset(loose) - inside}
     for kept in sorted(chosen, key=sorted):
         yield from (Plan(kept, content) for content in ("oldest", "newest", "mixed"))
@@ -219,18 +242,23 @@ def _single_changes(recorded: Recording, changes: list[Change], time: int) -> It
 
 
 def _loose(recorded: Recording, changes: list[Change], time: int) -> list[int]:
-    """Returns the numbers of changes that a loss of power at this time may drop: a folder of theirs was not synced."""
+    """Returns the numbers of changes that a loss of power at this time may drop: a folder of theirs
+    was not synced."""
     synced = dict[int, int]()
     for inode, at in recorded.syncs:
         if at <= time:
             synced[inode] = max(at, synced.get(inode, -1))
     return [
-        number for number, change in enumerate(changes)
-        if change.time <= time and any(synced.get(folder, -1) < change.time for folder, *_ in change.names)
-    ]  # fmt: skip
+        number
+        for number, change in enumerate(changes)
+        if change.time <= time
+        and any(synced.get(folder, -1) < change.time for folder, *_ in change.names)
+    ]
 
 
-def _rebuild(recorded: Recording, changes: list[Change], time: int, plan: Plan | None, draws: random.Random) -> Tree:
+def _rebuild(
+    recorded: Recording, changes: list[Change], time: int, plan: Plan | None, draws: random.Random
+) -> Tree:
     loose = _loose(recorded, changes, time)
     if plan is None:
         share = draws.random()
@@ -290,4 +318,7 @@ def write_tree(tree: Tree, root: Path) -> None:
 
 def read_tree(root: Path) -> Tree:
     paths = {str(path.relative_to(root)): path for path in root.rglob("*")}
-    return {name: path.read_bytes() if stat.S_ISREG(path.lstat().st_mode) else None for name, path in paths.items()}
+    return {
+        name: path.read_bytes() if stat.S_ISREG(path.lstat().st_mode) else None
+        for name, path in paths.items()
+    }

@@ -17,9 +17,13 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 from training.parallel.world import join_world
 
-# Each process of pytest has a server that ranks are forked from. It imports these once, because that takes seconds.
-multiprocessing.set_forkserver_preload(["hypothesis", "pytest", "train", "torch._dynamo", "tests.ranks"])
-gc.freeze()  # a rank whose garbage collection looked at the server's imports would copy their memory
+# Each process of pytest has a server that ranks are forked from. It imports these once, because
+# that takes seconds.
+multiprocessing.set_forkserver_preload(
+    ["hypothesis", "pytest", "train", "torch._dynamo", "tests.ranks"]
+)
+# a rank whose garbage collection looked at the server's imports would copy their memory
+gc.freeze()
 
 
 def run_ranks(num_ranks: int, function: Callable, *args, device: str = "cpu", **sizes: int) -> None:
@@ -30,20 +34,28 @@ def run_ranks(num_ranks: int, function: Callable, *args, device: str = "cpu", **
         device, sizes: see `join_world`.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank raised an error, or was killed.
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: a rank raised an
+        error, or was killed.
     """
     store = meeting_point()
     mp.start_processes(
-        _call_in_rank, (num_ranks, store.port, function, args, device, sizes), num_ranks, start_method="forkserver"
+        _call_in_rank,
+        (num_ranks, store.port, function, args, device, sizes),
+        num_ranks,
+        start_method="forkserver",
     )
 
 
 def start_torchrun(folder: Path, *arguments: str, forks: bool = True) -> multiprocessing.Process:
-    """Start torchrun in a process that has imported it. Output and errors go to the ends of two files of a folder.
+    """Start torchrun in a process that has imported it. Output and errors go to the ends of two
+    files of a folder.
 
-    Its ranks are forked from that process, with torch imported, if `forks`: CUDA does not start in a forked process.
+    Its ranks are forked from that process, with torch imported, if `forks`: CUDA does not start in
+    a forked process.
     """
-    process = multiprocessing.get_context("forkserver").Process(target=_torchrun, args=(folder, arguments, forks))
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_torchrun, args=(folder, arguments, forks)
+    )
     process.start()
     return process
 
@@ -59,11 +71,14 @@ def _torchrun(folder, arguments, forks):
 
 
 class _ForkedProgram:
-    """A Python program that torchrun starts, with the part of `subprocess.Popen` that torchrun calls."""
+    """A Python program that torchrun starts, with the part of `subprocess.Popen` that torchrun
+    calls."""
 
     def __init__(self, args, env, **_):
         self.args = args
-        self._process = multiprocessing.get_context("fork").Process(target=_program, args=(args, env))
+        self._process = multiprocessing.get_context("fork").Process(
+            target=_program, args=(args, env)
+        )
         self._process.start()
         self.pid = self._process.pid
 
@@ -78,7 +93,8 @@ class _ForkedProgram:
 
 
 def _program(words, env):
-    """Run `python -u -m MODULE ...` with the session, the signals and the environment of a new program."""
+    """Run `python -u -m MODULE ...` with the session, the signals and the environment of a new
+    program."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -94,17 +110,26 @@ def _program(words, env):
 def meeting_point() -> TCPStore:
     """Returns a store in this process, at which ranks meet, as torchrun has it.
 
-    A port chosen for rank 0 in advance may be taken by another program: rank 0 would fail, and the others would wait
-    half an hour for it.
+    A port chosen for rank 0 in advance may be taken by another program: rank 0 would fail, and the
+    others would wait half an hour for it.
     """
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 
 def announce(rank: int, num_ranks: int, port: int, per_machine: int | None = None) -> None:
-    """Tell `join_world` in this process its rank, and the port of the `meeting_point`; all ranks are on one machine."""
+    """Tell `join_world` in this process its rank, and the port of the `meeting_point`; all ranks
+    are on one machine."""
     per_machine = per_machine or num_ranks
-    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank % per_machine}", "WORLD_SIZE": f"{num_ranks}"}
-    os.environ |= {"LOCAL_WORLD_SIZE": f"{per_machine}", "MASTER_ADDR": "localhost", "MASTER_PORT": f"{port}"}
+    os.environ |= {
+        "RANK": f"{rank}",
+        "LOCAL_RANK": f"{rank % per_machine}",
+        "WORLD_SIZE": f"{num_ranks}",
+    }
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": f"{per_machine}",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": f"{port}",
+    }
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 

@@ -23,11 +23,23 @@ ANNEALED = ["--selected_blocks_start", "8x2,4", "--selected_blocks_steps"]
 
 def arguments(corpus, output_dir, *extra, steps=4):
     warmup = ["--warmup_steps", str(min(steps, 2))]
-    return ["--data", corpus, "--output_dir", str(output_dir), "--max_steps", str(steps), *SMALL, *warmup, *extra]
+    return [
+        "--data",
+        corpus,
+        "--output_dir",
+        str(output_dir),
+        "--max_steps",
+        str(steps),
+        *SMALL,
+        *warmup,
+        *extra,
+    ]
 
 
 def metrics(output_dir):
-    return [json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (Path(output_dir) / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def losses(output_dir):
@@ -40,12 +52,19 @@ def weights(output_dir, step):
 
 def weights_of_another_shape(folder, seed=1, **sizes):
     """A checkpoint of weights whose shape is no MODEL_SIZES entry's."""
-    shape = {"intermediate_size": 200, "head_dim": 16, "tie_word_embeddings": False, "rope_theta": 5e6}
+    shape = {
+        "intermediate_size": 200,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "rope_theta": 5e6,
+    }
     config = replace(MODEL_SIZES["tiny"], **shape | sizes, max_position_embeddings=4096)
     model = Transformer(config)
     copy_weights(model, initial_weights(model, seed=seed))
     state = {"weights": model.state_dict(), "model_config": to_config_json(config)}
-    return save_checkpoint(folder, 1, **state, optimizer_state=None, trainer_state={"tokenizer": "bytes"})
+    return save_checkpoint(
+        folder, 1, **state, optimizer_state=None, trainer_state={"tokenizer": "bytes"}
+    )
 
 
 def only_resume(output_dir, *extra):
@@ -63,7 +82,9 @@ def edit_trainer_json(path, edit):
     trainer = json.loads((path / "trainer.json").read_text())
     edit(trainer["trainer_state"])
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["trainer.json"] = write_file(path / "trainer.json", json.dumps(trainer).encode())
+    manifest["files"]["trainer.json"] = write_file(
+        path / "trainer.json", json.dumps(trainer).encode()
+    )
     del manifest["crc32"]
     manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
     (path / "manifest.json").write_text(json.dumps(manifest))

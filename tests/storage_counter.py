@@ -11,10 +11,12 @@ from training.memory.profiler import Reading
 
 
 class StorageCounter(TorchDispatchMode):
-    """Counts the bytes of all live tensors, as the GPU's allocator would. Fake and meta tensors cost nothing.
+    """Counts the bytes of all live tensors, as the GPU's allocator would. Fake and meta tensors
+    cost nothing.
 
     Args:
-        own_bytes: bytes that an operation takes inside, where fake tensors do not show them, by operation: a number, or
+        own_bytes: bytes that an operation takes inside, where fake tensors do not show them, by
+        operation: a number, or
             a function of the call's arguments.
     """
 
@@ -23,7 +25,9 @@ class StorageCounter(TorchDispatchMode):
         self.allocated = self.peak = 0
         self.own_bytes, self.on_host = own_bytes or {}, False
         self.known = weakref.WeakSet()
-        self.watched = weakref.WeakKeyDictionary()  # bytes of storages that are counted, and may be resized
+        self.watched = (
+            weakref.WeakKeyDictionary()
+        )  # bytes of storages that are counted, and may be resized
 
     def watch(self, tensors):
         """Count tensors that it knows by the size that their storages have at any time."""

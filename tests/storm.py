@@ -1,12 +1,14 @@
 """Kills at random moments, as many as are asked for: `python -m tests.storm --count 100 --ranks 2`.
 
-The command `train.py --resume auto` is started again and again. SIGKILL ends some or all of its processes at a random
-moment of starting, training or saving; half of the kills come while a save goes on. After each kill, every folder named
-as a checkpoint must verify, and the newest must not be older than before: only the steps since then are lost. A run
-that reaches its end must equal an undisturbed run bit for bit, and leave the same files. Then another run begins.
+The command `train.py --resume auto` is started again and again. SIGKILL ends some or all of its
+processes at a random moment of starting, training or saving; half of the kills come while a save
+goes on. After each kill, every folder named as a checkpoint must verify, and the newest must not be
+older than before: only the steps since then are lost. A run that reaches its end must equal an
+undisturbed run bit for bit, and leave the same files. Then another run begins.
 
-`python -m tests.storm signals --count 100` sends signals, `damage --count 500` damages checkpoints, `power_loss --count
-10000` rebuilds what a loss of power leaves, and `bad_input --count 1000` generates bad input of all commands.
+`python -m tests.storm signals --count 100` sends signals, `damage --count 500` damages checkpoints,
+`power_loss --count 10000` rebuilds what a loss of power leaves, and `bad_input --count 1000`
+generates bad input of all commands.
 """
 
 import argparse
@@ -39,16 +41,25 @@ SECONDS_TO_END = 20.0  # torchrun would have ended the peers of a dead rank by t
 KINDS = "kills", "signals", "damage", "power_loss", "bad_input"
 INTERVAL, STEPS = 2, 30  # steps between checkpoints, and of a run
 SECONDS = 6.0  # a kill comes within so many
-FLAGS = "--context_length 64 --batch_size 2 --warmup_steps 2 --sample_tokens 0 --validation_sequences 4 --device cpu"
+FLAGS = (
+    "--context_length 64 --batch_size 2 --warmup_steps 2 --sample_tokens 0 --validation_sequences "
+    "4 --device cpu"
+)
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", nargs="?", default="kills", choices=KINDS)
     parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=1, help="processes of a run that is killed or signalled")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="processes of a run that is killed or signalled"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--optimizer_state", default="float32", help="train.py's flag, of the runs that are killed")
+    parser.add_argument(
+        "--optimizer_state", default="float32", help="train.py's flag, of the runs that are killed"
+    )
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder, count, seed = Path(name), arguments.count, arguments.seed
@@ -74,12 +85,25 @@ def storm(
     folder: Path, count: int, ranks: int, seed: int, seconds: float = SECONDS, steps: int = STEPS,
     state: str = "float32",
 ) -> dict:  # fmt: skip
-    """Kill `count` times; returns what was seen. Raises AssertionError if anything was lost or damaged."""
+    """Kill `count` times; returns what was seen. Raises AssertionError if anything was lost or
+    damaged."""
     draws = random.Random(seed)
-    flags = ["--data", str(ROOT / "model.py"), "--max_steps", str(steps), "--checkpoint_interval", str(INTERVAL)]
+    flags = [
+        "--data",
+        str(ROOT / "model.py"),
+        "--max_steps",
+        str(steps),
+        "--checkpoint_interval",
+        str(INTERVAL),
+    ]
     flags += [*FLAGS.split(), "--optimizer_state", state, "--resume", "auto", "--output_dir"]
-    whole, seen = folder / "whole", {"kills": 0, "while saving": 0, "before the first checkpoint": 0, "whole runs": 0}
-    assert wait(start([*flags, str(whole)], ranks, folder / "log")) == [0] * ranks, (folder / "log").read_text()
+    whole, seen = (
+        folder / "whole",
+        {"kills": 0, "while saving": 0, "before the first checkpoint": 0, "whole runs": 0},
+    )
+    assert wait(start([*flags, str(whole)], ranks, folder / "log")) == [0] * ranks, (
+        folder / "log"
+    ).read_text()
     run, newest, taken = folder / "run0", 0, 0
     while seen["kills"] < count:
         processes = start([*flags, str(run)], ranks, folder / "log")
@@ -87,7 +111,11 @@ def storm(
         deadline = began + draws.uniform(0, seconds)
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):
             time.sleep(0.002)
-        while in_save and any(process.is_alive() for process in processes) and not any(run.glob(".step_*.tmp")):
+        while (
+            in_save
+            and any(process.is_alive() for process in processes)
+            and not any(run.glob(".step_*.tmp"))
+        ):
             time.sleep(0.001)
             assert_not_stalled(processes, began, folder / "log")
         time.sleep(draws.uniform(0, 0.05))
@@ -112,7 +140,9 @@ def storm(
         taken = last_step(run)
         assert newest_now >= newest, f"step {newest} was there, {newest_now} is the newest"
         # A step's checkpoint is begun once the one before is complete.
-        assert taken - newest_now < 2 * INTERVAL + 1, f"{taken} steps were taken, {newest_now} is the newest"
+        assert taken - newest_now < 2 * INTERVAL + 1, (
+            f"{taken} steps were taken, {newest_now} is the newest"
+        )
         newest = newest_now
         seen["before the first checkpoint"] += newest == 0
     return seen
@@ -120,7 +150,10 @@ def storm(
 
 def start(argv: list[str], ranks: int, log: Path) -> list:
     store, context = meeting_point(), multiprocessing.get_context("forkserver")
-    processes = [context.Process(target=train_in_rank, args=(r, ranks, store.port, argv, log)) for r in range(ranks)]
+    processes = [
+        context.Process(target=train_in_rank, args=(r, ranks, store.port, argv, log))
+        for r in range(ranks)
+    ]
     for process in processes:
         process.start()
         process.store = store  # kept for as long as the processes live
@@ -131,13 +164,16 @@ def train_in_rank(rank: int, ranks: int, port: int, argv: list[str], log: Path) 
     announce(rank, ranks, port)
     faulthandler.register(signal.SIGUSR2, file=log.open("a"))  # asked for by `assert_not_stalled`
     torch.set_num_threads(1)
-    torch.set_num_threads = lambda _: None  # threads of one process would wait for each other on a busy machine
+    torch.set_num_threads = lambda _: (
+        None
+    )  # threads of one process would wait for each other on a busy machine
     sys.stdout = sys.stderr = log.open("a")
     exit_with(train.main(argv))
 
 
 def assert_not_stalled(processes: list, began: float, log: Path) -> None:
-    """Raise AssertionError, with every rank's stack, if nothing has been saved for STALL_SECONDS."""
+    """Raise AssertionError, with every rank's stack, if nothing has been saved for
+    STALL_SECONDS."""
     if time.monotonic() < began + STALL_SECONDS:
         return
     for process in processes:
@@ -160,12 +196,15 @@ def last_step(run: Path) -> int:
 
 
 def compare(run: Path, whole: Path) -> None:
-    """Require equal weights, masters and moments in both last checkpoints, and the same names of files."""
+    """Require equal weights, masters and moments in both last checkpoints, and the same names of
+    files."""
     ours, theirs = (sorted(path.name for path in folder.iterdir()) for folder in (run, whole))
     assert ours == theirs, f"{ours} are there, and of an undisturbed run {theirs}"
     for name in ("model.safetensors", "optimizer.safetensors"):
         ours, theirs = (checkpoints(folder)[-1] / name for folder in (run, whole))
-        assert ours.read_bytes() == theirs.read_bytes(), f"{ours} is not what an undisturbed run saves"
+        assert ours.read_bytes() == theirs.read_bytes(), (
+            f"{ours} is not what an undisturbed run saves"
+        )
 
 
 if __name__ == "__main__":

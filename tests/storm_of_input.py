@@ -1,9 +1,10 @@
 """Generated bad input: `python -m tests.storm bad_input --count 600`.
 
-Each case is one of COMMANDS. It has a few flags of generated values, or a file that it reads is spoiled: bytes are
-changed, cut or inserted; a value of its JSON is replaced, removed or nested deeply; or a pipe, a folder, a device or a
-loop of links takes its place. Half of the time a checkpoint's manifest is made to agree, as if somebody had edited both
-by hand. A command must be refused in one line, or get as far as building a model or to its end; it must not hang.
+Each case is one of COMMANDS. It has a few flags of generated values, or a file that it reads is
+spoiled: bytes are changed, cut or inserted; a value of its JSON is replaced, removed or nested
+deeply; or a pipe, a folder, a device or a loop of links takes its place. Half of the time a
+checkpoint's manifest is made to agree, as if somebody had edited both by hand. A command must be
+refused in one line, or get as far as building a model or to its end; it must not hang.
 """
 
 import contextlib
@@ -40,20 +41,80 @@ from training.plots import __main__ as plots
 from training.run.settings import TrainConfig
 
 SECONDS = 60  # a command that takes longer hangs
-WORDS = ["", " ", "nan", "inf", "-inf", "-0", "0", "-1", "1e400", "1e-400", "0x10", "1_000", "١٢", "é\n", "\udcff"]
-WORDS += ["/dev/null", "/dev/zero", "/proc/self/mem", "pipe", "loop", "folder", "folder/x", "corpus.txt/x", "a/" * 2500]
-WORDS += ["[]", "{}", "true", "None", "null", "1,2", "64x4,32", "0x0", "-", "--", "~", ".", "auto", "yes"]
+WORDS = [
+    "",
+    " ",
+    "nan",
+    "inf",
+    "-inf",
+    "-0",
+    "0",
+    "-1",
+    "1e400",
+    "1e-400",
+    "0x10",
+    "1_000",
+    "١٢",
+    "é\n",
+    "\udcff",
+]
+WORDS += [
+    "/dev/null",
+    "/dev/zero",
+    "/proc/self/mem",
+    "pipe",
+    "loop",
+    "folder",
+    "folder/x",
+    "corpus.txt/x",
+    "a/" * 2500,
+]
+WORDS += [
+    "[]",
+    "{}",
+    "true",
+    "None",
+    "null",
+    "1,2",
+    "64x4,32",
+    "0x0",
+    "-",
+    "--",
+    "~",
+    ".",
+    "auto",
+    "yes",
+]
 WORDS += ["24GB", "0GB", "1e9GB", "5min"]
 TOML = ["[]", "[[]]", "{}", "true", "nan", "-1", "1e400", "9" * 5000, "[1979-05-27]"]
-OTHERS = [None, True, 0, -1, 2.5, 10**30, float("nan"), float("inf"), "", "x", "\0", "\ud800", [], [[]], {}, {"a": 1}]
+OTHERS = [
+    None,
+    True,
+    0,
+    -1,
+    2.5,
+    10**30,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "\0",
+    "\ud800",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+]
 DEEP = 50_000
-# Values with which train.py would read a whole machine's files, or write outside of the test's folder.
+# Values with which train.py would read a whole machine's files, or write outside of the test's
+# folder.
 NOT_GIVEN = {("data", "~"), ("data", "--"), ("output_dir", "~"), ("data", "/dev/null")}
 STEP = "run/step_00000002"
 
 
 class Command(NamedTuple):
-    """A command that a case calls: its main function, the dataclass of its flags, and the flags that each case has."""
+    """A command that a case calls: its main function, the dataclass of its flags, and the flags
+    that each case has."""
 
     main: Callable
     flags: type
@@ -62,24 +123,31 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command(
-        train.main, TrainConfig,
+        train.main,
+        TrainConfig,
         ["--data", "corpus.txt", "--output_dir", "fresh", *SMALL, "--validation_sequences", "2"],
     ),
     "profile": Command(profile_memory.main, profile_memory.ProfileFlags, ["--device=cpu"]),
-    "generate": Command(generate.main, generate.GenerateFlags, [STEP, "a text", "--max_new_tokens=2"]),
+    "generate": Command(
+        generate.main, generate.GenerateFlags, [STEP, "a text", "--max_new_tokens=2"]
+    ),
     "evaluation": Command(
-        evaluation.main, evaluation.EvaluationFlags, [STEP, "--sequences=1", "--samples=1", "--context_length=64"]
+        evaluation.main,
+        evaluation.EvaluationFlags,
+        [STEP, "--sequences=1", "--samples=1", "--context_length=64"],
     ),
     "logprobs": Command(
         logprobs.main, LogProbsFlags, [STEP, "fresh", "--data=corpus.txt", "--context_length=65536"]
     ),
     "export": Command(export.main, export.ExportFlags, [STEP, "fresh"]),
     "prepare": Command(
-        data.main, data.PrepareFlags, ["prepare", "corpus.txt", "fresh", "--tokenizer=bytes", "--workers=1"]
+        data.main,
+        data.PrepareFlags,
+        ["prepare", "corpus.txt", "fresh", "--tokenizer=bytes", "--workers=1"],
     ),
     "verify": Command(data.main, data.VerifyFlags, ["verify", "prepared"]),
     "plots": Command(plots.main, plots.PlotsFlags, ["run"]),
-}  # fmt: skip
+}
 RESUME = ["--output_dir", "run", "--resume"]
 # What reads a file: a command, and flags beside its base. A folder stands for its files.
 FILES: dict[str, list[tuple[str, list[str]]]] = {
@@ -87,15 +155,21 @@ FILES: dict[str, list[tuple[str, list[str]]]] = {
     "corpus.txt": [("train", []), ("prepare", [])],
     "chat.jsonl": [("train", ["--data", "chat.jsonl"])],
     "tokenizer.json": [("train", ["--tokenizer", "tokenizer.json"])],
-    **{f"weights/{name}": [("train", ["--init_from", "weights", "--tokenizer", "bytes"])] for name in
-       ("config.json", "manifest.json", "model.safetensors", "trainer.json")},
-    "shards/model.safetensors.index.json": [("train", ["--init_from", "shards", "--tokenizer", "bytes"])],
+    **{
+        f"weights/{name}": [("train", ["--init_from", "weights", "--tokenizer", "bytes"])]
+        for name in ("config.json", "manifest.json", "model.safetensors", "trainer.json")
+    },
+    "shards/model.safetensors.index.json": [
+        ("train", ["--init_from", "shards", "--tokenizer", "bytes"])
+    ],
     **{f"{STEP}/{name}": [("train", RESUME)] for name in ("rng_0.json", "optimizer.safetensors")},
-    **{f"{STEP}/{name}": [("train", RESUME), ("generate", []), ("evaluation", []), ("export", [])] for name in
-       ("config.json", "manifest.json", "trainer.json", "model.safetensors")},
+    **{
+        f"{STEP}/{name}": [("train", RESUME), ("generate", []), ("evaluation", []), ("export", [])]
+        for name in ("config.json", "manifest.json", "trainer.json", "model.safetensors")
+    },
     "run/metrics.jsonl": [("plots", [])],
     "prepared": [("verify", []), ("train", ["--data", "prepared"])],
-}  # fmt: skip
+}
 
 
 class Accepted(Exception):
@@ -103,7 +177,8 @@ class Accepted(Exception):
 
 
 def storm_of_input(folder: Path, count: int, seed: int) -> dict:
-    """Run `count` cases; returns how many were refused and accepted, and under "bad" each traceback or hang."""
+    """Run `count` cases; returns how many were refused and accepted, and under "bad" each traceback
+    or hang."""
     draws, seen, bad = random.Random(seed), Counter(), []
     with contextlib.chdir(folder), pytest.MonkeyPatch.context() as patch:
         files = make_files()
@@ -156,25 +231,53 @@ def run(main, argv: list[str]) -> str:
     if status == 0:
         return "accepted"
     line = re.sub(r".*B/s.*[\r\n]\s*", "", error.getvalue().strip())  # without progress bars
-    is_line = line.startswith("error: ") and ("\n" not in line or any("\n" in word for word in argv))
-    return "refused" if status == 1 and is_line and len(line) < 12_000 else f"status {status}: {line}"
+    is_line = line.startswith("error: ") and (
+        "\n" not in line or any("\n" in word for word in argv)
+    )
+    return (
+        "refused" if status == 1 and is_line and len(line) < 12_000 else f"status {status}: {line}"
+    )
 
 
 def some_flags(names: list[str], draws: random.Random) -> list[str]:
     flags = []
     for name in draws.sample(names, min(len(names), draws.randint(1, 3))):
         digits = "".join(draws.choices("0123456789", k=draws.choice([1, 3, 10, 20, 400, 5000])))
-        text = "".join(draws.choices(string.printable + "é→\U0001f600", k=draws.choice([1, 5, 300, 5000])))
-        value = draws.choice([draws.choice(WORDS), digits, f"-{digits}", f"{digits}e{digits[:3]}", text])
-        if (name, value) not in NOT_GIVEN and not (name == "data" and value.startswith(("/", "~", "."))):
-            flags.append(draws.choice([f"--{name}={value}", f"--{name}"]) if draws.random() < 0.9 else f"--{text}")
+        text = "".join(
+            draws.choices(string.printable + "é→\U0001f600", k=draws.choice([1, 5, 300, 5000]))
+        )
+        value = draws.choice(
+            [draws.choice(WORDS), digits, f"-{digits}", f"{digits}e{digits[:3]}", text]
+        )
+        if (name, value) not in NOT_GIVEN and not (
+            name == "data" and value.startswith(("/", "~", "."))
+        ):
+            flags.append(
+                draws.choice([f"--{name}={value}", f"--{name}"])
+                if draws.random() < 0.9
+                else f"--{text}"
+            )
     return [flag.replace("\0", "") for flag in flags]
 
 
 def make_files() -> dict[str, list[tuple[str, list[str]]]]:
-    """Write the files of FILES as they should be, and files that no command can read; returns FILES without folders."""
+    """Write the files of FILES as they should be, and files that no command can read; returns FILES
+    without folders."""
     Path("corpus.txt").write_text((ROOT / "model.py").read_text())
-    assert train.main([*COMMANDS["train"].base, "--output_dir", "run", "--max_steps", "2", "--sample_tokens", "0"]) == 0
+    assert (
+        train.main(
+            [
+                *COMMANDS["train"].base,
+                "--output_dir",
+                "run",
+                "--max_steps",
+                "2",
+                "--sample_tokens",
+                "0",
+            ]
+        )
+        == 0
+    )
     assert data.main(["prepare", "corpus.txt", "prepared", "--tokenizer=bytes", "--workers=1"]) == 0
     Path("run.toml").write_text(
         'max_steps = 3\nlearning_rate = 0.1\ndata = ["corpus.txt"]\n[table]\nkey = 1979-05-27\n'
@@ -192,7 +295,11 @@ def make_files() -> dict[str, list[tuple[str, list[str]]]]:
     os.mkfifo("pipe")
     os.symlink("loop", "loop")
     os.mkdir("folder")
-    files = {str(path): readers for name, readers in FILES.items() for path in sorted(Path(name).glob("*")) or [name]}
+    files = {
+        str(path): readers
+        for name, readers in FILES.items()
+        for path in sorted(Path(name).glob("*")) or [name]
+    }
     for name in files:
         shutil.copyfile(name, Path("folder") / name.replace("/", "_"))
     return files
@@ -226,7 +333,10 @@ def spoil(path: Path, draws: random.Random) -> str:
     if how == "value" and path.suffix in (".json", ".safetensors"):
         text = json.dumps(replaced(json.loads(text), draws)).encode()
     elif how == "value" and path.suffix == ".jsonl":
-        text = b"".join(json.dumps(replaced(json.loads(line), draws)).encode() + b"\n" for line in text.splitlines())
+        text = b"".join(
+            json.dumps(replaced(json.loads(line), draws)).encode() + b"\n"
+            for line in text.splitlines()
+        )
     elif how == "value" and path.suffix == ".toml":
         name = draws.choice([field.name for field in fields(TrainConfig)])
         text = f"{name} = {draws.choice(TOML)}".encode()
@@ -236,7 +346,9 @@ def spoil(path: Path, draws: random.Random) -> str:
         text = text[:place] + opening.encode() * DEEP + text[place:]
     else:
         how, place = "bytes", draws.randrange(len(text))
-        inserted = draws.choice([b"", b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"9" * 5000, draws.randbytes(20)])
+        inserted = draws.choice(
+            [b"", b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"9" * 5000, draws.randbytes(20)]
+        )
         text = text[:place] + inserted + text[place + draws.choice([0, 0, 1, 100, len(text)]) :]
     if header:
         size = draws.choice([len(text)] * 4 + [0, 2**63, 2**64 - 1, len(content)])
@@ -271,6 +383,10 @@ def agree(path: Path) -> None:
         return
     manifest, content = json.loads(file.read_text()), path.read_bytes()
     manifest.pop("crc32")
-    header = content[: 8 + int.from_bytes(content[:8], "little")] if path.suffix == ".safetensors" else content
+    header = (
+        content[: 8 + int.from_bytes(content[:8], "little")]
+        if path.suffix == ".safetensors"
+        else content
+    )
     manifest["files"][path.name] = [len(content), zlib.crc32(header)]
     file.write_text(json.dumps({**manifest, "crc32": zlib.crc32(json.dumps(manifest).encode())}))

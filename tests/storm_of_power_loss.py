@@ -62,8 +62,13 @@ def storm_of_power_loss(folder: Path, count: int, seed: int) -> dict[str, int]:
                 with quickly():
                     scenario.check(root, scenario.recorded.promised(time), draws)
             except Exception as error:
-                names = {path: None if content is None else len(content) for path, content in tree.items()}
-                raise AssertionError(f"{name}, after call {time}: {error!r}\n{json.dumps(names, indent=1)}") from error
+                names = {
+                    path: None if content is None else len(content)
+                    for path, content in tree.items()
+                }
+                raise AssertionError(
+                    f"{name}, after call {time}: {error!r}\n{json.dumps(names, indent=1)}"
+                ) from error
             shutil.rmtree(root)
             seen[name] += 1
         left -= seen[name]
@@ -90,7 +95,8 @@ def root_in(folder: Path) -> Path:
 
 
 def state_of(step: int, variant: float = 0.0) -> dict:
-    """Returns a small state. Its largest tensor is written past the page cache, its others through it."""
+    """Returns a small state. Its largest tensor is written past the page cache, its others through
+    it."""
     weights = {
         "embed_tokens.weight": torch.full((300, 256), step + variant),
         "norm.weight": torch.full((7,), variant),
@@ -100,11 +106,14 @@ def state_of(step: int, variant: float = 0.0) -> dict:
 
 
 def saves(folder: Path) -> Scenario:
-    """Saves, deletions of older ones, a step that is saved again, a kill in a save, and a disk without room."""
+    """Saves, deletions of older ones, a step that is saved again, a kill in a save, and a disk
+    without room."""
     root = root_in(folder)
     run, known = root / "runs" / "one", dict[int, list[dict]]()
 
-    def save(step: int, variant: float = 0.0, loss: float = 1.0, keep: int = 2, last: Path | None = None) -> None:
+    def save(
+        step: int, variant: float = 0.0, loss: float = 1.0, keep: int = 2, last: Path | None = None
+    ) -> None:
         writer = saver.Saver(run, keep, last)
         writer.begin(step, **state_of(step, variant), trainer_state={"validation_loss": loss})
         writer.finish()
@@ -112,14 +121,18 @@ def saves(folder: Path) -> Scenario:
         recorded.promise((step, len(known[step]) - 1))
 
     def save_without_room(step: int) -> None:
-        """Saves as a run does that goes on, on a disk that has room when a single checkpoint is left."""
+        """Saves as a run does that goes on, on a disk that has room when a single checkpoint is
+        left."""
         with pytest.MonkeyPatch.context() as patch:
-            free = lambda _: shutil._ntuple_diskusage(2**40, 0, 0 if len(checkpoints(run)) > 1 else 2**40)  # noqa: E731
+            free = lambda _: shutil._ntuple_diskusage(  # noqa: E731
+                2**40, 0, 0 if len(checkpoints(run)) > 1 else 2**40
+            )
             patch.setattr(checkpoint_files.shutil, "disk_usage", free)
             save(step, last=latest_checkpoint(run, {}))
 
     def killed_save(step: int, module, where: str, variant: float = 0.0) -> None:
-        """Ends a save as SIGKILL does, which cleans nothing up. Syncs of names are then syncs of the run's folder."""
+        """Ends a save as SIGKILL does, which cleans nothing up. Syncs of names are then syncs of
+        the run's folder."""
         usual = getattr(module, where)
 
         def call_or_die(*given):
@@ -181,7 +194,8 @@ def at_most_once(function: Callable) -> Callable:
 
 
 def check_checkpoints(run: Path, promised: list, known: dict[int, list[dict]]) -> None:
-    """Requires verified folders to equal saved ones, and the newest to be no older than the promise."""
+    """Requires verified folders to equal saved ones, and the newest to be no older than the
+    promise."""
     step, variant = promised[-1] if promised else (0, 0)
     newest = 0
     for path in checkpoints(run):
@@ -193,11 +207,15 @@ def check_checkpoints(run: Path, promised: list, known: dict[int, list[dict]]) -
             assert is_whole, f"{path.name} is damaged and verifies"
         if is_whole:
             newest = max(newest, step_of(path))
-            assert step_of(path) != step or saved.index(content) >= variant, f"{path.name} is an earlier one"
+            assert step_of(path) != step or saved.index(content) >= variant, (
+                f"{path.name} is an earlier one"
+            )
         with contextlib.suppress(UserError):
             verify_weights(path)
             names = "model.safetensors", "config.json"
-            assert any(all(content.get(name) == each[name] for name in names) for each in saved), "damaged weights"
+            assert any(all(content.get(name) == each[name] for name in names) for each in saved), (
+                "damaged weights"
+            )
     assert newest >= step, f"step {step} was complete, {newest} is the newest that is"
     passed_over: dict[Path, str] = {}
     while (latest := latest_checkpoint(run, passed_over)) is not None:
@@ -213,9 +231,12 @@ def check_checkpoints(run: Path, promised: list, known: dict[int, list[dict]]) -
 
 
 def exports(folder: Path) -> Scenario:
-    """An export, into a folder that is not there yet, and one beside what a killed export has left."""
+    """An export, into a folder that is not there yet, and one beside what a killed export has
+    left."""
     root = root_in(folder)
-    source = weights_of_another_shape(folder / "source", num_hidden_layers=1, hidden_size=32, intermediate_size=64)
+    source = weights_of_another_shape(
+        folder / "source", num_hidden_layers=1, hidden_size=32, intermediate_size=64
+    )
     target = root / "models" / "one"
     with recording(root) as recorded:
         leave_half(target)
@@ -251,8 +272,11 @@ def leave_half(target: Path) -> None:
         raise KeyboardInterrupt
 
 
-def check_folder(target: Path, whole: dict, promised: list, again: Callable[[Path], None] | None) -> None:
-    """Requires a folder to be whole or empty; then, that it can be made and nothing else stays beside it."""
+def check_folder(
+    target: Path, whole: dict, promised: list, again: Callable[[Path], None] | None
+) -> None:
+    """Requires a folder to be whole or empty; then, that it can be made and nothing else stays
+    beside it."""
     content = read_tree(target) if target.is_dir() else {}
     content.pop(LOCK, None)
     assert content in ({}, whole), f"{target.name} is neither whole nor empty"
@@ -266,12 +290,16 @@ def check_folder(target: Path, whole: dict, promised: list, again: Callable[[Pat
     else:
         again(target)
         assert read_tree(target) == whole
-    assert os.listdir(target.parent) == [target.name], f"leftovers stay: {os.listdir(target.parent)}"
+    assert os.listdir(target.parent) == [target.name], (
+        f"leftovers stay: {os.listdir(target.parent)}"
+    )
 
 
 def log_probability_files(folder: Path) -> Scenario:
     root = root_in(folder)
-    source = weights_of_another_shape(folder / "source", num_hidden_layers=1, hidden_size=32, intermediate_size=64)
+    source = weights_of_another_shape(
+        folder / "source", num_hidden_layers=1, hidden_size=32, intermediate_size=64
+    )
     (folder / "a.jsonl").write_text('{"text": "one and two"}\n' * 90)
     command = ["--data", str(folder / "a.jsonl"), "--context_length", "64", "--device", "cpu"]
     target = root / "stored" / "one"
@@ -286,7 +314,9 @@ def log_probability_files(folder: Path) -> Scenario:
             assert log_probabilities([str(source), str(folder), *command]) == 0
 
         target = state / "stored" / "one"
-        check_folder(target, whole, promised, again if draws.randrange(10 * REPEATED) == 0 else None)
+        check_folder(
+            target, whole, promised, again if draws.randrange(10 * REPEATED) == 0 else None
+        )
         with contextlib.suppress(UserError):
             assert Stored.read(target).weights == digest_of(source)
 
@@ -366,8 +396,11 @@ def changed_sets(folder: Path) -> Scenario:
     return Scenario(recorded, checker_of_sets(corpus, [read_tree(out), before]))
 
 
-def checker_of_sets(corpus: Path, wholes: list[dict]) -> Callable[[Path, list, random.Random], None]:
-    """Returns a check that sets are one of `wholes`, the newest first, wherever they are taken for whole."""
+def checker_of_sets(
+    corpus: Path, wholes: list[dict]
+) -> Callable[[Path, list, random.Random], None]:
+    """Returns a check that sets are one of `wholes`, the newest first, wherever they are taken for
+    whole."""
     tokenizer = load_tokenizer("bytes")
 
     def check(state: Path, promised: list, draws: random.Random) -> None:
@@ -385,14 +418,18 @@ def checker_of_sets(corpus: Path, wholes: list[dict]) -> Callable[[Path, list, r
             assert is_whole, "a part of the set is damaged or gone"
             expected = wholes[indices.index(content[INDEX])]
             parts = [part["name"] for part in json.loads(content[INDEX])["parts"]]
-            files = {name: each for name, each in expected.items() if name.partition(".")[0] in parts}
+            files = {
+                name: each for name, each in expected.items() if name.partition(".")[0] in parts
+            }
             assert files.items() <= content.items(), "the set verifies and is another"
         assert content.get(INDEX) == indices[0] or not promised, "the set was whole, and is gone"
         if draws.randrange(REPEATED) == 0:
             with in_small_parts():
                 prepare(corpus, out, "bytes")
             again = {name: each for name, each in read_tree(out).items() if name != LOCK}
-            assert again == {name: each for name, each in wholes[0].items() if name != LOCK}, "it does not go on"
+            assert again == {name: each for name, each in wholes[0].items() if name != LOCK}, (
+                "it does not go on"
+            )
 
     return check
 
@@ -412,7 +449,9 @@ def small_files(folder: Path) -> Scenario:
 
     def check(state: Path, promised: list, draws: random.Random) -> None:
         content = (state / "run" / "config.json").read_bytes()
-        assert content in contents[promised[-1] if promised else 0 :], "the file is damaged, or an earlier one"
+        assert content in contents[promised[-1] if promised else 0 :], (
+            "the file is damaged, or an earlier one"
+        )
 
     return Scenario(recorded, check)
 

@@ -1,9 +1,9 @@
 """Signals at random moments: `python -m tests.storm signals --count 100 --ranks 2`.
 
-A run of `train.py --resume auto` gets one or two signals, in one rank or in all, and is started again until it ends.
-Four of five signals come after the run has begun. A rank that had begun must end with 128 + the signal's number, within
-SECONDS_TO_SAVE and without a traceback, and no step may be lost. The last checkpoint must equal an undisturbed run's
-bit for bit.
+A run of `train.py --resume auto` gets one or two signals, in one rank or in all, and is started
+again until it ends. Four of five signals come after the run has begun. A rank that had begun must
+end with 128 + the signal's number, within SECONDS_TO_SAVE and without a traceback, and no step may
+be lost. The last checkpoint must equal an undisturbed run's bit for bit.
 """
 
 import contextlib
@@ -26,17 +26,32 @@ BEGUN = "config: "  # a run's log has it once signals are noted
 def storm_of_signals(
     folder: Path, count: int, ranks: int, seed: int, seconds: float = SECONDS, steps: int = STEPS
 ) -> dict:
-    """Send signals `count` times; returns what was seen. Raises AssertionError if a run lost a step or ended badly."""
+    """Send signals `count` times; returns what was seen. Raises AssertionError if a run lost a step
+    or ended badly."""
     draws, seen, runs = random.Random(seed), Counter(), 0
-    flags = ["--data", str(ROOT / "model.py"), "--max_steps", str(steps), "--checkpoint_interval", str(INTERVAL)]
+    flags = [
+        "--data",
+        str(ROOT / "model.py"),
+        "--max_steps",
+        str(steps),
+        "--checkpoint_interval",
+        str(INTERVAL),
+    ]
     flags += [*FLAGS.split(), "--resume", "auto", "--output_dir"]
     whole, log = folder / "whole", folder / "log"
     assert wait(start([*flags, str(whole)], ranks, log)) == [0] * ranks, log.read_text()
     while sum(seen.values()) - seen["whole runs"] < count:
         run, before = folder / f"run{runs}", log.stat().st_size
         processes = start([*flags, str(run)], ranks, log)
-        is_after_start, deadline = draws.random() < 0.8, time.monotonic() + draws.uniform(0, seconds)
-        while is_after_start and BEGUN not in log.read_text()[before:] and all(p.is_alive() for p in processes):
+        is_after_start, deadline = (
+            draws.random() < 0.8,
+            time.monotonic() + draws.uniform(0, seconds),
+        )
+        while (
+            is_after_start
+            and BEGUN not in log.read_text()[before:]
+            and all(p.is_alive() for p in processes)
+        ):
             time.sleep(0.01)
             deadline = time.monotonic() + draws.uniform(0, seconds)
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):
@@ -51,15 +66,23 @@ def storm_of_signals(
         for process in processes:
             process.join(SECONDS_TO_SAVE)
         said = log.read_text()[before:]
-        has_begun = BEGUN in said  # before that, Python's own handlers may end a rank, and others wait to meet it
+        has_begun = (
+            BEGUN in said
+        )  # before that, Python's own handlers may end a rank, and others wait to meet it
         for process in processes:
-            assert not (has_begun and process.is_alive()), f"it runs on after {SECONDS_TO_SAVE} s: {run}"
+            assert not (has_begun and process.is_alive()), (
+                f"it runs on after {SECONDS_TO_SAVE} s: {run}"
+            )
             process.kill()
         codes = wait(processes)
-        if f"step_{steps:08}" in said:  # the last checkpoint is complete: a signal may end Python's own end
+        if (
+            f"step_{steps:08}" in said
+        ):  # the last checkpoint is complete: a signal may end Python's own end
             for name in ("model.safetensors", "optimizer.safetensors"):
                 ours, theirs = (checkpoints(each)[-1] / name for each in (run, whole))
-                assert ours.read_bytes() == theirs.read_bytes(), f"{ours} is not what an undisturbed run saves"
+                assert ours.read_bytes() == theirs.read_bytes(), (
+                    f"{ours} is not what an undisturbed run saves"
+                )
             seen["whole runs"] += 1
             runs += 1
             continue
@@ -72,5 +95,7 @@ def storm_of_signals(
         for path in found:
             verify_checkpoint(path)
         newest = max(map(step_of, found), default=0)
-        assert newest == last_step(run), f"{last_step(run)} steps were taken, {newest} is the newest"
+        assert newest == last_step(run), (
+            f"{last_step(run)} steps were taken, {newest} is the newest"
+        )
     return seen

@@ -1,4 +1,5 @@
-"""Checks the pages for users: each command's flags, some commands by running them, links, and docs/flags.md."""
+"""Checks the pages for users: each command's flags, some commands by running them, links, and
+docs/flags.md."""
 
 import importlib.util
 import inspect
@@ -47,7 +48,9 @@ OTHERS = {
     "trackio",
     "wandb",
 }  # programs of others in .venv/bin
-RUN = "<!-- the tests run this -->\n"  # stands before a block of commands that a CPU runs in seconds
+RUN = (
+    "<!-- the tests run this -->\n"  # stands before a block of commands that a CPU runs in seconds
+)
 
 
 class Parsed(Exception):
@@ -66,7 +69,8 @@ def code(text: str) -> list[str]:
 
 
 def split_python(words: list[str]) -> tuple[str, list[str]] | None:
-    """Returns what Python runs, as "-m training.data prepare", and the words after it; None for other programs."""
+    """Returns what Python runs, as "-m training.data prepare", and the words after it; None for
+    other programs."""
     program, *words = words
     if program == f"{BIN}torchrun":
         parsed = torchrun_parser().parse_args(words)
@@ -119,8 +123,12 @@ PAGES["claims"] = [BIN + claim.command for claim in CLAIMS]
 def test_each_command_takes_its_flags(page, monkeypatch, parse_only):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(settings, "import_optional", lambda *_: None)
-    for command in dict.fromkeys(part for line in PAGES[page] for part in line.split(BIN)[1:] if " " in part.strip()):
-        if (found := split_python(shlex.split(BIN + command.split(" && ")[0], comments=True))) is None:
+    for command in dict.fromkeys(
+        part for line in PAGES[page] for part in line.split(BIN)[1:] if " " in part.strip()
+    ):
+        if (
+            found := split_python(shlex.split(BIN + command.split(" && ")[0], comments=True))
+        ) is None:
             continue
         name, words = found
         if "/" in name:  # a program without flags
@@ -129,28 +137,46 @@ def test_each_command_takes_its_flags(page, monkeypatch, parse_only):
             parse_only(name, words)
         else:
             given = given_flags(kind, words, name)
-            check = train.check_config if kind is TrainConfig else partial(refuse, rules=getattr(kind, "rules", ()))
+            check = (
+                train.check_config
+                if kind is TrainConfig
+                else partial(refuse, rules=getattr(kind, "rules", ()))
+            )
             check(kind(**given), given)
 
 
 def test_commands_have_one_habit_and_flags_exist():
-    """Programs of the virtual environment are called by their path, and prose names flags that some command has."""
-    known = {each for kind in COMMANDS.values() for each in kind.__dataclass_fields__} | {"config", "help"}
-    known |= {action.dest for action in torchrun_parser()._actions} | {"shutdown_timeout"}  # not in torch 2.11
+    """Programs of the virtual environment are called by their path, and prose names flags that some
+    command has."""
+    known = {each for kind in COMMANDS.values() for each in kind.__dataclass_fields__} | {
+        "config",
+        "help",
+    }
+    known |= {action.dest for action in torchrun_parser()._actions} | {
+        "shutdown_timeout"
+    }  # not in torch 2.11
     for path in GUIDES:
         text = path.read_text()
-        assert not [line for line in code(text) if re.match(r"(python|torchrun|pytest|pip) ", line)], path
+        assert not [
+            line for line in code(text) if re.match(r"(python|torchrun|pytest|pip) ", line)
+        ], path
         if path.name != "CONTRIBUTING.md":
-            named = {name.removeprefix("no-").replace("-", "_") for name in re.findall(r"`--([a-z_-]+)", text)}
+            named = {
+                name.removeprefix("no-").replace("-", "_")
+                for name in re.findall(r"`--([a-z_-]+)", text)
+            }
             assert named <= known, path
 
 
 def test_blocks_run(tmp_path, monkeypatch, capsys):
-    """Runs the marked blocks of all pages in a folder with one file of the checkout, in their order, by one layer."""
+    """Runs the marked blocks of all pages in a folder with one file of the checkout, in their
+    order, by one layer."""
     monkeypatch.setitem(MODEL_SIZES, "tiny", replace(MODEL_SIZES["tiny"], num_hidden_layers=1))
     (tmp_path / "model.py").write_bytes((ROOT / "model.py").read_bytes())
     monkeypatch.chdir(tmp_path)
-    text = "".join(block for path in GUIDES for block in blocks(path.read_text(), RUN)).replace("\\\n", " ")
+    text = "".join(block for path in GUIDES for block in blocks(path.read_text(), RUN)).replace(
+        "\\\n", " "
+    )
     for line in re.findall(r"(?:.*<<'END'\n(?:.*\n)*?END|.+)\n", text):
         if not line.startswith(BIN):
             subprocess.run(["bash", "-ec", line], check=True)
@@ -174,13 +200,17 @@ def test_notebook_runs(tmp_path, monkeypatch):
         if number == 0:
             names |= {"DATA": "model.py", "RUN": str(run), "STEPS": 2, "MORE": 1, "FLAGS": SMALL}
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
-    assert {"README.md", "model.safetensors"} <= {path.name for path in (run / "exported").iterdir()}
+    assert {"README.md", "model.safetensors"} <= {
+        path.name for path in (run / "exported").iterdir()
+    }
     assert (run / "evaluation/evaluation.json").is_file()
 
 
 def anchors(path: Path) -> set[str]:
     """Returns the anchors that GitHub gives a page's headings: "A user's GPU" is a-users-gpu."""
-    headings = re.findall(r"^#+ (.+)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.+)", re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -198,7 +228,11 @@ def test_rows_of_tables_stand_below_a_head():
     """An empty line inside a table makes text of the rows after it."""
     for path in {*LINKED, *(ROOT / "benchmarks/results").glob("*.md")}:
         lines = ["", *re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL).splitlines(), ""]
-        starts = [i for i, line in enumerate(lines) if line.startswith("|") and not lines[i - 1].startswith("|")]
+        starts = [
+            i
+            for i, line in enumerate(lines)
+            if line.startswith("|") and not lines[i - 1].startswith("|")
+        ]
         assert all(re.fullmatch(r"\|( *:?-+:? *\|)+ *", lines[i + 1]) for i in starts), path
 
 
@@ -222,17 +256,23 @@ def test_first_pages_are_short(name, most):
 
 
 def test_pages_name_all_families():
-    """The tables list the rows of FAMILIES, and README's first sentence names the models of each."""
+    """The tables list the rows of FAMILIES, and README's first sentence names the models of
+    each."""
     readme = (ROOT / "README.md").read_text()
     first_sentence = re.search(r"\nFathom .*?\.\s", readme, re.DOTALL)[0]
     for text in (readme, (ROOT / "docs/checkpoints.md").read_text()):
         rows = re.findall(
-            r"^\| (.*?) \| (.*?) \|", text.split("| model_type | models")[1].split("\n\n")[0], re.MULTILINE
+            r"^\| (.*?) \| (.*?) \|",
+            text.split("| model_type | models")[1].split("\n\n")[0],
+            re.MULTILINE,
         )
         types = [cell.split(", or inside ") for cell, _ in rows if "---" not in cell]
         assert sorted(each[0] for each in types) == sorted(FAMILIES)
         wrappers = {(outer, inner) for inner, *wrapped in types for outer in wrapped}
-        assert wrappers == {*WRAPPERS.items(), ("mistral3", "ministral3")}  # inside mistral3 are two
+        assert wrappers == {
+            *WRAPPERS.items(),
+            ("mistral3", "ministral3"),
+        }  # inside mistral3 are two
         for _, models in rows[1:]:
             assert models.split()[0].strip(",") in re.findall(r"\w[\w.]*\w", first_sentence), models
 
@@ -240,14 +280,22 @@ def test_pages_name_all_families():
 def test_pages_name_all_models_of_apply_to():
     page = (ROOT / "docs/kernels.md").read_text()
     named = re.search(r"`apply_to` puts in .*? It takes (.*?)\. Parameters", page, re.DOTALL)[1]
-    for text in (named, re.search(r"model: (.*?),\s+with or without", apply_to.__doc__, re.DOTALL)[1]):
+    for text in (
+        named,
+        re.search(r"model: (.*?),\s+with or without", apply_to.__doc__, re.DOTALL)[1],
+    ):
         spelled = " ".join(text.split()).replace("'s text model", "_text").replace(" MoE", "_moe")
         models = re.split(r", | or | and ", spelled.replace(".", "_"))
         assert sorted(name.lower().replace(" ", "") for name in models) == sorted(MODEL_TYPES)
 
 
 def test_lists_of_pages_and_of_kernels_are_complete():
-    table = (ROOT / "docs/kernels.md").read_text().split("| name in `fathom_kernels` |")[1].split("\n\n")[0]
+    table = (
+        (ROOT / "docs/kernels.md")
+        .read_text()
+        .split("| name in `fathom_kernels` |")[1]
+        .split("\n\n")[0]
+    )
     assert {*re.findall(r"`(\w+)`", table)} == {*kernels.__all__}
     assert {*re.findall(r"\]\((docs/\w+\.md)\)", (ROOT / "README.md").read_text())} == {
         str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")
@@ -255,7 +303,8 @@ def test_lists_of_pages_and_of_kernels_are_complete():
 
 
 def test_two_commands_of_readme_do_everything():
-    """The first makes the environment and trains, the second tests; .ci/run calls them. Apt's packages agree."""
+    """The first makes the environment and trains, the second tests; .ci/run calls them. Apt's
+    packages agree."""
     commands = blocks((ROOT / "README.md").read_text())[0].splitlines()
     makefile, ci = (ROOT / "Makefile").read_text(), (ROOT / ".ci/run").read_text()
     packages = "apt-get install " + re.search(r"^APT = (.*)", makefile, re.MULTILINE)[1]
@@ -275,8 +324,15 @@ GPU_FLAGS = "-m gpu -n auto --dist worksteal --durations=10 -rs"
 
 def dry_run(*words, **environment) -> subprocess.CompletedProcess:
     """Runs make, which prints its commands and does nothing unless `words` have it do so."""
-    environment = {**os.environ, "MAKEFLAGS": "", "MAKELEVEL": "0", **environment}  # no names of folders
-    return subprocess.run(["make", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "MAKEFLAGS": "",
+        "MAKELEVEL": "0",
+        **environment,
+    }  # no names of folders
+    return subprocess.run(
+        ["make", *words], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
 
 
 def test_make_makes_the_environment_that_a_command_needs(tmp_path):
@@ -286,8 +342,14 @@ def test_make_makes_the_environment_that_a_command_needs(tmp_path):
         ("test", "requirements.txt -r requirements-dev.txt", f"python -m pytest {PYTEST_FLAGS}"),
         ("test_gpu", "requirements.txt -r requirements-dev.txt", f"python -m pytest {GPU_FLAGS}"),
     ):
-        lines = dry_run("-n", target, f"VENV={venv}", "FLAGS=--seed 1", "JOBS=3").stdout.splitlines()
-        steps = [line for line in lines if line.startswith(("python3 -m", "touch", venv)) and " -c " not in line]
+        lines = dry_run(
+            "-n", target, f"VENV={venv}", "FLAGS=--seed 1", "JOBS=3"
+        ).stdout.splitlines()
+        steps = [
+            line
+            for line in lines
+            if line.startswith(("python3 -m", "touch", venv)) and " -c " not in line
+        ]
         assert steps == [
             f"python3 -m venv {venv}", f"{venv}/bin/pip install -r {requirements}",
             f"touch {venv}/has_requirements{'-dev' * (target != 'train')}", f"{venv}/bin/{last}",
@@ -309,10 +371,12 @@ INSTALLS = "apt-get update && apt-get install -y build-essential python3-venv py
 @pytest.mark.parametrize(("lacks", "user", "programs", "error"), [
     ("ensurepip", 0, ["cc", "apt-get"], f"Python's venv; run {INSTALLS}"),
     ("Python.h", 0, ["cc", "apt-get", "sudo"], f"Python's headers; run {INSTALLS}"),
-    ("cc", 1000, ["apt-get", "sudo"], f"a C compiler; run {INSTALLS.replace('apt-get', 'sudo apt-get')}"),
+    ("cc", 1000, ["apt-get", "sudo"], "a C compiler; run "
+                                      f"{INSTALLS.replace('apt-get', 'sudo apt-get')}"),
     ("cc", 1000, ["apt-get"], f"a C compiler; have root run {INSTALLS}"),
     ("version", 1000, ["cc"], "Python 3.11 or newer, "),
-    ("python3", 0, [], "Python 3.11 or newer, Python's venv, Python's headers, a C compiler; install what "),
+    ("python3", 0, [], "Python 3.11 or newer, Python's venv, Python's headers, a C compiler; "
+                       "install what "),
 ])  # fmt: skip
 def test_make_names_what_a_machine_lacks(tmp_path, lacks, user, programs, error):
     """In one line, with the command that this user may run, and without an environment."""
@@ -329,7 +393,9 @@ def test_make_names_what_a_machine_lacks(tmp_path, lacks, user, programs, error)
     for program in ("id", *programs):
         (tmp_path / program).write_text(f"#!/bin/sh\necho {user}\n")
         (tmp_path / program).chmod(0o755)
-    result = dry_run("environment", f"VENV={tmp_path}/venv", PATH=str(tmp_path), PYTHONPATH=str(tmp_path))
+    result = dry_run(
+        "environment", f"VENV={tmp_path}/venv", PATH=str(tmp_path), PYTHONPATH=str(tmp_path)
+    )
     line, makes = result.stderr.splitlines()
     assert line.startswith(f"error: missing: {error}")
     assert makes.startswith("make: ***") and result.returncode and not (tmp_path / "venv").exists()
@@ -337,5 +403,14 @@ def test_make_names_what_a_machine_lacks(tmp_path, lacks, user, programs, error)
 
 def test_layout_names_every_file():
     layout = (ROOT / "CONTRIBUTING.md").read_text()
-    files = [path for room in ("kernels", "training") for path in (ROOT / room).rglob("*.py") if "__" not in path.name]
-    assert [path.name for path in files if path.name not in layout and path.parent.name not in ("sparse", "nsa")] == []
+    files = [
+        path
+        for room in ("kernels", "training")
+        for path in (ROOT / room).rglob("*.py")
+        if "__" not in path.name
+    ]
+    assert [
+        path.name
+        for path in files
+        if path.name not in layout and path.parent.name not in ("sparse", "nsa")
+    ] == []

@@ -18,8 +18,10 @@ def h200(monkeypatch):
     """Pretends that PyTorch sees one GPU of 141 GB, on which a test took 9 GiB."""
     device = SimpleNamespace(total_memory=139.8 * gpu.GIB)
     fakes = {
-        "is_available": True, "device_count": 1, "get_device_name": "NVIDIA H200", "get_device_properties": device,
-        "set_per_process_memory_fraction": None, "reset_peak_memory_stats": None, "memory_allocated": gpu.GIB,
+        "is_available": True, "device_count": 1, "get_device_name": "NVIDIA H200",
+        "get_device_properties": device,
+        "set_per_process_memory_fraction": None, "reset_peak_memory_stats": None,
+        "memory_allocated": gpu.GIB,
         "max_memory_allocated": 10 * gpu.GIB,
     }  # fmt: skip
     for name, value in fakes.items():
@@ -34,19 +36,25 @@ def test_this_run_sees_no_gpu_and_interprets():
 
 
 def test_the_gpu_is_hidden_before_torch_is_imported():
-    program = "import sys; from tests import gpu; gpu.choose('not gpu'); assert 'torch' not in sys.modules"
+    program = (
+        "import sys; from tests import gpu; gpu.choose('not gpu'); assert 'torch' not in "
+        "sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], check=True)
 
 
 @pytest.mark.parametrize(("expression", "sees"), [
     ("gpu", True), ("gpu and not slow", True), ("(gpu) and slow", True), ("not gpu", False),
-    ("not (gpu or slow)", False), ("slow and not gpu", False), ("gpu or not gpu", None), ("", None), ("slow", None),
+    ("not (gpu or slow)", False), ("slow and not gpu", False), ("gpu or not gpu", None), ("", None),
+    ("slow", None),
     ("gpu or slow", None), ("gpu and", False),
 ])  # fmt: skip
 def test_a_run_sees_the_gpu_or_hides_it(h200, expression, sees):
     """None: it is refused, because it selects tests of both kinds."""
     if sees is None:
-        with pytest.raises(pytest.UsageError, match="run the two apart: pytest -m gpu, and pytest without -m"):
+        with pytest.raises(
+            pytest.UsageError, match="run the two apart: pytest -m gpu, and pytest without -m"
+        ):
             gpu.choose(expression)
     else:
         gpu.choose(expression)
@@ -62,7 +70,9 @@ def test_any_expression_runs_where_there_is_no_gpu(monkeypatch):
 
 
 def test_what_the_gpu_cannot_hold_is_named(h200, monkeypatch):
-    assert gpu.describe().startswith("GPU: 1 x NVIDIA H200, 139.8 GiB; tests need 6 to 44 GiB, and those that")
+    assert gpu.describe().startswith(
+        "GPU: 1 x NVIDIA H200, 139.8 GiB; tests need 6 to 44 GiB, and those that"
+    )
     assert gpu.why_not(gpu.Need(gib=139)) is None
     assert gpu.why_not(gpu.Need(gib=140)) == "needs 140 GiB of GPU memory, here are 139.8"
     assert gpu.why_not(gpu.Need(gpus=2)) == "needs 2 GPUs, here is 1"
@@ -89,9 +99,12 @@ def test_processes_are_as_many_as_the_gpu_holds(h200, monkeypatch):
 
 
 @pytest.mark.parametrize(("need", "alone"), [
-    (gpu.Need(10), False), (gpu.Need(17), False), (gpu.Need(18), True), (gpu.Need(10, alone=True), True),
+    (gpu.Need(10), False), (gpu.Need(17), False), (gpu.Need(18), True),
+    (gpu.Need(10, alone=True), True),
 ])  # fmt: skip
-def test_a_test_has_the_gpu_alone_where_it_takes_more_than_a_part(h200, monkeypatch, tmp_path, need, alone):
+def test_a_test_has_the_gpu_alone_where_it_takes_more_than_a_part(
+    h200, monkeypatch, tmp_path, need, alone
+):
     """Of eight processes each has 17.5 GiB."""
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "8")
     with gpu.held(need, tmp_path), (tmp_path / "gpu0.lock").open("w") as file:
@@ -113,7 +126,8 @@ def test_a_test_that_takes_more_than_its_mark_says_fails(h200, tmp_path):
 
 
 @pytest.mark.parametrize(("gpus", "worker", "visible"), [
-    ("0,1", "gw0", "0,1"), ("0,1", "gw3", "1,0"), ("2,5,7", "gw4", "5,7,2"), ("0", "gw3", "0"), ("", "gw1", "0"),
+    ("0,1", "gw0", "0,1"), ("0,1", "gw3", "1,0"), ("2,5,7", "gw4", "5,7,2"), ("0", "gw3", "0"),
+    ("", "gw1", "0"),
 ])  # fmt: skip
 def test_processes_take_the_gpus_in_turn(h200, monkeypatch, gpus, worker, visible):
     monkeypatch.setenv(gpu.GPUS, gpus)
@@ -123,6 +137,9 @@ def test_processes_take_the_gpus_in_turn(h200, monkeypatch, gpus, worker, visibl
 
 def test_a_test_of_two_gpus_holds_both(h200, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    for need, locks in ((gpu.Need(9), ["gpu1.lock"]), (gpu.Need(9, gpus=2), ["gpu0.lock", "gpu1.lock"])):
+    for need, locks in (
+        (gpu.Need(9), ["gpu1.lock"]),
+        (gpu.Need(9, gpus=2), ["gpu0.lock", "gpu1.lock"]),
+    ):
         with gpu.held(need, tmp_path):
             assert sorted(file.name for file in tmp_path.iterdir()) == locks

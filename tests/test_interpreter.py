@@ -1,4 +1,5 @@
-"""Triton's interpreter as tests speed it up: what an operation remembers is what it computed first."""
+"""Triton's interpreter as tests speed it up: what an operation remembers is what it computed
+first."""
 
 import torch
 import triton
@@ -9,7 +10,8 @@ NUM_ROWS, BLOCK = 13, 8
 
 @triton.jit
 def _operations_kernel(x_ptr, out_ptr, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes a row for each operation on floats, integers, masks and numbers: all programs alike."""
+    """Writes a row for each operation on floats, integers, masks and numbers: all programs
+    alike."""
     index = tl.arange(0, BLOCK)
     out_ptr += tl.program_id(0) * ROWS * BLOCK + index
     x = tl.load(x_ptr + index, mask=index < count, other=2.5)

@@ -52,19 +52,29 @@ def test_parameter_counts(size, count):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_parts_declare_the_parameters_that_modules_have(model_type, ranks):
-    """Tries every family, layers with gates and without, and MLPs of two widths, whole and as one rank's share."""
+    """Tries every family, layers with gates and without, and MLPs of two widths, whole and as one
+    rank's share."""
     mlps = GatedMLPPart(96), GatedMLPPart(160, "gelu_tanh"), GatedMLPPart(96)
     pattern = {"layer_kinds": (FULL, NSA()), "layer_mlps": mlps, "num_hidden_layers": 5}
     config = replace(in_family(TINY, model_type), **pattern, tie_word_embeddings=ranks == 1)
     with torch.device("meta"):
         model = Transformer(config, ranks)
     declared = model.share.parameters()
-    assert [(name, p.shape) for name, p in model.named_parameters()] == [(n, p.shape) for n, p in declared.items()]
+    assert [(name, p.shape) for name, p in model.named_parameters()] == [
+        (n, p.shape) for n, p in declared.items()
+    ]
     # Ranks do not share a norm of all heads.
     for name, whole in config.parameters().items() if config.qk_norm != "width" else ():
-        sizes = [size // ranks if dim == whole.shared_dim else size for dim, size in enumerate(whole.shape)]
+        sizes = [
+            size // ranks if dim == whole.shared_dim else size
+            for dim, size in enumerate(whole.shape)
+        ]
         assert declared[name].shape == tuple(sizes), name
-    projections = {name for name, module in model.layers[1].named_modules() if isinstance(module, torch.nn.Linear)}
+    projections = {
+        name
+        for name, module in model.layers[1].named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     assert {name.rpartition(".")[2] for name in projections} == {*config.maps(1), "g_proj"}
 
 
@@ -78,13 +88,23 @@ def test_gates_of_nsa_are_counted():
 
 
 def test_each_layer_has_its_kind_of_attention():
-    """A pattern repeats over the layers: layers of NSA alone have gates, and every second layer rotates."""
+    """A pattern repeats over the layers: layers of NSA alone have gates, and every second layer
+    rotates."""
     pattern = (Window(64), NSA(), FULL)
     config = replace(TINY, num_hidden_layers=4, layer_kinds=pattern, layer_rotates=(True, False))
     model = build(config)
-    assert [layer.self_attn.kind for layer in model.layers] == [*pattern, Window(64)] == list(config.kinds)
+    assert (
+        [layer.self_attn.kind for layer in model.layers]
+        == [*pattern, Window(64)]
+        == list(config.kinds)
+    )
     assert [layer.self_attn.rotates for layer in model.layers] == [True, False] * 2
-    assert [layer.self_attn.g_proj is not None for layer in model.layers] == [False, True, False, False]
+    assert [layer.self_attn.g_proj is not None for layer in model.layers] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert config.num_parameters() == sum(p.numel() for p in model.parameters())
     apply_execution(model, Execution((WHOLE,) * 4, kinds=(FULL, NSA(4), FULL, FULL)))
     apply_execution(model, Execution((WHOLE,) * 4))
@@ -112,7 +132,9 @@ def test_loss_choice_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="model"):
         for _ in range(2):
             model(tokens(1, 16), tokens(1, 16))
-    assert [r.getMessage().startswith("loss: standard (16 tokens") for r in caplog.records] == [True]
+    assert [r.getMessage().startswith("loss: standard (16 tokens") for r in caplog.records] == [
+        True
+    ]
 
 
 def test_packed_documents_equal_separate_ones():
@@ -126,7 +148,8 @@ def test_packed_documents_equal_separate_ones():
 
 
 def shared_and_separate(groups, width=None):
-    """Rows of a prompt and its answers as one row of `width` tokens each, and each answer after its prompt by itself.
+    """Rows of a prompt and its answers as one row of `width` tokens each, and each answer after its
+    prompt by itself.
 
     Args:
         groups: for each row, tuples of the tokens of a prompt and of its answers.
@@ -143,7 +166,9 @@ def shared_and_separate(groups, width=None):
             for document, tokens in enumerate(answers, number + 1):
                 answer = torch.randint(256, (tokens,), generator=generator).tolist()
                 targets = [*answer, -100]
-                made += [(i, target, document, number) for i, target in zip([last, *answer], targets)]
+                made += [
+                    (i, target, document, number) for i, target in zip([last, *answer], targets)
+                ]
                 separate.append(([*prompt, last, *answer], [-100] * len(prompt) + targets))
             number += len(answers) + 1
         shared.append(made + (width - len(made)) * [(0, -100, number, number)])
@@ -151,18 +176,25 @@ def shared_and_separate(groups, width=None):
 
 
 @pytest.mark.parametrize(
-    "kind", [FULL, Window(5), Sparse(2, 32, 64, 90), NSA(4, 64), DeltaNet(2, 4, 16, 16)], ids=lambda kind: kind.name
+    "kind",
+    [FULL, Window(5), Sparse(2, 32, 64, 90), NSA(4, 64), DeltaNet(2, 4, 16, 16)],
+    ids=lambda kind: kind.name,
 )
 def test_a_shared_prompt_equals_separate_rows(kind):
-    """Loss and every gradient, of 1 to 8 answers; whole blocks, and blocks that run again some heads at a time."""
+    """Loss and every gradient, of 1 to 8 answers; whole blocks, and blocks that run again some
+    heads at a time."""
     config = replace(TINY, layer_kinds=(kind, FULL))
     for groups, width in (
-        ([[(7, 1)]], 8), ([[(9, 3, 1, 20, 2, 5, 1, 1, 8)]], 60), ([[(100, 70, 1), (2, 4, 6)], [(130, 30, 1, 2)]], 200),
+        ([[(7, 1)]], 8), ([[(9, 3, 1, 20, 2, 5, 1, 1, 8)]], 60),
+        ([[(100, 70, 1), (2, 4, 6)], [(130, 30, 1, 2)]], 200),
     ):  # fmt: skip
         (ids, targets, documents, prompts), separate = shared_and_separate(groups, width)
         options = {"documents": find_documents(documents, prompts), "denominator": 10.0}
         expected, whole, placed = (build(config) for _ in range(3))
-        apply_execution(placed, Execution((Placement("gpu", "recompute"), Placement("gpu", "gpu")), heads_at_a_time=1))
+        apply_execution(
+            placed,
+            Execution((Placement("gpu", "recompute"), Placement("gpu", "gpu")), heads_at_a_time=1),
+        )
         losses = [expected(*row[:1], targets=row[1], denominator=10.0).loss for row in separate]
         sum(losses).backward()
         for model in (whole, placed):
@@ -171,7 +203,9 @@ def test_a_shared_prompt_equals_separate_rows(kind):
             torch.testing.assert_close(loss, sum(losses), rtol=1e-6, atol=0)
             for ours, theirs in zip(model.parameters(), expected.parameters()):
                 error = (ours.grad - theirs.grad).abs().max()
-                assert error <= 1e-5 * theirs.grad.abs().max() + 3e-8  # a delta net's decays have gradients of 1e-7
+                assert (
+                    error <= 1e-5 * theirs.grad.abs().max() + 3e-8
+                )  # a delta net's decays have gradients of 1e-7
 
 
 def test_documents_are_found():
@@ -200,13 +234,20 @@ def test_no_token_is_trained_to_predict_the_next_document(loss_impl):
 
 
 def test_the_loss_gathers_no_rows_where_every_position_has_a_target(monkeypatch):
-    module = importlib.import_module("kernels.linear_cross_entropy")  # the package's attribute is the function
+    module = importlib.import_module(
+        "kernels.linear_cross_entropy"
+    )  # the package's attribute is the function
     rows_to_compute, gathered = module.rows_to_compute, []
-    monkeypatch.setattr(module, "rows_to_compute", lambda *args: gathered.append(rows_to_compute(*args)))
+    monkeypatch.setattr(
+        module, "rows_to_compute", lambda *args: gathered.append(rows_to_compute(*args))
+    )
     for rows in (1, 3):
         model, ids = build(loss_impl="chunked"), tokens(rows, 12)
         model(ids, ids).loss.backward()
-        targets, whole = F.pad(ids[:, 1:], (0, 1), value=-100), find_documents(torch.zeros_like(ids))
+        targets, whole = (
+            F.pad(ids[:, 1:], (0, 1), value=-100),
+            find_documents(torch.zeros_like(ids)),
+        )
         for documents in (None, whole):
             model(ids, targets=targets, documents=documents).loss.backward()
     assert gathered == [None] * 6
@@ -215,7 +256,8 @@ def test_the_loss_gathers_no_rows_where_every_position_has_a_target(monkeypatch)
 @pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
 @pytest.mark.parametrize("return_logits", [False, True])
 def test_a_share_of_a_sequence_has_a_target_at_its_last_position(loss_impl, return_logits):
-    """The losses of the shares add up in a model without attention: its positions know nothing of each other."""
+    """The losses of the shares add up in a model without attention: its positions know nothing of
+    each other."""
     model, ids = build(loss_impl=loss_impl), tokens(2, 12)
     model.layers = torch.nn.ModuleList()
     targets = F.pad(ids[:, 1:], (0, 1), value=-100)
@@ -243,7 +285,8 @@ def test_targets_exclude_labels_and_have_none_at_the_end():
 
 
 def test_fsdp_leaves_documents_on_the_cpu():
-    """FSDP moves tensors to the GPU, also in lists and dicts. The borders of documents would have to come back."""
+    """FSDP moves tensors to the GPU, also in lists and dicts. The borders of documents would have
+    to come back."""
     from torch.distributed.utils import _to_kwargs
 
     documents = find_documents(torch.tensor([[0, 0, 1, 3]]))
@@ -256,14 +299,17 @@ SCALINGS = [
     LinearScaling(4.0),
     Llama3Scaling(8.0, 1.0, 4.0, 8192),
     YarnScaling(4.0, 32_768),
-    YarnScaling(32.0, 4096, beta_fast=20, beta_slow=2, mscale=0.7, mscale_all_dim=1.2, truncate=False),
+    YarnScaling(
+        32.0, 4096, beta_fast=20, beta_slow=2, mscale=0.7, mscale_all_dim=1.2, truncate=False
+    ),
     YarnScaling(40.0, 8, attention_factor=1.25),  # all frequencies divided
 ]
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_rotary_tables_are_right_at_a_million_positions(scaling):
-    """Frequencies and factor of each scaling equal transformers', which computes them in float32."""
+    """Frequencies and factor of each scaling equal transformers', which computes them in
+    float32."""
     from transformers import Qwen3Config
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -275,14 +321,18 @@ def test_rotary_tables_are_right_at_a_million_positions(scaling):
         torch.testing.assert_close(frequencies.float(), expected, rtol=2e-6, atol=0)
         assert scaling.table_factor == pytest.approx(factor, rel=1e-12)
     cache = RotaryTables(128, 1e6, scaling)
-    cos, sin = cache.tables(2**20 if scaling is None else 2**17 if factor != 1 else 4096, torch.device("cpu"))
+    cos, sin = cache.tables(
+        2**20 if scaling is None else 2**17 if factor != 1 else 4096, torch.device("cpu")
+    )
     for position in (0, 1, len(cos) // 8 - 1, len(cos) - 1):
         for i in (0, 1, 40, 63):
             angle = position * frequencies[i]
             assert abs(cos[position, i].item() - factor * angle.cos().item()) < 1e-6
             assert abs(sin[position, i].item() - factor * angle.sin().item()) < 1e-6
     if scaling is None:
-        assert frequencies.tolist() == pytest.approx([1e6 ** (-2 * i / 128) for i in range(64)], rel=1e-14)
+        assert frequencies.tolist() == pytest.approx(
+            [1e6 ** (-2 * i / 128) for i in range(64)], rel=1e-14
+        )
 
 
 def test_rotary_cache_survives_meta_construction_moves_and_growth(device):
@@ -294,7 +344,9 @@ def test_rotary_cache_survives_meta_construction_moves_and_growth(device):
     short, long = tokens(1, 8), tokens(1, 40)
     for ids in (short, long, short):  # within the cached length, past it, within it again
         expected = build()(ids, return_hidden_states=True).hidden_states
-        torch.testing.assert_close(model(ids, return_hidden_states=True).hidden_states, expected, rtol=0, atol=0)
+        torch.testing.assert_close(
+            model(ids, return_hidden_states=True).hidden_states, expected, rtol=0, atol=0
+        )
     model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     moved = model(tokens(1, 80).to(device), return_hidden_states=True).hidden_states
     assert moved.device.type == device.type
@@ -321,7 +373,8 @@ def test_generation_with_the_cache_equals_full_forwards():
     ids = tokens(2, 7)
     assert torch.equal(model.generate(ids, 9), greedy_by_full_forwards(model, ids, 9))
     sampled = [
-        model.generate(ids[:, :1], 9, temperature=1.0, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)
+        model.generate(ids[:, :1], 9, temperature=1.0, generator=torch.Generator().manual_seed(s))
+        for s in (1, 1, 2)
     ]
     assert torch.equal(sampled[0], sampled[1]) and not torch.equal(sampled[0], sampled[2])
     with pytest.raises(ValueError, match="0 tokens"):
@@ -329,12 +382,16 @@ def test_generation_with_the_cache_equals_full_forwards():
 
 
 def test_nsa_generates_with_a_cache_as_without():
-    model, ids = build(replace(TINY, layer_kinds=(NSA(selected_blocks=4, window=64),))), tokens(1, 260)
+    model, ids = (
+        build(replace(TINY, layer_kinds=(NSA(selected_blocks=4, window=64),))),
+        tokens(1, 260),
+    )
     assert torch.equal(model.generate(ids, 3), greedy_by_full_forwards(model, ids, 3))
 
 
 def test_sparse_generation_with_the_cache_equals_full_forwards():
-    """The prompt has key blocks to choose from, and generation ends a block. Large weights make the choice matter."""
+    """The prompt has key blocks to choose from, and generation ends a block. Large weights make the
+    choice matter."""
     model = build(replace(TINY, initializer_range=0.3))
     for blocks, layer in zip((2, 1), model.layers):
         layer.self_attn.kind = Sparse(blocks, block_size=32, window=32, dense_below=150)
@@ -347,8 +404,11 @@ def test_sparse_generation_with_the_cache_equals_full_forwards():
 
 
 def test_generation_past_windows_equals_full_forwards():
-    """Prompts shorter than a window, of one, and longer than two; the cache of a window never holds three."""
-    config = replace(TINY, initializer_range=0.3, layer_kinds=(Window(50), FULL), num_hidden_layers=3)
+    """Prompts shorter than a window, of one, and longer than two; the cache of a window never holds
+    three."""
+    config = replace(
+        TINY, initializer_range=0.3, layer_kinds=(Window(50), FULL), num_hidden_layers=3
+    )
     model = build(config)
     for length in (5, 50, 190, 49, 100):
         ids = tokens(2, length)
@@ -357,7 +417,10 @@ def test_generation_past_windows_equals_full_forwards():
     for first, last in ((0, 3), (3, 100), (100, 290), *((i, i + 1) for i in range(290, 500))):
         held = cache.append(keys[:, first:last], -keys[:, first:last])
         for stored, expected in zip(held, (keys, -keys)):
-            assert torch.equal(stored[:, -64:], expected[:, max(0, last - 64) : last]) and stored.shape[1] <= 128
+            assert (
+                torch.equal(stored[:, -64:], expected[:, max(0, last - 64) : last])
+                and stored.shape[1] <= 128
+            )
             assert stored.untyped_storage().nbytes() == 4 * 128
         assert cache.length == last
 
@@ -369,7 +432,11 @@ def test_caches_refuse_documents_and_chunks():
     with pytest.raises(ValueError, match="one token at a time"):
         model(ids, caches=caches)
     with pytest.raises(ValueError, match="one document"):
-        model(ids, documents=find_documents(torch.zeros_like(ids)), caches=[KeyValueCache(8) for _ in model.layers])
+        model(
+            ids,
+            documents=find_documents(torch.zeros_like(ids)),
+            caches=[KeyValueCache(8) for _ in model.layers],
+        )
 
 
 @pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre", "forward"])
@@ -416,7 +483,8 @@ def test_bad_configs_are_refused(change, message):
 
 
 class SquaredSums:
-    """A loss of the sums of log-probabilities in each row, and of its entropy, which gives no gradient."""
+    """A loss of the sums of log-probabilities in each row, and of its entropy, which gives no
+    gradient."""
 
     reads_entropy = True
 
@@ -432,8 +500,12 @@ class SquaredSums:
 @pytest.mark.parametrize("given", ["labels", "targets", "logits"])
 @pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_objective_of_log_probabilities_is_differentiated_through_its_weights(tied, loss_impl, given):
-    config = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, tie_word_embeddings=tied, initializer_range=0.1)
+def test_an_objective_of_log_probabilities_is_differentiated_through_its_weights(
+    tied, loss_impl, given
+):
+    config = replace(
+        MODEL_SIZES["tiny"], num_hidden_layers=2, tie_word_embeddings=tied, initializer_range=0.1
+    )
     torch.manual_seed(0)
     model, ids = Transformer(config), torch.randint(256, (2, 9))
     labels = ids.clone()
@@ -441,7 +513,9 @@ def test_an_objective_of_log_probabilities_is_differentiated_through_its_weights
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
     logits = model(ids, return_logits=True).logits.float()
     log_p = logits.log_softmax(-1)
-    chosen = torch.where(targets == -100, 0, log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0])
+    chosen = torch.where(
+        targets == -100, 0, log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    )
     entropy = torch.where(targets == -100, 0, -(log_p.exp() * log_p).sum(-1))
     exact = (chosen.sum(1) / 10).square().sum()
     wanted = torch.autograd.grad(exact, list(model.parameters()))
@@ -451,26 +525,41 @@ def test_an_objective_of_log_probabilities_is_differentiated_through_its_weights
     options["return_logits"] = given == "logits"
     found = model(ids, objective=SquaredSums(), return_log_probs=True, **options)
     torch.testing.assert_close(found.log_probs, chosen.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found.loss.detach(), (exact + entropy.sum()).detach(), rtol=1e-5, atol=0)
-    for gradient, expected in zip(torch.autograd.grad(found.loss, list(model.parameters())), wanted):
-        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        found.loss.detach(), (exact + entropy.sum()).detach(), rtol=1e-5, atol=0
+    )
+    for gradient, expected in zip(
+        torch.autograd.grad(found.loss, list(model.parameters())), wanted
+    ):
+        torch.testing.assert_close(
+            gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+        )
     with torch.no_grad():
-        torch.testing.assert_close(model(ids, objective=SquaredSums(), **options).loss, found.loss.detach())
+        torch.testing.assert_close(
+            model(ids, objective=SquaredSums(), **options).loss, found.loss.detach()
+        )
 
     weights = torch.randn(2, 9)
     found = model(ids, weights=weights, denominator=3, **options).loss
-    expected = torch.autograd.grad(-(chosen_of(model, ids, targets) * weights).sum() / 3, list(model.parameters()))
+    expected = torch.autograd.grad(
+        -(chosen_of(model, ids, targets) * weights).sum() / 3, list(model.parameters())
+    )
     for gradient, wanted_ in zip(torch.autograd.grad(found, list(model.parameters())), expected):
-        torch.testing.assert_close(gradient, wanted_, rtol=1e-4, atol=1e-5 * float(wanted_.abs().max()))
+        torch.testing.assert_close(
+            gradient, wanted_, rtol=1e-4, atol=1e-5 * float(wanted_.abs().max())
+        )
 
 
 def chosen_of(model, ids, targets):
     log_p = model(ids, return_logits=True).logits.float().log_softmax(-1)
-    return torch.where(targets == -100, 0, log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0])
+    return torch.where(
+        targets == -100, 0, log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    )
 
 
 def test_gemma_rounds_the_factor_of_its_embeddings_as_transformers_does():
-    """In bf16 the square root of 2,560 is 50.5, by which each element is multiplied and rounded once."""
+    """In bf16 the square root of 2,560 is 50.5, by which each element is multiplied and rounded
+    once."""
     from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
     for width in (48, 2560):
@@ -478,7 +567,9 @@ def test_gemma_rounds_the_factor_of_its_embeddings_as_transformers_does():
         shape = replace(shape, embedding_multiplier=width**0.5)
         for dtype in (torch.float32, torch.bfloat16):
             model = Transformer(shape).to(dtype)
-            theirs = Gemma3TextScaledWordEmbedding(64, width, None, embed_scale=width**0.5).to(dtype)
+            theirs = Gemma3TextScaledWordEmbedding(64, width, None, embed_scale=width**0.5).to(
+                dtype
+            )
             theirs.weight.data = model.embed_tokens.weight.data
             ids = torch.arange(64)[None]
             assert torch.equal(model.embed(ids), theirs(ids))

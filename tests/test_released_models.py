@@ -1,4 +1,5 @@
-"""Released models against transformers: logits, loss, every gradient, generated tokens, and files."""
+"""Released models against transformers: logits, loss, every gradient, generated tokens, and
+files."""
 
 import copy
 import json
@@ -43,46 +44,141 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 BETA = {**YARN, "rope_theta": 1e5, "llama_4_scaling_beta": 0.5}
 NO_PAD = {"pad_token_id": None, "eos_token_id": 7}
 SCALARS = {
-    "embedding_multiplier": 12.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 8.0
+    "embedding_multiplier": 12.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22,
+    "logits_scaling": 8.0
 }  # fmt: skip
 DELTA_NET = {
-    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
     "linear_value_head_dim": 32, "tie_word_embeddings": True, "pad_token_id": None,
 }  # fmt: skip
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "norm_topk_prob": True,
+}
 SHARED = {**EXPERTS, "shared_expert_intermediate_size": 24}
-# Forms of models: model_type, query and key/value heads, other settings of config.json, dtype of the files, bytes of a
-# shard.
+# Forms of models: model_type, query and key/value heads, other settings of config.json, dtype of
+# the files, bytes of a shard.
 FORMS = {
     "Qwen3": ("qwen3", 4, 2, {"head_dim": 16, "tie_word_embeddings": True}, "bfloat16", "1GB"),
-    "Qwen3, YaRN": ("qwen3", 4, 1, {"head_dim": 32, "rope_scaling": YARN, "rope_theta": 1e6}, "float32", "20KB"),
-    "Qwen3 MoE": ("qwen3_moe", 4, 2, {"head_dim": 16, "rope_theta": 1e6, **EXPERTS}, "bfloat16", "30KB"),
+    "Qwen3, YaRN": (
+        "qwen3",
+        4,
+        1,
+        {"head_dim": 32, "rope_scaling": YARN, "rope_theta": 1e6},
+        "float32",
+        "20KB",
+    ),
+    "Qwen3 MoE": (
+        "qwen3_moe",
+        4,
+        2,
+        {"head_dim": 16, "rope_theta": 1e6, **EXPERTS},
+        "bfloat16",
+        "30KB",
+    ),
     "Qwen2.5": ("qwen2", 6, 1, {"tie_word_embeddings": True, "rope_theta": 1e6}, "bfloat16", "1GB"),
-    "Qwen2.5, YaRN": ("qwen2", 3, 3, {"rope_scaling": {**YARN, "beta_fast": 16, "truncate": False}}, "float16", "9KB"),
+    "Qwen2.5, YaRN": (
+        "qwen2",
+        3,
+        3,
+        {"rope_scaling": {**YARN, "beta_fast": 16, "truncate": False}},
+        "float16",
+        "9KB",
+    ),
     "Llama 2": ("llama", 4, 4, {}, "float16", "30KB"),
-    "Llama 3": ("llama", 6, 2, {"rope_scaling": LLAMA3, "rope_theta": 5e5, "head_dim": 8}, "bfloat16", "1GB"),
-    "Llama, linear": ("llama", 4, 2, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "float32", "1GB"),
+    "Llama 3": (
+        "llama",
+        6,
+        2,
+        {"rope_scaling": LLAMA3, "rope_theta": 5e5, "head_dim": 8},
+        "bfloat16",
+        "1GB",
+    ),
+    "Llama, linear": (
+        "llama",
+        4,
+        2,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "float32",
+        "1GB",
+    ),
     "SmolLM2": ("llama", 3, 1, {"tie_word_embeddings": True, "rope_theta": 1e5}, "bfloat16", "1GB"),
-    "SmolLM3": ("smollm3", 4, 1, {"no_rope_layers": [0, 1], "pad_token_id": None}, "bfloat16", "1GB"),
+    "SmolLM3": (
+        "smollm3",
+        4,
+        1,
+        {"no_rope_layers": [0, 1], "pad_token_id": None},
+        "bfloat16",
+        "1GB",
+    ),
     "Granite": ("granite", 4, 2, {"tie_word_embeddings": True, **SCALARS}, "bfloat16", "20KB"),
-    "Ministral 3": ("ministral3", 4, 2, {"head_dim": 16, "rope_parameters": BETA, **NO_PAD}, "bfloat16", "1GB"),
-    "OLMo 3": ("olmo3", 4, 4, {"rope_scaling": YARN, "sliding_window": 64, **NO_PAD}, "bfloat16", "20KB"),
-    "Gemma 3": ("gemma3_text", 4, 2, {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 24, **NO_PAD},
-                "bfloat16", "1GB"),
-    "Qwen 3.5 MoE": ("qwen3_5_moe_text", 4, 2, {**DELTA_NET, **SHARED, "full_attention_interval": 2}, "float32", "1GB"),
-    "Qwen 3.5": ("qwen3_5_text", 4, 2, {**DELTA_NET, "layer_types": ["linear_attention", "full_attention"]}, "float32",
-                 "1GB"),
-    "Mistral": ("mistral", 4, 2, {"head_dim": 16, "sliding_window": None, "rope_theta": 1e6}, "bfloat16", "20KB"),
-}  # fmt: skip
+    "Ministral 3": (
+        "ministral3",
+        4,
+        2,
+        {"head_dim": 16, "rope_parameters": BETA, **NO_PAD},
+        "bfloat16",
+        "1GB",
+    ),
+    "OLMo 3": (
+        "olmo3",
+        4,
+        4,
+        {"rope_scaling": YARN, "sliding_window": 64, **NO_PAD},
+        "bfloat16",
+        "20KB",
+    ),
+    "Gemma 3": (
+        "gemma3_text",
+        4,
+        2,
+        {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 24, **NO_PAD},
+        "bfloat16",
+        "1GB",
+    ),
+    "Qwen 3.5 MoE": (
+        "qwen3_5_moe_text",
+        4,
+        2,
+        {**DELTA_NET, **SHARED, "full_attention_interval": 2},
+        "float32",
+        "1GB",
+    ),
+    "Qwen 3.5": (
+        "qwen3_5_text",
+        4,
+        2,
+        {**DELTA_NET, "layer_types": ["linear_attention", "full_attention"]},
+        "float32",
+        "1GB",
+    ),
+    "Mistral": (
+        "mistral",
+        4,
+        2,
+        {"head_dim": 16, "sliding_window": None, "rope_theta": 1e6},
+        "bfloat16",
+        "20KB",
+    ),
+}
 
 
 def release(name, folder):
-    """Saves a random model of a form by transformers, norms and biases random as well; returns it in float32."""
+    """Saves a random model of a form by transformers, norms and biases random as well; returns it
+    in float32."""
     import transformers
 
     model_type, H, G, settings, dtype, shard = FORMS[name]
     config = transformers.AutoConfig.for_model(
-        model_type, **SIZES, num_attention_heads=H, num_key_value_heads=G, max_position_embeddings=128, **settings
+        model_type,
+        **SIZES,
+        num_attention_heads=H,
+        num_key_value_heads=G,
+        max_position_embeddings=128,
+        **settings,
     )
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config)
@@ -106,7 +202,8 @@ def load(folder):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_equals_transformers(name, tmp_path):
-    """Heads attend all at once, and then one key/value head at a time, with tiles and the last block recomputed."""
+    """Heads attend all at once, and then one key/value head at a time, with tiles and the last
+    block recomputed."""
     theirs, ours = release(name, tmp_path), load(tmp_path)
     assert sum(p.numel() for p in theirs.parameters()) == ours.config.num_parameters()
     ids = torch.randint(131, (2, 90), generator=torch.Generator().manual_seed(1))
@@ -124,26 +221,38 @@ def test_equals_transformers(name, tmp_path):
         torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
         for parameter, p in ours.named_parameters():
             scale = float(gradients[parameter].abs().max())
-            torch.testing.assert_close(p.grad, gradients[parameter], rtol=0, atol=5e-5 * scale, msg=parameter)
-    greedy = theirs.generate(ids[:, :40], max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None)
+            torch.testing.assert_close(
+                p.grad, gradients[parameter], rtol=0, atol=5e-5 * scale, msg=parameter
+            )
+    greedy = theirs.generate(
+        ids[:, :40], max_new_tokens=8, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
     assert torch.equal(ours.generate(ids[:, :40], 8), greedy)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bf16"])
 @pytest.mark.parametrize(("wrapper", "is_newer"), wrappers.FORMS)
 def test_a_model_of_text_and_images_is_exported_whole(wrapper, is_newer, dtype, tmp_path):
-    """The text model computes as in transformers. Names, dtypes, bytes and config.json are the source's."""
+    """The text model computes as in transformers. Names, dtypes, bytes and config.json are the
+    source's."""
     is_tied = dtype == "bf16"
     files = {"is_newer": is_newer, "is_tied": is_tied, "dtype": DTYPES[dtype]}
     source, target = wrappers.release(wrapper, tmp_path / "source", **files), tmp_path / "target"
-    expected, theirs = wrappers.bits_of(load_file(source / "model.safetensors")), wrappers.whole_model(source)
+    expected, theirs = (
+        wrappers.bits_of(load_file(source / "model.safetensors")),
+        wrappers.whole_model(source),
+    )
     assert ("language_model.lm_head.weight" in expected) == (not is_tied and not is_newer)
     if is_newer:  # in several files
         split(source)
     assert export_main([str(source), str(target), "--dtype", dtype]) == 0
     assert wrappers.bits_of(load_file(target / "model.safetensors")) == expected
     content, before = (json.loads((each / "config.json").read_text()) for each in (target, source))
-    assert content.pop("torch_dtype") == content["text_config"].pop("torch_dtype") == before.pop("dtype")
+    assert (
+        content.pop("torch_dtype")
+        == content["text_config"].pop("torch_dtype")
+        == before.pop("dtype")
+    )
     del before["text_config"]["dtype"]
     if wrapper == "qwen3_5_moe":  # the source has no such tensors, whatever its config.json says
         before["text_config"]["mtp_num_hidden_layers"] = 0
@@ -160,7 +269,10 @@ def split(folder):
     tensors = load_file(folder / "model.safetensors")
     places = {name: f"model-{1 + i % 2}.safetensors" for i, name in enumerate(tensors)}
     for shard in {*places.values()}:
-        save_file({name: tensor for name, tensor in tensors.items() if places[name] == shard}, folder / shard)
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if places[name] == shard},
+            folder / shard,
+        )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     (folder / "model.safetensors").unlink()
 
@@ -174,9 +286,12 @@ def random_settings(model_type, random):
     layers, G, K = pick(1, 2, 3, 5), pick(1, 2), pick(8, 16)
     H = G * pick(1, 2, 3)
     settings = {
-        "vocab_size": 131, "hidden_size": pick(24, 48), "intermediate_size": pick(40, 72), "num_hidden_layers": layers,
-        "num_attention_heads": H, "num_key_value_heads": G, "head_dim": K, "tie_word_embeddings": pick(True, False),
-        "rope_theta": pick(1e4, 1e6), "rms_norm_eps": pick(1e-6, 1e-5), "max_position_embeddings": 128,
+        "vocab_size": 131, "hidden_size": pick(24, 48), "intermediate_size": pick(40, 72),
+        "num_hidden_layers": layers,
+        "num_attention_heads": H, "num_key_value_heads": G, "head_dim": K,
+        "tie_word_embeddings": pick(True, False),
+        "rope_theta": pick(1e4, 1e6), "rms_norm_eps": pick(1e-6, 1e-5),
+        "max_position_embeddings": 128,
         "hidden_act": pick("silu", "gelu_pytorch_tanh"), "pad_token_id": None,
     }  # fmt: skip
     if model_type in ("qwen2", "smollm3", "olmo2", "olmo3", "gemma3_text"):
@@ -187,7 +302,11 @@ def random_settings(model_type, random):
     if model_type == "mistral":
         settings["sliding_window"] = None
     if model_type == "ministral3":
-        settings["rope_scaling"] = {**YARN, "rope_theta": pick(1e4, 1e6), "llama_4_scaling_beta": pick(0.1, 0.7)}
+        settings["rope_scaling"] = {
+            **YARN,
+            "rope_theta": pick(1e4, 1e6),
+            "llama_4_scaling_beta": pick(0.1, 0.7),
+        }
     if model_type in ("olmo3", "gemma3_text"):
         types = [pick("sliding_attention", "full_attention") for _ in range(layers)]
         settings |= {"sliding_window": pick(64, 50), "layer_types": pick(None, types)}
@@ -197,19 +316,40 @@ def random_settings(model_type, random):
     if model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         types = [pick("linear_attention", "full_attention") for _ in range(layers)]
         types[-1] = "full_attention"  # transformers generates with at least one
-        settings |= {"hidden_act": "silu", "layer_types": None if layers > 3 else types, "linear_conv_kernel_dim": 4}
+        settings |= {
+            "hidden_act": "silu",
+            "layer_types": None if layers > 3 else types,
+            "linear_conv_kernel_dim": 4,
+        }
         settings |= {"linear_num_key_heads": G, "linear_num_value_heads": H}
         settings |= {"partial_rotary_factor": pick(0.25, 0.5, 1.0)}
         settings |= {"linear_key_head_dim": pick(16, 32), "linear_value_head_dim": pick(16, 24)}
     if model_type == "qwen3_5_moe_text":
-        settings |= {"num_experts": pick(4, 8), "num_experts_per_tok": pick(2, 3), "moe_intermediate_size": pick(8, 20)}
+        settings |= {
+            "num_experts": pick(4, 8),
+            "num_experts_per_tok": pick(2, 3),
+            "moe_intermediate_size": pick(8, 20),
+        }
         # The only head's decay has a gradient of one element, whose sum cancels.
-        settings |= {"shared_expert_intermediate_size": pick(8, 24), "linear_num_value_heads": 2 * H}
+        settings |= {
+            "shared_expert_intermediate_size": pick(8, 24),
+            "linear_num_value_heads": 2 * H,
+        }
     if model_type == "qwen3_moe":
         number, normalizes = pick(2, 4, 8), pick(True, False)
-        per_token = pick(2, number) if normalizes else pick(1, 2)  # the only normalised weight has no gradient
-        settings |= {"num_experts": number, "num_experts_per_tok": per_token, "norm_topk_prob": normalizes}
-        settings |= {"moe_intermediate_size": pick(8, 20), "decoder_sparse_step": pick(1, 2), "hidden_act": "silu"}
+        per_token = (
+            pick(2, number) if normalizes else pick(1, 2)
+        )  # the only normalised weight has no gradient
+        settings |= {
+            "num_experts": number,
+            "num_experts_per_tok": per_token,
+            "norm_topk_prob": normalizes,
+        }
+        settings |= {
+            "moe_intermediate_size": pick(8, 20),
+            "decoder_sparse_step": pick(1, 2),
+            "hidden_act": "silu",
+        }
         settings["mlp_only_layers"] = [layer for layer in range(layers) if pick(True, False, False)]
     if model_type == "smollm3":
         settings["no_rope_layers"] = [pick(0, 1) for _ in range(layers)]
@@ -217,28 +357,41 @@ def random_settings(model_type, random):
         settings |= {name: pick(0.2, 1.0, 3.0) for name in SCALARS}
     if model_type in ("qwen2", "qwen3") and pick(True, False):
         types = [pick("sliding_attention", "full_attention") for _ in range(layers)]
-        settings |= {"use_sliding_window": True, "sliding_window": pick(64, 50), "layer_types": types}
+        settings |= {
+            "use_sliding_window": True,
+            "sliding_window": pick(64, 50),
+            "layer_types": types,
+        }
     return settings
 
 
 def gradients_in_float64(theirs, ids):
     theirs = copy.deepcopy(theirs).double()
     theirs.zero_grad()
-    sum(theirs(part, labels=part).loss * (part.shape[1] - 1) for part in ids.split([70, 30], 1)).backward()
-    return {name.removeprefix("model."): parameter.grad for name, parameter in theirs.named_parameters()}
+    sum(
+        theirs(part, labels=part).loss * (part.shape[1] - 1) for part in ids.split([70, 30], 1)
+    ).backward()
+    return {
+        name.removeprefix("model."): parameter.grad for name, parameter in theirs.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_random_configurations_equal_transformers(model_type, tmp_path):
-    """Twenty each, read from the form that transformers writes and from ours: packed documents, tokens, gradients."""
+    """Twenty each, read from the form that transformers writes and from ours: packed documents,
+    tokens, gradients."""
     import transformers
 
     random = torch.Generator().manual_seed(0)
     for number in range(20):
         settings = random_settings(model_type, random)
         torch.manual_seed(number)
-        config = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(settings))  # it writes into rope_scaling
-        theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        config = transformers.AutoConfig.for_model(
+            model_type, **copy.deepcopy(settings)
+        )  # it writes into rope_scaling
+        theirs = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager"
+        ).eval()
         read = from_config_json(json.loads(json.dumps(config.to_dict(), default=str)))
         assert from_config_json({**settings, "model_type": model_type}) == read
         assert from_config_json(to_config_json(read)) == read
@@ -248,10 +401,15 @@ def test_random_configurations_equal_transformers(model_type, tmp_path):
             scale = 0.3 if parameter.ndim == 1 else 3 * settings["hidden_size"] ** -0.5
             mean = 1 - read.norm_weight_offset if name.endswith("norm.weight") else 0.0
             state[name].normal_(mean, scale / 3, generator=random)
-        assert ours.load_state_dict(state) and ours.config.num_parameters() == sum(map(torch.numel, state.values()))
+        assert ours.load_state_dict(state) and ours.config.num_parameters() == sum(
+            map(torch.numel, state.values())
+        )
         ids = torch.randint(131, (1, 100), generator=random)
         expected = [theirs(part, labels=part) for part in ids.split([70, 30], 1)]
-        total = sum(output.loss * (part.shape[1] - 1) for output, part in zip(expected, ids.split([70, 30], 1)))
+        total = sum(
+            output.loss * (part.shape[1] - 1)
+            for output, part in zip(expected, ids.split([70, 30], 1))
+        )
         total.backward()
         documents = find_documents((torch.arange(100)[None] >= 70).long())
         output = ours(ids, ids, documents=documents, return_logits=True, denominator=1.0)
@@ -262,39 +420,65 @@ def test_random_configurations_equal_transformers(model_type, tmp_path):
         wanted = {n.removeprefix("model."): p.grad for n, p in theirs.named_parameters()}
         for name, parameter in ours.named_parameters():
             atol = 1e-4 * float(wanted[name].abs().max())
-            if (parameter.grad - wanted[name]).abs().max() > atol:  # sharp attention: transformers errs too
-                atol += 2 * float((wanted[name] - gradients_in_float64(theirs, ids)[name]).abs().max())
-            torch.testing.assert_close(parameter.grad, wanted[name], rtol=0, atol=atol, msg=f"{name} of {settings}")
+            if (
+                parameter.grad - wanted[name]
+            ).abs().max() > atol:  # sharp attention: transformers errs too
+                atol += 2 * float(
+                    (wanted[name] - gradients_in_float64(theirs, ids)[name]).abs().max()
+                )
+            torch.testing.assert_close(
+                parameter.grad, wanted[name], rtol=0, atol=atol, msg=f"{name} of {settings}"
+            )
         prompt = {"input_ids": ids[:, :80], "attention_mask": torch.ones_like(ids[:, :80])}
-        greedy = theirs.generate(**prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+        greedy = theirs.generate(
+            **prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
         assert torch.equal(ours.generate(ids[:, :80], 4), greedy)
 
 
-# Settings of rotary positions that a file may have in either form, and top-level settings beside them.
+# Settings of rotary positions that a file may have in either form, and top-level settings beside
+# them.
 ROTARY = {
     "YaRN": (YARN, {}),
     "YaRN, an original length beside it": (YARN, {"original_max_position_embeddings": 16}),
     "llama3, an original length beside it": (LLAMA3, {"original_max_position_embeddings": 16}),
     "YaRN without an original length": ({"rope_type": "yarn", "factor": 4.0}, {}),
     "linear, an original length beside it": (
-        {"rope_type": "linear", "factor": 2.0}, {"original_max_position_embeddings": 16}
+        {"rope_type": "linear", "factor": 2.0},
+        {"original_max_position_embeddings": 16},
     ),
     "default": ({"rope_type": "default"}, {}),
     "a large theta": ({"rope_type": "default"}, {"rope_theta": 3_580_165_449}),
-    "a theta beside llama3": (LLAMA3, {"rope_theta": 3e3, "hidden_act": "swish", "hidden_activation": "swish"}),
-}  # fmt: skip
+    "a theta beside llama3": (
+        LLAMA3,
+        {"rope_theta": 3e3, "hidden_act": "swish", "hidden_activation": "swish"},
+    ),
+}
 
 
-@pytest.mark.parametrize("leaves_out", [(), ("hidden_act", "hidden_activation", "max_position_embeddings")])
+@pytest.mark.parametrize(
+    "leaves_out", [(), ("hidden_act", "hidden_activation", "max_position_embeddings")]
+)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_rotary_settings_of_either_form_are_transformers(model_type, leaves_out):
-    """Checks logits with rope_scaling and with rope_parameters, also where a file leaves out what has defaults."""
+    """Checks logits with rope_scaling and with rope_parameters, also where a file leaves out what
+    has defaults."""
     import transformers
 
     by_type, defaults = model_type in ("olmo3", "gemma3_text"), FAMILIES[model_type].defaults
-    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": None}
+    sizes = {
+        **SIZES,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pad_token_id": None,
+    }
     sizes |= {"hidden_act": "silu", "hidden_activation": "silu", "max_position_embeddings": 128}
-    sizes |= {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]} if by_type else {}
+    sizes |= (
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+        if by_type
+        else {}
+    )
     sizes |= {"sliding_window": None} if model_type == "mistral" else {}
     delta_nets = {**DELTA_NET, "layer_types": ["linear_attention", "full_attention"]}
     sizes |= delta_nets if "linear_num_key_heads" in defaults else {}
@@ -305,21 +489,34 @@ def test_rotary_settings_of_either_form_are_transformers(model_type, leaves_out)
             if rope["rope_type"] in ("linear", "llama3"):
                 continue
             rope = {"original_max_position_embeddings": 32, **rope, "llama_4_scaling_beta": 0.5}
-        for form in ({"rope_scaling": rope}, {"rope_parameters": {"full_attention": rope} if by_type else rope}):
+        for form in (
+            {"rope_scaling": rope},
+            {"rope_parameters": {"full_attention": rope} if by_type else rope},
+        ):
             settings = {**sizes, **form, **beside}
-            settings = {key: value for key, value in settings.items() if key not in leaves_out or key in beside}
+            settings = {
+                key: value
+                for key, value in settings.items()
+                if key not in leaves_out or key in beside
+            }
             config = transformers.AutoConfig.for_model(model_type, **copy.deepcopy(settings))
-            theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            theirs = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager"
+            ).eval()
             with torch.no_grad():
                 for parameter in theirs.parameters():
                     parameter.mul_(15 if parameter.ndim > 1 else 1)
             read = from_config_json({"model_type": model_type, **settings})
             assert from_config_json(to_config_json(read)) == read
             ours = Transformer(read)
-            ours.load_state_dict({n.removeprefix("model."): p for n, p in theirs.named_parameters()})
+            ours.load_state_dict(
+                {n.removeprefix("model."): p for n, p in theirs.named_parameters()}
+            )
             with torch.no_grad():
                 found, expected = ours(ids, return_logits=True).logits, theirs(ids).logits
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3, msg=f"{name}, {settings}")
+            torch.testing.assert_close(
+                found, expected, rtol=1e-4, atol=1e-3, msg=f"{name}, {settings}"
+            )
 
 
 def loss_and_gradients(state, config, device, dtype, execution):
@@ -330,7 +527,9 @@ def loss_and_gradients(state, config, device, dtype, execution):
     ids = torch.randint(131, (1, 2000), generator=torch.Generator().manual_seed(1)).to(device)
     loss = model(ids, ids, documents=find_documents((torch.arange(2000)[None] >= 700).long())).loss
     loss.backward()
-    return float(loss.detach()), {name: p.grad.cpu().float() for name, p in model.named_parameters()}
+    return float(loss.detach()), {
+        name: p.grad.cpu().float() for name, p in model.named_parameters()
+    }
 
 
 @pytest.mark.gpu
@@ -340,9 +539,14 @@ def loss_and_gradients(state, config, device, dtype, execution):
      ("gemma3_text", 4, 2, 256), ("qwen3_5_text", 4, 2, 256), ("qwen3_moe", 4, 2, 64)],
 )  # fmt: skip
 def test_a_gpu_equals_a_cpu(model_type, H, G, K):
-    """Errors of bfloat16 on a GPU are at most three times a CPU's, both against float32, with packed documents."""
-    scaling = YarnScaling(4.0, 512, llama_4_scaling_beta=0.1 if model_type == "ministral3" else None)
-    config = in_family(ModelConfig(131, 256, 384, 2, H, G, head_dim=K, rope_scaling=scaling), model_type)
+    """Errors of bfloat16 on a GPU are at most three times a CPU's, both against float32, with
+    packed documents."""
+    scaling = YarnScaling(
+        4.0, 512, llama_4_scaling_beta=0.1 if model_type == "ministral3" else None
+    )
+    config = in_family(
+        ModelConfig(131, 256, 384, 2, H, G, head_dim=K, rope_scaling=scaling), model_type
+    )
     if config.local_rope_theta:
         config = replace(config, layer_kinds=(Window(256), FULL))
     if model_type == "qwen3_5_text":
@@ -360,21 +564,29 @@ def test_a_gpu_equals_a_cpu(model_type, H, G, K):
         return {name: float((found[name] - g).norm() / size_of(name)) for name, g in exact.items()}
 
     def size_of(name):
-        """Terms of a decay's gradient cancel, more or less by seed. in_proj_a's has them too, and they do not."""
+        """Terms of a decay's gradient cancel, more or less by seed. in_proj_a's has them too, and
+        they do not."""
         decay = re.search(r"(.*)(A_log|dt_bias)$", name)
         return exact[f"{decay[1]}in_proj_a.weight" if decay else name].norm()
 
     allowed = errors(loss_and_gradients(state, config, "cpu", torch.bfloat16, None)[1])
-    for execution in (None, Execution((Placement("gpu", "host"), Placement("recompute")), 512, heads)):
+    for execution in (
+        None,
+        Execution((Placement("gpu", "host"), Placement("recompute")), 512, heads),
+    ):
         found_loss, found = loss_and_gradients(state, config, "cuda", torch.bfloat16, execution)
         assert found_loss == pytest.approx(loss, rel=2e-3)
-        wrong = {n: (e, allowed[n]) for n, e in errors(found).items() if not e <= 3 * allowed[n] + 0.01}
+        wrong = {
+            n: (e, allowed[n]) for n, e in errors(found).items() if not e <= 3 * allowed[n] + 0.01
+        }
         assert not wrong, (execution, wrong)
 
 
 COMPANIONS = {
-    "tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages }}", "generation_config.json": "{}",
-    "preprocessor_config.json": "{}", "video_preprocessor_config.json": "{}", "processor_config.json": "{}",
+    "tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages }}",
+    "generation_config.json": "{}",
+    "preprocessor_config.json": "{}", "video_preprocessor_config.json": "{}",
+    "processor_config.json": "{}",
 }  # fmt: skip
 
 
@@ -383,7 +595,11 @@ def qwen2(tmp_path_factory):
     """The folder of a released Qwen2: several files of float16, a tokenizer, a chat template."""
     folder = tmp_path_factory.mktemp("qwen2")
     release("Qwen2.5", folder)
-    settings = {**json.loads((folder / "config.json").read_text()), "vocab_size": 300, "eos_token_id": 7}
+    settings = {
+        **json.loads((folder / "config.json").read_text()),
+        "vocab_size": 300,
+        "eos_token_id": 7,
+    }
     vocabulary = {name: torch.randn(300, 48) for name in ("model.embed_tokens.weight",)}
     content = {**load_file(folder / "model.safetensors"), **vocabulary}
     content = {name: weight.half() for name, weight in content.items()}
@@ -404,11 +620,18 @@ def test_texts_past_the_declared_context_are_warned_of(qwen2, corpus, tmp_path, 
     start = arguments(corpus, tmp_path / "run", "--init_from", str(qwen2), "--show_batch")
     profile = ["--init_from", str(qwen2), "--gpu", "H100"]
     adapters, extended = ["--lora", "4"], ["--rope_scaling", "yarn:2"]
-    for length, more, is_beyond in ((128, [], False), (256, [], True), (256, adapters, True), (256, extended, False)):
+    for length, more, is_beyond in (
+        (128, [], False),
+        (256, [], True),
+        (256, adapters, True),
+        (256, extended, False),
+    ):
         caplog.clear()
         assert train.main([*start, "--context_length", str(length), *more]) == 0
         cure = "training.export " * (more == adapters) + "--rope_scaling yarn:2"
-        warning = f"texts of up to {length} tokens, and the weights declare a context of 128; {cure}"
+        warning = (
+            f"texts of up to {length} tokens, and the weights declare a context of 128; {cure}"
+        )
         assert (f"positions: {warning}" in caplog.text) == ("positions" in caplog.text) == is_beyond
         capsys.readouterr()
         assert profile_memory.main([*profile, "--context_length", str(length), *more]) == 0
@@ -433,7 +656,8 @@ def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog
         folder = run / f"step_{step:08d}"
         content = json.loads((folder / "config.json").read_text())
         assert content["rope_scaling"] == {
-            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32,
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128,
+            "beta_fast": 32,
             "beta_slow": 1, "truncate": True,
         }  # fmt: skip
         assert (content["max_position_embeddings"], content["eos_token_id"]) == (512, 7)
@@ -444,7 +668,9 @@ def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog
             assert (folder / name).read_bytes() == (qwen2 / name).read_bytes()
     theirs, ours = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), load(folder)
     ids = torch.randint(300, (1, 200), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(ours(ids, return_logits=True).logits, theirs(ids).logits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        ours(ids, return_logits=True).logits, theirs(ids).logits, rtol=0, atol=1e-4
+    )
     auto = [*start, "--max_steps", "3", "--resume", "auto"]
     for other in ("yarn:8", "yarn:4:64"):
         assert train.main([*auto, "--rope_scaling", other]) == 1
@@ -454,20 +680,28 @@ def test_a_run_extends_saves_and_resumes(qwen2, corpus, tmp_path, capsys, caplog
 
 
 def test_weights_come_and_go_bit_for_bit(qwen2, tmp_path, capsys):
-    """Weights go into masters and out again unchanged. An extended export declares a wider length."""
+    """Weights go into masters and out again unchanged. An extended export declares a wider
+    length."""
     documents, world = PackedDocuments.one_each(512, 1), World(0, 1, torch.device("cpu"))
-    recipe = decide({"init_from": str(qwen2), "save": "none", "output_dir": str(tmp_path / "run")}, world)
+    recipe = decide(
+        {"init_from": str(qwen2), "save": "none", "output_dir": str(tmp_path / "run")}, world
+    )
     model, optimizer, _ = build(recipe, documents, world)
     released = {**load_file(qwen2 / "1.safetensors"), **load_file(qwen2 / "2.safetensors")}
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, released[f"model.{name}"].float())
         assert torch.equal(optimizer.state_dict()[name]["master"], parameter)
     assert export_main([str(qwen2), str(tmp_path / "out"), "--dtype", "fp16"]) == 0
-    assert "parameters of qwen2, torch.float16, 0.00 GB in model.safetensors; chat_template" in capsys.readouterr().out
+    assert (
+        "parameters of qwen2, torch.float16, 0.00 GB in model.safetensors; chat_template"
+        in capsys.readouterr().out
+    )
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert exported.keys() == released.keys()
     assert all(torch.equal(exported[name], weight) for name, weight in released.items())
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == COMPANIONS["chat_template.jinja"]
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == COMPANIONS[
+        "chat_template.jinja"
+    ]
     extended = str(tmp_path / "extended")
     assert export_main([str(qwen2), extended, "--rope_scaling", "yarn:4:64"]) == 0
     expected = replace(recipe.model, rope_scaling=YarnScaling(4.0, 64), max_position_embeddings=256)
@@ -480,7 +714,8 @@ def test_weights_come_and_go_bit_for_bit(qwen2, tmp_path, capsys):
     (["--rope_scaling", "yarn:0.5"], "factor of rope_type yarn must be at least 1, got 0.5"),
     (["--rope_scaling", "linear:4:64"], "rope_scaling must look like"),
     (["--rope_scaling", "yarn:4:999999999"], "yarn:4:999999999: 3999999996 tokens are more than"),
-    (["--model_size", "0.6B"], "it has vocab_size 300, model_size 0.6B has 151936; drop model_size"),
+    (["--model_size", "0.6B"], "it has vocab_size 300, model_size 0.6B has 151936; drop "
+                               "model_size"),
     (["--tensor_parallel_size", "2"], "tensor_parallel_size 2 must divide"),
 ])  # fmt: skip
 def test_flags_that_do_not_fit_the_folder(flags, message, qwen2, corpus, tmp_path, capsys):
@@ -489,7 +724,16 @@ def test_flags_that_do_not_fit_the_folder(flags, message, qwen2, corpus, tmp_pat
 
 
 def test_a_plan_is_of_the_folders_shape(qwen2, tmp_path, capsys):
-    flags = ["--init_from", str(qwen2), "--gpu", "24GB", "--context_length", "4096", "--json", str(tmp_path / "json")]
+    flags = [
+        "--init_from",
+        str(qwen2),
+        "--gpu",
+        "24GB",
+        "--context_length",
+        "4096",
+        "--json",
+        str(tmp_path / "json"),
+    ]
     assert profile_memory.main(flags) == 0
     shape = shape_of_weights(qwen2)
     assert f"model: {qwen2}, {shape.num_parameters():,} parameters" in capsys.readouterr().out
@@ -508,17 +752,23 @@ def test_exports_that_are_refused(qwen2, tmp_path, capsys):
     (tmp_path / "full" / "file").touch()
     assert "is already there" in refused(qwen2, tmp_path / "full")
     assert "nowhere does not exist; give a" in refused(tmp_path / "nowhere", tmp_path / "out")
-    assert "/bin/hf download Qwen/Qwen3-0.6B --local-dir DIR" in refused("Qwen/Qwen3-0.6B", tmp_path / "out")
+    assert "/bin/hf download Qwen/Qwen3-0.6B --local-dir DIR" in refused(
+        "Qwen/Qwen3-0.6B", tmp_path / "out"
+    )
     source = tmp_path / "large"
     source.mkdir()
     config = replace(MODEL_SIZES["tiny"], num_hidden_layers=1)
     names = {name: torch.full(p.shape, 1e6) for name, p in Transformer(config).named_parameters()}
-    save_file({f"model.{name}": weight for name, weight in names.items()}, source / "model.safetensors")
+    save_file(
+        {f"model.{name}": weight for name, weight in names.items()}, source / "model.safetensors"
+    )
     (source / "config.json").write_text(json.dumps(to_config_json(config)))
     assert "is not finite in torch.float16; choose another --dtype" in refused(
         source, tmp_path / "out", "--dtype", "fp16"
     )
-    (source / "config.json").write_text(json.dumps({**to_config_json(config), "num_hidden_layers": 10**7}))
+    (source / "config.json").write_text(
+        json.dumps({**to_config_json(config), "num_hidden_layers": 10**7})
+    )
     assert "num_hidden_layers is 10000000; at most 4096" in refused(source, tmp_path / "out")
     nsa = to_config_json(replace(config, layer_kinds=(NSA(),)))
     (source / "config.json").write_text(json.dumps(nsa))

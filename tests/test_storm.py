@@ -12,7 +12,9 @@ def test_kills_lose_nothing(tmp_path):
 
 
 def test_signals_lose_nothing(tmp_path):
-    assert sum(storm_of_signals(tmp_path, count=2, ranks=1, seed=2, seconds=2, steps=10).values()) >= 2
+    assert (
+        sum(storm_of_signals(tmp_path, count=2, ranks=1, seed=2, seconds=2, steps=10).values()) >= 2
+    )
 
 
 def test_damage_is_seen(tmp_path):

@@ -16,7 +16,12 @@ from model import Transformer
 from tests.packages import needs
 from tests.runs import arguments, losses, only_resume, saved_settings, weights_of_another_shape
 from training.checkpoint import weights as weights_module
-from training.checkpoint.weights import find_weights, load_model_weights, parameter_shapes, shape_of_weights
+from training.checkpoint.weights import (
+    find_weights,
+    load_model_weights,
+    parameter_shapes,
+    shape_of_weights,
+)
 from training.evaluation import __main__ as evaluation
 from training.export.__main__ import main as export_main
 from training.families.lora import Adapters, read_adapters, to_adapter_config
@@ -58,8 +63,19 @@ def run(base, corpus, tmp_path_factory):
 
 
 def lora_arguments(base, corpus, output_dir, *extra, steps):
-    given = ["--init_from", str(base), "--lora", str(RANK), "--learning_rate", "0.01", "--checkpoint_interval", "3"]
-    return arguments(corpus, output_dir, *given, "--gradient_accumulation_steps", "2", *extra, steps=steps)
+    given = [
+        "--init_from",
+        str(base),
+        "--lora",
+        str(RANK),
+        "--learning_rate",
+        "0.01",
+        "--checkpoint_interval",
+        "3",
+    ]
+    return arguments(
+        corpus, output_dir, *given, "--gradient_accumulation_steps", "2", *extra, steps=steps
+    )
 
 
 def adapters_in(folder):
@@ -80,7 +96,9 @@ def ours(folder):
     read_adapters(folder)[0].prepare(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     entries = find_weights(folder, shapes)
-    model.load_state_dict({name: weights_module._read_weight(entry) for name, entry in entries.items()})
+    model.load_state_dict(
+        {name: weights_module._read_weight(entry) for name, entry in entries.items()}
+    )
     return model
 
 
@@ -98,7 +116,9 @@ def test_a_checkpoint_holds_adapters_and_their_state_alone(run, base):
     names = {name.removeprefix("base_model.model.model.") for name in adapters_in(folder)}
     shape = shape_of_weights(base)
     assert names == Adapters(RANK, 2 * RANK).shapes(parameter_shapes(shape)).keys()
-    assert not (folder / "model.safetensors").exists() and not equal(adapters_in(folder), adapters_in(last))
+    assert not (folder / "model.safetensors").exists() and not equal(
+        adapters_in(folder), adapters_in(last)
+    )
     state = {name.rpartition(".")[0] for name in load_file(folder / "optimizer.safetensors")}
     assert state == names
     assert all(tensor.abs().max() > 0 for tensor in adapters_in(last).values())
@@ -118,7 +138,9 @@ def resumed(run, folder):
 def test_a_resumed_run_is_the_run_that_was_not_stopped(run, tmp_path):
     stopped = resumed(run, tmp_path / "run")
     assert saved_settings(stopped, 6)["lora"] == RANK
-    states = [load_file(folder / "step_00000006/optimizer.safetensors") for folder in (stopped, run)]
+    states = [
+        load_file(folder / "step_00000006/optimizer.safetensors") for folder in (stopped, run)
+    ]
     assert equal(*states)
 
 
@@ -143,10 +165,14 @@ def test_adapters_train_beside_rounded_matrices_and_resume(
     """Checks a resumed run, another number of bits from there on, and the files as of any run."""
     caplog.set_level(logging.INFO)
     whole = tmp_path / "whole"
-    assert train.main(lora_arguments(base_of_groups, corpus, whole, f"--{name}", str(value), steps=6)) == 0
+    assert (
+        train.main(lora_arguments(base_of_groups, corpus, whole, f"--{name}", str(value), steps=6))
+        == 0
+    )
     stopped = resumed(whole, tmp_path / "stopped")
     assert saved_settings(stopped, 6)[name] == value
-    said = "linear maps: lora on fp8, head bf16; costs some loss, see docs/memory.md"  # without a plan, too
+    # without a plan, too
+    said = "linear maps: lora on fp8, head bf16; costs some loss, see docs/memory.md"
     assert caplog.messages.count(said) == 2 * (name == "linear")
     last, found = (adapters_in(folder / "step_00000006") for folder in (whole, exact))
     assert found.keys() == last.keys() and not equal(found, last)
@@ -163,13 +189,20 @@ def test_adapters_are_added_to_the_weights_that_they_were_trained_beside(
     """Adapters of SmolLM2-135M that were trained beside 4 bits lost 0.087 nats on bf16."""
     caplog.set_level(logging.INFO)
     folder, exact = tmp_path / "run/step_00000002", tmp_path / "exact/step_00000002"
-    assert train.main(lora_arguments(base_of_groups, corpus, folder.parent, "--lora_bits", "4", steps=2)) == 0
+    assert (
+        train.main(
+            lora_arguments(base_of_groups, corpus, folder.parent, "--lora_bits", "4", steps=2)
+        )
+        == 0
+    )
     shutil.copytree(folder, exact)
     (exact / "manifest.json").unlink()
     config = json.loads((exact / "config.json").read_text())
     (exact / "config.json").write_text(json.dumps(config | {"frozen_bits": 16}))
     shapes = parameter_shapes(shape_of_weights(folder))
-    base, on_4_bits, on_bf16 = (dict(load_model_weights(each, shapes)) for each in (base_of_groups, folder, exact))
+    base, on_4_bits, on_bf16 = (
+        dict(load_model_weights(each, shapes)) for each in (base_of_groups, folder, exact)
+    )
     for name, weight in base.items():
         rounded = weight.bfloat16()
         if weight.ndim == 2 and name.startswith("layers."):
@@ -187,9 +220,13 @@ def test_adapters_are_added_to_the_weights_that_they_were_trained_beside(
     targets = ",".join(LORA_TARGETS)
     given = f"--init_from {base_of_groups} --lora {RANK} --lora_targets {targets} --lora_bits 4\n"
     assert given in capsys.readouterr().err
-    go_on = arguments(corpus, tmp_path / "other", "--init_from", str(folder), "--lora_bits", "16", steps=1)
+    go_on = arguments(
+        corpus, tmp_path / "other", "--init_from", str(folder), "--lora_bits", "16", steps=1
+    )
     assert train.main(go_on) == 0 and saved_settings(tmp_path / "other", 1)["lora_bits"] == 16
-    assert "adapters: trained beside 4 bits per weight, and from here on beside 16" in caplog.messages
+    assert (
+        "adapters: trained beside 4 bits per weight, and from here on beside 16" in caplog.messages
+    )
     (exact / "config.json").write_text(json.dumps(config | {"frozen_bits": "4"}))
     with pytest.raises(UserError, match=r"config.json is damaged: frozen_bits '4' is none of"):
         load_model_weights(exact, shapes)
@@ -200,10 +237,14 @@ def test_peft_opens_a_checkpoint_and_computes_the_same(run, base):
     ids = torch.randint(256, (2, 33), generator=torch.Generator().manual_seed(0))
     expected = theirs(base, folder)(input_ids=ids).logits
     model = ours(folder)
-    torch.testing.assert_close(model(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4
+    )
     merged = Transformer(shape_of_weights(folder))
     merged.load_state_dict(dict(load_model_weights(folder, parameter_shapes(merged.config))))
-    torch.testing.assert_close(merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4
+    )
     assert model.layers[0].mlp.linear == LORA
 
 
@@ -214,7 +255,11 @@ def test_adapters_go_to_peft_and_back_bit_for_bit(run, base, corpus, tmp_path):
     config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     config["base_model_name_or_path"] = str(base)
     (tmp_path / "peft/adapter_config.json").write_text(json.dumps(config))
-    assert read_adapters(tmp_path / "peft") == read_adapters(folder) == (Adapters(RANK, 2.0 * RANK), base)
+    assert (
+        read_adapters(tmp_path / "peft")
+        == read_adapters(folder)
+        == (Adapters(RANK, 2.0 * RANK), base)
+    )
     # A run that goes on from them starts where they are.
     found = []
     for source in (tmp_path / "peft", folder):
@@ -228,7 +273,9 @@ def test_adapters_go_to_peft_and_back_bit_for_bit(run, base, corpus, tmp_path):
         torch.testing.assert_close(found[0][name], tensor, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", "full names", "ends of names", r".*\.(self_attn\.q|mlp\.down)_proj"])
+@pytest.mark.parametrize(
+    "targets", ["all-linear", "full names", "ends of names", r".*\.(self_attn\.q|mlp\.down)_proj"]
+)
 def test_targets_are_read_as_peft_reads_them(targets, base, tmp_path):
     """Checks the names that are read and the names of the tensors that peft saved."""
     import peft
@@ -236,7 +283,9 @@ def test_targets_are_read_as_peft_reads_them(targets, base, tmp_path):
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     full = [name for name, _ in model.named_modules() if name.endswith(("q_proj", "down_proj"))]
-    given = {"full names": full, "ends of names": ["self_attn.q_proj", "down_proj"]}.get(targets, targets)
+    given = {"full names": full, "ends of names": ["self_attn.q_proj", "down_proj"]}.get(
+        targets, targets
+    )
     lora = peft.LoraConfig(r=RANK, lora_alpha=6, target_modules=given, task_type="CAUSAL_LM")
     peft.get_peft_model(model, lora).save_pretrained(tmp_path)
     edit_adapter_config(tmp_path, base_model_name_or_path=str(base), target_modules=given)
@@ -247,7 +296,8 @@ def test_targets_are_read_as_peft_reads_them(targets, base, tmp_path):
 
 
 def test_targets_of_some_blocks_are_refused(base, run, corpus, tmp_path, capsys):
-    """The names of block 0 alone could be all names of a model of one block; the tensors of the others are missed."""
+    """The names of block 0 alone could be all names of a model of one block; the tensors of the
+    others are missed."""
     folder = tmp_path / "peft"
     theirs(base, run / "step_00000006").save_pretrained(folder)
     tensors = {n: t for n, t in adapters_in(folder).items() if ".layers.0.self_attn.q_proj." in n}
@@ -278,7 +328,9 @@ def test_a_folder_of_adapters_is_read_like_the_merged_one(run, corpus, tmp_path,
         written.append(capsys.readouterr().out)
         judged = tmp_path / "judged" / source.name
         data = ["--data", corpus, "--samples", "0", "--sequences", "2", "--context_length", "256"]
-        assert evaluation.main([str(source), *data, "--device", "cpu", "--output_dir", str(judged)]) in (0, None)
+        assert evaluation.main(
+            [str(source), *data, "--device", "cpu", "--output_dir", str(judged)]
+        ) in (0, None)
         capsys.readouterr()
         found = json.loads((judged / "evaluation.json").read_text())
         written[-1] += json.dumps(found["loss_by_position"])
@@ -290,10 +342,21 @@ def test_lora_plus_multiplies_the_rate_of_b(base, corpus, tmp_path):
     lengths = {}
     for ratio in (1, 16):
         output_dir = tmp_path / str(ratio)
-        extra = ["--lora_plus", str(ratio), "--weight_decay", "0", "--warmup_steps", "0", "--checkpoint_interval", "1"]
+        extra = [
+            "--lora_plus",
+            str(ratio),
+            "--weight_decay",
+            "0",
+            "--warmup_steps",
+            "0",
+            "--checkpoint_interval",
+            "1",
+        ]
         assert train.main(lora_arguments(base, corpus, output_dir, *extra, steps=2)) == 0
         found = adapters_in(output_dir / "step_00000001")
-        lengths[ratio] = max(tensor.abs().max() for name, tensor in found.items() if "lora_B" in name)
+        lengths[ratio] = max(
+            tensor.abs().max() for name, tensor in found.items() if "lora_B" in name
+        )
     assert lengths[16] / lengths[1] == pytest.approx(16, rel=1e-3)
 
 
@@ -313,10 +376,20 @@ def test_what_is_not_supported_is_refused(extra, message, base, corpus, tmp_path
     assert message in capsys.readouterr().err
 
 
-def test_quantized_weights_need_their_library(base_of_groups, corpus, tmp_path, capsys, monkeypatch):
+def test_quantized_weights_need_their_library(
+    base_of_groups, corpus, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(errors, "find_spec", lambda package: None)
-    assert train.main(lora_arguments(base_of_groups, corpus, tmp_path / "run", "--lora_bits", "8", steps=2)) == 1
-    assert f"lora_bits 8 needs the package bitsandbytes: {pip_install('bitsandbytes')}" in capsys.readouterr().err
+    assert (
+        train.main(
+            lora_arguments(base_of_groups, corpus, tmp_path / "run", "--lora_bits", "8", steps=2)
+        )
+        == 1
+    )
+    assert (
+        f"lora_bits 8 needs the package bitsandbytes: {pip_install('bitsandbytes')}"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["lora", "lora_alpha", "lora_targets", "lora_bits", "lora_plus"])
@@ -327,24 +400,37 @@ def test_flags_without_weights_to_adapt_are_refused(name, corpus, tmp_path, caps
 
 
 def test_one_command_starts_and_goes_on(base, corpus, tmp_path, capsys):
-    """Checks --resume auto and --init_from with the targets in another order than theirs in a block."""
+    """Checks --resume auto and --init_from with the targets in another order than theirs in a
+    block."""
     flags = ["--lora_targets", "up_proj,q_proj", "--resume", "auto"]
     for steps in (2, 4, 4):
         assert train.main(lora_arguments(base, corpus, tmp_path / "run", *flags, steps=steps)) == 0
     assert saved_settings(tmp_path / "run", 4)["lora_targets"] == "q_proj,up_proj"
-    further = ["--init_from", str(tmp_path / "run/step_00000004"), "--lora_targets", "up_proj,q_proj"]
+    further = [
+        "--init_from",
+        str(tmp_path / "run/step_00000004"),
+        "--lora_targets",
+        "up_proj,q_proj",
+    ]
     assert train.main(arguments(corpus, tmp_path / "further", *further, steps=2)) == 0
     capsys.readouterr()
-    assert train.main(arguments(corpus, tmp_path / "every", *further[:-1], "all-linear", steps=2)) == 1
+    assert (
+        train.main(arguments(corpus, tmp_path / "every", *further[:-1], "all-linear", steps=2)) == 1
+    )
     assert "lora_targets all-linear: the adapters of" in capsys.readouterr().err
     without = arguments(corpus, tmp_path / "other", "--lora", "4", "--resume", "auto")
-    assert train.main(without) == 1 and "lora has no effect without init_from" in capsys.readouterr().err
+    assert (
+        train.main(without) == 1
+        and "lora has no effect without init_from" in capsys.readouterr().err
+    )
     resumed = only_resume(tmp_path / "run", "--max_steps", "9", "--lora_plus", "2")
     assert train.main(resumed) == 0 and saved_settings(tmp_path / "run", 9)["lora_plus"] == 2
 
 
 def test_all_linear_is_every_projection_of_the_adapters_to_go_on_with(base, tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps(to_adapter_config(Adapters(4, 8.0), base)))
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps(to_adapter_config(Adapters(4, 8.0), base))
+    )
     asked = TrainConfig(init_from=str(tmp_path), lora_targets="all-linear")
     found = adapters_found(asked, ["lora_targets"], Source.read(tmp_path))
     assert found["lora_targets"] == ",".join(LORA_TARGETS)
@@ -356,18 +442,27 @@ def test_a_run_of_all_weights_takes_no_adapters(corpus, tmp_path, capsys):
         ("lora_plus", "2", "lora_plus has no effect without lora"),
         ("lora", "2", "was trained with no adapters, not Adapters(rank=2"),
     ):
-        assert train.main(only_resume(tmp_path / "run", "--max_steps", "9", f"--{name}", value)) == 1
+        assert (
+            train.main(only_resume(tmp_path / "run", "--max_steps", "9", f"--{name}", value)) == 1
+        )
         assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["lora_alpha", "lora_targets", "lora_plus"])
 def test_flags_without_lora_are_refused(name, base, corpus, tmp_path, capsys):
     value = "q_proj" if name == "lora_targets" else "4"
-    assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(base), f"--{name}", value)) == 1
+    assert (
+        train.main(
+            arguments(corpus, tmp_path / "run", "--init_from", str(base), f"--{name}", value)
+        )
+        == 1
+    )
     assert f"{name} has no effect without lora" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "value"), [("lora", "2"), ("lora_alpha", "5"), ("lora_targets", "q_proj")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("lora", "2"), ("lora_alpha", "5"), ("lora_targets", "q_proj")]
+)
 def test_a_run_keeps_its_adapters(name, value, run, corpus, tmp_path, capsys):
     assert train.main([*only_resume(run), "--max_steps", "9", f"--{name}", value]) == 1
     assert "was trained with" in capsys.readouterr().err
@@ -379,7 +474,8 @@ def test_a_run_keeps_its_adapters(name, value, run, corpus, tmp_path, capsys):
 @pytest.mark.parametrize(("changes", "message"), [
     ({"use_dora": True}, "has use_dora True, which this decoder does not compute"),
     ({"peft_type": "IA3"}, "has peft_type 'IA3', which"),
-    ({"modules_to_save": ["lm_head"], "use_rslora": True}, "has modules_to_save ['lm_head'], use_rslora True"),
+    ({"modules_to_save": ["lm_head"], "use_rslora": True}, "has modules_to_save ['lm_head'], "
+                                                           "use_rslora True"),
     ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
     ({"init_lora_weights": "pissa_niter_16"}, "has init_lora_weights 'pissa_niter_16'"),
     ({"init_lora_weights": "olora"}, "has init_lora_weights 'olora'"),
@@ -406,8 +502,10 @@ def test_a_run_keeps_its_adapters(name, value, run, corpus, tmp_path, capsys):
     ({"lora_alpha": float("inf")}, "adapters need a rank and an alpha above 0"),
     ({"lora_alpha": 10**400}, "int too large to convert to float"),
     ({"lora_alpha": "16"}, "lora_alpha '16' a number"),
-    ({"base_model_name_or_path": "Qwen/Qwen3-4B"}, "names 'Qwen/Qwen3-4B' as the folder of the weights"),
-    ({"base_model_name_or_path": 5000 * "a"}, "a' as the folder of the weights that were adapted, and it is not"),
+    ({"base_model_name_or_path": "Qwen/Qwen3-4B"}, "names 'Qwen/Qwen3-4B' as the folder of the "
+                                                   "weights"),
+    ({"base_model_name_or_path": 5000 * "a"}, "a' as the folder of the weights that were adapted, "
+                                              "and it is not"),
     ({"base_model_name_or_path": None}, "base_model_name_or_path None a folder"),
     ({"base_model_name_or_path": "itself"}, "it holds adapters itself"),
 ])  # fmt: skip
@@ -419,7 +517,9 @@ def test_adapters_of_other_kinds_are_refused(changes, message, run, base, corpus
         shutil.copy(base / "config.json", folder)
         edit_adapter_config(folder, base_model_name_or_path=str(folder))
     assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(folder))) == 1
-    [error] = [line for line in capsys.readouterr().err.splitlines() if "adapter_config.json" in line]
+    [error] = [
+        line for line in capsys.readouterr().err.splitlines() if "adapter_config.json" in line
+    ]
     assert message in error and len(error) < 1000
 
 
@@ -429,14 +529,19 @@ def test_a_folder_without_tensors_is_refused(run, corpus, tmp_path, capsys):
     shutil.copy(run / "step_00000006/adapter_config.json", folder)
     save_file({}, folder / "adapter_model.safetensors")
     assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(folder))) == 1
-    assert "it has no base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in capsys.readouterr().err
+    assert (
+        "it has no base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+        in capsys.readouterr().err
+    )
 
 
 def test_dropout_of_a_folder_is_left_out_and_said(run, base, corpus, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     folder = tmp_path / "peft"
     theirs(base, run / "step_00000006").save_pretrained(folder)
-    edit_adapter_config(folder, base_model_name_or_path=str(base), lora_dropout=0.25, init_lora_weights="gaussian")
+    edit_adapter_config(
+        folder, base_model_name_or_path=str(base), lora_dropout=0.25, init_lora_weights="gaussian"
+    )
     assert train.main(arguments(corpus, tmp_path / "run", "--init_from", str(folder), steps=2)) == 0
     assert "lora_dropout 0.25 of" in caplog.text
 
@@ -448,7 +553,11 @@ def test_damage_is_refused(damaged, run, base, corpus, tmp_path, capsys):
     shutil.copytree(base, copied)
     assert train.main(lora_arguments(copied, corpus, tmp_path / "run", steps=2)) == 0
     folder = tmp_path / "run/step_00000002"
-    file = folder / "adapter_model.safetensors" if damaged == "adapters" else copied / "model.safetensors"
+    file = (
+        folder / "adapter_model.safetensors"
+        if damaged == "adapters"
+        else copied / "model.safetensors"
+    )
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)
@@ -469,7 +578,18 @@ def test_adapters_of_a_base_that_was_trained_anew_are_refused(run, base, corpus,
     weights_of_another_shape(copied.parent / "anew", seed=2).rename(copied)
     resumed = [*only_resume(tmp_path / "run"), "--max_steps", "9"]
     continued = arguments(corpus, tmp_path / "other", "--init_from", str(adapted))
-    judged = ["--data", corpus, "--samples", "0", "--sequences", "2", "--context_length", "256", "--device", "cpu"]
+    judged = [
+        "--data",
+        corpus,
+        "--samples",
+        "0",
+        "--sequences",
+        "2",
+        "--context_length",
+        "256",
+        "--device",
+        "cpu",
+    ]
     for command in (
         lambda: train.main(resumed),
         lambda: train.main(continued),
@@ -479,7 +599,10 @@ def test_adapters_of_a_base_that_was_trained_anew_are_refused(run, base, corpus,
     ):
         capsys.readouterr()
         assert command() == 1
-        assert f"in {copied} have changed" in (error := capsys.readouterr().err) and "with base_crc32" in error
+        assert (
+            f"in {copied} have changed" in (error := capsys.readouterr().err)
+            and "with base_crc32" in error
+        )
     # Adapters of peft's have no fingerprint to compare.
     for name in ("config.json", "manifest.json"):
         (adapted / name).unlink()
@@ -488,18 +611,33 @@ def test_adapters_of_a_base_that_was_trained_anew_are_refused(run, base, corpus,
 
 @pytest.mark.parametrize(
     "damaged",
-    [{"lora_alpha": 7}, {"r": 4}, {"lora_dropout": 0.25}, {"target_modules": ["q_proj"]}, {"peft_type": "LOSA"}, {}],
+    [
+        {"lora_alpha": 7},
+        {"r": 4},
+        {"lora_dropout": 0.25},
+        {"target_modules": ["q_proj"]},
+        {"peft_type": "LOSA"},
+        {},
+    ],
     ids=str,
 )
-def test_resuming_passes_over_a_checkpoint_with_damaged_adapter_config(damaged, run, tmp_path, caplog):
-    """Checks a flipped bit of each setting, and of the base's place ({}), in the newest of two checkpoints."""
+def test_resuming_passes_over_a_checkpoint_with_damaged_adapter_config(
+    damaged, run, tmp_path, caplog
+):
+    """Checks a flipped bit of each setting, and of the base's place ({}), in the newest of two
+    checkpoints."""
     stopped = tmp_path / "run"
     shutil.copytree(run, stopped)
     place = read_adapters(run / "step_00000006")[1]
-    flipped = damaged or {"base_model_name_or_path": f"{str(place)[:-1]}{chr(ord(str(place)[-1]) ^ 1)}"}
+    flipped = damaged or {
+        "base_model_name_or_path": f"{str(place)[:-1]}{chr(ord(str(place)[-1]) ^ 1)}"
+    }
     edit_adapter_config(stopped / "step_00000006", **flipped)
     assert train.main([*only_resume(stopped)[:-1], "--resume", "auto"]) == 0
-    assert f"passed over {stopped / 'step_00000006'}: " in caplog.text and losses(stopped)[-3:] == losses(run)[-3:]
+    assert (
+        f"passed over {stopped / 'step_00000006'}: " in caplog.text
+        and losses(stopped)[-3:] == losses(run)[-3:]
+    )
     assert equal(adapters_in(stopped / "step_00000006"), adapters_in(run / "step_00000006"))
 
 
@@ -514,7 +652,10 @@ def test_a_base_may_move(base, corpus, tmp_path, capsys):
     edit_adapter_config(adapted, base_model_name_or_path=str(moved), lora_alpha=12)
     for argv in (resumed, continued):
         assert train.main(argv) == 1
-        assert "'alpha': 6.0" in (error := capsys.readouterr().err) and "and now has {'rank': 3, 'alpha': 12.0" in error
+        assert (
+            "'alpha': 6.0" in (error := capsys.readouterr().err)
+            and "and now has {'rank': 3, 'alpha': 12.0" in error
+        )
     edit_adapter_config(adapted, lora_alpha=6)
     for argv in (continued, resumed):
         assert train.main(argv) == 0
@@ -524,9 +665,15 @@ def test_a_base_may_move(base, corpus, tmp_path, capsys):
 
 def test_a_profile_is_of_the_base(run, base, capsys):
     assert profile_memory.main(["--init_from", str(run / "step_00000006"), "--gpu", "24GB"]) == 1
-    assert f"holds adapters; give --init_from {base} --lora {RANK} --lora_targets " in capsys.readouterr().err
     assert (
-        profile_memory.main(["--init_from", str(base), "--lora", "3", "--lora_targets", "q_proj", "--gpu", "24GB"]) == 0
+        f"holds adapters; give --init_from {base} --lora {RANK} --lora_targets "
+        in capsys.readouterr().err
+    )
+    assert (
+        profile_memory.main(
+            ["--init_from", str(base), "--lora", "3", "--lora_targets", "q_proj", "--gpu", "24GB"]
+        )
+        == 0
     )
     assert "adapters               rank 3, in q_proj: " in capsys.readouterr().out
 

@@ -52,12 +52,14 @@ def test_resume_equals_an_uninterrupted_run(corpus, tmp_path):
 
 
 def test_wider_mlps_in_some_layers_train_and_resume(corpus, tmp_path, monkeypatch):
-    """Three layers of four are as wide as the model's own. No family's config.json says so: here the test does."""
+    """Three layers of four are as wide as the model's own. No family's config.json says so: here
+    the test does."""
     usual, wider = GatedMLPPart(384), GatedMLPPart(768, "gelu_tanh")
     shape = replace(MODEL_SIZES["tiny"], layer_mlps=(usual, usual, usual, wider))
     monkeypatch.setitem(MODEL_SIZES, "tiny", shape)
     monkeypatch.setattr(
-        "training.run.parts.to_config_json", lambda config: to_config_json(replace(config, layer_mlps=()))
+        "training.run.parts.to_config_json",
+        lambda config: to_config_json(replace(config, layer_mlps=())),
     )
     monkeypatch.setattr(
         "training.checkpoint.weights.from_config_json",
@@ -79,42 +81,58 @@ def test_compact_state_resumes_exactly_and_in_float32(corpus, tmp_path, caplog):
     assert losses(parts) == losses(whole)
     for name, tensor in weights(whole, 6).items():
         assert torch.equal(tensor, weights(parts, 6)[name]), name
-    files = [load_file(path / "optimizer.safetensors") for path in (parts / "step_00000006", whole / "step_00000006")]
+    files = [
+        load_file(path / "optimizer.safetensors")
+        for path in (parts / "step_00000006", whole / "step_00000006")
+    ]
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
     assert {tensor.dtype for tensor in files[0].values()} > {torch.int8, torch.uint8}
     world = World(0, 1, torch.device("cpu"))
     recipe = recipe_of(TrainConfig(optimizer_state="compact"), MODEL_SIZES["tiny"], world)
     size = checkpoint_bytes(recipe, world) - SPARE_BYTES
-    assert sum(file.stat().st_size for file in (parts / "step_00000006").glob("*.safetensors")) == pytest.approx(
-        size, rel=0.02
-    )
+    assert sum(
+        file.stat().st_size for file in (parts / "step_00000006").glob("*.safetensors")
+    ) == pytest.approx(size, rel=0.02)
 
     shutil.rmtree(parts / "step_00000006")
     caplog.set_level(logging.INFO)
     assert train.main(only_resume(parts, "--optimizer_state", "float32")) == 0
     assert "optimizer_state: compact -> float32" in caplog.messages
-    assert losses(parts)[:4] == losses(whole)[:4] and losses(parts) == pytest.approx(losses(whole), rel=1e-2)
+    assert losses(parts)[:4] == losses(whole)[:4] and losses(parts) == pytest.approx(
+        losses(whole), rel=1e-2
+    )
     shutil.rmtree(parts / "step_00000006")
     assert train.main(only_resume(parts, "--optimizer_state", "compact")) == 0
 
 
 def test_a_run_keeps_the_format_of_its_state(corpus, tmp_path, caplog, monkeypatch):
-    """Without a plan auto is float32. A resumed run has the format that the settings of the run before name."""
+    """Without a plan auto is float32. A resumed run has the format that the settings of the run
+    before name."""
     run, name = tmp_path / "run", "optimizer_state"
     assert train.main(arguments(corpus, run, steps=1)) == 0
-    assert saved_settings(run, 1)[name] == "float32" == json.loads((run / "config.json").read_text())[name]
+    assert (
+        saved_settings(run, 1)[name]
+        == "float32"
+        == json.loads((run / "config.json").read_text())[name]
+    )
     assert train.main(only_resume(run, "--max_steps", "2", f"--{name}", "compact")) == 0
     caplog.set_level(logging.INFO)
     caplog.clear()
     again = arguments(corpus, run, "--resume", "auto", f"--{name}", "auto", steps=3)
     assert train.main(again) == 0 and not any(line.startswith(name) for line in caplog.messages)
     assert saved_settings(run, 3)[name] == "compact"
-    edited = run / "step_00000003" / "trainer.json"  # like checkpoints from before there was a choice
+    edited = (
+        run / "step_00000003" / "trainer.json"
+    )  # like checkpoints from before there was a choice
     content = json.loads(edited.read_text())
     del content["trainer_state"]["settings"][name]
     monkeypatch.setattr(resume, "load_trainer_state", lambda _: content["trainer_state"])
     assert resume.load_state(run / "step_00000003")["settings"][name] == "float32"
-    for said, means in ("fp8", "fp8-all"), ("fp8-gradients", "fp8"), ("int8", "int8"):  # from before the names changed
+    for said, means in (
+        ("fp8", "fp8-all"),
+        ("fp8-gradients", "fp8"),
+        ("int8", "int8"),
+    ):  # from before the names changed
         content["trainer_state"]["settings"]["linear"] = said
         content["trainer_state"].pop("version", None)
         assert resume.load_state(run / "step_00000003")["settings"]["linear"] == means
@@ -126,8 +144,12 @@ def test_a_run_keeps_the_format_of_its_state(corpus, tmp_path, caplog, monkeypat
 
 
 def test_chosen_blocks_are_annealed_and_resumed(corpus, tmp_path):
-    """A resumed run goes on with the numbers of its steps; a token of the last of 11 blocks chooses one or none."""
-    run, flags = tmp_path / "run", ["--context_length", "704", "--batch_size", "1", "--validation_sequences", "0"]
+    """A resumed run goes on with the numbers of its steps; a token of the last of 11 blocks chooses
+    one or none."""
+    run, flags = (
+        tmp_path / "run",
+        ["--context_length", "704", "--batch_size", "1", "--validation_sequences", "0"],
+    )
     flags += [*SPARSE, *ANNEALED, "3", "--selected_blocks", "0", "--checkpoint_interval", "2"]
     assert train.main(arguments(corpus, run, *flags)) == 0
     whole, numbers = losses(run), [line["selected_blocks"] for line in metrics(run)]
@@ -157,22 +179,41 @@ def test_resume_keeps_the_shape_that_was_trained(corpus, tmp_path):
     assert losses(parts) == losses(whole)
     config = json.loads((parts / "step_00000004" / "config.json").read_text())
     assert config == json.loads((whole / "step_00000004" / "config.json").read_text())
-    assert (config["rope_theta"], config["head_dim"], config["max_position_embeddings"]) == (5e6, 16, 4096)
+    assert (config["rope_theta"], config["head_dim"], config["max_position_embeddings"]) == (
+        5e6,
+        16,
+        4096,
+    )
 
 
 def test_inherited_settings_that_a_flag_contradicts_are_dropped(corpus, tmp_path, caplog, capsys):
     caplog.set_level(logging.INFO)
     run = tmp_path / "run"
-    command = arguments(corpus, run, *SPARSE, "--selected_blocks", "4", "--checkpoint_interval", "3", steps=2)
+    command = arguments(
+        corpus, run, *SPARSE, "--selected_blocks", "4", "--checkpoint_interval", "3", steps=2
+    )
     assert train.main(command) == 0
-    assert train.main(only_resume(run, "--attention_type", "full", "--max_steps", "3", "--save", "model")) == 0
+    assert (
+        train.main(
+            only_resume(run, "--attention_type", "full", "--max_steps", "3", "--save", "model")
+        )
+        == 0
+    )
     assert {"selected_blocks: 4 -> None", "attention_type: sparse -> full"} <= {*caplog.messages}
     kept = sorted(path.name for path in run.glob("step_*"))
-    assert kept == ["step_00000002", "step_00000003"]  # the older is the newest with an optimizer's state
+    assert kept == [
+        "step_00000002",
+        "step_00000003",
+    ]  # the older is the newest with an optimizer's state
     (run / "step_00000003").rename(tmp_path / "weights")
     assert train.main(only_resume(run, "--save", "none", "--max_steps", "4")) == 0
-    assert train.main(arguments(corpus, tmp_path / "auto", "--resume", "auto", "--save", "model")) == 1
-    assert "a run that goes on with resume auto needs checkpoints of save full" in capsys.readouterr().err
+    assert (
+        train.main(arguments(corpus, tmp_path / "auto", "--resume", "auto", "--save", "model")) == 1
+    )
+    assert (
+        "a run that goes on with resume auto needs checkpoints of save full"
+        in capsys.readouterr().err
+    )
 
 
 CHANGED = ["--batch_size", "3", "--gradient_accumulation_steps", "2", "--learning_rate", "1e-3"]
@@ -183,14 +224,22 @@ def test_resume_without_flags_keeps_every_setting(corpus, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train.main(arguments(corpus, whole, *CHANGED, steps=6)) == 0
-    assert train.main(arguments(corpus, parts, *CHANGED, "--checkpoint_interval", "3", steps=6)) == 0
+    assert (
+        train.main(arguments(corpus, parts, *CHANGED, "--checkpoint_interval", "3", steps=6)) == 0
+    )
     interrupt(parts, 3, tmp_path / "lost")
     caplog.clear()
     assert train.main(only_resume(parts)) == 0
     assert losses(parts) == losses(whole)
     assert " -> " not in caplog.text and "held at" not in caplog.text
-    settings = json.loads((parts / "step_00000006" / "trainer.json").read_text())["trainer_state"]["settings"]
-    assert (settings["batch_size"], settings["learning_rate"], settings["max_steps"]) == (3, 1e-3, 6)
+    settings = json.loads((parts / "step_00000006" / "trainer.json").read_text())["trainer_state"][
+        "settings"
+    ]
+    assert (settings["batch_size"], settings["learning_rate"], settings["max_steps"]) == (
+        3,
+        1e-3,
+        6,
+    )
 
 
 def test_resume_says_what_changed(corpus, tmp_path, caplog):
@@ -198,33 +247,56 @@ def test_resume_says_what_changed(corpus, tmp_path, caplog):
     run = tmp_path / "run"
     assert train.main(arguments(corpus, run, "--checkpoint_interval", "2")) == 0
     interrupt(run, 2, tmp_path / "lost")
-    edit_trainer_json(run / "step_00000002", lambda state: state.update(ranks=4, tokens_per_step=512))
+    edit_trainer_json(
+        run / "step_00000002", lambda state: state.update(ranks=4, tokens_per_step=512)
+    )
     edit_trainer_json(run / "step_00000002", lambda state: state["settings"].update(warp_speed=9))
     caplog.clear()
     (tmp_path / "run.toml").write_text("weight_decay = 0.2\n")
-    assert train.main(only_resume(run, "--batch_size", "4", "--config", str(tmp_path / "run.toml"))) == 0
+    assert (
+        train.main(only_resume(run, "--batch_size", "4", "--config", str(tmp_path / "run.toml")))
+        == 0
+    )
     changes = [line for line in caplog.messages if " -> " in line]
-    assert changes == ["batch_size: 2 -> 4", "weight_decay: 0.1 -> 0.2", "tokens a step: 512 -> 256 (4 -> 1 ranks)"]
+    assert changes == [
+        "batch_size: 2 -> 4",
+        "weight_decay: 0.1 -> 0.2",
+        "tokens a step: 512 -> 256 (4 -> 1 ranks)",
+    ]
     assert "settings of another version, ignored: warp_speed" in caplog.messages
     assert metrics(run)[-1]["tokens"] == 2 * 128 + 2 * 256
 
 
 def test_a_given_flag_replaces_the_saved_ones_that_it_contradicts():
-    saved = {"memory_budget": "24GB", "host_budget": "84GB", "batch_size": 3, "output_dir": "there", "device": "cpu"}
+    saved = {
+        "memory_budget": "24GB",
+        "host_budget": "84GB",
+        "batch_size": 3,
+        "output_dir": "there",
+        "device": "cpu",
+    }
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
 
     def inherit(saved, given, device=cuda):
         config = TrainConfig(**resume.inherited_settings(saved, given, device))
         train.check_config(config, given)
         default = TrainConfig()
-        return {f.name: value for f in fields(config) if (value := getattr(config, f.name)) != getattr(default, f.name)}
+        return {
+            f.name: value
+            for f in fields(config)
+            if (value := getattr(config, f.name)) != getattr(default, f.name)
+        }
 
     assert inherit(saved, {}) == {"memory_budget": "24GB", "host_budget": "84GB", "batch_size": 3}
     assert inherit(saved, {}, cpu) == {"batch_size": 3}
     assert inherit(saved, {"compile": True}) == {"compile": True, "batch_size": 3}
     assert inherit(saved, {"compile": False, "batch_size": 8})["memory_budget"] == "24GB"
-    assert inherit({"compile": True, "gradient_checkpointing": True}, {"host_budget": "8GB"}) == {"host_budget": "8GB"}
-    assert inherit(saved, {"memory_budget": "9GB"}, cpu)["memory_budget"] == "9GB"  # given: refused as in a fresh run
+    assert inherit({"compile": True, "gradient_checkpointing": True}, {"host_budget": "8GB"}) == {
+        "host_budget": "8GB"
+    }
+    assert (
+        inherit(saved, {"memory_budget": "9GB"}, cpu)["memory_budget"] == "9GB"
+    )  # given: refused as in a fresh run
 
 
 def rates(output_dir):
@@ -237,9 +309,14 @@ def test_steps_past_the_end_hold_the_last_learning_rate(corpus, tmp_path, monkey
     run = tmp_path / "run"
     assert train.main(arguments(corpus, run, steps=5)) == 0
     assert train.main(only_resume(run, "--checkpoint_interval", "2")) == 0
-    assert "learning rate: held at 0.0003, where its cosine ended; --max_steps stretches it" in caplog.messages
+    assert (
+        "learning rate: held at 0.0003, where its cosine ended; --max_steps stretches it"
+        in caplog.messages
+    )
     interrupt(run, 6, tmp_path / "lost")
-    assert train.main(only_resume(run)) == 0  # it was stopped in these steps: the rate is still held
+    assert (
+        train.main(only_resume(run)) == 0
+    )  # it was stopped in these steps: the rate is still held
     assert rates(run)[4:] == [pytest.approx(3e-4)] * 4
     caplog.clear()
     assert train.main(only_resume(run, "--max_steps", "16")) == 0
@@ -253,17 +330,26 @@ def test_other_weights_beside_resume_auto_are_refused(released, corpus, tmp_path
     command = arguments(corpus, tmp_path / "run", "--resume", "auto", "--tokenizer", "bytes")
     other = tmp_path / "other"
     shutil.copytree(released, other)
-    for steps, words in ((2, ["--init_from", str(released)]), (3, []), (4, ["--init_from", f"{released}/."])):
+    for steps, words in (
+        (2, ["--init_from", str(released)]),
+        (3, []),
+        (4, ["--init_from", f"{released}/."]),
+    ):
         assert train.main([*command, *words, "--max_steps", str(steps)]) == 0
     assert train.main([*command, "--init_from", str(other), "--max_steps", "5"]) == 1
-    assert f"step_00000004 is of a run from {released}/.; give that, drop init_from, or" in capsys.readouterr().err
+    assert (
+        f"step_00000004 is of a run from {released}/.; give that, drop init_from, or"
+        in capsys.readouterr().err
+    )
     command[command.index(str(tmp_path / "run"))] = str(tmp_path / "fresh")
     assert train.main([*command, "--max_steps", "2"]) == 0
     assert train.main([*command, "--init_from", str(other), "--max_steps", "3"]) == 1
     assert "is of a run from random weights" in capsys.readouterr().err
 
 
-def test_resume_refuses_another_tokenizer_before_the_data(released, corpus, tmp_path, monkeypatch, capsys):
+def test_resume_refuses_another_tokenizer_before_the_data(
+    released, corpus, tmp_path, monkeypatch, capsys
+):
     run, file = tmp_path / "run", released / "tokenizer.json"
     write_tokenizer(file)
     assert train.main(arguments(corpus, run, "--init_from", str(released), steps=1)) == 0
@@ -288,7 +374,8 @@ def test_resume_with_a_damaged_metrics_file(corpus, tmp_path, caplog):
     assert f"{file}: 1 of 3 lines are damaged and were dropped" in caplog.messages
 
 
-# train.py with an H200's rates: measured ones depend on what else runs, and other plans round otherwise.
+# train.py with an H200's rates: measured ones depend on what else runs, and other plans round
+# otherwise.
 STEADY = """
 import sys, train
 from benchmarks.bench_train_step import resident_bytes
@@ -308,25 +395,34 @@ sys.exit(status or (f"{taken:,} bytes of host memory were resident, {promised:,}
 
 @pytest.mark.gpu(gib=8)
 def test_a_plan_chooses_compact_state_and_a_resumed_run_keeps_it(tmp_path):
-    """Float32 state of the 0.6B takes 6.7 GiB, and within 5 GiB of a GPU the way to the host and back takes time.
+    """Float32 state of the 0.6B takes 6.7 GiB, and within 5 GiB of a GPU the way to the host and
+    back takes time.
 
     Resident host memory stays below the bytes of the plan, of saving and of a process.
     """
     flags = {
-        "model_size": "0.6B", "context_length": "512", "batch_size": "2", "memory_budget": "5GB", "host_budget": "12GB",
-        "data": str(ROOT / "model.py"), "max_steps": "3", "warmup_steps": "1", "checkpoint_interval": "2",
+        "model_size": "0.6B", "context_length": "512", "batch_size": "2", "memory_budget": "5GB",
+        "host_budget": "12GB",
+        "data": str(ROOT / "model.py"), "max_steps": "3", "warmup_steps": "1",
+        "checkpoint_interval": "2",
         "keep_checkpoints": "3", "validation_sequences": "1", "sample_tokens": "0",
     }  # fmt: skip
     run, whole = tmp_path / "run", tmp_path / "whole"
     for folder in (run, whole):
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-        subprocess.run([sys.executable, "-c", STEADY, *words, "--output_dir", folder], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, "-c", STEADY, *words, "--output_dir", folder], cwd=ROOT, check=True
+        )
     shutil.rmtree(run / "step_00000003")
     words = ["--resume", "--optimizer_state", "auto", "--output_dir", run]
     subprocess.run([sys.executable, "-c", STEADY, *words], cwd=ROOT, check=True)
     for step in (2, 3):
         assert saved_settings(run, step)["optimizer_state"] == "compact"
         for name in ("model.safetensors", "optimizer.safetensors"):
-            ours, theirs = (load_file(folder / f"step_{step:08d}" / name) for folder in (run, whole))
-            assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+            ours, theirs = (
+                load_file(folder / f"step_{step:08d}" / name) for folder in (run, whole)
+            )
+            assert ours.keys() == theirs.keys() and all(
+                torch.equal(ours[key], theirs[key]) for key in ours
+            )
     assert any(key.endswith("exp_avg_scale") for key in ours)

@@ -36,14 +36,23 @@ from training.run.stopping import LOOKS_BEHIND, Stopping, promise_shutdown
 
 def start_training(*argv, ranks=1):
     """A run in processes of its own, once it has made its first step."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        if ranks > 1
+        else []
+    )
     process = subprocess.Popen(
-        [sys.executable, *torchrun, "train.py", *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, *torchrun, "train.py", *argv], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     file = Path(argv[argv.index("--output_dir") + 1]) / "metrics.jsonl"
     deadline = time.time() + 120
-    while time.time() < deadline and process.poll() is None and not (file.exists() and file.read_text()):
+    while (
+        time.time() < deadline
+        and process.poll() is None
+        and not (file.exists() and file.read_text())
+    ):
         time.sleep(0.1)
     return process
 
@@ -59,14 +68,17 @@ def test_a_signal_saves_and_the_exit_status_says_unfinished(number, ranks, corpu
     last = metrics(run)[-1]["step"]
     assert f"{number.name}: stopped after step {last} of 100000" in output.splitlines()
     python = "python" if ranks == 1 else f"torchrun --nproc_per_node={ranks}"
-    goes_on = re.search(rf"^to go on: \S*{python}\S* train.py --resume (--.*)$", output, re.MULTILINE)
+    goes_on = re.search(
+        rf"^to go on: \S*{python}\S* train.py --resume (--.*)$", output, re.MULTILINE
+    )
     assert goes_on and f"--output_dir {run}" in goes_on[1], output
     assert [path.name for path in run.glob("*step_*")] == [f"step_{last:08d}"]
     assert train.main([*only_resume(run), "--max_steps", f"{last + 1}"]) == 0
 
 
 def signalled_at(look, monkeypatch):
-    """Makes all steps but a run's first count as long, and sends this process SIGUSR1 at that look between blocks."""
+    """Makes all steps but a run's first count as long, and sends this process SIGUSR1 at that look
+    between blocks."""
     looks, look_between = [], Stopping._look
 
     def signalled(self):
@@ -84,7 +96,8 @@ def signalled_at(look, monkeypatch):
 
 
 def test_a_signal_between_blocks_drops_the_step(corpus, tmp_path, monkeypatch):
-    """Signals come in the third step: in a forward, and in the backward of a later micro-batch. Then the run goes on.
+    """Signals come in the third step: in a forward, and in the backward of a later micro-batch.
+    Then the run goes on.
 
     Four blocks have eight looks in a micro-batch.
     """
@@ -96,16 +109,22 @@ def test_a_signal_between_blocks_drops_the_step(corpus, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             looks = signalled_at(3 * 8 + look, patch)
             assert train.main(arguments(corpus, parts, *flags)) == 128 + signal.SIGUSR1
-        assert len(looks) == 3 * 8 + look + LOOKS_BEHIND and [line["step"] for line in metrics(parts)] == [1, 2]
+        assert len(looks) == 3 * 8 + look + LOOKS_BEHIND and [
+            line["step"] for line in metrics(parts)
+        ] == [1, 2]
         assert train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0
         assert losses(parts) == losses(whole)
         for name, tensor in weights(whole, 4).items():
             assert torch.equal(tensor, weights(parts, 4)[name]), name
-    assert train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0  # finished: nothing is left to do
+    assert (
+        train.main(arguments(corpus, parts, *flags, "--resume", "auto")) == 0
+    )  # finished: nothing is left to do
 
 
 @pytest.mark.parametrize(("interval", "last"), [("2", 2), ("0", 4)])
-def test_a_signal_in_validation_leaves_it_to_the_resumed_run(interval, last, corpus, tmp_path, monkeypatch, caplog):
+def test_a_signal_in_validation_leaves_it_to_the_resumed_run(
+    interval, last, corpus, tmp_path, monkeypatch, caplog
+):
     """The checkpoint gets the loss, after the last step, too; nothing is left to do then."""
     is_asked = Stopping.is_asked
 
@@ -127,19 +146,30 @@ def test_a_signal_in_validation_leaves_it_to_the_resumed_run(interval, last, cor
         assert train.main(command) == 128 + signal.SIGTERM
         assert len(metrics(run)) == last and "validation_loss" not in metrics(run)[-1]
         assert [path.name for path in run.glob("*step_*")] == [f"step_0000000{last}"]
-        assert caplog.messages[-1] == f"the validation of step {last} is cut short; --resume makes up for it"
+        assert (
+            caplog.messages[-1]
+            == f"the validation of step {last} is cut short; --resume makes up for it"
+        )
         assert train.main([*command, "--resume", "auto"]) == 128 + signal.SIGTERM  # and again
     assert train.main([*command, "--resume", "auto"]) == 0
     assert validation_losses(run) == validation_losses(whole)
     caplog.set_level(logging.INFO)
     assert train.main([*command, "--resume", "auto"]) == 0
-    assert f"{run}/step_00000004 is of the last of 4 steps: nothing is left to do" in caplog.messages
-    saved = [json.loads((each / "step_00000004" / "trainer.json").read_text()) for each in (run, whole)]
-    assert saved[0]["trainer_state"]["validation_loss"] == saved[1]["trainer_state"]["validation_loss"]
+    assert (
+        f"{run}/step_00000004 is of the last of 4 steps: nothing is left to do" in caplog.messages
+    )
+    saved = [
+        json.loads((each / "step_00000004" / "trainer.json").read_text()) for each in (run, whole)
+    ]
+    assert (
+        saved[0]["trainer_state"]["validation_loss"] == saved[1]["trainer_state"]["validation_loss"]
+    )
 
 
 def validation_losses(run):
-    return {line["step"]: line["validation_loss"] for line in metrics(run) if "validation_loss" in line}
+    return {
+        line["step"]: line["validation_loss"] for line in metrics(run) if "validation_loss" in line
+    }
 
 
 def test_an_error_in_validation_saves_the_step_before_it(corpus, tmp_path, monkeypatch, caplog):
@@ -226,12 +256,18 @@ def one_rank_cannot_read(world, corpus, folder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.PackedLoader, "next_step", failing)
-        message = "a part of the data is damaged" if world.rank else "rank 1 failed: UserError: a part of the data"
+        message = (
+            "a part of the data is damaged"
+            if world.rank
+            else "rank 1 failed: UserError: a part of the data"
+        )
         with pytest.raises(UserError, match=f"^{message}"):
             run_in_rank(world, corpus, folder, "--validation_sequences", "0")
 
 
-@pytest.mark.parametrize(("fails", "last"), [(one_rank_cannot_read, 2), (one_rank_cannot_read_held_out_text, 3)])
+@pytest.mark.parametrize(
+    ("fails", "last"), [(one_rank_cannot_read, 2), (one_rank_cannot_read_held_out_text, 3)]
+)
 def test_data_that_one_rank_cannot_read_lose_no_step(fails, last, corpus, tmp_path):
     run_ranks(2, fails, corpus, tmp_path)
     assert [path.name for path in tmp_path.glob("*step_*")] == [f"step_0000000{last}"]
@@ -284,7 +320,8 @@ def test_a_loss_that_is_not_finite_saves_what_was_before(corpus, tmp_path, monke
     error = capsys.readouterr().err
     assert "step 3: loss nan, gradient norm nan, stopped before the update" in error
     assert (
-        f"the last good checkpoint: {run}/step_00000002. Go on" in error and f"documents of the step: {corpus}" in error
+        f"the last good checkpoint: {run}/step_00000002. Go on" in error
+        and f"documents of the step: {corpus}" in error
     )
     assert train.main(arguments(corpus, run, "--resume")) == 0
     assert train.main(arguments(corpus, tmp_path / "whole")) == 0
@@ -295,11 +332,15 @@ def test_steps_without_a_target_leave_the_weights_alone(tmp_path, caplog):
     """Each step has one sequence, in the middle of a prompt of 1,000 tokens."""
     file = tmp_path / "samples.jsonl"
     file.write_text((json.dumps({"prompt": "a" * 1000, "completion": "bcd"}) + "\n") * 4)
-    command = arguments(str(file), tmp_path / "run", "--batch_size", "1", "--validation_sequences", "0", steps=40)
+    command = arguments(
+        str(file), tmp_path / "run", "--batch_size", "1", "--validation_sequences", "0", steps=40
+    )
     assert train.main([*command, "--packing", "concatenate"]) == 0
     found = losses(tmp_path / "run")
     assert 30 <= found.count(None) < 40 and 0.0 not in found
-    assert caplog.text.count("has no token to predict, as in the middle of a prompt") == found.count(None)
+    assert caplog.text.count(
+        "has no token to predict, as in the middle of a prompt"
+    ) == found.count(None)
 
 
 def test_steps_that_are_not_finite_are_left_out_when_told(corpus, tmp_path, monkeypatch, caplog):
@@ -330,16 +371,23 @@ def test_resume_auto_starts_goes_on_and_passes_damage_over(corpus, tmp_path, cap
     assert train.main(command) == 0
     passed_over = [message for message in caplog.messages if message.startswith("passed over")]
     assert len(passed_over) == 2 and "config.json is missing" in passed_over[0] + passed_over[1]
-    assert any(f"{run}/step_00000006: " in message and "optimizer.safetensors" in message for message in passed_over)
+    assert any(
+        f"{run}/step_00000006: " in message and "optimizer.safetensors" in message
+        for message in passed_over
+    )
     assert losses(run) == losses(whole)
 
 
 def test_checkpoints_without_optimizer_state_say_how_to_go_on(corpus, tmp_path, capsys):
-    """A run is refused with and without --resume; what a killed save left there is cleared all the same."""
+    """A run is refused with and without --resume; what a killed save left there is cleared all the
+    same."""
     run = tmp_path / "run"
     assert train.main(arguments(corpus, run, "--save", "model", steps=1)) == 0
     (run / ".step_00000009.tmp").mkdir()
-    advice = f"it has no optimizer state; another --output_dir starts afresh, with --init_from {run}/step_0000000"
+    advice = (
+        "it has no optimizer state; another --output_dir starts afresh, with --init_from "
+        f"{run}/step_0000000"
+    )
     for flags in ((), ("--resume",)):
         assert train.main(arguments(corpus, run, *flags, steps=2)) == 1
         error = capsys.readouterr().err
@@ -350,34 +398,53 @@ def test_checkpoints_without_optimizer_state_say_how_to_go_on(corpus, tmp_path, 
     assert train.main(arguments(corpus, run, "--resume", "--save", "model", steps=2)) == 0
     assert train.main([*only_resume(run), "--max_steps", "3"]) == 1
     error = capsys.readouterr().err
-    assert f"{advice}2 from its weights; once it is moved elsewhere, --resume goes on from {run}/step_00000001" in error
+    assert (
+        f"{advice}2 from its weights; once it is moved elsewhere, --resume goes on from "
+        f"{run}/step_00000001" in error
+    )
 
 
 def test_checkpoints_by_the_clock(corpus, tmp_path):
     run = tmp_path / "run"
-    flags = "--checkpoint_interval", "0.000001min", "--keep_checkpoints", "9", "--validation_sequences", "0"
+    flags = (
+        "--checkpoint_interval",
+        "0.000001min",
+        "--keep_checkpoints",
+        "9",
+        "--validation_sequences",
+        "0",
+    )
     assert train.main(arguments(corpus, run, *flags)) == 0
     assert len([*run.glob("step_*")]) == 4
 
 
 def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, capsys, caplog):
     run, free = tmp_path / "run", 2**30
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
+    monkeypatch.setattr(
+        files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free)
+    )
     monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
     command = arguments(corpus, run, "--model_size", "0.6B", "--checkpoint_interval", "2")
     assert train.main(command) == 1
-    assert f"GB are needed for checkpoints, {run} has 1.00 GB; free some space" in capsys.readouterr().err
+    assert (
+        f"GB are needed for checkpoints, {run} has 1.00 GB; free some space"
+        in capsys.readouterr().err
+    )
     monkeypatch.undo()
     (run / "step_00000009").mkdir()  # nobody deletes a later step's checkpoint to make room
     (run / "step_00000009" / "model.safetensors").write_bytes(bytes(2000))
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1500))
+    monkeypatch.setattr(
+        files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 1500)
+    )
     world = World(0, 1, torch.device("cpu"))
     recipe = recipe_of(TrainConfig(output_dir=str(run), save="model"), MODEL_SIZES["tiny"], world)
     with pytest.raises(UserError, match=r"free some space, choose another --output_dir$"):
         parts.check_disk(recipe, Progress(max_steps=8, step=4), 1000)
     shutil.rmtree(run)
     free = 2 * parts.checkpoint_bytes(recipe_of(TrainConfig(), MODEL_SIZES["tiny"], world), world)
-    monkeypatch.setattr(files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
+    monkeypatch.setattr(
+        files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free)
+    )
     assert train.main(arguments(corpus, run, "--checkpoint_interval", "1")) == 0
     assert "old checkpoints will be deleted before new ones are complete" in caplog.text
 
@@ -401,7 +468,9 @@ def test_a_save_that_fails_does_not_end_the_run(corpus, tmp_path, monkeypatch, c
 def test_ranks_go_on_from_one_checkpoint(corpus, tmp_path):
     given, world = {"data": [corpus], "output_dir": str(tmp_path)}, mock.Mock(rank=1)
     world.broadcast = lambda ours: dict.fromkeys(ours, "step_00000004")
-    with pytest.raises(UserError, match="to go on from is None on rank 1 and step_00000004 on rank 0; start all"):
+    with pytest.raises(
+        UserError, match="to go on from is None on rank 1 and step_00000004 on rank 0; start all"
+    ):
         decide(given, world)
 
 
@@ -430,7 +499,9 @@ def test_ranks_stop_together_and_refuse_other_settings(corpus, tmp_path):
     """The second rank alone gets the signal, in the backward of the third step."""
     with pytest.raises(ProcessExitedException):
         run_ranks(2, stop_one_rank_and_start_unlike_ranks, corpus, tmp_path)
-    assert (tmp_path / "error.txt").read_text() == "seed is 1 on rank 1 and 0 on rank 0; start all ranks alike"
+    assert (
+        tmp_path / "error.txt"
+    ).read_text() == "seed is 1 on rank 1 and 0 on rank 0; start all ranks alike"
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     for name, tensor in weights(tmp_path / "whole", 4).items():
         assert torch.equal(tensor, weights(tmp_path / "parts", 4)[name]), name
@@ -446,17 +517,30 @@ def test_a_hang_shows_where_it_is_and_a_spike_is_told(corpus, tmp_path, monkeypa
     monkeypatch.setattr(stopping, "HANG_SECONDS", 0.2)
     monkeypatch.setattr(step, "run_model", slow)
     monkeypatch.setattr(train, "is_spike", lambda loss, recent: len(recent) == 1)
-    assert train.main(arguments(corpus, tmp_path / "run", "--validation_sequences", "0", steps=2)) == 0
+    assert (
+        train.main(arguments(corpus, tmp_path / "run", "--validation_sequences", "0", steps=2)) == 0
+    )
     error = capfd.readouterr().err
-    assert "nothing has ended for 0 s" in error and "in slow\n" in error and "thread MainThread" in error
-    assert any(re.match(r"step 2: loss \d\.\d+ is a spike above", message) for message in caplog.messages)
+    assert (
+        "nothing has ended for 0 s" in error
+        and "in slow\n" in error
+        and "thread MainThread" in error
+    )
+    assert any(
+        re.match(r"step 2: loss \d\.\d+ is a spike above", message) for message in caplog.messages
+    )
 
 
-def test_the_time_that_a_shutdown_takes_is_promised_and_torchruns_patience_compared(monkeypatch, caplog):
+def test_the_time_that_a_shutdown_takes_is_promised_and_torchruns_patience_compared(
+    monkeypatch, caplog
+):
     caplog.set_level(logging.INFO)
     for name in ("TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
-    promise = "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within about 40 s, later on a busy machine"
+    promise = (
+        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within about 40 s, later on a busy "
+        "machine"
+    )
     promise_shutdown(20, 10)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     promise_shutdown(4, 10)

@@ -1,7 +1,9 @@
-"""Sequences of unlike micro-batches: one long document, many short ones, long again, and random mixes.
+"""Sequences of unlike micro-batches: one long document, many short ones, long again, and random
+mixes.
 
-A document is computed by what it is alone. So packing, batch size and accumulation change no loss, and any order of
-batches fits the memory that was planned. Both broke once where one batch was repeated in every test.
+A document is computed by what it is alone. So packing, batch size and accumulation change no loss,
+and any order of batches fits the memory that was planned. Both broke once where one batch was
+repeated in every test.
 """
 
 import functools
@@ -26,7 +28,9 @@ from training.optim.adamw import MasterAdamW
 
 B, T = 2, 288  # rows and tokens of a micro-batch
 DENSE_BELOW = 161
-SPARSE = Sparse(selected_blocks=1, block_size=32, window=32, dense_below=DENSE_BELOW)  # a token chooses 1 of 0 to 7
+SPARSE = Sparse(
+    selected_blocks=1, block_size=32, window=32, dense_below=DENSE_BELOW
+)  # a token chooses 1 of 0 to 7
 NATIVE = NSA(selected_blocks=4, window=64)  # the last block's tokens choose 1 of 2
 KINDS = {
     "full": (FULL,),
@@ -42,20 +46,30 @@ PLACEMENTS = {  # and key/value heads at a time
     "gpu": ((Placement("gpu", "gpu"),) * 3, 1),
     "host": ((ON_HOST,) * 3, None),
     "checkpointing": ((Placement(),) * 3, 1),
-    "chain": ((Placement("host", "host"), Placement("recompute"), Placement("recompute", "host")), None),
+    "chain": (
+        (Placement("host", "host"), Placement("recompute"), Placement("recompute", "host")),
+        None,
+    ),
     "host, then whole": ((ON_HOST, Placement("recompute", "gpu"), WHOLE), 1),
 }
-CONFIG = ModelConfig(64, 32, 48, 3, 4, 2, 16, initializer_range=0.2)  # weights so large that attention matters
+CONFIG = ModelConfig(
+    64, 32, 48, 3, 4, 2, 16, initializer_range=0.2
+)  # weights so large that attention matters
 
-# Lengths of the documents of each row. SPARSE chooses blocks in the first document of LONG alone. In documents of 144
-# tokens, which attend to everything, it would choose 1 block of up to 3.
+# Lengths of the documents of each row. SPARSE chooses blocks in the first document of LONG alone.
+# In documents of 144 tokens, which attend to everything, it would choose 1 block of up to 3.
 LONG, SHORT = ((T,), (144, 144)), ((24,) * 12, (5, 40, 1, 90, 152))
 
 
 @st.composite
 def rows(draw):
-    """Lengths of the documents of one row: T, many short ones, and any mixture around DENSE_BELOW."""
-    kinds_of_lengths = st.integers(1, 40), st.sampled_from((128, 160, 161, 162)), st.integers(100, T)
+    """Lengths of the documents of one row: T, many short ones, and any mixture around
+    DENSE_BELOW."""
+    kinds_of_lengths = (
+        st.integers(1, 40),
+        st.sampled_from((128, 160, 161, 162)),
+        st.integers(100, T),
+    )
     lengths, left = [], T
     for length in draw(st.lists(st.one_of(kinds_of_lengths), max_size=6)):
         lengths.append(min(length, left))
@@ -83,7 +97,9 @@ def build_as_planned(kinds, placements, heads_at_a_time):
 def tokens_of(batch):
     """Token ids [B, T] that depend on the lengths, and the documents' numbers in each row."""
     ids = torch.randint(64, (len(batch), T), generator=torch.Generator().manual_seed(batch[0][0]))
-    documents = [torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) for lengths in batch]
+    documents = [
+        torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) for lengths in batch
+    ]
     return ids, torch.stack(documents)
 
 
@@ -141,7 +157,8 @@ def unplaced(name, batch, divided=batched):
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", KINDS)
 def test_long_then_short_then_long_fits_the_planned_arena(name, placement):
-    """One model under a placement goes through unlike batches in an arena of the planned bytes, as an unplaced one."""
+    """One model under a placement goes through unlike batches in an arena of the planned bytes, as
+    an unplaced one."""
     model = build_as_planned(KINDS[name], *PLACEMENTS[placement])
     for batch in (LONG, SHORT, LONG):
         assert_close(run(model, batched(batch)), unplaced(name, batch), batch)
@@ -150,24 +167,32 @@ def test_long_then_short_then_long_fits_the_planned_arena(name, placement):
 @pytest.mark.parametrize("name", KINDS)
 @settings(max_examples=3, derandomize=True, deadline=None, database=None)
 @example([LONG, SHORT], "host, then whole")
-@given(sequence=st.lists(st.tuples(rows(), rows()), min_size=1, max_size=2), placement=st.sampled_from([*PLACEMENTS]))
+@given(
+    sequence=st.lists(st.tuples(rows(), rows()), min_size=1, max_size=2),
+    placement=st.sampled_from([*PLACEMENTS]),
+)
 def test_how_documents_are_divided_changes_nothing(name, sequence, placement):
     """In any sequence of batches a document's loss and gradients do not depend on its neighbours.
 
-    One model under a placement, in the arena that was planned for a batch, has the same documents as a batch, as a
-    micro-batch for each row, and packed in one row. An unplaced model has each document alone.
+    One model under a placement, in the arena that was planned for a batch, has the same documents
+    as a batch, as a micro-batch for each row, and packed in one row. An unplaced model has each
+    document alone.
     """
     model = build_as_planned(KINDS[name], *PLACEMENTS[placement])
     for batch in sequence:
         for divided in (batched, accumulated, packed):
-            assert_close(run(model, divided(batch)), unplaced(name, batch, alone), (divided.__name__, batch))
+            assert_close(
+                run(model, divided(batch)), unplaced(name, batch, alone), (divided.__name__, batch)
+            )
 
 
 def test_a_sparse_run_lives_through_mixed_documents():
-    """Results on the host, all heads at once: long documents, short ones, long again, in an arena of planned bytes.
+    """Results on the host, all heads at once: long documents, short ones, long again, in an arena
+    of planned bytes.
 
-    Batches of short documents, all attended to densely, once kept log-sum-exps in another layout than long ones. They
-    took new slots of the arena, and the run died: "the pinned arena of ... bytes has ... left".
+    Batches of short documents, all attended to densely, once kept log-sum-exps in another layout
+    than long ones. They took new slots of the arena, and the run died: "the pinned arena of ...
+    bytes has ... left".
     """
     placements = (Placement("gpu", "host"), ON_HOST, Placement("recompute", "host"))
     placed = build_as_planned((SPARSE,), placements, None)
@@ -184,23 +209,37 @@ def on_host(placement):
 
 VISITING = {  # and key/value heads at a time
     "all": ((on_host(ON_HOST),) * 3, None),
-    "some": ((on_host(Placement("gpu", "host")), Placement("recompute", "gpu"), on_host(ON_HOST)), 1),
+    "some": (
+        (on_host(Placement("gpu", "host")), Placement("recompute", "gpu"), on_host(ON_HOST)),
+        1,
+    ),
     "chain": (tuple(map(on_host, PLACEMENTS["chain"][0])), None),
     "beside a whole block": ((on_host(Placement()), WHOLE, on_host(Placement("gpu", "host"))), 1),
 }
 
 
 def train(kinds, tied, execution, dtype, state_format):
-    """Losses, norms and gradients of updates from unlike batches, validation losses after them, and the last weights.
+    """Losses, norms and gradients of updates from unlike batches, validation losses after them, and
+    the last weights.
 
-    The second update follows a backward that was broken off, the third a forward that did not come to its loss.
+    The second update follows a backward that was broken off, the third a forward that did not come
+    to its loss.
     """
     model = build(kinds, tied).to(dtype)
     placed = replace(execution, state_format=state_format)
-    optimizer = MasterAdamW(model.named_parameters(), inventory_of(model.named_parameters(), placed, accumulate=True))
+    optimizer = MasterAdamW(
+        model.named_parameters(), inventory_of(model.named_parameters(), placed, accumulate=True)
+    )
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
     documents = PackedDocuments(T, ((T, 1.0), (24, 6.0)))
-    step = Step(model.share, model.named_parameters(), T, B, documents=documents, element_size=dtype.itemsize)
+    step = Step(
+        model.share,
+        model.named_parameters(),
+        T,
+        B,
+        documents=documents,
+        element_size=dtype.itemsize,
+    )
     plan = Plan(step, execution)
     apply_execution(model, plan.execution, plan.arena_bytes, optimizer.homes)
     seen = []
@@ -211,7 +250,10 @@ def train(kinds, tied, execution, dtype, state_format):
 
     for number, batches in enumerate([(LONG, SHORT), (SHORT,), (LONG, LONG, SHORT)]):
         if number:
-            register = model.layers[0].mlp.up_proj.weight.register_hook, model.norm.register_forward_pre_hook
+            register = (
+                model.layers[0].mlp.up_proj.weight.register_hook,
+                model.norm.register_forward_pre_hook,
+            )
             handle = register[number - 1](lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 loss_of(LONG).backward()
@@ -233,12 +275,16 @@ FORMATS = (torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.bfloat
 ENDS = "", "ends", "", "tied ends"  # ends on the host, for each case of VISITING
 TRAINED = [("full", placement, *FORMATS[2], ends) for placement, ends in zip(VISITING, ENDS)]
 TRAINED += [("full", "chain", *FORMATS[0], "ends"), ("full", "chain", *FORMATS[1], "tied ends")]
-TRAINED += [("full", "all", *FORMATS[2], "tied ends"), ("sparse, window, nsa", "chain", *FORMATS[2], "")]
+TRAINED += [
+    ("full", "all", *FORMATS[2], "tied ends"),
+    ("sparse, window, nsa", "chain", *FORMATS[2], ""),
+]
 
 
 @pytest.mark.parametrize(("name", "placement", "dtype", "state_format", "ends"), TRAINED)
 def test_weights_on_the_host_train_alike(name, placement, dtype, state_format, ends):
-    """Equal bit for bit to weights on the GPU, whether blocks alone are on the host or embedding and head as well."""
+    """Equal bit for bit to weights on the GPU, whether blocks alone are on the host or embedding
+    and head as well."""
     placements, heads = VISITING[placement]
     there = tuple(replace(placement, weights="gpu") for placement in placements)
     runs = []
@@ -250,7 +296,8 @@ def test_weights_on_the_host_train_alike(name, placement, dtype, state_format, e
 
 
 def test_kinds_differ_where_they_should():
-    """Chosen blocks and windows change the loss of a long document by far more than the tests above allow."""
+    """Chosen blocks and windows change the loss of a long document by far more than the tests above
+    allow."""
     for batch, differ in ((LONG, True), (SHORT, False)):
         losses = {name: unplaced(name, batch)[0] for name in ("full", "sparse")}
         assert (abs(losses["sparse"] / losses["full"] - 1) > 1e-4) == differ
@@ -258,7 +305,8 @@ def test_kinds_differ_where_they_should():
 
 
 def test_kernels_attend_to_a_document_by_itself():
-    """Triton's kernels give a document the output and the gradients that it has alone, in a batch and in one row."""
+    """Triton's kernels give a document the output and the gradients that it has alone, in a batch
+    and in one row."""
     kind = replace(SPARSE, dense_below=131)
     lengths, tokens = (160, 130, 30), 160
     generator = torch.Generator().manual_seed(0)
@@ -266,7 +314,8 @@ def test_kernels_attend_to_a_document_by_itself():
     q, k, v, dout = (torch.randn(2 * tokens, *width, generator=generator) for width in widths)
 
     def attend(shape, own, lengths):
-        """Output and gradients of some tokens, in rows of a shape and documents of these lengths."""
+        """Output and gradients of some tokens, in rows of a shape and documents of these
+        lengths."""
         inputs = [x[own].unflatten(0, shape).requires_grad_() for x in (q, k, v)]
         ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).view(shape)
         out = attention(*inputs, find_documents(ids).segments, kind=kind, impl="triton")

@@ -23,7 +23,9 @@ SMALL_VOCAB = 512
 def small_switch(monkeypatch):
     """The part `switch` with a small vocabulary, and the threshold at the same number of tokens."""
     scale = SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
-    monkeypatch.setattr(config, "CHUNKED_LOSS_THRESHOLD_BYTES", config.CHUNKED_LOSS_THRESHOLD_BYTES * scale)
+    monkeypatch.setattr(
+        config, "CHUNKED_LOSS_THRESHOLD_BYTES", config.CHUNKED_LOSS_THRESHOLD_BYTES * scale
+    )
     return functools.partial(switch, vocab_size=SMALL_VOCAB, switch_bytes=scaled(10))
 
 
@@ -31,7 +33,9 @@ def test_comparisons_pass(capsys):
     assert main((equivalence, accumulation)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.endswith("pass") for line in lines) == 13
-    assert re.fullmatch("this takes [0-9]+ GiB of (GPU )?memory.*", lines[1])  # before a check begins
+    assert re.fullmatch(
+        "this takes [0-9]+ GiB of (GPU )?memory.*", lines[1]
+    )  # before a check begins
     assert lines[-1] == "13 passed, 0 failed, 0 skipped"
 
 
@@ -43,8 +47,12 @@ def test_memory_is_skipped_without_a_gpu(capsys):
 def test_switch_is_seen_on_both_sides(small_switch, capsys):
     assert main((small_switch,)) == 0
     lines = capsys.readouterr().out.splitlines()
-    test_1, test_2 = (next(i for i, line in enumerate(lines) if line.startswith(f"Test {n}: ")) for n in (1, 2))
-    assert lines[test_1].endswith("should_chunk=False") and "standard loss used" in lines[test_1 + 1]
+    test_1, test_2 = (
+        next(i for i, line in enumerate(lines) if line.startswith(f"Test {n}: ")) for n in (1, 2)
+    )
+    assert (
+        lines[test_1].endswith("should_chunk=False") and "standard loss used" in lines[test_1 + 1]
+    )
     assert lines[test_2].endswith("should_chunk=True") and "chunked loss used" in lines[test_2 + 1]
 
 
@@ -59,7 +67,8 @@ def scaled(gigabytes):
 
 @pytest.mark.parametrize(("gigabytes", "checks"), [(1, 3), (12, 4)])
 def test_a_switch_elsewhere_fails(monkeypatch, small_switch, capsys, gigabytes, checks):
-    """A switch at 1 GB chunks the short run; at 12 GB it leaves the long run whole. The configuration shows both."""
+    """A switch at 1 GB chunks the short run; at 12 GB it leaves the long run whole. The
+    configuration shows both."""
     monkeypatch.setattr(config, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
     assert main((first(small_switch, checks),)) == 1
     assert " 3 failed" in capsys.readouterr().out
@@ -72,8 +81,11 @@ def test_a_switch_nearby_fails(monkeypatch, small_switch, gigabytes):
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 4])
-def test_a_model_that_counts_other_bytes_per_logit_than_its_configuration_fails(monkeypatch, small_switch, num_bytes):
-    """Only the model's own call counts wrongly, always so many; the configuration alone would answer rightly."""
+def test_a_model_that_counts_other_bytes_per_logit_than_its_configuration_fails(
+    monkeypatch, small_switch, num_bytes
+):
+    """Only the model's own call counts wrongly, always so many; the configuration alone would
+    answer rightly."""
     sound = model.Share.uses_chunked_loss
 
     def wrong(config, num_tokens, bytes_per_logit=None, loss_impl="auto"):
@@ -81,13 +93,18 @@ def test_a_model_that_counts_other_bytes_per_logit_than_its_configuration_fails(
 
     monkeypatch.setattr(model.Share, "uses_chunked_loss", wrong)
     borders = itertools.islice(small_switch(torch.device("cpu")), 2)
-    assert [check.verdict for check in borders] == ["pass" if num_bytes == size else "FAIL" for size in (2, 4)]
+    assert [check.verdict for check in borders] == [
+        "pass" if num_bytes == size else "FAIL" for size in (2, 4)
+    ]
 
 
 def test_the_border_with_the_whole_vocabulary_takes_no_memory():
     borders = [*itertools.islice(switch(torch.device("cpu")), 2)]
     assert [check.verdict for check in borders] == ["pass", "pass"]
-    assert [check.name.split("at ")[1] for check in borders] == ["35335 and 35336 tokens", "17667 and 17668 tokens"]
+    assert [check.name.split("at ")[1] for check in borders] == [
+        "35335 and 35336 tokens",
+        "17667 and 17668 tokens",
+    ]
 
 
 def test_sizes_of_the_switch_are_the_owners():
@@ -99,7 +116,9 @@ def test_sizes_of_the_switch_are_the_owners():
     assert not any(config.uses_chunked_loss(n, size) for n, size in borders)
     assert all(config.uses_chunked_loss(n + 1, size) for n, size in borders)
     assert config.uses_chunked_loss(1, loss_impl="chunked")
-    assert replace(config, vocab_size=100_278).uses_chunked_loss(1)  # OLMo 3's, which 8 does not divide
+    assert replace(config, vocab_size=100_278).uses_chunked_loss(
+        1
+    )  # OLMo 3's, which 8 does not divide
     assert not config.uses_chunked_loss(10**6, loss_impl="standard")
 
 
@@ -109,7 +128,9 @@ def test_a_gradient_off_by_one_percent_fails(monkeypatch, capsys, broken):
     sound = verify_chunked_loss.linear_cross_entropy
 
     def off(hidden, head, targets, **options):
-        (head if broken == "head gradient" else hidden).register_hook(lambda gradient: 1.01 * gradient)
+        (head if broken == "head gradient" else hidden).register_hook(
+            lambda gradient: 1.01 * gradient
+        )
         return sound(hidden, head, targets, **options)
 
     monkeypatch.setattr(verify_chunked_loss, "linear_cross_entropy", off)
@@ -130,13 +151,18 @@ def test_a_head_gradient_summed_in_bf16_fails(monkeypatch, capsys):
     monkeypatch.setattr(loss, "_empty_outputs", in_the_inputs_dtype)
     assert main((equivalence,)) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if line.endswith("FAIL")]
-    assert [line.split("  ")[0] for line in failed] == ["bfloat16: error of the head gradient, chunks of 16"]
+    assert [line.split("  ")[0] for line in failed] == [
+        "bfloat16: error of the head gradient, chunks of 16"
+    ]
 
 
 def test_a_mean_of_means_fails(monkeypatch, capsys):
-    """The broken accumulation forgets `num_valid_tokens`: each micro-batch divides by its own count."""
+    """The broken accumulation forgets `num_valid_tokens`: each micro-batch divides by its own
+    count."""
     sound = model.linear_cross_entropy
-    monkeypatch.setattr(model, "linear_cross_entropy", lambda *a, denominator, **options: sound(*a, **options))
+    monkeypatch.setattr(
+        model, "linear_cross_entropy", lambda *a, denominator, **options: sound(*a, **options)
+    )
     assert main((accumulation,)) == 1
     assert "FAIL" in capsys.readouterr().out
 

@@ -1,9 +1,10 @@
 """Reads the flags of every command, and the TOML file that --config names.
 
-A command declares a flat dataclass whose fields `flag` makes: a field's name is the flag and the key of the file, and
-the class's docstring is what --help says. With the field `times: int = flag(1, "how often", least=1)` a command takes
-`--times 2`, and a file `times = 2`. Flags override the file, the file overrides defaults. All numbers have bounds, no
-word is empty, and dashes may stand for underscores. No torch is imported here: --help is to be quick.
+A command declares a flat dataclass whose fields `flag` makes: a field's name is the flag and the
+key of the file, and the class's docstring is what --help says. With the field `times: int = flag(1,
+"how often", least=1)` a command takes `--times 2`, and a file `times = 2`. Flags override the file,
+the file overrides defaults. All numbers have bounds, no word is empty, and dashes may stand for
+underscores. No torch is imported here: --help is to be quick.
 """
 
 import math
@@ -35,36 +36,53 @@ MANY_NAMES = 3  # a file with so many settings of another trainer is to be trans
 
 
 def flag(
-    default=MISSING, help: str = "", choices: Iterable[str | int] | None = None, *, least: float = 0,
-    most: float = LARGE, bare: str | None = None, positional: bool = False, group: str | None = None,
+    default=MISSING, help: str = "", choices: Iterable[str | int] | None = None, *,
+    least: float = 0,
+    most: float = LARGE, bare: str | None = None, positional: bool = False,
+    group: str | None = None,
     tokens: bool = False, share_of: str | None = None,
 ):  # fmt: skip
-    """Makes a field whose type is bool, int, float, str or Path, a list of such a type, or such a type or None.
+    """Makes a field whose type is bool, int, float, str or Path, a list of such a type, or such a
+    type or None.
 
-    A field of `bool | str` is a switch that also takes a word, as `--show_batch` and `--show_batch FILE`.
+    A field of `bool | str` is a switch that also takes a word, as `--show_batch` and `--show_batch
+    FILE`.
 
     Args:
-        default: value of a flag that is not given; `list` stands for an empty list. Without it the flag must be given.
-        choices: words or numbers that the flag takes.
+        default: value of a flag that is not given; `list` stands for an empty list. Without it the
+        flag must be given. choices: words or numbers that the flag takes.
         least, most: range of a number, or of each number of a list.
         bare: value of a flag that stands without a value.
         positional: given by place, without the name, and not in a file; of a list one or more.
         group: title in --help, also of the fields below up to the next title.
         tokens: a number of tokens, which may be written 128k or 1M.
-        share_of: attribute of the command's object, a number: 0.1 is refused with what a tenth of it is.
+        share_of: attribute of the command's object, a number: 0.1 is refused with what a tenth of
+        it is.
     """
-    metadata = {"help": help, "choices": choices and tuple(choices), "least": least, "most": most, "bare": bare}
+    metadata = {
+        "help": help,
+        "choices": choices and tuple(choices),
+        "least": least,
+        "most": most,
+        "bare": bare,
+    }
     made = {"default_factory": list} if default is list else {"default": default}
     metadata |= {"positional": positional, "group": group, "tokens": tokens, "share_of": share_of}
     return field(**made, metadata=metadata)
 
 
 class Rule(typing.NamedTuple):
-    """Settings that are refused beside each other: a row of the table `rules` that a command's dataclass has."""
+    """Settings that are refused beside each other: a row of the table `rules` that a command's
+    dataclass has."""
 
-    idle: str  # flags, separated by spaces, that have no effect; "": the settings exclude each other
-    why: str  # end of the message "NAME has no effect ...", or all of it; {name} stands for a setting's value
-    when: Callable[[typing.Any], object]  # takes an object of the dataclass; the row holds if the result is true
+    idle: (
+        str  # flags, separated by spaces, that have no effect; "": the settings exclude each other
+    )
+    # end of the message "NAME has no effect ...", or all of it; {name} stands for a setting's value
+    why: str
+    when: Callable[
+        [typing.Any], object
+    ]  # takes an object of the dataclass; the row holds if the result is true
 
 
 def refuse(flags, given: Iterable[str], rules: Iterable[Rule]) -> None:
@@ -72,7 +90,11 @@ def refuse(flags, given: Iterable[str], rules: Iterable[Rule]) -> None:
 
     A switch that is off by default, and is turned off, may stand beside anything.
     """
-    off = {each.name for each in fields(flags) if each.default is False and getattr(flags, each.name) is False}
+    off = {
+        each.name
+        for each in fields(flags)
+        if each.default is False and getattr(flags, each.name) is False
+    }
     for idle, why, when in rules:
         named = [name for name in idle.split() if name in {*given} - off]
         if (named or not idle) and when(flags):
@@ -81,7 +103,8 @@ def refuse(flags, given: Iterable[str], rules: Iterable[Rule]) -> None:
 
 
 def read_flags(kind: type, argv: list[str], program: str):
-    """Returns an object of the dataclass `kind`; otherwise as `given_flags`. Flags without effect are refused."""
+    """Returns an object of the dataclass `kind`; otherwise as `given_flags`. Flags without effect
+    are refused."""
     given = given_flags(kind, argv, program)
     flags = kind(**given)
     refuse(flags, given, getattr(kind, "rules", ()))
@@ -90,7 +113,9 @@ def read_flags(kind: type, argv: list[str], program: str):
 
 def read_command(kinds: dict[str, type], argv: list[str], program: str):
     parser = Parser(prog=program)
-    parser.add_argument("command", choices=kinds, help="; ".join(f"{name}: {kinds[name].__doc__}" for name in kinds))
+    parser.add_argument(
+        "command", choices=kinds, help="; ".join(f"{name}: {kinds[name].__doc__}" for name in kinds)
+    )
     if not argv:
         raise UserError(f"a command is missing: give {program} {' or '.join(kinds)}")
     name = parser.parse_args(argv[:1]).command
@@ -98,20 +123,30 @@ def read_command(kinds: dict[str, type], argv: list[str], program: str):
 
 
 def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.Any]:
-    """Returns the values that --config's file and flags give, by the names of the fields; defaults are left out.
+    """Returns the values that --config's file and flags give, by the names of the fields; defaults
+    are left out.
 
-    Raises UserError for a flag or key that is unknown or missing, or has a value that it does not take.
+    Raises UserError for a flag or key that is unknown or missing, or has a value that it does not
+    take.
     """
     places = "".join(f" {each.name}" for each in fields(kind) if each.metadata["positional"])
     parser = Parser(
-        prog=program, usage=f"%(prog)s{places} [--flag value ...]", description=kind.__doc__, allow_abbrev=False
+        prog=program,
+        usage=f"%(prog)s{places} [--flag value ...]",
+        description=kind.__doc__,
+        allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="TOML file with the same names as the flags")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with the same names as the flags"
+    )
     spelled: dict[str, str] = {}  # each flag by its name in underscores alone
     for title, members in grouped(kind).items():
         section = parser.add_argument_group(title) if title else parser
         for each in members:
-            spelled |= {_underscored(option): option for option in _add_argument(section, each).option_strings}
+            spelled |= {
+                _underscored(option): option
+                for option in _add_argument(section, each).option_strings
+            }
     by_place = f"; without a name, by their place: {program}{places}" * bool(places)
     names = ["config", *(each.name for each in fields(kind) if not each.metadata["positional"])]
 
@@ -119,19 +154,37 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
         cut = [word.partition("=") for word in words]
         options = {*spelled, "--config", "--help"}
         strange = [word for word in words if re.match("--[a-zA-Z_]", word)]
-        if strange := [word for word in strange if _underscored(word.partition("=")[0]) not in options]:
+        if strange := [
+            word for word in strange if _underscored(word.partition("=")[0]) not in options
+        ]:
             raise UserError(_unknown("flag", strange, names, kind) + by_place)
-        words = [spelled.get(_underscored(name), name) + equals + value for name, equals, value in cut]
+        words = [
+            spelled.get(_underscored(name), name) + equals + value for name, equals, value in cut
+        ]
         arguments, unknown = parser.parse_known_intermixed_args(words)
         if unknown and unknown[0].lower() in ("true", "false"):
-            raise UserError(f"{unknown[0]!r} stands behind a switch, which has no value: give --NAME, or --no-NAME")
+            raise UserError(
+                f"{unknown[0]!r} stands behind a switch, which has no value: give --NAME, or "
+                "--no-NAME"
+            )
         if unknown and not unknown[0].startswith("-") and not unknown[0].endswith(SETTINGS):
-            raise UserError(f"{unknown[0][:80]!r} has no flag before it; give {program}{places} [--flag value ...]")
+            raise UserError(
+                f"{unknown[0][:80]!r} has no flag before it; give {program}{places} [--flag value "
+                "...]"
+            )
         if unknown:
             raise UserError(_unknown("flag", unknown[:1], names, kind) + by_place)
         values = vars(arguments)
-        missing = [each.name for each in fields(kind) if each.metadata["positional"] and values[each.name] == []]
-        return {name: value for name, value in values.items() if value is not None and name not in missing}
+        missing = [
+            each.name
+            for each in fields(kind)
+            if each.metadata["positional"] and values[each.name] == []
+        ]
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and name not in missing
+        }
 
     given = parse(argv)
     if (path := given.pop("config", None)) is not None:
@@ -150,14 +203,17 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
 
 
 def answer_early(
-    read: Callable[[list[str]], object] = lambda words: None, packages: Sequence[str] = ("tqdm", "torch")
+    read: Callable[[list[str]], object] = lambda words: None,
+    packages: Sequence[str] = ("tqdm", "torch"),
 ) -> None:
-    """Answer --help, and refuse wrong flags and paths that lead nowhere, before a script imports torch.
+    """Answer --help, and refuse wrong flags and paths that lead nowhere, before a script imports
+    torch.
 
     That import takes seconds. `read` returns the command's flags, an object or a dict.
 
-    Ranks of torchrun read the words only then: the main rank shows the error. Environment variables that `packages`
-    refuse at their import are refused. Threads of torch that wait spin for a short while only, where no GPU computes.
+    Ranks of torchrun read the words only then: the main rank shows the error. Environment variables
+    that `packages` refuse at their import are refused. Threads of torch that wait spin for a short
+    while only, where no GPU computes.
     """
     try:
         if "RANK" not in os.environ:
@@ -174,20 +230,31 @@ def answer_early(
 
 
 def as_words(values: dict, names: list[str], kind: type | None = None, file: str = "") -> list[str]:
-    """Returns the words of a command line: {"times": 2, "aloud": False} is ["--times=2", "--no-aloud"].
+    """Returns the words of a command line: {"times": 2, "aloud": False} is ["--times=2",
+    "--no-aloud"].
 
-    Raises UserError for names that are not in `names`, all at once, and for values that no flag has.
+    Raises UserError for names that are not in `names`, all at once, and for values that no flag
+    has.
 
     Args:
         kind: the command's class, as in `_unknown`.
         file: the path of the settings, for a command that translates them.
     """
-    if unknown := [name for name in flattened(values) if name not in names and name.partition(".")[0] not in names]:
+    if unknown := [
+        name
+        for name in flattened(values)
+        if name not in names and name.partition(".")[0] not in names
+    ]:
         raise UserError(_unknown("key", unknown, names, kind) + _translation(unknown, kind, file))
     words = []
     for name, value in values.items():
-        if not all(isinstance(one, (str, int, float)) for one in (value if isinstance(value, list) else [value])):
-            raise UserError(f"{name} must be a word, a number, true, false or a list, got {value!r}")
+        if not all(
+            isinstance(one, (str, int, float))
+            for one in (value if isinstance(value, list) else [value])
+        ):
+            raise UserError(
+                f"{name} must be a word, a number, true, false or a list, got {value!r}"
+            )
         if isinstance(value, list):
             words += [f"--{name}", *map(str, value)]
         elif isinstance(value, bool):
@@ -198,7 +265,8 @@ def as_words(values: dict, names: list[str], kind: type | None = None, file: str
 
 
 def flattened(values: dict, tables: str = "") -> dict[str, typing.Any]:
-    """Returns the values of tables within tables by their names with dots: {"a": {"b": 1}} is {"a.b": 1}."""
+    """Returns the values of tables within tables by their names with dots: {"a": {"b": 1}} is
+    {"a.b": 1}."""
     flat: dict[str, typing.Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and value:
@@ -209,7 +277,8 @@ def flattened(values: dict, tables: str = "") -> dict[str, typing.Any]:
 
 
 def grouped(kind: type) -> dict[str, list[Field]]:
-    """Returns the fields of a command by the title that --help gives them; "" holds what stands above any title.
+    """Returns the fields of a command by the title that --help gives them; "" holds what stands
+    above any title.
 
     A field that a class declares anew keeps the title that it has in the class below.
     """
@@ -217,7 +286,9 @@ def grouped(kind: type) -> dict[str, list[Field]]:
     title = ""
     for each in fields(kind):
         own = (vars(base).get("__dataclass_fields__", {}).get(each.name) for base in kind.__mro__)
-        title = next((found.metadata["group"] for found in own if found and found.metadata["group"]), title)
+        title = next(
+            (found.metadata["group"] for found in own if found and found.metadata["group"]), title
+        )
         groups.setdefault(title, []).append(each)
     return groups
 
@@ -241,7 +312,9 @@ class SwitchOrWord(Action):
     def __call__(self, parser, namespace, values, option_string=None):
         if str(option_string).startswith("--no-"):
             if values is not True:
-                raise UserError(f"{option_string[2:]} takes no word, got {values[:80]!r}; drop one of both")
+                raise UserError(
+                    f"{option_string[2:]} takes no word, got {values[:80]!r}; drop one of both"
+                )
             values = False
         setattr(namespace, self.dest, values)
 
@@ -250,7 +323,10 @@ def _add_argument(parser, each: Field) -> Action:
     metadata, is_list = each.metadata, typing.get_origin(each.type) is list
     element = _element(each)
     default = "" if each.default in (MISSING, None, False) else f"; default: {each.default}"
-    options: dict[str, typing.Any] = {"help": (metadata["help"] + default).replace("%", "%%"), "default": None}
+    options: dict[str, typing.Any] = {
+        "help": (metadata["help"] + default).replace("%", "%%"),
+        "default": None,
+    }
     if each.type == bool | str:
         options |= {"action": SwitchOrWord, "metavar": "WORD"}
     elif element is bool:
@@ -269,7 +345,8 @@ def _add_argument(parser, each: Field) -> Action:
 
 
 def _reader(each: Field, element: type) -> Callable[[str], str | int | float]:
-    """Returns a function that makes a flag's value of a word, and refuses other words with what may stand there."""
+    """Returns a function that makes a flag's value of a word, and refuses other words with what may
+    stand there."""
     choices: tuple = each.metadata["choices"] or ()
 
     def read(word: str) -> str | int | float:
@@ -294,9 +371,13 @@ def _reader(each: Field, element: type) -> Callable[[str], str | int | float]:
             )  # sizes of Qwen3 have no prefix
             elsewhere = WORDS.get(each.name, {}).items()
             likely = [one for one in choices if str(one).lower() in names]
-            likely += [ours for ours, theirs in elsewhere if word.lower() in theirs.split() and not likely]
+            likely += [
+                ours for ours, theirs in elsewhere if word.lower() in theirs.split() and not likely
+            ]
             meant = "".join(f"; did you mean {one}?" for one in likely)
-            raise ArgumentTypeError(f"{word[:80]!r} is not one of {', '.join(map(str, choices))}{meant}")
+            raise ArgumentTypeError(
+                f"{word[:80]!r} is not one of {', '.join(map(str, choices))}{meant}"
+            )
         return value
 
     return read
@@ -305,8 +386,8 @@ def _reader(each: Field, element: type) -> Callable[[str], str | int | float]:
 def read_tokens(word: str) -> int:
     """Returns a number of tokens from 131072, 131_072, 128k or 1M: k is 1,024, and M is k times k.
 
-    Raises ValueError for other words, and UserError for 131k: it is nearly a power of two in thousands, which is
-    written 128k.
+    Raises ValueError for other words, and UserError for 131k: it is nearly a power of two in
+    thousands, which is written 128k.
     """
     written = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?) ?([kKmM])i?", word, re.ASCII)
     if written is None:
@@ -320,14 +401,20 @@ def read_tokens(word: str) -> int:
         said = f"{word!r} is {tokens:,.0f} tokens, as k is 1,024"
         raise UserError(f"{said}; did you mean {power // 2**10}k, which is {power:,}?")
     if tokens != int(tokens):
-        raise UserError(f"{word!r} is no whole number of tokens, as k is 1,024; give one, such as {round(tokens)}")
+        raise UserError(
+            f"{word!r} is no whole number of tokens, as k is 1,024; give one, such as "
+            f"{round(tokens)}"
+        )
     return int(tokens)
 
 
 def _likely_number(word: str) -> float | None:
-    """Returns the number that a word stands for elsewhere, such as 131,072 or 1e5, 10k of thousands, 10%; or None."""
+    """Returns the number that a word stands for elsewhere, such as 131,072 or 1e5, 10k of
+    thousands, 10%; or None."""
     scales = {"k": 1e3, "m": 1e6, "%": 0.01, "": 1.0}
-    written = re.fullmatch(r"([\d_,.]{1,20}(?:e[+-]?\d{1,2})?)([km%]?)", word.strip().lower(), re.ASCII)
+    written = re.fullmatch(
+        r"([\d_,.]{1,20}(?:e[+-]?\d{1,2})?)([km%]?)", word.strip().lower(), re.ASCII
+    )
     if written is None:
         return None
     plain = re.sub(r"[,_](?=\d{3}(\D|$))", "", written[1])
@@ -337,7 +424,8 @@ def _likely_number(word: str) -> float | None:
 
 
 def _refuse_shares(kind: type, given: dict[str, typing.Any]) -> None:
-    """Refuse a share in place of a whole number, as --warmup_steps 0.1, and name the number that is meant."""
+    """Refuse a share in place of a whole number, as --warmup_steps 0.1, and name the number that is
+    meant."""
     for each in fields(kind):
         share = given.get(each.name)
         if each.metadata["share_of"] is None or not isinstance(share, float):
@@ -346,9 +434,14 @@ def _refuse_shares(kind: type, given: dict[str, typing.Any]) -> None:
         total = getattr(kind(**others), each.metadata["share_of"])
         what = f"{each.name} {share:g} is a share, and a number of steps is asked for"
         if total is None:
-            raise UserError(f"{what}: how many steps the run has, its data or its checkpoint settle; give a number")
+            raise UserError(
+                f"{what}: how many steps the run has, its data or its checkpoint settle; give a "
+                "number"
+            )
         number = max(1, round(share * total))
-        raise UserError(f"{what}: {100 * share:g}% of {total} steps are {number}; give {each.name} {number}")
+        raise UserError(
+            f"{what}: {100 * share:g}% of {total} steps are {number}; give {each.name} {number}"
+        )
 
 
 def _underscored(option: str) -> str:
@@ -360,7 +453,8 @@ def _element(each: Field) -> typing.Any:
 
 
 def _checked(each: Field, value):
-    """Returns the value, with words as paths where the field has paths; a value out of range raises UserError."""
+    """Returns the value, with words as paths where the field has paths; a value out of range raises
+    UserError."""
     if value == []:
         raise UserError(f"{each.name} is --, which argparse takes for nothing; give another value")
     if isinstance(value, list):
@@ -386,10 +480,13 @@ def _settings_in(text: str) -> dict[str, typing.Any]:
 
 
 def _read_toml(path: Path, kind: type) -> dict[str, typing.Any]:
-    """Returns the keys of a file; raises ValueError for a file that is no TOML, and names YAML and JSON."""
+    """Returns the keys of a file; raises ValueError for a file that is no TOML, and names YAML and
+    JSON."""
     text = read_file(path, "give --config a TOML file", TOML_BYTES).decode("utf-8-sig")
     if path.suffix.lower() in ROWS and any(each.name == "data" for each in fields(kind)):
-        raise UserError(f"it is a file of rows, and settings are TOML; to train on it, give --data {path}")
+        raise UserError(
+            f"it is a file of rows, and settings are TOML; to train on it, give --data {path}"
+        )
     is_yaml = path.suffix.lower() in (".yaml", ".yml")
     try:
         if not is_yaml:
@@ -402,7 +499,8 @@ def _read_toml(path: Path, kind: type) -> dict[str, typing.Any]:
 
 
 def _translation(unknown: Sequence[str], kind: type | None, file: str) -> str:
-    """Returns the end of an error: the command that translates a file of settings, where the command has one.
+    """Returns the end of an error: the command that translates a file of settings, where the
+    command has one.
 
     `unknown` are the file's unknown keys; none: the file is no TOML. A few may be slips.
     """
@@ -410,13 +508,18 @@ def _translation(unknown: Sequence[str], kind: type | None, file: str) -> str:
     is_other = not unknown or any("." in name for name in unknown) or len(unknown) >= MANY_NAMES
     if not (translator and file and is_other):
         return ""
-    return f"; {program()} -m {translator} {shlex.quote(file)} prints a config of another trainer as ours"
+    return (
+        f"; {program()} -m {translator} {shlex.quote(file)} prints a config of another trainer as "
+        "ours"
+    )
 
 
 def _unknown(what: str, words: Sequence[str], names: list[str], kind: type | None) -> str:
-    """Returns the message for flags or keys that a command lacks: it names the flag that each means.
+    """Returns the message for flags or keys that a command lacks: it names the flag that each
+    means.
 
-    The table `absent` of the command's class says why there is nothing like some other trainer's flag.
+    The table `absent` of the command's class says why there is nothing like some other trainer's
+    flag.
     """
     dashes = "--" if what == "flag" else ""
     meant: list[str] = []
@@ -433,7 +536,9 @@ def _unknown(what: str, words: Sequence[str], names: list[str], kind: type | Non
         else:
             shown = word if dashes else repr(word)
             meant.append(f"{shown}; did you mean {likely}?" if known.flag else shown)
-    if len(reasons) > MOST_REASONS and what == "key":  # a command that is named in the message gives them
+    if (
+        len(reasons) > MOST_REASONS and what == "key"
+    ):  # a command that is named in the message gives them
         reasons = {"": [theirs for each in reasons.values() for theirs in each]}
     there_is_no = []
     for why, theirs in reasons.items():
@@ -441,5 +546,7 @@ def _unknown(what: str, words: Sequence[str], names: list[str], kind: type | Non
         there_is_no.append(f"there is no {', '.join(theirs)}{reason}")
     if len(meant) == 1:
         return "; ".join([f"unknown {what} {meant[0]}", *there_is_no])
-    listed = ", ".join(each.replace("; did you mean ", " (did you mean ").replace("?", "?)") for each in meant)
+    listed = ", ".join(
+        each.replace("; did you mean ", " (did you mean ").replace("?", "?)") for each in meant
+    )
     return "; ".join([f"unknown {what}s {listed}", *there_is_no] if meant else there_is_no)

@@ -1,10 +1,12 @@
-"""Error of products in FP8 on fixed weights and batches: of each product of each map alone, and of candidate settings.
+"""Error of products in FP8 on fixed weights and batches: of each product of each map alone, and of
+candidate settings.
 
-`python -m benchmarks.experiments.fp8_error --model MODEL`, on a CPU or a GPU; MODEL is a folder of trained weights.
-y, dx and d_weight are the three products of a map: its output, and the gradients of its input and of its weight.
-Settings run `kernels.fp8`, on a GPU its kernels. "Rounded" ones multiply, in the inputs' dtype, matrices that were
-rounded to 8 bits: candidates that have no kernel. Each row has the difference of the mean loss with its standard error
-over tokens, the mean divergence of the words' probabilities, and |g - g'| / |g| of the gradients of all matrices of
+`python -m benchmarks.experiments.fp8_error --model MODEL`, on a CPU or a GPU; MODEL is a folder of
+trained weights. y, dx and d_weight are the three products of a map: its output, and the gradients
+of its input and of its weight. Settings run `kernels.fp8`, on a GPU its kernels. "Rounded" ones
+multiply, in the inputs' dtype, matrices that were rounded to 8 bits: candidates that have no
+kernel. Each row has the difference of the mean loss with its standard error over tokens, the mean
+divergence of the words' probabilities, and |g - g'| / |g| of the gradients of all matrices of
 blocks.
 """
 
@@ -40,20 +42,26 @@ Choice = Callable[[int, str], Linear]  # the map of a layer's matrix: (layer, na
 
 @dataclass(frozen=True)
 class Rounded(Linear):
-    """Products of rounded matrices. Scales lie along the summed dimension; `kernels.linear.Linear` has the methods."""
+    """Products of rounded matrices. Scales lie along the summed dimension; `kernels.linear.Linear`
+    has the methods."""
 
     dtype: torch.dtype = FP8_TYPE  # float8_e4m3fn, float8_e5m2 or int8
     dy_dtype: torch.dtype | None = None  # the gradients of outputs have it; None: as the others
     block: int | None = None  # elements that share a scale; None: a row
     is_power: bool = False  # whether scales are powers of two
-    rotates: bool = False  # whether blocks of 64 are multiplied by a Hadamard matrix before they are rounded
+    rotates: bool = (
+        False  # whether blocks of 64 are multiplied by a Hadamard matrix before they are rounded
+    )
 
     def forward(self, x, weight, bias=None, *, out=None):
         return PLAIN.forward(self._rounded(x), self._rounded(weight), bias, out=out)
 
     def input_gradient(self, dy, weight_t, *, out=None, accumulate=False):
         return PLAIN.input_gradient(
-            self._rounded(dy, self.dy_dtype), self._rounded(weight_t), out=out, accumulate=accumulate
+            self._rounded(dy, self.dy_dtype),
+            self._rounded(weight_t),
+            out=out,
+            accumulate=accumulate,
         )
 
     def weight_gradient(self, dy_t, x_t, *, out=None, accumulate=False):
@@ -62,7 +70,8 @@ class Rounded(Linear):
         )
 
     def _rounded(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns x [M, K], rounded; K is the summed dimension. A rotation of both factors leaves their product."""
+        """Returns x [M, K], rounded; K is the summed dimension. A rotation of both factors leaves
+        their product."""
         dtype, (M, K) = dtype or self.dtype, x.shape
         block = 64 if self.rotates else 1
         padded = F.pad(x.float(), (0, -K % math.lcm(block, self.block or 1)))
@@ -88,7 +97,9 @@ def hadamard(size: int, device: torch.device) -> Tensor:
 class ByMatrix(Linear):
     """The map of each matrix by its identity, which blocks that run whole pass on."""
 
-    trains_matrices = False  # an MLP then calls this map, in place of the pieces of one map for all its matrices
+    trains_matrices = (
+        False  # an MLP then calls this map, in place of the pieces of one map for all its matrices
+    )
 
     def __init__(self, chosen: dict[int, Linear]):
         object.__setattr__(self, "chosen", chosen)
@@ -115,37 +126,52 @@ def settings(layers: int) -> dict[str, Choice]:
         own = every(linear, products)
         return lambda layer, name: (own if name == "down_proj" else others)(layer, name)
 
-    fp8, gradients, but_down = FP8_LINEAR, ("y", "dx"), [name for name in MAPS if name != "down_proj"]
+    fp8, gradients, but_down = (
+        FP8_LINEAR,
+        ("y", "dx"),
+        [name for name in MAPS if name != "down_proj"],
+    )
     found = {"bf16": every(PLAIN, ()), "fp8": every(fp8)}
     found |= {f"{product} alone": every(fp8, [product]) for product in PRODUCTS}
-    found |= {f"{product} of {name} alone": every(fp8, [product], [name]) for name in MAPS for product in PRODUCTS}
+    found |= {
+        f"{product} of {name} alone": every(fp8, [product], [name])
+        for name in MAPS
+        for product in PRODUCTS
+    }
     int8, in_mlps, in_mixers = Mixed(INT8(), fp8, fp8), Mixed(fp8, fp8, fp8), Mixed(PLAIN, fp8, fp8)
     found |= {
-        "d_weight in bf16": every(fp8, gradients), "dx in bf16": every(fp8, ["y", "d_weight"]),
-        "y in bf16": every(fp8, ["dx", "d_weight"]), "y in int8": lambda layer, name: int8,
-        "ends in bf16": inside(every(fp8)), "down in bf16": every(fp8, maps=but_down),
+        "d_weight in bf16": every(fp8, gradients),
+        "dx in bf16": every(fp8, ["y", "d_weight"]),
+        "y in bf16": every(fp8, ["dx", "d_weight"]),
+        "y in int8": lambda layer, name: int8,
+        "ends in bf16": inside(every(fp8)),
+        "down in bf16": every(fp8, maps=but_down),
         "y of down in bf16": down(fp8, every(fp8), ["dx", "d_weight"]),
         "ends and down in bf16": inside(every(fp8, maps=but_down)),
         "d_weight and ends in bf16": inside(every(fp8, gradients)),
         "d_weight and down in bf16": every(fp8, gradients, but_down),
         "d_weight, ends and down in bf16": inside(every(fp8, gradients, but_down)),
         "v in bf16": every(fp8, maps=[name for name in MAPS if name != "v_proj"]),
-        "attention in bf16": every(fp8, maps=MAPS[4:]), "attention and ends in bf16": inside(every(fp8, maps=MAPS[4:])),
+        "attention in bf16": every(fp8, maps=MAPS[4:]),
+        "attention and ends in bf16": inside(every(fp8, maps=MAPS[4:])),
         "attention and down in bf16": every(fp8, maps=MAPS[4:6]),
         "attention, ends and down in bf16": inside(every(fp8, maps=MAPS[4:6])),
         "y of attention in bf16": lambda layer, name: in_mlps if name in MAPS[4:] else in_mixers,
         "MLP's y and dx in fp8": every(fp8, gradients, MAPS[4:]),
         "gate's and up's y and dx in fp8": every(fp8, gradients, MAPS[4:6]),
-        "rounded, rows": every(Rounded(is_power=True)), "rounded, scales of any size": every(Rounded()),
+        "rounded, rows": every(Rounded(is_power=True)),
+        "rounded, scales of any size": every(Rounded()),
         "rounded, blocks of 128": every(Rounded(block=128)),
         "rounded, dy in e5m2": every(Rounded(dy_dtype=torch.float8_e5m2, is_power=True)),
         "rounded, d_weight alone": every(Rounded(is_power=True), ["d_weight"]),
         "rounded, d_weight alone in blocks of 128": every(Rounded(block=128), ["d_weight"]),
-        "rounded, Hadamard before down": down(Rounded(rotates=True, is_power=True), every(Rounded(is_power=True))),
+        "rounded, Hadamard before down": down(
+            Rounded(rotates=True, is_power=True), every(Rounded(is_power=True))
+        ),
         "rounded, int8, rows": every(Rounded(torch.int8)),
         "rounded, int8, rows, Hadamard": every(Rounded(torch.int8, rotates=True)),
         "rounded, int8, blocks of 128": every(Rounded(torch.int8, block=128)),
-    }  # fmt: skip
+    }
     return found
 
 
@@ -165,12 +191,16 @@ class Measured(NamedTuple):
     """Results of a setting on all batches."""
 
     losses: Tensor  # one for each token
-    divergences: Tensor  # one for each token: the words' Kullback-Leibler divergence from the exact ones
+    divergences: (
+        Tensor  # one for each token: the words' Kullback-Leibler divergence from the exact ones
+    )
     gradients: dict[str, Tensor]  # the mean loss's, of the blocks' matrices
     logits: list[Tensor]  # one for each batch; none of a setting that is compared
 
 
-def measure(model: Transformer, batches: Sequence[Tensor], exact: Measured | None = None) -> Measured:
+def measure(
+    model: Transformer, batches: Sequence[Tensor], exact: Measured | None = None
+) -> Measured:
     model.zero_grad(set_to_none=True)
     losses, divergences, logits, rows = [], [], [], sum(map(len, batches))
     for i, ids in enumerate(batches):
@@ -183,24 +213,34 @@ def measure(model: Transformer, batches: Sequence[Tensor], exact: Measured | Non
         divergences.append(F.kl_div(*logs, reduction="none", log_target=True).sum(-1))
     named = model.layers.named_parameters()
     gradients = {name: p.grad.clone() for name, p in named if p.ndim > 1}
-    return Measured(torch.cat(losses), torch.cat(divergences), gradients, logits if exact is None else [])
+    return Measured(
+        torch.cat(losses), torch.cat(divergences), gradients, logits if exact is None else []
+    )
 
 
 def compare(found: Measured, exact: Measured) -> dict[str, float]:
     difference, count = found.losses - exact.losses, len(exact.losses)
     pairs = [(g.float(), exact.gradients[name].float()) for name, g in found.gradients.items()]
-    error, norm = (sum(float(x.square().sum()) for x in xs) ** 0.5 for xs in zip(*[(a - b, b) for a, b in pairs]))
+    error, norm = (
+        sum(float(x.square().sum()) for x in xs) ** 0.5
+        for xs in zip(*[(a - b, b) for a, b in pairs])
+    )
     return {
-        "loss": float(difference.mean()), "its standard error": float(difference.std()) / count**0.5,
+        "loss": float(difference.mean()),
+        "its standard error": float(difference.std()) / count**0.5,
         "divergence": float(found.divergences.mean()), "error of gradients": error / norm,
     }  # fmt: skip
 
 
-def read_batches(folder: Path, count: int, context_length: int, device: torch.device) -> list[Tensor]:
+def read_batches(
+    folder: Path, count: int, context_length: int, device: torch.device
+) -> list[Tensor]:
     """Returns the beginnings of installed packages' sources as token ids, some rows at a time."""
     tokenizer, rows = load_tokenizer(tokenizer_of(folder)), []
     for _, text in package_texts(TEXT_CHARACTERS):
-        ids = torch.as_tensor(tokenizer.encode(text)[:context_length].astype("int64"), device=device)
+        ids = torch.as_tensor(
+            tokenizer.encode(text)[:context_length].astype("int64"), device=device
+        )
         if len(ids) == context_length:
             rows.append(ids)
         if len(rows) == count:
@@ -210,10 +250,12 @@ def read_batches(folder: Path, count: int, context_length: int, device: torch.de
 
 def main() -> None:
     arguments = parse_flags(
-        __doc__.splitlines()[0], only={"nargs": "*", "help": "settings, by their names; default: all"},
+        __doc__.split("\n\n")[0],
+        only={"nargs": "*", "help": "settings, by their names; default: all"},
         model=MODEL,
         rows={"type": int, "help": "texts; default: 64 on a GPU, 2 on a CPU"},
-        context_length={"type": int, "default": 512}, out={"type": Path, "help": "file to append a line of JSON to"},
+        context_length={"type": int, "default": 512},
+        out={"type": Path, "help": "file to append a line of JSON to"},
     )  # fmt: skip
     folder, device = arguments.model, arguments.device
     shape = shape_of_weights(folder)
@@ -221,7 +263,10 @@ def main() -> None:
     model.load_state_dict(dict(load_model_weights(folder, parameter_shapes(shape))))
     model = model.to(device).cast(torch.bfloat16) if device.type == "cuda" else model.float()
     batches = read_batches(
-        folder, arguments.rows or (64 if device.type == "cuda" else 2), arguments.context_length, device
+        folder,
+        arguments.rows or (64 if device.type == "cuda" else 2),
+        arguments.context_length,
+        device,
     )
     use(model, every(PLAIN, ()))
     exact = measure(model, batches)
@@ -236,7 +281,14 @@ def main() -> None:
     header = ["setting", *next(iter(results.values()))]
     rows = [[name, *(f"{value:+.5f}" for value in row.values())] for name, row in results.items()]
     print_table(f"{folder.name}, {exact.losses.numel():,} tokens", header, rows)
-    print_json("fp8_error", device, arguments.out, model=folder.name, tokens=exact.losses.numel(), results=results)
+    print_json(
+        "fp8_error",
+        device,
+        arguments.out,
+        model=folder.name,
+        tokens=exact.losses.numel(),
+        results=results,
+    )
 
 
 if __name__ == "__main__":

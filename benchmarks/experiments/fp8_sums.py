@@ -1,7 +1,9 @@
-"""Measures what FP8 products lose to the tensor cores' fast accumulation, and what float32 sums cost in time.
+"""Measures what FP8 products lose to the tensor cores' fast accumulation, and what float32 sums
+cost in time.
 
-`python -m benchmarks.experiments.fp8_sums --model MODEL` on a GPU; MODEL is a folder of trained weights. Without it
-only random terms are summed. A product with fast accumulation is compared with the same product in float64.
+`python -m benchmarks.experiments.fp8_sums --model MODEL` on a GPU; MODEL is a folder of trained
+weights. Without it only random terms are summed. A product with fast accumulation is compared with
+the same product in float64.
 
 - shrink: 1 - <found, exact> / <exact, exact>, the share of a product that is lost;
 - error: |found - exact| / |exact|, which holds the rounding to bf16 as well (0.0017 alone);
@@ -98,20 +100,28 @@ def record(name: str, a: Factor, b: Factor) -> None:
 
 
 def random_terms(device: torch.device) -> Statistics:
-    """Sums of random terms: the weight's gradient by means of an eighth of the channels, y and dx by sign."""
+    """Sums of random terms: the weight's gradient by means of an eighth of the channels, y and dx
+    by sign."""
     results: Statistics = {}
     rows, width = (GPU_ROWS, 2560) if device.type == "cuda" else (64, 32)
     for name, (mean_x, mean_dy) in MEANS.items():
         x, dy = (torch.randn(rows, width, device=device) for _ in range(2))
         x[:, : width // 8] += mean_x
         dy[:, : width // 8] += mean_dy
-        results[f"d_weight, means {name}"] = compare(*(transposed(matrix) for matrix in (dy, x)), part=width // 8)
+        results[f"d_weight, means {name}"] = compare(
+            *(transposed(matrix) for matrix in (dy, x)), part=width // 8
+        )
     x, dy = (torch.rand(rows, width, device=device) for _ in range(2))
     results["d_weight, all positive"] = compare(transposed(dy), transposed(x), part=width)
     for inner in (2560, 9728) if device.type == "cuda" else (64,):
         for sign, draw in (("random signs", torch.randn), ("all positive", torch.rand)):
-            x, weight = (draw(2048 if device.type == "cuda" else 32, inner, device=device).bfloat16() for _ in range(2))
-            results[f"y, {inner}, {sign}"] = compare(FP8_LINEAR.factor(x), FP8_LINEAR.factor(weight), part=None)
+            x, weight = (
+                draw(2048 if device.type == "cuda" else 32, inner, device=device).bfloat16()
+                for _ in range(2)
+            )
+            results[f"y, {inner}, {sign}"] = compare(
+                FP8_LINEAR.factor(x), FP8_LINEAR.factor(weight), part=None
+            )
     return results
 
 
@@ -121,7 +131,10 @@ def transposed(matrix: Tensor) -> Factor:
 
 def compare(a: Factor, b: Factor, part: int | None) -> dict[str, float]:
     """Statistics of a product's first `part` rows and columns."""
-    a, b = (Factor(x.values[:part], x.scales if x.scales.dim() == 0 else x.scales[:part], x.dtype) for x in (a, b))
+    a, b = (
+        Factor(x.values[:part], x.scales if x.scales.dim() == 0 else x.scales[:part], x.dtype)
+        for x in (a, b)
+    )
     exact = multiply_exactly(a, b)
     results = {}
     for is_fast in (True, False):
@@ -132,7 +145,8 @@ def compare(a: Factor, b: Factor, part: int | None) -> dict[str, float]:
 
 
 def trained_terms(folder: Path, device: torch.device) -> Statistics:
-    """The same of all maps of a trained model on source code: mean of shrinks and errors over layers, and the worst."""
+    """The same of all maps of a trained model on source code: mean of shrinks and errors over
+    layers, and the worst."""
     shape = shape_of_weights(folder)
     model = Transformer(shape)
     model.load_state_dict(dict(load_model_weights(folder, parameter_shapes(shape))))
@@ -155,12 +169,17 @@ def trained_terms(folder: Path, device: torch.device) -> Statistics:
 
 
 def times(device: torch.device) -> dict[str, dict[str, float]]:
-    """Milliseconds of the three products of the 4B's maps, 32,768 tokens, with and without fast accumulation."""
+    """Milliseconds of the three products of the 4B's maps, 32,768 tokens, with and without fast
+    accumulation."""
     results = {}
     for inner, outer in FORWARD_SHAPES:
         x, dy = (torch.randn(32_768, width, device=device).bfloat16() for width in (inner, outer))
         weight = FP8_LINEAR.factor(torch.randn(outer, inner, device=device).bfloat16())
-        x8, dy8, weight_t = FP8_LINEAR.factor(x), FP8_LINEAR.factor(dy), FP8_LINEAR.transpose(weight)
+        x8, dy8, weight_t = (
+            FP8_LINEAR.factor(x),
+            FP8_LINEAR.factor(dy),
+            FP8_LINEAR.transpose(weight),
+        )
         pairs = {
             "y": (x8, weight),
             "dx": (dy8, weight_t),
@@ -176,11 +195,17 @@ def times(device: torch.device) -> dict[str, dict[str, float]]:
 
 def show(title: str, results: dict[str, dict[str, float]]) -> None:
     header = ["product", *next(iter(results.values()))]
-    print_table(title, header, [[name, *(f"{value:.5f}" for value in row.values())] for name, row in results.items()])
+    print_table(
+        title,
+        header,
+        [[name, *(f"{value:.5f}" for value in row.values())] for name, row in results.items()],
+    )
 
 
 def main() -> None:
-    arguments = parse_flags(__doc__.splitlines()[0], model={"type": Path, "help": "folder of trained weights"})
+    arguments = parse_flags(
+        __doc__.split("\n\n")[0], model={"type": Path, "help": "folder of trained weights"}
+    )
     device = arguments.device
     if device.type != "cuda":
         raise SystemExit("fast accumulation is a GPU's: run this on one")

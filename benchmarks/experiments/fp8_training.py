@@ -1,9 +1,11 @@
-"""Trains one model's weights on with several settings of FP8, and compares the losses of held-out texts with bf16's.
+"""Trains one model's weights on with several settings of FP8, and compares the losses of held-out
+texts with bf16's.
 
-`python -m benchmarks.experiments.fp8_training --model MODEL --at_once 4`. MODEL is a folder of weights, settings have
-the names of `benchmarks.experiments.fp8_error`. Runs of one seed take the same rows of installed packages' sources.
-Each run is a process, and `--at_once` of them share the GPU: small models wait for launches. With `--from_scratch` the
-folder needs config.json alone, and initial weights are drawn by the seed.
+`python -m benchmarks.experiments.fp8_training --model MODEL --at_once 4`. MODEL is a folder of
+weights, settings have the names of `benchmarks.experiments.fp8_error`. Runs of one seed take the
+same rows of installed packages' sources. Each run is a process, and `--at_once` of them share the
+GPU: small models wait for launches. With `--from_scratch` the folder needs config.json alone, and
+initial weights are drawn by the seed.
 """
 
 import functools
@@ -43,13 +45,19 @@ def read_tokens(arguments: Namespace) -> tuple[np.ndarray, np.ndarray]:
     tokenizer, texts = load_tokenizer(tokenizer_of(arguments.model)), ([], [])
     for name, text in package_texts(arguments.characters):
         texts[zlib.crc32(name.encode()) % 10 == 0].append(text)
-    return tuple(np.concatenate([tokenizer.encode(text) for text in each]).astype(np.int64) for each in texts)
+    return tuple(
+        np.concatenate([tokenizer.encode(text) for text in each]).astype(np.int64) for each in texts
+    )
 
 
-def draw(tokens: np.ndarray, rows: int, length: int, seed: tuple[int, ...], device: torch.device) -> Tensor:
+def draw(
+    tokens: np.ndarray, rows: int, length: int, seed: tuple[int, ...], device: torch.device
+) -> Tensor:
     """Returns rows of `length` tokens from places that the seed draws."""
     starts = np.random.default_rng(seed).integers(len(tokens) - length, size=rows)
-    return torch.as_tensor(np.stack([tokens[start : start + length] for start in starts]), device=device)
+    return torch.as_tensor(
+        np.stack([tokens[start : start + length] for start in starts]), device=device
+    )
 
 
 @torch.no_grad()
@@ -57,8 +65,11 @@ def validate(model: Transformer, batches: list[Tensor]) -> float:
     return float(torch.stack([model(ids, ids).loss for ids in batches]).mean())
 
 
-def train(arguments: Namespace, tokens: tuple[np.ndarray, np.ndarray], job: tuple[str, int]) -> dict[str, float]:
-    """Returns the held-out loss in bf16 and in the run's own products, the mean loss of the last steps, and seconds."""
+def train(
+    arguments: Namespace, tokens: tuple[np.ndarray, np.ndarray], job: tuple[str, int]
+) -> dict[str, float]:
+    """Returns the held-out loss in bf16 and in the run's own products, the mean loss of the last
+    steps, and seconds."""
     (name, seed), device, shape = job, arguments.device, shape_of_weights(arguments.model)
     model = Transformer(shape).to(device)
     model = model.cast(torch.bfloat16) if device.type == "cuda" else model
@@ -76,7 +87,8 @@ def train(arguments: Namespace, tokens: tuple[np.ndarray, np.ndarray], job: tupl
         loss.backward()
         _, loss = optimizer.clip_grad_norm(1.0, loss.detach())
         rate = warmup_cosine(
-            step, learning_rate=arguments.learning_rate, warmup_steps=max(1, int(WARMUP * steps)), max_steps=steps,
+            step, learning_rate=arguments.learning_rate, warmup_steps=max(1, int(WARMUP * steps)),
+            max_steps=steps,
             final_ratio=0.1,
         )  # fmt: skip
         optimizer.step(rate)
@@ -86,18 +98,31 @@ def train(arguments: Namespace, tokens: tuple[np.ndarray, np.ndarray], job: tupl
     own = validate(model, held_out)
     use(model, every(PLAIN, ()))
     last = losses[-max(1, steps // 5) :]
-    found = {"held out": validate(model, held_out), "in own products": own, "training": sum(last) / len(last)}
-    print(name, "seed", seed, *(f"{value:.5f}" for value in found.values()), f"{seconds:.0f} s", flush=True)
+    found = {
+        "held out": validate(model, held_out),
+        "in own products": own,
+        "training": sum(last) / len(last),
+    }
+    print(
+        name,
+        "seed",
+        seed,
+        *(f"{value:.5f}" for value in found.values()),
+        f"{seconds:.0f} s",
+        flush=True,
+    )
     return found | {"seconds": seconds}
 
 
 def differences(found: dict[tuple[str, int], dict[str, float]]) -> Iterator[list]:
-    """Yields a row of each setting: held-out losses above bf16's, of each seed and their mean, and the other means."""
+    """Yields a row of each setting: held-out losses above bf16's, of each seed and their mean, and
+    the other means."""
     names, seeds = (list(dict.fromkeys(parts)) for parts in zip(*found))
     for name in names:
         runs = [(found[name, seed], found[names[0], seed]) for seed in seeds]
         columns = [
-            [one[key] - other[key] for one, other in runs] for key in ("held out", "in own products", "training")
+            [one[key] - other[key] for one, other in runs]
+            for key in ("held out", "in own products", "training")
         ]
         each = " ".join(f"{difference:+.4f}" for difference in columns[0])
         yield [
@@ -110,13 +135,16 @@ def differences(found: dict[tuple[str, int], dict[str, float]]) -> Iterator[list
 
 def main() -> None:
     arguments = parse_flags(
-        __doc__.splitlines()[0], model=MODEL,
-        settings={"nargs": "*", "default": DEFAULT, "help": "the first is what the others are compared with"},
+        __doc__.split("\n\n")[0], model=MODEL,
+        settings={"nargs": "*", "default": DEFAULT, "help": "the first is what the others are "
+                                                            "compared with"},
         seeds={"type": int, "nargs": "*", "default": [0]}, steps={"type": int, "default": 400},
         batch_size={"type": int, "default": 8}, context_length={"type": int, "default": 1024},
-        learning_rate={"type": float, "default": 3e-4}, held_out={"type": int, "default": 256, "help": "rows"},
+        learning_rate={"type": float, "default": 3e-4},
+        held_out={"type": int, "default": 256, "help": "rows"},
         characters={"type": int, "default": 100_000, "help": "limit of each package"},
-        from_scratch={"action": "store_true", "help": "weights by the seed, for the shape that config.json has"},
+        from_scratch={"action": "store_true", "help": "weights by the seed, for the shape that "
+                                                      "config.json has"},
         at_once={"type": int, "default": 1, "help": "runs that share the device"},
     )  # fmt: skip
     tokens = read_tokens(arguments)
@@ -127,11 +155,17 @@ def main() -> None:
     found = dict(zip(jobs, results))
     header = ["setting", "held out", "mean", "in own products", "training", "seconds"]
     print_table(
-        f"losses above {arguments.settings[0]}'s after {arguments.steps} steps", header, list(differences(found))
+        f"losses above {arguments.settings[0]}'s after {arguments.steps} steps",
+        header,
+        list(differences(found)),
     )
-    recorded = {key: value for key, value in vars(arguments).items() if key not in ("device", "model")}
+    recorded = {
+        key: value for key, value in vars(arguments).items() if key not in ("device", "model")
+    }
     named = {f"{name}, seed {seed}": result for (name, seed), result in found.items()}
-    print_json("fp8_training", arguments.device, model=arguments.model.name, results=named, **recorded)
+    print_json(
+        "fp8_training", arguments.device, model=arguments.model.name, results=named, **recorded
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Causal attention: to everything, to a window, to chosen blocks of keys, and native sparse attention.
+"""Causal attention: to everything, to a window, to chosen blocks of keys, and native sparse
+attention.
 
-Each kind is a file or a folder that owns everything about itself, see `kernels.parts.AttentionKind`.
+Each kind is a file or a folder that owns everything about itself, see
+`kernels.parts.AttentionKind`.
 """
 
 from .full import Full

@@ -1,7 +1,7 @@
 """Attention of any kind, from q, k and v to its output, each document of a packed batch on its own.
 
-All kinds share two operations: `fathom::attend` runs a kind's forward, and `fathom::attend_backward` its backward.
-Each kind's own file says what it computes and keeps.
+All kinds share two operations: `fathom::attend` runs a kind's forward, and
+`fathom::attend_backward` its backward. Each kind's own file says what it computes and keeps.
 """
 
 from collections.abc import Sequence
@@ -23,18 +23,25 @@ def _no_lists(k: Tensor) -> Tensor:
 def _fake_results(q, k, v, segments, lists, kind, backend, on_triton):
     own, dtype = part_of(kind), torch.promote_types(q.dtype, torch.float32)
     outs = [q.new_empty(q.shape) for _ in range(own.branches)]
-    chosen = k.new_empty(*k.shape[:3], own.list_length, dtype=torch.int16) if lists is None else _no_lists(k)
+    chosen = (
+        k.new_empty(*k.shape[:3], own.list_length, dtype=torch.int16)
+        if lists is None
+        else _no_lists(k)
+    )
     return [*outs, *(q.new_empty(q.shape[:3], dtype=dtype) for _ in outs), chosen]
 
 
 @operation("fathom::attend", _fake_results, keepable="results", chooses="lists")
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None, kind: int, backend: str,
+    q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, lists: Tensor | None, kind: int,
+    backend: str,
     on_triton: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Returns the outputs of all branches, their log-sum-exps, and the lists of blocks, in one list of tensors.
+    """Returns the outputs of all branches, their log-sum-exps, and the lists of blocks, in one list
+    of tensors.
 
-    The last tensor has the lists if the kind chose them here. If they were given, or the kind has none, it is empty.
+    The last tensor has the lists if the kind chose them here. If they were given, or the kind has
+    none, it is empty.
 
     Args:
         kind: the kind's number, see `kernels.parts.Part`.
@@ -43,19 +50,31 @@ def _attend(
     if copies is None:
         outs, lses, chosen = own.forward(q, k, v, segments, lists, backend, on_triton)
     else:
-        given = *map(copies.expand, (q, k, v)), copies.segments, None if lists is None else copies.expand(lists)
+        given = (
+            *map(copies.expand, (q, k, v)),
+            copies.segments,
+            None if lists is None else copies.expand(lists),
+        )
         outs, lses, chosen = own.forward(*given, backend, on_triton)
         outs, lses = [copies.drop(x, q) for x in outs], [copies.drop(x, q) for x in lses]
         chosen = None if chosen is None else copies.drop(chosen, q)
     return [*outs, *lses, chosen if lists is None and chosen is not None else _no_lists(k)]
 
 
-@operation("fathom::attend_backward", lambda _, *given: [x.new_empty(x.shape) for x in given[:4] if x is not None])
+@operation(
+    "fathom::attend_backward",
+    lambda _, *given: [x.new_empty(x.shape) for x in given[:4] if x is not None],
+)
 def _attend_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: list[Tensor], lses: list[Tensor],
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: list[Tensor],
+    lses: list[Tensor],
     lists: Tensor, segments: Tensor | None, kind: int, backend: str, on_triton: bool,
 ) -> list[Tensor]:  # fmt: skip
-    return [*_backward(part_of(kind), dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton)]
+    return [
+        *_backward(
+            part_of(kind), dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton
+        )
+    ]
 
 
 def _backward(kind, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
@@ -66,16 +85,27 @@ def _backward(kind, dout, q, k, v, gates, outs, lses, lists, segments, backend, 
     kept = [copies.expand(x) for x in outs], [copies.expand(x) for x in lses], copies.expand(lists)
     dout = copies.without_copies(copies.expand(dout))
     dq, dk, dv, *d_gates = kind.backward(dout, *given, *kept, copies.segments, backend, on_triton)
-    return [copies.drop(dq, q), copies.add(dk, q), copies.add(dv, q), *(copies.drop(x, q) for x in d_gates)]
+    return [
+        copies.drop(dq, q),
+        copies.add(dk, q),
+        copies.add(dv, q),
+        *(copies.drop(x, q) for x in d_gates),
+    ]
 
 
 def attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: Sequence[Tensor],
-    lses: Sequence[Tensor], lists: Tensor, segments: Tensor | None, kind: AttentionKind, backend: str, on_triton: bool,
+    lses: Sequence[Tensor], lists: Tensor, segments: Tensor | None, kind: AttentionKind,
+    backend: str, on_triton: bool,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Returns dq, dk, dv and, if there are gates, their gradient. Arguments are as in `AttentionKind.backward`."""
-    if kind.gpu_head_dims and not on_triton:  # a reference, which may call autograd: not inside an operation
-        return _backward(kind, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton)
+    """Returns dq, dk, dv and, if there are gates, their gradient. Arguments are as in
+    `AttentionKind.backward`."""
+    if (
+        kind.gpu_head_dims and not on_triton
+    ):  # a reference, which may call autograd: not inside an operation
+        return _backward(
+            kind, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton
+        )
     kept = list(outs), list(lses), lists, segments, kind.number, backend, on_triton
     return torch.ops.fathom.attend_backward(dout, q, k, v, gates, *kept)
 
@@ -83,16 +113,22 @@ def attend_backward(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, gates, segments, lists, kind, backend, on_triton):
-        *results, chosen = torch.ops.fathom.attend(q, k, v, segments, lists, kind, backend, on_triton)
+        *results, chosen = torch.ops.fathom.attend(
+            q, k, v, segments, lists, kind, backend, on_triton
+        )
         outs, lses = results[: len(results) // 2], results[len(results) // 2 :]
-        ctx.save_for_backward(q, k, v, gates, segments, chosen if lists is None else lists, *outs, *lses)
+        ctx.save_for_backward(
+            q, k, v, gates, segments, chosen if lists is None else lists, *outs, *lses
+        )
         ctx.options = part_of(kind), backend, on_triton
         return part_of(kind).output(outs, gates, on_triton)
 
     @staticmethod
     def backward(ctx, dout):
         if torch.is_grad_enabled():
-            raise RuntimeError("attention has no second derivative (create_graph=True); its reference has")
+            raise RuntimeError(
+                "attention has no second derivative (create_graph=True); its reference has"
+            )
         q, k, v, gates, segments, lists, *results = ctx.saved_tensors
         outs, lses = results[: len(results) // 2], results[len(results) // 2 :]
         gradients = attend_backward(dout, q, k, v, gates, outs, lses, lists, segments, *ctx.options)
@@ -100,34 +136,44 @@ class _Attention(torch.autograd.Function):
 
 
 def check_gates(gates: Tensor | None, kind: AttentionKind, shape: Sequence[int]) -> None:
-    """Raises ValueError unless there are gates for queries [B, T, H, K] of `shape` (B, T, H), if the kind has any."""
+    """Raises ValueError unless there are gates for queries [B, T, H, K] of `shape` (B, T, H), if
+    the kind has any."""
     if kind.gates_per_head and (gates is None or gates.shape != (*shape, kind.gates_per_head)):
         given = None if gates is None else tuple(gates.shape)
-        raise ValueError(f"gates must be [B, T, H, {kind.gates_per_head}] for (B, T, H) {tuple(shape)}, got {given}")
+        raise ValueError(
+            f"gates must be [B, T, H, {kind.gates_per_head}] for (B, T, H) {tuple(shape)}, got "
+            f"{given}"
+        )
 
 
 def attention(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None, *, kind: AttentionKind = FULL,
-    gates: Tensor | None = None, lists: Tensor | None = None, backend: str = "auto", impl: str = "auto",
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None, *,
+    kind: AttentionKind = FULL,
+    gates: Tensor | None = None, lists: Tensor | None = None, backend: str = "auto",
+    impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Attends causally with grouped queries, each document of a packed sequence on its own.
 
     Args:
         q_BTHK: queries [B, T, H, K]; bfloat16 or float16 on CUDA, any floating dtype on a CPU.
         k_BTGK, v_BTGK: keys and values [B, T, G, K], G a divisor of H.
-        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token) that
-            cover every token once, or five columns, see `kernels.attention.documents.Documents`; None: each batch row
-            is one document.
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the
+        last token) that
+            cover every token once, or five columns, see `kernels.attention.documents.Documents`;
+            None: each batch row is one document.
         kind: what a token attends to.
         gates: logits [B, T, H, gates_per_head], for a kind that has gates.
-        lists: blocks [B, T, G, blocks] by index in their document, in place of the kind's own choice; their order does
+        lists: blocks [B, T, G, blocks] by index in their document, in place of the kind's own
+        choice; their order does
             not matter. Duplicates, and blocks that a token cannot choose, are dropped.
-        backend: the library's kernel for attention to everything, see `kernels.attention.full.choose_backend`.
+        backend: the library's kernel for attention to everything, see
+        `kernels.attention.full.choose_backend`.
 
     Returns [B, T, H, K] in q's dtype.
 
     Raises:
-        ValueError: an H that is not a multiple of G, shapes or a dtype that no kernel takes, an unavailable backend,
+        ValueError: an H that is not a multiple of G, shapes or a dtype that no kernel takes, an
+        unavailable backend,
             lists for a kind without a choice or for documents with prompts.
         RuntimeError: in backward, create_graph=True.
     """
@@ -142,26 +188,31 @@ def attention(
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *, kind: AttentionKind = FULL,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, *,
+    kind: AttentionKind = FULL,
     backend: str = "auto", impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Attends causally within documents that follow each other, as flash-attn's flash_attn_varlen_func does.
+    """Attends causally within documents that follow each other, as flash-attn's
+    flash_attn_varlen_func does.
 
     Args:
-        q: queries [N, H, K], tokens of all documents; without `cu_seqlens`, rows of one document each, [B, T, H, K].
-        k, v: keys and values [N, G, K] or [B, T, G, K], G a divisor of H.
-        cu_seqlens: integers [documents + 1]: 0, and where each document ends. The host reads them; a tensor on the CPU
+        q: queries [N, H, K], tokens of all documents; without `cu_seqlens`, rows of one document
+        each, [B, T, H, K]. k, v: keys and values [N, G, K] or [B, T, G, K], G a divisor of H.
+        cu_seqlens: integers [documents + 1]: 0, and where each document ends. The host reads them;
+        a tensor on the CPU
             spares it a wait for the GPU.
         kind: `Full()`, `Window(window)` or `Sparse(selected_blocks=...)`.
 
-    Returns q's shape and dtype. Scores are scaled by 1 / sqrt(K). Raises as `attention`, and ValueError for
-    `cu_seqlens` that do not rise from 0 to N.
+    Returns q's shape and dtype. Scores are scaled by 1 / sqrt(K). Raises as `attention`, and
+    ValueError for `cu_seqlens` that do not rise from 0 to N.
     """
     if cu_seqlens is None:
         return attention(q, k, v, kind=kind, backend=backend, impl=impl)
     bounds = cu_seqlens.cpu().long()
     rises = bounds.dim() == 1 and len(bounds) > 1 and bool((bounds.diff() > 0).all())
     if not rises or bounds[0] != 0 or bounds[-1] != len(q):
-        raise ValueError(f"cu_seqlens must rise from 0 to the {len(q)} tokens, got {bounds.tolist()[:8]}")
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the {len(q)} tokens, got {bounds.tolist()[:8]}"
+        )
     segments = torch.stack([torch.zeros_like(bounds[1:]), bounds[:-1], bounds[1:]], dim=1)
     return attention(q[None], k[None], v[None], segments, kind=kind, backend=backend, impl=impl)[0]

@@ -1,18 +1,20 @@
-"""The key/value cache: a token that is generated attends to the keys and values of the tokens before it."""
+"""The key/value cache: a token that is generated attends to the keys and values of the tokens
+before it."""
 
 from torch import Tensor
 
 
 def cache_capacity(max_length: int, reach: int | None) -> int:
-    """Returns the tokens that the cache of a layer has memory for; arguments as in `KeyValueCache`."""
+    """Returns the tokens that the cache of a layer has memory for; arguments as in
+    `KeyValueCache`."""
     return max_length if reach is None else min(max_length, 2 * reach)
 
 
 class KeyValueCache:
     """Keys and values of the tokens seen so far, up to `max_length`, for one layer.
 
-    A new token sees `reach` tokens, itself included; None: all. The cache of a window holds up to two windows. When it
-    is full, the last window moves to its beginning.
+    A new token sees `reach` tokens, itself included; None: all. The cache of a window holds up to
+    two windows. When it is full, the last window moves to its beginning.
     """
 
     def __init__(self, max_length: int, reach: int | None = None):
@@ -22,7 +24,8 @@ class KeyValueCache:
         self._keys_values: tuple[Tensor, Tensor] | None = None
 
     def append(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores the keys and values of new tokens [B, T, G, K]. Returns all that are here, the last [B, S, G, K]."""
+        """Stores the keys and values of new tokens [B, T, G, K]. Returns all that are here, the
+        last [B, S, G, K]."""
         if self._keys_values is None:
             B, _, G, K = k_BTGK.shape
             self._keys_values = tuple(k_BTGK.new_empty(B, self.capacity, G, K) for _ in range(2))

@@ -1,11 +1,11 @@
 """Documents of a packed batch, and the calls of a library's kernels that attend to them.
 
-Tokens are counted through all rows of a batch: in rows of T tokens, row 2 begins at token 2 T. A long document has a
-call of its own, which neighbouring rows of one document each share. Neighbouring short documents attend together in one
-call, with a table of where each begins.
+Tokens are counted through all rows of a batch: in rows of T tokens, row 2 begins at token 2 T. A
+long document has a call of its own, which neighbouring rows of one document each share.
+Neighbouring short documents attend together in one call, with a table of where each begins.
 
-Some libraries build a plan for each new length. They get few lengths: `rounded_length` rounds up a document that
-attends alone, which adds 4% to its work on average and 13% at most.
+Some libraries build a plan for each new length. They get few lengths: `rounded_length` rounds up a
+document that attends alone, which adds 4% to its work on average and 13% at most.
 
 Documents may go on from another one, their prompt, as prompts.py describes.
 """
@@ -20,26 +20,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Tokens of the longest document that attends together with others, if cuDNN attends to longer ones. cuDNN's kernel is
-# faster but costs more per call. Both ways are equally fast at 1,800 tokens with 8 key/value heads, and at 5,000 with
-# one (`python -m benchmarks.bench_packed_attention`, one H200).
+# Tokens of the longest document that attends together with others, if cuDNN attends to longer ones.
+# cuDNN's kernel is faster but costs more per call. Both ways are equally fast at 1,800 tokens with
+# 8 key/value heads, and at 5,000 with one (`python -m benchmarks.bench_packed_attention`, one
+# H200).
 LONGEST_TOGETHER = 2048
-TOGETHER_TOKENS = 32_768  # most tokens of one call, counting SPACING more per document: a call's memory grows with them
+# most tokens of one call, counting SPACING more per document: a call's memory grows with them
+TOGETHER_TOKENS = 32_768
 SPACING = 128  # tokens between documents in the float32 sums of FlashAttention's backward
 _TILE = 128  # tokens of a FlashAttention tile
 
 
 @dataclass
 class Documents:
-    """Documents packed in each row of a batch. Tensors are on the CPU: the host launches attention by document.
+    """Documents packed in each row of a batch. Tensors are on the CPU: the host launches attention
+    by document.
 
-    If ranks share a sequence, a rank has what is [B, T] of its own tokens, but segments and lengths of whole sequences.
+    If ranks share a sequence, a rank has what is [B, T] of its own tokens, but segments and lengths
+    of whole sequences.
     """
 
-    # int64 [S, 3], rows (batch row, start, stop), or [S, 5] with start and stop of the prompt that a document goes on
-    # from, both 0 where it has none; None where each row is one document.
+    # int64 [S, 3], rows (batch row, start, stop), or [S, 5] with start and stop of the prompt that
+    # a document goes on from, both 0 where it has none; None where each row is one document.
     segments: Tensor | None
-    positions_BT: Tensor  # int64, each token's position in its document, counted from its prompt's first token
+    # int64, each token's position in its document, counted from its prompt's first token
+    positions_BT: Tensor
     lengths: list[int]  # tokens of each document, without its prompt
     is_padding_BT: Tensor | None = None  # bool; None: no token is padding
 
@@ -48,7 +53,14 @@ class Documents:
         """Tokens of the longest document, with its prompt."""
         if self.segments is None or not has_prompts(self.segments):
             return max(self.lengths)
-        return int((self.segments[:, 2] - self.segments[:, 1] + self.segments[:, 4] - self.segments[:, 3]).max())
+        return int(
+            (
+                self.segments[:, 2]
+                - self.segments[:, 1]
+                + self.segments[:, 4]
+                - self.segments[:, 3]
+            ).max()
+        )
 
     @property
     def prompts(self) -> list[tuple[int, int, int]]:
@@ -58,7 +70,10 @@ class Documents:
             for row, start, stop, first, last in self.segments.tolist():
                 if last:
                     found.setdefault((row, first, last), []).append(stop - start)
-        return [(last - first, len(lengths), sum(lengths)) for (_, first, last), lengths in found.items()]
+        return [
+            (last - first, len(lengths), sum(lengths))
+            for (_, first, last), lengths in found.items()
+        ]
 
     @property
     def are_whole(self) -> bool:
@@ -69,11 +84,17 @@ class Documents:
         """Returns whole sequences, each with `count` tokens of padding at its end, a document."""
         B, T = self.positions_BT.shape
         table = all_segments(self.segments, B, T)
-        padding = torch.tensor([(row, T, T + count) + (0, 0) * has_prompts(self.segments) for row in range(B)])
+        padding = torch.tensor(
+            [(row, T, T + count) + (0, 0) * has_prompts(self.segments) for row in range(B)]
+        )
         table = torch.cat([table, padding])
         table = table[table[:, 0].argsort(stable=True)]
         positions_BT = torch.cat([self.positions_BT, torch.arange(count).expand(B, -1)], 1)
-        is_padding_BT = torch.zeros(B, T, dtype=torch.bool) if self.is_padding_BT is None else self.is_padding_BT
+        is_padding_BT = (
+            torch.zeros(B, T, dtype=torch.bool)
+            if self.is_padding_BT is None
+            else self.is_padding_BT
+        )
         is_padding_BT = torch.cat([is_padding_BT, torch.ones(B, count, dtype=torch.bool)], 1)
         return Documents(table, positions_BT, (table[:, 2] - table[:, 1]).tolist(), is_padding_BT)
 
@@ -86,16 +107,20 @@ class Documents:
 def find_documents(document_ids: Tensor, prompt_ids: Tensor | None = None) -> Documents:
     """Returns the documents packed in each row, by the document of each token, integers [B, T].
 
-    [[0, 0, 0, 1, 1]] has documents of 3 and 2 tokens. `prompt_ids` are the documents from which documents go on, or
-    their own: with [[0, 0, 0, 1, 1, 2]], [[0, 0, 0, 0, 0, 0]] makes documents 1 and 2 answers to document 0.
+    [[0, 0, 0, 1, 1]] has documents of 3 and 2 tokens. `prompt_ids` are the documents from which
+    documents go on, or their own: with [[0, 0, 0, 1, 1, 2]], [[0, 0, 0, 0, 0, 0]] makes documents 1
+    and 2 answers to document 0.
 
     Raises:
-        ValueError: ids that decrease within a row; an answer that follows neither its prompt nor its prompt's answer.
+        ValueError: ids that decrease within a row; an answer that follows neither its prompt nor
+        its prompt's answer.
     """
     ids_BT = document_ids.cpu()
     B, T = ids_BT.shape
     if bool((ids_BT[:, 1:] < ids_BT[:, :-1]).any()):
-        raise ValueError("document_ids must not decrease within a row: documents are packed one after another")
+        raise ValueError(
+            "document_ids must not decrease within a row: documents are packed one after another"
+        )
     first_BT = torch.ones(B, T, dtype=torch.bool)
     first_BT[:, 1:] = ids_BT[:, 1:] != ids_BT[:, :-1]
     rows, starts = first_BT.nonzero(as_tuple=True)
@@ -121,7 +146,10 @@ def _with_prompts(segments: Tensor, ids_BT: Tensor, prompts_BT: Tensor) -> Tenso
         if own == prompt:
             begin = end = 0
         elif start == 0 or ids_BT[row, begin] != prompt:
-            raise ValueError(f"document {own} of row {row} must follow its prompt, {prompt}, or another answer to it")
+            raise ValueError(
+                f"document {own} of row {row} must follow its prompt, {prompt}, or another answer "
+                "to it"
+            )
         found.append((row, start, stop, begin, end))
     return torch.tensor(found)
 
@@ -136,14 +164,15 @@ class Span(NamedTuple):
 
     start: int
     stop: int
-    segments: Tensor  # int64 [S, 3], rows (0, start, stop) counted from the span's start; or [S, 5], see `Documents`
+    # int64 [S, 3], rows (0, start, stop) counted from the span's start; or [S, 5], see `Documents`
+    segments: Tensor
 
 
 def split_by_length(segments: Tensor, T: int, long_from: int) -> tuple[Tensor, list[Span]]:
     """Returns the rows of `segments` below `long_from` tokens, and spans of the others, in order.
 
-    Documents of 3, 9, 9, 4 and 9 tokens with long_from=9 are two short ones and two spans: (9, 9) and (9). Documents
-    that go on from another one have its tokens, too, and stand in its span.
+    Documents of 3, 9, 9, 4 and 9 tokens with long_from=9 are two short ones and two spans: (9, 9)
+    and (9). Documents that go on from another one have its tokens, too, and stand in its span.
     """
     lengths = segments[:, 2::2].sum(1) - segments[:, 1::2].sum(1)
     long = segments[lengths >= long_from]
@@ -153,26 +182,36 @@ def split_by_length(segments: Tensor, T: int, long_from: int) -> tuple[Tensor, l
             spans.append([])
         spans[-1].append(document)
     return segments[lengths < long_from, :3], [
-        Span(first, span[-1][1], F.pad(torch.tensor(span) - first, (1, 0))) for span in spans for first in [span[0][0]]
+        Span(first, span[-1][1], F.pad(torch.tensor(span) - first, (1, 0)))
+        for span in spans
+        for first in [span[0][0]]
     ]
 
 
 class Call(NamedTuple):
-    """Tokens `start` to `stop` - 1 of the batch: a document or rows that attend alone, or several that do together."""
+    """Tokens `start` to `stop` - 1 of the batch: a document or rows that attend alone, or several
+    that do together."""
 
     start: int
     stop: int
-    # Ends of documents that attend together, counted from `start`. (): one attends alone, or rows of one document each.
+    # Ends of documents that attend together, counted from `start`. (): one attends alone, or rows
+    # of one document each.
     ends: tuple[int, ...] = ()
     offsets: Tensor | None = None  # 0 and `ends`, int32 on the device
-    longest: int = 0  # tokens of the longest document that attends together, rounded up, see `_longest`
+    longest: int = (
+        0  # tokens of the longest document that attends together, rounded up, see `_longest`
+    )
 
 
-def divide(documents: Iterable[tuple[int, int]], longest_together: float, most_tokens: int) -> list[Call]:
-    """Returns the calls that attend to documents (start, stop), in order. Only neighbours attend together.
+def divide(
+    documents: Iterable[tuple[int, int]], longest_together: float, most_tokens: int
+) -> list[Call]:
+    """Returns the calls that attend to documents (start, stop), in order. Only neighbours attend
+    together.
 
-    With longest_together=4, documents of 3, 2, 9, 4 and 3 tokens need three calls: (3, 2), 9 and (4, 3). A call has at
-    most `most_tokens`, counting SPACING more per document; one document always fits.
+    With longest_together=4, documents of 3, 2, 9, 4 and 3 tokens need three calls: (3, 2), 9 and
+    (4, 3). A call has at most `most_tokens`, counting SPACING more per document; one document
+    always fits.
     """
     calls: list[Call] = []
     counted = 0  # tokens and SPACING of the documents of the last call
@@ -192,11 +231,18 @@ def divide(documents: Iterable[tuple[int, int]], longest_together: float, most_t
 
 
 def join_rows(calls: Iterable[Call], T: int) -> list[Call]:
-    """Returns the calls with neighbouring rows of T tokens in one, where each row is a document that attends alone."""
+    """Returns the calls with neighbouring rows of T tokens in one, where each row is a document
+    that attends alone."""
     joined: list[Call] = []
     for call in calls:
         is_row = not call.ends and call.stop - call.start == T
-        if is_row and joined and not joined[-1].ends and joined[-1].stop == call.start and is_rows(joined[-1], T):
+        if (
+            is_row
+            and joined
+            and not joined[-1].ends
+            and joined[-1].stop == call.start
+            and is_rows(joined[-1], T)
+        ):
             joined[-1] = Call(joined[-1].start, call.stop)
         else:
             joined.append(call)
@@ -204,12 +250,14 @@ def join_rows(calls: Iterable[Call], T: int) -> list[Call]:
 
 
 def is_rows(call: Call, T: int) -> bool:
-    """Whether a call without `ends` has whole rows of T tokens. All other documents are shorter than a row."""
+    """Whether a call without `ends` has whole rows of T tokens. All other documents are shorter
+    than a row."""
     return (call.stop - call.start) % T == 0
 
 
 def most_tokens_together(num_tokens: int, position_tokens: int = 1) -> int:
-    """Returns `most_tokens` of `divide` for a batch of `num_tokens` positions of `position_tokens` tokens each."""
+    """Returns `most_tokens` of `divide` for a batch of `num_tokens` positions of `position_tokens`
+    tokens each."""
     return min(TOGETHER_TOKENS // position_tokens, 2 * num_tokens + 32 * SPACING)
 
 
@@ -219,7 +267,8 @@ def all_segments(segments: Tensor | None, B: int, T: int) -> Tensor:
 
 
 def as_bytes(segments: Tensor | None) -> bytes | None:
-    """Returns segments without prompts as bytes: unlike a tensor, they can be the key of a cache."""
+    """Returns segments without prompts as bytes: unlike a tensor, they can be the key of a
+    cache."""
     return None if segments is None else table_as_bytes(segments[:, :3])
 
 
@@ -230,23 +279,33 @@ def table_as_bytes(table: Tensor) -> bytes:
 
 def from_bytes(documents: bytes | None, B: int, T: int, columns: int = 3) -> Tensor:
     """Returns the segments of which `as_bytes` made `documents`; the rows, if it is None."""
-    given = None if documents is None else torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, columns)
+    given = (
+        None
+        if documents is None
+        else torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, columns)
+    )
     return all_segments(given, B, T)
 
 
 def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Tensor]:
-    """Returns the first token and the length of each document, in order, on the CPU; `documents` as in `from_bytes`."""
+    """Returns the first token and the length of each document, in order, on the CPU; `documents` as
+    in `from_bytes`."""
     row, start, stop = from_bytes(documents, B, T).unbind(1)
     first, order = (row * T + start).sort()
     return first, (stop - start)[order]
 
 
 def check_documents(segments: Tensor | None, B: int, T: int) -> int:
-    """Returns the number of documents. Raises ValueError unless segments have each token once, and none is empty."""
+    """Returns the number of documents. Raises ValueError unless segments have each token once, and
+    none is empty."""
     if segments is None:
         return B
     first, length = document_bounds(B, T, as_bytes(segments))
-    if int(length.min()) < 1 or not torch.equal(first, length.cumsum(0) - length) or int(length.sum()) != B * T:
+    if (
+        int(length.min()) < 1
+        or not torch.equal(first, length.cumsum(0) - length)
+        or int(length.sum()) != B * T
+    ):
         raise ValueError(f"segments must have each of {B} x {T} tokens once, and no empty document")
     return len(segments)
 
@@ -254,7 +313,8 @@ def check_documents(segments: Tensor | None, B: int, T: int) -> int:
 def document_calls(
     q_BTHK: Tensor, segments: Tensor, longest_together: float, position_tokens: int = 1
 ) -> tuple[Call, ...]:
-    """Returns the calls for q's documents, see `divide`, of positions of so many tokens each. Layers share them."""
+    """Returns the calls for q's documents, see `divide`, of positions of so many tokens each.
+    Layers share them."""
     B, T = q_BTHK.shape[:2]
     limits = longest_together / position_tokens, most_tokens_together(B * T, position_tokens)
     return _document_calls(as_bytes(segments), T, *limits, q_BTHK.device)
@@ -265,23 +325,37 @@ def _document_calls(
     documents: bytes, T: int, longest_together: float, most_tokens: int, device: torch.device
 ) -> tuple[Call, ...]:
     first, length = document_bounds(0, T, documents)
-    calls = join_rows(divide(zip(first.tolist(), (first + length).tolist()), longest_together, most_tokens), T)
+    calls = join_rows(
+        divide(zip(first.tolist(), (first + length).tolist()), longest_together, most_tokens), T
+    )
     # One copy to the device serves all calls, and the host does not wait for it.
-    offsets = torch.tensor([i for call in calls if call.ends for i in (0, *call.ends)], dtype=torch.int32)
-    parts = iter(offsets.to(device, non_blocking=True).split([1 + len(call.ends) for call in calls if call.ends]))
-    return tuple(call._replace(offsets=next(parts), longest=_longest(call)) if call.ends else call for call in calls)
+    offsets = torch.tensor(
+        [i for call in calls if call.ends for i in (0, *call.ends)], dtype=torch.int32
+    )
+    parts = iter(
+        offsets.to(device, non_blocking=True).split(
+            [1 + len(call.ends) for call in calls if call.ends]
+        )
+    )
+    return tuple(
+        call._replace(offsets=next(parts), longest=_longest(call)) if call.ends else call
+        for call in calls
+    )
 
 
 def _longest(call: Call) -> int:
-    """Returns the tokens of the longest document in whole tiles, at least two: one tile has other kernels."""
+    """Returns the tokens of the longest document in whole tiles, at least two: one tile has other
+    kernels."""
     longest = max(stop - start for start, stop in zip((0, *call.ends), call.ends))
     return max(2 * _TILE, -(-longest // _TILE) * _TILE)
 
 
 def rounded_length(length: int, step: int) -> int:
-    """Returns a document's tokens rounded up to a multiple of `step`, or of 1/16 of the largest power of two below.
+    """Returns a document's tokens rounded up to a multiple of `step`, or of 1/16 of the largest
+    power of two below.
 
-    With a step of 256, 2,100 becomes 2,304, 5,000 becomes 5,120 and 40,000 becomes 40,960. A step of 1 rounds nothing.
+    With a step of 256, 2,100 becomes 2,304, 5,000 becomes 5,120 and 40,000 becomes 40,960. A step
+    of 1 rounds nothing.
     """
     if step > 1:
         step = max(step, 1 << max(0, (length - 1).bit_length() - 5))

@@ -2,9 +2,9 @@
 
     out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  t - window < s <= t and s in t's document
 
-The kernels are in sparse/band.py, as exact bands. With backend "flash-attn-4" that library's run instead, and with
-heads of other widths than 64 and 128 PyTorch's FlashAttention-2. Kept for backward, per token: q, k, v and out,
-(2H + 2G) K elements, and the float32 log-sum-exp, H elements.
+The kernels are in sparse/band.py, as exact bands. With backend "flash-attn-4" that library's run
+instead, and with heads of other widths than 64 and 128 PyTorch's FlashAttention-2. Kept for
+backward, per token: q, k, v and out, (2H + 2G) K elements, and the float32 log-sum-exp, H elements.
 
 Method: Beltagy et al., Longformer, arXiv 2004.05150.
 """
@@ -27,14 +27,17 @@ from .sparse.layout import make_layout
 from .sparse.sparse_attention import HEAD_DIMS, check_inputs, check_shapes, flat
 
 BLOCK_SIZE = 64  # tokens of a block of keys
-BAND_BACKWARD_PRODUCTS = 7  # matrix products of backward: three in dq's kernel, four in dk's and dv's
+BAND_BACKWARD_PRODUCTS = (
+    7  # matrix products of backward: three in dq's kernel, four in dk's and dv's
+)
 FLASH_HEAD_DIMS = tuple(range(8, 257, 8))  # head widths of FlashAttention-2
 
 
 def window_reference(
     q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, window: int, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H], with the T x T matrix written out."""
+    """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H], with the T x T matrix written
+    out."""
     return attend_written_out(q_BTHK, k_BTGK, v_BTGK, keys_in_window(q_BTHK, window, segments))
 
 
@@ -45,7 +48,8 @@ def keys_in_window(q: Tensor, window: int, segments: Tensor | None) -> Tensor:
 
 
 def begins_of(q: Tensor, segments: Tensor | None) -> tuple[Tensor, int]:
-    """Returns documents' first tokens and the end, int32, and the longest: [0, 3, 5, 10], 5 for lengths 3, 2, 5."""
+    """Returns documents' first tokens and the end, int32, and the longest: [0, 3, 5, 10], 5 for
+    lengths 3, 2, 5."""
     return _begins(*q.shape[:2], as_bytes(segments), q.device)
 
 
@@ -57,7 +61,8 @@ def _begins(B: int, T: int, documents: bytes | None, device: torch.device) -> tu
 
 @dataclass(frozen=True)
 class Window(AttentionKind):
-    """Attention to the last `window` tokens, the token itself included. Raises ValueError for 0, or more than 2**30."""
+    """Attention to the last `window` tokens, the token itself included. Raises ValueError for 0, or
+    more than 2**30."""
 
     window: int = 4096
     name: ClassVar[str] = "window"
@@ -83,7 +88,8 @@ class Window(AttentionKind):
         check_shapes(q, k, v, segments)
         if K not in FLASH_HEAD_DIMS or q.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(
-                f"windows' GPU kernels take head_dim {HEAD_DIMS}, and in bfloat16 and float16 multiples of 8 up to "
+                f"windows' GPU kernels take head_dim {HEAD_DIMS}, and in bfloat16 and float16 "
+                "multiples of 8 up to "
                 f"{FLASH_HEAD_DIMS[-1]}, got {K} in {q.dtype}"
             )
         return False
@@ -102,7 +108,9 @@ class Window(AttentionKind):
     def forward(self, q, k, v, segments, lists, backend, on_triton):
         if kernel := self._library(q, backend, on_triton):
             flat_qkv = (x.flatten(0, 1) for x in (q, k, v))
-            out, lse = kernel.forward_together(*flat_qkv, *begins_of(q, segments), window=self.window)
+            out, lse = kernel.forward_together(
+                *flat_qkv, *begins_of(q, segments), window=self.window
+            )
             return [out.contiguous().view(q.shape)], [lse.T.contiguous().view(q.shape[:3])], None
         if not on_triton:
             out, lse = window_reference(q, k, v, self.window, segments)
@@ -114,7 +122,9 @@ class Window(AttentionKind):
         if kernel := self._library(q, backend, on_triton):
             rows = (x.contiguous().flatten(0, 1) for x in (dout, q, k, v, outs[0]))
             lse = lses[0].flatten(0, 1).T.contiguous()
-            gradients = kernel.backward_together(*rows, lse, *begins_of(q, segments), window=self.window)
+            gradients = kernel.backward_together(
+                *rows, lse, *begins_of(q, segments), window=self.window
+            )
             return [x.contiguous().view(like.shape) for x, like in zip(gradients, (q, k, v))]
         if not on_triton:
             return backward_written_out(dout, q, k, v, keys_in_window(q, self.window, segments))
@@ -129,13 +139,18 @@ class Window(AttentionKind):
         q, k, v = (x.transpose(1, 2) for x in (q, k[:, -self.window :], v[:, -self.window :]))
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
-    def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
+    def footprint(
+        self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None
+    ):
         kernel = KERNELS["flash-attn-4" if backend == "flash-attn-4" else "flash"]
         rows = 0 if K in HEAD_DIMS and backend != "flash-attn-4" else kernel.rows_together
-        return AttentionBytes(H * K * element_size + 4 * H, 0, 0, 4 * T * H + rows * T * H * K * element_size)
+        return AttentionBytes(
+            H * K * element_size + 4 * H, 0, 0, 4 * T * H + rows * T * H * K * element_size
+        )
 
     def flops(self, length, H, G, K):
-        """Counts whole blocks of 64: a block of queries multiplies with one block of keys more than its window has."""
+        """Counts whole blocks of 64: a block of queries multiplies with one block of keys more than
+        its window has."""
         num_blocks = -(-length // BLOCK_SIZE)
         pairs = num_blocks + sum_to(num_blocks, -(-self.window // BLOCK_SIZE))
         product = 2 * BLOCK_SIZE * BLOCK_SIZE * H * K

@@ -1,4 +1,5 @@
-"""The gated delta rule: a layer's state in place of keys and values, forward and backward in chunks of tokens."""
+"""The gated delta rule: a layer's state in place of keys and values, forward and backward in chunks
+of tokens."""
 
 from .rule import delta_rule, delta_rule_bytes, delta_rule_reference
 

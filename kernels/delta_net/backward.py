@@ -1,15 +1,17 @@
 """Backward of the gated delta rule.
 
-Stretches run from last to first. Each makes the chunks' matrices again, and all states from the kept ones, pieces in
-parallel. dS is the gradient of the state after a chunk, dS' of the state before the chunk:
+Stretches run from last to first. Each makes the chunks' matrices again, and all states from the
+kept ones, pieces in parallel. dS is the gradient of the state after a chunk, dS' of the state
+before the chunk:
 
     y    = (I + A)^-T (((q k^T) D)^T dout + exp(G_last - G) k dS)
     dv   = beta y
     dS'  = exp(G_last) dS + (exp(G) q)^T dout - (exp(G) k)^T dv
     dA   = -y new^T,  d((q k^T) D) = dout new^T
 
-and the other gradients by the chain rule. G multiplies queries, and keys as rows, by exp(G), keys as columns by
-exp(-G). Its gradient is q . dq plus k . dk of rows, less k . dk of columns; at the last token, also S . dS after it.
+and the other gradients by the chain rule. G multiplies queries, and keys as rows, by exp(G), keys
+as columns by exp(-G). Its gradient is q . dq plus k . dk of rows, less k . dk of columns; at the
+last token, also S . dS after it.
 """
 
 import functools
@@ -49,12 +51,17 @@ def _reverse_scan_kernel(
 ):  # fmt: skip
     """Carries the gradient of BLOCK_V columns of a head's state back through a part.
 
-    It writes y, and the gradient of the state after each chunk. `carried` comes from the stretch that follows, and
-    `carry` goes to the one before.
+    It writes y, and the gradient of the state after each chunk. `carried` comes from the stretch
+    that follows, and `carry` goes to the one before.
     """
     part = parts_ptr + 7 * tl.program_id(0)
     head, column = tl.program_id(1) // (V // BLOCK_V), tl.program_id(1) % (V // BLOCK_V) * BLOCK_V
-    start, stop, chunk, document = tl.load(part), tl.load(part + 1), tl.load(part + 2), tl.load(part + 5)
+    start, stop, chunk, document = (
+        tl.load(part),
+        tl.load(part + 1),
+        tl.load(part + 2),
+        tl.load(part + 5),
+    )
     i, c, d = tl.arange(0, C), tl.arange(0, K), column + tl.arange(0, BLOCK_V)
     own_state = head * (K * V) + (d[:, None] * K + c[None, :])
     public_state = (document * H + head) * (K * V) + (d[:, None] + c[None, :] * V)
@@ -71,7 +78,9 @@ def _reverse_scan_kernel(
         first = start + n * C
         q = load_block(q_d, first, head // R * K, H // R * K, C, K, stop)
         k = load_block(k_d, first, head // R * K, H // R * K, C, K, stop)
-        d_out = tl.trans(load_block(d_out_d, first, head * V + column, H * V, C, BLOCK_V, stop))  # [BLOCK_V, C]
+        d_out = tl.trans(
+            load_block(d_out_d, first, head * V + column, H * V, C, BLOCK_V, stop)
+        )  # [BLOCK_V, C]
         inverse = load_block(inverse_d, row * C, 0, C, C, C)
         scores = load_block(scores_d, row * C, 0, C, C, C)
         total, beta, last = load_gates(gates_ptr, row, C)
@@ -83,7 +92,9 @@ def _reverse_scan_kernel(
         y = tl.dot(d_new.to(k.dtype), inverse, input_precision="ieee")
         store_block(y_d, row * C, column, tl.trans(y.to(k.dtype)), V)
         since = tl.exp(total)
-        dS = tl.dot((y * (-beta * since)[None, :]).to(k.dtype), k, dS * tl.exp(last), input_precision="ieee")
+        dS = tl.dot(
+            (y * (-beta * since)[None, :]).to(k.dtype), k, dS * tl.exp(last), input_precision="ieee"
+        )
         since = tl.where(i < stop - start - n * C, since, 0.0)
         dS = tl.dot((d_out * since[None, :]).to(k.dtype), q, dS, input_precision="ieee")
 
@@ -99,7 +110,8 @@ def _gradients_kernel(
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, d_beta_ptr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
     BLOCK_K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Writes all gradients of one chunk for the value heads of one key head, BLOCK_K columns of keys at a time."""
+    """Writes all gradients of one chunk for the value heads of one key head, BLOCK_K columns of
+    keys at a time."""
     chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
     i, c, d = tl.arange(0, C), tl.arange(0, BLOCK_K), tl.arange(0, V)
@@ -124,9 +136,14 @@ def _gradients_kernel(
         d_scores = (tl.dot(d_out, tl.trans(new), input_precision="ieee") * decay).to(v.dtype)
         decay = tl.where(i[:, None] > i[None, :], decay, 0.0)
         d_A = tl.dot(y, tl.trans(new), input_precision="ieee") * decay
-        d_scores_t, d_A_t, d_A = tl.trans(d_scores), tl.trans((-beta[:, None] * d_A).to(v.dtype)), d_A.to(v.dtype)
+        d_scores_t, d_A_t, d_A = (
+            tl.trans(d_scores),
+            tl.trans((-beta[:, None] * d_A).to(v.dtype)),
+            d_A.to(v.dtype),
+        )
 
-        # `left` is what y does to a key on its own row, but for -beta; the rest of dk goes to keys as columns.
+        # `left` is what y does to a key on its own row, but for -beta; the rest of dk goes to keys
+        # as columns.
         d_total, held, d_last = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
         for block in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             q = load_block(q_d, start, key_head * K + block, G * K, C, BLOCK_K, stop)
@@ -136,8 +153,15 @@ def _gradients_kernel(
             is_sum = (is_token & (r > 0))[:, None]
             dq_before = tl.load(dq_ptr + keys + block, mask=is_sum, other=0.0)
             dk_before = tl.load(dk_ptr + keys + block, mask=is_sum, other=0.0)
-            d_last += tl.exp(last) * tl.sum(tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0)
-            dq = tl.dot(d_scores, k, tl.dot(d_out, S, input_precision="ieee") * since[:, None], input_precision="ieee")
+            d_last += tl.exp(last) * tl.sum(
+                tl.sum(S.to(tl.float32) * dS.to(tl.float32), axis=1), axis=0
+            )
+            dq = tl.dot(
+                d_scores,
+                k,
+                tl.dot(d_out, S, input_precision="ieee") * since[:, None],
+                input_precision="ieee",
+            )
             d_total += tl.sum(dq * q, axis=1)
             left = tl.dot(y, S, input_precision="ieee") * since[:, None]
             left = tl.dot(d_A, k, left, input_precision="ieee")
@@ -163,33 +187,45 @@ def _empty_gradients(d_out, d_final, q, k, v, g, beta, kept, initial, segments):
 
 @operation("fathom::delta_rule_backward", _empty_gradients)
 def delta_rule_backward(
-    d_out: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, kept: Tensor,
+    d_out: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
+    kept: Tensor,
     initial: Tensor | None, segments: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of q, k, v, g, beta and the initial states (empty without these)."""
     d_out, q, k, v, g, beta = (aligned(x) for x in (d_out, q, k, v, g, beta))
     initial, d_final = (x if x is None else x.contiguous() for x in (initial, d_final))
-    dq, dk, dv, dg, d_beta, d_initial = _empty_gradients(None, None, q, k, v, g, beta, None, initial, None)
+    dq, dk, dv, dg, d_beta, d_initial = _empty_gradients(
+        None, None, q, k, v, g, beta, None, initial, None
+    )
     G, H, K, V = k.shape[2], v.shape[2], k.shape[3], v.shape[3]
     carry, carried = (g.new_empty(H, V, K) for _ in range(2))
     programs, options = scan_options(k, v)
     tiles = tiles_of(k.device)
-    block_k = min(GRADIENT_KEYS, K // 2 if tiles.by_pointer else K)  # a single step takes more memory
+    block_k = min(
+        GRADIENT_KEYS, K // 2 if tiles.by_pointer else K
+    )  # a single step takes more memory
     q_d, k_d, v_d = describe_inputs(q, k, v, options["BLOCK_V"])
-    d_out_d, d_out_heads_d = (as_matrix(d_out, H * V, CHUNK, width) for width in (options["BLOCK_V"], V))
+    d_out_d, d_out_heads_d = (
+        as_matrix(d_out, H * V, CHUNK, width) for width in (options["BLOCK_V"], V)
+    )
     stretches = stretches_of(q.shape[0], q.shape[1], as_bytes(segments), q.device)[::-1]
     for stretch, made, launches in prepared(q, k, v, g, beta, stretches):
         matrices, num_chunks = describe_matrices(made), len(stretch.chunks)
         new, y = (v.new_empty(num_chunks, H, CHUNK, V) for _ in range(2))
         states, d_states = (q.new_empty(num_chunks, H, V, K) for _ in range(2))
         pairs, block_v = ((new, states), (y, d_states)), options["BLOCK_V"]
-        written = [d for x, S in pairs for d in (as_matrix(x, V, CHUNK, block_v), as_matrix(S, K, block_v, K))]
+        written = [
+            d
+            for x, S in pairs
+            for d in (as_matrix(x, V, CHUNK, block_v), as_matrix(S, K, block_v, K))
+        ]
         states_scan = scan_states(
             k, v, (q_d, k_d, v_d), matrices, stretch.pieces, initial, kept, None, None, *written[:2]
         )
         scan = functools.partial(
             _reverse_scan_kernel[(len(stretch.parts), programs)],
-            d_out_d, q_d, k_d, *matrices, stretch.parts, d_final, None if initial is None else d_initial,
+            d_out_d, q_d, k_d, *matrices, stretch.parts, d_final,
+            None if initial is None else d_initial,
             carried, carry, *written[2:], **options,
         )  # fmt: skip
         launch_beside(q.device, scan, [states_scan, *launches])
@@ -198,8 +234,22 @@ def delta_rule_backward(
         rows_d += [as_matrix(x, K, V, block_k) for x in (states, d_states)]
         _gradients_kernel[(num_chunks, G)](
             d_out_heads_d, *rows_d, v, made.gates, stretch.chunks, dq, dk, dv, dg, d_beta,
-            G=G, BLOCK_K=block_k, **sizes(k, v), STAGES=tiles.gradient_stages, num_warps=tiles.warps,
+            G=G, BLOCK_K=block_k, **sizes(k, v), STAGES=tiles.gradient_stages,
+            num_warps=tiles.warps,
         )  # fmt: skip
         carry, carried = carried, carry
-        del made, matrices, new, y, states, d_states, pairs, written, states_scan, scan, launches, rows_d
+        del (
+            made,
+            matrices,
+            new,
+            y,
+            states,
+            d_states,
+            pairs,
+            written,
+            states_scan,
+            scan,
+            launches,
+            rows_d,
+        )
     return dq, dk, dv, dg, d_beta, d_initial

@@ -1,8 +1,10 @@
-"""Stretches of chunks, the matrices of their chunks, and the scan: shared by forward and backward of the delta rule.
+"""Stretches of chunks, the matrices of their chunks, and the scan: shared by forward and backward
+of the delta rule.
 
-Launches take a stretch of up to 256 chunks, so that memory does not grow with the sequence. `_chunk_kernel` writes G,
-(I + A)^-1 and the scores (q k^T) D of all its chunks in parallel. `_scan_kernel` carries each state S^T through them
-one by one, some of V's columns in float32 registers. `rule.py` has the mathematics.
+Launches take a stretch of up to 256 chunks, so that memory does not grow with the sequence.
+`_chunk_kernel` writes G, (I + A)^-1 and the scores (q k^T) D of all its chunks in parallel.
+`_scan_kernel` carries each state S^T through them one by one, some of V's columns in float32
+registers. `rule.py` has the mathematics.
 """
 
 import functools
@@ -36,16 +38,18 @@ class Tiles(NamedTuple):
 
 HOPPER = Tiles(64, 3)
 RTX_50 = Tiles(32, 2)  # has 99 KiB of shared memory
-# GPUs before Hopper have as little. They lack descriptors: what Triton makes of these spills kilobytes of registers.
+# GPUs before Hopper have as little. They lack descriptors: what Triton makes of these spills
+# kilobytes of registers.
 OLDER = Tiles(32, 2, gradient_stages=1, warps=8, by_pointer=True)
 
 
 class Stretch(NamedTuple):
     """Chunks that the same launches take. Tables are int64 on the device.
 
-    The tokens of one document in a stretch are a part, and divide into pieces. Rows of `parts` and `pieces` are: first
-    token; one past the last; first chunk, counted in the stretch; row of the kept state at the start, -1 where the
-    document starts; row of the kept state at the end of the first piece; document; 1 where the document ends, else 0.
+    The tokens of one document in a stretch are a part, and divide into pieces. Rows of `parts` and
+    `pieces` are: first token; one past the last; first chunk, counted in the stretch; row of the
+    kept state at the start, -1 where the document starts; row of the kept state at the end of the
+    first piece; document; 1 where the document ends, else 0.
     """
 
     chunks: Tensor  # [chunks, 2]: first token and one past the last
@@ -69,14 +73,24 @@ def stretches_of(B: int, T: int, documents: bytes | None, device: torch.device) 
     for number in stretch_of_piece.unique().tolist():
         mine = stretch_of_piece == number
         first_chunk, last_chunk = int(pieces_first_chunk[mine][0]), int(chunk_stops[mine][-1])
-        columns = pieces[:, 0], pieces[:, 1], pieces_first_chunk - first_chunk, state, next_state, document, ends
+        columns = (
+            pieces[:, 0],
+            pieces[:, 1],
+            pieces_first_chunk - first_chunk,
+            state,
+            next_state,
+            document,
+            ends,
+        )
         rows = torch.stack(columns, dim=1)[mine]
         _, counts = rows[:, 5].unique_consecutive(return_counts=True)
         last = counts.cumsum(0) - 1
         parts = rows[last - counts + 1]
         parts[:, 1], parts[:, 6] = rows[last, 1], rows[last, 6]
         parts = parts[(parts[:, 0] - parts[:, 1]).argsort(stable=True)]
-        tables = (table.contiguous().to(device) for table in (chunks[first_chunk:last_chunk], rows, parts))
+        tables = (
+            table.contiguous().to(device) for table in (chunks[first_chunk:last_chunk], rows, parts)
+        )
         stretches.append(Stretch(*tables))
     return stretches
 
@@ -84,7 +98,8 @@ def stretches_of(B: int, T: int, documents: bytes | None, device: torch.device) 
 def _divide(start: Tensor, length: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cuts documents every `size` tokens.
 
-    Returns rows (start, stop), the document of each row, and whether the row is its document's first.
+    Returns rows (start, stop), the document of each row, and whether the row is its document's
+    first.
     """
     count = (length + size - 1) // size
     document = torch.arange(len(count)).repeat_interleave(count)
@@ -94,23 +109,26 @@ def _divide(start: Tensor, length: Tensor, size: int) -> tuple[Tensor, Tensor, T
     return torch.stack([first, stop], dim=1), document, index == 0
 
 
-# Kernels. Their workspaces have a row for each chunk of the stretch and value head, padded to CHUNK tokens: (I + A)^-1
-# and the scores, zero at tokens that the chunk lacks, and `gates` [2, CHUNK], G and beta. Matrices (_d) are descriptors
-# or pointers. A descriptor reads whole chunks, tokens of the next document included, which zeros cancel.
+# Kernels. Their workspaces have a row for each chunk of the stretch and value head, padded to CHUNK
+# tokens: (I + A)^-1 and the scores, zero at tokens that the chunk lacks, and `gates` [2, CHUNK], G
+# and beta. Matrices (_d) are descriptors or pointers. A descriptor reads whole chunks, tokens of
+# the next document included, which zeros cancel.
 
 
 @triton.jit
 def _invert(A, C: tl.constexpr, DTYPE: tl.constexpr):
     """Returns (I + A)^-1 for a strictly lower A [C, C], from pairs of blocks of 1, 2, 4, ... rows.
 
-    [[X, 0], [L, Y]] has the inverse [[X', 0], [-Y' L X', Y']]. DTYPE rounds the products' factors. With keys of norm 1
-    and beta up to 1, all elements are at most 1.
+    [[X, 0], [L, Y]] has the inverse [[X', 0], [-Y' L X', Y']]. DTYPE rounds the products' factors.
+    With keys of norm 1 and beta up to 1, all elements are at most 1.
     """
     i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     X = tl.where(i == j, 1.0, tl.where((i ^ j) == 1, -A, 0.0))
     for level in tl.static_range(1, 6):
         if (1 << level) < C:
-            L = tl.where(((i >> level) ^ (j >> level)) == 1, A, 0.0).to(DTYPE)  # A is zero above the diagonal
+            L = tl.where(((i >> level) ^ (j >> level)) == 1, A, 0.0).to(
+                DTYPE
+            )  # A is zero above the diagonal
             factor = X.to(DTYPE)
             product = tl.dot(factor, L, input_precision="ieee").to(DTYPE)
             X -= tl.dot(product, factor, input_precision="ieee")
@@ -122,7 +140,8 @@ def _chunk_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, gates_ptr, inverse_ptr, scores_ptr, chunks_ptr,
     G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gates, (I + A)^-1 and the scores of one chunk for the value heads of one key head."""
+    """Writes the gates, (I + A)^-1 and the scores of one chunk for the value heads of one key
+    head."""
     chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, stop = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
     i, c = tl.arange(0, C), tl.arange(0, K)
@@ -140,10 +159,14 @@ def _chunk_kernel(
         row = chunk * (G * R) + head
         tl.store(gates_ptr + row * (2 * C) + i, total)
         tl.store(gates_ptr + row * (2 * C) + C + i, beta)
-        decay = tl.exp(tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf")))
+        decay = tl.exp(
+            tl.where(i[:, None] >= i[None, :], total[:, None] - total[None, :], float("-inf"))
+        )
         matrix = row * (C * C) + (i[:, None] * C + i[None, :])
         tl.store(scores_ptr + matrix, (qk * decay).to(q.dtype))
-        inverse = _invert(tl.where(i[:, None] > i[None, :], beta[:, None] * kk * decay, 0.0), C, DTYPE)
+        inverse = _invert(
+            tl.where(i[:, None] > i[None, :], beta[:, None] * kk * decay, 0.0), C, DTYPE
+        )
         tl.store(inverse_ptr + matrix, tl.where(is_token[:, None], inverse, 0.0).to(q.dtype))
 
 
@@ -162,8 +185,11 @@ def _pointers(matrix, row, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLU
 
 
 @triton.jit
-def load_block(matrix, row, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, stop=None):
-    """Returns [ROWS, COLUMNS] of a matrix of WIDTH columns; by pointer, zeros from row `stop` on."""
+def load_block(
+    matrix, row, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, stop=None
+):
+    """Returns [ROWS, COLUMNS] of a matrix of WIDTH columns; by pointer, zeros from row `stop`
+    on."""
     if not isinstance(matrix, tl.tensor):
         return matrix.load([row.to(tl.int32), column])
     elif stop is None:
@@ -191,8 +217,9 @@ def _scan_kernel(
 ):  # fmt: skip
     """Carries BLOCK_V columns of a head's state through a part.
 
-    Forward writes outputs, kept states and final states. Backward, without `out_ptr`, writes `new` and the state before
-    each chunk. All products have the state's columns as rows, so that the state is an operand in registers.
+    Forward writes outputs, kept states and final states. Backward, without `out_ptr`, writes `new`
+    and the state before each chunk. All products have the state's columns as rows, so that the
+    state is an operand in registers.
     """
     part = parts_ptr + 7 * tl.program_id(0)
     head, column = tl.program_id(1) // (V // BLOCK_V), tl.program_id(1) % (V // BLOCK_V) * BLOCK_V
@@ -200,7 +227,9 @@ def _scan_kernel(
     kept, next_kept, document = tl.load(part + 3), tl.load(part + 4), tl.load(part + 5)
     i, c, d = tl.arange(0, C), tl.arange(0, K), column + tl.arange(0, BLOCK_V)
     own_state = head * (K * V) + (d[:, None] * K + c[None, :])  # in tensors [..., H, V, K]
-    public_state = (document * H + head) * (K * V) + (d[:, None] + c[None, :] * V)  # in tensors [..., H, K, V]
+    public_state = (document * H + head) * (K * V) + (
+        d[:, None] + c[None, :] * V
+    )  # in tensors [..., H, K, V]
     S = tl.zeros([BLOCK_V, K], dtype=tl.float32)
     if kept >= 0:
         S = tl.load(kept_ptr + kept * (H * K * V) + own_state)
@@ -226,12 +255,16 @@ def _scan_kernel(
                 out = tl.dot(operand, tl.trans(q), input_precision="ieee") * tl.exp(total)[None, :]
                 out = tl.dot(new.to(k.dtype), tl.trans(scores), out, input_precision="ieee")
                 values = ((start + n * C) * H + head) * V + (i[None, :] * (H * V) + d[:, None])
-                tl.store(out_ptr + values, out.to(k.dtype), mask=(i < stop - start - n * C)[None, :])
+                tl.store(
+                    out_ptr + values, out.to(k.dtype), mask=(i < stop - start - n * C)[None, :]
+                )
             else:
                 store_block(states_d, row * V + column, 0, operand, K)
                 store_block(new_d, row * C, column, tl.trans(new.to(k.dtype)), V)
             rest = tl.exp(last - total)
-            S = tl.dot((new * rest[None, :]).to(k.dtype), k, S * tl.exp(last), input_precision="ieee")
+            S = tl.dot(
+                (new * rest[None, :]).to(k.dtype), k, S * tl.exp(last), input_precision="ieee"
+            )
         if out_ptr is not None and piece + PIECE < num_chunks:
             tl.store(kept_ptr + next_kept * (H * K * V) + own_state, S)
             next_kept += 1
@@ -259,7 +292,13 @@ def scan_options(k: Tensor, v: Tensor) -> tuple[int, dict[str, int]]:
     H, V = v.shape[2:]
     tiles = tiles_of(k.device)
     block, stages = min(tiles.columns, V), 1 if k.dtype == torch.float32 else tiles.stages
-    return H * V // block, {"H": H, "BLOCK_V": block, "STAGES": stages, "num_warps": tiles.warps, **sizes(k, v)}
+    return H * V // block, {
+        "H": H,
+        "BLOCK_V": block,
+        "STAGES": stages,
+        "num_warps": tiles.warps,
+        **sizes(k, v),
+    }
 
 
 class Chunks(NamedTuple):
@@ -276,7 +315,9 @@ def _empty_chunks(k: Tensor, v: Tensor, stretch: Stretch) -> Chunks:
     return Chunks(k.new_empty(*shape, 2, CHUNK, dtype=torch.float32), *matrices)
 
 
-def _launch_chunks(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, stretch: Stretch, made: Chunks) -> None:
+def _launch_chunks(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, stretch: Stretch, made: Chunks
+) -> None:
     G = k.shape[2]
     _chunk_kernel[(len(stretch.chunks), G)](
         q, k, g, beta, *made, stretch.chunks, G=G, R=g.shape[2] // G, K=k.shape[3], C=CHUNK,
@@ -287,7 +328,8 @@ def _launch_chunks(q: Tensor, k: Tensor, g: Tensor, beta: Tensor, stretch: Stret
 def prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stretches: list[Stretch]
 ) -> Iterator[tuple[Stretch, Chunks, list[Callable]]]:
-    """Yields each stretch, its chunks as `_launch_chunks` makes them, and launches that make the next one's."""
+    """Yields each stretch, its chunks as `_launch_chunks` makes them, and launches that make the
+    next one's."""
     made = _empty_chunks(k, v, stretches[0])
     _launch_chunks(q, k, g, beta, stretches[0], made)
     for stretch, following in itertools.pairwise(stretches):
@@ -303,7 +345,8 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def launch_beside(device: torch.device, scan: Callable, others: list[Callable]) -> None:
-    """Launches a scan, and others beside it, for the multiprocessors that it leaves free. They share no data."""
+    """Launches a scan, and others beside it, for the multiprocessors that it leaves free. They
+    share no data."""
     if device.type != "cuda":
         for launch in (scan, *others):
             launch()
@@ -322,7 +365,9 @@ def as_matrix(x: Tensor, width: int, rows: int, columns: int) -> Tensor | Tensor
     return x if tiles_of(x.device).by_pointer else describe(x, width, rows, columns)
 
 
-def describe_inputs(q: Tensor, k: Tensor, v: Tensor, block_v: int) -> list[Tensor | TensorDescriptor]:
+def describe_inputs(
+    q: Tensor, k: Tensor, v: Tensor, block_v: int
+) -> list[Tensor | TensorDescriptor]:
     G, H, K, V = k.shape[2], v.shape[2], k.shape[3], v.shape[3]
     return [as_matrix(x, G * K, CHUNK, K) for x in (q, k)] + [as_matrix(v, H * V, CHUNK, block_v)]
 
@@ -332,12 +377,14 @@ def describe_matrices(made: Chunks) -> list:
 
 
 def scan_states(
-    k: Tensor, v: Tensor, inputs: Sequence, matrices: Sequence, rows: Tensor, initial: Tensor | None, kept: Tensor,
+    k: Tensor, v: Tensor, inputs: Sequence, matrices: Sequence, rows: Tensor,
+    initial: Tensor | None, kept: Tensor,
     *written: Tensor | TensorDescriptor | None,
 ) -> Callable:  # fmt: skip
     """Returns the launch that carries states through `rows`, a stretch's parts or pieces.
 
-    `written` are the output, final states, `new`, and the states before each chunk. None of them is not written.
+    `written` are the output, final states, `new`, and the states before each chunk. None of them is
+    not written.
     """
     programs, options = scan_options(k, v)
     launch = _scan_kernel[(len(rows), programs)]
@@ -346,5 +393,6 @@ def scan_states(
 
 
 def kept_rows(q: Tensor) -> int:
-    """Returns the kept states of a batch of q's size, however its tokens are divided into documents, or a few more."""
+    """Returns the kept states of a batch of q's size, however its tokens are divided into
+    documents, or a few more."""
     return (q.shape[0] * q.shape[1] - 1) // (PIECE * CHUNK)

@@ -1,22 +1,24 @@
-"""Gated delta rule: linear attention with a state that forgets, and that replaces the value it held for a key.
+"""Gated delta rule: linear attention with a state that forgets, and that replaces the value it held
+for a key.
 
-A value head has a state S [K, V], which starts each document at zero. Each token has a key k, a value v, a query q, a
-log decay g <= 0 and a strength beta:
+A value head has a state S [K, V], which starts each document at zero. Each token has a key k, a
+value v, a query q, a log decay g <= 0 and a strength beta:
 
     S <- exp(g) S;    S <- S + beta k (v - S^T k)^T;    out = S^T q
 
-Key head j serves value heads j R to j R + R - 1. Kernels compute chunks of 64 tokens. G is the sum of g from the start
-of the chunk up to and with a token. D_ij = exp(G_i - G_j) for i >= j, else 0:
+Key head j serves value heads j R to j R + R - 1. Kernels compute chunks of 64 tokens. G is the sum
+of g from the start of the chunk up to and with a token. D_ij = exp(G_i - G_j) for i >= j, else 0:
 
-    A_ij = beta_i (k_i . k_j) D_ij for i > j        strictly lower: token i removes this share of token j
-    new  = (I + A)^-1 beta (v - exp(G) k S)         [64, V]: each token adds its row along its key
-    out  = exp(G) q S + ((q k^T) D) new
+    A_ij = beta_i (k_i . k_j) D_ij for i > j        strictly lower: token i removes this share of
+    token j new  = (I + A)^-1 beta (v - exp(G) k S)         [64, V]: each token adds its row along
+    its key out  = exp(G) q S + ((q k^T) D) new
     S    = exp(G_last) S + (exp(G_last - G) k)^T new
 
-No exponent is positive, so nothing overflows. `chunks.py` runs stretches of 256 chunks; `backward.py` has gradients.
+No exponent is positive, so nothing overflows. `chunks.py` runs stretches of 256 chunks;
+`backward.py` has gradients.
 
-Kept for backward: q, k, v, g, beta, and the state every 64 chunks in float32, H K V / 1024 bytes per token. Sums have a
-fixed order: every run gives the same bits.
+Kept for backward: q, k, v, g, beta, and the state every 64 chunks in float32, H K V / 1024 bytes
+per token. Sums have a fixed order: every run gives the same bits.
 """
 
 import torch
@@ -47,12 +49,16 @@ def delta_rule_reference(
     q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, beta_BTH: Tensor, *,
     segments: Tensor | None = None, initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Runs the recurrence in plain PyTorch, with the contract of `delta_rule`; float64 stays float64."""
-    return _by_document(_recurrence, q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segments, initial_state)
+    """Runs the recurrence in plain PyTorch, with the contract of `delta_rule`; float64 stays
+    float64."""
+    return _by_document(
+        _recurrence, q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segments, initial_state
+    )
 
 
 def _recurrence(q, k, v, g, beta, state):
-    """Runs one document: q, k [T, H, K], v [T, H, V], g and beta [T, H], and the state [H, K, V]."""
+    """Runs one document: q, k [T, H, K], v [T, H, V], g and beta [T, H], and the state [H, K,
+    V]."""
     outs = []
     for q_t, k_t, v_t, decay_t, beta_t in zip(q, k, v, g.exp(), beta):
         state = decay_t[:, None, None] * state
@@ -66,16 +72,18 @@ def _chunked(q, k, v, g, beta, state):
     """Computes what `_recurrence` does, in chunks."""
     T = len(q)
     padded = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, -T % CHUNK)) for x in (q, k, v, g, beta))
-    q, k, v, g, beta = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in padded)  # [chunks, H, CHUNK, ...]
+    q, k, v, g, beta = (
+        x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in padded
+    )  # [chunks, H, CHUNK, ...]
     total = g.cumsum(-1)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     A = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
     right = torch.cat([beta[..., None] * v, (beta * total.exp())[..., None] * k], dim=-1)
     eye = torch.eye(CHUNK, dtype=q.dtype, device=q.device)
-    new, held = torch.linalg.solve_triangular(A + eye, right, upper=False, unitriangular=True).split(
-        [v.shape[-1], k.shape[-1]], dim=-1
-    )
+    new, held = torch.linalg.solve_triangular(
+        A + eye, right, upper=False, unitriangular=True
+    ).split([v.shape[-1], k.shape[-1]], dim=-1)
     scores, q = (q @ k.mT) * decay, total.exp()[..., None] * q
     k, last = (total[..., -1:] - total).exp()[..., None] * k, total[..., -1, None, None].exp()
     outs = []
@@ -108,12 +116,18 @@ def _empty_outputs(q, v, segments, with_state):
     return v.new_empty(v.shape), *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-@operation("fathom::delta_rule", lambda q, k, v, *given: _empty_outputs(q, v, *given[3:]), keepable="results")
+@operation(
+    "fathom::delta_rule",
+    lambda q, k, v, *given: _empty_outputs(q, v, *given[3:]),
+    keepable="results",
+)
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, segments: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None,
+    segments: Tensor | None,
     with_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the output, kept states [rows, H, V, K], and final states [documents, H, K, V] (empty if not asked)."""
+    """Returns the output, kept states [rows, H, V, K], and final states [documents, H, K, V] (empty
+    if not asked)."""
     q, k, v, g, beta = (aligned(x) for x in (q, k, v, g, beta))
     out, kept, final = _empty_outputs(q, v, segments, with_state)
     read = describe_inputs(q, k, v, scan_options(k, v)[1]["BLOCK_V"])
@@ -121,7 +135,9 @@ def _forward(
     stretches = stretches_of(q.shape[0], q.shape[1], as_bytes(segments), q.device)
     for stretch, made, launches in prepared(q, k, v, g, beta, stretches):
         matrices, final_or_none = describe_matrices(made), final if with_state else None
-        scan = scan_states(k, v, read, matrices, stretch.parts, initial, kept, out, final_or_none, None, None)
+        scan = scan_states(
+            k, v, read, matrices, stretch.parts, initial, kept, out, final_or_none, None, None
+        )
         launch_beside(q.device, scan, launches)
         del made, matrices, scan, launches  # before the stretch after the next
     return out, kept, final
@@ -139,7 +155,9 @@ def _gradients(ctx, d_out, d_kept, d_final):
         return (None,) * 8
     d_out = torch.zeros_like(tensors[2]) if d_out is None else d_out
     d_final = d_final if ctx.with_state else None
-    *gradients, d_initial = delta_rule_backward(d_out, d_final, *tensors, kept, initial, ctx.segments)
+    *gradients, d_initial = delta_rule_backward(
+        d_out, d_final, *tensors, kept, initial, ctx.segments
+    )
     return *gradients, None if initial is None else d_initial, None, None
 
 
@@ -148,23 +166,26 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 def delta_rule(
     q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, beta_BTH: Tensor, *,
-    segments: Tensor | None = None, initial_state: Tensor | None = None, with_state: bool = False, impl: str = "auto",
+    segments: Tensor | None = None, initial_state: Tensor | None = None, with_state: bool = False,
+    impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Gated delta rule (Yang et al. 2024, arXiv:2412.06464), each document from its own state.
 
     Args:
-        q_BTGK, k_BTGK: [batch, tokens, key heads, K]. The caller normalises k, and normalises and scales q.
-        v_BTHV: [batch, tokens, value heads, V]; H is a multiple of G. q, k and v are of one dtype.
-        g_BTH, beta_BTH: log decay, at most 0, and strength, 0 to 1, float32.
-        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the last token), which
+        q_BTGK, k_BTGK: [batch, tokens, key heads, K]. The caller normalises k, and normalises and
+        scales q. v_BTHV: [batch, tokens, value heads, V]; H is a multiple of G. q, k and v are of
+        one dtype. g_BTH, beta_BTH: log decay, at most 0, and strength, 0 to 1, float32.
+        segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the
+        last token), which
             have each token once; None: each batch row is one document.
-        initial_state: [documents, H, K, V] float32, in the order of the documents' tokens; None: zeros.
-        with_state: whether to return the states after each document's last token.
+        initial_state: [documents, H, K, V] float32, in the order of the documents' tokens; None:
+        zeros. with_state: whether to return the states after each document's last token.
 
-    Returns the output, of v's shape and dtype; with `with_state`, also the states, [documents, H, K, V] float32.
+    Returns the output, of v's shape and dtype; with `with_state`, also the states, [documents, H,
+    K, V] float32.
 
-    Raises ValueError for shapes or dtypes that do not fit together; with Triton, another dtype, widths K and V other
-    than 16, 32, 64 or 128, or float32 wider than 64 on a GPU.
+    Raises ValueError for shapes or dtypes that do not fit together; with Triton, another dtype,
+    widths K and V other than 16, 32, 64 or 128, or float32 wider than 64 on a GPU.
     """
     tensors = q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH
     _check(*tensors, segments, initial_state)
@@ -180,13 +201,18 @@ def _check(q, k, v, g, beta, segments, initial_state) -> None:
     (B, T, G, K), (H, V) = q.shape, v.shape[2:]
     if k.shape != q.shape or v.shape[:2] != (B, T) or H % G or not q.dtype == k.dtype == v.dtype:
         got = ", ".join(f"{list(x.shape)} {x.dtype}" for x in (q, k, v))
-        raise ValueError(f"q and k must be [B, T, G, K] and v [B, T, H, V], of one dtype, H a multiple of G, got {got}")
+        raise ValueError(
+            "q and k must be [B, T, G, K] and v [B, T, H, V], of one dtype, H a multiple of G, "
+            f"got {got}"
+        )
     state_dtype = torch.promote_types(q.dtype, torch.float32)
     if g.shape != (B, T, H) or beta.shape != (B, T, H) or not g.dtype == beta.dtype == state_dtype:
         got = " and ".join(f"{list(x.shape)} {x.dtype}" for x in (g, beta))
         raise ValueError(f"g and beta must be {[B, T, H]} {state_dtype}, got {got}")
     expected = [check_documents(segments, B, T), H, K, V]
-    if initial_state is not None and ([*initial_state.shape] != expected or initial_state.dtype != state_dtype):
+    if initial_state is not None and (
+        [*initial_state.shape] != expected or initial_state.dtype != state_dtype
+    ):
         got = f"{list(initial_state.shape)} {initial_state.dtype}"
         raise ValueError(f"initial_state must be {expected} {state_dtype}, got {got}")
 
@@ -194,14 +220,32 @@ def _check(q, k, v, g, beta, segments, initial_state) -> None:
 def _check_widths(q: Tensor, v: Tensor) -> None:
     widths = q.shape[-1], v.shape[-1]
     if not {*widths} <= {*HEAD_WIDTHS} and not q.is_meta:
-        raise ValueError(f"the delta rule's kernels take head widths {HEAD_WIDTHS}, got {widths[0]} and {widths[1]}")
+        raise ValueError(
+            f"the delta rule's kernels take head widths {HEAD_WIDTHS}, got {widths[0]} and "
+            f"{widths[1]}"
+        )
     if q.dtype == torch.float32 and q.is_cuda and max(widths) > 64:
-        raise ValueError(f"on a GPU, float32 heads have up to 64 elements, got {max(widths)}; use bfloat16")
+        raise ValueError(
+            f"on a GPU, float32 heads have up to 64 elements, got {max(widths)}; use bfloat16"
+        )
 
 
-def delta_rule_bytes(num_tokens: int, H: int, K: int, V: int, element_size: int = 2) -> tuple[int, int, int]:
-    """Returns bytes of kept states, and inside of forward and backward, of documents longer than a stretch."""
+def delta_rule_bytes(
+    num_tokens: int, H: int, K: int, V: int, element_size: int = 2
+) -> tuple[int, int, int]:
+    """Returns bytes of kept states, and inside of forward and backward, of documents longer than a
+    stretch."""
     state, chunks = H * K * V, min(-(-num_tokens // CHUNK), STRETCH)
     kept = 4 * state * ((num_tokens - 1) // (PIECE * CHUNK))
-    matrices = (1 + (num_tokens > STRETCH * CHUNK)) * chunks * H * CHUNK * (2 * 4 + 2 * element_size * CHUNK)
-    return kept, matrices, matrices + 2 * 4 * state + 2 * element_size * chunks * (state + CHUNK * H * V)
+    matrices = (
+        (1 + (num_tokens > STRETCH * CHUNK))
+        * chunks
+        * H
+        * CHUNK
+        * (2 * 4 + 2 * element_size * CHUNK)
+    )
+    return (
+        kept,
+        matrices,
+        matrices + 2 * 4 * state + 2 * element_size * chunks * (state + CHUNK * H * V),
+    )

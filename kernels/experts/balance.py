@@ -1,15 +1,17 @@
-"""Load of each expert in a forward, and the auxiliary loss, which is least where experts share tokens evenly.
+"""Load of each expert in a forward, and the auxiliary loss, which is least where experts share
+tokens evenly.
 
-Let c_e be the number of rows that go to expert e, and p_e the sum of its probabilities, over the R rows of all layers.
-A row is a token of text: padding counts nowhere.
+Let c_e be the number of rows that go to expert e, and p_e the sum of its probabilities, over the R
+rows of all layers. A row is a token of text: padding counts nowhere.
 
     loss = coefficient E sum over e of (c_e / R) (p_e / R)
 
-Its derivative by a row's probability of e is coefficient E c_e / R^2. The c_e of later layers are known after forward
-alone: forward adds the loss's value, and backward of each layer's logits adds its derivative. So layers whose
-activations are computed again need nothing that they do not have.
+Its derivative by a row's probability of e is coefficient E c_e / R^2. The c_e of later layers are
+known after forward alone: forward adds the loss's value, and backward of each layer's logits adds
+its derivative. So layers whose activations are computed again need nothing that they do not have.
 
-The loss is of one micro-batch, as transformers computes it: other splits into micro-batches have another.
+The loss is of one micro-batch, as transformers computes it: other splits into micro-batches have
+another.
 
 Method: Fedus et al., Switch Transformers, arXiv 2101.03961.
 """
@@ -34,7 +36,9 @@ class Routing:
         self.coefficient, self.is_padding, self.per_token = coefficient, is_padding, 1
         self.counts: dict[int, Tensor] = {}  # by layer: rows that go to each expert, [E]
         self.sums: dict[int, Tensor] = {}  # by layer: sums of probabilities, float32 [E]
-        self.slope: Tensor | None = None  # derivative by a row's probabilities, [E], once backward has begun
+        self.slope: Tensor | None = (
+            None  # derivative by a row's probabilities, [E], once backward has begun
+        )
 
     def balanced(self, logits: Tensor) -> Tensor:
         """Returns logits [N, E], to which backward adds the derivative of the loss."""
@@ -45,7 +49,9 @@ class Routing:
         if layer in self.counts:
             return
         E, self.per_token = logits.shape[1], experts.shape[1]
-        self.counts[layer] = tokens_per_expert(self.fill_padding(experts, E), E)  # experts 0 to E - 1 are counted
+        self.counts[layer] = tokens_per_expert(
+            self.fill_padding(experts, E), E
+        )  # experts 0 to E - 1 are counted
         if self.coefficient:
             self.sums[layer] = self.fill_padding(probabilities_of(logits.detach()), 0).sum(0)
 
@@ -59,7 +65,8 @@ class Routing:
     def finish(
         self, loss: Tensor, share: Tensor | float, group: dist.ProcessGroup | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Ends a forward. Returns its loss, with the auxiliary loss added, the load and the auxiliary loss, whole, [].
+        """Ends a forward. Returns its loss, with the auxiliary loss added, the load and the
+        auxiliary loss, whole, [].
 
         The load is rows of each expert, float32 [layers, E], of all ranks that share sequences.
 
@@ -70,7 +77,9 @@ class Routing:
         load, auxiliary = _summed(torch.stack([*self.counts.values()]).float(), group), None
         if self.coefficient:
             sums = _summed(torch.stack([*self.sums.values()]).sum(0), group)
-            shares = _summed(torch.as_tensor(share, dtype=torch.float32, device=loss.device).clone(), group)
+            shares = _summed(
+                torch.as_tensor(share, dtype=torch.float32, device=loss.device).clone(), group
+            )
             rows = (load.sum() / self.per_token).clamp(min=1)
             slope = self.coefficient * load.shape[1] / rows**2 * load.sum(0)
             auxiliary = slope @ sums

@@ -1,25 +1,31 @@
 """Gated MLPs of a mixture's experts: each token goes through k of E, and none is dropped.
 
-For a token x with experts e_1 ... e_k and weights w_1 ... w_k, and gate_e and up_e the two halves of gate_up[e],
+For a token x with experts e_1 ... e_k and weights w_1 ... w_k, and gate_e and up_e the two halves
+of gate_up[e],
 
     y = sum over j of down_e (w_j silu(gate_e x) * up_e x),  e = e_j
 
-The sum is in float32, in the order of j. Let h = silu(gate) * up, d = down_e^T dy and d_h = w d. Then
+The sum is in float32, in the order of j. Let h = silu(gate) * up, d = down_e^T dy and d_h = w d.
+Then
 
     d_w = d . h,  d_gate = d_h * up * silu'(gate),  d_up = d_h * silu(gate)
-    d_down = sum of dy (w h)^T,  d_gate_up = sum of (d_gate, d_up) x^T,  dx = sum over j of gate_up^T (d_gate, d_up)
+    d_down = sum of dy (w h)^T,  d_gate_up = sum of (d_gate, d_up) x^T,  dx = sum over j of
+    gate_up^T (d_gate, d_up)
 
 The output of down is needed nowhere. `products.py` has the matrix products.
 
-Frozen matrices may have adapters, gate_up + b_in a_in and down + b_out a_out, of each expert. Let v = a_in x,
-u = a_out (w h), g = b_in^T (d_gate, d_up) and e = b_out^T dy. Products of the rank's width make these, and
+Frozen matrices may have adapters, gate_up + b_in a_in and down + b_out a_out, of each expert. Let v
+= a_in x, u = a_out (w h), g = b_in^T (d_gate, d_up) and e = b_out^T dy. Products of the rank's
+width make these, and
 
     (gate, up) += b_in v,  y += b_out u,  d += a_out^T e,  dx += a_in^T g
-    d_a_in = sum of g x^T,  d_b_in = sum of (d_gate, d_up) v^T,  d_a_out = sum of e (w h)^T,  d_b_out = sum of dy u^T
+    d_a_in = sum of g x^T,  d_b_in = sum of (d_gate, d_up) v^T,  d_a_out = sum of e (w h)^T,
+    d_b_out = sum of dy u^T
 
-Kept for backward: x, and gate and up of each of the N k entries; in tiles x alone. A tile is some tokens, sorted by
-expert among themselves. In tiles, backward makes gate and up again, d_gate and d_up overwrite them, and gradients of
-the matrices add up over tiles in float32. No sum uses atomics: every run gives the same bits.
+Kept for backward: x, and gate and up of each of the N k entries; in tiles x alone. A tile is some
+tokens, sorted by expert among themselves. In tiles, backward makes gate and up again, d_gate and
+d_up overwrite them, and gradients of the matrices add up over tiles in float32. No sum uses
+atomics: every run gives the same bits.
 """
 
 from collections.abc import Sequence
@@ -62,8 +68,11 @@ class Adapters(NamedTuple):
         return None if tensors[0] is None else cls(*(aligned(t) for t in tensors if t is not None))
 
 
-def expert_mlp_reference(x: Tensor, gate_up: Weight, down: Weight, experts: Tensor, weights: Tensor) -> Tensor:
-    """A loop over experts in plain PyTorch, with the contract of `expert_mlp`; float64 stays float64."""
+def expert_mlp_reference(
+    x: Tensor, gate_up: Weight, down: Weight, experts: Tensor, weights: Tensor
+) -> Tensor:
+    """A loop over experts in plain PyTorch, with the contract of `expert_mlp`; float64 stays
+    float64."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     rows = x.new_zeros(*experts.shape, x.shape[1])
     for e in range(len(down)):
@@ -80,14 +89,19 @@ def _linear(x: Tensor, weight: Weight, e: int) -> Tensor:
 
 
 def _run(
-    x: Tensor, gate_up: Tensor, down: Tensor, groups: Groups, weights: Tensor, adapters: Adapters | None,
+    x: Tensor, gate_up: Tensor, down: Tensor, groups: Groups, weights: Tensor,
+    adapters: Adapters | None,
     kept: Tensor | None, y: Tensor,
 ) -> None:  # fmt: skip
     """Writes y [N, D], and gate and up into kept [N k, 2 F], if given."""
     hidden = x.new_empty(weights.numel(), down.shape[2])
     low = LowRank(narrow(x, adapters.a_in, groups), adapters.b_in) if adapters else None
     gate_up_product(x, gate_up, groups, weights, kept, hidden, low)
-    low = LowRank(narrow(hidden, adapters.a_out, by_place(groups)), adapters.b_out) if adapters else None
+    low = (
+        LowRank(narrow(hidden, adapters.a_out, by_place(groups)), adapters.b_out)
+        if adapters
+        else None
+    )
     rows = x.new_empty(*weights.shape, x.shape[1])
     project(hidden, down, groups, rows, low=low)
     sum_entries(rows, y)
@@ -128,25 +142,30 @@ def _empty_output(x, *rest):
 
 
 _tiled = operation("fathom::tiled_expert_mlp", _empty_output, composed=True)(_run_tiles)
-_skippable_tiled = operation("fathom::skippable_tiled_expert_mlp", _empty_output, composed=True, skippable=True)(
-    _run_tiles
-)
+_skippable_tiled = operation(
+    "fathom::skippable_tiled_expert_mlp", _empty_output, composed=True, skippable=True
+)(_run_tiles)
 
 
-def _empty_gradients(dy, x, gate_up, down, experts, weights, kept, tile_size, needs_gradient, *adapters):
+def _empty_gradients(
+    dy, x, gate_up, down, experts, weights, kept, tile_size, needs_gradient, *adapters
+):
     tensors = x, gate_up, down, weights, *adapters
     return [t.new_empty(t.shape) for t, needed in zip(tensors, needs_gradient) if needed]
 
 
 @operation("fathom::expert_mlp_backward", _empty_gradients, composed=True)
 def _backward(
-    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, kept: Tensor | None,
+    dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor,
+    kept: Tensor | None,
     tile_size: int, needs_gradient: list[bool],
     a_in: Tensor | None, b_in: Tensor | None, a_out: Tensor | None, b_out: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """Returns the gradients that `needs_gradient` asks for, of x, gate_up, down, weights and adapters in this order.
+    """Returns the gradients that `needs_gradient` asks for, of x, gate_up, down, weights and
+    adapters in this order.
 
-    `kept` has gate and up of all entries, and the only tile is all tokens; None: they are made again.
+    `kept` has gate and up of all entries, and the only tile is all tokens; None: they are made
+    again.
     """
     needs_x, needs_gate_up, needs_down, _, *needs_adapters = needs_gradient
     dy, x, gate_up, down, weights = (aligned(t) for t in (dy, x, gate_up, down, weights))
@@ -155,7 +174,9 @@ def _backward(
     dx, d_weights = x.new_empty(x.shape), weights.new_empty(weights.shape)
     totals = [
         torch.empty_like(w, dtype=torch.float32 if num_tiles > 1 else w.dtype) if needed else None
-        for w, needed in zip((gate_up, down, *(adapters or ())), (needs_gate_up, needs_down, *needs_adapters))
+        for w, needed in zip(
+            (gate_up, down, *(adapters or ())), (needs_gate_up, needs_down, *needs_adapters)
+        )
     ]
     for i in rounds(num_tiles, x):
         tile = slice(i * tile_size, (i + 1) * tile_size)
@@ -168,9 +189,18 @@ def _backward(
             gate_up_product(x_tile, gate_up, groups, weights_tile, pair, hidden, low.of_x)
         else:
             pair, d_pair = kept, x.new_empty(kept.shape)
-        writes_hidden = (needs_down or adapters) and kept is not None  # else `gate_up_product` has written it
+        writes_hidden = (
+            needs_down or adapters
+        ) and kept is not None  # else `gate_up_product` has written it
         d_weights[tile] = gate_up_gradients(
-            dy_tile, down, groups, weights_tile, pair, d_pair, hidden if writes_hidden else None, low.of_dy
+            dy_tile,
+            down,
+            groups,
+            weights_tile,
+            pair,
+            d_pair,
+            hidden if writes_hidden else None,
+            low.of_dy,
         )
         if totals[1] is not None:
             weight_gradient(dy_tile, hidden, groups, totals[1], add=i > 0)
@@ -185,19 +215,30 @@ def _backward(
             sum_entries(rows, dx[tile])
             del rows
         del d_pair
-    d_gate_up, d_down, *d_adapters = (None if total is None else total.to(x.dtype) for total in totals)
+    d_gate_up, d_down, *d_adapters = (
+        None if total is None else total.to(x.dtype) for total in totals
+    )
     gradients = dx, d_gate_up, d_down, d_weights, *d_adapters
     return [g for g, needed in zip(gradients, needs_gradient) if needed and g is not None]
 
 
 class _Low:
-    """Products of a tile with adapters, if there are some, in backward. Gradients are written or added to `totals`."""
+    """Products of a tile with adapters, if there are some, in backward. Gradients are written or
+    added to `totals`."""
 
     def __init__(
-        self, adapters: Adapters | None, totals: Sequence[Tensor | None], x: Tensor, dy: Tensor, groups: Groups,
+        self, adapters: Adapters | None, totals: Sequence[Tensor | None], x: Tensor, dy: Tensor,
+        groups: Groups,
         add: bool,
     ):  # fmt: skip
-        self.adapters, self.totals, self.x, self.dy, self.groups, self.add = adapters, totals, x, dy, groups, add
+        self.adapters, self.totals, self.x, self.dy, self.groups, self.add = (
+            adapters,
+            totals,
+            x,
+            dy,
+            groups,
+            add,
+        )
         self.of_x: LowRank | None = None
         self.of_dy: LowRank | None = None
         if adapters:
@@ -211,7 +252,9 @@ class _Low:
             return
         _, _, d_a_out, d_b_out = self.totals
         if d_a_out is not None:
-            weight_gradient(hidden, self.of_dy.rows, self.places, d_a_out, transposed=True, add=self.add)
+            weight_gradient(
+                hidden, self.of_dy.rows, self.places, d_a_out, transposed=True, add=self.add
+            )
         if d_b_out is not None:
             narrowed = narrow(hidden, self.adapters.a_out, self.places)
             weight_gradient(self.dy, narrowed, self.groups, d_b_out, add=self.add)
@@ -247,7 +290,9 @@ def _gradients(ctx, dy, _=None):
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, -4, -3, -2, -1)]
     tensors = dy, x, gate_up, down, experts, weights, kept
     found = iter(_backward(*tensors, ctx.tile_size or len(x), needs, *adapters))
-    dx, d_gate_up, d_down, d_weights, *d_adapters = (next(found) if needed else None for needed in needs)
+    dx, d_gate_up, d_down, d_weights, *d_adapters = (
+        next(found) if needed else None for needed in needs
+    )
     return dx, d_gate_up, d_down, None, d_weights, *([None] if ctx.tile_size else []), *d_adapters
 
 
@@ -257,21 +302,24 @@ for _operation in (_tiled, _skippable_tiled):
 
 
 def expert_mlp(
-    x: Tensor, gate_up: Weight, down: Weight, experts: Tensor, weights: Tensor, *, tile_size: int | None = None,
+    x: Tensor, gate_up: Weight, down: Weight, experts: Tensor, weights: Tensor, *,
+    tile_size: int | None = None,
     skippable: bool = False, impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Returns the sum over a token's experts of weight * down(silu(gate(x)) * up(x)).
 
     Args:
         x: [N, D].
-        gate_up: [E, 2 F, D], an expert's gate rows before its up rows. Its adapter has A [E, r, D] and B [E, 2 F, r].
-        down: [E, D, F]; its adapter has A [E, s, F] and B [E, D, s]. Both matrices have adapters, or none.
-        experts: [N, k], integers, the experts of each token.
+        gate_up: [E, 2 F, D], an expert's gate rows before its up rows. Its adapter has A [E, r, D]
+        and B [E, 2 F, r]. down: [E, D, F]; its adapter has A [E, s, F] and B [E, D, s]. Both
+        matrices have adapters, or none. experts: [N, k], integers, the experts of each token.
         weights: [N, k], any floating dtype.
-        tile_size: tokens of a tile; None runs all at once and keeps gate and up, [N k, 2 F], for backward. In tiles
-            backward makes these again, two thirds of forward's work, and adds weight gradients up in float32; a single
-            tile needs no such sums.
-        skippable: whether a second forward may leave tiles out, because no gradient depends on the result, see
+        tile_size: tokens of a tile; None runs all at once and keeps gate and up, [N k, 2 F], for
+        backward. In tiles
+            backward makes these again, two thirds of forward's work, and adds weight gradients up
+            in float32; a single tile needs no such sums.
+        skippable: whether a second forward may leave tiles out, because no gradient depends on the
+        result, see
             `kernels.common.operation`.
         impl: "auto", "triton" or "torch".
 
@@ -284,12 +332,23 @@ def expert_mlp(
     x, gate_up, *in_factors = cast_by_autocast(x, *tensors_of(gate_up))
     down, *out_factors = cast_by_autocast(*tensors_of(down))
     (N, D), (E, width) = x.shape, (len(down), down.shape[-1])
-    if gate_up.shape != (E, 2 * width, D) or down.shape[1] != D or not x.dtype == gate_up.dtype == down.dtype:
+    if (
+        gate_up.shape != (E, 2 * width, D)
+        or down.shape[1] != D
+        or not x.dtype == gate_up.dtype == down.dtype
+    ):
         got = ", ".join(f"{list(t.shape)} {t.dtype}" for t in (gate_up, down))
-        raise ValueError(f"for {x.dtype} and width {D}, weights must be [E, 2 F, {D}] and [E, {D}, F], got {got}")
+        raise ValueError(
+            f"for {x.dtype} and width {D}, weights must be [E, 2 F, {D}] and [E, {D}, F], got {got}"
+        )
     factors = [*in_factors, *out_factors]
     check_factors(factors, (E, D, width), x.dtype)
-    if experts.dim() != 2 or len(experts) != N or weights.shape != experts.shape or experts.is_floating_point():
+    if (
+        experts.dim() != 2
+        or len(experts) != N
+        or weights.shape != experts.shape
+        or experts.is_floating_point()
+    ):
         got = " and ".join(f"{list(t.shape)} {t.dtype}" for t in (experts, weights))
         raise ValueError(f"experts and weights must be [{N}, k], integers and numbers, got {got}")
     if tile_size is not None and tile_size < 1:
@@ -309,14 +368,19 @@ def expert_mlp(
     return y[:, :D]
 
 
-def check_factors(factors: Sequence[Tensor], sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Raises ValueError for factors of adapters, none or all four, that do not fit matrices of E, D and F."""
+def check_factors(
+    factors: Sequence[Tensor], sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Raises ValueError for factors of adapters, none or all four, that do not fit matrices of E, D
+    and F."""
     E, D, width = sizes
     r, s = (factors[i].shape[1] if factors else 0 for i in (0, -2))
     expected = [(E, r, D), (E, 2 * width, r), (E, s, width), (E, D, s)][: 4 * bool(factors)]
     if [t.shape for t in factors] != expected or any(t.dtype != dtype for t in factors):
         got = ", ".join(f"{list(t.shape)} {t.dtype}" for t in factors)
-        raise ValueError(f"adapters of experts must be {[*map(list, expected)]} in {dtype}, got {got}")
+        raise ValueError(
+            f"adapters of experts must be {[*map(list, expected)]} in {dtype}, got {got}"
+        )
 
 
 def _widened(x: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> list[Tensor]:

@@ -23,7 +23,8 @@ class ExpertsPart:
         per_token: k, experts of each token.
         intermediate_size: F, of each expert.
         normalizes: whether a token's k weights sum to 1.
-        shared_size: F of an expert that every token goes through, times a sigmoid per token; 0: there is none.
+        shared_size: F of an expert that every token goes through, times a sigmoid per token; 0:
+        there is none.
 
     Raises:
         ValueError: sizes below 1, or more experts per token than there are.
@@ -38,12 +39,18 @@ class ExpertsPart:
     tile_size: ClassVar[int] = 32_768  # 2,048 rows for each of 128 experts, 8 per token
     kept_whole: ClassVar[str] = "experts, and experts over ranks are not there yet"
     rate: ClassVar[str] = "experts"
-    # FLOP/s of forward and backward, random tokens, on an H100 (benchmarks/results/experts_h100_2026-11-27.md).
+    # FLOP/s of forward and backward, random tokens, on an H100
+    # (benchmarks/results/experts_h100_2026-11-27.md).
     h200_rate: ClassVar[float] = 498e12
 
     def __post_init__(self):
-        if min(self.num_experts, self.per_token, self.intermediate_size) < 1 or self.per_token > self.num_experts:
-            raise ValueError(f"experts need sizes above 0, and at most num_experts of them per token, got {self}")
+        if (
+            min(self.num_experts, self.per_token, self.intermediate_size) < 1
+            or self.per_token > self.num_experts
+        ):
+            raise ValueError(
+                f"experts need sizes above 0, and at most num_experts of them per token, got {self}"
+            )
 
     @property
     def shared(self) -> GatedMLPPart | None:
@@ -56,13 +63,19 @@ class ExpertsPart:
         return 4 * self.per_token * num_tokens
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
-        (E, F, D), active = (self.num_experts, self.intermediate_size, hidden_size), self.per_token / self.num_experts
+        (E, F, D), active = (
+            (self.num_experts, self.intermediate_size, hidden_size),
+            self.per_token / self.num_experts,
+        )
         shared = self.shared.parameters(D) if self.shared else {}
         return {
             "gate.weight": Parameter((E, D)),
             "experts.gate_up_proj": Parameter((E, 2 * F, D), active=active),
             "experts.down_proj": Parameter((E, D, F), "residual", active=active),
-            **{f"shared_expert.{name}": replace(parameter, shared_dim=None) for name, parameter in shared.items()},
+            **{
+                f"shared_expert.{name}": replace(parameter, shared_dim=None)
+                for name, parameter in shared.items()
+            },
             **({"shared_expert_gate.weight": Parameter((1, D))} if shared else {}),
         }
 
@@ -73,19 +86,25 @@ class ExpertsPart:
         self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
         is_skippable: bool = True,
     ) -> Work:  # fmt: skip
-        """Backward in tiles computes gate and up again, and spares a second forward if that may skip the experts.
+        """Backward in tiles computes gate and up again, and spares a second forward if that may
+        skip the experts.
 
         Beside the products, rows of each of a token's experts are read, and their sum is written.
         """
         entries = self.per_token * num_tokens
-        widths = 3 * self.intermediate_size * entries + (self.num_experts + 3 * self.shared_size) * num_tokens
+        widths = (
+            3 * self.intermediate_size * entries
+            + (self.num_experts + 3 * self.shared_size) * num_tokens
+        )
         flops = 2.0 * hidden_size * widths
         is_skipped = is_skippable and tile_size is not None
         again = flops * (not is_skipped) + (0 if tile_size is None else 2 / 3 * flops)
         moved = element_size * hidden_size * (entries + num_tokens)
         return Work(flops, again, moved, is_skipped, self.rate)
 
-    def measure_rate(self, hidden_size: int, seconds: Callable[..., float], device: torch.device) -> float:
+    def measure_rate(
+        self, hidden_size: int, seconds: Callable[..., float], device: torch.device
+    ) -> float:
         """Measures the FLOP/s of forward and backward by random experts."""
         D, N, options = hidden_size, MEASURED_TOKENS, {"device": device, "dtype": torch.bfloat16}
         shapes = (
@@ -98,7 +117,9 @@ class ExpertsPart:
         experts, weights = route(logits, self.per_token, normalize=self.normalizes)
 
         def forward_and_backward() -> None:
-            torch.autograd.grad(expert_mlp(x, gate_up, down, experts, weights), [x, gate_up, down], x.detach())
+            torch.autograd.grad(
+                expert_mlp(x, gate_up, down, experts, weights), [x, gate_up, down], x.detach()
+            )
 
         flops = 3 * self.linear_work(N, D, 2).matrix_flops
         return flops / seconds(forward_and_backward)

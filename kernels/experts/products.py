@@ -1,16 +1,19 @@
 """Matrix products of a mixture's experts, over rows that are sorted by expert.
 
-An entry is a token's j-th expert, number n k + j. Its place is its position among the entries sorted by expert. Rows of
-a product are entries by place. Rows of x and of dy are gathered where they are loaded, and results go back to the order
-of entries where they are stored, so neither is copied.
+An entry is a token's j-th expert, number n k + j. Its place is its position among the entries
+sorted by expert. Rows of a product are entries by place. Rows of x and of dy are gathered where
+they are loaded, and results go back to the order of entries where they are stored, so neither is
+copied.
 
-A tile is up to ROWS places of one expert and some columns. How many tiles there are is known on the GPU alone: programs
-go through all of them in turns. No sum is shared by programs.
+A tile is up to ROWS places of one expert and some columns. How many tiles there are is known on the
+GPU alone: programs go through all of them in turns. No sum is shared by programs.
 
-An adapter adds a second product to some: narrow rows, by place, times a narrow matrix of each expert.
+An adapter adds a second product to some: narrow rows, by place, times a narrow matrix of each
+expert.
 
-Matrices are read by descriptors, which give zeros past the end. Past an expert's last row or column they give its
-neighbour's: such results are not stored, or the other factor has zeros. Widths are multiples of 8 elements.
+Matrices are read by descriptors, which give zeros past the end. Past an expert's last row or column
+they give its neighbour's: such results are not stored, or the other factor has zeros. Widths are
+multiples of 8 elements.
 """
 
 import functools
@@ -39,7 +42,8 @@ class Tile(NamedTuple):
     persistent: bool = False  # a program per multiprocessor; else one per tile
 
 
-# By product, the fastest in benchmarks/bench_experts.py on an H100. "gate_up" has as many columns of up beside gate.
+# By product, the fastest in benchmarks/bench_experts.py on an H100. "gate_up" has as many columns
+# of up beside gate.
 HOPPER = {
     "gate_up": Tile(128, 64, 4, 8),
     "down": Tile(256, 64, 3, 8, True),
@@ -76,7 +80,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
 
 
 class Groups(NamedTuple):
@@ -84,12 +92,14 @@ class Groups(NamedTuple):
 
     order: Tensor
     offsets: Tensor
-    tiles: Tensor  # [as many as there can be, 3] int32: expert, first place, place past the expert's last
+    # [as many as there can be, 3] int32: expert, first place, place past the expert's last
+    tiles: Tensor
     count: Tensor  # [1] int32: number of tiles, which come first
 
 
 class LowRank(NamedTuple):
-    """A product's second term: rows [N k, r] by place, times a matrix of each expert as the first term's."""
+    """A product's second term: rows [N k, r] by place, times a matrix of each expert as the first
+    term's."""
 
     rows: Tensor
     weight: Tensor  # [E, M, r]; transposed [E, r, M]
@@ -97,13 +107,16 @@ class LowRank(NamedTuple):
 
 def by_place(groups: Groups) -> Groups:
     """Returns the groups of rows that are by place already."""
-    return groups._replace(order=torch.arange(len(groups.order), dtype=torch.int32, device=groups.order.device))
+    return groups._replace(
+        order=torch.arange(len(groups.order), dtype=torch.int32, device=groups.order.device)
+    )
 
 
 def group(experts: Tensor, num_experts: int, x: Tensor) -> Groups:
     """Groups the entries of experts [N, k] for products of x, without waiting for the GPU.
 
-    For 3 entries of expert 0 and 1 of expert 1 in tiles of 2 rows, the tiles are (0, 0, 3), (0, 2, 3), (1, 3, 4).
+    For 3 entries of expert 0 and 1 of expert 1 in tiles of 2 rows, the tiles are (0, 0, 3), (0, 2,
+    3), (1, 3, 4).
     """
     order, offsets = sort_by_expert(experts, num_experts)
     rows = rows_of(x)
@@ -125,18 +138,23 @@ def _tile(tiles_ptr, number):
 
 @triton.jit
 def _gathered(ptr, order_ptr, places, stop, K: tl.constexpr, D: tl.constexpr):
-    """Returns the entries of places, and pointers to their tokens' rows; to any token's past `stop`."""
+    """Returns the entries of places, and pointers to their tokens' rows; to any token's past
+    `stop`."""
     entries = tl.load(order_ptr + places, mask=places < stop, other=0)
     return entries, ptr + (entries // K).to(tl.int64)[:, None] * D
 
 
 @triton.jit
 def _add_low_rank(
-    total, low_d, factor_d, first, row, column, RANK: tl.constexpr, STEP: tl.constexpr, TRANSPOSED: tl.constexpr
+    total, low_d, factor_d, first, row, column, RANK: tl.constexpr, STEP: tl.constexpr,
+    TRANSPOSED: tl.constexpr
 ):  # fmt: skip
-    """Adds rows from `first` on times the matrix that begins in `row`; past the rank one factor has zeros."""
+    """Adds rows from `first` on times the matrix that begins in `row`; past the rank one factor has
+    zeros."""
     if RANK > 0:
-        for k in tl.range(0, RANK, STEP, num_stages=1):  # unrolled, its buffers would stand beside each other
+        for k in tl.range(
+            0, RANK, STEP, num_stages=1
+        ):  # unrolled, its buffers would stand beside each other
             rows = low_d.load([first, k])
             if TRANSPOSED:
                 factor = factor_d.load([row + k, column])
@@ -148,13 +166,16 @@ def _add_low_rank(
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, gate_up_d, order_ptr, tiles_ptr, count_ptr, weights_ptr, kept_ptr, hidden_ptr, low_d, factor_d,
+    x_ptr, gate_up_d, order_ptr, tiles_ptr, count_ptr, weights_ptr, kept_ptr, hidden_ptr, low_d,
+    factor_d,
     K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Writes gate and up of a tile, and weight * silu(gate) * up."""
     COLUMN_TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
-    for number in tl.range(tl.program_id(0), tl.load(count_ptr) * COLUMN_TILES, tl.num_programs(0), flatten=PERSISTENT):
+    for number in tl.range(
+        tl.program_id(0), tl.load(count_ptr) * COLUMN_TILES, tl.num_programs(0), flatten=PERSISTENT
+    ):
         expert, first, stop = _tile(tiles_ptr, number // COLUMN_TILES)
         column = number % COLUMN_TILES * COLUMNS
         places, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
@@ -182,7 +203,9 @@ def _gate_up_kernel(
         value, _ = activate(gate.to(tl.float32), "silu")
         weight = tl.load(weights_ptr + entries).to(tl.float32)[:, None]
         tl.store(
-            hidden_ptr + place * F + columns[None, :], (value * up.to(tl.float32) * weight).to(dtype), mask=is_stored
+            hidden_ptr + place * F + columns[None, :],
+            (value * up.to(tl.float32) * weight).to(dtype),
+            mask=is_stored,
         )
 
 
@@ -194,7 +217,9 @@ def _narrow_kernel(
 ):  # fmt: skip
     """Writes a tile of tokens' rows [D] times weights [WIDTH, D], by place."""
     COLUMN_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    for number in tl.range(tl.program_id(0), tl.load(count_ptr) * COLUMN_TILES, tl.num_programs(0), flatten=PERSISTENT):
+    for number in tl.range(
+        tl.program_id(0), tl.load(count_ptr) * COLUMN_TILES, tl.num_programs(0), flatten=PERSISTENT
+    ):
         expert, first, stop = _tile(tiles_ptr, number // COLUMN_TILES)
         column = number % COLUMN_TILES * COLUMNS
         places, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
@@ -215,12 +240,16 @@ def _narrow_kernel(
 @triton.jit
 def _project_kernel(
     rows_d, weight_d, order_ptr, tiles_ptr, count_ptr, out_ptr, low_d, factor_d,
-    INTO: tl.constexpr, OUT_OF: tl.constexpr, TRANSPOSED: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
+    INTO: tl.constexpr, OUT_OF: tl.constexpr, TRANSPOSED: tl.constexpr, RANK: tl.constexpr,
+    STEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile of rows [places, INTO] times weights [OUT_OF, INTO], transposed [INTO, OUT_OF], by entry."""
+    """Writes a tile of rows [places, INTO] times weights [OUT_OF, INTO], transposed [INTO, OUT_OF],
+    by entry."""
     COLUMN_TILES: tl.constexpr = (OUT_OF + COLUMNS - 1) // COLUMNS
-    for number in tl.range(tl.program_id(0), tl.load(count_ptr) * COLUMN_TILES, tl.num_programs(0), flatten=PERSISTENT):
+    for number in tl.range(
+        tl.program_id(0), tl.load(count_ptr) * COLUMN_TILES, tl.num_programs(0), flatten=PERSISTENT
+    ):
         expert, first, stop = _tile(tiles_ptr, number // COLUMN_TILES)
         column = number % COLUMN_TILES * COLUMNS
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -237,7 +266,11 @@ def _project_kernel(
         is_row = places < stop
         entries = tl.load(order_ptr + places, mask=is_row, other=0).to(tl.int64)
         out = out_ptr + entries[:, None] * OUT_OF + columns[None, :]
-        tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & (columns < OUT_OF)[None, :])
+        tl.store(
+            out,
+            total.to(out_ptr.dtype.element_ty),
+            mask=is_row[:, None] & (columns < OUT_OF)[None, :],
+        )
 
 
 @triton.jit
@@ -255,15 +288,20 @@ def _load_pair(kept_ptr, places, stop, columns, F: tl.constexpr):
 
 
 @triton.jit
-def _store_d_pair(d, weight, gate, up, d_kept_ptr, hidden_ptr, places, stop, columns, F: tl.constexpr):
-    """Does for some columns what `_d_hidden_kernel` does from d = dy down on; returns sums of d * silu(gate) * up."""
+def _store_d_pair(
+    d, weight, gate, up, d_kept_ptr, hidden_ptr, places, stop, columns, F: tl.constexpr
+):
+    """Does for some columns what `_d_hidden_kernel` does from d = dy down on; returns sums of d *
+    silu(gate) * up."""
     is_stored = (places < stop)[:, None] & (columns < F)[None, :]
     place = places.to(tl.int64)[:, None]
     value, slope = activate(gate.to(tl.float32), "silu")
     hidden = value * up.to(tl.float32)
     dtype = d_kept_ptr.dtype.element_ty
     if hidden_ptr is not None:
-        tl.store(hidden_ptr + place * F + columns[None, :], (hidden * weight).to(dtype), mask=is_stored)
+        tl.store(
+            hidden_ptr + place * F + columns[None, :], (hidden * weight).to(dtype), mask=is_stored
+        )
     d_h = d * weight
     pair = d_kept_ptr + place * (2 * F) + columns[None, :]
     tl.store(pair, (d_h * up.to(tl.float32) * slope).to(dtype), mask=is_stored)
@@ -273,18 +311,24 @@ def _store_d_pair(d, weight, gate, up, d_kept_ptr, hidden_ptr, places, stop, col
 
 @triton.jit
 def _d_hidden_kernel(
-    dy_ptr, down_d, order_ptr, tiles_ptr, count_ptr, weights_ptr, kept_ptr, d_kept_ptr, hidden_ptr, d_weights_ptr,
-    low_d, factor_d, K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
+    dy_ptr, down_d, order_ptr, tiles_ptr, count_ptr, weights_ptr, kept_ptr, d_kept_ptr, hidden_ptr,
+    d_weights_ptr,
+    low_d, factor_d, K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr,
+    STEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of a tile's gate and up, which may overwrite these, and hidden as `_gate_up_kernel` does.
+    """Writes the gradients of a tile's gate and up, which may overwrite these, and hidden as
+    `_gate_up_kernel` does.
 
-    Gradients of the entries' weights are written as sums over the tile's columns. An eighth of the columns at a time
-    has room in registers: its gate and up are read while the eighth before is worked on.
+    Gradients of the entries' weights are written as sums over the tile's columns. An eighth of the
+    columns at a time has room in registers: its gate and up are read while the eighth before is
+    worked on.
     """
     COLUMN_TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
     EIGHTH: tl.constexpr = COLUMNS // 8
-    for number in tl.range(tl.program_id(0), tl.load(count_ptr) * COLUMN_TILES, tl.num_programs(0), flatten=PERSISTENT):
+    for number in tl.range(
+        tl.program_id(0), tl.load(count_ptr) * COLUMN_TILES, tl.num_programs(0), flatten=PERSISTENT
+    ):
         expert, first, stop = _tile(tiles_ptr, number // COLUMN_TILES)
         column_tile = number % COLUMN_TILES
         column = column_tile * COLUMNS
@@ -311,7 +355,16 @@ def _d_hidden_kernel(
                 for k in tl.static_range(2):
                     next_gate, next_up = _load_pair(kept_ptr, places, stop, columns + EIGHTH, F)
                     d_weight += _store_d_pair(
-                        eighths[k], weight, gate, up, d_kept_ptr, hidden_ptr, places, stop, columns, F
+                        eighths[k],
+                        weight,
+                        gate,
+                        up,
+                        d_kept_ptr,
+                        hidden_ptr,
+                        places,
+                        stop,
+                        columns,
+                        F,
                     )
                     columns += EIGHTH
                     gate, up = next_gate, next_up
@@ -321,7 +374,8 @@ def _d_hidden_kernel(
 @triton.jit
 def _d_weight_kernel(
     tokens_ptr, rows_d, order_ptr, offsets_ptr, out_ptr,
-    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, ADD: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ADD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Writes [ROWS, COLUMNS] of the sum over an expert's places of token [D] times row [WIDTH].
@@ -338,10 +392,18 @@ def _d_weight_kernel(
     _, token_rows = _gathered(tokens_ptr, order_ptr, start + tl.arange(0, DEPTH), stop, K, D)
     for first in range(start, stop, DEPTH):
         places = first + tl.arange(0, DEPTH)
-        is_there = (places < stop)[:, None] if D % ROWS == 0 else (places < stop)[:, None] & (d < D)[None, :]
+        is_there = (
+            (places < stop)[:, None]
+            if D % ROWS == 0
+            else (places < stop)[:, None] & (d < D)[None, :]
+        )
         tokens = tl.load(token_rows + d[None, :], mask=is_there, other=0.0)
-        _, token_rows = _gathered(tokens_ptr, order_ptr, places + DEPTH, stop, K, D)  # the next step's
-        total = tl.dot(tl.trans(tokens), rows_d.load([first, column]), total, input_precision="ieee")
+        _, token_rows = _gathered(
+            tokens_ptr, order_ptr, places + DEPTH, stop, K, D
+        )  # the next step's
+        total = tl.dot(
+            tl.trans(tokens), rows_d.load([first, column]), total, input_precision="ieee"
+        )
     out = d[:, None] + columns[None, :] * D if TRANSPOSED else d[:, None] * WIDTH + columns[None, :]
     out += expert.to(tl.int64) * (D * WIDTH) + out_ptr
     is_stored = (d < D)[:, None] & (columns < WIDTH)[None, :]
@@ -353,10 +415,15 @@ def _d_weight_kernel(
 @triton.jit
 def _sum_kernel(rows_ptr, out_ptr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes the sum over j of rows [N, K, D], for one token and BLOCK_D columns."""
-    token, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    token, columns = (
+        tl.program_id(0).to(tl.int64),
+        tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D),
+    )
     total = tl.zeros([BLOCK_D], tl.float32)
     for j in tl.static_range(K):
-        total += tl.load(rows_ptr + (token * K + j) * D + columns, mask=columns < D, other=0.0).to(tl.float32)
+        total += tl.load(rows_ptr + (token * K + j) * D + columns, mask=columns < D, other=0.0).to(
+            tl.float32
+        )
     tl.store(out_ptr + token * D + columns, total.to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
@@ -365,13 +432,17 @@ def _options(tile: Tile, x: Tensor) -> dict[str, int]:
     return {**sizes, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
-def _go_through_tiles(kernel: triton.JITFunction, tile: Tile, groups: Groups, columns: int, x: Tensor, *args, **sizes):
+def _go_through_tiles(
+    kernel: triton.JITFunction, tile: Tile, groups: Groups, columns: int, x: Tensor, *args, **sizes
+):
     """Launches a kernel over all tiles of so many columns."""
     programs = len(groups.tiles) * triton.cdiv(columns, tile.columns)
     if tile.persistent:
         programs = min(programs, _multiprocessors(x.device))
     tables = groups.order, groups.tiles, groups.count
-    kernel[(programs,)](*args[:2], *tables, *args[2:], PERSISTENT=tile.persistent, **sizes, **_options(tile, x))
+    kernel[(programs,)](
+        *args[:2], *tables, *args[2:], PERSISTENT=tile.persistent, **sizes, **_options(tile, x)
+    )
 
 
 def _low_rank(low: LowRank | None, columns: int, transposed: bool) -> dict:
@@ -394,18 +465,26 @@ def narrow(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     out = rows.new_empty(len(groups.order), r)
     if not rows.is_meta:
         tile = fitted(tile_of("narrow", rows), r)
-        tensors, sizes = (rows, describe(weight, D, tile.columns, tile.depth), out), {"D": D, "WIDTH": r}
-        _go_through_tiles(_narrow_kernel, tile, groups, r, rows, *tensors, K=len(out) // len(rows), **sizes)
+        tensors, sizes = (
+            (rows, describe(weight, D, tile.columns, tile.depth), out),
+            {"D": D, "WIDTH": r},
+        )
+        _go_through_tiles(
+            _narrow_kernel, tile, groups, r, rows, *tensors, K=len(out) // len(rows), **sizes
+        )
     return out
 
 
 def gate_up_product(
-    x: Tensor, gate_up: Tensor, groups: Groups, weights: Tensor, kept: Tensor | None, hidden: Tensor,
+    x: Tensor, gate_up: Tensor, groups: Groups, weights: Tensor, kept: Tensor | None,
+    hidden: Tensor,
     low: LowRank | None = None,
 ) -> None:  # fmt: skip
-    """Writes weight * silu(gate) * up by place into hidden [N k, F]; gate and up into kept [N k, 2 F], if given.
+    """Writes weight * silu(gate) * up by place into hidden [N k, F]; gate and up into kept [N k, 2
+    F], if given.
 
-    Tokens are x [N, D], matrices gate_up [E, 2 F, D], weights [N, k], and low's matrices [E, 2 F, r].
+    Tokens are x [N, D], matrices gate_up [E, 2 F, D], weights [N, k], and low's matrices [E, 2 F,
+    r].
     """
     if x.is_meta:
         return
@@ -416,23 +495,41 @@ def gate_up_product(
 
 
 def project(
-    rows: Tensor, weight: Tensor, groups: Groups, out: Tensor, *, transposed: bool = False, low: LowRank | None = None
+    rows: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    out: Tensor,
+    *,
+    transposed: bool = False,
+    low: LowRank | None = None,
 ) -> None:
-    """Writes rows [N k, K], by place, times weight [E, M, K], transposed [E, K, M], into out [N, k, M], by entry."""
+    """Writes rows [N k, K], by place, times weight [E, M, K], transposed [E, K, M], into out [N, k,
+    M], by entry."""
     if rows.is_meta:
         return
     K, M, tile = rows.shape[1], out.shape[-1], tile_of("dx" if transposed else "down", rows)
     block = (tile.depth, tile.columns) if transposed else (tile.columns, tile.depth)
-    tensors = describe(rows, K, rows_of(rows), tile.depth), describe(weight, M if transposed else K, *block), out
-    sizes = {"INTO": K, "OUT_OF": M, "TRANSPOSED": transposed, **_low_rank(low, tile.columns, transposed)}
+    tensors = (
+        describe(rows, K, rows_of(rows), tile.depth),
+        describe(weight, M if transposed else K, *block),
+        out,
+    )
+    sizes = {
+        "INTO": K,
+        "OUT_OF": M,
+        "TRANSPOSED": transposed,
+        **_low_rank(low, tile.columns, transposed),
+    }
     _go_through_tiles(_project_kernel, tile, groups, M, rows, *tensors, **sizes)
 
 
 def gate_up_gradients(
-    dy: Tensor, down: Tensor, groups: Groups, weights: Tensor, kept: Tensor, d_kept: Tensor, hidden: Tensor | None,
+    dy: Tensor, down: Tensor, groups: Groups, weights: Tensor, kept: Tensor, d_kept: Tensor,
+    hidden: Tensor | None,
     low: LowRank | None = None,
 ) -> Tensor:  # fmt: skip
-    """Writes the gradients of gate and up into d_kept, which may be kept, and hidden as in `gate_up_product`.
+    """Writes the gradients of gate and up into d_kept, which may be kept, and hidden as in
+    `gate_up_product`.
 
     Matrices of low are [E, r, F].
 
@@ -442,16 +539,36 @@ def gate_up_gradients(
     F, tile = down.shape[-1], tile_of("d_hidden", dy)
     partial = dy.new_empty(*weights.shape, triton.cdiv(F, tile.columns), dtype=torch.float32)
     if not dy.is_meta:
-        tensors = dy, describe(down, F, tile.depth, tile.columns), weights, kept, d_kept, hidden, partial
-        sizes = {"K": weights.shape[1], "D": dy.shape[1], "F": F, **_low_rank(low, tile.columns, True)}
+        tensors = (
+            dy,
+            describe(down, F, tile.depth, tile.columns),
+            weights,
+            kept,
+            d_kept,
+            hidden,
+            partial,
+        )
+        sizes = {
+            "K": weights.shape[1],
+            "D": dy.shape[1],
+            "F": F,
+            **_low_rank(low, tile.columns, True),
+        }
         _go_through_tiles(_d_hidden_kernel, tile, groups, F, dy, *tensors, **sizes)
     return partial.sum(-1)
 
 
 def weight_gradient(
-    tokens: Tensor, rows: Tensor, groups: Groups, out: Tensor, *, transposed: bool = False, add: bool = False
+    tokens: Tensor,
+    rows: Tensor,
+    groups: Groups,
+    out: Tensor,
+    *,
+    transposed: bool = False,
+    add: bool = False,
 ) -> None:
-    """Writes or adds each expert's sum over its places of token [D] times row [W] into out [E, D, W].
+    """Writes or adds each expert's sum over its places of token [D] times row [W] into out [E, D,
+    W].
 
     Args:
         tokens: [N, D].
@@ -467,7 +584,8 @@ def weight_gradient(
     programs = len(out) * triton.cdiv(D, rows_of(tokens)) * triton.cdiv(W, tile.columns)
     _d_weight_kernel[(programs,)](
         tokens, describe(rows, W, tile.depth, tile.columns), groups.order, groups.offsets, out,
-        K=len(rows) // len(tokens), D=D, WIDTH=W, TRANSPOSED=transposed, ADD=add, **_options(tile, tokens),
+        K=len(rows) // len(tokens), D=D, WIDTH=W, TRANSPOSED=transposed, ADD=add,
+        **_options(tile, tokens),
     )  # fmt: skip
 
 

@@ -1,11 +1,12 @@
-"""Router of a mixture of experts: which experts a token goes to, with what weights, and how evenly tokens spread.
+"""Router of a mixture of experts: which experts a token goes to, with what weights, and how evenly
+tokens spread.
 
-Let p be the softmax of a token's logits over all experts, in float32. The token goes to the `top_k` experts of the
-largest p. Their weights are p itself or, normalised, p over the sum of the chosen. Gradients flow through the weights,
-not through the choice.
+Let p be the softmax of a token's logits over all experts, in float32. The token goes to the `top_k`
+experts of the largest p. Their weights are p itself or, normalised, p over the sum of the chosen.
+Gradients flow through the weights, not through the choice.
 
-Kept for backward: the choice and the probabilities. Under activation checkpointing the choice is made once: a second
-forward takes the first one's, so that rounding cannot route a token otherwise.
+Kept for backward: the choice and the probabilities. Under activation checkpointing the choice is
+made once: a second forward takes the first one's, so that rounding cannot route a token otherwise.
 """
 
 from typing import NamedTuple
@@ -75,5 +76,6 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def tokens_per_expert(experts: Tensor, num_experts: int) -> Tensor:
-    """Returns how many tokens of experts [N, k] each expert has, int32 [num_experts], without waiting for the GPU."""
+    """Returns how many tokens of experts [N, k] each expert has, int32 [num_experts], without
+    waiting for the GPU."""
     return sort_by_expert(experts, num_experts)[1].diff()

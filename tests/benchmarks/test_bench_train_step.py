@@ -26,17 +26,35 @@ PACKED = ["--packed", "--steps", "4"]
     [*PACKED, "--heavy_tailed", "--linear", "fp8-all"],
 ])  # fmt: skip
 def test_times_the_last_half_of_the_steps(flags, monkeypatch, capsys, tmp_path):
-    arguments = ["--model_size", "tiny", "--context_length", "64", "--settings", "checkpointing", "--device", "cpu"]
+    arguments = [
+        "--model_size",
+        "tiny",
+        "--context_length",
+        "64",
+        "--settings",
+        "checkpointing",
+        "--device",
+        "cpu",
+    ]
     arguments += [*flags, str(tmp_path)] if flags == ["--save_to"] else flags
     monkeypatch.setattr(sys, "argv", ["bench_train_step", *arguments])
-    read = bench_train_step.read_documents  # 609 files; cut to a mean length of 9 they are a million documents
-    monkeypatch.setattr(bench_train_step, "read_documents", lambda *of: itertools.islice(read(*of), 20))
+    read = (
+        bench_train_step.read_documents
+    )  # 609 files; cut to a mean length of 9 they are a million documents
+    monkeypatch.setattr(
+        bench_train_step, "read_documents", lambda *of: itertools.islice(read(*of), 20)
+    )
     bench_train_step.main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["checkpointing"]
     assert result["host_process_bytes"] > 10**8 and result["host_pinned_bytes"] == 0
     assert result["host_other_bytes"] == result["host_process_bytes"]
     every = result["seconds_of_each_step"]
-    assert len(every) == len(result["losses"]) == 2 * result["timed_steps"] == (4 if "--packed" in flags else 2)
+    assert (
+        len(every)
+        == len(result["losses"])
+        == 2 * result["timed_steps"]
+        == (4 if "--packed" in flags else 2)
+    )
     assert result["seconds"] == pytest.approx(statistics.mean(every[len(every) // 2 :]), abs=0.01)
     if flags == ["--save_to"]:
         saving = result["saving"]
@@ -47,13 +65,36 @@ def test_times_the_last_half_of_the_steps(flags, monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_splits_of_a_batch_are_one_step(packed, monkeypatch, capsys):
-    """Ours and the peer's losses are the same in 1, 2 and 4 micro-batches, after each update as well."""
-    settings = "checkpointing", "checkpointing/2", "checkpointing/4", "peer", "peer+kept", "peer+kept/2"
-    words = ["--model_size", "tiny", "--context_length", "48", "--batch_size", "4", "--device", "cpu", "--steps", "4"]
+    """Ours and the peer's losses are the same in 1, 2 and 4 micro-batches, after each update as
+    well."""
+    settings = (
+        "checkpointing",
+        "checkpointing/2",
+        "checkpointing/4",
+        "peer",
+        "peer+kept",
+        "peer+kept/2",
+    )
+    words = [
+        "--model_size",
+        "tiny",
+        "--context_length",
+        "48",
+        "--batch_size",
+        "4",
+        "--device",
+        "cpu",
+        "--steps",
+        "4",
+    ]
     words += ["--packed", "--mean_length", "30"] if packed else []
     read, make = bench_train_step.read_documents, bench_train_step.liger_loss
-    monkeypatch.setattr(bench_train_step, "read_documents", lambda *of: itertools.islice(read(*of), 20))
-    monkeypatch.setattr(bench_train_step, "liger_loss", lambda *of: torch.manual_seed(0) and make(*of))
+    monkeypatch.setattr(
+        bench_train_step, "read_documents", lambda *of: itertools.islice(read(*of), 20)
+    )
+    monkeypatch.setattr(
+        bench_train_step, "liger_loss", lambda *of: torch.manual_seed(0) and make(*of)
+    )
     monkeypatch.setattr(sys, "argv", ["bench_train_step", *words, "--settings", *settings])
     bench_train_step.main()
     results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
@@ -79,8 +120,19 @@ def test_the_peer_has_as_many_parameters_as_ours(is_tied):
 
 
 def test_a_step_that_runs_out_of_memory_has_no_peak(monkeypatch, capsys):
-    monkeypatch.setattr(bench_train_step, "our_step", mock.Mock(side_effect=torch.OutOfMemoryError("full")))
-    words = ["--model_size", "tiny", "--context_length", "64", "--settings", "auto", "--device", "cpu"]
+    monkeypatch.setattr(
+        bench_train_step, "our_step", mock.Mock(side_effect=torch.OutOfMemoryError("full"))
+    )
+    words = [
+        "--model_size",
+        "tiny",
+        "--context_length",
+        "64",
+        "--settings",
+        "auto",
+        "--device",
+        "cpu",
+    ]
     monkeypatch.setattr(sys, "argv", ["bench_train_step", *words])
     bench_train_step.main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]["auto"]
@@ -92,8 +144,12 @@ def test_refuses_a_disk_without_room_and_seconds_of_failed_saves(monkeypatch, ca
     bench_train_step.check_saved(saver, 1)
     with pytest.raises(RuntimeError, match="the checkpoint of step 2 failed"):
         bench_train_step.check_saved(saver, 2)
-    monkeypatch.setattr(bench_train_step.shutil, "disk_usage", lambda folder: mock.Mock(free=60 * 2**30))
-    monkeypatch.setattr(sys, "argv", ["bench_train_step", "--settings", "auto", "--save_to", str(tmp_path)])
+    monkeypatch.setattr(
+        bench_train_step.shutil, "disk_usage", lambda folder: mock.Mock(free=60 * 2**30)
+    )
+    monkeypatch.setattr(
+        sys, "argv", ["bench_train_step", "--settings", "auto", "--save_to", str(tmp_path)]
+    )
     with pytest.raises(SystemExit):
         bench_train_step.main()
     assert "--save_to needs 105 GiB for two checkpoints, its disk has 60" in capsys.readouterr().err
@@ -101,17 +157,40 @@ def test_refuses_a_disk_without_room_and_seconds_of_failed_saves(monkeypatch, ca
 
 @needs("bitsandbytes", "0.50")
 def test_the_peer_takes_adapters_beside_4_bits(monkeypatch, capsys):
-    flags = ["--model_size", "tiny", "--context_length", "64", "--device", "cpu", "--lora", "4", "--lora_bits"]
+    flags = [
+        "--model_size",
+        "tiny",
+        "--context_length",
+        "64",
+        "--device",
+        "cpu",
+        "--lora",
+        "4",
+        "--lora_bits",
+    ]
     read = bench_train_step.read_documents
-    monkeypatch.setattr(bench_train_step, "read_documents", lambda *of: itertools.islice(read(*of), 20))
+    monkeypatch.setattr(
+        bench_train_step, "read_documents", lambda *of: itertools.islice(read(*of), 20)
+    )
     losses = []
     for bits in ("16", "16", "4"):
         torch.manual_seed(0)
-        argv = ["bench_train_step", *flags, bits, "--settings", "checkpointing", "peer", "--steps", "3"]
+        argv = [
+            "bench_train_step",
+            *flags,
+            bits,
+            "--settings",
+            "checkpointing",
+            "peer",
+            "--steps",
+            "3",
+        ]
         monkeypatch.setattr(sys, "argv", argv)
         bench_train_step.main()
         results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
-        assert ("frozen matrices        4 bits" in results["checkpointing"]["plan"]) == (bits == "4")
+        assert ("frozen matrices        4 bits" in results["checkpointing"]["plan"]) == (
+            bits == "4"
+        )
         losses.append(results["peer"]["losses"])
     exact, again, rounded = losses
     assert exact == again != rounded == pytest.approx(exact, rel=0.02)

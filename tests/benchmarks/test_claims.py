@@ -1,4 +1,5 @@
-"""benchmarks.claims: a command's settings are runs that train.py takes, and its numbers are among those printed."""
+"""benchmarks.claims: a command's settings are runs that train.py takes, and its numbers are among
+those printed."""
 
 import shlex
 import sys
@@ -13,7 +14,15 @@ from training.parallel.world import World
 from training.run import recipe
 
 STEPS = {claim.command: claim for claim in CLAIMS if "bench_train_step" in claim.command}
-KEYS = {"seconds", "predicted_seconds", "peak_gib", "predicted_gib", "host_gib", "tokens_per_second", "saving"}
+KEYS = {
+    "seconds",
+    "predicted_seconds",
+    "peak_gib",
+    "predicted_gib",
+    "host_gib",
+    "tokens_per_second",
+    "saving",
+}
 
 
 class Parsed(Exception):

@@ -18,7 +18,9 @@ def test_rounding_rows_to_powers_of_two_is_fp8s_and_finer_types_err_less():
     torch.testing.assert_close(Mixed(y=Rounded(is_power=True))(*inputs), fp8)
     for finer in (Rounded(torch.int8), Rounded(torch.int8, block=16, rotates=True)):
         assert 0 < (Mixed(y=finer)(*inputs) - exact).norm() < 0.6 * (fp8 - exact).norm()
-    assert (Mixed(y=Rounded(torch.float8_e5m2))(*inputs) - exact).norm() > 1.5 * (fp8 - exact).norm()
+    assert (Mixed(y=Rounded(torch.float8_e5m2))(*inputs) - exact).norm() > 1.5 * (
+        fp8 - exact
+    ).norm()
     inputs = [random(*shape, seed=i).cpu() for i, shape in enumerate([(20, 128), (32, 128)])]
     linear = Mixed(y=Rounded(torch.int8, rotates=True)), Mixed(y=INT8("torch"))
     torch.testing.assert_close(*(each(*inputs) for each in linear))

@@ -1,4 +1,5 @@
-"""benchmarks.side_by_side: every command has GPUs and host memory of its own, and none outlives the limit."""
+"""benchmarks.side_by_side: every command has GPUs and host memory of its own, and none outlives the
+limit."""
 
 import json
 import signal
@@ -31,7 +32,8 @@ test $starts != 0
 def events(tmp_path, monkeypatch):
     """Returns a file of what starts and ends.
 
-    A command ends once as many commands have started as its last word says; one that waits for none ends in an error.
+    A command ends once as many commands have started as its last word says; one that waits for none
+    ends in an error.
 
     A rank of torchrun is in a session of its own.
     """
@@ -43,7 +45,8 @@ def events(tmp_path, monkeypatch):
 
 
 def replay(lines):
-    """Returns the most commands and GPUs that were busy at once; fails if two commands had one GPU."""
+    """Returns the most commands and GPUs that were busy at once; fails if two commands had one
+    GPU."""
     busy, most = [], (0, 0)
     for line in lines:
         event, gpus, *_ = line.split(" ")
@@ -64,7 +67,9 @@ def test_commands_share_no_gpu_and_no_port(events, tmp_path):
     lines = events.read_text().splitlines()
     assert replay(lines) == (4, 4)
     starts = sorted([line for line in lines if line.startswith("start ")][:2])
-    assert starts[0] == "start 4,5 -m torch.distributed.run --master_port=29500 --nproc_per_node=2 a 2"
+    assert (
+        starts[0] == "start 4,5 -m torch.distributed.run --master_port=29500 --nproc_per_node=2 a 2"
+    )
     assert starts[1] == "start 6,7 -m torch.distributed.run --master_port=29502 b 2"
     assert {job.name: found["starts"] for job, found, _ in ended} == {
         job.name: int(job.command.split()[-1]) for job in jobs
@@ -78,7 +83,13 @@ def test_commands_share_no_gpu_and_no_port(events, tmp_path):
 def test_host_memory_that_is_pinned_fits_the_machine(events, tmp_path):
     large = [Job(f"large{i}", f"python --host_budget 100GB large{i} 3", 0) for i in range(3)]
     pair = Job("pair", "torchrun --host_budget 100GB pair 1", 0, 2)
-    assert [job.gib for job in (*large, pair, Job("small", "python a", 0))] == [106, 106, 106, 212, 6]
+    assert [job.gib for job in (*large, pair, Job("small", "python a", 0))] == [
+        106,
+        106,
+        106,
+        212,
+        6,
+    ]
     small = Job("small", "python small 3", 0)
     [*run_all([*large, small], ["0", "1", "2", "3"], 230, 60, tmp_path)]
     lines = events.read_text().splitlines()
@@ -92,16 +103,26 @@ def test_host_memory_that_is_pinned_fits_the_machine(events, tmp_path):
 
 def test_nothing_outlives_the_limit_or_the_caller(events, tmp_path, capsys):
     hangs, fails = Job("hangs", "torchrun 30", 0), Job("fails", "python 0", 0)
-    others = [fails, Job("long", "python 30", 3), Job("two", "python 0", 0, 2)]  # no time, no second GPU is left
+    others = [
+        fails,
+        Job("long", "python 30", 3),
+        Job("two", "python 0", 0, 2),
+    ]  # no time, no second GPU is left
     with closing(run_all([hangs, *others], ["0"], 1e3, 0.7, tmp_path)) as running:
         assert [(job.name, found) for job, found, _ in running] == [("hangs", {})]
     said = capsys.readouterr().out
     assert "killed after " in said and said.count("left out, ") == 3
-    with pytest.raises(KeyboardInterrupt), closing(run_all([fails, hangs], ["0", "1"], 1e3, 60, tmp_path)) as running:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        closing(run_all([fails, hangs], ["0", "1"], 1e3, 60, tmp_path)) as running,
+    ):
         assert next(running)[:2] == (fails, {})
         signal.raise_signal(signal.SIGTERM)  # the caller is told to end
     said = capsys.readouterr().out
-    assert said.startswith("a warning without an end\nfailed with status 1") and "killed after " in said
+    assert (
+        said.startswith("a warning without an end\nfailed with status 1")
+        and "killed after " in said
+    )
     children = events.with_suffix(".children").read_text().split()
     assert len(children) == 3
     for _ in range(100):  # a process that was killed ends soon
@@ -117,7 +138,13 @@ def is_alive(process: str) -> bool:
 
 
 def test_the_first_jobs_that_fill_the_time_run_longest_first():
-    jobs = [Job("a", "", 10), Job("b", "", 30), Job("c", "", 20, 2), Job("d", "", 90), Job("e", "", 5)]
+    jobs = [
+        Job("a", "", 10),
+        Job("b", "", 30),
+        Job("c", "", 20, 2),
+        Job("d", "", 90),
+        Job("e", "", 5),
+    ]
     assert [job.name for job in in_order(jobs, 80)] == ["c", "b", "a", "d", "e"]
     assert [job.name for job in in_order(jobs, float("inf"))] == ["c", "d", "b", "a", "e"]
     assert [job.name for job in in_order(jobs, 0)] == ["a", "b", "c", "d", "e"]

@@ -1,11 +1,14 @@
-"""Seeded inputs, the comparison with float64, and a GPU's memory, for the tests of several kernels."""
+"""Seeded inputs, the comparison with float64, and a GPU's memory, for the tests of several
+kernels."""
 
 import torch
 
 from tests.gpu import free_memory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # tests by hypothesis take no fixtures
+DEVICE = torch.device(
+    "cuda" if torch.cuda.is_available() else "cpu"
+)  # tests by hypothesis take no fixtures
 
 
 def random(*shape, seed=0, dtype=torch.float32, device=DEVICE):
@@ -16,7 +19,8 @@ STRIDES = ("contiguous", "every other", "column", "reversed dimensions", "expand
 
 
 def strided(x, strides):
-    """Returns the values of `x` at other strides. "expanded" repeats the first value, at stride 0."""
+    """Returns the values of `x` at other strides. "expanded" repeats the first value, at stride
+    0."""
     if strides == "every other":
         return x.repeat_interleave(2, dim=-1)[..., ::2]
     if strides == "column":
@@ -27,21 +31,29 @@ def strided(x, strides):
 
 
 def outputs_and_gradients(function, inputs):
-    """Returns the outputs of `function`, and every input's gradient for random gradients of the outputs."""
+    """Returns the outputs of `function`, and every input's gradient for random gradients of the
+    outputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     outputs = function(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    arriving = [random(*out.shape, seed=1 + i, dtype=out.dtype, device=out.device) for i, out in enumerate(outputs)]
+    arriving = [
+        random(*out.shape, seed=1 + i, dtype=out.dtype, device=out.device)
+        for i, out in enumerate(outputs)
+    ]
     return [*outputs, *torch.autograd.grad(outputs, inputs, arriving)]
 
 
 def compare_with_float64(reference, function, inputs, units=0.5):
-    """Asserts that outputs and gradients of `function` are near float64: twice the error of `reference` is allowed.
+    """Asserts that outputs and gradients of `function` are near float64: twice the error of
+    `reference` is allowed.
 
-    Half a unit in the last place (`units`) is added: the reference may be lucky in a tensor of few elements.
-    For bfloat16 on a CPU it is two units, because Triton's interpreter truncates and a GPU rounds to nearest.
+    Half a unit in the last place (`units`) is added: the reference may be lucky in a tensor of few
+    elements. For bfloat16 on a CPU it is two units, because Triton's interpreter truncates and a
+    GPU rounds to nearest.
     """
-    exact = outputs_and_gradients(lambda *tensors: reference(*(t.double() for t in tensors)), inputs)
+    exact = outputs_and_gradients(
+        lambda *tensors: reference(*(t.double() for t in tensors)), inputs
+    )
     plain = outputs_and_gradients(reference, inputs)
     ours = outputs_and_gradients(function, inputs)
     for i, (e, p, o) in enumerate(zip(exact, plain, ours)):
@@ -53,11 +65,12 @@ def compare_with_float64(reference, function, inputs, units=0.5):
 
 
 def requested_peak(function, *inputs):
-    """Returns what `function` returns for `inputs`, and the most bytes that its tensors requested of the GPU at once.
+    """Returns what `function` returns for `inputs`, and the most bytes that its tensors requested
+    of the GPU at once.
 
-    Tensors made before do not count. torch.cuda.max_memory_allocated would count what blocks of the cache
-    hold beyond the bytes requested: up to 1 MiB a tensor, which depends on the tests before. What is freed within the
-    call would lower the result, so garbage is freed before.
+    Tensors made before do not count. torch.cuda.max_memory_allocated would count what blocks of the
+    cache hold beyond the bytes requested: up to 1 MiB a tensor, which depends on the tests before.
+    What is freed within the call would lower the result, so garbage is freed before.
     """
     free_memory()
     torch.cuda.reset_peak_memory_stats()

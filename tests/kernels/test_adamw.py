@@ -14,11 +14,17 @@ POINTERS = ("master_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "bias_corrections_ptr
 KERNELS_TO_COMPILE = [
     KernelToCompile(
         "_adamw_kernel",
-        {**dict.fromkeys(POINTERS, "*fp32"), **dict.fromkeys(NUMBERS, "fp32"), "numel": "i32", **pointers},
+        {
+            **dict.fromkeys(POINTERS, "*fp32"),
+            **dict.fromkeys(NUMBERS, "fp32"),
+            "numel": "i32",
+            **pointers,
+        },
         {"BLOCK": BLOCK, **({} if "weight_ptr" in pointers else {"weight_ptr": None})},
     )
     for pointers in (
-        {"weight_ptr": "*bf16", "gradient_ptr": "*bf16"}, {"weight_ptr": "*bf16", "gradient_ptr": "*fp32"},
+        {"weight_ptr": "*bf16", "gradient_ptr": "*bf16"},
+        {"weight_ptr": "*bf16", "gradient_ptr": "*fp32"},
         {"gradient_ptr": "*fp32"},
     )
 ] + [
@@ -27,7 +33,7 @@ KERNELS_TO_COMPILE = [
         {"table_ptr": "*i64", "bias_corrections_ptr": "*fp32", **dict.fromkeys(NUMBERS, "fp32")},
         {"BLOCK": BLOCK, "GRADIENT": tl.float32, "WEIGHT": tl.bfloat16},
     )
-]  # fmt: skip
+]
 
 
 def bias_corrections(step, device):
@@ -48,27 +54,36 @@ def test_three_updates_equal_float64s(n, gradient_dtype, device):
     expected, behind = [x[:n].double() for x in found], [float(x[n]) for x in found]
     weight = torch.zeros(n + 1, dtype=torch.bfloat16, device=device)
     for step in range(1, 4):
-        gradient = random(n, seed=9 + step, dtype=gradient_dtype, device=device) * 10.0 ** (step - 3)
+        gradient = random(n, seed=9 + step, dtype=gradient_dtype, device=device) * 10.0 ** (
+            step - 3
+        )
         given = gradient, bias_corrections(step, device)
         adamw([Tensors(gradient, *(x[:n] for x in found), weight[:n])], given[1], 0.5, **OPTIONS)
         master, m, v = expected
-        expected = adamw_reference(master, gradient.double() * 0.5, m, v, given[1].double(), **OPTIONS)
+        expected = adamw_reference(
+            master, gradient.double() * 0.5, m, v, given[1].double(), **OPTIONS
+        )
         for x, reference in zip(found, expected):
             torch.testing.assert_close(x[:n].double(), reference, rtol=1e-6, atol=1e-6)
         rounded = found[0][:n].to(torch.bfloat16)
-        torch.testing.assert_close(weight[:n], rounded, rtol=2**-7, atol=0)  # Triton's interpreter cuts
+        torch.testing.assert_close(
+            weight[:n], rounded, rtol=2**-7, atol=0
+        )  # Triton's interpreter cuts
         assert device.type == "cpu" or torch.equal(weight[:n], rounded)
     assert [float(x[n]) for x in found] == behind and weight[n] == 0
 
 
 @pytest.mark.parametrize("n", SIZES)
 def test_a_float32_weight_is_its_own_master(n, device):
-    """It moves as a bf16 weight's master, bit for bit, and by torch.optim.AdamW from moments of zero."""
+    """It moves as a bf16 weight's master, bit for bit, and by torch.optim.AdamW from moments of
+    zero."""
     weight, gradient = random(n, device=device), random(n, seed=1, device=device)
     masters = [weight.clone(), weight.clone()]
     for rounded, master in zip((None, weight.to(torch.bfloat16)), masters):
         moments = torch.zeros(2, n, device=device)
-        adamw([Tensors(gradient, master, *moments, rounded)], bias_corrections(1, device), **OPTIONS)
+        adamw(
+            [Tensors(gradient, master, *moments, rounded)], bias_corrections(1, device), **OPTIONS
+        )
     assert torch.equal(*masters)
     theirs = weight.clone().requires_grad_()
     theirs.grad = gradient
@@ -79,15 +94,21 @@ def test_a_float32_weight_is_its_own_master(n, device):
 @pytest.mark.parametrize("gradient_dtype", DTYPES)
 @pytest.mark.parametrize("has_masters", [True, False])
 def test_several_parameters_are_updated_as_one_by_one(has_masters, gradient_dtype, device):
-    """Bit for bit, and nothing past an end is written; the longest is more than its programs take at once."""
+    """Bit for bit, and nothing past an end is written; the longest is more than its programs take
+    at once."""
     runs = []
     for alone in (True, False):
         parameters, everything = [], []
         for seed, n in enumerate((*SIZES, PROGRAMS * BLOCK + 5)):
-            state, gradient = make(n, device), random(n, seed=9 + seed, dtype=gradient_dtype, device=device)
+            state, gradient = (
+                make(n, device),
+                random(n, seed=9 + seed, dtype=gradient_dtype, device=device),
+            )
             weight = torch.zeros(n + 1, dtype=torch.bfloat16, device=device)
             everything += [*state, weight]
-            parameters.append(Tensors(gradient, *(x[:n] for x in state), weight[:n] if has_masters else None))
+            parameters.append(
+                Tensors(gradient, *(x[:n] for x in state), weight[:n] if has_masters else None)
+            )
         for given in [[each] for each in parameters] if alone else [parameters]:
             adamw(given, bias_corrections(2, device), 0.5, **OPTIONS)
         runs.append(everything)
@@ -95,7 +116,8 @@ def test_several_parameters_are_updated_as_one_by_one(has_masters, gradient_dtyp
 
 
 def test_small_decay_is_no_rounding(device):
-    """At a rate of 1e-6 the decay of 1e-7 a step is near float64's; 1 - 1e-7 in float32 is 1 - 1.19e-7."""
+    """At a rate of 1e-6 the decay of 1e-7 a step is near float64's; 1 - 1e-7 in float32 is 1 -
+    1.19e-7."""
     n, options = 4096, OPTIONS | {"lr": 1e-6}
     found = [random(n, device=device), *torch.zeros(2, n, device=device)]
     start, expected = found[0].double(), [x.double() for x in found]
@@ -110,7 +132,10 @@ def test_small_decay_is_no_rounding(device):
 
 def test_tensors_that_do_not_fit_are_refused(device):
     gradient, *state = torch.ones(4, 8, device=device)
-    weight, corrections = torch.ones(8, dtype=torch.bfloat16, device=device), bias_corrections(1, device)
+    weight, corrections = (
+        torch.ones(8, dtype=torch.bfloat16, device=device),
+        bias_corrections(1, device),
+    )
     fitting = Tensors(gradient, *state, weight)
     for wrong in (
         {"exp_avg": state[1].bfloat16()}, {"master": state[0][:4]}, {"weight": None},

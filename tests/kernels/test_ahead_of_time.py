@@ -1,4 +1,5 @@
-"""Every Triton kernel compiles for sm_80 and sm_90 on a machine without a GPU, within its resources."""
+"""Every Triton kernel compiles for sm_80 and sm_90 on a machine without a GPU, within its
+resources."""
 
 import os
 import re
@@ -11,10 +12,19 @@ from kernels.attention.sparse.sparse_attention import WIDE_SHARED_MEMORY
 ROOT = Path(__file__).parents[2]
 SOURCES = {path.stem: path.read_text() for path in sorted((ROOT / "kernels").glob("*.py"))}
 for folder in ("delta_net", "experts"):
-    SOURCES[folder] = "".join(path.read_text() for path in sorted((ROOT / "kernels" / folder).glob("*.py")))
-SPARSE = {path.stem: path.read_text() for path in sorted((ROOT / "kernels/attention").rglob("*.py"))}
-MOST_SPILLED = 1024  # bytes per thread; gather backward with heads of 256 spills 1008 by Triton 3.6 on sm_80
-MOST_SHARED = {"sm_80": 99 * 1024, "sm_90": 227 * 1024}  # sm_86 and sm_89 have 99 KiB, and run sm_80's code
+    SOURCES[folder] = "".join(
+        path.read_text() for path in sorted((ROOT / "kernels" / folder).glob("*.py"))
+    )
+SPARSE = {
+    path.stem: path.read_text() for path in sorted((ROOT / "kernels/attention").rglob("*.py"))
+}
+MOST_SPILLED = (
+    1024  # bytes per thread; gather backward with heads of 256 spills 1008 by Triton 3.6 on sm_80
+)
+MOST_SHARED = {
+    "sm_80": 99 * 1024,
+    "sm_90": 227 * 1024,
+}  # sm_86 and sm_89 have 99 KiB, and run sm_80's code
 MOST_SHARED |= {"sm_80_wide": WIDE_SHARED_MEMORY, "sm_90_wide": 227 * 1024}  # heads of 256 elements
 PROGRAM = """
 import sys
@@ -29,12 +39,16 @@ sparse.main("80", "90")
 
 
 def jitted(sources: dict[str, str]) -> set[str]:
-    names = {file: re.findall(r"@triton\.jit.*\ndef (\w+_kernel)\(", source) for file, source in sources.items()}
+    names = {
+        file: re.findall(r"@triton\.jit.*\ndef (\w+_kernel)\(", source)
+        for file, source in sources.items()
+    }
     return {f"{file}.{name}" for file in names for name in names[file]}
 
 
 def test_compiles_for_sm_80_and_sm_90(capsys):
-    """One process compiles all kernels: its imports take longer than most kernels. Lines' numbers take a tenth more."""
+    """One process compiles all kernels: its imports take longer than most kernels. Lines' numbers
+    take a tenth more."""
     variables = {"TRITON_INTERPRET": "0", "TRITON_DISABLE_LINE_INFO": "1"}
     operations = ",".join(name for name, source in SOURCES.items() if "@triton.jit" in source)
     process = subprocess.run(
@@ -46,7 +60,9 @@ def test_compiles_for_sm_80_and_sm_90(capsys):
         print(f"\n{process.stdout}", end="")
     compiled = set()
     for line in process.stdout.splitlines():
-        name, gpu, spilled, shared = re.match(r"(\S+) (\S+): .* (\d+) bytes spilled, (\d+) bytes shared", line).groups()
+        name, gpu, spilled, shared = re.match(
+            r"(\S+) (\S+): .* (\d+) bytes spilled, (\d+) bytes shared", line
+        ).groups()
         assert int(spilled) <= MOST_SPILLED and int(shared) <= MOST_SHARED[gpu], line
         compiled.add(name)
     missing = (jitted(SOURCES) | jitted(SPARSE)) - compiled
@@ -55,11 +71,25 @@ def test_compiles_for_sm_80_and_sm_90(capsys):
 
 def test_kernels_compiled_for_one_length_serve_all():
     """Triton compiles anew for multiples of 16 and for 1, unless an argument is kept from it."""
-    counts = {"T", "num_rows", "num_tokens", "num_blocks", "num_windows", "num_items", "num_queries"}
+    counts = {
+        "T",
+        "num_rows",
+        "num_tokens",
+        "num_blocks",
+        "num_windows",
+        "num_items",
+        "num_queries",
+    }
     seen = set()
     for source in (*SOURCES.values(), *SPARSE.values()):
-        for options, name, parameters in re.findall(r"@triton\.jit(.*)\ndef (\w+_kernel)\(([^)]*)\)", source):
-            specialised = counts.intersection(re.findall(r"\w+", parameters)) - {*re.findall(r"\w+", options)}
-            assert not specialised, f"{name} is compiled anew for {specialised}: name them in do_not_specialize"
+        for options, name, parameters in re.findall(
+            r"@triton\.jit(.*)\ndef (\w+_kernel)\(([^)]*)\)", source
+        ):
+            specialised = counts.intersection(re.findall(r"\w+", parameters)) - {
+                *re.findall(r"\w+", options)
+            }
+            assert not specialised, (
+                f"{name} is compiled anew for {specialised}: name them in do_not_specialize"
+            )
             seen.add(name)
     assert seen == {kernel.split(".")[1] for kernel in jitted(SOURCES) | jitted(SPARSE)}

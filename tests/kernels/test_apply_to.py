@@ -13,26 +13,42 @@ from kernels.apply_to import apply_to
 module = importlib.import_module("kernels.apply_to")  # the package has the function by this name
 
 VOCAB = 71
-# Each family has features that others lack: biases, a sliding window, tied heads, strong softcaps. Some also have a
-# setting of another family, without effect.
+# Each family has features that others lack: biases, a sliding window, tied heads, strong softcaps.
+# Some also have a setting of another family, without effect.
 DELTA_NET = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
 }  # fmt: skip
-MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "output_router_logits": True}
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "output_router_logits": True,
+}
 FAMILIES = {
     "llama": {"tie_word_embeddings": False, "mlp_bias": True, "logits_scaling": 3.0},
     "mistral": {"tie_word_embeddings": False, "sliding_window": 8},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": True, "final_logit_softcapping": 2.0},
-    "gemma2": {"tie_word_embeddings": True, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 3.0},
+    "gemma2": {
+        "tie_word_embeddings": True,
+        "final_logit_softcapping": 2.0,
+        "attn_logit_softcapping": 3.0,
+    },
     "smollm3": {"no_rope_layers": [1, 0]},
     "granite": {
-        "embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.5, "logits_scaling": 2.0
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
     },
     "ministral3": {
         "rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
             "llama_4_scaling_beta": 0.5,
         }
     },
@@ -42,17 +58,22 @@ FAMILIES = {
     "qwen3_moe": {**MIXTURE, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
     "qwen3_5_text": DELTA_NET,
     "qwen3_5_moe_text": {**DELTA_NET, **MIXTURE, "shared_expert_intermediate_size": 20},
-}  # fmt: skip
+}
 NUM_NORMS = {
-    "llama": 5, "mistral": 5, "qwen2": 5, "qwen3": 9, "gemma2": 9, "smollm3": 5, "granite": 5, "ministral3": 5,
-    "olmo3": 9, "gemma3_text": 13, "olmo2": 9, "qwen3_moe": 9, "qwen3_5_text": 8, "qwen3_5_moe_text": 8,
+    "llama": 5, "mistral": 5, "qwen2": 5, "qwen3": 9, "gemma2": 9, "smollm3": 5, "granite": 5,
+    "ministral3": 5,
+    "olmo3": 9, "gemma3_text": 13, "olmo2": 9, "qwen3_moe": 9, "qwen3_5_text": 8,
+    "qwen3_5_moe_text": 8,
 }  # fmt: skip
 COUNTS = {  # beside norms and the loss; most families have two of each
     "qwen3_moe": {"rope": 2, "gated_mlp": 1, "experts": 1},
     "qwen3_5_text": {"rope": 1, "gated_mlp": 2, "delta_rule": 1},
     "qwen3_5_moe_text": {"rope": 1, "gated_mlp": 2, "experts": 2, "delta_rule": 1},
 }
-DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text")  # transformers computes their rule in float32, in any model
+DELTA_NETS = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)  # transformers computes their rule in float32, in any model
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 
 
@@ -61,14 +82,17 @@ def make_model(model_type, dtype=torch.float32, seed=0, **overrides):
         model_type,
         **{
             "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+            "max_position_embeddings": 256,
             "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
             **FAMILIES[model_type], **overrides,
         },
     )  # fmt: skip
     torch.manual_seed(seed)
     # transformers' own grouped products of experts take no float64
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation="eager"
+    )
     with torch.no_grad():  # ones and zeros, the initial norms and biases, would hide a mistake
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -98,7 +122,9 @@ def loss_and_gradients(model, batch):
     model.zero_grad()
     loss = model(**batch).loss
     loss.backward()
-    return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return loss.detach(), {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
 
 
 def assert_equal_training(plain, patched, batch, tolerance):
@@ -126,7 +152,15 @@ def test_loss_gradients_and_logits_equal_the_unpatched_models(model_type, dtype,
 
 @every_family
 def test_replaces_all_of_this_model_and_nothing_of_another(model_type, monkeypatch, caplog):
-    names = ("rms_norm", "rope", "swiglu", "geglu", "linear_cross_entropy", "expert_mlp", "delta_rule")
+    names = (
+        "rms_norm",
+        "rope",
+        "swiglu",
+        "geglu",
+        "linear_cross_entropy",
+        "expert_mlp",
+        "delta_rule",
+    )
     calls = dict.fromkeys(names, 0)
 
     def spy(name, function):
@@ -155,7 +189,8 @@ def test_replaces_all_of_this_model_and_nothing_of_another(model_type, monkeypat
     rope = sum(FAMILIES[model_type].get("no_rope_layers", [1] * counts["rope"]))
     assert calls == {
         "rms_norm": NUM_NORMS[model_type], "rope": rope, activation: counts["gated_mlp"], absent: 0,
-        "linear_cross_entropy": 1, "expert_mlp": counts.get("experts", 0), "delta_rule": counts.get("delta_rule", 0),
+        "linear_cross_entropy": 1, "expert_mlp": counts.get("experts", 0),
+        "delta_rule": counts.get("delta_rule", 0),
     }  # fmt: skip
 
     copied = copy.deepcopy(patched)  # the copy's forwards are bound to its own modules
@@ -169,9 +204,14 @@ def test_generates_the_same_tokens(model_type):
     # transformers 5.24's balance of experts takes no mask of padding in generation
     settings = {"output_router_logits": False} if "moe" in model_type else {}
     plain, patched = make_pair(model_type, **settings)
-    prompt = {"input_ids": make_batch()["input_ids"][:, :6], "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    prompt = {
+        "input_ids": make_batch()["input_ids"][:, :6],
+        "attention_mask": torch.ones(2, 6, dtype=torch.long),
+    }
     prompt["attention_mask"][0, :2] = 0
-    expected, tokens = (m.eval().generate(**prompt, max_new_tokens=12, do_sample=False) for m in (plain, patched))
+    expected, tokens = (
+        m.eval().generate(**prompt, max_new_tokens=12, do_sample=False) for m in (plain, patched)
+    )
     assert expected.shape == (2, 18) and torch.equal(tokens, expected)
 
 
@@ -238,9 +278,16 @@ def test_a_qwen3_5_beside_its_images():
     """The text model inside is replaced, and the images' part stays."""
     text = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, **DELTA_NET,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+        **DELTA_NET,
     }  # fmt: skip
-    images = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    images = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+    }
     config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=images)
     plain = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     patched = copy.deepcopy(plain)
@@ -261,7 +308,9 @@ def test_the_delta_rule_of_a_row_of_documents_is_each_documents_own():
     _, patched = make_pair("qwen3_5_text")
     layer = next(m for m in patched.modules() if type(m).__name__.endswith("GatedDeltaNet"))
     rule = functools.partial(
-        layer.forward.__func__.__globals__[module.CHUNKED_RULE], output_final_state=True, use_qk_l2norm_in_kernel=True
+        layer.forward.__func__.__globals__[module.CHUNKED_RULE],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
     )
     q, k, v = (torch.randn(1, 24, heads, 16) for heads in (2, 2, 4))
     tensors = q, k, v, -torch.rand(1, 24, 4), torch.rand(1, 24, 4)
@@ -288,7 +337,11 @@ def test_compiles_without_a_graph_break():
 
 def test_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match=r"olmo2, olmo3, qwen3_5, qwen3_5_moe, got 'gpt2'"):
-        apply_to(AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_embd=8, n_head=1, n_layer=1)))
+        apply_to(
+            AutoModelForCausalLM.from_config(
+                AutoConfig.for_model("gpt2", n_embd=8, n_head=1, n_layer=1)
+            )
+        )
     with pytest.raises(ValueError, match="got None"):
         apply_to(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="silu, gelu_pytorch_tanh, got 'relu'"):
@@ -301,7 +354,9 @@ def test_refuses_what_it_does_not_know():
     model.model.norm.forward = model.model.norm.forward  # accelerate's hooks do this
     with pytest.raises(ValueError, match="LlamaRMSNorm already has a forward"):
         apply_to(model, loss=False)
-    assert "forward" not in vars(model.model.layers[0].mlp), "a refused model must be left as it was"
+    assert "forward" not in vars(model.model.layers[0].mlp), (
+        "a refused model must be left as it was"
+    )
 
     _, patched = make_pair("llama")
     with pytest.raises(ValueError, match="already has a forward"):
@@ -312,12 +367,19 @@ def test_refuses_what_it_does_not_know():
 
 
 def train(model, steps, device="cpu"):
-    text = b"the quick brown fox jumps over the lazy dog; a kernel is as good as the training that it leaves alone. "
-    corpus = torch.tensor([byte - 32 if byte < 97 else byte - 80 for byte in text * 8], device=device)
+    text = (
+        b"the quick brown fox jumps over the lazy dog; a kernel is as good as the training that it "
+        b"leaves alone. "
+    )
+    corpus = torch.tensor(
+        [byte - 32 if byte < 97 else byte - 80 for byte in text * 8], device=device
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     losses = []
     for step in range(steps):
-        starts = torch.randint(len(corpus) - 24, (4,), generator=torch.Generator().manual_seed(step))
+        starts = torch.randint(
+            len(corpus) - 24, (4,), generator=torch.Generator().manual_seed(step)
+        )
         input_ids = torch.stack([corpus[start : start + 24] for start in starts])
         loss = model.train()(input_ids=input_ids, labels=input_ids).loss
         optimizer.zero_grad()
@@ -338,12 +400,18 @@ def test_training_converges_alike(model_type):
         return
     assert losses == pytest.approx(expected, rel=2e-6)
     for (name, trained), weight in zip(plain.named_parameters(), patched.parameters()):
-        distance = (weight - trained).norm() / (trained - start[name]).norm()  # relative to the way that training went
-        assert distance <= 1e-4, name  # Adam magnifies rounding of tiny gradients, like Qwen2's k_proj.bias
+        distance = (weight - trained).norm() / (
+            trained - start[name]
+        ).norm()  # relative to the way that training went
+        assert distance <= 1e-4, (
+            name
+        )  # Adam magnifies rounding of tiny gradients, like Qwen2's k_proj.bias
 
 
 def test_triton_kernels(device):
-    plain, patched = make_pair("gemma2", impl="triton", hidden_size=16, intermediate_size=24, num_hidden_layers=1)
+    plain, patched = make_pair(
+        "gemma2", impl="triton", hidden_size=16, intermediate_size=24, num_hidden_layers=1
+    )
     plain.to(device), patched.to(device)
     batch = {name: tensor.to(device) for name, tensor in make_batch(T=7).items()}
     assert_equal_training(plain, patched, batch, 1e-5)
@@ -356,7 +424,9 @@ def test_bf16_on_a_gpu(model_type):
     sizes = {"vocab_size": 1009, "hidden_size": 256, "intermediate_size": 520, "head_dim": 64}
     is_mixture = "moe" in model_type  # its router may choose otherwise after rounding
     settings = {"output_router_logits": False} if is_mixture else {}
-    plain, patched = make_pair(model_type, torch.bfloat16, impl="auto", initializer_range=0.05, **sizes, **settings)
+    plain, patched = make_pair(
+        model_type, torch.bfloat16, impl="auto", initializer_range=0.05, **sizes, **settings
+    )
     exact = copy.deepcopy(plain).float().cuda()
     plain.cuda(), patched.cuda()
     batch = {name: tensor.cuda() for name, tensor in make_batch(T=517, vocab=1009).items()}
@@ -365,11 +435,19 @@ def test_bf16_on_a_gpu(model_type):
     loss, gradients = loss_and_gradients(patched, batch)
     assert relative_error(loss, exact_loss) <= 3 * relative_error(plain_loss, exact_loss) + 1e-3
     for name, gradient in gradients.items():
-        allowed = (6 if is_mixture else 3) * relative_error(plain_gradients[name].float(), expected[name])
+        allowed = (6 if is_mixture else 3) * relative_error(
+            plain_gradients[name].float(), expected[name]
+        )
         assert relative_error(gradient.float(), expected[name]) <= allowed, name
 
-    prompt = {"input_ids": batch["input_ids"][:, :9], "attention_mask": torch.ones_like(batch["input_ids"][:, :9])}
+    prompt = {
+        "input_ids": batch["input_ids"][:, :9],
+        "attention_mask": torch.ones_like(batch["input_ids"][:, :9]),
+    }
     with_kernels = copy.deepcopy(exact)
     apply_to(with_kernels)
-    tokens, expected = (m.eval().generate(**prompt, max_new_tokens=8, do_sample=False) for m in (with_kernels, exact))
+    tokens, expected = (
+        m.eval().generate(**prompt, max_new_tokens=8, do_sample=False)
+        for m in (with_kernels, exact)
+    )
     assert torch.equal(tokens, expected)

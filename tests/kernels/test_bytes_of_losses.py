@@ -1,4 +1,5 @@
-"""Compares the bytes of both losses that a plan counts with what they allocate, on fake tensors and on a GPU."""
+"""Compares the bytes of both losses that a plan counts with what they allocate, on fake tensors and
+on a GPU."""
 
 import functools
 
@@ -29,13 +30,18 @@ def standard_loss(x, head, targets):
     return cross_entropy(torch.nn.functional.linear(x, head), targets, inplace=True, impl="triton")
 
 
-# Bytes kept for backward, and bytes in forward alone. The chunked loss makes gradients, the head's in float32.
+# Bytes kept for backward, and bytes in forward alone. The chunked loss makes gradients, the head's
+# in float32.
 CASES = {chunked_loss: (2 * T * D + 4 * V * D, logits_bytes(T, V)), standard_loss: (2 * T * V, 0)}
 
 
 def check(case, counter):
     """Checks bytes to within 2%. Backward may also hold the gradients of inputs."""
-    (kept, inside), inputs, targets = CASES[case], [tensor(T, D), tensor(V, D)], torch.zeros(T, dtype=torch.long)
+    (kept, inside), inputs, targets = (
+        CASES[case],
+        [tensor(T, D), tensor(V, D)],
+        torch.zeros(T, dtype=torch.long),
+    )
     run = functools.partial(case, targets=targets)
     counter.own_bytes = {OPS.linear_cross_entropy.default: inside}
     torch.autograd.grad(run(*inputs).sum(), inputs)  # lets libraries make their workspaces

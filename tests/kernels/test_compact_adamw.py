@@ -62,7 +62,8 @@ def masters(tensors):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("groups", [1, PROGRAM_GROUPS, 2 * PROGRAM_GROUPS + 7])
 def test_kernel_equals_reference(groups, dtype, gradient_dtype, device):
-    """Codes may differ by one next to a tie: roots and quotients differ in the last bit, also from torch's on a CPU."""
+    """Codes may differ by one next to a tie: roots and quotients differ in the last bit, also from
+    torch's on a CPU."""
     expected = make(groups * GROUP, dtype, device)
     found, again = copies(expected), copies(expected)
     for step in range(1, 4):
@@ -85,19 +86,26 @@ def test_nothing_past_the_end_is_written(device):
     before, sizes = copies(whole), [n, n, n, n // GROUP, n, n // GROUP]
     gradient = random(n, device=device)
     compact_adamw(
-        *(t[:size] for t, size in zip(whole, sizes)), gradient, bias_corrections(1, device), **OPTIONS, impl="triton"
+        *(t[:size] for t, size in zip(whole, sizes)),
+        gradient,
+        bias_corrections(1, device),
+        **OPTIONS,
+        impl="triton",
     )
     assert all(torch.equal(t[size:], b[size:]) for t, b, size in zip(whole, before, sizes))
 
 
 def test_masters_equal_float32_masters_over_1000_updates(device):
-    """A bf16 weight and its correction are a float32 master bit for bit, updated with the same moments."""
+    """A bf16 weight and its correction are a float32 master bit for bit, updated with the same
+    moments."""
     tensors = make(4 * GROUP, torch.bfloat16, device)
     master = masters(tensors)
     for step in range(1, 1001):
         gradient = random(4 * GROUP, seed=step, device=device) * 10.0 ** (step % 7 - 5)
         moments = decode_exp_avg(*tensors[2:4]), decode_exp_avg_sq(*tensors[4:6])
-        master, *_ = adamw_reference(master, gradient, *moments, bias_corrections(step, device), **OPTIONS)
+        master, *_ = adamw_reference(
+            master, gradient, *moments, bias_corrections(step, device), **OPTIONS
+        )
         compact_adamw_reference(*tensors, gradient, bias_corrections(step, device), **OPTIONS)
         assert torch.equal(masters(tensors), master), step
 
@@ -105,7 +113,11 @@ def test_masters_equal_float32_masters_over_1000_updates(device):
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_a_float32_weight_is_updated_as_torchs_adamw_by_exact_moments(impl, device):
     """From moments of zero, the first update uses moments that no code has rounded."""
-    tensors = [random(2 * GROUP, device=device), None, *encode_exp_avg(torch.zeros(2 * GROUP, device=device))]
+    tensors = [
+        random(2 * GROUP, device=device),
+        None,
+        *encode_exp_avg(torch.zeros(2 * GROUP, device=device)),
+    ]
     tensors += encode_exp_avg_sq(torch.zeros(2 * GROUP, device=device))
     theirs = tensors[0].clone().requires_grad_()
     theirs.grad = random(2 * GROUP, seed=1, device=device)
@@ -131,7 +143,8 @@ def test_small_decay_is_no_rounding(impl, device):
 
 
 def test_masters_are_split_and_joined_bit_for_bit(device):
-    """Every lower half, at exponents from denormal to largest, of both signs; ties go away from zero."""
+    """Every lower half, at exponents from denormal to largest, of both signs; ties go away from
+    zero."""
     low = torch.arange(2**16, device=device, dtype=torch.int32)
     for high in (0, 1, 0x0080, 0x3F80, 0x3FFF, 0x7F7F):
         for sign in (0, -(2**31)):
@@ -151,10 +164,12 @@ def test_moments_are_within_half_a_code(scale, device):
     m[GROUP : 2 * GROUP] = 0
     codes, s = encode_exp_avg(m)
     assert codes.dtype == torch.int8 and s.dtype == torch.bfloat16 and codes.abs().max() <= 127
-    # PyTorch on a GPU divides by a number as it multiplies by the inverse: 1 / 1e-42 is infinite in float32.
+    # PyTorch on a GPU divides by a number as it multiplies by the inverse: 1 / 1e-42 is infinite in
+    # float32.
     x, m = ((each.double() / scale).view(-1, GROUP) for each in (decode_exp_avg(codes, s), m))
     largest = m.abs().amax(1, keepdim=True)
-    # d x / d y is (1 + |x|)^2 / 2: half a code is an error of at most 2 / 254 of the largest, at the largest.
+    # d x / d y is (1 + |x|)^2 / 2: half a code is an error of at most 2 / 254 of the largest, at
+    # the largest.
     assert scale < 1e-40 or ((x - m).abs() <= largest * (2 / 254 + 2**-8)).all()
     assert (x[1] == 0).all() and s[1] == 0
 
@@ -226,10 +241,12 @@ def test_past_2_to_the_31_elements(device):
     n = 2**31 + 3 * GROUP
     weight = torch.ones(n, dtype=torch.bfloat16, device=device)
     tensors = [weight, *(torch.zeros(k, dtype=d, device=device) for k, d in (
-        (n, torch.int16), (n, torch.int8), (n // GROUP, torch.bfloat16), (n, torch.uint8), (n // GROUP, torch.bfloat16)
+        (n, torch.int16), (n, torch.int8), (n // GROUP, torch.bfloat16), (n, torch.uint8),
+        (n // GROUP, torch.bfloat16)
     ))]  # fmt: skip
     compact_adamw(*tensors, torch.ones_like(weight), bias_corrections(1, device), **OPTIONS)
     for place in (slice(0, GROUP), slice(n - GROUP, n)):
         torch.testing.assert_close(
-            join_master(weight[place], tensors[1][place]), torch.full((GROUP,), 0.989, device=device)
+            join_master(weight[place], tensors[1][place]),
+            torch.full((GROUP,), 0.989, device=device),
         )

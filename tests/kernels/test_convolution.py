@@ -14,13 +14,19 @@ _TYPES = {f"{name}_ptr": "*bf16" for name in ("x", "out", "d_out", "weight", "dx
 _TYPES |= {"positions_ptr": "*i8", "partial_ptr": "*fp32", "num_tokens": "i32", "x_stride": "i64"}
 _TYPES |= {"eps": "fp32", "scale": "fp32"}
 _BACKWARD = {"STRIPS": 4, "STRIP": 128, "BLOCK": 1024}
-_HEADS = [{"HEADS": heads, "K": 128, "NORMALISE": normalise} for heads, normalise in ((16, True), (32, False))]
+_HEADS = [
+    {"HEADS": heads, "K": 128, "NORMALISE": normalise}
+    for heads, normalise in ((16, True), (32, False))
+]
 KERNELS_TO_COMPILE = [
     KernelToCompile(name, _TYPES, constants | heads, num_warps=4)
     for heads in _HEADS
     for name, constants in (
         ("_convolution_kernel", {"BLOCK_T": 16}),
-        *(("_convolution_backward_kernel", _BACKWARD | {"CHANNELS": n}) for n in (heads["HEADS"] * 128, 8192)),
+        *(
+            ("_convolution_backward_kernel", _BACKWARD | {"CHANNELS": n})
+            for n in (heads["HEADS"] * 128, 8192)
+        ),
     )
 ]
 G, H, K, V = 2, 3, 32, 16
@@ -66,7 +72,9 @@ def test_reference_is_the_sum_over_taps_and_norms():
     y = torch.nn.functional.silu(sum(weight[:, tap] * past[:, tap : tap + 9] for tap in range(4)))
     assert v.flatten(2).allclose(y[..., 2 * G * K :])
     heads = y[..., : 2 * G * K].unflatten(-1, (2, G, K)) * 1.0
-    assert torch.stack([q * K**0.5, k], dim=2).allclose(heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt())
+    assert torch.stack([q * K**0.5, k], dim=2).allclose(
+        heads / (heads.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    )
 
 
 def test_rows_of_a_batch_are_documents(device):
@@ -82,7 +90,9 @@ def test_channels_sliced_out_of_a_fused_projection(device):
     for x in (wide[..., 32 : 32 + CHANNELS], wide[:, :8, 32 : 32 + CHANNELS]):
         weight = inputs(1)[1]
         sliced = outputs_and_gradients(triton(), [x, weight])
-        for found, expected in zip(sliced, outputs_and_gradients(triton(), [x.contiguous(), weight])):
+        for found, expected in zip(
+            sliced, outputs_and_gradients(triton(), [x.contiguous(), weight])
+        ):
             assert torch.equal(found, expected)
 
 
@@ -91,14 +101,20 @@ def test_parts_apart(device):
     sizes = [G * K, G * K, H * V]
 
     def apart(x, weight):
-        return qkv_convolution([part.contiguous() for part in x.split(sizes, -1)], weight, G, H, K, impl="triton")
+        return qkv_convolution(
+            [part.contiguous() for part in x.split(sizes, -1)], weight, G, H, K, impl="triton"
+        )
 
-    for found, expected in zip(*(outputs_and_gradients(function, [x, weight]) for function in (apart, triton()))):
+    for found, expected in zip(
+        *(outputs_and_gradients(function, [x, weight]) for function in (apart, triton()))
+    ):
         assert torch.equal(found, expected)
 
 
 def test_workspace():
-    assert convolution_workspace(100, CHANNELS) == 7 * 4 * CHANNELS * 4  # 100 tokens in strips of 2 x 8
+    assert (
+        convolution_workspace(100, CHANNELS) == 7 * 4 * CHANNELS * 4
+    )  # 100 tokens in strips of 2 x 8
 
 
 @pytest.mark.parametrize(("x", "weight", "segments", "message"), [
@@ -119,7 +135,9 @@ def test_refused(x, weight, segments, message, device):
 def test_property_matches_float64(lengths, dtype):
     options = {"segments": segments_of(lengths)}
     compare_with_float64(
-        call(qkv_convolution_reference, **options), triton(**options), inputs(sum(lengths), dtype=dtype)
+        call(qkv_convolution_reference, **options),
+        triton(**options),
+        inputs(sum(lengths), dtype=dtype),
     )
 
 
@@ -132,12 +150,19 @@ def test_past_2_to_the_31_elements(device, monkeypatch):
     assert x[:, : lengths[0]].numel() > 2**31
 
     def tail(x, weight):
-        return tuple(part[:, -300:] for part in qkv_convolution(x, weight, 16, 32, 128, segments=segments_of(lengths)))
+        return tuple(
+            part[:, -300:]
+            for part in qkv_convolution(x, weight, 16, 32, 128, segments=segments_of(lengths))
+        )
 
     packed = outputs_and_gradients(tail, [x, weight])
-    alone = outputs_and_gradients(lambda x, weight: qkv_convolution(x, weight, 16, 32, 128), [x[:, -300:], weight])
+    alone = outputs_and_gradients(
+        lambda x, weight: qkv_convolution(x, weight, 16, 32, 128), [x[:, -300:], weight]
+    )
     packed[3] = packed[3][:, -300:]
     *parts, d_weight = packed
     for both, one in zip(parts, alone):
         torch.testing.assert_close(both, one)
-    torch.testing.assert_close(d_weight, alone[-1], rtol=1e-5, atol=1e-4)  # float32 sums over strips of other rows
+    torch.testing.assert_close(
+        d_weight, alone[-1], rtol=1e-5, atol=1e-4
+    )  # float32 sums over strips of other rows

@@ -14,10 +14,13 @@ from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import DEVICE, STRIDES, strided
 from tests.storage_counter import StorageCounter
 
-module = importlib.import_module("kernels.cross_entropy")  # the package has the function by this name
+module = importlib.import_module(
+    "kernels.cross_entropy"
+)  # the package has the function by this name
 
 _ROW = {
-    "target_ptr": "*i64", "statistics_ptr": "*fp32", "logits_stride": "i64", "gradient_stride": "i64",
+    "target_ptr": "*i64", "statistics_ptr": "*fp32", "logits_stride": "i64",
+    "gradient_stride": "i64",
     "scale_stride": "i32", "num_rows": "i32", "num_columns": "i32", "first_class": "i32",
 }  # fmt: skip
 _CONSTANTS = {
@@ -37,31 +40,48 @@ def _row_kernel(pointers: dict, itemsize: int = 2, **constants) -> KernelToCompi
 KERNELS_TO_COMPILE = [
     _row_kernel({"logits_ptr": "*bf16", "gradient_ptr": "*bf16"}),
     _row_kernel({"logits_ptr": "*bf16"}),
-    _row_kernel({"logits_ptr": "*bf16", "gradient_ptr": "*bf16", "scale_ptr": "*fp32"}, HAS_STATISTICS=True),
+    _row_kernel(
+        {"logits_ptr": "*bf16", "gradient_ptr": "*bf16", "scale_ptr": "*fp32"}, HAS_STATISTICS=True
+    ),
     _row_kernel(
         {p: "*fp32" for p in ("logits_ptr", "gradient_ptr", "scale_ptr")}, itemsize=4, SOFTCAP=30.0
     ),
     KernelToCompile(
         "_entropy_kernel",
-        {"logits_ptr": "*bf16", "logits_stride": "i64", "statistics_ptr": "*fp32", "out_ptr": "*fp32",
-         "num_rows": "i32", "num_columns": "i32"},
-        {"SOFTCAP": None, "VECTOR": module.VECTOR, "BLOCK": 8192}, num_warps=16,
+        {
+            "logits_ptr": "*bf16",
+            "logits_stride": "i64",
+            "statistics_ptr": "*fp32",
+            "out_ptr": "*fp32",
+            "num_rows": "i32",
+            "num_columns": "i32",
+        },
+        {"SOFTCAP": None, "VECTOR": module.VECTOR, "BLOCK": 8192},
+        num_warps=16,
     ),
     KernelToCompile(
         "_scale_rows_kernel",
-        {"gradient_ptr": "*bf16", "gradient_stride": "i64", "scale_ptr": "*fp32", "scale_stride": "i32",
-         "num_columns": "i32"},
-        {"BLOCK": 8192}, num_warps=16,
+        {
+            "gradient_ptr": "*bf16",
+            "gradient_stride": "i64",
+            "scale_ptr": "*fp32",
+            "scale_stride": "i32",
+            "num_columns": "i32",
+        },
+        {"BLOCK": 8192},
+        num_warps=16,
     ),
-]  # fmt: skip
+]
 
 IMPLEMENTATIONS = ("torch", "triton")
-# Casts to bf16 round on a GPU and in PyTorch. Triton's interpreter truncates, which doubles the error.
+# Casts to bf16 round on a GPU and in PyTorch. Triton's interpreter truncates, which doubles the
+# error.
 GRADIENT_FACTOR = 2 if torch.cuda.is_available() else 3
 
 
 def _inputs(device, shape=(2, 5), vocab=2101, dtype=torch.float32, spread=3.0):
-    """Makes logits that fill a block and part of another, and labels: one ignored, others at the blocks' edges."""
+    """Makes logits that fill a block and part of another, and labels: one ignored, others at the
+    blocks' edges."""
     torch.manual_seed(0)
     logits = (spread * torch.randn(*shape, vocab)).to(dtype).to(device)
     target = torch.randint(vocab, shape)
@@ -84,19 +104,26 @@ def _in_float64(options):
     return {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
 
 
-def _assert_as_exact_as_pytorch(logits, target, d_loss=1.0, impl="triton", inplace=False, slack=1e-6, **options):
+def _assert_as_exact_as_pytorch(
+    logits, target, d_loss=1.0, impl="triton", inplace=False, slack=1e-6, **options
+):
     exact_loss, exact = _loss_and_gradient(
         cross_entropy_reference, logits.double(), target, d_loss, **_in_float64(options)
     )
-    torch_loss, torch_gradient = _loss_and_gradient(cross_entropy_reference, logits, target, d_loss, **options)
-    loss, gradient = _loss_and_gradient(cross_entropy, logits, target, d_loss, impl=impl, inplace=inplace, **options)
+    torch_loss, torch_gradient = _loss_and_gradient(
+        cross_entropy_reference, logits, target, d_loss, **options
+    )
+    loss, gradient = _loss_and_gradient(
+        cross_entropy, logits, target, d_loss, impl=impl, inplace=inplace, **options
+    )
     assert _error(loss, exact_loss) <= 3 * _error(torch_loss, exact_loss) + slack
     assert _error(gradient, exact) <= GRADIENT_FACTOR * _error(torch_gradient, exact) + slack
 
 
 OPTIONS = [
     {}, {"reduction": "sum"}, {"denominator": 17}, {"softcap": 5.0}, {"ignore_index": 0},
-    {"softcap": 5.0, "reduction": "none"}, {"weights": True}, {"weights": True, "denominator": 17, "softcap": 5.0},
+    {"softcap": 5.0, "reduction": "none"}, {"weights": True},
+    {"weights": True, "denominator": 17, "softcap": 5.0},
 ]  # fmt: skip
 
 
@@ -120,7 +147,9 @@ def test_every_option_is_as_exact_as_pytorch(device, dtype, options, inplace, im
 def weights_of(target):
     """Weights above, below and at 0, fractions, and numbers that no 16 bits hold."""
     generator = torch.Generator().manual_seed(2)
-    weights = torch.randn(target.shape, generator=generator) + 1.0001  # so that the sum does not cancel
+    weights = (
+        torch.randn(target.shape, generator=generator) + 1.0001
+    )  # so that the sum does not cancel
     weights.view(-1)[2::5], weights.view(-1)[3::5] = 0.0, 1 / 3
     return weights.to(target.device)
 
@@ -131,17 +160,23 @@ def test_weights_of_1_change_no_bit_and_of_0_leave_nothing(device, inplace, impl
     logits, target = _inputs(device, dtype=torch.bfloat16)
     options = {"impl": impl, "inplace": inplace}
     plain = _loss_and_gradient(cross_entropy, logits, target, **options)
-    ones = _loss_and_gradient(cross_entropy, logits, target, weights=torch.ones_like(logits[..., 0]), **options)
+    ones = _loss_and_gradient(
+        cross_entropy, logits, target, weights=torch.ones_like(logits[..., 0]), **options
+    )
     assert all(map(torch.equal, ones, plain))
     weights = weights_of(target).double()  # taken as float32
     _, gradient = _loss_and_gradient(cross_entropy, logits, target, weights=weights, **options)
-    assert gradient[weights == 0].eq(0).all() and gradient[(weights != 0) & (target != -100)].ne(0).any(-1).all()
+    assert (
+        gradient[weights == 0].eq(0).all()
+        and gradient[(weights != 0) & (target != -100)].ne(0).any(-1).all()
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("spread", [0.0, 3.0, 1e4])
 def test_entropy_of_flat_and_of_certain_rows(device, spread, impl):
-    """log(2101) where all words are alike, 0 where one is certain; a word that cannot occur adds nothing."""
+    """log(2101) where all words are alike, 0 where one is certain; a word that cannot occur adds
+    nothing."""
     logits, target = _inputs(device, spread=spread)
     logits[0, 2, 5:] = -torch.inf
     exact = cross_entropy_reference(logits.double(), target, return_entropy=True).entropy
@@ -164,7 +199,9 @@ def test_fp16_gradient_of_a_scaled_mean_over_many_tokens_does_not_underflow(devi
     logits, target = _inputs(device, dtype=torch.float16)
     options = {"denominator": 2**20, "d_loss": 2.0**16}
     _, exact = _loss_and_gradient(cross_entropy_reference, logits.double(), target, **options)
-    _, gradient = _loss_and_gradient(cross_entropy, logits, target, impl="triton", inplace=inplace, **options)
+    _, gradient = _loss_and_gradient(
+        cross_entropy, logits, target, impl="triton", inplace=inplace, **options
+    )
     of_label = exact.abs() > 1e-3
     assert of_label.sum() >= 8
     torch.testing.assert_close(gradient[of_label], exact[of_label], rtol=2e-3, atol=0)
@@ -187,7 +224,9 @@ def test_an_offset_common_to_all_logits_changes_nothing(device, offset, impl):
     logits, target = _inputs(device, vocab=53)
     logits = 2 * logits.round()  # multiples of 2 stay exact after the offset
     loss, gradient = _loss_and_gradient(cross_entropy, logits, target, impl=impl)
-    shifted_loss, shifted_gradient = _loss_and_gradient(cross_entropy, logits + offset, target, impl=impl)
+    shifted_loss, shifted_gradient = _loss_and_gradient(
+        cross_entropy, logits + offset, target, impl=impl
+    )
     torch.testing.assert_close(shifted_loss, loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(shifted_gradient, gradient, rtol=1e-6, atol=0)
 
@@ -209,13 +248,17 @@ def test_all_labels_ignored_and_no_rows(device, inplace, impl):
     logits, target = _inputs(device)
     for rows in (logits, logits[:0]):
         ignored = torch.full_like(target[: len(rows)], -100)
-        loss, gradient = _loss_and_gradient(cross_entropy, rows, ignored, impl=impl, inplace=inplace)
+        loss, gradient = _loss_and_gradient(
+            cross_entropy, rows, ignored, impl=impl, inplace=inplace
+        )
         assert loss == 0 and gradient.eq(0).all() and gradient.shape == rows.shape
 
 
 def _whole_and_chunked(logits, target, **options):
     yield lambda: cross_entropy(logits, target, **options)
-    yield lambda: linear_cross_entropy(logits, torch.eye(logits.shape[-1]).to(logits), target, **options)
+    yield lambda: linear_cross_entropy(
+        logits, torch.eye(logits.shape[-1]).to(logits), target, **options
+    )
 
 
 @pytest.mark.parametrize("value", [0, -3, float("nan"), float("inf")])
@@ -223,7 +266,9 @@ def test_a_denominator_that_is_not_positive_is_refused(device, value):
     """Tries numbers and CPU tensors. The assertion of a CUDA tensor would end this process."""
     for number in (float(value), torch.tensor(value), torch.tensor([value], dtype=torch.float64)):
         for function in _whole_and_chunked(*_inputs(device, vocab=53), denominator=number):
-            with pytest.raises(ValueError, match=f"denominator must be positive and finite, got {float(value)}"):
+            with pytest.raises(
+                ValueError, match=f"denominator must be positive and finite, got {float(value)}"
+            ):
                 function()
 
 
@@ -251,10 +296,17 @@ def test_details(device, impl):
     options = {"return_details": True, "return_entropy": True, "weights": weights_of(target)}
     expected = cross_entropy_reference(logits, target, **options)
     for inplace in (False, True):
-        details = cross_entropy(logits.clone().requires_grad_() * 1, target, inplace=inplace, impl=impl, **options)
+        details = cross_entropy(
+            logits.clone().requires_grad_() * 1, target, inplace=inplace, impl=impl, **options
+        )
         for value, wanted in zip(details, expected):
             torch.testing.assert_close(value.detach(), wanted)
-        assert details.per_token_loss.shape == details.log_sum_exp.shape == details.entropy.shape == target.shape
+        assert (
+            details.per_token_loss.shape
+            == details.log_sum_exp.shape
+            == details.entropy.shape
+            == target.shape
+        )
         assert details.log_sum_exp[target == -100].eq(0).all()
         assert not details.log_sum_exp.requires_grad and not details.per_token_loss.requires_grad
 
@@ -276,7 +328,9 @@ def test_inplace_needs_no_memory_and_refuses_a_second_backward(device, impl):
     loss = cross_entropy(activations, target, impl=impl, inplace=True)
     (gradient,) = torch.autograd.grad(loss, activations, retain_graph=True)
     assert gradient.data_ptr() == activations.data_ptr()
-    cross_entropy(leaf := logits.clone().requires_grad_(), target, impl=impl, inplace=True).backward()
+    cross_entropy(
+        leaf := logits.clone().requires_grad_(), target, impl=impl, inplace=True
+    ).backward()
     assert leaf.grad.data_ptr() == leaf.data_ptr()
     with pytest.raises(RuntimeError, match="inplace=False"):
         torch.autograd.grad(loss, activations)
@@ -318,12 +372,15 @@ def test_strided_logits(device, layout):
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
     shape=st.sampled_from([(6,), (6, 1), (1, 6), (2, 3)]), of_target=st.sampled_from(STRIDES),
-    reduction=st.sampled_from(["mean", "none"]), inplace=st.booleans(), impl=st.sampled_from(IMPLEMENTATIONS),
+    reduction=st.sampled_from(["mean", "none"]), inplace=st.booleans(),
+    impl=st.sampled_from(IMPLEMENTATIONS),
 )  # fmt: skip
 def test_strides_of_target(shape, of_target, reduction, inplace, impl):
     target = torch.tensor([2, 0, -100, 3, 1, 4], device=DEVICE).view(shape)
     logits = 3 * torch.randn(*shape, 5, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    _assert_as_exact_as_pytorch(logits, strided(target, of_target), 1.0, impl, inplace, reduction=reduction)
+    _assert_as_exact_as_pytorch(
+        logits, strided(target, of_target), 1.0, impl, inplace, reduction=reduction
+    )
 
 
 @pytest.mark.parametrize("num_columns", [1, 127, 17000, 66000])
@@ -368,7 +425,9 @@ def test_compiles_in_one_graph(device, inplace, impl):
     options = {"impl": impl, "inplace": inplace, "weights": weights_of(target)}
     expected = _loss_and_gradient(cross_entropy, logits, target, **options)
     backend = "inductor" if device.type == "cuda" else "aot_eager"  # compiles no C++
-    compiled = torch.compile(lambda x: cross_entropy(x * 1, target, **options), fullgraph=True, backend=backend)
+    compiled = torch.compile(
+        lambda x: cross_entropy(x * 1, target, **options), fullgraph=True, backend=backend
+    )
     leaf = logits.clone().requires_grad_()
     loss = compiled(leaf)
     loss.backward()
@@ -403,8 +462,15 @@ def test_triton_runs_the_kernel_and_torch_does_not(device, monkeypatch):
     ({"logits": torch.zeros(2, 53, 5).mT, "inplace": True}, "contiguous"),
 ])  # fmt: skip
 def test_refuses(device, change, message):
-    arguments = {"logits": torch.zeros(2, 5, 53), "target": torch.zeros(2, 5, dtype=torch.long), "impl": "triton"}
-    arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in {**arguments, **change}.items()}
+    arguments = {
+        "logits": torch.zeros(2, 5, 53),
+        "target": torch.zeros(2, 5, dtype=torch.long),
+        "impl": "triton",
+    }
+    arguments = {
+        k: v.to(device) if isinstance(v, torch.Tensor) else v
+        for k, v in {**arguments, **change}.items()
+    }
     with pytest.raises(ValueError, match=message):
         cross_entropy(**arguments)
 
@@ -455,7 +521,9 @@ def test_rows_beyond_2_31_elements(device):
     details = cross_entropy(leaf, target, reduction="sum", inplace=True, return_details=True)
     details.loss.backward()
     assert leaf.grad.data_ptr() == leaf.data_ptr()
-    loss, gradient = _loss_and_gradient(cross_entropy_reference, sample.double(), target[rows], reduction="none")
+    loss, gradient = _loss_and_gradient(
+        cross_entropy_reference, sample.double(), target[rows], reduction="none"
+    )
     torch.testing.assert_close(details.per_token_loss[rows].double(), loss, rtol=1e-5, atol=0)
     assert _error(leaf.grad[rows].double(), gradient) < 4e-3
 
@@ -488,27 +556,44 @@ cross_entropy(torch.zeros(5, 53, device="cuda"), torch.arange(5, device="cuda"),
 torch.cuda.synchronize()
 """
     process = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
     )
     assert process.returncode != 0 and "device-side assert" in process.stderr, process.stderr
 
 
 def test_a_cpu_copies_some_rows_at_a_time_and_changes_no_bit(monkeypatch):
-    """Losses and gradients in bfloat16 take a few copies of 8 rows in float32, not of all 1,024 rows."""
+    """Losses and gradients in bfloat16 take a few copies of 8 rows in float32, not of all 1,024
+    rows."""
     module, columns = importlib.import_module("kernels.cross_entropy"), 256
     logits = torch.randn(1024, columns, generator=torch.Generator().manual_seed(0)).bfloat16()
     target = torch.arange(1024) % columns
     target[::7] = -100
-    options, shard, results, peaks = module.RowOptions(-100, 30.0, False), module.Shard(None, 0), [], []
+    options, shard, results, peaks = (
+        module.RowOptions(-100, 30.0, False),
+        module.Shard(None, 0),
+        [],
+        [],
+    )
     for elements in (8 * columns, 1024 * columns):
         monkeypatch.setattr(module, "ROWS_ELEMENTS", elements)
         for scale in (torch.tensor(0.5), torch.linspace(0, 1, 1024)):
             gradient = logits.clone()
             with StorageCounter() as counter:
                 counter.known.update(x.untyped_storage() for x in (logits, gradient, target, scale))
-                statistics = module.row_step(logits, target, options, shard, gradient=gradient, scale=scale)
+                statistics = module.row_step(
+                    logits, target, options, shard, gradient=gradient, scale=scale
+                )
                 again = module.row_step(
-                    logits, target, options, shard, statistics=statistics, gradient=gradient, scale=scale
+                    logits,
+                    target,
+                    options,
+                    shard,
+                    statistics=statistics,
+                    gradient=gradient,
+                    scale=scale,
                 )
             peaks.append(counter.peak / (4 * logits.numel()))
             module._scale_rows_(gradient, torch.linspace(1, 2, 1024), False)

@@ -1,4 +1,5 @@
-"""What holds for every operation with Triton kernels: equal bits, second backwards, compilation, custom operations."""
+"""What holds for every operation with Triton kernels: equal bits, second backwards, compilation,
+custom operations."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from kernels.rope import rope
 from tests.kernels import test_convolution, test_delta_net
 from tests.kernels.compare import outputs_and_gradients, random
 from tests.kernels.test_convolution import G, H, K
-from tests.kernels.test_convolution import small_blocks as small_blocks  # a fixture of all tests here
+from tests.kernels.test_convolution import (
+    small_blocks as small_blocks,
+)  # a fixture of all tests here
 from tests.kernels.test_delta_net import segments_of
 from tests.kernels.test_delta_net import small_stretches as small_stretches  # a fixture
 from tests.kernels.test_gated_mlp import mlp_inputs
@@ -28,7 +31,8 @@ pytestmark = pytest.mark.usefixtures("small_stretches")
 
 
 class Operation(NamedTuple):
-    call: Callable  # of the inputs and `impl`, and of `segments` where documents matter; one output or several
+    # of the inputs and `impl`, and of `segments` where documents matter; one output or several
+    call: Callable
     inputs: Callable[[], list[torch.Tensor]]
     lengths: tuple[int, ...] = ()  # of documents
 
@@ -38,12 +42,16 @@ def normalised(x, weight, residual, impl):
 
 
 def gated(x, weight, gate, impl):
-    return 1 * rms_norm(x, weight, gate=gate, read_once=True, impl=impl)  # the product makes its gradient anew
+    return 1 * rms_norm(
+        x, weight, gate=gate, read_once=True, impl=impl
+    )  # the product makes its gradient anew
 
 
 def ruled(*inputs, segments=None, **options):
     initial = inputs[5] if segments is not None else inputs[5][:1]
-    return delta_rule(*inputs[:5], initial_state=initial, segments=segments, with_state=True, **options)
+    return delta_rule(
+        *inputs[:5], initial_state=initial, segments=segments, with_state=True, **options
+    )
 
 
 TABLE = table(7, 32)
@@ -52,15 +60,21 @@ OPERATIONS = {
         name: Operation(call, lambda: [random(70, 37), random(37, seed=1), random(70, 37, seed=2)])
         for name, call in (("rms_norm", normalised), ("gated rms_norm", gated))
     },
-    "rope": Operation(lambda q, k, impl: rope(q, k, *TABLE, impl=impl), lambda: queries_and_keys(2, 7, 4, 2, 32)),
+    "rope": Operation(
+        lambda q, k, impl: rope(q, k, *TABLE, impl=impl), lambda: queries_and_keys(2, 7, 4, 2, 32)
+    ),
     "swiglu": Operation(swiglu, lambda: [random(5, 37), random(5, 37, seed=1)]),
     "gated_mlp": Operation(gated_mlp, lambda: mlp_inputs((2, 7), 16, 24)),
-    "gated_mlp in tiles": Operation(functools.partial(gated_mlp, tile_size=8), lambda: mlp_inputs((33,), 16, 24)),
+    "gated_mlp in tiles": Operation(
+        functools.partial(gated_mlp, tile_size=8), lambda: mlp_inputs((33,), 16, 24)
+    ),
     "qkv_convolution": Operation(
-        lambda *x, **options: qkv_convolution(*x, G, H, K, **options), lambda: test_convolution.inputs(25), (20, 5),
+        lambda *x, **options: qkv_convolution(*x, G, H, K, **options),
+        lambda: test_convolution.inputs(25),
+        (20, 5),
     ),
     "delta_rule": Operation(ruled, lambda: test_delta_net.inputs(170, documents=2), (100, 70)),
-}  # fmt: skip
+}
 NAMES = pytest.mark.parametrize("name", OPERATIONS)
 
 
@@ -79,7 +93,10 @@ def test_two_runs_and_second_backwards_are_bitwise_equal(name, device, poisoned_
         kept = [x.detach().clone() for x in inputs]
         outputs = outputs_of(name, inputs)
         total = sum(out.square().sum() for out in outputs)
-        runs += [[*outputs, *torch.autograd.grad(total, inputs, retain_graph=again)] for again in (True, False)]
+        runs += [
+            [*outputs, *torch.autograd.grad(total, inputs, retain_graph=again)]
+            for again in (True, False)
+        ]
         assert all(map(torch.equal, inputs, kept))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0]))
 
@@ -89,7 +106,9 @@ def test_gradients_where_other_outputs_go_nowhere(name, device):
     inputs = [x.requires_grad_() for x in OPERATIONS[name].inputs()]
     for used in range(len(outputs_of(name, inputs))):
         plain, ours = (
-            torch.autograd.grad(outputs_of(name, inputs, impl=impl)[used].square().sum(), inputs, allow_unused=True)
+            torch.autograd.grad(
+                outputs_of(name, inputs, impl=impl)[used].square().sum(), inputs, allow_unused=True
+            )
             for impl in ("torch", "triton")
         )
         for expected, found in zip(plain, ours):

@@ -9,20 +9,36 @@ from kernels.experts import expert_mlp, expert_mlp_reference, products, route, t
 from kernels.experts.balance import Routing
 from kernels.parts import Adapted
 from tests.kernels.ahead_of_time import KernelToCompile
-from tests.kernels.compare import compare_with_float64, outputs_and_gradients, random, requested_peak
+from tests.kernels.compare import (
+    compare_with_float64,
+    outputs_and_gradients,
+    random,
+    requested_peak,
+)
 from tests.storage_counter import StorageCounter
 
 _SIZES = {"K": 8, "D": 2048, "F": 768}  # Qwen3-30B-A3B's
-_TYPES = dict.fromkeys(("x_ptr", "dy_ptr", "tokens_ptr", "rows_ptr", "weights_ptr", "out_ptr"), "*bf16")
+_TYPES = dict.fromkeys(
+    ("x_ptr", "dy_ptr", "tokens_ptr", "rows_ptr", "weights_ptr", "out_ptr"), "*bf16"
+)
 _TYPES |= dict.fromkeys(("kept_ptr", "d_kept_ptr", "hidden_ptr"), "*bf16")
-_TYPES |= dict.fromkeys(("order_ptr", "offsets_ptr", "tiles_ptr", "count_ptr"), "*i32") | {"d_weights_ptr": "*fp32"}
+_TYPES |= dict.fromkeys(("order_ptr", "offsets_ptr", "tiles_ptr", "count_ptr"), "*i32") | {
+    "d_weights_ptr": "*fp32"
+}
 
 
 def kernels_to_compile():
-    """Every kernel at the 30B's sizes, in tiles for Hopper and for older GPUs, without and with adapters."""
-    for (tiles, gpu), rank in itertools.product(((products.HOPPER, 90), (products.OLDER, 80)), (0, 16, 80)):
+    """Every kernel at the 30B's sizes, in tiles for Hopper and for older GPUs, without and with
+    adapters."""
+    for (tiles, gpu), rank in itertools.product(
+        ((products.HOPPER, 90), (products.OLDER, 80)), (0, 16, 80)
+    ):
         for product, kernel, constants in (
-            ("gate_up", "_gate_up_kernel", _SIZES if rank < 64 else {"K": 2, "D": 40, "F": 24}),  # one step of depth
+            (
+                "gate_up",
+                "_gate_up_kernel",
+                _SIZES if rank < 64 else {"K": 2, "D": 40, "F": 24},
+            ),  # one step of depth
             ("d_hidden", "_d_hidden_kernel", _SIZES),
             ("down", "_project_kernel", {"INTO": 768, "OUT_OF": 2048, "TRANSPOSED": False}),
             ("dx", "_project_kernel", {"INTO": 1536, "OUT_OF": 2048, "TRANSPOSED": True}),
@@ -32,17 +48,31 @@ def kernels_to_compile():
                 "_d_weight_kernel",
                 {"K": 8, "D": 2048, "WIDTH": rank or 768, "TRANSPOSED": False, "ADD": False},
             ),
-            ("d_gate_up", "_d_weight_kernel", {"K": 8, "D": 2048, "WIDTH": 1536, "TRANSPOSED": True, "ADD": False}),
+            (
+                "d_gate_up",
+                "_d_weight_kernel",
+                {"K": 8, "D": 2048, "WIDTH": 1536, "TRANSPOSED": True, "ADD": False},
+            ),
         ):
-            if product == ("d_gate_up" if rank else "narrow"):  # the same for all ranks; none without adapters
+            if product == (
+                "d_gate_up" if rank else "narrow"
+            ):  # the same for all ranks; none without adapters
                 continue
             tile = products.fitted(tiles[product], constants.get("WIDTH", 256))
             straight, turned, rows = (
                 f"tensordesc<bf16[{a}, {b}]>"
-                for a, b in ((tile.columns, tile.depth), (tile.depth, tile.columns), (128, tile.depth))
+                for a, b in (
+                    (tile.columns, tile.depth),
+                    (tile.depth, tile.columns),
+                    (128, tile.depth),
+                )
             )
             is_turned = constants.get("TRANSPOSED") or kernel == "_d_hidden_kernel"
-            described = {"gate_up_d": straight, "down_d": turned, "weight_d": turned if is_turned else straight}
+            described = {
+                "gate_up_d": straight,
+                "down_d": turned,
+                "weight_d": turned if is_turned else straight,
+            }
             described["rows_d"] = rows if kernel == "_project_kernel" else turned
             sizes = {"ROWS": 128, "COLUMNS": tile.columns, "DEPTH": tile.depth}
             if product in ("gate_up", "d_hidden", "down", "dx"):
@@ -56,7 +86,13 @@ def kernels_to_compile():
                 sizes |= {"RANK": rank, "STEP": step} | ({} if rank else dict.fromkeys(low))
             sizes |= {} if kernel == "_d_weight_kernel" else {"PERSISTENT": tile.persistent}
             yield KernelToCompile(
-                f"products.{kernel}", _TYPES | described, constants | sizes, tile.warps, tile.stages, gpu, gpu
+                f"products.{kernel}",
+                _TYPES | described,
+                constants | sizes,
+                tile.warps,
+                tile.stages,
+                gpu,
+                gpu,
             )
     yield KernelToCompile("products._sum_kernel", _TYPES, {"K": 8, "D": 2048, "BLOCK_D": 1024})
 
@@ -71,7 +107,11 @@ def qwen():
 
 def config(qwen, E=6, k=3, D=16, I=8, normalize=True):
     return qwen.Qwen3MoeConfig(
-        num_experts=E, num_experts_per_tok=k, hidden_size=D, moe_intermediate_size=I, norm_topk_prob=normalize
+        num_experts=E,
+        num_experts_per_tok=k,
+        hidden_size=D,
+        moe_intermediate_size=I,
+        norm_topk_prob=normalize,
     )
 
 
@@ -88,7 +128,9 @@ def test_routes_as_transformers(top_k, dtype, normalize, device, qwen):
         assert torch.equal(choice.weights, weights) and choice.weights.dtype == dtype
         assert choice.experts.dtype == torch.int32 and torch.equal(choice.experts.long(), experts)
         arriving = random(N, top_k, seed=1, dtype=dtype, device=device)
-        ours, theirs = (torch.autograd.grad(w, router.weight, arriving, True) for w in (choice.weights, weights))
+        ours, theirs = (
+            torch.autograd.grad(w, router.weight, arriving, True) for w in (choice.weights, weights)
+        )
         assert torch.equal(*ours, *theirs)
 
 
@@ -146,7 +188,11 @@ CASES = [
 
 def inputs(N, E, k, D, width, chosen="not the last", dtype=torch.float32):
     """Returns x, the experts' matrices and the router's weights; and the choice of experts."""
-    tensors = [random(N, D), D**-0.5 * random(E, 2 * width, D, seed=1), width**-0.5 * random(E, D, width, seed=2)]
+    tensors = [
+        random(N, D),
+        D**-0.5 * random(E, 2 * width, D, seed=1),
+        width**-0.5 * random(E, D, width, seed=2),
+    ]
     experts = random(N, E - (chosen == "not the last"), seed=3).topk(k).indices.int()
     if chosen == "last":
         experts = torch.full_like(experts, E - 1)
@@ -158,7 +204,9 @@ def call(experts, function=expert_mlp, **options):
 
 
 # Triton's interpreter has no products in bfloat16.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("tile_size", [None, 1, 12, 100])
 def test_matches_float64(tile_size, dtype, device, poisoned_memory, small_tiles):
     for case in CASES if tile_size is None else CASES[4:5] if tile_size > 1 else CASES[2:3]:
@@ -168,25 +216,38 @@ def test_matches_float64(tile_size, dtype, device, poisoned_memory, small_tiles)
 
 
 def adapted_inputs(rank, *case):
-    """Returns x, the matrices' adapters, the router's weights and the matrices; and the choice of experts.
+    """Returns x, the matrices' adapters, the router's weights and the matrices; and the choice of
+    experts.
 
     The adapter of gate and up has twice the rank.
     """
     (x, gate_up, down, weights), experts = inputs(*case)
     (E, width, D), F = gate_up.shape, down.shape[2]
     shapes = (E, 2 * rank, D), (E, width, 2 * rank), (E, rank, F), (E, D, rank)
-    factors = [shape[2] ** -0.5 * random(*shape, seed=5 + i, dtype=x.dtype) for i, shape in enumerate(shapes)]
+    factors = [
+        shape[2] ** -0.5 * random(*shape, seed=5 + i, dtype=x.dtype)
+        for i, shape in enumerate(shapes)
+    ]
     return [x, *factors, weights, gate_up, down], experts
 
 
 def call_adapted(experts, function=expert_mlp, **options):
     def run(x, a_in, b_in, a_out, b_out, weights, gate_up, down):
-        return function(x, Adapted(gate_up, a_in, b_in), Adapted(down, a_out, b_out), experts, weights, **options)
+        return function(
+            x,
+            Adapted(gate_up, a_in, b_in),
+            Adapted(down, a_out, b_out),
+            experts,
+            weights,
+            **options,
+        )
 
     return run
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize("tile_size", [None, 1, 12])
 def test_adapters_match_float64(tile_size, dtype, device, poisoned_memory, small_tiles):
     """Checks outputs and all gradients, those of the matrices as well."""
@@ -199,7 +260,8 @@ def test_adapters_match_float64(tile_size, dtype, device, poisoned_memory, small
 
 @pytest.mark.parametrize("tile_size", [None, 5])
 def test_adapters_of_frozen_experts(tile_size, device, small_tiles):
-    """Checks that gradients are of x, adapters and weights alone, twice the same bits; and zeros without tokens."""
+    """Checks that gradients are of x, adapters and weights alone, twice the same bits; and zeros
+    without tokens."""
     tensors, experts = adapted_inputs(4, 9, 4, 2, 16, 8)
     found = []
     for impl in ("torch", "triton", "triton"):
@@ -216,10 +278,16 @@ def test_adapters_of_frozen_experts(tile_size, device, small_tiles):
 
 def test_adapters_add_their_product_to_the_matrices(device):
     """Checks against matrices with the adapters added."""
-    (x, a_in, b_in, a_out, b_out, weights, gate_up, down), experts = adapted_inputs(3, 19, 4, 2, 40, 24)
+    (x, a_in, b_in, a_out, b_out, weights, gate_up, down), experts = adapted_inputs(
+        3, 19, 4, 2, 40, 24
+    )
     y = call_adapted(experts)(x, a_in, b_in, a_out, b_out, weights, gate_up, down)
-    torch.testing.assert_close(y, expert_mlp(x, gate_up + b_in @ a_in, down + b_out @ a_out, experts, weights))
-    with pytest.raises(ValueError, match=r"adapters of experts must be \[\[4, 6, 40\], .*got \[4, 6, 40\]"):
+    torch.testing.assert_close(
+        y, expert_mlp(x, gate_up + b_in @ a_in, down + b_out @ a_out, experts, weights)
+    )
+    with pytest.raises(
+        ValueError, match=r"adapters of experts must be \[\[4, 6, 40\], .*got \[4, 6, 40\]"
+    ):
         expert_mlp(x, Adapted(gate_up, a_in, b_in), down, experts, weights)
 
 
@@ -227,7 +295,9 @@ def test_experts_without_tokens_get_zeros(device, poisoned_memory, small_tiles):
     for chosen, without in (("last", [0, 1, 2]), ("not the last", [3])):
         tensors, experts = inputs(9, 4, 2, 16, 8, chosen)
         for tile_size in (None, 5):
-            _, _, *found, _ = outputs_and_gradients(call(experts, tile_size=tile_size, impl="triton"), tensors)
+            _, _, *found, _ = outputs_and_gradients(
+                call(experts, tile_size=tile_size, impl="triton"), tensors
+            )
             for gradient in found:
                 assert not gradient[without].any() and gradient[-1 if chosen == "last" else 0].any()
 
@@ -236,14 +306,18 @@ def test_order_of_experts_does_not_matter(device, small_tiles):
     (x, gate_up, down, weights), experts = inputs(19, 5, 3, 16, 24)
     order = torch.tensor([3, 0, 4, 2, 1], device=device)  # new expert i is the old order[i]
     y = expert_mlp(x, gate_up, down, experts, weights, impl="triton")
-    other = expert_mlp(x, gate_up[order], down[order], order.argsort()[experts.long()], weights, impl="triton")
+    other = expert_mlp(
+        x, gate_up[order], down[order], order.argsort()[experts.long()], weights, impl="triton"
+    )
     assert torch.equal(y, other)
 
 
 def test_two_runs_are_bitwise_equal(device, small_tiles):
     tensors, experts = inputs(19, 4, 2, 16, 24)
     for tile_size in (None, 12):
-        run = functools.partial(outputs_and_gradients, call(experts, tile_size=tile_size, impl="triton"), tensors)
+        run = functools.partial(
+            outputs_and_gradients, call(experts, tile_size=tile_size, impl="triton"), tensors
+        )
         assert all(map(torch.equal, run(), run()))
 
 
@@ -272,10 +346,14 @@ def test_only_the_gradients_asked_for(needed, device):
 
 @pytest.mark.gpu
 def test_weight_gradients_do_not_lose_small_tiles(device):
-    """Sums 600 tiles of one token, all terms of one sign. A bfloat16 sum would stop growing at 256 terms."""
+    """Sums 600 tiles of one token, all terms of one sign. A bfloat16 sum would stop growing at 256
+    terms."""
     (x, gate_up, down, weights), experts = inputs(600, 1, 1, 8, 8, "any", torch.bfloat16)
     tensors, gradients = [t.abs() for t in (x, gate_up, down, weights)], []
-    for function, dtype in ((call(experts, expert_mlp_reference), torch.float64), (call(experts, tile_size=1), None)):
+    for function, dtype in (
+        (call(experts, expert_mlp_reference), torch.float64),
+        (call(experts, tile_size=1), None),
+    ):
         leaves = [t.to(dtype or t.dtype).requires_grad_() for t in tensors]
         y = function(*leaves)
         gradients.append(torch.autograd.grad(y, leaves[1:3], torch.ones_like(y)))
@@ -340,7 +418,8 @@ def test_top_k_is_refused_above_the_experts():
 
 
 def bytes_on_meta(tile_size, N=4096, E=16, k=4, D=512, width=256):
-    """Returns the peaks of forward and of forward and backward, as a dry run on the meta device sees them."""
+    """Returns the peaks of forward and of forward and backward, as a dry run on the meta device
+    sees them."""
     with StorageCounter() as counter, torch.device("meta"):
         shapes = (N, D), (E, 2 * width, D), (E, D, width), (N, k)
         leaves = [torch.empty(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
@@ -357,7 +436,11 @@ def test_a_dry_run_sees_the_workspace():
     for tile_size, kept, tiles in ((None, pair, 1), (4096, 0, 1), (1024, 0, 4)):
         forward, both = bytes_on_meta(tile_size)
         y, matrices, tables = 2 * 4096 * 512, 2 * 16 * 3 * 512 * 256, 32 * 4096 * 4
-        assert y + kept + (rows + hidden) // tiles <= forward <= y + kept + (rows + hidden + tables) // tiles
+        assert (
+            y + kept + (rows + hidden) // tiles
+            <= forward
+            <= y + kept + (rows + hidden + tables) // tiles
+        )
         sums = 4 * 16 * 3 * 512 * 256 if tiles > 1 else matrices
         least = 3 * y + kept + (pair + rows) // tiles + sums  # y, dy and dx
         assert least <= both <= least + tables + (matrices if tiles > 1 else 0)
@@ -395,13 +478,16 @@ def test_never_waits_for_the_gpu(device):
 @pytest.mark.gpu
 def test_qwen_30b_matches_float64(device):
     for chosen in ("any", "not the last", "last"):
-        tensors, experts = inputs(2048, 8, 1 if chosen == "last" else 4, 2048, 768, chosen, torch.bfloat16)
+        tensors, experts = inputs(
+            2048, 8, 1 if chosen == "last" else 4, 2048, 768, chosen, torch.bfloat16
+        )
         compare_with_float64(call(experts, expert_mlp_reference), call(experts), tensors)
 
 
 @pytest.mark.gpu(gib=16)
 def test_past_2_to_the_31_elements(device):
-    """Gate and up of 180,000 tokens, k 8, are 2.2e9 elements. The first and the last tokens are as alone."""
+    """Gate and up of 180,000 tokens, k 8, are 2.2e9 elements. The first and the last tokens are as
+    alone."""
     N, E, k, D, width = 180_000, 16, 8, 256, 768
     tensors, experts = inputs(N, E, k, D, width, "any", torch.bfloat16)
     assert N * k * 2 * width > 2**31

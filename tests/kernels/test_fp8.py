@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from kernels import fp8, torch_internals
-from kernels.fp8 import FP8, FP8_LINEAR, FP8_TYPE, LARGEST, LONGEST_ROW, check_fp8, quantize_rows, transpose_values
+from kernels.fp8 import (
+    FP8,
+    FP8_LINEAR,
+    FP8_TYPE,
+    LARGEST,
+    LONGEST_ROW,
+    check_fp8,
+    quantize_rows,
+    transpose_values,
+)
 from kernels.gated_activation import gated_activation
 from kernels.gated_mlp import ACTIVATIONS, gated_mlp
 from kernels.int8 import INT8
@@ -19,7 +28,12 @@ from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import DEVICE, DTYPES, outputs_and_gradients, random
 
 _ROWS = {"x_ptr": "*bf16", "values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "row_stride": "i32"}
-_TRANSPOSE = {"values_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "largest_ptr": "*fp32", "output_ptr": "*fp8e4nv"}
+_TRANSPOSE = {
+    "values_ptr": "*fp8e4nv",
+    "scales_ptr": "*fp32",
+    "largest_ptr": "*fp32",
+    "output_ptr": "*fp8e4nv",
+}
 _TRANSPOSE |= dict.fromkeys(("M", "K", "output_columns"), "i32")
 _ACTIVATION = dict.fromkeys(("gate_ptr", "up_ptr", "d_hidden_ptr"), "*bf16") | dict.fromkeys(
     ("gate_stride", "up_stride"), "i64"
@@ -28,12 +42,28 @@ _ACTIVATION |= {f"{name}_ptr": "*fp8e4nv" for name in ("values", "d_gate", "d_up
 _ACTIVATION |= {f"{name}scales_ptr": "*fp32" for name in ("", "d_gate_", "d_up_", "hidden_")}
 KERNELS_TO_COMPILE = [
     *(
-        KernelToCompile(f"_quantize_{name}_kernel", _ACTIVATION, sizes | {"ACTIVATION": act}, 8, least_capability=89)
+        KernelToCompile(
+            f"_quantize_{name}_kernel",
+            _ACTIVATION,
+            sizes | {"ACTIVATION": act},
+            8,
+            least_capability=89,
+        )
         for name in ("activation", "activation_gradients")
-        for act, sizes in zip(ACTIVATIONS, ({"F": 9728, "WIDTHS": (8192, 2048)}, {"F": 1024, "WIDTHS": (1024,)}))
+        for act, sizes in zip(
+            ACTIVATIONS, ({"F": 9728, "WIDTHS": (8192, 2048)}, {"F": 1024, "WIDTHS": (1024,)})
+        )
     ),
-    KernelToCompile("_quantize_rows_kernel", _ROWS, {"K": 9728, "WIDTHS": (16384,)}, num_warps=8, least_capability=89),
-    KernelToCompile("_transpose_kernel", _TRANSPOSE, {"TILE_M": 128, "TILE_K": 64}, least_capability=89),
+    KernelToCompile(
+        "_quantize_rows_kernel",
+        _ROWS,
+        {"K": 9728, "WIDTHS": (16384,)},
+        num_warps=8,
+        least_capability=89,
+    ),
+    KernelToCompile(
+        "_transpose_kernel", _TRANSPOSE, {"TILE_M": 128, "TILE_K": 64}, least_capability=89
+    ),
 ]
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # products on a GPU are bfloat16
 ROUNDING = 2**-4  # largest relative error of a number in FP8, which has three bits after the first
@@ -44,7 +74,8 @@ def weight_gradient(dy, x, **options):
 
 
 def exact_in_fp8(M, K, dtype, seed=0):
-    """Returns a matrix that quantising does not change, with rows of unlike magnitude, and its transposing neither."""
+    """Returns a matrix that quantising does not change, with rows of unlike magnitude, and its
+    transposing neither."""
     values = random(M, K, seed=seed).to(FP8_TYPE).float().clamp(-2, 2)
     values[values.abs() < 2**-3] = 0
     values[:, 0] = LARGEST / 128
@@ -68,7 +99,10 @@ def test_what_fp8_can_hold_is_held(shape, dtype, device, poisoned_memory):
 @pytest.mark.parametrize("shape", [(300, 1280), (130, 9728), (1, 16), (17, 48)])
 def test_kernels_round_as_pytorch_does(shape, device):
     """Rows of all magnitudes, from those that vanish beside the largest to some that do not."""
-    x = random(*shape, dtype=torch.bfloat16) * 2.0 ** (torch.arange(shape[0], device=device) % 40 - 30)[:, None]
+    x = (
+        random(*shape, dtype=torch.bfloat16)
+        * 2.0 ** (torch.arange(shape[0], device=device) % 40 - 30)[:, None]
+    )
     found, expected = (quantize_rows(x.bfloat16(), impl=impl) for impl in ("triton", "torch"))
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, expected))
     found, expected = (transpose_values(*found, impl=impl) for impl in ("triton", "torch"))
@@ -91,7 +125,11 @@ def test_rows_of_zeros_and_of_what_is_not_finite(impl, device):
     product = values.float() * scales
     torch.testing.assert_close(product[:3], x[:3], rtol=0, atol=0, equal_nan=True)
     assert product[3].isnan().any()
-    for rows, is_nan in (([0, 1], []), ([0, 1, 2], [3]), ([0, 1, 3], [*range(16)])):  # infinity scales all by itself
+    for rows, is_nan in (
+        ([0, 1], []),
+        ([0, 1, 2], [3]),
+        ([0, 1, 3], [*range(16)]),
+    ):  # infinity scales all by itself
         values_t, scale = transpose_values(values[rows], scales[rows], impl=impl)
         product = values_t.float() * scale
         assert product.isnan().any(1).nonzero().flatten().tolist() == is_nan
@@ -105,7 +143,8 @@ def test_rows_of_zeros_and_of_what_is_not_finite(impl, device):
 def test_an_mlp_has_the_bits_that_it_has_where_the_activation_is_written(
     linear, needed, device, poisoned_memory
 ):  # fmt: skip
-    """Rows of unlike magnitude; few, many and few again, of widths that are powers of two and others."""
+    """Rows of unlike magnitude; few, many and few again, of widths that are powers of two and
+    others."""
 
     def parts(x, gate, up, down, activation):
         gate, up = linear.maps(x, [gate, up])
@@ -115,16 +154,26 @@ def test_an_mlp_has_the_bits_that_it_has_where_the_activation_is_written(
     for rows, F, activation in (((2, 3), D, "silu"), ((9,), 3 * D, "silu"), ((1,), D, "gelu_tanh")):
         shapes = (*rows, D), (F, D), (F, D), (D, F)
         inputs = [random(*shape, seed=i, dtype=DTYPE) for i, shape in enumerate(shapes)]
-        inputs[0] *= 2.0 ** (torch.arange(inputs[0].numel() // D, device=device) % 9 - 4).view(*rows, 1).to(DTYPE)
+        inputs[0] *= 2.0 ** (torch.arange(inputs[0].numel() // D, device=device) % 9 - 4).view(
+            *rows, 1
+        ).to(DTYPE)
         found = []
-        ours = (functools.partial(gated_mlp, linear=linear, impl="triton", tile_size=size) for size in (None, 5))
+        ours = (
+            functools.partial(gated_mlp, linear=linear, impl="triton", tile_size=size)
+            for size in (None, 5)
+        )
         for function in (parts, *ours):
             tensors = [x.clone().requires_grad_(i in needed) for i, x in enumerate(inputs)]
             y = function(*tensors, activation=activation)
             y.backward(random(*y.shape, seed=9, dtype=DTYPE))
             found.append([y, *(x.grad for x in tensors)])
         for i, (expected, whole, tiled) in enumerate(zip(*found)):
-            assert (expected is None) == (whole is None) == (tiled is None) == (i > 0 and i - 1 not in needed)
+            assert (
+                (expected is None)
+                == (whole is None)
+                == (tiled is None)
+                == (i > 0 and i - 1 not in needed)
+            )
             assert expected is None or torch.equal(whole, expected)
             assert expected is None or (tiled - expected).norm() <= 0.01 * expected.norm()
 
@@ -134,25 +183,42 @@ def test_under_compile_and_checkpoint(linear, device):
     def mlp(*inputs):
         return 2 * gated_mlp(*inputs, linear=linear, impl="triton")
 
-    for function, shapes in ((linear, ((5, 16), (48, 16))), (mlp, ((5, 16), (48, 16), (48, 16), (16, 48)))):
+    for function, shapes in (
+        (linear, ((5, 16), (48, 16))),
+        (mlp, ((5, 16), (48, 16), (48, 16), (16, 48))),
+    ):
         inputs = [random(*shape, seed=i, dtype=DTYPE) for i, shape in enumerate(shapes)]
         torch._dynamo.reset()
         is_traced = torch_internals.untraced_in_8_bits(function) is function
         compiled = torch.compile(function, fullgraph=is_traced, backend="aot_eager")
         plain, *ours = (
             outputs_and_gradients(each, inputs)
-            for each in (function, compiled, functools.partial(checkpoint, function, use_reentrant=False))
+            for each in (
+                function,
+                compiled,
+                functools.partial(checkpoint, function, use_reentrant=False),
+            )
         )
         assert all(torch.equal(a, b) for found in ours for a, b in zip(found, plain))
 
 
 def test_an_mlp_at_once_keeps_its_input_gate_and_up(device):
-    x, *weights = (random(*shape, dtype=DTYPE).requires_grad_() for shape in ((9, 16), (48, 16), (48, 16), (16, 48)))
-    for linear, elements in ((FP8("triton"), 9 * (16 + 1)), (Mixed(dx=FP8("triton"), d_weight=FP8("triton")), 0)):
+    x, *weights = (
+        random(*shape, dtype=DTYPE).requires_grad_()
+        for shape in ((9, 16), (48, 16), (48, 16), (16, 48))
+    )
+    for linear, elements in (
+        (FP8("triton"), 9 * (16 + 1)),
+        (Mixed(dx=FP8("triton"), d_weight=FP8("triton")), 0),
+    ):
         kept = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, k=kept: k.update({t.data_ptr(): t}) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, k=kept: k.update({t.data_ptr(): t}) or t, lambda t: t
+        ):
             gated_mlp(x, *weights, linear=linear, impl="triton")
-        new = [t for pointer, t in kept.items() if pointer not in {t.data_ptr() for t in (x, *weights)}]
+        new = [
+            t for pointer, t in kept.items() if pointer not in {t.data_ptr() for t in (x, *weights)}
+        ]
         assert sum(t.numel() for t in new) == 2 * 9 * 48 + elements
 
 
@@ -169,7 +235,9 @@ def test_long_rows_are_not_held_in_registers(device, monkeypatch):
     for F in (48, 3072, 9728, 17_408, 20_480, 25_600, LONGEST_ROW):
         launches.clear()
         made = FP8("triton").activation_gradients(*(zeros(F) for _ in range(3)), "silu", True, True)
-        assert [len(factor.values[0]) for factor in made] == 3 * [F] and len(launches) == (F <= 20_480)
+        assert [len(factor.values[0]) for factor in made] == 3 * [F] and len(launches) == (
+            F <= 20_480
+        )
         for options in launches:
             assert F <= sum(options["WIDTHS"]) < 2 * F
             assert 32 * options["num_warps"] * options["maxnreg"] <= 65_536
@@ -185,21 +253,35 @@ def test_an_activation_that_is_not_finite_is_quantized_as_where_it_is_written(ac
     expected = [PLAIN.activated(gate, up, activation, True)]
     expected += PLAIN.activation_gradients(d, gate, up, activation, True, in_place=False)
     for ours, written in zip(found, map(linear.factor, expected)):
-        torch.testing.assert_close(ours.values.float(), written.values.float(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(
+            ours.values.float(), written.values.float(), rtol=0, atol=0, equal_nan=True
+        )
         assert torch.equal(ours.scales, written.scales)
 
 
 @settings(derandomize=True, deadline=None, max_examples=20)
-@given(M=st.integers(1, 40), K=st.integers(1, 4), N=st.integers(1, 4), has_bias=st.booleans(), seed=st.integers(0, 99))
+@given(
+    M=st.integers(1, 40),
+    K=st.integers(1, 4),
+    N=st.integers(1, 4),
+    has_bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_property_products_are_within_the_rounding_of_their_factors(M, K, N, has_bias, seed):
-    """Each product of two factors is off by (1 + 2^-4)^2 - 1 at most, and products add up with both signs.
+    """Each product of two factors is off by (1 + 2^-4)^2 - 1 at most, and products add up with both
+    signs.
 
-    A number far below the largest of its row, or of its matrix where the matrix is transposed, is off by 2^-10 of FP8's
-    range at most.
+    A number far below the largest of its row, or of its matrix where the matrix is transposed, is
+    off by 2^-10 of FP8's range at most.
     """
-    x, weight = random(M, 16 * K, seed=seed, dtype=DTYPE), random(16 * N, 16 * K, seed=seed + 1, dtype=DTYPE)
+    x, weight = (
+        random(M, 16 * K, seed=seed, dtype=DTYPE),
+        random(16 * N, 16 * K, seed=seed + 1, dtype=DTYPE),
+    )
     bias = [random(16 * N, seed=seed + 2, dtype=DTYPE)] if has_bias else []
-    ours, plain = (outputs_and_gradients(linear, [x, weight, *bias]) for linear in (FP8_LINEAR, PLAIN))
+    ours, plain = (
+        outputs_and_gradients(linear, [x, weight, *bias]) for linear in (FP8_LINEAR, PLAIN)
+    )
     dy = random(*ours[0].shape, seed=1, dtype=DTYPE)
     for found, expected, (a, b) in zip(ours, plain, ((x, weight.t()), (dy, weight), (dy.t(), x))):
         a, b = a.abs().float(), b.abs().float()
@@ -210,27 +292,38 @@ def test_property_products_are_within_the_rounding_of_their_factors(M, K, N, has
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
-def test_a_weight_gradient_sums_no_more_rows_at_once_than_tensor_cores_do_well(dtype, device, monkeypatch):
+def test_a_weight_gradient_sums_no_more_rows_at_once_than_tensor_cores_do_well(
+    dtype, device, monkeypatch
+):
     sums, product = [], fp8._product
-    monkeypatch.setattr(fp8, "_product", lambda a, *b: sums.append(a.values.shape[1]) or product(a, *b))
+    monkeypatch.setattr(
+        fp8, "_product", lambda a, *b: sums.append(a.values.shape[1]) or product(a, *b)
+    )
     for M in (300, 16, 65, 64, 1, 300):
         dy, x = (FP8_LINEAR.factor(random(M, 32, seed=seed, dtype=DTYPE)) for seed in (0, 1))
         for adds in (False, True) if dtype else (False,):
             out = None if dtype is None else torch.ones(32, 32, dtype=dtype, device=device)
-            expected = weight_gradient(dy, x, out=None if out is None else out.clone(), accumulate=adds)
+            expected = weight_gradient(
+                dy, x, out=None if out is None else out.clone(), accumulate=adds
+            )
             monkeypatch.setattr(fp8, "ROWS_SUMMED", 64)
             sums.clear()
             found = weight_gradient(dy, x, out=out, accumulate=adds)
             monkeypatch.setattr(fp8, "ROWS_SUMMED", 2**14)
             assert sum(sums) >= M and max(sums) <= 64
             assert found.dtype == expected.dtype and (out is None or found is out)
-            torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+            torch.testing.assert_close(
+                found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())
+            )
 
 
 @pytest.mark.gpu
 def test_a_weight_gradient_of_a_million_rows_that_add_up():
     """Summed at once by the tensor cores, it was 0.33 off."""
-    x, weight = random(2**20 + 16, 512, dtype=DTYPE), random(256, 512, seed=1, dtype=DTYPE) / 512**0.5
+    x, weight = (
+        random(2**20 + 16, 512, dtype=DTYPE),
+        random(256, 512, seed=1, dtype=DTYPE) / 512**0.5,
+    )
     dy = x @ weight.t()
     found = weight_gradient(FP8_LINEAR.factor(dy), FP8_LINEAR.factor(x)).float()
     expected = sum((a.t().float() @ b.float() for a, b in zip(dy.split(2**16), x.split(2**16))))
@@ -257,9 +350,14 @@ def test_gradients_of_rows_without_a_target_take_no_range(device):
 
 
 def test_several_maps_of_one_input_are_each_alone(device):
-    x, *weights = (random(*shape, seed=i, dtype=DTYPE) for i, shape in enumerate([(2, 5, 32), (16, 32), (48, 32)]))
+    x, *weights = (
+        random(*shape, seed=i, dtype=DTYPE)
+        for i, shape in enumerate([(2, 5, 32), (16, 32), (48, 32)])
+    )
     biases = [random(len(w), seed=3, dtype=DTYPE) for w in weights]
-    found = outputs_and_gradients(lambda x, *p: tuple(FP8_LINEAR.maps(x, p[:2], p[2:])), [x, *weights, *biases])
+    found = outputs_and_gradients(
+        lambda x, *p: tuple(FP8_LINEAR.maps(x, p[:2], p[2:])), [x, *weights, *biases]
+    )
     expected = outputs_and_gradients(
         lambda x, *p: (FP8_LINEAR(x, p[0], p[2]), FP8_LINEAR(x, p[1], p[3])), [x, *weights, *biases]
     )
@@ -270,16 +368,23 @@ def test_several_maps_of_one_input_are_each_alone(device):
 
 def test_tiles_and_heads_at_a_time_compute_the_same(device):
     """Rows are scaled one by one, so that no product depends on what is computed with it."""
-    mlp = [random(*shape, seed=i, dtype=DTYPE) for i, shape in enumerate([(2, 7, 16), (48, 16), (48, 16), (16, 48)])]
+    mlp = [
+        random(*shape, seed=i, dtype=DTYPE)
+        for i, shape in enumerate([(2, 7, 16), (48, 16), (48, 16), (16, 48)])
+    ]
     untiled, tiled = (
-        outputs_and_gradients(functools.partial(gated_mlp, linear=FP8_LINEAR, tile_size=tile_size), mlp)
+        outputs_and_gradients(
+            functools.partial(gated_mlp, linear=FP8_LINEAR, tile_size=tile_size), mlp
+        )
         for tile_size in (None, 4)
     )
     for a, b in zip(untiled, tiled):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(a.detach().abs().max()))
     B, T, H, G, K, D = 2, 7, 4, 2, 16, 32
     shapes = (B, T, D), (H * K, D), (G * K, D), (G * K, D), (D, H * K)
-    inputs = [random(*shape, seed=i, dtype=DTYPE) / shape[-1] ** 0.5 for i, shape in enumerate(shapes)]
+    inputs = [
+        random(*shape, seed=i, dtype=DTYPE) / shape[-1] ** 0.5 for i, shape in enumerate(shapes)
+    ]
 
     def attention(x, q, k, v, o, **options):
         parameters = QKVParameters([q, k, v], [], [], 1e-6, K)
@@ -331,7 +436,11 @@ def test_a_gpu_multiplies_what_a_cpu_does(shape, device):
     out = torch.empty(M, N, dtype=torch.bfloat16, device=device)
     assert FP8_LINEAR.forward(*factors, bias, out=out) is out
     dy = FP8_LINEAR.factor(random(M, N, seed=3, dtype=torch.bfloat16))
-    found = (out, FP8_LINEAR.input_gradient(dy, FP8_LINEAR.transpose(factors[1])), weight_gradient(dy, factors[0]))
+    found = (
+        out,
+        FP8_LINEAR.input_gradient(dy, FP8_LINEAR.transpose(factors[1])),
+        weight_gradient(dy, factors[0]),
+    )
     x8, weight8, dy8 = on_cpu(factors[0]), on_cpu(factors[1]), on_cpu(dy)
     expected = (
         FP8_LINEAR.forward(x8, weight8, bias.cpu()),
@@ -347,9 +456,12 @@ def test_a_gpu_multiplies_what_a_cpu_does(shape, device):
 def test_refuses_widths_and_rows(device):
     for width in (100, LONGEST_ROW + 16):
         with pytest.raises(
-            ValueError, match=f"multiples of 16 up to 32,768, hidden_size is {width:,}; use linear bf16"
+            ValueError,
+            match=f"multiples of 16 up to 32,768, hidden_size is {width:,}; use linear bf16",
         ):
             check_fp8(torch.device("cpu"), {"head_dim": 64, "hidden_size": width})
     check_fp8(device, {"hidden_size": 2560})
-    with pytest.raises(ValueError, match="rows in FP8 have 32,768 elements at most, got 32,784; use linear bf16"):
+    with pytest.raises(
+        ValueError, match="rows in FP8 have 32,768 elements at most, got 32,784; use linear bf16"
+    ):
         quantize_rows(torch.zeros(1, LONGEST_ROW + 16, device=device), impl="triton")

@@ -11,21 +11,35 @@ from tests.kernels.ahead_of_time import KernelToCompile
 from tests.kernels.compare import DTYPES, compare_with_float64, outputs_and_gradients, random
 
 GATES = (*ACTIVATIONS, "sigmoid")
-_SIGNATURE = {"gate_ptr": "*bf16", "up_ptr": "*bf16", "output_ptr": "*bf16", "gate_stride": "i64", "up_stride": "i64"}
+_SIGNATURE = {
+    "gate_ptr": "*bf16",
+    "up_ptr": "*bf16",
+    "output_ptr": "*bf16",
+    "gate_stride": "i64",
+    "up_stride": "i64",
+}
 _GRADIENTS = {"d_output_ptr": "*bf16", "d_gate_ptr": "*bf16", "d_up_ptr": "*bf16"}
 _4B = {"F": 9728, "BLOCK_F": 2048}
 KERNELS_TO_COMPILE = [
     kernel
     for activation in GATES
     for kernel in (
-        KernelToCompile("_gated_activation_forward_kernel", _SIGNATURE, _4B | {"ACTIVATION": activation}),
-        KernelToCompile("_gated_activation_backward_kernel", _SIGNATURE | _GRADIENTS, _4B | {"ACTIVATION": activation}),
+        KernelToCompile(
+            "_gated_activation_forward_kernel", _SIGNATURE, _4B | {"ACTIVATION": activation}
+        ),
+        KernelToCompile(
+            "_gated_activation_backward_kernel",
+            _SIGNATURE | _GRADIENTS,
+            _4B | {"ACTIVATION": activation},
+        ),
     )
 ]
 
 
 def gated(gate, up, activation, impl="triton"):
-    return {"silu": swiglu, "gelu_tanh": geglu, "sigmoid": sigmoid_gated}[activation](gate, up, impl=impl)
+    return {"silu": swiglu, "gelu_tanh": geglu, "sigmoid": sigmoid_gated}[activation](
+        gate, up, impl=impl
+    )
 
 
 def compare(gate, up, activation):
@@ -61,7 +75,9 @@ def test_halves_of_a_fused_projection(device):
     functions = [functools.partial(gated, activation=activation) for activation in ACTIVATIONS]
     for function in functions:
         strided = outputs_and_gradients(lambda x, f=function: f(*x.chunk(2, dim=-1)), [fused])
-        contiguous = outputs_and_gradients(function, [x.contiguous() for x in fused.chunk(2, dim=-1)])
+        contiguous = outputs_and_gradients(
+            function, [x.contiguous() for x in fused.chunk(2, dim=-1)]
+        )
         assert torch.equal(strided[0], contiguous[0])
         assert torch.equal(strided[1], torch.cat(contiguous[1:], dim=-1))
 
@@ -78,18 +94,22 @@ def test_refused(call, message, device):
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
-    shape=st.lists(st.integers(1, 5), max_size=2), width=st.integers(1, 3000), activation=st.sampled_from(ACTIVATIONS),
+    shape=st.lists(st.integers(1, 5), max_size=2), width=st.integers(1, 3000),
+    activation=st.sampled_from(ACTIVATIONS),
     dtype=st.sampled_from(DTYPES), seed=st.integers(0, 100),
 )  # fmt: skip
 def test_property_activation_matches_float64(shape, width, activation, dtype, seed):
     compare(
-        random(*shape, width, seed=seed, dtype=dtype), random(*shape, width, seed=seed + 1, dtype=dtype), activation
+        random(*shape, width, seed=seed, dtype=dtype),
+        random(*shape, width, seed=seed + 1, dtype=dtype),
+        activation,
     )
 
 
 @pytest.mark.gpu(gib=16)
 def test_past_2_to_the_31_elements(device):
-    """Halves of a fused projection, 131,072 x 2 x 9728: rows at both ends and around the 2^31st element."""
+    """Halves of a fused projection, 131,072 x 2 x 9728: rows at both ends and around the 2^31st
+    element."""
     T, F = 131_072, 9728
     fused = torch.randn(T, 2 * F, dtype=torch.bfloat16, device=device)
     assert fused.numel() > 2**31
@@ -100,5 +120,7 @@ def test_past_2_to_the_31_elements(device):
     gate_s, up_s = (x.detach()[rows].double().requires_grad_() for x in (gate, up))
     exact = gated_activation_reference(gate_s, up_s, "silu")
     torch.testing.assert_close(output[rows].double(), exact, rtol=1e-2, atol=1e-2)
-    for ours, e in zip((d_gate, d_up), torch.autograd.grad(exact, [gate_s, up_s], output.detach()[rows].double())):
+    for ours, e in zip(
+        (d_gate, d_up), torch.autograd.grad(exact, [gate_s, up_s], output.detach()[rows].double())
+    ):
         torch.testing.assert_close(ours[rows].double(), e, rtol=1e-2, atol=1e-2)

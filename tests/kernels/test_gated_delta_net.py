@@ -3,7 +3,13 @@ import functools
 import pytest
 import torch
 
-from kernels.gated_delta_net import DeltaNet, DeltaNetParameters, StateCache, gated_delta_net, gated_delta_net_reference
+from kernels.gated_delta_net import (
+    DeltaNet,
+    DeltaNetParameters,
+    StateCache,
+    gated_delta_net,
+    gated_delta_net_reference,
+)
 from kernels.lora import LORA
 from kernels.parts import Adapted
 from tests.kernels.attention.inputs import segments_of_groups
@@ -13,20 +19,34 @@ D = 24
 KINDS = [DeltaNet(1, 1, 16, 16), DeltaNet(2, 4, 16, 32), DeltaNet(1, 3, 32, 16)]
 LENGTHS = [[1], [3], [65], [3, 64, 1, 2, 17, 5]]
 CASES = [(kind, lengths, "torch") for kind in KINDS for lengths in LENGTHS]
-# The interpreter takes seconds for a few heads and chunks. test_delta_net.py and test_convolution.py vary each kernel.
+# The interpreter takes seconds for a few heads and chunks. test_delta_net.py and
+# test_convolution.py vary each kernel.
 CASES += [(KINDS[0], lengths, "triton") for lengths in ([1], LENGTHS[-1])]
 CASES += [(KINDS[1], [3, 1, 5], "triton"), (KINDS[2], [65], "triton")]
 
 
 def parameters_of(kind):
     _, H, _, V = kind.sizes
-    shapes = [(kind.channels, D), (H * V, D), (H, D), (H, D), (kind.channels, 4), (H,), (H,), (V,), (D, H * V)]
+    shapes = [
+        (kind.channels, D),
+        (H * V, D),
+        (H, D),
+        (H, D),
+        (kind.channels, 4),
+        (H,),
+        (H,),
+        (V,),
+        (D, H * V),
+    ]
     return [random(*shape, seed=i) * shape[-1] ** -0.5 for i, shape in enumerate(shapes)]
 
 
 def compare(reference, function, inputs):
-    """Compares outputs and gradients with float64, within 1e-5 of the norm: a state sums over all of a document."""
-    exact = outputs_and_gradients(lambda *tensors: reference(*(t.double() for t in tensors)), inputs)
+    """Compares outputs and gradients with float64, within 1e-5 of the norm: a state sums over all
+    of a document."""
+    exact = outputs_and_gradients(
+        lambda *tensors: reference(*(t.double() for t in tensors)), inputs
+    )
     for e, found in zip(exact, outputs_and_gradients(function, inputs)):
         assert (found.double() - e).norm() <= 1e-5 * e.norm() + 1e-7
 
@@ -52,10 +72,15 @@ def test_matches_float64(kind, lengths, impl, device, poisoned_memory):
 
 @pytest.mark.parametrize(
     ("impl", "groups"),
-    [("torch", [(70, 3, 1, 66), (2, 5), (1, 1, 1), (4,)]), ("torch", [(5, 2)]), ("triton", [(66, 2, 1), (2, 3)])],
+    [
+        ("torch", [(70, 3, 1, 66), (2, 5), (1, 1, 1), (4,)]),
+        ("torch", [(5, 2)]),
+        ("triton", [(66, 2, 1), (2, 3)]),
+    ],
 )
 def test_answers_start_from_their_prompts_state(impl, groups, device):
-    """Compares with the reference on the same documents one by one, each after a copy of its prompt."""
+    """Compares with the reference on the same documents one by one, each after a copy of its
+    prompt."""
     kind, segments = KINDS[0 if impl == "triton" else 1], segments_of_groups(groups)
     rows, lengths, own = [], [], []
     for _, start, stop, first, last in segments.tolist():
@@ -78,16 +103,24 @@ def test_matches_transformers(device):
             hidden_size=D, linear_num_key_heads=G, linear_num_value_heads=H, linear_key_head_dim=K,
             linear_value_head_dim=V, num_hidden_layers=1, layer_types=["linear_attention"],
         )  # fmt: skip
-        theirs, (x, *tensors) = qwen.Qwen3_5GatedDeltaNet(config, 0), [random(2, 70, D), *parameters_of(kind)]
+        theirs, (x, *tensors) = (
+            qwen.Qwen3_5GatedDeltaNet(config, 0),
+            [random(2, 70, D), *parameters_of(kind)],
+        )
         names = (
-            *(f"in_proj_{name}" for name in ("qkv", "z", "b", "a")), "conv1d", "A_log", "dt_bias", "norm", "out_proj",
+            *(f"in_proj_{name}" for name in ("qkv", "z", "b", "a")), "conv1d", "A_log", "dt_bias",
+            "norm", "out_proj",
         )  # fmt: skip
         with torch.no_grad():
             for name, tensor in zip(names, tensors):
                 own = getattr(theirs, name)
-                (own if isinstance(own, torch.nn.Parameter) else own.weight).view(tensor.shape).copy_(tensor)
+                (own if isinstance(own, torch.nn.Parameter) else own.weight).view(
+                    tensor.shape
+                ).copy_(tensor)
         expected = theirs.to(x.device)(x)
-        torch.testing.assert_close(call(gated_delta_net, kind)(x, *tensors), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            call(gated_delta_net, kind)(x, *tensors), expected, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("cuts", [[1, 1, 1, 1, 1], [64, 1, 1], [3, 2, 60, 1], [2, 1]], ids=str)
@@ -116,7 +149,9 @@ def test_adapted_projections(device):
 
 
 def test_refused():
-    with pytest.raises(ValueError, match=r"linear_num_value_heads must be a multiple .* \(2\), got 3"):
+    with pytest.raises(
+        ValueError, match=r"linear_num_value_heads must be a multiple .* \(2\), got 3"
+    ):
         DeltaNet(2, 3)
     with pytest.raises(ValueError, match="heads and widths above 0"):
         DeltaNet(0, 3)

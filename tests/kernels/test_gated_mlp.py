@@ -12,7 +12,14 @@ from kernels.gated_mlp import ACTIVATIONS, gated_mlp, gated_mlp_reference
 from kernels.linear import PLAIN
 from kernels.lora import LORA
 from kernels.parts import Adapted
-from tests.kernels.compare import DEVICE, DTYPES, compare_with_float64, outputs_and_gradients, random, requested_peak
+from tests.kernels.compare import (
+    DEVICE,
+    DTYPES,
+    compare_with_float64,
+    outputs_and_gradients,
+    random,
+    requested_peak,
+)
 
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # FP8 on a GPU takes bfloat16
 
@@ -20,7 +27,10 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # FP8 on a G
 def mlp_inputs(rows, D, F, dtype=torch.float32, seed=0):
     shapes = [(*rows, D), (F, D), (F, D), (D, F)]
     scales = [1, D**-0.5, D**-0.5, F**-0.5]
-    return [(s * random(*shape, seed=seed + i)).to(dtype) for i, (shape, s) in enumerate(zip(shapes, scales))]
+    return [
+        (s * random(*shape, seed=seed + i)).to(dtype)
+        for i, (shape, s) in enumerate(zip(shapes, scales))
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -36,10 +46,14 @@ def test_mlp_matches_float64(impl, tile_size, dtype, device, poisoned_memory):
 
 
 def test_weight_gradients_do_not_lose_small_tiles(device):
-    """Sums a thousand tiles of one row, all terms of one sign. A bfloat16 sum would stop growing at 256 terms."""
+    """Sums a thousand tiles of one row, all terms of one sign. A bfloat16 sum would stop growing at
+    256 terms."""
     inputs = [t.abs() for t in mlp_inputs((1000,), 8, 8, torch.bfloat16)]
     gradients = []
-    for function, dtype in ((gated_mlp_reference, torch.float64), (functools.partial(gated_mlp, tile_size=1), None)):
+    for function, dtype in (
+        (gated_mlp_reference, torch.float64),
+        (functools.partial(gated_mlp, tile_size=1), None),
+    ):
         tensors = [t.to(dtype or t.dtype).requires_grad_() for t in inputs]
         output = function(*tensors)
         gradients.append(torch.autograd.grad(output, tensors[1:], torch.ones_like(output)))
@@ -48,7 +62,8 @@ def test_weight_gradients_do_not_lose_small_tiles(device):
 
 
 @pytest.mark.parametrize(
-    ("rows", "needed"), [*((9, needed) for needed in ((0,), (1,), (3,), (1, 3), (0, 2), (1, 2, 3))), (0, range(4))]
+    ("rows", "needed"),
+    [*((9, needed) for needed in ((0,), (1,), (3,), (1, 3), (0, 2), (1, 2, 3))), (0, range(4))],
 )
 def test_only_the_gradients_asked_for(rows, needed, device):
     inputs = mlp_inputs((rows,), 8, 12)
@@ -67,7 +82,9 @@ def test_only_the_gradients_asked_for(rows, needed, device):
 def test_keeps_its_inputs_and_at_once_gate_and_up(tile_size, made, device):
     kept = {}
     x, *weights = (t.requires_grad_() for t in mlp_inputs((9,), 8, 12))
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.update({t.data_ptr(): t}) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.update({t.data_ptr(): t}) or t, lambda t: t
+    ):
         gated_mlp(x, *weights, tile_size=tile_size, impl="triton")
     new = [t for pointer, t in kept.items() if pointer not in {t.data_ptr() for t in (x, *weights)}]
     assert len(kept) == 4 + made and all(t.shape == (9, 12) for t in new)
@@ -76,8 +93,11 @@ def test_keeps_its_inputs_and_at_once_gate_and_up(tile_size, made, device):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [(2, 7), ()])
-def test_at_once_has_the_gradients_of_products_that_are_kept(rows, activation, dtype, device, poisoned_memory):
-    """Bit for bit, also in a second backward, but for the input's: its two products are added before they round."""
+def test_at_once_has_the_gradients_of_products_that_are_kept(
+    rows, activation, dtype, device, poisoned_memory
+):
+    """Bit for bit, also in a second backward, but for the input's: its two products are added
+    before they round."""
     inputs = mlp_inputs(rows, 16, 24, dtype)
 
     def kept(x, gate, up, down):
@@ -88,9 +108,13 @@ def test_at_once_has_the_gradients_of_products_that_are_kept(rows, activation, d
     ours = [t.clone().requires_grad_() for t in inputs]
     output = gated_mlp(*ours, activation=activation, impl="triton")
     for again in (True, False):
-        found = torch.autograd.grad(output, ours, random(*output.shape, seed=1, dtype=dtype), retain_graph=again)
+        found = torch.autograd.grad(
+            output, ours, random(*output.shape, seed=1, dtype=dtype), retain_graph=again
+        )
         assert all(map(torch.equal, [output, *found[1:]], [expected[0], *expected[2:]]))
-        assert (found[0] - expected[1]).norm() <= {2: 0.01, 4: 1e-6}[found[0].element_size()] * expected[1].norm()
+        assert (found[0] - expected[1]).norm() <= {2: 0.01, 4: 1e-6}[
+            found[0].element_size()
+        ] * expected[1].norm()
 
 
 @pytest.mark.parametrize("linear", [PLAIN, LORA, FP8("triton")])
@@ -98,18 +122,24 @@ def test_a_second_derivative_is_refused(linear, device):
     """Also where the output's gradient is a constant, which PyTorch's own decorator overlooks."""
     x, gate, up, down = (t.to(DTYPE).requires_grad_() for t in mlp_inputs((9,), 16, 16))
     if linear == LORA:
-        down = Adapted(down.detach(), torch.ones_like(down[:4]), torch.ones_like(down[:, :4], requires_grad=True))
+        down = Adapted(
+            down.detach(),
+            torch.ones_like(down[:4]),
+            torch.ones_like(down[:, :4], requires_grad=True),
+        )
     output = gated_mlp(x, gate, up, down, linear=linear, impl="triton")
     with pytest.raises(RuntimeError, match=r"no second derivative \(create_graph=True\)"):
         torch.autograd.grad(output.sum(), x, create_graph=True)
 
 
 def test_under_autocast(device):
-    """Takes float32 weights, as in training under autocast: products are bfloat16, gradients float32."""
+    """Takes float32 weights, as in training under autocast: products are bfloat16, gradients
+    float32."""
     inputs = mlp_inputs((9,), 8, 12)
     with torch.autocast(device.type, torch.bfloat16):
         untiled, tiled = (
-            outputs_and_gradients(functools.partial(gated_mlp, tile_size=t, impl="torch"), inputs) for t in (None, 4)
+            outputs_and_gradients(functools.partial(gated_mlp, tile_size=t, impl="torch"), inputs)
+            for t in (None, 4)
         )
     assert tiled[0].dtype == torch.bfloat16 and all(g.dtype == torch.float32 for g in tiled[1:])
     for p, o in zip(untiled, tiled):
@@ -130,8 +160,10 @@ def test_refused(call, message, device):
 
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(
-    rows=st.integers(1, 20), D=st.integers(1, 20), F=st.integers(1, 40), tile_size=st.integers(1, 25),
-    activation=st.sampled_from(ACTIVATIONS), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 100),
+    rows=st.integers(1, 20), D=st.integers(1, 20), F=st.integers(1, 40),
+    tile_size=st.integers(1, 25),
+    activation=st.sampled_from(ACTIVATIONS), dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 100),
 )  # fmt: skip
 def test_property_tiled_mlp_matches_float64(rows, D, F, tile_size, activation, dtype, seed):
     compare_with_float64(

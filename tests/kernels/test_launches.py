@@ -1,4 +1,5 @@
-"""Launches over long texts, recorded and not run: what their grids take, and what Triton compiles for each length."""
+"""Launches over long texts, recorded and not run: what their grids take, and what Triton compiles
+for each length."""
 
 import inspect
 from collections import Counter
@@ -33,7 +34,14 @@ def zeros(*shape):
 
 def attend(kind, T):
     gates = zeros(1, T, 2, 3) if kind.gates_per_head else None
-    return attention(zeros(1, T, 2, 64), zeros(1, T, 1, 64), zeros(1, T, 1, 64), kind=kind, gates=gates, impl="triton")
+    return attention(
+        zeros(1, T, 2, 64),
+        zeros(1, T, 1, 64),
+        zeros(1, T, 1, 64),
+        kind=kind,
+        gates=gates,
+        impl="triton",
+    )
 
 
 def delta(T):
@@ -43,7 +51,9 @@ def delta(T):
 
 def experts(T):
     chosen = (torch.arange(T)[:, None] + torch.arange(2)) % 4
-    return expert_mlp(zeros(T, 16), zeros(4, 32, 16), zeros(4, 16, 16), chosen, zeros(T, 2), impl="triton")
+    return expert_mlp(
+        zeros(T, 16), zeros(4, 32, 16), zeros(4, 16, 16), chosen, zeros(T, 2), impl="triton"
+    )
 
 
 def targets(T):
@@ -51,20 +61,32 @@ def targets(T):
 
 
 CASES = {
-    "convolution": lambda T: qkv_convolution(zeros(1, T, 48), zeros(48, 4), 1, 1, 16, impl="triton"),
+    "convolution": lambda T: qkv_convolution(
+        zeros(1, T, 48), zeros(48, 4), 1, 1, 16, impl="triton"
+    ),
     "delta rule": delta,
     "experts": experts,
     "cross-entropy": lambda T: cross_entropy(zeros(T, 2), targets(T), impl="triton"),
-    "chunked loss": lambda T: linear_cross_entropy(zeros(T, 8), zeros(16, 8), targets(T), impl="triton"),
-    "FP8": lambda T: transpose_values(*quantize_rows(torch.zeros(T, 16), impl="triton"), impl="triton"),
-    "int8": lambda T: INT8("triton").forward(*(INT8("triton").factor(torch.zeros(n, 64)) for n in (T, 16))),
+    "chunked loss": lambda T: linear_cross_entropy(
+        zeros(T, 8), zeros(16, 8), targets(T), impl="triton"
+    ),
+    "FP8": lambda T: transpose_values(
+        *quantize_rows(torch.zeros(T, 16), impl="triton"), impl="triton"
+    ),
+    "int8": lambda T: INT8("triton").forward(
+        *(INT8("triton").factor(torch.zeros(n, 64)) for n in (T, 16))
+    ),
     "SwiGLU": lambda T: swiglu(zeros(T, 16), zeros(T, 16), impl="triton"),
     "MLP in FP8": lambda T: gated_mlp(
         zeros(T, 16), *(zeros(16, 16) for _ in "gud"), linear=FP8("triton"), impl="triton"
     ),
-    "MLP in tiles": lambda T: gated_mlp(zeros(T, 8), *(zeros(8, 8) for _ in "gud"), tile_size=8192, impl="triton"),
+    "MLP in tiles": lambda T: gated_mlp(
+        zeros(T, 8), *(zeros(8, 8) for _ in "gud"), tile_size=8192, impl="triton"
+    ),
     "RMSNorm": lambda T: rms_norm(zeros(T, 16), zeros(16), 1e-6, impl="triton"),
-    "RoPE": lambda T: rope(zeros(1, T, 1, 16), zeros(1, T, 1, 16), zeros(T, 8), zeros(T, 8), impl="triton"),
+    "RoPE": lambda T: rope(
+        zeros(1, T, 1, 16), zeros(1, T, 1, 16), zeros(T, 8), zeros(T, 8), impl="triton"
+    ),
     "sparse": partial(attend, Sparse(selected_blocks=4, window=64, dense_below=0)),
     "nsa": partial(attend, NSA(selected_blocks=4)),
 }
@@ -78,7 +100,9 @@ def launches(monkeypatch):
     def launch(function, grid):
         def record(*arguments, **options):
             shape = grid(options) if callable(grid) else grid
-            found.append((function.fn.__name__, specialisation(function, arguments, options), tuple(shape)))
+            found.append(
+                (function.fn.__name__, specialisation(function, arguments, options), tuple(shape))
+            )
 
         return record
 
@@ -87,7 +111,8 @@ def launches(monkeypatch):
 
 
 def specialisation(function, arguments, options):
-    """Returns what Triton compiles a kernel anew for: constants, types, and integers that are 1 or that 16 divides."""
+    """Returns what Triton compiles a kernel anew for: constants, types, and integers that are 1 or
+    that 16 divides."""
     free, key = function.kwargs.get("do_not_specialize") or (), []
     unaligned = function.kwargs.get("do_not_specialize_on_alignment") or ()
     given = dict(zip(function.arg_names, arguments)) | options
@@ -112,7 +137,8 @@ def run(case, T):
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case not in ("chunked loss", "MLP in tiles", "nsa", "sparse")]
+    "case",
+    [case for case in CASES if case not in ("chunked loss", "MLP in tiles", "nsa", "sparse")],
 )
 def test_a_million_tokens_fit_a_grid(case, launches):
     """CUDA takes 65,535 programs along a grid's second and third axis."""
@@ -141,11 +167,14 @@ def test_the_choice_of_a_measured_head_serves_all_heads(launches):
         kind.choose(q, k, None, True)
         compiled.append({(name, key) for name, key, _ in launches})
         launches.clear()
-    assert compiled[0] == compiled[1] and len(compiled[0]) == 5  # two looks and rounds of each, and the keys' rounding
+    assert (
+        compiled[0] == compiled[1] and len(compiled[0]) == 5
+    )  # two looks and rounds of each, and the keys' rounding
 
 
 def test_sparse_attention_compiles_its_choice_alone_for_longer_documents(launches):
-    """From 10 to 4,688 blocks, by ranges of them. The first round of the choice is compiled for three widths."""
+    """From 10 to 4,688 blocks, by ranges of them. The first round of the choice is compiled for
+    three widths."""
     kind, seen, new = Sparse(selected_blocks=32, dense_below=0), set(), []
     for T in (640, 16_384, 70_000, 180_001, 300_000):
         y = attention(*(zeros(1, T, 2, 64) for _ in "qkv"), kind=kind, impl="triton")
@@ -155,15 +184,25 @@ def test_sparse_attention_compiles_its_choice_alone_for_longer_documents(launche
         seen |= compiled
         launches.clear()
     assert [found["_top_kernel"] for found in new] == [2, 0, 0, 1, 0]
-    assert [found["_scores_kernel"] for found in new] == [1, 0, 0, 0, 1]  # means of keys from 262,144 tokens on
-    assert all({*found} <= {"_top_kernel", "_scores_kernel", "_round_keys_kernel"} for found in new[2:])
+    assert [found["_scores_kernel"] for found in new] == [
+        1,
+        0,
+        0,
+        0,
+        1,
+    ]  # means of keys from 262,144 tokens on
+    assert all(
+        {*found} <= {"_top_kernel", "_scores_kernel", "_round_keys_kernel"} for found in new[2:]
+    )
 
 
 @pytest.mark.parametrize("selected", [1, 16, 33, 64])
 def test_the_choice_looks_at_no_more_blocks_than_its_chunks_have(selected, launches):
     attend(Sparse(selected_blocks=selected, dense_below=0), 100_000)
     keys = [key for _, key, _ in launches if ("OF_CHUNKS", False) in key]
-    columns = [part[1] for key in keys for part in key if isinstance(part, tuple) and part[0] == "COLUMNS"]
+    columns = [
+        part[1] for key in keys for part in key if isinstance(part, tuple) and part[0] == "COLUMNS"
+    ]
     assert max(columns) == 16 * 2 ** (selected - 1).bit_length()
 
 

@@ -18,14 +18,18 @@ from tests.storage_counter import StorageCounter
 
 
 class _Pieces(torch.autograd.Function):
-    """Calls the pieces of a part, differentiably, with memory for their results where `given` is True."""
+    """Calls the pieces of a part, differentiably, with memory for their results where `given` is
+    True."""
 
     @staticmethod
     def forward(ctx, part, given, x, weight, bias):
         ctx.save_for_backward(x, weight)
         ctx.part, ctx.given, ctx.bias_dtype = part, given, None if bias is None else bias.dtype
         return part.forward(
-            part.factor(x), part.factor(weight), bias, out=x.new_empty(len(x), len(weight)) if given else None
+            part.factor(x),
+            part.factor(weight),
+            bias,
+            out=x.new_empty(len(x), len(weight)) if given else None,
         )
 
     @staticmethod
@@ -34,8 +38,16 @@ class _Pieces(torch.autograd.Function):
         given = {"out": torch.empty_like(x)} if ctx.given else {}
         dx = part.input_gradient(part.factor(dy), part.transpose(part.factor(weight)), **given)
         given = {"out": torch.empty_like(weight)} if ctx.given else {}
-        d_weight = part.weight_gradient(*(part.transpose(part.factor(each)) for each in (dy, x)), **given)
-        return None, None, dx, d_weight, None if ctx.bias_dtype is None else dy.sum(0, dtype=ctx.bias_dtype)
+        d_weight = part.weight_gradient(
+            *(part.transpose(part.factor(each)) for each in (dy, x)), **given
+        )
+        return (
+            None,
+            None,
+            dx,
+            d_weight,
+            None if ctx.bias_dtype is None else dy.sum(0, dtype=ctx.bias_dtype),
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,9 @@ class Rounded(Linear):
         return torch.ldexp((mantissa * 2**self.bits).round() / 2**self.bits, exponent)
 
     def __call__(self, x, weight, bias=None):
-        return _Pieces.apply(self, False, x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
+        return _Pieces.apply(self, False, x.reshape(-1, x.shape[-1]), weight, bias).unflatten(
+            0, x.shape[:-1]
+        )
 
     def factor(self, x):
         return self._round(x)
@@ -61,7 +75,9 @@ def inputs_of(M, K, N, dtype=torch.float32, has_bias=False, seed=0):
 
 
 def compare(inputs, given):
-    compare_with_float64(F.linear, lambda x, w, b=None: _Pieces.apply(PLAIN, given, x, w, b), inputs)
+    compare_with_float64(
+        F.linear, lambda x, w, b=None: _Pieces.apply(PLAIN, given, x, w, b), inputs
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,7 +90,8 @@ def test_pieces_match_float64(shape, given, has_bias, dtype, device, poisoned_me
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
-    M=st.integers(1, 40), K=st.integers(1, 40), N=st.integers(1, 40), given=st.booleans(), has_bias=st.booleans(),
+    M=st.integers(1, 40), K=st.integers(1, 40), N=st.integers(1, 40), given=st.booleans(),
+    has_bias=st.booleans(),
     dtype=st.sampled_from(DTYPES), seed=st.integers(0, 100),
 )  # fmt: skip
 def test_property_pieces_match_float64(M, K, N, given, has_bias, dtype, seed):
@@ -92,7 +109,9 @@ def test_a_call_is_pytorchs(has_bias, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_added_to_what_is_there(dtype, device):
     """Checks that a float32 total of a weight's gradient is never rounded to the factors' dtype."""
-    dy, x, weight = (random(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(9, 11), (9, 37), (11, 37)]))
+    dy, x, weight = (
+        random(*shape, seed=i, dtype=dtype) for i, shape in enumerate([(9, 11), (9, 37), (11, 37)])
+    )
     total = random(11, 37, seed=3)
     expected = total.double() + dy.double().T @ x.double()
     assert PLAIN.weight_gradient(dy.t(), x.t(), out=total, accumulate=True) is total
@@ -107,7 +126,8 @@ def test_gradients_are_added_to_what_is_there(dtype, device):
 
 
 def test_small_products_are_not_lost_in_a_float32_total(device):
-    """Sums a thousand products of one row, all terms of one sign. A bfloat16 sum would stop growing at 256 terms."""
+    """Sums a thousand products of one row, all terms of one sign. A bfloat16 sum would stop growing
+    at 256 terms."""
     dy, x = (random(1000, 8, seed=i, dtype=torch.bfloat16).abs() for i in range(2))
     total = torch.zeros(8, 8, device=device)
     for dy_row, x_row in zip(dy.split(1), x.split(1)):
@@ -118,12 +138,16 @@ def test_small_products_are_not_lost_in_a_float32_total(device):
 
 def test_pieces_are_bitwise_equal_in_two_runs(device):
     inputs = inputs_of(33, 64, 128, torch.bfloat16, has_bias=True)
-    first, second = (outputs_and_gradients(functools.partial(_Pieces.apply, PLAIN, True), inputs) for _ in range(2))
+    first, second = (
+        outputs_and_gradients(functools.partial(_Pieces.apply, PLAIN, True), inputs)
+        for _ in range(2)
+    )
     assert all(map(torch.equal, first, second))
 
 
 def test_a_cpu_copies_some_rows_at_a_time(monkeypatch):
-    """A gradient of bfloat16 logits is added to float32 by copies of 16 rows; 1,024 x 64 elements have 1,024 rows."""
+    """A gradient of bfloat16 logits is added to float32 by copies of 16 rows; 1,024 x 64 elements
+    have 1,024 rows."""
     generator = torch.Generator().manual_seed(0)
     dy, x = (torch.randn(64, width, generator=generator).bfloat16() for width in (1024, 8))
     for accumulate in (False, True):
@@ -149,10 +173,14 @@ def test_equal_parts_have_one_number():
 
 
 def test_the_mlp_has_all_its_products_from_its_part(device):
-    inputs = [random(*shape, seed=i) for i, shape in enumerate([(2, 7, 16), (24, 16), (24, 16), (16, 24)])]
+    inputs = [
+        random(*shape, seed=i) for i, shape in enumerate([(2, 7, 16), (24, 16), (24, 16), (16, 24)])
+    ]
     plain = outputs_and_gradients(gated_mlp, inputs)
     untiled, tiled = (
-        outputs_and_gradients(functools.partial(gated_mlp, linear=Rounded(3), tile_size=tile_size), inputs)
+        outputs_and_gradients(
+            functools.partial(gated_mlp, linear=Rounded(3), tile_size=tile_size), inputs
+        )
         for tile_size in (None, 4)
     )
     torch.testing.assert_close(tiled, untiled)
@@ -168,7 +196,8 @@ class Refusing(Linear):
 
 @pytest.mark.parametrize("at_a_time", [None, 1])
 def test_no_product_is_made_for_the_gradient_of_a_frozen_weight(at_a_time):
-    """Checks the MLP in tiles and attention by heads: the input's gradient is the one beside trained weights.
+    """Checks the MLP in tiles and attention by heads: the input's gradient is the one beside
+    trained weights.
 
     On the CPU, where attention takes float32.
     """
@@ -176,14 +205,24 @@ def test_no_product_is_made_for_the_gradient_of_a_frozen_weight(at_a_time):
     B, T, G, K, D, F_ = 2, 7, 2, 16, 24, 48
     x = on_cpu(B, T, D)
     mlp = [on_cpu(*shape, seed=i) for i, shape in enumerate([(F_, D), (F_, D), (D, F_)], start=1)]
-    qkvo = [on_cpu(*shape, seed=i) / 5 for i, shape in enumerate([(4 * K, D), (G * K, D), (G * K, D), (D, 4 * K)])]
+    qkvo = [
+        on_cpu(*shape, seed=i) / 5
+        for i, shape in enumerate([(4 * K, D), (G * K, D), (G * K, D), (D, 4 * K)])
+    ]
     biases = [on_cpu(len(weight), seed=9) for weight in qkvo[:3]]
 
     def attention(x, q, k, v, o, *biases, **options):
-        return qkv_attention(x, QKVParameters([q, k, v], [*biases], [], 1e-6, K), o, None, None, **options)
+        return qkv_attention(
+            x, QKVParameters([q, k, v], [*biases], [], 1e-6, K), o, None, None, **options
+        )
 
-    for function, weights, knob in ((gated_mlp, mlp, "tile_size"), (attention, [*qkvo, *biases], "heads_at_a_time")):
-        trained = outputs_and_gradients(functools.partial(function, **{knob: at_a_time}), [x, *weights])
+    for function, weights, knob in (
+        (gated_mlp, mlp, "tile_size"),
+        (attention, [*qkvo, *biases], "heads_at_a_time"),
+    ):
+        trained = outputs_and_gradients(
+            functools.partial(function, **{knob: at_a_time}), [x, *weights]
+        )
         frozen = outputs_and_gradients(
             lambda x: function(x, *weights, linear=Refusing(), **{knob: at_a_time}),  # noqa: B023
             [x],

@@ -16,11 +16,16 @@ from tests.kernels.compare import DEVICE, STRIDES, strided
 from tests.kernels.test_cross_entropy import weights_of
 from tests.ranks import run_ranks
 
-cross_entropy_module = importlib.import_module("kernels.cross_entropy")  # the package has the function by this name
-module = importlib.import_module("kernels.linear_cross_entropy")  # the package has the function by this name
+cross_entropy_module = importlib.import_module(
+    "kernels.cross_entropy"
+)  # the package has the function by this name
+module = importlib.import_module(
+    "kernels.linear_cross_entropy"
+)  # the package has the function by this name
 
 IMPLEMENTATIONS = ("torch", "triton")
-# Casts to bf16 round on a GPU and in PyTorch. Triton's interpreter truncates, which doubles the error.
+# Casts to bf16 round on a GPU and in PyTorch. Triton's interpreter truncates, which doubles the
+# error.
 GRADIENT_FACTOR = 2 if torch.cuda.is_available() else 3
 
 
@@ -33,8 +38,14 @@ def _inputs(device, shape=(2, 7), hidden=24, vocab=131, dtype=torch.float32):
     return input.to(device), linear_weight.to(device), target.to(device)
 
 
-def _loss_and_gradients(function, input, linear_weight, target, d_loss=1.0, linear_bias=None, **options):
-    leaves = [t.detach().clone().requires_grad_() for t in (input, linear_weight, linear_bias) if t is not None]
+def _loss_and_gradients(
+    function, input, linear_weight, target, d_loss=1.0, linear_bias=None, **options
+):
+    leaves = [
+        t.detach().clone().requires_grad_()
+        for t in (input, linear_weight, linear_bias)
+        if t is not None
+    ]
     if linear_bias is not None:
         options["linear_bias"] = leaves[2]
     loss = function(leaves[0] * 1, leaves[1], target, **options)
@@ -46,23 +57,36 @@ def _error(actual, exact):
     return float((actual - exact).detach().norm() / exact.norm().clamp(min=1e-30))
 
 
-def _assert_as_exact_as_pytorch(input, linear_weight, target, d_loss=1.0, slack=2e-6, chunk_size=4, **options):
+def _assert_as_exact_as_pytorch(
+    input, linear_weight, target, d_loss=1.0, slack=2e-6, chunk_size=4, **options
+):
     of_chunks = {"impl": "triton", "chunk_size": chunk_size}
     of_chunks |= {k: options.pop(k) for k in ("impl", "num_valid_tokens") if k in options}
     in_float64 = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     exact = _loss_and_gradients(
-        linear_cross_entropy_reference, input.double(), linear_weight.double(), target, d_loss, **in_float64
+        linear_cross_entropy_reference,
+        input.double(),
+        linear_weight.double(),
+        target,
+        d_loss,
+        **in_float64,
     )
-    pytorch = _loss_and_gradients(linear_cross_entropy_reference, input, linear_weight, target, d_loss, **options)
-    ours = _loss_and_gradients(linear_cross_entropy, input, linear_weight, target, d_loss, **options, **of_chunks)
+    pytorch = _loss_and_gradients(
+        linear_cross_entropy_reference, input, linear_weight, target, d_loss, **options
+    )
+    ours = _loss_and_gradients(
+        linear_cross_entropy, input, linear_weight, target, d_loss, **options, **of_chunks
+    )
     for factor, a, p, e in zip((3, *[GRADIENT_FACTOR] * 3), ours, pytorch, exact):
         assert _error(a, e) <= factor * _error(p, e) + slack
 
 
 OPTIONS = [
-    {}, {"reduction": "sum"}, {"denominator": 17}, {"softcap": 2.0}, {"linear_bias": True}, {"num_valid_tokens": 12},
+    {}, {"reduction": "sum"}, {"denominator": 17}, {"softcap": 2.0}, {"linear_bias": True},
+    {"num_valid_tokens": 12},
     {"ignore_index": 0}, {"linear_bias": True, "softcap": 2.0, "reduction": "none"},
-    {"weights": True}, {"weights": True, "linear_bias": True, "softcap": 2.0, "num_valid_tokens": 12},
+    {"weights": True},
+    {"weights": True, "linear_bias": True, "softcap": 2.0, "num_valid_tokens": 12},
 ]  # fmt: skip
 
 
@@ -97,7 +121,12 @@ def test_weights_of_1_change_no_bit_and_cost_no_product(device, impl):
     for options in ({}, {"weights": torch.ones(2, 7, device=device), "return_entropy": False}):
         _PRODUCTS.clear()
         options |= {"impl": impl, "chunk_size": 5, "linear": _Counted()}
-        runs.append([*_loss_and_gradients(linear_cross_entropy, *inputs, **options), torch.tensor(_PRODUCTS)])
+        runs.append(
+            [
+                *_loss_and_gradients(linear_cross_entropy, *inputs, **options),
+                torch.tensor(_PRODUCTS),
+            ]
+        )
     assert all(map(torch.equal, *runs))
 
 
@@ -113,10 +142,17 @@ def test_chunk_size_does_not_matter(device, ignored):
     input, linear_weight, target = _inputs(device)
     if not ignored:
         target[target == -100] = 3
-    exact = _loss_and_gradients(linear_cross_entropy_reference, input.double(), linear_weight.double(), target)
+    exact = _loss_and_gradients(
+        linear_cross_entropy_reference, input.double(), linear_weight.double(), target
+    )
     for chunk_size in (1, 3, 5, 12, 14, 4096):
         ours = _loss_and_gradients(
-            linear_cross_entropy, input.double(), linear_weight.double(), target, chunk_size=chunk_size, impl="torch"
+            linear_cross_entropy,
+            input.double(),
+            linear_weight.double(),
+            target,
+            chunk_size=chunk_size,
+            impl="torch",
         )
         for a, e in zip(ours, exact):
             assert _error(a, e) < 1e-14
@@ -125,11 +161,23 @@ def test_chunk_size_does_not_matter(device, ignored):
 def test_head_gradient_accumulates_in_float32_over_chunks(device):
     input, linear_weight, target = _inputs(device, shape=(512,), vocab=17, dtype=torch.bfloat16)
     *_, exact = _loss_and_gradients(
-        linear_cross_entropy_reference, input.double(), linear_weight.double(), target, reduction="sum"
+        linear_cross_entropy_reference,
+        input.double(),
+        linear_weight.double(),
+        target,
+        reduction="sum",
     )
-    *_, whole = _loss_and_gradients(linear_cross_entropy, input, linear_weight, target, reduction="sum", impl="torch")
+    *_, whole = _loss_and_gradients(
+        linear_cross_entropy, input, linear_weight, target, reduction="sum", impl="torch"
+    )
     *_, in_chunks = _loss_and_gradients(
-        linear_cross_entropy, input, linear_weight, target, reduction="sum", impl="torch", chunk_size=2
+        linear_cross_entropy,
+        input,
+        linear_weight,
+        target,
+        reduction="sum",
+        impl="torch",
+        chunk_size=2,
     )
     assert _error(in_chunks, exact) < 1.1 * _error(whole, exact)
 
@@ -137,9 +185,13 @@ def test_head_gradient_accumulates_in_float32_over_chunks(device):
 def test_the_scale_of_a_16_bit_gradient_is_not_rounded_to_16_bits(device):
     """Fails on CUDA only, where PyTorch rounds a 0-d factor to the dtype of the other factor."""
     inputs = _inputs(device, shape=(200,), dtype=torch.bfloat16)
-    _, unscaled, _ = _loss_and_gradients(linear_cross_entropy, *inputs, reduction="sum", impl="torch")
+    _, unscaled, _ = _loss_and_gradients(
+        linear_cross_entropy, *inputs, reduction="sum", impl="torch"
+    )
     scale = 1.41015  # half-way between two bf16 numbers: off by 2.8e-3 if rounded
-    _, scaled, _ = _loss_and_gradients(linear_cross_entropy, *inputs, denominator=1 / scale, impl="torch")
+    _, scaled, _ = _loss_and_gradients(
+        linear_cross_entropy, *inputs, denominator=1 / scale, impl="torch"
+    )
     ratio = (scaled * unscaled).sum() / unscaled.square().sum()
     assert abs(ratio / scale - 1) < 5e-4
 
@@ -182,7 +234,10 @@ def test_details(device):
     )
     for value, wanted in zip(details, expected):
         torch.testing.assert_close(value.detach(), wanted)
-    assert details.log_sum_exp.shape == target.shape and details.log_sum_exp[target == -100].eq(0).all()
+    assert (
+        details.log_sum_exp.shape == target.shape
+        and details.log_sum_exp[target == -100].eq(0).all()
+    )
     assert details.entropy[target == -100].eq(0).all()
     assert details.loss.requires_grad and not details.per_token_loss.requires_grad
 
@@ -206,13 +261,20 @@ class _Counted(Linear):
 
 
 @pytest.mark.parametrize(
-    "trained, gemms", [(("input", "head"), 3), (("input",), 2), (("head",), 2), (("bias",), 1), ((), 1)]
+    "trained, gemms",
+    [(("input", "head"), 3), (("input",), 2), (("head",), 2), (("bias",), 1), ((), 1)],
 )
 def test_what_is_frozen_costs_no_gemm(device, trained, gemms):
     input, linear_weight, target = _inputs(device)
-    tensors = {"input": input, "head": linear_weight, "bias": torch.zeros(len(linear_weight), device=device)}
+    tensors = {
+        "input": input,
+        "head": linear_weight,
+        "bias": torch.zeros(len(linear_weight), device=device),
+    }
     leaves = {name: tensor.requires_grad_(name in trained) for name, tensor in tensors.items()}
-    expected = linear_cross_entropy_reference(leaves["input"], leaves["head"], target, linear_bias=leaves["bias"])
+    expected = linear_cross_entropy_reference(
+        leaves["input"], leaves["head"], target, linear_bias=leaves["bias"]
+    )
     _PRODUCTS.clear()
     loss = linear_cross_entropy(
         leaves["input"], leaves["head"], target,
@@ -223,7 +285,9 @@ def test_what_is_frozen_costs_no_gemm(device, trained, gemms):
         wanted = torch.autograd.grad(expected, [leaves[name] for name in trained])
         gradients = torch.autograd.grad(loss, [leaves[name] for name in trained])
         torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-6)
-    assert sum(count for _, count in _PRODUCTS) == gemms * 12 * linear_weight.numel()  # 12 valid rows
+    assert (
+        sum(count for _, count in _PRODUCTS) == gemms * 12 * linear_weight.numel()
+    )  # 12 valid rows
 
 
 @pytest.mark.parametrize("vocab, words", [(131, [3, 128]), (128, [128]), (7, [7])])
@@ -231,7 +295,9 @@ def test_products_take_multiples_of_8_words_and_the_few_that_are_left(device, vo
     input, linear_weight, target = _inputs(device, vocab=vocab)
     leaves = input.requires_grad_(), linear_weight.requires_grad_()
     _PRODUCTS.clear()
-    torch.autograd.grad(linear_cross_entropy(*leaves, target, linear=_Counted(), impl="torch"), leaves)
+    torch.autograd.grad(
+        linear_cross_entropy(*leaves, target, linear=_Counted(), impl="torch"), leaves
+    )
     assert [found for found, _ in _PRODUCTS] == 3 * words
 
 
@@ -241,15 +307,24 @@ def test_no_grad_computes_the_loss_alone(device, reduction):
     linear_weight.requires_grad_()
     _PRODUCTS.clear()
     with torch.no_grad():
-        loss = linear_cross_entropy(input, linear_weight, target, reduction=reduction, linear=_Counted(), impl="triton")
-    torch.testing.assert_close(loss, linear_cross_entropy_reference(input, linear_weight, target, reduction=reduction))
-    assert not loss.requires_grad and sum(count for _, count in _PRODUCTS) == 12 * linear_weight.numel()
+        loss = linear_cross_entropy(
+            input, linear_weight, target, reduction=reduction, linear=_Counted(), impl="triton"
+        )
+    torch.testing.assert_close(
+        loss, linear_cross_entropy_reference(input, linear_weight, target, reduction=reduction)
+    )
+    assert (
+        not loss.requires_grad
+        and sum(count for _, count in _PRODUCTS) == 12 * linear_weight.numel()
+    )
 
 
 def test_an_ignored_row_is_read_by_no_gemm(device):
     input, linear_weight, target = _inputs(device)
     input[target == -100] = torch.nan
-    loss, d_input, d_weight = _loss_and_gradients(linear_cross_entropy, input, linear_weight, target, impl="triton")
+    loss, d_input, d_weight = _loss_and_gradients(
+        linear_cross_entropy, input, linear_weight, target, impl="triton"
+    )
     assert loss.isfinite() and d_weight.isfinite().all() and d_input[target == -100].eq(0).all()
 
 
@@ -264,8 +339,12 @@ def test_a_wrong_number_of_valid_tokens_is_an_error(num_valid_tokens):
 def test_backward_may_run_again_on_a_kept_graph(device, reduction, dtype):
     input, linear_weight, target = _inputs(device, dtype=dtype)
     leaves = input.requires_grad_(), linear_weight.requires_grad_()
-    loss = linear_cross_entropy(*leaves, target, reduction=reduction, impl="torch", chunk_size=4).sum()
-    runs = [torch.autograd.grad(3 * loss, leaves, retain_graph=keep) for keep in (True, True, False)]
+    loss = linear_cross_entropy(
+        *leaves, target, reduction=reduction, impl="torch", chunk_size=4
+    ).sum()
+    runs = [
+        torch.autograd.grad(3 * loss, leaves, retain_graph=keep) for keep in (True, True, False)
+    ]
     for again in runs[1:]:
         assert all(a.equal(b) for a, b in zip(runs[0], again))
     with pytest.raises(RuntimeError, match="second time"):
@@ -280,10 +359,17 @@ def test_second_derivative_is_refused(device):
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("rows", "chunk_size"), [(12, 5), (200, 4096)])  # a CPU multiplies many rows in another way
-def test_same_bits_every_time_out_of_poisoned_memory(device, poisoned_memory, impl, rows, chunk_size):
+@pytest.mark.parametrize(
+    ("rows", "chunk_size"), [(12, 5), (200, 4096)]
+)  # a CPU multiplies many rows in another way
+def test_same_bits_every_time_out_of_poisoned_memory(
+    device, poisoned_memory, impl, rows, chunk_size
+):
     inputs = _inputs(device, shape=(rows,), dtype=torch.bfloat16)
-    runs = [_loss_and_gradients(linear_cross_entropy, *inputs, chunk_size=chunk_size, impl=impl) for _ in range(2)]
+    runs = [
+        _loss_and_gradients(linear_cross_entropy, *inputs, chunk_size=chunk_size, impl=impl)
+        for _ in range(2)
+    ]
     for first, second in zip(*runs):
         assert first.equal(second) and first.isfinite().all()
 
@@ -296,17 +382,23 @@ def test_autocast(device):
     gradients = torch.autograd.grad(loss, leaves)
     assert loss.dtype == torch.float32 and all(g.dtype == torch.float32 for g in gradients)
     rounded = [t.bfloat16() for t in (input, linear_weight)]
-    expected = _loss_and_gradients(linear_cross_entropy, *rounded, target, impl="triton", chunk_size=4)
+    expected = _loss_and_gradients(
+        linear_cross_entropy, *rounded, target, impl="triton", chunk_size=4
+    )
     for value, wanted in zip((loss, *gradients), expected):
         assert value.double().equal(wanted)
 
 
-@pytest.mark.parametrize(("reduction", "impl"), [("mean", "triton"), ("none", "triton"), ("none", "torch")])
+@pytest.mark.parametrize(
+    ("reduction", "impl"), [("mean", "triton"), ("none", "triton"), ("none", "torch")]
+)
 def test_compiles_in_one_graph(device, reduction, impl):
     input, linear_weight, target = _inputs(device)
 
     def loss(x, w):
-        return linear_cross_entropy(x * 1, w, target, reduction=reduction, chunk_size=4, impl=impl).sum()
+        return linear_cross_entropy(
+            x * 1, w, target, reduction=reduction, chunk_size=4, impl=impl
+        ).sum()
 
     leaves = [t.clone().requires_grad_() for t in (input, linear_weight)]
     backend = "inductor" if device.type == "cuda" else "aot_eager"  # compiles no C++
@@ -320,7 +412,10 @@ def test_op_has_the_schema_and_fake_outputs_it_claims(device):
     input, linear_weight, target = _inputs(device)
     rest = (PLAIN.number, 5, 4096, None, -100, None, False)
     weights, one = weights_of(target[0]), torch.ones((), device=device)
-    for weighted, *needs in ((None, True, True, False, False), (weights, False, False, False, True)):
+    for weighted, *needs in (
+        (None, True, True, False, False),
+        (weights, False, False, False, True),
+    ):
         torch.library.opcheck(
             module._loss_and_gradients,
             (input[0], linear_weight, target[0], None, weighted, one, *needs, *rest),
@@ -330,7 +425,9 @@ def test_op_has_the_schema_and_fake_outputs_it_claims(device):
 
 def test_noncontiguous_inputs(device):
     input, linear_weight, target = _inputs(device)
-    expected = _loss_and_gradients(linear_cross_entropy, input, linear_weight, target, impl="triton")
+    expected = _loss_and_gradients(
+        linear_cross_entropy, input, linear_weight, target, impl="triton"
+    )
     strided = input.mT.contiguous().mT, linear_weight.T.contiguous().T, target.T.contiguous().T
     assert not any(t.is_contiguous() for t in strided)
     ours = _loss_and_gradients(linear_cross_entropy, *strided, impl="triton")
@@ -340,13 +437,16 @@ def test_noncontiguous_inputs(device):
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
     shape=st.sampled_from([(6,), (6, 1), (1, 6), (2, 3)]), of_target=st.sampled_from(STRIDES),
-    reduction=st.sampled_from(["mean", "none"]), all_valid=st.booleans(), chunk_size=st.sampled_from([4, 4096]),
+    reduction=st.sampled_from(["mean", "none"]), all_valid=st.booleans(),
+    chunk_size=st.sampled_from([4, 4096]),
     impl=st.sampled_from(IMPLEMENTATIONS),
 )  # fmt: skip
 def test_strides_of_target(shape, of_target, reduction, all_valid, chunk_size, impl):
     target = torch.tensor([2, 0, 1 if all_valid else -100, 3, 1, 4], device=DEVICE).view(shape)
     generator = torch.Generator().manual_seed(0)
-    input, linear_weight = (torch.randn(*s, 8, generator=generator).to(DEVICE) for s in (shape, (5,)))
+    input, linear_weight = (
+        torch.randn(*s, 8, generator=generator).to(DEVICE) for s in (shape, (5,))
+    )
     options = {"chunk_size": chunk_size, "impl": impl, "reduction": reduction}
     _assert_as_exact_as_pytorch(input, linear_weight, strided(target, of_target), **options)
 
@@ -393,7 +493,9 @@ REDUCTIONS = [{"reduction": reduction} for reduction in ("none", "mean", "sum")]
 @given(st.data())
 def test_any_shape_and_options(data):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    hidden, vocab, num_tokens = (data.draw(st.integers(*limits)) for limits in ((1, 40), (2, 40), (1, 15)))
+    hidden, vocab, num_tokens = (
+        data.draw(st.integers(*limits)) for limits in ((1, 40), (2, 40), (1, 15))
+    )
     generator = torch.Generator(device).manual_seed(data.draw(st.integers(0, 2**31)))
     input = torch.randn(num_tokens, hidden, device=device, generator=generator)
     linear_weight = torch.randn(vocab, hidden, device=device, generator=generator)
@@ -420,7 +522,11 @@ def of_given_logits(input, head, target, linear_bias, **options):
 def check_sharded(world, *impls):
     torch.manual_seed(0)
     vocab, hidden = 66, 16
-    input, head, bias = torch.randn(3, 5, hidden), 0.3 * torch.randn(vocab, hidden), torch.randn(vocab)
+    input, head, bias = (
+        torch.randn(3, 5, hidden),
+        0.3 * torch.randn(vocab, hidden),
+        torch.randn(vocab),
+    )
     target, d_loss = torch.randint(vocab, (3, 5)), torch.randn(3, 5)
     target[0, :3] = torch.tensor([-100, 32, 33])  # 32 and 33 are at the edge between the shards
     shard = slice(33 * world.rank, 33 * world.rank + 33)
@@ -433,27 +539,55 @@ def check_sharded(world, *impls):
 
     for impl, options in itertools.product(impls, ({}, {"softcap": 3.0})):
         options = {**options, "linear_bias": None}
-        exact = linear_cross_entropy_reference(input, head, target, return_entropy=True, **options).entropy
+        exact = linear_cross_entropy_reference(
+            input, head, target, return_entropy=True, **options
+        ).entropy
         options |= {"return_entropy": True, "process_group": dist.group.WORLD, "impl": impl}
         for function in (linear_cross_entropy, of_given_logits):
             entropy = function(input, head[shard], target, **options).entropy
             torch.testing.assert_close(entropy, exact, rtol=1e-5, atol=1e-6)
 
     weighted = {"weights": weights_of(target)}
-    for impl, options in itertools.product(impls, ({}, {"reduction": "none"}, {"softcap": 3.0}, weighted)):
-        loss, (d_input, d_head, d_bias) = run(linear_cross_entropy_reference, slice(None), **options)
-        ours = run(linear_cross_entropy, shard, process_group=dist.group.WORLD, chunk_size=4, impl=impl, **options)
-        torch.testing.assert_close(ours, (loss, (d_input, d_head[shard], d_bias[shard])), rtol=1e-4, atol=1e-6)
+    for impl, options in itertools.product(
+        impls, ({}, {"reduction": "none"}, {"softcap": 3.0}, weighted)
+    ):
+        loss, (d_input, d_head, d_bias) = run(
+            linear_cross_entropy_reference, slice(None), **options
+        )
+        ours = run(
+            linear_cross_entropy,
+            shard,
+            process_group=dist.group.WORLD,
+            chunk_size=4,
+            impl=impl,
+            **options,
+        )
+        torch.testing.assert_close(
+            ours, (loss, (d_input, d_head[shard], d_bias[shard])), rtol=1e-4, atol=1e-6
+        )
         for inplace in (False, True):
-            ours = run(of_given_logits, shard, process_group=dist.group.WORLD, inplace=inplace, impl=impl, **options)
-            dist.all_reduce(ours[1][0])  # each rank has the share of its classes in the input's gradient
-            torch.testing.assert_close(ours, (loss, (d_input, d_head[shard], d_bias[shard])), rtol=1e-4, atol=1e-6)
+            ours = run(
+                of_given_logits,
+                shard,
+                process_group=dist.group.WORLD,
+                inplace=inplace,
+                impl=impl,
+                **options,
+            )
+            dist.all_reduce(
+                ours[1][0]
+            )  # each rank has the share of its classes in the input's gradient
+            torch.testing.assert_close(
+                ours, (loss, (d_input, d_head[shard], d_bias[shard])), rtol=1e-4, atol=1e-6
+            )
 
     # Ranks with different tokens gather a sharded head once, and sum its gradient.
     sharded = distribute_tensor(head, world.fsdp_mesh, [Shard(0)]).requires_grad_()
     own = slice(0, 2) if world.rank == 0 else slice(2, 3)
     denominator = (target != -100).sum()
-    linear_cross_entropy(input[own], sharded, target[own], denominator=denominator, chunk_size=4).backward()
+    linear_cross_entropy(
+        input[own], sharded, target[own], denominator=denominator, chunk_size=4
+    ).backward()
     whole = head.clone().requires_grad_()
     linear_cross_entropy_reference(input, whole, target).backward()
     assert sharded.grad.placements == (Shard(0),)
@@ -468,10 +602,16 @@ def test_vocabulary_and_head_sharded_over_two_ranks():
 @pytest.mark.gpu(gib=12)
 @pytest.mark.parametrize("vocab", [32000, 49155, 50264, 100_278, 128256, 151936])
 def test_real_vocabularies(device, vocab):
-    input, linear_weight, target = _inputs(device, (1500,), hidden=512, vocab=vocab, dtype=torch.bfloat16)
+    input, linear_weight, target = _inputs(
+        device, (1500,), hidden=512, vocab=vocab, dtype=torch.bfloat16
+    )
     for options in ({}, {"weights": weights_of(target)}):
-        _assert_as_exact_as_pytorch(input, linear_weight, target, impl="auto", chunk_size=1024, **options)
-    exact = linear_cross_entropy_reference(input.double(), linear_weight.double(), target, return_entropy=True)
+        _assert_as_exact_as_pytorch(
+            input, linear_weight, target, impl="auto", chunk_size=1024, **options
+        )
+    exact = linear_cross_entropy_reference(
+        input.double(), linear_weight.double(), target, return_entropy=True
+    )
     pytorch = linear_cross_entropy_reference(input, linear_weight, target, return_entropy=True)
     found = linear_cross_entropy(input, linear_weight, target, return_entropy=True)
     assert _error(found.entropy, exact.entropy) <= 3 * _error(pytorch.entropy, exact.entropy)
@@ -516,13 +656,19 @@ def test_memory_and_sampled_rows_of_long_contexts(device, num_tokens, gib):
     leaves = input.requires_grad_(), linear_weight.requires_grad_()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    details = linear_cross_entropy(*leaves, target, reduction="sum", num_valid_tokens=num_tokens, return_details=True)
+    details = linear_cross_entropy(
+        *leaves, target, reduction="sum", num_valid_tokens=num_tokens, return_details=True
+    )
     d_input, _ = torch.autograd.grad(details.loss, leaves)
     assert (torch.cuda.max_memory_allocated() - before) / 2**30 <= gib
 
-    rows = torch.tensor([0, 4095, 4096, 14_133, 14_134, num_tokens // 2, num_tokens - 1], device=device)
+    rows = torch.tensor(
+        [0, 4095, 4096, 14_133, 14_134, num_tokens // 2, num_tokens - 1], device=device
+    )
     x = input.detach()[rows].float().requires_grad_()
-    losses = linear_cross_entropy_reference(x, linear_weight.detach().float(), target[rows], reduction="none")
+    losses = linear_cross_entropy_reference(
+        x, linear_weight.detach().float(), target[rows], reduction="none"
+    )
     (expected,) = torch.autograd.grad(losses.sum(), x)
     torch.testing.assert_close(details.per_token_loss[rows], losses.detach(), rtol=5e-3, atol=0)
     assert _error(d_input[rows].double(), expected.double()) < 1e-2

@@ -1,4 +1,5 @@
-"""Sums of many terms of one sign, where what arithmetic of few bits drops does not cancel as among random signs."""
+"""Sums of many terms of one sign, where what arithmetic of few bits drops does not cancel as among
+random signs."""
 
 from functools import partial
 
@@ -27,7 +28,9 @@ LONG = 9728 if IS_GPU else 64  # the 4B's longest row
 FEW = 4096 if IS_GPU else 32
 TOKENS = 8192 if IS_GPU else 128
 MOST_LOST = 0.004  # share of a sum, for factors of 16 bits or more
-MOST_LOST_IN_8_BITS = 0.01  # factors of few numbers may round to one side; fast accumulation lost 0.04 to 0.23
+MOST_LOST_IN_8_BITS = (
+    0.01  # factors of few numbers may round to one side; fast accumulation lost 0.04 to 0.23
+)
 
 
 def positive(*shape, seed, dtype=torch.bfloat16, scale=1.0):
@@ -77,14 +80,21 @@ def test_a_linear_map_of_long_rows_and_of_many(name, sizes):
 
 @pytest.mark.gpu(gib=8)
 def test_a_map_in_float32():
-    inputs = positive(FEW, LONG, seed=0, dtype=torch.float32), positive(256, LONG, seed=1, dtype=torch.float32)
+    inputs = (
+        positive(FEW, LONG, seed=0, dtype=torch.float32),
+        positive(256, LONG, seed=1, dtype=torch.float32),
+    )
     check_nothing_is_lost(PLAIN, F.linear, inputs)
 
 
 @pytest.mark.gpu(gib=8)
 def test_a_weight_gradient_of_channels_with_means():
-    """An eighth of the channels of x and dy have means of 3 and 1 standard deviations: 0.815 of right, once."""
-    x, dy = (torch.randn(ROWS, 512, generator=torch.Generator().manual_seed(seed)).to(DEVICE) for seed in (0, 1))
+    """An eighth of the channels of x and dy have means of 3 and 1 standard deviations: 0.815 of
+    right, once."""
+    x, dy = (
+        torch.randn(ROWS, 512, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        for seed in (0, 1)
+    )
     x[:, :64] += 3
     dy[:, :64] += 1
     x, dy = x.bfloat16(), dy.bfloat16()
@@ -97,7 +107,11 @@ def test_a_weight_gradient_of_channels_with_means():
 @pytest.mark.parametrize("tile_size", [None, 4096])
 @pytest.mark.parametrize("name", ["bf16", "fp8-all"])
 def test_an_mlp(name, tile_size):
-    weights = positive(256, 128, seed=1, scale=0.1), positive(256, 128, seed=2), positive(128, 256, seed=3)
+    weights = (
+        positive(256, 128, seed=1, scale=0.1),
+        positive(256, 128, seed=2),
+        positive(128, 256, seed=3),
+    )
     inputs = positive(ROWS // 2, 128, seed=0), *weights
     function = partial(gated_mlp, linear=linear_maps()[name], tile_size=tile_size)
     check_nothing_is_lost(function, gated_mlp_reference, inputs, most_lost(name))
@@ -116,7 +130,9 @@ def test_experts(tile_size):
         positive(rows, 1, seed=3),
     )
     check_nothing_is_lost(
-        lambda x, gate_up, down, weights: expert_mlp(x, gate_up, down, experts, weights, tile_size=tile_size),
+        lambda x, gate_up, down, weights: expert_mlp(
+            x, gate_up, down, experts, weights, tile_size=tile_size
+        ),
         lambda x, gate_up, down, weights: expert_mlp_reference(x, gate_up, down, experts, weights),
         inputs,
     )
@@ -124,7 +140,8 @@ def test_experts(tile_size):
 
 @pytest.mark.gpu(gib=8)
 def test_the_chunked_loss():
-    """The word of all targets has a row of zeros, so that no term of a sum is negative but in its own gradient."""
+    """The word of all targets has a row of zeros, so that no term of a sum is negative but in its
+    own gradient."""
     hidden, head = positive(ROWS // 2, 128, seed=0), positive(512, 128, seed=1, scale=0.1)
     head[0] = 0
     targets = torch.zeros(ROWS // 2, dtype=torch.int64, device=DEVICE)
@@ -145,9 +162,15 @@ def test_a_norm():
 def test_the_delta_rule():
     """A state that hardly forgets adds up the values of many tokens."""
     shape = 1, TOKENS, 1, 64
-    q, k = (F.normalize(positive(*shape, seed=seed, dtype=torch.float32), dim=-1).bfloat16() for seed in (0, 1))
+    q, k = (
+        F.normalize(positive(*shape, seed=seed, dtype=torch.float32), dim=-1).bfloat16()
+        for seed in (0, 1)
+    )
     v = positive(1, TOKENS, 2, 64, seed=2)
-    gates = torch.full((1, TOKENS, 2), -1e-5, device=DEVICE), torch.full((1, TOKENS, 2), 1e-3, device=DEVICE)
+    gates = (
+        torch.full((1, TOKENS, 2), -1e-5, device=DEVICE),
+        torch.full((1, TOKENS, 2), 1e-3, device=DEVICE),
+    )
     check_nothing_is_lost(delta_rule, partial(delta_rule, impl="torch"), (q, k, v, *gates))
 
 
@@ -155,13 +178,18 @@ def test_the_delta_rule():
 def test_the_convolution():
     inputs = positive(1, ROWS // 2, 4 * 64, seed=0), positive(4 * 64, 4, seed=1)
     sizes = {"G": 1, "H": 2, "K": 64}
-    check_nothing_is_lost(partial(qkv_convolution, **sizes), partial(qkv_convolution_reference, **sizes), inputs)
+    check_nothing_is_lost(
+        partial(qkv_convolution, **sizes), partial(qkv_convolution_reference, **sizes), inputs
+    )
 
 
 @pytest.mark.gpu(gib=12)
-@pytest.mark.parametrize("kind", [FULL, Window(4096), Sparse(128, dense_below=0)], ids=["full", "window", "sparse"])
+@pytest.mark.parametrize(
+    "kind", [FULL, Window(4096), Sparse(128, dense_below=0)], ids=["full", "window", "sparse"]
+)
 def test_attention(kind):
-    """Scores are alike, and sparse attention chooses all blocks: an output is a mean of thousands of values."""
+    """Scores are alike, and sparse attention chooses all blocks: an output is a mean of thousands
+    of values."""
     q = positive(1, TOKENS, 2, 64, seed=0, scale=0.01)
     k, v = (positive(1, TOKENS, 1, 64, seed=seed) for seed in (1, 2))
     reference = attention_reference if kind is FULL else partial(attention, kind=kind, impl="torch")

@@ -29,9 +29,13 @@ RANK, CHECKING = 3, Checking()
 
 def adapters(*matrices, rank=RANK, seed=50):
     """Returns A and B of each matrix, one after the other."""
-    shapes = [shape for N, K in (matrix.shape for matrix in matrices) for shape in ((rank, K), (N, rank))]
+    shapes = [
+        shape for N, K in (matrix.shape for matrix in matrices) for shape in ((rank, K), (N, rank))
+    ]
     like = {"dtype": matrices[0].dtype, "device": matrices[0].device}
-    return [random(*shape, seed=seed + i, **like) / shape[-1] ** 0.5 for i, shape in enumerate(shapes)]
+    return [
+        random(*shape, seed=seed + i, **like) / shape[-1] ** 0.5 for i, shape in enumerate(shapes)
+    ]
 
 
 def adapted(matrices, tensors):
@@ -64,7 +68,11 @@ def test_a_map_makes_each_thin_product_once():
         counted = 0
 
         def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            self.counted += function.name().split("::")[1].split(".")[0] in ("mm", "addmm", "addmm_")
+            self.counted += function.name().split("::")[1].split(".")[0] in (
+                "mm",
+                "addmm",
+                "addmm_",
+            )
             return function(*arguments, **(options or {}))
 
     with Counter() as counter:
@@ -75,7 +83,10 @@ def test_a_map_makes_each_thin_product_once():
 
 
 def mlp_case(D, F_, dtype):
-    matrices = [random(*shape, seed=i, dtype=dtype) / 4 for i, shape in enumerate([(F_, D), (F_, D), (D, F_)])]
+    matrices = [
+        random(*shape, seed=i, dtype=dtype) / 4
+        for i, shape in enumerate([(F_, D), (F_, D), (D, F_)])
+    ]
 
     def reference(x, *tensors):
         def mapped(x, i):
@@ -97,7 +108,8 @@ def test_the_mlp_matches_float64(tile_size, dtype, device, poisoned_memory):
 
 
 def attention_case(B, T, G, group, K, D, targets, dtype=torch.float32):
-    """Attention whose projections of `targets`, of q, k, v and o, are adapted; on the CPU, where it takes float32."""
+    """Attention whose projections of `targets`, of q, k, v and o, are adapted; on the CPU, where it
+    takes float32."""
     like = {"dtype": dtype, "device": "cpu"}
     H = G * group
     shapes = (H * K, D), (G * K, D), (G * K, D), (D, H * K)
@@ -111,12 +123,20 @@ def attention_case(B, T, G, group, K, D, targets, dtype=torch.float32):
 
     def run(x, *tensors, weight_of=Adapted, linear=CHECKING, **options):
         *qkv, o = weights(tensors, weight_of)
-        cast = [[t.to(x.dtype) for t in part] if linear is PLAIN else part for part in (qkv, biases)]
+        cast = [
+            [t.to(x.dtype) for t in part] if linear is PLAIN else part for part in (qkv, biases)
+        ]
         o = o.to(x.dtype) if linear is PLAIN else o
-        return qkv_attention(x, QKVParameters(*cast, [], 1e-6, K), o, None, None, linear=linear, **options)
+        return qkv_attention(
+            x, QKVParameters(*cast, [], 1e-6, K), o, None, None, linear=linear, **options
+        )
 
-    reference = functools.partial(run, weight_of=lambda m, a, b: m.to(a.dtype) + b @ a, linear=PLAIN)
-    x = random(B, T, D, seed=9, **like) / 2  # Scores are near 1: gradients of a sharp softmax lose digits.
+    reference = functools.partial(
+        run, weight_of=lambda m, a, b: m.to(a.dtype) + b @ a, linear=PLAIN
+    )
+    x = (
+        random(B, T, D, seed=9, **like) / 2
+    )  # Scores are near 1: gradients of a sharp softmax lose digits.
     return reference, run, [x, *adapters(*(matrices[i] for i in chosen))]
 
 
@@ -124,7 +144,9 @@ def attention_case(B, T, G, group, K, D, targets, dtype=torch.float32):
 @pytest.mark.parametrize("targets", ["qkvo", "qv", "k", "o"])
 def test_attention_matches_float64(targets, heads_at_a_time, poisoned_memory):
     reference, ours, inputs = attention_case(2, 13, 2, 2, 16, 24, targets)
-    compare_with_float64(reference, functools.partial(ours, heads_at_a_time=heads_at_a_time), inputs, units=4)
+    compare_with_float64(
+        reference, functools.partial(ours, heads_at_a_time=heads_at_a_time), inputs, units=4
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=15)
@@ -174,27 +196,37 @@ def beside(x, matrix, a, b):
 
 @pytest.mark.parametrize("tile_size", [None, 4, 14])
 def test_the_mlp_on_fp8_is_fp8s_products_and_adapters_beside_them(tile_size):
-    matrices = [random(*shape, seed=i, device="cpu") / 4 for i, shape in enumerate([(48, 16), (48, 16), (16, 48)])]
+    matrices = [
+        random(*shape, seed=i, device="cpu") / 4
+        for i, shape in enumerate([(48, 16), (48, 16), (16, 48)])
+    ]
 
     def composed(x, *tensors):
         gate, up = (beside(x, matrices[i], *tensors[2 * i : 2 * i + 2]) for i in range(2))
         return beside(F.silu(gate) * up, matrices[2], *tensors[4:])
 
     def ours(x, *tensors):
-        return gated_mlp(x, *adapted(matrices, tensors), linear=ON_FP8, tile_size=tile_size, impl="torch")
+        return gated_mlp(
+            x, *adapted(matrices, tensors), linear=ON_FP8, tile_size=tile_size, impl="torch"
+        )
 
     inputs = [random(2, 7, 16, seed=9, device="cpu"), *adapters(*matrices)]
-    for found, expected in zip(*(outputs_and_gradients(function, inputs) for function in (ours, composed))):
+    for found, expected in zip(
+        *(outputs_and_gradients(function, inputs) for function in (ours, composed))
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
 @pytest.mark.parametrize("targets", ["qkvo", "qv", "o"])
 def test_attention_on_fp8_is_near_attention_on_plain_products(targets, heads_at_a_time):
-    """Rounding to 8 bits is all that differs: three bits behind the point, through four products and a softmax."""
+    """Rounding to 8 bits is all that differs: three bits behind the point, through four products
+    and a softmax."""
     _, ours, inputs = attention_case(2, 13, 2, 2, 16, 32, targets)
     on_fp8, plain = (
-        outputs_and_gradients(functools.partial(ours, linear=linear, heads_at_a_time=heads_at_a_time), inputs)
+        outputs_and_gradients(
+            functools.partial(ours, linear=linear, heads_at_a_time=heads_at_a_time), inputs
+        )
         for linear in (ON_FP8, CHECKING)
     )
     for found, expected in zip(on_fp8, plain):
@@ -204,10 +236,13 @@ def test_attention_on_fp8_is_near_attention_on_plain_products(targets, heads_at_
 def test_attention_on_fp8_is_the_same_some_heads_at_a_time():
     _, ours, inputs = attention_case(2, 13, 2, 2, 16, 32, "qkvo")
     at_once, one = (
-        outputs_and_gradients(functools.partial(ours, linear=ON_FP8, heads_at_a_time=n), inputs) for n in (None, 1)
+        outputs_and_gradients(functools.partial(ours, linear=ON_FP8, heads_at_a_time=n), inputs)
+        for n in (None, 1)
     )
     for found, expected in zip(one, at_once):
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+        torch.testing.assert_close(
+            found, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max())
+        )
 
 
 def test_a_frozen_weight_on_fp8_keeps_no_input():
@@ -219,7 +254,9 @@ def test_a_frozen_weight_on_fp8_keeps_no_input():
 
 
 def exact_mlp(matrices, x, *tensors):
-    gate, up = (lora_reference(x, matrices[i].to(x.dtype), *tensors[2 * i : 2 * i + 2]) for i in range(2))
+    gate, up = (
+        lora_reference(x, matrices[i].to(x.dtype), *tensors[2 * i : 2 * i + 2]) for i in range(2)
+    )
     return lora_reference(F.silu(gate) * up, matrices[2].to(x.dtype), *tensors[4:])
 
 
@@ -230,7 +267,8 @@ def mlp_on_fp8(matrices, tile_size, x, *tensors):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile_size", [None, 100])
 def test_the_mlp_on_fp8_matches_float64_on_a_gpu(tile_size):
-    """Every gradient of unlike batches within the rounding of factors of 8 bits, the same bits twice."""
+    """Every gradient of unlike batches within the rounding of factors of 8 bits, the same bits
+    twice."""
     like = {"dtype": torch.bfloat16, "device": "cuda"}
     shapes = (768, 256), (768, 256), (256, 768)
     matrices = [random(*shape, seed=i, **like) / shape[1] ** 0.5 for i, shape in enumerate(shapes)]

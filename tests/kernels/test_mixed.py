@@ -12,7 +12,9 @@ from kernels.parts import Adapted
 from kernels.qkv_attention import QKVParameters, qkv_attention
 from tests.kernels.compare import DEVICE, outputs_and_gradients, random
 
-DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # products in FP8 on a GPU are bfloat16
+DTYPE = (
+    torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+)  # products in FP8 on a GPU are bfloat16
 FP8_ALONE = FP8("torch")
 GRADIENTS = Mixed(dx=FP8_ALONE, d_weight=FP8_ALONE)
 PRODUCTS = ("y", "dx", "d_weight")
@@ -20,11 +22,15 @@ PRODUCTS = ("y", "dx", "d_weight")
 
 def assert_near(found, expected):
     """Within the rounding of one sum, far below FP8's error of 0.04."""
-    assert (found - expected).norm() <= {torch.float32: 1e-5, torch.bfloat16: 0.01}[DTYPE] * expected.norm()
+    assert (found - expected).norm() <= {torch.float32: 1e-5, torch.bfloat16: 0.01}[
+        DTYPE
+    ] * expected.norm()
 
 
 def draw(*shapes):
-    return [random(*shape, seed=i, dtype=DTYPE) / shape[-1] ** 0.5 for i, shape in enumerate(shapes)]
+    return [
+        random(*shape, seed=i, dtype=DTYPE) / shape[-1] ** 0.5 for i, shape in enumerate(shapes)
+    ]
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -32,7 +38,8 @@ def test_each_product_is_its_own_maps(product):
     """Biases and their gradients are no products."""
     inputs = draw((2, 20, 48), (32, 48), (32,))
     mixed, plain, fp8 = (
-        outputs_and_gradients(linear, inputs) for linear in (Mixed(**{product: FP8_ALONE}), PLAIN, FP8_ALONE)
+        outputs_and_gradients(linear, inputs)
+        for linear in (Mixed(**{product: FP8_ALONE}), PLAIN, FP8_ALONE)
     )
     for name, found, exact, rounded in zip(PRODUCTS, mixed, plain, fp8):
         assert not torch.equal(rounded, exact)
@@ -63,13 +70,18 @@ def test_tiles_and_heads_at_a_time_mix_as_whole_layers_do(product):
     def attend(x, q, k, v, o, **options):
         return qkv_attention(x, QKVParameters([q, k, v], [], [], 1e-6, K), o, None, None, **options)
 
-    for function, name, inputs in ((gated_mlp, "tile_size", mlp), (attend, "heads_at_a_time", attention)):
+    for function, name, inputs in (
+        (gated_mlp, "tile_size", mlp),
+        (attend, "heads_at_a_time", attention),
+    ):
         whole, parted, plain = (
             outputs_and_gradients(functools.partial(function, **options), inputs)
             for options in ({"linear": linear}, {"linear": linear, name: 1}, {})
         )
         for a, b, exact in zip(whole, parted, plain):
-            assert (a - b).norm() <= 0.08 * exact.norm() and (a - exact).norm() <= 0.15 * exact.norm()
+            assert (a - b).norm() <= 0.08 * exact.norm() and (
+                a - exact
+            ).norm() <= 0.15 * exact.norm()
         is_plain = (parted[0] - plain[0]).norm() < 0.015 * plain[0].norm()
         assert is_plain == (product != "y")
 
@@ -77,7 +89,9 @@ def test_tiles_and_heads_at_a_time_mix_as_whole_layers_do(product):
 def test_adapters_beside_products_of_both_kinds():
     x, matrix, a, b = draw((20, 48), (32, 48), (4, 48), (32, 4))
     found, plain, fp8 = (
-        outputs_and_gradients(lambda x, a, b, base=base: LoRA(base)(x, Adapted(matrix, a, b)), [x, a, b])
+        outputs_and_gradients(
+            lambda x, a, b, base=base: LoRA(base)(x, Adapted(matrix, a, b)), [x, a, b]
+        )
         for base in (Mixed(dx=FP8_ALONE), PLAIN, FP8_ALONE)
     )
     for i in (0, 2, 3):
@@ -93,16 +107,28 @@ def test_an_adapted_y_in_bf16_has_the_bits_that_it_has_without_fp8():
 
 
 def test_names_say_what_is_rounded():
-    assert LoRA(GRADIENTS).name == "lora on y bf16, dx fp8"  # the adapters' own gradients are in bf16
-    assert LoRA(Mixed(dx=FP8_ALONE, ends=1)).name == "lora on y bf16, dx fp8, 1 layers at each end bf16"
+    assert (
+        LoRA(GRADIENTS).name == "lora on y bf16, dx fp8"
+    )  # the adapters' own gradients are in bf16
+    assert (
+        LoRA(Mixed(dx=FP8_ALONE, ends=1)).name
+        == "lora on y bf16, dx fp8, 1 layers at each end bf16"
+    )
     assert LoRA(FP8_ALONE).name == "lora on fp8" and LoRA(PLAIN).name == "lora"
 
 
 def test_layers_at_the_ends_and_mixers_may_be_plain():
-    assert Mixed(*3 * [FP8_ALONE], ends=1).by_layer(3) == [(PLAIN, PLAIN), (FP8_ALONE, FP8_ALONE), (PLAIN, PLAIN)]
+    assert Mixed(*3 * [FP8_ALONE], ends=1).by_layer(3) == [
+        (PLAIN, PLAIN),
+        (FP8_ALONE, FP8_ALONE),
+        (PLAIN, PLAIN),
+    ]
     mlps = Mixed(dx=FP8_ALONE, d_weight=FP8_ALONE, mixers=False)
     assert mlps.by_layer(2) == [(PLAIN, GRADIENTS)] * 2
     assert LoRA(mlps).by_layer(1) == [(LoRA(PLAIN), LoRA(GRADIENTS))]
     assert PLAIN.by_layer(2) == [(PLAIN, PLAIN)] * 2
     assert LoRA(mlps).rates == mlps.rates == ("products", "fp8 products", "fp8 weights' gradients")
-    assert mlps.name == "y bf16, dx fp8, d_weight fp8, mixers bf16" and Mixed(*3 * [FP8_ALONE]).name == "fp8"
+    assert (
+        mlps.name == "y bf16, dx fp8, d_weight fp8, mixers bf16"
+        and Mixed(*3 * [FP8_ALONE]).name == "fp8"
+    )

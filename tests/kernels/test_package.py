@@ -1,4 +1,5 @@
-"""The installed package: kernels/ under the name fathom_kernels, alone and beside another `kernels`."""
+"""The installed package: kernels/ under the name fathom_kernels, alone and beside another
+`kernels`."""
 
 import ast
 import functools
@@ -42,25 +43,46 @@ def test_files_of_kernels_import_none_of_the_checkout():
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            unknown = {name.split(".")[0] for name in names} - REQUIRED - OPTIONAL - sys.stdlib_module_names
+            unknown = (
+                {name.split(".")[0] for name in names}
+                - REQUIRED
+                - OPTIONAL
+                - sys.stdlib_module_names
+            )
             assert not unknown, f"{path} imports {unknown}"
 
 
 def test_the_wheel_has_fathom_kernels_alone_and_works_beside_another_kernels(tmp_path):
     for name in ("pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    build = "from setuptools import build_meta; build_meta.build_wheel('wheels')"  # as pip does, in fewer processes
-    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    shutil.copytree(
+        ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    # as pip does, in fewer processes
+    build = "from setuptools import build_meta; build_meta.build_wheel('wheels')"
+    subprocess.run(
+        [sys.executable, "-c", build], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL
+    )
     (wheel,) = (tmp_path / "wheels").iterdir()
     installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
-        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+        (metadata,) = (
+            archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA")
+        )
     assert {path.name.split("-")[0] for path in installed.iterdir()} == {"fathom_kernels"}
-    files = {path.relative_to(installed / "fathom_kernels") for path in installed.rglob("fathom_kernels/**/*.py")}
-    assert files == {path.relative_to(ROOT / "kernels") for path in (ROOT / "kernels").rglob("*.py")}
-    lines = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist")]
+    files = {
+        path.relative_to(installed / "fathom_kernels")
+        for path in installed.rglob("fathom_kernels/**/*.py")
+    }
+    assert files == {
+        path.relative_to(ROOT / "kernels") for path in (ROOT / "kernels").rglob("*.py")
+    }
+    lines = [
+        line.removeprefix("Requires-Dist: ")
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist")
+    ]
     assert {line.rstrip("<>=.,0123456789") for line in lines} == REQUIRED
     assert f"\nVersion: {kernels.__version__}\n" in metadata
 
@@ -73,7 +95,9 @@ def test_the_wheel_has_fathom_kernels_alone_and_works_beside_another_kernels(tmp
 def test_version_is_the_newest_of_the_changelog_and_requirements_agree():
     versions = re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert versions[0] == kernels.__version__
-    assert versions == sorted(versions, key=lambda version: [*map(int, version.split("."))], reverse=True)
+    assert versions == sorted(
+        versions, key=lambda version: [*map(int, version.split("."))], reverse=True
+    )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {*project["dependencies"]} <= {*(ROOT / "requirements.txt").read_text().splitlines()}
 
@@ -82,7 +106,9 @@ def test_a_checkout_hands_on_the_other_kernels(tmp_path, monkeypatch):
     (tmp_path / "__init__.py").write_text("from kernels.their_file import NUMBER\n")
     (tmp_path / "their_file.py").write_text("NUMBER = 7\n")
     monkeypatch.setattr(kernels, "__path__", [kernels.__path__[0], str(tmp_path)])
-    monkeypatch.setattr(kernels, "_hugging_face", functools.cache(kernels._hugging_face.__wrapped__))
+    monkeypatch.setattr(
+        kernels, "_hugging_face", functools.cache(kernels._hugging_face.__wrapped__)
+    )
     assert kernels.NUMBER == importlib.import_module("kernels.their_file").NUMBER == 7
     with pytest.raises(AttributeError, match="no attribute 'unknown'"):
         _ = kernels.unknown
@@ -92,9 +118,13 @@ def test_a_checkout_hands_on_the_other_kernels(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["losses", "transformers_trainer"])
 def test_examples_run(name, gpu, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fathom_kernels", kernels)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(gpu))  # Trainer would copy the model to all
+    monkeypatch.setattr(
+        torch.cuda, "device_count", lambda: int(gpu)
+    )  # Trainer would copy the model to all
     with torch.random.fork_rng():
         names = runpy.run_path(str(ROOT / f"examples/{name}.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert "plain" in said if name == "losses" else "'train_loss'" in said
-    assert name == "losses" or names["config"].head_dim in HEAD_DIMS  # a GPU's kernels take no other
+    assert (
+        name == "losses" or names["config"].head_dim in HEAD_DIMS
+    )  # a GPU's kernels take no other

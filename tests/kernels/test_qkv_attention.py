@@ -32,21 +32,35 @@ def test_a_kind_refuses_what_it_does_not_take(kind, group, head_dim, message, he
 def test_gates_of_another_shape_are_refused(heads_at_a_time):
     given = inputs(2, 64)
     with pytest.raises(
-        ValueError, match=r"gates must be \[B, T, H, 3\] for \(B, T, H\) \(1, 70, 4\), got \(1, 70, 2, 3\)"
+        ValueError,
+        match=r"gates must be \[B, T, H, 3\] for \(B, T, H\) \(1, 70, 4\), got \(1, 70, 2, 3\)",
     ):
         gates = torch.zeros(1, T, 2, 3)
-        qkv_attention(*given, None, None, kind=NSA(), gates=gates, heads_at_a_time=heads_at_a_time, impl="torch")
+        qkv_attention(
+            *given,
+            None,
+            None,
+            kind=NSA(),
+            gates=gates,
+            heads_at_a_time=heads_at_a_time,
+            impl="torch",
+        )
 
 
 def test_some_heads_at_a_time_are_all_at_once():
     given = inputs(2, 16)
-    whole, some = (qkv_attention(*given, None, None, kind=FULL, heads_at_a_time=n) for n in (None, 1))
+    whole, some = (
+        qkv_attention(*given, None, None, kind=FULL, heads_at_a_time=n) for n in (None, 1)
+    )
     torch.testing.assert_close(some, whole)
 
 
 def inputs(group, head_dim):
-    """Input, parameters of two key/value heads and of `group` query heads each, and the output projection."""
+    """Input, parameters of two key/value heads and of `group` query heads each, and the output
+    projection."""
     heads = 2 * group, 2, 2
-    weights = [torch.randn(n * head_dim, D, generator=torch.Generator().manual_seed(n)) for n in heads]
+    weights = [
+        torch.randn(n * head_dim, D, generator=torch.Generator().manual_seed(n)) for n in heads
+    ]
     x = torch.randn(1, T, D, generator=torch.Generator().manual_seed(9))
     return x, QKVParameters(weights, [], [], 1e-6, head_dim), weights[0].T.contiguous()

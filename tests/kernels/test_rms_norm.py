@@ -14,36 +14,57 @@ GEMMA = {"weight_offset": 1.0, "cast_before_weight": False}
 _POINTERS = {"weight_ptr": "*bf16", "rstd_ptr": "*fp32"}
 _ROWS = {"num_rows": "i32", "outer_stride": "i64", "inner_stride": "i64", "weight_offset": "fp32"}
 _FORWARD = {"input_ptr": "*bf16", "normed_ptr": "*bf16", "eps": "fp32", **_POINTERS, **_ROWS}
-_BACKWARD = {"d_normed_ptr": "*bf16", "x_ptr": "*bf16", "dx_ptr": "*bf16", "partial_ptr": "*fp32", **_POINTERS, **_ROWS}
+_BACKWARD = {
+    "d_normed_ptr": "*bf16",
+    "x_ptr": "*bf16",
+    "dx_ptr": "*bf16",
+    "partial_ptr": "*fp32",
+    **_POINTERS,
+    **_ROWS,
+}
 _HIDDEN = {"INNER": 1, "D": 2560, "BLOCK_ROWS": 1, "BLOCK_D": 4096}
 _HEADS = {"INNER": 32, "D": 128, "BLOCK_D": 128}
 _NO_GATE = {"gate_ptr": None, "d_gate_ptr": None}
 KERNELS_TO_COMPILE = [
     KernelToCompile(
-        "_rms_norm_forward_kernel", _FORWARD | {"residual_ptr": "*bf16", "total_ptr": "*bf16"},
+        "_rms_norm_forward_kernel",
+        _FORWARD | {"residual_ptr": "*bf16", "total_ptr": "*bf16"},
         _HIDDEN | {"CAST_BEFORE_WEIGHT": True, "gate_ptr": None},
     ),
     *(
         KernelToCompile(
-            "_rms_norm_forward_kernel", _FORWARD | gate,
-            _HEADS | {"BLOCK_ROWS": 16, "CAST_BEFORE_WEIGHT": True, "residual_ptr": None, "total_ptr": None} | without,
+            "_rms_norm_forward_kernel",
+            _FORWARD | gate,
+            _HEADS
+            | {
+                "BLOCK_ROWS": 16,
+                "CAST_BEFORE_WEIGHT": True,
+                "residual_ptr": None,
+                "total_ptr": None,
+            }
+            | without,
         )
         for gate, without in (({}, {"gate_ptr": None}), ({"gate_ptr": "*bf16"}, {}))
     ),
     KernelToCompile(
-        "_rms_norm_backward_kernel", _BACKWARD | {"d_total_ptr": "*bf16"},
-        _HIDDEN | {"NUM_STAGES": 4, **_NO_GATE}, num_warps=8,
+        "_rms_norm_backward_kernel",
+        _BACKWARD | {"d_total_ptr": "*bf16"},
+        _HIDDEN | {"NUM_STAGES": 4, **_NO_GATE},
+        num_warps=8,
     ),
     *(
         KernelToCompile(
-            "_rms_norm_backward_kernel", _BACKWARD | gate,
-            _HEADS | {"BLOCK_ROWS": 32, "NUM_STAGES": stages, "d_total_ptr": None} | without, num_warps=8,
+            "_rms_norm_backward_kernel",
+            _BACKWARD | gate,
+            _HEADS | {"BLOCK_ROWS": 32, "NUM_STAGES": stages, "d_total_ptr": None} | without,
+            num_warps=8,
         )
         for gate, stages, without in (
-            ({}, 4, _NO_GATE), ({"gate_ptr": "*bf16", "d_gate_ptr": "*bf16", "weight_ptr": "*fp32"}, 3, {}),
+            ({}, 4, _NO_GATE),
+            ({"gate_ptr": "*bf16", "d_gate_ptr": "*bf16", "weight_ptr": "*fp32"}, 3, {}),
         )
     ),
-]  # fmt: skip
+]
 
 
 def compare(x, weight, residual=None, **options):
@@ -93,7 +114,10 @@ def test_gate_matches_float64(shape, dtype, device, poisoned_memory):
 @pytest.mark.parametrize("shape", [(5, 37), (70, 3, 128)])
 def test_backward_writes_over_the_gradient_of_a_result_that_is_read_once(shape, other, device):
     tensors = [random(*shape, seed=seed).requires_grad_() for seed in range(2)]
-    weight, gradients = random(shape[-1], seed=2).requires_grad_(), [random(*shape, seed=3), random(*shape, seed=4)]
+    weight, gradients = (
+        random(shape[-1], seed=2).requires_grad_(),
+        [random(*shape, seed=3), random(*shape, seed=4)],
+    )
     found = {}
     for read_once in (False, True):
         second = {other: tensors[1]} if other else {}
@@ -108,7 +132,11 @@ def test_backward_writes_over_the_gradient_of_a_result_that_is_read_once(shape, 
 
 @pytest.mark.parametrize("read_once", [False, True])
 def test_has_no_second_derivative(read_once, device):
-    x, weight, matrix = random(5, 37).requires_grad_(), random(37, seed=1), random(4, 37, seed=2).requires_grad_()
+    x, weight, matrix = (
+        random(5, 37).requires_grad_(),
+        random(37, seed=1),
+        random(4, 37, seed=2).requires_grad_(),
+    )
     y = rms_norm(x, weight, read_once=read_once, impl="triton") @ matrix.t()
     with pytest.raises(RuntimeError, match="no second derivative"):
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -126,17 +154,22 @@ def test_total_is_rounded_as_eager_would(device):
 def test_heads_sliced_out_of_a_fused_projection(device):
     fused = random(2, 7, 12 * 32, dtype=torch.bfloat16)
     heads = fused[..., 4 * 32 : 10 * 32].unflatten(-1, (6, 32))  # [B, T, H, K], strided
-    transposed = fused.unflatten(-1, (12, 32)).transpose(1, 2)  # no pair of strides describes its rows
+    transposed = fused.unflatten(-1, (12, 32)).transpose(
+        1, 2
+    )  # no pair of strides describes its rows
     weight = random(32, seed=1, dtype=torch.bfloat16)
     for x in (heads, transposed):
         strided = outputs_and_gradients(lambda x, w: rms_norm(x, w, impl="triton"), [x, weight])
-        contiguous = outputs_and_gradients(lambda x, w: rms_norm(x, w, impl="triton"), [x.contiguous(), weight])
+        contiguous = outputs_and_gradients(
+            lambda x, w: rms_norm(x, w, impl="triton"), [x.contiguous(), weight]
+        )
         for s, c in zip(strided, contiguous):
             torch.testing.assert_close(s, c)
 
 
 def test_rounds_as_transformers_does(device):
-    """Compares PyTorch's path bit for bit. Triton's sums in another order and may be off by two last units."""
+    """Compares PyTorch's path bit for bit. Triton's sums in another order and may be off by two
+    last units."""
     gemma2 = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
     qwen3 = pytest.importorskip("transformers.models.qwen3.modeling_qwen3")
     x, weight = random(5, 64, dtype=torch.float16), random(64, seed=1, dtype=torch.float16)
@@ -163,8 +196,10 @@ def test_refused(x, weight, residual, message, device):
 
 @settings(derandomize=True, deadline=None, max_examples=20)
 @given(
-    shape=st.lists(st.integers(1, 5), min_size=1, max_size=3), d=st.integers(8, 300), dtype=st.sampled_from(DTYPES),
-    with_residual=st.booleans(), options=st.sampled_from([{}, GEMMA, {"weight_offset": 0.5}, {"eps": 1e-3}]),
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=3), d=st.integers(8, 300),
+    dtype=st.sampled_from(DTYPES),
+    with_residual=st.booleans(),
+    options=st.sampled_from([{}, GEMMA, {"weight_offset": 0.5}, {"eps": 1e-3}]),
     seed=st.integers(0, 100),
 )  # fmt: skip
 def test_property_matches_float64(shape, d, dtype, with_residual, options, seed):
@@ -175,7 +210,9 @@ def test_property_matches_float64(shape, d, dtype, with_residual, options, seed)
 
 @pytest.mark.gpu(gib=20)
 @pytest.mark.parametrize(
-    ("shape", "fused"), [((1, 900_000, 2560), 1), ((1, 400_000, 32, 128), 2)], ids=["hidden", "heads of a fused tensor"]
+    ("shape", "fused"),
+    [((1, 900_000, 2560), 1), ((1, 400_000, 32, 128), 2)],
+    ids=["hidden", "heads of a fused tensor"],
 )
 def test_past_2_to_the_31_elements(shape, fused, device):
     """Samples rows at both ends and around the 2^31st element."""

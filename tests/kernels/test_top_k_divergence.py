@@ -1,4 +1,5 @@
-"""Divergence from a teacher's likeliest words against PyTorch in float64: odd sizes, weights, chunks, sure teachers."""
+"""Divergence from a teacher's likeliest words against PyTorch in float64: odd sizes, weights,
+chunks, sure teachers."""
 
 import pytest
 import torch
@@ -25,17 +26,46 @@ def run(function, x, weight, target, ids, log_p, **options):
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"denominator": 5.0, "weights": True}, {"k": 1}, {"k": 131}])
+@pytest.mark.parametrize(
+    "options", [{}, {"denominator": 5.0, "weights": True}, {"k": 1}, {"k": 131}]
+)
 def test_loss_and_gradients_are_as_exact_as_pytorch(device, dtype, options, impl):
     x, weight, target, ids, log_p, weights = inputs(device, options.get("k", 5), dtype)
-    known = {"denominator": options.get("denominator"), "weights": weights if "weights" in options else None}
-    in_float64 = {name: v.double() if isinstance(v, torch.Tensor) else v for name, v in known.items()}
-    exact = run(top_k_divergence_reference, x.double(), weight.double(), target, ids, log_p.double(), **in_float64)
+    known = {
+        "denominator": options.get("denominator"),
+        "weights": weights if "weights" in options else None,
+    }
+    in_float64 = {
+        name: v.double() if isinstance(v, torch.Tensor) else v for name, v in known.items()
+    }
+    exact = run(
+        top_k_divergence_reference,
+        x.double(),
+        weight.double(),
+        target,
+        ids,
+        log_p.double(),
+        **in_float64,
+    )
     pytorch = run(top_k_divergence_reference, x, weight, target, ids, log_p, **known)
-    ours = run(top_k_divergence, x, weight, target, ids, log_p, **known, chunk_size=4, impl=impl, num_valid_tokens=12)
+    ours = run(
+        top_k_divergence,
+        x,
+        weight,
+        target,
+        ids,
+        log_p,
+        **known,
+        chunk_size=4,
+        impl=impl,
+        num_valid_tokens=12,
+    )
     slack = 1e-5 if dtype == torch.float32 else 3e-2 if impl == "triton" else 0
     for found, theirs, wanted in zip(ours, pytorch, exact):
-        errors = [float((each - wanted).norm().detach() / wanted.norm().detach()) for each in (found, theirs)]
+        errors = [
+            float((each - wanted).norm().detach() / wanted.norm().detach())
+            for each in (found, theirs)
+        ]
         assert errors[0] <= 3 * errors[1] + slack
 
 
@@ -56,7 +86,9 @@ def test_a_label_that_is_ignored_everywhere_costs_nothing(device):
 @pytest.mark.parametrize("vocab", [49155, 151936])
 def test_real_vocabularies_without_a_wait_for_the_gpu(device, vocab):
     x, weight, target, ids, log_p, _ = inputs(device, 16, torch.bfloat16, vocab, 300)
-    exact = run(top_k_divergence_reference, x.double(), weight.double(), target, ids, log_p.double())
+    exact = run(
+        top_k_divergence_reference, x.double(), weight.double(), target, ids, log_p.double()
+    )
     pytorch = run(top_k_divergence_reference, x, weight, target, ids, log_p)
     known = {"chunk_size": 256, "num_valid_tokens": 598, "denominator": 598.0}
     run(top_k_divergence, x, weight, target, ids, log_p, **known)  # compiles

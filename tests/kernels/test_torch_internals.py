@@ -9,14 +9,18 @@ from kernels.attention.full import attention_reference
 
 SIGNATURES = {
     "cudnn_attention": "query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal",
-    "cudnn_attention_backward": "grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, "
+    "cudnn_attention_backward": "grad_out, query, key, value, out, logsumexp, philox_seed, "
+    "philox_offset, attn_bias, "
     "cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal",
     "flash_attention": "query, key, value, dropout_p, is_causal",
-    "flash_attention_backward": "grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, "
+    "flash_attention_backward": "grad_out, query, key, value, out, logsumexp, cum_seq_q, "
+    "cum_seq_k, max_q, max_k, "
     "dropout_p, is_causal, philox_seed, philox_offset",
-    "varlen_flash_attention": "query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, "
+    "varlen_flash_attention": "query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, "
+    "is_causal, "
     "return_debug_mask",
-    "varlen_flash_attention_backward": "grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, "
+    "varlen_flash_attention_backward": "grad_out, query, key, value, out, logsumexp, cum_seq_q, "
+    "cum_seq_k, max_q, "
     "max_k, dropout_p, is_causal, rng_state, unused",
 }
 
@@ -37,13 +41,17 @@ def test_scaled_products_take_a_scale_per_row():
     """Checks the shape alone; tests/kernels/test_fp8.py checks results on a GPU."""
     a, b = (torch.empty(rows, 32, dtype=torch.float8_e4m3fn, device="meta") for rows in (16, 48))
     scales = [torch.empty(rows, 1, device="meta") for rows in (16, 48)]
-    product = torch_internals.scaled_mm(a, b.t(), scales[0], scales[1].t(), out_dtype=torch.bfloat16, out=None)
+    product = torch_internals.scaled_mm(
+        a, b.t(), scales[0], scales[1].t(), out_dtype=torch.bfloat16, out=None
+    )
     assert product.shape == (16, 48) and product.dtype == torch.bfloat16
 
 
 def test_cpu_attention():
     """Compares with the reference, for query heads that share key/value heads."""
-    q, k, v = (torch.randn(2, 7, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(2, 7, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    )
     expected = attention_reference(q, k, v)
     dout = torch.randn_like(expected)
     expected_gradients = torch.autograd.grad(expected, (q, k, v), dout)
@@ -54,7 +62,8 @@ def test_cpu_attention():
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1))
     torch.testing.assert_close(out.transpose(1, 2), expected)
     for found, gradient in zip(
-        torch_internals.cpu_attention_backward(dout, q, k, v, out, lse, 0.0, True), expected_gradients
+        torch_internals.cpu_attention_backward(dout, q, k, v, out, lse, 0.0, True),
+        expected_gradients,
     ):
         torch.testing.assert_close(found.transpose(1, 2), gradient)
 

@@ -1,4 +1,5 @@
-"""The reader of flags: types, places, files, and refusals of one line; a command declares a dataclass."""
+"""The reader of flags: types, places, files, and refusals of one line; a command declares a
+dataclass."""
 
 import re
 import subprocess
@@ -20,7 +21,16 @@ from training.config.__main__ import ConfigFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.flags import EvaluationFlags, read_evaluation_flags
 from training.export.__main__ import ExportFlags
-from training.flags import Rule, answer_early, flag, given_flags, grouped, read_command, read_flags, refuse
+from training.flags import (
+    Rule,
+    answer_early,
+    flag,
+    given_flags,
+    grouped,
+    read_command,
+    read_flags,
+    refuse,
+)
 from training.generate.flags import GenerateFlags, read_generate_flags
 from training.host import choices
 from training.host.errors import UserError
@@ -50,7 +60,11 @@ class Greeting:
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule("pauses", "with tone warm; drop one", lambda flags: flags.tone == "warm"),
         Rule("softly file", "without aloud; drop it", lambda flags: not flags.aloud),
-        Rule("", "{times} times in tone {tone} is too often; drop one", lambda f: f.times > 5 and f.tone == "warm"),
+        Rule(
+            "",
+            "{times} times in tone {tone} is too often; drop one",
+            lambda f: f.times > 5 and f.tone == "warm",
+        ),
     )
 
 
@@ -67,15 +81,30 @@ def read(*argv):
 
 def test_flags_stand_anywhere_and_have_their_types():
     assert read("Ada") == Greeting("Ada", None, 1, "plain", [], None, None)
-    given = read("--times=2", "Ada", "--pauses", "1", "2.5", "--file", "a.txt", "Monday", "--aloud", "--no-softly")
+    given = read(
+        "--times=2",
+        "Ada",
+        "--pauses",
+        "1",
+        "2.5",
+        "--file",
+        "a.txt",
+        "Monday",
+        "--aloud",
+        "--no-softly",
+    )
     assert given == Greeting("Ada", "Monday", 2, "plain", [1.0, 2.5], Path("a.txt"), True)
-    assert read("Ada", "--tone", "--no-aloud", "--no-softly") == Greeting("Ada", tone="warm", aloud=False)
+    assert read("Ada", "--tone", "--no-aloud", "--no-softly") == Greeting(
+        "Ada", tone="warm", aloud=False
+    )
     assert read("--tone", "plain", "Ada", "--aloud") == Greeting("Ada", aloud=True)
     assert read("Ada", "--pauses", "1", "2", "--pauses=3") == Greeting("Ada", pauses=[1, 2, 3])
 
 
 def test_dashes_stand_for_underscores():
-    given = given_flags(TrainConfig, ["--max-steps", "3", "--no-show-batch", "--init-from=a-b", "--data", "__x"], "")
+    given = given_flags(
+        TrainConfig, ["--max-steps", "3", "--no-show-batch", "--init-from=a-b", "--data", "__x"], ""
+    )
     assert given == {"max_steps": 3, "show_batch": False, "init_from": "a-b", "data": ["__x"]}
 
 
@@ -108,10 +137,18 @@ def test_the_flag_that_is_meant(word, ours):
 
 
 def test_usual_names_stand_for_flags_that_exist():
-    names = {each.name for kind in (TrainConfig, ProfileFlags, GenerateFlags) for each in fields(kind)}
+    names = {
+        each.name for kind in (TrainConfig, ProfileFlags, GenerateFlags) for each in fields(kind)
+    }
     theirs, absent = (" ".join(words).split() for words in (USUAL_NAMES.values(), ABSENT))
-    assert names >= USUAL_NAMES.keys() | BY_VALUE.keys() and not names & {*theirs} and len(theirs) == len({*theirs})
-    assert not {each.name for each in fields(TrainConfig)} & {*absent} and len(absent) == len({*absent})
+    assert (
+        names >= USUAL_NAMES.keys() | BY_VALUE.keys()
+        and not names & {*theirs}
+        and len(theirs) == len({*theirs})
+    )
+    assert not {each.name for each in fields(TrainConfig)} & {*absent} and len(absent) == len(
+        {*absent}
+    )
     flags = re.findall(r"--(\w+)", " ".join(ABSENT.values()))
     assert {*flags} <= names | {"nproc_per_node"}
     by_value = " ".join(BY_VALUE.values()).split()
@@ -127,21 +164,30 @@ def test_each_setting_of_another_trainer_is_answered_by_name(trainer):
     names = [each.name for each in fields(TrainConfig)]
     settings = THEIRS[trainer].split()
     assert len(settings) > 100
-    assert [name for name in settings if name not in names and meaning(name, names) == Meaning()] == []
+    assert [
+        name for name in settings if name not in names and meaning(name, names) == Meaning()
+    ] == []
 
 
 @pytest.mark.parametrize(("name", "expected"), [
     ("rl_beta", "beta"), ("dpo_beta", "beta"), ("pref_beta", "beta"), ("rpo_alpha", "nll_weight"),
-    ("pref_ftx", "nll_weight"), ("truncation_strategy", "overlong"), ("excess_length_strategy", "overlong"),
-    ("truncation_mode", "overlong"), ("split_dataset_ratio", "validation_fraction"), ("attn_impl", "attention_backend"),
+    ("pref_ftx", "nll_weight"), ("truncation_strategy", "overlong"),
+    ("excess_length_strategy", "overlong"),
+    ("truncation_mode", "overlong"), ("split_dataset_ratio", "validation_fraction"),
+    ("attn_impl", "attention_backend"),
     ("enable_thinking", "a row's chat_template_kwargs"), ("ref_model", "reference_logprobs"),
-    ("num_generations", "no rollouts are written"), ("max_completion_length", "no rollouts are written"),
+    ("num_generations", "no rollouts are written"),
+    ("max_completion_length", "no rollouts are written"),
     ("reward_funcs", "no rollouts are written"), ("use_vllm", "no rollouts are written"),
-    ("checkpoint_dir", "output_dir"), ("ckpt_path", "init_from"), ("rope_theta", "config.json in the folder"),
-    ("fp8", "linear"), ("warmup_ratio", "warmup_steps"), ("simpo_gamma", "margin"), ("epsilon_high", "clip_high"),
-    ("actor_rollout_ref.actor.optim.lr", "learning_rate"), ("critic.optim.lr", "PPO writes its own rollouts"),
+    ("checkpoint_dir", "output_dir"), ("ckpt_path", "init_from"),
+    ("rope_theta", "config.json in the folder"),
+    ("fp8", "linear"), ("warmup_ratio", "warmup_steps"), ("simpo_gamma", "margin"),
+    ("epsilon_high", "clip_high"),
+    ("actor_rollout_ref.actor.optim.lr", "learning_rate"),
+    ("critic.optim.lr", "PPO writes its own rollouts"),
     ("actor_rollout_ref.model.lora_alpha", "lora_alpha"), ("data.truncation", "overlong"),
-    ("training.seq_len", "context_length"), ("optimizer.lr", "learning_rate"), ("model.flavor", "config.json in the"),
+    ("training.seq_len", "context_length"), ("optimizer.lr", "learning_rate"),
+    ("model.flavor", "config.json in the"),
     ("trl.beta", "beta"), ("log_fil", "log_file"), ("lora_alhpa", "lora_alpha"), ("colour", None),
     ("settings.colour", None),
 ])  # fmt: skip
@@ -156,12 +202,15 @@ def test_all_unknown_names_are_told_at_once(tmp_path):
     )
     expected = (
         r"run.toml: unknown keys 'lr' \(did you mean learning_rate\?\), 'foo', "
-        r"'training.seq_len' \(did you mean context_length\?\); there is no bf16, fp16: GPUs compute in bf16 [^;]*; "
+        r"'training.seq_len' \(did you mean context_length\?\); there is no bf16, fp16: GPUs "
+        r"compute in bf16 [^;]*; "
         r"drop it; \S+ -m training.config \S+run.toml prints a config of another trainer as ours$"
     )
     with pytest.raises(UserError, match=expected):
         given_flags(TrainConfig, ["--config", str(tmp_path / "run.toml")], "train.py")
-    expected = r"^unknown flags --lr \(did you mean --learning_rate\?\), --foo=1; there is no --bf16: "
+    expected = (
+        r"^unknown flags --lr \(did you mean --learning_rate\?\), --foo=1; there is no --bf16: "
+    )
     with pytest.raises(UserError, match=expected):
         given_flags(TrainConfig, ["--lr", "3", "--foo=1", "--bf16", "-1"], "train.py")
     with pytest.raises(UserError, match=r"^--config \S+: unknown key 'foo'$"):
@@ -172,8 +221,10 @@ def test_all_unknown_names_are_told_at_once(tmp_path):
 @pytest.mark.parametrize(
     ("word", "why"),
     [("--deepspeed", "FSDP2 shards weights"), ("--bf16", "GPUs compute in bf16"), ("--optim=adamw", "is AdamW"),
-     ("--lr_scheduler_type", "falls by a cosine"), ("--learning_rate_scheduler", "falls by a cosine"),
-     ("--lora-dropout=0.1", "adapters are plain LoRA"), ("--logging_steps", "metrics.jsonl has every step"),
+     ("--lr_scheduler_type", "falls by a cosine"),
+     ("--learning_rate_scheduler", "falls by a cosine"),
+     ("--lora-dropout=0.1", "adapters are plain LoRA"),
+     ("--logging_steps", "metrics.jsonl has every step"),
      ("--num_gpus", "torchrun starts the processes"), ("--push_to_hub", "nothing is uploaded")],
 )  # fmt: skip
 def test_what_there_is_not_is_said(word, why, tmp_path):
@@ -190,11 +241,13 @@ def test_what_there_is_not_is_said(word, why, tmp_path):
      r"^unknown flag --model_name; did you mean --init_from\?; there is no --bf16: GPUs compute"),
     (TrainConfig, "--packing", "^packing: expected one argument: best_fit, concatenate$"),
     (TrainConfig, "--lora", "^lora: expected one argument: train adapters of this rank"),
-    (TrainConfig, "--compile true", "^'true' stands behind a switch, which has no value: give --NAME, or --no-NAME$"),
+    (TrainConfig, "--compile true", "^'true' stands behind a switch, which has no value: give "
+                                    "--NAME, or --no-NAME$"),
     (GenerateFlags, "--checkpoint x hi --max_tokens 5",
      r"^unknown flags --checkpoint, --max_tokens \(did you mean --max_new_tokens\?\); "
      "without a name, by their place: program checkpoint prompt$"),
-    (ProfileFlags, "--vram 24GB", "did you mean --memory_budget"), (ProfileFlags, "--seq_len 9", "--context_length"),
+    (ProfileFlags, "--vram 24GB", "did you mean --memory_budget"),
+    (ProfileFlags, "--seq_len 9", "--context_length"),
     (TrainConfig, "--optimizer_state 8bit", "did you mean compact"),
     (TrainConfig, "--attention_type sdpa", "did you mean full"),
 ])  # fmt: skip
@@ -206,7 +259,9 @@ def test_what_is_typed_elsewhere_is_answered_in_one_pass(kind, words, message):
 @pytest.mark.parametrize("word", ["--eval_data", "--test_data", "--samples", "--tokens_seen"])
 def test_a_name_that_is_only_a_little_alike_is_not_meant(word):
     """A test set is not to be trained on."""
-    with pytest.raises(UserError, match=f"^unknown flag {word}(; did you mean --validation_data\\?)?$"):
+    with pytest.raises(
+        UserError, match=f"^unknown flag {word}(; did you mean --validation_data\\?)?$"
+    ):
         given_flags(TrainConfig, [word], "train.py")
 
 
@@ -225,16 +280,21 @@ def test_a_flag_of_another_command_is_not_meant():
 def test_a_file_of_another_language_is_named(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(
-        UserError, match=f"--config .*{name}: it is YAML or JSON, and settings are TOML: for max_steps"
+        UserError,
+        match=f"--config .*{name}: it is YAML or JSON, and settings are TOML: for max_steps",
     ) as error:
         given_flags(TrainConfig, ["--config", str(tmp_path / name)], "train.py")
-    assert f"-m training.config {tmp_path / name} prints a config of another trainer as ours" in str(error.value)
+    assert (
+        f"-m training.config {tmp_path / name} prints a config of another trainer as ours"
+        in str(error.value)
+    )
 
 
 @pytest.mark.parametrize(("name", "text", "message"), [
     ("run.toml", "", "it has no settings; write some, such as max_steps = 20, or drop --config"),
     ("run.toml", "# max_steps = 20\n", "it has no settings"),
-    ("chats.jsonl", '{"messages": []}\n', "it is a file of rows, and settings are TOML; to train on it, give --data "),
+    ("chats.jsonl", '{"messages": []}\n', "it is a file of rows, and settings are TOML; to train "
+                                          "on it, give --data "),
     ("chats.csv", "prompt,completion\nA,B\n", "it is a file of rows, .*give --data "),
     ("chats.jsonl", "", "it is a file of rows"),
 ])  # fmt: skip
@@ -245,16 +305,25 @@ def test_a_config_that_says_nothing_is_refused(name, text, message, tmp_path):
 
 
 @pytest.mark.parametrize(("read", "words", "message"), [
-    (given_settings, "--data nosuch.jsonl", "data path nosuch.jsonl does not exist; give --data a file or a folder"),
-    (given_settings, "--data there --validation_data no", "data path no does not exist; give --validation_data a file"),
-    (given_settings, "--init_from There", "There does not exist; give a checkpoint's .*; did you mean there?"),
-    (read_profile_flags, "--init_from Qwen/Qwen3-0.6B", ".* does not exist; .*hf download Qwen/Qwen3-0.6B"),
-    (read_profile_flags, "--data a/b --context_length 9", ".*if it is a dataset of the .*, then --data DIR"),
+    (given_settings, "--data nosuch.jsonl", "data path nosuch.jsonl does not exist; give --data a "
+                                            "file or a folder"),
+    (given_settings, "--data there --validation_data no", "data path no does not exist; give "
+                                                          "--validation_data a file"),
+    (given_settings, "--init_from There", "There does not exist; give a checkpoint's .*; did you "
+                                          "mean there?"),
+    (read_profile_flags, "--init_from Qwen/Qwen3-0.6B", ".* does not exist; .*hf download "
+                                                        "Qwen/Qwen3-0.6B"),
+    (read_profile_flags, "--data a/b --context_length 9", ".*if it is a dataset of the .*, then "
+                                                          "--data DIR"),
     (read_generate_flags, "no", "no does not exist; give a checkpoint's step_ folder"),
-    (read_evaluation_flags, "no --data none", "no does not exist; give a checkpoint's step_ folder"),
-    (read_logprobs_flags, "there out --data there,none", "data path .*; several stand apart: --data there none"),
+    (read_evaluation_flags, "no --data none", "no does not exist; give a checkpoint's step_ "
+                                              "folder"),
+    (read_logprobs_flags, "there out --data there,none", "data path .*; several stand apart: "
+                                                         "--data there none"),
 ])  # fmt: skip
-def test_paths_that_lead_nowhere_are_refused_before_torch_is_imported(read, words, message, tmp_path, monkeypatch):
+def test_paths_that_lead_nowhere_are_refused_before_torch_is_imported(
+    read, words, message, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     (tmp_path / "there").mkdir()
@@ -270,10 +339,19 @@ def test_a_file_without_config_is_meant_for_it(name):
 
 
 def test_a_card_and_a_machine_do_not_stand_below_several_gpus():
-    titles = {each.name: title for title, members in grouped(ProfileFlags).items() for each in members}
-    assert [titles[name] for name in ("nproc", "gpu", "host_memory", "objective", "beta", "data")] == [
-        "several GPUs", "machine", "machine", "objective", "objective", "data",
-    ]  # fmt: skip
+    titles = {
+        each.name: title for title, members in grouped(ProfileFlags).items() for each in members
+    }
+    assert [
+        titles[name] for name in ("nproc", "gpu", "host_memory", "objective", "beta", "data")
+    ] == [
+        "several GPUs",
+        "machine",
+        "machine",
+        "objective",
+        "objective",
+        "data",
+    ]
 
 
 def test_a_field_declared_anew_keeps_its_title():
@@ -284,7 +362,8 @@ def test_a_field_declared_anew_keeps_its_title():
 
     titles = {title: [each.name for each in members] for title, members in grouped(Shout).items()}
     assert titles == {
-        "": ["name", "day", "times", "tone", "pauses"], "voice": ["file", "aloud", "softly"], "more": ["twice"],
+        "": ["name", "day", "times", "tone", "pauses"], "voice": ["file", "aloud", "softly"],
+        "more": ["twice"],
     }  # fmt: skip
     assert all(grouped(TrainConfig)) and len(grouped(TrainConfig)) > 5
 
@@ -293,12 +372,16 @@ def test_choices_without_torch_are_those_of_the_code():
     assert tuple(linear_maps()) == choices.LINEARS
     assert tuple(MODEL_SIZES) == choices.MODEL_SIZES and IMPLEMENTATIONS == choices.IMPLEMENTATIONS
     assert tuple(name for name in BACKENDS if name != "cpu") == choices.GPU_BACKENDS
-    assert tuple(name for name in KINDS if name in choices.ATTENTION_TYPES) == choices.ATTENTION_TYPES
+    assert (
+        tuple(name for name in KINDS if name in choices.ATTENTION_TYPES) == choices.ATTENTION_TYPES
+    )
 
 
 @pytest.mark.parametrize("words", [["train.py", "--help"], ["train.py", "--lr", "3"], ["training.generate", "--help"],
-                                   ["training.evaluation", "--help"], ["training.data", "prepare", "--help"],
-                                   ["training.plots", "--help"], ["profile_memory.py", "--help"]])  # fmt: skip
+                                   ["training.evaluation", "--help"],
+                                   ["training.data", "prepare", "--help"],
+                                   ["training.plots", "--help"],
+                                   ["profile_memory.py", "--help"]])  # fmt: skip
 def test_help_and_wrong_flags_are_answered_without_torch(words):
     script = (
         "import atexit, runpy, sys, time\n"
@@ -307,23 +390,33 @@ def test_help_and_wrong_flags_are_answered_without_torch(words):
         "sys.argv.pop(0)\n"
         "run(sys.argv[0], run_name='__main__')"
     )
-    ended = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True
+    )
     torch_is_there, seconds = ended.stdout.splitlines()[-1].split()
     if "--lr" in words:
-        assert (ended.returncode, ended.stderr) == (1, "error: unknown flag --lr; did you mean --learning_rate?\n")
+        assert (ended.returncode, ended.stderr) == (
+            1,
+            "error: unknown flag --lr; did you mean --learning_rate?\n",
+        )
     else:
         assert ended.returncode == 0 and ended.stdout.startswith("usage: ")
     assert torch_is_there == "False" and float(seconds) < 1
 
 
 @pytest.mark.parametrize(("word", "tokens"), [
-    ("128k", 131_072), ("128K", 131_072), ("131_072", 131_072), ("1M", 1_048_576), ("1m", 1_048_576), ("1.5k", 1536),
+    ("128k", 131_072), ("128K", 131_072), ("131_072", 131_072), ("1M", 1_048_576),
+    ("1m", 1_048_576), ("1.5k", 1536),
     ("0.5M", 524_288), ("32Ki", 32_768), ("100k", 102_400), ("512", 512), ("1024k", 1_048_576),
     ("131k", "'131k' is 134,144 tokens, as k is 1,024; did you mean 128k, which is 131,072?"),
-    ("262k", "did you mean 256k, which is 262,144?"), ("33k", "did you mean 32k"), ("65K", "did you mean 64k"),
-    ("1.05M", "did you mean 1024k, which is 1,048,576?"), ("1.3k", "no whole number of tokens, as k is 1,024"),
-    ("131,072", "not a whole number, such as 512; did you mean 131072?"), ("1e5", "did you mean 100000?"),
-    ("128kb", "'128kb' is not a whole number"), ("1T", "not a whole number"), ("0k", "must be between 2 and"),
+    ("262k", "did you mean 256k, which is 262,144?"), ("33k", "did you mean 32k"),
+    ("65K", "did you mean 64k"),
+    ("1.05M", "did you mean 1024k, which is 1,048,576?"),
+    ("1.3k", "no whole number of tokens, as k is 1,024"),
+    ("131,072", "not a whole number, such as 512; did you mean 131072?"),
+    ("1e5", "did you mean 100000?"),
+    ("128kb", "'128kb' is not a whole number"), ("1T", "not a whole number"),
+    ("0k", "must be between 2 and"),
     ("1000M", "must be between 2 and"),
 ])  # fmt: skip
 def test_numbers_of_tokens_may_end_with_k_or_m(word, tokens, tmp_path):
@@ -336,12 +429,19 @@ def test_numbers_of_tokens_may_end_with_k_or_m(word, tokens, tmp_path):
 
 
 def test_each_number_of_tokens_may_end_with_k():
-    counts = {(name, each.name) for name, kind in COMMANDS.items() for each in fields(kind) if each.metadata["tokens"]}
+    counts = {
+        (name, each.name)
+        for name, kind in COMMANDS.items()
+        for each in fields(kind)
+        if each.metadata["tokens"]
+    }
     of_models = {(name, "dense_below") for name in ("generate", "evaluation", "logprobs")}
     assert {(name.removeprefix("training."), each) for name, each in counts} == of_models | {
         ("train.py", "context_length"), ("train.py", "dense_below"), ("train.py", "sample_tokens"),
-        ("profile_memory.py", "context_length"), ("profile_memory.py", "dense_below"), ("generate", "max_new_tokens"),
-        ("evaluation", "context_length"), ("evaluation", "short_context"), ("evaluation", "lengths"),
+        ("profile_memory.py", "context_length"), ("profile_memory.py", "dense_below"),
+        ("generate", "max_new_tokens"),
+        ("evaluation", "context_length"), ("evaluation", "short_context"),
+        ("evaluation", "lengths"),
         ("logprobs", "context_length"),
     }  # fmt: skip
     assert given_flags(EvaluationFlags, ["x", "--lengths", "4k", "9"], "")["lengths"] == [4096, 9]
@@ -351,15 +451,18 @@ def test_each_number_of_tokens_may_end_with_k():
     ("--warmup_steps 0.1", "10% of 300 steps are 30; give warmup_steps 30$"),
     ("--warmup_steps 3% --max_steps 1000", "3% of 1000 steps are 30; give warmup_steps 30$"),
     ("--max_steps 5 --warmup_steps 0.01", "1% of 5 steps are 1; give warmup_steps 1$"),
-    ("--warmup_steps 0.1 --epochs 3", "how many steps the run has, its data or its checkpoint settle"),
-    ("--warmup_steps 0.1 --resume", "how many steps the run has, its data or its checkpoint settle"),
+    ("--warmup_steps 0.1 --epochs 3", "how many steps the run has, its data or its checkpoint "
+                                      "settle"),
+    ("--warmup_steps 0.1 --resume", "how many steps the run has, its data or its checkpoint "
+                                    "settle"),
     ("--warmup_steps 2.5", "'2.5' is not a whole number, such as 512$"),
     ("--max_steps 0.5", "'0.5' is not a whole number, such as 512$"),
     ("--max_steps 10k", "'10k' is not a whole number, such as 512; did you mean 10000"),
     ("--validation_fraction 5%", "'5%' is not a number, such as 0.5; did you mean 0.05"),
     ("--device gpu", "did you mean cuda"), ("--packing bfd", "did you mean best_fit"),
     ("--overlong delete", "did you mean drop"), ("--objective sigmoid", "did you mean dpo"),
-    ("--optimizer_state adamw_8bit", "did you mean compact"), ("--model_size Qwen/Qwen3-4B", "did you mean 4B"),
+    ("--optimizer_state adamw_8bit", "did you mean compact"),
+    ("--model_size Qwen/Qwen3-4B", "did you mean 4B"),
 ])  # fmt: skip
 def test_a_value_of_another_form_is_told_the_one_that_is_meant(words, message):
     with pytest.raises(UserError, match=message):
@@ -388,7 +491,8 @@ def test_a_file_gives_way_to_flags(tmp_path):
     ([], "name is missing: whom to greet"),
     (["Ada", "--time", "2"], "unknown flag --time; did you mean --times?"),
     (["Ada", "--name", "Ada"], "unknown flag --name"),
-    (["Ada", "Monday", "noon"], "'noon' has no flag before it; give python -m greet name day [--flag value ...]"),
+    (["Ada", "Monday", "noon"], "'noon' has no flag before it; give python -m greet name day "
+                                "[--flag value ...]"),
     (["Ada", "--times", "0"], "times must be between 1 and 9, got 0"),
     (["Ada", "--times", "2.5"], "times: '2.5' is not a whole number, such as 512"),
     (["Ada", "--tone", "cold"], "tone: 'cold' is not one of plain, warm"),
@@ -396,7 +500,8 @@ def test_a_file_gives_way_to_flags(tmp_path):
     (["Ada", "--pauses", "1", "nan"], "pauses must be between 0 and 60, got nan"),
     (["Ada", "--pauses"], "pauses: expected at least one argument"),
     ([""], "name is an empty string or has a NUL; give a value, or drop it"),
-    (["Ada", "--aloud", "--file", ""], "file is an empty string or has a NUL; give a value, or drop it"),
+    (["Ada", "--aloud", "--file", ""], "file is an empty string or has a NUL; give a value, or "
+                                       "drop it"),
     (["Ada", "--config", ""], "config is an empty string or has a NUL; give a value, or drop it"),
     (["Ada", "--pauses", "0", "--tone"], "pauses has no effect with tone warm; drop one"),
     (["Ada", "--times", "6", "--tone"], "6 times in tone warm is too often; drop one"),
@@ -424,13 +529,17 @@ def test_flags_that_are_refused(argv, message):
 ])  # fmt: skip
 def test_files_that_are_refused(text, message, tmp_path):
     (tmp_path / "greeting.toml").write_text(text)
-    with pytest.raises(UserError, match=message if "between" in message else f"greeting.toml: {message}"):
+    with pytest.raises(
+        UserError, match=message if "between" in message else f"greeting.toml: {message}"
+    ):
         read("Ada", "--config", str(tmp_path / "greeting.toml"))
 
 
 COMMANDS = {
-    "train.py": TrainConfig, "profile_memory.py": ProfileFlags, "training.evaluation": EvaluationFlags,
-    "training.generate": GenerateFlags, "training.logprobs": LogProbsFlags, "training.plots": PlotsFlags,
+    "train.py": TrainConfig, "profile_memory.py": ProfileFlags,
+    "training.evaluation": EvaluationFlags,
+    "training.generate": GenerateFlags, "training.logprobs": LogProbsFlags,
+    "training.plots": PlotsFlags,
     "training.data prepare": PrepareFlags, "training.data verify": VerifyFlags,
     "training.export": ExportFlags, "training.config": ConfigFlags,
 }  # fmt: skip
@@ -448,7 +557,16 @@ def words_with(kind, name, value):
 
 @pytest.mark.parametrize("kind", COMMANDS.values(), ids=COMMANDS)
 def test_no_flag_of_any_command_takes_an_empty_word_or_a_number_without_bounds(kind):
-    huge = ["9" * 400, "-" + "9" * 400, "9" * 5000, "9" * 400 + ".5", "1e400", "-1e400", "inf", "nan"]
+    huge = [
+        "9" * 400,
+        "-" + "9" * 400,
+        "9" * 5000,
+        "9" * 400 + ".5",
+        "1e400",
+        "-1e400",
+        "inf",
+        "nan",
+    ]
     for each in fields(kind):
         for value in ["", "\0", "a\0b", *(huge if re.search("int|float", str(each.type)) else [])]:
             with pytest.raises(UserError) as refused:
@@ -456,8 +574,8 @@ def test_no_flag_of_any_command_takes_an_empty_word_or_a_number_without_bounds(k
             assert each.name in str(refused.value) and "\n" not in str(refused.value)
 
 
-# Flags that always have an effect, and flags whose effect depends on more than flags: the machine, the model or the
-# data. A new flag stands here, or in a row of its command's table `rules`.
+# Flags that always have an effect, and flags whose effect depends on more than flags: the machine,
+# the model or the data. A new flag stands here, or in a row of its command's table `rules`.
 ALWAYS = {
     "train.py": """model_size context_length batch_size gradient_accumulation_steps attention_backend linear
         device kernels data tokenizer show_batch epochs learning_rate warmup_steps weight_decay max_grad_norm
@@ -476,7 +594,8 @@ ALWAYS = {
     "training.export": "source target dtype rope_scaling merge",
 }
 ONE_STEP = (
-    "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --picture x --data x "
+    "--context_length 9 --no-gradient_checkpointing --num_layers 1 --stages --timeline x --picture "
+    "x --data x "
     "--rope_scaling x"
 )
 OF_ATTENTION = "attention_type selected_blocks dense_below"  # refused by kinds_of
@@ -492,13 +611,23 @@ ELSEWHERE = {
 
 
 OF_STEP = [
-    ("--init_from x --lora 4 --tensor_parallel_size 2", "lora with tensor_parallel_size is not supported: ranks have "),
+    (
+        "--init_from x --lora 4 --tensor_parallel_size 2",
+        "lora with tensor_parallel_size is not supported: ranks have ",
+    ),
     ("--init_from x --lora 4 --freeze_routers", "freeze_routers"),
-    ("--init_from x --lora 4 --optimizer_state compact", "optimizer_state compact has no effect with lora, whose "),
+    (
+        "--init_from x --lora 4 --optimizer_state compact",
+        "optimizer_state compact has no effect with lora, whose ",
+    ),
     ("--rope_scaling yarn:4", "rope_scaling"),
-    ("--init_from x --lora 4 --rope_scaling yarn:4", "rope_scaling yarn:4 with lora: peft would compute without "),
+    (
+        "--init_from x --lora 4 --rope_scaling yarn:4",
+        "rope_scaling yarn:4 with lora: peft would compute without ",
+    ),
 ]
-# A command line for each row of `rules`, and the flags that have no effect there, or the beginning of the message.
+# A command line for each row of `rules`, and the flags that have no effect there, or the beginning
+# of the message.
 REFUSED = {
     "train.py": [
         *OF_STEP,
@@ -507,12 +636,18 @@ REFUSED = {
             "--lora 4 --lora_alpha 8 --lora_targets q_proj --lora_bits 4 --lora_plus 4",
             "lora lora_alpha lora_targets lora_bits lora_plus",
         ),
-        ("--save none --checkpoint_interval 5 --keep_checkpoints 5", "checkpoint_interval keep_checkpoints"),
+        (
+            "--save none --checkpoint_interval 5 --keep_checkpoints 5",
+            "checkpoint_interval keep_checkpoints",
+        ),
         (
             "--suffixes .rs --columns text=a --bad_rows drop --chat_reasoning keep",
             "suffixes columns bad_rows chat_reasoning",
         ),
-        ("--memory_budget auto --gradient_checkpointing --compile", "gradient_checkpointing compile"),
+        (
+            "--memory_budget auto --gradient_checkpointing --compile",
+            "gradient_checkpointing compile",
+        ),
         ("--host_budget 1GB --gradient_checkpointing", "host_budget"),
         ("--host_budget 1GB --compile", "host_budget"),
         ("--packing concatenate --overlong drop", "overlong"),
@@ -523,19 +658,34 @@ REFUSED = {
         ),
         ("--max_steps 300 --epochs 3", "max_steps"),
         ("--max_steps 20 --final_learning_rate_ratio 0.1", "final_learning_rate_ratio"),
-        ("--resume auto --save model", "a run that goes on with resume auto needs checkpoints of save full; drop one"),
-        ("--selected_blocks_start 64 --compile", "selected_blocks_start with compile would compile blocks anew eight "),
-        ("--init_from x --lora 4 --lora_bits 8 --compile", "lora_bits 8 with compile is not supported: weights come"),
+        (
+            "--resume auto --save model",
+            "a run that goes on with resume auto needs checkpoints of save full; drop one",
+        ),
+        (
+            "--selected_blocks_start 64 --compile",
+            "selected_blocks_start with compile would compile blocks anew eight ",
+        ),
+        (
+            "--init_from x --lora 4 --lora_bits 8 --compile",
+            "lora_bits 8 with compile is not supported: weights come",
+        ),
         ("--objective dpo", "objective"),
         ("--beta 0.1", "beta"),
         ("--objective ipo --label_smoothing 0.1", "label_smoothing"),
         ("--objective orpo --nll_weight 1", "nll_weight"),
-        ("--objective dpo --desirable_weight 2 --undesirable_weight 2", "desirable_weight undesirable_weight"),
+        (
+            "--objective dpo --desirable_weight 2 --undesirable_weight 2",
+            "desirable_weight undesirable_weight",
+        ),
         ("--objective dpo --margin 1", "margin"),
         ("--objective cispo --clip_low 0.1", "clip_low"),
         ("--objective dpo --clip_high 0.1", "clip_high"),
         ("--objective dpo --teacher_logprobs x", "teacher_logprobs"),
-        ("--objective distill --data x", "objective distill needs a teacher's log-probabilities: make them by "),
+        (
+            "--objective distill --data x",
+            "objective distill needs a teacher's log-probabilities: make them by ",
+        ),
         (
             "--objective distill --data x --teacher_logprobs x --tensor_parallel_size 2",
             "objective distill with tensor_parallel_size is not supported",
@@ -551,8 +701,14 @@ REFUSED = {
             "--init_from x --lora_alpha 8 --lora_targets q_proj --lora_bits 8 --lora_plus 4",
             "lora_alpha lora_targets lora_bits lora_plus",
         ),
-        ("--objective dpo --data x", "objective dpo needs log-probabilities of a reference: make them by "),
-        ("--selected_blocks_start 64 --selected_blocks_steps 9", "selected_blocks_start selected_blocks_steps"),
+        (
+            "--objective dpo --data x",
+            "objective dpo needs log-probabilities of a reference: make them by ",
+        ),
+        (
+            "--selected_blocks_start 64 --selected_blocks_steps 9",
+            "selected_blocks_start selected_blocks_steps",
+        ),
         ("--attention_type sparse --selected_blocks_steps 9", "selected_blocks_steps"),
         ("--attention_type sparse --selected_blocks_start 9", "selected_blocks_start"),
     ],
@@ -571,28 +727,40 @@ REFUSED = {
         ),
         ("--gpu H100 --device cuda", "device"),
         (
-            "--tokenizer x --chat_template x --suffixes .rs --columns text=a --bad_rows drop --overlong drop",
+            "--tokenizer x --chat_template x --suffixes .rs --columns text=a --bad_rows drop "
+            "--overlong drop",
             "tokenizer chat_template suffixes columns bad_rows overlong",
         ),
         ("--beta 0.1", "beta"),
         ("--measure", "measure"),
         ("--lora_targets q_proj --lora_bits 8", "lora_targets lora_bits"),
-        ("--lora 4 --lora_bits 8 --compare", "--compare keeps blocks whole, which lora_bits 8 cannot; drop one"),
-        ("--lora 4 --lora_bits 4 --no-gradient_checkpointing", "--no-gradient_checkpointing keeps blocks whole, which"),
+        (
+            "--lora 4 --lora_bits 8 --compare",
+            "--compare keeps blocks whole, which lora_bits 8 cannot; drop one",
+        ),
+        (
+            "--lora 4 --lora_bits 4 --no-gradient_checkpointing",
+            "--no-gradient_checkpointing keeps blocks whole, which",
+        ),
     ],
     "training.plots": [("x --out y.png", "out")],
     "training.evaluation": [
         (
-            "x --objective simpo --data x --sequences 3 --samples 3 --suffixes .x --short_context 9 --margin 3 "
+            "x --objective simpo --data x --sequences 3 --samples 3 --suffixes .x --short_context "
+            "9 --margin 3 "
             "--ceiling 3 --evaluator x --lengths 9 --seed 1 --beside x",
             "sequences samples suffixes short_context margin ceiling evaluator lengths seed beside",
         ),
         ("x --beta 1", "beta"),
         ("x --objective orpo --data x --reference_logprobs x", "reference_logprobs"),
         ("x --objective orpo", "objective orpo needs data"),
-        ("x --objective kto --data x", "objective kto needs log-probabilities of a reference: make them by "),
         (
-            "x --sequences 0 --data x --suffixes .x --columns text=a --bad_rows drop --short_context 9 --margin 2 "
+            "x --objective kto --data x",
+            "objective kto needs log-probabilities of a reference: make them by ",
+        ),
+        (
+            "x --sequences 0 --data x --suffixes .x --columns text=a --bad_rows drop "
+            "--short_context 9 --margin 2 "
             "--ceiling 2 --evaluator x",
             "data suffixes columns bad_rows short_context margin ceiling evaluator",
         ),
@@ -612,16 +780,23 @@ REFUSED = {
 def test_every_flag_without_effect_is_known_and_every_rule_refuses(command):
     kind = COMMANDS[command]
     rules = getattr(kind, "rules", ())
-    in_rows, elsewhere = {name for rule in rules for name in rule.idle.split()}, ELSEWHERE.get(command, "").split()
+    in_rows, elsewhere = (
+        {name for rule in rules for name in rule.idle.split()},
+        ELSEWHERE.get(command, "").split(),
+    )
     known = {*in_rows, *elsewhere, *ALWAYS[command].split()}
-    assert known == {each.name for each in fields(kind)} and not in_rows & {*ALWAYS[command].split()}
+    assert known == {each.name for each in fields(kind)} and not in_rows & {
+        *ALWAYS[command].split()
+    }
     for rule, (words, expected) in zip(rules, REFUSED.get(command, []), strict=True):
         given = given_flags(kind, words.split(), command)
         assert rule.idle in ("", expected)
         for name in rule.idle.split():
             with pytest.raises(UserError, match=f"^{name} has no effect "):
                 refuse(kind(**given), [name], [rule])
-        with pytest.raises(UserError, match="has no effect " if rule.idle else f"^{re.escape(expected)}"):
+        with pytest.raises(
+            UserError, match="has no effect " if rule.idle else f"^{re.escape(expected)}"
+        ):
             if kind is TrainConfig:
                 train.check_config(kind(**given), given, rules)
             else:
@@ -631,14 +806,18 @@ def test_every_flag_without_effect_is_known_and_every_rule_refuses(command):
 @pytest.mark.parametrize(
     "words",
     [
-        "--validation_interval 7 --max_steps 21 --final_learning_rate_ratio 0.2 --packing best_fit --overlong drop",
-        "--resume --warmup_steps 400 --final_learning_rate_ratio 0.2",  # the run before says how many steps there are
-        "--init_from x --rope_scaling yarn:4 --resume auto --keep_checkpoints 3 --checkpoint_interval 5",
+        "--validation_interval 7 --max_steps 21 --final_learning_rate_ratio 0.2 --packing best_fit "
+        "--overlong drop",
+        # the run before says how many steps there are
+        "--resume --warmup_steps 400 --final_learning_rate_ratio 0.2",
+        "--init_from x --rope_scaling yarn:4 --resume auto --keep_checkpoints 3 "
+        "--checkpoint_interval 5",
         "--gradient_checkpointing --compile --no-show_batch",
         "--validation_data x --suffixes .rs --epochs 0.5",
         "--init_from x --lora 4 --lora_alpha 8 --lora_targets q_proj --lora_bits 4 --lora_plus 4",
         "--resume --lora_plus 4",
-        "--memory_budget auto --host_budget 8GB --no-gradient_checkpointing --no-compile --overlong split",
+        "--memory_budget auto --host_budget 8GB --no-gradient_checkpointing --no-compile "
+        "--overlong split",
     ],
 )
 def test_flags_with_an_effect_are_taken(words):
@@ -649,18 +828,24 @@ def test_flags_with_an_effect_are_taken(words):
 def test_a_huge_file_of_settings_takes_no_memory(tmp_path):
     with (tmp_path / "run.toml").open("wb") as file:
         file.truncate(3 * 2**30)  # the disk stores nothing of it
-    with pytest.raises(UserError, match=r"run\.toml: it has 3221225472 bytes, at most 1048576 are read"):
+    with pytest.raises(
+        UserError, match=r"run\.toml: it has 3221225472 bytes, at most 1048576 are read"
+    ):
         read_flags(TrainConfig, ["--config", str(tmp_path / "run.toml")], "train.py")
 
 
 def test_a_setting_of_the_run_before_may_have_no_effect():
-    config = TrainConfig(resume="yes", validation_sequences=0, validation_interval=7, max_steps=9, warmup_steps=20)
+    config = TrainConfig(
+        resume="yes", validation_sequences=0, validation_interval=7, max_steps=9, warmup_steps=20
+    )
     train.check_config(config, ["resume", "validation_sequences", "max_steps"])
 
 
 def test_a_program_of_several_commands(capsys):
     commands = {"greet": Greeting, "part": Farewell}
-    assert read_command(commands, ["part", "--names", "Ada", "Bob"], "python -m say") == Farewell(["Ada", "Bob"])
+    assert read_command(commands, ["part", "--names", "Ada", "Bob"], "python -m say") == Farewell(
+        ["Ada", "Bob"]
+    )
     for argv, message in (
         (["shout"], "invalid choice: 'shout'"),
         (["part"], "names is missing: to whom"),
@@ -670,7 +855,15 @@ def test_a_program_of_several_commands(capsys):
             read_command(commands, argv, "python -m say")
     for argv, words in (
         (["--help"], ["greet", "Say goodbye."]),
-        (["greet", "--help"], ["python -m say greet", "--times INT", "how often, 100% sure; default: 1", "--no-aloud"]),
+        (
+            ["greet", "--help"],
+            [
+                "python -m say greet",
+                "--times INT",
+                "how often, 100% sure; default: 1",
+                "--no-aloud",
+            ],
+        ),
     ):
         with pytest.raises(SystemExit) as exit:
             read_command(commands, argv, "python -m say")

@@ -1,10 +1,13 @@
-"""Carries what a run does not train from the folder that it starts from into its checkpoints and exports.
+"""Carries what a run does not train from the folder that it starts from into its checkpoints and
+exports.
 
-The files of a model of text and images hold a text model and others: a vision tower, a projector, heads that predict
-several tokens. A run trains the text model. What it writes is the whole model: the other tensors keep their names,
-dtypes and bytes, the text model's tensors keep their prefix, and its settings stay in `text_config` of config.json.
+The files of a model of text and images hold a text model and others: a vision tower, a projector,
+heads that predict several tokens. A run trains the text model. What it writes is the whole model:
+the other tensors keep their names, dtypes and bytes, the text model's tensors keep their prefix,
+and its settings stay in `text_config` of config.json.
 
-The other tensors are never in memory of their own: they are mapped from the file, which a deletion does not take away.
+The other tensors are never in memory of their own: they are mapped from the file, which a deletion
+does not take away.
 """
 
 import logging
@@ -45,8 +48,13 @@ from training.host.files import read_json, without_places
 logger = logging.getLogger(__name__)
 EMBEDDING = "embed_tokens.weight"
 MTP = "mtp.", "model.mtp."  # before the names of layers that predict further tokens
-# Settings by which vLLM attends otherwise than transformers and this decoder do. They hold lengths of the context.
-ATTENTION_OF_VLLM = "dual_chunk_attention_config", "interleaved_sliding_window", "sparse_attention_config"
+# Settings by which vLLM attends otherwise than transformers and this decoder do. They hold lengths
+# of the context.
+ATTENTION_OF_VLLM = (
+    "dual_chunk_attention_config",
+    "interleaved_sliding_window",
+    "sparse_attention_config",
+)
 
 
 @dataclass(frozen=True)
@@ -55,17 +63,26 @@ class Carried:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by name in the file
     prefix: str = PREFIX  # before the text model's names in files
-    config: dict = field(default_factory=dict)  # config.json of the whole model; empty: it is the text model's
-    settings: dict = field(default_factory=dict)  # the text model's settings that this decoder does not read
-    joins_experts: bool = False  # whether files have one tensor for all experts of a layer, not one for each
-    places: dict[str, tuple[IO[bytes], Entry]] = field(default_factory=dict)  # each tensor's open file, and place in it
+    config: dict = field(
+        default_factory=dict
+    )  # config.json of the whole model; empty: it is the text model's
+    settings: dict = field(
+        default_factory=dict
+    )  # the text model's settings that this decoder does not read
+    joins_experts: bool = (
+        False  # whether files have one tensor for all experts of a layer, not one for each
+    )
+    places: dict[str, tuple[IO[bytes], Entry]] = field(
+        default_factory=dict
+    )  # each tensor's open file, and place in it
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def read(self, piece: Piece) -> Tensor:
-        """Returns a piece of a tensor as its file has it now. Raises UserError or OSError if that cannot be read.
+        """Returns a piece of a tensor as its file has it now. Raises UserError or OSError if that
+        cannot be read.
 
         A mapped file that was cut short in the meantime would end the process by SIGBUS.
         """
@@ -75,31 +92,44 @@ class Carried:
         return content
 
     def in_files(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns the tensors that files have of a parameter, in the order of its elements, with their shapes."""
+        """Returns the tensors that files have of a parameter, in the order of its elements, with
+        their shapes."""
         found = {} if self.joins_experts else by_expert(name, shape)
-        return {name_in_file(each, self.prefix): size for each, size in (found or {name: shape}).items()}
+        return {
+            name_in_file(each, self.prefix): size for each, size in (found or {name: shape}).items()
+        }
 
     def beside_adapters(self) -> "Carried":
-        """The same for adapters, whose base keeps its tensors. peft has names of transformers' modules."""
-        return replace(self, tensors={}, places={}, prefix=WRAPPED_PREFIX if self.config else PREFIX)
+        """The same for adapters, whose base keeps its tensors. peft has names of transformers'
+        modules."""
+        return replace(
+            self, tensors={}, places={}, prefix=WRAPPED_PREFIX if self.config else PREFIX
+        )
 
     def extended(self) -> "Carried":
-        """Returns the same for a model whose context was extended, without settings made for the earlier context."""
+        """Returns the same for a model whose context was extended, without settings made for the
+        earlier context."""
         settings = _without(self.settings, ATTENTION_OF_VLLM)
         for name in self.settings.keys() - settings.keys():
             logger.warning("config.json: %s was made for the context before: left out", name)
         return replace(self, settings=settings)
 
     def config_json(self, model_config: dict, settings: dict, dtype: torch.dtype) -> dict:
-        """Returns config.json with `settings`; the source's `text_config` stays if `model_config` says the same."""
+        """Returns config.json with `settings`; the source's `text_config` stays if `model_config`
+        says the same."""
         content = {**self.settings, **model_config}
         if self.config:
             text, known = self.config["text_config"], generation_settings(self.config)
             settings = {name: value for name, value in settings.items() if known.get(name) != value}
             if to_config_json(from_config_json(self.config)) != model_config:
                 kept = {name: text[name] for name in text if name not in ROTARY_SETTINGS}
-                text = kept | {name: model_config[name] for name in model_config if name not in TOKEN_IDS}
-            content = {**self.config, "text_config": _in_dtype(text, dtype) if {*DTYPE_SETTINGS} & {*text} else text}
+                text = kept | {
+                    name: model_config[name] for name in model_config if name not in TOKEN_IDS
+                }
+            content = {
+                **self.config,
+                "text_config": _in_dtype(text, dtype) if {*DTYPE_SETTINGS} & {*text} else text,
+            }
         return _in_dtype({**content, **settings}, dtype)
 
 
@@ -107,7 +137,8 @@ NOTHING = Carried()
 
 
 def read_carried(folder: Path) -> Carried:
-    """Returns what a folder of whole weights holds beside a text model. Reads headers and config.json."""
+    """Returns what a folder of whole weights holds beside a text model. Reads headers and
+    config.json."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, tuple[IO[bytes], Entry]] = {}
     prefix, joins_experts = PREFIX, False
@@ -118,21 +149,28 @@ def read_carried(folder: Path) -> Carried:
             opened, content = file.open("rb", buffering=0), np.memmap(file, mode="r")
             places |= {name: (opened, entry) for name, entry in others.items()}
             tensors |= {name: _view(content, entry) for name, entry in others.items()}
-        prefix = next((key.removesuffix(EMBEDDING) for key in entries if name_of(key) == EMBEDDING), prefix)
+        prefix = next(
+            (key.removesuffix(EMBEDDING) for key in entries if name_of(key) == EMBEDDING), prefix
+        )
         joins_experts |= any(map(EXPERTS.fullmatch, entries.keys() - others.keys()))
     config = without_places(read_json(folder / "config.json"))
     text = config["text_config"] if is_wrapper(config) else config
     if not any(name.startswith(MTP) for name in tensors) and _has_mtp(config):
         text[MTP_LAYERS] = 0
     if "auto_map" in config:
-        logger.info("auto_map of %s, which names code in files of that folder, is left out", folder / "config.json")
+        logger.info(
+            "auto_map of %s, which names code in files of that folder, is left out",
+            folder / "config.json",
+        )
     if is_wrapper(config):
         config["text_config"] = _without(text, LOCAL_SETTINGS)
         return Carried(tensors, prefix, _without(config, LOCAL_SETTINGS), {}, joins_experts, places)
     settings = unread_settings(config)
     for name in settings.keys() & {*ATTENTION_OF_VLLM}:
         logger.warning(
-            "%s of %s goes along and is not computed here, nor by transformers: vLLM attends by it", name, folder
+            "%s of %s goes along and is not computed here, nor by transformers: vLLM attends by it",
+            name,
+            folder,
         )
     return Carried(tensors, PREFIX, {}, settings, joins_experts, places)
 
@@ -150,7 +188,9 @@ def _without(content: dict, names: Collection[str]) -> dict:
 def _view(content: np.memmap, entry: Entry) -> Tensor:
     """Returns a tensor's elements in a mapped file, wherever they start."""
     size = math.prod(entry.shape) * entry.dtype.itemsize
-    with warnings.catch_warnings(action="ignore"):  # PyTorch has no tensors that are read-only; nobody writes to it
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # PyTorch has no tensors that are read-only; nobody writes to it
         elements = torch.from_numpy(content[entry.start : entry.start + size])
     return elements.view(entry.dtype).view(entry.shape)
 

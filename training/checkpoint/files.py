@@ -1,15 +1,19 @@
-"""A run's checkpoints on disk: complete or absent, checked byte for byte, and readable by Hugging Face tools.
+"""A run's checkpoints on disk: complete or absent, checked byte for byte, and readable by Hugging
+Face tools.
 
 output_dir/step_00000100/
-    model.safetensors, config.json   the weights under Hugging Face's names; of a run with adapters alone
-                                     adapter_model.safetensors and adapter_config.json, as peft has them
-    optimizer.safetensors            the optimizer's state, by any number of ranks for any other number
-    trainer.json                     step and the trainer's state
+    model.safetensors, config.json   the weights under Hugging Face's names; of a run with adapters
+    alone
+                                     adapter_model.safetensors and adapter_config.json, as peft has
+                                     them
+    optimizer.safetensors            the optimizer's state, by any number of ranks for any other
+    number trainer.json                     step and the trainer's state
     rng_0.json, rng_1.json, ...      random generators, a file for each rank
     manifest.json                    sizes and checksums of all files above, written last
 
-`saver.Saver` writes a checkpoint under a dotted name, flushes it to disk and renames it: a killed save leaves nothing
-that looks like a checkpoint. Nothing in it is a pickle, so reading it runs no code.
+`saver.Saver` writes a checkpoint under a dotted name, flushes it to disk and renames it: a killed
+save leaves nothing that looks like a checkpoint. Nothing in it is a pickle, so reading it runs no
+code.
 """
 
 import contextlib
@@ -41,56 +45,71 @@ SPARE_BYTES = 64 * 2**20  # room for everything in a checkpoint but tensors
 
 
 def check_is_for_a_run(output_dir: Path) -> None:
-    """Refuse a folder of weights, of a checkpoint, or of another program: a run would replace its config.json."""
-    content = {"output_dir": ""}  # stands for a config.json that is missing, or that a kill cut short
+    """Refuse a folder of weights, of a checkpoint, or of another program: a run would replace its
+    config.json."""
+    content = {
+        "output_dir": ""
+    }  # stands for a config.json that is missing, or that a kill cut short
     with contextlib.suppress(UserError):
         content = read_json(output_dir / "config.json")
-    holds_weights = any(output_dir.glob("*.safetensors")) or step_of(output_dir.absolute()) is not None
+    holds_weights = (
+        any(output_dir.glob("*.safetensors")) or step_of(output_dir.absolute()) is not None
+    )
     if holds_weights or not ("output_dir" in content or checkpoints(output_dir)):
         raise UserError(
-            f"output_dir {output_dir} holds weights, or a config.json that is not of a run; give another folder, as "
+            f"output_dir {output_dir} holds weights, or a config.json that is not of a run; give "
+            "another folder, as "
             "runs/default"
         )
 
 
 def check_is_shared(output_dir: Path) -> None:
-    """Refuse a folder that is another one on another rank, as on machines with their own disks. All ranks call this."""
+    """Refuse a folder that is another one on another rank, as on machines with their own disks. All
+    ranks call this."""
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return
-    made = Path(tempfile.mkdtemp(".tmp", ".step_", output_dir)) if rank == 0 else None  # a leftover, if it stays
+    made = (
+        Path(tempfile.mkdtemp(".tmp", ".step_", output_dir)) if rank == 0 else None
+    )  # a leftover, if it stays
     [name, *_] = all_gather(made and made.name)
     sees = all_gather((output_dir / name).is_dir())
     if made:
         made.rmdir()
     if not all(sees):
         raise UserError(
-            f"output_dir {output_dir} of rank {sees.index(False)} is not the folder that rank 0 writes to; give one "
+            f"output_dir {output_dir} of rank {sees.index(False)} is not the folder that rank 0 "
+            "writes to; give one "
             "that all machines see, by its absolute path"
         )
 
 
 def step_of(path: Path) -> int | None:
-    """The step in the name of a checkpoint's folder; None for other names, such as step_00000020_best."""
+    """The step in the name of a checkpoint's folder; None for other names, such as
+    step_00000020_best."""
     match = re.fullmatch(r"step_([0-9]{8,})", path.name)
     return int(match[1]) if match else None
 
 
 def checkpoints(output_dir: Path, up_to: float = math.inf) -> list[Path]:
-    """Folders with names of checkpoints, by step. A run gives its own step as `up_to`: later ones are not its own."""
+    """Folders with names of checkpoints, by step. A run gives its own step as `up_to`: later ones
+    are not its own."""
     found = output_dir.iterdir() if output_dir.is_dir() else ()
     steps = {path: step for path in found if (step := step_of(path)) is not None and step <= up_to}
     return sorted(steps, key=steps.__getitem__)
 
 
 def latest_checkpoint(output_dir: Path, passed_over: dict[Path, str]) -> Path | None:
-    """The newest checkpoint without visible damage, or None; `passed_over` says why others are not looked at."""
+    """The newest checkpoint without visible damage, or None; `passed_over` says why others are not
+    looked at."""
     for path in reversed(checkpoints(output_dir)):
         if path not in passed_over:
             try:
                 check_files(path)
                 if (step := read_json(path / "trainer.json").get("step")) != step_of(path):
-                    raise UserError(f"it is a copy, under another name, of a checkpoint of step {step}")
+                    raise UserError(
+                        f"it is a copy, under another name, of a checkpoint of step {step}"
+                    )
                 return path
             except UserError as error:
                 passed_over[path] = str(error)
@@ -98,21 +117,29 @@ def latest_checkpoint(output_dir: Path, passed_over: dict[Path, str]) -> Path | 
 
 
 def load_trainer_state(path: str | Path) -> dict:
-    """The trainer_state that was saved, and "step". Raises UserError for a damaged or edited trainer.json."""
+    """The trainer_state that was saved, and "step". Raises UserError for a damaged or edited
+    trainer.json."""
     file = Path(path, "trainer.json")
     trainer = read_json(file)
     check_beside(file.parent, ["trainer.json"])
     state = trainer.get("trainer_state")
-    if not isinstance(state, dict) or not all(isinstance(state.get(name, {}), dict) for name in ("settings", "loader")):
-        raise UserError(f"{file} is damaged: it has no trainer_state, or one without settings or loader")
+    if not isinstance(state, dict) or not all(
+        isinstance(state.get(name, {}), dict) for name in ("settings", "loader")
+    ):
+        raise UserError(
+            f"{file} is damaged: it has no trainer_state, or one without settings or loader"
+        )
     return {"step": trainer.get("step"), **state}
 
 
 def tokenizer_of(folder: Path) -> str:
-    """Path of the folder's tokenizer.json, or of its base's; or "bytes" of a run on bytes or a model of 256 ids."""
+    """Path of the folder's tokenizer.json, or of its base's; or "bytes" of a run on bytes or a
+    model of 256 ids."""
     if (folder / "tokenizer.json").is_file():
         return str(folder / "tokenizer.json")
-    if (folder / "trainer.json").is_file() and load_trainer_state(folder).get("tokenizer") == "bytes":
+    if (folder / "trainer.json").is_file() and load_trainer_state(folder).get(
+        "tokenizer"
+    ) == "bytes":
         return "bytes"
     if has_adapters(folder):
         return tokenizer_of(read_adapters(folder)[1])
@@ -120,7 +147,8 @@ def tokenizer_of(folder: Path) -> str:
     if (content["text_config"] if is_wrapper(content) else content).get("vocab_size") == 256:
         return "bytes"
     raise UserError(
-        f"{folder} has no tokenizer.json: give --tokenizer FILE, the one that its weights were trained with, or "
+        f"{folder} has no tokenizer.json: give --tokenizer FILE, the one that its weights were "
+        "trained with, or "
         "--tokenizer bytes"
     )
 
@@ -131,14 +159,21 @@ def rng_state() -> dict:
     state = numpy["state"]
     return {
         "python": random.getstate(),
-        "numpy": [numpy["bit_generator"], state["key"].tolist(), state["pos"], numpy["has_gauss"], numpy["gauss"]],
+        "numpy": [
+            numpy["bit_generator"],
+            state["key"].tolist(),
+            state["pos"],
+            numpy["has_gauss"],
+            numpy["gauss"],
+        ],
         "torch": torch.get_rng_state().tolist(),
         "cuda": torch.cuda.get_rng_state().tolist() if torch.cuda.is_initialized() else None,
     }
 
 
 def restore_rng(path: Path) -> bool:
-    """Set this rank's random generators as at saving; False if the checkpoint, saved by fewer ranks, has no state."""
+    """Set this rank's random generators as at saving; False if the checkpoint, saved by fewer
+    ranks, has no state."""
     file = path / f"rng_{rank_and_world_size()[0]}.json"
     if not file.is_file():
         return False
@@ -153,18 +188,22 @@ def restore_rng(path: Path) -> bool:
 
 
 def check_room(output_dir: Path, needed: int, given_back: int = 0) -> None:
-    """Raise OSError if the disk has less than `needed` bytes free, counting `given_back` bytes of old files as free."""
+    """Raise OSError if the disk has less than `needed` bytes free, counting `given_back` bytes of
+    old files as free."""
     free = shutil.disk_usage(output_dir).free + given_back
     if free < needed:
         raise OSError(
-            errno.ENOSPC, f"{needed / 2**30:.2f} GB are needed for checkpoints, {output_dir} has {free / 2**30:.2f} GB"
+            errno.ENOSPC,
+            f"{needed / 2**30:.2f} GB are needed for checkpoints, {output_dir} has "
+            f"{free / 2**30:.2f} GB",
         )
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
     """Rename a complete checkpoint to its place; a checkpoint of the same step is replaced.
 
-    `clear_leftovers` gives the replaced checkpoint its name back if an error or a kill comes between the two renames.
+    `clear_leftovers` gives the replaced checkpoint its name back if an error or a kill comes
+    between the two renames.
     """
     flush(temporary)
     replaced = final.with_name(f".{final.name}{REPLACED}")
@@ -179,7 +218,8 @@ def put_in_place(temporary: Path, final: Path) -> None:
 def delete_old(newest: Path, keep: int) -> None:
     """Delete checkpoints before `newest`, but for the best and the last `keep`, `newest` included.
 
-    The newest one with an optimizer's state stays as well: a run with --save model has no other to resume from.
+    The newest one with an optimizer's state stays as well: a run with --save model has no other to
+    resume from.
     """
     own = checkpoints(newest.parent, step_of(newest) or 0)
     best = _best(own)
@@ -190,12 +230,21 @@ def delete_old(newest: Path, keep: int) -> None:
 
 
 def make_room(output_dir: Path, needed: int, last: Path | None) -> None:
-    """Delete checkpoints before `last`, the oldest first and the best at the end, until `needed` bytes are free."""
-    older = [path for path in checkpoints(output_dir, step_of(last) or 0) if path != last] if last else []
+    """Delete checkpoints before `last`, the oldest first and the best at the end, until `needed`
+    bytes are free."""
+    older = (
+        [path for path in checkpoints(output_dir, step_of(last) or 0) if path != last]
+        if last
+        else []
+    )
     best = _best(older)
     for path in sorted(older, key=lambda path: path == best):
         if shutil.disk_usage(output_dir).free < needed:
-            logger.warning("%s has no room for another checkpoint: %s is deleted before its time", output_dir, path)
+            logger.warning(
+                "%s has no room for another checkpoint: %s is deleted before its time",
+                output_dir,
+                path,
+            )
             _delete_checkpoint(path)
     check_room(output_dir, needed)
 
@@ -212,9 +261,11 @@ def _best(paths: list[Path]) -> Path | None:
 
 
 def _delete_checkpoint(path: Path) -> None:
-    """Rename a checkpoint and delete it: if that is interrupted, the rest does not count as a checkpoint.
+    """Rename a checkpoint and delete it: if that is interrupted, the rest does not count as a
+    checkpoint.
 
-    Names are flushed before and after: a loss of power leaves the newer checkpoint, for which this one goes.
+    Names are flushed before and after: a loss of power leaves the newer checkpoint, for which this
+    one goes.
     """
     try:
         flush(path.parent)
@@ -226,9 +277,11 @@ def _delete_checkpoint(path: Path) -> None:
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Delete what killed saves and interrupted deletions left; bring back a checkpoint that was not yet replaced.
+    """Delete what killed saves and interrupted deletions left; bring back a checkpoint that was not
+    yet replaced.
 
-    Names are flushed before: a loss of power does not bring back the name of what is deleted, or of nothing newer.
+    Names are flushed before: a loss of power does not bring back the name of what is deleted, or of
+    nothing newer.
     """
     leftovers = [path for path in output_dir.glob(".step_*.tmp") if LEFTOVER.fullmatch(path.name)]
     if not leftovers:

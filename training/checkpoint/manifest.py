@@ -1,12 +1,13 @@
-"""A checkpoint's manifest.json: the size and checksums of each file, compared by whoever reads the checkpoint.
+"""A checkpoint's manifest.json: the size and checksums of each file, compared by whoever reads the
+checkpoint.
 
     format_version
     files    name -> [bytes, CRC-32]; for a file of tensors the CRC-32 is its header's
-    blocks   file of tensors -> [[tensor's name, offset, shape, CRC-32 of the elements in order], ...], a piece each
-    crc32    of all the above
+    blocks   file of tensors -> [[tensor's name, offset, shape, CRC-32 of the elements in order],
+    ...], a piece each crc32    of all the above
 
-Checksums are computed from the memory that is written, as it is written. Ranks share the pieces out to compare them, on
-a file system that all of them see.
+Checksums are computed from the memory that is written, as it is written. Ranks share the pieces out
+to compare them, on a file system that all of them see.
 """
 
 import json
@@ -16,7 +17,15 @@ import zlib
 from collections.abc import Collection
 from pathlib import Path
 
-from training.checkpoint.pieces import Entry, Piece, check_finite, in_threads, pieces_of, read_entries, read_header
+from training.checkpoint.pieces import (
+    Entry,
+    Piece,
+    check_finite,
+    in_threads,
+    pieces_of,
+    read_entries,
+    read_header,
+)
 from training.checkpoint.ranks import failing_together, rank_and_world_size
 from training.families.lora import (
     ADAPTER_CONFIG,
@@ -36,7 +45,8 @@ MODEL_FILES = WEIGHTS, "config.json", ADAPTER_WEIGHTS
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Returns the files of a model's weights: `path` itself, or those with Hugging Face's names in that folder."""
+    """Returns the files of a model's weights: `path` itself, or those with Hugging Face's names in
+    that folder."""
     if not path.exists():
         raise UserError(f"checkpoint {path} does not exist")
     for file in (path, path / WEIGHTS):
@@ -44,15 +54,21 @@ def weight_files(path: Path) -> list[Path]:
             return [file]
     index = path / "model.safetensors.index.json"
     if not index.is_file():
-        raise UserError(f"{path} has no {WEIGHTS}; give a checkpoint's step_ folder or a whole Hugging Face folder")
+        raise UserError(
+            f"{path} has no {WEIGHTS}; give a checkpoint's step_ folder or a whole Hugging Face "
+            "folder"
+        )
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise UserError(f"{index} is damaged: its weight_map must name a file for each weight")
     return sorted({inside(path, shard, index) for shard in places.values()})
 
 
-def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[str, list]]]) -> None:
-    """Write the manifest of the files that all ranks have written; `shares` are each rank's (files, blocks)."""
+def write_manifest(
+    folder: Path, shares: list[tuple[dict[str, list[int]], dict[str, list]]]
+) -> None:
+    """Write the manifest of the files that all ranks have written; `shares` are each rank's (files,
+    blocks)."""
     manifest: dict = {"format_version": FORMAT_VERSION, "files": {}, "blocks": {}}
     for files, blocks in shares:
         manifest["files"] |= files
@@ -62,17 +78,21 @@ def write_manifest(folder: Path, shares: list[tuple[dict[str, list[int]], dict[s
     write_file(folder / MANIFEST, json.dumps(manifest).encode())
 
 
-def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[Entry, Piece, int | None]]:
-    """Compare sizes, small files and headers of tensors with the manifest: damage that is seen in milliseconds.
+def check_files(
+    path: Path, names: Collection[str] | None = None
+) -> list[tuple[Entry, Piece, int | None]]:
+    """Compare sizes, small files and headers of tensors with the manifest: damage that is seen in
+    milliseconds.
 
-    Looks at the files `names`; None: all. Returns (whole tensor, piece, CRC-32) of each piece, still to be compared.
-    Raises UserError, one line that names the file, as all functions here do.
+    Looks at the files `names`; None: all. Returns (whole tensor, piece, CRC-32) of each piece,
+    still to be compared. Raises UserError, one line that names the file, as all functions here do.
     """
     manifest = read_json(path / MANIFEST)
     version, crc = manifest.get("format_version"), manifest.pop("crc32", None)
     if version != FORMAT_VERSION:
         raise UserError(
-            f"checkpoint {path} has format {version!s:.20}, this code {FORMAT_VERSION}: it can only start from its "
+            f"checkpoint {path} has format {version!s:.20}, this code {FORMAT_VERSION}: it can "
+            "only start from its "
             f"weights, with --init_from {path} and another --output_dir"
         )
     if crc != zlib.crc32(json.dumps(manifest).encode()):
@@ -83,7 +103,9 @@ def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[
             continue
         file, blocks = inside(path, name, path / MANIFEST), manifest["blocks"].get(name)
         if not os.path.isfile(file):
-            raise UserError(f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint")
+            raise UserError(
+                f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint"
+            )
         if name == ADAPTER_CONFIG and zlib.crc32(read_file(file, "use another checkpoint")) != crc:
             _check_edited(path)
             continue
@@ -95,12 +117,20 @@ def check_files(path: Path, names: Collection[str] | None = None) -> list[tuple[
             raise _corrupted(path, name)
         if blocks is not None:
             entries = read_entries(content, file)
-            if any(t not in entries or len(entries[t].shape) != len(shape) for t, _, shape, _ in blocks):
+            if any(
+                t not in entries or len(entries[t].shape) != len(shape) for t, _, shape, _ in blocks
+            ):
                 raise _corrupted(path, name)
-            written = sum(math.prod(shape) * entries[tensor].dtype.itemsize for tensor, _, shape, _ in blocks)
+            written = sum(
+                math.prod(shape) * entries[tensor].dtype.itemsize for tensor, _, shape, _ in blocks
+            )
             if missing := size - len(content) - written:
-                raise UserError(f"checkpoint {path}: {missing} bytes of {name} were written by nobody")
-            pieces += [(entries[t], Piece(t, tuple(at), tuple(shape)), crc) for t, at, shape, crc in blocks]
+                raise UserError(
+                    f"checkpoint {path}: {missing} bytes of {name} were written by nobody"
+                )
+            pieces += [
+                (entries[t], Piece(t, tuple(at), tuple(shape)), crc) for t, at, shape, crc in blocks
+            ]
     return pieces
 
 
@@ -111,31 +141,40 @@ def verify_checkpoint(path: Path) -> None:
 
 
 def verify_weights(path: str | Path, entries: dict[str, Entry] | None = None) -> None:
-    """Compare weights and config.json with the manifest beside them, if there is one. All ranks call this.
+    """Compare weights and config.json with the manifest beside them, if there is one. All ranks
+    call this.
 
-    The other files of a checkpoint may change. Adapters are verified together with the weights that they adapt. `path`
-    is a folder, or a file of weights in it. Without a manifest the weights `entries` must be finite.
+    The other files of a checkpoint may change. Adapters are verified together with the weights that
+    they adapt. `path` is a folder, or a file of weights in it. Without a manifest the weights
+    `entries` must be finite.
     """
     folder, entries = Path(path) if Path(path).is_dir() else Path(path).parent, entries or {}
     if has_adapters(folder):
         verify_base(folder, entries)
         entries = {name: entry for name, entry in entries.items() if entry.file.parent == folder}
     with failing_together():
-        _compare(folder, check_beside(folder, MODEL_FILES) or [(*item, None) for item in pieces_of(entries)])
+        _compare(
+            folder,
+            check_beside(folder, MODEL_FILES) or [(*item, None) for item in pieces_of(entries)],
+        )
 
 
 def verify_base(folder: Path, entries: dict[str, Entry]) -> None:
-    """Compare the weights that a folder's adapters adapt with their manifest, and with what the run saved of them.
+    """Compare the weights that a folder's adapters adapt with their manifest, and with what the run
+    saved of them.
 
     All ranks call this. Folders of peft's have nothing to compare.
     """
     adapters, base = read_adapters(folder)
-    verify_weights(base, {name: entry for name, entry in entries.items() if entry.file.parent == base})
+    verify_weights(
+        base, {name: entry for name, entry in entries.items() if entry.file.parent == base}
+    )
     _check_settings(folder, adapters, base)
 
 
 def _check_edited(folder: Path) -> None:
-    """Refuse an adapter_config.json that differs from the saved one in more than the place of the base."""
+    """Refuse an adapter_config.json that differs from the saved one in more than the place of the
+    base."""
     adapters, base = read_adapters(folder)
     _check_settings(folder, adapters, base)
     saved = to_adapter_config(adapters, base)
@@ -149,19 +188,22 @@ def _check_settings(folder: Path, adapters: Adapters, base: Path) -> None:
     for name, found in settings_beside(adapters, base).items():
         if saved.get(name) not in (None, found):
             raise UserError(
-                f"{folder} was trained with {name} {saved[name]!s:.150}, and now has {found}: {ADAPTER_CONFIG} or the "
+                f"{folder} was trained with {name} {saved[name]!s:.150}, and now has {found}: "
+                f"{ADAPTER_CONFIG} or the "
                 f"weights in {base} have changed; bring back those that it was trained with"
             )
 
 
 def settings_beside(adapters: Adapters, base: Path) -> dict:
-    """Returns settings that config.json has beside a run's adapters, to notice a change of them or of their base."""
+    """Returns settings that config.json has beside a run's adapters, to notice a change of them or
+    of their base."""
     named = {"rank": adapters.rank, "alpha": adapters.alpha, "targets": [*adapters.targets]}
     return {"adapters": named, "base_crc32": fingerprint(base)}
 
 
 def fingerprint(folder: Path) -> int:
-    """Returns a CRC-32 of the headers of a model's weights, and of two rows of each tensor: 8 GB take milliseconds."""
+    """Returns a CRC-32 of the headers of a model's weights, and of two rows of each tensor: 8 GB
+    take milliseconds."""
     crc = 0
     for file in weight_files(folder):
         header = read_header(file)
@@ -181,11 +223,14 @@ def check_beside(folder: Path, names: Collection[str]) -> list[tuple[Entry, Piec
     """
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
     is_ours = "format_version" in manifest or "crc32" in manifest
-    return check_files(folder, [name for name in names if (folder / name).exists()]) if is_ours else []
+    return (
+        check_files(folder, [name for name in names if (folder / name).exists()]) if is_ours else []
+    )
 
 
 def _compare(path: Path, pieces: list[tuple[Entry, Piece, int | None]]) -> None:
-    """Compare each piece with its CRC-32; None: its elements must be finite. Ranks share the pieces out."""
+    """Compare each piece with its CRC-32; None: its elements must be finite. Ranks share the pieces
+    out."""
     rank, world_size = rank_and_world_size()
 
     def compare(item: tuple[Entry, Piece, int | None]) -> None:
@@ -199,4 +244,6 @@ def _compare(path: Path, pieces: list[tuple[Entry, Piece, int | None]]) -> None:
 
 
 def _corrupted(path: Path, name: str) -> UserError:
-    return UserError(f"checkpoint {path}: {name} is corrupted (its CRC-32 differs); use another checkpoint")
+    return UserError(
+        f"checkpoint {path}: {name} is corrupted (its CRC-32 differs); use another checkpoint"
+    )

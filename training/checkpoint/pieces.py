@@ -1,8 +1,9 @@
 """Tensors in safetensors files that several ranks write and read, each rank its own part, in place.
 
-A file holds whole tensors. Any number of ranks reads what any other number wrote, sharded in any other way, and nothing
-is gathered. Each rank cuts its part into pieces of at most PIECE_BYTES; IO_THREADS of them are on their way at a time.
-Whatever reads raises UserError where a file is damaged or ends too soon.
+A file holds whole tensors. Any number of ranks reads what any other number wrote, sharded in any
+other way, and nothing is gathered. Each rank cuts its part into pieces of at most PIECE_BYTES;
+IO_THREADS of them are on their way at a time. Whatever reads raises UserError where a file is
+damaged or ends too soon.
 """
 
 import itertools
@@ -29,9 +30,11 @@ from training.host.torch_internals import compute_local_shape_and_global_offset
 
 IO_THREADS = 8
 PIECE_BYTES = 2**25  # 32 MiB: a thread copies, adds up and writes that much at a time
-CONVERTED_BYTES = 2**21  # pieces that a thread converts, with several copies of their elements in float32
-# Host memory for saving. Each thread has a pinned buffer for a piece from a GPU, the same piece in bf16, and the buffer
-# of `DirectFile`.
+CONVERTED_BYTES = (
+    2**21
+)  # pieces that a thread converts, with several copies of their elements in float32
+# Host memory for saving. Each thread has a pinned buffer for a piece from a GPU, the same piece in
+# bf16, and the buffer of `DirectFile`.
 SAVING_BYTES = IO_THREADS * (PIECE_BYTES + PIECE_BYTES // 2 + BUFFER_BYTES)
 LONGEST_HEADER = 10**8  # bytes; safetensors' own limit
 DTYPE_NAMES = {
@@ -44,7 +47,8 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A whole tensor in a file, or in `parts`: tensors of equal size, whose elements follow one another."""
+    """A whole tensor in a file, or in `parts`: tensors of equal size, whose elements follow one
+    another."""
 
     file: Path
     dtype: torch.dtype
@@ -55,13 +59,19 @@ class Entry:
 
     @classmethod
     def joined(cls, name: str, shape: tuple[int, ...], parts: Sequence["Entry"]) -> "Entry":
-        """Returns the tensor of this shape that `parts` are, in order; the only part if it is that tensor."""
+        """Returns the tensor of this shape that `parts` are, in order; the only part if it is that
+        tensor."""
         first = parts[0]
         if len({part.dtype for part in parts}) > 1:
             raise UserError(
-                f"{first.file}: {first.name} and {len(parts) - 1} others of {name} are of unlike dtypes; give one dtype"
+                f"{first.file}: {first.name} and {len(parts) - 1} others of {name} are of unlike "
+                "dtypes; give one dtype"
             )
-        return first if first.shape == shape else cls(first.file, first.dtype, shape, first.start, name, tuple(parts))
+        return (
+            first
+            if first.shape == shape
+            else cls(first.file, first.dtype, shape, first.start, name, tuple(parts))
+        )
 
 
 @dataclass(frozen=True)
@@ -73,15 +83,27 @@ class Piece:
     shape: tuple[int, ...]
 
     def in_groups(self, group: int, unit: int) -> "Piece":
-        """The box of whole groups of a row around this piece, in a tensor with one number for `unit` elements of a row.
+        """The box of whole groups of a row around this piece, in a tensor with one number for
+        `unit` elements of a row.
 
-        Columns 40 to 69 are in groups of 32 columns 32 to 95, and columns 1 and 2 of a tensor of one number for each.
+        Columns 40 to 69 are in groups of 32 columns 32 to 95, and columns 1 and 2 of a tensor of
+        one number for each.
         """
-        start, stop = self.offset[-1] // group * group, -(-(self.offset[-1] + self.shape[-1]) // group) * group
-        return Piece(self.name, (*self.offset[:-1], start // unit), (*self.shape[:-1], (stop - start) // unit))
+        start, stop = (
+            self.offset[-1] // group * group,
+            -(-(self.offset[-1] + self.shape[-1]) // group) * group,
+        )
+        return Piece(
+            self.name,
+            (*self.offset[:-1], start // unit),
+            (*self.shape[:-1], (stop - start) // unit),
+        )
 
-    def in_parts(self, entry: Entry, content: memoryview) -> Iterator[tuple[Entry, "Piece", memoryview]]:
-        """Yields the piece's tensors in files, each with the piece of it and its share of the piece's elements.
+    def in_parts(
+        self, entry: Entry, content: memoryview
+    ) -> Iterator[tuple[Entry, "Piece", memoryview]]:
+        """Yields the piece's tensors in files, each with the piece of it and its share of the
+        piece's elements.
 
         A piece of a tensor in parts holds some of them whole.
         """
@@ -89,25 +111,37 @@ class Piece:
             yield entry, self, content
             return
         numel = math.prod(entry.shape) // len(entry.parts)
-        first, size = self.offset[0] * math.prod(entry.shape[1:]) // numel, numel * entry.dtype.itemsize
+        first, size = (
+            self.offset[0] * math.prod(entry.shape[1:]) // numel,
+            numel * entry.dtype.itemsize,
+        )
         assert self.shape[1:] == entry.shape[1:] and len(content) % size == 0, f"{self} cuts parts"
         for i in range(len(content) // size):
             part = entry.parts[first + i]
-            yield part, Piece(part.name, (0,) * len(part.shape), part.shape), content[i * size : (i + 1) * size]
+            yield (
+                part,
+                Piece(part.name, (0,) * len(part.shape), part.shape),
+                content[i * size : (i + 1) * size],
+            )
 
     def runs(self, entry: Entry) -> Iterator[tuple[int, int]]:
-        """(first byte in the file, bytes) of each contiguous run, in the order of the piece's elements.
+        """(first byte in the file, bytes) of each contiguous run, in the order of the piece's
+        elements.
 
-        Rows 2 and 3, columns 4 to 7 of a tensor [8, 10] of 2-byte elements at byte 100: (148, 8), (168, 8).
+        Rows 2 and 3, columns 4 to 7 of a tensor [8, 10] of 2-byte elements at byte 100: (148, 8),
+        (168, 8).
         """
         whole, size = entry.shape, entry.dtype.itemsize
         strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
-        # Elements follow one another behind the last dimension that the piece does not have in full.
+        # Elements follow one another behind the last dimension that the piece does not have in
+        # full.
         cut = max((dim for dim, n in enumerate(self.shape) if n != whole[dim]), default=0)
         length = math.prod(self.shape[cut:])
         ranges = (range(first, first + n) for first, n in zip(self.offset[:cut], self.shape))
         for index in itertools.product(*ranges):
-            element = sum(i * stride for i, stride in zip((*index, *self.offset[cut : cut + 1]), strides))
+            element = sum(
+                i * stride for i, stride in zip((*index, *self.offset[cut : cut + 1]), strides)
+            )
             yield entry.start + element * size, length * size
 
     def write(self, file: DirectFile, entry: Entry, content: memoryview) -> None:
@@ -127,10 +161,13 @@ class Piece:
             with entry.file.open("rb", buffering=0) as file:
                 self.read_from(file, entry, content)
         except OSError as error:  # such as EIO for a sector that the disk cannot read
-            raise UserError(f"{entry.file} cannot be read: {error.strerror}, at {entry.name}") from None
+            raise UserError(
+                f"{entry.file} cannot be read: {error.strerror}, at {entry.name}"
+            ) from None
 
     def read_from(self, file: IO[bytes], entry: Entry, content: memoryview) -> None:
-        """Fills `content` from an open file. It is read as it is now, even if its name is of another file or gone."""
+        """Fills `content` from an open file. It is read as it is now, even if its name is of
+        another file or gone."""
         for start, length in self.runs(entry):
             run, content = content[:length], content[length:]
             while run:
@@ -152,15 +189,19 @@ class Piece:
 
 @torch.no_grad()
 def read_tensors(entries: dict[str, Entry], tensors: dict[str, Tensor]) -> None:
-    """Fill tensors and DTensors of any dtype and device from the entries of the same names, each rank its own part.
+    """Fill tensors and DTensors of any dtype and device from the entries of the same names, each
+    rank its own part.
 
-    No tensor has a second copy: at most IO_THREADS pieces exist twice. Elements that are not finite are refused.
+    No tensor has a second copy: at most IO_THREADS pieces exist twice. Elements that are not finite
+    are refused.
     """
 
     def read(piece_and_part: tuple[Piece, Tensor]) -> None:
         piece, part = piece_and_part
         entry = entries[piece.name]
-        is_read_in_place = part.dtype == entry.dtype and part.device.type == "cpu" and part.is_contiguous()
+        is_read_in_place = (
+            part.dtype == entry.dtype and part.device.type == "cpu" and part.is_contiguous()
+        )
         content = part if is_read_in_place else torch.empty(part.shape, dtype=entry.dtype)
         piece.read(entry, bytes_of(content))
         check_finite(content, entry)
@@ -171,9 +212,12 @@ def read_tensors(entries: dict[str, Entry], tensors: dict[str, Tensor]) -> None:
 
 
 def read_pieces(
-    entries: dict[str, Entry], tensors: dict[str, Tensor], use: Callable[[Piece, Tensor, Tensor], None]
+    entries: dict[str, Entry],
+    tensors: dict[str, Tensor],
+    use: Callable[[Piece, Tensor, Tensor], None],
 ) -> None:
-    """Call use(piece, this rank's elements, the file's) for pieces of CONVERTED_BYTES of `tensors`, on several threads.
+    """Call use(piece, this rank's elements, the file's) for pieces of CONVERTED_BYTES of `tensors`,
+    on several threads.
 
     The file's elements are on the CPU, in the file's dtype, and finite.
     """
@@ -188,53 +232,82 @@ def read_pieces(
 
 
 def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """A safetensors file up to its data: the header's length in 8 little-endian bytes, then the header in JSON.
+    """A safetensors file up to its data: the header's length in 8 little-endian bytes, then the
+    header in JSON.
 
-    `tensors` are (dtype, shape) by name. Each tensor's data_offsets count from the end of the header, which is padded
-    with spaces to a multiple of 8 bytes: two tensors of 24 and 66 bytes have [0, 24] and [24, 90].
+    `tensors` are (dtype, shape) by name. Each tensor's data_offsets count from the end of the
+    header, which is padded with spaces to a multiple of 8 bytes: two tensors of 24 and 66 bytes
+    have [0, 24] and [24, 90].
     """
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": [*shape], "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": [*shape],
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def aligned(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The same with larger elements first: in a file, each tensor then starts at a multiple of its element's size."""
+def aligned(
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The same with larger elements first: in a file, each tensor then starts at a multiple of its
+    element's size."""
     return dict(sorted(tensors.items(), key=lambda tensor: -tensor[1][0].itemsize))
 
 
 def flat(state: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
     """The optimizer's state by its names in optimizer.safetensors: norm.weight.exp_avg."""
-    return {f"{name}.{key}": tensor for name, tensors in state.items() for key, tensor in tensors.items()}
+    return {
+        f"{name}.{key}": tensor
+        for name, tensors in state.items()
+        for key, tensor in tensors.items()
+    }
 
 
 def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
-    """Tensors that the header of `file` lists, by name. Refuses tensors of other dtypes than DTYPES."""
+    """Tensors that the header of `file` lists, by name. Refuses tensors of other dtypes than
+    DTYPES."""
     entries = {}
     try:
         for name, value in json.loads(header[8:]).items():
             if name != "__metadata__":
                 if (dtype := value["dtype"]) not in DTYPES:
-                    raise UserError(f"{file}: {name} is of dtype {dtype!s:.20}, tensors must be of {', '.join(DTYPES)}")
-                shape, (start, end) = tuple(map(operator.index, value["shape"])), value["data_offsets"]
-                entries[name] = Entry(file, DTYPES[dtype], shape, len(header) + operator.index(start), name)
-                if min(start, *shape, 0) < 0 or end - start != math.prod(shape) * DTYPES[dtype].itemsize:
+                    raise UserError(
+                        f"{file}: {name} is of dtype {dtype!s:.20}, tensors must be of "
+                        f"{', '.join(DTYPES)}"
+                    )
+                shape, (start, end) = (
+                    tuple(map(operator.index, value["shape"])),
+                    value["data_offsets"],
+                )
+                entries[name] = Entry(
+                    file, DTYPES[dtype], shape, len(header) + operator.index(start), name
+                )
+                if (
+                    min(start, *shape, 0) < 0
+                    or end - start != math.prod(shape) * DTYPES[dtype].itemsize
+                ):
                     raise ValueError(name)
     except UserError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UserError(f"{file} is damaged: its header describes no tensors; use another checkpoint") from None
+        raise UserError(
+            f"{file} is damaged: its header describes no tensors; use another checkpoint"
+        ) from None
     return entries
 
 
 def read_header(file: Path) -> bytes:
     """A safetensors file up to its data."""
-    refusal = UserError(f"{file} is missing, truncated or no safetensors file; copy or download it anew")
+    refusal = UserError(
+        f"{file} is missing, truncated or no safetensors file; copy or download it anew"
+    )
     if not os.path.isfile(file):  # a pipe would be waited for
         raise refusal
     try:
@@ -249,10 +322,15 @@ def read_header(file: Path) -> bytes:
 
 
 def open_entries(file: Path) -> dict[str, Entry]:
-    """The tensors in a safetensors file. The library checks that offsets, shapes and the file's size agree."""
+    """The tensors in a safetensors file. The library checks that offsets, shapes and the file's
+    size agree."""
     try:
-        header = read_header(file)  # before the library maps the file: SIGBUS would end it at an unreadable sector
-        with safe_open(file, framework="np"):  # "pt" maps the file writably: limits of a process's memory count it
+        header = read_header(
+            file
+        )  # before the library maps the file: SIGBUS would end it at an unreadable sector
+        with safe_open(
+            file, framework="np"
+        ):  # "pt" maps the file writably: limits of a process's memory count it
             pass
     except (SafetensorError, OSError) as error:
         what = f"is missing, truncated or no safetensors file ({error})"
@@ -260,13 +338,18 @@ def open_entries(file: Path) -> dict[str, Entry]:
     return read_entries(header, file)
 
 
-def local_pieces(tensors: dict[str, Tensor], piece_bytes: int | None = None) -> Iterator[tuple[Piece, Tensor]]:
-    """This rank's parts, in pieces of at most `piece_bytes`, default PIECE_BYTES, or one row, with views of them."""
+def local_pieces(
+    tensors: dict[str, Tensor], piece_bytes: int | None = None
+) -> Iterator[tuple[Piece, Tensor]]:
+    """This rank's parts, in pieces of at most `piece_bytes`, default PIECE_BYTES, or one row, with
+    views of them."""
     for name, tensor in tensors.items():
         local, offset = tensor.detach(), (0,) * tensor.ndim
         if isinstance(tensor, DTensor):
             local = local.to_local()
-            _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            _, offset = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
         if local.ndim == 0:
             yield Piece(name, (), ()), local
         elif local.numel():
@@ -278,14 +361,19 @@ def local_pieces(tensors: dict[str, Tensor], piece_bytes: int | None = None) -> 
 
 def pieces_of(entries: dict[str, Entry]) -> Iterator[tuple[Entry, Piece]]:
     """The pieces of whole tensors in files."""
-    shapes = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in entries.items()}
+    shapes = {
+        name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        for name, entry in entries.items()
+    }
     return ((entries[piece.name], piece) for piece, _ in local_pieces(shapes))
 
 
 def check_finite(content: Tensor, entry: Entry) -> None:
     """Raise UserError unless all elements of a CPU tensor, a piece of `entry`, are finite."""
     if not is_finite(content):
-        whole = ((part, Piece(part.name, (0,) * len(part.shape), part.shape)) for part in entry.parts)
+        whole = (
+            (part, Piece(part.name, (0,) * len(part.shape), part.shape)) for part in entry.parts
+        )
         found = next((part for part, piece in whole if not is_finite(piece.content(part))), entry)
         raise UserError(f"{found.name} in {found.file} is not finite; give other weights")
 
@@ -295,26 +383,34 @@ def is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
     flattened = tensor.reshape(-1)
-    if tensor.dtype != torch.float32:  # NumPy has no bfloat16; infinities and NaN have all exponent bits set
+    if (
+        tensor.dtype != torch.float32
+    ):  # NumPy has no bfloat16; infinities and NaN have all exponent bits set
         exponent = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[tensor.dtype]
         numbers = flattened.view(torch.int16).numpy()
         chunks = (numbers[start : start + 2**20] for start in range(0, len(numbers), 2**20))
         return all((chunk & 0x7FFF).max() < exponent for chunk in chunks)
     numbers = flattened.numpy()
-    with np.errstate(all="ignore"):  # the sum takes no memory, but finite elements may have one that overflows
+    with np.errstate(
+        all="ignore"
+    ):  # the sum takes no memory, but finite elements may have one that overflows
         return bool(np.isfinite(numbers.sum()) or np.isfinite(numbers).all())
 
 
 def is_written_here(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank writes its part. Where several ranks have the same part, the first of them does.
+    """Whether this rank writes its part. Where several ranks have the same part, the first of them
+    does.
 
-    A DTensor on a mesh of some ranks is the same on the meshes of all others, and the mesh with rank 0 writes it.
+    A DTensor on a mesh of some ranks is the same on the meshes of all others, and the mesh with
+    rank 0 writes it.
     """
     if not isinstance(tensor, DTensor):
         return rank == 0
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "a rank outside of the tensor's mesh"
-    is_copy = any(at for at, placement in zip(coordinate, tensor.placements) if placement.is_replicate())
+    is_copy = any(
+        at for at, placement in zip(coordinate, tensor.placements) if placement.is_replicate()
+    )
     return not is_copy and bool((tensor.device_mesh.mesh == 0).any())
 
 
@@ -324,6 +420,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def in_threads(function: Callable, values: Iterable) -> list:
-    """The function's results, IO_THREADS at a time. Copies, checksums, reads and writes let go of Python's lock."""
+    """The function's results, IO_THREADS at a time. Copies, checksums, reads and writes let go of
+    Python's lock."""
     with ThreadPoolExecutor(IO_THREADS) as pool:
         return list(pool.map(function, values))

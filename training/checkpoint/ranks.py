@@ -22,9 +22,11 @@ def all_gather(value, group: dist.ProcessGroup | None = None) -> list:
 
 @contextlib.contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Have all ranks leave the block together, all with an error if one had one: nobody waits for a rank that is gone.
+    """Have all ranks leave the block together, all with an error if one had one: nobody waits for a
+    rank that is gone.
 
-    A rank without an error of its own raises an OSError or UserError as the failing rank did, else a RuntimeError.
+    A rank without an error of its own raises an OSError or UserError as the failing rank did, else
+    a RuntimeError.
     """
     error = None
     try:
@@ -32,7 +34,9 @@ def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     except Exception as caught:
         error = caught
     kind = next((kind for kind in (OSError, UserError) if isinstance(error, kind)), RuntimeError)
-    failures = all_gather(None if error is None else (kind, f"{type(error).__name__}: {error}"), group)
+    failures = all_gather(
+        None if error is None else (kind, f"{type(error).__name__}: {error}"), group
+    )
     if error is not None:
         raise error
     for rank, failure in enumerate(failures):

@@ -1,11 +1,12 @@
 """Checkpoints written beside training, straight from where the state lives.
 
-Weights, masters and moments stand still between two updates, and a step takes seconds to an hour. A thread reads them
-during the next forward and backward, without a copy of the state; only the update waits for what is not yet read.
-State in host memory is written from where it is. State on a GPU goes through a small pinned staging buffer, on a stream
-of its own. Each rank writes its own part of each tensor into the files that all ranks share (`pieces`), and computes
-checksums from the same memory; nothing is gathered. The thread's collectives use a gloo process group of its own, and
-so never meet training's.
+Weights, masters and moments stand still between two updates, and a step takes seconds to an hour. A
+thread reads them during the next forward and backward, without a copy of the state; only the update
+waits for what is not yet read. State in host memory is written from where it is. State on a GPU
+goes through a small pinned staging buffer, on a stream of its own. Each rank writes its own part of
+each tensor into the files that all ranks share (`pieces`), and computes checksums from the same
+memory; nothing is gathered. The thread's collectives use a gloo process group of its own, and so
+never meet training's.
 
 Nothing is read back: checksums are compared by whoever reads the checkpoint (`manifest`).
 """
@@ -29,7 +30,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from training.checkpoint import pieces
-from training.checkpoint.files import SPARE_BYTES, clear_leftovers, delete_old, make_room, put_in_place, rng_state
+from training.checkpoint.files import (
+    SPARE_BYTES,
+    clear_leftovers,
+    delete_old,
+    make_room,
+    put_in_place,
+    rng_state,
+)
 from training.checkpoint.manifest import OPTIMIZER, WEIGHTS, write_manifest
 from training.checkpoint.pieces import Entry, Piece
 from training.checkpoint.ranks import all_gather, failing_together, rank_and_world_size
@@ -40,32 +48,53 @@ from training.host.errors import UserError
 from training.host.files import flush, make_folder, shown_as, write_file
 
 logger = logging.getLogger(__name__)
-# A thread that runs Python gives its lock after so long to a thread that waits for it. A save's threads ask for the
-# lock ten times for each piece: with Python's own 5 ms, a thread that runs Python all the time halves their rate.
+# A thread that runs Python gives its lock after so long to a thread that waits for it. A save's
+# threads ask for the lock ten times for each piece: with Python's own 5 ms, a thread that runs
+# Python all the time halves their rate.
 SWITCH_SECONDS = 0.0005
-ATTEMPTS, SECONDS_BETWEEN = 20, 30.0  # if the disk refuses the save at a run's end, it is tried for 10 minutes
+ATTEMPTS, SECONDS_BETWEEN = (
+    20,
+    30.0,
+)  # if the disk refuses the save at a run's end, it is tried for 10 minutes
 
 
 class Saver:
-    """Writes a run's checkpoints: `begin` after an update, `before_update` ahead of the next one, `finish` at the end.
+    """Writes a run's checkpoints: `begin` after an update, `before_update` ahead of the next one,
+    `finish` at the end.
 
-    All ranks make these calls, on one file system. A save that fails leaves the earlier checkpoints, and is logged.
+    All ranks make these calls, on one file system. A save that fails leaves the earlier
+    checkpoints, and is logged.
 
     Args:
-        keep: how many of the last checkpoints stay, at least 1. The best by validation loss stays as well.
-        last: the checkpoint that the run goes on from, if any, then the newest completed here. It stays if the disk is
+        keep: how many of the last checkpoints stay, at least 1. The best by validation loss stays
+        as well. last: the checkpoint that the run goes on from, if any, then the newest completed
+        here. It stays if the disk is
             full.
-        companions: small files, settings and tensors that are not trained, which go into every checkpoint.
+        companions: small files, settings and tensors that are not trained, which go into every
+        checkpoint.
     """
 
     def __init__(
-        self, output_dir: str | Path, keep: int, last: Path | None = None, companions: Companions = NO_COMPANIONS
+        self,
+        output_dir: str | Path,
+        keep: int,
+        last: Path | None = None,
+        companions: Companions = NO_COMPANIONS,
     ):
         assert keep >= 1, f"keep must be at least 1: got {keep}"
-        self.output_dir, self.keep, self.last, self.companions = Path(output_dir), keep, last, companions
+        self.output_dir, self.keep, self.last, self.companions = (
+            Path(output_dir),
+            keep,
+            last,
+            companions,
+        )
         if tensors := companions.carried.tensors:
             size = companions.carried.num_bytes / 1e9
-            logger.info("checkpoints carry %d tensors that are not trained (%.2f GB) along", len(tensors), size)
+            logger.info(
+                "checkpoints carry %d tensors that are not trained (%.2f GB) along",
+                len(tensors),
+                size,
+            )
         self._carried = self._checksums_of_carried()
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self.error: Exception | None = None  # of the last save, if it failed
@@ -73,12 +102,19 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._read = threading.Event()
         self._is_current = False  # whether the state has stood still since the last `begin`
-        # The checkpoint as it was when it began: small files as bytes, tensors as references to this rank's parts.
+        # The checkpoint as it was when it began: small files as bytes, tensors as references to
+        # this rank's parts.
         self._small: dict[str, bytes] = {}  # this rank's files
-        self._headers: dict[str, tuple[bytes, int]] = {}  # file of tensors -> (header, size of the whole file)
-        self._pieces: list[tuple[Entry, Piece, Tensor]] = []  # (whole tensor, place in it, elements)
+        self._headers: dict[
+            str, tuple[bytes, int]
+        ] = {}  # file of tensors -> (header, size of the whole file)
+        self._pieces: list[
+            tuple[Entry, Piece, Tensor]
+        ] = []  # (whole tensor, place in it, elements)
         self._stream: torch.cuda.Stream | None = None  # made with the buffers
-        self._staging: queue.SimpleQueue[Tensor] = queue.SimpleQueue()  # a pinned buffer for each thread
+        self._staging: queue.SimpleQueue[Tensor] = (
+            queue.SimpleQueue()
+        )  # a pinned buffer for each thread
         self._staging_bytes = 0  # size of a buffer
 
     def _checksums_of_carried(self) -> dict[Piece, int]:
@@ -91,18 +127,23 @@ class Saver:
 
     def begin(
         self, step: int, *, weights: dict[str, Tensor], model_config: dict,
-        optimizer_state: dict[str, dict[str, Tensor]] | None, trainer_state: dict, exact: Collection[str] = (),
+        optimizer_state: dict[str, dict[str, Tensor]] | None, trainer_state: dict,
+        exact: Collection[str] = (),
     ) -> None:  # fmt: skip
         """Start to write output_dir/step_<step>, once the save before has ended.
 
         Args:
-            weights: parameter name -> tensor or DTensor, the same names in the same order on every rank: a model's or
-                its adapters'. On several GPUs float32 shards are rounded to bf16, in which the model computes.
-            exact: names of weights that are not rounded, as the model computes with them in float32.
-            model_config: written as config.json, with the companions' settings and the weights' dtype.
-            optimizer_state: from `MasterAdamW.state_dict`; None: the checkpoint cannot be resumed from. A plain tensor
+            weights: parameter name -> tensor or DTensor, the same names in the same order on every
+            rank: a model's or
+                its adapters'. On several GPUs float32 shards are rounded to bf16, in which the
+                model computes.
+            exact: names of weights that are not rounded, as the model computes with them in
+            float32. model_config: written as config.json, with the companions' settings and the
+            weights' dtype. optimizer_state: from `MasterAdamW.state_dict`; None: the checkpoint
+            cannot be resumed from. A plain tensor
                 is the same on every rank.
-            trainer_state: what JSON can hold; its "validation_loss", if there is one, says which checkpoint is best.
+            trainer_state: what JSON can hold; its "validation_loss", if there is one, says which
+            checkpoint is best.
         """
         self.wait()
         (rank, _), carried = rank_and_world_size(), self.companions.carried
@@ -118,27 +159,46 @@ class Saver:
         files = {weights_file: weights | carried.tensors}
         if optimizer_state is not None:
             files[OPTIMIZER] = pieces.flat(optimizer_state)
-        self._step, self._small, self._headers, self._pieces, self._is_current = step, small, {}, [], True
+        self._step, self._small, self._headers, self._pieces, self._is_current = (
+            step,
+            small,
+            {},
+            [],
+            True,
+        )
         for file, tensors in files.items():
             is_weights = file == weights_file
             shapes = {name: {name: tuple(tensor.shape)} for name, tensor in tensors.items()}
             if is_weights:
-                shapes |= {name: carried.in_files(name, tuple(weight.shape)) for name, weight in weights.items()}
+                shapes |= {
+                    name: carried.in_files(name, tuple(weight.shape))
+                    for name, weight in weights.items()
+                }
             kinds = {
                 each: (_dtype_of(tensor, is_weights and name not in exact), shape)
                 for name, tensor in tensors.items()
                 for each, shape in shapes[name].items()
             }
             header = pieces.header_of(pieces.aligned(kinds) if is_weights else kinds)
-            size = len(header) + sum(math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values())
+            size = len(header) + sum(
+                math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values()
+            )
             self._headers[file] = header, size
             entries = pieces.read_entries(header, Path(file))
-            own = {name: tensor for name, tensor in tensors.items() if pieces.is_written_here(tensor, rank)}
+            own = {
+                name: tensor
+                for name, tensor in tensors.items()
+                if pieces.is_written_here(tensor, rank)
+            }
             places = {
-                name: Entry.joined(name, tuple(tensor.shape), [entries[each] for each in shapes[name]])
+                name: Entry.joined(
+                    name, tuple(tensor.shape), [entries[each] for each in shapes[name]]
+                )
                 for name, tensor in own.items()
             }
-            self._pieces += [(places[piece.name], piece, part) for piece, part in pieces.local_pieces(own)]
+            self._pieces += [
+                (places[piece.name], piece, part) for piece, part in pieces.local_pieces(own)
+            ]
         self._stage(max((part.nbytes for *_, part in self._pieces if part.is_cuda), default=0))
         self._start()
 
@@ -155,7 +215,8 @@ class Saver:
             self._thread = None
 
     def finish(self, is_asked: Callable[[], bool] = lambda: False) -> None:
-        """Wait for the last save, and try it again for a while if the disk refused it and the state has not changed.
+        """Wait for the last save, and try it again for a while if the disk refused it and the state
+        has not changed.
 
         Raises the save's error; a disk that refuses for good is a UserError.
 
@@ -164,17 +225,22 @@ class Saver:
         """
         self.wait()
         for left in range(ATTEMPTS - 1, 0, -1):
-            waits = isinstance(self.error, OSError) and self.error.errno != errno.EFBIG  # a limit of files stays
+            waits = (
+                isinstance(self.error, OSError) and self.error.errno != errno.EFBIG
+            )  # a limit of files stays
             if not waits or not self._is_current:
                 break
             logger.warning(
-                "the checkpoint is tried again in %.0f s, at most %d times; a signal, as of Ctrl-C or kill, gives up",
+                "the checkpoint is tried again in %.0f s, at most %d times; a signal, as of Ctrl-C "
+                "or kill, gives up",
                 SECONDS_BETWEEN, left,
             )  # fmt: skip
             for _ in range(int(SECONDS_BETWEEN)):
                 time.sleep(1)
                 if is_asked():
-                    raise UserError(f"the last checkpoint is given up, as a signal asked: {self.error}")
+                    raise UserError(
+                        f"the last checkpoint is given up, as a signal asked: {self.error}"
+                    )
             self._start()
             self.wait()
         if isinstance(self.error, OSError):
@@ -191,9 +257,14 @@ class Saver:
         self._thread.start()
 
     def _stage(self, num_bytes: int) -> None:
-        """Make a pinned buffer of that size for each writing thread, and a stream for the copies to them."""
+        """Make a pinned buffer of that size for each writing thread, and a stream for the copies to
+        them."""
         if num_bytes > self._staging_bytes:
-            self._stream, self._staging, self._staging_bytes = torch.cuda.Stream(), queue.SimpleQueue(), num_bytes
+            self._stream, self._staging, self._staging_bytes = (
+                torch.cuda.Stream(),
+                queue.SimpleQueue(),
+                num_bytes,
+            )
             for _ in range(pieces.IO_THREADS):
                 self._staging.put(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
 
@@ -259,11 +330,15 @@ class Saver:
                 else:
                     on_host = part.contiguous() if staging is None else self._fetch(part, staging)
                 if not is_carried and not pieces.is_finite(on_host):
-                    raise UserError(f"{entry.name} is not finite: no checkpoint of step {self._step} is written")
+                    raise UserError(
+                        f"{entry.name} is not finite: no checkpoint of step {self._step} is written"
+                    )
                 content = pieces.bytes_of(on_host.to(entry.dtype))
                 for each, box, share in piece.in_parts(entry, content):
                     box.write(files[each.file.name], each, share)
-                    checksums[each.file.name].append([each.name, box.offset, box.shape, zlib.crc32(share)])
+                    checksums[each.file.name].append(
+                        [each.name, box.offset, box.shape, zlib.crc32(share)]
+                    )
             finally:
                 if staging is not None:
                     self._staging.put(staging)
@@ -316,7 +391,11 @@ def _crc32(content: Tensor) -> int:
 
 def _dtype_of(tensor: Tensor, is_rounded: bool) -> torch.dtype:
     """The dtype in which a tensor is written: a rounded shard on a GPU in bf16."""
-    return torch.bfloat16 if is_rounded and isinstance(tensor, DTensor) and tensor.is_cuda else tensor.dtype
+    return (
+        torch.bfloat16
+        if is_rounded and isinstance(tensor, DTensor) and tensor.is_cuda
+        else tensor.dtype
+    )
 
 
 def _json(content: dict, indent: int | None = None) -> bytes:

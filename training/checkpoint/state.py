@@ -1,7 +1,8 @@
-"""An optimizer's weights and state come in from tensors and files, each rank its own part, whatever ranks wrote it.
+"""An optimizer's weights and state come in from tensors and files, each rank its own part, whatever
+ranks wrote it.
 
-State of the same format is read as it is, straight into the place where it lives. State of another format is decoded
-and encoded, piece by piece; masters stay exact.
+State of the same format is read as it is, straight into the place where it lives. State of another
+format is decoded and encoded, piece by piece; masters stay exact.
 """
 
 import functools
@@ -25,12 +26,15 @@ from training.parallel.fsdp import local_part
 
 
 def load_weights(optimizer: MasterAdamW, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Start from full tensors, the same on every rank, by parameter name: float32 masters keep what bf16 rounds."""
+    """Start from full tensors, the same on every rank, by parameter name: float32 masters keep what
+    bf16 rounds."""
     for name, full in weights:
         state = optimizer.states[name]
         local = local_part(state.parameter, full).flatten()
         for _, piece in state.pieces:
-            state.write(piece, {"master": local[piece].to(optimizer.device)})  # quantized alike on any device
+            state.write(
+                piece, {"master": local[piece].to(optimizer.device)}
+            )  # quantized alike on any device
 
 
 def read_weights(optimizer: MasterAdamW, entries: dict[str, Entry]) -> None:
@@ -45,7 +49,8 @@ def read_weights(optimizer: MasterAdamW, entries: dict[str, Entry]) -> None:
 
 @torch.no_grad()
 def load_state(optimizer: MasterAdamW, checkpoint: Path) -> None:
-    """Read state and weights from a verified checkpoint. All ranks call this, as `load_optimizer_state`."""
+    """Read state and weights from a verified checkpoint. All ranks call this, as
+    `load_optimizer_state`."""
     shapes = {name: tuple(parameter.shape) for name, parameter in optimizer.parameters.items()}
     weights = functools.cache(lambda: find_weights(checkpoint, shapes))
     states, own, converted = optimizer.states, optimizer.state_dict(), set()
@@ -55,7 +60,9 @@ def load_state(optimizer: MasterAdamW, checkpoint: Path) -> None:
         _convert(optimizer, name, stored, stored.get("master") or weights()[name], done)
 
     load_optimizer_state(checkpoint, own, convert)
-    stored = [name for name in states if "master" not in own.get(name, {}) and name not in converted]
+    stored = [
+        name for name in states if "master" not in own.get(name, {}) and name not in converted
+    ]
     quantized = [name for name in stored if states[name].format.holds_weight]
     halves = {name: states[name].weight for name in stored if name not in quantized}
     with failing_together():
@@ -72,40 +79,54 @@ def load_optimizer_state(
     state: dict[str, dict[str, Tensor]],
     convert: Callable[[str, dict[str, Entry], set[str]], None] | None = None,
 ) -> None:
-    """Read the optimizer's state from a verified checkpoint into its tensors and DTensors, in place.
+    """Read the optimizer's state from a verified checkpoint into its tensors and DTensors, in
+    place.
 
-    All ranks call this, on a file system that all see; they may be others than at saving. Raises UserError, on all
-    ranks, if the checkpoint has no optimizer state, or state of other names, dtypes or shapes.
+    All ranks call this, on a file system that all see; they may be others than at saving. Raises
+    UserError, on all ranks, if the checkpoint has no optimizer state, or state of other names,
+    dtypes or shapes.
 
     Args:
-        convert: is called with (name, the file's tensors, names of tensors that were read) for each parameter whose
-            state has tensors of other names or dtypes in the file. Tensors that both have are read as they are.
+        convert: is called with (name, the file's tensors, names of tensors that were read) for each
+        parameter whose
+            state has tensors of other names or dtypes in the file. Tensors that both have are read
+            as they are.
     """
     tensors = pieces.flat(state)
     with failing_together():
         if not (path / OPTIMIZER).is_file():
-            raise UserError(f"checkpoint {path} has no optimizer state; start from its weights with --init_from")
+            raise UserError(
+                f"checkpoint {path} has no optimizer state; start from its weights with --init_from"
+            )
         entries = pieces.read_entries(pieces.read_header(path / OPTIMIZER), path / OPTIMIZER)
         in_file: dict[str, dict[str, Entry]] = defaultdict(dict)
         for name, entry in entries.items():
             parameter, _, key = name.rpartition(".")
             in_file[parameter][key] = entry
-        common: dict[str, set[str]] = {}  # parameter of another format -> tensors that both formats have
+        common: dict[
+            str, set[str]
+        ] = {}  # parameter of another format -> tensors that both formats have
         for name, own in state.items() if convert else ():
             stored = in_file.get(name, {})
-            kinds = [{k: (t.dtype, tuple(t.shape)) for k, t in side.items()} for side in (own, stored)]
-            dtypes, stored_dtypes = ({key: dtype for key, (dtype, _) in side.items()} for side in kinds)
+            kinds = [
+                {k: (t.dtype, tuple(t.shape)) for k, t in side.items()} for side in (own, stored)
+            ]
+            dtypes, stored_dtypes = (
+                {key: dtype for key, (dtype, _) in side.items()} for side in kinds
+            )
             if stored and dtypes != stored_dtypes:
                 common[name] = {key for key, kind in kinds[0].items() if kinds[1].get(key) == kind}
                 for key in (own.keys() | stored.keys()) - common[name]:
                     tensors.pop(f"{name}.{key}", None), entries.pop(f"{name}.{key}", None)
         if differing := tensors.keys() ^ entries.keys():
             raise UserError(
-                f"checkpoint {path} is of another model or optimizer: {min(differing)} is only in one of them"
+                f"checkpoint {path} is of another model or optimizer: {min(differing)} is only in "
+                "one of them"
             )
         for name, tensor in tensors.items():
             if (tensor.dtype, tuple(tensor.shape)) != (entries[name].dtype, entries[name].shape):
-                raise UserError(f"checkpoint {path} is of another model: {name} has shape {list(entries[name].shape)}, "
+                raise UserError(f"checkpoint {path} is of another model: {name} has shape "
+                                f"{list(entries[name].shape)}, "
                                 f"this model needs {list(tensor.shape)}")  # fmt: skip
         pieces.read_tensors(entries, tensors)
         for name, keys in common.items():
@@ -119,28 +140,40 @@ def _elements(state: State, part: Tensor) -> slice:
     return slice(start, start + part.numel())
 
 
-def _convert(optimizer: MasterAdamW, name: str, stored: dict[str, Entry], weight: Entry, done: set[str]) -> None:
-    """Set the values of one parameter but those in `done`, from the weight and the state that are `stored`."""
+def _convert(
+    optimizer: MasterAdamW, name: str, stored: dict[str, Entry], weight: Entry, done: set[str]
+) -> None:
+    """Set the values of one parameter but those in `done`, from the weight and the state that are
+    `stored`."""
     state = optimizer.states[name]
     dtype = torch.float32 if "master" in stored else torch.bfloat16
     dtypes = {key: entry.dtype for key, entry in stored.items() if key not in ("master", "step")}
     source, parameter = format_with(dtypes, dtype), state.weight
     if source is None:
         found = ", ".join(f"{key} in {dtype}" for key, dtype in dtypes.items())
-        raise UserError(f"{weight.file.parent} is of another model or optimizer: {name} has {found}")
-    for entry, kept in [(weight, Kept(dtype)), *((stored[key], kept) for key, kept in source.kept.items())]:
+        raise UserError(
+            f"{weight.file.parent} is of another model or optimizer: {name} has {found}"
+        )
+    for entry, kept in [
+        (weight, Kept(dtype)),
+        *((stored[key], kept) for key, kept in source.kept.items()),
+    ]:
         shape = kept.shape(parameter.shape)
         if (entry.dtype, entry.shape) != (kept.dtype, shape):
             raise UserError(
-                f"{entry.file.parent} is of another model: {entry.name} has shape {list(entry.shape)} and dtype "
+                f"{entry.file.parent} is of another model: {entry.name} has shape "
+                f"{list(entry.shape)} and dtype "
                 f"{entry.dtype}, this model needs {list(shape)} and {kept.dtype}"
             )
 
     def read(piece_and_part: tuple[Piece, Tensor]) -> None:
         piece, part = piece_and_part
-        whole = piece.in_groups(source.group, 1)  # the file's groups, of which this rank may have a part
+        whole = piece.in_groups(
+            source.group, 1
+        )  # the file's groups, of which this rank may have a part
         content = {
-            key: piece.in_groups(source.group, kept.group).content(stored[key]) for key, kept in source.kept.items()
+            key: piece.in_groups(source.group, kept.group).content(stored[key])
+            for key, kept in source.kept.items()
         }
         content["master"] = whole.content(weight)
         for key, tensor in content.items():
@@ -148,7 +181,13 @@ def _convert(optimizer: MasterAdamW, name: str, stored: dict[str, Entry], weight
         tensors = {key: tensor.to(optimizer.device).view(-1) for key, tensor in content.items()}
         values = source.read(tensors, tensors.pop("master"))
         start = piece.offset[-1] - whole.offset[-1]
-        cut = {key: value.view(whole.shape).narrow(-1, start, piece.shape[-1]) for key, value in values.items()}
-        state.write(_elements(state, part), {key: value.reshape(-1) for key, value in cut.items() if key not in done})
+        cut = {
+            key: value.view(whole.shape).narrow(-1, start, piece.shape[-1])
+            for key, value in values.items()
+        }
+        state.write(
+            _elements(state, part),
+            {key: value.reshape(-1) for key, value in cut.items() if key not in done},
+        )
 
     pieces.in_threads(read, pieces.local_pieces({name: parameter}, pieces.CONVERTED_BYTES))

@@ -1,7 +1,9 @@
-"""Weights in Hugging Face's form: a folder of safetensors files, config.json and a tokenizer's files.
+"""Weights in Hugging Face's form: a folder of safetensors files, config.json and a tokenizer's
+files.
 
-The weights are in model.safetensors, or in several such files with an index. A folder of adapters has
-adapter_model.safetensors (`training.families.lora`), and names the folder with all other weights.
+The weights are in model.safetensors, or in several such files with an index. A folder of adapters
+has adapter_model.safetensors (`training.families.lora`), and names the folder with all other
+weights.
 """
 
 import contextlib
@@ -47,34 +49,50 @@ from training.optim.quantized import check_library, is_quantized, quantize
 
 logger = logging.getLogger(__name__)
 
-# Files beside weights that go along into checkpoints, by name or pattern. Defaults for generation, and how images
-# become tokens, without which programs open no model of text and images:
-IMAGE_SETTINGS = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
+# Files beside weights that go along into checkpoints, by name or pattern. Defaults for generation,
+# and how images become tokens, without which programs open no model of text and images:
+IMAGE_SETTINGS = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+)
 GENERATION_CONFIG = "generation_config.json"
 COMPANIONS_OF_MODELS = GENERATION_CONFIG, *IMAGE_SETTINGS
-# A tokenizer in all forms that programs read, its chat template, and the system prompt that it was trained with:
+# A tokenizer in all forms that programs read, its chat template, and the system prompt that it was
+# trained with:
 COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "*.model", "tokenizer.model.*", "*.tiktoken", "tekken.json", "tokenization_*.py",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json",
+    "vocab.txt", "merges.txt", "*.model", "tokenizer.model.*", "*.tiktoken", "tekken.json",
+    "tokenization_*.py",
     "chat_template.jinja", "chat_template.json", "SYSTEM_PROMPT.txt", *COMPANIONS_OF_MODELS,
 )  # fmt: skip
-TEMPLATE, TEMPLATES, TOKENIZER_CONFIG = "chat_template.jinja", "additional_chat_templates", "tokenizer_config.json"
+TEMPLATE, TEMPLATES, TOKENIZER_CONFIG = (
+    "chat_template.jinja",
+    "additional_chat_templates",
+    "tokenizer_config.json",
+)
 # Files that are about the weights, whatever the tokenizer. params.json is Mistral's config.json.
 PARAMS = "params.json"
 COMPANIONS_OF_WEIGHTS = *IMAGE_SETTINGS, PARAMS, "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"
 # Files of a folder that are written anew, or are of a run alone.
 WRITTEN_ANEW = (
-    "config.json", "README.md", "model*.safetensors", "model.safetensors.index.json", "adapter_config.json",
-    "adapter_model.safetensors", "trainer.json", "manifest.json", "optimizer.safetensors", "rng_*.json", TEMPLATES,
+    "config.json", "README.md", "model*.safetensors", "model.safetensors.index.json",
+    "adapter_config.json",
+    "adapter_model.safetensors", "trainer.json", "manifest.json", "optimizer.safetensors",
+    "rng_*.json", TEMPLATES,
 )  # fmt: skip
 READABLE = "make it readable, or move it elsewhere"
 TOKENIZER_ADVICE = "give --tokenizer the path of a tokenizer.json"
-Found = tuple[dict[str, Entry], Adapters | None]  # where a folder has each weight, and the adapters that it has beside
+Found = tuple[
+    dict[str, Entry], Adapters | None
+]  # where a folder has each weight, and the adapters that it has beside
 
 
 @dataclass(frozen=True)
 class Companions:
-    """Small files that go along with weights, settings of config.json that are not the model's shape, and tensors."""
+    """Small files that go along with weights, settings of config.json that are not the model's
+    shape, and tensors."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
@@ -82,7 +100,9 @@ class Companions:
 
     def joined(self, others: "Companions") -> "Companions":
         """Both files and settings together, and what the others carry."""
-        return Companions(self.files | others.files, self.settings | others.settings, others.carried)
+        return Companions(
+            self.files | others.files, self.settings | others.settings, others.carried
+        )
 
     def stopping_at(self, ids: Collection[int]) -> "Companions":
         """Returns these for a model that stops at `ids`, too, and not only where these declare."""
@@ -91,22 +111,30 @@ class Companions:
 
     @property
     def stops(self) -> list[int]:
-        """The ids at which these say that a model stops: generation_config.json's, or if it has none config.json's."""
+        """The ids at which these say that a model stops: generation_config.json's, or if it has
+        none config.json's."""
         return self._stops_of(self._generation()) or self._stops_of(self.settings)
 
     def with_stops(self, stops: list[int]) -> "Companions":
         """Returns these with files in which programs find all of `stops`, in this order.
 
-        transformers takes no id from config.json where there is a generation_config.json, even one without any.
+        transformers takes no id from config.json where there is a generation_config.json, even one
+        without any.
         """
         content = self._generation()
         seen = self._stops_of(self.settings if content is None else content)
         if {*stops} <= {*seen}:
             return self
         if content is None:  # what config.json says of generation would count no more
-            content = {name: value for name, value in self.settings.items() if name in (*TOKEN_IDS, *GENERATION)}
+            content = {
+                name: value
+                for name, value in self.settings.items()
+                if name in (*TOKEN_IDS, *GENERATION)
+            }
         content["eos_token_id"] = stops if len(stops) > 1 else stops[0]
-        content.pop("_from_model_config", None)  # older transformers would make it anew from config.json
+        content.pop(
+            "_from_model_config", None
+        )  # older transformers would make it anew from config.json
         encoded = (json.dumps(content, indent=2) + "\n").encode()
         return replace(self, files=self.files | {GENERATION_CONFIG: encoded})
 
@@ -125,7 +153,9 @@ class Companions:
         value = (content or {}).get("eos_token_id")
         stops = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(number) is int for number in stops):
-            is_wrong = f"eos_token_id is {value!r:.80}; it must be a token's number, or a list of numbers"
+            is_wrong = (
+                f"eos_token_id is {value!r:.80}; it must be a token's number, or a list of numbers"
+            )
             raise UserError(f"{is_wrong}: mend generation_config.json or config.json")
         return stops
 
@@ -136,20 +166,25 @@ NO_COMPANIONS = Companions()
 def find_weights(
     path: str | Path, expected: dict[str, tuple[int, ...]], *, may_lack: Collection[str] = ()
 ) -> dict[str, Entry]:
-    """A model's weights in their files by our names, with names and shapes checked from the files' headers.
+    """A model's weights in their files by our names, with names and shapes checked from the files'
+    headers.
 
-    Nothing larger is read, but for the copy of a tied head; `verify_weights` compares the bytes. Parts of the model
-    that are not trained are passed over (`carried`).
+    Nothing larger is read, but for the copy of a tied head; `verify_weights` compares the bytes.
+    Parts of the model that are not trained are passed over (`carried`).
 
     Args:
-        path: a checkpoint, a folder from Hugging Face (one file or shards), a folder of adapters, or a .safetensors
+        path: a checkpoint, a folder from Hugging Face (one file or shards), a folder of adapters,
+        or a .safetensors
             file.
-        expected: our parameter name -> full shape. Without lm_head.weight the model is tied: a copy of the embedding
+        expected: our parameter name -> full shape. Without lm_head.weight the model is tied: a copy
+        of the embedding
             under that name is accepted and dropped.
-        may_lack: parts of names, such as ".g_proj.": expected weights that the files may be all without.
+        may_lack: parts of names, such as ".g_proj.": expected weights that the files may be all
+        without.
 
     Raises:
-        UserError: one line naming the file that is missing or truncated, or the first weight that does not fit.
+        UserError: one line naming the file that is missing or truncated, or the first weight that
+        does not fit.
     """
     path = Path(path)
     found: dict[str, Entry] = {}
@@ -158,11 +193,16 @@ def find_weights(
             if (name := name_of(key)) is None:
                 continue
             if name in found:
-                raise UserError(f"{path} has {key} twice, also in {found[name].file.name}; give another folder")
-            if not entry.dtype.is_floating_point:
-                fitting = ", ".join(name for dtype, name in pieces.DTYPE_NAMES.items() if dtype.is_floating_point)
                 raise UserError(
-                    f"{file}: {key} is of dtype {pieces.DTYPE_NAMES[entry.dtype]}, weights must be of {fitting}"
+                    f"{path} has {key} twice, also in {found[name].file.name}; give another folder"
+                )
+            if not entry.dtype.is_floating_point:
+                fitting = ", ".join(
+                    name for dtype, name in pieces.DTYPE_NAMES.items() if dtype.is_floating_point
+                )
+                raise UserError(
+                    f"{file}: {key} is of dtype {pieces.DTYPE_NAMES[entry.dtype]}, weights must be "
+                    f"of {fitting}"
                 )
             if not name.endswith(NOT_WEIGHTS):
                 found[name] = entry
@@ -172,14 +212,21 @@ def find_weights(
     another = f"checkpoint {path} is of another size"
     hint = "choose a folder whose tensors are those that its config.json declares"
     if has_adapters(path):
-        hint = f"choose adapters of the text model's blocks alone, all alike, and the base that {ADAPTER_CONFIG} names"
-    in_files: dict[str, dict[str, tuple[int, ...]]] = {}  # the tensors that these files have of each weight
+        hint = (
+            "choose adapters of the text model's blocks alone, all alike, and the base that "
+            f"{ADAPTER_CONFIG} names"
+        )
+    in_files: dict[
+        str, dict[str, tuple[int, ...]]
+    ] = {}  # the tensors that these files have of each weight
     for name, shape in expected.items():
         each = by_expert(name, shape)
         in_files[name] = {name: shape} if found.keys().isdisjoint(each) else each
     for name, shape in (item for tensors in in_files.values() for item in tensors.items()):
         if name not in found:
-            raise UserError(f"{another}: it has no {name_in_file(name)}, this model needs it; {hint}")
+            raise UserError(
+                f"{another}: it has no {name_in_file(name)}, this model needs it; {hint}"
+            )
         if found[name].shape != tuple(shape):
             raise UserError(f"{another}: {found[name].name} has shape {list(found[name].shape)}, "
                              f"this model needs {list(shape)}; {hint}")  # fmt: skip
@@ -188,10 +235,17 @@ def find_weights(
     for name in (name for name in found if name not in known):
         raise UserError(f"{another}: it has {found[name].name}, this model does not; {hint}")
     if tied_copy and not _are_equal(tied_copy, found["embed_tokens.weight"]):
-        has = f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the embedding"
-        raise UserError(f"{has}; set tie_word_embeddings to false in its config.json, or give other weights")
+        has = (
+            f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the "
+            "embedding"
+        )
+        raise UserError(
+            f"{has}; set tie_word_embeddings to false in its config.json, or give other weights"
+        )
     return {
-        name: Entry.joined(name_in_file(name), tuple(shape), [found[each] for each in in_files[name]])
+        name: Entry.joined(
+            name_in_file(name), tuple(shape), [found[each] for each in in_files[name]]
+        )
         for name, shape in expected.items()
     }
 
@@ -205,23 +259,29 @@ def find_all(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Found:
 def load_model_weights(
     path: str | Path, expected: dict[str, tuple[int, ...]], found: Found | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time. All ranks call this.
+    """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time. All
+    ranks call this.
 
-    Weights of a folder of adapters are merged, in float32. Adapters that were trained beside matrices in 8 or 4 bits
-    are added to these, which are bf16. This call itself does `verify_weights`, and `find_all` if its result is not
-    given as `found`, and raises what they do.
+    Weights of a folder of adapters are merged, in float32. Adapters that were trained beside
+    matrices in 8 or 4 bits are added to these, which are bf16. This call itself does
+    `verify_weights`, and `find_all` if its result is not given as `found`, and raises what they do.
     """
     entries, adapters = found or find_all(path, expected)
     bits = read_frozen_bits(path) if adapters else 16
     if bits < 16:
         check_library(f"{path}, whose adapters were trained beside {bits} bits per weight,")
-        logger.info("%s: adapters are added to weights in %d bits, beside which they were trained", path, bits)
+        logger.info(
+            "%s: adapters are added to weights in %d bits, beside which they were trained",
+            path,
+            bits,
+        )
     verify_weights(path)
     return ((name, _read_merged(name, entries, adapters, bits)) for name in expected)
 
 
 def shape_of_weights(folder: str | Path) -> ModelConfig:
-    """The model that the config.json of a checkpoint or of a Hugging Face folder declares, or UserError."""
+    """The model that the config.json of a checkpoint or of a Hugging Face folder declares, or
+    UserError."""
     path = Path(folder) / "config.json"
     if has_adapters(folder) and not path.is_file():
         return shape_of_weights(read_adapters(folder)[1])
@@ -231,7 +291,8 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
         raise UserError(f"{folder} is the output_dir of a run; {which}")
     if Path(folder).is_file():
         raise UserError(
-            f"{folder} is a file; give the folder of config.json and model.safetensors, as {path.parents[1]}"
+            f"{folder} is a file; give the folder of config.json and model.safetensors, as "
+            f"{path.parents[1]}"
         )
     check_weights_exist(Path(folder))
     if not path.is_file():
@@ -246,9 +307,11 @@ def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def read_companions(tokenizer: Path, weights: Sequence[Path] = ()) -> Companions:
-    """The files and settings that go along with weights, from the folder of this tokenizer.json, which may be missing.
+    """The files and settings that go along with weights, from the folder of this tokenizer.json,
+    which may be missing.
 
-    `weights` are that folder and another. The first that has a model's own file or setting gives it.
+    `weights` are that folder and another. The first that has a model's own file or setting gives
+    it.
     """
     folders = weights or [tokenizer.parent]
     found = [_read_from(folder, folder == tokenizer.parent) for folder in folders]
@@ -264,11 +327,14 @@ def _read_from(folder: Path, has_tokenizer: bool) -> Companions:
     files = _read_files(folder, COMPANIONS if has_tokenizer else COMPANIONS_OF_MODELS)
     files = _with_all_templates(folder, files) if has_tokenizer else files
     is_there = (folder / "config.json").is_file()
-    return Companions(files, generation_settings(read_json(folder / "config.json")) if is_there else {})
+    return Companions(
+        files, generation_settings(read_json(folder / "config.json")) if is_there else {}
+    )
 
 
 def _with_all_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Returns files whose tokenizer_config.json has the chat templates of a folder beside it, as of "tool_use".
+    """Returns files whose tokenizer_config.json has the chat templates of a folder beside it, as of
+    "tool_use".
 
     transformers reads them from either, and a checkpoint has no folders.
     """
@@ -283,37 +349,55 @@ def _with_all_templates(folder: Path, files: dict[str, bytes]) -> dict[str, byte
         config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
         if not isinstance(config, dict) or is_deep(config):
             raise ValueError("it holds no JSON object, or one that is nested too deeply")
-        config["chat_template"] = [{"name": name, "template": source.decode()} for name, source in named.items()]
+        config["chat_template"] = [
+            {"name": name, "template": source.decode()} for name, source in named.items()
+        ]
     return others | {TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def read_beside_weights(weights: Sequence[Path], is_extended: bool = False) -> Companions:
-    """Returns the files that are about weights. The first folder that has a file gives it, with any tokenizer.
+    """Returns the files that are about weights. The first folder that has a file gives it, with any
+    tokenizer.
 
     Weights of an extended context have no PARAMS, which declares the context before.
     """
     patterns = [name for name in COMPANIONS_OF_WEIGHTS if not (is_extended and name == PARAMS)]
     files = [_read_files(folder, patterns) for folder in weights]
-    return Companions({name: content for found in reversed(files) for name, content in found.items()})
+    return Companions(
+        {name: content for found in reversed(files) for name, content in found.items()}
+    )
 
 
 def left_out(weights: Sequence[Path], written: Collection[str]) -> list[str]:
-    """Returns what the folders of weights have beside what was written, such as onnx/ and pytorch_model.bin."""
-    paths = [path for folder in weights for path in folder.iterdir() if not path.name.startswith(".")]
-    others = [path for path in paths if path.name not in written and not _is_among(path.name, WRITTEN_ANEW)]
+    """Returns what the folders of weights have beside what was written, such as onnx/ and
+    pytorch_model.bin."""
+    paths = [
+        path for folder in weights for path in folder.iterdir() if not path.name.startswith(".")
+    ]
+    others = [
+        path
+        for path in paths
+        if path.name not in written and not _is_among(path.name, WRITTEN_ANEW)
+    ]
     return sorted({printable(path.name) + "/" * path.is_dir() for path in others})
 
 
 def _read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     paths = folder.iterdir() if folder.is_dir() else ()
     present = [path for path in paths if _is_among(path.name, patterns) and path.is_file()]
-    present = [path for path in present if path.name in patterns or path.stat().st_size <= JSON_BYTES]
+    present = [
+        path for path in present if path.name in patterns or path.stat().st_size <= JSON_BYTES
+    ]
     files = {path.name: read_file(path, READABLE, JSON_BYTES) for path in sorted(present)}
-    return {name: _without_places(file) if name.endswith("_config.json") else file for name, file in files.items()}
+    return {
+        name: _without_places(file) if name.endswith("_config.json") else file
+        for name, file in files.items()
+    }
 
 
 def _without_places(file: bytes) -> bytes:
-    """Returns a JSON file without settings that say where it once was on a machine, as "name_or_path": "/home/me".
+    """Returns a JSON file without settings that say where it once was on a machine, as
+    "name_or_path": "/home/me".
 
     A file without such settings, or with damage, stays as it is.
     """
@@ -335,13 +419,15 @@ def folders_of(path: Path) -> list[Path]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Returns a model's files as `weight_files` does, with adapters behind the weights that they adapt."""
+    """Returns a model's files as `weight_files` does, with adapters behind the weights that they
+    adapt."""
     adapters = [path / ADAPTER_WEIGHTS] if has_adapters(path) else []
     return weight_files(folders_of(path)[-1]) + adapters
 
 
 def _are_equal(one: Entry, other: Entry) -> bool:
-    """Whether two tensors in files are equal, read a piece at a time. Refuses elements that are not finite."""
+    """Whether two tensors in files are equal, read a piece at a time. Refuses elements that are not
+    finite."""
 
     def equal(entry_and_piece: tuple[Entry, Piece]) -> bool:
         _, piece = entry_and_piece
@@ -350,7 +436,9 @@ def _are_equal(one: Entry, other: Entry) -> bool:
             pieces.check_finite(content, entry)
         return torch.equal(*contents)
 
-    return one.shape == other.shape and all(pieces.in_threads(equal, pieces.pieces_of({one.name: one})))
+    return one.shape == other.shape and all(
+        pieces.in_threads(equal, pieces.pieces_of({one.name: one}))
+    )
 
 
 def _read_weight(entry: Entry) -> Tensor:
@@ -359,8 +447,11 @@ def _read_weight(entry: Entry) -> Tensor:
     return weight
 
 
-def _read_merged(name: str, entries: dict[str, Entry], adapters: Adapters | None, bits: int) -> Tensor:
-    """Returns a weight, in float32 with its adapter if it has one. A block's matrix is rounded to `bits` before."""
+def _read_merged(
+    name: str, entries: dict[str, Entry], adapters: Adapters | None, bits: int
+) -> Tensor:
+    """Returns a weight, in float32 with its adapter if it has one. A block's matrix is rounded to
+    `bits` before."""
     weight = _read_weight(entries[name])
     if bits < 16 and is_quantized(name, weight.shape):
         quantized, weight = quantize(weight.float().view(-1), bits), weight.bfloat16()

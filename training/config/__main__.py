@@ -1,4 +1,5 @@
-"""Prints a config of another trainer as settings of train.py: `python -m training.config theirs.yaml > run.toml`."""
+"""Prints a config of another trainer as settings of train.py: `python -m training.config
+theirs.yaml > run.toml`."""
 
 import sys
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from training.host.processes import command
 
 @dataclass
 class ConfigFlags:
-    """Print a config of axolotl, LLaMA-Factory, ms-swift, torchtitan, TRL or verl as settings of train.py."""
+    """Print a config of axolotl, LLaMA-Factory, ms-swift, torchtitan, TRL or verl as settings of
+    train.py."""
 
     file: Path = flag(help="their YAML, JSON or TOML", positional=True)
     out: Path | None = flag(None, "a file in place of standard output", positional=True)
@@ -23,7 +25,9 @@ class ConfigFlags:
 def main(argv: list[str]) -> None:
     flags = read_flags(ConfigFlags, argv, "python -m training.config")
     theirs = read_theirs(flags.file)
-    target = flags.out or flags.file.with_suffix(".toml" if flags.file.suffix != ".toml" else ".fathom.toml")
+    target = flags.out or flags.file.with_suffix(
+        ".toml" if flags.file.suffix != ".toml" else ".fathom.toml"
+    )
     if flags.out:
         check_can_write(flags.out, "out")
     text = as_toml(translate(theirs), str(target))

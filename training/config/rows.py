@@ -19,7 +19,8 @@ MASKS = f"a message's {', '.join(TRAINED)} say whether it is trained on: {RENAME
 
 
 def entries(value: Any) -> list[dict]:
-    """Returns the tables of a list of datasets, each with the settings of a type that is a table."""
+    """Returns the tables of a list of datasets, each with the settings of a type that is a
+    table."""
     listed = value if isinstance(value, list) else []
     tables = [each for each in listed if isinstance(each, dict)]
     return [each | _as_table(each.get("type")) for each in tables]
@@ -46,7 +47,8 @@ def column(name: str, value: Any, objective: str) -> str | None:
 
 
 def why_left_out(name: str, value: Any) -> str | None:
-    """Returns why a setting is left out: "" where rows are read so anyway, None of other settings."""
+    """Returns why a setting is left out: "" where rows are read so anyway, None of other
+    settings."""
     if is_unset(value) or (name == "split" and value == "train"):
         return ""
     if name == "message_property_mappings":
@@ -65,7 +67,8 @@ def why_left_out(name: str, value: Any) -> str | None:
 
 
 def _are_native(mapping: Any) -> bool:
-    """Whether messages have names that are read: role or from, content or value, and others as they are."""
+    """Whether messages have names that are read: role or from, content or value, and others as they
+    are."""
     if not isinstance(mapping, dict):
         return False
     return all(each in (name, NAMES_OF_SHAREGPT.get(name)) for name, each in mapping.items())

@@ -32,7 +32,9 @@ class Theirs:
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns the first value of a name, whatever tables it stands in."""
-        ends = (value for key, value in self.values.items() if key == name or key.endswith(f".{name}"))
+        ends = (
+            value for key, value in self.values.items() if key == name or key.endswith(f".{name}")
+        )
         return next((value for value in ends if not is_unset(value)), default)
 
 
@@ -42,12 +44,19 @@ def is_unset(value: object) -> bool:
 
 def read_theirs(file: Path) -> Theirs:
     """Raises UserError for a file that cannot be read, holds no settings, or has another form."""
-    text = read_file(file, "give a config in YAML, JSON or TOML", TOML_BYTES).decode("utf-8-sig", errors="replace")
+    text = read_file(file, "give a config in YAML, JSON or TOML", TOML_BYTES).decode(
+        "utf-8-sig", errors="replace"
+    )
     content = _parse(text, file)
     if not _is_small(content):
-        raise UserError(f"{file} has more than {MOST_VALUES} values, or one within itself; give a config of a run")
+        raise UserError(
+            f"{file} has more than {MOST_VALUES} values, or one within itself; give a config of a "
+            "run"
+        )
     if not isinstance(content, dict) or not content:
-        raise UserError(f"{file} holds no settings, as learning_rate: 1e-5; give a config in YAML, JSON or TOML")
+        raise UserError(
+            f"{file} holds no settings, as learning_rate: 1e-5; give a config in YAML, JSON or TOML"
+        )
     values = _without_references(flattened(_spelled(content)))
     return Theirs(file, values, trainer_of(values))
 
@@ -113,12 +122,15 @@ def _spelled(content: dict) -> dict:
 
 
 def _without_references(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns values with each ${trainer.project_name} of OmegaConf replaced by that setting's value."""
+    """Returns values with each ${trainer.project_name} of OmegaConf replaced by that setting's
+    value."""
 
     def resolved(value: Any) -> Any:
         for _ in range(3):  # a reference may lead to another
             if isinstance(value, str):
-                value = re.sub(r"\$\{([\w.]+)\}", lambda found: str(values.get(found[1], found[0])), value)
+                value = re.sub(
+                    r"\$\{([\w.]+)\}", lambda found: str(values.get(found[1], found[0])), value
+                )
         return value
 
     return {name: resolved(value) for name, value in values.items()}

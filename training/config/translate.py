@@ -1,4 +1,5 @@
-"""Translates a config of another trainer into settings of train.py, as TOML, with what is left out and why."""
+"""Translates a config of another trainer into settings of train.py, as TOML, with what is left out
+and why."""
 
 import json
 from collections.abc import Iterator
@@ -69,19 +70,23 @@ def translate(theirs: Theirs) -> Translation:
     _drop_one_goal(translation)
     _drop_without_effect(translation)
     if not (translation.values or translation.left):
-        raise UserError(f"{theirs.file} has no setting that is known here; give a config of a training run")
+        raise UserError(
+            f"{theirs.file} has no setting that is known here; give a config of a training run"
+        )
     return translation
 
 
 def _rank_of_name(name: str) -> int:
-    """Returns 1 for names whose value may ask for another flag than usual: plain settings come first."""
+    """Returns 1 for names whose value may ask for another flag than usual: plain settings come
+    first."""
     end = name.rpartition(".")[2]
     by_value = [each for names in BY_VALUE.values() for each in names.split()]
     return by_value.index(end) + 1 if end in by_value else 0
 
 
 def _flag_of(name: str) -> tuple[str | None, str | None]:
-    """Returns (flag, reason why there is none) of a setting's name; a name that decides by its value has a flag."""
+    """Returns (flag, reason why there is none) of a setting's name; a name that decides by its
+    value has a flag."""
     end = name.rpartition(".")[2]
     for flag, names in BY_VALUE.items():
         if {name, end} & {*names.split()}:
@@ -101,12 +106,20 @@ def _translate_one(translation: Translation, name: str, value: Any) -> None:
     elif is_of_one or (is_off(value) and (is_unset(value) or not {name, end} & SAID_BY_FALSE)):
         translation.off.append(name)
     elif why is not None:
-        _leave(translation, f"{name} = {_shown(value)}", why.format(python=program(), torchrun=program("torchrun")))
+        _leave(
+            translation,
+            f"{name} = {_shown(value)}",
+            why.format(python=program(), torchrun=program("torchrun")),
+        )
     elif flag is None:
         translation.unknown.append(f"{name} = {_shown(value)}")
     else:
         try:
-            outcome = READERS[flag](name, value, translation.theirs) if flag in READERS else plain(flag, value)
+            outcome = (
+                READERS[flag](name, value, translation.theirs)
+                if flag in READERS
+                else plain(flag, value)
+            )
         except (TypeError, ValueError, OverflowError):
             outcome = Outcome(note=f"{flag} takes no such value")
         if outcome.value is not None:
@@ -122,13 +135,18 @@ def _translate_one(translation: Translation, name: str, value: Any) -> None:
 def _set(translation: Translation, flag: str, outcome: Outcome, name: str, value: Any) -> None:
     """Keeps a flag's value, unless another setting said it, or our reader refuses it."""
     if flag in translation.values:
-        joined = flag in ("data", "validation_data", "columns") and outcome.value != translation.values[flag]
+        joined = (
+            flag in ("data", "validation_data", "columns")
+            and outcome.value != translation.values[flag]
+        )
         if flag == "columns" and joined:
             translation.values[flag] += f",{outcome.value}"
         elif joined:
             translation.values[flag] = [*translation.values[flag], *outcome.value]
         if joined:
-            translation.notes[flag] += f"; {name} = {_shown(value)}" + (f": {outcome.note}" if outcome.note else "")
+            translation.notes[flag] += f"; {name} = {_shown(value)}" + (
+                f": {outcome.note}" if outcome.note else ""
+            )
         elif outcome.value != translation.values[flag]:
             said = f"{flag} is set by {translation.notes[flag].partition(':')[0]}"
             _leave(translation, f"{name} = {_shown(value)}", said)
@@ -160,17 +178,25 @@ def _add_adapters(translation: Translation) -> None:
     if "lora" not in translation.values:
         translation.values["lora"] = rank("lora", True, translation.theirs).value
         translation.notes["lora"] = f"the default of {trainer}" if trainer else "as asked"
-    if "lora_alpha" not in translation.values and ("alpha" in row or is_rank_stabilized(translation.theirs)):
+    if "lora_alpha" not in translation.values and (
+        "alpha" in row or is_rank_stabilized(translation.theirs)
+    ):
         usual = row.get("alpha", 2 * translation.values["lora"])
         outcome = alpha("lora_alpha", usual, translation.theirs)
         translation.values["lora_alpha"] = outcome.value
-        translation.notes["lora_alpha"] = f"the default of {trainer} is {usual}; {outcome.note}".removesuffix("; ")
-    if str(translation.theirs.get("adapter", "")).lower() == "qlora" and "lora_bits" not in translation.values:
+        translation.notes["lora_alpha"] = (
+            f"the default of {trainer} is {usual}; {outcome.note}".removesuffix("; ")
+        )
+    if (
+        str(translation.theirs.get("adapter", "")).lower() == "qlora"
+        and "lora_bits" not in translation.values
+    ):
         translation.values["lora_bits"], translation.notes["lora_bits"] = 4, "adapter = qlora"
 
 
 def _add_guesses(translation: Translation) -> None:
-    """Adds the objective that the settings are of, where the trainer's script names it and not its file."""
+    """Adds the objective that the settings are of, where the trainer's script names it and not its
+    file."""
     is_told = "objective" in translation.values or translation.lost
     if translation.theirs.trainer != "TRL" or is_told:
         return
@@ -178,20 +204,31 @@ def _add_guesses(translation: Translation) -> None:
         signs = [name for name in names.split() if not is_off(translation.theirs.get(name))]
         if signs:
             translation.values["objective"] = objective
-            translation.notes["objective"] = f"guessed by {signs[0]}: TRL's script says it, not its file"
+            translation.notes["objective"] = (
+                f"guessed by {signs[0]}: TRL's script says it, not its file"
+            )
             return
 
 
 def _add_rows(translation: Translation) -> None:
-    """Adds what entries of datasets say of their rows: names of fields, a template, and why the rest is left out."""
+    """Adds what entries of datasets say of their rows: names of fields, a template, and why the
+    rest is left out."""
     objective = str(translation.values.get("objective", ""))
     named: dict[str, Any] = {}
-    lists = [(name, value) for name, value in translation.theirs.values.items() if _flag_of(name)[0] in DATA]
+    lists = [
+        (name, value)
+        for name, value in translation.theirs.values.items()
+        if _flag_of(name)[0] in DATA
+    ]
     for where, entry in ((name, entry) for name, value in lists for entry in entries(value)):
         for name, value in entry.items():
             setting, ours = f"{where}: {name}", column(str(name), value, objective)
             if ours and named.setdefault(ours, value) != value:
-                _leave(translation, f"{setting} = {_shown(value)}", f"columns has {ours}={named[ours]} already")
+                _leave(
+                    translation,
+                    f"{setting} = {_shown(value)}",
+                    f"columns has {ours}={named[ours]} already",
+                )
             elif ours and f"{ours}={value}" not in translation.values.get("columns", "").split(","):
                 _set(translation, "columns", Outcome(f"{ours}={value}"), setting, value)
             elif name == "chat_template" and not is_off(value):
@@ -201,10 +238,15 @@ def _add_rows(translation: Translation) -> None:
 
 
 def _add_defaults(translation: Translation) -> None:
-    """Adds what their trainer does where the file says nothing, and train.py would do something else."""
+    """Adds what their trainer does where the file says nothing, and train.py would do something
+    else."""
     trainer, objective = translation.theirs.trainer, translation.values.get("objective", "")
-    defaults = NAMES["defaults"].get(trainer, {}) | NAMES["defaults_of_objectives"].get(trainer, {}).get(objective, {})
-    if trainer and objective in CLIPPED_OBJECTIVES:  # theirs has one limit for both sides, and for every objective
+    defaults = NAMES["defaults"].get(trainer, {}) | NAMES["defaults_of_objectives"].get(
+        trainer, {}
+    ).get(objective, {})
+    if (
+        trainer and objective in CLIPPED_OBJECTIVES
+    ):  # theirs has one limit for both sides, and for every objective
         defaults |= {"clip_low": 0.2, "clip_high": translation.values.get("clip_low", 0.2)}
     if trainer == "TRL" and has_nll(translation.theirs):
         defaults |= {"nll_weight": 1.0}
@@ -214,10 +256,16 @@ def _add_defaults(translation: Translation) -> None:
         defaults |= {"warmup_steps": min(3 * translation.values["max_steps"] // 100, 100)}
     if (peaks := NAMES["learning_rates"].get(trainer)) and not (translation.lost and not objective):
         kinds = [objective, "adapters" if "lora" in translation.values else "weights"]
-        defaults["learning_rate"] = next(peaks[kind] for kind in (*kinds, "weights") if kind in peaks)
+        defaults["learning_rate"] = next(
+            peaks[kind] for kind in (*kinds, "weights") if kind in peaks
+        )
     for flag, value in defaults.items():
-        is_said = flag in translation.values or (flag == "epochs" and "max_steps" in translation.values)
-        if flag == "warmup_steps":  # a share of steps that the data settle is among what is left out
+        is_said = flag in translation.values or (
+            flag == "epochs" and "max_steps" in translation.values
+        )
+        if (
+            flag == "warmup_steps"
+        ):  # a share of steps that the data settle is among what is left out
             is_said = is_said or any("warmup" in name for name in translation.theirs.values)
         if flag == "context_length":  # rollouts' lengths are settings of their own
             is_unlimited = "max_length" in translation.theirs.values
@@ -228,7 +276,8 @@ def _add_defaults(translation: Translation) -> None:
 
 
 def _drop_without_effect(translation: Translation) -> None:
-    """Leaves out settings that train.py would refuse beside others, or notes why it would refuse them all."""
+    """Leaves out settings that train.py would refuse beside others, or notes why it would refuse
+    them all."""
     while True:
         try:
             given = given_flags(TrainConfig, as_words(translation.values, NAMES_HERE), "train.py")
@@ -236,7 +285,9 @@ def _drop_without_effect(translation: Translation) -> None:
             return
         except UserError as error:
             flag = str(error).partition(" has no effect ")[0]
-            if flag not in translation.values or flag == "objective":  # another one would be trained
+            if (
+                flag not in translation.values or flag == "objective"
+            ):  # another one would be trained
                 translation.refused = str(error)
                 return
             value, note = translation.values.pop(flag), translation.notes.pop(flag)
@@ -254,13 +305,21 @@ def _drop_one_goal(translation: Translation) -> None:
 
 
 def as_toml(translation: Translation, target: str) -> str:
-    """Returns the settings as TOML, below comments that say where they come from, and above what is left out."""
-    return "\n".join([*_head(translation, target), "", *_settings(translation), *_rest(translation)]) + "\n"
+    """Returns the settings as TOML, below comments that say where they come from, and above what is
+    left out."""
+    return (
+        "\n".join([*_head(translation, target), "", *_settings(translation), *_rest(translation)])
+        + "\n"
+    )
 
 
 def _head(translation: Translation, target: str) -> Iterator[str]:
     theirs = translation.theirs
-    told = f"a config of {theirs.trainer}" if theirs.trainer else "a config of no trainer that is known here"
+    told = (
+        f"a config of {theirs.trainer}"
+        if theirs.trainer
+        else "a config of no trainer that is known here"
+    )
     yield f"# From {theirs.file}, {told}. Train: {program()} train.py --config {target}"
     for command in translation.firsts:
         yield f"# First: {command}"
@@ -308,7 +367,9 @@ def _one_line(text: str) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, str):  # JSON's escapes are TOML's, but for the one character that JSON leaves as it is
+    if isinstance(
+        value, str
+    ):  # JSON's escapes are TOML's, but for the one character that JSON leaves as it is
         return json.dumps(value).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -1,6 +1,8 @@
-"""Translates values: what a setting of another trainer is as a value of a flag here, or why it is left out.
+"""Translates values: what a setting of another trainer is as a value of a flag here, or why it is
+left out.
 
-A function per flag whose value differs from theirs; other values are taken as they are, in the flag's own type.
+A function per flag whose value differs from theirs; other values are taken as they are, in the
+flag's own type.
 """
 
 import math
@@ -52,7 +54,11 @@ def plain(flag: str, value: Any) -> Outcome:
             return Outcome(float(value))
         if kind is int:
             number = float(str(value).replace("_", ""))
-            return Outcome(int(number)) if number == int(number) else Outcome(note=f"{flag} is a whole number")
+            return (
+                Outcome(int(number))
+                if number == int(number)
+                else Outcome(note=f"{flag} is a whole number")
+            )
     except (TypeError, ValueError, OverflowError):
         return Outcome(note=f"{flag} is a number")
     if kind is bool:
@@ -63,7 +69,9 @@ def plain(flag: str, value: Any) -> Outcome:
 def in_words(flag: str, value: Any) -> str | None:
     """Returns the flag's value for a word of theirs, by other_trainers.toml."""
     word = str(value).lower()
-    return next((ours for ours, theirs in NAMES["words"][flag].items() if word in theirs.split()), None)
+    return next(
+        (ours for ours, theirs in NAMES["words"][flag].items() if word in theirs.split()), None
+    )
 
 
 def word(flag: str, why: str) -> Callable[[str, Any, Theirs], Outcome]:
@@ -71,7 +79,11 @@ def word(flag: str, why: str) -> Callable[[str, Any, Theirs], Outcome]:
 
     def read(name: str, value: Any, theirs: Theirs) -> Outcome:
         meant = in_words(flag, value)
-        return Outcome(note=f"{why}: {', '.join(NAMES['words'][flag])}") if meant is None else Outcome(meant)
+        return (
+            Outcome(note=f"{why}: {', '.join(NAMES['words'][flag])}")
+            if meant is None
+            else Outcome(meant)
+        )
 
     return read
 
@@ -80,10 +92,13 @@ def word(flag: str, why: str) -> Callable[[str, Any, Theirs], Outcome]:
 
 
 def folder(name: str, value: Any, theirs: Theirs) -> Outcome:
-    """A model's folder: a name on the Hugging Face Hub is downloaded into a folder of its last part."""
+    """A model's folder: a name on the Hugging Face Hub is downloaded into a folder of its last
+    part."""
     outcome = _downloaded(str(value), "")
     if name.endswith("hf_assets_path") and not is_on(theirs.get("initial_load_in_hf")):
-        return outcome._replace(flag="tokenizer", note="torchtitan draws the weights; init_from reads this folder's")
+        return outcome._replace(
+            flag="tokenizer", note="torchtitan draws the weights; init_from reads this folder's"
+        )
     return outcome
 
 
@@ -103,19 +118,33 @@ def _expanded(path: str) -> str:
 
 
 def _downloaded(path: str, option: str) -> Outcome:
-    is_of_the_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not Path(path).exists() and not path.startswith(".")
-    if not is_of_the_hub or Path(path).suffix in (".json", ".jsonl", ".parquet", ".csv", ".txt", ".jinja"):
+    is_of_the_hub = (
+        re.fullmatch(r"[\w.-]+/[\w.-]+", path)
+        and not Path(path).exists()
+        and not path.startswith(".")
+    )
+    if not is_of_the_hub or Path(path).suffix in (
+        ".json",
+        ".jsonl",
+        ".parquet",
+        ".csv",
+        ".txt",
+        ".jinja",
+    ):
         return Outcome(_expanded(path))
     local = path.split("/")[1]
     return Outcome(local, first=hub_download(f"{path} {option}--local-dir {local}"))
 
 
 def paths(name: str, value: Any, theirs: Theirs) -> Outcome:
-    """Files and folders of data, from names, lists of names, or lists of tables with a path or data_files."""
+    """Files and folders of data, from names, lists of names, or lists of tables with a path or
+    data_files."""
     if name.rpartition(".")[2] == "dataset_dir":
         return Outcome(note="the folder in which names of datasets are looked up")
     if theirs.trainer == "torchtitan" and "/" not in str(value):
-        return Outcome(note="a name that torchtitan knows; data are files and folders of this machine")
+        return Outcome(
+            note="a name that torchtitan knows; data are files and folders of this machine"
+        )
     listed = value if isinstance(value, list) else str(value).split(",")
     found: list[Outcome] = []
     unread: dict[str, None] = {}
@@ -127,24 +156,34 @@ def paths(name: str, value: Any, theirs: Theirs) -> Outcome:
             found.append(_dataset(str(file), theirs))
     notes = [each.note for each in found if each.note]
     if unread:
-        notes.append(f"rows are told by their fields, and all are read: {', '.join(unread)} left out")
+        notes.append(
+            f"rows are told by their fields, and all are read: {', '.join(unread)} left out"
+        )
     firsts = dict.fromkeys(each.first for each in found if each.first)
-    return Outcome([each.value for each in found], "; ".join(dict.fromkeys(notes)), " && ".join(firsts))
+    return Outcome(
+        [each.value for each in found], "; ".join(dict.fromkeys(notes)), " && ".join(firsts)
+    )
 
 
 def _is_unread(entry: dict, name: str) -> bool:
-    """Whether a setting of an entry is neither the place of its rows nor what translate.py says more of."""
-    is_named = column(name, entry[name], "") is not None or why_left_out(name, entry[name]) is not None
+    """Whether a setting of an entry is neither the place of its rows nor what translate.py says
+    more of."""
+    is_named = (
+        column(name, entry[name], "") is not None or why_left_out(name, entry[name]) is not None
+    )
     return name not in PLACES and not is_named and name != "chat_template"
 
 
 def _dataset(name: str, theirs: Theirs) -> Outcome:
-    """A dataset by its file, by a name on the Hub, or by a name in LLaMA-Factory's dataset_info.json."""
+    """A dataset by its file, by a name on the Hub, or by a name in LLaMA-Factory's
+    dataset_info.json."""
     name, _, count = name.partition("#") if theirs.trainer == "ms-swift" else (name, "", "")
     note = f"all of {name}, not {count} rows" if count else ""
     if theirs.trainer == "LLaMA-Factory" and "/" not in name and not Path(name).exists():
         where = str(theirs.get("dataset_dir", "data"))
-        return Outcome(f"{where}/{name}.json", f"{where}/dataset_info.json names the file of {name}")
+        return Outcome(
+            f"{where}/{name}.json", f"{where}/dataset_info.json names the file of {name}"
+        )
     downloaded = _downloaded(name, "--repo-type dataset ")
     return downloaded._replace(note=note)
 
@@ -152,7 +191,10 @@ def _dataset(name: str, theirs: Theirs) -> Outcome:
 def rope(name: str, value: Any, theirs: Theirs) -> Outcome:
     if re.fullmatch(r"(yarn|linear):[\d.]+(:[\d.]+)?", str(value)):
         return Outcome(str(value))
-    return Outcome(note="a way and a factor are asked for: yarn:4:32768 or linear:4; config.json says any other")
+    return Outcome(
+        note="a way and a factor are asked for: yarn:4:32768 or linear:4; config.json says any "
+        "other"
+    )
 
 
 def template(name: str, value: Any, theirs: Theirs) -> Outcome:
@@ -165,14 +207,19 @@ def template(name: str, value: Any, theirs: Theirs) -> Outcome:
         return Outcome(note="a template as text: write it to a file, and give chat_template = FILE")
     if text.endswith((".jinja", ".j2")):
         return Outcome(text)
-    return Outcome(note="the template in init_from's folder is read, whatever its name; else chatml, or a Jinja file")
+    return Outcome(
+        note="the template in init_from's folder is read, whatever its name; else chatml, or a "
+        "Jinja file"
+    )
 
 
 def columns(name: str, value: Any, theirs: Theirs) -> Outcome:
     end = name.rpartition(".")[2]
     ours = next((ours for ours, names in NAMES["columns"].items() if end in names.split()), None)
     if ours is None:
-        return Outcome(note="fields of usual names are read, docs/data.md lists them; columns names others")
+        return Outcome(
+            note="fields of usual names are read, docs/data.md lists them; columns names others"
+        )
     return Outcome(note=f"rows have {ours} anyway") if value == ours else Outcome(f"{ours}={value}")
 
 
@@ -181,7 +228,9 @@ def share_held_out(name: str, value: Any, theirs: Theirs) -> Outcome:
     if number == 0:
         return Outcome(0, "nothing is validated", flag="validation_sequences")
     if number >= 1:
-        return Outcome(note=f"{number:g} rows; validation_fraction is a share of the tokens, 0.02 by default")
+        return Outcome(
+            note=f"{number:g} rows; validation_fraction is a share of the tokens, 0.02 by default"
+        )
     return Outcome(number)
 
 
@@ -189,7 +238,8 @@ def share_held_out(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def adapters_of(theirs: Theirs) -> dict | None:
-    """Returns the row of the trainer's adapters if the settings ask for adapters; None: every weight is trained."""
+    """Returns the row of the trainer's adapters if the settings ask for adapters; None: every
+    weight is trained."""
     row = NAMES["adapters"].get(theirs.trainer, {})
     if "switch" not in row:
         asks = is_on(theirs.get("use_peft")) or theirs.get("lora_rank") or theirs.get("lora.rank")
@@ -215,7 +265,9 @@ def alpha(name: str, value: Any, theirs: Theirs) -> Outcome:
         return Outcome(note="every weight is trained")
     number, rank_of_adapters = float(value), rank("lora", True, theirs).value
     if is_rank_stabilized(theirs):
-        return Outcome(number * math.sqrt(rank_of_adapters), "of rsLoRA: theirs x the root of the rank")
+        return Outcome(
+            number * math.sqrt(rank_of_adapters), "of rsLoRA: theirs x the root of the rank"
+        )
     return Outcome(number)
 
 
@@ -228,7 +280,9 @@ def targets(name: str, value: Any, theirs: Theirs) -> Outcome:
         return Outcome(note="every weight is trained")
     if is_on(value) or value in ("all", "all-linear", ["all-linear"], ["all"]):
         return Outcome("all-linear")
-    names = [str(each).strip() for each in (value if isinstance(value, list) else str(value).split(","))]
+    names = [
+        str(each).strip() for each in (value if isinstance(value, list) else str(value).split(","))
+    ]
     known = [each for each in names if each in TARGETS]
     others = [each for each in names if each not in TARGETS]
     if not known:
@@ -238,7 +292,9 @@ def targets(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 def bits(name: str, value: Any, theirs: Theirs) -> Outcome:
     end = name.rpartition(".")[2]
-    number = {"load_in_4bit": 4, "load_in_8bit": 8, "qlora": 4}.get(end) or (value if value in (4, 8) else None)
+    number = {"load_in_4bit": 4, "load_in_8bit": 8, "qlora": 4}.get(end) or (
+        value if value in (4, 8) else None
+    )
     if number is None:
         return Outcome(note="lora_bits is 16, 8 or 4")
     if adapters_of(theirs) is None:
@@ -262,7 +318,10 @@ def warmup(name: str, value: Any, theirs: Theirs) -> Outcome:
         return Outcome(int(number))
     total = theirs.get("max_steps", theirs.get("total_training_steps"))
     if total is None or float(total) <= 0:
-        return Outcome(note=f"{number:.3g} of the run's steps, which the data settle: give warmup_steps; 20 by default")
+        return Outcome(
+            note=f"{number:.3g} of the run's steps, which the data settle: give warmup_steps; 20 "
+            "by default"
+        )
     share = number * float(total)
     count = int(share) if theirs.trainer == "axolotl" else math.ceil(share)
     return Outcome(max(1, count), f"{number:.3g} of {int(float(total))} steps")
@@ -272,13 +331,19 @@ def schedule(name: str, value: Any, theirs: Theirs) -> Outcome:
     end = name.rpartition(".")[2]
     if end == "min_lr":
         peak = theirs.get("learning_rate", theirs.get("lr"))
-        return Outcome(float(value) / float(peak)) if peak else Outcome(note="a share of learning_rate is to be given")
+        return (
+            Outcome(float(value) / float(peak))
+            if peak
+            else Outcome(note="a share of learning_rate is to be given")
+        )
     if end.startswith(("min_", "cosine_min")):
         return Outcome(float(value))
     kind = str(value).lower()
     if kind.startswith("cosine_") and "min_lr" in kind:  # settings of their own say where it ends
         return Outcome()
-    ratio = next((float(share) for share, kinds in NAMES["schedules"].items() if kind in kinds.split()), None)
+    ratio = next(
+        (float(share) for share, kinds in NAMES["schedules"].items() if kind in kinds.split()), None
+    )
     if ratio is None:
         return Outcome(note="the learning rate rises for warmup_steps and falls by a cosine")
     return Outcome(ratio, "" if ratio or kind == "cosine" else "by a cosine here")
@@ -290,12 +355,17 @@ def optimizer(name: str, value: Any, theirs: Theirs) -> Outcome:
         return Outcome(note="the optimizer is AdamW with betas of 0.9 and 0.95")
     if meant == "compact" and adapters_of(theirs) is None:
         return Outcome("compact")
-    return Outcome(note="adapters' state is small, and float32") if meant == "compact" else Outcome()
+    return (
+        Outcome(note="adapters' state is small, and float32") if meant == "compact" else Outcome()
+    )
 
 
 def all_sequences(name: str, value: Any, theirs: Theirs) -> Outcome:
     """Sequences in a step of all GPUs, as micro-batches of one."""
-    whole, local = int(value), theirs.get("local_batch_size", theirs.get("micro_batch_size_per_gpu"))
+    whole, local = (
+        int(value),
+        theirs.get("local_batch_size", theirs.get("micro_batch_size_per_gpu")),
+    )
     if whole < 1:
         return Outcome()
     gpus = int(theirs.get("n_gpus_per_node", 1)) * int(theirs.get("nnodes", 1))
@@ -303,7 +373,9 @@ def all_sequences(name: str, value: Any, theirs: Theirs) -> Outcome:
         return Outcome(note=f"{whole} / (batch_size x GPUs) is gradient_accumulation_steps")
     count = max(1, whole // (int(local) * gpus))
     return Outcome(
-        count, f"on {gpus} GPU{'s' * (gpus > 1)}: {whole} / ({local} x {gpus})", flag="gradient_accumulation_steps"
+        count,
+        f"on {gpus} GPU{'s' * (gpus > 1)}: {whole} / ({local} x {gpus})",
+        flag="gradient_accumulation_steps",
     )
 
 
@@ -314,7 +386,11 @@ def sequences(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 def micro_batches(name: str, value: Any, theirs: Theirs) -> Outcome:
     is_of_all = name.rpartition(".")[2] == "global_batch_size"
-    return all_sequences(name, value, theirs) if is_of_all else plain("gradient_accumulation_steps", value)
+    return (
+        all_sequences(name, value, theirs)
+        if is_of_all
+        else plain("gradient_accumulation_steps", value)
+    )
 
 
 def length(name: str, value: Any, theirs: Theirs) -> Outcome:
@@ -322,12 +398,18 @@ def length(name: str, value: Any, theirs: Theirs) -> Outcome:
     if name.rpartition(".")[2] in ("max_prompt_length", "max_response_length"):
         if question is None or answer is None:
             return Outcome(note="context_length is of a prompt with its answer")
-        return Outcome(int(question) + int(answer), f"{question} of a prompt and {answer} of an answer")
+        return Outcome(
+            int(question) + int(answer), f"{question} of a prompt and {answer} of an answer"
+        )
     return plain("context_length", value)
 
 
 def objective(name: str, value: Any, theirs: Theirs) -> Outcome:
-    if name.rpartition(".")[2] in ("importance_sampling_level", "stage") and str(value) in ("token", "sft", "pt"):
+    if name.rpartition(".")[2] in ("importance_sampling_level", "stage") and str(value) in (
+        "token",
+        "sft",
+        "pt",
+    ):
         return Outcome()
     kinds = [each for each in value if each != "sft"] if isinstance(value, list) else [value]
     meant = in_words("objective", kinds[0]) if len(kinds) == 1 else None
@@ -343,11 +425,14 @@ def has_nll(theirs: Theirs) -> bool:
 
 
 def nll(name: str, value: Any, theirs: Theirs) -> Outcome:
-    """The weight of the chosen answers' loss: 0.5 of loss_type [sigmoid, sft] with loss_weights [1.0, 0.5]."""
+    """The weight of the chosen answers' loss: 0.5 of loss_type [sigmoid, sft] with loss_weights
+    [1.0, 0.5]."""
     if name.rpartition(".")[2] != "loss_weights":
         return plain("nll_weight", value)
     if not has_nll(theirs) or len(value) != 2:
-        return Outcome(note="one loss is trained on, with the chosen answers' loss beside it as nll_weight")
+        return Outcome(
+            note="one loss is trained on, with the chosen answers' loss beside it as nll_weight"
+        )
     index = theirs.get("loss_type").index("sft")
     return Outcome(float(value[index]) / float(value[1 - index]), "over the other's weight")
 
@@ -366,7 +451,8 @@ def beta(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def interval(flag: str, why: str) -> Callable[[str, Any, Theirs], Outcome]:
-    """Returns a function that reads steps between validations or checkpoints; theirs may be words, or a share."""
+    """Returns a function that reads steps between validations or checkpoints; theirs may be words,
+    or a share."""
 
     def read(name: str, value: Any, theirs: Theirs) -> Outcome:
         if str(value).lower() == "steps":
@@ -390,16 +476,26 @@ def saves(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 def going_on(name: str, value: Any, theirs: Theirs) -> Outcome:
     meant = in_words("resume", value)
-    return Outcome(meant) if meant else Outcome(note="checkpoints of other trainers: init_from takes their weights")
+    return (
+        Outcome(meant)
+        if meant
+        else Outcome(note="checkpoints of other trainers: init_from takes their weights")
+    )
 
 
 def project(name: str, value: Any, theirs: Theirs) -> Outcome:
-    named = theirs.get("wandb_project") or theirs.get("trackio_project_name") or theirs.get("project_name")
+    named = (
+        theirs.get("wandb_project")
+        or theirs.get("trackio_project_name")
+        or theirs.get("project_name")
+    )
     return Outcome(str(named or "fathom") if is_on(value) else str(value))
 
 
 def switch(name: str, value: Any, theirs: Theirs) -> Outcome:
-    return Outcome(True) if is_on(value) else Outcome(note="event files go to output_dir/tensorboard")
+    return (
+        Outcome(True) if is_on(value) else Outcome(note="event files go to output_dir/tensorboard")
+    )
 
 
 def minutes(name: str, value: Any, theirs: Theirs) -> Outcome:
@@ -452,8 +548,12 @@ READERS: dict[str, Callable[[str, Any, Theirs], Outcome]] = {
     "tensorboard": switch,
     "collective_timeout": minutes,
     "data_weights": weights,
-    "validation_interval": interval("validation_interval", "validation_interval is a number of steps"),
-    "checkpoint_interval": interval("checkpoint_interval", "checkpoint_interval is steps, or minutes as 30min"),
+    "validation_interval": interval(
+        "validation_interval", "validation_interval is a number of steps"
+    ),
+    "checkpoint_interval": interval(
+        "checkpoint_interval", "checkpoint_interval is steps, or minutes as 30min"
+    ),
     "context_parallel_size": ranks,
     "tensor_parallel_size": ranks,
     "replicate": ranks,

@@ -1,4 +1,5 @@
-"""Tokenize a corpus once, for any number of runs: `python -m training.data prepare IN OUT --tokenizer DIR`."""
+"""Tokenize a corpus once, for any number of runs: `python -m training.data prepare IN OUT
+--tokenizer DIR`."""
 
 import sys
 
@@ -26,13 +27,21 @@ from training.host.processes import command
 class PrepareFlags:
     """Tokenize a corpus into a folder; after a stop, the same command goes on."""
 
-    source: Path = flag(help="a file or folder of texts, JSON, Parquet or datasets' Arrow", positional=True)
+    source: Path = flag(
+        help="a file or folder of texts, JSON, Parquet or datasets' Arrow", positional=True
+    )
     out: Path = flag(help="the set's folder, to be given to train.py as --data", positional=True)
     tokenizer: str = flag(help="a tokenizer.json or its folder, or bytes")
-    chat_reasoning: str | None = flag(None, "reasoning before the last user message, as train.py has it", REASONING)
-    chat_template: str | None = flag(None, "a Jinja file, or chatml, as train.py has it; default: the folder's")
+    chat_reasoning: str | None = flag(
+        None, "reasoning before the last user message, as train.py has it", REASONING
+    )
+    chat_template: str | None = flag(
+        None, "a Jinja file, or chatml, as train.py has it; default: the folder's"
+    )
     suffixes: str | None = flag(None, f"of texts, as train.py has it; default: {SUFFIXES}")
-    columns: str | None = flag(None, "names of fields, as train.py has them: prompt=question,completion=answer")
+    columns: str | None = flag(
+        None, "names of fields, as train.py has them: prompt=question,completion=answer"
+    )
     bad_rows: str | None = flag(None, "rows that cannot be read; default: refuse", BAD_ROWS)
     workers: int | None = flag(None, "processes; default: one per core", least=1)
 
@@ -48,7 +57,9 @@ class VerifyFlags:
 def main(argv: list[str]) -> int:
     """Returns the exit status: 0, 1 after an error, 130 after an interrupt."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    flags = read_command({"prepare": PrepareFlags, "verify": VerifyFlags}, argv, "python -m training.data")
+    flags = read_command(
+        {"prepare": PrepareFlags, "verify": VerifyFlags}, argv, "python -m training.data"
+    )
     if isinstance(flags, VerifyFlags):
         verify(flags.out)
         print(f"{flags.out}: every byte is as it was written")
@@ -70,6 +81,7 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends as `head` does
-    # Workers are forked from a server that has imported prepare.py once: importing it takes seconds.
+    # Workers are forked from a server that has imported prepare.py once: importing it takes
+    # seconds.
     multiprocessing.set_forkserver_preload(["training.data.prepare"])
     sys.exit(main(sys.argv[1:]))

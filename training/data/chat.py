@@ -1,4 +1,5 @@
-"""Chats as tokens: rendered whole by the tokenizer's own chat template, with the assistant's turns as targets."""
+"""Chats as tokens: rendered whole by the tokenizer's own chat template, with the assistant's turns
+as targets."""
 
 import contextlib
 import json
@@ -21,14 +22,26 @@ from training.host.files import JSON_BYTES, read_file
 
 logger = logging.getLogger(__name__)
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + "
+    "'<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL = re.compile(r"<\|\w+\|>")  # strings of a template that are meant to be tokens
 WRITERS = 100  # writers that are kept, for rows with chat_template_kwargs of their own
 # Arguments of transformers' apply_chat_template that are no variables for a row to give.
-SWITCHES = ("enable_thinking", "thinking", "reasoning_effort")  # say nothing to a template without reasoning
-ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+SWITCHES = (
+    "enable_thinking",
+    "thinking",
+    "reasoning_effort",
+)  # say nothing to a template without reasoning
+ARGUMENTS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
 
 
 class NoTemplate(UserError):
@@ -36,24 +49,31 @@ class NoTemplate(UserError):
 
 
 class ChatTemplate:
-    """Renders and tokenizes chats by the templates in a tokenizer's folder, and finds the assistant's turns.
+    """Renders and tokenizes chats by the templates in a tokenizer's folder, and finds the
+    assistant's turns.
 
-    The turns are found in the whole text, and the whole text is tokenized at once. A chat whose own words look like the
-    border of a turn is refused. Raises UserError: there is no template or no jinja2; the template fails, or does not
-    show where turns begin and end.
+    The turns are found in the whole text, and the whole text is tokenized at once. A chat whose own
+    words look like the border of a turn is refused. Raises UserError: there is no template or no
+    jinja2; the template fails, or does not show where turns begin and end.
 
     Args:
         tokenizer: a FileTokenizer; see read_templates for the files.
-        reasoning: treatment of the reasoning in turns before the last user message. "template": left to the template;
-            Qwen3's drops it. "drop": removed. "keep": each turn is rendered as if its user message were the last one.
+        reasoning: treatment of the reasoning in turns before the last user message. "template":
+        left to the template;
+            Qwen3's drops it. "drop": removed. "keep": each turn is rendered as if its user message
+            were the last one.
 
     Attributes:
-        unread: fields of the last chat that describe it and that the template does not write, such as "source".
+        unread: fields of the last chat that describe it and that the template does not write, such
+        as "source".
     """
 
     def __init__(self, tokenizer, reasoning: str = "template"):
         if not isinstance(tokenizer, FileTokenizer):
-            raise UserError(f"chats need a chat template: give --tokenizer a folder with one, not {tokenizer.name}")
+            raise UserError(
+                "chats need a chat template: give --tokenizer a folder with one, not "
+                f"{tokenizer.name}"
+            )
         self._tokenizer, self._reasoning = tokenizer, reasoning
         self._templates = read_templates(tokenizer)
         self._opened: dict[str, Template] = {}
@@ -72,27 +92,34 @@ class ChatTemplate:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Ids of tokens that end a turn. An end of several tokens has the last one's id if that is an added token."""
+        """Ids of tokens that end a turn. An end of several tokens has the last one's id if that is
+        an added token."""
         if (name := self._choose(has_tools=True)) is not None:
             with contextlib.suppress(UserError):  # no chat has tools, or each is refused
                 self._writer(name, {})
         ends = dict.fromkeys(end for writer in self._writers.values() for end in writer.turns.stops)
         ids = [self._tokenizer.encode(end).tolist() for end in ends]
         added = self._tokenizer.added_tokens
-        is_told = (self._tokenizer.decode(each[-1:], with_special=True) in added or len(each) == 1 for each in ids)
+        is_told = (
+            self._tokenizer.decode(each[-1:], with_special=True) in added or len(each) == 1
+            for each in ids
+        )
         return frozenset(each[-1] for each, is_alone in zip(ids, is_told) if is_alone)
 
     def encode(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (ids, is_masked) of a chat, uint32 and bool [N]. A token that begins before its turn is masked.
+        """Returns (ids, is_masked) of a chat, uint32 and bool [N]. A token that begins before its
+        turn is masked.
 
         Args:
-            record: {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}. A message of the assistant that
-                says so, as by "weight": 0 or "loss": false, has no targets; see says_trained. "chat_template_kwargs"
-                are variables of the template, and "beside" the row's fields that no form has.
+            record: {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}. A message of
+            the assistant that
+                says so, as by "weight": 0 or "loss": false, has no targets; see says_trained.
+                "chat_template_kwargs" are variables of the template, and "beside" the row's fields
+                that no form has.
 
         Raises:
-            UserError: the messages are not a chat; the template refuses them, or leaves out a part of them.
-            NothingToLearn: a question or an answer is empty, or nothing is a target.
+            UserError: the messages are not a chat; the template refuses them, or leaves out a part
+            of them. NothingToLearn: a question or an answer is empty, or nothing is a target.
         """
         try:
             writer, text, turns, trained = self._write(record)
@@ -101,7 +128,9 @@ class ChatTemplate:
         if False in trained:
             if len(trained) != len(turns):
                 file = writer.template.file
-                raise UserError(f'chat template {file} joins messages into turns: "weight" cannot be obeyed')
+                raise UserError(
+                    f'chat template {file} joins messages into turns: "weight" cannot be obeyed'
+                )
             turns = [turn for turn, is_trained in zip(turns, trained) if is_trained]
         ids, offsets = self._tokenizer.encode_with_offsets(text)
         starts = offsets[:, 0]
@@ -113,7 +142,8 @@ class ChatTemplate:
         return ids, masked
 
     def _write(self, record: dict) -> tuple[ChatWriter, str, list[Turn], list[bool]]:
-        """Returns (its writer, its text, its turns, which messages of the assistant are trained on) of a chat."""
+        """Returns (its writer, its text, its turns, which messages of the assistant are trained on)
+        of a chat."""
         tools = record.get("tools") or None  # a template may announce an empty list
         function_names(tools, '"tools"')
         tools = tools and [nested(tool) for tool in tools]
@@ -129,23 +159,29 @@ class ChatTemplate:
         return writer, text, turns, trained
 
     def prompt(self, messages: list[dict]) -> str:
-        """Returns the messages as text, followed by the words that the template begins an answer with."""
+        """Returns the messages as text, followed by the words that the template begins an answer
+        with."""
         if (name := self._choose(has_tools=False)) is None:
             self._refuse_unnamed()
         return self._writer(name, {}).prompt(messages)
 
     def _choose(self, has_tools: bool) -> str | None:
-        """Returns the name of the template for a chat, as transformers chooses; None if there is none for it."""
+        """Returns the name of the template for a chat, as transformers chooses; None if there is
+        none for it."""
         names = ("tool_use", "default") if has_tools else ("default",)
         return next((name for name in names if name in self._templates), None)
 
     def _refuse_unnamed(self) -> NoReturn:
         names = ", ".join(sorted(self._templates))[:100]
         cure = 'add chat_template.jinja, which is "default"'
-        raise UserError(f'{self._tokenizer.folder} has the chat templates {names}, and none that is "default": {cure}')
+        raise UserError(
+            f'{self._tokenizer.folder} has the chat templates {names}, and none that is "default": '
+            f"{cure}"
+        )
 
     def _variables(self, name: str, values) -> tuple[dict, set[str]]:
-        """Returns a row's chat_template_kwargs, which TRL gives to the template, and names of SWITCHES it lacks."""
+        """Returns a row's chat_template_kwargs, which TRL gives to the template, and names of
+        SWITCHES it lacks."""
         values = parsed(values, f'"{VARIABLES}"', "an object") or {}
         if not isinstance(values, dict):
             raise UserError(f'"{VARIABLES}" must be an object, or JSON of one')
@@ -154,14 +190,20 @@ class ChatTemplate:
         for key, value in values.items():
             if isinstance(value, str) and value.strip().lower() in ("true", "false"):
                 what = f'"{VARIABLES}" has "{str(key)[:40]}": {json.dumps(value)}'
-                raise UserError(f"{what}, a text, which templates take for true; write {value.strip().lower()}")
+                raise UserError(
+                    f"{what}, a text, which templates take for true; write {value.strip().lower()}"
+                )
             if key in template.variables and key not in ARGUMENTS:
                 read |= {key: value} if value is not None else {}
             elif key in SWITCHES and value is not None:
                 unread.add(key)
             elif value not in EMPTY:
-                has = f'has "{VARIABLES}" beside "messages", where "{str(key)[:40]}" would be ignored'
-                raise UserError(f"{has}: chat template {template.file} reads no such variable; remove it")
+                has = (
+                    f'has "{VARIABLES}" beside "messages", where "{str(key)[:40]}" would be ignored'
+                )
+                raise UserError(
+                    f"{has}: chat template {template.file} reads no such variable; remove it"
+                )
         return read, unread
 
     def _open(self, name: str) -> Template:
@@ -174,7 +216,9 @@ class ChatTemplate:
         key = name, json.dumps(variables, sort_keys=True, default=str)
         if key not in self._writers:
             if len(self._writers) > WRITERS:
-                self._writers = {known: writer for known, writer in self._writers.items() if known[1] == "{}"}
+                self._writers = {
+                    known: writer for known, writer in self._writers.items() if known[1] == "{}"
+                }
             template = self._open(name).with_values(variables)
             self._writers[key] = ChatWriter(template, self._tokenizer, self._reasoning)
         return self._writers[key]
@@ -185,9 +229,11 @@ def has_template(tokenizer) -> bool:
 
 
 def stop_ids(tokenizer, are_samples: bool) -> frozenset[int]:
-    """Returns the ids at which a run's model learns to stop: the documents' end, and the ends of turns.
+    """Returns the ids at which a run's model learns to stop: the documents' end, and the ends of
+    turns.
 
-    Turns are of the tokenizer's chat template, for data with samples: prompts with completions, or chats.
+    Turns are of the tokenizer's chat template, for data with samples: prompts with completions, or
+    chats.
     """
     ids = frozenset({tokenizer.eos_id})
     if not are_samples or not has_template(tokenizer):
@@ -198,41 +244,56 @@ def stop_ids(tokenizer, are_samples: bool) -> frozenset[int]:
         logger.warning("chat: the model is not told where turns end: %s", error)
         return ids
     if not ends:
-        logger.warning("chat: turns end with no token of their own, and programs will not stop there")
+        logger.warning(
+            "chat: turns end with no token of their own, and programs will not stop there"
+        )
     return ids | ends
 
 
 def _refuse_names(chat_template: str, tokenizer: FileTokenizer) -> None:
-    """Refuse what stands in a file's place: a template's name in other programs, its text, or a folder."""
+    """Refuse what stands in a file's place: a template's name in other programs, its text, or a
+    folder."""
     file = Path(chat_template)
     what = f"chat_template {chat_template[:80]!r}"
     if "{%" in chat_template or "{{" in chat_template:
         raise UserError(f"{what} is a template's text; write it to a file, and give that")
     if file.is_dir():
-        raise UserError(f"{what} is a folder; give its chat_template.jinja, or --tokenizer {chat_template}")
+        raise UserError(
+            f"{what} is a folder; give its chat_template.jinja, or --tokenizer {chat_template}"
+        )
     if len(file.parts) == 1 and not file.suffix and not file.exists():
         has = f"{tokenizer.folder} has a template of its own: drop the flag"
-        cure = has if has_template(tokenizer) else f"{tokenizer.folder} has no template: give chatml, or a Jinja file"
+        cure = (
+            has
+            if has_template(tokenizer)
+            else f"{tokenizer.folder} has no template: give chatml, or a Jinja file"
+        )
         raise UserError(f"{what} is no file, and of names there is chatml alone; {cure}")
 
 
 def open_tokenizer(path: str | None, chat_template: str | None):
     """Returns the tokenizer at a path, with a --chat_template in place of its folder's.
 
-    Strings such as <|im_start|> that the template writes become special tokens, where the tokenizer lacks them.
+    Strings such as <|im_start|> that the template writes become special tokens, where the tokenizer
+    lacks them.
     """
     tokenizer = load_tokenizer(path)
     if chat_template is None:
         return tokenizer
     if not isinstance(tokenizer, FileTokenizer):
-        raise UserError(f"chat_template {chat_template} needs a tokenizer of words, not {tokenizer.name}; give one")
+        raise UserError(
+            f"chat_template {chat_template} needs a tokenizer of words, not {tokenizer.name}; give "
+            "one"
+        )
     file, beginning = Path(chat_template), tokenizer.beginning
     if chat_template == "chatml":
         source = f"{{{{ {json.dumps(beginning)} }}}}{CHATML}" if beginning else CHATML
     else:
         _refuse_names(chat_template, tokenizer)
         try:
-            source = read_file(file, "give --chat_template a file of a template, or chatml", JSON_BYTES).decode()
+            source = read_file(
+                file, "give --chat_template a file of a template, or chatml", JSON_BYTES
+            ).decode()
         except UnicodeDecodeError:
             raise UserError(f"chat template {file} is not UTF-8") from None
     template = Template(source, file, tokenizer.special_tokens)

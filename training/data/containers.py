@@ -1,7 +1,9 @@
-"""Files that hold many documents, a row each: JSON, CSV, Parquet, and the Arrow files of `datasets`.
+"""Files that hold many documents, a row each: JSON, CSV, Parquet, and the Arrow files of
+`datasets`.
 
-CONTAINERS has a line for each kind, by suffix. JSON, CSV and texts may be compressed: .gz or .zst stands behind the
-suffix. Files are read as streams, so that memory holds a few rows and never a whole file.
+CONTAINERS has a line for each kind, by suffix. JSON, CSV and texts may be compressed: .gz or .zst
+stands behind the suffix. Files are read as streams, so that memory holds a few rows and never a
+whole file.
 """
 
 import contextlib
@@ -22,17 +24,22 @@ from training.data.forms import FIELDS, is_row
 from training.data.unread import is_of_a_last_answer, is_of_answers
 from training.host.errors import UserError, import_optional, is_installed
 
-# A small file can hold any number of zeros. JSON takes up to 25 times its bytes in memory, when it is parsed.
+# A small file can hold any number of zeros. JSON takes up to 25 times its bytes in memory, when it
+# is parsed.
 MOST = 2**26  # bytes of a row
 MOST_OF_TEXT = 2**28  # bytes of a compressed text
 CHUNK = 2**20  # characters of a .json file that are read at a time
 BATCH_BYTES = 2**28  # values in a batch of a table
-LEAST_OF_A_BOMB, MOST_RATIO = 2**29, 500  # bytes that a row group holds, for each byte of it in the file
+LEAST_OF_A_BOMB, MOST_RATIO = (
+    2**29,
+    500,
+)  # bytes that a row group holds, for each byte of it in the file
 BATCH = 64  # rows of a table that are turned into Python's objects at a time
 COMPRESSIONS = (".gz", ".zst")
 # Errors of Python's own that its libraries and pyarrow raise for damaged files.
 OF_DAMAGE = (
-    OSError, EOFError, ValueError, LookupError, ArithmeticError, RecursionError, SystemError, struct.error, zlib.error,
+    OSError, EOFError, ValueError, LookupError, ArithmeticError, RecursionError, SystemError,
+    struct.error, zlib.error,
 )  # fmt: skip
 JSON = "arrow.json"  # type of columns that hold JSON
 END_OF_ARROW = b"\xff\xff\xff\xff\0\0\0\0"
@@ -40,7 +47,9 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}  # between fields, by suffix
 OTHER_SEPARATORS = (";", "\t", "|", ",")  # found in files that other programs wrote
 SPACE = re.compile(r"[ \t\r\n]*")
 
-Row = tuple[int, object]  # a row's number, from 1, and the row: bytes with JSON of a line, otherwise an object
+Row = tuple[
+    int, object
+]  # a row's number, from 1, and the row: bytes with JSON of a line, otherwise an object
 
 
 class BrokenRow(NamedTuple):
@@ -51,7 +60,8 @@ class BrokenRow(NamedTuple):
 
 
 class Container(NamedTuple):
-    """Functions for a kind of file. Pieces are bytes start .. stop - 1 of a file, which have whole rows."""
+    """Functions for a kind of file. Pieces are bytes start .. stop - 1 of a file, which have whole
+    rows."""
 
     read: Callable[[Path, int, int, int, frozenset[str]], Iterator[Row]]  # see read_rows
     cut: Callable[[Path, int], Iterator[tuple[int, int, int]]]  # see cut_rows
@@ -59,10 +69,15 @@ class Container(NamedTuple):
 
 
 def suffix_of(file: Path) -> str:
-    """Returns the suffix that tells a file's kind: ".jsonl" for a.JSONL.gz, ".py" for a.py, ".gz" for a.gz."""
+    """Returns the suffix that tells a file's kind: ".jsonl" for a.JSONL.gz, ".py" for a.py, ".gz"
+    for a.gz."""
     *_, before, last = "", "", *file.suffixes
     before, last = before.lower(), last.lower()
-    is_compressed = last in COMPRESSIONS and before and (before not in CONTAINERS or CONTAINERS[before].is_compressible)
+    is_compressed = (
+        last in COMPRESSIONS
+        and before
+        and (before not in CONTAINERS or CONTAINERS[before].is_compressible)
+    )
     return before if is_compressed else last
 
 
@@ -71,7 +86,8 @@ def is_compressed(file: Path) -> bool:
 
 
 def place(file: str | Path, number: int) -> str:
-    """Returns a document's file; "FILE:7" for line 7 of a .jsonl file, "FILE, row 7" for row 7 of a table or array."""
+    """Returns a document's file; "FILE:7" for line 7 of a .jsonl file, "FILE, row 7" for row 7 of a
+    table or array."""
     if not number:
         return str(file)
     is_line = CONTAINERS.get(suffix_of(Path(file)), LINES) is LINES
@@ -86,52 +102,72 @@ def check_packages(files: list[Path]) -> None:
             _zstd(file)
 
 
-def read_rows(file: Path, start: int = 0, stop: int = 0, first: int = 1, fields: frozenset[str] = frozenset()):
-    """Yields (number, row) of the rows in a file, or in its piece `start`, `stop`, `first`, which cut_rows gave.
+def read_rows(
+    file: Path, start: int = 0, stop: int = 0, first: int = 1, fields: frozenset[str] = frozenset()
+):
+    """Yields (number, row) of the rows in a file, or in its piece `start`, `stop`, `first`, which
+    cut_rows gave.
 
-    `fields` are the columns of tables to read; a table without any of them is read whole. Raises UserError if the file
-    is damaged, cut short or unreadable, or a row has more than MOST bytes.
+    `fields` are the columns of tables to read; a table without any of them is read whole. Raises
+    UserError if the file is damaged, cut short or unreadable, or a row has more than MOST bytes.
     """
     with refusing_damage(file):
         yield from CONTAINERS[suffix_of(file)].read(file, start, stop, first, fields)
 
 
 def cut_rows(file: Path, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yields pieces (start, stop, number of the first row) of about `size` bytes of text, where a file can be cut."""
+    """Yields pieces (start, stop, number of the first row) of about `size` bytes of text, where a
+    file can be cut."""
     with refusing_damage(file):
         yield from CONTAINERS[suffix_of(file)].cut(file, size)
 
 
 def read_compressed(file: Path) -> bytes:
-    """Returns a compressed text. Raises UserError if it is damaged, or has more than MOST_OF_TEXT bytes."""
+    """Returns a compressed text. Raises UserError if it is damaged, or has more than MOST_OF_TEXT
+    bytes."""
     with refusing_damage(file), _open(file) as stream:
         content = stream.read(MOST_OF_TEXT + 1)
     if len(content) > MOST_OF_TEXT:
-        raise UserError(f"{file} holds more than {MOST_OF_TEXT:,} bytes; decompress it, or cut it into several files")
+        raise UserError(
+            f"{file} holds more than {MOST_OF_TEXT:,} bytes; decompress it, or cut it into several "
+            "files"
+        )
     return content
 
 
 @contextlib.contextmanager
 def refusing_damage(file: Path) -> Iterator[None]:
-    """Turn errors in reading a file into a line that names it. Libraries' own errors are known by their modules."""
+    """Turn errors in reading a file into a line that names it. Libraries' own errors are known by
+    their modules."""
     try:
         yield
     except UserError:
         raise
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8: byte {error.object[error.start]:#04x}; convert it to UTF-8") from None
+        raise UserError(
+            f"{file} is not UTF-8: byte {error.object[error.start]:#04x}; convert it to UTF-8"
+        ) from None
     except Exception as error:
-        library = type(error).__module__.partition(".")[0] in ("pyarrow", "backports", "compression")
+        library = type(error).__module__.partition(".")[0] in (
+            "pyarrow",
+            "backports",
+            "compression",
+        )
         if not library and not isinstance(error, OF_DAMAGE):
             raise
         if isinstance(error, OSError) and error.strerror and error.filename:
-            raise UserError(f"cannot read {file}: {error.strerror}; give --data a readable file") from None
+            raise UserError(
+                f"cannot read {file}: {error.strerror}; give --data a readable file"
+            ) from None
         what = (str(error).splitlines() or [type(error).__name__])[0][:150]
-        raise UserError(f"{file} is damaged or cut short ({what}); get it again, or leave it out of --data") from None
+        raise UserError(
+            f"{file} is damaged or cut short ({what}); get it again, or leave it out of --data"
+        ) from None
 
 
 def _zstd(file: Path) -> ModuleType:
-    """Returns Python's module of Zstandard, new in 3.14, or the package that has it for older versions."""
+    """Returns Python's module of Zstandard, new in 3.14, or the package that has it for older
+    versions."""
     name = "compression.zstd" if is_installed("compression.zstd") else "backports.zstd"
     return import_optional(name, str(file), name)
 
@@ -149,7 +185,9 @@ def _whole(file: Path, size: int) -> Iterator[tuple[int, int, int]]:
 # Lines
 
 
-def _read_lines(file: Path, start: int, stop: int, first: int, fields: frozenset[str]) -> Iterator[Row]:
+def _read_lines(
+    file: Path, start: int, stop: int, first: int, fields: frozenset[str]
+) -> Iterator[Row]:
     """Yields lines, which end with \\n alone: JSON allows the other separators inside a string."""
     with _open(file) as stream:
         lines = stream
@@ -180,7 +218,9 @@ def _too_long(where: str) -> UserError:
 # Arrays of JSON, or objects one after the other
 
 
-def _read_values(file: Path, start: int, stop: int, first: int, fields: frozenset[str]) -> Iterator[Row]:
+def _read_values(
+    file: Path, start: int, stop: int, first: int, fields: frozenset[str]
+) -> Iterator[Row]:
     with _open(file) as raw, io.TextIOWrapper(raw, "utf-8-sig") as stream:
         values = _Values(stream, file)
         is_array = values.next_is("[")
@@ -188,7 +228,11 @@ def _read_values(file: Path, start: int, stop: int, first: int, fields: frozense
             if values.next_is("]" if is_array else ""):
                 break
             if is_array and number > 1 and not values.next_is(","):
-                why = "the file ends before it" if values.next_is("") else "there is no comma before it"
+                why = (
+                    "the file ends before it"
+                    if values.next_is("")
+                    else "there is no comma before it"
+                )
                 raise values.refusal(number, why)
             yield number, values.next(number)
         if is_array and not values.next_is(""):
@@ -196,14 +240,16 @@ def _read_values(file: Path, start: int, stop: int, first: int, fields: frozense
 
 
 class _Values:
-    """Takes JSON values from a stream of text, of which it holds one value and CHUNK characters behind it at most."""
+    """Takes JSON values from a stream of text, of which it holds one value and CHUNK characters
+    behind it at most."""
 
     def __init__(self, stream: io.TextIOWrapper, file: Path):
         self._stream, self._file = stream, file
         self._text, self._at, self._decoder = "", 0, json.JSONDecoder()
 
     def next_is(self, sign: str) -> bool:
-        """Whether `sign` comes next, which is passed then; "" is the end of the text. Passes space."""
+        """Whether `sign` comes next, which is passed then; "" is the end of the text. Passes
+        space."""
         while (at := SPACE.match(self._text, self._at).end()) == len(self._text):  # type: ignore[union-attr]
             self._text, self._at = self._stream.read(CHUNK), 0
             if not self._text:
@@ -212,7 +258,8 @@ class _Values:
         return found
 
     def next(self, number: int) -> object:
-        """Takes a value. The text behind it may be in its next part, which is read, each time twice as long."""
+        """Takes a value. The text behind it may be in its next part, which is read, each time twice
+        as long."""
         self.next_is("")
         while True:
             try:
@@ -221,8 +268,12 @@ class _Values:
             except RecursionError as error:
                 raise self.refusal(number, str(error)) from None
             except ValueError as error:
-                # An error in the middle of the text is one whatever follows. A string may be longer than the text.
-                is_cut = str(error).startswith("Unterminated") or getattr(error, "pos", 0) > len(self._text) - 16
+                # An error in the middle of the text is one whatever follows. A string may be longer
+                # than the text.
+                is_cut = (
+                    str(error).startswith("Unterminated")
+                    or getattr(error, "pos", 0) > len(self._text) - 16
+                )
                 self._text, self._at = self._text[self._at :], 0
                 size = min(max(CHUNK, len(self._text)), MOST + 1 - len(self._text))
                 more = self._stream.read(size) if is_cut else ""
@@ -233,14 +284,20 @@ class _Values:
                     raise _too_long(place(self._file, number)) from None
 
     def refusal(self, number: int, why: str) -> UserError:
-        return UserError(f"{place(self._file, number)}: not JSON ({why[:100]}); give one array of objects, or objects")
+        return UserError(
+            f"{place(self._file, number)}: not JSON ({why[:100]}); give one array of objects, or "
+            "objects"
+        )
 
 
 # CSV
 
 
-def _read_separated(file: Path, start: int, stop: int, first: int, fields: frozenset[str]) -> Iterator[Row]:
-    """Yields the rows behind the header as objects of texts. A row may have several lines: they are quoted."""
+def _read_separated(
+    file: Path, start: int, stop: int, first: int, fields: frozenset[str]
+) -> Iterator[Row]:
+    """Yields the rows behind the header as objects of texts. A row may have several lines: they are
+    quoted."""
     csv.field_size_limit(max(csv.field_size_limit(), MOST + 1))  # rows are bounded by _LinesOfRows
     separator = SEPARATORS[suffix_of(file)]
     with _open(file) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as stream:
@@ -253,7 +310,10 @@ def _read_separated(file: Path, start: int, stop: int, first: int, fields: froze
             if values is None:
                 return
             if len(values) != len(names):
-                why = f"has {len(values)} fields, the header {len(names)}; quote fields with {separator!r} in them"
+                why = (
+                    f"has {len(values)} fields, the header {len(names)}; quote fields with "
+                    f"{separator!r} in them"
+                )
                 yield number, BrokenRow(why, tuple(filter(None, names)))
                 continue
             yield number, {name: value for name, value in zip(names, values) if name}
@@ -291,7 +351,8 @@ class _LinesOfRows:
 
 
 def _header(file: Path, names: list[str], separator: str) -> list[str]:
-    """Returns the names of the columns. A column without one, as of pandas' index, has "" and is left out."""
+    """Returns the names of the columns. A column without one, as of pandas' index, has "" and is
+    left out."""
     names = [name.strip() for name in names]
     if len(names) == 1:
         for mark in (mark for mark in OTHER_SEPARATORS if mark != separator and mark in names[0]):
@@ -299,19 +360,27 @@ def _header(file: Path, names: list[str], separator: str) -> list[str]:
             raise UserError(f"{file} has {mark!r} between its fields, not {separator!r}; {cure}")
     twice = [name for i, name in enumerate(names) if name and name in names[:i]]
     if twice:
-        raise UserError(f"{file} has two columns named {twice[0][:30]!r}; rename one, or leave it out")
+        raise UserError(
+            f"{file} has two columns named {twice[0][:30]!r}; rename one, or leave it out"
+        )
     return names
 
 
 # Tables
 
 
-def _read_parquet(file: Path, start: int, stop: int, first: int, fields: frozenset[str]) -> Iterator[Row]:
+def _read_parquet(
+    file: Path, start: int, stop: int, first: int, fields: frozenset[str]
+) -> Iterator[Row]:
     with _open_parquet(file) as table:
         groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
         ends = [*itertools.accumulate((group.total_byte_size for group in groups), initial=0)]
         size = file.stat().st_size
-        chosen = [i for i in range(len(groups)) if start <= size * ends[i] // max(1, ends[-1]) < (stop or size)]
+        chosen = [
+            i
+            for i in range(len(groups))
+            if start <= size * ends[i] // max(1, ends[-1]) < (stop or size)
+        ]
         if chosen:
             columns = _columns(table.schema_arrow.names, fields) or None
             first = 1 + sum(group.num_rows for group in groups[: chosen[0]])
@@ -319,21 +388,25 @@ def _read_parquet(file: Path, start: int, stop: int, first: int, fields: frozens
 
 
 def _columns(names: list[str], fields: frozenset[str]) -> list[str]:
-    """Returns the columns of a table to read: `fields`, and beside them those that may be a part of an answer.
+    """Returns the columns of a table to read: `fields`, and beside them those that may be a part of
+    an answer.
 
     Returns none if all are to be read, as of rows of no form: their refusal names all columns.
     """
     are_renamed = not fields.difference(FIELDS).isdisjoint(names)
     if not are_renamed and not is_row(dict.fromkeys(names)):
         return []
-    columns = [name for name in names if name in fields or is_of_answers(name) or is_of_a_last_answer(name)]
+    columns = [
+        name for name in names if name in fields or is_of_answers(name) or is_of_a_last_answer(name)
+    ]
     return columns if fields.intersection(columns) else []
 
 
 def _batches_of(table, groups: list[int], columns: list[str] | None, file: Path) -> Iterator:
     """Yields batches of rows, whose values take BATCH_BYTES at most, or which have a row each.
 
-    Raises UserError for a row group with a row of more than MOST bytes, and for zeros by the gigabyte.
+    Raises UserError for a row group with a row of more than MOST bytes, and for zeros by the
+    gigabyte.
     """
     for i in groups:
         group = table.metadata.row_group(i)  # damage in `group.column(0)` would end the process
@@ -342,7 +415,9 @@ def _batches_of(table, groups: list[int], columns: list[str] | None, file: Path)
             raise _too_long(f"a row of {file}, row group {i},")
         if size > max(LEAST_OF_A_BOMB, MOST_RATIO * file.stat().st_size):
             what = f"{size:,} bytes in less than a {MOST_RATIO}th, as no text is compressed"
-            raise UserError(f"{file}, row group {i}, has {what}; write it again, or leave it out of --data")
+            raise UserError(
+                f"{file}, row group {i}, has {what}; write it again, or leave it out of --data"
+            )
         # Any number of rows may have the same value, which a group stores once.
         rows = max(1, min(BATCH, BATCH_BYTES // max(1, size)))
         yield from table.iter_batches(rows, [i], columns, use_threads=False)
@@ -350,42 +425,59 @@ def _batches_of(table, groups: list[int], columns: list[str] | None, file: Path)
 
 def _cut_parquet(file: Path, size: int) -> Iterator[tuple[int, int, int]]:
     with _open_parquet(file) as table:
-        of_groups = [table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups)]
+        of_groups = [
+            table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups)
+        ]
     pieces = max(1, min(len(of_groups), sum(of_groups) // size))
     borders = [file.stat().st_size * i // pieces for i in range(pieces + 1)]
     yield from ((start, stop, 1) for start, stop in itertools.pairwise(borders))
 
 
 def _open_parquet(file: Path):
-    return import_optional("pyarrow.parquet", str(file)).ParquetFile(file, page_checksum_verification=True)
+    return import_optional("pyarrow.parquet", str(file)).ParquetFile(
+        file, page_checksum_verification=True
+    )
 
 
-def _read_arrow(file: Path, start: int, stop: int, first: int, fields: frozenset[str]) -> Iterator[Row]:
+def _read_arrow(
+    file: Path, start: int, stop: int, first: int, fields: frozenset[str]
+) -> Iterator[Row]:
     arrow = import_optional("pyarrow", str(file))
     with file.open("rb") as stream:
         stream.seek(-min(len(END_OF_ARROW), file.stat().st_size), io.SEEK_END)
-        if stream.read() != END_OF_ARROW:  # pyarrow takes the end of a file for the end of its table
+        if (
+            stream.read() != END_OF_ARROW
+        ):  # pyarrow takes the end of a file for the end of its table
             raise EOFError("no end of an Arrow stream")
     with arrow.OSFile(str(file)) as opened, arrow.ipc.open_stream(opened) as table:
         columns = _columns(table.schema.names, fields) or table.schema.names
         if _is_compressed_arrow(arrow, file):
-            raise UserError(f"{file} has compressed batches, as `datasets` writes none; write it without compression")
+            raise UserError(
+                f"{file} has compressed batches, as `datasets` writes none; write it without "
+                "compression"
+            )
         for batch in table:
-            batch.validate(full=True)  # else damaged offsets would be followed to anywhere in memory
+            batch.validate(
+                full=True
+            )  # else damaged offsets would be followed to anywhere in memory
             yield from _rows_of([batch.select(columns)], file, first)
             first += batch.num_rows
 
 
 def _is_compressed_arrow(arrow: ModuleType, file: Path) -> bool:
-    """Whether the first batch of an Arrow stream is compressed: to any size, which pyarrow would not refuse.
+    """Whether the first batch of an Arrow stream is compressed: to any size, which pyarrow would
+    not refuse.
 
-    A table of the batch's header, a FlatBuffer, stands at `at`, behind the distance to the places of its fields.
+    A table of the batch's header, a FlatBuffer, stands at `at`, behind the distance to the places
+    of its fields.
     """
 
     def field(at: int, number: int) -> int:
         places = at - struct.unpack_from("<i", header, at)[0]
         [size] = struct.unpack_from("<H", header, places)
-        return 4 + 2 * number < size and struct.unpack_from("<H", header, places + 4 + 2 * number)[0]
+        return (
+            4 + 2 * number < size and struct.unpack_from("<H", header, places + 4 + 2 * number)[0]
+        )
 
     def follow(at: int) -> int:
         return at + struct.unpack_from("<I", header, at)[0]
@@ -397,7 +489,9 @@ def _is_compressed_arrow(arrow: ModuleType, file: Path) -> bool:
             return False
         header = message.metadata.to_pybytes()
         at = follow(0)
-        for number in (2, 1) if message.type == "dictionary" else (2,):  # message.header, dictionary.data
+        for number in (
+            (2, 1) if message.type == "dictionary" else (2,)
+        ):  # message.header, dictionary.data
             at = follow(at + field(at, number))
         return field(at, 3) > 0  # batch.compression
 
@@ -422,9 +516,11 @@ def _rows_of(batches: Iterable, file: Path, first: int) -> Iterator[Row]:
 
 
 def _size_of(array) -> int:
-    """Returns about the bytes of an Arrow array's Python objects, which may be many times its own bytes.
+    """Returns about the bytes of an Arrow array's Python objects, which may be many times its own
+    bytes.
 
-    A list of a million nulls takes 8 bytes in the array, and a dictionary's value counts wherever it is used.
+    A list of a million nulls takes 8 bytes in the array, and a dictionary's value counts wherever
+    it is used.
     """
     if hasattr(array, "dictionary"):
         used = (index for index in array.indices.to_pylist() if index is not None)
@@ -438,11 +534,15 @@ def _size_of(array) -> int:
 def _reader_of(field) -> Callable | None:
     """Returns a function that makes a value of JSON's kinds of a table's value; None: it is one.
 
-    Objects lose the names that have no value: a table has all names in all of them. Texts of JSON become what they
-    say: `datasets` has values of several kinds so, such as messages with other names.
+    Objects lose the names that have no value: a table has all names in all of them. Texts of JSON
+    become what they say: `datasets` has values of several kinds so, such as messages with other
+    names.
     """
     kind, metadata = field.type, field.metadata or {}
-    if getattr(kind, "extension_name", "") == JSON or metadata.get(b"ARROW:extension:name") == JSON.encode():
+    if (
+        getattr(kind, "extension_name", "") == JSON
+        or metadata.get(b"ARROW:extension:name") == JSON.encode()
+    ):
         return json.loads
     kind = getattr(kind, "storage_type", kind)  # another extension has it
     kind = kind.value_type if hasattr(kind, "index_type") else kind  # a dictionary has both

@@ -20,9 +20,14 @@ Stores = list[TokenStore | PreparedStore]
 
 
 def open_stores(
-    paths: list[str] | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT, validation_data: Sequence[str] = ()
+    paths: list[str] | None,
+    tokenizer,
+    vocab_size: int,
+    reading: Reading = DEFAULT,
+    validation_data: Sequence[str] = (),
 ) -> Stores:
-    """Returns a store for each path (without any for the default corpus), then for each of --validation_data.
+    """Returns a store for each path (without any for the default corpus), then for each of
+    --validation_data.
 
     Looks for the files of all paths before it reads any: to read a corpus takes minutes.
     """
@@ -34,10 +39,15 @@ def open_stores(
     def open_store(path: str | None, files: list[Path]) -> TokenStore | PreparedStore:
         if path is not None and is_prepared(Path(path)):
             if reading.rows is not None:
-                raise UserError(f"{path} is a prepared set, which holds no rows of an --objective; give the rows")
+                raise UserError(
+                    f"{path} is a prepared set, which holds no rows of an --objective; give the "
+                    "rows"
+                )
             return PreparedStore(Path(path), tokenizer, vocab_size)
         documents = read_documents(path, tokenizer, vocab_size, reading, unused, files)
-        return TokenStore(reading.rows.join(documents) if reading.rows else documents, tokenizer.eos_id)
+        return TokenStore(
+            reading.rows.join(documents) if reading.rows else documents, tokenizer.eos_id
+        )
 
     trained_on = paths or (None,)
     files = [find(path) for path in trained_on]
@@ -62,11 +72,12 @@ def _naming_validation_data() -> Iterator[None]:
 
 
 def refuse_twice(stores: Stores, held_out: Stores, are_given: bool) -> None:
-    """Raises UserError if a file, by two paths or a link, or the same documents would be held out and trained on.
+    """Raises UserError if a file, by two paths or a link, or the same documents would be held out
+    and trained on.
 
     Args:
-        stores: of --data; `are_given`: not the default corpus, whose files may have any number of links.
-        held_out: of --validation_data.
+        stores: of --data; `are_given`: not the default corpus, whose files may have any number of
+        links. held_out: of --validation_data.
     """
     first: dict[object, str] = {}
     for file in (file for store in stores for file in dict.fromkeys(store.files())):
@@ -79,18 +90,25 @@ def refuse_twice(stores: Stores, held_out: Stores, are_given: bool) -> None:
         if both := next((file for file in store.files() if file_id(file) in first), None):
             raise UserError(f"{both} is in validation_data and in data; {cure}")
         if store.identity in {other.identity for other in stores}:
-            raise UserError(f"validation_data {store.source(0)} has the documents that a path of data has; {cure}")
+            raise UserError(
+                f"validation_data {store.source(0)} has the documents that a path of data has; "
+                f"{cure}"
+            )
 
 
 def warn_of_prompts(stores: Stores, held_out: Stores) -> None:
-    """Warns of prompts of an objective's rows that are held out and trained on, with other answers."""
+    """Warns of prompts of an objective's rows that are held out and trained on, with other
+    answers."""
     trained_on, judged = (
-        {store.prompt(i) for store in part if store.columns for i in range(len(store.lengths))} - {None}
+        {store.prompt(i) for store in part if store.columns for i in range(len(store.lengths))}
+        - {None}
         for part in (stores, held_out)
     )
     if both := trained_on & judged:
         count = f"{len(both):,} of {len(judged):,} prompts of validation_data are"
-        logger.warning("data: %s in data, too; take them out of one, to judge answers to new prompts", count)
+        logger.warning(
+            "data: %s in data, too; take them out of one, to judge answers to new prompts", count
+        )
 
 
 def file_id(file: str) -> object:
@@ -105,12 +123,17 @@ def file_id(file: str) -> object:
 def parse_weights(text: str, count: int) -> list[float]:
     """Returns `count` numbers above 0 from a text such as "3,1", a weight for each path."""
     if count < 2:
-        raise UserError(f"data_weights mix several paths of --data: got {count}; drop it, or give more paths")
+        raise UserError(
+            f"data_weights mix several paths of --data: got {count}; drop it, or give more paths"
+        )
     with contextlib.suppress(ValueError):
         weights = [float(part) for part in text.split(",")]
         if len(weights) == count and all(SMALLEST <= weight <= LARGE for weight in weights):
             return weights
-    what = f"data_weights must be {count} numbers above 0, {LARGE} at most, one for each path of --data, as 3,1"
+    what = (
+        f"data_weights must be {count} numbers above 0, {LARGE} at most, one for each path of "
+        "--data, as 3,1"
+    )
     raise UserError(f"{what}: got {text[:50]!r}")
 
 
@@ -119,30 +142,45 @@ def pack(
     kind: str | None = None, overlong: str | None = None, weights: list[float] | None = None,
     may_be_short: bool = False,
 ) -> Packing:  # fmt: skip
-    """Packs the training documents: all together, or each path by itself if `weights` mix the paths.
+    """Packs the training documents: all together, or each path by itself if `weights` mix the
+    paths.
 
     Args:
         train: the training documents of the joined stores.
-        kind: "best_fit", "concatenate", or None: best_fit for data with samples, which must not be cut.
-        overlong: what best_fit does with documents longer than context_length: "drop", "split", or None: refuse them.
-        may_be_short: documents that are shorter than one sequence, all together, are no error.
+        kind: "best_fit", "concatenate", or None: best_fit for data with samples, which must not be
+        cut. overlong: what best_fit does with documents longer than context_length: "drop",
+        "split", or None: refuse them. may_be_short: documents that are shorter than one sequence,
+        all together, are no error.
     """
     borders = np.cumsum([0] + [len(store.lengths) for store in stores])
-    firsts = np.searchsorted(train.documents, borders) if weights else np.array([0, len(train.documents)])
+    firsts = (
+        np.searchsorted(train.documents, borders)
+        if weights
+        else np.array([0, len(train.documents)])
+    )
     groups = [stores[i : i + 1] for i in range(len(stores))] if weights else [stores]
     packings: list[Packing] = []
     for group, first, stop in zip(groups, firsts.tolist(), firsts[1:].tolist()):
         lengths, are_samples = train.lengths[first:stop], any(store.are_samples for store in group)
         if not len(lengths):
-            raise UserError("a path of --data has no document left beside those held out; give more, or leave it out")
+            raise UserError(
+                "a path of --data has no document left beside those held out; give more, or leave "
+                "it out"
+            )
         if kind == "best_fit" or (kind is None and are_samples):
-            packings.append(_best_fit(train, lengths, first, context_length, seed, overlong or "refuse"))
+            packings.append(
+                _best_fit(train, lengths, first, context_length, seed, overlong or "refuse")
+            )
         elif may_be_short and lengths.sum() < context_length:
-            logger.warning("data: all documents together do not fill one context_length of %d", context_length)
+            logger.warning(
+                "data: all documents together do not fill one context_length of %d", context_length
+            )
             packings.append(BestFitPacking(lengths, context_length, seed))
         else:
             packings.append(ConcatenatedPacking(lengths, context_length, seed))
-    if overlong is not None and not any(isinstance(packing, BestFitPacking) for packing in packings):
+    if overlong is not None and not any(
+        isinstance(packing, BestFitPacking) for packing in packings
+    ):
         why = "overlong has no effect where documents are concatenated"
         raise UserError(f"{why}; drop it, or --packing best_fit of train.py")
     return MixedPacking(packings, firsts[:-1], weights) if weights else packings[0]
@@ -151,7 +189,8 @@ def pack(
 def _best_fit(
     train: Selection, lengths: np.ndarray, first: int, context_length: int, seed: int, overlong: str
 ) -> BestFitPacking:
-    """Packs the documents `first`, `first` + 1, ... of `train`, which have these lengths. Logs what it leaves out."""
+    """Packs the documents `first`, `first` + 1, ... of `train`, which have these lengths. Logs what
+    it leaves out."""
     too_long = (lengths > context_length).nonzero()[0]
     if len(too_long):
         share = f"{lengths[too_long].sum() / lengths.sum():.1%} of the tokens"
@@ -160,24 +199,37 @@ def _best_fit(
         if overlong == "refuse":
             longest = int(lengths.argmax())
             example = f"the longest {train.source(first + longest)} with {lengths[longest]:,}"
-            choices = "drop" if train.columns else "drop or split"  # an objective's answers are not cut
-            raise UserError(f"{what}, {example}; raise --context_length, or choose --overlong {choices}")
+            choices = (
+                "drop" if train.columns else "drop or split"
+            )  # an objective's answers are not cut
+            raise UserError(
+                f"{what}, {example}; raise --context_length, or choose --overlong {choices}"
+            )
         logger.warning("data: %s: %s", what, {"drop": "left out", "split": "split"}[overlong])
     packing = BestFitPacking(lengths, context_length, seed, overlong == "split")
-    logger.info("data: best_fit fills %.1f%% of %s sequences", 100 * packing.filled, f"{packing.sequences_per_epoch:,}")
+    logger.info(
+        "data: best_fit fills %.1f%% of %s sequences",
+        100 * packing.filled,
+        f"{packing.sequences_per_epoch:,}",
+    )
     return packing
 
 
 def load_corpus(
-    paths: list[str], tokenizer, vocab_size: int, *, validation_fraction: float, context_length: int, seed: int,
-    reading: Reading = DEFAULT, packing: str | None = None, overlong: str | None = None, weights: str | None = None,
-    validation_data: Sequence[str] = (), finish: Callable[[Sequence[TokenStore]], None] | None = None,
+    paths: list[str], tokenizer, vocab_size: int, *, validation_fraction: float,
+    context_length: int, seed: int,
+    reading: Reading = DEFAULT, packing: str | None = None, overlong: str | None = None,
+    weights: str | None = None,
+    validation_data: Sequence[str] = (),
+    finish: Callable[[Sequence[TokenStore]], None] | None = None,
     may_be_one: bool = False,
 ) -> tuple[Selection, Selection, Packing]:  # fmt: skip
-    """Returns (training documents, held-out documents, packing of the training documents) for a run's settings.
+    """Returns (training documents, held-out documents, packing of the training documents) for a
+    run's settings.
 
-    With paths of `validation_data` their documents are held out, in random order, and all others are trained on.
-    `finish` completes the columns of documents that `reading.rows` has made. `may_be_one` is as in `split`.
+    With paths of `validation_data` their documents are held out, in random order, and all others
+    are trained on. `finish` completes the columns of documents that `reading.rows` has made.
+    `may_be_one` is as in `split`.
     """
     shares = None if weights is None else parse_weights(weights, len(paths))
     stores = open_stores(paths, tokenizer, vocab_size, reading, validation_data)
@@ -190,5 +242,7 @@ def load_corpus(
         train, held_out = whole(join(stores)), whole(join(own), seed)
     else:
         train, held_out = split(join(stores), validation_fraction, seed, may_be_one)
-    packed = pack(train, stores, context_length, seed, packing, overlong, shares, may_be_short=may_be_one)
+    packed = pack(
+        train, stores, context_length, seed, packing, overlong, shares, may_be_short=may_be_one
+    )
     return train, held_out, packed

@@ -9,7 +9,10 @@ from training.data.unread import EMPTY, cure_of, describes, texts_in
 from training.host.errors import UserError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-CALLS = ("an assistant that calls tools", "an assistant that writes calls")  # in fields, or in the content
+CALLS = (
+    "an assistant that calls tools",
+    "an assistant that writes calls",
+)  # in fields, or in the content
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THINKING = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 INLINE_CALL = "<tool_call>"  # in contents of ShareGPT
@@ -28,13 +31,16 @@ class Forms(NamedTuple):
 
 
 def check_messages(messages, forms: Forms = Forms()) -> tuple[list[dict], list[bool]]:  # noqa: B008  immutable
-    """Returns the messages of a chat as templates read them, and for each of the assistant whether it is trained on.
+    """Returns the messages of a chat as templates read them, and for each of the assistant whether
+    it is trained on.
 
-    Each content is one string, and reasoning has one name. Results of tools follow a message that calls tools, and
-    nothing else does. Any other order is left to the template.
+    Each content is one string, and reasoning has one name. Results of tools follow a message that
+    calls tools, and nothing else does. Any other order is left to the template.
     """
     if not isinstance(messages, list) or not messages:
-        raise UserError(f'"messages" is {"an empty list" if messages == [] else "no list"}; remove the line')
+        raise UserError(
+            f'"messages" is {"an empty list" if messages == [] else "no list"}; remove the line'
+        )
     checked: list[dict] = []
     trained: list[bool] = []
     before, is_empty = "nothing", False  # the role before; whether a question or an answer is empty
@@ -47,8 +53,12 @@ def check_messages(messages, forms: Forms = Forms()) -> tuple[list[dict], list[b
             cure = 'give its calls as "tool_calls", or this message the role user'
             raise UserError(f"{what} follows {before}, which calls no tool; {cure}")
         if role != "tool" and before == CALLS[0]:
-            raise UserError(f"{what} follows {before}, where there should be the result, of role tool")
-        message = {name: value for name, value in message.items() if value is not None}  # tables hold all names
+            raise UserError(
+                f"{what} follows {before}, where there should be the result, of role tool"
+            )
+        message = {
+            name: value for name, value in message.items() if value is not None
+        }  # tables hold all names
         message["content"], thinking = _join_parts(message.get("content"), what)
         message = _with_calls(message, forms, what)
         message = _with_reasoning(message, thinking, forms, what)
@@ -58,7 +68,9 @@ def check_messages(messages, forms: Forms = Forms()) -> tuple[list[dict], list[b
         if role == "assistant":
             trained.append(is_trained is not False)
         elif calls or thought or is_trained:
-            raise UserError(f"{what} has tool_calls, reasoning or a weight, which only the assistant's have; remove it")
+            raise UserError(
+                f"{what} has tool_calls, reasoning or a weight, which only the assistant's have; remove it"
+            )
         message = {name: value for name, value in message.items() if name not in FLAGS}
         is_blank = not (message["content"].strip() or calls or thought)
         is_empty |= role in ("user", "assistant") and is_blank and not _has_other_words(message)
@@ -71,19 +83,25 @@ def check_messages(messages, forms: Forms = Forms()) -> tuple[list[dict], list[b
 
 
 def _has_other_words(message: dict) -> bool:
-    """Whether a message has words in fields that are not read: it is refused for them, not left out as empty."""
-    others = {name: value for name, value in message.items() if name not in READ and not describes(name)}
+    """Whether a message has words in fields that are not read: it is refused for them, not left out
+    as empty."""
+    others = {
+        name: value for name, value in message.items() if name not in READ and not describes(name)
+    }
     return any(True for name, value in others.items() for _ in texts_in(name, value))
 
 
 def _with_calls(message: dict, forms: Forms, what: str) -> dict:
-    """Returns a message with its calls in one form: see nested. Fields of null are left out of them."""
+    """Returns a message with its calls in one form: see nested. Fields of null are left out of
+    them."""
     calls = message.get("tool_calls")
     message = {name: value for name, value in message.items() if name != "tool_calls"}
     if not function_names(calls, f'{what}: "tool_calls"'):
         return message
     if INLINE_CALL in message["content"]:
-        raise UserError(f"{what} has calls in tool_calls, and {INLINE_CALL} in its content; keep one of both")
+        raise UserError(
+            f"{what} has calls in tool_calls, and {INLINE_CALL} in its content; keep one of both"
+        )
     checked = []
     for call in calls or ():
         refuse_unknown_flags(call, f"a call of {what}", ("arguments",))
@@ -96,7 +114,8 @@ def _with_calls(message: dict, forms: Forms, what: str) -> dict:
 
 
 def _as_object(arguments, forms: Forms, what: str):
-    """Returns the arguments of a call as an object: templates write it as JSON. A text stays if templates need it."""
+    """Returns the arguments of a call as an object: templates write it as JSON. A text stays if
+    templates need it."""
     content = arguments
     if isinstance(arguments, str):
         try:
@@ -105,7 +124,9 @@ def _as_object(arguments, forms: Forms, what: str):
             content = None
     if not isinstance(content, dict):
         shown = json.dumps(arguments, default=str)[:40]
-        raise UserError(f'{what} has "arguments": {shown}; they must be an object, or JSON of one: {{}} for none')
+        raise UserError(
+            f'{what} has "arguments": {shown}; they must be an object, or JSON of one: {{}} for none'
+        )
     return arguments if forms.text_arguments else content
 
 
@@ -117,7 +138,9 @@ def _with_reasoning(message: dict, thinking: str, forms: Forms, what: str) -> di
     """
     in_fields = [text for name in REASONING_FIELDS if (text := message.get(name)) is not None]
     thoughts = [thought for thought in (thinking, *in_fields) if thought]
-    if thoughts and any(thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts):
+    if thoughts and any(
+        thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts
+    ):
         raise UserError(f"{what} has reasoning that is not one string; mend it, or remove the line")
     if not thoughts and not in_fields:
         return message
@@ -127,7 +150,9 @@ def _with_reasoning(message: dict, thinking: str, forms: Forms, what: str) -> di
     if inline := THINKING.match(message["content"]):
         written = inline[1].strip()
         if thought and written not in ("", thought.strip()):
-            raise UserError(f"{what} has reasoning in a field, and other reasoning in its content; keep one of both")
+            raise UserError(
+                f"{what} has reasoning in a field, and other reasoning in its content; keep one of both"
+            )
         if not thought or (written and not forms.reads_reasoning):
             return message  # the content has it all
         message["content"] = message["content"][inline.end() :]
@@ -149,15 +174,22 @@ def _results(message: dict, tag: str) -> list[dict]:
 def _join_parts(content, what: str) -> tuple[str, str]:
     """Returns (text, reasoning) of a message's content. None is empty.
 
-    A list has parts {"type": "text", "text": ...}. Parts {"type": "thinking", "thinking": ...} may stand before them.
+    A list has parts {"type": "text", "text": ...}. Parts {"type": "thinking", "thinking": ...} may
+    stand before them.
     """
     joined = {"text": "", "thinking": ""}
     text = {"type": "text", "text": "" if content is None else content}
     for part in content if isinstance(content, list) else [text]:
         kind = str(part.get("type")) if isinstance(part, dict) else ""
-        value = part.get(kind) if kind == "text" or (kind == "thinking" and not joined["text"]) else None
+        value = (
+            part.get(kind)
+            if kind == "text" or (kind == "thinking" and not joined["text"])
+            else None
+        )
         if not isinstance(value, str):
-            raise UserError(f'{what} has a content that is no text: a string, or parts {{"type": "text", "text": ...}}')
+            raise UserError(
+                f'{what} has a content that is no text: a string, or parts {{"type": "text", "text": ...}}'
+            )
         refuse_unknown_flags(part, f"a part of {what}", ())
         _refuse_other_words(part, kind, f"a part of {what}")
         joined[kind] += value
@@ -170,7 +202,9 @@ def _refuse_other_words(part: dict, kind: str, what: str) -> None:
         if name in ("type", kind) or describes(name) or value in EMPTY:
             continue
         if words := next(texts_in(name, value), None):
-            raise UserError(f'{what} has "{name[:40]}": {words[1][:40]!r}, which is not read; {cure_of(name)}')
+            raise UserError(
+                f'{what} has "{name[:40]}": {words[1][:40]!r}, which is not read; {cure_of(name)}'
+            )
 
 
 def in_parts(message: dict) -> dict:
@@ -183,18 +217,24 @@ def in_parts(message: dict) -> dict:
 
 
 def nested(tool: dict) -> dict:
-    """Returns a tool, or a call of one, with its function under "function", where templates look for it."""
+    """Returns a tool, or a call of one, with its function under "function", where templates look
+    for it."""
     outer = {name: value for name, value in tool.items() if name in ("type", "id")}
     inner = {name: value for name, value in tool.items() if name not in outer}
     return tool if "function" in tool else {"type": "function"} | outer | {"function": inner}
 
 
 def function_names(tools, what: str = "tools") -> list[str]:
-    """Returns the functions' names. A tool, or a call of one, is a function itself or has it under "function"."""
+    """Returns the functions' names. A tool, or a call of one, is a function itself or has it under
+    "function"."""
     found = [None] if tools is not None else []
     if isinstance(tools, list):
-        functions = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
-        found = [function.get("name") if isinstance(function, dict) else None for function in functions]
+        functions = [
+            tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools
+        ]
+        found = [
+            function.get("name") if isinstance(function, dict) else None for function in functions
+        ]
     if not all(isinstance(name, str) for name in found):
         raise UserError(f'{what} must be a list of objects, each with a string as "name"')
     return [str(name) for name in found]

@@ -1,4 +1,5 @@
-"""Packing: training sequences made of spans of documents, decided from the documents' lengths alone.
+"""Packing: training sequences made of spans of documents, decided from the documents' lengths
+alone.
 
 A span (document, start, stop) is the tokens at positions start .. stop - 1 of a document.
 """
@@ -13,7 +14,9 @@ import numpy as np
 
 from training.host.errors import UserError
 
-PADDING_TOKENS = 1024  # at most, in a document of padding: attention over a long one would cost time
+PADDING_TOKENS = (
+    1024  # at most, in a document of padding: attention over a long one would cost time
+)
 Span = tuple[int, int, int]
 
 
@@ -21,50 +24,59 @@ class Packing(Protocol):
     """Endless sequences of spans, epoch by epoch."""
 
     context_length: int  # tokens of a sequence, at least 2
-    identity: dict  # settings that decide the sequences of a given corpus; a resumed run must have the same
+    # settings that decide the sequences of a given corpus; a resumed run must have the same
+    identity: dict
     sequences_per_epoch: int
     longest_document: int  # tokens, at most context_length
     left_out: int  # tokens of documents that no sequence has
 
     def spans(self, epoch: int, index: int) -> list[Span]:
-        """Returns the spans of an epoch's sequence `index`, at most context_length tokens together."""
+        """Returns the spans of an epoch's sequence `index`, at most context_length tokens
+        together."""
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns (tokens, sequence) of each document of the first epoch, int64 [P] both.
 
-        `sequence` is the index of its sequence. Documents of padding come last. Documents of 3 and 5 tokens, end to end
-        in sequences of 4, give ([3, 1, 4], [0, 0, 1]).
+        `sequence` is the index of its sequence. Documents of padding come last. Documents of 3 and
+        5 tokens, end to end in sequences of 4, give ([3, 1, 4], [0, 0, 1]).
         """
 
 
 def padding_lengths(count: int) -> list[int]:
-    """Returns the lengths of the documents that make up `count` tokens of padding: 2,500 gives [1024, 1024, 452]."""
+    """Returns the lengths of the documents that make up `count` tokens of padding: 2,500 gives
+    [1024, 1024, 452]."""
     return [min(PADDING_TOKENS, count - start) for start in range(0, count, PADDING_TOKENS)]
 
 
 def deal(costs: np.ndarray, num_ranks: int) -> np.ndarray:
     """Deals a step's sequences to ranks, so that the ranks finish every micro-batch together.
 
-    Sequences are sorted by cost, and each num_ranks neighbours make a row: rank r takes place r of each row. Every
-    second row is reversed, so that no rank gets the costlier sequence each time. A single rank keeps the order. For
-    costs [7, 1, 5, 2] and 2 ranks this is [[1, 3], [0, 2]]: rank 0 takes costs 1, then 7, rank 1 takes 2, then 5.
+    Sequences are sorted by cost, and each num_ranks neighbours make a row: rank r takes place r of
+    each row. Every second row is reversed, so that no rank gets the costlier sequence each time. A
+    single rank keeps the order. For costs [7, 1, 5, 2] and 2 ranks this is [[1, 3], [0, 2]]: rank 0
+    takes costs 1, then 7, rank 1 takes 2, then 5.
 
     Args:
         costs: number [..., N], each sequence's cost; N is a multiple of num_ranks.
 
     Returns:
-        int64 [..., N / num_ranks, num_ranks], positions in `costs`; a micro-batch of b sequences is b rows.
+        int64 [..., N / num_ranks, num_ranks], positions in `costs`; a micro-batch of b sequences is
+        b rows.
     """
-    order = np.argsort(costs, axis=-1, kind="stable") if num_ranks > 1 else np.indices(costs.shape)[-1]
+    order = (
+        np.argsort(costs, axis=-1, kind="stable") if num_ranks > 1 else np.indices(costs.shape)[-1]
+    )
     rows = order.reshape(*costs.shape[:-1], -1, num_ranks)
     rows[..., 1::2, :] = rows[..., 1::2, ::-1]
     return rows
 
 
 class Stream:
-    """Documents one after the other in a given order. Spans are cut from it when they are asked for.
+    """Documents one after the other in a given order. Spans are cut from it when they are asked
+    for.
 
-    `lengths` are the tokens of each document, `order` the documents' numbers in their order; both int64 [N].
+    `lengths` are the tokens of each document, `order` the documents' numbers in their order; both
+    int64 [N].
     """
 
     def __init__(self, lengths: np.ndarray, order: np.ndarray):
@@ -76,17 +88,25 @@ class Stream:
 
         For documents of 3 and 5 tokens in this order, cut(2, 6) is [(0, 2, 3), (1, 0, 3)].
         """
-        first, last = np.searchsorted(self.ends, start, side="right"), np.searchsorted(self._starts, stop)
+        first, last = (
+            np.searchsorted(self.ends, start, side="right"),
+            np.searchsorted(self._starts, stop),
+        )
         found = (array[first:last].tolist() for array in (self.order, self._starts, self.ends))
-        return [(document, max(start, begin) - begin, min(stop, end) - begin) for document, begin, end in zip(*found)]
+        return [
+            (document, max(start, begin) - begin, min(stop, end) - begin)
+            for document, begin, end in zip(*found)
+        ]
 
 
 class ConcatenatedPacking:
-    """Packs documents end to end: an epoch is a stream of them in random order, cut every context_length tokens.
+    """Packs documents end to end: an epoch is a stream of them in random order, cut every
+    context_length tokens.
 
-    The sequences are taken in random order, too, so that a batch is not one document. A document that is cut goes on in
-    another sequence as a new segment. The incomplete sequence at an epoch's end is dropped; another epoch, whose order
-    differs, drops other tokens. `lengths` are int64 [N], ends included; orders are drawn from (seed, epoch).
+    The sequences are taken in random order, too, so that a batch is not one document. A document
+    that is cut goes on in another sequence as a new segment. The incomplete sequence at an epoch's
+    end is dropped; another epoch, whose order differs, drops other tokens. `lengths` are int64 [N],
+    ends included; orders are drawn from (seed, epoch).
     """
 
     def __init__(self, lengths: np.ndarray, context_length: int, seed: int):
@@ -94,7 +114,10 @@ class ConcatenatedPacking:
         self.identity = {"context_length": context_length, "seed": seed, "packing": "concatenate"}
         self.sequences_per_epoch = int(lengths.sum()) // context_length
         if self.sequences_per_epoch == 0:
-            size = f"the corpus of {lengths.sum()} training tokens is shorter than one context_length {context_length}"
+            size = (
+                f"the corpus of {lengths.sum()} training tokens is shorter than one context_length "
+                f"{context_length}"
+            )
             raise UserError(f"{size}; lower --context_length or give more --data")
         self.longest_document, self.left_out = min(context_length, int(lengths.max())), 0
         self._draw = functools.lru_cache(maxsize=1)(self._draw_anew)
@@ -113,7 +136,8 @@ class ConcatenatedPacking:
         return np.diff(stops, prepend=0), order[(stops - 1) // self.context_length]
 
     def _draw_anew(self, epoch: int) -> tuple[Stream, np.ndarray]:
-        """Returns an epoch's stream of documents, and each sequence's place in it, counted in sequences."""
+        """Returns an epoch's stream of documents, and each sequence's place in it, counted in
+        sequences."""
         random = np.random.default_rng([self.seed, epoch])
         stream = Stream(self._lengths, random.permutation(len(self._lengths)))
         return stream, random.permutation(self.sequences_per_epoch)
@@ -122,9 +146,10 @@ class ConcatenatedPacking:
 class BestFitPacking:
     """Packs whole documents by best-fit decreasing; the rest of each sequence is padding.
 
-    From the longest document to the shortest, each goes into the sequence with the least room that still holds it. The
-    number of sequences depends on the lengths alone. For each epoch it is drawn anew which documents of a length meet,
-    and in which order the sequences are taken. Longer documents are left out, or `split` every context_length tokens.
+    From the longest document to the shortest, each goes into the sequence with the least room that
+    still holds it. The number of sequences depends on the lengths alone. For each epoch it is drawn
+    anew which documents of a length meet, and in which order the sequences are taken. Longer
+    documents are left out, or `split` every context_length tokens.
 
     Attributes:
         filled: share of the sequences' tokens that are not padding.
@@ -138,16 +163,21 @@ class BestFitPacking:
         # Spans of a document of 10 tokens start at 0, 4 and 8 if context_length is 4.
         count = -(-lengths[document] // context_length)
         document = np.repeat(document, count)
-        start = context_length * (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count))
+        start = context_length * (
+            np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)
+        )
         sizes = np.minimum(lengths[document] - start, context_length)
         by_size = np.argsort(-sizes, kind="stable")
         self._document, self._start, self._sizes = document[by_size], start[by_size], sizes[by_size]
         if not len(sizes):
             raise UserError(
-                f"no document fits into context_length {context_length}; raise it, or split texts by --overlong"
+                f"no document fits into context_length {context_length}; raise it, or split texts "
+                "by --overlong"
             )
         sequence = best_fit(self._sizes, context_length)
-        self._places = np.argsort(sequence, kind="stable")  # indices into `_sizes`, sequence after sequence
+        self._places = np.argsort(
+            sequence, kind="stable"
+        )  # indices into `_sizes`, sequence after sequence
         self._borders = np.concatenate([[0], np.cumsum(np.bincount(sequence))])
         self.sequences_per_epoch = len(self._borders) - 1
         self.longest_document = int(self._sizes[0])
@@ -160,7 +190,14 @@ class BestFitPacking:
         places = self._places[self._borders[sequences[index]] : self._borders[sequences[index] + 1]]
         chosen = order[places]
         starts = self._start[chosen]
-        return list(zip(*(x.tolist() for x in (self._document[chosen], starts, starts + self._sizes[chosen]))))
+        return list(
+            zip(
+                *(
+                    x.tolist()
+                    for x in (self._document[chosen], starts, starts + self._sizes[chosen])
+                )
+            )
+        )
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
         _, sequences = self._draw(0)
@@ -169,24 +206,30 @@ class BestFitPacking:
         free = self.context_length - np.add.reduceat(sizes, self._borders[:-1])
         padding = [padding_lengths(count) for count in free.tolist()]
         counts = [len(each) for each in padding]
-        sizes = np.concatenate([sizes, np.fromiter(itertools.chain.from_iterable(padding), sizes.dtype)])
+        sizes = np.concatenate(
+            [sizes, np.fromiter(itertools.chain.from_iterable(padding), sizes.dtype)]
+        )
         return sizes, np.concatenate([of_span, np.repeat(taken, counts)])
 
     def _draw_anew(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (the span at each place by size, drawn among equal sizes; the sequence at each index)."""
+        """Returns (the span at each place by size, drawn among equal sizes; the sequence at each
+        index)."""
         random = np.random.default_rng([self.seed, epoch])
         order = np.lexsort((random.random(len(self._sizes)), -self._sizes))
         return order, random.permutation(self.sequences_per_epoch)
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Puts items into bins: each goes into the bin with the least room that holds it, or into a new bin.
+    """Puts items into bins: each goes into the bin with the least room that holds it, or into a new
+    bin.
 
-    Items of one size and bins of one room are taken together. Items of size 3 go in pairs into bins with room for 7, so
-    that a million items of a hundred sizes take a few thousand rounds. `sizes` are int64 [N], descending, from 1.
+    Items of one size and bins of one room are taken together. Items of size 3 go in pairs into bins
+    with room for 7, so that a million items of a hundred sizes take a few thousand rounds. `sizes`
+    are int64 [N], descending, from 1.
 
     Returns:
-        int64 [N], the bin of each item. For sizes [5, 3, 3, 2, 1] and capacity 6 this is [0, 1, 1, 2, 0].
+        int64 [N], the bin of each item. For sizes [5, 3, 3, 2, 1] and capacity 6 this is [0, 1, 1,
+        2, 0].
     """
     bins = np.empty(len(sizes), dtype=np.int64)
     rooms: list[int] = []  # ascending, each the room of some bin
@@ -226,7 +269,8 @@ MIX_PERIOD = 10_000
 
 
 class MixedPacking:
-    """Takes sequences of several packings in turn, in shares given by weights. A packing that ends begins anew.
+    """Takes sequences of several packings in turn, in shares given by weights. A packing that ends
+    begins anew.
 
     An epoch has as many sequences as the epochs of all packings together.
 
@@ -236,10 +280,15 @@ class MixedPacking:
         weights: numbers above 0; their ratios matter. None may be below a 10,000th of their sum.
     """
 
-    def __init__(self, packings: Sequence[Packing], first_documents: np.ndarray, weights: list[float]):
+    def __init__(
+        self, packings: Sequence[Packing], first_documents: np.ndarray, weights: list[float]
+    ):
         self._packings, self._first_documents = packings, first_documents.tolist()
         self.context_length = packings[0].context_length
-        self.identity = {**packings[0].identity, "packing": str([p.identity["packing"] for p in packings])}
+        self.identity = {
+            **packings[0].identity,
+            "packing": str([p.identity["packing"] for p in packings]),
+        }
         self.identity["data_weights"] = ",".join(f"{weight:g}" for weight in weights)
         self.sequences_per_epoch = sum(packing.sequences_per_epoch for packing in packings)
         self.longest_document = max(packing.longest_document for packing in packings)
@@ -249,7 +298,10 @@ class MixedPacking:
         counts = exact.astype(int)
         counts[np.argsort(counts - exact)[: MIX_PERIOD - counts.sum()]] += 1
         if not counts.all():
-            raise UserError(f"data_weights: {weights[int(counts.argmin())]:g} is less than 1 / {MIX_PERIOD:,} of all")
+            raise UserError(
+                f"data_weights: {weights[int(counts.argmin())]:g} is less than 1 / {MIX_PERIOD:,} "
+                "of all"
+            )
         # Sequence k of a packing's n is due at (k + 1/2) / n of the period.
         packing = np.repeat(np.arange(len(counts)), counts)
         number = np.arange(MIX_PERIOD) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -257,13 +309,16 @@ class MixedPacking:
         self._packing, self._number, self._counts = packing[turns], number[turns], counts
 
     def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the packing at each place of the order over all epochs, and the place in that packing's own order."""
+        """Returns the packing at each place of the order over all epochs, and the place in that
+        packing's own order."""
         periods, within = np.divmod(indices, MIX_PERIOD)
         packing = self._packing[within]
         return packing, periods * self._counts[packing] + self._number[within]
 
     def spans(self, epoch: int, index: int) -> list[Span]:
-        which, place = (int(x) for x in self._locate(np.array(epoch * self.sequences_per_epoch + index)))
+        which, place = (
+            int(x) for x in self._locate(np.array(epoch * self.sequences_per_epoch + index))
+        )
         packing, first = self._packings[which], self._first_documents[which]
         found = packing.spans(*divmod(place, packing.sequences_per_epoch))
         return [(document + first, start, stop) for document, start, stop in found]
@@ -274,7 +329,9 @@ class MixedPacking:
         all_lengths, all_sequences = [], []
         for number, packing in enumerate(self._packings):
             lengths, sequences = packing.document_lengths()
-            taken = (which == number).nonzero()[0]  # ascending in the mixture's order, and so in the packing's
+            taken = (which == number).nonzero()[
+                0
+            ]  # ascending in the mixture's order, and so in the packing's
             for start in range(0, len(taken), packing.sequences_per_epoch):
                 of_epoch = taken[start : start + packing.sequences_per_epoch]
                 is_taken = sequences < len(of_epoch)

@@ -1,9 +1,10 @@
 """Tokenizes a corpus in parallel into a prepared set; prepared.py describes the folder.
 
-The corpus is cut into parts of about 16 MB, each made by one process. A part's name is a hash of all that decides its
-content: files, their sizes and times, tokenizer, chat template and settings. Parts that exist are not made again: after
-a stop the same command goes on, and after a change of some files it makes only their parts, also in a set that is
-complete. This set stays as it was until the new one takes its place; then parts of the old one are deleted.
+The corpus is cut into parts of about 16 MB, each made by one process. A part's name is a hash of
+all that decides its content: files, their sizes and times, tokenizer, chat template and settings.
+Parts that exist are not made again: after a stop the same command goes on, and after a change of
+some files it makes only their parts, also in a set that is complete. This set stays as it was until
+the new one takes its place; then parts of the old one are deleted.
 """
 
 import contextlib
@@ -59,7 +60,8 @@ from training.host.progress import Progress
 from training.host.signals import interrupted_by_signals
 
 PART_BYTES = 2**24  # of text
-MEANING = 6  # Counts changes of what rows mean, and of what summaries hold: parts made before are made anew.
+# Counts changes of what rows mean, and of what summaries hold: parts made before are made anew.
+MEANING = 6
 OURS = re.compile(r"part-[0-9a-f]{16}\.(tokens|documents|json)(\.new)?")
 
 GOES_ON = "mend that, as by making room, and the same command goes on from here"
@@ -86,19 +88,25 @@ def prepare(
 ) -> dict:  # fmt: skip
     """Makes a prepared set of `source`, a file or a folder, in the folder `out`; returns its index.
 
-    Parts with rows that cannot be read are made without them. Where such rows are refused, no part is begun after one
-    was found; the same command with `--bad_rows drop` makes the others.
+    Parts with rows that cannot be read are made without them. Where such rows are refused, no part
+    is begun after one was found; the same command with `--bad_rows drop` makes the others.
     """
     opened, files = open_tokenizer(tokenizer, chat_template), find_files(source, reading)
     reading.refuse_without_effect([source])
     identity = f"{opened.identity}{opened.eos_id}{getattr(opened, 'special_tokens', '')}"
     with contextlib.suppress(UserError):  # texts need no template
         identity += str(template_hash(opened))
-    if out.is_dir() and any(file.suffix != ".json" and is_data(file, reading) for file in out.iterdir()):
-        raise UserError(f"{out} has text in it, which its set would hide from --data; choose another folder")
+    if out.is_dir() and any(
+        file.suffix != ".json" and is_data(file, reading) for file in out.iterdir()
+    ):
+        raise UserError(
+            f"{out} has text in it, which its set would hide from --data; choose another folder"
+        )
     with interrupted_by_signals(), only_run_in(out):
         try:
-            return _prepare_in(out, source, files, (opened, identity, tokenizer, chat_template), reading, workers)
+            return _prepare_in(
+                out, source, files, (opened, identity, tokenizer, chat_template), reading, workers
+            )
         except KeyboardInterrupt:
             for file in out.iterdir():
                 if OURS.fullmatch(file.name) and file.suffix == ".new":
@@ -106,8 +114,11 @@ def prepare(
             raise
 
 
-def _prepare_in(out: Path, source: Path, files: list[Path], tokenizing: tuple, reading: Reading, workers: int) -> dict:
-    """Makes the set of `prepare` in its locked folder; `tokenizing` is (tokenizer, all that names it, its flags)."""
+def _prepare_in(
+    out: Path, source: Path, files: list[Path], tokenizing: tuple, reading: Reading, workers: int
+) -> dict:
+    """Makes the set of `prepare` in its locked folder; `tokenizing` is (tokenizer, all that names
+    it, its flags)."""
     opened, identity, *flags = tokenizing
     parts = _find_parts(files, identity, reading)
     done = {name: summary for name in parts if (summary := _read_part(out / name)) is not None}
@@ -131,11 +142,14 @@ def _prepare_in(out: Path, source: Path, files: list[Path], tokenizing: tuple, r
     if not kept:
         raise UserError(f"{source} has no text; give a path that holds some")
     index = {
-        "format": FORMAT, "tokenizer": opened.identity, "tokenizer_name": opened.name, "eos_id": opened.eos_id,
+        "format": FORMAT, "tokenizer": opened.identity, "tokenizer_name": opened.name,
+        "eos_id": opened.eos_id,
         "are_samples": any(part["are_samples"] for part in kept), "source": str(source),
         "columns": reading.renames,
-        "reasoning": reading.reasoning or "template", "chat_template": template_hash(opened) if has_chats else None,
-        **{name: sum(part[name] for part in kept) for name in ("documents", "tokens", "targets")}, "parts": kept,
+        "reasoning": reading.reasoning or "template",
+        "chat_template": template_hash(opened) if has_chats else None,
+        **{name: sum(part[name] for part in kept) for name in ("documents", "tokens", "targets")},
+        "parts": kept,
     }  # fmt: skip
     index["sha256"] = hash_of_index(index)
     flush(out)
@@ -157,7 +171,11 @@ def _check_is_earlier(out: Path, tokenizer, source: Path, reading: Reading) -> N
     """Refuses to replace a set of another source, or one made by other settings."""
     PreparedStore(out, tokenizer, tokenizer.vocab_size)
     earlier = read_index(out)
-    settings = {"source": str(source), "reasoning": reading.reasoning or "template", "columns": reading.renames}
+    settings = {
+        "source": str(source),
+        "reasoning": reading.reasoning or "template",
+        "columns": reading.renames,
+    }
     for name, value in settings.items():
         if earlier.get(name, value) != value:
             theirs = f"{out} has another set in it, of {name} {as_json(earlier[name], 100)}"
@@ -172,12 +190,20 @@ def _settle_bad_rows(parts: Iterable[str], done: dict[str, dict], reading: Readi
 
 
 def _find_parts(files: list[Path], identity: str, reading: Reading) -> dict[str, list[Extent]]:
-    """Returns the parts by their names. Shows progress: .jsonl files are read for the ends of their lines."""
+    """Returns the parts by their names. Shows progress: .jsonl files are read for the ends of their
+    lines."""
     parts = {}
     total = sum(file.stat().st_size for file in files)
-    with Progress(total=total, unit="B", unit_scale=True, desc="finding lines", leave=False) as progress:
+    with Progress(
+        total=total, unit="B", unit_scale=True, desc="finding lines", leave=False
+    ) as progress:
         for extents in _plan(files):
-            content = {"format": FORMAT, "meaning": MEANING, "pieces": extents, "identity": identity}
+            content = {
+                "format": FORMAT,
+                "meaning": MEANING,
+                "pieces": extents,
+                "identity": identity,
+            }
             content |= {"reasoning": reading.reasoning or "template", "columns": reading.renames}
             parts[f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"] = extents
             progress.update(sum(extent.num_bytes for extent in extents))
@@ -203,7 +229,8 @@ def _plan(files: list[Path]) -> Iterator[list[Extent]]:
 
 
 def _read_part(path: Path) -> dict | None:
-    """Returns a part's summary, or None if the part is not complete, or its .json is damaged or edited."""
+    """Returns a part's summary, or None if the part is not complete, or its .json is damaged or
+    edited."""
     try:
         content = read_json(path.with_suffix(".json"))
         if not is_summary(content):
@@ -222,10 +249,12 @@ def _has_changed(extent: Extent) -> bool:
 
 
 def _make_parts(
-    parts: dict[str, list[Extent]], done: dict[str, dict], out: Path, settings: tuple[str, Reading, str | None],
+    parts: dict[str, list[Extent]], done: dict[str, dict], out: Path,
+    settings: tuple[str, Reading, str | None],
     workers: int,
 ) -> None:  # fmt: skip
-    """Makes the parts that are not done, in parallel and with a progress bar, and adds their summaries to `done`."""
+    """Makes the parts that are not done, in parallel and with a progress bar, and adds their
+    summaries to `done`."""
     missing = [name for name in parts if name not in done]
     if not missing:
         return
@@ -246,7 +275,13 @@ def _make_parts(
             raise UserError(f"cannot start worker processes: {error}; {cure}") from None
         before = sum(sizes[name] for name in done)
         progress = stack.enter_context(
-            Progress(total=sum(sizes.values()), initial=before, unit="B", unit_scale=True, desc="tokenizing")
+            Progress(
+                total=sum(sizes.values()),
+                initial=before,
+                unit="B",
+                unit_scale=True,
+                desc="tokenizing",
+            )
         )
         try:
             for task in as_completed(tasks):
@@ -264,7 +299,8 @@ def _make_parts(
 
 
 def _end_workers(others: set) -> Callable[..., None]:
-    """Returns an exit of a context that kills processes which began in it, all but `others`, after an interrupt."""
+    """Returns an exit of a context that kills processes which began in it, all but `others`, after
+    an interrupt."""
 
     def end(kind: type | None, *_) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt):
@@ -280,12 +316,15 @@ _reader: DocumentReader | None = None  # a worker's
 def _open_reader(path: str, reading: Reading, chat_template: str | None) -> None:
     global _reader
     if (parent := multiprocessing.parent_process()) is not None:
-        # Ctrl-C ends the worker. KeyboardInterrupt would end the part at hand, and the worker would begin the next.
+        # Ctrl-C ends the worker. KeyboardInterrupt would end the part at hand, and the worker would
+        # begin the next.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # A pipe that the parent holds closes when the parent ends. The system then sends SIGIO, which ends the worker
-        # also in a library call that does not return.
+        # A pipe that the parent holds closes when the parent ends. The system then sends SIGIO,
+        # which ends the worker also in a library call that does not return.
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+        fcntl.fcntl(
+            parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC
+        )
         if not parent.is_alive():
             os._exit(1)
     tokenizer = open_tokenizer(path, chat_template)
@@ -303,8 +342,13 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
         with _cleared(path.with_suffix(".tokens.new")).open("wb") as stream:
             for number, extent in enumerate(extents):
                 if _has_changed(extent):
-                    raise UserError(f"{extent.path} has changed since the command began: start it again, it goes on")
-                for document in _reader.read(Path(extent.path), extent.start, extent.stop, extent.line):
+                    raise UserError(
+                        f"{extent.path} has changed since the command began: start it again, it "
+                        "goes on"
+                    )
+                for document in _reader.read(
+                    Path(extent.path), extent.start, extent.stop, extent.line
+                ):
                     tokens = document.tokens.astype(TOKEN)
                     largest = max(largest, int(tokens.max(initial=0)))
                     if document.masked is not None:
@@ -323,8 +367,10 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
     table = np.array(rows, dtype=DOCUMENT).reshape(-1, 3).tobytes()
     _write(path.with_suffix(".documents"), table)
     summary = {
-        "documents": len(rows), "tokens": end, "targets": targets, "largest_id": largest, "are_samples": are_samples,
-        "found": _reader.found, "left_out": _reader.left_out, "bad": dataclasses.asdict(_reader.bad),
+        "documents": len(rows), "tokens": end, "targets": targets, "largest_id": largest,
+        "are_samples": are_samples,
+        "found": _reader.found, "left_out": _reader.left_out,
+        "bad": dataclasses.asdict(_reader.bad),
         "used": sorted(_reader.used),
         "sha256": {".tokens": digest.hexdigest(), ".documents": hashlib.sha256(table).hexdigest()},
     }  # fmt: skip
@@ -334,7 +380,8 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file and rename it when it is on the disk, so that it is complete or absent. Raises UserError."""
+    """Write a file and rename it when it is on the disk, so that it is complete or absent. Raises
+    UserError."""
     new = file.with_name(file.name + ".new")
     try:
         write_file(_cleared(new), content)
@@ -359,7 +406,8 @@ def _why_not_written(file: Path, error: OSError) -> str:
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """Returns the lengths of documents as a table by powers of two, with bars for their shares of the tokens."""
+    """Returns the lengths of documents as a table by powers of two, with bars for their shares of
+    the tokens."""
     exponents = np.log2(lengths).astype(int)
     quantiles = np.quantile(lengths, [0.5, 0.95]).astype(int)
     counts = f"{len(lengths):,} documents, {lengths.sum():,} tokens"
@@ -371,5 +419,7 @@ def histogram(lengths: np.ndarray) -> str:
         inside = lengths[exponents == exponent]
         share = inside.sum() / lengths.sum()
         span = f"{2**exponent:,} to {2 ** (exponent + 1) - 1:,}"
-        lines.append(f"{span:>25} {len(inside):>12,} {share:>14.1%} {'#' * round(50 * share)}".rstrip())
+        lines.append(
+            f"{span:>25} {len(inside):>12,} {share:>14.1%} {'#' * round(50 * share)}".rstrip()
+        )
     return "\n".join(lines)

@@ -1,10 +1,12 @@
-"""A prepared set: a corpus as tokens in a folder, made by `python -m training.data prepare` and mapped by training.
+"""A prepared set: a corpus as tokens in a folder, made by `python -m training.data prepare` and
+mapped by training.
 
-The folder has set.json, which is written last, and three files for each part of the corpus, little-endian:
+The folder has set.json, which is written last, and three files for each part of the corpus,
+little-endian:
 
 - part-<16 digits>.tokens: uint32 [tokens]. The top bit marks a token that is not a target.
-- part-<16 digits>.documents: int64 [documents, 3]. A row is a document's end in .tokens, the number of its file among
-  the part's files, and the number of its line or row, 0 for a whole file.
+- part-<16 digits>.documents: int64 [documents, 3]. A row is a document's end in .tokens, the number
+  of its file among the part's files, and the number of its line or row, 0 for a whole file.
 - part-<16 digits>.json: the part's files and its summary, written when the other two are complete.
 
 In memory a set takes 16 bytes per document, however long its documents are.
@@ -43,11 +45,14 @@ def canonical(value: dict | list) -> bytes:
 
 
 def hash_of_index(index: dict) -> str:
-    return hashlib.sha256(canonical({name: value for name, value in index.items() if name != "sha256"})).hexdigest()
+    return hashlib.sha256(
+        canonical({name: value for name, value in index.items() if name != "sha256"})
+    ).hexdigest()
 
 
 def is_prepared(path: Path) -> bool:
-    """Whether a folder is a prepared set. Raises UserError if `prepare` has begun to make it and not ended."""
+    """Whether a folder is a prepared set. Raises UserError if `prepare` has begun to make it and
+    not ended."""
     if (path / INDEX).exists():
         return True
     if any(path.glob("part-*.tokens*")):
@@ -56,32 +61,44 @@ def is_prepared(path: Path) -> bool:
 
 
 def read_index(folder: Path) -> dict:
-    """Returns a set's set.json. Raises UserError if it is damaged, or names a part outside the folder."""
+    """Returns a set's set.json. Raises UserError if it is damaged, or names a part outside the
+    folder."""
     file = folder / INDEX
     if file.exists() and file.stat().st_size > MOST_INDEX_BYTES:
-        raise UserError(f"{file} has {file.stat().st_size:,} bytes, more than {MOST_INDEX_BYTES:,}; {AGAIN}")
+        raise UserError(
+            f"{file} has {file.stat().st_size:,} bytes, more than {MOST_INDEX_BYTES:,}; {AGAIN}"
+        )
     index = read_json(file)
     if index.get("format") != FORMAT:
-        raise UserError(f'{file} is not of format "{FORMAT}": it is no set, or one to be made anew with this version')
+        raise UserError(
+            f'{file} is not of format "{FORMAT}": it is no set, or one to be made anew with this '
+            "version"
+        )
     if index.get("sha256") != hash_of_index(index):
-        raise UserError(f"{file} does not have the hash that it says: it is damaged or was edited; {AGAIN}")
+        raise UserError(
+            f"{file} does not have the hash that it says: it is damaged or was edited; {AGAIN}"
+        )
     if not _is_typed(index, TYPES) or not index["parts"]:
         raise UserError(f"{file} has no parts, or values of wrong types; {AGAIN}")
     for part in index["parts"]:
         if not _is_typed(part, PART_TYPES) or not PART_NAME.fullmatch(part["name"]):
-            raise UserError(f"{file} names the part {str(part)[:50]}, which is no part of its folder; {AGAIN}")
+            raise UserError(
+                f"{file} names the part {str(part)[:50]}, which is no part of its folder; {AGAIN}"
+            )
     return index
 
 
 def _is_typed(found, types: dict[str, type]) -> bool:
-    return isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in types.items())
+    return isinstance(found, dict) and all(
+        type(found.get(name)) is kind for name, kind in types.items()
+    )
 
 
 class PreparedStore(Store):
     """The documents of a prepared set, read from disk when they are asked for.
 
-    Raises UserError: see read_index; the set was made with another tokenizer; an id is not below the model's
-    vocab_size; a file does not fit the index by its size or by its documents' ends.
+    Raises UserError: see read_index; the set was made with another tokenizer; an id is not below
+    the model's vocab_size; a file does not fit the index by its size or by its documents' ends.
     """
 
     def __init__(self, folder: Path, tokenizer, vocab_size: int):
@@ -95,15 +112,21 @@ class PreparedStore(Store):
             raise UserError(f"{was} documents that end with id {ends}, {ours}: {AGAIN}")
         if (made := index.get("chat_template")) and made != template_hash(tokenizer):
             flag = "--chat_template" if tokenizer.has_template_flag else "--tokenizer"
-            raise UserError(f"{was} another chat template than this run's; give {flag} as then, or {AGAIN}")
+            raise UserError(
+                f"{was} another chat template than this run's; give {flag} as then, or {AGAIN}"
+            )
         self.folder, self.eos_id, self.are_samples = folder, tokenizer.eos_id, index["are_samples"]
         self._vocab_size, self.parts = vocab_size, [part["name"] for part in index["parts"]]
         # Equal for sets of the same corpus, wherever and whenever they were made.
         self.identity = zlib.crc32(canonical([part["sha256"] for part in index["parts"]]))
-        check_ids(max(part["largest_id"] for part in index["parts"]), tokenizer, vocab_size, str(folder))
+        check_ids(
+            max(part["largest_id"] for part in index["parts"]), tokenizer, vocab_size, str(folder)
+        )
         for part in index["parts"]:
             self._check_sizes(part)
-        self._first = np.cumsum([0] + [part["documents"] for part in index["parts"]])  # each part's first document
+        self._first = np.cumsum(
+            [0] + [part["documents"] for part in index["parts"]]
+        )  # each part's first document
         # Starts are counted in the tokens of the document's part.
         self._starts, self.lengths = np.empty((2, self._first[-1]), dtype=np.int64)
         for part, first, stop in zip(index["parts"], self._first, self._first[1:]):
@@ -118,14 +141,22 @@ class PreparedStore(Store):
                 raise UserError(f"{file} is {actual}, {INDEX} says {size:,}; {AGAIN}")
 
     def _borders(self, part: dict) -> np.ndarray:
-        """Returns the borders of a part's documents, int64 [documents + 1]: 0, then each document's end in .tokens."""
-        table = self._read(part["name"] + ".documents", DOCUMENT, 0, 3 * part["documents"]).reshape(-1, 3)
+        """Returns the borders of a part's documents, int64 [documents + 1]: 0, then each document's
+        end in .tokens."""
+        table = self._read(part["name"] + ".documents", DOCUMENT, 0, 3 * part["documents"]).reshape(
+            -1, 3
+        )
         borders = np.concatenate([[0], table[:, 0]])
         wrong = ((borders[1:] <= borders[:-1]) | (borders[1:] > part["tokens"])).nonzero()[0]
         if len(wrong) or borders[-1] != part["tokens"]:
-            which = f"document {wrong[0] if len(wrong) else len(table) - 1} does not end behind its start"
+            which = (
+                f"document {wrong[0] if len(wrong) else len(table) - 1} does not end behind its "
+                "start"
+            )
             within = f"within the {part['tokens']:,} tokens of the part"
-            raise UserError(f"{self.folder / part['name']}.documents: {which} and {within}; {AGAIN}")
+            raise UserError(
+                f"{self.folder / part['name']}.documents: {which} and {within}; {AGAIN}"
+            )
         return borders
 
     def _find(self, document: int) -> tuple[str, int]:
@@ -133,27 +164,38 @@ class PreparedStore(Store):
         return self.parts[index], document - int(self._first[index])
 
     def _read(self, name: str, dtype: np.dtype, first: int, count: int) -> np.ndarray:
-        """Reads count values. A mapping would end the process where the file was cut short or a sector is damaged."""
+        """Reads count values. A mapping would end the process where the file was cut short or a
+        sector is damaged."""
         try:
             values = np.fromfile(self.folder / name, dtype, count, offset=first * dtype.itemsize)
         except OSError as error:
-            raise UserError(f"cannot read {self.folder / name}: {error.strerror or error}; {AGAIN}") from None
+            raise UserError(
+                f"cannot read {self.folder / name}: {error.strerror or error}; {AGAIN}"
+            ) from None
         if len(values) < count:
-            raise UserError(f"{self.folder / name} is cut short or damaged, before value {first + count:,}; {AGAIN}")
+            raise UserError(
+                f"{self.folder / name} is cut short or damaged, before value {first + count:,}; "
+                f"{AGAIN}"
+            )
         return values
 
     def source(self, document: int) -> str:
         name, number = self._find(document)
         _, file, line = self._read(f"{name}.documents", DOCUMENT, 3 * number, 3).tolist()
         files = self._files(name)
-        return place(files[file], line) if file < len(files) else f"{self.folder / name}, document {number}"
+        return (
+            place(files[file], line)
+            if file < len(files)
+            else f"{self.folder / name}, document {number}"
+        )
 
     def files(self) -> list[str]:
         own = [str(self.folder / f"{name}.tokens") for name in self.parts]
         return own + [file for name in self.parts for file in self._files(name)]
 
     def _files(self, part: str) -> list[str]:
-        """Returns the files that a part was prepared from; none if the file that names them is damaged."""
+        """Returns the files that a part was prepared from; none if the file that names them is
+        damaged."""
         try:
             return [str(piece[0]) for piece in read_json(self.folder / f"{part}.json")["pieces"]]
         except (OSError, ValueError, LookupError, TypeError):
@@ -167,13 +209,19 @@ class PreparedStore(Store):
         raw = self._read(f"{name}.tokens", TOKEN, first, stop - start)
         ids, is_masked = (raw & (MASKED - 1)).astype(np.int64), raw >= MASKED
         if ids.max() >= self._vocab_size:
-            which = f"{self.source(document)} has token id {ids.max()}, not below the model's vocab_size"
-            raise UserError(f"{self.folder / name}.tokens: {which} {self._vocab_size}: it is damaged; {AGAIN}")
+            which = (
+                f"{self.source(document)} has token id {ids.max()}, not below the model's "
+                "vocab_size"
+            )
+            raise UserError(
+                f"{self.folder / name}.tokens: {which} {self._vocab_size}: it is damaged; {AGAIN}"
+            )
         return ids, is_masked
 
 
 def verify(folder: Path) -> None:
-    """Compare every byte of a set with its hashes. Raises UserError, which names the damaged file."""
+    """Compare every byte of a set with its hashes. Raises UserError, which names the damaged
+    file."""
     index = read_index(folder)
     _compare_bytes(folder / INDEX, json.dumps(index, indent=1))
     for part in index["parts"]:
@@ -196,7 +244,8 @@ def verify(folder: Path) -> None:
 
 
 def _compare_bytes(file: Path, written: str) -> None:
-    """Compare a file of JSON with what Python writes of its content: nothing else has been put between."""
+    """Compare a file of JSON with what Python writes of its content: nothing else has been put
+    between."""
     if read_file(file, AGAIN) != written.encode():
         raise UserError(f"{file} is not as it was written: it is damaged or was edited; {AGAIN}")
 
@@ -207,8 +256,12 @@ def hash_of_part(pieces: list, summary: dict) -> str:
 
 
 def is_summary(content: dict) -> bool:
-    """Whether a part's .json has the hash that it says. Earlier versions took it of the summary alone."""
+    """Whether a part's .json has the hash that it says. Earlier versions took it of the summary
+    alone."""
     pieces, summary = content.get("pieces"), content.get("summary")
     if not isinstance(pieces, list) or not isinstance(summary, dict):
         return False
-    return content.get("sha256") in (hash_of_part(pieces, summary), hashlib.sha256(canonical(summary)).hexdigest())
+    return content.get("sha256") in (
+        hash_of_part(pieces, summary),
+        hashlib.sha256(canonical(summary)).hexdigest(),
+    )

@@ -1,4 +1,5 @@
-"""A batch as text, for --show_batch: the tokens that a model is trained on. show_html.py makes a page of it."""
+"""A batch as text, for --show_batch: the tokens that a model is trained on. show_html.py makes a
+page of it."""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -41,11 +42,14 @@ class ShownSequence:
     documents: list[ShownDocument]
 
 
-def show_batch(loader: PackedLoader, tokenizer, color: bool = False, reader: RowReader | None = None) -> str:
-    """Returns the documents in the next `batch_size` sequences of the loader's global order, as text.
+def show_batch(
+    loader: PackedLoader, tokenizer, color: bool = False, reader: RowReader | None = None
+) -> str:
+    """Returns the documents in the next `batch_size` sequences of the loader's global order, as
+    text.
 
-    Targets stand between [[ and ]], in green if `color` is set. Of a sequence the first documents are shown, and the
-    others counted. `reader` is as in `read_batch`.
+    Targets stand between [[ and ]], in green if `color` is set. Of a sequence the first documents
+    are shown, and the others counted. `reader` is as in `read_batch`.
     """
     lines = list[str]()
     before, after = (f"{GREEN}[[", f"]]{END}") if color else ("[[", "]]")
@@ -62,18 +66,27 @@ def show_batch(loader: PackedLoader, tokenizer, color: bool = False, reader: Row
             lines.append(text)
         rest = len(sequence.documents) - SHOWN_DOCUMENTS
         if rest > 0:
-            lines.append(f"--- {_counted(rest, 'more document')}: --show_batch batch.html shows all")
+            lines.append(
+                f"--- {_counted(rest, 'more document')}: --show_batch batch.html shows all"
+            )
     return "\n".join(lines)
 
 
-def read_batch(loader: PackedLoader, tokenizer, most: int, reader: RowReader | None = None) -> list[ShownSequence]:
-    """Returns the next `batch_size` sequences of the loader's global order, or all if the data have fewer.
+def read_batch(
+    loader: PackedLoader, tokenizer, most: int, reader: RowReader | None = None
+) -> list[ShownSequence]:
+    """Returns the next `batch_size` sequences of the loader's global order, or all if the data have
+    fewer.
 
     Args:
         most: characters of a stretch, at most.
         reader: the objective's, which says what each answer of a document is.
     """
-    first, length, sequences = loader.next_sequence, loader.packing.context_length, list[ShownSequence]()
+    first, length, sequences = (
+        loader.next_sequence,
+        loader.packing.context_length,
+        list[ShownSequence](),
+    )
     for index in range(first, first + min(loader.batch_size, loader.sequences_per_epoch)):
         spans = loader.spans(index)
         batch = make_batch(loader.store, [spans], length)
@@ -143,10 +156,15 @@ def _counted(number: int, what: str) -> str:
 
 
 def _shown(ids: list[int], before: list[int], tokenizer, most: int) -> str:
-    """Returns the text of ids that follow those `before`: alone they may lose the space that they begin with."""
+    """Returns the text of ids that follow those `before`: alone they may lose the space that they
+    begin with."""
     earlier = tokenizer.decode(before, with_special=True)
     text = tokenizer.decode(before + ids, with_special=True)
-    text = text[len(earlier) :] if text.startswith(earlier) else tokenizer.decode(ids, with_special=True)
+    text = (
+        text[len(earlier) :]
+        if text.startswith(earlier)
+        else tokenizer.decode(ids, with_special=True)
+    )
     if len(text) > most:
         text = f"{text[: most // 2]} ...{len(text) - most:,} characters... {text[-most // 2 :]}"
     return text

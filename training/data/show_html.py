@@ -1,4 +1,5 @@
-"""A batch as a page of HTML: `--show_batch batch.html`. Each document is a box, in which targets are coloured."""
+"""A batch as a page of HTML: `--show_batch batch.html`. Each document is a box, in which targets
+are coloured."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,17 +44,24 @@ def _bar(sequence: ShownSequence) -> str:
         parts.append(f'<div {tip} style="flex:{document.num_tokens} 0 0">{green}</div>')
     padding = sequence.length - sum(one.num_tokens for one in sequence.documents)
     if padding > 0:
-        parts.append(f'<div class="padding" title="{padding:,} padding" style="flex:{padding} 0 0"></div>')
+        parts.append(
+            f'<div class="padding" title="{padding:,} padding" style="flex:{padding} 0 0"></div>'
+        )
     return f'<div class="bar">{"".join(parts)}</div>'
 
 
 def _document(document: ShownDocument) -> str:
-    # A line feed right behind <pre> is dropped by browsers: this one is, and the text's own first one stays.
+    # A line feed right behind <pre> is dropped by browsers: this one is, and the text's own first
+    # one stays.
     texts = [f"<h3>{escaped(document.title)}</h3>\n<pre>\n"]
     for i, stretch in enumerate(document.stretches):
         text = escaped(stretch.text)
         if stretch.heading:
             heading = f"<h4>{escaped(stretch.heading)}</h4>\n<pre>\n"
-            texts = [*texts, "</pre>\n", heading] if i else [f"<h3>{escaped(document.title)}</h3>\n{heading}"]
+            texts = (
+                [*texts, "</pre>\n", heading]
+                if i
+                else [f"<h3>{escaped(document.title)}</h3>\n{heading}"]
+            )
         texts.append(f"<mark>{text}</mark>" if stretch.is_target else text)
     return "".join([*texts, "</pre>"])

@@ -50,16 +50,28 @@ from training.host.files import check_data_exists, inside, read_file, read_json
 
 logger = logging.getLogger(__name__)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
-SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?:[-_./]|$)")  # in names of files of rows
+SPLIT = re.compile(
+    r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?:[-_./]|$)"
+)  # in names of files of rows
 UNREAD_FIELD = "field of chats "  # what is left out of chats: before a field's name
 AS_CHATS = ", as chats"  # in the log, behind a form that a chat template wrote
 SHOWN = 8  # suffixes of files, or fields of chats, that are left out
 PANDOC = "pandoc -t plain -o {0}.txt {0}"
 TO_TEXT = {".pdf": "pdftotext {0} {0}.txt", ".docx": PANDOC, ".epub": PANDOC, ".odt": PANDOC}
-READ_ON = 10_000  # rows that are looked at after one that cannot be read, before all such rows are refused
+# rows that are looked at after one that cannot be read, before all such rows are refused
+READ_ON = 10_000
 PLACES = 3  # named of rows that cannot be read
-# Folders of installed packages, and folders of the standard library with tables or tests in place of programs.
-STANDARD_LIBRARY_SKIPS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+# Folders of installed packages, and folders of the standard library with tables or tests in place
+# of programs.
+STANDARD_LIBRARY_SKIPS = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+}
 
 
 @dataclass(frozen=True)
@@ -67,14 +79,22 @@ class Document:
     """A document's tokens, without the end-of-text id behind them."""
 
     tokens: np.ndarray  # [N], uint8 for bytes, else uint32
-    masked: np.ndarray | None = None  # bool [N]: tokens that are not targets, as a prompt's; None: all are targets
-    is_complete: bool = False  # whether the tokens have an end of their own, a chat's; an end-of-text id follows others
+    masked: np.ndarray | None = (
+        None  # bool [N]: tokens that are not targets, as a prompt's; None: all are targets
+    )
+    # whether the tokens have an end of their own, a chat's; an end-of-text id follows others
+    is_complete: bool = False
     file: str = ""
-    line: int = 0  # its line in a .jsonl file, or its row in a table; 0: the document is the whole file
-    # float32 or float64 [N] each: numbers of the tokens that an objective reads, see training/objectives/rows.py.
-    # Where "answer" changes, another text begins: it does not see the one before, and is not cut from it.
+    line: int = (
+        0  # its line in a .jsonl file, or its row in a table; 0: the document is the whole file
+    )
+    # float32 or float64 [N] each: numbers of the tokens that an objective reads, see
+    # training/objectives/rows.py. Where "answer" changes, another text begins: it does not see the
+    # one before, and is not cut from it.
     columns: dict[str, np.ndarray] = field(default_factory=dict)
-    prompt: int | None = None  # a hash of its row's prompt, for answers to one prompt to be held out together
+    prompt: int | None = (
+        None  # a hash of its row's prompt, for answers to one prompt to be held out together
+    )
 
 
 Encoded = tuple[np.ndarray, np.ndarray | None, bool]  # tokens, masked and is_complete of a Document
@@ -94,7 +114,8 @@ class RowReader(Protocol):
     ) -> tuple[str, Encoded, dict[str, np.ndarray], int | None]:
         """Returns a row's form, its tokens, their columns, and `Document.prompt`.
 
-        `encode` takes a row that forms.py knows. Raises UserError and NothingToLearn, as `forms.recognise`.
+        `encode` takes a row that forms.py knows. Raises UserError and NothingToLearn, as
+        `forms.recognise`.
         """
 
     def join(self, documents: Iterable[Document]) -> Iterable[Document]:
@@ -112,9 +133,13 @@ class Reading(NamedTuple):
     reasoning: str | None = None  # see ChatTemplate; None: "template"
     suffixes: str | None = None  # suffixes of texts, such as ".rs,.c"; None: SUFFIXES
     columns: str | None = None  # see parse_columns
-    bad_rows: str | None = None  # "drop" leaves rows out that cannot be read; None or "refuse": UserError
+    bad_rows: str | None = (
+        None  # "drop" leaves rows out that cannot be read; None or "refuse": UserError
+    )
     rows: RowReader | None = None  # None: forms.py reads them, no objective
-    needs_chats: bool = False  # whether data without chats are refused: `reasoning` is a flag of this command
+    needs_chats: bool = (
+        False  # whether data without chats are refused: `reasoning` is a flag of this command
+    )
 
     @property
     def renames(self) -> dict[str, str]:
@@ -123,7 +148,8 @@ class Reading(NamedTuple):
 
     @property
     def awaited(self) -> set[str]:
-        """Names of columns in the data, and AS_CHATS, that some row must have; see DocumentReader.used."""
+        """Names of columns in the data, and AS_CHATS, that some row must have; see
+        DocumentReader.used."""
         return {*self.renames, *[AS_CHATS] * self.needs_chats}
 
     def refuse_without_effect(self, paths: list[Path]) -> None:
@@ -133,12 +159,20 @@ class Reading(NamedTuple):
             paths: of the data without prepared sets, which were read with flags of their own.
         """
         about_rows = {"bad_rows": self.bad_rows, "chat_reasoning": self.needs_chats}
-        for name, value in ({"suffixes": self.suffixes, "columns": self.columns} | about_rows).items():
+        for name, value in (
+            {"suffixes": self.suffixes, "columns": self.columns} | about_rows
+        ).items():
             if value and not paths:
-                raise UserError(f"{name} has no effect on prepared sets; drop it (prepare has a flag of its own)")
+                raise UserError(
+                    f"{name} has no effect on prepared sets; drop it (prepare has a flag of its "
+                    "own)"
+                )
         have_rows = {suffix_of(path) in CONTAINERS if path.is_file() else None for path in paths}
         if self.suffixes and have_rows == {True}:
-            raise UserError(f"suffixes has no effect on {paths[0]}, whose rows are read whatever they are; drop it")
+            raise UserError(
+                f"suffixes has no effect on {paths[0]}, whose rows are read whatever they are; "
+                "drop it"
+            )
         for name, value in about_rows.items():
             if value and have_rows == {False}:
                 raise UserError(f"{name} has no effect on {paths[0]}, a text without rows; drop it")
@@ -149,7 +183,8 @@ DEFAULT = Reading()
 
 @dataclass
 class BadRows:
-    """Rows that cannot be read: their number, the first places, and what is wrong with the first."""
+    """Rows that cannot be read: their number, the first places, and what is wrong with the
+    first."""
 
     count: int = 0
     places: list[str] = field(default_factory=list)
@@ -164,23 +199,36 @@ class BadRows:
         count = f"{self.count:,}{' or more' * or_more}"
         if self.count and bad_rows == "drop":
             where = ", ".join(self.places)
-            logger.warning("data: left out rows that cannot be read: %s, the first %s (%s)", count, where, self.why)
+            logger.warning(
+                "data: left out rows that cannot be read: %s, the first %s (%s)",
+                count,
+                where,
+                self.why,
+            )
         elif self.count:
-            which = "that row" if count == "1" else f"the {count} rows that cannot be read, at {', '.join(self.places)}"
+            which = (
+                "that row"
+                if count == "1"
+                else f"the {count} rows that cannot be read, at {', '.join(self.places)}"
+            )
             cure = f"mend {which}, or give --bad_rows drop to leave out such rows"
             raise UserError(f"{self.places[0]}: {self.why}; {cure}")
 
 
 def read_documents(
-    path: str | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT, unused: set[str] | None = None,
+    path: str | None, tokenizer, vocab_size: int, reading: Reading = DEFAULT,
+    unused: set[str] | None = None,
     files: list[Path] | None = None,
 ) -> Iterator[Document]:  # fmt: skip
-    """Reads and tokenizes a corpus: each text file and each row of the other files is a document. Yields at least one.
+    """Reads and tokenizes a corpus: each text file and each row of the other files is a document.
+    Yields at least one.
 
-    Raises UserError: see find_files and DocumentReader; the path holds no text, or rows that cannot be read.
+    Raises UserError: see find_files and DocumentReader; the path holds no text, or rows that cannot
+    be read.
 
     Args:
-        path: a file, or a folder, whose subfolders are searched, too, in sorted order. None: the sources of Python's
+        path: a file, or a folder, whose subfolders are searched, too, in sorted order. None: the
+        sources of Python's
             standard library on this machine.
         unused: Reading.awaited; what a row has is taken out.
         files: those that find_files has found at the path, if it was asked before.
@@ -202,7 +250,9 @@ def read_documents(
     if document is None:
         where = path or "Python's standard library"
         kinds = ", ".join(_kinds(reading))
-        raise UserError(f"{where} has nothing to read: no text in any {kinds} file; give other --data")
+        raise UserError(
+            f"{where} has nothing to read: no text in any {kinds} file; give other --data"
+        )
 
 
 def refuse_unused(unused: set[str]) -> None:
@@ -210,13 +260,17 @@ def refuse_unused(unused: set[str]) -> None:
     if AS_CHATS in unused:
         raise UserError("chat_reasoning has no effect without chats; drop it")
     if names := sorted(unused):
-        raise UserError(f"columns names {names[0]!r}, which no row has; correct it, or leave it out")
+        raise UserError(
+            f"columns names {names[0]!r}, which no row has; correct it, or leave it out"
+        )
 
 
 def say_found(path: str | Path, parts: list[dict[str, int]]) -> None:
     """Logs what the parts of a corpus hold; see DocumentReader."""
     found = sum(map(Counter, parts), Counter())
-    words = [f"{n:,} {what if n > 1 else what.replace('s of', ' of', 1)}" for what, n in found.items()]
+    words = [
+        f"{n:,} {what if n > 1 else what.replace('s of', ' of', 1)}" for what, n in found.items()
+    ]
     if words:
         logger.info("data: %s: %s", path, ", ".join(words))
 
@@ -234,25 +288,34 @@ def say_left_out(parts: list[dict[str, list]]) -> None:
     if fields:
         names = ", ".join(f'"{name}" of {count:,}' for name, count, _ in fields[:SHOWN])
         more = f" and {len(fields) - SHOWN} others" if len(fields) > SHOWN else ""
-        logger.warning("data: left out fields of chats that are not trained on: %s%s, the first in %s", names, more,
+        logger.warning("data: left out fields of chats that are not trained on: %s%s, the first in "
+                       "%s", names, more,
                        fields[0][2])  # fmt: skip
 
 
 def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
-    """Returns the files of documents at a path of --data: the file itself, or all files in the folder, sorted.
+    """Returns the files of documents at a path of --data: the file itself, or all files in the
+    folder, sorted.
 
-    Raises UserError: the path, a file or a folder cannot be read, or is of a kind that is not; a package is missing.
+    Raises UserError: the path, a file or a folder cannot be read, or is of a kind that is not; a
+    package is missing.
     """
 
     def refuse(error: OSError):
-        raise UserError(f"cannot read {error.filename}: {error.strerror}; make it readable, or give other --data")
+        raise UserError(
+            f"cannot read {error.filename}: {error.strerror}; make it readable, or give other "
+            "--data"
+        )
 
     check_data_exists(path)
     if path.is_dir():
         files: list[Path] = []
         for root, folders, names in os.walk(path, onerror=refuse):
             if links := [Path(root, name) for name in folders if Path(root, name).is_symlink()]:
-                raise UserError(f"{links[0]} is a link to a folder, which is not followed; give its target to --data")
+                raise UserError(
+                    f"{links[0]} is a link to a folder, which is not followed; give its target to "
+                    "--data"
+                )
             if {"state.json", "dataset_info.json"} <= {*names}:
                 names = _files_of_saved(Path(root))
             if "dataset_dict.json" in names:
@@ -260,15 +323,23 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
                 continue
             files += [Path(root, name) for name in names]
         texts = sorted(file for file in files if is_data(file, reading))
-        if others := Counter(file.suffix or file.name for file in sorted({*files}.difference(texts))).most_common():
+        if others := Counter(
+            file.suffix or file.name for file in sorted({*files}.difference(texts))
+        ).most_common():
             shown = ", ".join(f"{count:,} {kind[:30]}" for kind, count in others[:SHOWN])
             more = " and others" if len(others) > SHOWN else ""
             documents = [kind for kind, _ in others if kind in TO_TEXT]
-            cures = "".join(f"; text of a {kind}: {TO_TEXT[kind].format('FILE')}" for kind in documents)
-            logger.warning("data: left out files of other kinds in %s: %s%s%s", path, shown, more, cures)
+            cures = "".join(
+                f"; text of a {kind}: {TO_TEXT[kind].format('FILE')}" for kind in documents
+            )
+            logger.warning(
+                "data: left out files of other kinds in %s: %s%s%s", path, shown, more, cures
+            )
         texts = _without_held_out(path, texts)
     elif not path.is_file():  # a pipe would be waited for
-        raise UserError(f"cannot read {path}: it is no regular file; give --data a file or a folder")
+        raise UserError(
+            f"cannot read {path}: it is no regular file; give --data a file or a folder"
+        )
     elif (suffix := suffix_of(path)) not in (kinds := _kinds(reading)):
         cure = f"to read it as text, give --suffixes {suffix}"
         if _is_binary(path):
@@ -279,7 +350,9 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
             cure = "make text of it: " + TO_TEXT[suffix].format(shlex.quote(str(path)))
         elif not suffix or suffix in COMPRESSIONS:
             cure = "decompress it, or rename it to tell its kind, as in NAME.jsonl.gz"
-        raise UserError(f"data file {path} has suffix {path.suffix!r}, not {', '.join(kinds)}; {cure}")
+        raise UserError(
+            f"data file {path} has suffix {path.suffix!r}, not {', '.join(kinds)}; {cure}"
+        )
     else:
         texts = [path]
     check_packages(texts)
@@ -287,17 +360,31 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
 
 
 def _without_held_out(folder: Path, files: list[Path]) -> list[Path]:
-    """Returns files of a folder without other splits than train, if files of rows are named by both, and their card.
+    """Returns files of a folder without other splits than train, if files of rows are named by
+    both, and their card.
 
-    A download of the Hugging Face Hub has data/train-00000-of-00001.parquet, data/test-..., and README.md.
+    A download of the Hugging Face Hub has data/train-00000-of-00001.parquet, data/test-..., and
+    README.md.
     """
     of_rows = [file for file in files if suffix_of(file) in CONTAINERS]
-    named = {file: match[1] for file in of_rows if (match := SPLIT.search(str(file.relative_to(folder)).lower()))}
+    named = {
+        file: match[1]
+        for file in of_rows
+        if (match := SPLIT.search(str(file.relative_to(folder)).lower()))
+    }
     others = sorted({*named.values()} - {"train"}) if "train" in named.values() else []
     if others:
         left_out = ", ".join(others)
-        logger.warning("data: %s: split train is read; left out: %s; give files by name to read them", folder, left_out)
-    cards = [file for file in files if of_rows and file.name == "README.md" and file.read_bytes()[:4] == b"---\n"]
+        logger.warning(
+            "data: %s: split train is read; left out: %s; give files by name to read them",
+            folder,
+            left_out,
+        )
+    cards = [
+        file
+        for file in files
+        if of_rows and file.name == "README.md" and file.read_bytes()[:4] == b"---\n"
+    ]
     if cards:
         logger.warning("data: left out %s, which describes a dataset", cards[0])
     return [file for file in files if named.get(file) not in others and file not in cards]
@@ -309,11 +396,19 @@ def _kinds(reading: Reading) -> list[str]:
 
 
 def _texts(suffixes: str | None) -> list[str]:
-    """Returns the suffixes of texts. Raises UserError for words that are none, or belong to other files."""
+    """Returns the suffixes of texts. Raises UserError for words that are none, or belong to other
+    files."""
     found = [suffix.strip().lower() for suffix in (suffixes or SUFFIXES).split(",")]
     for suffix in found:
-        if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix in (*CONTAINERS, *COMPRESSIONS, *TO_TEXT):
-            raise UserError(f"suffixes must be of text files, with commas between them, as .rs,.c: got {suffix[:30]!r}")
+        if not re.fullmatch(r"\.[^./\s]+", suffix) or suffix in (
+            *CONTAINERS,
+            *COMPRESSIONS,
+            *TO_TEXT,
+        ):
+            raise UserError(
+                "suffixes must be of text files, with commas between them, as .rs,.c: got "
+                f"{suffix[:30]!r}"
+            )
     return found
 
 
@@ -324,7 +419,8 @@ def _is_binary(file: Path) -> bool:
 
 
 def is_data(file: Path, reading: Reading = DEFAULT) -> bool:
-    """Whether a file of a folder is data. A .json or .csv file is, if its first row has a known form: many hold others.
+    """Whether a file of a folder is data. A .json or .csv file is, if its first row has a known
+    form: many hold others.
 
     An objective knows rows with two of its fields.
     """
@@ -341,17 +437,26 @@ def is_data(file: Path, reading: Reading = DEFAULT) -> bool:
 
 
 def _files_of_saved(folder: Path) -> list[str]:
-    """Returns the files of a dataset that `datasets` saved. Others in its folder are caches of earlier steps."""
+    """Returns the files of a dataset that `datasets` saved. Others in its folder are caches of
+    earlier steps."""
     try:
         named = [file["filename"] for file in read_json(folder / "state.json")["_data_files"]]
     except (LookupError, TypeError):
-        raise UserError(f"{folder}/state.json is damaged: it does not name the dataset's files") from None
+        raise UserError(
+            f"{folder}/state.json is damaged: it does not name the dataset's files"
+        ) from None
     files = [inside(folder, name, folder / "state.json") for name in named]
     if missing := [file.name for file in files if not file.is_file()]:
-        raise UserError(f"{folder} is not whole: {missing[0][:100]} of its state.json is missing; save it again")
+        raise UserError(
+            f"{folder} is not whole: {missing[0][:100]} of its state.json is missing; save it again"
+        )
     names = [file.name for file in files]
     if others := {file.name for file in folder.glob("*.arrow")}.difference(names):
-        logger.warning("data: left out %s .arrow in %s, which its state.json does not name", f"{len(others):,}", folder)
+        logger.warning(
+            "data: left out %s .arrow in %s, which its state.json does not name",
+            f"{len(others):,}",
+            folder,
+        )
     return names
 
 
@@ -362,10 +467,14 @@ def _choose_split(folder: Path) -> list[str]:
         raise UserError(f"{folder}/dataset_dict.json is damaged: it does not name the splits")
     splits = [inside(folder, split, folder / "dataset_dict.json").name for split in splits]
     if len(splits) > 1 and "train" not in splits:
-        raise UserError(f"{folder} has the splits {', '.join(splits)}; give --data the folder of one")
+        raise UserError(
+            f"{folder} has the splits {', '.join(splits)}; give --data the folder of one"
+        )
     chosen = splits[0] if len(splits) == 1 else "train"
     if left_out := [split for split in splits if split != chosen]:
-        logger.warning("data: %s: split %s is read; left out: %s", folder, chosen, ", ".join(left_out))
+        logger.warning(
+            "data: %s: split %s is read; left out: %s", folder, chosen, ", ".join(left_out)
+        )
     return [chosen]
 
 
@@ -379,8 +488,8 @@ class DocumentReader:
 
     Attributes:
         found: how many documents of each form were made, by words for the log.
-        left_out: files and rows from which nothing can be learnt: by what they are, [their number, the first's place].
-        bad: rows that cannot be read.
+        left_out: files and rows from which nothing can be learnt: by what they are, [their number,
+        the first's place]. bad: rows that cannot be read.
         used: names of columns that rows have had, and AS_CHATS if one was a chat.
     """
 
@@ -389,7 +498,9 @@ class DocumentReader:
         self.eos_id, self.found, self.left_out = tokenizer.eos_id, Counter[str](), dict[str, list]()
         self.bad, self.used, self._columns = BadRows(), set[str](), reading.renames
         self._rows, self._last_row = 0, 0  # rows that were looked at, and after which reading ends
-        self._unread = set[str]()  # what is left out of the row's answers, of which a pair has two, in words
+        self._unread = set[
+            str
+        ]()  # what is left out of the row's answers, of which a pair has two, in words
         self._largest = -1  # id that was checked
 
     @functools.cached_property
@@ -407,7 +518,9 @@ class DocumentReader:
     @property
     def has_read_enough(self) -> bool:
         """Whether a row was bad, bad rows are refused, and READ_ON rows were looked at since."""
-        return self._reading.bad_rows != "drop" and self.bad.count > 0 and self._rows >= self._last_row
+        return (
+            self._reading.bad_rows != "drop" and self.bad.count > 0 and self._rows >= self._last_row
+        )
 
     def read(self, file: Path, start: int = 0, stop: int = 0, first: int = 1) -> Iterator[Document]:
         """Yields the documents of a file, or of its piece that cut_rows gave; none if it is empty.
@@ -424,8 +537,14 @@ class DocumentReader:
                 if self.has_read_enough:
                     return
         else:
-            content = read_compressed(file) if is_compressed(file) else read_file(file, "give --data a readable file")
-            yield from self.read_text(_decode(self._without_mark(content, str(file)), str(file)), file)
+            content = (
+                read_compressed(file)
+                if is_compressed(file)
+                else read_file(file, "give --data a readable file")
+            )
+            yield from self.read_text(
+                _decode(self._without_mark(content, str(file)), str(file)), file
+            )
 
     def read_text(self, text: str, file: Path) -> Iterator[Document]:
         """Yields a text file's one document; none if the text is blank."""
@@ -436,7 +555,8 @@ class DocumentReader:
             self._leave_out("files without text", str(file))
 
     def _read_row(self, row, file: str, number: int) -> Iterator[Document]:
-        """Yields the document of a row, an object or a line of JSON; none if it is bad, or has nothing to learn."""
+        """Yields the document of a row, an object or a line of JSON; none if it is bad, or has
+        nothing to learn."""
         where = place(file, number)
         self._rows, self._unread = self._rows + 1, set()
         try:
@@ -452,7 +572,9 @@ class DocumentReader:
             if self._reading.rows is None:
                 form, encoded = self._encode(row)
             else:
-                form, encoded, columns, prompt = self._reading.rows(row, lambda part: self._encode(part)[1])
+                form, encoded, columns, prompt = self._reading.rows(
+                    row, lambda part: self._encode(part)[1]
+                )
         except NothingToLearn as what:
             self._leave_out(str(what), where)
         except NoTemplate as error:
@@ -479,7 +601,11 @@ class DocumentReader:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError also for 5,000 digits
-            place = f"{error.msg}, character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+            place = (
+                f"{error.msg}, character {error.pos + 1}"
+                if isinstance(error, json.JSONDecodeError)
+                else str(error)
+            )
             is_other = number == 1 and text.lstrip().startswith(("[{", "[\r", "[\n", "{\r", "{\n"))
             cure = "rename the file to .json" if is_other else "each line must be one JSON object"
             raise UserError(f"not JSON ({place[:100]}); {cure}") from None
@@ -504,7 +630,9 @@ class DocumentReader:
         for name in names:
             if not isinstance(made.get(name), str):
                 is_mixed = name == "prompt" and isinstance(made["completion"], str)
-                raise UserError(f'needs a string "{name}"' + ', where "completion" is one' * is_mixed)
+                raise UserError(
+                    f'needs a string "{name}"' + ', where "completion" is one' * is_mixed
+                )
         *before, text = (made[name] for name in names)
         if not text.strip():
             raise NothingToLearn("rows with an empty answer" if before else "rows without text")
@@ -521,7 +649,8 @@ class DocumentReader:
         return f"{form.name}{is_sample}", self._encode_text(text, *before)
 
     def _encode_text(self, text: str, prompt: str | None = None) -> Encoded:
-        """Returns (tokens, masked, is_complete) of a text. A text that ends with the end-of-text token is complete."""
+        """Returns (tokens, masked, is_complete) of a text. A text that ends with the end-of-text
+        token is complete."""
         if (stripped := text.rstrip()).endswith(self._tokenizer.eos_token):
             text = stripped
         if prompt is None:
@@ -534,7 +663,9 @@ class DocumentReader:
     def _checked(self, document: Document) -> Document:
         largest = int(document.tokens.max(initial=0))
         if largest > self._largest:
-            check_ids(largest, self._tokenizer, self._vocab_size, place(document.file, document.line))
+            check_ids(
+                largest, self._tokenizer, self._vocab_size, place(document.file, document.line)
+            )
             self._largest = largest
         return document
 
@@ -542,10 +673,14 @@ class DocumentReader:
 def _standard_library(reader: DocumentReader) -> Iterator[Document]:
     files = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
-        folders[:] = {*folders} - STANDARD_LIBRARY_SKIPS  # installed packages have many files, and none is looked at
+        folders[:] = {
+            *folders
+        } - STANDARD_LIBRARY_SKIPS  # installed packages have many files, and none is looked at
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     for file in sorted(files):
-        with contextlib.suppress(OSError, UnicodeDecodeError):  # some tests cannot be decoded, on purpose
+        with contextlib.suppress(
+            OSError, UnicodeDecodeError
+        ):  # some tests cannot be decoded, on purpose
             yield from reader.read_text(file.read_bytes().decode(), file)
 
 
@@ -556,5 +691,6 @@ def _decode(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}; "
+        raise UserError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset "
+                        f"{error.start}; "
                          "convert it, or leave it out of --data") from None  # fmt: skip

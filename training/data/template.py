@@ -1,7 +1,8 @@
-"""Chat templates: read from a tokenizer's folder, run in Jinja's sandbox, with marks around the assistant's turns.
+"""Chat templates: read from a tokenizer's folder, run in Jinja's sandbox, with marks around the
+assistant's turns.
 
-A template is a program from somebody's folder, so it runs in a sandbox and reaches no file. Nothing bounds its time or
-memory: a rendering that hangs is ended by SIGTERM.
+A template is a program from somebody's folder, so it runs in a sandbox and reaches no file. Nothing
+bounds its time or memory: a rendering that hangs is ended by SIGTERM.
 """
 
 import copy
@@ -20,7 +21,8 @@ from training.host.errors import UserError, import_optional
 from training.host.files import read_file, read_json
 
 logger = logging.getLogger(__name__)
-# Marks before the assistant's words and behind them. Unicode keeps these two for a program's own use.
+# Marks before the assistant's words and behind them. Unicode keeps these two for a program's own
+# use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 MARK = f"[{OPEN}{CLOSE}]"
 # Date that templates get as the present day: the same chats have the same tokens on every day.
@@ -32,18 +34,29 @@ Turn = tuple[int, int]  # characters start .. stop - 1 of a rendered chat
 
 
 QUESTION, ANSWER = {"role": "user", "content": "QqQ"}, {"role": "assistant", "content": "AaA"}
-CALL = {"id": "callcall1", "type": "function", "function": {"name": "NnN", "arguments": {"KkK": "VvV"}}}
+CALL = {
+    "id": "callcall1",
+    "type": "function",
+    "function": {"name": "NnN", "arguments": {"KkK": "VvV"}},
+}
 RESULT = {"role": "tool", "content": "RrR", "name": "NnN", "tool_call_id": "callcall1"}
 ONE_CALL: list[dict] = [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL]}, RESULT, ANSWER]
-TWO_CALLS: list[dict] = [QUESTION, {**ANSWER, "content": "", "tool_calls": [CALL, CALL]}, RESULT, RESULT, ANSWER]
+TWO_CALLS: list[dict] = [
+    QUESTION,
+    {**ANSWER, "content": "", "tool_calls": [CALL, CALL]},
+    RESULT,
+    RESULT,
+    ANSWER,
+]
 
 
 class Template:
     """Writes messages as text, with marks around the assistant's parts.
 
-    {% generation %} marks the parts of a template that has these tags. In another template the loops over messages get
-    marks: a part is then the text that a loop writes at a message of the assistant. So the parts are found where a
-    template changes earlier turns, too: Qwen3's drops their reasoning.
+    {% generation %} marks the parts of a template that has these tags. In another template the
+    loops over messages get marks: a part is then the text that a loop writes at a message of the
+    assistant. So the parts are found where a template changes earlier turns, too: Qwen3's drops
+    their reasoning.
 
     Attributes:
         is_marked: whether the template has {% generation %}.
@@ -65,19 +78,26 @@ class Template:
         return template
 
     def render(self, messages: list[dict], tools: list | None = None, asks: bool = False) -> str:
-        """Returns messages as text; if it `asks` for an answer, with the words that an answer begins with."""
+        """Returns messages as text; if it `asks` for an answer, with the words that an answer
+        begins with."""
         return re.sub(MARK, "", self._render(messages, tools, asks))
 
     def cut(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Turn]]:
-        """Returns (text of the messages, parts that are marked in it). A loop's parts have the headers of turns."""
+        """Returns (text of the messages, parts that are marked in it). A loop's parts have the
+        headers of turns."""
         text = self._render(messages, tools)
         marks, parts = re.findall(MARK, text), re.split(MARK, text)
         if self.is_marked and marks != [OPEN, CLOSE] * (len(marks) // 2):
-            raise UserError(f"chat template {self.file} nests {{% generation %}}, or writes half of it")
+            raise UserError(
+                f"chat template {self.file} nests {{% generation %}}, or writes half of it"
+            )
         ends = [*itertools.accumulate(map(len, parts))]
         borders = zip(marks, parts[1:], itertools.pairwise(ends))
-        # A loop that writes nothing, as one that looks for the last question, has no words between its marks.
-        return "".join(parts), [turn for mark, part, turn in borders if mark == OPEN and part.strip()]
+        # A loop that writes nothing, as one that looks for the last question, has no words between
+        # its marks.
+        return "".join(parts), [
+            turn for mark, part, turn in borders if mark == OPEN and part.strip()
+        ]
 
     def learn_forms(self) -> None:
         """Find out how the template reads reasoning, calls and results of tools."""
@@ -85,7 +105,9 @@ class Template:
         self.forms = Forms(reads_reasoning=thinks, thinks_in_parts=thinks_in_parts)
         forms = itertools.product((False, True), (False, True), (TWO_CALLS, ONE_CALL))
         for has_null_content, has_text_arguments, chat in forms:
-            self.forms = self.forms._replace(null_content=has_null_content, text_arguments=has_text_arguments)
+            self.forms = self.forms._replace(
+                null_content=has_null_content, text_arguments=has_text_arguments
+            )
             text = self._text_of(chat)
             if "NnN" in text and "KkK" in text and "VvV" in text:
                 wrapped = re.search(r"<(\w+)>\s*RrR\s*</\1>", text)
@@ -94,13 +116,16 @@ class Template:
         self.forms = self.forms._replace(null_content=False, text_arguments=False)
 
     def _reads_reasoning(self) -> tuple[bool, bool]:
-        """Returns whether reasoning is written, and whether only as a part of the content, as by Ministral 3's."""
+        """Returns whether reasoning is written, and whether only as a part of the content, as by
+        Ministral 3's."""
         messages = [QUESTION, ANSWER | {"reasoning_content": "TtT"}]
         if "TtT" in self._text_of(messages):
             return True, False
         self.forms = Forms(thinks_in_parts=True)
         match = re.search("TtT(.*?)AaA", self._text_of(messages), re.DOTALL)
-        is_written = match is not None and "type" not in match[1]  # a template may print the list itself
+        is_written = (
+            match is not None and "type" not in match[1]
+        )  # a template may print the list itself
         return is_written, is_written
 
     def _text_of(self, messages: list[dict]) -> str:
@@ -121,8 +146,9 @@ class Template:
     def _as_read(self, message: dict) -> dict:
         """Returns a message in the forms that the template reads.
 
-        In transformers reasoning_content is also "thinking". Where a template asks for them, calls stand beside a
-        content of None and have arguments as text: DeepSeek R1's drops calls beside an empty text.
+        In transformers reasoning_content is also "thinking". Where a template asks for them, calls
+        stand beside a content of None and have arguments as text: DeepSeek R1's drops calls beside
+        an empty text.
         """
         if message.get("reasoning_content") is not None:
             if self.forms.thinks_in_parts:
@@ -141,14 +167,18 @@ def _with_text_arguments(call: dict) -> dict:
     arguments = call["function"].get("arguments")
     if not isinstance(arguments, dict):
         return call
-    return call | {"function": call["function"] | {"arguments": json.dumps(arguments, ensure_ascii=False)}}
+    return call | {
+        "function": call["function"] | {"arguments": json.dumps(arguments, ensure_ascii=False)}
+    }
 
 
 def read_templates(tokenizer: FileTokenizer) -> dict[str, tuple[Path, str]]:
-    """Returns (file, template) by the template's name: what a tokenizer was given, or its folder's, as in transformers.
+    """Returns (file, template) by the template's name: what a tokenizer was given, or its folder's,
+    as in transformers.
 
-    Most tokenizers have one template, "default". "tool_use" is for chats with tools. Files take the place of all that
-    tokenizer_config.json has: chat_template.jinja is "default", additional_chat_templates/tool_use.jinja "tool_use".
+    Most tokenizers have one template, "default". "tool_use" is for chats with tools. Files take the
+    place of all that tokenizer_config.json has: chat_template.jinja is "default",
+    additional_chat_templates/tool_use.jinja "tool_use".
     """
     if tokenizer.chat_template is not None:
         return {"default": tokenizer.chat_template}
@@ -163,7 +193,11 @@ def read_templates(tokenizer: FileTokenizer) -> dict[str, tuple[Path, str]]:
     if isinstance(templates, str):
         templates = {"default": templates}
     if isinstance(templates, list):  # several templates, each with a name
-        named = [entry for entry in templates if isinstance(entry, dict) and isinstance(entry.get("name"), str)]
+        named = [
+            entry
+            for entry in templates
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+        ]
         templates = {entry["name"]: entry.get("template") for entry in named}
     sources = templates.items() if isinstance(templates, dict) else ()
     return {name: (file, source) for name, source in sources if isinstance(source, str)}
@@ -182,7 +216,9 @@ def template_hash(tokenizer) -> str | None:
     sources = {name: source for name, (_, source) in templates.items() if name in NAMES}
     if not sources:
         return None
-    content = sources["default"] if [*sources] == ["default"] else json.dumps(sources, sort_keys=True)
+    content = (
+        sources["default"] if [*sources] == ["default"] else json.dumps(sources, sort_keys=True)
+    )
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -196,7 +232,8 @@ def _compile(source: str, file: Path):
     from jinja2 import ext, meta, nodes, sandbox
 
     class Generation(ext.Extension):
-        """The tags {% generation %} ... {% endgeneration %}, by which a template marks the assistant's words."""
+        """The tags {% generation %} ... {% endgeneration %}, by which a template marks the
+        assistant's words."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -212,17 +249,28 @@ def _compile(source: str, file: Path):
         raise jinja2.TemplateError(message)
 
     extensions = [Generation, ext.loopcontrols]
-    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    environment.filters["tojson"] = functools.partial(
+        json.dumps, ensure_ascii=False
+    )  # Jinja's own escapes for HTML
     environment.globals |= {"raise_exception": raise_exception, "mark_message": _mark_message}
-    environment.globals["mark_end"] = lambda values: CLOSE if any(map(_mark_message, values)) else ""
-    if "strftime_now" in source and "strftime_now is defined" not in source:  # Llama's has a date of its own otherwise
+    environment.globals["mark_end"] = lambda values: (
+        CLOSE if any(map(_mark_message, values)) else ""
+    )
+    if (
+        "strftime_now" in source and "strftime_now is defined" not in source
+    ):  # Llama's has a date of its own otherwise
         environment.globals["strftime_now"] = TODAY.strftime
         logger.info("chat template %s asks for the day: it is told %s on every day", file, TODAY)
     try:
         tree = environment.parse(source)
         variables = meta.find_undeclared_variables(environment.parse(source))
-        is_marked = any(isinstance(each.call.node, nodes.ExtensionAttribute) for each in tree.find_all(nodes.CallBlock))
+        is_marked = any(
+            isinstance(each.call.node, nodes.ExtensionAttribute)
+            for each in tree.find_all(nodes.CallBlock)
+        )
         if not is_marked:
             tree.body = _with_marks(tree.body)
             tree.set_environment(environment)
@@ -232,7 +280,8 @@ def _compile(source: str, file: Path):
 
 
 def _with_marks(statements: list) -> list:
-    """Returns statements of a template whose outermost loops write marks at each message, and behind the last one.
+    """Returns statements of a template whose outermost loops write marks at each message, and
+    behind the last one.
 
     {% for m in messages %}...{% endfor %} becomes
     {% for m in messages %}{{ mark_message(m) }}...{% endfor %}{{ mark_end(messages) }}.
@@ -247,7 +296,9 @@ def _with_marks(statements: list) -> list:
     for each in statements:
         made.append(each)
         if isinstance(each, nodes.For) and isinstance(each.target, nodes.Name):
-            each.body.insert(0, output("mark_message", nodes.Name(each.target.name, "load"), each.lineno))
+            each.body.insert(
+                0, output("mark_message", nodes.Name(each.target.name, "load"), each.lineno)
+            )
             made.append(output("mark_end", each.iter, each.lineno))
         elif not isinstance(each, nodes.For):
             for name in {"body", "elif_", "else_"}.intersection(each.fields):
@@ -256,7 +307,8 @@ def _with_marks(statements: list) -> list:
 
 
 def _mark_message(value) -> str:
-    """Returns the mark before what a loop writes for a message; none for other values, such as a call of a tool."""
+    """Returns the mark before what a loop writes for a message; none for other values, such as a
+    call of a tool."""
     role = value.get("role") if isinstance(value, dict) else None
     return OPEN if role == "assistant" else CLOSE if role in ROLES else ""
 

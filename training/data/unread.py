@@ -1,7 +1,9 @@
-"""Fields that no template writes: names that describe a message, and names of what may be a part of an answer.
+"""Fields that no template writes: names that describe a message, and names of what may be a part of
+an answer.
 
-One rule holds for every field. Its texts are looked for in a rendering that has other words in their places; see
-ChatWriter. A field that is not written is counted if its name says that it describes, and refused otherwise.
+One rule holds for every field. Its texts are looked for in a rendering that has other words in
+their places; see ChatWriter. A field that is not written is counted if its name says that it
+describes, and refused otherwise.
 """
 
 import contextlib
@@ -9,7 +11,9 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")  # words of a field's name: "toolCalls" has two
+WORDS = re.compile(
+    r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+"
+)  # words of a field's name: "toolCalls" has two
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -41,7 +45,13 @@ COUNTS = words_of(
     """
 )
 SAMPLING = ("top_p", "top_k", "min_p")
-TRUTHS = ("toxic", "redacted", "truncated", "synthetic", "cached")  # fields of a message that are true or false
+TRUTHS = (
+    "toxic",
+    "redacted",
+    "truncated",
+    "synthetic",
+    "cached",
+)  # fields of a message that are true or false
 # Words of names whose fields may be a part of an answer, or of what an answer was given to.
 OF_ANSWERS = words_of(
     """
@@ -51,14 +61,25 @@ OF_ANSWERS = words_of(
     """
 )
 CALLS = words_of("call calls action actions function functions invocation invocations")
-THOUGHTS = words_of("reasoning thought thoughts thinking think cot rationale analysis scratchpad commentary")
+THOUGHTS = words_of(
+    "reasoning thought thoughts thinking think cot rationale analysis scratchpad commentary"
+)
 MEDIA = words_of(
-    "image images picture pictures photo photos audio audios video videos media attachment attachments "
+    "image images picture pictures photo photos audio audios video videos media attachment "
+    "attachments "
     "document documents"
 )
 TOOLS = words_of("tool tools function functions")
 ANSWERS = words_of("answer answers response responses output outputs completion completions reply")
-EMPTY: tuple = "", "[]", "{}", "null", [], {}, None  # values that say nothing, also as JSON of tables
+EMPTY: tuple = (
+    "",
+    "[]",
+    "{}",
+    "null",
+    [],
+    {},
+    None,
+)  # values that say nothing, also as JSON of tables
 LONGEST_KIND = 40  # characters: longer texts are no names
 OF_MEDIA = words_of("id ids count counts size num number tokens format type")
 
@@ -84,18 +105,23 @@ def is_of_answers(name: str) -> bool:
 
 
 def are_names_of_tools(name: str, value: object) -> bool:
-    """Whether a field of a row, such as "target_tools", has names alone. Tools, which a chat needs, are objects."""
+    """Whether a field of a row, such as "target_tools", has names alone. Tools, which a chat needs,
+    are objects."""
     words = OF_ANSWERS.intersection(_words(name))
-    return words <= TOOLS and not re.search(r'\{\s*"', json.dumps(value, default=str).replace("\\", ""))
+    return words <= TOOLS and not re.search(
+        r'\{\s*"', json.dumps(value, default=str).replace("\\", "")
+    )
 
 
 def is_of_a_last_answer(name: str) -> bool:
-    """Whether a field of this name may be the answer to a chat that ends with a question, as "response"."""
+    """Whether a field of this name may be the answer to a chat that ends with a question, as
+    "response"."""
     return not ANSWERS.isdisjoint(_words(name)[-1:])
 
 
 def says_kind(name: str) -> bool:
-    """Whether a field of this name says what its message is: an answer, or a thought, as "channel" and "type"."""
+    """Whether a field of this name says what its message is: an answer, or a thought, as "channel"
+    and "type"."""
     return not {"type", "kind", "channel", "phase"}.isdisjoint(_words(name)[-1:])
 
 
@@ -105,7 +131,8 @@ def is_thought(kind: str) -> bool:
 
 
 def may_be_number(name: str, value: object) -> bool:
-    """Whether a field of a message may be this number or truth: no trainer takes such a name for a mask."""
+    """Whether a field of a message may be this number or truth: no trainer takes such a name for a
+    mask."""
     if isinstance(value, bool):
         return name in TRUTHS
     return name in SAMPLING or not COUNTS.isdisjoint(_words(name)[-1:])
@@ -126,9 +153,11 @@ def cure_of(name: str) -> str:
 
 
 def texts_in(name: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yields the texts in a field, each with the name nearest to it. Bytes, as of an image, are their own text.
+    """Yields the texts in a field, each with the name nearest to it. Bytes, as of an image, are
+    their own text.
 
-    {"details": [{"type": "a", "text": "b"}, "c"]} has ("type", "a"), ("text", "b") and ("details", "c").
+    {"details": [{"type": "a", "text": "b"}, "c"]} has ("type", "a"), ("text", "b") and ("details",
+    "c").
     """
     if isinstance(value, dict):
         for key, part in value.items():
@@ -141,10 +170,12 @@ def texts_in(name: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 def texts_of_answers(value: object) -> Iterator[str]:
-    """Yields the texts within a field that describes, under names of what may be a part of an answer.
+    """Yields the texts within a field that describes, under names of what may be a part of an
+    answer.
 
-    {"id": "a", "thinking": "b", "raw": [{"tool_calls": [{"input": "c"}]}]} has "b" and "c". So have the parts of a list
-    whose types say so, as {"type": "thinking", "text": "b"}, and JSON of such values.
+    {"id": "a", "thinking": "b", "raw": [{"tool_calls": [{"input": "c"}]}]} has "b" and "c". So have
+    the parts of a list whose types say so, as {"type": "thinking", "text": "b"}, and JSON of such
+    values.
     """
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         with contextlib.suppress(ValueError, RecursionError):
@@ -158,8 +189,12 @@ def texts_of_answers(value: object) -> Iterator[str]:
     for name, part in value.items() if isinstance(value, dict) else ():
         is_of_one = is_of_answers(str(name)) and not TOOLS.issuperset(_words(str(name)))
         if is_of_one:
-            has_media = not MEDIA.isdisjoint(_words(str(name)))  # a file's name is all that is there of it
-            yield from (text for near, text in texts_in(str(name), part) if has_media or not describes(near))
+            has_media = not MEDIA.isdisjoint(
+                _words(str(name))
+            )  # a file's name is all that is there of it
+            yield from (
+                text for near, text in texts_in(str(name), part) if has_media or not describes(near)
+            )
         else:
             yield from texts_of_answers(part)
 

@@ -1,6 +1,8 @@
-"""Judges answers by an objective: loss, and metrics such as accuracy and margin of pairs, as a validation of training.
+"""Judges answers by an objective: loss, and metrics such as accuracy and margin of pairs, as a
+validation of training.
 
-Whole weights are judged beside the reference in --reference_logprobs, and so are adapters, which are read merged.
+Whole weights are judged beside the reference in --reference_logprobs, and so are adapters, which
+are read merged.
 """
 
 from training.data.corpus import open_stores
@@ -20,20 +22,30 @@ from training.run.step import validate
 def judge_answers(
     flags: EvaluationFlags, opened: Opened, context_length: int, reasoning: str | None, world: World
 ) -> dict[str, float]:
-    """Returns the loss of the rows of --data, and the objective's metrics, by name; `reasoning` as in ChatTemplate."""
-    asked = ObjectiveFlags(objective=flags.objective, beta=flags.beta, reference_logprobs=flags.reference_logprobs)
+    """Returns the loss of the rows of --data, and the objective's metrics, by name; `reasoning` as
+    in ChatTemplate."""
+    asked = ObjectiveFlags(
+        objective=flags.objective, beta=flags.beta, reference_logprobs=flags.reference_logprobs
+    )
     rows = row_reader(asked, opened.tokenizer.eos_id, context_length)
-    stored = stored_of(asked, opened.tokenizer, None, None)  # refuses others' before minutes of reading
+    stored = stored_of(
+        asked, opened.tokenizer, None, None
+    )  # refuses others' before minutes of reading
     reading = Reading(reasoning, columns=flags.columns, bad_rows=flags.bad_rows, rows=rows)
     stores = open_stores(flags.data, opened.tokenizer, opened.shape.vocab_size, reading)
     in_memory = [store for store in stores if isinstance(store, TokenStore)]
     complete(asked, context_length, opened.shape.vocab_size, stored, in_memory)
     store = join(stores)
     if (longest := int(store.lengths.max())) > context_length:
-        raise UserError(f"the longest document has {longest:,} tokens; raise --context_length {context_length:,}")
+        raise UserError(
+            f"the longest document has {longest:,} tokens; raise --context_length "
+            f"{context_length:,}"
+        )
     warn_beyond(opened.shape, longest)
     model = load(opened, context_length, 0, world, flags.memory_budget)
     total = count_sequences(store, context_length)
-    batches = Progress(validation_batches(store, context_length, 1), total=total, desc="answers", unit="sequence")
+    batches = Progress(
+        validation_batches(store, context_length, 1), total=total, desc="answers", unit="sequence"
+    )
     loss, metrics = validate(model, batches, world, lambda: False, choose(asked, context_length))
     return {"loss": loss, **metrics}

@@ -1,4 +1,5 @@
-"""Pictures of an evaluation: loss by position, needles by length, and by depth. Needs Matplotlib."""
+"""Pictures of an evaluation: loss by position, needles by length, and by depth. Needs
+Matplotlib."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,11 @@ def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]], unit: str 
         middles = [(max(1, row["first"]) * (row["last"] + 1)) ** 0.5 for row in rows]
         axes.plot(middles, [row["loss"] for row in rows], "o-", label=as_label(name))
     borders = {row["last"] + 1 for _, rows in curves for row in rows}
-    axes.set(xlabel=f"{unit}s before the predicted one", ylabel=f"loss, nats per {unit}", title="Loss by position")
+    axes.set(
+        xlabel=f"{unit}s before the predicted one",
+        ylabel=f"loss, nats per {unit}",
+        title="Loss by position",
+    )
     _finish(figure, path, borders)
 
 
@@ -27,7 +32,9 @@ def _finish(figure: Figure, path: Path, numbers: Iterable[float]) -> None:
     [axes] = figure.axes
     axes.set_xscale("log", base=2)
     ticks = sorted(numbers)
-    axes.set_xticks(ticks, [f"{number:,}" for number in ticks], rotation=45, ha="right", rotation_mode="anchor")
+    axes.set_xticks(
+        ticks, [f"{number:,}" for number in ticks], rotation=45, ha="right", rotation_mode="anchor"
+    )
     axes.set_xticks([], minor=True)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -35,7 +42,8 @@ def _finish(figure: Figure, path: Path, numbers: Iterable[float]) -> None:
 
 
 def interval(share: float, samples: int) -> tuple[float, float]:
-    """Returns Wilson's 95% interval of a share that so many samples have; for 0 of 20 it is (0, 0.16)."""
+    """Returns Wilson's 95% interval of a share that so many samples have; for 0 of 20 it is (0,
+    0.16)."""
     if not samples:  # an evaluation.json without them
         return share, share
     z = 1.96
@@ -46,7 +54,8 @@ def interval(share: float, samples: int) -> tuple[float, float]:
 
 
 def draw_needles(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
-    """Draw score by length with its 95% interval, a curve for each (name, rows of an evaluation's JSON)."""
+    """Draw score by length with its 95% interval, a curve for each (name, rows of an evaluation's
+    JSON)."""
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.subplots()
     for name, rows in curves:
@@ -57,24 +66,33 @@ def draw_needles(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
             axes.errorbar(lengths, scores, bars, fmt="o-", capsize=3, label=as_label(name))
     judged = {row["length"] for _, rows in curves for row in rows if row["score"] is not None}
     axes.set(
-        ylim=(-0.05, 1.05), xlabel="tokens", ylabel="share of the needles found", title="Needles; bars: 95% interval"
+        ylim=(-0.05, 1.05),
+        xlabel="tokens",
+        ylabel="share of the needles found",
+        title="Needles; bars: 95% interval",
     )
     _finish(figure, path, judged)
 
 
 def ink_on(color: Sequence[float]) -> str:
-    """Returns black or white, whichever has more contrast on a colour (red, green, blue, alpha), each 0 to 1.
+    """Returns black or white, whichever has more contrast on a colour (red, green, blue, alpha),
+    each 0 to 1.
 
     The contrast is WCAG's: (lighter + 0.05) / (darker + 0.05) of two relative luminances.
     """
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in color[:3])
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in color[:3]
+    )
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    is_dark = 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 and color[3] > 0  # no colour: the page's white
+    is_dark = (
+        1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 and color[3] > 0
+    )  # no colour: the page's white
     return "white" if is_dark else "black"
 
 
 def draw_depths(path: Path, rows: Sequence[dict]) -> None:
-    """Draw a heat map of depth and length; `rows` of an evaluation's JSON, which all have depths."""
+    """Draw a heat map of depth and length; `rows` of an evaluation's JSON, which all have
+    depths."""
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.subplots()
     depths = sorted({depth for row in rows for depth in row["by_depth"]}, key=float)
@@ -86,6 +104,8 @@ def draw_depths(path: Path, rows: Sequence[dict]) -> None:
     for y, row in enumerate(scores):
         for x, value in enumerate(row):
             shown = "-" if math.isnan(value) else f"{value:.2f}"
-            axes.text(x, y, shown, ha="center", va="center", color=ink_on(tuple(image.to_rgba(value))))
+            axes.text(
+                x, y, shown, ha="center", va="center", color=ink_on(tuple(image.to_rgba(value)))
+            )
     figure.colorbar(image, ax=axes, label="score")
     save_picture(figure, path)

@@ -1,19 +1,24 @@
 """Loss by position in the context, and loss on the tokens that need the long context.
 
-**Position** p of a token counts the tokens before it that the model sees. Where a model uses its context, the loss
-falls with p. Where the context was extended badly, the loss rises from the position at which the extension begins.
+**Position** p of a token counts the tokens before it that the model sees. Where a model uses its
+context, the loss falls with p. Where the context was extended badly, the loss rises from the
+position at which the extension begins.
 
-**Key tokens** are tokens that an evaluator predicts well only with the long context. After LongPPL (Fang et al., "What
-is Wrong with Perplexity for Long-context Language Modeling?", ICLR 2025, arXiv 2410.23771), a token is one if
+**Key tokens** are tokens that an evaluator predicts well only with the long context. After LongPPL
+(Fang et al., "What is Wrong with Perplexity for Long-context Language Modeling?", ICLR 2025, arXiv
+2410.23771), a token is one if
 
     short - long > margin   and   long < ceiling
 
-`long` is its loss given the whole context, `short` its loss given the last K tokens alone. LongPPL's values are used:
-margin 2 nats, ceiling 2 nats, K = 4,096. Windows of K tokens give `short`. Only the last quarter of each window is
-taken, so a token sees 3/4 K to K tokens. LongPPL is exp(mean loss of key tokens given the long context). Compare two
-models on the key tokens of a single evaluator: every model predicts its own key tokens well, by their definition.
+`long` is its loss given the whole context, `short` its loss given the last K tokens alone.
+LongPPL's values are used:
+margin 2 nats, ceiling 2 nats, K = 4,096. Windows of K tokens give `short`. Only the last quarter of
+each window is taken, so a token sees 3/4 K to K tokens. LongPPL is exp(mean loss of key tokens
+given the long context). Compare two models on the key tokens of a single evaluator: every model
+predicts its own key tokens well, by their definition.
 
-Only tokens that training would train on count. The rest of a prompt and its completion, or of a chat, is context.
+Only tokens that training would train on count. The rest of a prompt and its completion, or of a
+chat, is context.
 """
 
 import math
@@ -44,15 +49,18 @@ class Piece(NamedTuple):
 
     @property
     def is_target(self) -> np.ndarray:
-        """Whether the tokens at positions 1 to T - 1 count, bool [T - 1]; nothing predicts the first token."""
+        """Whether the tokens at positions 1 to T - 1 count, bool [T - 1]; nothing predicts the
+        first token."""
         return ~self.is_masked[1:]
 
 
 def longest_pieces(store: Store, context_length: int, count: int) -> list[Piece]:
-    """Returns the `count` longest pieces of documents that are cut every `context_length` tokens, longest first.
+    """Returns the `count` longest pieces of documents that are cut every `context_length` tokens,
+    longest first.
 
-    Each piece is read as a separate document, without the token that ends the document. Among pieces of one length the
-    starts of documents come first: a book does not take the place of all others. Pieces without a target are left out.
+    Each piece is read as a separate document, without the token that ends the document. Among
+    pieces of one length the starts of documents come first: a book does not take the place of all
+    others. Pieces without a target are left out.
     """
     all_places = (
         (document, start, min(start + context_length, length - 1))
@@ -61,7 +69,9 @@ def longest_pieces(store: Store, context_length: int, count: int) -> list[Piece]
     )
     places = np.fromiter(all_places, dtype=np.dtype((np.int64, 3)))
     _, start, stop = places.T
-    pieces = (Piece(*store.read_masked(*places[i].tolist())) for i in np.lexsort((start, start - stop)))
+    pieces = (
+        Piece(*store.read_masked(*places[i].tolist())) for i in np.lexsort((start, start - stop))
+    )
     return list(islice((piece for piece in pieces if piece.is_target.any()), count))
 
 
@@ -70,15 +80,18 @@ def losses_of(model: Transformer, ids_BT: np.ndarray) -> np.ndarray:
     """Losses float32 [B, T - 1] of the tokens at positions 1 to T - 1; each row is a document."""
     ids = torch.from_numpy(ids_BT.astype(np.int64))
     targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
-    hidden = model(ids.to(model.embed_tokens.weight.device), return_hidden_states=True).hidden_states
+    hidden = model(
+        ids.to(model.embed_tokens.weight.device), return_hidden_states=True
+    ).hidden_states
     return token_losses(model, hidden, targets).view(ids.shape)[:, :-1].numpy()
 
 
 def windows(length: int, short: int) -> Iterator[tuple[int, int]]:
-    """(start of a window of `short` tokens, first position that it gives), for positions `short` to length - 1.
+    """(start of a window of `short` tokens, first position that it gives), for positions `short` to
+    length - 1.
 
-    Each window gives its last quarter, the last window what is left. Length 20 and short 8, for example: windows start
-    at 2, 4, 6, 8, 10, 12 and give positions 8 and 9, 10 and 11, and so on.
+    Each window gives its last quarter, the last window what is left. Length 20 and short 8, for
+    example: windows start at 2, 4, 6, 8, 10, 12 and give positions 8 and 9, 10 and 11, and so on.
     """
     quarter = max(1, short // 4)
     for first in range(short, length, quarter):
@@ -86,7 +99,8 @@ def windows(length: int, short: int) -> Iterator[tuple[int, int]]:
 
 
 def short_losses_of(model: Transformer, ids: np.ndarray, short: int) -> np.ndarray:
-    """Losses float32 [T - short] of the tokens at positions `short` to T - 1, each given fewer than `short` tokens.
+    """Losses float32 [T - short] of the tokens at positions `short` to T - 1, each given fewer than
+    `short` tokens.
 
     Windows are read in batches with about as many tokens as the whole document.
     """
@@ -109,20 +123,28 @@ class Bucket:
 
 
 def by_position(pieces: Sequence[Piece], losses: Losses) -> list[Bucket]:
-    """Group the targets of all pieces by position, in powers of two; `losses` are the pieces' `losses_of`, [T - 1]."""
+    """Group the targets of all pieces by position, in powers of two; `losses` are the pieces'
+    `losses_of`, [T - 1]."""
     positions = np.concatenate([1 + piece.is_target.nonzero()[0] for piece in pieces])
-    values = np.concatenate([x[piece.is_target] for piece, x in zip(pieces, losses)]).astype(np.float64)
+    values = np.concatenate([x[piece.is_target] for piece, x in zip(pieces, losses)]).astype(
+        np.float64
+    )
     first = np.where(positions < FIRST_BUCKET, 0, 2 ** np.log2(positions).astype(np.int64))
     buckets = []
     for start in np.unique(first).tolist():
         here = first == start
-        buckets.append(Bucket(start, max(2 * start, FIRST_BUCKET) - 1, int(here.sum()), float(values[here].mean())))
+        buckets.append(
+            Bucket(
+                start, max(2 * start, FIRST_BUCKET) - 1, int(here.sum()), float(values[here].mean())
+            )
+        )
     return buckets
 
 
 @dataclass
 class KeyTokens:
-    """Key tokens: how many, and mean losses in nats given the long and the short context (the evaluator's)."""
+    """Key tokens: how many, and mean losses in nats given the long and the short context (the
+    evaluator's)."""
 
     tokens: int  # targets past `short_context`, key tokens or not
     key_tokens: int
@@ -138,7 +160,8 @@ def key_token_losses(
     pieces: Sequence[Piece], long: Losses, evaluator_long: Losses, evaluator_short: Losses,
     short_context: int, margin: float, ceiling: float,
 ) -> KeyTokens | None:  # fmt: skip
-    """The judged model's losses on the evaluator's key tokens. None: no piece has a target past the short context.
+    """The judged model's losses on the evaluator's key tokens. None: no piece has a target past the
+    short context.
 
     Args:
         long, evaluator_long: `losses_of` each piece, by the judged model and by the evaluator.
@@ -146,7 +169,9 @@ def key_token_losses(
     """
     past = slice(short_context - 1, None)
     is_target = np.concatenate([piece.is_target[past] for piece in pieces])
-    own, theirs = (np.concatenate([x[past] for x in losses])[is_target] for losses in (long, evaluator_long))
+    own, theirs = (
+        np.concatenate([x[past] for x in losses])[is_target] for losses in (long, evaluator_long)
+    )
     short = np.concatenate(evaluator_short)[is_target]
     if not len(own):
         return None
@@ -154,12 +179,16 @@ def key_token_losses(
     of_all = [float(losses.mean(dtype=np.float64)) for losses in (own, short)]
     found = KeyTokens(len(own), int(key.sum()), short_context, *of_all)
     if key.any():
-        found.long, found.short = (float(losses[key].mean(dtype=np.float64)) for losses in (own, short))
+        found.long, found.short = (
+            float(losses[key].mean(dtype=np.float64)) for losses in (own, short)
+        )
         found.long_ppl = math.exp(found.long)
     return found
 
 
-def read_all(model: Transformer, pieces: Iterable[Piece], short_context: int | None) -> tuple[Losses, Losses]:
+def read_all(
+    model: Transformer, pieces: Iterable[Piece], short_context: int | None
+) -> tuple[Losses, Losses]:
     long, short = [], []
     for piece in pieces:
         long.append(losses_of(model, piece.ids[None])[0])
@@ -169,9 +198,12 @@ def read_all(model: Transformer, pieces: Iterable[Piece], short_context: int | N
 
 
 def format_positions(
-    buckets: Sequence[Bucket], earlier: Sequence[tuple[str, dict[int, float]]] = (), unit: str = "token"
+    buckets: Sequence[Bucket],
+    earlier: Sequence[tuple[str, dict[int, float]]] = (),
+    unit: str = "token",
 ) -> str:
-    """A table of losses per `unit`. `earlier` results, (name, first position -> loss), are further columns."""
+    """A table of losses per `unit`. `earlier` results, (name, first position -> loss), are further
+    columns."""
     lines = [f"loss, nats per {unit}, by the number of {unit}s before it"]
     names = "".join(f"{name:>14}" for name, _ in earlier)
     lines.append(f"{'positions':>22}{unit + 's':>12}{'loss':>9}{names}")
@@ -185,10 +217,12 @@ def format_positions(
 
 def format_key_tokens(found: KeyTokens, margin: float, ceiling: float) -> str:
     lines = [
-        f"tokens that need the context (LongPPL, arXiv 2410.23771): the loss falls by more than {margin:g} nats from "
+        "tokens that need the context (LongPPL, arXiv 2410.23771): the loss falls by more than "
+        f"{margin:g} nats from "
         f"{found.short_context:,} tokens of context to all of it, to less than {ceiling:g}",
         f"{found.key_tokens:,} of {found.tokens:,} tokens past {found.short_context:,}",
-        f"all of these        {found.long_of_all:8.4f} nats; with the short context {found.short_of_all:.4f}",
+        f"all of these        {found.long_of_all:8.4f} nats; with the short context "
+        f"{found.short_of_all:.4f}",
     ]
     if found.long is not None:
         short = f"with the short context {found.short:.4f}; LongPPL {found.long_ppl:.3f}"

@@ -1,4 +1,5 @@
-"""Writes weights for other programs to open: `python -m training.export runs/default/step_00000300 OUT`."""
+"""Writes weights for other programs to open: `python -m training.export runs/default/step_00000300
+OUT`."""
 
 import sys
 
@@ -44,7 +45,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float3
 class ExportFlags:
     """Write a folder in Hugging Face's form."""
 
-    source: Path = flag(help="a step_ folder of a run, or a folder in Hugging Face's form", positional=True)
+    source: Path = flag(
+        help="a step_ folder of a run, or a folder in Hugging Face's form", positional=True
+    )
     target: Path = flag(help="the folder to make", positional=True)
     dtype: str = flag("bf16", "of the weights", DTYPES)
     rope_scaling: str | None = flag(None, "extend the context: yarn:4, yarn:4:32768 or linear:4")
@@ -57,33 +60,54 @@ def main(argv: list[str]) -> None:
     print(export(flags.source, flags.target, DTYPES[flags.dtype], flags.rope_scaling, flags.merge))
 
 
-def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | None = None, merge: bool = False) -> str:
-    """Write config.json, model.safetensors and their companions; returns a line that says what was written.
+def export(
+    source: Path,
+    target: Path,
+    dtype: torch.dtype,
+    rope_scaling: str | None = None,
+    merge: bool = False,
+) -> str:
+    """Write config.json, model.safetensors and their companions; returns a line that says what was
+    written.
 
-    Raises UserError if `target` is not empty or is being made by another process, the weights are damaged or not finite
-    in `dtype`, no other program computes this model, or `merge` is not as the source needs it.
+    Raises UserError if `target` is not empty or is being made by another process, the weights are
+    damaged or not finite in `dtype`, no other program computes this model, or `merge` is not as the
+    source needs it.
     """
     if has_adapters(source) and not merge:
-        raise UserError(f"{source} holds adapters, as peft reads them; --merge writes whole weights with them")
+        raise UserError(
+            f"{source} holds adapters, as peft reads them; --merge writes whole weights with them"
+        )
     if merge and not has_adapters(source):
         raise UserError(f"--merge has no effect on {source}, which holds no adapters; drop it")
     target, config = Path(os.path.abspath(target)), shape_of_weights(source)
     if own := [kind.name for kind in config.layer_kinds if kind.gates_per_head]:
-        raise UserError(f"{source} attends by {own[0]}, which neither transformers nor vLLM computes; give others")
+        raise UserError(
+            f"{source} attends by {own[0]}, which neither transformers nor vLLM computes; give "
+            "others"
+        )
     if rope_scaling is not None:
         config = extend(config, rope_scaling)
     shapes = parameter_shapes(config)
     folders = folders_of(source)
-    beside = next((folder for folder in folders if (folder / "tokenizer.json").is_file()), folders[-1])
+    beside = next(
+        (folder for folder in folders if (folder / "tokenizer.json").is_file()), folders[-1]
+    )
     companions = read_companions(beside / "tokenizer.json", folders)
     companions = companions.joined(read_beside_weights(folders, rope_scaling is not None))
     with making(target) as folder:
         weights, carried = load_model_weights(source, shapes), carried_of(folders[-1], rope_scaling)
         in_files = {name: carried.in_files(name, shape) for name, shape in shapes.items()}
-        exact = {name for name, declared in config.parameters().items() if declared.is_exact_in_files}
+        exact = {
+            name for name, declared in config.parameters().items() if declared.is_exact_in_files
+        }
         dtypes = {name: torch.float32 if name in exact else dtype for name in shapes}
-        kinds = {each: (dtypes[name], shape) for name in shapes for each, shape in in_files[name].items()}
-        kinds |= {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in carried.tensors.items()}
+        kinds = {
+            each: (dtypes[name], shape) for name in shapes for each, shape in in_files[name].items()
+        }
+        kinds |= {
+            name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in carried.tensors.items()
+        }
         header = pieces.header_of(pieces.aligned(kinds))
         entries = pieces.read_entries(header, folder / WEIGHTS)
         with naming(folder / WEIGHTS), (folder / WEIGHTS).open("wb") as file:
@@ -91,7 +115,8 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
             for name, weight in weights:
                 if not weight.to(dtype).isfinite().all():
                     raise UserError(
-                        f"{name_in_file(name, carried.prefix)} is not finite in {dtype}; choose another --dtype"
+                        f"{name_in_file(name, carried.prefix)} is not finite in {dtype}; choose "
+                        "another --dtype"
                     )
                 parts = weight.to(dtypes[name]).view(len(in_files[name]), -1)
                 for each, part in zip(in_files[name], parts):
@@ -109,7 +134,11 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
         }
         for name, companion in files.items():
             write_file(folder / name, companion)
-    others = f", and {len(carried.tensors)} tensors that are not trained, as they were" if carried.tensors else ""
+    others = (
+        f", and {len(carried.tensors)} tensors that are not trained, as they were"
+        if carried.tensors
+        else ""
+    )
     written = ", ".join(map(printable, sorted(files)))
     if content.get("text_config", content).get(MTP_LAYERS) == 0:
         written += f"; no tensors of mtp: {MTP_LAYERS} is 0, and a GGUF is made with --no-mtp"
@@ -118,7 +147,8 @@ def export(source: Path, target: Path, dtype: torch.dtype, rope_scaling: str | N
     if absent := left_out(folders, files):
         written += f"; left out: {', '.join(absent)}"
     return (
-        f"{printable(target)}: {config.num_parameters():,} parameters of {config.model_type}, {dtype}{others}, "
+        f"{printable(target)}: {config.num_parameters():,} parameters of {config.model_type}, "
+        f"{dtype}{others}, "
         f"{size / 1e9:.2f} GB in {WEIGHTS}; {written}"
     )
 
@@ -129,7 +159,8 @@ def carried_of(folder: Path, rope_scaling: str | None) -> Carried:
 
 
 def reaching(length: int, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Returns companions whose tokenizer_config.json declares texts of `length` tokens at least: vLLM takes no longer.
+    """Returns companions whose tokenizer_config.json declares texts of `length` tokens at least:
+    vLLM takes no longer.
 
     A file that declares nothing, or cannot be read, stays as it is.
     """
@@ -138,7 +169,9 @@ def reaching(length: int, files: dict[str, bytes]) -> dict[str, bytes]:
         content = json.loads(files[name])
         if 0 < content["model_max_length"] < length:
             content["model_max_length"] = length
-            return files | {name: (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()}
+            return files | {
+                name: (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+            }
     return files
 
 

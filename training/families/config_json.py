@@ -1,7 +1,8 @@
 """config.json in and out, by the rows of `FAMILIES`.
 
-It is read as transformers does. Each setting that the decoder would compute differently is refused by name. It is
-written for transformers to make the same model, and only if it is read back as the model that was written.
+It is read as transformers does. Each setting that the decoder would compute differently is refused
+by name. It is written for transformers to make the same model, and only if it is read back as the
+model that was written.
 """
 
 import math
@@ -35,29 +36,40 @@ from training.families.rows import (
 from training.host.sizes import MOST_EXPERTS, check_sizes
 
 DTYPE_SETTINGS = "dtype", "torch_dtype"
-LOCAL_SETTINGS = "_name_or_path", "auto_map"  # a folder, and code in files of a folder, that others do not have
+LOCAL_SETTINGS = (
+    "_name_or_path",
+    "auto_map",
+)  # a folder, and code in files of a folder, that others do not have
 # Settings that are read in every family, or written anew.
 KNOWN = (
-    *FIELDS, *DEFAULTS, *TAKEN, *TOKEN_IDS, *ROTARY_SETTINGS, *DTYPE_SETTINGS, *LOCAL_SETTINGS, "model_type",
+    *FIELDS, *DEFAULTS, *TAKEN, *TOKEN_IDS, *ROTARY_SETTINGS, *DTYPE_SETTINGS, *LOCAL_SETTINGS,
+    "model_type",
     "architectures", "layer_types", "partial_rotary_factor",
 )  # fmt: skip
 NOT_COMPUTED = "config.json has {}, which this decoder does not compute"
 
 
 def in_family(config: ModelConfig, model_type: str) -> ModelConfig:
-    """Returns the same sizes with the norms, biases and other forms of a family, which must be a row of `FAMILIES`."""
+    """Returns the same sizes with the norms, biases and other forms of a family, which must be a
+    row of `FAMILIES`."""
     family = FAMILIES[model_type]
     theta, own_theta = family.complete({}).get("rope_local_base_freq"), config.local_rope_theta
-    form = {**FORM, **family.form, "local_rope_theta": theta if None in (theta, own_theta) else own_theta}
+    form = {
+        **FORM,
+        **family.form,
+        "local_rope_theta": theta if None in (theta, own_theta) else own_theta,
+    }
     if family.scales_embedding:
         form["embedding_multiplier"] = config.hidden_size**0.5
     return replace(config, model_type=model_type, **form)
 
 
 def to_config_json(config: ModelConfig) -> dict:
-    """Returns the config.json of a model. transformers opens it unless attention has parameters of its own.
+    """Returns the config.json of a model. transformers opens it unless attention has parameters of
+    its own.
 
-    Raises ValueError: no row of `FAMILIES` has this model_type, or its config.json is not read back as this model.
+    Raises ValueError: no row of `FAMILIES` has this model_type, or its config.json is not read back
+    as this model.
     """
     if config.model_type not in FAMILIES:
         rows = f"training/families/rows.py has a row for {', '.join(FAMILIES)}"
@@ -66,36 +78,53 @@ def to_config_json(config: ModelConfig) -> dict:
     content = _write(config, FAMILIES[config.model_type])
     try:
         read = _layer_by_layer(from_config_json(content))
-        if lost := [field.name for field in fields(config) if getattr(config, field.name) != getattr(read, field.name)]:
+        if lost := [
+            field.name
+            for field in fields(config)
+            if getattr(config, field.name) != getattr(read, field.name)
+        ]:
             raise ValueError(", ".join(f"{name} {getattr(config, name)!r:.80}" for name in lost))
     except ValueError as error:
-        cannot_say = f"model_type {config.model_type!r} has no config.json for these kinds of layers or scalars"
+        cannot_say = (
+            f"model_type {config.model_type!r} has no config.json for these kinds of layers or "
+            "scalars"
+        )
         raise ValueError(f"{cannot_say}: {error}") from None
     return content
 
 
 def _layer_by_layer(config: ModelConfig) -> ModelConfig:
-    """Returns the same model in one form: an entry of each pattern for each layer, and None for the usual scalar."""
+    """Returns the same model in one form: an entry of each pattern for each layer, and None for the
+    usual scalar."""
     rotates = (config.layer_rotates * config.num_hidden_layers)[: config.num_hidden_layers]
     is_usual = config.attention_multiplier == config.head_dim**-0.5
     multiplier = None if is_usual else config.attention_multiplier
     mlps = tuple(config.parts(layer).mlp for layer in range(config.num_hidden_layers))
     return replace(
-        config, layer_kinds=config.kinds, layer_rotates=rotates, layer_mlps=mlps, attention_multiplier=multiplier
+        config,
+        layer_kinds=config.kinds,
+        layer_rotates=rotates,
+        layer_mlps=mlps,
+        attention_multiplier=multiplier,
     )
 
 
 def _write(config: ModelConfig, family: Family) -> dict:
-    """Returns the config.json of a model in the form of `_layer_by_layer`, without what its family cannot say."""
+    """Returns the config.json of a model in the form of `_layer_by_layer`, without what its family
+    cannot say."""
     gated = "".join({kind.name for kind in config.layer_kinds if kind.gates_per_head})
     windows = [kind.window if isinstance(kind, Window) else None for kind in config.layer_kinds]
     delta_nets = [kind for kind in config.layer_kinds if isinstance(kind, DeltaNet)]
     multiplier = config.attention_multiplier or config.head_dim**-0.5
     content = {
         "model_type": config.model_type + (gated and f"_{gated}"),
-        "architectures": [f"{family.class_name or config.model_type.capitalize()}{gated.upper()}ForCausalLM"],
+        "architectures": [
+            f"{family.class_name or config.model_type.capitalize()}{gated.upper()}ForCausalLM"
+        ],
         **{name: getattr(config, name) for name in (*FIELDS, *SCALARS)},
-        "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.hidden_act),
+        "hidden_act": next(
+            theirs for theirs, ours in ACTIVATIONS.items() if ours == config.hidden_act
+        ),
         **write_rope(config, family),
         **family.fixed,
         **dict.fromkeys(TOKEN_IDS),  # a tokenizer's: null here, for families have defaults
@@ -108,8 +137,14 @@ def _write(config: ModelConfig, family: Family) -> dict:
         window = max(filter(None, windows), default=4096)
         content |= {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
     if "full_attention_interval" in family.defaults:
-        types = ["linear_attention" if isinstance(kind, DeltaNet) else "full_attention" for kind in config.layer_kinds]
-        content |= {"layer_types": types, **dict(zip(DELTA_NET, (delta_nets or [DeltaNet()])[0].sizes))}
+        types = [
+            "linear_attention" if isinstance(kind, DeltaNet) else "full_attention"
+            for kind in config.layer_kinds
+        ]
+        content |= {
+            "layer_types": types,
+            **dict(zip(DELTA_NET, (delta_nets or [DeltaNet()])[0].sizes)),
+        }
     if "num_experts" in family.defaults:
         content |= _write_experts(config)
     if "rope_parameters" in content and config.local_rope_theta is None:
@@ -127,16 +162,20 @@ def _write_experts(config: ModelConfig) -> dict:
         "num_experts": experts.num_experts, "num_experts_per_tok": experts.per_token,
         "moe_intermediate_size": experts.intermediate_size, SHARED_EXPERT: experts.shared_size,
         "norm_topk_prob": experts.normalizes,
-        "decoder_sparse_step": 1, "mlp_only_layers": [i for i, mlp in enumerate(config.layer_mlps) if mlp != experts],
-        "output_router_logits": coefficient > 0, "router_aux_loss_coef": coefficient or EXPERTS["router_aux_loss_coef"],
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, mlp in enumerate(config.layer_mlps) if mlp != experts],
+        "output_router_logits": coefficient > 0,
+        "router_aux_loss_coef": coefficient or EXPERTS["router_aux_loss_coef"],
     }  # fmt: skip
 
 
 def from_config_json(content: dict) -> ModelConfig:
-    """Returns the model that config.json declares. Rotary settings may be in `rope_scaling` or `rope_parameters`.
+    """Returns the model that config.json declares. Rotary settings may be in `rope_scaling` or
+    `rope_parameters`.
 
-    A model of text and images has its text model's settings in `text_config`. Raises ValueError for a model_type
-    without a row in `FAMILIES`, a setting that the decoder does not compute, and a missing or wrong value.
+    A model of text and images has its text model's settings in `text_config`. Raises ValueError for
+    a model_type without a row in `FAMILIES`, a setting that the decoder does not compute, and a
+    missing or wrong value.
     """
     try:
         config = _read(content)
@@ -155,19 +194,29 @@ def from_config_json(content: dict) -> ModelConfig:
 
 
 def _read(content: dict) -> ModelConfig:
-    """Returns the model for `from_config_json`, which then checks the types and ranges of values."""
+    """Returns the model for `from_config_json`, which then checks the types and ranges of
+    values."""
     if is_wrapper(content):
-        outer = {name: content[name] for name in ("tie_word_embeddings", "quantization_config") if name in content}
+        outer = {
+            name: content[name]
+            for name in ("tie_word_embeddings", "quantization_config")
+            if name in content
+        }
         content = {"model_type": WRAPPERS[content["model_type"]], **content["text_config"], **outer}
     declared_type = str(content.get("model_type"))
     kinds = {f"_{name}": kind for name, kind in KINDS.items() if kind.gates_per_head} | {"": Full}
     suffix = next(suffix for suffix in kinds if declared_type.endswith(suffix))
     model_type = declared_type.removesuffix(suffix)
     if model_type not in FAMILIES:
-        refused_type = f"model_type {content.get('model_type')!r} (it takes {', '.join([*FAMILIES, *WRAPPERS])})"
+        refused_type = (
+            f"model_type {content.get('model_type')!r} (it takes "
+            f"{', '.join([*FAMILIES, *WRAPPERS])})"
+        )
         raise ValueError(NOT_COMPUTED.format(refused_type))
     family = FAMILIES[model_type]
-    if "num_experts" in family.defaults and "num_local_experts" in content:  # transformers' newer name
+    if (
+        "num_experts" in family.defaults and "num_local_experts" in content
+    ):  # transformers' newer name
         content = {"num_experts": content["num_local_experts"], **content}
     content = family.complete(content)
     check_sizes(content)
@@ -203,7 +252,11 @@ def _not_computed(content: dict, family: Family) -> list[str]:
     computed = NUMBER_OF_EXPERTS if "num_experts" in family.defaults else ()
     taken = {name: some for name, some in TAKEN.items() if name not in computed}
     taken |= {name: (None, value) for name, value in family.fixed.items()}
-    refused = [f"{name} {content.get(name)!r:.60}" for name, some in taken.items() if content.get(name) not in some]
+    refused = [
+        f"{name} {content.get(name)!r:.60}"
+        for name, some in taken.items()
+        if content.get(name) not in some
+    ]
     if "AutoModelForCausalLM" in (content.get("auto_map") or ()):
         refused.append("code of its own in auto_map")
     known = {"full_attention"} | ({"sliding_attention"} if _has_windows(content) else set())
@@ -214,9 +267,11 @@ def _not_computed(content: dict, family: Family) -> list[str]:
 
 
 def unread_settings(content: dict) -> dict:
-    """Returns the settings of a model's config.json that mean nothing to this decoder, such as id2label.
+    """Returns the settings of a model's config.json that mean nothing to this decoder, such as
+    id2label.
 
-    In its family they mean nothing to transformers' model either. Settings of a machine are not among them.
+    In its family they mean nothing to transformers' model either. Settings of a machine are not
+    among them.
     """
     model_type = str(content.get("model_type"))
     family = next((FAMILIES[name] for name in FAMILIES if model_type in _spellings(name)), Family())
@@ -227,7 +282,10 @@ def unread_settings(content: dict) -> dict:
 
 def _spellings(model_type: str) -> list[str]:
     """Returns a model_type and, behind it, the kinds of attention with parameters of their own."""
-    return [model_type, *(f"{model_type}_{name}" for name, kind in KINDS.items() if kind.gates_per_head)]
+    return [
+        model_type,
+        *(f"{model_type}_{name}" for name, kind in KINDS.items() if kind.gates_per_head),
+    ]
 
 
 def _has_windows(content: dict) -> bool:
@@ -246,22 +304,27 @@ def _rotary_dim(head_dim: int, factor: float) -> int | None:
     if factor == 1:
         return None
     if type(factor) not in (int, float) or not 1 <= head_dim * factor < head_dim:
-        raise ValueError(f"partial_rotary_factor is {factor!r:.80}; of {head_dim} elements 1 to all must rotate")
+        raise ValueError(
+            f"partial_rotary_factor is {factor!r:.80}; of {head_dim} elements 1 to all must rotate"
+        )
     return int(head_dim * factor)
 
 
 def _layer_kinds(content: dict) -> tuple[Full | Window | DeltaNet, ...]:
     """Returns the kinds that repeat through the layers.
 
-    Without layer_types, each so many-th layer attends to everything. Behind a switch, layers from max_window_layers on
-    have a window.
+    Without layer_types, each so many-th layer attends to everything. Behind a switch, layers from
+    max_window_layers on have a window.
     """
     layers = content["num_hidden_layers"]
     kinds: dict[str, Full | Window | DeltaNet] = {"full_attention": Full()}
     if _has_windows(content):
         if type(content["sliding_window"]) is not int:
             raise TypeError(f"sliding_window is {content['sliding_window']!r:.80}")
-        kinds[other := "sliding_attention"], every = Window(content["sliding_window"]), "sliding_window_pattern"
+        kinds[other := "sliding_attention"], every = (
+            Window(content["sliding_window"]),
+            "sliding_window_pattern",
+        )
     else:
         kinds[other := "linear_attention"] = DeltaNet(*(_size(content, name) for name in DELTA_NET))
         every = "full_attention_interval"
@@ -271,7 +334,9 @@ def _layer_kinds(content: dict) -> tuple[Full | Window | DeltaNet, ...]:
         number = _size(content, every)
         types = ["full_attention" if (i + 1) % number == 0 else other for i in range(layers)]
     else:
-        types = [other if i >= content["max_window_layers"] else "full_attention" for i in range(layers)]
+        types = [
+            other if i >= content["max_window_layers"] else "full_attention" for i in range(layers)
+        ]
     if len(types) != layers:
         raise ValueError(f"layer_types names {len(types)} layers of {layers}")
     return tuple(kinds[name] for name in _pattern(types))
@@ -287,11 +352,14 @@ def _size(content: dict, name: str) -> int:
 def _pattern(of_layers: list) -> list:
     """Returns the shortest beginning that repeats through all layers."""
     count = len(of_layers)
-    return of_layers[: next((n for n in range(1, count + 1) if of_layers[n:] == of_layers[: count - n]), 0)]
+    return of_layers[
+        : next((n for n in range(1, count + 1) if of_layers[n:] == of_layers[: count - n]), 0)
+    ]
 
 
 def _layer_rotates(content: dict) -> tuple[bool, ...]:
-    """Returns whether layers have rotary positions, a pattern that repeats: no_rope_layers has 1 where they have."""
+    """Returns whether layers have rotary positions, a pattern that repeats: no_rope_layers has 1
+    where they have."""
     layers, rotates = content["num_hidden_layers"], content["no_rope_layers"]
     if rotates is None:
         rotates = [int((i + 1) % content["no_rope_layer_interval"] != 0) for i in range(layers)]
@@ -303,14 +371,16 @@ def _layer_rotates(content: dict) -> tuple[bool, ...]:
 
 
 def _read_experts(content: dict) -> dict:
-    """Returns ModelConfig's MLPs, a pattern that repeats through the layers, and the coefficient of their balance.
+    """Returns ModelConfig's MLPs, a pattern that repeats through the layers, and the coefficient of
+    their balance.
 
     Returns {} if no layer has experts.
     """
     if content["num_experts"] == 0:
         return {}
     number, per_token, width = (
-        _size(content, name) for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        _size(content, name)
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
     )
     for name in ("norm_topk_prob", "output_router_logits"):
         if type(content[name]) is not bool:
@@ -326,7 +396,10 @@ def _read_experts(content: dict) -> dict:
     if experts not in mlps:
         return {}
     if number * len(layers) > MOST_EXPERTS:
-        raise ValueError(f"{len(layers)} layers have {number} experts each; at most {MOST_EXPERTS} are built together")
+        raise ValueError(
+            f"{len(layers)} layers have {number} experts each; at most {MOST_EXPERTS} are built "
+            "together"
+        )
     coefficient = content["router_aux_loss_coef"] if content["output_router_logits"] else 0.0
     if type(coefficient) not in (int, float) or not 0 <= coefficient < 2**31:
         raise ValueError(f"router_aux_loss_coef is {coefficient!r:.60}; it must be a number from 0")
@@ -340,7 +413,9 @@ def _read_scalars(content: dict) -> dict:
         value, words = content.get(name, 1), "a whole number" if name == query else "a number"
         if type(value) not in (int, None if name == query else float) or not 0 < value < 2**31:
             raise ValueError(f"{name} is {value!r:.80}; it must be {words} above 0")
-    scalars: dict[str, float | None] = {name: float(content[name]) for name in SCALARS if name in content}
+    scalars: dict[str, float | None] = {
+        name: float(content[name]) for name in SCALARS if name in content
+    }
     if query in content:
         scalars["attention_multiplier"] = content[query] ** -0.5
     if scalars.get("attention_multiplier") == content["head_dim"] ** -0.5:

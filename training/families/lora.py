@@ -1,10 +1,11 @@
-"""Low-rank adapters of a model: which projections have one, how large it is, and what peft's files say of it.
+"""Low-rank adapters of a model: which projections have one, how large it is, and what peft's files
+say of it.
 
-`Adapters.prepare` freezes a model.Transformer and adds the adapters. Names of parameters are peft's behind
-"base_model.model.model.", such as layers.0.self_attn.q_proj.lora_A.weight.
+`Adapters.prepare` freezes a model.Transformer and adds the adapters. Names of parameters are peft's
+behind "base_model.model.model.", such as layers.0.self_attn.q_proj.lora_A.weight.
 
-A folder of adapters has peft's adapter_config.json and adapter_model.safetensors. The first names the folder of the
-base: the model that was adapted.
+A folder of adapters has peft's adapter_config.json and adapter_model.safetensors. The first names
+the folder of the base: the model that was adapted.
 
 Method: Hu et al., LoRA, arXiv 2106.09685.
 """
@@ -42,25 +43,32 @@ from training.host.sizes import check_sizes
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTERS = ".lora_"  # in the names of adapters' parameters
-# peft wraps a module once for each parameter with an adapter. gate_up_proj's is inside, under this name.
+# peft wraps a module once for each parameter with an adapter. gate_up_proj's is inside, under this
+# name.
 INNER = ".base_layer"
-FROZEN_BITS = "frozen_bits"  # in config.json: bits of the frozen matrices that adapters were trained beside
-# Settings of adapter_config.json without an effect on trained adapters, values that are taken of others, and settings
-# that are read. All other settings are refused unless they are empty.
+FROZEN_BITS = (
+    "frozen_bits"  # in config.json: bits of the frozen matrices that adapters were trained beside
+)
+# Settings of adapter_config.json without an effect on trained adapters, values that are taken of
+# others, and settings that are read. All other settings are refused unless they are empty.
 NO_EFFECT = {
-    "auto_mapping", "ensure_weight_tying", "inference_mode", "layers_pattern", "lora_dropout", "megatron_core",
+    "auto_mapping", "ensure_weight_tying", "inference_mode", "layers_pattern", "lora_dropout",
+    "megatron_core",
     "peft_version", "qalora_group_size", "revision", "runtime_config",
-    "corda_config", "eva_config", "loftq_config", "lora_ga_config",  # of values of init_lora_weights
+    # of values of init_lora_weights
+    "corda_config", "eva_config", "loftq_config", "lora_ga_config",
 }  # fmt: skip
 TAKEN = {
     "peft_type": ("LORA",), "task_type": ("CAUSAL_LM",), "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
 }  # fmt: skip
-# Beginnings of other values of init_lora_weights, with which peft takes a part of the base's matrices for the adapter.
+# Beginnings of other values of init_lora_weights, with which peft takes a part of the base's
+# matrices for the adapter.
 CHANGES_BASE = "pissa", "olora", "corda", "loftq", "lora_ga"
 EMPTY: tuple = None, "", [], {}
 BASE = "base_model_name_or_path"
-JOINED = r".*\.gate_up_proj"  # peft's pattern of experts' gate_up_proj where it joins adapters of gate and of up
+# peft's pattern of experts' gate_up_proj where it joins adapters of gate and of up
+JOINED = r".*\.gate_up_proj"
 PATTERNS = "rank_pattern", "alpha_pattern"
 NAMES_TARGETS = "target_modules", "exclude_modules", "target_parameters"
 OURS = {BASE, "r", "lora_alpha", *NAMES_TARGETS, *PATTERNS}
@@ -76,7 +84,8 @@ PARAMETERS |= EXPERTS
 
 
 class _Rooted(torch.autograd.Function):
-    """Returns x as a part of a graph, so that backward goes through the first block. Nothing takes x's gradient.
+    """Returns x as a part of a graph, so that backward goes through the first block. Nothing takes
+    x's gradient.
 
     Were x itself the graph's leaf, autograd would hold it from forward to backward.
     """
@@ -94,8 +103,9 @@ class _Rooted(torch.autograd.Function):
 class Adapters(Trained):
     """Adapters of all blocks of a model, on the projections `targets`, among TARGETS.
 
-    A has `rank` rows, B as many columns, and B A is scaled by alpha / rank. Raises ValueError for a rank or alpha that
-    is not positive and finite, and for targets that are none, unknown or named twice.
+    A has `rank` rows, B as many columns, and B A is scaled by alpha / rank. Raises ValueError for a
+    rank or alpha that is not positive and finite, and for targets that are none, unknown or named
+    twice.
     """
 
     rank: int
@@ -106,9 +116,17 @@ class Adapters(Trained):
 
     def __post_init__(self):
         ordered = tuple(name for name in (*TARGETS, *READ_TARGETS) if name in self.targets)
-        if self.rank < 1 or not 0 < self.alpha < math.inf or not ordered or len(ordered) != len(self.targets):
+        if (
+            self.rank < 1
+            or not 0 < self.alpha < math.inf
+            or not ordered
+            or len(ordered) != len(self.targets)
+        ):
             needs = f"a rank and an alpha above 0, and targets among {', '.join(TARGETS)}"
-            got = f"rank {self.rank}, alpha {self.alpha} and {', '.join(map(str, self.targets)) or 'no target'}"
+            got = (
+                f"rank {self.rank}, alpha {self.alpha} and "
+                f"{', '.join(map(str, self.targets)) or 'no target'}"
+            )
             raise ValueError(f"adapters need {needs}, got {got}")
         object.__setattr__(self, "targets", ordered)
 
@@ -122,9 +140,15 @@ class Adapters(Trained):
             if place := self.place_of(name, parameter.shape):
                 if place.endswith(INNER):
                     model.get_submodule(place.removesuffix(INNER)).base_layer = nn.Module()
-                projection, ((rank, K), (N, _)) = model.get_submodule(place), self._factors(name, parameter.shape)
+                projection, ((rank, K), (N, _)) = (
+                    model.get_submodule(place),
+                    self._factors(name, parameter.shape),
+                )
                 options = {"bias": False, "device": parameter.device, "dtype": parameter.dtype}
-                projection.lora_A, projection.lora_B = nn.Linear(K, rank, **options), nn.Linear(rank, N, **options)
+                projection.lora_A, projection.lora_B = (
+                    nn.Linear(K, rank, **options),
+                    nn.Linear(rank, N, **options),
+                )
                 projection.lora_scale = self.scale
         for name, parameter in model.named_parameters():
             if ADAPTERS in name and not parameter.is_meta:
@@ -132,7 +156,9 @@ class Adapters(Trained):
         for block in model.layers:
             block.mixer.linear = block.mlp.linear = self.linear(PLAIN)
         root = torch.zeros((), requires_grad=True)
-        model.embed_tokens.register_forward_hook(lambda module, inputs, x_BTD: _Rooted.apply(x_BTD, root))
+        model.embed_tokens.register_forward_hook(
+            lambda module, inputs, x_BTD: _Rooted.apply(x_BTD, root)
+        )
 
     def place_of(self, name: str, shape: Sequence[int]) -> str | None:
         """Returns the module that has a parameter's adapter; None: it has none."""
@@ -141,7 +167,8 @@ class Adapters(Trained):
         return name.rpartition(".")[0] + INNER * name.endswith(".experts.gate_up_proj")
 
     def _factors(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns the shapes of A and B beside a matrix of this name and shape, or beside all experts'."""
+        """Returns the shapes of A and B beside a matrix of this name and shape, or beside all
+        experts'."""
         *E, N, K = shape
         rank = math.prod(E, start=self.rank * (self.joined if name.endswith("gate_up_proj") else 1))
         return (rank, K), (N, rank)
@@ -156,9 +183,11 @@ class Adapters(Trained):
         return sum(map(math.prod, self.shapes(_matrices(share, layer)).values()))
 
     def traffic(self, share: Share, layer: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Forward reads x and writes y. Backward reads dy, writes dx, and reads both factors of each gradient.
+        """Forward reads x and writes y. Backward reads dy, writes dx, and reads both factors of
+        each gradient.
 
-        Products with experts' matrices write y and dx, and backward reads x once more. A token is in several experts.
+        Products with experts' matrices write y and dx, and backward reads x once more. A token is
+        in several experts.
         """
         forward = backward = 0
         for name, parameter in share.layer_parameters(layer).items():
@@ -186,13 +215,16 @@ class Adapters(Trained):
 
 
 def target_of(name: str) -> str:
-    """Returns the target that a parameter belongs to: q_proj for layers.0.self_attn.q_proj.weight, or experts."""
+    """Returns the target that a parameter belongs to: q_proj for layers.0.self_attn.q_proj.weight,
+    or experts."""
     return name.split(".")[-2]
 
 
 def targets_in(share: Share) -> set[str]:
     """Returns the projections of a model that may have adapters."""
-    matrices = (name for layer in range(share.num_hidden_layers) for name in _matrices(share, layer))
+    matrices = (
+        name for layer in range(share.num_hidden_layers) for name in _matrices(share, layer)
+    )
     return {target_of(name) for name in matrices} & {*TARGETS}
 
 
@@ -202,7 +234,11 @@ def adapter_names(place: str) -> tuple[str, str]:
 
 
 def _matrices(share: Share, layer: int) -> dict[str, tuple[int, ...]]:
-    return {f"layers.{layer}.{name}": p.shape for name, p in share.layer_parameters(layer).items() if p.is_matrix}
+    return {
+        f"layers.{layer}.{name}": p.shape
+        for name, p in share.layer_parameters(layer).items()
+        if p.is_matrix
+    }
 
 
 @contextlib.contextmanager
@@ -229,19 +265,26 @@ def to_adapter_config(adapters: Adapters, base: Path) -> dict:
         layers = map(shape.layer_parameters, range(shape.num_hidden_layers))
         names = dict.fromkeys(name for layer in layers for name in layer if name in PARAMETERS)
         parameters = [name for name in names if PARAMETERS[name] in adapters.targets]
-    targets: list | str = [name for name in adapters.targets if name not in {PARAMETERS[each] for each in parameters}]
+    targets: list | str = [
+        name for name in adapters.targets if name not in {PARAMETERS[each] for each in parameters}
+    ]
     if targets and is_wrapper(content):  # a vision tower has projections of the same names
         targets = rf"{re.escape(WRAPPED_PREFIX)}layers\.\d+\.\w+\.({'|'.join(targets)})"
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", BASE: str(base), "inference_mode": True,
-        "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": targets, "lora_dropout": 0.0,
+        "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": targets,
+        "lora_dropout": 0.0,
         "bias": "none", **({"target_parameters": parameters} if parameters else {}),
         **_patterns(adapters.rank, adapters.alpha, adapters.joined),
     }  # fmt: skip
 
 
 def _patterns(rank: int, alpha: float, joined: int) -> dict[str, dict]:
-    return {} if joined == 1 else dict(zip(PATTERNS, ({JOINED: joined * rank}, {JOINED: joined * alpha})))
+    return (
+        {}
+        if joined == 1
+        else dict(zip(PATTERNS, ({JOINED: joined * rank}, {JOINED: joined * alpha})))
+    )
 
 
 def has_adapters(folder: str | Path) -> bool:
@@ -249,7 +292,8 @@ def has_adapters(folder: str | Path) -> bool:
 
 
 def read_frozen_bits(folder: str | Path) -> int:
-    """Returns the bits per element of the blocks' frozen matrices beside which a folder's adapters were trained."""
+    """Returns the bits per element of the blocks' frozen matrices beside which a folder's adapters
+    were trained."""
     file = Path(folder, "config.json")  # folders of peft's have none
     bits = read_json(file).get(FROZEN_BITS, 16) if file.is_file() else 16
     if type(bits) is not int or bits not in LORA_BITS:
@@ -258,10 +302,12 @@ def read_frozen_bits(folder: str | Path) -> int:
 
 
 def adapted_matrices(content: dict, matrices: Iterable[str], prefix: str) -> set[str]:
-    """Returns the matrices that peft adapts by an adapter_config.json, in a model whose names begin with `prefix`.
+    """Returns the matrices that peft adapts by an adapter_config.json, in a model whose names begin
+    with `prefix`.
 
-    peft compares a list with the ends of full names: "q_proj" is in every block, "layers.0.self_attn.q_proj" in block 0
-    alone. Text is a regular expression for full names. target_parameters names parameters, the others modules.
+    peft compares a list with the ends of full names: "q_proj" is in every block,
+    "layers.0.self_attn.q_proj" in block 0 alone. Text is a regular expression for full names.
+    target_parameters names parameters, the others modules.
 
     Raises re.error, RecursionError or OverflowError for text that is no regular expression.
     """
@@ -271,7 +317,9 @@ def adapted_matrices(content: dict, matrices: Iterable[str], prefix: str) -> set
     for name in matrices:
         module = f"{prefix}{name.removesuffix('.weight')}" if name.endswith(".weight") else None
         is_named = target_of(name) not in EXPERTS_TARGETS if every else _is_named(module, targets)
-        if (module and is_named and not _is_named(module, excluded)) or _is_named(prefix + name, parameters):
+        if (module and is_named and not _is_named(module, excluded)) or _is_named(
+            prefix + name, parameters
+        ):
             adapted.add(name)
     return adapted
 
@@ -286,28 +334,41 @@ def _is_named(full_name: str | None, named: str | list | None) -> bool:
 
 
 def _prefixes_in(folder: Path) -> list[str]:
-    """Returns prefixes that a text model's names may have, first the one that a folder's tensors have.
+    """Returns prefixes that a text model's names may have, first the one that a folder's tensors
+    have.
 
-    A regular expression may match a whole model's names and not the same names of its text model alone.
+    A regular expression may match a whole model's names and not the same names of its text model
+    alone.
     """
     names: list[str] = []
-    with contextlib.suppress(SafetensorError, OSError), safe_open(folder / ADAPTER_WEIGHTS, framework="np") as file:
+    with (
+        contextlib.suppress(SafetensorError, OSError),
+        safe_open(folder / ADAPTER_WEIGHTS, framework="np") as file,
+    ):
         names = [*file.keys()]
     prefixes = [WRAPPED_PREFIX, OLDER_PREFIX, PREFIX]
-    return sorted(prefixes, key=lambda each: not any(f"base_model.model.{each}layers." in name for name in names))
+    return sorted(
+        prefixes,
+        key=lambda each: not any(f"base_model.model.{each}layers." in name for name in names),
+    )
 
 
 def targets_named(content: dict, folder: Path, base: Path) -> tuple[tuple[str, ...], list[str]]:
-    """Returns the targets that an adapter_config.json names in a base, and what is refused of its names, as text."""
+    """Returns the targets that an adapter_config.json names in a base, and what is refused of its
+    names, as text."""
     config = read_json(base / "config.json")
     with refused_as_user_error(f"cannot take {base / 'config.json'}: "):
         shape = from_config_json(config)
     values = {name: content[name] for name in NAMES_TARGETS if content[name]}
-    wrong = [f"{name} {value!r:.80}" for name, value in values.items() if not _are_names(name, value)]
+    wrong = [
+        f"{name} {value!r:.80}" for name, value in values.items() if not _are_names(name, value)
+    ]
     if wrong:
         return (), wrong
     layers = [_matrices(shape, layer) for layer in range(shape.num_hidden_layers)]
-    matrices = [name for layer in layers for name in layer if target_of(name) in (*TARGETS, *READ_TARGETS)]
+    matrices = [
+        name for layer in layers for name in layer if target_of(name) in (*TARGETS, *READ_TARGETS)
+    ]
     adapted: set[str] = set()
     with contextlib.suppress(re.error, OverflowError, RecursionError):
         prefixes = _prefixes_in(folder) if is_wrapper(config) else [PREFIX]
@@ -323,9 +384,13 @@ def targets_named(content: dict, folder: Path, base: Path) -> tuple[tuple[str, .
         return targets, [*shown, f"no {place}.lora_A, whose like is adapted elsewhere,"]
     if is_wrapper(config):
         return targets, []  # other names may be of its vision tower
-    listed = [(name, each) for name, value in values.items() if isinstance(value, list) for each in value]
+    listed = [
+        (name, each) for name, value in values.items() if isinstance(value, list) for each in value
+    ]
     known = {*TARGETS, *READ_TARGETS, "gate_up_proj"}
-    unknown = {name for name, each in listed if not known & {*each.removesuffix(".weight").split(".")[-1:]}}
+    unknown = {
+        name for name, each in listed if not known & {*each.removesuffix(".weight").split(".")[-1:]}
+    }
     return targets, [f"{name} {values[name]!r:.80}" for name in unknown - {"exclude_modules"}]
 
 
@@ -337,9 +402,11 @@ def _are_names(name: str, value: object) -> bool:
 
 
 def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
-    """Returns the adapters that a folder's adapter_config.json declares, and the folder of their base.
+    """Returns the adapters that a folder's adapter_config.json declares, and the folder of their
+    base.
 
-    Raises UserError for adapters that this decoder does not compute, and a base that is not on this machine.
+    Raises UserError for adapters that this decoder does not compute, and a base that is not on this
+    machine.
     """
     file = Path(folder, ADAPTER_CONFIG)
     content: dict = dict.fromkeys((*OURS, "peft_type")) | read_json(file)
@@ -349,7 +416,9 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
     is_read = type(rank) is int and type(alpha) in (int, float)
     refused = _refused_settings(content)
     refused += [
-        f"{n} {p!r:.80}" for n, p in patterns.items() if not is_read or patterns != _patterns(rank, alpha, joined)
+        f"{n} {p!r:.80}"
+        for n, p in patterns.items()
+        if not is_read or patterns != _patterns(rank, alpha, joined)
     ]
     if refused:
         raise _not_computed(file, refused)
@@ -358,13 +427,21 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
         check_sizes({"r": rank} if type(rank) is int else {})
     if not is_read or not isinstance(named, str):
         numbers = f"r {rank!r:.40} must be a whole number, lora_alpha {alpha!r:.40} a number"
-        raise UserError(f"{damaged}: {numbers}, and {BASE} {named!r:.80} a folder; give other adapters")
+        raise UserError(
+            f"{damaged}: {numbers}, and {BASE} {named!r:.80} a folder; give other adapters"
+        )
     base = Path(named)
-    shown = f"{file} names {named[:SHOWN_OF_A_PATH]!r} as the folder of the weights that were adapted"
+    shown = (
+        f"{file} names {named[:SHOWN_OF_A_PATH]!r} as the folder of the weights that were adapted"
+    )
     if not os.path.isfile(base / "config.json"):  # Path.is_file raises errors for long names
-        raise UserError(f"{shown}, and it is not there; bring it back, or write its place into {BASE}")
+        raise UserError(
+            f"{shown}, and it is not there; bring it back, or write its place into {BASE}"
+        )
     if has_adapters(base):
-        raise UserError(f"{shown}, and it holds adapters itself; write the folder of whole weights into {BASE}")
+        raise UserError(
+            f"{shown}, and it holds adapters itself; write the folder of whole weights into {BASE}"
+        )
     targets, refused = targets_named(content, Path(folder), base)
     if refused:
         raise _not_computed(file, refused)
@@ -376,8 +453,14 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
 
 def _refused_settings(content: dict) -> list[str]:
     """Returns the settings of an adapter_config.json that adapters here do not have, as text."""
-    others = {name: value for name, value in content.items() if name not in NO_EFFECT | OURS and value is not False}
-    asked = {name: value for name, value in others.items() if name == "peft_type" or value not in EMPTY}
+    others = {
+        name: value
+        for name, value in content.items()
+        if name not in NO_EFFECT | OURS and value is not False
+    }
+    asked = {
+        name: value for name, value in others.items() if name == "peft_type" or value not in EMPTY
+    }
     refused = []
     for name, value in asked.items():
         text = value.lower() if name == "init_lora_weights" and isinstance(value, str) else value
@@ -392,4 +475,6 @@ def _refused_settings(content: dict) -> list[str]:
 
 
 def _not_computed(file: Path, refused: list[str]) -> UserError:
-    return UserError(f"{file} has {', '.join(refused)}, which this decoder does not compute; give other adapters")
+    return UserError(
+        f"{file} has {', '.join(refused)}, which this decoder does not compute; give other adapters"
+    )

@@ -1,4 +1,5 @@
-"""Rotary settings of config.json, in and out, and `extend`: weights at longer contexts (--rope_scaling)."""
+"""Rotary settings of config.json, in and out, and `extend`: weights at longer contexts
+(--rope_scaling)."""
 
 import math
 import re
@@ -10,13 +11,18 @@ from training.families.rows import SOME_FAMILIES_ROPE, Family
 from training.host.errors import UserError, refused_as_user_error
 
 ROTARY_SETTINGS = (  # in config.json
-    "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "original_max_position_embeddings",
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
+    "original_max_position_embeddings",
 )  # fmt: skip
-QWEN3_DECLARES, QWEN3_LENGTH = 40_960, 32_768  # tokens: with room for an answer, and what its positions were made for
+QWEN3_DECLARES, QWEN3_LENGTH = (
+    40_960,
+    32_768,
+)  # tokens: with room for an answer, and what its positions were made for
 
 
 def write_rope(config: ModelConfig, family: Family) -> dict:
-    """Returns the rotary settings of config.json, apart from rope_theta where `rope_scaling` says all others."""
+    """Returns the rotary settings of config.json, apart from rope_theta where `rope_scaling` says
+    all others."""
     scaling, settings = config.rope_scaling, None
     if scaling is not None:
         given = {name: value for name, value in asdict(scaling).items() if value is not None}
@@ -42,7 +48,9 @@ def read_rope(content: dict, family: Family) -> tuple[dict, list[str]]:
         settings, local_theta, refused = _rope_by_type(content)
     else:
         found = [content.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-        forms = [_completed(form, content) for form in found if form] or [_completed(family.rope, content)]
+        forms = [_completed(form, content) for form in found if form] or [
+            _completed(family.rope, content)
+        ]
         settings, local_theta = forms[0], None
         refused = ["rope_scaling beside other rope_parameters"] * (forms[0] != forms[-1])
     rope_type, theta = settings.pop("rope_type", "default"), settings.pop("rope_theta", None)
@@ -64,8 +72,12 @@ def read_rope(content: dict, family: Family) -> tuple[dict, list[str]]:
     if rope_type in ROPE_TYPES:
         names = {field.name: field.default is MISSING for field in fields(ROPE_TYPES[rope_type])}
         if "original_max_position_embeddings" in names:
-            settings["original_max_position_embeddings"] = original or content.get("max_position_embeddings")
-        if missing := [name for name, is_needed in names.items() if is_needed and settings.get(name) is None]:
+            settings["original_max_position_embeddings"] = original or content.get(
+                "max_position_embeddings"
+            )
+        if missing := [
+            name for name, is_needed in names.items() if is_needed and settings.get(name) is None
+        ]:
             raise ValueError(f"config.json's rope_type {rope_type} lacks {', '.join(missing)}")
         computed = {*names} - (SOME_FAMILIES_ROPE - needed)
         refused += [f"{name} of rope_type {rope_type}" for name in settings if name not in computed]
@@ -74,29 +86,46 @@ def read_rope(content: dict, family: Family) -> tuple[dict, list[str]]:
         refused.append(f"rope_type {rope_type!r} (it takes {', '.join(ROPE_TYPES)})")
     else:
         refused += [f"{name} of rotary positions" for name in settings]
-    fields_of_model = {"rope_theta": theta, "rope_scaling": scaling, "local_rope_theta": local_theta}
+    fields_of_model = {
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "local_rope_theta": local_theta,
+    }
     return fields_of_model | {"partial_rotary_factor": rotated}, refused
 
 
 def _rope_by_type(content: dict) -> tuple[dict, float, list[str]]:
-    """Returns rotary settings of layers that see everything, the theta of layers with a window, and what is refused.
+    """Returns rotary settings of layers that see everything, the theta of layers with a window, and
+    what is refused.
 
-    Both kinds of layers have an entry in rope_parameters. rope_scaling adds to the first. transformers reads nothing
-    beside the entries but `truncate`.
+    Both kinds of layers have an entry in rope_parameters. rope_scaling adds to the first.
+    transformers reads nothing beside the entries but `truncate`.
     """
     older, newer = content.get("rope_scaling") or {}, content.get("rope_parameters") or {}
     full, local = newer.get("full_attention"), {**(newer.get("sliding_attention") or {})}
-    is_other = full is not None and any(full.get(name) != older[name] for name in older if name != "type")
+    is_other = full is not None and any(
+        full.get(name) != older[name] for name in older if name != "type"
+    )
     refused = ["rope_scaling beside other rope_parameters"] * is_other
     both = {**({"rope_type": "default"} if full is None else full), **older}
     settings, legacy = _completed(both, content), both.get("type")
     if legacy not in (None, settings["rope_type"]):
-        refused.append(f"type {legacy!r:.40}, which transformers does not read here (it reads rope_type)")
+        refused.append(
+            f"type {legacy!r:.40}, which transformers does not read here (it reads rope_type)"
+        )
         settings["rope_type"] = legacy
     if settings.pop("truncate", True) is not True:
         refused.append("truncate of layers without a window, which transformers does not read")
-    beside = {name: value for name, value in newer.items() if name not in ("full_attention", "sliding_attention")}
-    without_effect = {"rope_type": "default", "type": "default", "rope_theta": settings.get("rope_theta")}
+    beside = {
+        name: value
+        for name, value in newer.items()
+        if name not in ("full_attention", "sliding_attention")
+    }
+    without_effect = {
+        "rope_type": "default",
+        "type": "default",
+        "rope_theta": settings.get("rope_theta"),
+    }
     if any(value not in (None, without_effect.get(name)) for name, value in beside.items()):
         refused.append(f"rope_parameters {newer!r:.60}")
     local_theta = local.pop("rope_theta", content["rope_local_base_freq"])
@@ -107,29 +136,43 @@ def _rope_by_type(content: dict) -> tuple[dict, float, list[str]]:
 
 
 def _completed(settings: dict, content: dict) -> dict:
-    """Returns rotary settings with their type in "rope_type", and with rope_theta, which config.json may have beside.
+    """Returns rotary settings with their type in "rope_type", and with rope_theta, which
+    config.json may have beside.
 
-    Some files have "type", or both. transformers takes "truncate": null for false. Every other null means nothing.
+    Some files have "type", or both. transformers takes "truncate": null for false. Every other null
+    means nothing.
     """
     theta, rope_type = content.get("rope_theta", 1e4), settings.get("type") or "default"
     settings = {"rope_theta": theta, "rope_type": rope_type, **settings, "type": None}
-    return {name: value for name, value in settings.items() if value is not None or name == "truncate"}
+    return {
+        name: value for name, value in settings.items() if value is not None or name == "truncate"
+    }
 
 
 def extend(config: ModelConfig, text: str) -> ModelConfig:
-    """Returns the model with scaled rotary frequencies, and with max_position_embeddings set to what they now reach.
+    """Returns the model with scaled rotary frequencies, and with max_position_embeddings set to
+    what they now reach.
 
-    `text` is "yarn:4" or "linear:4", or "yarn:4:32768" if the original length is not the declared length. Raises
-    UserError for another form, a factor below 1, and a model whose frequencies are already scaled in another way.
+    `text` is "yarn:4" or "linear:4", or "yarn:4:32768" if the original length is not the declared
+    length. Raises UserError for another form, a factor below 1, and a model whose frequencies are
+    already scaled in another way.
     """
     match = re.fullmatch(r"(yarn|linear):(\d+(?:\.\d+)?)(?::(\d{1,9}))?", text)
     if match is None or (match[1] == "linear" and match[3]):
-        raise UserError(f"rope_scaling must look like yarn:4, yarn:4:32768 or linear:4, got {text!r}")
+        raise UserError(
+            f"rope_scaling must look like yarn:4, yarn:4:32768 or linear:4, got {text!r}"
+        )
     already, factor = config.rope_scaling, float(match[2])
     if already is not None and already.rope_type != match[1]:
         has = f"these weights have rope_type {already.rope_type}"
-        raise UserError(f"rope_scaling {text}: {has}, not {match[1]}; drop it, or give other weights")
-    yarn = already if isinstance(already, YarnScaling) else YarnScaling(1.0, config.max_position_embeddings)
+        raise UserError(
+            f"rope_scaling {text}: {has}, not {match[1]}; drop it, or give other weights"
+        )
+    yarn = (
+        already
+        if isinstance(already, YarnScaling)
+        else YarnScaling(1.0, config.max_position_embeddings)
+    )
     usual = replace(yarn, attention_factor=None)
     if math.isclose(usual.table_factor, yarn.table_factor):  # a file may spell it
         yarn = usual
@@ -138,17 +181,24 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
         length = round(length / already.factor)
     length = int(match[3] or length)
     if factor * length >= 2**31:
-        raise UserError(f"rope_scaling {text}: {factor * length:.0f} tokens are more than config.json takes; give less")
+        raise UserError(
+            f"rope_scaling {text}: {factor * length:.0f} tokens are more than config.json takes; "
+            "give less"
+        )
     with refused_as_user_error("rope_scaling: "):
         longer: dict = {"factor": factor, "original_max_position_embeddings": length}
-        scaling: RopeScaling = LinearScaling(factor) if match[1] == "linear" else replace(yarn, **longer)
+        scaling: RopeScaling = (
+            LinearScaling(factor) if match[1] == "linear" else replace(yarn, **longer)
+        )
         return replace(config, rope_scaling=scaling, max_position_embeddings=int(factor * length))
 
 
 def beyond(config: ModelConfig, declared: int, longest: int, command: str = "") -> str:
-    """Says that texts of `longest` tokens go past the declared context, and what stretches it; "" if they do not.
+    """Says that texts of `longest` tokens go past the declared context, and what stretches it; ""
+    if they do not.
 
-    `command` has the flag that stretches it, such as "training.export ": the command at hand, or another.
+    `command` has the flag that stretches it, such as "training.export ": the command at hand, or
+    another.
     """
     scaling = config.rope_scaling
     if longest <= declared:
@@ -162,4 +212,6 @@ def beyond(config: ModelConfig, declared: int, longest: int, command: str = "") 
         cure = f"yarn:{math.ceil(longest / QWEN3_LENGTH)}:{QWEN3_LENGTH}"
     else:
         cure = "" if scaling else f"yarn:{math.ceil(longest / declared)}"
-    return what + (f"; {command}--rope_scaling {cure} stretches it (docs/long_context.md)" if cure else "")
+    return what + (
+        f"; {command}--rope_scaling {cure} stretches it (docs/long_context.md)" if cure else ""
+    )

@@ -1,4 +1,5 @@
-"""Says what a run trains of a model: here every parameter, or all but routers; in `lora.py` adapters alone."""
+"""Says what a run trains of a model: here every parameter, or all but routers; in `lora.py`
+adapters alone."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,7 +14,9 @@ from kernels.linear import Linear
 class Trained:
     """Trains every parameter of a model. A subclass trains others."""
 
-    is_whole: ClassVar[bool] = True  # whether checkpoints hold the model, its frozen parameters as well
+    is_whole: ClassVar[bool] = (
+        True  # whether checkpoints hold the model, its frozen parameters as well
+    )
 
     def __repr__(self) -> str:
         return "no adapters"
@@ -50,7 +53,8 @@ class Trained:
 
 @dataclass(frozen=True, repr=False)
 class WithoutRouters(Trained):
-    """Trains every parameter but the matrices of routers, so that tokens go on to similar experts."""
+    """Trains every parameter but the matrices of routers, so that tokens go on to similar
+    experts."""
 
     def __repr__(self) -> str:
         return "no adapters, and with frozen routers"
@@ -61,7 +65,9 @@ class WithoutRouters(Trained):
                 block.mlp.gate.requires_grad_(False)
 
     def elements(self, share: Share) -> int:
-        return share.num_parameters() - sum(_router_elements(share, layer) for layer in range(share.num_hidden_layers))
+        return share.num_parameters() - sum(
+            _router_elements(share, layer) for layer in range(share.num_hidden_layers)
+        )
 
     def layer_elements(self, share: Share, layer: int) -> int:
         return share.layer_matrix_parameters(layer) - _router_elements(share, layer)

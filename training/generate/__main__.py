@@ -1,6 +1,7 @@
 """Write with a trained model: `python -m training.generate FOLDER "Once upon a time"`.
 
-The prompt is an argument, files (each is a prompt) or standard input. Greedy unless a temperature is given.
+The prompt is an argument, files (each is a prompt) or standard input. Greedy unless a temperature
+is given.
 """
 
 import sys
@@ -22,7 +23,14 @@ import torch
 from training.checkpoint.weights import shape_of_weights
 from training.data.chat import ChatTemplate
 from training.data.tokenizer import check_ids
-from training.generate.inference import Opened, load, mending_out_of_memory, open_folder, warn_beyond, write
+from training.generate.inference import (
+    Opened,
+    load,
+    mending_out_of_memory,
+    open_folder,
+    warn_beyond,
+    write,
+)
 from training.host.errors import UserError
 from training.host.files import read_file
 from training.host.processes import command
@@ -30,7 +38,8 @@ from training.parallel.world import World, join_world
 
 
 def read_prompts(flags: GenerateFlags) -> list[str]:
-    """Returns the argument, the files' content, or standard input. Raises UserError for an empty text."""
+    """Returns the argument, the files' content, or standard input. Raises UserError for an empty
+    text."""
     if flags.prompt is not None:
         raw = {"the prompt": os.fsencode(flags.prompt)}
     elif flags.file:
@@ -39,7 +48,9 @@ def read_prompts(flags: GenerateFlags) -> list[str]:
         try:
             raw = {"standard input": sys.stdin.buffer.read() if sys.stdin else b""}  # None: closed
         except OSError as error:
-            raise UserError(f"cannot read standard input: {error}; give a prompt or --file") from None
+            raise UserError(
+                f"cannot read standard input: {error}; give a prompt or --file"
+            ) from None
     if empty := [where for where, content in raw.items() if not content]:
         raise UserError(f"{empty[0]} is empty; give at least a character to go on from")
     return [_decode(content, where) for where, content in raw.items()]
@@ -47,9 +58,13 @@ def read_prompts(flags: GenerateFlags) -> list[str]:
 
 def _decode(raw: bytes, where: str) -> str:
     try:
-        return raw.decode("utf-8").removeprefix("\ufeff")  # a mark of Windows' editors, which no model is trained on
+        return raw.decode("utf-8").removeprefix(
+            "\ufeff"
+        )  # a mark of Windows' editors, which no model is trained on
     except UnicodeDecodeError as error:
-        raise UserError(f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}") from None
+        raise UserError(
+            f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
+        ) from None
 
 
 def decoded(tokens: Iterable[int], tokenizer) -> Iterator[str]:
@@ -66,7 +81,8 @@ def decoded(tokens: Iterable[int], tokenizer) -> Iterator[str]:
 
 
 def generate(flags: GenerateFlags, opened: Opened, prompts: list[list[int]], world: World) -> None:
-    """Print what the model writes after each prompt, token by token; several files' texts under the files' names."""
+    """Print what the model writes after each prompt, token by token; several files' texts under the
+    files' names."""
     longest = max(map(len, prompts))
     warn_beyond(opened.shape, longest + flags.max_new_tokens)
     model = load(opened, longest, longest + flags.max_new_tokens, world, flags.memory_budget)
@@ -74,7 +90,8 @@ def generate(flags: GenerateFlags, opened: Opened, prompts: list[list[int]], wor
         if len(prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}==> {flags.file[number]} <==")
         tokens = write(
-            model, ids, flags.max_new_tokens, opened.stop_ids, temperature=flags.temperature, top_p=flags.top_p or 1.0,
+            model, ids, flags.max_new_tokens, opened.stop_ids, temperature=flags.temperature,
+            top_p=flags.top_p or 1.0,
             generator=torch.Generator(world.device).manual_seed(flags.seed or 0),
         )  # fmt: skip
         for text in decoded(tokens, opened.tokenizer):
@@ -88,21 +105,27 @@ def main(argv: list[str]) -> None:
     flags = read_generate_flags(argv)
     if flags.system is not None:
         _decode(os.fsencode(flags.system), "--system")
-    shape_of_weights(flags.checkpoint)  # refuses a folder without a model, before standard input is waited for
+    shape_of_weights(
+        flags.checkpoint
+    )  # refuses a folder without a model, before standard input is waited for
     texts = read_prompts(flags)
     with join_world(flags.device) as world, mending_out_of_memory():
         opened = open_folder(flags, world)
         if flags.chat:
             template = ChatTemplate(opened.tokenizer)
             before = [] if flags.system is None else [{"role": "system", "content": flags.system}]
-            texts = [template.prompt([*before, {"role": "user", "content": text}]) for text in texts]
+            texts = [
+                template.prompt([*before, {"role": "user", "content": text}]) for text in texts
+            ]
             opened = replace(opened, stop_ids=opened.stop_ids | template.end_ids)
         # A chat's template writes what begins a text.
         encode = opened.tokenizer.encode if flags.chat else opened.tokenizer.encode_from_start
         prompts = [encode(text).tolist() for text in texts]
         for text, ids in zip(texts, prompts):
             if not ids:
-                raise UserError(f"the tokenizer makes no token of {text[:40]!r}; give another prompt")
+                raise UserError(
+                    f"the tokenizer makes no token of {text[:40]!r}; give another prompt"
+                )
             check_ids(max(ids), opened.tokenizer, opened.shape.vocab_size, f"prompt {text[:40]!r}")
         generate(flags, opened, prompts, world)
 

@@ -1,8 +1,9 @@
-"""Opens a trained model to read and to write with; training.evaluation and training.generate share it.
+"""Opens a trained model to read and to write with; training.evaluation and training.generate share
+it.
 
-Weights, keys and values that do not fit the memory budget are refused before a weight is read. A forward takes little
-beyond them: the MLP works on some rows at a time, attention to long texts on one key/value head at a time, and logits
-exist for some tokens at a time.
+Weights, keys and values that do not fit the memory budget are refused before a weight is read. A
+forward takes little beyond them: the MLP works on some rows at a time, attention to long texts on
+one key/value head at a time, and logits exist for some tokens at a time.
 """
 
 import logging
@@ -59,9 +60,13 @@ class Opened:
     settings: dict  # the run's that saved the folder; empty for weights from elsewhere
     kinds: tuple[MixerKind, ...]  # how each layer attends
     tokenizer: ByteTokenizer | FileTokenizer
-    stop_ids: frozenset[int]  # end what the model writes: the tokenizer's end of text, and the folder's eos_token_id
+    stop_ids: frozenset[
+        int
+    ]  # end what the model writes: the tokenizer's end of text, and the folder's eos_token_id
     weights: Found
-    corpus_crc32: int | None  # identity of the documents that its run was trained on; None where no run made it
+    corpus_crc32: (
+        int | None
+    )  # identity of the documents that its run was trained on; None where no run made it
 
 
 def open_folder(flags: ModelFlags, world: World) -> Opened:
@@ -78,15 +83,28 @@ def open_folder(flags: ModelFlags, world: World) -> Opened:
     kinds = attention_of(flags, shape, settings, world.device)
     tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
     tokenizer.has_template_flag = hasattr(flags, "chat_template")
-    weights = find_all(folder, parameter_shapes(shape))  # refuses weights that are not whole before data are read
-    return Opened(folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), weights, corpus)
+    weights = find_all(
+        folder, parameter_shapes(shape)
+    )  # refuses weights that are not whole before data are read
+    return Opened(
+        folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), weights, corpus
+    )
 
 
-def attention_of(flags: ModelFlags, shape: ModelConfig, settings: dict, device: torch.device) -> tuple[MixerKind, ...]:
-    """Returns how each layer attends, by the flags and else by the settings that the model was trained with."""
+def attention_of(
+    flags: ModelFlags, shape: ModelConfig, settings: dict, device: torch.device
+) -> tuple[MixerKind, ...]:
+    """Returns how each layer attends, by the flags and else by the settings that the model was
+    trained with."""
     own = shape.layer_kinds[0]
-    saved = {name: value for name in ("attention_type", *FLAGS) if (value := settings.get(name)) is not None}
-    with refused_as_user_error(f"trainer.json of {flags.checkpoint}: "):  # somebody may have edited it
+    saved = {
+        name: value
+        for name in ("attention_type", *FLAGS)
+        if (value := settings.get(name)) is not None
+    }
+    with refused_as_user_error(
+        f"trainer.json of {flags.checkpoint}: "
+    ):  # somebody may have edited it
         saved = given_flags(ModelFlags, ["a checkpoint", *as_words(saved, [*saved])], "")
     trained = saved.get("attention_type", own.name if own.name in ATTENTION_TYPES else "full")
     asked = flags.attention_type or trained
@@ -103,16 +121,20 @@ def attention_of(flags: ModelFlags, shape: ModelConfig, settings: dict, device: 
     return kinds
 
 
-def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteTokenizer | FileTokenizer:
-    """Returns the tokenizer of that name; None: the tokenizer that the folder's weights were trained with.
+def open_tokenizer(
+    name: str | None, folder: Path, vocab_size: int
+) -> ByteTokenizer | FileTokenizer:
+    """Returns the tokenizer of that name; None: the tokenizer that the folder's weights were
+    trained with.
 
-    Raises UserError if the folder names none, or words have ids that the model lacks. Added tokens may have them, as
-    Gemma 3's for images.
+    Raises UserError if the folder names none, or words have ids that the model lacks. Added tokens
+    may have them, as Gemma 3's for images.
     """
     tokenizer = load_tokenizer(tokenizer_of(folder) if name is None else name)
     if tokenizer.ordinary_size > vocab_size:
         raise UserError(
-            f"tokenizer {tokenizer.name} has ids up to {tokenizer.ordinary_size - 1}, the model of {folder} has a "
+            f"tokenizer {tokenizer.name} has ids up to {tokenizer.ordinary_size - 1}, the model of "
+            f"{folder} has a "
             f"vocab_size of {vocab_size}; give the --tokenizer that it was trained with"
         )
     return tokenizer
@@ -120,7 +142,11 @@ def open_tokenizer(name: str | None, folder: Path, vocab_size: int) -> ByteToken
 
 def _stop_ids(folder: Path, tokenizer: ByteTokenizer | FileTokenizer) -> frozenset[int]:
     ids: list = [tokenizer.eos_id]
-    for file in (each / name for each in folders_of(folder) for name in ("config.json", "generation_config.json")):
+    for file in (
+        each / name
+        for each in folders_of(folder)
+        for name in ("config.json", "generation_config.json")
+    ):
         given = token_ids(read_json(file)).get("eos_token_id") if file.is_file() else None
         ids += given if isinstance(given, list) else [given]
     return frozenset(i for i in ids if isinstance(i, int))
@@ -130,13 +156,16 @@ def _stop_ids(folder: Path, tokenizer: ByteTokenizer | FileTokenizer) -> frozens
 
 
 def memory_budget(text: str | None, device: torch.device) -> int:
-    """Returns the bytes of a --memory_budget; None: what is free. Raises UserError for more than that."""
+    """Returns the bytes of a --memory_budget; None: what is free. Raises UserError for more than
+    that."""
     if device.type == "cuda":
         return gpu_budget(text or "auto", device)
     free = available_host_bytes()
     budget = free if text is None else parse_bytes(text, "memory_budget")
     if not 0 < budget <= free:
-        raise UserError(f"memory_budget {text}: {gib(free)} of this machine's memory are free; lower it")
+        raise UserError(
+            f"memory_budget {text}: {gib(free)} of this machine's memory are free; lower it"
+        )
     return budget
 
 
@@ -145,16 +174,21 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 
 def check_memory(shape: ModelConfig, cached: int, device: torch.device, budget: int) -> str:
-    """Returns what weights and a cache of `cached` tokens take, in words. Raises UserError if it is above `budget`."""
+    """Returns what weights and a cache of `cached` tokens take, in words. Raises UserError if it is
+    above `budget`."""
     size = dtype_on(device).itemsize
     weight_bytes = size * shape.num_parameters()
-    held = sum(cache_capacity(cached, kind.reach) for kind in shape.kinds if kind.has_keys)  # tokens
+    held = sum(
+        cache_capacity(cached, kind.reach) for kind in shape.kinds if kind.has_keys
+    )  # tokens
     cache_bytes = held * size * 2 * shape.num_key_value_heads * shape.head_dim
     takes = f"the weights take {gib(weight_bytes)}"
     if cached:
         takes += f", keys and values of {cached:,} tokens {gib(cache_bytes)}"
     if weight_bytes + cache_bytes > budget:
-        raise UserError(f"{takes}, {gib(budget)} are there: give shorter texts, or a larger --memory_budget")
+        raise UserError(
+            f"{takes}, {gib(budget)} are there: give shorter texts, or a larger --memory_budget"
+        )
     return takes
 
 
@@ -164,20 +198,25 @@ def warn_beyond(shape: ModelConfig, longest: int, command: str = "training.expor
         logger.warning("positions: %s", text)
 
 
-def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: str | None) -> Transformer:
+def load(
+    opened: Opened, tokens: int, cached: int, world: World, budget_text: str | None
+) -> Transformer:
     """Returns the model on its device, bf16 on a GPU and float32 on a CPU.
 
-    Raises UserError, before a weight is read, if the weights and a cache of `cached` tokens do not fit the budget.
+    Raises UserError, before a weight is read, if the weights and a cache of `cached` tokens do not
+    fit the budget.
 
     Args:
         tokens: length of the longest forward.
-        cached: tokens of the longest text that is read and written with a key/value cache; 0: none is.
-        budget_text: the --memory_budget, to which a GPU's memory is capped.
+        cached: tokens of the longest text that is read and written with a key/value cache; 0: none
+        is. budget_text: the --memory_budget, to which a GPU's memory is capped.
     """
     device, shape = world.device, opened.shape
     dtype, budget = dtype_on(device), memory_budget(budget_text, device)
     takes = check_memory(shape, cached, device, budget)
-    weights = load_model_weights(opened.folder, parameter_shapes(shape), opened.weights)  # reads no tensor yet
+    weights = load_model_weights(
+        opened.folder, parameter_shapes(shape), opened.weights
+    )  # reads no tensor yet
     logger.info("memory: %s, of %s", takes, gib(budget))
     if device.type == "cuda":
         cap_gpu_memory(budget, device)
@@ -185,7 +224,9 @@ def load(opened: Opened, tokens: int, cached: int, world: World, budget_text: st
         model = Transformer(shape)
     model = model.cast(dtype).to_empty(device=device).requires_grad_(False)
     copy_weights(model, weights)
-    model.rotations(max(tokens, cached), device)  # once: writing past a prompt would make them anew, twice as long
+    model.rotations(
+        max(tokens, cached), device
+    )  # once: writing past a prompt would make them anew, twice as long
     set_kinds(model, opened.kinds)
     for layer, block in enumerate(model.layers):
         block.mixer.backend = choose_backend("auto", device)
@@ -202,7 +243,10 @@ def mending_out_of_memory() -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and not is_out_of_host_memory(error):
             raise
         first = (str(error).strip().splitlines() or ["out of host memory."])[0]
-        advice = "Give shorter texts, fewer new tokens or a larger --memory_budget, or end what else runs here"
+        advice = (
+            "Give shorter texts, fewer new tokens or a larger --memory_budget, or end what else "
+            "runs here"
+        )
         raise UserError(f"{first} {advice}") from None
 
 
@@ -211,13 +255,17 @@ def mending_out_of_memory() -> Iterator[None]:
 
 @torch.no_grad()
 def token_losses(model: Transformer, hidden_BTD: Tensor, targets: Tensor) -> Tensor:
-    """Returns the loss of each token, float32 [B * T] on the CPU, 0 without a target. Few logits exist at a time.
+    """Returns the loss of each token, float32 [B * T] on the CPU, 0 without a target. Few logits
+    exist at a time.
 
     `hidden_BTD` is what the head gets, already normalised; `targets` are ids, int64 [B, T].
     """
     num_rows = max(1, LOSS_BYTES // ((hidden_BTD.element_size() + 8) * model.config.vocab_size))
     losses = []
-    for x, y in zip(hidden_BTD.flatten(0, 1).split(num_rows), targets.flatten().to(hidden_BTD.device).split(num_rows)):
+    for x, y in zip(
+        hidden_BTD.flatten(0, 1).split(num_rows),
+        targets.flatten().to(hidden_BTD.device).split(num_rows),
+    ):
         logits = F.linear(x, model.output_weight).float()
         losses.append(F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX, reduction="none").cpu())
     return torch.cat(losses)
@@ -225,9 +273,11 @@ def token_losses(model: Transformer, hidden_BTD: Tensor, targets: Tensor) -> Ten
 
 @torch.no_grad()
 def top_log_probs(model: Transformer, hidden_BTD: Tensor, targets: Tensor, k: int) -> Tensor:
-    """Returns the log-probability of each target, the ids of the k likeliest words, and their log-probabilities.
+    """Returns the log-probability of each target, the ids of the k likeliest words, and their
+    log-probabilities.
 
-    The result is [B, T, 1 + 2 k], float32 on the CPU, 0 without a target. Arguments are as in `token_losses`.
+    The result is [B, T, 1 + 2 k], float32 on the CPU, 0 without a target. Arguments are as in
+    `token_losses`.
     """
     hidden, targets = hidden_BTD.flatten(0, 1), targets.to(hidden_BTD.device)
     found = torch.zeros(len(hidden), 1 + 2 * k)
@@ -242,9 +292,14 @@ def top_log_probs(model: Transformer, hidden_BTD: Tensor, targets: Tensor, k: in
 
 
 def write(
-    model: Transformer, ids: Sequence[int], max_new_tokens: int, stop_ids: frozenset[int] = frozenset(), **options
+    model: Transformer,
+    ids: Sequence[int],
+    max_new_tokens: int,
+    stop_ids: frozenset[int] = frozenset(),
+    **options,
 ) -> Iterator[int]:
-    """Yields the tokens after `ids`, up to the first of `stop_ids`, which is left out; options as in `next_tokens`."""
+    """Yields the tokens after `ids`, up to the first of `stop_ids`, which is left out; options as
+    in `next_tokens`."""
     prompt = torch.as_tensor([int(i) for i in ids]).to(model.embed_tokens.weight.device)[None]
     for next_ids in model.next_tokens(prompt, max_new_tokens, **options):
         token = int(next_ids)

@@ -1,4 +1,5 @@
-"""Words that flags choose from. No import stands here: --help is to be quick, and torch takes seconds."""
+"""Words that flags choose from. No import stands here: --help is to be quick, and torch takes
+seconds."""
 
 MODEL_SIZES = (  # names of model.MODEL_SIZES
     "tiny", "0.6B", "1.7B", "4B", "8B", "14B", "32B", "qwen3-30B-A3B",
@@ -8,11 +9,31 @@ ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag ca
 IMPLEMENTATIONS = ("auto", "triton", "torch")  # kernels.common.IMPLEMENTATIONS
 OPTIMIZER_STATES = ("auto", "float32", "compact")  # training.optim.formats; auto: a plan chooses
 LINEARS = ("bf16", "fp8", "fp8-all", "int8")  # names of kernels.mixed.linear_maps
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # projections of a block
-DELTA_NET_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # projections of a block with a gated delta net
-EXPERTS_TARGETS = ("gate", "experts")  # of a mixture: the router, all experts' matrices; all-linear leaves them out
-TARGETS = (*LORA_TARGETS, *DELTA_NET_TARGETS, *EXPERTS_TARGETS)  # all that may have adapters, in the order of a list
-# Narrow projections of a delta net and of a shared expert. peft's adapters of them are read and merged, not trained.
+LORA_TARGETS = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)  # projections of a block
+DELTA_NET_TARGETS = (
+    "in_proj_qkv",
+    "in_proj_z",
+    "out_proj",
+)  # projections of a block with a gated delta net
+EXPERTS_TARGETS = (
+    "gate",
+    "experts",
+)  # of a mixture: the router, all experts' matrices; all-linear leaves them out
+TARGETS = (
+    *LORA_TARGETS,
+    *DELTA_NET_TARGETS,
+    *EXPERTS_TARGETS,
+)  # all that may have adapters, in the order of a list
+# Narrow projections of a delta net and of a shared expert. peft's adapters of them are read and
+# merged, not trained.
 READ_TARGETS = ("in_proj_b", "in_proj_a", "shared_expert_gate")
 LORA_BITS = (16, 8, 4)  # per element of a frozen matrix
 LOSSES = ("auto", "chunked", "standard")

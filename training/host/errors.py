@@ -16,17 +16,24 @@ SHOWN_OF_A_PATH = 200  # characters
 
 
 class UserError(ValueError):
-    """Bad input: a flag, a file, a machine that is too small. It is shown as one line, and the exit status is 1.
+    """Bad input: a flag, a file, a machine that is too small. It is shown as one line, and the exit
+    status is 1.
 
-    The message names the value, the limit and what to do. Any other exception is a defect and keeps its traceback.
+    The message names the value, the limit and what to do. Any other exception is a defect and keeps
+    its traceback.
     """
 
 
 def as_json(value: object, most: int = 40) -> str:
-    """Returns the beginning of a value as JSON has it, for an error: "1.0" with its quotes is a text, 1.0 a number."""
+    """Returns the beginning of a value as JSON has it, for an error: "1.0" with its quotes is a
+    text, 1.0 a number."""
     try:
         return json.dumps(value, ensure_ascii=False)[:most]
-    except (TypeError, ValueError, RecursionError):  # a table's date, or a list that is nested too deeply
+    except (
+        TypeError,
+        ValueError,
+        RecursionError,
+    ):  # a table's date, or a list that is nested too deeply
         return f"a {type(value).__name__}"
 
 
@@ -40,7 +47,8 @@ def printable(text: str | Path) -> str:
 
 
 def program(name: str = "python") -> str:
-    """Returns a program of this environment as the pages call it: .venv/bin/python, and .venv/bin/hf."""
+    """Returns a program of this environment as the pages call it: .venv/bin/python, and
+    .venv/bin/hf."""
     path = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
     with suppress(ValueError, OSError):  # it is elsewhere, or the working directory is deleted
         path = path.relative_to(Path.cwd())
@@ -52,26 +60,32 @@ def pip_install(packages: str) -> str:
 
 
 def hub_download(arguments: str) -> str:
-    """Returns the command that downloads from the Hugging Face Hub, after the command that installs it if need be."""
+    """Returns the command that downloads from the Hugging Face Hub, after the command that installs
+    it if need be."""
     command = f"{program('hf')} download {arguments}"
     is_there = Path(sys.executable).with_name("hf").exists()
     return command if is_there else f"{pip_install('huggingface_hub')} && {command}"
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found; a folder of that name, such as wandb's logs, is no package."""
+    """Whether a package can be found; a folder of that name, such as wandb's logs, is no
+    package."""
     try:
         spec = find_spec(package)
-    except Exception as error:  # the package that would hold it is missing, or fails: then its import says why
+    except (
+        Exception
+    ) as error:  # the package that would hold it is missing, or fails: then its import says why
         return not (isinstance(error, ModuleNotFoundError) and package.startswith(f"{error.name}."))
     return spec is not None and spec.origin is not None
 
 
-def import_optional(module: str, user: str, package: str | None = None, distribution: str | None = None) -> ModuleType:
+def import_optional(
+    module: str, user: str, package: str | None = None, distribution: str | None = None
+) -> ModuleType:
     """Imports a module of an optional package that `user`, such as a flag, needs.
 
-    `package` is its name, if the module's first name is another, and `distribution` the name that pip has for it.
-    Raises UserError if it is missing, or there and fails.
+    `package` is its name, if the module's first name is another, and `distribution` the name that
+    pip has for it. Raises UserError if it is missing, or there and fails.
     """
     package = package or module.partition(".")[0]
     distribution = distribution or package
@@ -79,10 +93,14 @@ def import_optional(module: str, user: str, package: str | None = None, distribu
         raise UserError(f"{user} needs the package {distribution}: {pip_install(distribution)}")
     try:
         return importlib.import_module(module)
-    except Exception as error:  # a file or a library that it needs is missing, or of another version
+    except (
+        Exception
+    ) as error:  # a file or a library that it needs is missing, or of another version
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         cure = f"install it anew: {pip_install(f'--force-reinstall {distribution}')}"
-        raise UserError(f"{user} needs the package {package}, which fails here ({why}); {cure}") from None
+        raise UserError(
+            f"{user} needs the package {package}, which fails here ({why}); {cure}"
+        ) from None
 
 
 def import_with_variables(package: str, prefix: str) -> None:
@@ -96,33 +114,45 @@ def import_with_variables(package: str, prefix: str) -> None:
         if error.name != package:
             raise
         make = "give .venv/bin/python, which `make environment` makes, or install requirements.txt"
-        raise UserError(f"the Python at {sys.executable} has no package {package}; {make}") from None
+        raise UserError(
+            f"the Python at {sys.executable} has no package {package}; {make}"
+        ) from None
     except ValueError as error:
-        given = ", ".join(f"{name}={value[:40]}" for name, value in os.environ.items() if name.startswith(prefix))
+        given = ", ".join(
+            f"{name}={value[:40]}" for name, value in os.environ.items() if name.startswith(prefix)
+        )
         if not given:
             raise
         why = " ".join(str(error).split())[:100]
-        raise UserError(f"{package} refuses {given} of the environment ({why}); unset it, or mend it") from None
+        raise UserError(
+            f"{package} refuses {given} of the environment ({why}); unset it, or mend it"
+        ) from None
 
 
 def whole_number(variable: str, default: int) -> int:
-    """Returns the number in an environment variable, `default` if it is not set. Raises UserError for other values."""
+    """Returns the number in an environment variable, `default` if it is not set. Raises UserError
+    for other values."""
     value = os.environ.get(variable, str(default))
     if not re.fullmatch(r"[0-9]{1,9}", value, re.ASCII):
-        raise UserError(f"{variable} is {value[:40]!r} in the environment, not a whole number; unset it, or mend it")
+        raise UserError(
+            f"{variable} is {value[:40]!r} in the environment, not a whole number; unset it, or "
+            "mend it"
+        )
     return int(value)
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
     """Whether the error is that Python, NumPy or PyTorch's CPU allocator got no memory."""
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+        isinstance(error, RuntimeError)
+        and "DefaultCPUAllocator: can't allocate memory" in str(error)
     )
 
 
 @contextmanager
 def refused_as_user_error(prefix: str = "") -> Iterator[None]:
-    """Turn a ValueError into a UserError with `prefix` and the same words, for code that checks the user's values.
+    """Turn a ValueError into a UserError with `prefix` and the same words, for code that checks the
+    user's values.
 
     A RecursionError, which JSON nested too deeply ends in, becomes one as well.
     """

@@ -1,4 +1,5 @@
-"""Small files, read and written with errors of one line; files and folders that are complete or absent."""
+"""Small files, read and written with errors of one line; files and folders that are complete or
+absent."""
 
 import contextlib
 import errno
@@ -22,13 +23,16 @@ from training.host.signals import interrupted_by_signals
 
 logger = logging.getLogger(__name__)
 LOCK = ".lock"  # file in a folder that belongs to one run
-MARK = " fills this folder, which gets its name when it is whole"  # in the lock of a folder of `making`
+# in the lock of a folder of `making`
+MARK = " fills this folder, which gets its name when it is whole"
 LOCK_CONTENT = re.compile(rb"([0-9]{1,10})(%s)?\n" % MARK.encode())
 LOCK_BYTES = 128  # read of a lock
 MOST_NAMES = 100  # tried by `making` for its folder, while other things have them
 LONGEST_NAME = 255  # bytes; Linux's own limit
 DEEPEST = 100  # nesting of values in a JSON file
-JSON_BYTES = 2**28  # a longer JSON file is refused: parsed, it would take ten times its size in memory
+JSON_BYTES = (
+    2**28
+)  # a longer JSON file is refused: parsed, it would take ten times its size in memory
 
 
 def check_working_directory() -> None:
@@ -36,14 +40,19 @@ def check_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise UserError(f"the working directory is gone ({error.strerror}); change to another, by cd") from None
+        raise UserError(
+            f"the working directory is gone ({error.strerror}); change to another, by cd"
+        ) from None
 
 
 def check_can_write(file: Path, flag: str) -> None:
-    """Refuse, with the name of `flag`, a file that a command could not write at its end. Leaves one there as it is."""
+    """Refuse, with the name of `flag`, a file that a command could not write at its end. Leaves one
+    there as it is."""
     exists = os.path.lexists(file)
     try:
-        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))  # a pipe would be waited for
+        os.close(
+            os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666)
+        )  # a pipe would be waited for
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         shown = repr(str(file)[:SHOWN_OF_A_PATH])
@@ -53,7 +62,8 @@ def check_can_write(file: Path, flag: str) -> None:
 
 
 def check_can_write_into(folder: Path, name: str, flag: str) -> None:
-    """Makes a folder for a file that a command writes at its end, or refuses it with the name of `flag`."""
+    """Makes a folder for a file that a command writes at its end, or refuses it with the name of
+    `flag`."""
     try:
         make_folder(folder)
     except (OSError, ValueError) as error:
@@ -68,7 +78,8 @@ def hub_name(folder: str | Path) -> str | None:
 
 
 def without_folders(value: object) -> object:
-    """Returns a setting for others to read: names in the place of paths, which may hold a user's name.
+    """Returns a setting for others to read: names in the place of paths, which may hold a user's
+    name.
 
     Weights in the Hub's cache have their name there. A list is changed item by item.
     """
@@ -80,15 +91,19 @@ def without_folders(value: object) -> object:
 
 
 def without_places(content):
-    """Returns a value of JSON without settings that say where something was on a machine, at any depth.
+    """Returns a value of JSON without settings that say where something was on a machine, at any
+    depth.
 
-    Such are "name_or_path": "/home/me/model" and "vocab_file": "runs/of/me/vocab.json". Names on the Hub stay.
+    Such are "name_or_path": "/home/me/model" and "vocab_file": "runs/of/me/vocab.json". Names on
+    the Hub stay.
     """
     if isinstance(content, list):
         return [without_places(value) for value in content]
     if not isinstance(content, dict):
         return content
-    return {name: without_places(value) for name, value in content.items() if not _is_place(name, value)}
+    return {
+        name: without_places(value) for name, value in content.items() if not _is_place(name, value)
+    }
 
 
 def _is_place(name: str, value: object) -> bool:
@@ -99,7 +114,8 @@ def _is_place(name: str, value: object) -> bool:
 
 
 def did_you_mean(path: Path) -> str:
-    """Returns a hint, for the end of an error, at a path that differs from a wrong path by the case of its name."""
+    """Returns a hint, for the end of an error, at a path that differs from a wrong path by the case
+    of its name."""
     with contextlib.suppress(OSError):
         for other in path.parent.iterdir():
             if other.name.lower() == path.name.lower() and other.name != path.name:
@@ -108,7 +124,8 @@ def did_you_mean(path: Path) -> str:
 
 
 def check_paths(settings: Mapping[str, typing.Any]) -> None:
-    """Refuse data and weights that lead nowhere, by the names of flags, before anything takes time."""
+    """Refuse data and weights that lead nowhere, by the names of flags, before anything takes
+    time."""
     for name in ("init_from", "checkpoint"):
         if settings.get(name):
             check_weights_exist(Path(settings[name]))
@@ -118,7 +135,8 @@ def check_paths(settings: Mapping[str, typing.Any]) -> None:
 
 
 def check_data_exists(path: Path, name: str = "data") -> None:
-    """Refuse a path of the flag `name` that leads nowhere; a name of the Hub is told how to download it."""
+    """Refuse a path of the flag `name` that leads nowhere; a name of the Hub is told how to
+    download it."""
     if path.exists():
         return
     parts = str(path).split(",")
@@ -132,7 +150,8 @@ def check_data_exists(path: Path, name: str = "data") -> None:
 
 
 def check_weights_exist(folder: Path) -> None:
-    """Refuse a folder of weights that does not exist; a name of the Hub is told how to download it."""
+    """Refuse a folder of weights that does not exist; a name of the Hub is told how to download
+    it."""
     if not folder.exists():
         raise UserError(f"{folder} does not exist; {which_weights(folder)}")
 
@@ -153,14 +172,16 @@ def _is_name_of_the_hub(path: Path) -> bool:
 def read_file(file: Path, what_to_do: str, most: float = math.inf) -> bytes:
     """Returns the content of a file.
 
-    Raises UserError, with `what_to_do` at the end, for a file that cannot be read, has more than `most` bytes or is not
-    regular: a pipe would be waited for.
+    Raises UserError, with `what_to_do` at the end, for a file that cannot be read, has more than
+    `most` bytes or is not regular: a pipe would be waited for.
     """
     try:
         if file.exists() and not file.is_file():
             raise UserError(f"cannot read {file}: it is no regular file; {what_to_do}")
         if (size := file.stat().st_size) > most:
-            raise UserError(f"cannot read {file}: it has {size} bytes, at most {most} are read; {what_to_do}")
+            raise UserError(
+                f"cannot read {file}: it has {size} bytes, at most {most} are read; {what_to_do}"
+            )
         return file.read_bytes()
     except OSError as error:
         why = f"{error.strerror}; {what_to_do}{did_you_mean(file)}"
@@ -168,7 +189,8 @@ def read_file(file: Path, what_to_do: str, most: float = math.inf) -> bytes:
 
 
 def read_json(file: Path) -> dict:
-    """Returns the object in a JSON file. Raises UserError if the file is missing, damaged or holds no object."""
+    """Returns the object in a JSON file. Raises UserError if the file is missing, damaged or holds
+    no object."""
     try:
         content = json.loads(read_file(file, "give another folder", JSON_BYTES))
     except (ValueError, RecursionError) as error:
@@ -181,10 +203,13 @@ def read_json(file: Path) -> dict:
 
 
 def is_deep(content: dict) -> bool:
-    """Whether values of JSON are nested more than DEEPEST deep: functions that follow them would not come to an end."""
+    """Whether values of JSON are nested more than DEEPEST deep: functions that follow them would
+    not come to an end."""
     level: list[dict | list] = [content]
     for _ in range(DEEPEST):
-        values = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
+        values = (
+            value for each in level for value in (each.values() if isinstance(each, dict) else each)
+        )
         level = [value for value in values if isinstance(value, dict | list)]
     return bool(level)
 
@@ -202,7 +227,8 @@ def naming(file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown_as(final: Path, temporary: Path) -> Iterator[None]:
-    """Names `final` in OSErrors about `temporary`, or about a file in it: nobody has heard of the temporary name."""
+    """Names `final` in OSErrors about `temporary`, or about a file in it: nobody has heard of the
+    temporary name."""
     try:
         yield
     except OSError as error:
@@ -214,7 +240,8 @@ def shown_as(final: Path, temporary: Path) -> Iterator[None]:
 
 
 def space_on(path: Path) -> str:
-    """Returns words about the disk of a path, there or not: "the disk at /data has 0.01 of 500.00 GB free"."""
+    """Returns words about the disk of a path, there or not: "the disk at /data has 0.01 of 500.00
+    GB free"."""
     place = path.absolute()
     with contextlib.suppress(OSError):
         while not place.exists():
@@ -227,16 +254,20 @@ def space_on(path: Path) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and its parents where they are missing, on the disk as well: a loss of power leaves them."""
+    """Makes a folder and its parents where they are missing, on the disk as well: a loss of power
+    leaves them."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
-        with contextlib.suppress(OSError):  # a parent that may be written but not read cannot be flushed
+        with contextlib.suppress(
+            OSError
+        ):  # a parent that may be written but not read cannot be flushed
             flush(path.parent)
 
 
 def write_file(file: Path, content: bytes, size: int | None = None) -> list[int]:
-    """Write and flush a file, made longer if `size` is given. Returns [bytes of the file, CRC-32 of the content]."""
+    """Write and flush a file, made longer if `size` is given. Returns [bytes of the file, CRC-32 of
+    the content]."""
     size = len(content) if size is None else size
     with naming(file), file.open("wb") as opened:
         opened.write(content)
@@ -248,11 +279,17 @@ def write_file(file: Path, content: bytes, size: int | None = None) -> list[int]
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Gives a path to write to, which is flushed and becomes `file` at the end: a kill leaves the earlier file whole.
+    """Gives a path to write to, which is flushed and becomes `file` at the end: a kill leaves the
+    earlier file whole.
 
-    Each call has a path of its own. Links, devices, pipes and files of read-only folders are written to in place.
+    Each call has a path of its own. Links, devices, pipes and files of read-only folders are
+    written to in place.
     """
-    if file.is_symlink() or (file.exists() and not file.is_file()) or not os.access(file.parent, os.W_OK):
+    if (
+        file.is_symlink()
+        or (file.exists() and not file.is_file())
+        or not os.access(file.parent, os.W_OK)
+    ):
         yield file
         return
     temporary = file.with_name(f".{file.name[:40]}.{uuid.uuid4().hex}.tmp")
@@ -275,21 +312,29 @@ def replace_file(file: Path, content: str) -> None:
 
 @contextlib.contextmanager
 def making(folder: Path) -> Iterator[Path]:
-    """Gives a folder to fill, which is flushed and becomes `folder` at the end. A kill leaves nothing of that name.
+    """Gives a folder to fill, which is flushed and becomes `folder` at the end. A kill leaves
+    nothing of that name.
 
-    What a killed process left is deleted by the next that makes the same folder, and so is it after a signal.
-    Raises UserError if `folder` has something in it, cannot be replaced, or another process is making it.
+    What a killed process left is deleted by the next that makes the same folder, and so is it after
+    a signal. Raises UserError if `folder` has something in it, cannot be replaced, or another
+    process is making it.
     """
     try:
         folder = folder.resolve()
     except (OSError, RuntimeError) as error:  # links that lead to themselves
         raise UserError(f"{folder} cannot be made: {error}; give another folder") from None
     if folder.is_mount() or folder == Path.cwd():
-        raise UserError(f"{folder} is a mount point or the working directory; give a new folder inside")
+        raise UserError(
+            f"{folder} is a mount point or the working directory; give a new folder inside"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} is already there; give a folder that is not, or an empty one")
     temporary = _name_to_fill(folder)
-    with interrupted_by_signals(), shown_as(folder, temporary), only_run_in(temporary, folder, MARK):
+    with (
+        interrupted_by_signals(),
+        shown_as(folder, temporary),
+        only_run_in(temporary, folder, MARK),
+    ):
         try:
             for name in {*os.listdir(temporary)} - {LOCK}:
                 delete(temporary / name)
@@ -300,15 +345,20 @@ def making(folder: Path) -> Iterator[Path]:
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, OSError) and error.filename2 is not None:
-                raise UserError(f"{folder} cannot be made: {error.strerror}; give another folder") from None
+                raise UserError(
+                    f"{folder} cannot be made: {error.strerror}; give another folder"
+                ) from None
             raise
-        (folder / LOCK).unlink()  # not earlier: another process would begin to fill a folder without a lock
+        (
+            folder / LOCK
+        ).unlink()  # not earlier: another process would begin to fill a folder without a lock
         flush(folder)
         flush(folder.parent)
 
 
 def _name_to_fill(folder: Path) -> Path:
-    """Returns the folder for `making` to fill: the first name that is free, or a folder of an earlier `making`.
+    """Returns the folder for `making` to fill: the first name that is free, or a folder of an
+    earlier `making`.
 
     Two processes that make the same folder get the same name, and so meet at its lock.
     """
@@ -316,12 +366,15 @@ def _name_to_fill(folder: Path) -> Path:
     names = (folder.with_name(f"{start}.{number}.tmp") for number in range(MOST_NAMES))
     free = next((name for name in names if not os.path.lexists(name) or _is_of_making(name)), None)
     if free is None:
-        raise UserError(f"{folder.parent} has {MOST_NAMES} files whose names begin with {start}; delete them")
+        raise UserError(
+            f"{folder.parent} has {MOST_NAMES} files whose names begin with {start}; delete them"
+        )
     return free
 
 
 def _is_of_making(temporary: Path) -> bool:
-    """Whether `making` has made a folder: its lock says so. A kill or a loss of power may leave an empty lock alone."""
+    """Whether `making` has made a folder: its lock says so. A kill or a loss of power may leave an
+    empty lock alone."""
     try:
         status, names = os.lstat(temporary), os.listdir(temporary)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
@@ -336,7 +389,9 @@ def _is_of_making(temporary: Path) -> bool:
     except OSError:
         return False
     match = LOCK_CONTENT.fullmatch(content)
-    return (names == [LOCK] and not content.strip(b"\0")) or (match is not None and match[2] is not None)
+    return (names == [LOCK] and not content.strip(b"\0")) or (
+        match is not None and match[2] is not None
+    )
 
 
 def delete(path: Path) -> None:
@@ -358,22 +413,29 @@ def flush(path: Path) -> None:
 def inside(folder: Path, name: object, named_by: Path) -> Path:
     """Returns the path of a file or folder in `folder` whose name stands in the file `named_by`.
 
-    Raises UserError for other names: of places outside the folder, of the folder itself, or of no file at all.
+    Raises UserError for other names: of places outside the folder, of the folder itself, or of no
+    file at all.
     """
     with contextlib.suppress(TypeError, ValueError):
-        is_plain = name == os.path.basename(name) and name not in ("", ".", "..") and "\0" not in name  # type: ignore
+        has_no_folder = name == os.path.basename(name)  # type: ignore
+        is_plain = has_no_folder and name not in ("", ".", "..") and "\0" not in name  # type: ignore
         if is_plain and len(os.fsencode(name)) <= LONGEST_NAME:  # type: ignore
             return folder / name  # type: ignore
-    raise UserError(f"{named_by} names {name!r:.80}, which is no file of its folder; give another folder")
+    raise UserError(
+        f"{named_by} names {name!r:.80}, which is no file of its folder; give another folder"
+    )
 
 
 def size_on_disk(folders: list[Path]) -> int:
-    return sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
+    return sum(
+        file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file()
+    )
 
 
 @contextlib.contextmanager
 def only_run_in(folder: Path, shown: Path | None = None, mark: str = "") -> Iterator[None]:
-    """Make the folder, and lock it while this context lasts. The end of the process ends the lock as well.
+    """Make the folder, and lock it while this context lasts. The end of the process ends the lock
+    as well.
 
     Raises UserError if another process has the lock, or the folder cannot be written to.
 
@@ -393,17 +455,27 @@ def only_run_in(folder: Path, shown: Path | None = None, mark: str = "") -> Iter
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samefile(file.fileno(), folder / LOCK):  # deleted meanwhile, and made anew
+            if not os.path.samefile(
+                file.fileno(), folder / LOCK
+            ):  # deleted meanwhile, and made anew
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
             match = LOCK_CONTENT.match(file.read(LOCK_BYTES))
             other = f"another run, process {match[1].decode()}," if match else "another run"
-            raise UserError(f"{other} writes into {shown}: wait for its end, or choose another folder") from None
+            raise UserError(
+                f"{other} writes into {shown}: wait for its end, or choose another folder"
+            ) from None
         except OSError as error:
-            logger.warning("%s has no locks (%s): take care that no other run writes there", shown, error)
+            logger.warning(
+                "%s has no locks (%s): take care that no other run writes there", shown, error
+            )
         content = file.read(LOCK_BYTES)
-        if not content.strip(b"\0") or LOCK_CONTENT.fullmatch(content):  # another program's content stays
-            with contextlib.suppress(OSError):  # a full disk takes no process number; the lock holds all the same
+        if not content.strip(b"\0") or LOCK_CONTENT.fullmatch(
+            content
+        ):  # another program's content stays
+            with contextlib.suppress(
+                OSError
+            ):  # a full disk takes no process number; the lock holds all the same
                 file.truncate(0)
                 os.pwrite(file.fileno(), f"{os.getpid()}{mark}\n".encode(), 0)
                 os.fsync(file.fileno())
@@ -413,7 +485,8 @@ def only_run_in(folder: Path, shown: Path | None = None, mark: str = "") -> Iter
 
 @contextlib.contextmanager
 def only_writer_of(folder: Path) -> Iterator[None]:
-    """Locks a folder that is there while this context lasts, without a file in it. `only_run_in` has another lock.
+    """Locks a folder that is there while this context lasts, without a file in it. `only_run_in`
+    has another lock.
 
     Raises UserError if another process has the lock.
     """
@@ -425,7 +498,9 @@ def only_writer_of(folder: Path) -> Iterator[None]:
             other = f"another process of this command writes into {folder}"
             raise UserError(f"{other}: wait for its end, or choose another folder") from None
         except OSError as error:
-            logger.warning("%s has no locks (%s): take care that nothing else writes there", folder, error)
+            logger.warning(
+                "%s has no locks (%s): take care that nothing else writes there", folder, error
+            )
         yield
     finally:
         os.close(descriptor)
@@ -433,7 +508,9 @@ def only_writer_of(folder: Path) -> Iterator[None]:
 
 def _open_lock(path: Path) -> io.FileIO:
     """Opens a lock, which no link leads to. Raises OSError for other things than regular files."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(
+        path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+    )
     file = open(descriptor, "r+b", buffering=0)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()

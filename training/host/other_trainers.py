@@ -1,7 +1,7 @@
 """Knows the settings of other trainers by name: the flag here that is meant, or why there is none.
 
-training/other_trainers.toml has the names. A name may have tables before it, as actor_rollout_ref.actor.optim.lr of
-verl has.
+training/other_trainers.toml has the names. A name may have tables before it, as
+actor_rollout_ref.actor.optim.lr of verl has.
 """
 
 import difflib
@@ -20,16 +20,19 @@ ABSENT: dict[str, str] = {row["names"]: row["why"] for row in NAMES["absent"]}
 
 
 class Meaning(NamedTuple):
-    """What a name stands for: a flag, or a reason why there is none. Both are None for a name that nobody knows."""
+    """What a name stands for: a flag, or a reason why there is none. Both are None for a name that
+    nobody knows."""
 
     flag: str | None = None
     why: str | None = None
 
 
 def meaning(name: str, flags: Collection[str], absent: Mapping[str, str] = ABSENT) -> Meaning:
-    """Returns what a name of another trainer, or a slip of a flag's name, stands for among a command's flags.
+    """Returns what a name of another trainer, or a slip of a flag's name, stands for among a
+    command's flags.
 
-    Names that end alike are tried from the longest: of actor.optim.lr first the whole, then optim.lr, then lr.
+    Names that end alike are tried from the longest: of actor.optim.lr first the whole, then
+    optim.lr, then lr.
 
     Args:
         absent: names, separated by spaces, that have nothing in their place, and why.

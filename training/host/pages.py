@@ -1,4 +1,5 @@
-"""Pages of HTML that stand alone: no script, nothing from a network, and text from outside is shown, never obeyed."""
+"""Pages of HTML that stand alone: no script, nothing from a network, and text from outside is
+shown, never obeyed."""
 
 import html
 
@@ -17,12 +18,14 @@ pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wr
   background: var(--box); border: 1px solid var(--line); border-radius: 4px; padding: .6rem .8rem; margin: 0; }
 .faint { color: var(--faint); } .warning { color: var(--warning); }
 """
-# Control characters are shown as their pictures: the escape character as U+241B. Tabs and line feeds stay.
+# Control characters are shown as their pictures: the escape character as U+241B. Tabs and line
+# feeds stay.
 _PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {0x7F: 0x2421}
 
 
 def escaped(text: object) -> str:
-    """Returns a text as HTML that shows it: "<b>" is "&lt;b&gt;"; bytes that are no text are "\\udcff"."""
+    """Returns a text as HTML that shows it: "<b>" is "&lt;b&gt;"; bytes that are no text are
+    "\\udcff"."""
     readable = str(text).encode(errors="backslashreplace").decode()
     return html.escape(readable.translate(_PICTURES))
 

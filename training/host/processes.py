@@ -1,4 +1,5 @@
-"""Ends of a process: errors of one line, outputs without a reader, hangs with the stacks of all threads."""
+"""Ends of a process: errors of one line, outputs without a reader, hangs with the stacks of all
+threads."""
 
 import errno
 import functools
@@ -27,7 +28,8 @@ DISK_ERRORS = errno.ENOSPC, errno.EDQUOT, errno.EIO
 
 
 def line_of(error: BaseException) -> str | None:
-    """Returns the line to show for an error that the user can mend, below its notes; None: a defect has a traceback.
+    """Returns the line to show for an error that the user can mend, below its notes; None: a defect
+    has a traceback.
 
     Users can mend bad input, files that the system refuses, and memory that ran out.
     """
@@ -40,19 +42,36 @@ def line_of(error: BaseException) -> str | None:
         return f"error: {' '.join(str(error).splitlines())}"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"error: {error.strerror}: this process may have {most} at once; raise that limit, as by ulimit -n 1024"
+        return (
+            f"error: {error.strerror}: this process may have {most} at once; raise that limit, as "
+            "by ulimit -n 1024"
+        )
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         limits = "the limit of processes (ulimit -u, a container's pids) or of memory (ulimit -v)"
-        return f"error: the system starts no more threads; raise {limits}, or end what else runs here"
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS and isinstance(error.filename, str):
+        return (
+            f"error: the system starts no more threads; raise {limits}, or end what else runs here"
+        )
+    if (
+        isinstance(error, OSError)
+        and error.errno in DISK_ERRORS
+        and isinstance(error.filename, str)
+    ):
         cure = f"{space_on(Path(error.filename))}; free some there, or write to another"
         return f"error: {error.strerror}: {error.filename[:SHOWN_OF_A_PATH]}; {cure}"
     if isinstance(error, OSError) and error.filename is not None:
         return f"error: {error.strerror}: {str(error.filename)[:SHOWN_OF_A_PATH]}"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        return f"error: {error.strerror}: a file is cut short; raise the limit of its size, as by ulimit -f unlimited"
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:  # an open file's reads and writes do not name it
-        return f"error: {error.strerror}: a file is cut short; free some space on the disk, or use another"
+        return (
+            f"error: {error.strerror}: a file is cut short; raise the limit of its size, as by "
+            "ulimit -f unlimited"
+        )
+    if (
+        isinstance(error, OSError) and error.errno in DISK_ERRORS
+    ):  # an open file's reads and writes do not name it
+        return (
+            f"error: {error.strerror}: a file is cut short; free some space on the disk, or use "
+            "another"
+        )
     if isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
         return "\n".join([*getattr(error, "__notes__", ()), f"error: {str(error).splitlines()[0]}"])
     return None
@@ -61,9 +80,9 @@ def line_of(error: BaseException) -> str | None:
 def show_error(error: BaseException, is_main: bool) -> None:
     """Print the error that ends this process, and have torchrun repeat it in its summary.
 
-    Errors of other ranks than the main rank wait for twice GRACE_SECONDS, and are shown only if nothing ends the rank
-    meanwhile: often every rank fails alike, and one message is enough. So do errors in a collective: often a peer died,
-    and the peer's own error is the one to read.
+    Errors of other ranks than the main rank wait for twice GRACE_SECONDS, and are shown only if
+    nothing ends the rank meanwhile: often every rank fails alike, and one message is enough. So do
+    errors in a collective: often a peer died, and the peer's own error is the one to read.
     """
     shown = line_of(error) or "".join(traceback.format_exception(error)).rstrip()
     frames = traceback.extract_tb(error.__traceback__)
@@ -74,11 +93,14 @@ def show_error(error: BaseException, is_main: bool) -> None:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"py_callstack": shown, "timestamp": int(time.time())}
         with suppress(OSError, ValueError):  # somebody may have changed the variable
-            Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": told}}))
+            Path(file).write_text(
+                json.dumps({"message": {"message": str(error), "extraInfo": told}})
+            )
 
 
 def open_standard_files() -> None:
-    """Open /dev/null in place of closed standard files: another file would get their number, and then their text."""
+    """Open /dev/null in place of closed standard files: another file would get their number, and
+    then their text."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -89,16 +111,19 @@ def open_standard_files() -> None:
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
-    """Decorator of a script's main(argv), which then returns the exit status: main's own, 0 for None.
+    """Decorator of a script's main(argv), which then returns the exit status: main's own, 0 for
+    None.
 
-    An error that can be mended is printed as a line, and the status is 1; after Ctrl-C it is 130. Of another signal
-    the process dies, once everything is cleaned up.
+    An error that can be mended is printed as a line, and the status is 1; after Ctrl-C it is 130.
+    Of another signal the process dies, once everything is cleaned up.
     """
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
         open_standard_files()
-        if isinstance(sys.stdout, io.TextIOWrapper):  # shows names that are not UTF-8, and any text on any terminal
+        if isinstance(
+            sys.stdout, io.TextIOWrapper
+        ):  # shows names that are not UTF-8, and any text on any terminal
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             check_working_directory()
@@ -109,7 +134,9 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
             show_error(error, is_main=os.environ.get("RANK", "0") == "0")
             return 1
         except Signalled as interrupt:
-            if main.__module__ == "__main__":  # as a shell expects of its programs; a library call returns
+            if (
+                main.__module__ == "__main__"
+            ):  # as a shell expects of its programs; a library call returns
                 with suppress(OSError, ValueError):
                     sys.stdout.flush()
                 os.kill(os.getpid(), interrupt.number)
@@ -121,7 +148,8 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
 
 
 class _Lasting:
-    """A text stream that drops whatever it cannot write. None: a stream that was closed when Python started."""
+    """A text stream that drops whatever it cannot write. None: a stream that was closed when Python
+    started."""
 
     def __init__(self, stream: typing.TextIO | None):
         self._stream = stream or open(os.devnull, "w")  # noqa: SIM115
@@ -143,7 +171,8 @@ class _Lasting:
 
 @contextmanager
 def outliving_its_output() -> Iterator[None]:
-    """Let prints fail in silence: a closed terminal, a pipe without a reader, or a full disk under a log."""
+    """Let prints fail in silence: a closed terminal, a pipe without a reader, or a full disk under
+    a log."""
     with redirect_stdout(_Lasting(sys.stdout)), redirect_stderr(_Lasting(sys.stderr)):  # type: ignore[type-var]
         yield
 
@@ -151,9 +180,10 @@ def outliving_its_output() -> Iterator[None]:
 class Watchdog:
     """Prints the stack of each thread of this process once if `expect` is not called again in time.
 
-    Python's faulthandler.dump_traceback_later walks frames while they run: in a step that was slow, not stuck, this
-    ended the process with a segmentation fault (Python 3.12, in a Triton launch). The thread here walks them under the
-    interpreter's lock, and every library call that waits gives the lock back.
+    Python's faulthandler.dump_traceback_later walks frames while they run: in a step that was slow,
+    not stuck, this ended the process with a segmentation fault (Python 3.12, in a Triton launch).
+    The thread here walks them under the interpreter's lock, and every library call that waits gives
+    the lock back.
     """
 
     def __init__(self) -> None:
@@ -172,6 +202,12 @@ class Watchdog:
     def _bark(self, seconds: float) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames().items()
-        stacks = (f"thread {names.get(each, each)}:\n" + "".join(traceback.format_stack(at)) for each, at in frames)
-        said = f"nothing has ended for {seconds:.0f} s; what the threads of this process do:\n{''.join(stacks)}"
+        stacks = (
+            f"thread {names.get(each, each)}:\n" + "".join(traceback.format_stack(at))
+            for each, at in frames
+        )
+        said = (
+            f"nothing has ended for {seconds:.0f} s; what the threads of this process "
+            f"do:\n{''.join(stacks)}"
+        )
         print(said, file=sys.__stderr__, flush=True)

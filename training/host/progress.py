@@ -1,4 +1,5 @@
-"""Progress of a long command: a bar in a terminal, and a line now and then where the output goes to a file."""
+"""Progress of a long command: a bar in a terminal, and a line now and then where the output goes to
+a file."""
 
 import math
 import sys
@@ -7,11 +8,15 @@ import time
 from tqdm import tqdm
 
 SECONDS_BETWEEN_LINES = 30.0
-LINE = "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt} {unit}, {elapsed} so far, {remaining} left{postfix}"
+LINE = (
+    "{desc}: {percentage:.0f}%, {n_fmt}/{total_fmt} {unit}, {elapsed} so far, {remaining} "
+    "left{postfix}"
+)
 
 
 class Progress(tqdm):
-    """Takes tqdm's arguments. A file has a line at the start, and one every SECONDS_BETWEEN_LINES."""
+    """Takes tqdm's arguments. A file has a line at the start, and one every
+    SECONDS_BETWEEN_LINES."""
 
     def __init__(self, *arguments, **options):
         self._is_bar, self._shown = sys.stderr.isatty(), -math.inf

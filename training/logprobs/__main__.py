@@ -1,4 +1,5 @@
-"""Stores log-probabilities of a corpus: `python -m training.logprobs MODEL OUT --data pairs.jsonl --objective dpo`."""
+"""Stores log-probabilities of a corpus: `python -m training.logprobs MODEL OUT --data pairs.jsonl
+--objective dpo`."""
 
 import sys
 
@@ -24,7 +25,13 @@ from training.data.packing import BestFitPacking
 from training.data.sources import Reading
 from training.data.tokens import Store, TokenStore, join
 from training.families.rope import extend
-from training.generate.inference import load, mending_out_of_memory, open_folder, top_log_probs, warn_beyond
+from training.generate.inference import (
+    load,
+    mending_out_of_memory,
+    open_folder,
+    top_log_probs,
+    warn_beyond,
+)
 from training.host.errors import UserError
 from training.host.files import making
 from training.host.processes import command
@@ -40,18 +47,25 @@ logger = logging.getLogger(__name__)
 def log_probabilities(
     run: Callable[..., torch.Tensor], documents: Store, context_length: int, device: torch.device
 ) -> np.ndarray:
-    """Returns the log-probability of each token of all documents, in their order; 0 of what is no target.
+    """Returns the log-probability of each token of all documents, in their order; 0 of what is no
+    target.
 
     Documents longer than `context_length` have NaN, with which no step is taken.
 
     Args:
-        run: takes input ids, targets, documents and the number of targets; returns log-probabilities [1, T], or
+        run: takes input ids, targets, documents and the number of targets; returns
+        log-probabilities [1, T], or
             several numbers of each token, [1, T, N].
     """
-    packing, starts = BestFitPacking(documents.lengths, context_length, seed=0), np.cumsum(documents.lengths)
+    packing, starts = (
+        BestFitPacking(documents.lengths, context_length, seed=0),
+        np.cumsum(documents.lengths),
+    )
     values, count = np.zeros(0, np.float32), int(starts[-1])
     starts = starts - documents.lengths
-    for index in Progress(range(packing.sequences_per_epoch), desc="log-probabilities", unit="sequence"):
+    for index in Progress(
+        range(packing.sequences_per_epoch), desc="log-probabilities", unit="sequence"
+    ):
         spans, position = packing.spans(0, index), 0
         batch = make_batch(documents, [spans], context_length)
         if not batch.num_valid_tokens:
@@ -60,7 +74,8 @@ def log_probabilities(
         found = run(*given, batch.documents, batch.num_valid_tokens)[0].float().cpu().numpy()
         if not np.isfinite(found).all():
             raise UserError(
-                "some log-probabilities are no numbers: the weights are damaged, or too large for this dtype"
+                "some log-probabilities are no numbers: the weights are damaged, or too large for "
+                "this dtype"
             )
         if not len(values):
             values = np.zeros((count, *found.shape[1:]), np.float32)
@@ -75,7 +90,8 @@ def log_probabilities(
 
 
 def score(flags: LogProbsFlags, folder: Path, world: World) -> None:
-    """Writes the log-probabilities into `folder`, which gets the name `flags.out` when it is whole."""
+    """Writes the log-probabilities into `folder`, which gets the name `flags.out` when it is
+    whole."""
     opened = open_folder(flags, world)
     if flags.rope_scaling is not None:
         opened = replace(opened, shape=extend(opened.shape, flags.rope_scaling))
@@ -84,24 +100,42 @@ def score(flags: LogProbsFlags, folder: Path, world: World) -> None:
         tokenizer = open_tokenizer(flags.tokenizer or opened.tokenizer.name, flags.chat_template)
     rows = text_reader(flags.objective, tokenizer.eos_id, flags.context_length)
     has_reasoning = flags.chat_reasoning is not None
-    reading = Reading(flags.chat_reasoning, None, flags.columns, flags.bad_rows, rows, has_reasoning)
-    stores = open_stores(flags.data, tokenizer, opened.shape.vocab_size, reading, flags.validation_data)
+    reading = Reading(
+        flags.chat_reasoning, None, flags.columns, flags.bad_rows, rows, has_reasoning
+    )
+    stores = open_stores(
+        flags.data, tokenizer, opened.shape.vocab_size, reading, flags.validation_data
+    )
     in_memory = [each for each in stores if isinstance(each, TokenStore)]
     if len(in_memory) < len(stores):
-        raise UserError("prepared sets have no log-probabilities beside them; give the rows that they were made of")
-    refuse_twice(stores[: len(flags.data)], stores[len(flags.data) :], are_given=True)  # as the run would
+        raise UserError(
+            "prepared sets have no log-probabilities beside them; give the rows that they were "
+            "made of"
+        )
+    refuse_twice(
+        stores[: len(flags.data)], stores[len(flags.data) :], are_given=True
+    )  # as the run would
     documents = join(stores)
-    count, longest = int((documents.lengths > flags.context_length).sum()), f"{documents.lengths.max():,}"
+    count, longest = (
+        int((documents.lengths > flags.context_length).sum()),
+        f"{documents.lengths.max():,}",
+    )
     if count == len(documents.lengths):
         raise UserError(
-            f"all documents are longer than --context_length {flags.context_length:,}, up to {longest}; raise it"
+            f"all documents are longer than --context_length {flags.context_length:,}, up to "
+            f"{longest}; raise it"
         )
     if count:
         logger.warning(
-            "data: %d documents are longer than a sequence, the longest has %s tokens: train with --overlong drop",
+            "data: %d documents are longer than a sequence, the longest has %s tokens: train with "
+            "--overlong drop",
             count, longest,
         )  # fmt: skip
-    warn_beyond(opened.shape, int(documents.lengths[documents.lengths <= flags.context_length].max()), command="")
+    warn_beyond(
+        opened.shape,
+        int(documents.lengths[documents.lengths <= flags.context_length].max()),
+        command="",
+    )
     model = load(opened, flags.context_length, 0, world, flags.memory_budget)
 
     counts = list[int]()
@@ -118,7 +152,10 @@ def score(flags: LogProbsFlags, folder: Path, world: World) -> None:
     identities = [each.text_identity for each in in_memory]
     store(folder, values, digest_of(flags.checkpoint), attention, tokenizer.identity, identities)
     own = values if flags.top_k is None else values[:, 0]
-    print(f"{flags.out}: {sum(counts):,} targets, {-np.nansum(own, dtype=np.float64) / sum(counts):.4f} nats each")
+    print(
+        f"{flags.out}: {sum(counts):,} targets, "
+        f"{-np.nansum(own, dtype=np.float64) / sum(counts):.4f} nats each"
+    )
 
 
 @command
@@ -126,12 +163,19 @@ def main(argv: list[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     flags = read_logprobs_flags(argv)
     if not flags.data or flags.out is None:
-        raise UserError("give the folder that is made behind the model's, and --data, the rows that are read")
+        raise UserError(
+            "give the folder that is made behind the model's, and --data, the rows that are read"
+        )
     shape_of_weights(flags.checkpoint)  # refuses a folder without a model, before another is made
     if (flags.out / INDEX).exists():
-        raise UserError(f"{flags.out} has log-probabilities; give another folder, or delete it if they are not needed")
+        raise UserError(
+            f"{flags.out} has log-probabilities; give another folder, or delete it if they are not "
+            "needed"
+        )
     if flags.out.exists() and not flags.out.is_dir():
-        raise UserError(f"the folder {flags.out} cannot be made: a file has that name; give another folder")
+        raise UserError(
+            f"the folder {flags.out} cannot be made: a file has that name; give another folder"
+        )
     with making(flags.out) as folder, join_world(flags.device) as world, mending_out_of_memory():
         score(flags, folder, world)
 

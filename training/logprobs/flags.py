@@ -11,13 +11,18 @@ from training.host.choices import BAD_ROWS, OBJECTIVES, REASONING
 
 @dataclass
 class LogProbsFlags(ModelFlags):
-    """Log-probabilities of a corpus under a model, for flags of train.py. If it is stopped, it begins anew."""
+    """Log-probabilities of a corpus under a model, for flags of train.py. If it is stopped, it
+    begins anew."""
 
     out: Path | None = flag(None, "the folder that is made", positional=True)
-    objective: str = flag("next_token", "whose rows are read, as train.py has it", OBJECTIVES, group="data")
+    objective: str = flag(
+        "next_token", "whose rows are read, as train.py has it", OBJECTIVES, group="data"
+    )
     data: list[str] = flag(list, "files or folders of rows, as train.py has them")
     validation_data: list[str] = flag(list, "as train.py has them")
-    top_k: int | None = flag(None, "also the likeliest words of each target, so many, for distill", least=1, most=256)
+    top_k: int | None = flag(
+        None, "also the likeliest words of each target, so many, for distill", least=1, most=256
+    )
     context_length: int = flag(
         4096, "a prompt's answers fit together, as in train.py", least=2, most=2**27, tokens=True
     )

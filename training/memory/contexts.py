@@ -1,4 +1,5 @@
-"""Draws memory and seconds of planned steps against their context: `profile_memory.py --picture card.png`."""
+"""Draws memory and seconds of planned steps against their context: `profile_memory.py --picture
+card.png`."""
 
 import math
 from collections.abc import Iterable
@@ -15,7 +16,8 @@ SHORTEST_DRAWN = 4096
 
 
 def plan_contexts(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates) -> dict[int, Plan]:
-    """Returns the plans of contexts that double from 4,096 tokens on, and of the longest that fits, by their tokens.
+    """Returns the plans of contexts that double from 4,096 tokens on, and of the longest that fits,
+    by their tokens.
 
     There are none where no context fits.
     """
@@ -24,24 +26,45 @@ def plan_contexts(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates)
     contexts = [min(SHORTEST_DRAWN, longest)]
     while 3 * contexts[-1] <= longest:
         contexts.append(2 * contexts[-1])
-    return {n: make_plan(step.at(n), gpu_bytes, host_bytes, rates) for n in dict.fromkeys([*contexts, longest])}
+    return {
+        n: make_plan(step.at(n), gpu_bytes, host_bytes, rates)
+        for n in dict.fromkeys([*contexts, longest])
+    }
 
 
 def draw_contexts(path: Path, title: str, plans: dict[int, Plan]) -> None:
-    """Write a picture of plans by their contexts: GPU and host memory with their limits, and seconds per step.
+    """Write a picture of plans by their contexts: GPU and host memory with their limits, and
+    seconds per step.
 
-    Beside the planned peak stands the peak of a step whose layers are all checkpointed, as most trainers run it.
+    Beside the planned peak stands the peak of a step whose layers are all checkpointed, as most
+    trainers run it.
     """
     from matplotlib.figure import Figure  # optional
 
     figure = Figure(figsize=(12, 5), layout="constrained")
     memory, seconds = figure.subplots(1, 2)
     plan = next(iter(plans.values()))
-    usual = {n: p.step.peak(p.step.unplanned(Placement(), loss_impl="chunked")).bytes for n, p in plans.items()}
-    memory.plot([*plans], gibs(usual.values()), "0.6", marker="x", label="GPU, every layer checkpointed, not planned")
-    memory.plot([*plans], gibs(p.peak.bytes for p in plans.values()), "C0", marker="o", label="GPU, planned")
-    memory.plot([*plans], gibs(p.host_bytes for p in plans.values()), "C1", marker="o", label="host, pinned")
-    for limit, color, label in ((plan.gpu_budget, "C0", "GPU's limit"), (plan.host_budget, "C1", "host's limit")):
+    usual = {
+        n: p.step.peak(p.step.unplanned(Placement(), loss_impl="chunked")).bytes
+        for n, p in plans.items()
+    }
+    memory.plot(
+        [*plans],
+        gibs(usual.values()),
+        "0.6",
+        marker="x",
+        label="GPU, every layer checkpointed, not planned",
+    )
+    memory.plot(
+        [*plans], gibs(p.peak.bytes for p in plans.values()), "C0", marker="o", label="GPU, planned"
+    )
+    memory.plot(
+        [*plans], gibs(p.host_bytes for p in plans.values()), "C1", marker="o", label="host, pinned"
+    )
+    for limit, color, label in (
+        (plan.gpu_budget, "C0", "GPU's limit"),
+        (plan.host_budget, "C1", "host's limit"),
+    ):
         if math.isfinite(limit):
             memory.axhline(limit / GIB, color=color, linestyle="--", label=label)
     memory.set(ylabel="GiB", title="memory of a step", ylim=(0, None))
@@ -50,11 +73,15 @@ def draw_contexts(path: Path, title: str, plans: dict[int, Plan]) -> None:
     for tokens, each in plans.items():
         text = f"{each.seconds:.3g} s" if each.seconds < 1000 else f"{each.seconds:,.0f} s"
         # Right below its point, where neither the rising curve nor an axis is.
-        seconds.annotate(text, (tokens, each.seconds), xytext=(6, -3), textcoords="offset points", va="top")
+        seconds.annotate(
+            text, (tokens, each.seconds), xytext=(6, -3), textcoords="offset points", va="top"
+        )
     seconds.set(ylabel="s", title="seconds of a step", yscale="log")
     for axes in (memory, seconds):
         axes.set_xscale("log", base=2)
-        axes.set_xticks([*plans], [f"{n:,}" for n in plans], rotation=45, ha="right", rotation_mode="anchor")
+        axes.set_xticks(
+            [*plans], [f"{n:,}" for n in plans], rotation=45, ha="right", rotation_mode="anchor"
+        )
         axes.set_xlabel("tokens of one text")
         axes.grid(alpha=0.3)
     memory.margins(x=0.08)

@@ -1,7 +1,7 @@
 """The cost model predicts the bytes and seconds of a training step under an execution.
 
-It adds up the bytes of blocks, which `dry_run.py` measures, stage by stage, see `stages.py`; and the work that parts
-declare in their own files to seconds, phase by phase, see `timeline.py`.
+It adds up the bytes of blocks, which `dry_run.py` measures, stage by stage, see `stages.py`; and
+the work that parts declare in their own files to seconds, phase by phase, see `timeline.py`.
 """
 
 from collections import Counter
@@ -22,10 +22,13 @@ class Step(StepShape):
     """A training step of a model, with its bytes and seconds under any execution."""
 
     def arena_bytes(self, execution: Execution) -> int:
-        """Returns the bytes of the pinned arena that `apply_placement` needs, with every slot aligned."""
+        """Returns the bytes of the pinned arena that `apply_placement` needs, with every slot
+        aligned."""
         total = 0
         for (placement, parts), count in Counter(zip(execution.placements, self.parts)).items():
-            slots = (placement.input == "host") + (placement.results == "host") * parts.mixer.kind.branches
+            slots = (placement.input == "host") + (
+                placement.results == "host"
+            ) * parts.mixer.kind.branches
             total += count * (sum(sent_bytes(self, placement, parts)) + 2 * SLOT_ALIGNMENT * slots)
         return total
 
@@ -51,18 +54,28 @@ class Step(StepShape):
 
 
 def forward_flops(
-    share: Share, document_lengths: Sequence[int], kinds: Sequence[MixerKind] = (), num_targets: int | None = None,
+    share: Share, document_lengths: Sequence[int], kinds: Sequence[MixerKind] = (),
+    num_targets: int | None = None,
     trains_matrices: bool = True, prompts: Sequence[tuple[int, int, int]] = (),
 ) -> float:  # fmt: skip
-    """Returns the floating-point operations of one forward over documents of these lengths, attention causal.
+    """Returns the floating-point operations of one forward over documents of these lengths,
+    attention causal.
 
-    They are a third of a training step's, without recomputed activations (model FLOPs). Where matrices are frozen, a
-    step needs two products of each. The head predicts `num_targets` tokens; None: all. `prompts` are as in
-    `kernels.attention.documents.Documents`; `document_lengths` has prompts and answers as well.
+    They are a third of a training step's, without recomputed activations (model FLOPs). Where
+    matrices are frozen, a step needs two products of each. The head predicts `num_targets` tokens;
+    None: all. `prompts` are as in `kernels.attention.documents.Documents`; `document_lengths` has
+    prompts and answers as well.
     """
-    matrices, tokens = sum(map(share.layer_active_parameters, range(share.num_hidden_layers))), sum(document_lengths)
+    matrices, tokens = (
+        sum(map(share.layer_active_parameters, range(share.num_hidden_layers))),
+        sum(document_lengths),
+    )
     head = share.vocab_size * share.hidden_size * (tokens if num_targets is None else num_targets)
-    mixers = Counter(share.parts(i).mixer.with_kind(kind) for i, kind in enumerate(kinds or share.kinds))
+    mixers = Counter(
+        share.parts(i).mixer.with_kind(kind) for i, kind in enumerate(kinds or share.kinds)
+    )
     lengths = document_lengths
-    attention = sum(n * mixer.kind.forward_flops(lengths, *mixer.heads, prompts) for mixer, n in mixers.items())
+    attention = sum(
+        n * mixer.kind.forward_flops(lengths, *mixer.heads, prompts) for mixer, n in mixers.items()
+    )
     return 2 * (matrices * tokens + head) * (1 if trains_matrices else 2 / 3) + attention

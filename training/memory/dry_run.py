@@ -1,11 +1,13 @@
 """Bytes of a block, measured on the meta device: its tensors have sizes and lifetimes, but no data.
 
-The block runs forward and backward as a step runs it, under its placement and knobs. After each operation the bytes of
-all living tensors are noted, as the GPU's allocator counts them. Memory that an operation takes inside is invisible
-there: mixers declare it, see `kernels.parts.MixerPart.inside_bytes`. Operations that are made of others run as
-these, see `kernels.common.operation`. Gradients of parameters are freed as they are made: a step counts them.
+The block runs forward and backward as a step runs it, under its placement and knobs. After each
+operation the bytes of all living tensors are noted, as the GPU's allocator counts them. Memory that
+an operation takes inside is invisible there: mixers declare it, see
+`kernels.parts.MixerPart.inside_bytes`. Operations that are made of others run as these, see
+`kernels.common.operation`. Gradients of parameters are freed as they are made: a step counts them.
 
-At each moment the bytes are a constant and so many per token. So two runs give the bytes of all longer ones.
+At each moment the bytes are a constant and so many per token. So two runs give the bytes of all
+longer ones.
 """
 
 import functools
@@ -29,7 +31,8 @@ from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
 from training.memory.step import StepShape
 
-LONG = 65_536  # tokens: half of it is more than the largest piece in which anything but an MLP is computed
+# tokens: half of it is more than the largest piece in which anything but an MLP is computed
+LONG = 65_536
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes per element
 
 
@@ -62,13 +65,15 @@ class Trace(NamedTuple):
 
     moments: list[Moment]
     alive: list[int]  # bytes of living tensors at each moment
-    # Bytes after forward, in all and of attention; then of the block as it is in backward: of attention beside the
-    # gradient of the output, and of the MLP as its backward ends, with what else attention's backward does not need.
+    # Bytes after forward, in all and of attention; then of the block as it is in backward: of
+    # attention beside the gradient of the output, and of the MLP as its backward ends, with what
+    # else attention's backward does not need.
     marks: list[int]
 
 
 class BlockBytes(NamedTuple):
-    """Bytes (of attention, of the MLP) at a block's fullest moments, and those that it keeps for backward."""
+    """Bytes (of attention, of the MLP) at a block's fullest moments, and those that it keeps for
+    backward."""
 
     forward: tuple[int, int]
     mlp_backward: tuple[int, int]
@@ -77,14 +82,20 @@ class BlockBytes(NamedTuple):
 
 
 def block_bytes(
-    step: StepShape, execution: Execution, placement: Placement, parts: LayerParts, linears: tuple[Linear, Linear]
+    step: StepShape,
+    execution: Execution,
+    placement: Placement,
+    parts: LayerParts,
+    linears: tuple[Linear, Linear],
 ) -> BlockBytes:
-    """Returns the bytes of a block of a step, with its kept results and the gradient of its output, but no input."""
+    """Returns the bytes of a block of a step, with its kept results and the gradient of its output,
+    but no input."""
     whole = placement.is_whole
     setting = Setting(
         step.share, parts, whole, placement.results != "recompute",
         None if whole or not parts.mixer.works_in_groups else execution.heads_at_a_time,
-        None if whole else execution.mlp_tile_size, linears, step.trained, step.element_size, step.num_ranks,
+        None if whole else execution.mlp_tile_size, linears, step.trained, step.element_size,
+        step.num_ranks,
         step.tensor_ranks,
     )  # fmt: skip
     prompts = step.documents.prompts if step.documents else ()
@@ -99,7 +110,8 @@ def _block_bytes(
 ) -> BlockBytes:  # fmt: skip
     """`longest`: tokens of the longest document, where a sequence may have several."""
     inside = setting.parts.mixer.inside_bytes(
-        tokens, setting.element_size, backend=backend, context_length=context_length, longest=longest,
+        tokens, setting.element_size, backend=backend, context_length=context_length,
+        longest=longest,
         heads_at_a_time=setting.heads_at_a_time, num_ranks=setting.num_ranks, prompts=prompts,
     )  # fmt: skip
     moments, alive, (kept, of_attention, attention, mlp) = trace(setting, tokens)
@@ -113,17 +125,22 @@ def _block_bytes(
         )
         return max(sizes)
 
-    (forward, in_mlp), (backward, runs_mlp), (last, _) = map(fullest, ("forward", "MLP", "attention"))
+    (forward, in_mlp), (backward, runs_mlp), (last, _) = map(
+        fullest, ("forward", "MLP", "attention")
+    )
     return BlockBytes(
         (of_attention, forward - of_attention) if in_mlp else (forward, 0),
-        (attention, backward - attention) if runs_mlp else (backward - dy, dy),  # or attention runs again
+        (attention, backward - attention)
+        if runs_mlp
+        else (backward - dy, dy),  # or attention runs again
         (last - mlp, mlp),
         (of_attention, kept - of_attention),
     )
 
 
 def results_bytes(step: StepShape, parts: LayerParts) -> tuple[int, int]:
-    """Returns the bytes of the mixer's results, which a block can keep, and of its choices, which it always keeps."""
+    """Returns the bytes of the mixer's results, which a block can keep, and of its choices, which
+    it always keeps."""
     return _results_bytes(parts, step.tokens, step.element_size)
 
 
@@ -143,28 +160,42 @@ def sent_bytes(step: StepShape, placement: Placement, parts: LayerParts) -> tupl
 def waiting_bytes(
     step: StepShape, placement: Placement, parts: LayerParts, linears: tuple[Linear, Linear]
 ) -> tuple[int, int, int]:
-    """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of the MLP."""
+    """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of
+    the MLP."""
     if placement.is_whole:
         return step.input_bytes, *block_bytes(step, step.given, placement, parts, linears).kept
     results, choices = results_bytes(step, parts)
     kept = results if placement.results == "gpu" else 0
-    return step.input_bytes if placement.input == "gpu" else 0, kept + choices, parts.mlp.choice_bytes(step.tokens)
+    return (
+        step.input_bytes if placement.input == "gpu" else 0,
+        kept + choices,
+        parts.mlp.choice_bytes(step.tokens),
+    )
 
 
 def work(step: StepShape, execution: Execution, parts: LayerParts) -> list[Work]:
     """Returns the work of the linear maps in a block's mixer and in its MLP under an execution."""
-    sizes, is_skippable = (step.tokens, step.share.hidden_size, step.element_size), not step.share.norms_after
-    return [part.linear_work(*sizes, tile_size=execution.mlp_tile_size, is_skippable=is_skippable) for part in parts]
+    sizes, is_skippable = (
+        (step.tokens, step.share.hidden_size, step.element_size),
+        not step.share.norms_after,
+    )
+    return [
+        part.linear_work(*sizes, tile_size=execution.mlp_tile_size, is_skippable=is_skippable)
+        for part in parts
+    ]
 
 
 def trace(setting: Setting, tokens: int) -> Trace:
-    """Returns the bytes of a block along a run of so many tokens. From two tiles on each token takes as much."""
+    """Returns the bytes of a block along a run of so many tokens. From two tiles on each token
+    takes as much."""
     most = max(LONG, 4 * (setting.mlp_tile_size or 0))
     if tokens <= most:
         return _run(setting, tokens)
     (moments, *short), (_, *long) = _run(setting, most // 2), _run(setting, most)
     times = tokens / (most // 2) - 1
-    alive, marks = ([round(a + (b - a) * times) for a, b in zip(*pair)] for pair in zip(short, long))
+    alive, marks = (
+        [round(a + (b - a) * times) for a, b in zip(*pair)] for pair in zip(short, long)
+    )
     return Trace(moments, alive, marks)
 
 
@@ -173,10 +204,15 @@ def _run(setting: Setting, tokens: int) -> Trace:
     """Runs a block on the meta device, as the only block of a model."""
     parts = setting.parts
     shape = ModelConfig(**vars(replace(
-        setting.share, num_hidden_layers=1, vocab_size=1, layer_kinds=(parts.mixer.kind,), layer_mlps=(parts.mlp,),
+        setting.share, num_hidden_layers=1, vocab_size=1, layer_kinds=(parts.mixer.kind,),
+        layer_mlps=(parts.mlp,),
         layer_rotates=(getattr(parts.mixer, "rotates", True),),
     )))  # fmt: skip
-    placement = WHOLE if setting.is_whole else Placement("gpu", "gpu" if setting.keeps_results else "recompute")
+    placement = (
+        WHOLE
+        if setting.is_whole
+        else Placement("gpu", "gpu" if setting.keeps_results else "recompute")
+    )
     execution = Execution((placement,), setting.mlp_tile_size, setting.heads_at_a_time)
     with torch.device("meta"), torch.enable_grad():
         model = Transformer(shape).cast(DTYPES[setting.element_size])
@@ -184,10 +220,14 @@ def _run(setting: Setting, tokens: int) -> Trace:
         apply_execution(model, execution)
         [block] = model.layers
         block.mixer.linear, block.mlp.linear = setting.linears
-        block.mixer.exchange = HeadExchange(RanksOnMeta(setting.num_ranks)) if setting.num_ranks > 1 else None
+        block.mixer.exchange = (
+            HeadExchange(RanksOnMeta(setting.num_ranks)) if setting.num_ranks > 1 else None
+        )
         for part in (block.mixer, block.mlp) if setting.tensor_ranks > 1 else ():
             part.tensor_ranks = TensorRanks(RanksOnMeta(setting.tensor_ranks))
-        x = torch.empty(1, tokens, shape.hidden_size, dtype=DTYPES[setting.element_size], requires_grad=True)
+        x = torch.empty(
+            1, tokens, shape.hidden_size, dtype=DTYPES[setting.element_size], requires_grad=True
+        )
         cos, sin = (torch.empty(tokens, shape.rotary_width // 2) for _ in range(2))
         with StorageCounter([x, cos, sin, *model.parameters()]) as counter:
             return _follow(block, x, Context(((cos, sin), (cos, sin)), longest=2**62), counter)
@@ -199,7 +239,9 @@ class StorageCounter(TorchDispatchMode):
     def __init__(self, existing: Iterable[Tensor]):
         super().__init__()
         self.known = weakref.WeakSet(x.untyped_storage() for x in existing)
-        self.allocated = self.elsewhere = 0  # bytes in all, and bytes of gradients that a step counts
+        self.allocated = self.elsewhere = (
+            0  # bytes in all, and bytes of gradients that a step counts
+        )
         self.phase, self.in_mlp = "forward", False
         self.moments: list[Moment] = []
         self.alive: list[int] = []
@@ -240,11 +282,16 @@ class _End(torch.autograd.Function):
 
 def _follow(block: nn.Module, x: Tensor, context: Context, counter: StorageCounter) -> Trace:
     """Runs a block forward and backward, and has the counter know where it is."""
-    attention, mlp = [], []  # bytes of attention as the MLP begins, the last time in backward; of the MLP as it ends
+    attention, mlp = (
+        [],
+        [],
+    )  # bytes of attention as the MLP begins, the last time in backward; of the MLP as it ends
 
     def enter_mlp(module: nn.Module, inputs: tuple[Tensor]) -> None:
         attended, counter.in_mlp = inputs[0], True
-        attention.append(counter.allocated - attended.nbytes - (0 if counter.phase == "forward" else x.nbytes))
+        attention.append(
+            counter.allocated - attended.nbytes - (0 if counter.phase == "forward" else x.nbytes)
+        )
         if attended.requires_grad:
             attended.register_hook(leave_mlp)
 

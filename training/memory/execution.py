@@ -24,26 +24,35 @@ PLACES = ("gpu", "host", "recompute")
 class Placement:
     """The places where one block's activations wait for backward, and where its weights live.
 
-    Places are "gpu", "host", and for activations "recompute", to be computed again. The last norm has no placement: its
-    weights stay on the GPU. So do all weights on several GPUs. `Execution.ends` places embedding and head.
+    Places are "gpu", "host", and for activations "recompute", to be computed again. The last norm
+    has no placement: its weights stay on the GPU. So do all weights on several GPUs.
+    `Execution.ends` places embedding and head.
 
-    Raises ValueError for a place that does not exist, or `rest` on the GPU without input, results and weights.
+    Raises ValueError for a place that does not exist, or `rest` on the GPU without input, results
+    and weights.
     """
 
     input: str = "gpu"  # "recompute" runs the block before it again
     results: str = "recompute"  # results of the operations that `kernels.common` calls keepable
-    rest: str = "recompute"  # all other activations; "gpu" needs input and results there, "host" does not exist
-    weights: str = "gpu"  # on the "host" with their optimizer's state; on the GPU while the block runs
+    # all other activations; "gpu" needs input and results there, "host" does not exist
+    rest: str = "recompute"
+    weights: str = (
+        "gpu"  # on the "host" with their optimizer's state; on the GPU while the block runs
+    )
 
     def __post_init__(self):
         others = {"rest": ("gpu", "recompute"), "weights": ("gpu", "host")}
         for name, place in vars(self).items():
             places = others.get(name, PLACES)
             if place not in places:
-                raise ValueError(f"{name} must be placed in one of {', '.join(places)}, got {place!r}")
+                raise ValueError(
+                    f"{name} must be placed in one of {', '.join(places)}, got {place!r}"
+                )
         if self.is_whole and (self.input, self.results) != ("gpu", "gpu"):
             got = f"{self.input} and {self.results}"
-            raise ValueError(f"rest on gpu needs input and results there, got {got}; place them on gpu")
+            raise ValueError(
+                f"rest on gpu needs input and results there, got {got}; place them on gpu"
+            )
         if self.is_whole and self.weights != "gpu":
             raise ValueError("rest on gpu needs weights there, got host; place them on gpu")
 
@@ -58,32 +67,52 @@ WHOLE = Placement("gpu", "gpu", "gpu")
 
 @dataclass(frozen=True)
 class Execution:
-    """How a step is run. Raises ValueError for unknown values, or ends on the host without the chunked loss."""
+    """How a step is run. Raises ValueError for unknown values, or ends on the host without the
+    chunked loss."""
 
     placements: tuple[Placement, ...] = ()  # one per block; () as long as none are chosen
-    mlp_tile_size: int | None = None  # tokens that a block's MLP works on at a time; None, and in whole blocks: all
-    heads_at_a_time: int | None = None  # key/value heads that attend at a time; None, and in whole blocks: all
-    gpu_state_bytes: float = math.inf  # masters and moments that stay on the GPU, see `Inventory.of`
-    state_format: str = "float32"  # the optimizer's, see training.optim.formats; "auto": not chosen yet
-    loss_impl: str = "auto"  # "auto" switches by the size of the logits; "chunked" and "standard" force a loss
-    attention_backend: str = "auto"  # the library kernel that attends, a name in kernels.attention.full.BACKENDS
-    kinds: tuple[MixerKind, ...] = ()  # how each block attends; (): as the model's configuration says
+    mlp_tile_size: int | None = (
+        None  # tokens that a block's MLP works on at a time; None, and in whole blocks: all
+    )
+    heads_at_a_time: int | None = (
+        None  # key/value heads that attend at a time; None, and in whole blocks: all
+    )
+    gpu_state_bytes: float = (
+        math.inf
+    )  # masters and moments that stay on the GPU, see `Inventory.of`
+    state_format: str = (
+        "float32"  # the optimizer's, see training.optim.formats; "auto": not chosen yet
+    )
+    loss_impl: str = (
+        "auto"  # "auto" switches by the size of the logits; "chunked" and "standard" force a loss
+    )
+    attention_backend: str = (
+        "auto"  # the library kernel that attends, a name in kernels.attention.full.BACKENDS
+    )
+    kinds: tuple[
+        MixerKind, ...
+    ] = ()  # how each block attends; (): as the model's configuration says
     linear: Linear = PLAIN  # the linear map of all blocks, which names the head's
-    # Format of the blocks' frozen matrices. Where it holds the weight, the parameter has memory during a visit alone,
-    # so no block can be whole.
+    # Format of the blocks' frozen matrices. Where it holds the weight, the parameter has memory
+    # during a visit alone, so no block can be whole.
     frozen: StateFormat = FROZEN
-    impl: str = "auto"  # Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS
-    # Place of the weights of embedding and head, as `Placement.weights`. On the "host" they need the chunked loss,
-    # which runs the head forward and backward in one visit.
+    # Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS
+    impl: str = "auto"
+    # Place of the weights of embedding and head, as `Placement.weights`. On the "host" they need
+    # the chunked loss, which runs the head forward and backward in one visit.
     ends: str = "gpu"
 
     def __post_init__(self):
         if self.loss_impl not in LOSSES:
-            raise ValueError(f"loss_impl must be one of {', '.join(LOSSES)}, got {self.loss_impl!r}")
+            raise ValueError(
+                f"loss_impl must be one of {', '.join(LOSSES)}, got {self.loss_impl!r}"
+            )
         if self.ends not in ("gpu", "host"):
             raise ValueError(f"ends must be one of gpu, host, got {self.ends!r}")
         if self.ends == "host" and self.loss_impl != "chunked":
-            raise ValueError(f"ends on the host need loss_impl chunked, got {self.loss_impl}; place them on gpu")
+            raise ValueError(
+                f"ends on the host need loss_impl chunked, got {self.loss_impl}; place them on gpu"
+            )
 
     @functools.cached_property
     def places_of_weights(self) -> tuple[str, ...]:
@@ -108,29 +137,38 @@ class Execution:
 def inventory_of(
     named_parameters: Iterable[tuple[str, Tensor]], execution: Execution, *, accumulate: bool
 ) -> Inventory:
-    """Returns what each parameter of a model.Transformer is on this rank under an execution, see `Inventory.of`."""
+    """Returns what each parameter of a model.Transformer is on this rank under an execution, see
+    `Inventory.of`."""
     named = [*named_parameters]
     places = execution.places_of_weights
     return Inventory.of(
-        named, accumulate=accumulate, gpu_state_bytes=execution.gpu_state_bytes, state_format=execution.state_format,
+        named, accumulate=accumulate, gpu_state_bytes=execution.gpu_state_bytes,
+        state_format=execution.state_format,
         host_weights=host_weights([name for name, _ in named], places, execution.ends),
         frozen=execution.frozen,
     )  # fmt: skip
 
 
 def host_weights(names: Iterable[str], places: Sequence[str], ends: str) -> list[str]:
-    """Returns names of weights on the host, by the `places` of each block's and `ends` of embedding and head."""
+    """Returns names of weights on the host, by the `places` of each block's and `ends` of embedding
+    and head."""
     blocks = {f"layers.{i}" for i, place in enumerate(places) if place == "host"}
     away = blocks | ({"embed_tokens", "lm_head"} if ends == "host" else set())
-    # The first two parts of layers.3.mlp.up_proj.weight name its block, the first part of lm_head.weight the head.
-    return [name for name in names if not away.isdisjoint((name.split(".")[0], ".".join(name.split(".")[:2])))]
+    # The first two parts of layers.3.mlp.up_proj.weight name its block, the first part of
+    # lm_head.weight the head.
+    return [
+        name
+        for name in names
+        if not away.isdisjoint((name.split(".")[0], ".".join(name.split(".")[:2])))
+    ]
 
 
 def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tuple[int, str]]:
-    """Returns what backward needs to rebuild block `layer`: pairs (block, "input" or "results"), an input first.
+    """Returns what backward needs to rebuild block `layer`: pairs (block, "input" or "results"), an
+    input first.
 
-    If the input of block 2 is recomputed from block 1, and both blocks keep their results, then block 2 needs
-    [(1, "input"), (1, "results"), (2, "results")]. A whole block is not rebuilt: [].
+    If the input of block 2 is recomputed from block 1, and both blocks keep their results, then
+    block 2 needs [(1, "input"), (1, "results"), (2, "results")]. A whole block is not rebuilt: [].
     """
     if placements[layer].is_whole:
         return []
@@ -138,4 +176,7 @@ def needed_for_backward(placements: Sequence[Placement], layer: int) -> list[tup
     while placements[start].input == "recompute":
         start -= 1
     blocks = range(start, layer + 1)
-    return [(start, "input"), *((i, "results") for i in blocks if placements[i].results != "recompute")]
+    return [
+        (start, "input"),
+        *((i, "results") for i in blocks if placements[i].results != "recompute"),
+    ]

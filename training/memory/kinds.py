@@ -1,4 +1,5 @@
-"""Flags of attention: the kind of each layer, and numbers of chosen blocks that fall over the first steps of a run."""
+"""Flags of attention: the kind of each layer, and numbers of chosen blocks that fall over the first
+steps of a run."""
 
 import itertools
 import re
@@ -12,7 +13,9 @@ from kernels.attention.full import Full
 from kernels.parts import MixerKind
 from training.host.errors import UserError, refused_as_user_error
 
-ANNEALING_STAGES = 8  # numbers of blocks from start to end, both included: kernels are compiled anew for each
+ANNEALING_STAGES = (
+    8  # numbers of blocks from start to end, both included: kernels are compiled anew for each
+)
 MULTIPLE = 4  # blocks: annealed numbers are multiples of it
 FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # obeyed by some kind
 
@@ -20,35 +23,43 @@ FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # obey
 def numbers_by_layer(name: str, text: str, layers: int) -> list[int]:
     """Returns one number per layer, from the text of the flag `name`.
 
-    For 4 layers, "64x2,32" and "64,64,32" are [64, 64, 32, 32]: a last entry without "x" holds for all layers left.
+    For 4 layers, "64x2,32" and "64,64,32" are [64, 64, 32, 32]: a last entry without "x" holds for
+    all layers left.
 
     Raises UserError for another form, a negative number, too many layers or too few.
     """
     entry = r"(\d{1,5})(?:x([1-9]\d{0,4}))?"
     if not re.fullmatch(f"{entry}(,{entry})*", text):
-        raise UserError(f'{name} must be a number, 0 or more, or look like "64x4,32" or "64,48,32", got {text!r}')
+        raise UserError(
+            f'{name} must be a number, 0 or more, or look like "64x4,32" or "64,48,32", got '
+            f"{text!r}"
+        )
     numbers: list[int] = []
     for number, times in re.findall(entry, text):
         numbers += [int(number)] * int(times or 1)
     if not times:
         numbers += numbers[-1:] * (layers - len(numbers))
     if len(numbers) != layers:
-        raise UserError(f"{name} {text} names {len(numbers)} layers, the model has {layers}; name each once")
+        raise UserError(
+            f"{name} {text} names {len(numbers)} layers, the model has {layers}; name each once"
+        )
     return numbers
 
 
 def spell_by_layer(numbers: Sequence[int]) -> str:
-    """Returns the short text for `numbers_by_layer`: [64, 64, 32, 32] is "64x2,32", and [32, 32] is "32"."""
+    """Returns the short text for `numbers_by_layer`: [64, 64, 32, 32] is "64x2,32", and [32, 32] is
+    "32"."""
     runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
     before = [f"{number}x{count}" if count > 1 else str(number) for number, count in runs[:-1]]
     return ",".join([*before, str(runs[-1][0])])
 
 
 def annealed(start: int, final: int, step: int, steps: int) -> int:
-    """Returns the number of chosen blocks in a step, counted from 1: `start` at first, `final` after `steps` steps.
+    """Returns the number of chosen blocks in a step, counted from 1: `start` at first, `final`
+    after `steps` steps.
 
-    In between the number falls linearly, in at most `ANNEALING_STAGES` - 1 equal intervals and by multiples of
-    `MULTIPLE`. From 64 to 32 the numbers are 64, 60, 56, 52, 44, 40, 36, 32.
+    In between the number falls linearly, in at most `ANNEALING_STAGES` - 1 equal intervals and by
+    multiples of `MULTIPLE`. From 64 to 32 the numbers are 64, 60, 56, 52, 44, 40, 36, 32.
     """
     if step > steps:
         return final
@@ -58,10 +69,12 @@ def annealed(start: int, final: int, step: int, steps: int) -> int:
 
 
 def kinds_of(flags, config) -> tuple[MixerKind, ...]:
-    """Returns how each layer attends by --attention_type and the flags of its kind; every command reads them here.
+    """Returns how each layer attends by --attention_type and the flags of its kind; every command
+    reads them here.
 
-    The flags set layers that attend to everything in the configuration, and layers that have the asked kind already.
-    All other layers, such as windows, keep their own kind. Attributes of `flags` are None where not given.
+    The flags set layers that attend to everything in the configuration, and layers that have the
+    asked kind already. All other layers, such as windows, keep their own kind. Attributes of
+    `flags` are None where not given.
 
     Raises UserError for a value out of range, or a flag without effect.
     """
@@ -69,32 +82,46 @@ def kinds_of(flags, config) -> tuple[MixerKind, ...]:
     given = {name: value for name in FLAGS if (value := getattr(flags, name)) is not None}
     for name in given:
         if name not in kind.takes:
-            raise UserError(f"{name} has no effect with attention_type {kind.name}; drop it, or use sparse")
-    values = [{name: value for name, value in given.items() if name != "selected_blocks"}] * config.num_hidden_layers
+            raise UserError(
+                f"{name} has no effect with attention_type {kind.name}; drop it, or use sparse"
+            )
+    values = [
+        {name: value for name, value in given.items() if name != "selected_blocks"}
+    ] * config.num_hidden_layers
     if "selected_blocks" in given:
         numbers = numbers_by_layer("selected_blocks", str(given["selected_blocks"]), len(values))
-        values = [{**of_layer, "selected_blocks": number} for of_layer, number in zip(values, numbers)]
+        values = [
+            {**of_layer, "selected_blocks": number} for of_layer, number in zip(values, numbers)
+        ]
     with refused_as_user_error():
         asked = [kind(**of_layer) for of_layer in values]
     if flags.context_length is not None and asked[0] != asked[0].for_longest(flags.context_length):
-        shorter = f"documents shorter than dense_below {getattr(asked[0], 'dense_below', 0)} attend to everything"
+        shorter = (
+            f"documents shorter than dense_below {getattr(asked[0], 'dense_below', 0)} attend to "
+            "everything"
+        )
         raise UserError(
-            f"attention_type {kind.name} has no effect at context_length {flags.context_length}: {shorter}; raise the "
+            f"attention_type {kind.name} has no effect at context_length {flags.context_length}: "
+            f"{shorter}; raise the "
             "one, lower the other, or use full"
         )
     is_asked = [isinstance(own, (Full, kind)) for own in config.kinds]
     if kind is not Full and not any(is_asked):
         own = ", ".join(sorted({own.name for own in config.kinds}))
         raise UserError(
-            f"attention_type {kind.name} has no effect on a model whose layers all attend by {own}; drop it, or give a "
+            f"attention_type {kind.name} has no effect on a model whose layers all attend by "
+            f"{own}; drop it, or give a "
             "model with layers that attend to everything"
         )
-    return tuple(mine if of_flags else own for mine, of_flags, own in zip(asked, is_asked, config.kinds))
+    return tuple(
+        mine if of_flags else own for mine, of_flags, own in zip(asked, is_asked, config.kinds)
+    )
 
 
 @dataclass(frozen=True)
 class KindsByStep:
-    """How each layer attends in each step of a run: the numbers of chosen blocks may fall over the first steps."""
+    """How each layer attends in each step of a run: the numbers of chosen blocks may fall over the
+    first steps."""
 
     final: tuple[MixerKind, ...]
     starts: tuple[int, ...] = ()  # chosen blocks of each layer in the first step; (): none fall
@@ -106,34 +133,45 @@ class KindsByStep:
             return self.final
         return tuple(
             replace(kind, selected_blocks=annealed(start, kind.selected_blocks, step, self.steps))  # type: ignore
-            if "selected_blocks" in kind.takes else kind
+            if "selected_blocks" in kind.takes
+            else kind
             for start, kind in zip(self.starts, self.final)
-        )  # fmt: skip
+        )
 
 
 def kinds_by_step(flags, config) -> KindsByStep:
-    """Returns `kinds_of` a run, by step. Raises UserError for blocks that rise, or fall in no layer."""
+    """Returns `kinds_of` a run, by step. Raises UserError for blocks that rise, or fall in no
+    layer."""
     final = kinds_of(flags, config)
     start, steps = (getattr(flags, f"selected_blocks_{name}", None) for name in ("start", "steps"))
     if start is None or steps is None:
         return KindsByStep(final)
     starts = numbers_by_layer("selected_blocks_start", str(start), len(final))
-    falls = [n - kind.selected_blocks for n, kind in zip(starts, final) if "selected_blocks" in kind.takes]
+    falls = [
+        n - kind.selected_blocks
+        for n, kind in zip(starts, final)
+        if "selected_blocks" in kind.takes
+    ]
     if max(falls) <= 0 or min(falls) < 0:
         numbers = spell_by_layer([kind.selected_blocks for kind in final])
-        raise UserError(f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer below it")
+        raise UserError(
+            f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer "
+            "below it"
+        )
     return KindsByStep(final, tuple(starts), steps)
 
 
 def check_head_dim(kinds: Sequence[MixerKind], head_dim: int, device: torch.device) -> None:
-    """Raises UserError if the device is a GPU, and some kind has no kernels there for heads of `head_dim`."""
+    """Raises UserError if the device is a GPU, and some kind has no kernels there for heads of
+    `head_dim`."""
     with refused_as_user_error():
         for kind in kinds if device.type == "cuda" else ():
             kind.check_heads(head_dim)
 
 
 def describe(kinds: Sequence[MixerKind]) -> str:
-    """Returns a text for people on how the layers attend: each kind once, in the order of the layers."""
+    """Returns a text for people on how the layers attend: each kind once, in the order of the
+    layers."""
     lines = []
     for name in dict.fromkeys(kind.name for kind in kinds):
         own = [kind for kind in kinds if kind.name == name]

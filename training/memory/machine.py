@@ -1,8 +1,9 @@
-"""The machine that a step is planned for: its free memory, the rates of its GPU, and GPUs by data sheet.
+"""The machine that a step is planned for: its free memory, the rates of its GPU, and GPUs by data
+sheet.
 
-The cost model divides amounts of work by `Rates`. The rates of the GPU at hand are measured. For any other GPU, an
-H200's rates are scaled by NVIDIA's data sheets. The peak on a data sheet is also the base of a run's model FLOP
-utilisation (MFU).
+The cost model divides amounts of work by `Rates`. The rates of the GPU at hand are measured. For
+any other GPU, an H200's rates are scaled by NVIDIA's data sheets. The peak on a data sheet is also
+the base of a run's model FLOP utilisation (MFU).
 """
 
 import difflib
@@ -39,7 +40,8 @@ _PCIE_4, _PCIE_5 = 32e9, 64e9  # bytes/s each way over sixteen lanes
 
 
 def gpu_budget(text: str, device: torch.device) -> int:
-    """Returns the bytes of a --memory_budget: a size, or "auto" for everything free on the GPU but DRIVER_BYTES.
+    """Returns the bytes of a --memory_budget: a size, or "auto" for everything free on the GPU but
+    DRIVER_BYTES.
 
     Memory that this process has already reserved counts as free.
 
@@ -49,7 +51,8 @@ def gpu_budget(text: str, device: torch.device) -> int:
     budget = free - DRIVER_BYTES if text == "auto" else parse_bytes(text, "memory_budget")
     if not 0 < budget <= free:
         raise UserError(
-            f"memory_budget {text}: {free / GIB:.1f} GB of this GPU are free, of which the driver needs one; "
+            f"memory_budget {text}: {free / GIB:.1f} GB of this GPU are free, of which the driver "
+            "needs one; "
             "lower it, or end what else runs there"
         )
     return budget
@@ -64,33 +67,46 @@ def cap_gpu_memory(num_bytes: int, device: torch.device) -> None:
 # Rates
 
 
-# Work per second, by name. Matrix products ("products") and attention ("full forward") are in FLOP/s, and names with
-# "calls" in calls/s. The names of _BYTES are in bytes/s. "memory": bytes read plus bytes written in the GPU's memory.
-# "adapters": the same by products with adapters, which are too thin for the tensor cores to be what they wait for.
-# "link": bytes each way between GPU and host, copied in both directions at once. "gpu link": bytes each way between
-# GPUs of one host that exchange heads, including the copies that order the heads. "network": bytes each way per GPU to
+# Work per second, by name. Matrix products ("products") and attention ("full forward") are in
+# FLOP/s, and names with "calls" in calls/s. The names of _BYTES are in bytes/s. "memory": bytes
+# read plus bytes written in the GPU's memory. "adapters": the same by products with adapters, which
+# are too thin for the tensor cores to be what they wait for. "link": bytes each way between GPU and
+# host, copied in both directions at once. "gpu link": bytes each way between GPUs of one host that
+# exchange heads, including the copies that order the heads. "network": bytes each way per GPU to
 # other hosts.
 Rates = dict[str, float]
-_BYTES: Rates = {"memory": 4.2e12, "adapters": 4.2e12, "link": 50e9, "gpu link": 170e9}  # measured on an H200
+_BYTES: Rates = {
+    "memory": 4.2e12,
+    "adapters": 4.2e12,
+    "link": 50e9,
+    "gpu link": 170e9,
+}  # measured on an H200
 ASSUMED_NETWORK = 25e9  # bytes/s: an adapter of 200 Gbit/s per GPU
 _GATHERED_BYTES = 2**28
 # FLOP/s
 _H200_PRODUCTS, _H200_FP8_PRODUCTS, _H200_FP8_GRADIENTS = 650e12, 978e12, 860e12
-_H200_INT8_PRODUCTS = 775e12  # FP8's by the times of both on an H100 (benchmarks/results/fp8_2026-11-27.md)
+_H200_INT8_PRODUCTS = (
+    775e12  # FP8's by the times of both on an H100 (benchmarks/results/fp8_2026-11-27.md)
+)
 
 
 def measure_rates(
-    share, attention_backend: str, device: torch.device, context_length: int, kinds: Sequence[MixerKind] = (),
+    share, attention_backend: str, device: torch.device, context_length: int,
+    kinds: Sequence[MixerKind] = (),
     linear: Linear = PLAIN,
 ) -> Rates:  # fmt: skip
-    """Measures the rates of this GPU at the shapes of a model.Share. On a CPU: returns an H200's rates.
+    """Measures the rates of this GPU at the shapes of a model.Share. On a CPU: returns an H200's
+    rates.
 
-    The measurement takes 2 to 6 GiB of the GPU for the 4B. Of layers whose kinds of attention have one name, the most
-    common setting is measured. Rates of linear maps have the making of factors in them.
+    The measurement takes 2 to 6 GiB of the GPU for the 4B. Of layers whose kinds of attention have
+    one name, the most common setting is measured. Rates of linear maps have the making of factors
+    in them.
     """
     if device.type != "cuda":
         return H200
-    rates = _copy_rates(device) | measure_attention(share, attention_backend, device, context_length, kinds)
+    rates = _copy_rates(device) | measure_attention(
+        share, attention_backend, device, context_length, kinds
+    )
     x, weight = _factors(share.hidden_size, share.intermediate_size, device)
     hidden = x @ weight
     flops = 2 * len(x) * weight.numel()
@@ -100,14 +116,19 @@ def measure_rates(
         rates[each.rate] = _measure_products(each, x, weight, hidden)
     if d_weight != PLAIN:
         made = d_weight.factor(hidden), d_weight.factor(x)
-        rates[d_weight.weight_rate] = flops / _seconds(lambda: d_weight.weight_gradient(*map(d_weight.transpose, made)))
+        rates[d_weight.weight_rate] = flops / _seconds(
+            lambda: d_weight.weight_gradient(*map(d_weight.transpose, made))
+        )
     mlps = [share.parts(layer).mlp for layer in range(share.num_hidden_layers)]
     for experts in {mlp for mlp in mlps if isinstance(mlp, ExpertsPart)}:
         rates[experts.rate] = experts.measure_rate(share.hidden_size, _seconds, device)
     rates["adapters"] = rates["memory"]
     if isinstance(linear, LoRA):
         a, b = x.new_zeros(16, x.shape[1]), x.new_zeros(hidden.shape[1], 16)
-        adapted, factors_t = Adapted(weight.t(), a, b), (LORA.factor(hidden.t()), LORA.factor(x.t()))
+        adapted, factors_t = (
+            Adapted(weight.t(), a, b),
+            (LORA.factor(hidden.t()), LORA.factor(x.t())),
+        )
 
         def use_adapter() -> None:
             torch.mm(x @ a.t(), b.t(), out=hidden)
@@ -121,12 +142,19 @@ def measure_rates(
 
 
 def measure_attention(
-    share, attention_backend: str, device: torch.device, context_length: int, kinds: Sequence[MixerKind] = ()
+    share,
+    attention_backend: str,
+    device: torch.device,
+    context_length: int,
+    kinds: Sequence[MixerKind] = (),
 ) -> Rates:
     """Measures what `measure_rates` does of attention, on a GPU. Arguments are the same."""
     backend, rates = choose_backend(attention_backend, device), Rates()
     x, weight = _factors(share.hidden_size, share.intermediate_size, device)
-    product, times = x @ weight, 65_536 * share.layer_active_parameters(0) // (len(x) * weight.numel())
+    product, times = (
+        x @ weight,
+        65_536 * share.layer_active_parameters(0) // (len(x) * weight.numel()),
+    )
 
     def layer() -> None:
         for _ in range(times):
@@ -135,7 +163,9 @@ def measure_attention(
     def seconds(work: Callable[[], object], *, in_a_row: bool = False) -> float:
         return _seconds(work) if in_a_row else _seconds_between(work, layer)
 
-    most_common = {kind.name: kind for kind, _ in reversed(Counter(kinds or share.kinds).most_common())}
+    most_common = {
+        kind.name: kind for kind, _ in reversed(Counter(kinds or share.kinds).most_common())
+    }
     for kind in most_common.values():
         kind = kind.for_longest(context_length)
         rates |= kind.measure_rates(*share.heads, context_length, backend, seconds, device)
@@ -145,7 +175,8 @@ def measure_attention(
 def _measure_products(linear: Linear, x: Tensor, weight: Tensor, hidden: Tensor) -> float:
     """Measures a linear map's products along rows; x @ weight has the shape of `hidden`.
 
-    The making of x's factor counts; of an activation's factor what it adds to writing the activation.
+    The making of x's factor counts; of an activation's factor what it adds to writing the
+    activation.
     """
     into, back = linear.factor(weight.t().contiguous()), linear.factor(weight)
     activation = hidden, hidden, "silu", True
@@ -159,7 +190,8 @@ def _measure_products(linear: Linear, x: Tensor, weight: Tensor, hidden: Tensor)
 
 
 def measure_network(group: dist.ProcessGroup, num_machines: int, device: torch.device) -> float:
-    """Returns bytes/s each way per GPU between machines of equally many ranks. All ranks of `group` call this."""
+    """Returns bytes/s each way per GPU between machines of equally many ranks. All ranks of `group`
+    call this."""
     part = torch.empty(_GATHERED_BYTES // group.size(), dtype=torch.uint8, device=device)
     whole = torch.empty(len(part) * group.size(), dtype=torch.uint8, device=device)
     wait = torch.get_device_module(device).synchronize
@@ -170,7 +202,9 @@ def measure_network(group: dist.ProcessGroup, num_machines: int, device: torch.d
             dist.all_gather_into_tensor(whole, part, group=group)
         wait()
         seconds = (time.perf_counter() - start) / repeats
-    return (num_machines - 1) * len(part) / seconds  # a machine's ranks share what comes from other machines
+    return (
+        (num_machines - 1) * len(part) / seconds
+    )  # a machine's ranks share what comes from other machines
 
 
 def _copy_rates(device: torch.device) -> Rates:
@@ -190,14 +224,17 @@ def _copy_rates(device: torch.device) -> Rates:
     return {"memory": memory, "link": source.numel() / _seconds(copy_both_ways)}
 
 
-def _factors(hidden_size: int, intermediate_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _factors(
+    hidden_size: int, intermediate_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Returns random factors of a product of the MLP, for 16,384 tokens."""
     shapes = (16_384, hidden_size), (hidden_size, intermediate_size)
     return tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Returns the seconds of one call, averaged over 200 ms of calls: the GPU settles at its clock under load."""
+    """Returns the seconds of one call, averaged over 200 ms of calls: the GPU settles at its clock
+    under load."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     work()  # libraries choose their kernels
     calls, milliseconds = 1, 0.0
@@ -214,8 +251,9 @@ def _seconds(work: Callable[[], object]) -> float:
 def _seconds_between(work: Callable[[], object], products: Callable[[], object]) -> float:
     """Returns the seconds of one call of `work` after `products`, the matrix products of a layer.
 
-    A GPU lowers its clock where its power would pass a limit. In a step, kernels that need less power than products
-    run at a clock near the products': an H200 had 1.55 GHz then, and 1.98 GHz where such kernels ran in a row.
+    A GPU lowers its clock where its power would pass a limit. In a step, kernels that need less
+    power than products run at a clock near the products': an H200 had 1.55 GHz then, and 1.98 GHz
+    where such kernels ran in a row.
     """
     work()  # libraries choose their kernels
     spans = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(10)]
@@ -225,7 +263,9 @@ def _seconds_between(work: Callable[[], object], products: Callable[[], object])
         work()
         stop.record()
     stop.synchronize()
-    return sum(start.elapsed_time(stop) for start, stop in spans[2:]) / len(spans[2:]) / 1000  # the first heat it up
+    return (
+        sum(start.elapsed_time(stop) for start, stop in spans[2:]) / len(spans[2:]) / 1000
+    )  # the first heat it up
 
 
 # GPUs by data sheet
@@ -235,21 +275,25 @@ def _seconds_between(work: Callable[[], object], products: Callable[[], object])
 class GPU:
     """One model of GPU, by its data sheet."""
 
-    device_name: str  # a regular expression that finds the GPU in the driver's name for it, as whole words
+    device_name: (
+        str  # a regular expression that finds the GPU in the driver's name for it, as whole words
+    )
     memory_bytes: int  # memory that nvidia-smi shows: less than the round number in the GPU's name
     flops: float  # FLOP/s, dense bf16 peak of the tensor cores with float32 accumulation
     memory_bandwidth: float  # bytes/s
     link_bandwidth: float  # bytes/s each way between GPU and host
-    attention_backend: str = "flash"  # the backend that `kernels.attention.full.choose_backend` chooses on it
-    # Bytes/s each way of all its links to other GPUs together. 0: GPUs exchange over their links to the host. A bridge
-    # between two GPUs counts as 0 too: a host of more GPUs gains nothing by it.
+    attention_backend: str = (
+        "flash"  # the backend that `kernels.attention.full.choose_backend` chooses on it
+    )
+    # Bytes/s each way of all its links to other GPUs together. 0: GPUs exchange over their links to
+    # the host. A bridge between two GPUs counts as 0 too: a host of more GPUs gains nothing by it.
     nvlink_bandwidth: float = 0
     has_fp8: bool = True
 
 
-# The first entry that matches the driver's name counts. "NVIDIA A100 80GB PCIe" matches all entries of an A100.
-# GeForce cards sum products in float32 at half the speed of sums in half precision, so their `flops` are half of what
-# is often quoted. Half a link is a link of eight lanes.
+# The first entry that matches the driver's name counts. "NVIDIA A100 80GB PCIe" matches all entries
+# of an A100. GeForce cards sum products in float32 at half the speed of sums in half precision, so
+# their `flops` are half of what is often quoted. Half a link is a link of eight lanes.
 GPUS = {
     "RTX3060": GPU("RTX 3060", 12_288 * MIB, 25.5e12, 360e9, _PCIE_4, has_fp8=False),
     "RTX3060Ti": GPU("RTX 3060 Ti", 8_192 * MIB, 32.4e12, 448e9, _PCIE_4, has_fp8=False),
@@ -281,21 +325,37 @@ GPUS = {
     "A5000": GPU("RTX A5000", 24_564 * MIB, 111e12, 768e9, _PCIE_4, has_fp8=False),
     "A6000": GPU("RTX A6000", 49_140 * MIB, 155e12, 768e9, _PCIE_4, has_fp8=False),
     "RTX6000-Ada": GPU("RTX 6000 Ada", 49_140 * MIB, 364e12, 960e9, _PCIE_4),
-    "RTX-PRO-6000": GPU("RTX PRO 6000 Blackwell (Workstation|Server)", 97_887 * MIB, 504e12, 1792e9, _PCIE_5, "cudnn"),
+    "RTX-PRO-6000": GPU(
+        "RTX PRO 6000 Blackwell (Workstation|Server)",
+        97_887 * MIB,
+        504e12,
+        1792e9,
+        _PCIE_5,
+        "cudnn",
+    ),
     "L4": GPU("L4", 23_034 * MIB, 121e12, 300e9, _PCIE_4),
     "L40": GPU("L40", 46_068 * MIB, 181e12, 864e9, _PCIE_4),
     "L40S": GPU("L40S", 46_068 * MIB, 362e12, 864e9, _PCIE_4),
-    "A100-PCIe": GPU("A[18]00[- ](80GB )?PCI[Ee]", 81_920 * MIB, 312e12, 1935e9, _PCIE_4, has_fp8=False),
-    "A100-40GB": GPU("A[18]00", 40_960 * MIB, 312e12, 1555e9, _PCIE_4, nvlink_bandwidth=300e9, has_fp8=False),
-    "A100-80GB": GPU("A[18]00", 81_920 * MIB, 312e12, 2039e9, _PCIE_4, nvlink_bandwidth=300e9, has_fp8=False),
+    "A100-PCIe": GPU(
+        "A[18]00[- ](80GB )?PCI[Ee]", 81_920 * MIB, 312e12, 1935e9, _PCIE_4, has_fp8=False
+    ),
+    "A100-40GB": GPU(
+        "A[18]00", 40_960 * MIB, 312e12, 1555e9, _PCIE_4, nvlink_bandwidth=300e9, has_fp8=False
+    ),
+    "A100-80GB": GPU(
+        "A[18]00", 81_920 * MIB, 312e12, 2039e9, _PCIE_4, nvlink_bandwidth=300e9, has_fp8=False
+    ),
     "H100-PCIe": GPU("H100 PCIe", 81_559 * MIB, 756e12, 2039e9, _PCIE_5, "cudnn"),
     "H100": GPU("H100", 81_559 * MIB, 989e12, 3350e9, _PCIE_5, "cudnn", 450e9),
     "H200": GPU("G?H200", 143_771 * MIB, 989e12, 4800e9, _PCIE_5, "cudnn", 450e9),
     "B200": GPU("B200", 183_359 * MIB, 2250e12, 8000e9, _PCIE_5, "cudnn", 900e9),
 }
 _ROUNDED = 0.1  # share by which a size as sold may be off: 48 GB are on an A40, which shows 45
-_OTHER_CARD = r"(?! (Ti|SUPER|D|Laptop)\b)"  # after a card's name, these words name another: "RTX 4070 Ti"
-# Short names, as `_read_name` makes them, of GPUs older than Ampere: T4, V100, P100, RTX 2080 Ti, GTX 1080.
+_OTHER_CARD = (
+    r"(?! (Ti|SUPER|D|Laptop)\b)"  # after a card's name, these words name another: "RTX 4070 Ti"
+)
+# Short names, as `_read_name` makes them, of GPUs older than Ampere: T4, V100, P100, RTX 2080 Ti,
+# GTX 1080.
 _WITHOUT_BF16 = r"t4g?|[kmp]\d+|v100s?|titan.*|gtx.*|(10|16|20)\d0(ti)?(super)?"
 
 # Short names of what other makers sell, and those makers' words for it.
@@ -314,17 +374,23 @@ _USUAL = "RTX4090", "A100", "H100", "H200"
 def find_gpu(device_name: str) -> GPU | None:
     """Returns the GPU that has this name in the driver; None if the table does not have it."""
     pattern = r"\b{}\b" + _OTHER_CARD
-    return next((gpu for gpu in GPUS.values() if re.search(pattern.format(gpu.device_name), device_name)), None)
+    return next(
+        (gpu for gpu in GPUS.values() if re.search(pattern.format(gpu.device_name), device_name)),
+        None,
+    )
 
 
 def parse_gpu(text: str) -> tuple[str, GPU]:
-    """Returns a GPU of the table and its name there, or for a size ("24GB") the slowest GPU of the table that has it.
+    """Returns a GPU of the table and its name there, or for a size ("24GB") the slowest GPU of the
+    table that has it.
 
-    "RTX4090" may be written "rtx 4090", "4090" or "NVIDIA GeForce RTX 4090". Memory may follow: "H100-80GB". Without
-    it, the GPU with the most memory is meant: "A100" is the A100-80GB. The name of a size says which GPU is assumed.
+    "RTX4090" may be written "rtx 4090", "4090" or "NVIDIA GeForce RTX 4090". Memory may follow:
+    "H100-80GB". Without it, the GPU with the most memory is meant: "A100" is the A100-80GB. The
+    name of a size says which GPU is assumed.
 
     Raises:
-        UserError: neither a name of the table nor a size from DRIVER_BYTES to the largest GPU's; a GPU without bf16.
+        UserError: neither a name of the table nor a size from DRIVER_BYTES to the largest GPU's; a
+        GPU without bf16.
     """
     (asked, size), found = _read_name(text), {}
     for name, gpu in GPUS.items():
@@ -333,33 +399,48 @@ def parse_gpu(text: str) -> tuple[str, GPU]:
             found[name] = gpu
     if found:
         return max(found.items(), key=lambda item: item[1].memory_bytes)
-    if maker := next((maker for maker, names in _OTHER_MAKERS.items() if re.fullmatch(names, asked)), None):
+    if maker := next(
+        (maker for maker, names in _OTHER_MAKERS.items() if re.fullmatch(names, asked)), None
+    ):
         others = f"{maker} GPUs and accelerators are not supported"
         raise UserError(f"gpu {text[:80]}: {others}; give one of NVIDIA's, as {', '.join(_USUAL)}")
     if re.fullmatch(_WITHOUT_BF16, asked) or "quadro" in text.lower():
-        raise UserError(f"{text[:80]} has no bf16, in which Fathom trains on a GPU; give an Ampere GPU or a newer one")
+        raise UserError(
+            f"{text[:80]} has no bf16, in which Fathom trains on a GPU; give an Ampere GPU or a "
+            "newer one"
+        )
     with suppress(UserError):
         num_bytes = parse_bytes(text)
-        large = {name: gpu for name, gpu in GPUS.items() if gpu.memory_bytes > (1 - _ROUNDED) * num_bytes}
+        large = {
+            name: gpu for name, gpu in GPUS.items() if gpu.memory_bytes > (1 - _ROUNDED) * num_bytes
+        }
         if large and num_bytes > DRIVER_BYTES:
             slowest = min(large, key=lambda name: large[name].flops)
             name = f"{text} (assumed: {slowest}, the slowest known GPU with as much)"
             return name, replace(large[slowest], memory_bytes=num_bytes)
-    if counted := re.fullmatch(r"([1-9]\d?) ?[x*] ?(.{2,40})|(.{,40}\d.{,40}?) ?[x*:] ?([1-9]\d?)", text.strip()):
+    if counted := re.fullmatch(
+        r"([1-9]\d?) ?[x*] ?(.{2,40})|(.{,40}\d.{,40}?) ?[x*:] ?([1-9]\d?)", text.strip()
+    ):
         number, one = counted[1] or counted[4], counted[2] or counted[3]
         parse_gpu(one)  # refuses others by their name
-        raise UserError(f"gpu names one GPU, got {text[:80]!r}; give --gpu {shlex.quote(one)} --nproc {number}")
+        raise UserError(
+            f"gpu names one GPU, got {text[:80]!r}; give --gpu {shlex.quote(one)} --nproc {number}"
+        )
     names = {_read_name(name)[0]: name for name in GPUS}
-    near = " or ".join(names[short] for short in difflib.get_close_matches(asked, names, cutoff=0.65))
+    near = " or ".join(
+        names[short] for short in difflib.get_close_matches(asked, names, cutoff=0.65)
+    )
     most = max(gpu.memory_bytes for gpu in GPUS.values()) / GIB
     raise UserError(
-        f"no GPU {text[:80]!r} in the table{near and f', did you mean {near}'}; give one of {', '.join(GPUS)}; or a "
+        f"no GPU {text[:80]!r} in the table{near and f', did you mean {near}'}; give one of "
+        f"{', '.join(GPUS)}; or a "
         f"size above 1GB and up to {most:.0f}GB, such as 24GB"
     )
 
 
 def _read_name(text: str) -> tuple[str, int | None]:
-    """Returns a GPU's short name and its gigabytes, if named: ("a100", 40) for "NVIDIA A100-SXM4-40GB"."""
+    """Returns a GPU's short name and its gigabytes, if named: ("a100", 40) for "NVIDIA
+    A100-SXM4-40GB"."""
     text = re.sub(r"generation|blackwell|(workstation|server) edition", "", text.lower())
     size = re.search(r"(?<=[a-z0-9][- ])(\d{1,4}) ?gi?b?\b", text)
     if size:
@@ -371,7 +452,8 @@ def _read_name(text: str) -> tuple[str, int | None]:
 def scale_rates(
     gpu: GPU, attention_backend: str, kinds: Iterable[MixerKind] | None = None, head_dim: int = 128
 ) -> Rates:
-    """Returns the rates of a GPU that is not here: it is assumed to come as near to its data sheet as an H200 does.
+    """Returns the rates of a GPU that is not here: it is assumed to come as near to its data sheet
+    as an H200 does.
 
     Args:
         attention_backend: a name in kernels.attention.full.BACKENDS.
@@ -380,19 +462,33 @@ def scale_rates(
     """
     h200 = GPUS["H200"]
     flops, link = gpu.flops / h200.flops, _BYTES["link"] * gpu.link_bandwidth / h200.link_bandwidth
-    products = {PLAIN.rate: _H200_PRODUCTS, FP8_LINEAR.rate: _H200_FP8_PRODUCTS, INT8.rate: _H200_INT8_PRODUCTS}
-    products |= {FP8_LINEAR.weight_rate: _H200_FP8_GRADIENTS, ExpertsPart.rate: ExpertsPart.h200_rate}
+    products = {
+        PLAIN.rate: _H200_PRODUCTS,
+        FP8_LINEAR.rate: _H200_FP8_PRODUCTS,
+        INT8.rate: _H200_INT8_PRODUCTS,
+    }
+    products |= {
+        FP8_LINEAR.weight_rate: _H200_FP8_GRADIENTS,
+        ExpertsPart.rate: ExpertsPart.h200_rate,
+    }
     rates = {name: rate * flops for name, rate in products.items()}
     for kind in [kind() for kind in (*KINDS.values(), DeltaNet)] if kinds is None else {*kinds}:
-        for name, rate in kind.rates_with(attention_backend, gpu.attention_backend, head_dim).items():
+        for name, rate in kind.rates_with(
+            attention_backend, gpu.attention_backend, head_dim
+        ).items():
             rates[name] = rate * (1 if "calls" in name else flops)
     memory = _BYTES["memory"] * gpu.memory_bandwidth / h200.memory_bandwidth
     links = {"link": link, "gpu link": _gpu_link_rate(gpu, link), "network": ASSUMED_NETWORK}
-    return rates | {"memory": memory, "adapters": _BYTES["adapters"] * memory / _BYTES["memory"], **links}
+    return rates | {
+        "memory": memory,
+        "adapters": _BYTES["adapters"] * memory / _BYTES["memory"],
+        **links,
+    }
 
 
 def _gpu_link_rate(gpu: GPU | None, link_bytes: float) -> float:
-    """Returns bytes/s each way to the other GPUs of a host: over NVLink, else `link_bytes`, the link to the host."""
+    """Returns bytes/s each way to the other GPUs of a host: over NVLink, else `link_bytes`, the
+    link to the host."""
     if gpu is None or not gpu.nvlink_bandwidth:
         return link_bytes
     return _BYTES["gpu link"] * gpu.nvlink_bandwidth / GPUS["H200"].nvlink_bandwidth

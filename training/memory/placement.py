@@ -1,13 +1,16 @@
-"""Placement of activations until backward: on the GPU, in pinned host memory, or nowhere, to be computed again.
+"""Placement of activations until backward: on the GPU, in pinned host memory, or nowhere, to be
+computed again.
 
-A placed block is one autograd function, after Chen et al., arXiv 1604.06174. Forward runs without a graph and keeps
-the activations that the block's `Placement` names. Backward rebuilds the block from its input and runs through that
-graph, so only one block's activations exist at a time. An operation does not run again if its results were kept, or if
-no gradient needs its result: `kernels.common.operation` declares both. A whole block is left to autograd.
+A placed block is one autograd function, after Chen et al., arXiv 1604.06174. Forward runs without a
+graph and keeps the activations that the block's `Placement` names. Backward rebuilds the block from
+its input and runs through that graph, so only one block's activations exist at a time. An operation
+does not run again if its results were kept, or if no gradient needs its result:
+`kernels.common.operation` declares both. A whole block is left to autograd.
 
-The weights of a placed block are on the GPU, or visit it from where they are kept, see `training.memory.visiting`:
-in forward, with or without gradients, and in backward. Embedding and head need none in backward: the chunked loss makes
-the head's gradient in forward.
+The weights of a placed block are on the GPU, or visit it from where they are kept, see
+`training.memory.visiting`:
+in forward, with or without gradients, and in backward. Embedding and head need none in backward:
+the chunked loss makes the head's gradient in forward.
 """
 
 import functools
@@ -37,7 +40,8 @@ ELEMENTWISE = {"aten::add.Tensor", "aten::mul.Tensor"}
 
 
 def allocate(model: nn.Module, inventory: Inventory, device: torch.device) -> None:
-    """Give a model.Transformer on the meta device memory on `device` for all weights but visiting ones."""
+    """Give a model.Transformer on the meta device memory on `device` for all weights but visiting
+    ones."""
     visiting = {row.name for row in inventory if row.is_visiting}
     if not visiting:
         model.to_empty(device=device)
@@ -50,16 +54,20 @@ def allocate(model: nn.Module, inventory: Inventory, device: torch.device) -> No
 
 
 def apply_execution(
-    model: nn.Module, execution: Execution, arena_bytes: int = 0, homes: Homes = MappingProxyType({})
+    model: nn.Module,
+    execution: Execution,
+    arena_bytes: int = 0,
+    homes: Homes = MappingProxyType({}),
 ) -> None:
     """Make a model.Transformer, on its device, run as `execution` says.
 
-    Pins `arena_bytes` of host memory for the activations with placements on the host. `homes` are the weights of
-    visiting parameters, see `MasterAdamW.homes`.
+    Pins `arena_bytes` of host memory for the activations with placements on the host. `homes` are
+    the weights of visiting parameters, see `MasterAdamW.homes`.
 
     Raises:
         UserError: the host does not let that much be pinned.
-        ValueError: embedding or head with a home but not on the host, or the reverse; see `apply_placement` and
+        ValueError: embedding or head with a home but not on the host, or the reverse; see
+        `apply_placement` and
             `set_kinds`.
     """
     model.loss_impl = execution.loss_impl
@@ -78,7 +86,9 @@ def apply_execution(
     placed = apply_placement(model.layers, execution.placements, arena, skips, homes)
     embedding, head = model.embed_tokens, model.output_weight
     if any((end in homes) != (execution.ends == "host") for end in (embedding.weight, head)):
-        raise ValueError(f"embedding and head are placed on the {execution.ends}, where they do not live")
+        raise ValueError(
+            f"embedding and head are placed on the {execution.ends}, where they do not live"
+        )
     if execution.ends == "host":
         ends = {-1: embedding.weight, len(model.layers): head}
         placed.weights.homes |= {number: {end: homes[end]} for number, end in ends.items()}
@@ -87,12 +97,15 @@ def apply_execution(
 
 
 def set_kinds(model: nn.Module, kinds: Sequence[MixerKind]) -> None:
-    """Set how each block attends; (): as configured. Raises ValueError for a kind that needs other gates."""
+    """Set how each block attends; (): as configured. Raises ValueError for a kind that needs other
+    gates."""
     for block, kind in zip(model.layers, kinds or model.config.kinds):
         own = block.mixer.kind
         is_other = isinstance(kind, AttentionKind) != isinstance(own, AttentionKind)
         if kind.gates_per_head != own.gates_per_head or is_other:
-            raise ValueError(f"a layer whose own attention is {own.name} has no parameters for {kind.name}")
+            raise ValueError(
+                f"a layer whose own attention is {own.name} has no parameters for {kind.name}"
+            )
         block.mixer.kind = kind
 
 
@@ -105,7 +118,8 @@ def set_linear(model: nn.Module, linear: Linear) -> None:
 
 @contextmanager
 def products_in_bf16(model: nn.Module) -> Iterator[None]:
-    """Has a model.Transformer compute as it does outside of training, whatever linear maps it trains with."""
+    """Has a model.Transformer compute as it does outside of training, whatever linear maps it
+    trains with."""
     blocks = ((block.mixer, block.mlp) for block in model.layers)
     had = [(module, module.linear) for module in (model, *itertools.chain(*blocks))]
     for module, linear in had:
@@ -118,27 +132,36 @@ def products_in_bf16(model: nn.Module) -> Iterator[None]:
 
 
 def apply_placement(
-    blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None = None, skips: bool = True,
+    blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None = None,
+    skips: bool = True,
     homes: Homes = MappingProxyType({}),
 ) -> "_PlacedBlocks":  # fmt: skip
-    """Give each block a forward that keeps activations for backward as its placement says. Gradients stay the same.
+    """Give each block a forward that keeps activations for backward as its placement says.
+    Gradients stay the same.
 
     Args:
-        blocks: the model's blocks, called as block(x_BTD, context), in this order. FSDP2 may shard them. A forward
+        blocks: the model's blocks, called as block(x_BTD, context), in this order. FSDP2 may shard
+        them. A forward
             pass with gradients must have its backward before the next such pass begins.
-        placements: one per block. `Placement()` for all is gradient checkpointing as commonly understood.
-        arena: pinned memory for everything placed on the "host".
-        skips: whether to keep choices in forward, and to leave out skippable operations in backward. False for compiled
+        placements: one per block. `Placement()` for all is gradient checkpointing as commonly
+        understood. arena: pinned memory for everything placed on the "host".
+        skips: whether to keep choices in forward, and to leave out skippable operations in
+        backward. False for compiled
             blocks, whose operations cannot be seen.
-        homes: weights of the blocks that have them on the "host", and quantized weights of blocks that are not whole.
+        homes: weights of the blocks that have them on the "host", and quantized weights of blocks
+        that are not whole.
 
     Raises:
-        ValueError: placements that do not fit the blocks, the homes or each other, or need an arena.
+        ValueError: placements that do not fit the blocks, the homes or each other, or need an
+        arena.
     """
     if len(placements) != len(blocks):
         raise ValueError(f"{len(blocks)} blocks need as many placements, got {len(placements)}")
     if placements[0].input == "recompute":
-        raise ValueError("the first block has none before it to recompute its input from; place it on gpu or host")
+        raise ValueError(
+            "the first block has none before it to recompute its input from; place it on gpu or "
+            "host"
+        )
     for layer, (before, placement) in enumerate(pairwise(placements), start=1):
         if before.is_whole and placement.input == "recompute":
             cause = f"cannot be recomputed from block {layer - 1}, which is left to autograd"
@@ -147,10 +170,19 @@ def apply_placement(
         raise ValueError("placements in host memory need an arena")
     for layer, (block, placement) in enumerate(zip(blocks, placements)):
         found = [homes.get(parameter) for parameter in block.parameters()]
-        if any((h is not None) != (placement.weights == "host") for h in found if h is None or isinstance(h, Tensor)):
-            raise ValueError(f"block {layer} is placed with weights on the {placement.weights}, where they do not live")
+        if any(
+            (h is not None) != (placement.weights == "host")
+            for h in found
+            if h is None or isinstance(h, Tensor)
+        ):
+            raise ValueError(
+                f"block {layer} is placed with weights on the {placement.weights}, where they do "
+                "not live"
+            )
         if placement.is_whole and any(h is not None for h in found):
-            raise ValueError(f"block {layer} is left to autograd, but its weights visit; recompute its rest")
+            raise ValueError(
+                f"block {layer} is left to autograd, but its weights visit; recompute its rest"
+            )
     placed = _PlacedBlocks(blocks, placements, arena, skips, homes)
     for layer, block in enumerate(blocks):
         if not placements[layer].is_whole:
@@ -159,10 +191,12 @@ def apply_placement(
 
 
 class _PlacedBlocks:
-    """The blocks' own forwards, and the tensors that placed blocks keep between forward and backward."""
+    """The blocks' own forwards, and the tensors that placed blocks keep between forward and
+    backward."""
 
     def __init__(
-        self, blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None, skips: bool,
+        self, blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None,
+        skips: bool,
         homes: Homes,
     ):  # fmt: skip
         self.blocks, self.placements, self.skips = blocks, placements, skips
@@ -173,9 +207,12 @@ class _PlacedBlocks:
         own = [{p: homes[p] for p in block.parameters() if p in homes} for block in blocks]
         visiting: dict[int, Homes] = {i: of_block for i, of_block in enumerate(own) if of_block}
         self.weights = VisitingWeights(visiting, next(blocks.parameters()).device)
-        # By (layer, name): tensors of each call. Names are "input" and the roles of kernels.common.Keepable.
+        # By (layer, name): tensors of each call. Names are "input" and the roles of
+        # kernels.common.Keepable.
         self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}
-        self.kept_calls: Counter = Counter()  # by (layer, name): calls of `_keep` in the last forward
+        self.kept_calls: Counter = (
+            Counter()
+        )  # by (layer, name): calls of `_keep` in the last forward
         self.passes = [0] * len(blocks)
 
     def embed(self, forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
@@ -185,13 +222,15 @@ class _PlacedBlocks:
             return forward(ids)
 
     def visit_head(self) -> AbstractContextManager[None]:
-        """Returns the visit of the head. If a backward follows, the last block's weights come beside it."""
+        """Returns the visit of the head. If a backward follows, the last block's weights come
+        beside it."""
         last = len(self.blocks)
         return self.weights.visit(last, self._start(last - 1) if torch.is_grad_enabled() else None)
 
     def run(self, layer: int, x_BTD: Tensor, context) -> Tensor:
         if layer == self.first and -1 not in self.weights.homes:
-            self.weights.free()  # an update may have come since a pass that was broken off left weights here
+            # an update may have come since a pass that was broken off left weights here
+            self.weights.free()
         if not torch.is_grad_enabled():
             with self.weights.visit(layer, layer + 1):
                 return self.forwards[layer](x_BTD, context)
@@ -206,7 +245,11 @@ class _PlacedBlocks:
             self.kept_calls.clear()
         self._keep(layer, "input", (x_BTD,))
         intercepted = self.placements[layer].results != "recompute" or self.skips
-        keeping = _Interception(keep=functools.partial(self._keep, layer)) if intercepted else nullcontext()
+        keeping = (
+            _Interception(keep=functools.partial(self._keep, layer))
+            if intercepted
+            else nullcontext()
+        )
         with self.weights.visit(layer, layer + 1), keeping:
             y_BTD = self.forwards[layer](x_BTD, context)
         if self.copies is not None:  # its own copies go on beside the next block
@@ -214,8 +257,11 @@ class _PlacedBlocks:
         return y_BTD
 
     def backward(self, layer: int, dy_BTD: Tensor, context) -> Tensor:
-        """Rebuild the block and run backward through its graph. Returns dx_BTD; parameters get their gradients."""
-        self._fetch(layer)  # only for the last block: otherwise the backward of block layer + 1 began these copies
+        """Rebuild the block and run backward through its graph. Returns dx_BTD; parameters get
+        their gradients."""
+        self._fetch(
+            layer
+        )  # only for the last block: otherwise the backward of block layer + 1 began these copies
         if self.copies is not None:
             self.copies.finish_fetching()
         if layer > 0:
@@ -224,7 +270,11 @@ class _PlacedBlocks:
         with self.weights.visit(layer, self._start(layer - 1)):
             with torch.enable_grad():
                 y_BTD = self._rebuild(layer, x_BTD, context, self.skips)
-            for name in ("input", "results", "choices"):  # the graph frees each kept tensor once it has used it
+            for name in (
+                "input",
+                "results",
+                "choices",
+            ):  # the graph frees each kept tensor once it has used it
                 self.on_gpu.pop((layer, name), None)
             root = torch.autograd.graph.get_gradient_edge(y_BTD)
             del y_BTD  # backward does not need it
@@ -232,7 +282,8 @@ class _PlacedBlocks:
         return x_BTD.grad
 
     def _start(self, layer: int) -> int | None:
-        """Returns the first block that runs again for the backward of block `layer`; None: there is none."""
+        """Returns the first block that runs again for the backward of block `layer`; None: there is
+        none."""
         needed = needed_for_backward(self.placements, layer) if layer >= 0 else []
         return needed[0][0] if needed else None
 
@@ -249,7 +300,11 @@ class _PlacedBlocks:
 
     def _rebuild(self, layer: int, x_BTD: Tensor, context, skips: bool = False) -> Tensor:
         """Run a block's forward again, with what its operations kept."""
-        kept = {name: calls for (i, name), calls in self.on_gpu.items() if i == layer and name != "input"}
+        kept = {
+            name: calls
+            for (i, name), calls in self.on_gpu.items()
+            if i == layer and name != "input"
+        }
         with _Interception(kept=kept, skips=skips) if kept or skips else nullcontext():
             return self.forwards[layer](x_BTD, context)
 
@@ -274,30 +329,44 @@ class _PlacedBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BTD, blocks, layer, context):
         blocks.passes[layer] += 1
-        ctx.blocks, ctx.layer, ctx.context, ctx.number = blocks, layer, context, blocks.passes[layer]
+        ctx.blocks, ctx.layer, ctx.context, ctx.number = (
+            blocks,
+            layer,
+            context,
+            blocks.passes[layer],
+        )
         return blocks.forward(layer, x_BTD, context)
 
     @staticmethod
     def backward(ctx, dy_BTD):
         if torch.is_grad_enabled():
-            raise RuntimeError("a placed block has no second derivative (create_graph=True); leave it whole")
+            raise RuntimeError(
+                "a placed block has no second derivative (create_graph=True); leave it whole"
+            )
         if ctx.number != ctx.blocks.passes[ctx.layer]:
-            raise RuntimeError(f"block {ctx.layer} went forward or backward again since this forward: nothing is kept")
+            raise RuntimeError(
+                f"block {ctx.layer} went forward or backward again since this forward: nothing is "
+                "kept"
+            )
         ctx.blocks.passes[ctx.layer] += 1
         return ctx.blocks.backward(ctx.layer, dy_BTD, ctx.context), None, None, None
 
 
 class _Interception(TorchDispatchMode):
-    """Sees each operation of a block: in forward to keep results, in the second forward to return the kept results.
+    """Sees each operation of a block: in forward to keep results, in the second forward to return
+    the kept results.
 
-    Kept results are returned in the order of the calls that made them, and all of them must be asked for. If only the
-    choice of an operation was kept, the operation runs again with that choice.
+    Kept results are returned in the order of the calls that made them, and all of them must be
+    asked for. If only the choice of an operation was kept, the operation runs again with that
+    choice.
 
     Args:
-        keep: called for each keepable operation with a role, "results" or "choices", and the tensors of the call.
-        kept: tensors of each call that was kept, by role.
-        skips: whether skippable operations return anything of the first argument's shape, and do not run. Sums and
-            products with what they return do not run either: they would take memory for a result that nobody reads.
+        keep: called for each keepable operation with a role, "results" or "choices", and the
+        tensors of the call. kept: tensors of each call that was kept, by role.
+        skips: whether skippable operations return anything of the first argument's shape, and do
+        not run. Sums and
+            products with what they return do not run either: they would take memory for a result
+            that nobody reads.
     """
 
     def __init__(
@@ -307,22 +376,31 @@ class _Interception(TorchDispatchMode):
         super().__init__()
         self.keep, self.skips = keep, skips
         self.kept = {role: list(calls) for role, calls in (kept or {}).items()}
-        self.skipped: WeakSet[torch.UntypedStorage] = WeakSet()  # storages of results without values
+        self.skipped: WeakSet[torch.UntypedStorage] = (
+            WeakSet()
+        )  # storages of results without values
 
     def _reads_skipped(self, args: tuple) -> bool:
         return any(isinstance(x, Tensor) and x.untyped_storage() in self.skipped for x in args)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
-        if self.skips and (name in SKIPPABLE or (name in ELEMENTWISE and self._reads_skipped(args))):
+        if self.skips and (
+            name in SKIPPABLE or (name in ELEMENTWISE and self._reads_skipped(args))
+        ):
             result = args[0].new_empty(1)
             self.skipped.add(result.untyped_storage())
             return result.expand(args[0].shape)
         if name not in KEEPABLE:
             return func(*args, **(kwargs or {}))
         roles, choice = KEEPABLE[name]
-        # Autograd writes its graph into the tensors that are returned, so the kept tensors themselves are not returned.
-        kept = {role: [x.detach() for x in self.kept[role].pop(0)] for role in roles if role in self.kept}
+        # Autograd writes its graph into the tensors that are returned, so the kept tensors
+        # themselves are not returned.
+        kept = {
+            role: [x.detach() for x in self.kept[role].pop(0)]
+            for role in roles
+            if role in self.kept
+        }
         if len(kept) < len(roles):
             if kept:
                 assert choice is not None, "of one role all are kept or none"
@@ -339,4 +417,6 @@ class _Interception(TorchDispatchMode):
 
     def __exit__(self, exc_type, exc_value, traceback):
         super().__exit__(exc_type, exc_value, traceback)
-        assert exc_type or not any(self.kept.values()), "an operation ran less often than when its results were kept"
+        assert exc_type or not any(self.kept.values()), (
+            "an operation ran less often than when its results were kept"
+        )

@@ -1,4 +1,5 @@
-"""The planner searches for the fastest execution of a step that fits, by the predictions of the cost model."""
+"""The planner searches for the fastest execution of a step that fits, by the predictions of the
+cost model."""
 
 import bisect
 import functools
@@ -18,13 +19,14 @@ from training.memory.machine import ASSUMED_NETWORK, H200, Rates
 from training.memory.stages import Stage, Stages
 from training.optim.formats import STATE_FORMATS
 
-# A plan's predicted peak must stay below budget / HEADROOM. The 4% cover allocator fragmentation and what the cost
-# model does not count. Where no plan stays below, a plan below budget / LEAST_HEADROOM will do: at the limit the
-# allocator gives back free pages of its expandable segments, and that costs some time.
+# A plan's predicted peak must stay below budget / HEADROOM. The 4% cover allocator fragmentation
+# and what the cost model does not count. Where no plan stays below, a plan below budget /
+# LEAST_HEADROOM will do: at the limit the allocator gives back free pages of its expandable
+# segments, and that costs some time.
 HEADROOM = 1.04
 LEAST_HEADROOM = 1.01
-# Share of a step's seconds that a smaller format of optimizer state must save where the first fits too: it is less
-# precise.
+# Share of a step's seconds that a smaller format of optimizer state must save where the first fits
+# too: it is less precise.
 FORMAT_SAVES = 0.01
 # Share that optimizer state on the host must save as well, and weights there once more.
 OFFLOAD_SAVES = 0.01
@@ -35,7 +37,8 @@ _CONTEXT_MULTIPLE = 1024  # tokens: the precision to which the largest context i
 
 @dataclass(frozen=True)
 class Plan:
-    """An execution of a step, with its predicted bytes and seconds, and the budgets and rates it was made for."""
+    """An execution of a step, with its predicted bytes and seconds, and the budgets and rates it
+    was made for."""
 
     step: Step
     execution: Execution
@@ -43,7 +46,9 @@ class Plan:
     host_budget: float = math.inf  # bytes that may be pinned
     rates: Rates = field(default_factory=lambda: H200)
     why: str = ""  # the reason for the format of the optimizer's state, where the planner chose it
-    compared: dict[str, float] = field(default_factory=dict)  # seconds per step with each attention kernel, if several
+    compared: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds per step with each attention kernel, if several
 
     @functools.cached_property
     def peak(self) -> Stage:
@@ -55,7 +60,8 @@ class Plan:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the arena that `apply_placement` needs. The optimizer makes an arena of its own."""
+        """Bytes of the arena that `apply_placement` needs. The optimizer makes an arena of its
+        own."""
         return self.step.arena_bytes(self.execution)
 
     @property
@@ -63,69 +69,123 @@ class Plan:
         return self.step.seconds(self.execution, self.rates)
 
     def __str__(self) -> str:
-        execution, placements, sharing = self.execution, self.execution.placements, self.step.num_ranks
+        execution, placements, sharing = (
+            self.execution,
+            self.execution.placements,
+            self.step.num_ranks,
+        )
         copies, num_shards = self.step.num_copies, self.step.num_shards
         axes = {"data": max(1, copies * num_shards // sharing), "context": sharing}
         axes |= {"tensor": self.step.tensor_ranks} if self.step.tensor_ranks > 1 else {}
         sizes = " x ".join(map(str, axes.values()))
-        rows = [(f"GPUs, {' x '.join(axes)}", f"{sizes}; below, of each")] if math.prod(axes.values()) > 1 else []
+        rows = (
+            [(f"GPUs, {' x '.join(axes)}", f"{sizes}; below, of each")]
+            if math.prod(axes.values()) > 1
+            else []
+        )
         if copies > 1:
-            rows.append(("copies of the weights", f"{copies}, each sharded over {num_shards * self.step.tensor_ranks}"))
+            rows.append(
+                (
+                    "copies of the weights",
+                    f"{copies}, each sharded over {num_shards * self.step.tensor_ranks}",
+                )
+            )
         if (machines := self.step.num_machines) > 1:
             network = self.rates["network"]
             source = "assumed" if network == ASSUMED_NETWORK else "measured"
             title = "FSDP" if copies == 1 else "FSDP and copies"
-            rows.append((title, f"over {machines} machines, {network / 1e9:.1f} GB/s per GPU between them, {source}"))
-        for title, name in (("layer inputs", "input"), ("attention outputs", "results"), ("weights", "weights")):
+            rows.append(
+                (
+                    title,
+                    f"over {machines} machines, {network / 1e9:.1f} GB/s per GPU between them, "
+                    f"{source}",
+                )
+            )
+        for title, name in (
+            ("layer inputs", "input"),
+            ("attention outputs", "results"),
+            ("weights", "weights"),
+        ):
             places = Counter(getattr(p, name) for p in placements)
-            ends = ", embedding and head too" if name == "weights" and execution.ends == "host" else ""
+            ends = (
+                ", embedding and head too" if name == "weights" and execution.ends == "host" else ""
+            )
             if name != "weights" or ends or "host" in places:
-                rows.append((title, ", ".join(f"{count} {place}" for place, count in places.items()) + ends))
+                rows.append(
+                    (title, ", ".join(f"{count} {place}" for place, count in places.items()) + ends)
+                )
         num_whole = sum(p.is_whole for p in placements)
         rows.append(("blocks kept whole", str(num_whole)))
         on_gpu = execution.gpu_state_bytes
         if math.isinf(on_gpu) and _num_visiting(execution):
             on_gpu = self.step.inventory(execution).gpu_state
-        state = {math.inf: "GPU", 0: "host"}.get(on_gpu) or f"up to {gib(on_gpu)} on the GPU, the rest on the host"
-        state += f", {execution.state_format}" if self.why or execution.state_format != STATE_FORMATS[0] else ""
+        state = {math.inf: "GPU", 0: "host"}.get(
+            on_gpu
+        ) or f"up to {gib(on_gpu)} on the GPU, the rest on the host"
+        state += (
+            f", {execution.state_format}"
+            if self.why or execution.state_format != STATE_FORMATS[0]
+            else ""
+        )
         state += f" (auto: {self.why})" if self.why else ""
         if num_whole < len(placements):
-            heads = "one key/value head at a time" if execution.heads_at_a_time else "all heads at once"
-            tiles = f"{execution.mlp_tile_size} rows at a time" if execution.mlp_tile_size else "all rows at once"
+            heads = (
+                "one key/value head at a time" if execution.heads_at_a_time else "all heads at once"
+            )
+            tiles = (
+                f"{execution.mlp_tile_size} rows at a time"
+                if execution.mlp_tile_size
+                else "all rows at once"
+            )
             rows += [("attention", heads), ("MLP", tiles)]
         rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
         rows += [*self.step.trained.described(self.step.share), *execution.frozen.described]
         rows += [("linear maps", names)] if (names := execution.maps_in_words) else []
         if self.compared:
-            compared = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.compared.items())
-            rows.append(("attention kernel", f"{execution.attention_backend} (auto: a step takes {compared})"))
+            compared = ", ".join(
+                f"{name} {seconds:.2f} s" for name, seconds in self.compared.items()
+            )
+            rows.append(
+                (
+                    "attention kernel",
+                    f"{execution.attention_backend} (auto: a step takes {compared})",
+                )
+            )
         rows += [("loss", execution.loss_impl), ("optimizer state", state)]
         rows += [("predicted GPU peak", f"{gib(self.peak.bytes)}, in {self.peak.name}")]
         rows += [(f"  {name}", gib(size)) for name, size in self.peak.categories.items() if size]
         rows += [("  and idle in FSDP's stream", gib(self.peak.idle))] if self.peak.idle else []
         rows += [("predicted host memory", f"{gib(self.host_bytes)}, pinned")]
-        rows += [("  and while saving", gib(SAVING_BYTES)), ("predicted step", f"{self.seconds:.1f} s")]
+        rows += [
+            ("  and while saving", gib(SAVING_BYTES)),
+            ("predicted step", f"{self.seconds:.1f} s"),
+        ]
         width = max(len(title) for title, _ in rows)
         return "\n".join(f"{title:<{width}}  {value}" for title, value in rows)
 
 
 def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H200) -> Plan:
-    """Returns the plan of the fewest predicted seconds within the bytes of the GPU and of pinned host memory.
+    """Returns the plan of the fewest predicted seconds within the bytes of the GPU and of pinned
+    host memory.
 
     Raises:
-        UserError: no plan fits, and the message names the batch size and the context that would; or a document is
+        UserError: no plan fits, and the message names the batch size and the context that would; or
+        a document is
             longer than some layer's attention takes.
     """
     if step.has_too_long_document:
         raise UserError(
-            f"attention to chosen blocks takes documents of up to {step.longest_document:,} tokens, and context_length "
+            f"attention to chosen blocks takes documents of up to {step.longest_document:,} "
+            "tokens, and context_length "
             f"{step.context_length:,} has longer ones; lower it, or use attention_type full"
         )
     for waiting, headroom in itertools.product(_waiting(step), (HEADROOM, LEAST_HEADROOM)):
         search = _Search(step, gpu_bytes / headroom, host_bytes, waiting)
         if found := search.found(rates):
             execution, why = _choose(step, found)
-            return Plan(step, search.with_more_state(execution, rates), gpu_bytes, host_bytes, rates, why)
+            return Plan(
+                step, search.with_more_state(execution, rates), gpu_bytes, host_bytes, rates, why
+            )
     budgets = gpu_bytes, host_bytes
     length = f"context_length {step.context_length}"
     if step.batch_size > 1:
@@ -144,17 +204,22 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
         raise UserError(f"{length}{advice}; the largest that does{now} is {largest}{alone}")
     least = step.with_format(_formats(step)[-1])
     state = f"its optimizer's state {gib(step.inventory(least.given).gpu_state)} of either"
-    parameters = f"its parameters take {gib(step.parameter_bytes)} of {'either' if step.can_visit else 'the GPU'}"
+    parameters = (
+        f"its parameters take {gib(step.parameter_bytes)} of "
+        f"{'either' if step.can_visit else 'the GPU'}"
+    )
     if step.can_visit and step.given.loss_impl == "standard":
         parameters += ", but embedding and head of the GPU with loss_impl standard"
     raise UserError(
-        f"the model does not fit into {describe_budgets(*budgets)} at {_CONTEXT_MULTIPLE} tokens of context and "
+        f"the model does not fit into {describe_budgets(*budgets)} at {_CONTEXT_MULTIPLE} tokens "
+        "of context and "
         f"batch_size 1: {parameters}, {state}{advice}"
     )
 
 
 def _choose(step: Step, seconds: dict[Execution, float]) -> tuple[Execution, str]:
-    """Returns the fastest execution, or the fastest in the first format where others hardly save time; and why.
+    """Returns the fastest execution, or the fastest in the first format where others hardly save
+    time; and why.
 
     Optimizer state and weights on the host must save time as well, see OFFLOAD_SAVES.
     """
@@ -166,7 +231,11 @@ def _choose(step: Step, seconds: dict[Execution, float]) -> tuple[Execution, str
     if step.given.state_format != "auto":
         return fastest, ""
     first = STATE_FORMATS[0]
-    precise = min((execution for execution in seconds if execution.state_format == first), key=cost, default=None)
+    precise = min(
+        (execution for execution in seconds if execution.state_format == first),
+        key=cost,
+        default=None,
+    )
     if precise is None:
         return fastest, f"too little room for {first}"
     saved = seconds[precise] - seconds[fastest]
@@ -176,12 +245,14 @@ def _choose(step: Step, seconds: dict[Execution, float]) -> tuple[Execution, str
 
 
 def _formats(step: Step) -> tuple[str, ...]:
-    """Returns the formats that the optimizer's state may have; the last takes the least of both budgets."""
+    """Returns the formats that the optimizer's state may have; the last takes the least of both
+    budgets."""
     return STATE_FORMATS if step.given.state_format == "auto" else (step.given.state_format,)
 
 
 def _heads_at_a_time(step: Step) -> tuple[int | None, ...]:
-    """Returns the key/value heads that attention may work on at a time; the last takes the least memory."""
+    """Returns the key/value heads that attention may work on at a time; the last takes the least
+    memory."""
     return (None, 1) if step.share.attends_in_groups else (None,)
 
 
@@ -197,13 +268,16 @@ def has_plan(step: Step, gpu_bytes: float, host_bytes: float) -> bool:
 
 
 def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
-    """Returns the longest context for which a plan exists, in tokens, a multiple of 1024; 0 if there is none."""
+    """Returns the longest context for which a plan exists, in tokens, a multiple of 1024; 0 if
+    there is none."""
 
     def is_too_long(layout: Execution, multiple: int) -> bool:
         return not _has_room(step.at(multiple * _CONTEXT_MULTIPLE), layout, gpu_bytes, host_bytes)
 
     longest = 0
-    for layout in _least_layouts(step.at(_CONTEXT_MULTIPLE)):  # a short context has a layout for each loss
+    for layout in _least_layouts(
+        step.at(_CONTEXT_MULTIPLE)
+    ):  # a short context has a layout for each loss
         too_long = longest + 1
         while not is_too_long(layout, too_long):
             longest, too_long = too_long, 2 * too_long
@@ -213,7 +287,8 @@ def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
 
 
 def _least_layouts(step: Step) -> Iterator[Execution]:
-    """Yields the layouts that take the least memory, of each number of blocks whose weights wait on the host."""
+    """Yields the layouts that take the least memory, of each number of blocks whose weights wait on
+    the host."""
     for layout in _Search(step, 0, 0, [*itertools.chain(*_waiting(step))]).layouts():
         least = layout.heads_at_a_time, layout.state_format
         if least == (_heads_at_a_time(step)[-1], _formats(step)[-1]):
@@ -228,11 +303,13 @@ def _has_room(step: Step, layout: Execution, gpu_bytes: float, host_bytes: float
 
 @dataclass(frozen=True)
 class _Search:
-    """A search for executions of a step within limits of its predicted bytes, headroom already taken off.
+    """A search for executions of a step within limits of its predicted bytes, headroom already
+    taken off.
 
-    The last layers keep on the GPU what fits there: backward needs them first, and their memory is free when gradients
-    need it. Layers before them keep on the host, and the first layers not at all. The weights of the first `waiting`
-    blocks wait on the host; one more than all blocks means all of them with embedding and head.
+    The last layers keep on the GPU what fits there: backward needs them first, and their memory is
+    free when gradients need it. Layers before them keep on the host, and the first layers not at
+    all. The weights of the first `waiting` blocks wait on the host; one more than all blocks means
+    all of them with embedding and head.
     """
 
     step: Step
@@ -241,11 +318,13 @@ class _Search:
     waiting: Sequence[int] = (0,)
 
     def found(self, rates: Rates) -> dict[Execution, float]:
-        """Returns executions that fit, with their seconds: the fastest by layout and number of inputs on the host.
+        """Returns executions that fit, with their seconds: the fastest by layout and number of
+        inputs on the host.
 
-        Leaves out what cannot be faster. A layout without room for all inputs and attention outputs on the GPU is at
-        best as fast as with that room. Once all attention outputs stay there, more inputs on the host only take time.
-        If they stay there with all weights on the GPU, no weights wait on the host.
+        Leaves out what cannot be faster. A layout without room for all inputs and attention outputs
+        on the GPU is at best as fast as with that room. Once all attention outputs stay there, more
+        inputs on the host only take time. If they stay there with all weights on the GPU, no
+        weights wait on the host.
         """
         found: dict[Execution, float] = {}
         L, least = self.step.layers, math.inf
@@ -254,7 +333,11 @@ class _Search:
             return _cost(self.step, execution, self.step.seconds(execution, rates))
 
         for base in self.layouts():
-            roomy_here = (e for e in found if all((p.input, p.results) == ("gpu", "gpu") for p in e.placements))
+            roomy_here = (
+                e
+                for e in found
+                if all((p.input, p.results) == ("gpu", "gpu") for p in e.placements)
+            )
             if _num_visiting(base) and not all(map(_num_visiting, roomy_here)):
                 break
             roomy = _placed(base, ["gpu"] * L, L)
@@ -271,10 +354,15 @@ class _Search:
         return found
 
     def with_more_state(self, execution: Execution, rates: Rates) -> Execution:
-        """Returns an execution with all the optimizer's state on the GPU for which it has room, if that saves time."""
+        """Returns an execution with all the optimizer's state on the GPU for which it has room, if
+        that saves time."""
         if math.isinf(execution.gpu_state_bytes) or _num_visiting(execution):
             return execution
-        part = self.step.inventory(replace(execution, gpu_state_bytes=math.inf)).gpu_state / 4 / STATE_PARTS
+        part = (
+            self.step.inventory(replace(execution, gpu_state_bytes=math.inf)).gpu_state
+            / 4
+            / STATE_PARTS
+        )
 
         def more(parts: int) -> Execution:
             return replace(execution, gpu_state_bytes=execution.gpu_state_bytes + parts * part)
@@ -283,7 +371,8 @@ class _Search:
         return min(execution, most, key=lambda each: self.step.seconds(each, rates))
 
     def fits(self, execution: Execution) -> bool:
-        """Whether an execution fits. Stops at the first stage that is too full: most executions do not fit."""
+        """Whether an execution fits. Stops at the first stage that is too full: most executions do
+        not fit."""
         if self.step.host_bytes(execution) > self.host_bytes:
             return False
         stages = Stages(self.step, execution)
@@ -291,10 +380,11 @@ class _Search:
         return all(stage.bytes + stage.idle <= self.gpu_bytes for stage in likely_first)
 
     def layouts(self) -> Iterator[Execution]:
-        """Yields executions whose placements only say where weights are; those with all of them on the GPU come first.
+        """Yields executions whose placements only say where weights are; those with all of them on
+        the GPU come first.
 
-        They are all combinations of the blocks whose weights wait on the host, the state's format and share on the GPU,
-        heads at a time, and the loss.
+        They are all combinations of the blocks whose weights wait on the host, the state's format
+        and share on the GPU, heads at a time, and the loss.
         """
         step, given, L = self.step, self.step.given, self.step.layers
         of_all = math.inf, 0.75, 0.5, 0.25, 0
@@ -306,25 +396,37 @@ class _Search:
             can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
             losses = ("auto", "chunked") if can_choose else (given.loss_impl,)
             weights = (_placement(weights="host"),) * min(num, L) + (_placement(),) * (L - num)
-            base = replace(given, placements=weights, mlp_tile_size=tile_size, state_format=state_format)
+            base = replace(
+                given, placements=weights, mlp_tile_size=tile_size, state_format=state_format
+            )
             if num > L:
                 losses, base = ("chunked",), replace(base, loss_impl="chunked", ends="host")
             shares = of_all if num == 0 else of_ends if num <= L else (0,)
-            for share, heads, loss_impl in itertools.product(shares, _heads_at_a_time(step), losses):
-                on_gpu = share if math.isinf(share) else share * step.inventory(base).gpu_state  # inf * 0 is NaN
-                yield replace(base, gpu_state_bytes=on_gpu, heads_at_a_time=heads, loss_impl=loss_impl)
+            for share, heads, loss_impl in itertools.product(
+                shares, _heads_at_a_time(step), losses
+            ):
+                on_gpu = (
+                    share if math.isinf(share) else share * step.inventory(base).gpu_state
+                )  # inf * 0 is NaN
+                yield replace(
+                    base, gpu_state_bytes=on_gpu, heads_at_a_time=heads, loss_impl=loss_impl
+                )
 
     def fastest_inputs(self, base: Execution) -> list[tuple[str, ...]]:
-        """Returns ways of `inputs_within_host` that fit, with the fewest inputs recomputed: more only take longer."""
+        """Returns ways of `inputs_within_host` that fit, with the fewest inputs recomputed: more
+        only take longer."""
         half = self.step.layers // 2
         if not self.has_room(base, half):  # half of the inputs recomputed takes the least memory
             return []
         recomputed = half - _largest(half, lambda fewer: self.has_room(base, half - fewer))
         ways = self.inputs_within_host(base, recomputed)
-        return ways[bisect.bisect_left(ways, True, key=lambda inputs: self.fits(_placed(base, inputs))) :]
+        return ways[
+            bisect.bisect_left(ways, True, key=lambda inputs: self.fits(_placed(base, inputs))) :
+        ]
 
     def has_room(self, base: Execution, recomputed: int) -> bool:
-        """Whether an execution fits in any of the ways of `inputs_within_host`. If any does, the last does."""
+        """Whether an execution fits in any of the ways of `inputs_within_host`. If any does, the
+        last does."""
         num_ways = self._num_ways(base, recomputed)
         if not num_ways:
             return False
@@ -332,9 +434,11 @@ class _Search:
         return self.fits(_placed(base, inputs))
 
     def inputs_within_host(self, base: Execution, recomputed: int) -> list[tuple[str, ...]]:
-        """Returns the ways to place the layers' inputs for which the host has room, as one place per layer.
+        """Returns the ways to place the layers' inputs for which the host has room, as one place
+        per layer.
 
-        `recomputed` inputs are recomputed. Each next way has one more on the host, and in no stage more on the GPU.
+        `recomputed` inputs are recomputed. Each next way has one more on the host, and in no stage
+        more on the GPU.
         """
         num_ways = self._num_ways(base, recomputed)
         return [_inputs(self.step.layers, recomputed, on_host) for on_host in range(num_ways)]
@@ -352,7 +456,8 @@ class _Search:
     def keep(
         self, base: Execution, inputs: Sequence[str], near: Execution | None = None
     ) -> Execution:  # fmt: skip
-        """Returns `base` with these inputs, all outputs that fit, on the GPU first; whole blocks last.
+        """Returns `base` with these inputs, all outputs that fit, on the GPU first; whole blocks
+        last.
 
         About as many outputs fit as in `near`, where the search begins.
         """
@@ -374,7 +479,9 @@ class _Search:
         return most(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n), results["host"])
 
 
-_placement = functools.cache(Placement)  # a search makes the same few placements many thousand times
+_placement = functools.cache(
+    Placement
+)  # a search makes the same few placements many thousand times
 
 
 @functools.cache
@@ -392,7 +499,8 @@ def _inputs(layers: int, recomputed: int, on_host: int) -> tuple[str, ...]:
 def _placed(
     base: Execution, inputs: Sequence[str], on_gpu: int = 0, on_host: int = 0, whole: int = 0
 ) -> Execution:  # fmt: skip
-    """Returns `base` with places of inputs and of so many outputs, and the last `whole` blocks whole."""
+    """Returns `base` with places of inputs and of so many outputs, and the last `whole` blocks
+    whole."""
     L = len(inputs)
     results = ["recompute"] * (L - on_gpu - on_host) + ["host"] * on_host + ["gpu"] * on_gpu
     rest = ["recompute"] * (L - whole) + ["gpu"] * whole
@@ -401,15 +509,21 @@ def _placed(
 
 
 def _waiting(step: Step) -> list[Sequence[int]]:
-    """Returns numbers of blocks whose weights wait on the host, see `_Search`: the next where the ones before fail.
+    """Returns numbers of blocks whose weights wait on the host, see `_Search`: the next where the
+    ones before fail.
 
-    Half of the blocks is a multiple of 2, since a pair of blocks may have one input, from which both are rebuilt.
+    Half of the blocks is a multiple of 2, since a pair of blocks may have one input, from which
+    both are rebuilt.
     """
     if not step.can_visit:
         return [(0,)]
     L, can_take_ends = step.layers, step.given.loss_impl != "standard"
     half = L // 4 * 2
-    return [(0, L, half), [n for n in range(4, L, 4) if n != half], [L + 1] if can_take_ends else ()]
+    return [
+        (0, L, half),
+        [n for n in range(4, L, 4) if n != half],
+        [L + 1] if can_take_ends else (),
+    ]
 
 
 def _num_visiting(execution: Execution) -> int:
@@ -418,8 +532,11 @@ def _num_visiting(execution: Execution) -> int:
 
 
 def _cost(step: Step, execution: Execution, seconds: float) -> float:
-    """Returns the seconds of an execution, and more where state or weights on the host must save OFFLOAD_SAVES."""
-    return seconds / (1 - OFFLOAD_SAVES * ((step.inventory(execution).host > 0) + (_num_visiting(execution) > 0)))
+    """Returns the seconds of an execution, and more where state or weights on the host must save
+    OFFLOAD_SAVES."""
+    return seconds / (
+        1 - OFFLOAD_SAVES * ((step.inventory(execution).host > 0) + (_num_visiting(execution) > 0))
+    )
 
 
 def _largest(limit: int, holds: Callable[[int], bool], guess: int | None = None) -> int:

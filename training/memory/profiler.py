@@ -1,9 +1,10 @@
 """The profiler measures the memory and seconds of a training step, by stages and by categories.
 
-Hooks on the model split a step into the stages of cost_model.Step, so each measured stage has a predicted one. Known
-tensors have their category: parameters, gradients, optimizer state, blocks' inputs, the gradients that flow between
-blocks, and attention outputs that placed blocks keep. All other bytes are booked on the part of the block that ran
-between two readings of the allocator: attention or MLP.
+Hooks on the model split a step into the stages of cost_model.Step, so each measured stage has a
+predicted one. Known tensors have their category: parameters, gradients, optimizer state, blocks'
+inputs, the gradients that flow between blocks, and attention outputs that placed blocks keep. All
+other bytes are booked on the part of the block that ran between two readings of the allocator:
+attention or MLP.
 """
 
 import gc
@@ -31,16 +32,27 @@ from training.memory.timeline import Phase, draw_phases
 from training.optim.adamw import MasterAdamW
 from training.plots.curves import save_picture
 
-CATEGORIES = ("parameters", "gradients", "optimizer", "layer inputs", "attention", "MLP", "loss", "workspace")
-# A step of up to 32,768 tokens of context runs three times: the second run is timed, and the bytes of the third are
-# measured. A longer step runs once to save time, after the same step of few layers: it hides the time of measuring.
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "layer inputs",
+    "attention",
+    "MLP",
+    "loss",
+    "workspace",
+)
+# A step of up to 32,768 tokens of context runs three times: the second run is timed, and the bytes
+# of the third are measured. A longer step runs once to save time, after the same step of few
+# layers: it hides the time of measuring.
 LONGEST_REPEATED = 32_768
 _CONTEXT_MULTIPLE = 128  # tokens
 
 
 @dataclass(frozen=True)
 class MeasuredStage(Stage):
-    """A stage as measured: bytes by category at its fullest moment, the most bytes reserved, and seconds."""
+    """A stage as measured: bytes by category at its fullest moment, the most bytes reserved, and
+    seconds."""
 
     reserved: int
     seconds: float
@@ -75,7 +87,8 @@ class Reading(NamedTuple):
 
 
 class CudaCounter:
-    """The allocator and the clock of the current GPU. PyTorch counts bytes as the host allocates: nothing waits."""
+    """The allocator and the clock of the current GPU. PyTorch counts bytes as the host allocates:
+    nothing waits."""
 
     def read(self) -> Reading:
         """Returns bytes now, and their peaks since the last call."""
@@ -106,8 +119,12 @@ class Recorder:
         self.model, self.optimizer, self.counter = model, optimizer, counter
         placed = [block.forward.func.__self__ for block in model.layers if "forward" in vars(block)]
         self.placed = placed[0] if placed else None  # None: all blocks are whole
-        self.known: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()  # living storage: category
-        self.booked: defaultdict[Any, Counter] = defaultdict(Counter)  # part of the model: bytes by category
+        self.known: WeakKeyDictionary[torch.UntypedStorage, str] = (
+            WeakKeyDictionary()
+        )  # living storage: category
+        self.booked: defaultdict[Any, Counter] = defaultdict(
+            Counter
+        )  # part of the model: bytes by category
         self.held: Counter = Counter()
         self.stages: dict[str, tuple[Counter, int]] = {}
         self.spans: defaultdict[str, list[tuple]] = defaultdict(list)
@@ -124,13 +141,21 @@ class Recorder:
         """While this is entered, hooks on the model split its forward and backward into stages."""
         model = self.model
         self.hooks = [
-            model.embed_tokens.register_forward_pre_hook(lambda *_: self._run("embedding", "layer inputs")),
-            model.embed_tokens.register_forward_hook(lambda module, inputs, x: self._enter_layers(x)),
-            model.norm.register_forward_pre_hook(lambda module, inputs: self._enter_loss(inputs[0])),
+            model.embed_tokens.register_forward_pre_hook(
+                lambda *_: self._run("embedding", "layer inputs")
+            ),
+            model.embed_tokens.register_forward_hook(
+                lambda module, inputs, x: self._enter_layers(x)
+            ),
+            model.norm.register_forward_pre_hook(
+                lambda module, inputs: self._enter_loss(inputs[0])
+            ),
         ]
         for i, block in enumerate(model.layers):
             self.hooks += [
-                block.register_forward_pre_hook(lambda _, inputs, i=i: self._enter_block(i, inputs[0])),
+                block.register_forward_pre_hook(
+                    lambda _, inputs, i=i: self._enter_block(i, inputs[0])
+                ),
                 (block.input_layernorm or block.mixer).register_forward_pre_hook(
                     lambda _, inputs: self._enter_attention(inputs[0])
                 ),
@@ -143,7 +168,9 @@ class Recorder:
         try:
             yield
         finally:
-            for hook in self.hooks:  # of tensors, too: a broken-off backward's graph would hold this recorder for good
+            for hook in (
+                self.hooks
+            ):  # of tensors, too: a broken-off backward's graph would hold this recorder for good
                 hook.remove()
 
     def end_stage(self, name: str) -> None:
@@ -163,9 +190,17 @@ class Recorder:
 
     def measured(self) -> list[MeasuredStage]:
         """Returns the stages in order. Waits for the GPU."""
-        seconds = {name: sum(self.counter.seconds(*span) for span in spans) for name, spans in self.spans.items()}
+        seconds = {
+            name: sum(self.counter.seconds(*span) for span in spans)
+            for name, spans in self.spans.items()
+        }
         return [
-            MeasuredStage(name, {category: categories[category] for category in CATEGORIES}, reserved, seconds[name])
+            MeasuredStage(
+                name,
+                {category: categories[category] for category in CATEGORIES},
+                reserved,
+                seconds[name],
+            )
             for name, (categories, reserved) in self.stages.items()
         ]
 
@@ -201,7 +236,9 @@ class Recorder:
         if attended.requires_grad:  # part of a graph, so backward comes back to it
             self.hooks.append(attended.register_hook(end_backward))
         self._read()
-        self.booked[self.owner]["attention"] -= attended.nbytes  # made by attention, kept by the MLP
+        self.booked[self.owner]["attention"] -= (
+            attended.nbytes
+        )  # made by attention, kept by the MLP
         self.booked[self.owner]["MLP"] += attended.nbytes
         self.category = "MLP"
         self._read()
@@ -209,7 +246,9 @@ class Recorder:
     def _leave_block(self, layer: int, y: Tensor) -> None:
         self._know("layer inputs", y)
         self.end_stage(f"forward of layer {layer}")
-        if self.placed and not self.placed.placements[layer].is_whole:  # the tensors that it keeps are known
+        if (
+            self.placed and not self.placed.placements[layer].is_whole
+        ):  # the tensors that it keeps are known
             self.booked.pop(layer, None)
         self._run(layer + 1, "layer inputs")
 
@@ -218,7 +257,8 @@ class Recorder:
             self._know("MLP", dx)
             self.end_stage("loss")
             self.booked.pop("loss", None)
-            # Only the head's gradient is left of the loss. The gradient of a tied head waits for the embedding's.
+            # Only the head's gradient is left of the loss. The gradient of a tied head waits for
+            # the embedding's.
             self._run("head", "gradients")
             self.in_backward = True
             self._run(len(self.model.layers) - 1, "MLP")
@@ -242,7 +282,8 @@ class Recorder:
         self.peak, self.reserved = Counter(self.held), 0
 
     def _read(self) -> None:
-        """Read the counter: book what changed since the last reading, and update the stage's peak."""
+        """Read the counter: book what changed since the last reading, and update the stage's
+        peak."""
         allocated, peak, reserved = self.counter.read()
         self.reserved = max(self.reserved, reserved)
         if peak > self.peak.total():
@@ -258,37 +299,55 @@ class Recorder:
         self.held = held
 
     def _state_bytes(self) -> Counter:
-        """Returns bytes of parameters, gradients and optimizer. Notes the category of tensors kept by placed blocks."""
+        """Returns bytes of parameters, gradients and optimizer. Notes the category of tensors kept
+        by placed blocks."""
         if self.placed:
-            kept = [(name, x) for (_, name), calls in self.placed.on_gpu.items() for x in itertools.chain(*calls)]
+            kept = [
+                (name, x)
+                for (_, name), calls in self.placed.on_gpu.items()
+                for x in itertools.chain(*calls)
+            ]
             if self.placed.copies is not None:
-                kept += [(name, x) for (_, name, _), (sent, _) in self.placed.copies.leaving.items() for x in sent]
+                kept += [
+                    (name, x)
+                    for (_, name, _), (sent, _) in self.placed.copies.leaving.items()
+                    for x in sent
+                ]
             for name, tensor in kept:
                 self._know("layer inputs" if name == "input" else "attention", tensor)
         groups = self.optimizer.on_gpu()
-        return Counter({category: sum(tensor.nbytes for tensor in group) for category, group in groups.items()})
+        return Counter(
+            {category: sum(tensor.nbytes for tensor in group) for category, group in groups.items()}
+        )
 
 
 class Bench:
-    """A model.Transformer and its optimizer, whose step is measured under one execution after another."""
+    """A model.Transformer and its optimizer, whose step is measured under one execution after
+    another."""
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW):
         self.model, self.optimizer, self.device = model, optimizer, model.embed_tokens.weight.device
         optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
 
-    def measure(self, step: Step, execution: Execution, counter: CudaCounter | None = None) -> Measurement:
+    def measure(
+        self, step: Step, execution: Execution, counter: CudaCounter | None = None
+    ) -> Measurement:
         """Measures one step of random tokens, one document per sequence.
 
         Seconds of a step above LONGEST_REPEATED tokens are without the update of state on the host.
 
         Raises:
-            torch.OutOfMemoryError: call `clear` once the error is gone; until then its traceback holds tensors.
-            UserError: the host does not let the arena be pinned.
+            torch.OutOfMemoryError: call `clear` once the error is gone; until then its traceback
+            holds tensors. UserError: the host does not let the arena be pinned.
         """
         self.clear()
         counter = counter or CudaCounter()
-        self.model.rotations(step.context_length, self.device)  # early, so that they count as workspace
-        ids = torch.randint(step.share.vocab_size, (step.batch_size, step.context_length), device=self.device)
+        self.model.rotations(
+            step.context_length, self.device
+        )  # early, so that they count as workspace
+        ids = torch.randint(
+            step.share.vocab_size, (step.batch_size, step.context_length), device=self.device
+        )
         if step.context_length > LONGEST_REPEATED:
             self._warm_up(step, execution, ids)
         arena_bytes = step.arena_bytes(execution)
@@ -307,18 +366,26 @@ class Bench:
             self._run(step, ids, recorder)
         seconds = seconds or counter.seconds(start, counter.mark())
         host_bytes = arena_bytes + self.optimizer.inventory.host
-        return Measurement(recorder.measured(), seconds, host_bytes, counter.alloc_retries() - retries)
+        return Measurement(
+            recorder.measured(), seconds, host_bytes, counter.alloc_retries() - retries
+        )
 
     def _warm_up(self, step: Step, execution: Execution, ids: Tensor) -> None:
-        """Run two steps of one layer of each way to run, which compiles kernels for the shapes of `step`."""
+        """Run two steps of one layer of each way to run, which compiles kernels for the shapes of
+        `step`."""
         layers, kinds = self.model.layers, execution.kinds or self.model.config.kinds
-        on_gpu = [replace(p, input="gpu", results=p.results.replace("host", "gpu")) for p in execution.placements]
+        on_gpu = [
+            replace(p, input="gpu", results=p.results.replace("host", "gpu"))
+            for p in execution.placements
+        ]
         chosen = dict(zip(zip(kinds, on_gpu), layers))  # a layer of each way
         kinds, placements = zip(*chosen)
         self.model.layers = nn.ModuleList(chosen.values())
         try:
             apply_execution(
-                self.model, replace(execution, placements=placements, kinds=kinds), homes=self.optimizer.homes
+                self.model,
+                replace(execution, placements=placements, kinds=kinds),
+                homes=self.optimizer.homes,
             )
             for _ in range(2):
                 self._run(replace(step, micro_batches=1), ids)
@@ -337,7 +404,8 @@ class Bench:
             recorder.end_stage("update")
 
     def clear(self) -> None:
-        """Remove the placements from the model, and free everything that a broken-off step has left."""
+        """Remove the placements from the model, and free everything that a broken-off step has
+        left."""
         for part in (self.model.embed_tokens, *self.model.layers):
             vars(part).pop("forward", None)
         self.model.head_visit = nullcontext
@@ -350,42 +418,59 @@ class Bench:
 
 
 def thin(execution: Execution, layers: int) -> Execution:
-    """Returns the same execution for fewer layers: an even sample, with its share of the optimizer's state.
+    """Returns the same execution for fewer layers: an even sample, with its share of the
+    optimizer's state.
 
-    As many inputs as the sample has are recomputed, in the layers of a plan: every second, starting with the second.
+    As many inputs as the sample has are recomputed, in the layers of a plan: every second, starting
+    with the second.
     """
     every, kinds = len(execution.placements), execution.kinds
     # Types of kinds repeat after so many layers, and so they do in the sample.
-    period = next((n for n in range(1, len(kinds)) if [*map(type, kinds[n:])] == [*map(type, kinds[:-n])]), 1)
-    sample = [i // period * (every // period) // -(-layers // period) * period + i % period for i in range(layers)]
+    period = next(
+        (n for n in range(1, len(kinds)) if [*map(type, kinds[n:])] == [*map(type, kinds[:-n])]), 1
+    )
+    sample = [
+        i // period * (every // period) // -(-layers // period) * period + i % period
+        for i in range(layers)
+    ]
     taken = [execution.placements[i] for i in sample]
     recomputed = [placement for placement in taken if placement.input == "recompute"]
     others = [placement for placement in taken if placement.input != "recompute"]
     while len(recomputed) > len(others):
         others.append(replace(recomputed.pop(), input="host"))
     pairs = itertools.zip_longest(others, recomputed)
-    # State of blocks whose weights wait on the host is there too, and the limit is of embedding and head.
+    # State of blocks whose weights wait on the host is there too, and the limit is of embedding and
+    # head.
     visits = any(placement.weights == "host" for placement in taken)
     return replace(
         execution,
-        placements=tuple(placement for pair in pairs for placement in pair if placement is not None),
-        gpu_state_bytes=execution.gpu_state_bytes if visits else execution.gpu_state_bytes * layers / every,
+        placements=tuple(
+            placement for pair in pairs for placement in pair if placement is not None
+        ),
+        gpu_state_bytes=execution.gpu_state_bytes
+        if visits
+        else execution.gpu_state_bytes * layers / every,
         kinds=tuple(kinds[i] for i in sample if kinds),
     )
 
 
 def extrapolate(measured: Measurement, part: Step, whole: Step) -> float:
-    """Returns seconds of a step of all layers: stages are scaled by layers, the update by bytes of parameters."""
+    """Returns seconds of a step of all layers: stages are scaled by layers, the update by bytes of
+    parameters."""
     layers, parameters = whole.layers / part.layers, whole.parameter_bytes / part.parameter_bytes
-    scales = (layers if "of layer" in s.name else parameters if s.name == "update" else 1 for s in measured.stages)
+    scales = (
+        layers if "of layer" in s.name else parameters if s.name == "update" else 1
+        for s in measured.stages
+    )
     return sum(scale * stage.seconds for scale, stage in zip(scales, measured.stages))
 
 
 def largest_that_runs(predicted: int, runs: Callable[[int], bool]) -> int:
     """Returns the longest context that runs, to 1%: tokens, a multiple of 128; 0 if nothing runs.
 
-    Steps of 3% go up or down from the prediction until the answer changes. Then the interval is halved. `runs` tells
-    whether a context of so many tokens runs, and is asked once about each multiple of 128 that is tried.
+    Steps of 3% go up or down from the prediction until the answer changes. Then the interval is
+    halved. `runs` tells whether a context of so many tokens runs, and is asked once about each
+    multiple of 128 that is tried.
     """
     unit = _CONTEXT_MULTIPLE
     ran, failed, tried = 0, math.inf, max(predicted // unit, 1)
@@ -402,15 +487,22 @@ def largest_that_runs(predicted: int, runs: Callable[[int], bool]) -> int:
 
 
 def format_table(
-    stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None, all_stages: bool = False
+    stages: Sequence[Stage],
+    measured: Sequence[MeasuredStage] | None = None,
+    all_stages: bool = False,
 ) -> str:
-    """Returns a table with a row per stage, in GiB: its predicted and measured peak, and its bytes by category.
+    """Returns a table with a row per stage, in GiB: its predicted and measured peak, and its bytes
+    by category.
 
-    Bytes by category are measured, or predicted where nothing is measured. "fragmented" bytes are reserved but not
-    allocated. Unless `all_stages`, neighbouring layers with equal stages share rows: "backward of layers 29 to 1, MLP"
-    has the bytes of layer 29, and mean seconds.
+    Bytes by category are measured, or predicted where nothing is measured. "fragmented" bytes are
+    reserved but not allocated. Unless `all_stages`, neighbouring layers with equal stages share
+    rows: "backward of layers 29 to 1, MLP" has the bytes of layer 29, and mean seconds.
     """
-    header = ["predicted", *(["measured", "differs", "fragmented", "seconds"] if measured else []), *CATEGORIES]
+    header = [
+        "predicted",
+        *(["measured", "differs", "fragmented", "seconds"] if measured else []),
+        *CATEGORIES,
+    ]
     rows = [("peak of each stage, GiB", header)]
     sides = [stages, measured] if measured else [stages]
     for indices in [[i] for i in range(len(stages))] if all_stages else _fold(sides):
@@ -424,9 +516,19 @@ def format_table(
             seconds = sum(measured[i].seconds for i in indices) / len(indices)
             cells += [f"{shown.bytes / GIB:.3f}", f"{100 * (stage.bytes / shown.bytes - 1):+.1f}%"]
             cells += [f"{(shown.reserved - shown.bytes) / GIB:.3f}", f"{seconds:.3f}"]
-        rows.append((name, [*cells, *(f"{shown.categories.get(category, 0) / GIB:.3f}" for category in CATEGORIES)]))
+        rows.append(
+            (
+                name,
+                [
+                    *cells,
+                    *(f"{shown.categories.get(category, 0) / GIB:.3f}" for category in CATEGORIES),
+                ],
+            )
+        )
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}" + "".join(f"{cell:>13}" for cell in cells) for name, cells in rows)
+    return "\n".join(
+        f"{name:<{width}}" + "".join(f"{cell:>13}" for cell in cells) for name, cells in rows
+    )
 
 
 _NUMBER = re.compile(r"\d+")
@@ -435,15 +537,20 @@ _NUMBER = re.compile(r"\d+")
 def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
     """Returns, for each row of a table, the indices of the stages that share it.
 
-    If stages 5 to 8 are the backward of two equal layers, the rows are [5, 7] and [6, 8]. Each layer is compared with
-    the first of its run. The layer with a peak shares no row. `sides` are the predicted and the measured stages.
+    If stages 5 to 8 are the backward of two equal layers, the rows are [5, 7] and [6, 8]. Each
+    layer is compared with the first of its run. The layer with a peak shares no row. `sides` are
+    the predicted and the measured stages.
     """
     peaks = {max(range(len(side)), key=lambda i: side[i].bytes) for side in sides}
     runs: list[list[list[int]]] = []
-    for _, indices in itertools.groupby(range(len(sides[0])), key=lambda i: sides[0][i].name.partition(",")[0]):
+    for _, indices in itertools.groupby(
+        range(len(sides[0])), key=lambda i: sides[0][i].name.partition(",")[0]
+    ):
         layer, first = list(indices), runs[-1][0] if runs else []
         equal = len(layer) == len(first) and not peaks & {*first, *layer}
-        if equal and all(_are_equal(side[i], side[j]) for side in sides for i, j in zip(first, layer)):
+        if equal and all(
+            _are_equal(side[i], side[j]) for side in sides for i, j in zip(first, layer)
+        ):
             runs[-1].append(layer)
         else:
             runs.append([layer])
@@ -451,8 +558,12 @@ def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
 
 
 def _are_equal(one: Stage, other: Stage) -> bool:
-    """Whether two layers' stages may share a row: nearly equal bytes, and seconds that differ by 10% at most."""
-    sizes, tolerance = [(one.categories.get(name, 0), other.categories.get(name, 0)) for name in CATEGORIES], GIB / 1000
+    """Whether two layers' stages may share a row: nearly equal bytes, and seconds that differ by
+    10% at most."""
+    sizes, tolerance = (
+        [(one.categories.get(name, 0), other.categories.get(name, 0)) for name in CATEGORIES],
+        GIB / 1000,
+    )
     if isinstance(one, MeasuredStage) and isinstance(other, MeasuredStage):
         sizes, tolerance = [*sizes, (one.reserved, other.reserved)], 0.01 * one.bytes
         if abs(one.seconds - other.seconds) > max(0.1 * one.seconds, 1e-3):
@@ -462,10 +573,12 @@ def _are_equal(one: Stage, other: Stage) -> bool:
 
 
 def draw_timeline(
-    path: Path, phases: list[Phase], stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None,
+    path: Path, phases: list[Phase], stages: Sequence[Stage],
+    measured: Sequence[MeasuredStage] | None = None,
     budget: float | None = None,
 ) -> None:  # fmt: skip
-    """Write a picture of a step to a .png, .svg or .pdf file: memory, see `draw_stages`, and seconds by phases."""
+    """Write a picture of a step to a .png, .svg or .pdf file: memory, see `draw_stages`, and
+    seconds by phases."""
     from matplotlib.figure import Figure  # optional
 
     figure = Figure(figsize=(14, 8), layout="constrained")
@@ -473,22 +586,36 @@ def draw_timeline(
     draw_phases(below, phases)
     below.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     draw_stages(axes, stages, measured, budget)
-    axes.set(ylabel="GiB, peak of each stage", title="GPU memory along a step, categories as predicted")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)  # beside the axes: it would hide the budget
+    axes.set(
+        ylabel="GiB, peak of each stage", title="GPU memory along a step, categories as predicted"
+    )
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(1, 1), fontsize=8
+    )  # beside the axes: it would hide the budget
     save_picture(figure, path)
 
 
 def draw_stages(
-    axes, stages: Sequence[Stage], measured: Sequence[MeasuredStage] | None = None, budget: float | None = None
+    axes,
+    stages: Sequence[Stage],
+    measured: Sequence[MeasuredStage] | None = None,
+    budget: float | None = None,
 ) -> None:
-    """Draw a step on Matplotlib's axes: predicted categories as areas; measured peaks and a budget, bytes, as lines."""
+    """Draw a step on Matplotlib's axes: predicted categories as areas; measured peaks and a budget,
+    bytes, as lines."""
     positions = range(len(stages))
-    heights = [[stage.categories.get(category, 0) / GIB for stage in stages] for category in CATEGORIES]
+    heights = [
+        [stage.categories.get(category, 0) / GIB for stage in stages] for category in CATEGORIES
+    ]
     axes.stackplot(positions, heights, labels=CATEGORIES, step="mid")
     if measured:
-        axes.step(positions, [stage.bytes / GIB for stage in measured], "k", where="mid", label="measured")
+        axes.step(
+            positions, [stage.bytes / GIB for stage in measured], "k", where="mid", label="measured"
+        )
     if budget is not None:
         axes.axhline(budget / GIB, color="k", linestyle="--", label="budget")
     every = max(1, len(stages) // 20)
-    axes.set_xticks(positions[::every], [stage.name for stage in stages][::every], rotation=90, fontsize=7)
+    axes.set_xticks(
+        positions[::every], [stage.name for stage in stages][::every], rotation=90, fontsize=7
+    )
     axes.set_xmargin(0)

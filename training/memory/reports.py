@@ -1,7 +1,8 @@
-"""Reports print one step, the longest context, or a comparison with and without checkpointing and the chunked loss.
+"""Reports print one step, the longest context, or a comparison with and without checkpointing and
+the chunked loss.
 
-The cost model predicts each answer. With `build_bench`, which makes a model and its optimizer on the GPU, the GPU
-measures it as well. Each report returns what it printed as a dictionary for JSON.
+The cost model predicts each answer. With `build_bench`, which makes a model and its optimizer on
+the GPU, the GPU measures it as well. Each report returns what it printed as a dictionary for JSON.
 """
 
 import bisect
@@ -25,14 +26,23 @@ from training.memory import profiler
 from training.memory.cost_model import Step, forward_flops
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates, cap_gpu_memory
-from training.memory.planner import LEAST_HEADROOM, Plan, describe_budgets, find_max_context, has_plan, make_plan
+from training.memory.planner import (
+    LEAST_HEADROOM,
+    Plan,
+    describe_budgets,
+    find_max_context,
+    has_plan,
+    make_plan,
+)
 from training.memory.timeline import format_timeline
 from training.optim.formats import bytes_saved
 
 COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)
 COMPARED_BUDGET = "24GB"
 LARGEST_GPU_GIB = 192
-LONGEST_COMPARED_SECONDS = 30.0  # a step that is predicted to take longer is not measured by a comparison
+LONGEST_COMPARED_SECONDS = (
+    30.0  # a step that is predicted to take longer is not measured by a comparison
+)
 COSTS = {  # words on a change that trains another function, by the beginning of the flag to give
     "--attention_type sparse": "costs some loss",
     "--lora ": "trains adapters alone, which costs some loss",
@@ -51,7 +61,8 @@ class Machine:
     host_bytes: float  # and this much may be page-locked
     rates: Rates
     model: ModelConfig
-    given: Execution  # the loss and the kinds that were asked for, and this machine's attention backend
+    # the loss and the kinds that were asked for, and this machine's attention backend
+    given: Execution
     flops: float | None = None  # dense bf16 peak of the GPU, FLOP/s; None: not known
     host_memory: int | None = None  # bytes of the machine, as sold; None: not known
     processes: int = 1  # on the machine
@@ -63,7 +74,8 @@ class Machine:
         return self.gpu_bytes, self.host_bytes, self.rates
 
     def print_host(self, plan: Plan) -> None:
-        """Print the host memory of a process and of the machine, if that is known, and a checkpoint's bytes on disk."""
+        """Print the host memory of a process and of the machine, if that is known, and a
+        checkpoint's bytes on disk."""
         if self.host_memory:
             whole = plan.host_bytes + PROCESS_BYTES
             shares = f"{gib(plan.host_bytes)} pinned, about {gib(whole)} of the whole process"
@@ -74,7 +86,10 @@ class Machine:
     def checkpoint_bytes(self, plan: Plan) -> int:
         """Returns the bytes on disk of a checkpoint of a planned run, to resume from."""
         step = plan.step
-        numel, carried = step.trained.elements(self.model), self.carried_bytes if step.trained.is_whole else 0
+        numel, carried = (
+            step.trained.elements(self.model),
+            self.carried_bytes if step.trained.is_whole else 0,
+        )
         saved = bytes_saved(numel, plan.execution.state_format, is_half=step.num_shards == 0)
         return saved + carried + SPARE_BYTES
 
@@ -95,10 +110,13 @@ class Epoch:
 # One step
 
 
-def choose_plan(step: Step, machine: Machine, checkpointing: bool | None) -> tuple[Plan | None, bool]:
+def choose_plan(
+    step: Step, machine: Machine, checkpointing: bool | None
+) -> tuple[Plan | None, bool]:
     """Returns the plan of a step, if there is one, and whether it fits.
 
-    With `checkpointing` nothing is planned: all blocks are checkpointed, or none. None: `make_plan` plans, and raises.
+    With `checkpointing` nothing is planned: all blocks are checkpointed, or none. None: `make_plan`
+    plans, and raises.
     """
     if checkpointing is None:
         if step.has_too_long_document or has_plan(step, *machine.limits[:2]):
@@ -110,20 +128,25 @@ def choose_plan(step: Step, machine: Machine, checkpointing: bool | None) -> tup
 
 
 def report_step(
-    step: Step, machine: Machine, flags, about: str, plan: Plan | None, fits: bool, changes: dict[str, Plan],
+    step: Step, machine: Machine, flags, about: str, plan: Plan | None, fits: bool,
+    changes: dict[str, Plan],
     epoch: Epoch | None = None, part: Step | None = None, build_bench: BuildBench | None = None,
 ) -> dict:  # fmt: skip
-    """Print the answer, then `about` the machine and the model, the plan, and the stages that the flags ask for.
+    """Print the answer, then `about` the machine and the model, the plan, and the stages that the
+    flags ask for.
 
-    `changes` are plans of changed steps by the flags to give: steps that are faster, or that fit if this step does not.
-    `part` is the same step with fewer layers, for the stages, the measurement and the timeline. Raises UserError where
-    neither the step nor a changed step fits, or where the measured step ran out of memory.
+    `changes` are plans of changed steps by the flags to give: steps that are faster, or that fit if
+    this step does not. `part` is the same step with fewer layers, for the stages, the measurement
+    and the timeline. Raises UserError where neither the step nor a changed step fits, or where the
+    measured step ran out of memory.
     """
     answer: dict[str, Any] = {"fits": fits}
     if not fits:
         if plan is None and not changes:
             make_plan(step, *machine.limits)  # raises and says why
-        length = f"{step.context_length:,} tokens" + f" x batch_size {step.batch_size}" * (step.batch_size > 1)
+        length = f"{step.context_length:,} tokens" + f" x batch_size {step.batch_size}" * (
+            step.batch_size > 1
+        )
         print(f"does not fit: {length} into {describe_budgets(*machine.limits[:2])}")
         title = "what would, the cheapest change first, predicted:"
         answer["would_fit"] = _print_changes(title, changes, machine, epoch)
@@ -155,16 +178,24 @@ def report_step(
     if flags.stages:
         print("\n" + profiler.format_table(*stages, flags.stages == "all"))
     if flags.timeline:
-        profiler.draw_timeline(flags.timeline, phases, *stages, machine.gpu_bytes if is_planned else None)
+        profiler.draw_timeline(
+            flags.timeline, phases, *stages, machine.gpu_bytes if is_planned else None
+        )
     written = [side and [dataclasses.asdict(stage) for stage in side] for side in stages]
-    results = {"answer": answer, "plan": str(plan), "execution": dataclasses.asdict(execution), "summary": summary}
+    results = {
+        "answer": answer,
+        "plan": str(plan),
+        "execution": dataclasses.asdict(execution),
+        "summary": summary,
+    }
     return results | dict(zip(("predicted", "measured"), written))
 
 
 def _measure(
     step: Step, execution: Execution, machine: Machine, build_bench: BuildBench, about: str
 ) -> profiler.Measurement:
-    """Returns a step as measured. Where it runs out of memory, prints what was predicted and raises UserError."""
+    """Returns a step as measured. Where it runs out of memory, prints what was predicted and raises
+    UserError."""
     try:
         sys.stdout.flush()  # measuring may take minutes
         return build_bench(step, execution).measure(step, execution)
@@ -172,22 +203,28 @@ def _measure(
         table, peak = profiler.format_table(list(step.stages(execution))), step.peak(execution)
         print(f"{about}\npredicted, not measured (out of memory):\n{table}")
         raise UserError(
-            f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of {gib(machine.gpu_bytes)} "
+            f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of "
+            f"{gib(machine.gpu_bytes)} "
             "that are free"
         ) from None
 
 
-def _summarize(step: Step, execution: Execution, machine: Machine, measured: profiler.Measurement | None) -> dict:
-    """Returns the peak, host memory and seconds of a step, predicted and, where it was measured, measured."""
+def _summarize(
+    step: Step, execution: Execution, machine: Machine, measured: profiler.Measurement | None
+) -> dict:
+    """Returns the peak, host memory and seconds of a step, predicted and, where it was measured,
+    measured."""
     peak = step.peak(execution)
     summary = {
         "predicted_peak": peak.bytes, "predicted_peak_stage": peak.name,
-        "predicted_host": step.host_bytes(execution), "predicted_seconds": step.seconds(execution, machine.rates),
+        "predicted_host": step.host_bytes(execution),
+        "predicted_seconds": step.seconds(execution, machine.rates),
     }  # fmt: skip
     if measured:
         summary |= {
             "measured_peak": measured.peak.bytes, "measured_peak_stage": measured.peak.name,
-            "reserved": measured.reserved, "fragmentation": measured.peak.reserved - measured.peak.bytes,
+            "reserved": measured.reserved,
+            "fragmentation": measured.peak.reserved - measured.peak.bytes,
             "host": measured.host_bytes, "measured_seconds": measured.seconds,
             "num_alloc_retries": measured.alloc_retries,
         }  # fmt: skip
@@ -197,7 +234,10 @@ def _summarize(step: Step, execution: Execution, machine: Machine, measured: pro
 def _speed(plan: Plan) -> dict[str, float]:
     """Returns a plan's seconds and tokens per second, by the names of the answer."""
     sequences = _sequences(plan.step)
-    return {"seconds": plan.seconds, "tokens_per_second": sequences * plan.step.context_length / plan.seconds}
+    return {
+        "seconds": plan.seconds,
+        "tokens_per_second": sequences * plan.step.context_length / plan.seconds,
+    }
 
 
 def _padding(epoch: Epoch | None) -> str:
@@ -212,46 +252,84 @@ def _duration(seconds: float) -> str:
 
 def _sequences(step: Step) -> int:
     """Returns the sequences of a whole step, on all GPUs."""
-    return step.batch_size * step.micro_batches * max(1, step.num_copies * step.num_shards // step.num_ranks)
+    return (
+        step.batch_size
+        * step.micro_batches
+        * max(1, step.num_copies * step.num_shards // step.num_ranks)
+    )
 
 
-def _print_changes(title: str, changes: dict[str, Plan], machine: Machine, epoch: Epoch | None) -> list[dict]:
+def _print_changes(
+    title: str, changes: dict[str, Plan], machine: Machine, epoch: Epoch | None
+) -> list[dict]:
     """Print a row for each change, if there is one; returns the rows for JSON."""
     if changes:
         print(title)
     rows, width = [], max(map(len, changes), default=0)
     for words, plan in changes.items():
         costs = [cost for flag, cost in COSTS.items() if f" {flag}" in f" {words}"]
-        row: dict[str, Any] = {"flags": words, **_speed(plan), "host_bytes": plan.host_bytes, "costs": costs}
+        row: dict[str, Any] = {
+            "flags": words,
+            **_speed(plan),
+            "host_bytes": plan.host_bytes,
+            "costs": costs,
+        }
         row["checkpoint_bytes"] = machine.checkpoint_bytes(plan)
-        speed = f"{row['seconds']:8.1f} s per step, {row['tokens_per_second']:,.0f} tokens/s{_padding(epoch)}"
-        if epoch and epoch.context_length == plan.step.context_length:  # the data are packed anew at others
+        speed = (
+            f"{row['seconds']:8.1f} s per step, {row['tokens_per_second']:,.0f} "
+            f"tokens/s{_padding(epoch)}"
+        )
+        if (
+            epoch and epoch.context_length == plan.step.context_length
+        ):  # the data are packed anew at others
             row["hours_per_epoch"] = epoch.seconds(plan) / 3600
             speed += f", {_duration(epoch.seconds(plan))} per epoch"
-        print("; ".join([f"  {words:<{width}}  {speed}, {gib(row['checkpoint_bytes'])} per checkpoint", *costs]))
+        print(
+            "; ".join(
+                [
+                    f"  {words:<{width}}  {speed}, {gib(row['checkpoint_bytes'])} per checkpoint",
+                    *costs,
+                ]
+            )
+        )
         rows.append(row)
     return rows
 
 
-def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None) -> dict[str, float]:
+def _print_answer(
+    plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None
+) -> dict[str, float]:
     """Print what a step takes, and how long; returns that for JSON."""
-    step, answer = plan.step, {"peak": plan.peak.bytes, "host_bytes": plan.host_bytes, **_speed(plan)}
+    step, answer = (
+        plan.step,
+        {"peak": plan.peak.bytes, "host_bytes": plan.host_bytes, **_speed(plan)},
+    )
     answer["checkpoint_bytes"] = machine.checkpoint_bytes(plan)
     host = gib(plan.host_bytes)
     if math.isfinite(machine.host_bytes):
         host = f"{plan.host_bytes / GIB:.2f} of {gib(machine.host_bytes)}"
-    memory = f"{plan.peak.bytes / GIB:.2f} of {gib(machine.gpu_bytes)} of GPU memory, {host} of host memory"
+    memory = (
+        f"{plan.peak.bytes / GIB:.2f} of {gib(machine.gpu_bytes)} of GPU memory, {host} of host "
+        "memory"
+    )
     print(f"{'fits' if fits else 'as it is'}: predicted {memory}")
     machine.print_host(plan)
-    speed = f"step: {answer['seconds']:.2f} s, {answer['tokens_per_second']:,.0f} tokens/s{_padding(epoch)}"
+    speed = (
+        f"step: {answer['seconds']:.2f} s, {answer['tokens_per_second']:,.0f} "
+        f"tokens/s{_padding(epoch)}"
+    )
     if machine.flops:
         assert step.documents is not None
         model, kinds = machine.model, step.given.kinds
         trains_matrices = step.given.linear.trains_matrices
-        flops_of = functools.partial(forward_flops, model, kinds=kinds, trains_matrices=trains_matrices)
+        flops_of = functools.partial(
+            forward_flops, model, kinds=kinds, trains_matrices=trains_matrices
+        )
         forward = sum(count * flops_of([round(n)]) for n, count in step.documents.lengths)
         for prompt, answers, tokens, count in step.documents.prompts:
-            forward += count * flops_of([], prompts=[(round(prompt), round(answers), round(tokens))])
+            forward += count * flops_of(
+                [], prompts=[(round(prompt), round(answers), round(tokens))]
+            )
         flops = 3 * step.micro_batches * forward / (step.num_ranks * step.tensor_ranks)
         answer["mfu"] = flops / plan.seconds / machine.flops
         speed += f", MFU {answer['mfu']:.0%}"
@@ -260,19 +338,36 @@ def _print_answer(plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None)
     print(speed + ("" if epoch else f"; {_duration(3600 * hours)} per billion tokens"))
     if epoch:
         answer |= dataclasses.asdict(epoch) | {"hours_per_epoch": epoch.seconds(plan) / 3600}
-        sequences = f"{epoch.sequences:,} sequence{'s' * (epoch.sequences != 1)}, {epoch.filled:.1%} filled"
-        print(f"data: {epoch.tokens:,} training tokens in {sequences}: {_duration(epoch.seconds(plan))} per epoch")
+        sequences = (
+            f"{epoch.sequences:,} sequence{'s' * (epoch.sequences != 1)}, {epoch.filled:.1%} filled"
+        )
+        print(
+            f"data: {epoch.tokens:,} training tokens in {sequences}: "
+            f"{_duration(epoch.seconds(plan))} per epoch"
+        )
     return answer
 
 
 def _print_measured(summary: dict) -> None:
     """Print the measured numbers of `summary`, beside their predictions."""
     error = 100 * (summary["predicted_peak"] / summary["measured_peak"] - 1)
-    print(f"measured peak: {gib(summary['measured_peak'])}, in {summary['measured_peak_stage']} ({error:+.1f}%)")
-    print(f"reserved: {gib(summary['reserved'])}; at the peak {gib(summary['fragmentation'])} more than allocated")
+    print(
+        f"measured peak: {gib(summary['measured_peak'])}, in {summary['measured_peak_stage']} "
+        f"({error:+.1f}%)"
+    )
+    print(
+        f"reserved: {gib(summary['reserved'])}; at the peak {gib(summary['fragmentation'])} more "
+        "than allocated"
+    )
     print(f"the allocator had to give back what it cached: {summary['num_alloc_retries']} times")
-    print(f"pinned host memory: predicted {gib(summary['predicted_host'])}, measured {gib(summary['host'])}")
-    print(f"step: predicted {summary['predicted_seconds']:.2f} s, measured {summary['measured_seconds']:.2f} s")
+    print(
+        f"pinned host memory: predicted {gib(summary['predicted_host'])}, measured "
+        f"{gib(summary['host'])}"
+    )
+    print(
+        f"step: predicted {summary['predicted_seconds']:.2f} s, measured "
+        f"{summary['measured_seconds']:.2f} s"
+    )
     if "extrapolated_seconds" in summary:
         both = summary["predicted_seconds_of_all_layers"], summary["extrapolated_seconds"]
         print("step of all layers: predicted {:.2f} s, extrapolated {:.2f} s".format(*both))
@@ -282,17 +377,28 @@ def _print_measured(summary: dict) -> None:
 
 
 def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | None = None) -> dict:
-    """Print the longest context that fits, predicted and with `build_bench` measured. Raises UserError for none."""
+    """Print the longest context that fits, predicted and with `build_bench` measured. Raises
+    UserError for none."""
     predicted = find_max_context(step, machine.gpu_bytes, machine.host_bytes)
-    plan = make_plan(step.at(predicted or step.context_length), *machine.limits)  # raises where none fits
+    plan = make_plan(
+        step.at(predicted or step.context_length), *machine.limits
+    )  # raises where none fits
     print(f"predicted: {predicted:,} tokens in {describe_budgets(*machine.limits[:2])}")
     machine.print_host(plan)
     print(plan)
-    results = {"predicted_context": predicted, "plan": str(plan), "execution": dataclasses.asdict(plan.execution)}
+    results = {
+        "predicted_context": predicted,
+        "plan": str(plan),
+        "execution": dataclasses.asdict(plan.execution),
+    }
     if build_bench is None:
         return results
-    # Placements that take the least: a context longer than predicted leaves no room for attention outputs.
-    placements = tuple(Placement(placement.input, weights=placement.weights) for placement in plan.execution.placements)
+    # Placements that take the least: a context longer than predicted leaves no room for attention
+    # outputs.
+    placements = tuple(
+        Placement(placement.input, weights=placement.weights)
+        for placement in plan.execution.placements
+    )
     execution = dataclasses.replace(plan.execution, placements=placements)
     bench, probes = build_bench(step, execution), []
 
@@ -306,9 +412,16 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
                 measured = bench.measure(longer, execution)
         probe: dict[str, float] = {"context_length": context_length, "ran": measured is not None}
         if measured:
-            probe |= {"seconds": measured.seconds, "peak": measured.peak.bytes, "reserved": measured.reserved}
+            probe |= {
+                "seconds": measured.seconds,
+                "peak": measured.peak.bytes,
+                "reserved": measured.reserved,
+            }
             outcome = f"ran: peak {gib(measured.peak.bytes)}, reserved {gib(measured.reserved)}"
-        print(f"  {context_length:>9,} tokens {time.perf_counter() - start:8.1f} s  {outcome}", flush=True)
+        print(
+            f"  {context_length:>9,} tokens {time.perf_counter() - start:8.1f} s  {outcome}",
+            flush=True,
+        )
         probes.append(probe)
         return measured is not None
 
@@ -321,7 +434,8 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
 
 
 def compared_executions(step: Step) -> dict[str, Execution]:
-    """Returns executions with and without checkpointing, and with the standard and the chunked loss, by name."""
+    """Returns executions with and without checkpointing, and with the standard and the chunked
+    loss, by name."""
     return {
         f"{name}, {loss} loss": step.unplanned(place, loss_impl=loss)
         for name, place in (("no checkpointing", WHOLE), ("checkpointing", Placement()))
@@ -330,20 +444,36 @@ def compared_executions(step: Step) -> dict[str, Execution]:
 
 
 def report_comparison(
-    step: Step, machine: Machine, budget: str | None, device: torch.device, build_bench: BuildBench | None = None
+    step: Step,
+    machine: Machine,
+    budget: str | None,
+    device: torch.device,
+    build_bench: BuildBench | None = None,
 ) -> dict:
-    """Print the bytes and seconds of each way at each context, and the smallest GPU on which each context fits.
+    """Print the bytes and seconds of each way at each context, and the smallest GPU on which each
+    context fits.
 
-    `budget` is the GPU memory of the planned way; None: COMPARED_BUDGET if the GPU has that much, otherwise all it has.
-    The allocator of the measuring `device` is capped at each way's budget. Raises UserError for more than the GPU has.
+    `budget` is the GPU memory of the planned way; None: COMPARED_BUDGET if the GPU has that much,
+    otherwise all it has. The allocator of the measuring `device` is capped at each way's budget.
+    Raises UserError for more than the GPU has.
     """
     if budget is None:
         budget = COMPARED_BUDGET if parse_bytes(COMPARED_BUDGET) <= machine.gpu_bytes else "auto"
     planned_bytes = machine.gpu_bytes if budget == "auto" else parse_bytes(budget)
     if planned_bytes > machine.gpu_bytes:
-        raise UserError(f"memory_budget {budget} is more than the {gib(machine.gpu_bytes)} that can be used; lower it")
+        raise UserError(
+            f"memory_budget {budget} is more than the {gib(machine.gpu_bytes)} that can be used; "
+            "lower it"
+        )
     ways: dict[str, Execution | None] = {**compared_executions(step), f"planned for {budget}": None}
-    columns = ["tokens", "logits", "peak", "pinned", "seconds", *(["measured", "seconds"] if build_bench else [])]
+    columns = [
+        "tokens",
+        "logits",
+        "peak",
+        "pinned",
+        "seconds",
+        *(["measured", "seconds"] if build_bench else []),
+    ]
     print(f"{'predicted, GiB':<33}" + "".join(f"{name:>10}" for name in columns))
     rows = []
     benches: dict[tuple, profiler.Bench] = {}
@@ -351,31 +481,54 @@ def report_comparison(
         gpu_bytes = machine.gpu_bytes if execution else planned_bytes
         for at in map(step.at, COMPARED_CONTEXTS):
             logits = machine.model.projected_logits_bytes(at.tokens)
-            row: dict[str, Any] = {"way": way, "context_length": at.context_length, "logits": logits}
+            row: dict[str, Any] = {
+                "way": way,
+                "context_length": at.context_length,
+                "logits": logits,
+            }
             limits = gpu_bytes, machine.host_bytes, machine.rates
             with suppress(UserError):  # no plan
                 plan = Plan(at, execution, *limits) if execution else make_plan(at, *limits)
-                row |= {"peak": plan.peak.bytes, "host": plan.host_bytes, "predicted_seconds": plan.seconds}
+                row |= {
+                    "peak": plan.peak.bytes,
+                    "host": plan.host_bytes,
+                    "predicted_seconds": plan.seconds,
+                }
                 fits = plan.peak.bytes * LEAST_HEADROOM <= gpu_bytes
                 if build_bench and fits and plan.seconds < LONGEST_COMPARED_SECONDS:
                     cap_gpu_memory(int(gpu_bytes), device)
                     row |= _measure_compared(at, plan.execution, benches, build_bench)
             cells = [f"{at.context_length:,}"]
-            for name in ("logits", "peak", "host", "predicted_seconds", "measured_peak", "measured_seconds"):
+            for name in (
+                "logits",
+                "peak",
+                "host",
+                "predicted_seconds",
+                "measured_peak",
+                "measured_seconds",
+            ):
                 if name in row:
-                    cells.append(f"{row[name]:.1f}" if "seconds" in name else f"{row[name] / GIB:.2f}")
+                    cells.append(
+                        f"{row[name]:.1f}" if "seconds" in name else f"{row[name] / GIB:.2f}"
+                    )
             cells += ["no plan"] * ("peak" not in row) + ["no memory"] * ("out_of_memory" in row)
             print(f"{way:<33}" + "".join(f"{cell:>10}" for cell in cells))
             rows.append(row)
-    print("\nthe smallest GPU memory in which each context fits, whatever has to move or to be computed again:")
+    print(
+        "\nthe smallest GPU memory in which each context fits, whatever has to move or to be "
+        "computed again:"
+    )
     smallest = smallest_gpus(step, machine.host_bytes)
     for context_length, size in smallest.items():
         print(f"{context_length:>9,} tokens: {size:.1f} GiB")
     return {"compared": rows, "smallest_gpu_gib": smallest}
 
 
-def _measure_compared(step: Step, execution: Execution, benches: dict, build_bench: BuildBench) -> dict:
-    """Returns the measured columns of a row of the comparison. The last bench is used again where it can be."""
+def _measure_compared(
+    step: Step, execution: Execution, benches: dict, build_bench: BuildBench
+) -> dict:
+    """Returns the measured columns of a row of the comparison. The last bench is used again where
+    it can be."""
     weights = execution.ends, tuple(placement.weights for placement in execution.placements)
     state = execution.gpu_state_bytes, execution.state_format, weights
     if state not in benches:
@@ -389,11 +542,14 @@ def _measure_compared(step: Step, execution: Execution, benches: dict, build_ben
 
 
 def smallest_gpus(step: Step, host_bytes: float) -> dict[int, float]:
-    """Returns the smallest GPU memory for each compared context, in steps of 0.5 GiB; inf if the host is too small."""
+    """Returns the smallest GPU memory for each compared context, in steps of 0.5 GiB; inf if the
+    host is too small."""
     halves = range(2 * LARGEST_GPU_GIB)
 
     def smallest(at: Step) -> float:
-        fitting = bisect.bisect_left(halves, True, key=lambda n: has_plan(at, n * GIB / 2, host_bytes))
+        fitting = bisect.bisect_left(
+            halves, True, key=lambda n: has_plan(at, n * GIB / 2, host_bytes)
+        )
         return fitting / 2 if fitting < len(halves) else math.inf
 
     return {at.context_length: smallest(at) for at in map(step.at, COMPARED_CONTEXTS)}

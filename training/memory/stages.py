@@ -23,7 +23,8 @@ class Stage:
 
     name: str
     categories: dict[str, int]
-    # Bytes that FSDP2's streams have and do not use: the allocator lends no CUDA stream the memory of another.
+    # Bytes that FSDP2's streams have and do not use: the allocator lends no CUDA stream the memory
+    # of another.
     idle: int = field(default=0, kw_only=True)
 
     @property
@@ -33,15 +34,22 @@ class Stage:
 
 
 class Stages:
-    """The stages of a step under an execution, in order: of its last micro-batch, with the optimizer's state in place.
+    """The stages of a step under an execution, in order: of its last micro-batch, with the
+    optimizer's state in place.
 
-    In lists of weights the numbers from 0 to L - 1 are blocks, number L the head and number -1 the embedding.
+    In lists of weights the numbers from 0 to L - 1 are blocks, number L the head and number -1 the
+    embedding.
     """
 
     def __init__(self, step: StepShape, execution: Execution):
         self.step, self.execution, self.optimizer = step, execution, step.inventory(execution)
-        self.weights, self.visits = step.waiting_weights(execution), step.visiting_weights(execution)
-        self.blocks = [*zip(execution.placements, step.parts, execution.linear.by_layer(step.layers))]
+        self.weights, self.visits = (
+            step.waiting_weights(execution),
+            step.visiting_weights(execution),
+        )
+        self.blocks = [
+            *zip(execution.placements, step.parts, execution.linear.by_layer(step.layers))
+        ]
         self.needed = execution.needed
         size_of = functools.cache(self._sizes)  # most blocks are equal
         waiting, self.block_bytes, self.sent = zip(*itertools.starmap(size_of, self.blocks))
@@ -79,21 +87,25 @@ class Stages:
         return {
             "parameters": step.parameter_bytes - sum(self.optimizer.waiting.values()),
             "optimizer": self.optimizer.gpu_state + self.optimizer.gpu_room,
-            # cos and sin: cached for whole sequences, and at the positions of packed documents or of a rank's tokens.
-            # Some layers may have their own. 64 bytes per token: token ids, labels, losses.
+            # cos and sin: cached for whole sequences, and at the positions of packed documents or
+            # of a rank's tokens. Some layers may have their own. 64 bytes per token: token ids,
+            # labels, losses.
             "workspace": LIBRARY_BYTES
-            + step.tokens * (4 * step.share.rotary_width * positions * tables + 64 + step.scoring.token_bytes)
+            + step.tokens
+            * (4 * step.share.rotary_width * positions * tables + 64 + step.scoring.token_bytes)
             + self.optimizer.arriving,
         }
 
     def _stage(
-        self, name: str, layer: int, ready: float = 0.0, gradients: int = 0, block: tuple[int, int, int] = (0, 0, 0),
+        self, name: str, layer: int, ready: float = 0.0, gradients: int = 0,
+        block: tuple[int, int, int] = (0, 0, 0),
         running: Iterable[int] = (), slots: int = 0, loss: int = 0,
     ) -> Stage:  # fmt: skip
         """Returns a stage in which the blocks before `layer` wait for backward.
 
-        `ready` is the share of the gradients on the GPU that exist. The arguments after it are bytes beside these.
-        `running` are the block that runs, and the next: two blocks' weights visit. `slots` are the update's.
+        `ready` is the share of the gradients on the GPU that exist. The arguments after it are
+        bytes beside these. `running` are the block that runs, and the next: two blocks' weights
+        visit. `slots` are the update's.
         """
         step, always, on_gpu = self.step, self.always, self.optimizer.gpu_gradients
         ready = 1 if step.micro_batches > 1 and step.num_copies == 1 else ready
@@ -117,25 +129,38 @@ class Stages:
     def forward(self) -> Iterator[Stage]:
         """Returns the stages before the loss."""
         step, L, x = self.step, self.step.layers, self.step.input_bytes
-        # An update goes on beside forward. Of several, that is the first, before gradients exist. The others may have
-        # the last gradients that backward before made.
+        # An update goes on beside forward. Of several, that is the first, before gradients exist.
+        # The others may have the last gradients that backward before made.
         late = 0 if step.num_shards else self.optimizer.gpu_slots
-        late = max(self._leaving(1), late - self.optimizer.gpu_gradients) if step.micro_batches > 1 else late
+        late = (
+            max(self._leaving(1), late - self.optimizer.gpu_gradients)
+            if step.micro_batches > 1
+            else late
+        )
         first = (-1, 0) if self.weights[-1] else ()
-        # Ranks that share the embedding have both the rows of their own words and the sum over the ranks.
-        yield self._stage("embedding", 0, block=(x * min(2, step.tensor_ranks), 0, 0), running=first, slots=late)
+        # Ranks that share the embedding have both the rows of their own words and the sum over the
+        # ranks.
+        yield self._stage(
+            "embedding", 0, block=(x * min(2, step.tensor_ranks), 0, 0), running=first, slots=late
+        )
         last_placed = max((i for i in range(L) if not self.blocks[i][0].is_whole), default=None)
-        sent = 0, 0  # bytes that the placed block before still sends to the host; the last one waits for its own
+        sent = (
+            0,
+            0,
+        )  # bytes that the placed block before still sends to the host; the last one waits for its own
         for layer, (placement, *_) in enumerate(self.blocks):
             attention, mlp = self.block_bytes[layer][0]
             sizes, two = (x + sent[0], attention + sent[1], mlp), (layer, layer + 1)
-            yield self._stage(f"forward of layer {layer}", layer, block=sizes, running=two, slots=late)
+            yield self._stage(
+                f"forward of layer {layer}", layer, block=sizes, running=two, slots=late
+            )
             if not placement.is_whole:
                 sent = self.sent[layer] if layer != last_placed else (0, 0)
 
     def _backward(self) -> Iterator[Stage]:
         step, optimizer, weights, L = self.step, self.optimizer, self.weights, self.step.layers
-        # A separate head's gradient is ready after the loss. If head and embedding are one matrix, it waits.
+        # A separate head's gradient is ready after the loss. If head and embedding are one matrix,
+        # it waits.
         separate = step.share.num_ends - 1
         waiting, ready = (1 - separate) * step.head_gradient, separate * step.head_share
         # Shares of the parameters. Gradients of `gone` have left for the host, of `stays` none do.
@@ -143,7 +168,12 @@ class Stages:
         # Compute waits until a large head's gradient has left.
         waited = gone * (step.last_bytes > optimizer.leaving_limit)
         embedding = step.head_share * (weights[L] > 0)
-        stays = 1 - sum(share for share, size in zip(step.layer_shares, weights) if size) - embedding - gone
+        stays = (
+            1
+            - sum(share for share, size in zip(step.layer_shares, weights) if size)
+            - embedding
+            - gone
+        )
         stays = stays if stays > 1e-9 else math.inf  # all of them leave: a share of none is none
         here = ready
         for layer in reversed(range(L)):
@@ -154,7 +184,9 @@ class Stages:
                 name, on_gpu = f"backward of layer {layer}, {part}", (here - gone) / stays
                 block = _add((step.input_bytes, *sizes), (*self._fetched(layer), 0))
                 yield self._stage(name, layer, on_gpu, gradients, block, self._running(layer))
-            here += step.layer_shares[layer] * (step.num_shards > 0)  # FSDP2 sums them once a block has all
+            here += step.layer_shares[layer] * (
+                step.num_shards > 0
+            )  # FSDP2 sums them once a block has all
         # The embedding's gradient, as it is made.
         gradients = waiting + step.head_gradient + self._leaving(1)
         if step.num_shards and step.tensor_ranks > 1:  # autograd adds two DTensors into a third
@@ -164,18 +196,23 @@ class Stages:
         yield self._stage("backward of embedding", 0, on_gpu, gradients, (step.input_bytes, 0, 0))
 
     def _leaving(self, made: float) -> int:
-        """Returns the bytes of gradients on their way to the host once this share of them is made."""
+        """Returns the bytes of gradients on their way to the host once this share of them is
+        made."""
         return min(self.optimizer.leaving_limit, int(self.optimizer.leaving_made * made))
 
     def _fetched(self, layer: int) -> tuple[int, int]:
-        """Returns the bytes that come back from the host in backward of a block: inputs, and attention's results.
+        """Returns the bytes that come back from the host in backward of a block: inputs, and
+        attention's results.
 
-        The block is rebuilt from some, others are on their way for the next. A whole block fetches nothing.
+        The block is rebuilt from some, others are on their way for the next. A whole block fetches
+        nothing.
         """
         if not self.any_sent:
             return 0, 0
         fetched = {"input": 0, "results": 0}
-        for i, name in {*self.needed[layer], *self.needed[max(layer - 1, 0)]} if self.needed[layer] else ():
+        for i, name in (
+            {*self.needed[layer], *self.needed[max(layer - 1, 0)]} if self.needed[layer] else ()
+        ):
             if i < layer:
                 fetched[name] += self.sent[i][name == "results"]
         return fetched["input"], fetched["results"]
@@ -184,19 +221,28 @@ class Stages:
         """Returns the blocks whose weights visit in backward of a block."""
         if not self.any_visits:
             return set()
-        return {layer, *(i for i, _ in self.needed[max(layer - 1, 0)][:1])} if self.needed[layer] else set()
+        return (
+            {layer, *(i for i, _ in self.needed[max(layer - 1, 0)][:1])}
+            if self.needed[layer]
+            else set()
+        )
 
     def _loss_bytes(self) -> int:
-        """Returns the bytes of the logits that exist at a time, and of the gradients of the head and its input."""
+        """Returns the bytes of the logits that exist at a time, and of the gradients of the head
+        and its input."""
         step, share, size = self.step, self.step.share, self.step.element_size
         if step.uses_chunked_loss(self.execution):  # the head's gradient is float32
-            # Once they are gone, with a head that visits and the last norm's output, its gradient is rounded to a copy.
+            # Once they are gone, with a head that visits and the last norm's output, its gradient
+            # is rounded to a copy.
             logits = logits_bytes(step.tokens, share.vocab_size, size)
             logits = max(logits, step.head_gradient - self.weights[step.layers] - step.input_bytes)
-            # Without the last position of each, several whole sequences are copied to lie side by side.
+            # Without the last position of each, several whole sequences are copied to lie side by
+            # side.
             inputs = 2 if step.batch_size > 1 and step.num_ranks == 1 else 1
             return logits + step.head_gradient * 4 // size + inputs * step.input_bytes
-        return share.projected_logits_bytes(step.tokens, size) + step.head_gradient + step.input_bytes
+        return (
+            share.projected_logits_bytes(step.tokens, size) + step.head_gradient + step.input_bytes
+        )
 
 
 def _add(bytes_of: tuple[int, int, int], more: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -205,5 +251,8 @@ def _add(bytes_of: tuple[int, int, int], more: tuple[int, int, int]) -> tuple[in
 
 
 def embedding_sums(step: StepShape) -> int:
-    """Returns the bytes of the embedding's float32 gradients, each summed over up to ten tokens of a word."""
-    return 4 * step.share.hidden_size * (min(step.tokens, step.share.vocab_size) + step.tokens // 10)
+    """Returns the bytes of the embedding's float32 gradients, each summed over up to ten tokens of
+    a word."""
+    return (
+        4 * step.share.hidden_size * (min(step.tokens, step.share.vocab_size) + step.tokens // 10)
+    )

@@ -1,4 +1,5 @@
-"""A step of training: its model, sizes and documents, and the weights that wait on the host under an execution."""
+"""A step of training: its model, sizes and documents, and the weights that wait on the host under
+an execution."""
 
 import copy
 import functools
@@ -25,8 +26,11 @@ class PackedDocuments:
     """The documents of one rank's micro-batch, as a histogram of their lengths."""
 
     longest: int  # tokens of the longest document that may come
-    lengths: tuple[tuple[float, float], ...]  # (tokens, average number of such documents in a micro-batch)
-    # (tokens, answers, tokens of all answers, average number) of prompts; `lengths` has prompts and answers as well.
+    lengths: tuple[
+        tuple[float, float], ...
+    ]  # (tokens, average number of such documents in a micro-batch)
+    # (tokens, answers, tokens of all answers, average number) of prompts; `lengths` has prompts and
+    # answers as well.
     prompts: tuple[tuple[float, float, float, float], ...] = ()
 
     @property
@@ -35,7 +39,8 @@ class PackedDocuments:
         return sum(count for _, count in self.lengths)
 
     def with_prompts(self, share: float, answers: float) -> "PackedDocuments":
-        """Returns the same tokens where each document is a prompt, a `share` of its tokens, and so many answers."""
+        """Returns the same tokens where each document is a prompt, a `share` of its tokens, and so
+        many answers."""
         if not share:
             return self
         parts = ((share * n, (1 - share) * n, count) for n, count in self.lengths)
@@ -51,18 +56,22 @@ class PackedDocuments:
 
     @classmethod
     def average(
-        cls, lengths: np.ndarray, sequences: np.ndarray, longest: int, batch_size: int, num_ranks: int,
+        cls, lengths: np.ndarray, sequences: np.ndarray, longest: int, batch_size: int,
+        num_ranks: int,
         micro_batches: int = 1,
     ) -> "PackedDocuments":  # fmt: skip
-        """Returns the average over an epoch's micro-batches, each of the rank with the most pairs of a query and a key.
+        """Returns the average over an epoch's micro-batches, each of the rank with the most pairs
+        of a query and a key.
 
-        All ranks wait for that rank. Documents of similar lengths count as documents of one length with as many pairs.
+        All ranks wait for that rank. Documents of similar lengths count as documents of one length
+        with as many pairs.
 
         Args:
             lengths: int [N], tokens of each document.
             sequences: int [N], the number of each document's sequence in the epoch.
             longest: tokens of the longest document that any epoch may have.
-            batch_size, num_ranks, micro_batches: of a step, whose sequences `packing.deal` gives out to ranks.
+            batch_size, num_ranks, micro_batches: of a step, whose sequences `packing.deal` gives
+            out to ranks.
         """
         step = batch_size * num_ranks * micro_batches
         used = (sequences.max() + 1) // step * step
@@ -75,18 +84,25 @@ class PackedDocuments:
         counts = np.zeros(sequences.max() + 1)
         np.add.at(counts, dealt[np.arange(len(dealt)), :, slowest], 1 / len(dealt))
         bins = np.ceil(LENGTHS_PER_OCTAVE * np.log2(lengths)).astype(np.int64)
-        in_bin, pairs_in_bin = (np.bincount(bins, weights=counts[sequences] * of) for of in (1, pairs))
+        in_bin, pairs_in_bin = (
+            np.bincount(bins, weights=counts[sequences] * of) for of in (1, pairs)
+        )
         found = in_bin.nonzero()[0]
-        typical = np.sqrt(2 * pairs_in_bin[found] / in_bin[found] + 0.25) - 0.5  # n with n (n + 1) / 2 pairs
-        # Rounded, so that documents of 2,048 tokens each are not of 2,048.0000000001, which other kernels attend to.
+        typical = (
+            np.sqrt(2 * pairs_in_bin[found] / in_bin[found] + 0.25) - 0.5
+        )  # n with n (n + 1) / 2 pairs
+        # Rounded, so that documents of 2,048 tokens each are not of 2,048.0000000001, which other
+        # kernels attend to.
         return cls(longest, tuple(zip(typical.round(6).tolist(), in_bin[found].tolist())))
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """Scoring of a micro-batch for an objective: passes and bytes that the loss of next tokens does not take."""
+    """Scoring of a micro-batch for an objective: passes and bytes that the loss of next tokens does
+    not take."""
 
-    head_passes: int = 0  # forward passes of the head where the loss is chunked; the standard loss keeps its logits
+    # forward passes of the head where the loss is chunked; the standard loss keeps its logits
+    head_passes: int = 0
     forward_passes: int = 0  # of blocks and head, without a backward
     token_bytes: int = 0
 
@@ -96,23 +112,32 @@ class StepShape:
     """A training step of a model, with its bytes and seconds under any execution."""
 
     share: Share  # one rank's share of the model
-    named_parameters: Iterable[tuple[str, Tensor]]  # on any device; where FSDP2 shards them, DTensors or shards
+    named_parameters: Iterable[
+        tuple[str, Tensor]
+    ]  # on any device; where FSDP2 shards them, DTensors or shards
     # Lengths and numbers are of one rank, or of the ranks that share sequences.
     context_length: int
     batch_size: int = 1
     micro_batches: int = 1
-    # The documents of a micro-batch. None: not known. Bytes are then counted for sequences of several documents, the
-    # longest of nearly the whole length, and seconds for sequences of one document.
+    # The documents of a micro-batch. None: not known. Bytes are then counted for sequences of
+    # several documents, the longest of nearly the whole length, and seconds for sequences of one
+    # document.
     documents: PackedDocuments | None = None
-    # Settings that planning does not change: attention backend, kinds and implementation, and the loss and the format
-    # of the optimizer's state unless they are "auto".
+    # Settings that planning does not change: attention backend, kinds and implementation, and the
+    # loss and the format of the optimizer's state unless they are "auto".
     given: Execution = Execution()
     element_size: int = 2  # bytes per element of an activation
     num_ranks: int = 1  # ranks that share each sequence, a divisor of the key/value heads
-    num_shards: int = 0  # ranks over which FSDP2 shards each parameter; 1 where all share matrices; 0: no FSDP2
+    num_shards: int = (
+        0  # ranks over which FSDP2 shards each parameter; 1 where all share matrices; 0: no FSDP2
+    )
     tensor_ranks: int = 1  # ranks that share each matrix
-    num_machines: int = 1  # machines of equally many ranks; ranks of one share sequences and matrices
-    num_copies: int = 1  # copies of the sharded parameters, on machines of their own where there are enough
+    num_machines: int = (
+        1  # machines of equally many ranks; ranks of one share sequences and matrices
+    )
+    num_copies: int = (
+        1  # copies of the sharded parameters, on machines of their own where there are enough
+    )
     trained: Trained = ALL
     scoring: Scoring = Scoring()  # work of the loss beyond the loss of next tokens
 
@@ -131,66 +156,91 @@ class StepShape:
             return {*host_weights(names, places, ends)}
 
         @functools.cache
-        def inventory(places: tuple[str, ...], ends: str, gpu_state_bytes: float, state_format: str) -> Inventory:
+        def inventory(
+            places: tuple[str, ...], ends: str, gpu_state_bytes: float, state_format: str
+        ) -> Inventory:
             return on_gpu(state_format).placed(gpu_state_bytes, away(places, ends))
 
         self._inventory = inventory
         self.prices: dict[tuple, Any] = {}  # what `timeline.py` derives for all placements
         self.layers = share.num_hidden_layers
         self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
-        self.norms_per_layer = sum(name.endswith("layernorm.weight") for name in share.layer_parameters(0))
+        self.norms_per_layer = sum(
+            name.endswith("layernorm.weight") for name in share.layer_parameters(0)
+        )
         rows = inventory((), "gpu", math.inf, "float32").rows
-        has_gradient = rows[0].gradient_dtype is not None  # the embedding's, and all other matrices'
+        has_gradient = (
+            rows[0].gradient_dtype is not None
+        )  # the embedding's, and all other matrices'
         # Elements in all, and shares of the trained ones.
         self.elements, self.trained_elements = share.num_parameters(), self.trained.elements(share)
         in_layers = (self.trained.layer_elements(share, layer) for layer in range(self.layers))
         self.layer_shares = [elements / self.trained_elements for elements in in_layers]
-        self.head_share = has_gradient * share.vocab_size * share.hidden_size / self.trained_elements
+        self.head_share = (
+            has_gradient * share.vocab_size * share.hidden_size / self.trained_elements
+        )
         self.head_gradient = has_gradient * self.head  # bytes
         self.traffic = [self.trained.traffic(share, layer) for layer in range(self.layers)]
         self.last_bytes = self.element_size * rows[-1].numel  # a separate head's, on one rank
         self.parameter_bytes = sum(row.stored_bytes for row in rows)
-        self.absent: dict[str, int] = {}  # bytes of `parameter_bytes` that FSDP2 does not hold, by stages' names
+        self.absent: dict[
+            str, int
+        ] = {}  # bytes of `parameter_bytes` that FSDP2 does not hold, by stages' names
         if self.num_shards:
             self._count_gathered(rows, has_gradient)
 
     def _count_gathered(self, rows: Iterable[Row], has_gradient: bool) -> None:
-        """Adds what FSDP2 holds gathered to the parameters, and counts the memory that its streams keep idle.
+        """Adds what FSDP2 holds gathered to the parameters, and counts the memory that its streams
+        keep idle.
 
-        It holds the embedding, and a separate head with its gradient. In backward it holds the block that runs with its
-        gradients, the next as it arrives, and the gradients of the block before in float32. In forward it holds the
-        block that runs, whole and as it arrived. In the loss it holds the last as it arrived.
+        It holds the embedding, and a separate head with its gradient. In backward it holds the
+        block that runs with its gradients, the next as it arrives, and the gradients of the block
+        before in float32. In forward it holds the block that runs, whole and as it arrived. In the
+        loss it holds the last as it arrived.
         """
         share, L = self.share, self.layers
         elements = max(map(share.layer_matrix_parameters, range(L)))
         block, summed = self.element_size * elements, has_gradient * 4 * elements
         gradients = has_gradient * block + summed
-        self.parameter_bytes += share.num_ends * self.head + (share.num_ends - 1) * self.head_gradient
+        self.parameter_bytes += (
+            share.num_ends * self.head + (share.num_ends - 1) * self.head_gradient
+        )
         self.parameter_bytes += 2 * block + gradients
         self.absent = {f"forward of layer {layer}": gradients for layer in range(L)}
-        self.absent |= {"loss": block + gradients} | dict.fromkeys(("embedding", "update"), 2 * block + gradients)
-        self.absent |= {f"backward of layer {L - 1}, {part}": summed for part in ("MLP", "attention")}
-        # The stream that gathers has had two blocks in forward, as they arrived. On its reduction stream FSDP2
-        # allocates the gradients' shards and the float32 tensor that it sums. That tensor is larger for the embedding
-        # and a separate head than for a block.
+        self.absent |= {"loss": block + gradients} | dict.fromkeys(
+            ("embedding", "update"), 2 * block + gradients
+        )
+        self.absent |= {
+            f"backward of layer {L - 1}, {part}": summed for part in ("MLP", "attention")
+        }
+        # The stream that gathers has had two blocks in forward, as they arrived. On its reduction
+        # stream FSDP2 allocates the gradients' shards and the float32 tensor that it sums. That
+        # tensor is larger for the embedding and a separate head than for a block.
         head_elements = self.head // self.element_size * share.num_ends
         self.idle_bytes = block + has_gradient * 4 * max(0, head_elements - elements)
-        if self.num_copies > 1:  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
+        if (
+            self.num_copies > 1
+        ):  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
             self.idle_bytes += 4 * sum(row.numel for row in rows if row.gradient_dtype)
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> Self:
-        """Returns the same step at another context length; documents that are not one each are unknown, or given."""
+        """Returns the same step at another context length; documents that are not one each are
+        unknown, or given."""
         if documents is None and not self.is_packed:
             documents = PackedDocuments.one_each(context_length, self.batch_size)
         return self._with(context_length=context_length, documents=documents)
 
     def with_batch(self, batch_size: int) -> Self:
-        """Returns the same step with another number of sequences in a micro-batch, of documents like this step's."""
+        """Returns the same step with another number of sequences in a micro-batch, of documents
+        like this step's."""
         documents = self.documents
         if documents:
             times = batch_size / self.batch_size
             lengths = tuple((length, count * times) for length, count in documents.lengths)
-            prompts = tuple((P, answers, tokens, count * times) for P, answers, tokens, count in documents.prompts)
+            prompts = tuple(
+                (P, answers, tokens, count * times)
+                for P, answers, tokens, count in documents.prompts
+            )
             documents = PackedDocuments(documents.longest, lengths, prompts)
         return self._with(batch_size=batch_size, documents=documents)
 
@@ -250,9 +300,16 @@ class StepShape:
         return self.documents is not None and self.documents.longest > self.longest_document
 
     def unplanned(self, placement: Placement, **changes: Any) -> Execution:
-        """Returns an execution that nobody searched: blocks placed alike, and float32 state unless asked otherwise."""
-        placement = Placement() if placement.is_whole and self.given.frozen.holds_weight else placement
-        given = replace(self.given, state_format="float32") if self.given.state_format == "auto" else self.given
+        """Returns an execution that nobody searched: blocks placed alike, and float32 state unless
+        asked otherwise."""
+        placement = (
+            Placement() if placement.is_whole and self.given.frozen.holds_weight else placement
+        )
+        given = (
+            replace(self.given, state_format="float32")
+            if self.given.state_format == "auto"
+            else self.given
+        )
         return replace(given, placements=(placement,) * self.layers, **changes)
 
     @property
@@ -270,22 +327,28 @@ class StepShape:
         return self.share.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
 
     def waiting_weights(self, execution: Execution) -> list[int]:
-        """Returns bytes of blocks' weights that wait on the host, then of the head (L) and of the embedding (-1)."""
+        """Returns bytes of blocks' weights that wait on the host, then of the head (L) and of the
+        embedding (-1)."""
         return self._by_block(execution, self.inventory(execution).waiting)
 
     def visiting_weights(self, execution: Execution) -> list[int]:
-        """Returns the bytes of weights that are on the GPU only during a visit, in the order of `waiting_weights`."""
+        """Returns the bytes of weights that are on the GPU only during a visit, in the order of
+        `waiting_weights`."""
         return self._by_block(execution, self.inventory(execution).visiting)
 
     def _by_block(self, execution: Execution, sizes: Mapping[int | None, int]) -> list[int]:
-        return [sizes.get(i, 0) for i in range(self.layers)] + 2 * [self.head * (execution.ends == "host")]
+        return [sizes.get(i, 0) for i in range(self.layers)] + 2 * [
+            self.head * (execution.ends == "host")
+        ]
 
     def fetched_bytes(self, execution: Execution) -> tuple[list[int], list[int]]:
-        """Returns the bytes of weights that backward of each block waits for, and that arrive beside it.
+        """Returns the bytes of weights that backward of each block waits for, and that arrive
+        beside it.
 
-        Each block that runs has its weights fetched beside the block that runs before it, if there is one. Nothing is
-        fetched twice in a row: weights of block 0, from which block 1's input is recomputed, stay for its own turn.
-        The first to run has its weights fetched beside the loss if the head visits.
+        Each block that runs has its weights fetched beside the block that runs before it, if there
+        is one. Nothing is fetched twice in a row: weights of block 0, from which block 1's input is
+        recomputed, stay for its own turn. The first to run has its weights fetched beside the loss
+        if the head visits.
         """
         weights = self.waiting_weights(execution)
         waits, beside = [0] * self.layers, [0] * self.layers

@@ -1,9 +1,11 @@
-"""Weights that visit the GPU: they live in host memory or in fewer bits, and are fetched ahead of a block's turn.
+"""Weights that visit the GPU: they live in host memory or in fewer bits, and are fetched ahead of a
+block's turn.
 
-Forward and backward run one block at a time, so the weights of two blocks are on the GPU at most: the block that runs,
-and the next one. The 14B's blocks have 0.66 GB of weights each: at 50 GB/s a fetch takes 13 ms beside the block before.
-Embedding and head may visit like blocks, before the first and after the last. Weights in fewer bits visit from wherever
-they are kept: a visit has them in the parameter's own dtype.
+Forward and backward run one block at a time, so the weights of two blocks are on the GPU at most:
+the block that runs, and the next one. The 14B's blocks have 0.66 GB of weights each: at 50 GB/s a
+fetch takes 13 ms beside the block before. Embedding and head may visit like blocks, before the
+first and after the last. Weights in fewer bits visit from wherever they are kept: a visit has them
+in the parameter's own dtype.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -18,15 +20,18 @@ Homes = Mapping[nn.Parameter, Home]  # weights between visits, see `MasterAdamW.
 
 
 class VisitingWeights:
-    """Gives parameters their weights for a visit of their block, and takes their GPU memory away afterwards.
+    """Gives parameters their weights for a visit of their block, and takes their GPU memory away
+    afterwards.
 
-    A parameter keeps its identity and its shape, and only its storage is empty in between, as under FSDP2. A graph that
-    reads it must be made and run backward in one visit: the end of a visit counts as a change of the parameter, so
-    autograd refuses to go through an older graph. Memory of weights is allocated and freed on the compute stream, which
-    waits for the copies, see `HostCopies`. On a CPU, copies are plain.
+    A parameter keeps its identity and its shape, and only its storage is empty in between, as under
+    FSDP2. A graph that reads it must be made and run backward in one visit: the end of a visit
+    counts as a change of the parameter, so autograd refuses to go through an older graph. Memory of
+    weights is allocated and freed on the compute stream, which waits for the copies, see
+    `HostCopies`. On a CPU, copies are plain.
 
-    `homes` are parameters that visit with their weights, by block. The embedding is block -1, the head has the number
-    after the last block's. They may share one parameter: they are never present at once.
+    `homes` are parameters that visit with their weights, by block. The embedding is block -1, the
+    head has the number after the last block's. They may share one parameter: they are never present
+    at once.
     """
 
     def __init__(self, homes: dict[int, Homes], device: torch.device):
@@ -38,7 +43,8 @@ class VisitingWeights:
 
     @contextmanager
     def visit(self, block: int, then: int | None = None) -> Iterator[None]:
-        """Have a block's weights on the GPU in here, and the weights of the next to visit, `then`, on their way."""
+        """Have a block's weights on the GPU in here, and the weights of the next to visit, `then`,
+        on their way."""
         self.free(but=(block, then))
         self._fetch(block)
         self._finish_fetching()
@@ -47,7 +53,8 @@ class VisitingWeights:
         self.free(but=(then,))
 
     def free(self, but: Collection[int | None] = ()) -> None:
-        """Free the memory of all weights, but for some blocks'. Kernels that are queued later may reuse it."""
+        """Free the memory of all weights, but for some blocks'. Kernels that are queued later may
+        reuse it."""
         self._finish_fetching()  # a copy may still be filling it
         for block in self.present.difference(but):
             torch.autograd.graph.increment_version([*self.homes[block]])

@@ -33,14 +33,19 @@ def choose(flags: ObjectiveFlags, context_length: int) -> Objective | None:
     if name in ROLLOUT_OBJECTIVES:
         low, high = CLIPS.get(name, (0.2, 0.2))
         low, high = (
-            default if given is None else given for given, default in ((flags.clip_low, low), (flags.clip_high, high))
+            default if given is None else given
+            for given, default in ((flags.clip_low, low), (flags.clip_high, high))
         )
         return Rollout(name, beta or 0.0, low, high, flags.truncation or 1.0, context_length)
     return None
 
 
 def row_reader(
-    flags: ObjectiveFlags, eos_id: int, context_length: int, has_adapters: bool = False, is_shown: bool = False
+    flags: ObjectiveFlags,
+    eos_id: int,
+    context_length: int,
+    has_adapters: bool = False,
+    is_shown: bool = False,
 ) -> RowReader | None:
     """Returns the reader of the objective's rows; None: forms.py reads them.
 
@@ -62,42 +67,57 @@ def row_reader(
 
 
 def text_reader(objective: str, eos_id: int, context_length: int) -> RowReader | None:
-    """Returns the reader of an objective's texts, which need not have log-probabilities beside them."""
-    return row_reader(ObjectiveFlags(objective=objective, old_logprobs="elsewhere"), eos_id, context_length)
+    """Returns the reader of an objective's texts, which need not have log-probabilities beside
+    them."""
+    return row_reader(
+        ObjectiveFlags(objective=objective, old_logprobs="elsewhere"), eos_id, context_length
+    )
 
 
-def stored_of(flags: ObjectiveFlags, tokenizer, start: str | None, attention: str | None) -> dict[str, Stored]:
+def stored_of(
+    flags: ObjectiveFlags, tokenizer, start: str | None, attention: str | None
+) -> dict[str, Stored]:
     """Returns what is stored, by columns. Raises UserError for others' and a teacher without words.
 
     Args:
-        start: the folder of weights that a run starts from; None: it goes on from a checkpoint, and what is stored was
+        start: the folder of weights that a run starts from; None: it goes on from a checkpoint, and
+        what is stored was
             compared when it started.
         attention: stored.attention_in_words the run; None: any, as in an evaluation.
     """
     found = {
         column: Stored.read(folder)
         for column, folder in (
-            ("reference", flags.reference_logprobs), ("old", flags.old_logprobs), (TEACHER, flags.teacher_logprobs)
+            ("reference", flags.reference_logprobs), ("old", flags.old_logprobs),
+            (TEACHER, flags.teacher_logprobs)
         )
         if folder
     }  # fmt: skip
     for column, stored in found.items():
         if column == TEACHER and not stored.top_k:
-            raise UserError(f"{stored.folder} was made without --top_k; make it anew with that, such as --top_k 16")
+            raise UserError(
+                f"{stored.folder} was made without --top_k; make it anew with that, such as "
+                "--top_k 16"
+            )
         # Rollouts that follow others keep the reference of the first, whatever was trained since.
-        is_any = column == TEACHER or (column == "reference" and flags.objective in ROLLOUT_OBJECTIVES)
+        is_any = column == TEACHER or (
+            column == "reference" and flags.objective in ROLLOUT_OBJECTIVES
+        )
         stored.check(tokenizer.identity, *((None, None) if is_any else (start, attention)))
     return found
 
 
 def complete(
-    flags: ObjectiveFlags, context_length: int, vocab_size: int, found: dict[str, Stored], stores: Sequence[TokenStore],
+    flags: ObjectiveFlags, context_length: int, vocab_size: int, found: dict[str, Stored],
+    stores: Sequence[TokenStore],
     is_shown: bool = False,
 ) -> None:  # fmt: skip
-    """Gives documents the columns that their rows lack: advantages of groups, and what `stored_of` has found.
+    """Gives documents the columns that their rows lack: advantages of groups, and what `stored_of`
+    has found.
 
     Args:
-        is_shown: the data are only looked at: rewards and groups stay, and a warning takes the place of a refusal.
+        is_shown: the data are only looked at: rewards and groups stay, and a warning takes the
+        place of a refusal.
     """
     if flags.objective in ROLLOUT_OBJECTIVES:
         give_advantages(stores, flags.objective != "dr_grpo", keep_rewards=is_shown)
@@ -111,7 +131,9 @@ def complete(
 
 def _without_effect(flags: ObjectiveFlags, stores: Sequence[TokenStore]) -> str | None:
     """Returns why a run learns nothing of the rows; None if it does."""
-    if flags.objective in ("weighted", "distill") and not any(store.column("weight").any() for store in stores):
+    if flags.objective in ("weighted", "distill") and not any(
+        store.column("weight").any() for store in stores
+    ):
         return "all weights are 0, so nothing is learnt; give others"
     if flags.objective not in ROLLOUT_OBJECTIVES:
         return None
@@ -138,10 +160,13 @@ def give_advantages(stores: Sequence[TokenStore], scaled: bool, keep_rewards: bo
     values[is_equal[place]] = 0  # not a rounding error
     if count := int(is_equal.sum()):
         logger.warning(
-            "data: %d of %d groups have one answer, or answers of one reward: their advantages are 0",
+            "data: %d of %d groups have one answer, or answers of one reward: their advantages are "
+            "0",
             count, len(is_equal),
         )  # fmt: skip
-    for store, places, part in zip(own, lasts, np.split(values, np.cumsum([*map(len, lasts)])[:-1])):
+    for store, places, part in zip(
+        own, lasts, np.split(values, np.cumsum([*map(len, lasts)])[:-1])
+    ):
         store.add_column("advantage", np.repeat(part, np.diff(places, prepend=-1)))
         for name in () if keep_rewards else ("reward", "group"):
             store.drop_column(name)

@@ -1,8 +1,8 @@
 """Names and forms that other programs give an objective's rows.
 
 They are TRL's, vLLM's, verl's, LLaMA-Factory's, ms-swift's, OpenRLHF's, OpenAI's and Orca's. Each
-function returns a row with the names of rows.py: "prompt", "chosen" and "rejected", "completion" and
-"label", "prompt_ids" and "completion_ids".
+function returns a row with the names of rows.py: "prompt", "chosen" and "rejected", "completion"
+and "label", "prompt_ids" and "completion_ids".
 """
 
 import re
@@ -194,7 +194,8 @@ def as_pair(row: dict) -> dict:
 
 
 def _refuse_system(row: dict, columns: str) -> None:
-    """Raises UserError for a system message beside a text as "prompt"; with `columns` the row is a chat."""
+    """Raises UserError for a system message beside a text as "prompt"; with `columns` the row is a
+    chat."""
     name = next((name for name in ("system", *SYSTEMS) if row.get(name)), None)
     if name:
         has = f'has "{name}" beside "prompt", where it would be ignored'
@@ -260,7 +261,9 @@ def compare_scores(row: dict) -> str:
     for name in row:
         if "chosen" not in name or not SCORE.search(name):
             continue
-        value, worse = (_score_of(row.get(field)) for field in (name, name.replace("chosen", "rejected")))
+        value, worse = (
+            _score_of(row.get(field)) for field in (name, name.replace("chosen", "rejected"))
+        )
         if value is not None and worse is not None and worse >= value:
             if worse == value:
                 return " whose scores are equal"

@@ -1,14 +1,14 @@
 """The loss of single answers that are desirable or not, KTO: arXiv 2402.01306.
 
-With x the sum of log p - R over an answer's tokens, R being the reference's, and z the mean of x over answers that
-belong to other prompts, at least 0 and without gradient:
+With x the sum of log p - R over an answer's tokens, R being the reference's, and z the mean of x
+over answers that belong to other prompts, at least 0 and without gradient:
 
     desirable      desirable_weight (1 - sigmoid(beta (x - z)))
     undesirable    undesirable_weight (1 - sigmoid(beta (z - x)))
 
-z estimates the KL divergence to the reference. Each document has, as `rows.Labelled` makes it, an answer to its prompt
-and one to the prompt before. z is a mean over the whole step, so that a forward pass over all micro-batches comes
-first. TRL takes the mean over a micro-batch of all ranks.
+z estimates the KL divergence to the reference. Each document has, as `rows.Labelled` makes it, an
+answer to its prompt and one to the prompt before. z is a mean over the whole step, so that a
+forward pass over all micro-batches comes first. TRL takes the mean over a micro-batch of all ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -47,12 +47,17 @@ class KTO(Objective):
 
     def __call__(self, scored: Scored) -> Terms:
         assert scored.reference_BT is not None, "the recipe has looked for a reference"
-        x = scored.sum(scored.log_probs_BT - torch.where(scored.is_target_BT, scored.reference_BT, 0))  # [A]
+        x = scored.sum(
+            scored.log_probs_BT - torch.where(scored.is_target_BT, scored.reference_BT, 0)
+        )  # [A]
         values = scored.answers.values
         is_own, is_desirable = values["answer"] == OWN, values["label"] > 0
         weight = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)
         gain = self.beta * torch.where(is_desirable, x - self.kl, self.kl - x)
-        reward, means = self.beta * x.detach(), {"kl": mean_of(x.detach(), values["answer"] == OTHER)}
+        reward, means = (
+            self.beta * x.detach(),
+            {"kl": mean_of(x.detach(), values["answer"] == OTHER)},
+        )
         means["reward_chosen"] = mean_of(reward, is_own & is_desirable)
         means["reward_rejected"] = mean_of(reward, is_own & ~is_desirable)
         return Terms(by_answer=torch.where(is_own, weight * gain.neg().sigmoid(), 0), means=means)

@@ -1,15 +1,19 @@
-"""Losses of pairs: an answer that was chosen, and one that was rejected. Each pair is one document of the data.
+"""Losses of pairs: an answer that was chosen, and one that was rejected. Each pair is one document
+of the data.
 
-With c and r the sums of log-probabilities of both answers, beside a reference's C and R, and means over their tokens
-written c', r':
+With c and r the sums of log-probabilities of both answers, beside a reference's C and R, and means
+over their tokens written c', r':
 
-    DPO     -log sigmoid(beta ((c - C) - (r - R)))                      arXiv 2305.18290; label smoothing as in cDPO
-    IPO     ((c' - C') - (r' - R') - 1 / (2 beta))^2                    arXiv 2310.12036, of means as in TRL
-    SimPO   -log sigmoid(beta (c' - r') - margin)                       arXiv 2405.14734
-    ORPO    -c' - beta log sigmoid(log odds(c') - log odds(r'))         arXiv 2403.07691; odds(x) = e^x / (1 - e^x)
+    DPO     -log sigmoid(beta ((c - C) - (r - R)))                      arXiv 2305.18290; label
+    smoothing as in cDPO IPO     ((c' - C') - (r' - R') - 1 / (2 beta))^2                    arXiv
+    2310.12036, of means as in TRL SimPO   -log sigmoid(beta (c' - r') - margin)
+    arXiv 2405.14734
+    ORPO    -c' - beta log sigmoid(log odds(c') - log odds(r'))         arXiv 2403.07691; odds(x) =
+    e^x / (1 - e^x)
 
-To DPO, IPO and SimPO `nll_weight` times -c' may be added. The mean over the pairs of a step is its loss. TRL's ORPO has
-the mean log-probability of prompts and answers, over all tokens of a micro-batch, in place of c'.
+To DPO, IPO and SimPO `nll_weight` times -c' may be added. The mean over the pairs of a step is its
+loss. TRL's ORPO has the mean log-probability of prompts and answers, over all tokens of a
+micro-batch, in place of c'.
 """
 
 from dataclasses import dataclass
@@ -49,9 +53,12 @@ class Preference(Objective):
         x = own
         if self.needs_reference:
             assert scored.reference_BT is not None, "the recipe has looked for a reference"
-            x = scored.sum(scored.log_probs_BT - torch.where(scored.is_target_BT, scored.reference_BT, 0))
+            x = scored.sum(
+                scored.log_probs_BT - torch.where(scored.is_target_BT, scored.reference_BT, 0)
+            )
         x = x if self.name == "dpo" else x / lengths
-        # The rejected answer follows the chosen one. Elsewhere the numbers mean nothing and are left out.
+        # The rejected answer follows the chosen one. Elsewhere the numbers mean nothing and are
+        # left out.
         is_pair, rejected = scored.answers.values["answer"] == CHOSEN, x.roll(-1)
         losses = self._losses(x, rejected)
         nll_weight = 1.0 if self.name == "orpo" else self.nll_weight

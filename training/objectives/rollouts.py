@@ -1,18 +1,20 @@
 """Losses of recorded rollouts: answers that an older policy wrote, with advantages.
 
-With the ratio q = exp(log p - old) of a token, its advantage A, and clip(q) within [1 - clip_low, 1 + clip_high]:
+With the ratio q = exp(log p - old) of a token, its advantage A, and clip(q) within [1 - clip_low, 1
++ clip_high]:
 
-    grpo                 -min(q A, clip(q) A)                  mean over each answer, then over answers; 2402.03300
-    dapo                 the same                              mean over all tokens; 2503.14476
-    dr_grpo              the same                              sum over tokens / (answers x context_length); 2503.20783
-    gspo                 the same of s = exp(mean of log q)    mean over answers; 2507.18071
-    cispo                -min(q, 1 + clip_high) A log p        mean over all tokens, min without gradient; 2506.13585
-    importance_sampling  -q A                                  mean over all tokens
+    grpo                 -min(q A, clip(q) A)                  mean over each answer, then over
+    answers; 2402.03300 dapo                 the same                              mean over all
+    tokens; 2503.14476 dr_grpo              the same                              sum over tokens /
+    (answers x context_length); 2503.20783 gspo                 the same of s = exp(mean of log q)
+    mean over answers; 2507.18071 cispo                -min(q, 1 + clip_high) A log p        mean
+    over all tokens, min without gradient; 2506.13585 importance_sampling  -q A
+    mean over all tokens
 
-`beta` times exp(R - log p) - (R - log p) - 1 is added to each token's loss, R being the reference's log-probability.
-Where the rollouts have log-probabilities of the engine that wrote them beside the old policy's, each token's loss of A
-is multiplied by min(exp(old - written), truncation), see Yao et al. 2025, "Your Efficient RL Framework Secretly Brings
-You Off-Policy RL Training".
+`beta` times exp(R - log p) - (R - log p) - 1 is added to each token's loss, R being the reference's
+log-probability. Where the rollouts have log-probabilities of the engine that wrote them beside the
+old policy's, each token's loss of A is multiplied by min(exp(old - written), truncation), see Yao
+et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
 """
 
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ from training.data.loader import Batch
 from training.objectives.scored import Objective, Scored, Terms, mean_of
 
 BY_ANSWER = ("grpo", "gspo")
-LARGEST_EXPONENT = 60.0  # ratios end at e^60 = 1e26, which float32 holds after it was multiplied by an advantage
+LARGEST_EXPONENT = (
+    60.0  # ratios end at e^60 = 1e26, which float32 holds after it was multiplied by an advantage
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class Rollout(Objective):
         return self.beta > 0
 
     def count(self, batch: Batch) -> float:
-        """Returns the number of answers, of tokens, or of tokens that answers of full length would have."""
+        """Returns the number of answers, of tokens, or of tokens that answers of full length would
+        have."""
         assert batch.answers is not None
         if self.name not in (*BY_ANSWER, "dr_grpo"):
             return float((batch.targets != IGNORE_INDEX).sum())
@@ -62,7 +67,9 @@ class Rollout(Objective):
         share = 1 / lengths[scored.answers.index_BT] if self.name in BY_ANSWER else 1.0
         factor: Tensor | float = 1.0
         if "written" in scored.answers.columns_BT:
-            factor = (scored.column("old") - scored.column("written")).exp().clamp(max=self.truncation)
+            factor = (
+                (scored.column("old") - scored.column("written")).exp().clamp(max=self.truncation)
+            )
         terms = Terms()
         if self.name == "gspo":
             means = [scored.sum(x) / lengths for x in (moved, factor * advantage)]
@@ -74,7 +81,9 @@ class Rollout(Objective):
             terms.means["clip_share"] = mean_of(is_clipped, is_target)
         if self.needs_reference:
             assert scored.reference_BT is not None, "the recipe has looked for a reference"
-            ahead = torch.where(is_target, scored.reference_BT - scored.log_probs_BT, 0).clamp(max=LARGEST_EXPONENT)
+            ahead = torch.where(is_target, scored.reference_BT - scored.log_probs_BT, 0).clamp(
+                max=LARGEST_EXPONENT
+            )
             divergence = ahead.expm1() - ahead
             terms.means["kl"] = mean_of(divergence, is_target)
             penalty = self.beta * divergence * share
@@ -85,7 +94,9 @@ class Rollout(Objective):
             terms.means["entropy"] = mean_of(scored.entropy_BT, is_target)
         return terms
 
-    def _by_token(self, moved: Tensor, advantage: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def _by_token(
+        self, moved: Tensor, advantage: Tensor, log_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns the losses, and where a ratio was cut."""
         ratio = _ratio(moved)
         if self.name == "importance_sampling":
@@ -102,5 +113,6 @@ class Rollout(Objective):
 
 
 def _ratio(moved: Tensor) -> Tensor:
-    """Returns e^moved, constant beyond `LARGEST_EXPONENT`: the old policy could not have written such a token."""
+    """Returns e^moved, constant beyond `LARGEST_EXPONENT`: the old policy could not have written
+    such a token."""
     return moved.clamp(max=LARGEST_EXPONENT).exp()

@@ -1,10 +1,11 @@
 """Rows of data that objectives read, with the names that TRL has for their fields.
 
-Pairs have "chosen" and "rejected", and a "prompt" unless they are whole chats. Labelled rows have "prompt",
-"completion" and "label", true of a desirable answer. Weighted rows are rows of forms.py with "weight", a number.
-Rollouts have "prompt" and "completion", or "prompt_ids" and "completion_ids" with an optional "completion_mask";
-"advantage", a number or one per token, or "reward" and an optional "group"; "old_logprobs" and, where asked for,
-"ref_logprobs", a number per token of the completion. dialects.py has the names that others give to these fields.
+Pairs have "chosen" and "rejected", and a "prompt" unless they are whole chats. Labelled rows have
+"prompt", "completion" and "label", true of a desirable answer. Weighted rows are rows of forms.py
+with "weight", a number. Rollouts have "prompt" and "completion", or "prompt_ids" and
+"completion_ids" with an optional "completion_mask"; "advantage", a number or one per token, or
+"reward" and an optional "group"; "old_logprobs" and, where asked for, "ref_logprobs", a number per
+token of the completion. dialects.py has the names that others give to these fields.
 """
 
 import json
@@ -16,7 +17,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from training.data.forms import EMPTY, FLAG_WORDS, MEDIA, ROLES, SHOWN_WITH, NothingToLearn, parsed, refuse_masked
+from training.data.forms import (
+    EMPTY,
+    FLAG_WORDS,
+    MEDIA,
+    ROLES,
+    SHOWN_WITH,
+    NothingToLearn,
+    parsed,
+    refuse_masked,
+)
 from training.data.sources import Document, Encoded, RowReader
 from training.data.tokens import PROMPT
 from training.host.errors import UserError, as_json
@@ -43,23 +53,36 @@ LARGEST_ID = 2**31 - 1
 Row = tuple[str, Encoded, dict[str, np.ndarray], int | None]
 LOGPROBS = ("old_logprobs", "ref_logprobs")
 CURES = {  # of rows without numbers, by their columns
-    "old": "; or give --old_logprobs, which training.logprobs makes", "written": "; or drop --truncation",
+    "old": "; or give --old_logprobs, which training.logprobs makes",
+    "written": "; or drop --truncation",
     "reference": "; or give --reference_logprobs, which training.logprobs makes",
 }  # fmt: skip
-LEAST_LOGPROB, MOST_LOGPROB = -1000.0, 0.01  # engines write -9999 for minus infinity, and round above 0
+LEAST_LOGPROB, MOST_LOGPROB = (
+    -1000.0,
+    0.01,
+)  # engines write -9999 for minus infinity, and round above 0
 BITS = {"0", "1", "0.0", "1.0", "True", "False"}  # values of masks, as texts
-SEVERAL = ("answers", "completions", "responses", "generations", "outputs", "output")  # answers to one prompt
+SEVERAL = (
+    "answers",
+    "completions",
+    "responses",
+    "generations",
+    "outputs",
+    "output",
+)  # answers to one prompt
 JUDGEMENTS = ("rationale", "rationales", "critique")  # why one answer of a pair is better
 ONE_PROMPT = "kto needs rows of two prompts: it asks for a prompt with an answer to another"
 SMALL = 1e-4  # beside the deviation of a group's rewards, as in TRL
 
 
 class _Sharing(RowReader):
-    """Rows of answers. Rows of one prompt, wherever they stand, become documents: prompt, answers, answers.
+    """Rows of answers. Rows of one prompt, wherever they stand, become documents: prompt, answers,
+    answers.
 
-    A prompt and its answers are at most `context_length` tokens, unless one row is longer. Each answer begins with the
-    prompt's last token, which predicts its next one, see kernels/attention/prompts.py. The column "answer" is `PROMPT`
-    in the prompt, and changes from each answer to the next.
+    A prompt and its answers are at most `context_length` tokens, unless one row is longer. Each
+    answer begins with the prompt's last token, which predicts its next one, see
+    kernels/attention/prompts.py. The column "answer" is `PROMPT` in the prompt, and changes from
+    each answer to the next.
     """
 
     others: ClassVar[frozenset[str]] = NAMES
@@ -72,7 +95,8 @@ class _Sharing(RowReader):
         return Document(tokens, masked, True, columns={"answer": np.zeros(len(tokens), np.float32)})
 
     def join(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yields documents in the order of their first rows. They are two at least, for one to be held out."""
+        """Yields documents in the order of their first rows. They are two at least, for one to be
+        held out."""
         by_prompt, groups = dict[bytes, list[Document]](), list[tuple[list[Document], int]]()
         for row in documents:
             by_prompt.setdefault(row.tokens[: _shareable(row) + 1].tobytes(), []).append(row)
@@ -92,14 +116,20 @@ class _Sharing(RowReader):
 
 
 class Pairs(_Sharing):
-    """Rows of a chosen and a rejected answer: the column "answer" is 0 in the chosen ones, 1 in the rejected ones."""
+    """Rows of a chosen and a rejected answer: the column "answer" is 0 in the chosen ones, 1 in the
+    rejected ones."""
 
     fields: ClassVar[frozenset[str]] = frozenset(("prompt", "chosen", "rejected", "tools"))
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
         row = as_pair(_needs(row))
         several = next((name for name in SEVERAL if isinstance(row.get(name), list)), "")
-        row = _needs(row, "chosen", "rejected", cure=f'; or write a row for each pair of "{several}"' * bool(several))
+        row = _needs(
+            row,
+            "chosen",
+            "rejected",
+            cure=f'; or write a row for each pair of "{several}"' * bool(several),
+        )
         judged = [name for name in JUDGEMENTS if row.get(name) not in (None, *EMPTY)]
         row = {name: value for name, value in row.items() if name not in JUDGEMENTS}
         prompt, *answers = row.get("prompt"), row["chosen"], row["rejected"]
@@ -109,7 +139,10 @@ class Pairs(_Sharing):
         chosen, rejected = (self._answer(row, each, encode) for each in answers)
         if np.array_equal(chosen.tokens, rejected.tokens):
             raise NothingToLearn("pairs of equal answers")
-        prompts = chosen.tokens[: _prompt_length(chosen)], rejected.tokens[: _prompt_length(rejected)]
+        prompts = (
+            chosen.tokens[: _prompt_length(chosen)],
+            rejected.tokens[: _prompt_length(rejected)],
+        )
         pair = _share([chosen, rejected], max(0, _equal_tokens(*prompts) - 1))
         form = f"pairs{compare_scores(row)}"
         form += f" whose {' and '.join(judged)} is not read" * bool(judged)
@@ -126,28 +159,42 @@ def _equal_tokens(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def _begin(sample: dict, tokens: np.ndarray, encode: Callable[[dict], Encoded]) -> int:
-    """Returns where the answer of a sample begins, if with another's message; else the number of its tokens.
+    """Returns where the answer of a sample begins, if with another's message; else the number of
+    its tokens.
 
     Another content of that message leaves the tokens before it as they are.
     """
-    first, *others = sample["completion"] if isinstance(sample["completion"], list) else [{"role": "assistant"}]
-    role, name = str(first.get("role", first.get("from"))), "content" if "content" in first else "value"
+    first, *others = (
+        sample["completion"] if isinstance(sample["completion"], list) else [{"role": "assistant"}]
+    )
+    role, name = (
+        str(first.get("role", first.get("from"))),
+        "content" if "content" in first else "value",
+    )
     if ROLES.get(role, role) == "assistant":
         return len(tokens)
     content = "b" if str(first.get(name)).startswith("a") else "a"
-    return _equal_tokens(tokens, encode(sample | {"completion": [first | {name: content}, *others]})[0])
+    return _equal_tokens(
+        tokens, encode(sample | {"completion": [first | {name: content}, *others]})[0]
+    )
 
 
 def _cut(prompt, chosen, rejected) -> tuple:
-    """Returns the prompt and both answers of a pair, whose prompt may be what both chats begin with."""
+    """Returns the prompt and both answers of a pair, whose prompt may be what both chats begin
+    with."""
     are_lists = isinstance(chosen, list) and isinstance(rejected, list)
     answers = [chosen, rejected] if are_lists else []
     if isinstance(prompt, str) and answers and all(map(_is_answer_alone, answers)):
         return [{"role": "user", "content": prompt}], chosen, rejected
     if prompt is None or (are_lists and isinstance(prompt, str)):
         shared, *answers = _shared_prompt(chosen, rejected)
-        if prompt and all(not isinstance(each, dict) or each.get("content") != prompt for each in shared):
-            raise UserError('has a "prompt" with which no message before both answers agrees; give it as messages')
+        if prompt and all(
+            not isinstance(each, dict) or each.get("content") != prompt for each in shared
+        ):
+            raise UserError(
+                'has a "prompt" with which no message before both answers agrees; give it as '
+                "messages"
+            )
         return shared, *answers
     return prompt, chosen, rejected
 
@@ -163,7 +210,8 @@ def _is_answer_alone(chat: list) -> bool:
 def _sample(row: dict, fields: frozenset[str], completion) -> dict:
     """Returns a row of forms.py of the prompt, one answer, and all that no reader has in `fields`.
 
-    So forms.py refuses what it would ignore. Chats beside a prompt repeat it, as "messages" in UltraFeedback.
+    So forms.py refuses what it would ignore. Chats beside a prompt repeat it, as "messages" in
+    UltraFeedback.
     """
     left_out, prompt = fields.union(CHATS) - {"prompt", "tools"}, row.get("prompt")
     _refuse_more(row, fields)
@@ -172,30 +220,44 @@ def _sample(row: dict, fields: frozenset[str], completion) -> dict:
         if theirs[: len(own)] == own:
             completion = completion[len(own) :]  # a whole chat
         elif own and theirs[:1] == own[-1:]:
-            raise UserError('has an answer that begins with the last message of its "prompt"; give one of both')
+            raise UserError(
+                'has an answer that begins with the last message of its "prompt"; give one of both'
+            )
     sample = {name: value for name, value in row.items() if name not in left_out}
     field = answer_field(row)
     shown = [name for name in sorted(SHOWN_WITH) if row.get(name) not in (None, *EMPTY)]
     if shown and field != "completion":  # forms.py would name columns that the row lacks
-        raise UserError(f'has "{shown[0]}", which is not read; write it into the question, or remove it')
+        raise UserError(
+            f'has "{shown[0]}", which is not read; write it into the question, or remove it'
+        )
     return sample | {field: completion}
 
 
 def _refuse_more(row: dict, fields: frozenset[str]) -> None:
-    """Refuses chats beside a prompt and its answers that have another message, which would be ignored."""
+    """Refuses chats beside a prompt and its answers that have another message, which would be
+    ignored."""
     for name in CHATS:
         turns = parsed(row.get(name), f'"{name}"')
         chat = [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
         texts = json.dumps([row.get(name) for name in fields] if chat else None, default=str)
         contents = [turn.get("content", turn.get("value")) for turn in chat]
-        if any(isinstance(text, str) and json.dumps(text.strip())[1:-1] not in texts for text in contents):
-            raise UserError(f'has "{name}" with a message that neither prompt nor answers have; remove one of both')
+        if any(
+            isinstance(text, str) and json.dumps(text.strip())[1:-1] not in texts
+            for text in contents
+        ):
+            raise UserError(
+                f'has "{name}" with a message that neither prompt nor answers have; remove one of '
+                "both"
+            )
 
 
 def _without_nulls(messages: list) -> list:
-    """Returns messages without fields of null: tables have all fields in all messages of a column."""
+    """Returns messages without fields of null: tables have all fields in all messages of a
+    column."""
     return [
-        {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else message
+        {name: value for name, value in message.items() if value is not None}
+        if isinstance(message, dict)
+        else message
         for message in messages
     ]
 
@@ -208,17 +270,23 @@ def _shared_prompt(chosen, rejected) -> tuple[list, list, list]:
             "--columns prompt=NAME renames, or write there what both texts begin with"
         )
     both = [*zip(_without_nulls(chosen), _without_nulls(rejected))]
-    same = next((i for i, pair in enumerate(both) if pair[0] != pair[1]), len(both) - 1)  # each has an answer
+    same = next(
+        (i for i, pair in enumerate(both) if pair[0] != pair[1]), len(both) - 1
+    )  # each has an answer
     if same < 1:
-        raise UserError('"chosen" and "rejected" have no message in common to be the prompt; give it as "prompt"')
+        raise UserError(
+            '"chosen" and "rejected" have no message in common to be the prompt; give it as '
+            '"prompt"'
+        )
     return chosen[:same], chosen[same:], rejected[same:]
 
 
 class Labelled(_Sharing):
-    """Rows of an answer and its label. Each becomes a pair: the answer, and an answer to the prompt before.
+    """Rows of an answer and its label. Each becomes a pair: the answer, and an answer to the prompt
+    before.
 
-    Rows of the first prompt get an answer to the last one, and come last. The column "answer" is as in pairs, "label"
-    is 1 or 0.
+    Rows of the first prompt get an answer to the last one, and come last. The column "answer" is as
+    in pairs, "label" is 1 or 0.
     """
 
     fields: ClassVar[frozenset[str]] = frozenset(("prompt", "completion", "label", "tools"))
@@ -230,7 +298,9 @@ class Labelled(_Sharing):
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
         if isinstance(row, dict) and {"completions", "labels"} <= row.keys():
-            raise UserError('judges the steps of an answer ("completions"), which no --objective reads')
+            raise UserError(
+                'judges the steps of an answer ("completions"), which no --objective reads'
+            )
         row = as_answer(with_label(_needs(row)), tuple(QUESTIONS))
         row = _needs(row, *["prompt"] * (answer_field(row) == "completion"), "completion", "label")
         if row["label"] not in (0, 1):
@@ -273,14 +343,18 @@ def beside_answer_of(row: Document, other: Document) -> Document:
     """Returns a document with the answer of another one behind its own."""
     prompt, theirs = _prompt_length(row), _prompt_length(other)
     tokens, masked = (
-        np.concatenate([getattr(row, name)[:prompt], getattr(other, name)[theirs:]]) for name in ("tokens", "masked")
+        np.concatenate([getattr(row, name)[:prompt], getattr(other, name)[theirs:]])
+        for name in ("tokens", "masked")
     )
     columns = {name: np.full(len(tokens), column[0]) for name, column in row.columns.items()}
-    return _share([row, replace(row, tokens=tokens, masked=masked, columns=columns)], max(0, prompt - 1))
+    return _share(
+        [row, replace(row, tokens=tokens, masked=masked, columns=columns)], max(0, prompt - 1)
+    )
 
 
 class Weighted(RowReader):
-    """Rows of forms.py with a "weight", which multiplies the loss of all their targets; 1 where there is none."""
+    """Rows of forms.py with a "weight", which multiplies the loss of all their targets; 1 where
+    there is none."""
 
     fields: ClassVar[frozenset[str]] = frozenset(("weight",))
 
@@ -291,10 +365,17 @@ class Weighted(RowReader):
         row = _needs(row)
         has_weight = row.get("weight") is not None
         weight = _number(row["weight"], "weight") if has_weight else 1.0
-        tokens, masked = ended(encode({name: value for name, value in row.items() if name != "weight"}), self._eos_id)
+        tokens, masked = ended(
+            encode({name: value for name, value in row.items() if name != "weight"}), self._eos_id
+        )
         answer = np.zeros(len(tokens), np.float32)
         form = "weighted texts" if has_weight else "texts"
-        return form, (tokens, masked, True), {"answer": answer, "weight": answer + np.float32(weight)}, None
+        return (
+            form,
+            (tokens, masked, True),
+            {"answer": answer, "weight": answer + np.float32(weight)},
+            None,
+        )
 
     def describe(self, columns: dict[str, np.ndarray]) -> str:
         return f"weight {columns['weight'][0]:g}"
@@ -304,21 +385,27 @@ class Rollouts(_Sharing):
     """Rows of recorded answers. Groups of rewards become advantages by `advantages`."""
 
     fields: ClassVar[frozenset[str]] = frozenset((
-        "prompt", "completion", "prompt_ids", "completion_ids", "completion_mask", "advantage", "reward", "group",
+        "prompt", "completion", "prompt_ids", "completion_ids", "completion_mask", "advantage",
+        "reward", "group",
         *LOGPROBS, "tools",
     ))  # fmt: skip
 
-    def __init__(self, eos_id: int, columns: dict[str, str], context_length: int, may_lack: bool = False):
+    def __init__(
+        self, eos_id: int, columns: dict[str, str], context_length: int, may_lack: bool = False
+    ):
         """Reads numbers of each token of the completions from fields, the keys of `columns`.
 
         With `may_lack` they are checked where a row has them, and given to no document.
         """
         super().__init__(eos_id, context_length)
         self._columns, self._may_lack = columns, may_lack
-        # Number, and hash of the prompt, by the name of a group; by that hash where rows have no group.
+        # Number, and hash of the prompt, by the name of a group; by that hash where rows have no
+        # group.
         self._groups = dict[object, tuple[int, int | None]]()
         self._groups_of_prompts = 0
-        self._has_groups: bool | None = None  # whether rows name groups; None: no row with a reward was read
+        self._has_groups: bool | None = (
+            None  # whether rows name groups; None: no row with a reward was read
+        )
         self._has_advantages: bool | None = None  # or rewards; None: no row was read
 
     def __call__(self, row: object, encode: Callable[[dict], Encoded]) -> Row:
@@ -328,11 +415,15 @@ class Rollouts(_Sharing):
             for name in (*LOGPROBS, *POLICY, *ENGINE)
             if name not in self._columns and row.get(name) is not None
         ]
-        form = "rollouts" + f" whose {' and '.join(unread)} are not read" * bool(unread)  # the log counts them
+        form = "rollouts" + f" whose {' and '.join(unread)} are not read" * bool(
+            unread
+        )  # the log counts them
         if names.get("prompt") == "input":
             form += ", of texts without special tokens, as verl writes them"
         if row.get("outputs"):
-            raise UserError('has "outputs"; write a row for each answer, with the prompt and a reward')
+            raise UserError(
+                'has "outputs"; write a row for each answer, with the prompt and a reward'
+            )
         if row.get("completion_ids") is not None:
             row = without_padding(_needs(row, "prompt_ids", theirs=names))
             rest = {name: value for name, value in row.items() if name not in self.fields}
@@ -353,7 +444,9 @@ class Rollouts(_Sharing):
                 tokens, masked = np.full(1, self._eos_id, np.uint32), np.ones(1, bool)
                 row |= {name: [] for name in self._columns}
             if row.get("completion_mask") is not None:
-                raise UserError('has "completion_mask" without "completion_ids", whose tokens it counts')
+                raise UserError(
+                    'has "completion_mask" without "completion_ids", whose tokens it counts'
+                )
             prompt, places = _hash(row["prompt"]), (~masked).nonzero()[0]
             begin = len(tokens) if masked.all() else _begin(sample, tokens, encode)
         columns = {"answer": np.zeros(len(tokens), np.float32)}
@@ -375,7 +468,8 @@ class Rollouts(_Sharing):
         return form, (tokens, masked, True), columns, prompt
 
     def _log_probs(self, row: dict, field: str, name: str, is_unread: np.ndarray) -> list[float]:
-        """Returns the log-probabilities in a field that the row calls `name`; 0 where they are not read."""
+        """Returns the log-probabilities in a field that the row calls `name`; 0 where they are not
+        read."""
         values = of_sampled(row[field], row.get("completion_ids"), row, name)
         values = _list(_unmasked(values, is_unread), name)
         read = [value for value, skip in zip(values, is_unread) if not skip]
@@ -389,7 +483,10 @@ class Rollouts(_Sharing):
         before = self._groups_of_prompts
         yield from super().join(documents)
         if count := self._groups_of_prompts - before:
-            logger.info('data: rows without "group": %s of equal prompts', f"{count:,} group" + "s" * (count > 1))
+            logger.info(
+                'data: rows without "group": %s of equal prompts',
+                f"{count:,} group" + "s" * (count > 1),
+            )
 
     def describe(self, columns: dict[str, np.ndarray]) -> str:
         advantage = columns["advantage"]
@@ -411,14 +508,17 @@ class Rollouts(_Sharing):
             mask = mask[len(prompt) :]  # of both
         if len(mask) != len(completion) or not np.isin(mask, (0, 1)).all():
             as_many = names.get("completion_ids", "completion_ids")
-            raise UserError(f'"{name}" must be {len(completion)} numbers, 0 or 1, as many as {as_many}')
+            raise UserError(
+                f'"{name}" must be {len(completion)} numbers, 0 or 1, as many as {as_many}'
+            )
         masked = np.concatenate([np.ones(len(prompt), bool), mask == 0])
         if not len(prompt):
             raise NothingToLearn("rollouts without a prompt")
         return np.concatenate([prompt, completion]), masked
 
     def _advantage(
-        self, row: dict, names: dict[str, str], prompt: int | None, places: np.ndarray, is_unread: np.ndarray,
+        self, row: dict, names: dict[str, str], prompt: int | None, places: np.ndarray,
+        is_unread: np.ndarray,
         length: int,
     ) -> dict[str, np.ndarray]:  # fmt: skip
         given = row.get("advantage")
@@ -427,7 +527,10 @@ class Rollouts(_Sharing):
             lacking, cure = ("advantage", "") if is_null else ("reward", '; or give "advantage"')
             _needs(row, lacking, cure=cure, theirs=names)
         if self._has_advantages not in (None, given is not None):
-            raise UserError('has one of "advantage" and "reward", and rows before it the other; give one in all rows')
+            raise UserError(
+                'has one of "advantage" and "reward", and rows before it the other; give one in '
+                "all rows"
+            )
         self._has_advantages = given is not None
         if given is not None:
             name = names.get("advantage", "advantage")
@@ -438,16 +541,22 @@ class Rollouts(_Sharing):
         reward = _number(row["reward"], names.get("reward", "reward"))
         number = self._group(row.get("group"), prompt)
         # float64 until advantages are made: rewards may be large and close to one another
-        return {"reward": np.full(length, reward, np.float64), "group": np.full(length, number, np.float64)}
+        return {
+            "reward": np.full(length, reward, np.float64),
+            "group": np.full(length, number, np.float64),
+        }
 
     def _group(self, group, prompt: int | None) -> int:
-        """Returns the number of a group, which is of one prompt. Rows of equal prompts form one if they name none."""
+        """Returns the number of a group, which is of one prompt. Rows of equal prompts form one if
+        they name none."""
         if isinstance(group, list | dict) or group != group:  # NaN
             raise UserError('"group" must be a number or a text')
         count, names_one = len(self._groups), group is not None
         if self._has_groups not in (None, names_one):
             what = "has" if names_one else "needs"
-            raise UserError(f'{what} "group", unlike rows before it; name a group in all rows, or in none')
+            raise UserError(
+                f'{what} "group", unlike rows before it; name a group in all rows, or in none'
+            )
         self._has_groups = names_one
         if not names_one:
             number, _ = self._groups.setdefault(_OfPrompt((prompt,)), (count, prompt))
@@ -456,16 +565,22 @@ class Rollouts(_Sharing):
         number, first_prompt = self._groups.setdefault(group, (count, prompt))
         if prompt != first_prompt:
             name = str(group)[:40]
-            raise UserError(f'"group" {name} has another prompt before; give "advantage", or a group to each prompt')
+            raise UserError(
+                f'"group" {name} has another prompt before; give "advantage", or a group to each '
+                "prompt"
+            )
         return number
 
 
 def _cure_of_masks(row: dict, rest: dict) -> str:
-    """Returns what to do with a mask of another name in `rest`, the fields of a rollout that are not read."""
+    """Returns what to do with a mask of another name in `rest`, the fields of a rollout that are
+    not read."""
     length = len(row["completion_ids"]) if isinstance(row["completion_ids"], list) else -1
     if row.get("completion_mask") is None:
         for name, value in rest.items():
-            is_mask = isinstance(value, list) and len(value) == length and {*map(str, value)} <= BITS
+            is_mask = (
+                isinstance(value, list) and len(value) == length and {*map(str, value)} <= BITS
+            )
             if is_mask and FLAG_WORDS.search(name):
                 return f"remove it, or give --columns completion_mask={name}"
     return "remove it"
@@ -497,7 +612,8 @@ def _prompt_length(document: Document) -> int:
 
 
 def _shareable(row: Document) -> int:
-    """Returns how many of a row's first tokens other answers can share: all of its prompt but the last one."""
+    """Returns how many of a row's first tokens other answers can share: all of its prompt but the
+    last one."""
     answer = row.columns["answer"]
     is_one = answer[0] == answer[-1]
     return max(0, _prompt_length(row) - 1) if is_one else int((answer == PROMPT).sum())
@@ -520,7 +636,8 @@ def _share(rows: Sequence[Document], shared: int) -> Document:
 
 
 def advantages(rewards: np.ndarray, groups: np.ndarray, scaled: bool) -> np.ndarray:
-    """Returns rewards less the mean of their group, over its deviation if `scaled`; float32, 0 in groups of one."""
+    """Returns rewards less the mean of their group, over its deviation if `scaled`; float32, 0 in
+    groups of one."""
     _, place, counts = np.unique(groups, return_inverse=True, return_counts=True)
     rewards = rewards.astype(np.float64)
     less = rewards - (np.bincount(place, rewards) / counts)[place]
@@ -531,7 +648,8 @@ def advantages(rewards: np.ndarray, groups: np.ndarray, scaled: bool) -> np.ndar
 
 
 def ended(encoded: Encoded, eos_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens, uint32, with the end-of-text id behind them, and a mask that has the first token."""
+    """Returns tokens, uint32, with the end-of-text id behind them, and a mask that has the first
+    token."""
     tokens, masked, is_complete = encoded
     tokens = tokens.astype(np.uint32)
     masked = np.zeros(len(tokens), bool) if masked is None else masked.copy()
@@ -542,7 +660,8 @@ def ended(encoded: Encoded, eos_id: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _needs(row: object, *names: str, cure: str = "", theirs: dict[str, str] | None = None) -> dict:
-    """Returns the row. Raises UserError if `names` lack a value; `theirs` are the row's names by ours."""
+    """Returns the row. Raises UserError if `names` lack a value; `theirs` are the row's names by
+    ours."""
     if not isinstance(row, dict):
         raise UserError(f"is not an object but a {type(row).__name__}")
     if missing := [name for name in names if row.get(name) is None]:
@@ -550,7 +669,9 @@ def _needs(row: object, *names: str, cure: str = "", theirs: dict[str, str] | No
         has = ", ".join(f'"{str(name)[:30]}"' for name in fields[:20]) or "nothing"
         lacks = f"needs {' and '.join(map(json.dumps, missing))} for this --objective; it has {has}"
         if null := [name for name in missing if name in row]:
-            lacks = f'needs "{null[0]}" for this --objective, and has null there; give it a value, or'
+            lacks = (
+                f'needs "{null[0]}" for this --objective, and has null there; give it a value, or'
+            )
             columns = f"{null[0]}=NAME"
             raise UserError(f"{lacks} --columns {columns} renames{cure}")
         columns = ",".join(f"{name}=NAME" for name in missing)
@@ -566,11 +687,15 @@ def _unmasked(values, is_unread: np.ndarray):
     def is_number(value) -> bool:
         return value is not None and not (isinstance(value, float) and not math.isfinite(value))
 
-    return [value if is_number(value) or not skip else 0.0 for value, skip in zip(values, is_unread)]
+    return [
+        value if is_number(value) or not skip else 0.0 for value, skip in zip(values, is_unread)
+    ]
 
 
 def _number(value, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e9:  # nor NaN
+    if (
+        isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e9
+    ):  # nor NaN
         raise UserError(f'"{name}" must be a number within 1e9 of 0, got {as_json(value)}')
     return float(value)
 
@@ -591,9 +716,13 @@ def _ids(values, name: str) -> np.ndarray:
 
 
 def _put(values: list[float], places: np.ndarray, length: int, name: str) -> np.ndarray:
-    """Returns `length` numbers: values at their places, the completion's tokens, and 0 elsewhere."""
+    """Returns `length` numbers: values at their places, the completion's tokens, and 0
+    elsewhere."""
     if len(values) != len(places):
-        raise UserError(f'"{name}" has {len(values)} numbers, the completion {len(places)} tokens; give ids of both')
+        raise UserError(
+            f'"{name}" has {len(values)} numbers, the completion {len(places)} tokens; give ids of '
+            "both"
+        )
     column = np.zeros(length, np.float32)
     column[places] = values
     return column

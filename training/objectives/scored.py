@@ -1,7 +1,8 @@
 """Log-probabilities of a micro-batch's answers, and what an objective says of them.
 
-An objective is a formula: it gives a loss for each token or for each answer, which autograd differentiates by the
-log-probabilities. Minus these derivatives are the weights of the targets, with which the model's loss is run.
+An objective is a formula: it gives a loss for each token or for each answer, which autograd
+differentiates by the log-probabilities. Minus these derivatives are the weights of the targets,
+with which the model's loss is run.
 """
 
 from abc import ABC, abstractmethod
@@ -20,13 +21,16 @@ from training.parallel.world import World
 
 
 class _SumByAnswer(torch.autograd.Function):
-    """Sums x [B, T] over the tokens of each answer, [A], and over the ranks that share the sequences."""
+    """Sums x [B, T] over the tokens of each answer, [A], and over the ranks that share the
+    sequences."""
 
     @staticmethod
     def forward(ctx, x_BT, index_BT, num_answers, group):
         ctx.save_for_backward(index_BT)
         places = torch.arange(num_answers + 1, device=x_BT.device)
-        offsets = torch.searchsorted(index_BT.flatten(), places)  # where each answer begins: indices ascend
+        offsets = torch.searchsorted(
+            index_BT.flatten(), places
+        )  # where each answer begins: indices ascend
         sums = torch.segment_reduce(x_BT.flatten(), "sum", offsets=offsets, unsafe=True)
         if group is not None:
             dist.all_reduce(sums, group=group)
@@ -40,7 +44,8 @@ class _SumByAnswer(torch.autograd.Function):
 
 @dataclass
 class Scored:
-    """A micro-batch whose targets have log-probabilities, float64. A is the number of documents, padding included."""
+    """A micro-batch whose targets have log-probabilities, float64. A is the number of documents,
+    padding included."""
 
     log_probs_BT: Tensor  # 0 where there is no target
     is_target_BT: Tensor
@@ -51,7 +56,9 @@ class Scored:
 
     def sum(self, x_BT: Tensor) -> Tensor:
         """Sums over the tokens of each answer, [A]."""
-        return _SumByAnswer.apply(x_BT, self.answers.index_BT, len(self.answers.values["answer"]), self.group)
+        return _SumByAnswer.apply(
+            x_BT, self.answers.index_BT, len(self.answers.values["answer"]), self.group
+        )
 
     @property
     def lengths(self) -> Tensor:
@@ -75,8 +82,8 @@ class Terms:
     Args:
         by_token: [B, T], 0 where there is no target; None: there is no such part.
         by_answer: [A], 0 of documents that have no such loss.
-        means: numerator and denominator of each metric, [] both, to be added up over micro-batches and ranks.
-        largest: [] by name.
+        means: numerator and denominator of each metric, [] both, to be added up over micro-batches
+        and ranks. largest: [] by name.
     """
 
     by_token: Tensor | None = None
@@ -102,18 +109,21 @@ class Objective(ABC):
 
     @abstractmethod
     def count(self, batch: Batch) -> float:
-        """Returns what a whole micro-batch, of all ranks that share it, adds to the denominator of the step's loss."""
+        """Returns what a whole micro-batch, of all ranks that share it, adds to the denominator of
+        the step's loss."""
 
     @abstractmethod
     def __call__(self, scored: Scored) -> Terms:
         """Returns the loss before it is divided."""
 
 
-TOKEN_BYTES = 45  # answer's number (8), mask (1), five columns, and log-probability, loss, weight and entropy (36)
+# answer's number (8), mask (1), five columns, and log-probability, loss, weight and entropy (36)
+TOKEN_BYTES = 45
 
 
 def scoring(objective: Objective | None, has_adapters: bool) -> Scoring:
-    """Returns what an objective takes, with the base's pass where it is the reference of adapters."""
+    """Returns what an objective takes, with the base's pass where it is the reference of
+    adapters."""
     if objective is None:
         return Scoring()
     passes = 1 + (objective.needs_reference and has_adapters)  # to score the answers
@@ -123,16 +133,22 @@ def scoring(objective: Objective | None, has_adapters: bool) -> Scoring:
 def differentiate(
     objective: Callable[[Scored], Terms], scored: Scored, denominator: float
 ) -> tuple[Tensor, Tensor, Terms]:
-    """Returns the loss [], minus its derivative by each log-probability, float32 [B, T], and the terms.
+    """Returns the loss [], minus its derivative by each log-probability, float32 [B, T], and the
+    terms.
 
-    Ranks that share sequences have the losses of all answers and of their own tokens. A loss of answers is divided by
-    the number of ranks, so that the sum over ranks is the loss; its derivatives are by a rank's own tokens, and whole.
+    Ranks that share sequences have the losses of all answers and of their own tokens. A loss of
+    answers is divided by the number of ranks, so that the sum over ranks is the loss; its
+    derivatives are by a rank's own tokens, and whole.
     """
     with torch.enable_grad():
         leaf = scored.log_probs_BT.detach().requires_grad_()
         scored.log_probs_BT = leaf
         terms = objective(scored)
-        parts = [part.sum() / denominator for part in (terms.by_token, terms.by_answer) if part is not None]
+        parts = [
+            part.sum() / denominator
+            for part in (terms.by_token, terms.by_answer)
+            if part is not None
+        ]
         (gradient,) = torch.autograd.grad(torch.stack(parts).sum(), leaf)
     ranks = 1 if scored.group is None else dist.get_world_size(scored.group)
     shares = [1.0] * (terms.by_token is not None) + [1 / ranks] * (terms.by_answer is not None)
@@ -141,7 +157,8 @@ def differentiate(
 
 
 class Minimised:
-    """An objective over one micro-batch, as `model.Transformer.forward` takes it. Afterwards it has `terms`."""
+    """An objective over one micro-batch, as `model.Transformer.forward` takes it. Afterwards it has
+    `terms`."""
 
     def __init__(
         self, objective: Objective, batch: Batch, denominator: float, device: torch.device,
@@ -158,12 +175,15 @@ class Minimised:
     def __call__(self, log_probs_BT: Tensor, entropy_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         reference_BT = None if self.reference_BT is None else self.reference_BT.double()
         scored = Scored(
-            log_probs_BT.double(), self.is_target_BT, self.answers, reference_BT, entropy_BT, self.group
+            log_probs_BT.double(), self.is_target_BT, self.answers, reference_BT, entropy_BT,
+            self.group
         )  # fmt: skip
         value, weights, terms = differentiate(self.objective, scored, self.denominator)
         # Detached, so that no graph stays.
         means = {name: (a.detach(), b.detach()) for name, (a, b) in terms.means.items()}
-        self.terms = Terms(means=means, largest={name: x.detach() for name, x in terms.largest.items()})
+        self.terms = Terms(
+            means=means, largest={name: x.detach() for name, x in terms.largest.items()}
+        )
         return value, weights
 
 
@@ -172,11 +192,15 @@ def collect(all_terms: list[Terms], world: World) -> dict[str, float]:
     if not all_terms or not all_terms[0].means:
         return {}
     means, largest = all_terms[0].means.keys(), all_terms[0].largest.keys()
-    sums = torch.stack([torch.stack([x for name in means for x in terms.means[name]]) for terms in all_terms]).sum(0)
+    sums = torch.stack(
+        [torch.stack([x for name in means for x in terms.means[name]]) for terms in all_terms]
+    ).sum(0)
     numbers = world.sum(*sums.tolist())
     found = {name: a / b if b else 0.0 for name, a, b in zip(means, numbers[::2], numbers[1::2])}
     if largest:
-        tops = torch.stack([torch.stack([terms.largest[name] for name in largest]) for terms in all_terms]).amax(0)
+        tops = torch.stack(
+            [torch.stack([terms.largest[name] for name in largest]) for terms in all_terms]
+        ).amax(0)
         found |= dict(zip(largest, world.sum(*tops.tolist(), operation=dist.ReduceOp.MAX)))
     return found
 

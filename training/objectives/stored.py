@@ -1,8 +1,10 @@
-"""Log-probabilities of a corpus under a model, in a folder that `python -m training.logprobs` makes.
+"""Log-probabilities of a corpus under a model, in a folder that `python -m training.logprobs`
+makes.
 
-logprobs.f32 has float32 for each token of the documents, in their order, 0 for what is no target. With --top_k the ids
-of the likeliest words and their log-probabilities follow each number, in float32, too. logprobs.json says of
-which model and which documents they are: a run with others is refused.
+logprobs.f32 has float32 for each token of the documents, in their order, 0 for what is no target.
+With --top_k the ids of the likeliest words and their log-probabilities follow each number, in
+float32, too. logprobs.json says of which model and which documents they are: a run with others is
+refused.
 """
 
 import json
@@ -30,7 +32,8 @@ INDEX, VALUES, FORMAT = "logprobs.json", "logprobs.f32", "fathom logprobs 2"
 
 
 def digest_of(folder: str | Path) -> str:
-    """Returns a digest of a folder's weights: of the headers, two rows of each tensor, and all of its adapters."""
+    """Returns a digest of a folder's weights: of the headers, two rows of each tensor, and all of
+    its adapters."""
     if not has_adapters(folder):
         return f"{fingerprint(Path(folder)):08x}"
     _, base = read_adapters(folder)
@@ -38,7 +41,8 @@ def digest_of(folder: str | Path) -> str:
 
 
 def attention_in_words(model: ModelConfig, kinds: Sequence[MixerKind]) -> str:
-    """Returns how a model attends, and a digest of all beside its weights that changes its log-probabilities."""
+    """Returns how a model attends, and a digest of all beside its weights that changes its
+    log-probabilities."""
     exact = *kinds, replace(model, max_position_embeddings=1)
     scaling = "" if model.rope_scaling is None else f", {model.rope_scaling}"
     return f"{describe(kinds)}{scaling} ({zlib.crc32(repr(exact).encode()):08x})"
@@ -52,7 +56,9 @@ class Stored:
     weights: str  # digest_of their model's
     attention: str  # attention_in_words their model
     tokenizer: str  # its identity
-    documents: list[int]  # text_identity of the stores, which tells tokens and masks, and so the chat template
+    documents: list[
+        int
+    ]  # text_identity of the stores, which tells tokens and masks, and so the chat template
     tokens: int
     crc32: int
     top_k: int = 0  # likeliest words of each target
@@ -62,7 +68,9 @@ class Stored:
         """Reads what a folder says of itself. Raises UserError for a damaged or other one."""
         file = Path(folder, INDEX)
         if not file.is_file():
-            raise UserError(f"{folder} has no {INDEX}: make it by `{program()} -m training.logprobs`")
+            raise UserError(
+                f"{folder} has no {INDEX}: make it by `{program()} -m training.logprobs`"
+            )
         index = read_json(file)
         try:
             if index.pop("format") != FORMAT:
@@ -72,44 +80,60 @@ class Stored:
                 raise TypeError
             return made
         except (TypeError, KeyError):
-            raise UserError(f"{file} is damaged, or of another version; make the folder anew") from None
+            raise UserError(
+                f"{file} is damaged, or of another version; make the folder anew"
+            ) from None
 
     @property
     def word_bytes(self) -> int:
-        """Bytes that a teacher's words take per token of a step: columns, the same as one tensor, and ids as int64."""
+        """Bytes that a teacher's words take per token of a step: columns, the same as one tensor,
+        and ids as int64."""
         return 16 + (8 + 8 + 8 + 4) * self.top_k
 
     def check(self, tokenizer: str, start: str | Path | None, attention: str | None) -> None:
-        """Refuses another model's or tokenizer's; `start` None is any weights, `attention` None any attention."""
+        """Refuses another model's or tokenizer's; `start` None is any weights, `attention` None any
+        attention."""
         anew = f"make it anew by `{program()} -m training.logprobs`"
         if self.tokenizer != tokenizer:
             raise UserError(
-                f"{self.folder} was made with tokenizer {self.tokenizer[:12]}, this run's is {tokenizer[:12]}; {anew}"
+                f"{self.folder} was made with tokenizer {self.tokenizer[:12]}, this run's is "
+                f"{tokenizer[:12]}; {anew}"
             )
         if attention not in (None, self.attention):
             raise UserError(
-                f"{self.folder} was made with attention {self.attention}, this run has {attention}; {anew} with this "
+                f"{self.folder} was made with attention {self.attention}, this run has "
+                f"{attention}; {anew} with this "
                 "run's --attention_type, its settings and --rope_scaling"
             )
         if start is not None and self.weights != (found := digest_of(start)):
-            raise UserError(f"{self.folder} is of weights {self.weights}, and {start} has {found}; {anew}")
+            raise UserError(
+                f"{self.folder} is of weights {self.weights}, and {start} has {found}; {anew}"
+            )
 
-    def give(self, stores: Sequence[TokenStore], column: str, context_length: int, vocab_size: int) -> None:
-        """Gives documents log-probabilities as a column, or ids and log-probabilities of a teacher's words.
+    def give(
+        self, stores: Sequence[TokenStore], column: str, context_length: int, vocab_size: int
+    ) -> None:
+        """Gives documents log-probabilities as a column, or ids and log-probabilities of a
+        teacher's words.
 
-        Raises UserError for numbers of other documents, and a file that is damaged, has words that the model lacks,
-        or was made with a shorter context_length.
+        Raises UserError for numbers of other documents, and a file that is damaged, has words that
+        the model lacks, or was made with a shorter context_length.
         """
         if self.documents != [store.text_identity for store in stores]:
             raise UserError(
-                f"{self.folder} is of other documents, or of the same by another chat template or objective: it needs "
-                "the same --data, --validation_data and --context_length, with their settings; make it anew by "
+                f"{self.folder} is of other documents, or of the same by another chat template or "
+                "objective: it needs "
+                "the same --data, --validation_data and --context_length, with their settings; "
+                "make it anew by "
                 f"`{program()} -m training.logprobs`"
             )
         width = 1 + 2 * self.top_k
         content = read_file(self.folder / VALUES, "make the folder anew")
         if len(content) != 4 * self.tokens * width or zlib.crc32(content) != self.crc32:
-            raise UserError(f"{self.folder / VALUES} is damaged: its size or CRC-32 is another; make the folder anew")
+            raise UserError(
+                f"{self.folder / VALUES} is damaged: its size or CRC-32 is another; make the "
+                "folder anew"
+            )
         values, first = np.frombuffer(content, "<f4").astype(np.float32).reshape(-1, width), 0
         self._check_numbers(values, vocab_size if column == TEACHER else None)
         names = {column: 0} if column != TEACHER else {f"{TEACHER} {i}": i for i in range(1, width)}
@@ -119,19 +143,25 @@ class Stored:
             fits = store.lengths <= context_length  # others are left out, or refused
             is_nan = np.isnan(values[starts, 0])
             if (is_nan != np.logical_or.reduceat(np.isnan(values[:stop, 0]), starts)).any():
-                raise UserError(f"{self.folder / VALUES} has NaN in the midst of a document: make the folder anew")
+                raise UserError(
+                    f"{self.folder / VALUES} has NaN in the midst of a document: make the folder "
+                    "anew"
+                )
             if (lacks := fits & is_nan).any():
                 longest = f"{store.lengths[lacks].max():,}"
                 raise UserError(
-                    f"{self.folder} was made with a --context_length into which {lacks.sum():,} documents did not fit, "
-                    f"the longest of {longest} tokens; make it anew with --context_length {context_length}"
+                    f"{self.folder} was made with a --context_length into which {lacks.sum():,} "
+                    "documents did not fit, "
+                    f"the longest of {longest} tokens; make it anew with --context_length "
+                    f"{context_length}"
                 )
             for name, place in names.items():
                 store.add_column(name, np.ascontiguousarray(values[first:stop, place]))
             first = stop
 
     def _check_numbers(self, values: np.ndarray, vocab_size: int | None) -> None:
-        """Refuses what no log-probabilities and no words are. A document that did not fit has NaN throughout.
+        """Refuses what no log-probabilities and no words are. A document that did not fit has NaN
+        throughout.
 
         `values` are [tokens, width]; `vocab_size` is None if the words are not read.
         """
@@ -145,14 +175,24 @@ class Stored:
             return
         wrong = ids[~((ids >= 0) & (ids == np.floor(ids)) & (ids < LARGEST_ID))]
         if len(wrong):
-            raise UserError(f"{self.folder / VALUES} has {wrong[0]:g} in the place of an id: make the folder anew")
+            raise UserError(
+                f"{self.folder / VALUES} has {wrong[0]:g} in the place of an id: make the folder "
+                "anew"
+            )
         if (largest := int(ids.max())) >= vocab_size:
-            few = f"{self.folder} has words of ids up to {largest:,}, the model has a vocab_size of {vocab_size:,}"
-            raise UserError(f"{few}; make it with a smaller --top_k, or train a model of the teacher's vocab_size")
+            few = (
+                f"{self.folder} has words of ids up to {largest:,}, the model has a vocab_size of "
+                f"{vocab_size:,}"
+            )
+            raise UserError(
+                f"{few}; make it with a smaller --top_k, or train a model of the teacher's "
+                "vocab_size"
+            )
 
 
 def teacher_of(columns_BT: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Returns ids, int64, and log-probabilities of a teacher's words, [B, T, k] both, of a micro-batch's columns."""
+    """Returns ids, int64, and log-probabilities of a teacher's words, [B, T, k] both, of a
+    micro-batch's columns."""
     count = sum(name.startswith(TEACHER) for name in columns_BT)
     if not count:
         return None
@@ -160,13 +200,24 @@ def teacher_of(columns_BT: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     return values[..., : count // 2].long(), values[..., count // 2 :]
 
 
-def store(folder: Path, values: np.ndarray, weights: str, attention: str, tokenizer: str, documents: list[int]) -> None:
+def store(
+    folder: Path,
+    values: np.ndarray,
+    weights: str,
+    attention: str,
+    tokenizer: str,
+    documents: list[int],
+) -> None:
     """Writes a folder that Stored reads; logprobs.json last."""
     content = values.astype("<f4").tobytes()
     top_k = values.shape[1] // 2 if values.ndim == 2 else 0
-    made = Stored(folder, weights, attention, tokenizer, documents, len(values), zlib.crc32(content), top_k)
+    made = Stored(
+        folder, weights, attention, tokenizer, documents, len(values), zlib.crc32(content), top_k
+    )
     make_folder(folder)
     (folder / INDEX).unlink(missing_ok=True)
     write_file(folder / VALUES, content)
-    index = {"format": FORMAT} | {name: value for name, value in asdict(made).items() if name != "folder"}
+    index = {"format": FORMAT} | {
+        name: value for name, value in asdict(made).items() if name != "folder"
+    }
     replace_file(folder / INDEX, json.dumps(index, indent=1) + "\n")

@@ -1,16 +1,19 @@
-"""AdamW on float32 master weights, state on the GPU or in pinned host memory, for plain and for sharded parameters.
+"""AdamW on float32 master weights, state on the GPU or in pinned host memory, for plain and for
+sharded parameters.
 
-A float32 parameter is its own master: on a CPU, or as a shard under FSDP, which computes in bf16. For a bf16 parameter
-the optimizer keeps a float32 copy, or in compact format (`training.optim.formats`) the 16 bits that the parameter
-lacks. The optimizer takes each gradient as soon as backward has made it: a single micro-batch's as it is, several added
-in float32. The exact global norm is known before any weight moves, and the update scales by it.
+A float32 parameter is its own master: on a CPU, or as a shard under FSDP, which computes in bf16.
+For a bf16 parameter the optimizer keeps a float32 copy, or in compact format
+(`training.optim.formats`) the 16 bits that the parameter lacks. The optimizer takes each gradient
+as soon as backward has made it: a single micro-batch's as it is, several added in float32. The
+exact global norm is known before any weight moves, and the update scales by it.
 
-Parameters are updated on the GPU, a launch for each, or for many small ones. State from the host passes through in
-pieces of at most PIECE_ELEMENTS. Results are equal bit for bit: each element's is its own, and norms are of the same
-pieces. State in host memory costs only the time of its copies, which the next forward hides, see
-`update_beside_forward`. A weight may live there as well: an update moves it like state, and `training.memory.visiting`
-brings it to its block. With all float32 state of the 4B in host memory, at 50 GB/s each way, 8 GB of gradients leave
-during backward, and the update fetches 14 bytes per parameter and sends 12 back: 1.13 s.
+Parameters are updated on the GPU, a launch for each, or for many small ones. State from the host
+passes through in pieces of at most PIECE_ELEMENTS. Results are equal bit for bit: each element's is
+its own, and norms are of the same pieces. State in host memory costs only the time of its copies,
+which the next forward hides, see `update_beside_forward`. A weight may live there as well: an
+update moves it like state, and `training.memory.visiting` brings it to its block. With all float32
+state of the 4B in host memory, at 50 GB/s each way, 8 GB of gradients leave during backward, and
+the update fetches 14 bytes per parameter and sends 12 back: 1.13 s.
 """
 
 import functools
@@ -45,8 +48,12 @@ class State:
     pieces: list[tuple[int, slice]]  # (index into the norms, elements)
     tensors: dict[str, Tensor]
     updated: torch.Event  # recorded once an update is on the host again, where state is there
-    gradient: Tensor | None = None  # exists always where state is on the host, else from backward to the update
-    home: Tensor | None = None  # the weight in host memory, in the parameter's shape; None: it is elsewhere
+    gradient: Tensor | None = (
+        None  # exists always where state is on the host, else from backward to the update
+    )
+    home: Tensor | None = (
+        None  # the weight in host memory, in the parameter's shape; None: it is elsewhere
+    )
     arrived: bool = False  # whether a gradient has come since the last update
 
     @property
@@ -63,7 +70,11 @@ class State:
     @property
     def lent(self) -> Home | None:
         """The weight that a visit copies to the GPU; None for a weight that stays on the GPU."""
-        return self.format.weight(self.tensors) if isinstance(self.format, QuantizedState) else self.home
+        return (
+            self.format.weight(self.tensors)
+            if isinstance(self.format, QuantizedState)
+            else self.home
+        )
 
     @property
     def is_trained(self) -> bool:
@@ -75,11 +86,15 @@ class State:
         return not self.row.is_visiting or self.parameter.untyped_storage().nbytes() > 0
 
     def slices(self, piece: slice) -> dict[str, Tensor]:
-        """The part of the tensors for some elements of the parameter; also of gradient and host weight, if any."""
+        """The part of the tensors for some elements of the parameter; also of gradient and host
+        weight, if any."""
         gradient = {} if self.gradient is None else {"gradient": self.gradient[piece]}
         weight = {} if self.home is None else {"weight": local_view(self.home)[piece]}
         groups = {name: kept.group for name, kept in self.format.kept.items()}
-        parts = {name: t[piece.start // groups[name] : piece.stop // groups[name]] for name, t in self.tensors.items()}
+        parts = {
+            name: t[piece.start // groups[name] : piece.stop // groups[name]]
+            for name, t in self.tensors.items()
+        }
         return parts | gradient | weight
 
     @torch.no_grad()
@@ -89,44 +104,67 @@ class State:
         self.format.write(self.slices(piece), local_view(self.weight)[piece], values)
 
     def saved(self) -> dict[str, Tensor]:
-        """References to the state in the parameter's shape, sharded as it is; a float32 weight is its own master."""
+        """References to the state in the parameter's shape, sharded as it is; a float32 weight is
+        its own master."""
         is_master = self.parameter.dtype == torch.float32
-        own = {"master": _like(self.parameter, local_view(self.weight), Kept(torch.float32))} if is_master else {}
-        return own | {name: _like(self.parameter, self.tensors[name], kept) for name, kept in self.format.kept.items()}
+        own = (
+            {"master": _like(self.parameter, local_view(self.weight), Kept(torch.float32))}
+            if is_master
+            else {}
+        )
+        return own | {
+            name: _like(self.parameter, self.tensors[name], kept)
+            for name, kept in self.format.kept.items()
+        }
 
 
 class MasterAdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101), decoupled weight decay on matrices only.
 
     Args:
-        named_parameters: the model's, sharded over one mesh of all ranks or not at all, on a CPU or the current GPU.
+        named_parameters: the model's, sharded over one mesh of all ranks or not at all, on a CPU or
+        the current GPU.
             The names are keys of the saved state. Parameters that take no gradient have no state.
-        inventory: where state and weights live, and in which formats, for these parameters; None: in float32 on the
-            GPU. Visiting weights lose their memory on the GPU, whose content becomes the weight. UserError where the
-            host does not let so much be pinned.
+        inventory: where state and weights live, and in which formats, for these parameters; None:
+        in float32 on the
+            GPU. Visiting weights lose their memory on the GPU, whose content becomes the weight.
+            UserError where the host does not let so much be pinned.
         rate_ratios: factors of the learning rate of some parameters, by the end of their names.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
     """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], inventory: Inventory | None = None, *,
-        weight_decay: float = 0.1, rate_ratios: Mapping[str, float] = MappingProxyType({}), impl: str = "auto",
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]],
+        inventory: Inventory | None = None, *,
+        weight_decay: float = 0.1, rate_ratios: Mapping[str, float] = MappingProxyType({}),
+        impl: str = "auto",
     ):  # fmt: skip
         self.parameters = dict(named_parameters)
         self.inventory = inventory = inventory or Inventory.of(self.parameters.items())
-        assert [row.name for row in inventory] == [*self.parameters], "an inventory of other parameters"
+        assert [row.name for row in inventory] == [*self.parameters], (
+            "an inventory of other parameters"
+        )
         parameters = self.parameters.values()
         self.device = device = local_view(next(iter(parameters))).device
-        meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters if p.requires_grad}
+        meshes = {
+            p.device_mesh if isinstance(p, DTensor) else None for p in parameters if p.requires_grad
+        }
         assert len(meshes) == 1, f"parameters of several meshes: {meshes}"
         self.accumulate, self.impl = inventory.accumulate, impl
         self.ring = Ring(device, inventory.slots, inventory.leaving_limit)
-        self.late: deque[tuple[State, int, slice]] = deque()  # pieces of states whose update is not queued yet
-        self.queues_in_forward = False  # whether the next forward queues them, see `update_beside_forward`
-        self.room = torch.empty(inventory.room, device=device)  # where sums on the host have a piece added
+        self.late: deque[tuple[State, int, slice]] = (
+            deque()
+        )  # pieces of states whose update is not queued yet
+        self.queues_in_forward = (
+            False  # whether the next forward queues them, see `update_beside_forward`
+        )
+        self.room = torch.empty(
+            inventory.room, device=device
+        )  # where sums on the host have a piece added
         self.arena = inventory.arena(device)
 
-        # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a tensor's hook.
+        # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a
+        # tensor's hook.
         optimizer = weakref.proxy(self)
         self.states: dict[str, State] = {}
         indices = itertools.count()
@@ -142,18 +180,30 @@ class MasterAdamW:
                 weakref.finalize(self, hook.remove)
         lent = ((state.parameter, state.lent) for state in self.states.values())
         # Weights of all parameters without memory: in host memory, or quantized.
-        self.homes: dict[nn.Parameter, Home] = {p: weight for p, weight in lent if weight is not None}
-        self.norms = torch.zeros(next(indices), device=device)  # norm of each piece of the gradients
+        self.homes: dict[nn.Parameter, Home] = {
+            p: weight for p, weight in lent if weight is not None
+        }
+        self.norms = torch.zeros(
+            next(indices), device=device
+        )  # norm of each piece of the gradients
         copies = [state.row.copies for state in self.states.values() for _ in state.pieces]
-        self.copies = torch.tensor(copies, device=device)  # ranks that have the same elements, for each piece
+        self.copies = torch.tensor(
+            copies, device=device
+        )  # ranks that have the same elements, for each piece
         self.steps = torch.zeros((), device=device)  # updates made; float32, for the fused kernel
         self.corrections = torch.zeros(2, device=device)  # factors 1 - beta^steps of both moments
         self.scale = 1.0  # factor of the gradients in the next update
 
     def _state(
-        self, row: Row, parameter: nn.Parameter, decay: float, ratio: float, pieces: list[tuple[int, slice]]
+        self,
+        row: Row,
+        parameter: nn.Parameter,
+        decay: float,
+        ratio: float,
+        pieces: list[tuple[int, slice]],
     ) -> State:
-        """Returns a parameter's state, all zeros but for its masters; a visiting weight loses its memory."""
+        """Returns a parameter's state, all zeros but for its masters; a visiting weight loses its
+        memory."""
         empty: Callable[..., Tensor] = functools.partial(torch.empty, device=self.device)
         if row.state_on_host:
             assert self.arena is not None
@@ -178,32 +228,39 @@ class MasterAdamW:
         state = self.states[name]
         made, first = local_view(state.parameter.grad), not state.arrived
         state.parameter.grad = None
-        assert first or self.accumulate, "a second gradient before the update: accumulate must be True"
+        assert first or self.accumulate, (
+            "a second gradient before the update: accumulate must be True"
+        )
         state.arrived = True
         if state.row.state_on_host:  # `room` is no longer read once `made` is written
             self.ring.send_gradient(made, functools.partial(self._add_on_host, state, made, first))
             return
         if state.gradient is None:
             gradient = made.float() if self.accumulate else made
-            # FSDP's gradients of a layer are views of one tensor: a copy does not keep all of it alive.
+            # FSDP's gradients of a layer are views of one tensor: a copy does not keep all of it
+            # alive.
             is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
             state.gradient = gradient.clone() if is_view else gradient
         else:
             state.gradient.add_(made)
 
     def _add_on_host(self, state: State, made: Tensor, first: bool) -> None:
-        """Add a gradient to its sum on the host, and take the sum's norm, piece by piece on the current stream."""
+        """Add a gradient to its sum on the host, and take the sum's norm, piece by piece on the
+        current stream."""
         assert state.gradient is not None
         for index, piece in state.pieces:
             total, host = made[piece], state.gradient[piece]
             if self.accumulate:
                 room = self.room[: len(total)]
-                total = room.copy_(total) if first else room.copy_(host, non_blocking=True).add_(total)
+                total = (
+                    room.copy_(total) if first else room.copy_(host, non_blocking=True).add_(total)
+                )
             torch.linalg.vector_norm(total, dtype=torch.float32, out=self.norms[index])
             host.copy_(total, non_blocking=True)
 
     def zero_grad(self) -> None:
-        """Drop all gradients since the last update, after a backward that failed half way as well."""
+        """Drop all gradients since the last update, after a backward that failed half way as
+        well."""
         self.ring.let_go(0)  # after this wait the norms of gradients that were leaving are written
         self.norms.zero_()
         self.scale = 1.0
@@ -216,13 +273,18 @@ class MasterAdamW:
     def clip_grad_norm(self, max_norm: float, *values: Tensor) -> list[float]:
         """Have the next `step` scale all gradients to a global norm of at most `max_norm`.
 
-        Returns [the norm before, each of `values` [] summed over the ranks]: one collective, and one wait, serve all.
+        Returns [the norm before, each of `values` [] summed over the ranks]: one collective, and
+        one wait, serve all.
         """
         for state in self.states.values():
             if state.arrived and state.gradient is not None and not state.row.state_on_host:
                 for index, piece in state.pieces:
-                    torch.linalg.vector_norm(state.gradient[piece], dtype=torch.float32, out=self.norms[index])
-        self.ring.device_module.current_stream().wait_stream(self.ring.outward)  # the norms taken there are written
+                    torch.linalg.vector_norm(
+                        state.gradient[piece], dtype=torch.float32, out=self.norms[index]
+                    )
+        self.ring.device_module.current_stream().wait_stream(
+            self.ring.outward
+        )  # the norms taken there are written
         squares = (self.norms.double().square() / self.copies).sum()
         sums = torch.stack([squares, *(value.double() for value in values)])
         if isinstance(next(iter(self.parameters.values())), DTensor):
@@ -233,11 +295,13 @@ class MasterAdamW:
         return [norm, *summed]
 
     def update_beside_forward(self, parts: Sequence[nn.Module]) -> None:
-        """Have `step` leave updates of state on the host to the next forward, which hides their copies.
+        """Have `step` leave updates of state on the host to the next forward, which hides their
+        copies.
 
-        The model's `parts` run in this order. Each waits for its own parameters and the next part's, which may be
-        fetched beside it, and the last waits for all. A head that is none of them is fetched beside the last but one.
-        Sharded parameters are still updated in `step`: FSDP2 gathers them before their part runs.
+        The model's `parts` run in this order. Each waits for its own parameters and the next
+        part's, which may be fetched beside it, and the last waits for all. A head that is none of
+        them is fetched beside the last but one. Sharded parameters are still updated in `step`:
+        FSDP2 gathers them before their part runs.
         """
         is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
         parts = parts[-1:] if is_sharded else parts
@@ -247,29 +311,48 @@ class MasterAdamW:
         for pair in itertools.pairwise(parts):
             awaited = {parameter for part in pair for parameter in part.parameters()}
             awaited |= head if pair[1] is parts[-1] else set()
-            on_host = (state for state in self.states.values() if state.row.state_on_host and state.is_trained)
+            on_host = (
+                state
+                for state in self.states.values()
+                if state.row.state_on_host and state.is_trained
+            )
             states = [state for state in on_host if state.parameter in awaited]
             for last in states[-1:]:
-                hooks.append(pair[0].register_forward_pre_hook(lambda *_, last=last: optimizer.wait_for_update(last)))
+                hooks.append(
+                    pair[0].register_forward_pre_hook(
+                        lambda *_, last=last: optimizer.wait_for_update(last)
+                    )
+                )
         for hook in hooks:
             weakref.finalize(self, hook.remove)
 
     def wait_for_update(self, state: State) -> None:
-        """Have kernels queued from now on wait until `state`, and all states before it, are updated."""
+        """Have kernels queued from now on wait until `state`, and all states before it, are
+        updated."""
         self._queue_updates(state.pieces[-1][0])
         state.updated.wait()
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Update masters and parameters, and drop gradients; after `update_beside_forward`, host state later."""
+        """Update masters and parameters, and drop gradients; after `update_beside_forward`, host
+        state later."""
         self.end_update()
         self.ring.device_module.current_stream().wait_stream(self.ring.outward)  # `norms` are free
         self.ring.open()
         self.steps.add_(1)
-        self.corrections.copy_(1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)]))
-        self.update = Update(learning_rate, 0.0, self.scale, self.steps, self.corrections, self.impl)
+        self.corrections.copy_(
+            1 - torch.stack([beta ** self.steps.double() for beta in (BETA1, BETA2)])
+        )
+        self.update = Update(
+            learning_rate, 0.0, self.scale, self.steps, self.corrections, self.impl
+        )
         arrived = [state for state in self.states.values() if state.arrived]
-        self.late += [(state, *piece) for state in arrived if state.row.state_on_host for piece in state.pieces]
+        self.late += [
+            (state, *piece)
+            for state in arrived
+            if state.row.state_on_host
+            for piece in state.pieces
+        ]
         self._update_here([state for state in arrived if not state.row.state_on_host])
         # The host has all gradients, and the state that the last step sent back.
         self.ring.follow()
@@ -279,7 +362,8 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _queue_updates(self, until: float = math.inf) -> None:
-        """Queue the late updates of the pieces up to that number. After an error the next call goes on where it was."""
+        """Queue the late updates of the pieces up to that number. After an error the next call goes
+        on where it was."""
         while self.late and self.late[0][1] <= until:
             state, index, piece = self.late[0]
             update = functools.partial(self._update, state, piece)
@@ -289,7 +373,8 @@ class MasterAdamW:
                 state.updated.record(self.ring.outward)
 
     def _update_here(self, states: list[State]) -> None:
-        """Update states on the GPU: by Triton whole, small ones together; by PyTorch in pieces, which it copies."""
+        """Update states on the GPU: by Triton whole, small ones together; by PyTorch in pieces,
+        which it copies."""
         on_triton, small = use_triton(self.impl, self.norms), dict[tuple, list[State]]()
         for state in states:
             if on_triton and state.row.numel <= SMALL_ELEMENTS:
@@ -299,11 +384,14 @@ class MasterAdamW:
             for piece in [slice(0, state.row.numel)] if on_triton else state.row.pieces:
                 self._update(state, piece, state.slices(piece))
         for group in small.values():
-            pieces = [(state.tensors, local_view(state.parameter), state.gradient) for state in group]
+            pieces = [
+                (state.tensors, local_view(state.parameter), state.gradient) for state in group
+            ]
             group[0].format.update_together(pieces, self._update_of(group[0]))
 
     def _update(self, state: State, piece: slice, tensors: dict[str, Tensor]) -> None:
-        """Update one piece; `tensors`, which are its state, gradient and host weight, are on the parameter's device."""
+        """Update one piece; `tensors`, which are its state, gradient and host weight, are on the
+        parameter's device."""
         weight = local_view(state.parameter)[piece] if state.home is None else tensors["weight"]
         state.format.update(tensors, weight, tensors["gradient"], self._update_of(state))
 
@@ -313,53 +401,69 @@ class MasterAdamW:
         return self.update._replace(weight_decay=state.weight_decay, learning_rate=rate)
 
     def end_update(self) -> None:
-        """Queue what is left of an update: later kernels find it done, and may write over gradients that have left."""
+        """Queue what is left of an update: later kernels find it done, and may write over gradients
+        that have left."""
         self._queue_updates()
         self.ring.let_go(0)
         self.ring.close()
 
     def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
-        """References to the trained weights by name, to save: parameters, or tensors of their shape on the host.
+        """References to the trained weights by name, to save: parameters, or tensors of their shape
+        on the host.
 
         With `frozen` to all weights.
         """
         self.end_update()
         self.ring.device_module.synchronize()
-        return {name: state.weight for name, state in self.states.items() if frozen or state.is_trained}
+        return {
+            name: state.weight for name, state in self.states.items() if frozen or state.is_trained
+        }
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """References to the state by name, to save. Where there is no "master", the parameter has a part of it."""
+        """References to the state by name, to save. Where there is no "master", the parameter has a
+        part of it."""
         self.end_update()
         self.ring.device_module.synchronize()
         trained = {name: state for name, state in self.states.items() if state.is_trained}
         return {name: {**state.saved(), "step": self.steps} for name, state in trained.items()}
 
     def on_gpu(self) -> dict[str, list[Tensor]]:
-        """Returns all tensors that are on the GPU now, in groups: "parameters", "gradients", "optimizer"."""
+        """Returns all tensors that are on the GPU now, in groups: "parameters", "gradients",
+        "optimizer"."""
         states = self.states.values()
         tensors: dict[str, list[Tensor | None]] = {
             "parameters": [s.parameter for s in states if s.is_here],
-            "gradients": [s.parameter.grad for s in states] + [gradient for gradient, _ in self.ring.leaving],
+            "gradients": [s.parameter.grad for s in states]
+            + [gradient for gradient, _ in self.ring.leaving],
             "optimizer": [self.room, *self.ring.tensors()],
         }
         for state in states:
             if not state.row.state_on_host:
-                tensors["parameters" if state.format.holds_weight else "optimizer"] += state.tensors.values()
+                tensors["parameters" if state.format.holds_weight else "optimizer"] += (
+                    state.tensors.values()
+                )
                 tensors["gradients"].append(state.gradient)
-        return {group: [tensor for tensor in found if tensor is not None] for group, found in tensors.items()}
+        return {
+            group: [tensor for tensor in found if tensor is not None]
+            for group, found in tensors.items()
+        }
 
 
 @torch.no_grad()
 def _like(parameter: nn.Parameter, flat: Tensor, kept: Kept) -> Tensor:
-    """`flat` in the parameter's shape and sharding but for the last dimension: [6, 2] for a group of 32 and [6, 64]."""
+    """`flat` in the parameter's shape and sharding but for the last dimension: [6, 2] for a group
+    of 32 and [6, 64]."""
     if not isinstance(parameter, DTensor):
         return flat.view(kept.shape(parameter.shape))
     local = flat.view(kept.shape(parameter.to_local().shape))
     return dtensor_like(parameter, local, kept.shape(parameter.shape))
 
 
-def warmup_cosine(step: int, *, learning_rate: float, warmup_steps: int, max_steps: int, final_ratio: float) -> float:
-    """Learning rate of step 0 .. max_steps-1: linear warm-up, then a cosine down to `final_ratio` of the peak."""
+def warmup_cosine(
+    step: int, *, learning_rate: float, warmup_steps: int, max_steps: int, final_ratio: float
+) -> float:
+    """Learning rate of step 0 .. max_steps-1: linear warm-up, then a cosine down to `final_ratio`
+    of the peak."""
     if step < warmup_steps:
         return learning_rate * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)

@@ -1,7 +1,7 @@
 """Formats of the optimizer's state: which tensors a parameter has, and their meaning.
 
-Only a format knows what its tensors hold. All else, such as streams, checkpoints and the planner, asks it to read or to
-write values, to make an update, or how large its tensors are.
+Only a format knows what its tensors hold. All else, such as streams, checkpoints and the planner,
+asks it to read or to write values, to make an update, or how large its tensors are.
 """
 
 import functools
@@ -31,13 +31,17 @@ from training.host.torch_internals import fused_adamw_
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import Quantized, quantize
 
-STATE_FORMATS = "float32", "compact"  # formats of trained parameters, from the most bytes to the least
+STATE_FORMATS = (
+    "float32",
+    "compact",
+)  # formats of trained parameters, from the most bytes to the least
 Home = Tensor | Quantized  # a weight between visits to the GPU
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8  # of AdamW
 
 
 class Kept(NamedTuple):
-    """A tensor that a format keeps for each parameter: one number for each `group` neighbouring elements of a row."""
+    """A tensor that a format keeps for each parameter: one number for each `group` neighbouring
+    elements of a row."""
 
     dtype: torch.dtype
     group: int = 1
@@ -48,7 +52,9 @@ class Kept(NamedTuple):
 
     def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
         """Shape of the tensor for a parameter's: for groups of 32 and [6, 64] it is (6, 2)."""
-        return (*parameter[:-1], parameter[-1] // self.group) if self.group > 1 else tuple(parameter)
+        return (
+            (*parameter[:-1], parameter[-1] // self.group) if self.group > 1 else tuple(parameter)
+        )
 
 
 class Update(NamedTuple):
@@ -66,12 +72,15 @@ class Update(NamedTuple):
 class StateFormat(ABC):
     """A format for parameters of one dtype.
 
-    Methods take a piece of one parameter: `parameter` [n], and `state`, the kept tensors [n / group] by name. Float32
-    values by name are "master", "exp_avg" and "exp_avg_sq". A float32 parameter is its own master.
+    Methods take a piece of one parameter: `parameter` [n], and `state`, the kept tensors [n /
+    group] by name. Float32 values by name are "master", "exp_avg" and "exp_avg_sq". A float32
+    parameter is its own master.
     """
 
     parameter_dtype: torch.dtype
-    holds_weight: ClassVar[bool] = False  # whether a frozen weight is in the kept tensors, and not in the parameter
+    holds_weight: ClassVar[bool] = (
+        False  # whether a frozen weight is in the kept tensors, and not in the parameter
+    )
 
     @property
     @abstractmethod
@@ -80,18 +89,25 @@ class StateFormat(ABC):
 
     @abstractmethod
     def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-        """Returns the values [n], which may be views of the state; all tensors are on one device."""
+        """Returns the values [n], which may be views of the state; all tensors are on one
+        device."""
 
     @abstractmethod
     def write(self, state: dict[str, Tensor], parameter: Tensor, values: dict[str, Tensor]) -> None:
-        """Sets the values [n] that are given. A master is rounded into the parameter. Devices may differ."""
+        """Sets the values [n] that are given. A master is rounded into the parameter. Devices may
+        differ."""
 
     @abstractmethod
-    def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
+    def update(
+        self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update
+    ) -> None:
         """Makes a step of AdamW by the gradient [n], of any dtype, all on one device."""
 
-    def update_together(self, pieces: Sequence[tuple[dict[str, Tensor], Tensor, Tensor]], update: Update) -> None:
-        """Makes the steps of several small parameters, (state, parameter, gradient) each, of one gradient dtype."""
+    def update_together(
+        self, pieces: Sequence[tuple[dict[str, Tensor], Tensor, Tensor]], update: Update
+    ) -> None:
+        """Makes the steps of several small parameters, (state, parameter, gradient) each, of one
+        gradient dtype."""
         for piece in pieces:
             self.update(*piece, update)
 
@@ -133,12 +149,17 @@ class Float32State(StateFormat):
             if name in state:
                 state[name].copy_(value)
 
-    def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
+    def update(
+        self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update
+    ) -> None:
         self.update_together([(state, parameter, gradient)], update)
 
-    def update_together(self, pieces: Sequence[tuple[dict[str, Tensor], Tensor, Tensor]], update: Update) -> None:
+    def update_together(
+        self, pieces: Sequence[tuple[dict[str, Tensor], Tensor, Tensor]], update: Update
+    ) -> None:
         options = {
-            "lr": update.learning_rate, "beta1": BETA1, "beta2": BETA2, "weight_decay": update.weight_decay, "eps": EPS,
+            "lr": update.learning_rate, "beta1": BETA1, "beta2": BETA2,
+            "weight_decay": update.weight_decay, "eps": EPS,
         }  # fmt: skip
         tensors = [
             Tensors(gradient, state.get("master", parameter), state["exp_avg"], state["exp_avg_sq"],
@@ -149,20 +170,34 @@ class Float32State(StateFormat):
             adamw(tensors, update.bias_corrections, update.gradient_scale, **options)
             return
         for gradient, *state, weight in tensors:
-            scaled = gradient.to(torch.float32, copy=True).mul_(update.gradient_scale)  # the kernel takes one dtype
+            scaled = gradient.to(torch.float32, copy=True).mul_(
+                update.gradient_scale
+            )  # the kernel takes one dtype
             master, *moments = ([tensor] for tensor in state)
-            fused_adamw_(master, [scaled], *moments, [], [update.steps], **options, amsgrad=False, maximize=False)
+            fused_adamw_(
+                master,
+                [scaled],
+                *moments,
+                [],
+                [update.steps],
+                **options,
+                amsgrad=False,
+                maximize=False,
+            )
             if weight is not None:
                 weight.copy_(master[0])
 
 
 class CompactState(StateFormat):
-    """Moments of 8 bits, and 16 bits that make a bf16 parameter a float32 master; see `kernels.compact_adamw`."""
+    """Moments of 8 bits, and 16 bits that make a bf16 parameter a float32 master; see
+    `kernels.compact_adamw`."""
 
     @property
     def kept(self) -> dict[str, Kept]:
         scale = Kept(torch.bfloat16, GROUP)
-        corrections = {} if self.parameter_dtype == torch.float32 else {"correction": Kept(torch.int16)}
+        corrections = (
+            {} if self.parameter_dtype == torch.float32 else {"correction": Kept(torch.int16)}
+        )
         return {
             **corrections, "exp_avg": Kept(torch.int8), "exp_avg_scale": scale,
             "exp_avg_sq": Kept(torch.uint8), "exp_avg_sq_scale": scale,
@@ -170,7 +205,9 @@ class CompactState(StateFormat):
 
     def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
         return {
-            "master": join_master(parameter, state["correction"]) if "correction" in state else parameter,
+            "master": join_master(parameter, state["correction"])
+            if "correction" in state
+            else parameter,
             "exp_avg": decode_exp_avg(state["exp_avg"], state["exp_avg_scale"]),
             "exp_avg_sq": decode_exp_avg_sq(state["exp_avg_sq"], state["exp_avg_sq_scale"]),
         }
@@ -188,11 +225,15 @@ class CompactState(StateFormat):
         for name, tensor in encoded.items():
             state[name].copy_(tensor)
 
-    def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
+    def update(
+        self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update
+    ) -> None:
         compact_adamw(
-            parameter, state.get("correction"), state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"],
+            parameter, state.get("correction"), state["exp_avg"], state["exp_avg_scale"],
+            state["exp_avg_sq"],
             state["exp_avg_sq_scale"], gradient, update.bias_corrections, update.gradient_scale,
-            lr=update.learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=update.weight_decay, eps=EPS,
+            lr=update.learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=update.weight_decay,
+            eps=EPS,
             impl=update.impl,
         )  # fmt: skip
 
@@ -211,20 +252,26 @@ class FrozenState(StateFormat):
         if "master" in values:
             parameter.copy_(values["master"])
 
-    def update(self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update) -> None:
+    def update(
+        self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update
+    ) -> None:
         raise AssertionError("a frozen parameter has no gradient")
 
 
 @dataclass(frozen=True)
 class QuantizedState(FrozenState):
-    """A frozen weight in `bits` bits per element, see `quantized.py`. The parameter itself keeps no memory."""
+    """A frozen weight in `bits` bits per element, see `quantized.py`. The parameter itself keeps no
+    memory."""
 
     holds_weight = True
     bits: int
 
     @property
     def kept(self) -> dict[str, Kept]:
-        return {"codes": Kept(torch.uint8, 8 // self.bits), "scales": Kept(torch.float32, QUANTIZED_GROUP)}
+        return {
+            "codes": Kept(torch.uint8, 8 // self.bits),
+            "scales": Kept(torch.float32, QUANTIZED_GROUP),
+        }
 
     @property
     def described(self) -> list[tuple[str, str]]:
@@ -248,21 +295,28 @@ FROZEN = FrozenState(torch.bfloat16)
 
 
 def frozen_format(bits: int) -> StateFormat:
-    """Returns the format of frozen matrices of blocks in `bits` bits per element; 16: in their parameters."""
+    """Returns the format of frozen matrices of blocks in `bits` bits per element; 16: in their
+    parameters."""
     return FROZEN if bits == 16 else QuantizedState(torch.bfloat16, bits)
 
 
-def format_with(dtypes: Mapping[str, torch.dtype], parameter_dtype: torch.dtype) -> StateFormat | None:
-    """Returns the format that keeps tensors of these names and dtypes for such a parameter, if there is one."""
+def format_with(
+    dtypes: Mapping[str, torch.dtype], parameter_dtype: torch.dtype
+) -> StateFormat | None:
+    """Returns the format that keeps tensors of these names and dtypes for such a parameter, if
+    there is one."""
     formats = Float32State(parameter_dtype), CompactState(parameter_dtype)
-    return next((f for f in formats if {name: kept.dtype for name, kept in f.kept.items()} == dtypes), None)
+    return next(
+        (f for f in formats if {name: kept.dtype for name, kept in f.kept.items()} == dtypes), None
+    )
 
 
 def format_of(parameter: Tensor, state_format: str, frozen: StateFormat = FROZEN) -> StateFormat:
-    """Returns the format of one parameter's state, which a parameter that takes no gradient does not have.
+    """Returns the format of one parameter's state, which a parameter that takes no gradient does
+    not have.
 
-    In "compact", matrices whose rows are groups on every rank are compact. All other state is small, and float32.
-    A frozen parameter has the format `frozen`, in its own dtype.
+    In "compact", matrices whose rows are groups on every rank are compact. All other state is
+    small, and float32. A frozen parameter has the format `frozen`, in its own dtype.
     """
     if state_format not in STATE_FORMATS:
         raise ValueError(f"a format is {' or '.join(STATE_FORMATS)}, got {state_format}")
@@ -271,23 +325,33 @@ def format_of(parameter: Tensor, state_format: str, frozen: StateFormat = FROZEN
     ranks = 1  # number of ranks with a part of each row
     if isinstance(parameter, DTensor):
         sizes = zip(parameter.device_mesh.mesh.shape, parameter.placements)
-        ranks = math.prod(size for size, placement in sizes if placement.is_shard(parameter.ndim - 1))
-    if state_format == "compact" and parameter.ndim >= 2 and parameter.shape[-1] % (GROUP * ranks) == 0:
+        ranks = math.prod(
+            size for size, placement in sizes if placement.is_shard(parameter.ndim - 1)
+        )
+    if (
+        state_format == "compact"
+        and parameter.ndim >= 2
+        and parameter.shape[-1] % (GROUP * ranks) == 0
+    ):
         return CompactState(parameter.dtype)
     return Float32State(parameter.dtype)
 
 
-def bytes_saved(numel: int, state_format: str | None, *, is_half: bool, weight_bytes: int = 2) -> int:
+def bytes_saved(
+    numel: int, state_format: str | None, *, is_half: bool, weight_bytes: int = 2
+) -> int:
     """Returns the bytes of a checkpoint's tensors: so many trained elements, and their state.
 
     Args:
         state_format: of the matrices, which are nearly all elements; None: weights alone are saved.
-        is_half: weights are halves of masters, as on one GPU; else float32 masters are in the state.
-        weight_bytes: per element.
+        is_half: weights are halves of masters, as on one GPU; else float32 masters are in the
+        state. weight_bytes: per element.
     """
     if state_format is None:
         return weight_bytes * numel
-    matrix = torch.empty(1, GROUP, dtype=torch.bfloat16 if is_half else torch.float32, device="meta")
+    matrix = torch.empty(
+        1, GROUP, dtype=torch.bfloat16 if is_half else torch.float32, device="meta"
+    )
     matrix.requires_grad_()  # or it would have no state
     state = format_of(matrix, state_format).num_bytes(numel)
     return weight_bytes * numel + state + (0 if is_half else 4 * numel)

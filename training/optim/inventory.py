@@ -1,7 +1,8 @@
-"""The inventory of a model's parameters on one rank: each is trained or frozen, in a format, and has a place.
+"""The inventory of a model's parameters on one rank: each is trained or frozen, in a format, and
+has a place.
 
-The optimizer makes what the inventory says, and plans count it: both read the same rows. Parameters on the meta device
-will do.
+The optimizer makes what the inventory says, and plans count it: both read the same rows. Parameters
+on the meta device will do.
 """
 
 import functools
@@ -19,12 +20,16 @@ from training.host.memory import SLOT_ALIGNMENT, PinnedArena
 from training.optim.formats import FROZEN, Kept, StateFormat, format_of
 from training.optim.quantized import is_quantized
 
-# 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's group.
+# 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's
+# group.
 PIECE_ELEMENTS = 2**23
-# Parameters of up to so many elements are updated together: a launch for each takes the host longer than the GPU.
+# Parameters of up to so many elements are updated together: a launch for each takes the host longer
+# than the GPU.
 SMALL_ELEMENTS = 2**22
-NUM_SLOTS = 8  # pieces on the GPU at once: an update waits for a kernel of the forward beside it, up to 20 ms
-# Gradients on their way to the host at once: about one transformer block's, in bf16. See `Inventory.leaving_limit`.
+# pieces on the GPU at once: an update waits for a kernel of the forward beside it, up to 20 ms
+NUM_SLOTS = 8
+# Gradients on their way to the host at once: about one transformer block's, in bf16. See
+# `Inventory.leaving_limit`.
 LEAVING_BYTES = 2**28
 
 
@@ -35,8 +40,12 @@ class Row:
     name: str  # in the model
     numel: int  # on this rank
     copies: int  # ranks that have the same elements, this one included
-    format: StateFormat  # the tensors that are kept for it: masters and moments, or a quantized weight
-    gradient_dtype: torch.dtype | None  # in which its gradient waits for the update; None: the parameter is frozen
+    format: (
+        StateFormat  # the tensors that are kept for it: masters and moments, or a quantized weight
+    )
+    gradient_dtype: (
+        torch.dtype | None
+    )  # in which its gradient waits for the update; None: the parameter is frozen
     state_on_host: bool  # whether the kept tensors are in pinned host memory
     weight_on_host: bool  # whether its weight is there as well, and visits the GPU
 
@@ -47,7 +56,8 @@ class Row:
 
     @property
     def pieces(self) -> list[slice]:
-        """Elements of each piece, the unit of an update. Pieces of 4 in 10 elements: 0 to 3, 4 to 7, 8 and 9."""
+        """Elements of each piece, the unit of an update. Pieces of 4 in 10 elements: 0 to 3, 4 to
+        7, 8 and 9."""
         starts = range(0, self.numel, PIECE_ELEMENTS)
         return [slice(start, min(start + PIECE_ELEMENTS, self.numel)) for start in starts]
 
@@ -77,7 +87,8 @@ class Row:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Kept]:
-        """Tensors that are on the host if the state is there, by name. An update moves them through the GPU."""
+        """Tensors that are on the host if the state is there, by name. An update moves them through
+        the GPU."""
         return _on_host(self.format, self.gradient_dtype, self.weight_on_host)
 
     @functools.cached_property
@@ -96,7 +107,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All parameters on this rank, in order; `accumulate`: several backwards may come before an update."""
+    """All parameters on this rank, in order; `accumulate`: several backwards may come before an
+    update."""
 
     rows: tuple[Row, ...]
     accumulate: bool = True
@@ -104,34 +116,57 @@ class Inventory:
     @classmethod
     def of(
         cls, named_parameters: Iterable[tuple[str, Tensor]], *, accumulate: bool = True,
-        gpu_state_bytes: float = math.inf, state_format: str = "float32", host_weights: Collection[str] = (),
+        gpu_state_bytes: float = math.inf, state_format: str = "float32",
+        host_weights: Collection[str] = (),
         frozen: StateFormat = FROZEN,
     ) -> "Inventory":  # fmt: skip
         """Decides where the state of each parameter lives, and in which format.
 
         Args:
             named_parameters: the model's. Those that take no gradient have no state.
-            gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters in their order; the
-                rest lives in pinned host memory. State of `host_weights` is never on the GPU, and does not count.
+            gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters
+            in their order; the
+                rest lives in pinned host memory. State of `host_weights` is never on the GPU, and
+                does not count.
             state_format: "float32" or "compact", see `training.optim.formats`.
-            host_weights: names of the parameters whose weights live in pinned host memory, as their state does.
-            frozen: format of the blocks' frozen matrices.
+            host_weights: names of the parameters whose weights live in pinned host memory, as their
+            state does. frozen: format of the blocks' frozen matrices.
 
-        Raises ValueError for weights on the host or quantized of sharded parameters; a name that is no parameter's.
+        Raises ValueError for weights on the host or quantized of sharded parameters; a name that is
+        no parameter's.
         """
         rows, named = [], dict(named_parameters)
         if unknown := {*host_weights} - named.keys():
             raise ValueError(f"{', '.join(sorted(unknown))}: no parameters of these names")
         for name, parameter in named.items():
-            format = format_of(parameter, state_format, frozen if is_quantized(name, parameter.shape) else FROZEN)
+            format = format_of(
+                parameter, state_format, frozen if is_quantized(name, parameter.shape) else FROZEN
+            )
             if (name in host_weights or format.holds_weight) and isinstance(parameter, DTensor):
-                raise ValueError("weights of sharded parameters stay on the GPU, in bf16; place them there")
-            dtype = (torch.float32 if accumulate else parameter.dtype) if parameter.requires_grad else None
-            rows.append(Row(name, _local(parameter).numel(), _num_copies(parameter), format, dtype, False, False))
+                raise ValueError(
+                    "weights of sharded parameters stay on the GPU, in bf16; place them there"
+                )
+            dtype = (
+                (torch.float32 if accumulate else parameter.dtype)
+                if parameter.requires_grad
+                else None
+            )
+            rows.append(
+                Row(
+                    name,
+                    _local(parameter).numel(),
+                    _num_copies(parameter),
+                    format,
+                    dtype,
+                    False,
+                    False,
+                )
+            )
         return cls(tuple(rows), accumulate).placed(gpu_state_bytes, host_weights)
 
     def placed(self, gpu_state_bytes: float, host_weights: Collection[str]) -> "Inventory":
-        """Returns the inventory of the same parameters with state and weights on the host, see `of`."""
+        """Returns the inventory of the same parameters with state and weights on the host, see
+        `of`."""
         rows = []
         for row in self.rows:
             if row.name in host_weights:
@@ -153,30 +188,40 @@ class Inventory:
 
     @functools.cached_property
     def gpu_gradients(self) -> int:
-        """Bytes of the gradients whose state is on the GPU. They exist from backward to the update."""
+        """Bytes of the gradients whose state is on the GPU. They exist from backward to the
+        update."""
         return sum(row.gradient_bytes for row in self.rows if not row.state_on_host)
 
     @functools.cached_property
     def leaving_gradients(self) -> int:
-        """Bytes of the gradients that leave for the host. At most `leaving_limit` of them are on the GPU at once."""
+        """Bytes of the gradients that leave for the host. At most `leaving_limit` of them are on
+        the GPU at once."""
         return sum(row.gradient_bytes for row in self.rows if row.state_on_host)
 
     @functools.cached_property
     def leaving_made(self) -> int:
         """Bytes of these gradients as backward makes them: their sums on the host may be wider."""
-        return sum(row.weight_bytes for row in self.rows if row.state_on_host and row.gradient_dtype)
+        return sum(
+            row.weight_bytes for row in self.rows if row.state_on_host and row.gradient_dtype
+        )
 
     @functools.cached_property
     def leaving_limit(self) -> int:
-        """LEAVING_BYTES, or a block's gradients if one of its parameters has more: compute would wait for its copy."""
-        leaving = [(row, row.gradient_bytes) for row in self.rows if row.state_on_host and row.block is not None]
+        """LEAVING_BYTES, or a block's gradients if one of its parameters has more: compute would
+        wait for its copy."""
+        leaving = [
+            (row, row.gradient_bytes)
+            for row in self.rows
+            if row.state_on_host and row.block is not None
+        ]
         if max((size for _, size in leaving), default=0) <= LEAVING_BYTES:
             return LEAVING_BYTES
         return max(self._by_block(leaving).values())
 
     @functools.cached_property
     def host(self) -> int:
-        """Bytes of pinned memory: masters, moments, gradients, weights that live there, and quantized weights."""
+        """Bytes of pinned memory: masters, moments, gradients, weights that live there, and
+        quantized weights."""
         return sum(row.host_bytes for row in self.rows)
 
     def arena(self, device: torch.device) -> PinnedArena | None:
@@ -190,7 +235,8 @@ class Inventory:
 
     @functools.cached_property
     def updated_here(self) -> int:
-        """Bytes read and written by an update of what is on the GPU: all of it, and the gradients for their norm."""
+        """Bytes read and written by an update of what is on the GPU: all of it, and the gradients
+        for their norm."""
         rows = [row for row in self.rows if row.gradient_dtype and not row.state_on_host]
         return 2 * sum(row.state_bytes + row.weight_bytes + row.gradient_bytes for row in rows)
 
@@ -238,13 +284,19 @@ class Inventory:
 
     @functools.cached_property
     def gpu_slots(self) -> int:
-        """Bytes of pieces on their way through an update. They exist from `step` until all are updated."""
-        return NUM_SLOTS * sum(kept.num_bytes(size) for size, all in self.slots.values() for kept in all.values())
+        """Bytes of pieces on their way through an update. They exist from `step` until all are
+        updated."""
+        return NUM_SLOTS * sum(
+            kept.num_bytes(size) for size, all in self.slots.values() for kept in all.values()
+        )
 
     @functools.cached_property
     def room(self) -> int:
-        """Elements of the largest piece of a gradient that is added, in float32, to a sum on the host."""
-        rows = (row for row in self.rows if row.gradient_dtype and row.state_on_host and self.accumulate)
+        """Elements of the largest piece of a gradient that is added, in float32, to a sum on the
+        host."""
+        rows = (
+            row for row in self.rows if row.gradient_dtype and row.state_on_host and self.accumulate
+        )
         return max((min(PIECE_ELEMENTS, row.numel) for row in rows), default=0)
 
     @property
@@ -253,7 +305,9 @@ class Inventory:
         return 4 * self.room
 
 
-def _on_host(format: StateFormat, gradient_dtype: torch.dtype | None, weight_on_host: bool) -> dict[str, Kept]:
+def _on_host(
+    format: StateFormat, gradient_dtype: torch.dtype | None, weight_on_host: bool
+) -> dict[str, Kept]:
     has_weight = weight_on_host and not format.holds_weight
     weight = {"weight": Kept(format.parameter_dtype)} if has_weight else {}
     gradient = {"gradient": Kept(gradient_dtype)} if gradient_dtype else {}
@@ -261,21 +315,27 @@ def _on_host(format: StateFormat, gradient_dtype: torch.dtype | None, weight_on_
 
 
 @functools.cache  # a search for a plan asks for a few sizes many thousand times
-def _host_bytes(format: StateFormat, gradient_dtype: torch.dtype | None, weight_on_host: bool, numel: int) -> int:
-    sizes = (kept.num_bytes(numel) for kept in _on_host(format, gradient_dtype, weight_on_host).values())
+def _host_bytes(
+    format: StateFormat, gradient_dtype: torch.dtype | None, weight_on_host: bool, numel: int
+) -> int:
+    sizes = (
+        kept.num_bytes(numel) for kept in _on_host(format, gradient_dtype, weight_on_host).values()
+    )
     return sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in sizes)
 
 
 @functools.cache
 def block_of(name: str) -> int | None:
-    """Returns the number of the transformer block that a parameter belongs to: 3 for layers.3.mlp.up_proj.weight."""
+    """Returns the number of the transformer block that a parameter belongs to: 3 for
+    layers.3.mlp.up_proj.weight."""
     found = re.match(r"layers\.(\d+)\.", name)
     return int(found[1]) if found else None
 
 
 @torch.no_grad()
 def local_view(tensor: Tensor) -> Tensor:
-    """Returns a view [n] of this rank's elements. No view of a parameter is kept: FSDP may replace a shard's memory."""
+    """Returns a view [n] of this rank's elements. No view of a parameter is kept: FSDP may replace
+    a shard's memory."""
     return _local(tensor).detach().view(-1)
 
 
@@ -288,4 +348,6 @@ def _num_copies(parameter: Tensor) -> int:
     if not isinstance(parameter, DTensor):
         return 1
     mesh = parameter.device_mesh
-    return math.prod(mesh.size(axis) for axis, p in enumerate(parameter.placements) if p.is_replicate())
+    return math.prod(
+        mesh.size(axis) for axis, p in enumerate(parameter.placements) if p.is_replicate()
+    )

@@ -1,7 +1,9 @@
-"""State in host memory goes through the GPU in pieces, and gradients leave for the host, beside other work.
+"""State in host memory goes through the GPU in pieces, and gradients leave for the host, beside
+other work.
 
-A piece comes on one stream, is updated on the next, and leaves on the third. Each format has NUM_SLOTS slots. With
-record_stream in place of the waits here, the memory in use would depend on how far the host runs ahead of the GPU.
+A piece comes on one stream, is updated on the next, and leaves on the third. Each format has
+NUM_SLOTS slots. With record_stream in place of the waits here, the memory in use would depend on
+how far the host runs ahead of the GPU.
 """
 
 import functools
@@ -16,7 +18,8 @@ from training.optim.inventory import LEAVING_BYTES, NUM_SLOTS
 
 
 class Ring:
-    """Slots on the GPU that pieces of state from the host pass through. On a CPU, copies are done when they return.
+    """Slots on the GPU that pieces of state from the host pass through. On a CPU, copies are done
+    when they return.
 
     Args:
         device: of the slots.
@@ -29,12 +32,17 @@ class Ring:
         leaving_limit: int = LEAVING_BYTES,
     ):  # fmt: skip
         self.device, self.sizes, self.leaving_limit = device, sizes, leaving_limit
-        self.device_module = torch.get_device_module(device)  # torch.cpu's streams and events do nothing
+        self.device_module = torch.get_device_module(
+            device
+        )  # torch.cpu's streams and events do nothing
         self.compute = self.device_module.current_stream()
         self.inward, self.updating, self.outward = (self.device_module.Stream() for _ in range(3))
-        # By format: tensors of a slot, and an event that is recorded once the piece that was here last has gone back.
+        # By format: tensors of a slot, and an event that is recorded once the piece that was here
+        # last has gone back.
         self.slots: dict[StateFormat, deque[tuple[dict[str, Tensor], torch.Event]]] = {}
-        self.leaving: deque[tuple[Tensor, torch.Event]] = deque()  # gradients and their arrivals on the host
+        self.leaving: deque[tuple[Tensor, torch.Event]] = (
+            deque()
+        )  # gradients and their arrivals on the host
 
     def open(self) -> None:
         """Allocate the slots."""
@@ -49,9 +57,13 @@ class Ring:
         self.updating.wait_stream(self.device_module.current_stream())
 
     def pass_through(
-        self, format: StateFormat, host: dict[str, Tensor], update: Callable[[dict[str, Tensor]], None]
+        self,
+        format: StateFormat,
+        host: dict[str, Tensor],
+        update: Callable[[dict[str, Tensor]], None],
     ) -> None:
-        """Bring a piece's tensors to the GPU, call `update` with them there, and send all but the gradient back."""
+        """Bring a piece's tensors to the GPU, call `update` with them there, and send all but the
+        gradient back."""
         slots = self.slots[format]
         room, left = slots[0]
         slots.rotate(-1)
@@ -60,7 +72,9 @@ class Ring:
             self.inward.wait_event(left)  # the slot is free
             for key, part in host.items():
                 tensors[key].copy_(part, non_blocking=True)
-        self.updating.wait_stream(self.inward)  # the piece has arrived: its copies are the last issued there
+        self.updating.wait_stream(
+            self.inward
+        )  # the piece has arrived: its copies are the last issued there
         with self.device_module.stream(self.updating):
             update(tensors)
         self.outward.wait_stream(self.updating)  # the piece is updated
@@ -70,17 +84,24 @@ class Ring:
             left.record()
 
     def close(self) -> None:
-        """Free the slots. Kernels queued later find all pieces on the host again, and may reuse the slots' memory."""
+        """Free the slots. Kernels queued later find all pieces on the host again, and may reuse the
+        slots' memory."""
         if self.slots:
             self.device_module.current_stream().wait_stream(self.outward)
             self.slots.clear()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields the tensors of all slots."""
-        return (tensor for slots in self.slots.values() for tensors, _ in slots for tensor in tensors.values())
+        return (
+            tensor
+            for slots in self.slots.values()
+            for tensors, _ in slots
+            for tensor in tensors.values()
+        )
 
     def send_gradient(self, made: Tensor, send: Callable[[], None]) -> None:
-        """Call `send`, which copies the gradient `made` to the host, on the outward stream while backward goes on."""
+        """Call `send`, which copies the gradient `made` to the host, on the outward stream while
+        backward goes on."""
         self.outward.wait_stream(self.device_module.current_stream())
         with self.device_module.stream(self.outward):
             send()
@@ -88,16 +109,21 @@ class Ring:
         self.let_go(self.leaving_limit)
 
     def let_go(self, num_bytes: int) -> None:
-        """Wait on the compute stream until at most `num_bytes` of gradients are on their way to the host.
+        """Wait on the compute stream until at most `num_bytes` of gradients are on their way to the
+        host.
 
-        Kernels queued after the wait may write over the memory of the gradients that have left. FSDP2's kernels may as
-        well: both of its streams wait for the compute stream, and either may have made the gradients.
+        Kernels queued after the wait may write over the memory of the gradients that have left.
+        FSDP2's kernels may as well: both of its streams wait for the compute stream, and either may
+        have made the gradients.
         """
         while sum(gradient.nbytes for gradient, _ in self.leaving) > num_bytes:
             _, left = self.leaving.popleft()
             self.compute.wait_event(left)
 
 
-def allocate(tensors: dict[str, Kept], numel: int, empty: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """Returns tensors for so many elements, made by `empty`, which takes arguments of torch.empty."""
+def allocate(
+    tensors: dict[str, Kept], numel: int, empty: Callable[..., Tensor]
+) -> dict[str, Tensor]:
+    """Returns tensors for so many elements, made by `empty`, which takes arguments of
+    torch.empty."""
     return {name: empty((numel // kept.group,), dtype=kept.dtype) for name, kept in tensors.items()}

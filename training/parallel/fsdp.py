@@ -13,33 +13,43 @@ from training.parallel.world import World
 def shard_model(
     model: nn.Module, blocks: nn.ModuleList, world: World, compute_dtype: torch.dtype | None = None
 ) -> None:
-    """Shard a model by FSDP2, each transformer block a group and the rest another; gradient sums are float32.
+    """Shard a model by FSDP2, each transformer block a group and the rest another; gradient sums
+    are float32.
 
-    Gradients are summed over ranks, and over copies, not averaged: the loss is divided by all ranks' valid tokens
-    already. Gathered parameters are of `compute_dtype`, by default bfloat16 on GPUs and float32 on CPUs. A mixer's
-    exact parameters, see `kernels.parts.Parameter`, are a group of their own, gathered in float32.
+    Gradients are summed over ranks, and over copies, not averaged: the loss is divided by all
+    ranks' valid tokens already. Gathered parameters are of `compute_dtype`, by default bfloat16 on
+    GPUs and float32 on CPUs. A mixer's exact parameters, see `kernels.parts.Parameter`, are a group
+    of their own, gathered in float32.
     """
-    compute_dtype = compute_dtype or (torch.bfloat16 if world.device.type == "cuda" else torch.float32)
+    compute_dtype = compute_dtype or (
+        torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    )
     named, declared = dict(model.named_parameters()), model.declared
     exact = {p for name, p in named.items() if name in declared and declared[name].is_exact}
     mixers = [block.mixer for block in blocks if not exact.isdisjoint(block.mixer.parameters())]
     for module in (*blocks, model):
         _shard(module, world, compute_dtype, exact)
     for mixer in mixers:  # after the blocks, which have its other parameters already
-        _shard(mixer, world, torch.float32, {*mixer.parameters()} - exact, reshard_after_forward=False)
+        _shard(
+            mixer, world, torch.float32, {*mixer.parameters()} - exact, reshard_after_forward=False
+        )
     for module in (*mixers, *blocks, model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction but the sum
 
 
-def _shard(module: nn.Module, world: World, dtype: torch.dtype, ignored: set[nn.Parameter], **options: bool) -> None:
-    # Inputs are not cast: hidden states have the parameters' dtype already, and RoPE's tables must stay float32.
+def _shard(
+    module: nn.Module, world: World, dtype: torch.dtype, ignored: set[nn.Parameter], **options: bool
+) -> None:
+    # Inputs are not cast: hidden states have the parameters' dtype already, and RoPE's tables must
+    # stay float32.
     policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(module, mesh=world.fsdp_mesh, mp_policy=policy, ignored_params=ignored, **options)
 
 
 def initial_weights(model: nn.Module, seed: int, only: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(name, full float32 tensor) of each parameter, sharded or not, drawn one at a time, the same on every rank.
+    """(name, full float32 tensor) of each parameter, sharded or not, drawn one at a time, the same
+    on every rank.
 
     Parameters without `only` in their names are left out.
     """
@@ -53,7 +63,8 @@ def initial_weights(model: nn.Module, seed: int, only: str = "") -> Iterator[tup
 
 
 def local_part(parameter: Tensor, full: Tensor) -> Tensor:
-    """This rank's part of a full tensor that every rank has; all of it if `parameter` is not sharded."""
+    """This rank's part of a full tensor that every rank has; all of it if `parameter` is not
+    sharded."""
     if not isinstance(parameter, DTensor):
         return full
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -63,8 +74,11 @@ def local_part(parameter: Tensor, full: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy full tensors, the same on every rank, into the parameters of these names; those may be sharded."""
+    """Copy full tensors, the same on every rank, into the parameters of these names; those may be
+    sharded."""
     parameters = dict(model.named_parameters())
     for name, full in weights:
         parameter = parameters[name]
-        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(local_part(parameter, full))
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(
+            local_part(parameter, full)
+        )

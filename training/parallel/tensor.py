@@ -1,4 +1,5 @@
-"""Gives each tensor-parallel rank its part of each matrix; `kernels/tensor_parallel.py` computes with the parts."""
+"""Gives each tensor-parallel rank its part of each matrix; `kernels/tensor_parallel.py` computes
+with the parts."""
 
 import logging
 import math
@@ -13,15 +14,17 @@ from training.parallel.world import World
 
 
 def share_matrices(model: nn.Module, world: World) -> None:
-    """Let the ranks of `world`'s tensor axis share the matrices of a model.Transformer, made for them on "meta".
+    """Let the ranks of `world`'s tensor axis share the matrices of a model.Transformer, made for
+    them on "meta".
 
-    Its parameters become DTensors with the shapes of initial weights and checkpoints. FSDP2 must come after: it shards
-    each rank's part further.
+    Its parameters become DTensors with the shapes of initial weights and checkpoints. FSDP2 must
+    come after: it shards each rank's part further.
     """
     if world.tensor_size == 1:
         return
     assert world.mesh is not None
-    # PyTorch warns, on each rank, that a weight is gathered by two collectives. Only checkpoints gather whole weights.
+    # PyTorch warns, on each rank, that a weight is gathered by two collectives. Only checkpoints
+    # gather whole weights.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     mesh = world.mesh["tensor"]
     ranks, declared = TensorRanks(mesh.get_group()), model.declared
@@ -36,17 +39,23 @@ def share_matrices(model: nn.Module, world: World) -> None:
 
 
 def check_matrix_sharing(size: int, model_config: ModelConfig) -> None:
-    """Raise UserError, with the sizes that can, unless so many ranks can share each of a model's matrices equally."""
+    """Raise UserError, with the sizes that can, unless so many ranks can share each of a model's
+    matrices equally."""
     layers = [*map(model_config.parts, range(model_config.num_hidden_layers))]
     kept_whole = (part.kept_whole for parts in layers for part in parts if part.kept_whole)
     if size > 1 and (whole := next(kept_whole, None)):
-        raise UserError(f"tensor_parallel_size {size} would part {whole}; use context_parallel_size")
-    named = dict.fromkeys(size for parts in layers for part in parts for size in part.shared_sizes().items())
+        raise UserError(
+            f"tensor_parallel_size {size} would part {whole}; use context_parallel_size"
+        )
+    named = dict.fromkeys(
+        size for parts in layers for part in parts for size in part.shared_sizes().items()
+    )
     sizes = [*named, ("vocab_size", model_config.vocab_size)]
     common = math.gcd(*(number for _, number in sizes))
     if common % size:
         divisors = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         *words, last = (f"{name} {number}" for name, number in sizes)
         raise UserError(
-            f"tensor_parallel_size {size} must divide the model's {', '.join(words)} and {last}; give one of {divisors}"
+            f"tensor_parallel_size {size} must divide the model's {', '.join(words)} and {last}; "
+            f"give one of {divisors}"
         )

@@ -1,4 +1,5 @@
-"""Lets the ranks that share each sequence attend over it; `kernels/head_exchange.py` exchanges tokens for heads."""
+"""Lets the ranks that share each sequence attend over it; `kernels/head_exchange.py` exchanges
+tokens for heads."""
 
 import math
 from collections.abc import Sequence
@@ -13,25 +14,37 @@ from training.parallel.world import World
 
 
 def share_sequences(model: nn.Module, world: World) -> None:
-    """Let the blocks of a model.Transformer attend over sequences that the ranks of `world`'s context axis share."""
+    """Let the blocks of a model.Transformer attend over sequences that the ranks of `world`'s
+    context axis share."""
     assert world.mesh is not None, "one process shares nothing"
     exchange = HeadExchange(world.mesh.get_group("context")) if world.context_size > 1 else None
     for block in model.layers:
         block.mixer.exchange = exchange
 
 
-def check_sharing(size: int, model_config: ModelConfig, kinds: Sequence[MixerKind] = (), tensor_size: int = 1) -> None:
-    """Raise UserError, with the sizes that can, unless `size` ranks can share the heads of each sequence equally.
+def check_sharing(
+    size: int, model_config: ModelConfig, kinds: Sequence[MixerKind] = (), tensor_size: int = 1
+) -> None:
+    """Raise UserError, with the sizes that can, unless `size` ranks can share the heads of each
+    sequence equally.
 
     Args:
         kinds: how each layer attends; (): as the configuration says.
-        tensor_size: ranks that share each matrix. They divide the heads first; `size` ranks share one part.
+        tensor_size: ranks that share each matrix. They divide the heads first; `size` ranks share
+        one part.
     """
-    whose, share = "the model's" if tensor_size == 1 else "a rank's", model_config.share(tensor_size)
-    mixers = [share.parts(layer).mixer.with_kind(kind) for layer, kind in enumerate(kinds or share.kinds)]
+    whose, share = (
+        "the model's" if tensor_size == 1 else "a rank's",
+        model_config.share(tensor_size),
+    )
+    mixers = [
+        share.parts(layer).mixer.with_kind(kind) for layer, kind in enumerate(kinds or share.kinds)
+    ]
     counts = dict.fromkeys(heads for mixer in mixers for heads in mixer.heads_to_share().items())
     common = math.gcd(*(number for _, number in counts))
     if common % size:
         named = " and ".join(f"{number} {kind}" for kind, number in counts)
         divisors = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-        raise UserError(f"context_parallel_size {size} must divide {whose} {named}; give one of {divisors}")
+        raise UserError(
+            f"context_parallel_size {size} must divide {whose} {named}; give one of {divisors}"
+        )

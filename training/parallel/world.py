@@ -1,4 +1,5 @@
-"""One process or many: the process group, its mesh of data, context and tensor ranks, and sums over ranks."""
+"""One process or many: the process group, its mesh of data, context and tensor ranks, and sums over
+ranks."""
 
 import datetime
 import functools
@@ -20,7 +21,9 @@ from training.host.errors import UserError, whole_number
 from training.host.processes import GRACE_SECONDS, show_error
 from training.host.torch_internals import flatten_mesh, set_timeout, unflatten_mesh
 
-START_SECONDS = 3600.0  # a rank waits for the others until the first step: some tokenize or read more slowly
+START_SECONDS = (
+    3600.0  # a rank waits for the others until the first step: some tokenize or read more slowly
+)
 WAIT_SECONDS = 30.0  # without others, until a rank says so
 STOPPED_SECONDS = 5.0  # time from a process's SIGSTOP to the warning
 
@@ -29,12 +32,13 @@ STOPPED_SECONDS = 5.0  # time from a process's SIGSTOP to the warning
 class World:
     """This process among the others.
 
-    The ranks form a mesh of three axes. Along "data" each rank has its own sequences, along "context" ranks share each
-    sequence, and along "tensor" they share each matrix. For example, among 8 ranks with context and tensor of size 2,
-    rank 6 stands at (1, 1, 0): it shares its sequences with ranks 4, 5 and 7, and its data_rank is 1 of 2.
+    The ranks form a mesh of three axes. Along "data" each rank has its own sequences, along
+    "context" ranks share each sequence, and along "tensor" they share each matrix. For example,
+    among 8 ranks with context and tensor of size 2, rank 6 stands at (1, 1, 0): it shares its
+    sequences with ranks 4, 5 and 7, and its data_rank is 1 of 2.
 
-    Weights and their optimizer state are sharded over data and context. With replicate 2, half of these ranks shard one
-    copy, and the other half another.
+    Weights and their optimizer state are sharded over data and context. With replicate 2, half of
+    these ranks shard one copy, and the other half another.
     """
 
     rank: int
@@ -76,14 +80,17 @@ class World:
     def fsdp_mesh(self) -> DeviceMesh:
         """The axes data and context as one: FSDP2 shards parameters over it.
 
-        With copies it is cut into the axes replicate and shard. Neighbouring ranks, on one machine, shard a copy.
+        With copies it is cut into the axes replicate and shard. Neighbouring ranks, on one machine,
+        shard a copy.
         """
         assert self.mesh is not None, "one process shards nothing"
         flat = flatten_mesh(self.mesh["data", "context"], "fsdp")
         sizes = self.replicate, flat.size() // self.replicate
         return flat if self.replicate == 1 else unflatten_mesh(flat, sizes, ("replicate", "shard"))
 
-    def sum(self, *values: float, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[float]:
+    def sum(
+        self, *values: float, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> list[float]:
         """Each value summed over the ranks, in float64."""
         if self.size == 1:
             return list(values)
@@ -98,7 +105,11 @@ class World:
     def limit_waits(self, seconds: float) -> None:
         """Have collectives fail, from now on, where a rank waits so long for another."""
         if self.mesh is not None:
-            for group in (dist.group.WORLD, *self.fsdp_mesh.get_all_groups(), *self.mesh.get_all_groups()):
+            for group in (
+                dist.group.WORLD,
+                *self.fsdp_mesh.get_all_groups(),
+                *self.mesh.get_all_groups(),
+            ):
                 set_timeout(group, seconds)
 
     def broadcast(self, value):
@@ -110,38 +121,56 @@ class World:
         return values[0]
 
 
-def make_mesh(device_type: str, size: int, context_parallel_size: int = 1, tensor_parallel_size: int = 1) -> DeviceMesh:
-    """The mesh of `World`. Neighbouring ranks, on one machine, share matrices first and sequences second."""
-    shape = size // (context_parallel_size * tensor_parallel_size), context_parallel_size, tensor_parallel_size
+def make_mesh(
+    device_type: str, size: int, context_parallel_size: int = 1, tensor_parallel_size: int = 1
+) -> DeviceMesh:
+    """The mesh of `World`. Neighbouring ranks, on one machine, share matrices first and sequences
+    second."""
+    shape = (
+        size // (context_parallel_size * tensor_parallel_size),
+        context_parallel_size,
+        tensor_parallel_size,
+    )
     return init_device_mesh(device_type, shape, mesh_dim_names=("data", "context", "tensor"))
 
 
 def check_sizes(
-    size: int, local_size: int, context_parallel_size: int, tensor_parallel_size: int, replicate: int
+    size: int,
+    local_size: int,
+    context_parallel_size: int,
+    tensor_parallel_size: int,
+    replicate: int,
 ) -> None:
-    sizes = f"context_parallel_size {context_parallel_size} x tensor_parallel_size {tensor_parallel_size}"
+    sizes = (
+        f"context_parallel_size {context_parallel_size} x tensor_parallel_size "
+        f"{tensor_parallel_size}"
+    )
     advice = "start another number by torchrun --nproc_per_node, or lower one of them"
     if size % (context_parallel_size * tensor_parallel_size):
         raise UserError(f"{sizes} must divide the number of processes, {size}; {advice}")
     if size > local_size and local_size % (context_parallel_size * tensor_parallel_size):
         raise UserError(
-            f"{sizes} must divide each machine's processes, {local_size}: no sequence or matrix is shared between "
+            f"{sizes} must divide each machine's processes, {local_size}: no sequence or matrix is "
+            "shared between "
             f"machines; {advice}"
         )
     check_replicate(size, local_size, tensor_parallel_size, replicate)
 
 
 def check_replicate(size: int, local_size: int, tensor_parallel_size: int, replicate: int) -> None:
-    """Raise UserError unless so many copies of the weights have equally many processes, and whole machines or parts."""
+    """Raise UserError unless so many copies of the weights have equally many processes, and whole
+    machines or parts."""
     if size % (replicate * tensor_parallel_size):
         raise UserError(
-            f"replicate {replicate} x tensor_parallel_size {tensor_parallel_size} must divide the number of processes, "
+            f"replicate {replicate} x tensor_parallel_size {tensor_parallel_size} must divide the "
+            "number of processes, "
             f"{size}; start another number of them, or lower replicate"
         )
     machines = max(1, size // local_size)
     if replicate % machines and machines % replicate:
         raise UserError(
-            f"replicate {replicate} must be a multiple or a divisor of the {machines} machines, so that none of the "
+            f"replicate {replicate} must be a multiple or a divisor of the {machines} machines, so "
+            "that none of the "
             f"copies lies on a machine and a half; give {machines} for a copy per machine"
         )
 
@@ -149,23 +178,31 @@ def check_replicate(size: int, local_size: int, tensor_parallel_size: int, repli
 def choose_device(device: str, local_rank: int, local_size: int) -> torch.device:
     """This process's device, made the current one."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check nvidia-smi")
+        raise UserError(
+            "--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check "
+            "nvidia-smi"
+        )
     if device == "cpu" or not torch.cuda.is_available():
-        # torchrun allows each process one thread; share the cores among this machine's processes instead.
+        # torchrun allows each process one thread; share the cores among this machine's processes
+        # instead.
         if local_size > 1 or "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
         return torch.device("cpu")
     if local_rank >= (count := torch.cuda.device_count()):
-        raise UserError(f"more processes than the {count} GPUs here: torchrun --nproc_per_node={count} at most")
+        raise UserError(
+            f"more processes than the {count} GPUs here: torchrun --nproc_per_node={count} at most"
+        )
     place = torch.device("cuda", local_rank)
     torch.cuda.set_device(place)
     return place
 
 
 def read_environment() -> tuple[int, int, int, int]:
-    """Returns torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1, 0 and 1.
+    """Returns torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1,
+    0 and 1.
 
-    Raises UserError for values that torchrun does not give: ranks would wait for others that do not exist.
+    Raises UserError for values that torchrun does not give: ranks would wait for others that do not
+    exist.
     """
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     found = {name: whole_number(name, default) for name, default in defaults.items()}
@@ -173,7 +210,8 @@ def read_environment() -> tuple[int, int, int, int]:
     if not (local_rank <= rank < size and local_rank < local_size <= size):
         shown = ", ".join(f"{name} {value}" for name, value in found.items())
         raise UserError(
-            f"{shown} in the environment do not fit: a rank is below the number of ranks; start by torchrun, or unset "
+            f"{shown} in the environment do not fit: a rank is below the number of ranks; start by "
+            "torchrun, or unset "
             "them"
         )
     return rank, size, local_rank, local_size
@@ -183,22 +221,29 @@ def read_environment() -> tuple[int, int, int, int]:
 def join_world(
     device: str, context_parallel_size: int = 1, tensor_parallel_size: int = 1, replicate: int = 1
 ) -> Iterator[World]:
-    """Join the process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or make a world of one process.
+    """Join the process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or make a world
+    of one process.
 
-    A rank that fails shows its error, and all ranks end within seconds. One exception: where a rank is killed that was
-    alone on its machine, or alone in a PID namespace as of a container, other ranks notice only by NCCL or gloo.
+    A rank that fails shows its error, and all ranks end within seconds. One exception: where a rank
+    is killed that was alone on its machine, or alone in a PID namespace as of a container, other
+    ranks notice only by NCCL or gloo.
 
     Args:
         device: "auto" (a GPU if there is one), "cuda" or "cpu".
 
     Raises:
-        UserError: CUDA is asked for and not found; this machine has fewer GPUs than processes; the sizes do not
-            divide the processes, or the processes of each of several machines; or ranks were given different sizes.
+        UserError: CUDA is asked for and not found; this machine has fewer GPUs than processes; the
+        sizes do not
+            divide the processes, or the processes of each of several machines; or ranks were given
+            different sizes.
     """
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # before CUDA starts: less fragmentation
+    os.environ.setdefault(
+        "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+    )  # before CUDA starts: less fragmentation
     rank, size, local_rank, local_size = read_environment()
     given = {
-        "context_parallel_size": context_parallel_size, "tensor_parallel_size": tensor_parallel_size,
+        "context_parallel_size": context_parallel_size,
+        "tensor_parallel_size": tensor_parallel_size,
         "replicate": replicate,
     }  # fmt: skip
     check_sizes(size, local_size, *given.values())
@@ -213,9 +258,13 @@ def join_world(
         return
     ranks = meet(rank, size, place, given)
     namespace = own_namespace()
-    neighbours = [pid for pid, theirs, _ in ranks[rank - local_rank :][:local_size] if theirs == namespace]
+    neighbours = [
+        pid for pid, theirs, _ in ranks[rank - local_rank :][:local_size] if theirs == namespace
+    ]
     machines = Machines() if size > len(neighbours) else None
-    threading.Thread(target=end_with, args=(neighbours, os.getppid(), left, machines), daemon=True).start()
+    threading.Thread(
+        target=end_with, args=(neighbours, os.getppid(), left, machines), daemon=True
+    ).start()
     try:
         for name in given:
             if len(sizes := {theirs[name] for _, _, theirs in ranks}) > 1:
@@ -235,9 +284,14 @@ def join_world(
 def warn_of_slurm() -> None:
     """Say that a task of several runs alone, where nothing has told the tasks of each other."""
     tasks = os.environ.get("SLURM_NTASKS", "1")
-    if "WORLD_SIZE" not in os.environ and tasks != "1" and os.environ.get("SLURM_PROCID", "0") == "0":
+    if (
+        "WORLD_SIZE" not in os.environ
+        and tasks != "1"
+        and os.environ.get("SLURM_PROCID", "0") == "0"
+    ):
         print(
-            f"Slurm has {tasks} tasks (SLURM_NTASKS), but this process runs alone: there is no WORLD_SIZE; start a "
+            f"Slurm has {tasks} tasks (SLURM_NTASKS), but this process runs alone: there is no "
+            "WORLD_SIZE; start a "
             "torchrun per machine (srun --ntasks-per-node=1 torchrun ...), or ask for one task",
             file=sys.stderr, flush=True,
         )  # fmt: skip
@@ -248,39 +302,56 @@ def own_namespace() -> str:
     return os.readlink("/proc/self/ns/pid")
 
 
-def meet(rank: int, size: int, place: torch.device, given: dict[str, int]) -> list[tuple[int, str, dict[str, int]]]:
+def meet(
+    rank: int, size: int, place: torch.device, given: dict[str, int]
+) -> list[tuple[int, str, dict[str, int]]]:
     """Joins the process group; returns (process, its PID namespace, `given`) of each rank.
 
     Raises:
-        UserError: torchrun has not said where to meet. Where ranks do not come, the process ends with an error.
+        UserError: torchrun has not said where to meet. Where ranks do not come, the process ends
+        with an error.
     """
     if not (os.environ.get("MASTER_ADDR") and 0 < whole_number("MASTER_PORT", 0) < 2**16):
         raise UserError(
-            f"WORLD_SIZE is {size} in the environment, without a MASTER_ADDR and a MASTER_PORT from 1 to 65535; start "
+            f"WORLD_SIZE is {size} in the environment, without a MASTER_ADDR and a MASTER_PORT "
+            "from 1 to 65535; start "
             "by torchrun, or unset it"
         )
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    told = f"rank {rank} still waits for the other {size - 1} of WORLD_SIZE, at MASTER_ADDR:MASTER_PORT {where}"
+    told = (
+        f"rank {rank} still waits for the other {size - 1} of WORLD_SIZE, at "
+        f"MASTER_ADDR:MASTER_PORT {where}"
+    )
     waiting = threading.Timer(WAIT_SECONDS, print, [told], {"file": sys.stderr, "flush": True})
     waiting.daemon = True
     waiting.start()
     ranks: list = [None] * size
     start, gpu = datetime.timedelta(seconds=START_SECONDS), place.type == "cuda"
     try:
-        dist.init_process_group("nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=start)
+        dist.init_process_group(
+            "nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=start
+        )
         dist.all_gather_object(ranks, (os.getpid(), own_namespace(), given))
     except RuntimeError as error:
         why = str(error).splitlines()[0][:300]
-        end_by(UserError(f"the ranks did not meet: one of them has ended, or cannot be reached ({why})"), rank == 0)
+        end_by(
+            UserError(
+                f"the ranks did not meet: one of them has ended, or cannot be reached ({why})"
+            ),
+            rank == 0,
+        )
     waiting.cancel()
     return ranks
 
 
 class Machines:
-    """Tells the other machines, by a key in the store where all ranks met, that a rank of this one has ended."""
+    """Tells the other machines, by a key in the store where all ranks met, that a rank of this one
+    has ended."""
 
     def __init__(self):
-        self.store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        self.store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+        )
         self.key = f"a rank has ended in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
     def tell(self) -> None:
@@ -295,12 +366,15 @@ class Machines:
             return True
 
 
-def end_with(pids: list[int], parent: int, left: threading.Event, machines: Machines | None = None) -> None:
-    """End this process once `parent`, a process in `pids` or a rank of another machine has ended, unless `left` is set.
+def end_with(
+    pids: list[int], parent: int, left: threading.Event, machines: Machines | None = None
+) -> None:
+    """End this process once `parent`, a process in `pids` or a rank of another machine has ended,
+    unless `left` is set.
 
-    `parent` is the launcher: a rank that outlived it would write checkpoints while a new run writes its own. A thread
-    of its own runs this: where a peer died, the main thread may wait in an NCCL kernel for good, and Python's signal
-    handlers with it.
+    `parent` is the launcher: a rank that outlived it would write checkpoints while a new run writes
+    its own. A thread of its own runs this: where a peer died, the main thread may wait in an NCCL
+    kernel for good, and Python's signal handlers with it.
     """
     frozen = 0
     while os.getppid() == parent and all(os.path.exists(f"/proc/{pid}") for pid in pids):
@@ -330,14 +404,16 @@ def warn_of_stopped(pids: list[int]) -> None:
     first = next((pid for pid in pids if pid not in stopped), None)
     for pid, local_rank in stopped.items() if first == os.getpid() else ():
         print(
-            f"\nlocal rank {local_rank}, process {pid}, was stopped (SIGSTOP, Ctrl-Z or a debugger), and all ranks "
+            f"\nlocal rank {local_rank}, process {pid}, was stopped (SIGSTOP, Ctrl-Z or a "
+            "debugger), and all ranks "
             f"wait for it: kill -CONT {pid} lets it go on",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
 
 def end_by(error: Exception, is_main: bool, machines: Machines | None = None) -> NoReturn:
-    """Show the error that ended this rank, and exit without destructors, which may wait for other ranks."""
+    """Show the error that ended this rank, and exit without destructors, which may wait for other
+    ranks."""
     show_error(error, is_main)
     sys.stdout.flush()
     if machines:

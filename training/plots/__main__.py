@@ -1,7 +1,8 @@
-"""Draws runs: `python -m training.plots runs/default` makes metrics.png of the metrics.jsonl beside it.
+"""Draws runs: `python -m training.plots runs/default` makes metrics.png of the metrics.jsonl beside
+it.
 
-`python -m training.plots runs/a runs/b` draws both into one picture, for comparison. train.py draws its own run at the
-end if Matplotlib is installed, and else says so.
+`python -m training.plots runs/a runs/b` draws both into one picture, for comparison. train.py draws
+its own run at the end if Matplotlib is installed, and else says so.
 """
 
 import sys
@@ -23,11 +24,17 @@ SUFFIXES = ".png", ".svg", ".pdf"
 class PlotsFlags:
     """Draw a run's metrics.jsonl as metrics.png, or several runs into one picture."""
 
-    run: list[Path] = flag(help="output_dir of a run, as runs/default; several: one picture of them", positional=True)
+    run: list[Path] = flag(
+        help="output_dir of a run, as runs/default; several: one picture of them", positional=True
+    )
     out: Path = flag(Path("runs.png"), "the picture of several runs (.png, .svg, .pdf)")
 
     rules: ClassVar[tuple[Rule, ...]] = (
-        Rule("out", "with one run, whose picture is its metrics.png; drop it", lambda s: len(s.run) < 2),
+        Rule(
+            "out",
+            "with one run, whose picture is its metrics.png; drop it",
+            lambda s: len(s.run) < 2,
+        ),
     )
 
 
@@ -41,7 +48,9 @@ def main(argv: list[str]) -> None:
     if len({run.resolve() for run in flags.run}) < len(flags.run):
         raise UserError(f"a run is given twice: {' '.join(map(str, flags.run))}; give each once")
     if flags.out.suffix not in SUFFIXES:
-        raise UserError(f"out {flags.out} is none of {', '.join(SUFFIXES)}; give a name that ends so")
+        raise UserError(
+            f"out {flags.out} is none of {', '.join(SUFFIXES)}; give a name that ends so"
+        )
     check_can_write(flags.out, "--out")
     draw_runs(flags.out, flags.run)
     print(flags.out)

@@ -1,4 +1,5 @@
-"""Draws curves of runs with Matplotlib, and writes pictures and their labels. panels.py says which curves there are."""
+"""Draws curves of runs with Matplotlib, and writes pictures and their labels. panels.py says which
+curves there are."""
 
 import logging
 from pathlib import Path
@@ -23,11 +24,16 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
 def draw_runs(path: Path, runs: list[Path]) -> None:
     """Draws several runs, each in its colour, into one picture."""
     by_name = {name: (read_metrics(run), settings_of(run)) for name, run in names_of(runs).items()}
-    _draw(path, " and ".join(by_name) if len(by_name) < 4 else f"{len(by_name)} runs", panels_of_runs(by_name))
+    _draw(
+        path,
+        " and ".join(by_name) if len(by_name) < 4 else f"{len(by_name)} runs",
+        panels_of_runs(by_name),
+    )
 
 
 def names_of(runs: list[Path]) -> dict[str, Path]:
-    """Returns the folders by the shortest ends of their paths that differ: one/a and two/a are "one/a", "two/a"."""
+    """Returns the folders by the shortest ends of their paths that differ: one/a and two/a are
+    "one/a", "two/a"."""
     absolute = [run.absolute() for run in runs]
     longest = max(len(run.parts) for run in absolute)
     for count in range(1, longest + 1):
@@ -93,9 +99,11 @@ def save_picture(figure, path: Path) -> None:
 
 
 def as_label(name: str) -> str:
-    """Returns a folder's name as Matplotlib shows it: "$x^$" is no formula, bytes that are no text are escaped.
+    """Returns a folder's name as Matplotlib shows it: "$x^$" is no formula, bytes that are no text
+    are escaped.
 
-    A space goes before "_", with which Matplotlib's own labels begin: it leaves these out of legends.
+    A space goes before "_", with which Matplotlib's own labels begin: it leaves these out of
+    legends.
     """
     shown = name.encode(errors="backslashreplace").decode().replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown

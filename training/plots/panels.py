@@ -1,4 +1,5 @@
-"""Curves of runs as plain numbers: what a picture and a page draw, panel by panel, of the rows of metrics.jsonl."""
+"""Curves of runs as plain numbers: what a picture and a page draw, panel by panel, of the rows of
+metrics.jsonl."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,10 @@ STEPS_PER_SMOOTHED = 20  # the smoothed loss is a mean over a twentieth of the r
 FEWEST_WITH_OUTLIERS = 4  # values of a curve
 TRAINING, VALIDATION, WITHOUT_PADDING = "training", "validation", "without padding"
 GRADIENT_NORM, MFU = "gradient norm, before clipping", "model FLOP utilisation"
-TEXTS_SPEED, PADDED_SPEED = "tokens per second, without padding", "tokens per second, padding included"
+TEXTS_SPEED, PADDED_SPEED = (
+    "tokens per second, without padding",
+    "tokens per second, padding included",
+)
 ROBUST = {GRADIENT_NORM, MFU, TEXTS_SPEED, PADDED_SPEED}  # panels whose outliers leave the axis
 # Curves of one panel, each with its name in the legend; the panel's label stands beside its axis.
 OBJECTIVES_PANELS: dict[str, dict[str, str]] = {
@@ -75,9 +79,14 @@ class Panel:
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """Returns the lines of a run's metrics.jsonl without damaged ones. Raises UserError where there is none."""
+    """Returns the lines of a run's metrics.jsonl without damaged ones. Raises UserError where there
+    is none."""
     file = run / "metrics.jsonl"
-    near = sorted(other.parent for other in (run.parent / file.name, *run.glob(f"*/{file.name}")) if other.is_file())
+    near = sorted(
+        other.parent
+        for other in (run.parent / file.name, *run.glob(f"*/{file.name}"))
+        if other.is_file()
+    )
     advice = "give the output_dir of a run"
     if near:
         advice += f", as {near[0]}"
@@ -107,7 +116,8 @@ def points(rows: Iterable[dict], name: str) -> tuple[list[int], list[float]]:
 
 
 def settings_of(run: Path) -> dict:
-    """Returns the settings in a run's config.json; none if there is no such file, or a damaged one."""
+    """Returns the settings in a run's config.json; none if there is no such file, or a damaged
+    one."""
     try:
         return read_json(run / "config.json")
     except UserError:
@@ -115,7 +125,8 @@ def settings_of(run: Path) -> dict:
 
 
 def objective_of(settings: dict) -> str | None:
-    """Returns the objective of a run's settings; None if they do not tell. Runs before 0.6.0 had next_token alone."""
+    """Returns the objective of a run's settings; None if they do not tell. Runs before 0.6.0 had
+    next_token alone."""
     objective = settings.get("objective", "next_token" if settings else None)
     return objective if isinstance(objective, str) else None
 
@@ -126,7 +137,8 @@ def loss_in_words(objective: str | None) -> str:
 
 
 def unit_of(settings: dict) -> str:
-    """Returns what a loss is a mean of: "nats per token" or byte; "" of objectives, which have units of their own."""
+    """Returns what a loss is a mean of: "nats per token" or byte; "" of objectives, which have
+    units of their own."""
     objective, tokenizer = objective_of(settings), settings.get("tokenizer")
     if objective not in (None, "next_token"):
         return ""
@@ -155,7 +167,8 @@ def panels_of(rows: list[dict], settings: dict) -> list[Panel]:
 
 
 def panels_of_runs(runs: dict[str, tuple[list[dict], dict]]) -> list[Panel]:
-    """Returns panels of several runs, by name their rows and settings. Each run has a curve of its own colour.
+    """Returns panels of several runs, by name their rows and settings. Each run has a curve of its
+    own colour.
 
     Validations are dots in the colour of their run. A panel is there if a run has its numbers.
     """
@@ -178,7 +191,8 @@ def panels_of_runs(runs: dict[str, tuple[list[dict], dict]]) -> list[Panel]:
 
 
 def _beside_other_runs(curves: list[Curve]) -> list[Curve]:
-    """Returns the curves of a run that stand beside other runs, without raw ones behind them; a second is dashed."""
+    """Returns the curves of a run that stand beside other runs, without raw ones behind them; a
+    second is dashed."""
     kept = [curve for curve in curves if curve.kind in ("line", "dots")]
     lines = [curve for curve in kept if curve.kind == "line"]
     for curve in lines[1:]:
@@ -187,7 +201,8 @@ def _beside_other_runs(curves: list[Curve]) -> list[Curve]:
 
 
 def with_peaks(rows: list[dict]) -> list[dict]:
-    """Returns rows whose "peak" is the largest number of "peak_memory_gib", a list with a number for each rank."""
+    """Returns rows whose "peak" is the largest number of "peak_memory_gib", a list with a number
+    for each rank."""
     with_number = list[dict]()
     for row in rows:
         peaks = row.get("peak_memory_gib")
@@ -218,8 +233,12 @@ def _loss_panel(rows: list[dict], label: str) -> Panel:
         curves.append(Curve(TRAINING, steps, losses))
     elif losses:
         curves.append(Curve(TRAINING, steps, losses, "faint"))
-        num_steps = round(span * (steps[-1] - steps[0] + 1) / len(steps))  # a page of a long run has some rows alone
-        curves.append(Curve(f"{TRAINING}, mean of {num_steps} steps", steps, _smoothed(losses, span)))
+        num_steps = round(
+            span * (steps[-1] - steps[0] + 1) / len(steps)
+        )  # a page of a long run has some rows alone
+        curves.append(
+            Curve(f"{TRAINING}, mean of {num_steps} steps", steps, _smoothed(losses, span))
+        )
     validations = points(rows, "validation_loss")
     if validations[0]:
         curves.append(Curve(VALIDATION, *validations, kind="dots", color=1))
@@ -229,7 +248,10 @@ def _loss_panel(rows: list[dict], label: str) -> Panel:
         calm = points([row for row in rows if not row.get("is_spike")], "loss")[1] + validations[1]
         low, high = min(calm, default=min(losses)), max(calm, default=max(losses))
         if max(spikes[1]) > (ceiling := high + 0.25 * (high - low)):
-            panel.high, panel.outside = high + 0.3 * (high - low), sum(value > ceiling for value in spikes[1])
+            panel.high, panel.outside = (
+                high + 0.3 * (high - low),
+                sum(value > ceiling for value in spikes[1]),
+            )
         shown = [min(value, ceiling) for value in spikes[1]]
         most = f", up to {max(spikes[1]):.4g}" if panel.outside else ""
         curves.append(Curve(f"spike{most}", spikes[0], shown, "crosses", 3))
@@ -238,13 +260,15 @@ def _loss_panel(rows: list[dict], label: str) -> Panel:
 
 
 def _smoothed(values: list[float], span: int) -> list[float]:
-    """Returns means of each value and those before it, `span` in all: of 1, 3, 5 and span 2 they are 1, 2, 4."""
+    """Returns means of each value and those before it, `span` in all: of 1, 3, 5 and span 2 they
+    are 1, 2, 4."""
     sums = [0.0, *accumulate(values)]
     return [(sums[end] - sums[max(0, end - span)]) / min(span, end) for end in range(1, len(sums))]
 
 
 def _speed_panel(rows: list[dict]) -> Panel:
-    """Returns the speed of texts' own tokens, beside it with padding if there is some. Earlier runs have only that."""
+    """Returns the speed of texts' own tokens, beside it with padding if there is some. Earlier runs
+    have only that."""
     own, padded = points(rows, "text_tokens_per_second"), points(rows, "tokens_per_second")
     if not own[0]:
         return _robust(_panel(rows, PADDED_SPEED, {"tokens_per_second": TRAINING}))
@@ -255,10 +279,12 @@ def _speed_panel(rows: list[dict]) -> Panel:
 
 
 def _robust(panel: Panel) -> Panel:
-    """Sets limits without a curve's few outliers: a slow first step does not flatten the other ones.
+    """Sets limits without a curve's few outliers: a slow first step does not flatten the other
+    ones.
 
-    The highest and the lowest hundredth of the values may be outliers, of each at least one value. They are if they are
-    further from the others than these from each other: of 300, 8950, 9000, 9050 and 9100 it is 300.
+    The highest and the lowest hundredth of the values may be outliers, of each at least one value.
+    They are if they are further from the others than these from each other: of 300, 8950, 9000,
+    9050 and 9100 it is 300.
     """
     lows, highs = list[float](), list[float]()
     for curve in panel.curves:

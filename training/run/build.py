@@ -1,4 +1,5 @@
-"""Builds what a step needs: a model, its optimizer and its memory plan, for train.py, profile_memory.py and benchmarks.
+"""Builds what a step needs: a model, its optimizer and its memory plan, for train.py,
+profile_memory.py and benchmarks.
 
 Top to bottom: the plan; building.
 """
@@ -23,7 +24,14 @@ from training.host.errors import UserError
 from training.host.sizes import available_host_bytes, gib
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
-from training.memory.machine import Rates, cap_gpu_memory, gpu_budget, measure_attention, measure_network, measure_rates
+from training.memory.machine import (
+    Rates,
+    cap_gpu_memory,
+    gpu_budget,
+    measure_attention,
+    measure_network,
+    measure_rates,
+)
 from training.memory.placement import allocate, apply_execution
 from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
@@ -41,30 +49,36 @@ logger = logging.getLogger(__name__)
 # The plan
 
 
-def step_of(recipe: Recipe, model: Transformer, world: World, documents: PackedDocuments | None) -> Step:
+def step_of(
+    recipe: Recipe, model: Transformer, world: World, documents: PackedDocuments | None
+) -> Step:
     """The step that the settings ask for; `documents` are None where they are not known yet."""
     config = recipe.config
     lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
     given = recipe.execution(backend_of(config, world.device))
     num_shards = world.data_size * world.context_size // world.replicate if world.size > 1 else 0
     return Step(
-        model.share, model.named_parameters(), *lengths, documents, given, num_ranks=config.context_parallel_size,
-        num_shards=num_shards, tensor_ranks=config.tensor_parallel_size, num_machines=world.num_machines,
+        model.share, model.named_parameters(), *lengths, documents, given,
+        num_ranks=config.context_parallel_size,
+        num_shards=num_shards, tensor_ranks=config.tensor_parallel_size,
+        num_machines=world.num_machines,
         num_copies=world.replicate, trained=recipe.trained, scoring=recipe.scoring,
     )  # fmt: skip
 
 
 def step_on_meta(
     model_config: ModelConfig, context_length: int, batch_size: int = 1, micro_batches: int = 1,
-    given: Execution | None = None, num_gpus: int = 1, context_parallel_size: int = 1, tensor_parallel_size: int = 1,
-    num_machines: int = 1, replicate: int = 1, trained: Trained = ALL, scoring: Scoring | None = None,
+    given: Execution | None = None, num_gpus: int = 1, context_parallel_size: int = 1,
+    tensor_parallel_size: int = 1,
+    num_machines: int = 1, replicate: int = 1, trained: Trained = ALL,
+    scoring: Scoring | None = None,
 ) -> Step:  # fmt: skip
     """A step of a model on the meta device, which takes no memory; each sequence is one document.
 
     Args:
-        num_gpus: the step is the first GPU's of so many, which need not exist; no GPU gets more by torch.chunk.
-        context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
-        num_machines: machines that have equally many of the GPUs.
+        num_gpus: the step is the first GPU's of so many, which need not exist; no GPU gets more by
+        torch.chunk. context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and
+        each matrix. num_machines: machines that have equally many of the GPUs.
         replicate: copies of the weights.
         scoring: what the loss takes more than the next tokens' does.
     """
@@ -72,21 +86,31 @@ def step_on_meta(
     parameters = _parameters_on_meta(model_config, tensor_parallel_size, trained)
     exact = model_config.exact
     shards = [
-        (name, p.chunk(num_shards)[0].to(torch.float32 if name in exact or is_master else torch.bfloat16))
+        (
+            name,
+            p.chunk(num_shards)[0].to(
+                torch.float32 if name in exact or is_master else torch.bfloat16
+            ),
+        )
         for name, p in parameters
         for is_master in (num_gpus > 1 and p.requires_grad,)
     ]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
-        model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches, documents,
-        given or Execution(), num_ranks=context_parallel_size, num_shards=num_shards if num_gpus > 1 else 0,
-        tensor_ranks=tensor_parallel_size, num_machines=num_machines, num_copies=replicate, trained=trained,
+        model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches,
+        documents,
+        given or Execution(), num_ranks=context_parallel_size,
+        num_shards=num_shards if num_gpus > 1 else 0,
+        tensor_ranks=tensor_parallel_size, num_machines=num_machines, num_copies=replicate,
+        trained=trained,
         scoring=scoring or Scoring(),
     )  # fmt: skip
 
 
 @functools.cache  # tables and searches ask for one model's parameters many times
-def _parameters_on_meta(config: ModelConfig, tensor_ranks: int, trained: Trained) -> list[tuple[str, Parameter]]:
+def _parameters_on_meta(
+    config: ModelConfig, tensor_ranks: int, trained: Trained
+) -> list[tuple[str, Parameter]]:
     with torch.device("meta"):
         model = Transformer(config, tensor_ranks)
     trained.prepare(model)
@@ -96,14 +120,18 @@ def _parameters_on_meta(config: ModelConfig, tensor_ranks: int, trained: Trained
 def memory_budgets(recipe: Recipe, world: World) -> tuple[float, float]:
     """Bytes of --memory_budget and of --host_budget, each the smallest that any rank has."""
     host_bytes = available_host_bytes() if recipe.host_budget is None else recipe.host_budget
-    gpu_bytes, host_bytes = world.min(gpu_budget(recipe.memory_budget or "auto", world.device), host_bytes)
+    gpu_bytes, host_bytes = world.min(
+        gpu_budget(recipe.memory_budget or "auto", world.device), host_bytes
+    )
     return gpu_bytes, host_bytes
 
 
 def check_fits(recipe: Recipe, world: World) -> None:
-    """Refuse, before the data are read, a step for which there is no plan even if all documents are short.
+    """Refuse, before the data are read, a step for which there is no plan even if all documents are
+    short.
 
-    Raises UserError: it names the largest context that fits, or says that ranks have copies of key/value heads.
+    Raises UserError: it names the largest context that fits, or says that ranks have copies of
+    key/value heads.
     """
     if recipe.memory_budget is None:
         return
@@ -119,21 +147,33 @@ def check_fits(recipe: Recipe, world: World) -> None:
 def without_plan(share: Share, ranks: int) -> str | None:
     """Why no plan counts what ranks that share sequences take of a model; None: plans do."""
     heads = share.num_key_value_heads
-    return f"no plan counts copies of {heads} key/value heads on {ranks} ranks" if heads % ranks else None
+    return (
+        f"no plan counts copies of {heads} key/value heads on {ranks} ranks"
+        if heads % ranks
+        else None
+    )
 
 
-def plan_memory(recipe: Recipe, model: Transformer, world: World, documents: PackedDocuments | None = None) -> Plan:
-    """The fastest plan within --memory_budget and --host_budget, the same on every rank; caps the GPU's memory.
+def plan_memory(
+    recipe: Recipe, model: Transformer, world: World, documents: PackedDocuments | None = None
+) -> Plan:
+    """The fastest plan within --memory_budget and --host_budget, the same on every rank; caps the
+    GPU's memory.
 
-    It has the faster of the attention kernels that `attention_backend` may mean. Without a budget nothing is searched:
+    It has the faster of the attention kernels that `attention_backend` may mean. Without a budget
+    nothing is searched:
     blocks keep their input with --gradient_checkpointing, and all without.
     """
     step = step_of(recipe, model, world, documents)
     if recipe.memory_budget is None:
-        return Plan(step, step.unplanned(Placement() if recipe.config.gradient_checkpointing else WHOLE))
+        return Plan(
+            step, step.unplanned(Placement() if recipe.config.gradient_checkpointing else WHOLE)
+        )
     budgets, given = memory_budgets(recipe, world), step.given
     length = recipe.config.context_length
-    rates = measure_rates(model.share, given.attention_backend, world.device, length, given.kinds, given.linear)
+    rates = measure_rates(
+        model.share, given.attention_backend, world.device, length, given.kinds, given.linear
+    )
     if world.num_machines > 1:
         rates["network"] = measure_network(dist.group.WORLD, world.num_machines, world.device)
     rates = dict(zip(rates, world.min(*rates.values())))
@@ -141,48 +181,69 @@ def plan_memory(recipe: Recipe, model: Transformer, world: World, documents: Pac
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)
     if others:
-        rival = dataclasses.replace(step, given=dataclasses.replace(given, attention_backend="flash-attn-4"))
-        plans = [plan, *([make_plan(rival, *budgets, rates | others)] if has_plan(rival, *budgets) else [])]
+        rival = dataclasses.replace(
+            step, given=dataclasses.replace(given, attention_backend="flash-attn-4")
+        )
+        plans = [
+            plan,
+            *([make_plan(rival, *budgets, rates | others)] if has_plan(rival, *budgets) else []),
+        ]
         compared = {each.execution.attention_backend: each.seconds for each in plans}
         plan = dataclasses.replace(min(plans, key=lambda each: each.seconds), compared=compared)
-    plan = dataclasses.replace(plan, execution=world.broadcast(plan.execution))  # unequal shards might plan unequally
+    plan = dataclasses.replace(
+        plan, execution=world.broadcast(plan.execution)
+    )  # unequal shards might plan unequally
     cap_gpu_memory(int(plan.gpu_budget), world.device)
     logger.info("plan for %s of GPU and %s of host memory:\n%s", *map(gib, budgets), plan)
     return plan
 
 
 def measure_flash_attn_4(step: Step, world: World) -> Rates:
-    """Measures flash-attn-4's attention on all ranks if cuDNN's was chosen; {} if a rank cannot run it."""
+    """Measures flash-attn-4's attention on all ranks if cuDNN's was chosen; {} if a rank cannot run
+    it."""
     rates: Rates = {}
     if step.given.attention_backend != "cudnn":
         return rates
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version, tested = importlib.metadata.version("flash-attn-4"), ", ".join(TESTED_FLASH_ATTN_4)
         if version not in TESTED_FLASH_ATTN_4:
-            advice = "attention is cuDNN's; --attention_backend flash-attn-4 takes this one all the same"
-            logger.warning("flash-attn-4 %s is not among the tested versions (%s): %s", version, tested, advice)
+            advice = (
+                "attention is cuDNN's; --attention_backend flash-attn-4 takes this one all the same"
+            )
+            logger.warning(
+                "flash-attn-4 %s is not among the tested versions (%s): %s", version, tested, advice
+            )
         else:
             try:
                 of_step = step.context_length, step.given.kinds
                 rates = measure_attention(step.share, "flash-attn-4", world.device, *of_step)
             except Exception as error:  # a package of it that is missing or does not fit
-                logger.warning("attention is cuDNN's: flash-attn-4 %s fails here: %s", version, error)
+                logger.warning(
+                    "attention is cuDNN's: flash-attn-4 %s fails here: %s", version, error
+                )
     (measured,) = world.min(len(rates))
     return dict(zip(rates, world.min(*rates.values()))) if measured else {}
 
 
 def explain_out_of_memory(recipe: Recipe, plan: Plan, device: torch.device) -> str:
-    """A table of what the step was predicted to take, and a plan that should fit; computed without GPU memory."""
+    """A table of what the step was predicted to take, and a plan that should fit; computed without
+    GPU memory."""
     if message := without_plan(plan.step.share, plan.step.num_ranks):
         return f"{message}; raise --context_parallel_size, or lower --context_length"
     try:
         if recipe.memory_budget is None:
             budgets: tuple[float, float] = gpu_budget("auto", device), available_host_bytes()
-            advice = "--gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's"
+            advice = (
+                "--gradient_checkpointing and --compile dropped make such a plan; its seconds are "
+                "an H200's"
+            )
         else:
             budgets = 0.9 * plan.gpu_budget, plan.host_budget
             advice = f"--memory_budget {budgets[0] / 2**30:.1f}GB makes such a plan"
-        fitting = f"predicted to fit into {gib(budgets[0])}; {advice}:\n{make_plan(plan.step, *budgets, plan.rates)}"
+        fitting = (
+            f"predicted to fit into {gib(budgets[0])}; "
+            f"{advice}:\n{make_plan(plan.step, *budgets, plan.rates)}"
+        )
     except UserError as error:  # its message names the largest context, or what is free
         fitting = str(error)
     table = format_table(list(plan.step.stages(plan.execution)))
@@ -193,7 +254,8 @@ def explain_out_of_memory(recipe: Recipe, plan: Plan, device: torch.device) -> s
 
 
 def model_on_meta(model_config: ModelConfig, world: World, trained: Trained = ALL) -> Transformer:
-    """A model that takes no memory: bf16 on one GPU, else float32, from which FSDP computes in bf16.
+    """A model that takes no memory: bf16 on one GPU, else float32, from which FSDP computes in
+    bf16.
 
     Frozen weights on GPUs are bf16 in any case.
     """
@@ -214,14 +276,16 @@ def model_on_meta(model_config: ModelConfig, world: World, trained: Trained = AL
 def build_model(
     recipe: Recipe, world: World, documents: PackedDocuments | None = None
 ) -> tuple[Transformer, MasterAdamW, Plan]:
-    """A model and its optimizer, with weights that are not set yet, and the plan that both follow."""
+    """A model and its optimizer, with weights that are not set yet, and the plan that both
+    follow."""
     config, model = recipe.config, model_on_meta(recipe.model, world, recipe.trained)
     plan = plan_memory(recipe, model, world, documents)
     accumulate = config.gradient_accumulation_steps > 1
     inventory = inventory_of(model.named_parameters(), plan.execution, accumulate=accumulate)
     allocate(model, inventory, world.device)
     optimizer = MasterAdamW(
-        model.named_parameters(), inventory, weight_decay=config.weight_decay, impl=plan.execution.impl,
+        model.named_parameters(), inventory, weight_decay=config.weight_decay,
+        impl=plan.execution.impl,
         rate_ratios={"lora_B.weight": config.lora_plus or 1.0},
     )  # fmt: skip
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
@@ -231,8 +295,11 @@ def build_model(
     return model, optimizer, plan
 
 
-def build(recipe: Recipe, documents: PackedDocuments, world: World) -> tuple[Transformer, MasterAdamW, Plan]:
-    """Model, optimizer and plan, with all of their state from the checkpoint, or weights of the source, or fresh."""
+def build(
+    recipe: Recipe, documents: PackedDocuments, world: World
+) -> tuple[Transformer, MasterAdamW, Plan]:
+    """Model, optimizer and plan, with all of their state from the checkpoint, or weights of the
+    source, or fresh."""
     model, optimizer, plan = build_model(recipe, world, documents)
     if recipe.checkpoint:
         load_state(optimizer, recipe.checkpoint)

@@ -1,4 +1,5 @@
-"""Shows a run: its settings at the start, then each step to people, and to metrics.jsonl and other writers."""
+"""Shows a run: its settings at the start, then each step to people, and to metrics.jsonl and other
+writers."""
 
 import contextlib
 import dataclasses
@@ -32,31 +33,45 @@ FILE_ONLY = logging.getLogger(f"{__name__}.file_only")  # lines for --log_file a
 FILE_ONLY.propagate = False
 FILE_ONLY.addHandler(logging.NullHandler())
 SECONDS_BETWEEN_LINES = 1.0
-TRACKERS = {"wandb": "Weights & Biases", "trackio": "Trackio"}  # settings that are packages, and their names
+TRACKERS = {
+    "wandb": "Weights & Biases",
+    "trackio": "Trackio",
+}  # settings that are packages, and their names
 Writer = Callable[[dict], None]
 
 
 def describe(settings: dict, model: ModelConfig, plan: Plan, world: World) -> None:
     logger.info("config: %s", json.dumps(differing(settings)))
     logger.info(
-        "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x tensor: %d x %d x %d)",
-        settings["model_size"] or model.model_type, f"{model.num_parameters():,}", settings["attention_type"],
+        "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x "
+        "tensor: %d x %d x %d)",
+        settings["model_size"] or model.model_type, f"{model.num_parameters():,}",
+        settings["attention_type"],
         plan.execution.attention_backend, world.device.type, world.size,
         world.data_size, world.context_size, world.tensor_size,
     )  # fmt: skip
     if names := plan.execution.maps_in_words:
         logger.info("linear maps: %s", names)
     if world.device.type == "cuda":
-        waits = "for Triton to compile kernels that its cache lacks, and for the attention library's plans"
+        waits = (
+            "for Triton to compile kernels that its cache lacks, and for the attention library's "
+            "plans"
+        )
         logger.info("the first step takes longer than others: it also waits %s", waits)
 
 
 def differing(settings: dict) -> dict:
-    """Returns the settings that a run of the same model, adapters and context length does not have by default."""
+    """Returns the settings that a run of the same model, adapters and context length does not have
+    by default."""
     names = "model_size", "init_from", "lora", "context_length"  # other defaults follow from these
     usual = TrainConfig(**{name: settings[name] for name in names})
     defaults = dataclasses.asdict(usual) | {name: getattr(TrainConfig(), name) for name in names}
-    found = {"model_size": "tiny", "tokenizer": "bytes", "memory_budget": "auto", "optimizer_state": "float32"}
+    found = {
+        "model_size": "tiny",
+        "tokenizer": "bytes",
+        "memory_budget": "auto",
+        "optimizer_state": "float32",
+    }
     defaults["max_steps"] = usual.steps
     return {
         name: value for name, value in settings.items()
@@ -64,9 +79,11 @@ def differing(settings: dict) -> dict:
     }  # fmt: skip
 
 
-# Metrics of objectives in the line of a step, in this order, and their formats; z: no minus before 0.000.
+# Metrics of objectives in the line of a step, in this order, and their formats; z: no minus before
+# 0.000.
 SHOWN_OF_OBJECTIVES = {
-    "accuracy": "z.1%", "margin": "z.3f", "reward_chosen": "z.3f", "reward_rejected": "z.3f", "kl": "z.4f",
+    "accuracy": "z.1%", "margin": "z.3f", "reward_chosen": "z.3f", "reward_rejected": "z.3f",
+    "kl": "z.4f",
     "clip_share": "z.1%", "entropy": "z.3f",
 }  # fmt: skip
 
@@ -74,11 +91,13 @@ SHOWN_OF_OBJECTIVES = {
 class Display(contextlib.ExitStack):
     """Shows each step: on a progress bar in a terminal, elsewhere as a line of the log.
 
-    Two lines are SECONDS_BETWEEN_LINES apart at least, but the first and the last step have theirs: metrics.jsonl has
-    every step. Beside a progress bar --log_file alone has the lines. Other ranks than the main rank show nothing.
+    Two lines are SECONDS_BETWEEN_LINES apart at least, but the first and the last step have theirs:
+    metrics.jsonl has every step. Beside a progress bar --log_file alone has the lines. Other ranks
+    than the main rank show nothing.
 
     Args:
-        unit: what the loss of next tokens is a mean of, such as "nats per token"; "": of other objectives.
+        unit: what the loss of next tokens is a mean of, such as "nats per token"; "": of other
+        objectives.
     """
 
     def __init__(
@@ -89,14 +108,20 @@ class Display(contextlib.ExitStack):
         self._total, self._first, self._unit = max_steps, first_step, f" {unit}" if unit else ""
         self._loss = loss_in_words(objective)
         where = None if is_main else True  # None: not without a terminal
-        self._bar = self.enter_context(tqdm(total=self._total, initial=first_step, unit="step", disable=where))
+        self._bar = self.enter_context(
+            tqdm(total=self._total, initial=first_step, unit="step", disable=where)
+        )
         self._lines = logger if self._bar.disable else FILE_ONLY
         if not self._bar.disable:
             self.enter_context(logging_redirect_tqdm())  # lines of the log stand above the bar
         self._began, self._shown = time.monotonic(), -math.inf
 
     def show(self, values: dict) -> None:
-        loss = "left out" if values["loss"] is None else f"{values['loss']:z.3f}" + " (spike)" * ("is_spike" in values)
+        loss = (
+            "left out"
+            if values["loss"] is None
+            else f"{values['loss']:z.3f}" + " (spike)" * ("is_spike" in values)
+        )
         of_objective, speed = objectives_in_words(values), speeds_in_words(values)
         if "mfu" in values:
             speed["mfu"] = f"{values['mfu']:.1%}"
@@ -112,19 +137,32 @@ class Display(contextlib.ExitStack):
             text = [f"{name} {value}" for name, value in named.items()]
             text += [f"{value} {unit}" for unit, value in speed.items()]
             time_left, seconds = tqdm.format_interval(left), values["seconds"]
-            self._lines.info("step %d/%d: %s, %.1f s, ETA %s", step, self._total, ", ".join(text), seconds, time_left)
+            self._lines.info(
+                "step %d/%d: %s, %.1f s, ETA %s",
+                step,
+                self._total,
+                ", ".join(text),
+                seconds,
+                time_left,
+            )
         if "validation_loss" in values:
             self.show_validation(values)
 
     def show_validation(self, values: dict) -> None:
         named = {self._loss: f"{values['validation_loss']:z.4f}{self._unit}"}
         named |= objectives_in_words(values, "validation_")
-        text, share = ", ".join(f"{name} {value}" for name, value in named.items()), f"{values['validation_share']:.0%}"
-        logger.info("step %d: validation %s; validations take %s of the time", values["step"], text, share)
+        text, share = (
+            ", ".join(f"{name} {value}" for name, value in named.items()),
+            f"{values['validation_share']:.0%}",
+        )
+        logger.info(
+            "step %d: validation %s; validations take %s of the time", values["step"], text, share
+        )
 
 
 def objectives_in_words(values: dict, prefix: str = "") -> dict[str, str]:
-    """Returns an objective's metrics of a step by the words of its line. A margin stands for both rewards."""
+    """Returns an objective's metrics of a step by the words of its line. A margin stands for both
+    rewards."""
     shown = dict[str, str]()
     for name, spec in SHOWN_OF_OBJECTIVES.items():
         value = values.get(prefix + name)
@@ -145,7 +183,8 @@ def speeds_in_words(values: dict) -> dict[str, str]:
 
 @contextlib.contextmanager
 def also_logged_into(log_file: str | None) -> Iterator[None]:
-    """Append what is logged to a file, with times, and the error that ends the run. None: do nothing."""
+    """Append what is logged to a file, with times, and the error that ends the run. None: do
+    nothing."""
     if log_file is None:
         yield
         return
@@ -172,7 +211,8 @@ def also_logged_into(log_file: str | None) -> Iterator[None]:
 def own_amounts(forward_flops: float, text_tokens: int, world: World) -> list[float]:
     """This rank's part of a sum that `summed_metrics` takes.
 
-    It is FLOPs of its forwards, tokens of its texts without padding, and [ranks] peaks, 0 but its own.
+    It is FLOPs of its forwards, tokens of its texts without padding, and [ranks] peaks, 0 but its
+    own.
     """
     peaks = [0.0] * world.size
     if world.device.type == "cuda":
@@ -182,14 +222,18 @@ def own_amounts(forward_flops: float, text_tokens: int, world: World) -> list[fl
 
 
 def summed_metrics(amounts: list[float], seconds: float, world: World) -> dict:
-    """Returns a step's tokens without padding, and on GPUs each rank's peak of memory in GiB and the FLOP utilisation.
+    """Returns a step's tokens without padding, and on GPUs each rank's peak of memory in GiB and
+    the FLOP utilisation.
 
     `amounts` are sums over ranks of `own_amounts`. A backward takes twice the FLOPs of a forward.
     """
     flops, text_tokens, *peaks = amounts
     ranks_of_a_sequence = world.context_size * world.tensor_size  # each has the whole sequence
     text_tokens /= ranks_of_a_sequence
-    summed: dict = {"text_tokens": round(text_tokens), "text_tokens_per_second": text_tokens / seconds}
+    summed: dict = {
+        "text_tokens": round(text_tokens),
+        "text_tokens_per_second": text_tokens / seconds,
+    }
     if world.device.type == "cuda":
         summed["peak_memory_gib"] = [round(peak, 2) for peak in peaks]
     if (most := peak_flops(world.device)) is not None:
@@ -204,20 +248,25 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:
-    """Whether a loss is above the mean of 20 or more recent ones by more than 6 of their standard deviations."""
+    """Whether a loss is above the mean of 20 or more recent ones by more than 6 of their standard
+    deviations."""
     return len(recent) >= 20 and loss > statistics.mean(recent) + 6 * statistics.pstdev(recent)
 
 
 def set_aside(path: Path) -> None:
-    """Rename an earlier run's metrics.jsonl to metrics.1.jsonl, or to the first number that is free."""
+    """Rename an earlier run's metrics.jsonl to metrics.1.jsonl, or to the first number that is
+    free."""
     if path.exists() and path.stat().st_size:
-        earlier = next(p for n in count(1) if not (p := path.with_suffix(f".{n}{path.suffix}")).exists())
+        earlier = next(
+            p for n in count(1) if not (p := path.with_suffix(f".{n}{path.suffix}")).exists()
+        )
         path.rename(earlier)
         logger.info("%s of an earlier run is kept as %s", path, earlier.name)
 
 
 def open_metrics(settings: dict, from_step: int, stack: contextlib.ExitStack) -> "Metrics":
-    """Write the resolved settings into output_dir, and open metrics.jsonl beside them, and what else gets metrics.
+    """Write the resolved settings into output_dir, and open metrics.jsonl beside them, and what
+    else gets metrics.
 
     The end of `stack` ends the runs of trackers. Raises UserError.
     """
@@ -228,7 +277,9 @@ def open_metrics(settings: dict, from_step: int, stack: contextlib.ExitStack) ->
             set_aside(folder / "metrics.jsonl")
         writers = {"metrics.jsonl": jsonl_writer(folder / "metrics.jsonl", from_step)}
     except OSError as error:
-        raise UserError(f"output_dir {folder} cannot be written to: {error}; choose another") from None
+        raise UserError(
+            f"output_dir {folder} cannot be written to: {error}; choose another"
+        ) from None
     if settings["tensorboard"]:
         writers["TensorBoard"] = tensorboard_writer(folder / "tensorboard", from_step)
     for package in filter(settings.get, TRACKERS):
@@ -237,10 +288,12 @@ def open_metrics(settings: dict, from_step: int, stack: contextlib.ExitStack) ->
 
 
 class Metrics:
-    """Gives metrics to writers, on one rank. The run is worth more than its log: a writer that fails is a warning.
+    """Gives metrics to writers, on one rank. The run is worth more than its log: a writer that
+    fails is a warning.
 
     Args:
-        writers: by name; each takes the metrics of a step. A writer that fails by more than an OSError gets no more. Of
+        writers: by name; each takes the metrics of a step. A writer that fails by more than an
+        OSError gets no more. Of
             failures in a row the first is said.
     """
 
@@ -256,9 +309,13 @@ class Metrics:
                 write(values)
                 self._failing.discard(name)
             except Exception as error:
-                may_end = isinstance(error, OSError)  # such as a full disk, which may have room later
+                may_end = isinstance(
+                    error, OSError
+                )  # such as a full disk, which may have room later
                 if name not in self._failing or not may_end:
-                    logger.warning("step %s cannot be written to %s: %s", values["step"], name, error)
+                    logger.warning(
+                        "step %s cannot be written to %s: %s", values["step"], name, error
+                    )
                 self._failing.add(name)
                 if not may_end:
                     logger.warning("nothing more is written to %s", name)
@@ -268,8 +325,8 @@ class Metrics:
 def jsonl_writer(path: Path, from_step: int) -> Writer:
     """Appends metrics to metrics.jsonl, a line at a time, flushed.
 
-    Drops lines past `from_step`, which a run has written after its last checkpoint, and lines that a kill or a full
-    disk cut short.
+    Drops lines past `from_step`, which a run has written after its last checkpoint, and lines that
+    a kill or a full disk cut short.
     """
     given = read_file(path, "move it elsewhere") if path.exists() else b""
     lines = given.decode(errors="replace").splitlines()
@@ -288,8 +345,11 @@ def jsonl_writer(path: Path, from_step: int) -> Writer:
 
 
 def tensorboard_writer(folder: Path, from_step: int) -> Writer:
-    """Writes TensorBoard's event files. A resumed run takes the place of the steps after `from_step`."""
-    from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard, which is optional
+    """Writes TensorBoard's event files. A resumed run takes the place of the steps after
+    `from_step`."""
+    from torch.utils.tensorboard import (
+        SummaryWriter,
+    )  # needs the package tensorboard, which is optional
 
     events = SummaryWriter(str(folder), purge_step=from_step + 1)
 
@@ -306,7 +366,8 @@ def tracker_writer(package: str, settings: dict, stack: contextlib.ExitStack) ->
 
     A resumed run goes on in its run, which output_dir/*_id names.
 
-    Raises UserError if the package cannot be imported or started, as without a login, or that file cannot be read.
+    Raises UserError if the package cannot be imported or started, as without a login, or that file
+    cannot be read.
     """
     folder, project, is_wandb = settings["output_dir"], settings[package], package == "wandb"
     name, file = "id" if is_wandb else "name", Path(folder, f"{package}_id")  # names a run
@@ -322,7 +383,11 @@ def tracker_writer(package: str, settings: dict, stack: contextlib.ExitStack) ->
             run.define_metric("*", step_metric="step")
         replace_file(file, f"{getattr(run, name)}\n")
     except Exception as error:
-        login = f"log in with `{program('wandb')} login`, set WANDB_MODE=offline, or " if is_wandb else ""
+        login = (
+            f"log in with `{program('wandb')} login`, set WANDB_MODE=offline, or "
+            if is_wandb
+            else ""
+        )
         raise UserError(f"--{package} {project}: {error}; {login}drop it") from None
 
     def write(values: dict) -> None:
@@ -335,7 +400,9 @@ def tracker_writer(package: str, settings: dict, stack: contextlib.ExitStack) ->
         try:
             run.finish(**{"exit_code": int(kind is not None)} if is_wandb else {})
         except Exception as error:
-            sync = f"; `{program('wandb')} sync` sends what is in {folder}/wandb" if is_wandb else ""
+            sync = (
+                f"; `{program('wandb')} sync` sends what is in {folder}/wandb" if is_wandb else ""
+            )
             logger.warning("%s: %s%s", TRACKERS[package], error, sync)
 
     stack.push(finish)
@@ -343,6 +410,13 @@ def tracker_writer(package: str, settings: dict, stack: contextlib.ExitStack) ->
 
 
 def numbers(values: dict) -> dict[str, float]:
-    """Returns a step's numbers but the step. A list, such as memory by rank, is its largest number."""
-    largest = {name: max(value) if isinstance(value, list) else value for name, value in values.items()}
-    return {name: value for name, value in largest.items() if name != "step" and isinstance(value, int | float)}
+    """Returns a step's numbers but the step. A list, such as memory by rank, is its largest
+    number."""
+    largest = {
+        name: max(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    return {
+        name: value
+        for name, value in largest.items()
+        if name != "step" and isinstance(value, int | float)
+    }

@@ -88,13 +88,16 @@ class Run:
             model_config=to_config_json(self.recipe.model), exact=self.recipe.model.exact,
             optimizer_state=self.optimizer.state_dict() if self.config.save == "full" else None,
             trainer_state=state_to_save(
-                self.recipe.settings(self.progress.max_steps, self.plan.execution.state_format), self.progress,
-                tokens_per_step(self.config, world), world.data_size, self.recipe.tokenizer.identity,
+                self.recipe.settings(self.progress.max_steps, self.plan.execution.state_format),
+                self.progress,
+                tokens_per_step(self.config, world), world.data_size,
+                self.recipe.tokenizer.identity,
             ),
         )  # fmt: skip
 
     def read_together(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yields this rank's batches, as many on each rank. If a rank cannot read its next one, all save and fail."""
+        """Yields this rank's batches, as many on each rank. If a rank cannot read its next one, all
+        save and fail."""
         batch: Batch | None
         while True:
             try:
@@ -108,8 +111,13 @@ class Run:
             yield batch
 
     def leave_out(self, step: int, error: Exception) -> None:
-        """Go on without a step that is not finite, as often as the settings allow; raise UserError after that."""
-        sources = ", ".join(self.loader.sources(self.progress.loader["next_sequence"], self.loader.next_sequence)[:10])
+        """Go on without a step that is not finite, as often as the settings allow; raise UserError
+        after that."""
+        sources = ", ".join(
+            self.loader.sources(self.progress.loader["next_sequence"], self.loader.next_sequence)[
+                :10
+            ]
+        )
         if self.progress.skipped < self.config.skip_nonfinite_steps:
             self.progress.skipped += 1
             logger.warning("step %d: %s, left out; documents: %s", step, error, sources)
@@ -118,20 +126,27 @@ class Run:
         self.saver.wait()
         last = f"the last good checkpoint: {self.saver.last or 'none'}"
         goes_on = "Go on from it" if self.saver.last else "Start again"
-        cure = f"{goes_on} with a lower --learning_rate, or leave such steps out with --skip_nonfinite_steps"
+        cure = (
+            f"{goes_on} with a lower --learning_rate, or leave such steps out with "
+            "--skip_nonfinite_steps"
+        )
         why = f"step {step}: {error}, stopped before the update; {last}"
         raise UserError(f"{why}. {cure}; documents of the step: {sources}") from None
 
     def promise_shutdown_once(self, seconds: float) -> None:
-        """Say how long the run goes on after a signal, as soon as a step of so many seconds tells."""
+        """Say how long the run goes on after a signal, as soon as a step of so many seconds
+        tells."""
         taken = self.progress.step - self.recipe.progress.step
         if taken == 2 or (taken == 1 and seconds > LONG_FIRST_STEP_SECONDS):
             size = checkpoint_bytes(self.recipe, self.world, self.plan.execution.state_format)
             save_seconds = self.saver.seconds or size / SAVED_BYTES_PER_SECOND
-            promise_shutdown(self.stopping.look_seconds, save_seconds if self.config.save != "none" else 0.0)
+            promise_shutdown(
+                self.stopping.look_seconds, save_seconds if self.config.save != "none" else 0.0
+            )
 
     def save_after_error(self) -> None:
-        """Save the steps that were done, if this rank is the only one: other ranks would wait in a collective."""
+        """Save the steps that were done, if this rank is the only one: other ranks would wait in a
+        collective."""
         self.display.close()  # ends the progress bar's line
         if self.world.size == 1 and not self.is_updating:
             try:
@@ -139,7 +154,9 @@ class Run:
                 if self.progress.step:
                     saved = self.saver.output_dir / f"step_{self.progress.step:08d}"
                     logger.info(after_a_stop(self.config, self.recipe.given, saved, self.world))
-            except Exception as error:  # a GPU may answer no more; the first error is the one to show
+            except (
+                Exception
+            ) as error:  # a GPU may answer no more; the first error is the one to show
                 logger.warning("no checkpoint of step %d: %s", self.progress.step, error)
 
 
@@ -151,14 +168,16 @@ def open_report(run: Run, warnings: RecentWarnings, stack: contextlib.ExitStack)
     settings = run.recipe.settings(run.progress.max_steps, plan.execution.state_format)
     settings |= {"memory_budget": run.recipe.memory_budget}
     facts = {
-        "model": f"{settings['model_size'] or model.model_type}, {model.num_parameters():,} parameters",
+        "model": f"{settings['model_size'] or model.model_type}, {model.num_parameters():,} "
+        "parameters",
         "objective": config.objective,
         "data": ", ".join(config.data) or "sources of Python's standard library",
         "a step": f"{tokens_per_step(config, world):,} tokens, padding included",
         "device": f"{world.device.type} x {world.size}",
     }
     about = About(
-        settings, differing(settings), facts, str(plan) if run.recipe.memory_budget is not None else "",
+        settings, differing(settings), facts,
+        str(plan) if run.recipe.memory_budget is not None else "",
         run.loader.store.lengths, config.context_length, run.progress.max_steps,
     )  # fmt: skip
     run.report = Report(Path(config.output_dir), about, run.progress.step, warnings)
@@ -170,20 +189,25 @@ def open_report(run: Run, warnings: RecentWarnings, stack: contextlib.ExitStack)
 
 
 def is_save_due(recipe: Recipe, step: int, since_save: float, has_failed: bool) -> bool:
-    """Whether a checkpoint is due after a step, if the last one was begun `since_save` seconds ago, or has failed."""
+    """Whether a checkpoint is due after a step, if the last one was begun `since_save` seconds ago,
+    or has failed."""
     steps, seconds = recipe.save_interval
     is_time = 0 < seconds < since_save or (has_failed and since_save > RETRY_SECONDS)
     return is_time or (steps > 0 and step % steps == 0)
 
 
 def checkpoint_bytes(recipe: Recipe, world: World, planned: str | None = None) -> int:
-    """Bytes of a checkpoint on disk: bf16 weights on GPUs, float32 on a CPU; the optimizer's state; what is carried.
+    """Bytes of a checkpoint on disk: bf16 weights on GPUs, float32 on a CPU; the optimizer's state;
+    what is carried.
 
-    Weights and state are of what is trained. `planned` is the format of the state, once there is a plan.
+    Weights and state are of what is trained. `planned` is the format of the state, once there is a
+    plan.
     """
     numbers, is_cuda = recipe.trained.elements(recipe.model), world.device.type == "cuda"
     state_format = planned or recipe.state_format
-    if state_format == "auto":  # until the plan is made, which may choose compact, the least is counted
+    if (
+        state_format == "auto"
+    ):  # until the plan is made, which may choose compact, the least is counted
         state_format = "compact" if recipe.memory_budget else "float32"
     is_half, weight_bytes = is_cuda and world.size == 1, 2 if is_cuda else 4
     saved_format = state_format if recipe.config.save == "full" else None
@@ -194,8 +218,8 @@ def checkpoint_bytes(recipe: Recipe, world: World, planned: str | None = None) -
 def check_disk(recipe: Recipe, progress: Progress, size: int) -> None:
     """Refuse a run for two of whose checkpoints, of `size` bytes, the disk has no room.
 
-    Two are the last one and the one that takes its place. Checkpoints of the steps so far count as free: the run
-    deletes them.
+    Two are the last one and the one that takes its place. Checkpoints of the steps so far count as
+    free: the run deletes them.
     """
     config, (steps, seconds) = recipe.config, recipe.save_interval
     output_dir = Path(config.output_dir)
@@ -209,20 +233,29 @@ def check_disk(recipe: Recipe, progress: Progress, size: int) -> None:
             check_room(output_dir, min(least, saves + len(found)) * size, size_on_disk(found))
         except OSError as error:
             if least == 2:
-                or_else = "choose another --output_dir" + ", or --save model" * (config.save == "full")
+                or_else = "choose another --output_dir" + ", or --save model" * (
+                    config.save == "full"
+                )
                 raise UserError(f"{error.strerror}; free some space, {or_else}") from None
-            logger.warning("%s: old checkpoints will be deleted before new ones are complete", error.strerror)
+            logger.warning(
+                "%s: old checkpoints will be deleted before new ones are complete", error.strerror
+            )
 
 
 # The sample
 
 
 def log_sample(run: Run) -> None:
-    """Log what the model writes for a held-out document with a target, until its end or a signal. All ranks call this.
+    """Log what the model writes for a held-out document with a target, until its end or a signal.
+    All ranks call this.
 
-    A text is continued from its beginning. A sample or a chat is from its first target, as an assistant's turn.
+    A text is continued from its beginning. A sample or a chat is from its first target, as an
+    assistant's turn.
     """
-    documents = (run.held_out.read_masked(i, 0, length) for i, length in enumerate(run.held_out.lengths.tolist()))
+    documents = (
+        run.held_out.read_masked(i, 0, length)
+        for i, length in enumerate(run.held_out.lengths.tolist())
+    )
     found = next((each for each in documents if not each[1][1:].all()), None)
     if found is None:  # rollouts may have none
         return
@@ -233,20 +266,33 @@ def log_sample(run: Run) -> None:
     prompt, written = ids[max(0, start - PROMPT_TOKENS) : start], list[int]()
     stops = stop_ids(run.recipe.tokenizer, is_sample)
     homes = run.optimizer.homes.values()
-    if fetched := sum(home.nbytes for home in homes if home.device.type != run.world.device.type) / GIB:
-        logger.info("sample: each token fetches %.1f GiB of weights from the host; --sample_tokens 0: none", fetched)
+    if (
+        fetched := sum(home.nbytes for home in homes if home.device.type != run.world.device.type)
+        / GIB
+    ):
+        logger.info(
+            "sample: each token fetches %.1f GiB of weights from the host; --sample_tokens 0: none",
+            fetched,
+        )
     generator = torch.Generator(run.world.device).manual_seed(run.config.seed)
     ids_BT = torch.from_numpy(prompt).to(run.world.device)[None]
     # Each layer and length would be compiled anew.
     with torch.compiler.set_stance("force_eager"), products_in_bf16(run.model):
-        for next_B1 in run.model.next_tokens(ids_BT, run.config.sample_tokens, temperature=0.8, generator=generator):
+        for next_B1 in run.model.next_tokens(
+            ids_BT, run.config.sample_tokens, temperature=0.8, generator=generator
+        ):
             if any(run.world.sum(int(next_B1) in stops)):
                 break
             written.append(int(next_B1))
             if run.stopping.is_asked():
                 break
-    before, after = (run.recipe.tokenizer.decode(part, with_special=is_sample) for part in (prompt.tolist(), written))
+    before, after = (
+        run.recipe.tokenizer.decode(part, with_special=is_sample)
+        for part in (prompt.tolist(), written)
+    )
     if run.report is not None:
         run.report.sample = before, after
     cut = f"the last {len(prompt):,} tokens of " if len(prompt) < start else ""
-    logger.info("sample, after %sa held-out prompt:\n%s<<<the prompt ends here>>>%s", cut, before, after)
+    logger.info(
+        "sample, after %sa held-out prompt:\n%s<<<the prompt ends here>>>%s", cut, before, after
+    )

@@ -16,43 +16,74 @@ CONTEXT_LENGTH = 131_072
 
 @dataclass
 class ProfileFlags(StepFlags):
-    """Say whether a training step fits, what memory it takes, and how long it and an epoch of the data take."""
+    """Say whether a training step fits, what memory it takes, and how long it and an epoch of the
+    data take."""
 
     model_size: str | None = flag(
-        None, "shape of a model: 4B is Qwen3-4B's; default: 4B, unless init_from is given", MODEL_SIZES
+        None,
+        "shape of a model: 4B is Qwen3-4B's; default: 4B, unless init_from is given",
+        MODEL_SIZES,
     )
     context_length: int | None = flag(  # type: ignore[assignment]
         None, f"tokens in a sequence; default: {CONTEXT_LENGTH}", least=2, most=2**27, tokens=True
     )
-    batch_size: int = flag(1, "sequences in a micro-batch; train.py takes 8 below 16384 tokens", least=1, most=2**20)
+    batch_size: int = flag(
+        1, "sequences in a micro-batch; train.py takes 8 below 16384 tokens", least=1, most=2**20
+    )
     attention_backend: str = flag("auto", "attention kernel", GPU_BACKENDS)
     gradient_checkpointing: bool | None = flag(  # type: ignore[assignment]
         None, "no plan: checkpoint every block, or keep all"
     )
-    nproc: int = flag(1, "predict for so many GPUs of a machine, as torchrun's --nproc_per_node", least=1, most=2**10)
-    nnodes: int = flag(1, "predict for so many machines, as torchrun's --nnodes", least=1, most=2**16)
+    nproc: int = flag(
+        1,
+        "predict for so many GPUs of a machine, as torchrun's --nproc_per_node",
+        least=1,
+        most=2**10,
+    )
+    nnodes: int = flag(
+        1, "predict for so many machines, as torchrun's --nnodes", least=1, most=2**16
+    )
     gpu: str | None = flag(
-        None, "predict for RTX4090, A100-80GB, H100 ...; a size, 24GB: the slowest with as much", group="machine"
+        None,
+        "predict for RTX4090, A100-80GB, H100 ...; a size, 24GB: the slowest with as much",
+        group="machine",
     )
     host_memory: str | None = flag(None, "predict for a machine of so much, as sold: 64GB")
     objective: str = flag(
-        "next_token", "as train.py's: what its loss takes is predicted", OBJECTIVES, group="objective"
+        "next_token",
+        "as train.py's: what its loss takes is predicted",
+        OBJECTIVES,
+        group="objective",
     )
-    beta: float | None = flag(None, "of rollouts, as train.py's; above 0 a reference is read", least=0.0, most=1e6)
-    data: list[str] = flag(list, "as in train.py: predict the hours of an epoch, for its documents", group="data")
-    tokenizer: str | None = flag(None, "of data, a tokenizer.json or its folder, or bytes; default: init_from's")
+    beta: float | None = flag(
+        None, "of rollouts, as train.py's; above 0 a reference is read", least=0.0, most=1e6
+    )
+    data: list[str] = flag(
+        list, "as in train.py: predict the hours of an epoch, for its documents", group="data"
+    )
+    tokenizer: str | None = flag(
+        None, "of data, a tokenizer.json or its folder, or bytes; default: init_from's"
+    )
     chat_template: str | None = flag(None, "of chats in data, as train.py's")
     suffixes: str | None = flag(None, "of texts in data, as train.py's")
     columns: str | None = flag(None, "names of rows' fields in data, as train.py's")
     bad_rows: str | None = flag(None, "rows of data that cannot be read; default: refuse", BAD_ROWS)
-    overlong: str | None = flag(None, "documents of data longer than a sequence; default: refuse", OVERLONG)
+    overlong: str | None = flag(
+        None, "documents of data longer than a sequence; default: refuse", OVERLONG
+    )
     find_max_context: bool = flag(False, "the longest context that fits", group="answers")
     compare: bool = flag(False, "with and without chunked loss, checkpointing, a plan; 32k to 256k")
     measure: bool = flag(False, "with find_max_context and compare: confirm on the GPU")
-    num_layers: int | None = flag(None, "measure so many of the layers, where a whole step takes too long", least=1)
-    stages: str | None = flag(None, "memory by stages; all: a row for each layer", ("equal", "all"), bare="equal")
+    num_layers: int | None = flag(
+        None, "measure so many of the layers, where a whole step takes too long", least=1
+    )
+    stages: str | None = flag(
+        None, "memory by stages; all: a row for each layer", ("equal", "all"), bare="equal"
+    )
     timeline: Path | None = flag(None, "draw the step there (.png, .svg)")
-    picture: Path | None = flag(None, "draw memory and seconds by context there, to the longest that fits (.png, .svg)")
+    picture: Path | None = flag(
+        None, "draw memory and seconds by context there, to the longest that fits (.png, .svg)"
+    )
     json: Path | None = flag(None, "write everything there")
 
     rules: ClassVar[tuple[Rule, ...]] = PROFILE
@@ -60,9 +91,15 @@ class ProfileFlags(StepFlags):
     @property
     def lengths(self) -> tuple[int, int, int]:
         """(tokens in a sequence, sequences in a micro-batch, micro-batches in a step)."""
-        return self.context_length or CONTEXT_LENGTH, self.batch_size, self.gradient_accumulation_steps
+        return (
+            self.context_length or CONTEXT_LENGTH,
+            self.batch_size,
+            self.gradient_accumulation_steps,
+        )
 
 
-_TRAIN_ALONE = {each.name for each in fields(TrainConfig)} - {each.name for each in fields(ProfileFlags)}
+_TRAIN_ALONE = {each.name for each in fields(TrainConfig)} - {
+    each.name for each in fields(ProfileFlags)
+}
 ProfileFlags.absent = ABSENT | {" ".join(_TRAIN_ALONE): "it is train.py's alone; drop it"}
 read_profile_flags = partial(read_flags, ProfileFlags, program="profile_memory.py")

@@ -1,6 +1,8 @@
-"""A run's page: report.html beside metrics.jsonl, written anew as the run goes on, for a browser on any machine.
+"""A run's page: report.html beside metrics.jsonl, written anew as the run goes on, for a browser on
+any machine.
 
-It has curves, the hours left, the memory plan, warnings, the data's lengths against the context, and the last sample.
+It has curves, the hours left, the memory plan, warnings, the data's lengths against the context,
+and the last sample.
 """
 
 import contextlib
@@ -28,7 +30,9 @@ from training.plots.svg import draw_panels
 logger = logging.getLogger(__name__)
 NAME = "report.html"
 SECONDS_BETWEEN_PAGES = 15.0
-SHARE_OF_TIME = 0.02  # limit for pages: one that computes for a second is followed by 50 seconds without
+SHARE_OF_TIME = (
+    0.02  # limit for pages: one that computes for a second is followed by 50 seconds without
+)
 SECONDS_OF_LAST_PAGE = 10.0  # time that the end of a run waits for the page before
 MOST_ROWS = 4000  # steps that are kept; more lose every second one
 MOST_WARNINGS = 50
@@ -51,7 +55,9 @@ class RecentWarnings(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.count += 1
-        self.lines.append((_clock(datetime.fromtimestamp(record.created).astimezone()), record.getMessage()))
+        self.lines.append(
+            (_clock(datetime.fromtimestamp(record.created).astimezone()), record.getMessage())
+        )
 
     def recent(self) -> tuple[list[tuple[str, str]], int]:
         """Returns the last warnings, and how many there were."""
@@ -105,14 +111,16 @@ class Progress:
 class Report:
     """Writes the page of a run, on the main rank.
 
-    `write` takes the metrics of a step, as other writers do. A page is made and written in a thread beside the next
-    steps, and none is begun before SECONDS_BETWEEN_PAGES are over. The error of the last page is raised by each `write`
-    until a page succeeds.
+    `write` takes the metrics of a step, as other writers do. A page is made and written in a thread
+    beside the next steps, and none is begun before SECONDS_BETWEEN_PAGES are over. The error of the
+    last page is raised by each `write` until a page succeeds.
     """
 
     def __init__(self, folder: Path, about: About, first_step: int, warnings: RecentWarnings):
         self._file, self._about, self._warnings = folder / NAME, about, warnings
-        self._lengths = lengths_in_html(about.lengths, about.context_length)  # once: there may be millions
+        self._lengths = lengths_in_html(
+            about.lengths, about.context_length
+        )  # once: there may be millions
         self.sample: tuple[str, str] | None = None
         self._rows = list[dict]()
         if first_step:
@@ -145,7 +153,9 @@ class Report:
         if error is not None:
             status = f"ended by {line_of(error) or f'error: {error!r}'}"
         else:
-            status = "complete" if self._step >= self._about.max_steps else "stopped; --resume goes on"
+            status = (
+                "complete" if self._step >= self._about.max_steps else "stopped; --resume goes on"
+            )
         if self._thread is not None:
             self._thread.join(SECONDS_OF_LAST_PAGE)
         try:
@@ -161,7 +171,9 @@ class Report:
     def _begin_page(self, status: str, seconds_left: float | None) -> None:
         self._begun_page = time.monotonic()
         words = [*self._rows], self._progress(status, seconds_left)
-        self._thread = threading.Thread(target=self._write_in_thread, args=words, name="report", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_in_thread, args=words, name="report", daemon=True
+        )
         self._thread.start()
 
     def _write_in_thread(self, rows: list[dict], progress: Progress) -> None:
@@ -184,17 +196,27 @@ class Report:
 
 
 def thinned(rows: list[dict]) -> list[dict]:
-    """Returns every second row, the last one, and rows with a validation, a spike or a loss that was left out.
+    """Returns every second row, the last one, and rows with a validation, a spike or a loss that
+    was left out.
 
     Where most rows have such an event, as validations of every step, every second row has to do.
     """
-    events = ["validation_loss" in row or bool(row.get("is_spike")) or row.get("loss", 0) is None for row in rows]
+    events = [
+        "validation_loss" in row or bool(row.get("is_spike")) or row.get("loss", 0) is None
+        for row in rows
+    ]
     are_few = sum(events) < len(rows) // 4
     last = len(rows) - 1
-    return [row for number, row in enumerate(rows) if number % 2 == 0 or number == last or (are_few and events[number])]
+    return [
+        row
+        for number, row in enumerate(rows)
+        if number % 2 == 0 or number == last or (are_few and events[number])
+    ]
 
 
-def page_of(folder: Path, about: About, rows: list[dict], progress: Progress, lengths: str, is_last: bool) -> str:
+def page_of(
+    folder: Path, about: About, rows: list[dict], progress: Progress, lengths: str, is_last: bool
+) -> str:
     """Returns the page of a run, HTML. A browser loads it anew by itself until the run ends."""
     now = datetime.now().astimezone()
     parts = [
@@ -206,7 +228,8 @@ def page_of(folder: Path, about: About, rows: list[dict], progress: Progress, le
         f"<h2>Lengths of the training documents</h2>{lengths}",
         _sample(progress.sample),
         f"<h2>Settings</h2>{_preformatted(json.dumps(about.shown_settings, indent=1))}",
-        f"<details><summary>All settings</summary>{_preformatted(json.dumps(about.settings, indent=1))}</details>",
+        "<details><summary>All "
+        f"settings</summary>{_preformatted(json.dumps(about.settings, indent=1))}</details>",
     ]
     seconds = None if is_last else int(SECONDS_BETWEEN_PAGES)
     body = "\n".join(part for part in parts if part)
@@ -220,10 +243,20 @@ def _head(about: About, progress: Progress, now: datetime, is_last: bool) -> str
     left = ""
     if progress.seconds_left is not None:
         end = _clock(now + timedelta(seconds=progress.seconds_left))
-        left = f" About {tqdm.format_interval(progress.seconds_left)} left, to {end}, by the mean of the steps so far."
-    again = "" if is_last else f" It is written anew every {SECONDS_BETWEEN_PAGES:.0f} s while the run goes on."
+        left = (
+            f" About {tqdm.format_interval(progress.seconds_left)} left, to {end}, by the mean of "
+            "the steps so far."
+        )
+    again = (
+        ""
+        if is_last
+        else f" It is written anew every {SECONDS_BETWEEN_PAGES:.0f} s while the run goes on."
+    )
     about_page = f'<p class="faint">This page is of {_clock(now)}.{again}</p>'
-    return f"<p><b>{escaped(done)}</b>: {escaped(progress.status)}.{escaped(left)}</p>{bar}{about_page}"
+    return (
+        f"<p><b>{escaped(done)}</b>: "
+        f"{escaped(progress.status)}.{escaped(left)}</p>{bar}{about_page}"
+    )
 
 
 def _clock(moment: datetime) -> str:
@@ -236,7 +269,8 @@ def _last_numbers(rows: list[dict]) -> dict[str, str]:
     for name, title, spec in (
         ("loss", "last loss", ".4f"), ("validation_loss", "last validation loss", ".4f"),
         ("text_tokens_per_second", "tokens per second, without padding", ",.0f"),
-        ("tokens_per_second", "tokens per second, padding included", ",.0f"), ("seconds", "seconds of a step", ".2f"),
+        ("tokens_per_second", "tokens per second, padding included", ",.0f"),
+        ("seconds", "seconds of a step", ".2f"),
     ):  # fmt: skip
         steps, values = points(rows, name)
         if steps:
@@ -245,7 +279,10 @@ def _last_numbers(rows: list[dict]) -> dict[str, str]:
 
 
 def _table(rows: dict[str, str]) -> str:
-    lines = (f"<tr><th>{escaped(name)}</th><td>{escaped(value)}</td></tr>" for name, value in rows.items())
+    lines = (
+        f"<tr><th>{escaped(name)}</th><td>{escaped(value)}</td></tr>"
+        for name, value in rows.items()
+    )
     return f"<table>{''.join(lines)}</table>"
 
 
@@ -258,7 +295,9 @@ def _warnings(progress: Progress) -> str:
         return ""
     lines = "\n".join(f"{moment}  {text}" for moment, text in progress.warnings)
     missing = progress.num_warnings - len(progress.warnings)
-    title = f"Warnings: {progress.num_warnings:,}" + (f", without the first {missing:,}" if missing else "")
+    title = f"Warnings: {progress.num_warnings:,}" + (
+        f", without the first {missing:,}" if missing else ""
+    )
     return f'<h2 class="warning">{title}</h2>{_preformatted(lines)}'
 
 
@@ -271,14 +310,18 @@ def _sample(sample: tuple[str, str] | None) -> str:
 
 
 def lengths_in_html(lengths: np.ndarray, context_length: int) -> str:
-    """Returns a table of documents by their lengths, in powers of two; longer ones than the context are marked."""
+    """Returns a table of documents by their lengths, in powers of two; longer ones than the context
+    are marked."""
     count, tokens = len(lengths), int(lengths.sum())
     beyond = int((lengths > context_length).sum())
     summary = (
-        f"{count:,} documents of {tokens:,} tokens, the longest of {int(lengths.max(initial=0)):,}; "
+        f"{count:,} documents of {tokens:,} tokens, the longest of "
+        f"{int(lengths.max(initial=0)):,}; "
         f"a sequence has {context_length:,} tokens, and {beyond:,} documents are longer."
     )
-    power = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)  # a document of 129 to 256 tokens has 8
+    power = np.ceil(np.log2(np.maximum(lengths, 1))).astype(
+        np.int64
+    )  # a document of 129 to 256 tokens has 8
     counts, sums = np.bincount(power), np.bincount(power, lengths)
     rows = list[str]()
     for number in counts.nonzero()[0].tolist():

@@ -22,18 +22,29 @@ from training.run.settings import DEFAULT_STEPS, TrainConfig, check_config
 
 logger = logging.getLogger(__name__)
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.
-NOT_INHERITED = "resume", "rope_scaling", "output_dir", "device", "show_batch", "collective_timeout", "log_file"
+NOT_INHERITED = (
+    "resume",
+    "rope_scaling",
+    "output_dir",
+    "device",
+    "show_batch",
+    "collective_timeout",
+    "log_file",
+)
 DROPPED_TO_GO_ON = "resume", "rope_scaling", "show_batch"  # the checkpoint has the extended context
 BUDGETS = ("memory_budget", "host_budget")
 # A flag given with --resume drops the earlier run's settings that it would contradict.
-REPLACED: dict[str, tuple[str, ...]] = {name: BUDGETS for name in ("gradient_checkpointing", "compile")}
+REPLACED: dict[str, tuple[str, ...]] = {
+    name: BUDGETS for name in ("gradient_checkpointing", "compile")
+}
 REPLACED |= {name: ("gradient_checkpointing", "compile") for name in BUDGETS}
 REPLACED |= {"epochs": ("max_steps",), "max_steps": ("epochs",)}
 
 
 @dataclass
 class Progress:
-    """How far a run has come, after a step that was taken. A step that is dropped half way leaves it alone."""
+    """How far a run has come, after a step that was taken. A step that is dropped half way leaves
+    it alone."""
 
     max_steps: int = 0  # the run's last step; with epochs LARGE until `count_steps` knows it
     cosine_steps: int = 0  # steps from the run's first to the end of the learning rate's cosine
@@ -42,7 +53,9 @@ class Progress:
     loader: dict = field(default_factory=dict)  # the loader's state: its position in the data
     validation_loss: float | None = None  # the last that was measured
     skipped: int = 0  # steps that were not finite and were left out
-    unvalidated: int | None = None  # the last step, if a signal or an error cut its validation short
+    unvalidated: int | None = (
+        None  # the last step, if a signal or an error cut its validation short
+    )
 
     @property
     def is_complete(self) -> bool:
@@ -56,7 +69,9 @@ class Start:
     config: TrainConfig
     progress: Progress
     tokenizer: str | None = None  # identity of the tokenizer that the checkpoint was trained with
-    changes: list[str] = field(default_factory=list)  # a line for each setting that is not what it was
+    changes: list[str] = field(
+        default_factory=list
+    )  # a line for each setting that is not what it was
 
 
 def how_to_go_on(found: list[Path]) -> str:
@@ -64,9 +79,12 @@ def how_to_go_on(found: list[Path]) -> str:
     resumable = [path for path in found if (path / OPTIMIZER).is_file()]
     if resumable[-1:] == found[-1:]:
         return "--resume goes on from it, another --output_dir starts afresh"
-    or_older = f"; once it is moved elsewhere, --resume goes on from {resumable[-1]}" if resumable else ""
+    or_older = (
+        f"; once it is moved elsewhere, --resume goes on from {resumable[-1]}" if resumable else ""
+    )
     return (
-        f"it has no optimizer state; another --output_dir starts afresh, with --init_from {found[-1]} from its weights"
+        "it has no optimizer state; another --output_dir starts afresh, with --init_from "
+        f"{found[-1]} from its weights"
         f"{or_older}"
     )
 
@@ -76,9 +94,11 @@ def start_from(checkpoint: str | Path) -> str:
 
 
 def after_a_stop(config: TrainConfig, given: Iterable[str], last: Path | None, world: World) -> str:
-    """Returns what to do after a run that was stopped: the command that goes on, if its last checkpoint can be resumed.
+    """Returns what to do after a run that was stopped: the command that goes on, if its last
+    checkpoint can be resumed.
 
-    `given` are the names of settings that flags and --config gave: a checkpoint has all but a few of them.
+    `given` are the names of settings that flags and --config gave: a checkpoint has all but a few
+    of them.
     """
     if config.save == "none":
         return "nothing is saved, as --save none asks: the same command starts anew"
@@ -88,28 +108,37 @@ def after_a_stop(config: TrainConfig, given: Iterable[str], last: Path | None, w
         return f"the weights are saved: {start_from(last)}"
     starts = [program("torchrun"), *_sizes_of_torchrun(world)] if world.size > 1 else [program()]
     kept = [name for name in NOT_INHERITED if name in given and name not in DROPPED_TO_GO_ON]
-    flags = [word for name in kept for word in (f"--{name}", shlex.quote(str(getattr(config, name))))]
+    flags = [
+        word for name in kept for word in (f"--{name}", shlex.quote(str(getattr(config, name))))
+    ]
     return f"to go on: {' '.join([*starts, 'train.py', '--resume', *flags])}"
 
 
 def _sizes_of_torchrun(world: World) -> list[str]:
     local = whole_number("LOCAL_WORLD_SIZE", world.size)
-    nodes = [f"--nnodes={world.size // local}", "(and the rest as before)"] if local < world.size else []
+    nodes = (
+        [f"--nnodes={world.size // local}", "(and the rest as before)"]
+        if local < world.size
+        else []
+    )
     return [f"--nproc_per_node={local}", *nodes]
 
 
 def resume(checkpoint: Path, given: dict, world: World) -> Start:
     """Makes a start from a checkpoint, with its settings changed by the given ones.
 
-    Without --max_steps or --epochs a run that was stopped keeps the number it had. A finished one gets DEFAULT_STEPS
-    more at its last learning rate, and with --resume auto none.
+    Without --max_steps or --epochs a run that was stopped keeps the number it had. A finished one
+    gets DEFAULT_STEPS more at its last learning rate, and with --resume auto none.
     """
     if not (checkpoint / OPTIMIZER).is_file():
         found = checkpoints(checkpoint.parent, step_of(checkpoint) or 0)
         raise UserError(f"{checkpoint} cannot be resumed: {how_to_go_on(found)}")
     state = load_state(checkpoint)
     if state["ignored"]:
-        logger.info("settings of another version, ignored: %s", ", ".join(name[:80] for name in state["ignored"]))
+        logger.info(
+            "settings of another version, ignored: %s",
+            ", ".join(name[:80] for name in state["ignored"]),
+        )
     refuse_other_weights(checkpoint, state["settings"], given.get("init_from"))
     progress = Progress(**{each.name: state[each.name] for each in dataclasses.fields(Progress)})
     step, saved = progress.step, state["settings"] | {"max_steps": progress.max_steps}
@@ -117,26 +146,43 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     if given.get("optimizer_state") == "auto":  # the run before has chosen
         given = given | {"optimizer_state": saved["optimizer_state"]}
     values = inherited_settings(saved, given, world.device)
-    if not {"max_steps", "epochs"} & {*given} and progress.max_steps <= step and values["resume"] == "yes":
+    if (
+        not {"max_steps", "epochs"} & {*given}
+        and progress.max_steps <= step
+        and values["resume"] == "yes"
+    ):
         values |= {"max_steps": step + DEFAULT_STEPS, "epochs": None}
     config = TrainConfig(**values)
     progress.max_steps = config.max_steps or LARGE
     if progress.max_steps <= step and config.resume == "yes":
         goal, value = config.goal, getattr(config, config.goal)
-        raise UserError(f"{checkpoint} is at step {step}, {goal} is {value:g}; raise {goal} to go on")
+        raise UserError(
+            f"{checkpoint} is at step {step}, {goal} is {value:g}; raise {goal} to go on"
+        )
     check_config(config, given, TrainConfig.rules)
     if config.freeze_routers != before.freeze_routers:
-        was = f"{checkpoint} was trained with {'frozen' if before.freeze_routers else 'trained'} routers"
-        raise UserError(f"freeze_routers {config.freeze_routers}: {was}; drop it, or {start_from(checkpoint)}")
+        was = (
+            f"{checkpoint} was trained with {'frozen' if before.freeze_routers else 'trained'} "
+            "routers"
+        )
+        raise UserError(
+            f"freeze_routers {config.freeze_routers}: {was}; drop it, or {start_from(checkpoint)}"
+        )
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
     changes = spell_changes(before, config, state, world)
     rates = [learning_rate_of(number, before, progress.cosine_steps) for number in (step, step + 1)]
-    progress.cosine_steps = given.get("max_steps", progress.cosine_steps)  # `count_steps` sets another for epochs
+    progress.cosine_steps = given.get(
+        "max_steps", progress.cosine_steps
+    )  # `count_steps` sets another for epochs
     rate = learning_rate_of(step + 1, config, progress.cosine_steps)
     if step >= progress.cosine_steps:
-        changes.append(f"learning rate: held at {rate:.3g}, where its cosine ended; --max_steps stretches it")
+        changes.append(
+            f"learning rate: held at {rate:.3g}, where its cosine ended; --max_steps stretches it"
+        )
     elif rate != rates[1]:
-        changes.append(f"learning rate: {rates[0]:.3g} in step {step} -> {rate:.3g} in step {step + 1}")
+        changes.append(
+            f"learning rate: {rates[0]:.3g} in step {step} -> {rate:.3g} in step {step + 1}"
+        )
     return Start(config, progress, state["tokenizer"], changes)
 
 
@@ -147,10 +193,14 @@ def refuse_other_weights(checkpoint: Path, saved: dict, asked: str | None) -> No
         return
     if started is None or realpath(started) != realpath(asked):
         own = f"{checkpoint} is of a run from {started or 'random weights'}"
-        raise UserError(f"init_from {asked}: {own}; give that, drop init_from, or give another --output_dir")
+        raise UserError(
+            f"init_from {asked}: {own}; give that, drop init_from, or give another --output_dir"
+        )
 
 
-def state_to_save(settings: dict, progress: Progress, tokens_per_step: int, ranks: int, tokenizer: str) -> dict:
+def state_to_save(
+    settings: dict, progress: Progress, tokens_per_step: int, ranks: int, tokenizer: str
+) -> dict:
     """The trainer_state of a checkpoint, which `load_state` reads.
 
     Args:
@@ -159,29 +209,37 @@ def state_to_save(settings: dict, progress: Progress, tokens_per_step: int, rank
         tokenizer: the tokenizer's identity.
     """
     return dataclasses.asdict(progress) | {
-        "settings": settings, "tokens_per_step": tokens_per_step, "ranks": ranks, "tokenizer": tokenizer,
+        "settings": settings, "tokens_per_step": tokens_per_step, "ranks": ranks,
+        "tokenizer": tokenizer,
         "version": kernels.__version__,
     }  # fmt: skip
 
 
 STATE = {  # names and types of what `state_to_save` returns
-    "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int, "ranks": int,
-    "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict, "skipped": int,
+    "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int,
+    "ranks": int,
+    "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict,
+    "skipped": int,
     "unvalidated": int | None, "version": str,
 }  # fmt: skip
 RENAMED = {"fp8": "fp8-all", "fp8-gradients": "fp8"}  # linear maps in checkpoints without a version
 
 
 def load_state(checkpoint: Path) -> dict:
-    """The trainer_state of a checkpoint, with the settings that this version knows, and "ignored", names of others.
+    """The trainer_state of a checkpoint, with the settings that this version knows, and "ignored",
+    names of others.
 
     Raises UserError if somebody has edited the file to what no run has saved.
     """
-    # In checkpoints before 2026-11-24, and -28; the losses are lost where somebody has taken them out.
+    # In checkpoints before 2026-11-24, and -28; the losses are lost where somebody has taken them
+    # out.
     absent = {"skipped": 0, "unvalidated": None, "version": "", "validation_loss": None}
     state = absent | load_trainer_state(checkpoint)
     known = [each.name for each in dataclasses.fields(TrainConfig)]
-    unnamed = {"optimizer_state": "float32", "linear": "bf16"}  # settings of checkpoints before 2026-11-25
+    unnamed = {
+        "optimizer_state": "float32",
+        "linear": "bf16",
+    }  # settings of checkpoints before 2026-11-25
     try:
         for name, kind in STATE.items():
             if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool):
@@ -192,18 +250,24 @@ def load_state(checkpoint: Path) -> dict:
             if not 0 < state[name] <= LARGE:
                 raise UserError(f"{name} must be between 1 and {LARGE}, got {state[name]}")
         found = state["settings"].items()
-        saved = unnamed | {name: value for name, value in found if name in known and value not in (None, [])}
+        saved = unnamed | {
+            name: value for name, value in found if name in known and value not in (None, [])
+        }
         if not state["version"]:
             saved["linear"] = RENAMED.get(str(saved["linear"]), saved["linear"])
         settings = given_flags(TrainConfig, as_words(saved, known), "train.py")
-        return state | {"settings": settings, "ignored": sorted(state["settings"].keys() - {*known})}
+        return state | {
+            "settings": settings,
+            "ignored": sorted(state["settings"].keys() - {*known}),
+        }
     except UserError as error:
         cure = f"move that checkpoint elsewhere, or {start_from(checkpoint)}"
         raise UserError(f"{checkpoint}/trainer.json is damaged: {error}; {cure}") from None
 
 
 def parallel_sizes_of(given: dict) -> dict[str, int]:
-    """Sizes of the ranks' mesh as given, else as the run to resume had them: the mesh comes before other settings."""
+    """Sizes of the ranks' mesh as given, else as the run to resume had them: the mesh comes before
+    other settings."""
     config = TrainConfig(**given)
     last = latest_checkpoint(Path(config.output_dir), {}) if config.resume != "no" else None
     saved = {} if last is None else load_state(last)["settings"]
@@ -212,13 +276,25 @@ def parallel_sizes_of(given: dict) -> dict[str, int]:
 
 
 def inherited_settings(saved: dict, given: dict, device: torch.device) -> dict:
-    """The settings of a resumed run: saved ones, changed by the given ones and rid of what the given contradict."""
+    """The settings of a resumed run: saved ones, changed by the given ones and rid of what the
+    given contradict."""
     dropped = {*NOT_INHERITED, *(BUDGETS if device.type == "cpu" else ())}
-    dropped.update(*(REPLACED.get(name, ()) for name, value in given.items() if value and value != saved.get(name)))
+    dropped.update(
+        *(
+            REPLACED.get(name, ())
+            for name, value in given.items()
+            if value and value != saved.get(name)
+        )
+    )
     if given.get("save") == "none":
         dropped |= {"checkpoint_interval", "keep_checkpoints"}
     if given.get("attention_type", saved.get("attention_type")) != saved.get("attention_type"):
-        dropped |= {"selected_blocks", "selected_blocks_start", "selected_blocks_steps", "dense_below"}
+        dropped |= {
+            "selected_blocks",
+            "selected_blocks_start",
+            "selected_blocks_steps",
+            "dense_below",
+        }
     return {name: value for name, value in saved.items() if name not in dropped} | given
 
 
@@ -236,13 +312,20 @@ def spell_changes(before: TrainConfig, config: TrainConfig, state: dict, world: 
 
 
 def tokens_per_step(config: TrainConfig, world: World) -> int:
-    return config.context_length * config.batch_size * config.gradient_accumulation_steps * world.data_size
+    return (
+        config.context_length
+        * config.batch_size
+        * config.gradient_accumulation_steps
+        * world.data_size
+    )
 
 
 def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float:
-    """The learning rate of a step. Steps count from 1; a step after `cosine_steps` has the cosine's last rate."""
+    """The learning rate of a step. Steps count from 1; a step after `cosine_steps` has the cosine's
+    last rate."""
     assert config.learning_rate is not None, "TrainConfig fills it in"
     return warmup_cosine(
-        step - 1, learning_rate=config.learning_rate, warmup_steps=config.warmup_steps, max_steps=cosine_steps,
+        step - 1, learning_rate=config.learning_rate, warmup_steps=config.warmup_steps,
+        max_steps=cosine_steps,
         final_ratio=config.final_learning_rate_ratio,
     )  # fmt: skip

@@ -33,13 +33,18 @@ def run_model(
     model: Transformer, batch: Batch, world: World, denominator: float | None = None,
     objective: Objective | None = None, all_terms: list[Terms] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The loss of a micro-batch, float32 [], divided by `denominator`. Adds an objective's metrics to `all_terms`.
+    """The loss of a micro-batch, float32 [], divided by `denominator`. Adds an objective's metrics
+    to `all_terms`.
 
-    Without an objective it is the summed loss of the next tokens, times their weights if the data have some. A
-    `denominator` of None is the number of its targets.
+    Without an objective it is the summed loss of the next tokens, times their weights if the data
+    have some. A `denominator` of None is the number of its targets.
     """
     input_ids, targets = (_sent(x, world.device) for x in (batch.input_ids, batch.targets))
-    known: dict = {"targets": targets, "documents": batch.documents, "num_targets": batch.num_valid_tokens}
+    known: dict = {
+        "targets": targets,
+        "documents": batch.documents,
+        "num_targets": batch.num_valid_tokens,
+    }
     if objective is None:
         columns_BT = {} if batch.answers is None else batch.answers.to(world.device).columns_BT
         known |= {"weights": columns_BT.get("weight"), "teacher": teacher_of(columns_BT)}
@@ -48,27 +53,41 @@ def run_model(
             all_terms.append(terms_of_experts(output))
         return output.loss
     assert denominator is not None
-    reference_BT, group = None, world.mesh.get_group("context") if world.mesh and world.context_size > 1 else None
+    reference_BT, group = (
+        None,
+        world.mesh.get_group("context") if world.mesh and world.context_size > 1 else None,
+    )
     assert batch.answers is not None, "an objective has answers"
-    if objective.needs_reference and "reference" not in batch.answers.columns_BT:  # it is the base of adapters
+    if (
+        objective.needs_reference and "reference" not in batch.answers.columns_BT
+    ):  # it is the base of adapters
         with torch.no_grad(), without_adapters(model):
-            reference_BT = model(input_ids, denominator=1.0, return_log_probs=True, **known).log_probs
+            reference_BT = model(
+                input_ids, denominator=1.0, return_log_probs=True, **known
+            ).log_probs
     minimised = Minimised(objective, batch, denominator, world.device, group, reference_BT)
     output = model(input_ids, objective=minimised, **known)
     if all_terms is not None:
         terms = terms_of_experts(output) if output.expert_load is not None else Terms()
-        means, largest = minimised.terms.means | terms.means, minimised.terms.largest | terms.largest
+        means, largest = (
+            minimised.terms.means | terms.means,
+            minimised.terms.largest | terms.largest,
+        )
         all_terms.append(Terms(means=means, largest=largest))
     return output.loss
 
 
 def _sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns x on the device. From pinned memory the host need not wait until the micro-batch before is done."""
-    return (x.contiguous().pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+    """Returns x on the device. From pinned memory the host need not wait until the micro-batch
+    before is done."""
+    return (x.contiguous().pin_memory() if device.type == "cuda" else x).to(
+        device, non_blocking=True
+    )
 
 
 def terms_of_experts(output: ModelOutput) -> Terms:
-    """Returns metrics of a micro-batch's experts: tokens of a layer's fullest over the mean, and the auxiliary loss."""
+    """Returns metrics of a micro-batch's experts: tokens of a layer's fullest over the mean, and
+    the auxiliary loss."""
     assert output.expert_load is not None
     load = output.expert_load.double()
     fullest, one = load.amax(1) / load.mean(1), load.new_ones(())
@@ -81,7 +100,8 @@ def terms_of_experts(output: ModelOutput) -> Terms:
 def beside_step(
     model: Transformer, batches: Iterable[Batch], world: World, objective: Objective | None
 ) -> Objective | None:
-    """Returns the objective of a step whose micro-batches these are. A forward pass more finds what it reads."""
+    """Returns the objective of a step whose micro-batches these are. A forward pass more finds what
+    it reads."""
     if objective is None or not objective.reads_step:
         return objective
     terms = list[Terms]()
@@ -92,10 +112,14 @@ def beside_step(
 
 
 def count_losses(batches: list[Batch], world: World, objective: Objective | None) -> float:
-    """Returns the denominator of the loss of `batches`, whole ones, and of the other ranks'; NaN if a rank has none."""
+    """Returns the denominator of the loss of `batches`, whole ones, and of the other ranks'; NaN if
+    a rank has none."""
     own: float = math.nan
     if batches and objective is None:
-        own = sum(batch.slice(world.context_rank, world.context_size).num_valid_tokens for batch in batches)
+        own = sum(
+            batch.slice(world.context_rank, world.context_size).num_valid_tokens
+            for batch in batches
+        )
     elif batches and objective is not None:
         own = sum(map(objective.count, batches)) / world.context_size
     # Ranks that share matrices have the same tokens, and the whole loss each: both count once.
@@ -103,16 +127,21 @@ def count_losses(batches: list[Batch], world: World, objective: Objective | None
 
 
 def train_step(
-    model: Transformer, optimizer: MasterAdamW, batches: list[Batch], world: World, learning_rate: float,
-    max_grad_norm: float, before_update: Callable[[], None] = lambda: None, objective: Objective | None = None,
+    model: Transformer, optimizer: MasterAdamW, batches: list[Batch], world: World,
+    learning_rate: float,
+    max_grad_norm: float, before_update: Callable[[], None] = lambda: None,
+    objective: Objective | None = None,
 ) -> tuple[float, float, dict[str, float]]:  # fmt: skip
-    """One optimizer step over all micro-batches of all ranks. Returns (mean loss, gradient norm, the other metrics).
+    """One optimizer step over all micro-batches of all ranks. Returns (mean loss, gradient norm,
+    the other metrics).
 
-    The update may go on afterwards: from one return to the next is the time of one step. Raises NoTarget, NotRead,
-    NotFinite, or Stopped inside `Stopping.looking`; the weights are as they were then.
+    The update may go on afterwards: from one return to the next is the time of one step. Raises
+    NoTarget, NotRead, NotFinite, or Stopped inside `Stopping.looking`; the weights are as they were
+    then.
 
     Args:
-        batches: of whole sequences; ranks that share sequences have the same ones, and each takes its part. []: this
+        batches: of whole sequences; ranks that share sequences have the same ones, and each takes
+        its part. []: this
             rank could not read its batches.
         before_update: called ahead of the update, as `Saver.before_update`.
         objective: what is minimised; None: the loss of the next tokens.
@@ -127,7 +156,9 @@ def train_step(
     try:
         objective = beside_step(model, batches, world, objective)
         for batch in batches:
-            if world.replicate > 1:  # FSDP2 adds up each copy's gradients, and sums over copies once per step
+            if (
+                world.replicate > 1
+            ):  # FSDP2 adds up each copy's gradients, and sums over copies once per step
                 model.set_requires_all_reduce(batch is batches[-1])
             loss = run_model(model, batch, world, num_valid, objective, all_terms)
             loss.backward()
@@ -150,9 +181,11 @@ def validate(
     model: Transformer, batches: Iterable[Batch], world: World, is_asked: Callable[[], bool],
     objective: Objective | None = None,
 ) -> tuple[float, dict[str, float]]:  # fmt: skip
-    """Mean loss on held-out data, over all ranks, with products in bf16 as in generation and evaluation; metrics.
+    """Mean loss on held-out data, over all ranks, with products in bf16 as in generation and
+    evaluation; metrics.
 
-    `batches` are of whole sequences, as many on each rank. Raises Stopped where `is_asked` says so before a batch.
+    `batches` are of whole sequences, as many on each rank. Raises Stopped where `is_asked` says so
+    before a batch.
     """
     total, count, all_terms = 0.0, 0.0, list[Terms]()
     with products_in_bf16(model):

@@ -1,4 +1,5 @@
-"""Ends a run early with nothing lost: signals are noted, and obeyed between steps, or between blocks of long steps."""
+"""Ends a run early with nothing lost: signals are noted, and obeyed between steps, or between
+blocks of long steps."""
 
 import logging
 import math
@@ -21,13 +22,18 @@ from training.host.processes import Watchdog
 from training.parallel.world import World
 
 logger = logging.getLogger(__name__)
-# Signals of a scheduler or torchrun, of Ctrl-C, of a closed terminal, and of Slurm ahead of a preemption.
+# Signals of a scheduler or torchrun, of Ctrl-C, of a closed terminal, and of Slurm ahead of a
+# preemption.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SECONDS_TOGETHER = 1.0
 SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
-HANG_SECONDS = 600.0  # without an end of a step, or ten times as long as the last one where that is more
+HANG_SECONDS = (
+    600.0  # without an end of a step, or ten times as long as the last one where that is more
+)
 LONG_STEP_SECONDS = 5.0  # in longer steps the ranks agree between blocks whether to stop
-LOOK_SECONDS = 0.5  # from one look between blocks to the next, about; the host waits for the GPU in a look
+LOOK_SECONDS = (
+    0.5  # from one look between blocks to the next, about; the host waits for the GPU in a look
+)
 LOOKS_BEHIND = 2  # looks begun since the look whose answer is read
 
 
@@ -39,16 +45,18 @@ class Stopped(Exception):
 def stop_signals() -> Iterator[list[int]]:
     """Notes the numbers of the signals that ask this process to end while it is in the block.
 
-    A signal that was ignored stays so, such as SIGHUP under nohup. A second SIGINT ends the process at once, unless it
-    comes with the first: torchrun passes on a Ctrl-C that its workers have got themselves. A thread takes note: Python
-    runs a signal's handler in the main thread alone, after the library call that it is in, and the backward of a GPU is
-    a single call of minutes.
+    A signal that was ignored stays so, such as SIGHUP under nohup. A second SIGINT ends the process
+    at once, unless it comes with the first: torchrun passes on a Ctrl-C that its workers have got
+    themselves. A thread takes note: Python runs a signal's handler in the main thread alone, after
+    the library call that it is in, and the backward of a GPU is a single call of minutes.
     """
     received: list[int] = []
     noted = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    listener = threading.Thread(target=_listen, args=(reading, noted, received), name="stop signals", daemon=True)
+    listener = threading.Thread(
+        target=_listen, args=(reading, noted, received), name="stop signals", daemon=True
+    )
     listener.start()
     wakeup = signal.set_wakeup_fd(writing)  # gets the number of each signal at once, as a byte
     before = {number: signal.signal(number, lambda *_: None) for number in noted}
@@ -76,7 +84,11 @@ def _listen(reading: int, noted: Container[int], received: list[int]) -> None:
         [number] = byte
         if number == signal.SIGINT:
             if time.monotonic() > interrupted + SECONDS_TOGETHER:
-                os.write(2, b"SIGINT again: ended at once; --resume goes on from the last checkpoint, if any\n")
+                os.write(
+                    2,
+                    b"SIGINT again: ended at once; --resume goes on from the last checkpoint, if "
+                    b"any\n",
+                )
                 os._exit(128 + number)
             interrupted = min(interrupted, time.monotonic())
         if number in noted:
@@ -84,14 +96,17 @@ def _listen(reading: int, noted: Container[int], received: list[int]) -> None:
 
 
 class Stopping:
-    """Knows whether a rank was asked to end, ends long steps between two blocks, and shows where a rank hangs.
+    """Knows whether a rank was asked to end, ends long steps between two blocks, and shows where a
+    rank hangs.
 
-    A step of a million tokens takes minutes, a block seconds. So in long steps the ranks look between blocks whether to
-    end, all between the same two, by sums on a gloo group of their own: a rank begins a sum at each look and reads the
-    sum that it began LOOKS_BEHIND looks before. No collective of training waits for a look.
+    A step of a million tokens takes minutes, a block seconds. So in long steps the ranks look
+    between blocks whether to end, all between the same two, by sums on a gloo group of their own: a
+    rank begins a sum at each look and reads the sum that it began LOOKS_BEHIND looks before. No
+    collective of training waits for a look.
 
-    In a look the host waits for the GPU, LOOKS_BEHIND looks back. Otherwise it would queue the whole step at once and
-    fill the GPU's launch queue, in which calls of other threads wait: a checkpoint would take half as long again.
+    In a look the host waits for the GPU, LOOKS_BEHIND looks back. Otherwise it would queue the
+    whole step at once and fill the GPU's launch queue, in which calls of other threads wait: a
+    checkpoint would take half as long again.
 
     Args:
         received: numbers of the signals that this rank has got, as `stop_signals` notes them.
@@ -100,12 +115,21 @@ class Stopping:
         seconds: predicted for the first step; 0: not known.
     """
 
-    def __init__(self, received: list[int], world: World, blocks: nn.ModuleList, micro_batches: int, seconds: float):
+    def __init__(
+        self,
+        received: list[int],
+        world: World,
+        blocks: nn.ModuleList,
+        micro_batches: int,
+        seconds: float,
+    ):
         self.received, self.world = received, world
         self.step_seconds = seconds  # predicted, then the main rank's last step
         self.look_seconds = 0.0  # from a signal to the end of the last step, at most
         self.watchdog = Watchdog()
-        self._num_blocks = 2 * len(blocks) * micro_batches  # forwards and backwards of blocks in a step
+        self._num_blocks = (
+            2 * len(blocks) * micro_batches
+        )  # forwards and backwards of blocks in a step
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._every = 0  # forwards and backwards from one look to the next; 0: nobody looks
         self._passed, self._last, self._longest = 0, 0.0, 0.0
@@ -114,12 +138,14 @@ class Stopping:
             block.register_forward_pre_hook(lambda _, inputs: self._before(inputs[0]))
 
     def watch(self) -> None:
-        """Print what this rank's threads do if `watch` is not called again for long: the rank hangs."""
+        """Print what this rank's threads do if `watch` is not called again for long: the rank
+        hangs."""
         self.watchdog.expect(max(HANG_SECONDS, 10 * self.step_seconds))
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Look between blocks in here, if the last step was long: a rank that was asked to end ends them all.
+        """Look between blocks in here, if the last step was long: a rank that was asked to end ends
+        them all.
 
         Raises Stopped: from a block's forward or backward.
         """
@@ -134,8 +160,11 @@ class Stopping:
             self._every = 0
 
     def note_step(self, seconds: float) -> None:
-        """Note the seconds of a step, right after `looking`, and with them how soon a signal would have ended it."""
-        self.look_seconds = self._longest * (1 + LOOKS_BEHIND) if self.step_seconds > LONG_STEP_SECONDS else seconds
+        """Note the seconds of a step, right after `looking`, and with them how soon a signal would
+        have ended it."""
+        self.look_seconds = (
+            self._longest * (1 + LOOKS_BEHIND) if self.step_seconds > LONG_STEP_SECONDS else seconds
+        )
 
     # All ranks call the next four together, and get the same answer.
 
@@ -146,13 +175,18 @@ class Stopping:
     def num_signals(self) -> float:
         return self.world.sum(len(self.received))[0]
 
-    def agree(self, is_due: bool, seconds: float, amounts: list[float]) -> tuple[bool, bool, list[float]]:
+    def agree(
+        self, is_due: bool, seconds: float, amounts: list[float]
+    ) -> tuple[bool, bool, list[float]]:
         """Returns what ranks agree on after a step of so many seconds, by a single collective.
 
-        It is (whether any rank has been asked to end, the main rank's `is_due`, `amounts` summed over the ranks).
+        It is (whether any rank has been asked to end, the main rank's `is_due`, `amounts` summed
+        over the ranks).
         """
         of_main_rank = (is_due, seconds) if self.world.is_main else (0, 0)
-        signals, due, self.step_seconds, *sums = self.world.sum(len(self.received), *of_main_rank, *amounts)
+        signals, due, self.step_seconds, *sums = self.world.sum(
+            len(self.received), *of_main_rank, *amounts
+        )
         return signals > 0, due > 0, sums
 
     def first_signal(self) -> signal.Signals:
@@ -172,14 +206,20 @@ class Stopping:
     def _look(self) -> None:
         self._note_time()
         asked = torch.tensor([float(bool(self.received))])
-        work = None if self._group is None else dist.all_reduce(asked, group=self._group, async_op=True)
+        work = (
+            None
+            if self._group is None
+            else dist.all_reduce(asked, group=self._group, async_op=True)
+        )
         queued = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         self._begun.append((asked, work, queued))
         if len(self._begun) > LOOKS_BEHIND and self._read():
             self._finish()
             raise Stopped
 
-    def _read(self) -> bool:  # whether any rank had been asked to end, at the first look that has not been read
+    def _read(
+        self,
+    ) -> bool:  # whether any rank had been asked to end, at the first look that has not been read
         asked, work, queued = self._begun.popleft()
         if work is not None:
             work.wait()
@@ -197,19 +237,29 @@ class Stopping:
 
 
 def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
-    """Say how long a run goes on after a signal that stops it; warn if torchrun would kill it before.
+    """Say how long a run goes on after a signal that stops it; warn if torchrun would kill it
+    before.
 
-    `look_seconds` pass until the step is taken or dropped, `save_seconds` in a checkpoint. A checkpoint that has begun
-    is finished before the last one is saved.
+    `look_seconds` pass until the step is taken or dropped, `save_seconds` in a checkpoint. A
+    checkpoint that has begun is finished before the last one is saved.
     """
     needed = math.ceil(look_seconds + 2 * save_seconds)
-    logger.info("SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within about %d s, later on a busy machine", needed)
+    logger.info(
+        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within about %d s, later on a busy "
+        "machine",
+        needed,
+    )
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     from torch.distributed.launcher.api import LaunchConfig
 
-    timeout, advice = SHUTDOWN_SECONDS, f", and torch {torch.__version__} has no --shutdown-timeout: a newer torch has"
-    if hasattr(LaunchConfig, "shutdown_timeout"):  # the flag is not shown to workers, the environment is
+    timeout, advice = (
+        SHUTDOWN_SECONDS,
+        f", and torch {torch.__version__} has no --shutdown-timeout: a newer torch has",
+    )
+    if hasattr(
+        LaunchConfig, "shutdown_timeout"
+    ):  # the flag is not shown to workers, the environment is
         for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
             timeout = whole_number(name, timeout)
         advice = f": start it with --shutdown-timeout {needed + 60}, unless you did"

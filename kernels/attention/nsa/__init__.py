@@ -1,1 +1,2 @@
-"""Native sparse attention: nsa.py puts the other files together, ../README.md has the mathematics."""
+"""Native sparse attention: nsa.py puts the other files together, ../README.md has the
+mathematics."""

@@ -1,16 +1,18 @@
-"""NSA's compressed branch: attention to the mean key and value of windows of 32 tokens, one every 16 tokens.
+"""NSA's compressed branch: attention to the mean key and value of windows of 32 tokens, one every
+16 tokens.
 
-A document of L tokens has floor(L / 16) - 1 windows, or none if that is negative. Tokens that see none have an output
-and a log-sum-exp of 0. ../README.md says how a library's causal kernel attends to windows: a tile, 16 tokens that see
-the same windows, is one position with 16 times as many query heads. A document of 100 tokens has windows and tiles 0 to
-4; tile 4 has only the tokens 95 to 99.
+A document of L tokens has floor(L / 16) - 1 windows, or none if that is negative. Tokens that see
+none have an output and a log-sum-exp of 0. ../README.md says how a library's causal kernel attends
+to windows: a tile, 16 tokens that see the same windows, is one position with 16 times as many query
+heads. A document of 100 tokens has windows and tiles 0 to 4; tile 4 has only the tokens 95 to 99.
 
-Keys are pooled after RoPE, as MoBA (arXiv 2502.13189) and flash-linear-attention's NSA pool them. The mean of 32 keys
-keeps RoPE's slow frequencies, which tell long distances. The other two branches have what the mean loses.
+Keys are pooled after RoPE, as MoBA (arXiv 2502.13189) and flash-linear-attention's NSA pool them.
+The mean of 32 keys keeps RoPE's slow frequencies, which tell long distances. The other two branches
+have what the mean loses.
 
-A tile's heads are ordered (key/value head, token, query head), so that the queries of a key/value head are neighbours.
-Kept for backward, per token: the branch's output, H K elements, and the float32 log-sum-exp, H. Windows are pooled
-again.
+A tile's heads are ordered (key/value head, token, query head), so that the queries of a key/value
+head are neighbours. Kept for backward, per token: the branch's output, H K elements, and the
+float32 log-sum-exp, H. Windows are pooled again.
 """
 
 import functools
@@ -34,20 +36,31 @@ BLOCK_T = 32  # tokens per program of _unpool_kernel
 
 
 class Windows(NamedTuple):
-    """Tables of the windows and tiles of packed documents. Both are counted through all documents."""
+    """Tables of the windows and tiles of packed documents. Both are counted through all
+    documents."""
 
     num_windows: int
-    rows: int  # batch rows that the library's kernel gets, of one document each or, with segments, a single row
-    segments: Tensor | None  # the row's documents, int64 [S, 3], counted in windows; None: each row is one document
+    # batch rows that the library's kernel gets, of one document each or, with segments, a single
+    # row
+    rows: int
+    segments: (
+        Tensor | None
+    )  # the row's documents, int64 [S, 3], counted in windows; None: each row is one document
     window_start: Tensor  # [windows] int32: a window's first token
     first_window: Tensor  # [tokens] int32: the first window of a token's document
-    windows_of_token: Tensor  # [2, tokens] int32: the windows that hold a token, the later one first; -1: none
-    tile_of_token: Tensor  # [tokens] int32: the token's place in the tiles [windows, 16]; -1: it sees no window
-    token_of_tile: Tensor  # [windows * 16] int32: the token at a place in the tiles; -1 past a document's end
+    windows_of_token: (
+        Tensor  # [2, tokens] int32: the windows that hold a token, the later one first; -1: none
+    )
+    # [tokens] int32: the token's place in the tiles [windows, 16]; -1: it sees no window
+    tile_of_token: Tensor
+    token_of_tile: (
+        Tensor  # [windows * 16] int32: the token at a place in the tiles; -1 past a document's end
+    )
 
 
 def make_windows(q: Tensor, segments: Tensor | None) -> Windows:
-    """Returns the tables on q's device, for q [B, T, ...]; segments as in `make_layout`. All layers share them."""
+    """Returns the tables on q's device, for q [B, T, ...]; segments as in `make_layout`. All layers
+    share them."""
     return _make_windows(q.shape[0], q.shape[1], as_bytes(segments), q.device)
 
 
@@ -61,9 +74,13 @@ def _make_windows(B: int, T: int, documents: bytes | None, device: torch.device)
 
     start, stop, first, count = torch.stack([start, start + length, first, count]).to(device)
     window = torch.arange(num_windows, device=device)
-    document = torch.searchsorted(first + count, window, right=True)  # skips documents without windows
+    document = torch.searchsorted(
+        first + count, window, right=True
+    )  # skips documents without windows
     window_start = start[document] + (window - first[document]) * WINDOW_STRIDE
-    tile = window_start[:, None] + WINDOW_KEYS - 1 + torch.arange(WINDOW_STRIDE, device=device)  # [windows, 16]
+    tile = (
+        window_start[:, None] + WINDOW_KEYS - 1 + torch.arange(WINDOW_STRIDE, device=device)
+    )  # [windows, 16]
     token = torch.arange(B * T, device=device)
     document_of_token = torch.searchsorted(start, token, right=True) - 1
     first_window, index = first[document_of_token], token - start[document_of_token]
@@ -74,15 +91,19 @@ def _make_windows(B: int, T: int, documents: bytes | None, device: torch.device)
         segments=None if documents is None or len(segments) == 1 else segments,
         window_start=window_start.int(),
         first_window=first_window.int(),
-        windows_of_token=torch.stack([
-            torch.where(sixteenth < num_there, first_window + sixteenth, -1),
-            torch.where((sixteenth > 0) & (sixteenth <= num_there), first_window + sixteenth - 1, -1),
-        ]).int(),
+        windows_of_token=torch.stack(
+            [
+                torch.where(sixteenth < num_there, first_window + sixteenth, -1),
+                torch.where(
+                    (sixteenth > 0) & (sixteenth <= num_there), first_window + sixteenth - 1, -1
+                ),
+            ]
+        ).int(),
         tile_of_token=torch.where(
             index >= WINDOW_KEYS - 1, first_window * WINDOW_STRIDE + index - WINDOW_KEYS + 1, -1
         ).int(),
         token_of_tile=torch.where(tile < stop[document, None], tile, -1).view(-1).int(),
-    )  # fmt: skip
+    )
 
 
 def pool_windows_reference(x: Tensor) -> Tensor:
@@ -115,7 +136,8 @@ def _unpool_kernel(
     d_pooled_ptr, target_ptr, windows_of_token_ptr, num_tokens, num_windows,
     G: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Adds to dk or dv [tokens, G, K] each token's part, 1 / KEYS, of its windows' gradients [G, windows, K]."""
+    """Adds to dk or dv [tokens, G, K] each token's part, 1 / KEYS, of its windows' gradients [G,
+    windows, K]."""
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
     mask = token < num_tokens
@@ -125,7 +147,9 @@ def _unpool_kernel(
     total = tl.zeros([BLOCK_T, K], tl.float32)
     for i in tl.static_range(2):
         window = tl.load(windows_of_token_ptr + i * num_tokens + token, mask=mask, other=-1)
-        total += tl.load(d_pooled_ptr + window.to(tl.int64) * K + columns, mask=window >= 0, other=0.0)
+        total += tl.load(
+            d_pooled_ptr + window.to(tl.int64) * K + columns, mask=window >= 0, other=0.0
+        )
     total = total / KEYS + tl.load(target_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(target_ptr + offsets, total.to(target_ptr.dtype.element_ty), mask=mask)
 
@@ -133,13 +157,15 @@ def _unpool_kernel(
 @triton.jit(do_not_specialize=["num_rows", "first_head", "units", "group"])
 def _rows_kernel(
     source_ptr, target_ptr, index_ptr, num_rows, first_head, units, group,
-    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, TO_TILES: tl.constexpr, ADD: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, TO_TILES: tl.constexpr,
+    ADD: tl.constexpr,
 ):  # fmt: skip
-    """Copies rows of some heads from tokens to tiles (TO_TILES), or from tiles to tokens; with ADD it adds them.
+    """Copies rows of some heads from tokens to tiles (TO_TILES), or from tiles to tokens; with ADD
+    it adds them.
 
-    Tokens are [tokens, H, K]. Of each, units * group heads are copied, from head first_head on. Tiles are [windows,
-    units, 16, group, K]: a unit is the query heads of one key/value head. Row i of the target is row index_ptr[i] of
-    the source, or 0 if index_ptr[i] is -1.
+    Tokens are [tokens, H, K]. Of each, units * group heads are copied, from head first_head on.
+    Tiles are [windows, units, 16, group, K]: a unit is the query heads of one key/value head. Row i
+    of the target is row index_ptr[i] of the source, or 0 if index_ptr[i] is -1.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]  # [BLOCK, 1]
     head = tl.program_id(1)
@@ -149,27 +175,42 @@ def _rows_kernel(
     token = (found if TO_TILES else row).to(tl.int64)
     place = (row if TO_TILES else found).to(tl.int64)
     in_tokens = (token * H + first_head + head) * K + column  # [BLOCK, K]
-    in_tiles = (((place // 16 * units + head // group) * 16 + place % 16) * group + head % group) * K + column
-    value = tl.load(source_ptr + (in_tokens if TO_TILES else in_tiles), mask=mask & (found >= 0), other=0.0)
+    in_tiles = (
+        ((place // 16 * units + head // group) * 16 + place % 16) * group + head % group
+    ) * K + column
+    value = tl.load(
+        source_ptr + (in_tokens if TO_TILES else in_tiles), mask=mask & (found >= 0), other=0.0
+    )
     target = target_ptr + (in_tiles if TO_TILES else in_tokens)
     if ADD:
-        value = (value.to(tl.float32) + tl.load(target, mask=mask, other=0.0).to(tl.float32)).to(value.dtype)
+        value = (value.to(tl.float32) + tl.load(target, mask=mask, other=0.0).to(tl.float32)).to(
+            value.dtype
+        )
     tl.store(target, value, mask=mask)
 
 
 def pool_windows(x: Tensor, windows: Windows) -> Tensor:
-    """Returns the windows' means [G, windows, K] of keys or values x [tokens, G, K], in their dtype."""
+    """Returns the windows' means [G, windows, K] of keys or values x [tokens, G, K], in their
+    dtype."""
     _, G, K = x.shape
     pooled = x.new_empty(G, windows.num_windows, K)
     if windows.num_windows:
         _pool_windows_kernel[(triton.cdiv(windows.num_windows, BLOCK_W), G)](
-            x, pooled, windows.window_start, windows.num_windows, G=G, K=K, KEYS=WINDOW_KEYS, BLOCK_W=BLOCK_W
+            x,
+            pooled,
+            windows.window_start,
+            windows.num_windows,
+            G=G,
+            K=K,
+            KEYS=WINDOW_KEYS,
+            BLOCK_W=BLOCK_W,
         )
     return pooled
 
 
 def add_unpooled(dk: Tensor, dv: Tensor, d_pooled: Tensor, windows: Windows) -> None:
-    """Adds the gradients of pooled keys and values, [2, G, windows, K] float32, to dk and dv [tokens, G, K]."""
+    """Adds the gradients of pooled keys and values, [2, G, windows, K] float32, to dk and dv
+    [tokens, G, K]."""
     N, G, K = dk.shape
     if windows.num_windows:
         for target, gradient in zip((dk, dv), d_pooled):
@@ -179,7 +220,15 @@ def add_unpooled(dk: Tensor, dv: Tensor, d_pooled: Tensor, windows: Windows) -> 
             )  # fmt: skip
 
 
-def _copy_rows(tokens: Tensor, tiles: Tensor, heads: range, units: int, windows: Windows, to_tiles: bool, add: bool):
+def _copy_rows(
+    tokens: Tensor,
+    tiles: Tensor,
+    heads: range,
+    units: int,
+    windows: Windows,
+    to_tiles: bool,
+    add: bool,
+):
     """Copies rows of query `heads` between tokens [tokens, H, K] and tiles, see `_rows_kernel`."""
     _, H, K = tokens.shape
     block = ROW_ELEMENTS // K
@@ -192,16 +241,22 @@ def _copy_rows(tokens: Tensor, tiles: Tensor, heads: range, units: int, windows:
 
 
 def to_tiles(x: Tensor, heads: range, units: int, windows: Windows) -> Tensor:
-    """[tokens, H, K] -> [rows, windows of a row, 16 * heads, K]; places past the end of a document are 0."""
-    tiles = x.new_empty(windows.rows, windows.num_windows // windows.rows, WINDOW_STRIDE * len(heads), x.shape[-1])
+    """[tokens, H, K] -> [rows, windows of a row, 16 * heads, K]; places past the end of a document
+    are 0."""
+    tiles = x.new_empty(
+        windows.rows, windows.num_windows // windows.rows, WINDOW_STRIDE * len(heads), x.shape[-1]
+    )
     _copy_rows(x, tiles, heads, units, windows, to_tiles=True, add=False)
     return tiles
 
 
 def _lse_to_tiles(lse: Tensor, heads: range, units: int, windows: Windows) -> Tensor:
-    """[tokens, H] -> [rows, windows of a row, 16 * heads]; places past a document's end never attend."""
+    """[tokens, H] -> [rows, windows of a row, 16 * heads]; places past a document's end never
+    attend."""
     token = windows.token_of_tile.long()
-    in_tiles = lse[token.clamp(min=0), heads.start : heads.stop].masked_fill_(token[:, None] < 0, _NEVER_ATTENDS)
+    in_tiles = lse[token.clamp(min=0), heads.start : heads.stop].masked_fill_(
+        token[:, None] < 0, _NEVER_ATTENDS
+    )
     in_tiles = in_tiles.view(windows.rows, -1, WINDOW_STRIDE, units, len(heads) // units)
     return in_tiles.transpose(2, 3).flatten(2)
 
@@ -213,17 +268,23 @@ def _lse_to_tokens(lse: Tensor, units: int, windows: Windows) -> Tensor:
     return in_tiles[place.clamp(min=0)].masked_fill_(place[:, None] < 0, 0.0)
 
 
-def head_bytes(backend: str, num_windows: int, row_windows: int, longest: int | None, K: int, element_size: int) -> int:
-    """Returns a query head's bytes in backward: q, out, dout, dq in tiles, and `backward_workspace` of windows."""
+def head_bytes(
+    backend: str, num_windows: int, row_windows: int, longest: int | None, K: int, element_size: int
+) -> int:
+    """Returns a query head's bytes in backward: q, out, dout, dq in tiles, and `backward_workspace`
+    of windows."""
     tile = WINDOW_STRIDE * K * element_size
     library = backward_workspace(backend, num_windows, tile, 0, row_windows, longest, WINDOW_STRIDE)
     return 4 * tile * num_windows + library
 
 
 def heads_at_a_time(H: int, G: int, bytes_of_a_head: int, workspace_bytes: int) -> int:
-    """Returns how many query heads' tiles fit, at least 1. For H = 32 and G = 8 it tries 32, 16, 8, 4 and 2."""
+    """Returns how many query heads' tiles fit, at least 1. For H = 32 and G = 8 it tries 32, 16, 8,
+    4 and 2."""
     group = H // G
-    sizes = [n * group for n in range(G, 0, -1) if G % n == 0] + [n for n in range(group - 1, 0, -1) if group % n == 0]
+    sizes = [n * group for n in range(G, 0, -1) if G % n == 0] + [
+        n for n in range(group - 1, 0, -1) if group % n == 0
+    ]
     return next((size for size in sizes if size * bytes_of_a_head <= workspace_bytes), 1)
 
 
@@ -240,15 +301,22 @@ def head_ranges(
 
 
 def _windows_first(pooled: Tensor, groups: range, windows: Windows) -> Tensor:
-    """[G, windows, K] -> [rows, windows of a row, groups, K], a view of the key/value heads `groups`."""
+    """[G, windows, K] -> [rows, windows of a row, groups, K], a view of the key/value heads
+    `groups`."""
     some = pooled[groups.start : groups.stop]
     return some.unflatten(1, (windows.rows, -1)).permute(1, 2, 0, 3)
 
 
 def compressed_forward(
-    q: Tensor, pooled_k: Tensor, pooled_v: Tensor, windows: Windows, backend: str, workspace_bytes: int
+    q: Tensor,
+    pooled_k: Tensor,
+    pooled_v: Tensor,
+    windows: Windows,
+    backend: str,
+    workspace_bytes: int,
 ) -> tuple[Tensor, Tensor]:
-    """q [tokens, H, K], pooled keys and values [G, windows, K] -> out [tokens, H, K], lse [tokens, H] float32."""
+    """q [tokens, H, K], pooled keys and values [G, windows, K] -> out [tokens, H, K], lse [tokens,
+    H] float32."""
     if windows.num_windows == 0:
         return torch.zeros_like(q), q.new_zeros(q.shape[:2], dtype=torch.float32)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -263,17 +331,26 @@ def compressed_forward(
 
 
 def compressed_backward(
-    dout: Tensor, q: Tensor, pooled_k: Tensor, pooled_v: Tensor, out: Tensor, lse: Tensor, windows: Windows,
+    dout: Tensor, q: Tensor, pooled_k: Tensor, pooled_v: Tensor, out: Tensor, lse: Tensor,
+    windows: Windows,
     backend: str, workspace_bytes: int, dq: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Adds to dq [tokens, H, K]; returns the gradients of pooled keys and values, [2, G, windows, K] float32."""
+    """Adds to dq [tokens, H, K]; returns the gradients of pooled keys and values, [2, G, windows,
+    K] float32."""
     d_pooled = torch.zeros(2, *pooled_k.shape, dtype=torch.float32, device=q.device)
     if windows.num_windows == 0:
         return d_pooled
     for heads, groups in head_ranges(q, len(pooled_k), windows, backend, workspace_bytes):
         k, v = (_windows_first(x, groups, windows) for x in (pooled_k, pooled_v))
         tiles = [to_tiles(x, heads, len(groups), windows) for x in (dout, q, out)]
-        arguments = tiles[0], tiles[1], k, v, tiles[2], _lse_to_tiles(lse, heads, len(groups), windows)
+        arguments = (
+            tiles[0],
+            tiles[1],
+            k,
+            v,
+            tiles[2],
+            _lse_to_tiles(lse, heads, len(groups), windows),
+        )
         dq_n, *gradients = full_backward(*arguments, windows.segments, backend, WINDOW_STRIDE)
         _copy_rows(dq, dq_n, heads, len(groups), windows, to_tiles=False, add=True)
         for total, gradient in zip(d_pooled, gradients):

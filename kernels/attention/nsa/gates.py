@@ -1,10 +1,11 @@
-"""The gated sum of NSA's branches: every token and query head has a gate for each branch b, the sigmoid of a logit.
+"""The gated sum of NSA's branches: every token and query head has a gate for each branch b, the
+sigmoid of a logit.
 
     out = sum_b g[b] out[b],  g = sigmoid(logits)
     d_out[b] = g[b] dout,  d_logits[b] = g[b] (1 - g[b]) (dout . out[b])
 
-Backward takes one branch at a time, so that only one d_out exists. Kept for backward: the branches' outputs, and 3
-logits per token and query head.
+Backward takes one branch at a time, so that only one d_out exists. Kept for backward: the branches'
+outputs, and 3 logits per token and query head.
 """
 
 import torch
@@ -17,14 +18,22 @@ ELEMENTS = 4096  # elements of a program's tile
 
 
 def gated_sum_reference(outs: list[Tensor], logits: Tensor) -> Tensor:
-    """Returns the gated sum [..., H, K] of three outs [..., H, K] by logits [..., H, 3], in the dtype of outs."""
+    """Returns the gated sum [..., H, K] of three outs [..., H, K] by logits [..., H, 3], in the
+    dtype of outs."""
     gates = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
     return sum(out * gates[..., b, None] for b, out in enumerate(outs)).to(outs[0].dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated_sum_kernel(
-    compressed_ptr, selected_ptr, window_ptr, logits_ptr, out_ptr, num_rows, K: tl.constexpr, BLOCK: tl.constexpr
+    compressed_ptr,
+    selected_ptr,
+    window_ptr,
+    logits_ptr,
+    out_ptr,
+    num_rows,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]  # [BLOCK, 1]
     mask = row < num_rows
@@ -54,15 +63,19 @@ def _gate_backward_kernel(
 
 
 def gated_sum(outs: list[Tensor], logits: Tensor) -> Tensor:
-    """Returns the gated sum [tokens, H, K] of three outs [tokens, H, K] by logits [tokens, H, 3], in outs' dtype."""
+    """Returns the gated sum [tokens, H, K] of three outs [tokens, H, K] by logits [tokens, H, 3],
+    in outs' dtype."""
     out = torch.empty_like(outs[0])
     (N, H, K), block = out.shape, max(1, ELEMENTS // out.shape[-1])
     _gated_sum_kernel[(triton.cdiv(N * H, block),)](*outs, logits, out, N * H, K=K, BLOCK=block)
     return out
 
 
-def gate_backward(dout: Tensor, out: Tensor, logits: Tensor, branch: int, d_logits: Tensor) -> Tensor:
-    """Returns the gradient of one branch's output [tokens, H, K]; fills its part of d_logits [tokens, H, 3]."""
+def gate_backward(
+    dout: Tensor, out: Tensor, logits: Tensor, branch: int, d_logits: Tensor
+) -> Tensor:
+    """Returns the gradient of one branch's output [tokens, H, K]; fills its part of d_logits
+    [tokens, H, 3]."""
     d_out = torch.empty_like(out)
     (N, H, K), block = out.shape, max(1, ELEMENTS // out.shape[-1])
     _gate_backward_kernel[(triton.cdiv(N * H, block),)](

@@ -1,13 +1,15 @@
-"""Native sparse attention (Yuan et al., arXiv 2502.11089): three attentions, each with a softmax of its own, gated.
+"""Native sparse attention (Yuan et al., arXiv 2502.11089): three attentions, each with a softmax of
+its own, gated.
 
     out[t] = g[compressed] out[compressed] + g[selected] out[selected] + g[window] out[window]
 
-../README.md has the mathematics: compressed is compression.py, selected ../sparse/, and window an exact band of
-../sparse/band.py. g is a sigmoid of logits, for every token, query head and branch (gates.py), which the caller
-computes from the layer's input. No gradient flows through the choice of blocks.
+../README.md has the mathematics: compressed is compression.py, selected ../sparse/, and window an
+exact band of ../sparse/band.py. g is a sigmoid of logits, for every token, query head and branch
+(gates.py), which the caller computes from the layer's input. No gradient flows through the choice
+of blocks.
 
-Kept for backward, per token: q, k and v, (H + 2G) K elements; each branch's output, H K, and its float32 log-sum-exp,
-H; the logits, 3 H; and the lists of blocks, G * (selected_blocks - 3) int16.
+Kept for backward, per token: q, k and v, (H + 2G) K elements; each branch's output, H K, and its
+float32 log-sum-exp, H; the logits, 3 H; and the lists of blocks, G * (selected_blocks - 3) int16.
 """
 
 import functools
@@ -51,47 +53,69 @@ from .compression import (
 from .gates import BRANCHES, gate_backward, gated_sum, gated_sum_reference
 from .window_scores import score_windows, window_scores_reference
 
-BLOCK_SIZE, LOCAL_TOKENS = 64, 128  # tokens of a block, and of the selected branch's two local blocks
+BLOCK_SIZE, LOCAL_TOKENS = (
+    64,
+    128,
+)  # tokens of a block, and of the selected branch's two local blocks
 FORCED_BLOCKS = 3  # the first block and the two local blocks
 SCORES_BYTES = 2**29  # bytes of the scores that exist at a time, about
-WORKSPACE_BYTES = 7 * 2**28  # holds one key/value head's slots at 131,072 tokens, 13 chosen blocks: 1.65 GiB
+WORKSPACE_BYTES = (
+    7 * 2**28
+)  # holds one key/value head's slots at 131,072 tokens, 13 chosen blocks: 1.65 GiB
 
 
-# Reference, for one document: queries q [T, H, K] are the last T of its S tokens. A branch gives out and lse.
+# Reference, for one document: queries q [T, H, K] are the last T of its S tokens. A branch gives
+# out and lse.
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns out [T, H, K] and lse [T, H], for q [T, H, K], k and v [S, G, K], and is_visible [T, G or 1, S]."""
-    out, lse = attend_written_out(q[None], k[None], v[None], is_visible.transpose(0, 1)[None, :, None])
+    """Returns out [T, H, K] and lse [T, H], for q [T, H, K], k and v [S, G, K], and is_visible [T,
+    G or 1, S]."""
+    out, lse = attend_written_out(
+        q[None], k[None], v[None], is_visible.transpose(0, 1)[None, :, None]
+    )
     return out[0], lse[0]
 
 
 def nsa_attention_reference(
-    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, gates_BTHC: Tensor, segments: Tensor | None = None, *,
+    q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, gates_BTHC: Tensor,
+    segments: Tensor | None = None, *,
     selected_blocks: int = 16, window: int = 512, blocks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attends with all scores written out, in the inputs' dtype. q may have the last T of the S tokens alone."""
+    """Attends with all scores written out, in the inputs' dtype. q may have the last T of the S
+    tokens alone."""
     (B, T), S = q_BTHK.shape[:2], k_BSGK.shape[1]
     out = torch.empty_like(q_BTHK)
     for row, start, stop in all_segments(segments, B, S).tolist():
         here = row, slice(max(0, start - S + T), stop - S + T)
         of_document = q_BTHK[here], k_BSGK[row, start:stop], v_BSGK[row, start:stop]
         lists = selected_blocks - FORCED_BLOCKS if blocks is None else blocks[here]
-        out[here] = gated_sum_reference(branches_reference(*of_document, lists, window)[:BRANCHES], gates_BTHC[here])
+        out[here] = gated_sum_reference(
+            branches_reference(*of_document, lists, window)[:BRANCHES], gates_BTHC[here]
+        )
     return out
 
 
-def branches_reference(q: Tensor, k: Tensor, v: Tensor, lists: Tensor | int, window: int) -> list[Tensor]:
-    """Returns the branches' outputs, their log-sum-exps, and the lists; `lists` may be a number of blocks to choose."""
-    key = torch.arange(len(k), device=q.device)  # positions of the keys [S] and of the queries [T, 1, 1]
+def branches_reference(
+    q: Tensor, k: Tensor, v: Tensor, lists: Tensor | int, window: int
+) -> list[Tensor]:
+    """Returns the branches' outputs, their log-sum-exps, and the lists; `lists` may be a number of
+    blocks to choose."""
+    key = torch.arange(
+        len(k), device=q.device
+    )  # positions of the keys [S] and of the queries [T, 1, 1]
     token = key[len(k) - len(q) :, None, None]
     block, own, is_earlier = key // BLOCK_SIZE, token // BLOCK_SIZE, key <= token
     keys, values = pool_windows_reference(k), pool_windows_reference(v)
-    last = torch.arange(len(keys), device=q.device) * WINDOW_STRIDE + WINDOW_KEYS - 1  # each window's last token
+    last = (
+        torch.arange(len(keys), device=q.device) * WINDOW_STRIDE + WINDOW_KEYS - 1
+    )  # each window's last token
     compressed, lse = _attend(q, keys, values, token >= last)
     if isinstance(lists, int):
         with torch.no_grad():
-            scores = window_scores_reference(q, keys, lse, own[:, 0, 0] - 1, -(-len(k) // BLOCK_SIZE))
+            scores = window_scores_reference(
+                q, keys, lse, own[:, 0, 0] - 1, -(-len(k) // BLOCK_SIZE)
+            )
             lists = top_blocks_reference(scores, lists)
     is_listed = (lists[..., None] == block).any(2)  # [T, G, S]
     selected = _attend(q, k, v, is_earlier & ((block == 0) | (block >= own - 1) | is_listed))
@@ -105,7 +129,8 @@ def branches_reference(q: Tensor, k: Tensor, v: Tensor, lists: Tensor | int, win
 
 @operation("fathom::nsa_gated_sum", lambda outs, *_: outs[0].new_empty(outs[0].shape))
 def _nsa_gated_sum(outs: list[Tensor], gates: Tensor, triton_kernels: bool) -> Tensor:
-    """Returns the gated sum [B, T, H, K] of three outs [B, T, H, K]; gates are logits [B, T, H, 3]."""
+    """Returns the gated sum [B, T, H, K] of three outs [B, T, H, K]; gates are logits [B, T, H,
+    3]."""
     if not triton_kernels:
         return gated_sum_reference(outs, gates)
     return gated_sum([flat(out) for out in outs], flat(gates)).view(outs[0].shape)
@@ -113,22 +138,32 @@ def _nsa_gated_sum(outs: list[Tensor], gates: Tensor, triton_kernels: bool) -> T
 
 @dataclass(frozen=True)
 class NSA(AttentionKind):
-    """Native sparse attention, for documents of all lengths. Raises ValueError for too few selected blocks."""
+    """Native sparse attention, for documents of all lengths. Raises ValueError for too few selected
+    blocks."""
 
-    selected_blocks: int = 16  # blocks of 64 tokens, the first and the two local ones included; at least 4
+    selected_blocks: int = (
+        16  # blocks of 64 tokens, the first and the two local ones included; at least 4
+    )
     window: int = 512  # tokens of the window branch, a multiple of 64
-    workspace_bytes: int = WORKSPACE_BYTES  # tiles and slots at a time; with fewer, launches are more and smaller
+    workspace_bytes: int = (
+        WORKSPACE_BYTES  # tiles and slots at a time; with fewer, launches are more and smaller
+    )
     name: ClassVar[str] = "nsa"
     gpu_head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
     takes: ClassVar[tuple[str, ...]] = ("selected_blocks",)
     branches: ClassVar[int] = BRANCHES
     gates_per_head: ClassVar[int] = BRANCHES
-    h200_rates: ClassVar[dict[str, float]] = {"nsa forward": 313e12, "nsa choice": 259e12, "nsa backward": 328e12}
+    h200_rates: ClassVar[dict[str, float]] = {
+        "nsa forward": 313e12,
+        "nsa choice": 259e12,
+        "nsa backward": 328e12,
+    }
 
     def __post_init__(self):
         if self.selected_blocks <= FORCED_BLOCKS:
             raise ValueError(
-                f"selected_blocks must be at least {FORCED_BLOCKS + 1}, got {self.selected_blocks}: "
+                f"selected_blocks must be at least {FORCED_BLOCKS + 1}, got "
+                f"{self.selected_blocks}: "
                 f"{self.name} forces {FORCED_BLOCKS}"
             )
         super().__post_init__()
@@ -142,12 +177,18 @@ class NSA(AttentionKind):
         return LONGEST_DOCUMENT * BLOCK_SIZE
 
     def describe(self, selected_blocks: str) -> str:
-        return f"windows of {WINDOW_KEYS} compressed, {selected_blocks} blocks of {BLOCK_SIZE}, {self.window} tokens"
+        return (
+            f"windows of {WINDOW_KEYS} compressed, {selected_blocks} blocks of {BLOCK_SIZE}, "
+            f"{self.window} tokens"
+        )
 
     def check(self, q, k, v, segments, impl):
         on_triton = check_inputs(q, k, v, segments, BLOCK_SIZE, self.window, impl)
         if q.is_cuda and on_triton and q.dtype == torch.float32:
-            raise ValueError("the compressed branch on CUDA needs bfloat16 or float16, got float32; cast q, k and v")
+            raise ValueError(
+                "the compressed branch on CUDA needs bfloat16 or float16, got float32; cast q, k "
+                "and v"
+            )
         return on_triton
 
     def forward(self, q, k, v, segments, lists, backend, on_triton):
@@ -156,13 +197,19 @@ class NSA(AttentionKind):
         shape, layout, windows = q.shape, _layout(q, segments), make_windows(q, segments)
         q, k, v = map(flat, (q, k, v))
         pooled_k, pooled_v = (pool_windows(x, windows) for x in (k, v))
-        compressed = compressed_forward(q, pooled_k, pooled_v, windows, backend, self.workspace_bytes)
+        compressed = compressed_forward(
+            q, pooled_k, pooled_v, windows, backend, self.workspace_bytes
+        )
         del pooled_v
         if lists is None:
-            lists = torch.full((*k.shape[:2], self.list_length), EMPTY, dtype=torch.int16, device=q.device)
+            lists = torch.full(
+                (*k.shape[:2], self.list_length), EMPTY, dtype=torch.int16, device=q.device
+            )
             if layout.has_candidates:
                 first_window = windows.first_window[layout.block_start]
-                score = functools.partial(score_windows, q, pooled_k, compressed[1], first_window, layout)
+                score = functools.partial(
+                    score_windows, q, pooled_k, compressed[1], first_window, layout
+                )
                 choose_blocks(score, layout, lists, SCORES_BYTES)
                 del score
             lists = lists.view(*shape[:2], *lists.shape[1:])
@@ -183,11 +230,14 @@ class NSA(AttentionKind):
         return whole[:BRANCHES], whole[BRANCHES:-1], whole[-1]
 
     def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
-        """Takes one branch after the other, so that only one branch's d_out exists. Each adds to dq, dk and dv."""
+        """Takes one branch after the other, so that only one branch's d_out exists. Each adds to
+        dq, dk and dv."""
         if not on_triton:
             with torch.enable_grad():
                 q, k, v, gates = (x.detach().requires_grad_() for x in (q, k, v, gates))
-                out = nsa_attention_reference(q, k, v, gates, segments, window=self.window, blocks=lists)
+                out = nsa_attention_reference(
+                    q, k, v, gates, segments, window=self.window, blocks=lists
+                )
             return torch.autograd.grad(out, (q, k, v, gates), dout)
         shapes, layout = (q.shape, k.shape, v.shape, gates.shape), _layout(q, segments)
         windows = make_windows(q, segments)
@@ -221,30 +271,50 @@ class NSA(AttentionKind):
         options = {"selected_blocks": self.selected_blocks, "window": self.window}
         return nsa_attention_reference(q, k, v, gates, **options)
 
-    def footprint(self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None):
-        """Counts three outputs with log-sum-exps as `results`; `forward` is without those that do not exist yet."""
-        selected_forward, selected_backward = sparse_workspace(T, H, G, K, self.selected, element_size)
-        windows, longest_windows = T // WINDOW_STRIDE, None if longest is None else longest // WINDOW_STRIDE
+    def footprint(
+        self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None
+    ):
+        """Counts three outputs with log-sum-exps as `results`; `forward` is without those that do
+        not exist yet."""
+        selected_forward, selected_backward = sparse_workspace(
+            T, H, G, K, self.selected, element_size
+        )
+        windows, longest_windows = (
+            T // WINDOW_STRIDE,
+            None if longest is None else longest // WINDOW_STRIDE,
+        )
         row_windows = (context_length or T) // WINDOW_STRIDE
         of_a_head = head_bytes(backend, windows, row_windows, longest_windows, K, element_size)
         heads = heads_at_a_time(H, G, of_a_head, self.workspace_bytes)
-        pooled, head = windows * G * K * element_size, T * K * element_size  # keys of all windows, one query head
+        pooled, head = (
+            windows * G * K * element_size,
+            T * K * element_size,
+        )  # keys of all windows, one query head
         compressed = 2 * pooled + 2 * heads * head
         blocks = -(-T // BLOCK_SIZE), BLOCK_SIZE, LOCAL_TOKENS // BLOCK_SIZE
         scores = scores_bytes(*blocks, G, self.list_length, SCORES_BYTES)
         sums = 8 * windows * G * K  # float32 gradients of pooled keys and values
         compressed_backward = 2 * pooled + sums + heads * of_a_head
         result = H * K * element_size + 4 * H
-        forward = max(H * head, selected_forward - T * result, max(pooled + scores, compressed) - 2 * T * result)
+        forward = max(
+            H * head,
+            selected_forward - T * result,
+            max(pooled + scores, compressed) - 2 * T * result,
+        )
         backward = H * head + max(selected_backward, compressed_backward)
         return AttentionBytes(BRANCHES * result, 2 * G * self.list_length, forward, backward)
 
     def flops(self, length, H, G, K):
         num_blocks, num_windows = -(-length // BLOCK_SIZE), max(0, length // WINDOW_STRIDE - 1)
         product = 2 * BLOCK_SIZE * BLOCK_SIZE * H * K  # one block of queries with one block of keys
-        # Each query of tile n sees n + 1 windows. Tiles have 16 queries, but the last tile may have fewer.
+        # Each query of tile n sees n + 1 windows. Tiles have 16 queries, but the last tile may have
+        # fewer.
         pairs = WINDOW_STRIDE * num_windows * (num_windows + 1) // 2
-        pairs -= num_windows * (WINDOW_STRIDE * (num_windows + 1) + WINDOW_STRIDE - 1 - length) if num_windows else 0
+        pairs -= (
+            num_windows * (WINDOW_STRIDE * (num_windows + 1) + WINDOW_STRIDE - 1 - length)
+            if num_windows
+            else 0
+        )
         compressed = attention_flops(H, K, pairs)
         candidates = sum_to(num_blocks - LOCAL_TOKENS // BLOCK_SIZE)
         choice = BLOCK_SIZE // WINDOW_STRIDE * candidates * product // BLOCK_SIZE
@@ -254,7 +324,8 @@ class NSA(AttentionKind):
         return AttentionFlops(compressed + selected.forward + 2 * in_window, choice, backward)
 
     def work(self, lengths, H, G, K, *, backend, steps, is_packed=True, prompts=()):
-        """Adds the compressed branch's calls of a library's kernel, one for each long packed document."""
+        """Adds the compressed branch's calls of a library's kernel, one for each long packed
+        document."""
         lengths = self.with_copies(lengths, prompts)
         work = super().work(lengths, H, G, K, backend=backend, steps=steps)
         calls = FULL.work(lengths, H, G, K, backend=backend, steps=steps, is_packed=is_packed)
@@ -286,5 +357,6 @@ def _layout(q: Tensor, segments: Tensor | None) -> Layout:
 
 
 def _window_layout(layout: Layout, window: int) -> Layout:
-    """Returns the layout of the window branch: exact windows of another length differ in one number alone."""
+    """Returns the layout of the window branch: exact windows of another length differ in one number
+    alone."""
     return layout._replace(window_blocks=window // BLOCK_SIZE)

@@ -1,7 +1,9 @@
-"""Sums in a fixed order: a token's band and slots into its output or dq, a block's items into its dk and dv.
+"""Sums in a fixed order: a token's band and slots into its output or dq, a block's items into its
+dk and dv.
 
-A slot has the output of a token's attention to one chosen block, see gather.py; ../README.md says how parts make one
-softmax. Each slot is read once, in ascending order. In backward, dq is the plain sum of band and slots.
+A slot has the output of a token's attention to one chosen block, see gather.py; ../README.md says
+how parts make one softmax. Each slot is read once, in ascending order. In backward, dq is the plain
+sum of band and slots.
 """
 
 import triton
@@ -18,7 +20,8 @@ PARTIAL_ELEMENTS = 2048  # elements of a block's dk or dv that one program adds 
 @triton.jit(do_not_specialize=["first_token", "num_tokens", "first_head"])
 def _combine_kernel(
     out_ptr, lse_ptr, slots_ptr, slot_lse_ptr, blocks_ptr, first_token, num_tokens, first_head,
-    S: tl.constexpr, BLOCK_S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    S: tl.constexpr, BLOCK_S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
     K: tl.constexpr, BLOCK_T: tl.constexpr, EMPTY: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Adds slots to `out` in place; with WEIGHTED by their log-sum-exps, and updates `lse`."""
@@ -35,9 +38,13 @@ def _combine_kernel(
     out = out.to(tl.float32)
     if WEIGHTED:
         s = tl.arange(0, BLOCK_S)[None, :]
-        block = tl.load(blocks_ptr + token_head[:, None] * S + s, mask=mask[:, None] & (s < S), other=EMPTY)
+        block = tl.load(
+            blocks_ptr + token_head[:, None] * S + s, mask=mask[:, None] & (s < S), other=EMPTY
+        )
         slot_lse = tl.load(
-            slot_lse_ptr + (list_rows[:, None] * S + s) * GROUP + r[:, None], mask=block != EMPTY, other=float("-inf")
+            slot_lse_ptr + (list_rows[:, None] * S + s) * GROUP + r[:, None],
+            mask=block != EMPTY,
+            other=float("-inf"),
         )  # [ROWS, BLOCK_S]
         band_lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)
         maximum = tl.maximum(tl.max(slot_lse, 1), band_lse)
@@ -49,16 +56,22 @@ def _combine_kernel(
     for s in tl.range(0, S, loop_unroll_factor=8):
         chosen = mask & (tl.load(blocks_ptr + token_head * S + s, mask=mask, other=EMPTY) != EMPTY)
         slot_rows = (list_rows * S + s) * GROUP + r
-        slot = tl.load(slots_ptr + slot_rows[:, None] * K + columns[None, :], mask=chosen[:, None], other=0.0)
+        slot = tl.load(
+            slots_ptr + slot_rows[:, None] * K + columns[None, :], mask=chosen[:, None], other=0.0
+        )
         if WEIGHTED:
-            weight = tl.exp2((tl.load(slot_lse_ptr + slot_rows, mask=chosen, other=float("-inf")) - lse) * LOG2_E)
+            weight = tl.exp2(
+                (tl.load(slot_lse_ptr + slot_rows, mask=chosen, other=float("-inf")) - lse) * LOG2_E
+            )
             out += weight[:, None] * slot.to(tl.float32)
         else:
             out += slot.to(tl.float32)
     tl.store(out_ptr + out_offsets, out.to(dtype), mask=mask[:, None])
 
 
-@triton.jit(do_not_specialize=["num_items", "num_blocks"], do_not_specialize_on_alignment=["first_item_ptr"])
+@triton.jit(
+    do_not_specialize=["num_items", "num_blocks"], do_not_specialize_on_alignment=["first_item_ptr"]
+)
 def _add_partials_kernel(
     total_ptr, partial_ptr, first_item_ptr, block_start_ptr, num_blocks, num_items, head_elements,
     BLOCK: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
@@ -70,7 +83,9 @@ def _add_partials_kernel(
     num_heads = tl.num_programs(0) // num_blocks
     here = tl.program_id(1) * PART + tl.arange(0, PART)  # elements, among a block's BLOCK * K
     block_start = tl.load(block_start_ptr + row % num_blocks).to(tl.int64)
-    target = total_ptr + (which * num_heads + row // num_blocks) * head_elements + block_start * K + here
+    target = (
+        total_ptr + (which * num_heads + row // num_blocks) * head_elements + block_start * K + here
+    )
     total = tl.load(target)
     for item in range(start, stop):
         total += tl.load(partial_ptr + (which * num_items + item) * (BLOCK * K) + here)
@@ -78,32 +93,38 @@ def _add_partials_kernel(
 
 
 def combine(
-    out: Tensor, slots: Tensor, blocks: Tensor, heads: range, tokens: range, lse: Tensor | None = None,
+    out: Tensor, slots: Tensor, blocks: Tensor, heads: range, tokens: range,
+    lse: Tensor | None = None,
     slot_lse: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Adds slots to the band's output or dq, `out` [all tokens, H, K], in place.
 
-    With `lse` [all tokens, H] both are outputs: one softmax is made over both, and `lse` becomes its log-sum-exp.
+    With `lse` [all tokens, H] both are outputs: one softmax is made over both, and `lse` becomes
+    its log-sum-exp.
     """
     (_, H, K), (_, G, S) = out.shape, blocks.shape
     group_pad = triton.next_power_of_2(H // G)
     block_t = max(1, ROWS // group_pad)
     _combine_kernel[(triton.cdiv(len(tokens), block_t), len(heads))](
         out, lse, slots, slot_lse, blocks, tokens.start, len(tokens), heads.start,
-        S=S, BLOCK_S=triton.next_power_of_2(S), G=G, GROUP=H // G, GROUP_PAD=group_pad, K=K, BLOCK_T=block_t,
+        S=S, BLOCK_S=triton.next_power_of_2(S), G=G, GROUP=H // G, GROUP_PAD=group_pad, K=K,
+        BLOCK_T=block_t,
         EMPTY=EMPTY, WEIGHTED=lse is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
 def add_partials(total: Tensor, partial: Tensor, first_item: Tensor, layout: Layout) -> None:
-    """Adds the items' partial sums [2, items, block_size, K] to total [2, heads, all tokens, K], in place.
+    """Adds the items' partial sums [2, items, block_size, K] to total [2, heads, all tokens, K], in
+    place.
 
-    Row r, head * num_blocks + block, has the items first_item[r] to first_item[r + 1] - 1. Only whole blocks have any.
+    Row r, head * num_blocks + block, has the items first_item[r] to first_item[r + 1] - 1. Only
+    whole blocks have any.
     """
     _, num_heads, num_tokens, K = total.shape
     block_elements = layout.block_size * K
     part = min(PARTIAL_ELEMENTS, block_elements)
     _add_partials_kernel[(num_heads * layout.num_blocks, block_elements // part, 2)](
-        total, partial, first_item, layout.block_start, layout.num_blocks, partial.shape[1], num_tokens * K,
+        total, partial, first_item, layout.block_start, layout.num_blocks, partial.shape[1],
+        num_tokens * K,
         BLOCK=layout.block_size, K=K, PART=part,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Helpers that the kernels of this folder share: the rows of a tile, matrix products, a step of a softmax."""
+"""Helpers that the kernels of this folder share: the rows of a tile, matrix products, a step of a
+softmax."""
 
 import os
 from typing import Any, NamedTuple
@@ -16,10 +17,12 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def query_rows(token, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Returns the token of each row of a tile, its query head within the group, and whether that is a real head.
+    """Returns the token of each row of a tile, its query head within the group, and whether that is
+    a real head.
 
     A row is one query head of one token, heads fastest. With GROUP_PAD = 4 rows have the tokens
-    token + [0, 0, 0, 0, 1, ...] and the heads [0, 1, 2, 3, 0, ...]; with GROUP = 3 the heads 3 are padding.
+    token + [0, 0, 0, 0, 1, ...] and the heads [0, 1, 2, 3, 0, ...]; with GROUP = 3 the heads 3 are
+    padding.
     """
     rows = tl.arange(0, BLOCK_T * GROUP_PAD)
     return token + rows // GROUP_PAD, rows % GROUP_PAD, rows % GROUP_PAD < GROUP
@@ -35,7 +38,8 @@ def matmul(a, b):
 
 @triton.jit
 def softmax_step(scores, v, out, maximum, total):
-    """Takes one step of an online softmax in base 2: scores [ROWS, BLOCK], v [BLOCK, K], out [ROWS, K].
+    """Takes one step of an online softmax in base 2: scores [ROWS, BLOCK], v [BLOCK, K], out [ROWS,
+    K].
 
     Returns the new out, which is not divided by the total yet, the rows' maxima and their totals.
     """
@@ -58,8 +62,8 @@ class TileConfig(NamedTuple):
 def wide_config(config: TileConfig, device: torch.device) -> TileConfig:
     """Returns tiles of a kernel for heads wider than 128, of which `config` has Hopper's.
 
-    On other GPUs tiles have 16 rows: more would spill thousands of bytes on Ampere, and not fit on B200. A program goes
-    through as many rows.
+    On other GPUs tiles have 16 rows: more would spill thousands of bytes on Ampere, and not fit on
+    B200. A program goes through as many rows.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9:
         return config
@@ -69,11 +73,14 @@ def wide_config(config: TileConfig, device: torch.device) -> TileConfig:
 def launch_constants(q: Tensor, G: int, block_size: int, config: TileConfig) -> dict[str, Any]:
     """Returns the constants and launch options that all kernels over queries q [tokens, H, K] take.
 
-    float32 needs twice the shared memory of bfloat16, so its tiles are smaller and nothing is prefetched.
+    float32 needs twice the shared memory of bfloat16, so its tiles are smaller and nothing is
+    prefetched.
     """
     _, H, K = q.shape
     group_pad = triton.next_power_of_2(H // G)
-    rows, num_stages = (config.rows, config.num_stages) if q.element_size() == 2 else (FLOAT32_ROWS, 1)
+    rows, num_stages = (
+        (config.rows, config.num_stages) if q.element_size() == 2 else (FLOAT32_ROWS, 1)
+    )
     return {
         **{"G": G, "GROUP": H // G, "GROUP_PAD": group_pad, "K": K, "BLOCK": block_size},
         "BLOCK_T": min(block_size, max(1, rows // group_pad)),

@@ -1,11 +1,13 @@
-"""Attention to chosen blocks: a program loads one block of keys and values, and gathers the queries that chose it.
+"""Attention to chosen blocks: a program loads one block of keys and values, and gathers the queries
+that chose it.
 
-Slot (t, s) holds the attention of query t to the block at place s of its list, over that block's keys alone.
-combine.py makes one softmax of a token's slots and its band. A chosen block lies wholly before its query, so there is
-nothing to mask. Backward has the same grid; ../README.md has the mathematics.
+Slot (t, s) holds the attention of query t to the block at place s of its list, over that block's
+keys alone. combine.py makes one softmax of a token's slots and its band. A chosen block lies wholly
+before its query, so there is nothing to mask. Backward has the same grid; ../README.md has the
+mathematics.
 
-A program takes one item of the inverse index: up to `chunk` queries of one block. It writes the item's dk and dv once,
-as float32 partial sums, which combine.py adds up.
+A program takes one item of the inverse index: up to `chunk` queries of one block. It writes the
+item's dk and dv once, as float32 partial sums, which combine.py adds up.
 """
 
 import math
@@ -21,8 +23,9 @@ from .layout import Layout
 
 FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=32)
 BACKWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=3, tiles=64)
-# Heads wider than 128, of which a block's keys and values fill 64 KiB of shared memory. Two programs of forward fit.
-# Two warp groups of backward halve the columns of dk and dv, which together take half of all registers.
+# Heads wider than 128, of which a block's keys and values fill 64 KiB of shared memory. Two
+# programs of forward fit. Two warp groups of backward halve the columns of dk and dv, which
+# together take half of all registers.
 WIDE_FORWARD_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=1, tiles=32)
 # An item has as many rows in all backward configurations, which `sparse_workspace` counts on.
 WIDE_BACKWARD_CONFIG = TileConfig(rows=64, num_warps=8, num_stages=3, tiles=64)
@@ -37,7 +40,8 @@ def _load_item(
     first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Returns the item's head among this call's, its keys, and the bounds of its entries (surplus items have none)."""
+    """Returns the item's head among this call's, its keys, and the bounds of its entries (surplus
+    items have none)."""
     item = tl.program_id(0)
     row = tl.load(item_row_ptr + item)
     surplus = row == num_rows
@@ -51,19 +55,26 @@ def _load_item(
 @triton.jit
 def _load_rows(
     entries_ptr, i, stop, first_token, before_head, kv_head,
-    S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+    S: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Returns the rows of q and the rows of the slots for the entries from i on, and which rows count; all [ROWS].
+    """Returns the rows of q and the rows of the slots for the entries from i on, and which rows
+    count; all [ROWS].
 
-    An entry is a place in the lists [heads, tokens, S], counted through. The lists of `before_head` tokens come before
-    this head's: entry e is of token e // S - before_head. Slots begin with token `first_token`: entry e has slot
-    e - first_token * S. A row is one query head, of q [tokens, G, GROUP] or of the slots [slots, GROUP].
+    An entry is a place in the lists [heads, tokens, S], counted through. The lists of `before_head`
+    tokens come before this head's: entry e is of token e // S - before_head. Slots begin with token
+    `first_token`: entry e has slot e - first_token * S. A row is one query head, of q [tokens, G,
+    GROUP] or of the slots [slots, GROUP].
     """
     position, r, mask = query_rows(i, GROUP, GROUP_PAD, BLOCK_T)
     mask &= position < stop
     entry = tl.load(entries_ptr + position, mask=position < stop, other=0)
     token = (entry // S - before_head).to(tl.int64)
-    return (token * G + kv_head) * GROUP + r, (entry - first_token * S).to(tl.int64) * GROUP + r, mask
+    return (
+        (token * G + kv_head) * GROUP + r,
+        (entry - first_token * S).to(tl.int64) * GROUP + r,
+        mask,
+    )
 
 
 @triton.jit(
@@ -78,7 +89,14 @@ def _gather_forward_kernel(
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     head, keys, start, stop = _load_item(
-        first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows, CHUNK, BLOCK
+        first_entry_ptr,
+        first_item_ptr,
+        item_row_ptr,
+        block_start_ptr,
+        num_blocks,
+        num_rows,
+        CHUNK,
+        BLOCK,
     )
     if start >= stop:
         return
@@ -89,15 +107,31 @@ def _gather_forward_kernel(
     v = tl.load(v_ptr + kv_offsets)
     for i in range(start, stop, BLOCK_T):
         q_rows, slot_rows, mask = _load_rows(
-            entries_ptr, i, stop, first_token, head * num_tokens, kv_head, S, G, GROUP, GROUP_PAD, BLOCK_T
+            entries_ptr,
+            i,
+            stop,
+            first_token,
+            head * num_tokens,
+            kv_head,
+            S,
+            G,
+            GROUP,
+            GROUP_PAD,
+            BLOCK_T,
         )
-        q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)  # [ROWS, K]
+        q = tl.load(
+            q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0
+        )  # [ROWS, K]
         scores = matmul(q, tl.trans(k)) * (scale * LOG2_E)  # [ROWS, BLOCK]
         maximum = tl.max(scores, 1)
         p = tl.exp2(scores - maximum[:, None])
         total = tl.sum(p, 1)
         out = matmul(p.to(v.dtype), v) * (1 / total)[:, None]  # [ROWS, K]
-        tl.store(slots_ptr + slot_rows[:, None] * K + columns[None, :], out.to(q.dtype), mask=mask[:, None])
+        tl.store(
+            slots_ptr + slot_rows[:, None] * K + columns[None, :],
+            out.to(q.dtype),
+            mask=mask[:, None],
+        )
         tl.store(slot_lse_ptr + slot_rows, (maximum + tl.log2(total)) * LN_2, mask=mask)
 
 
@@ -113,7 +147,14 @@ def _gather_backward_kernel(
     BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     head, keys, start, stop = _load_item(
-        first_entry_ptr, first_item_ptr, item_row_ptr, block_start_ptr, num_blocks, num_rows, CHUNK, BLOCK
+        first_entry_ptr,
+        first_item_ptr,
+        item_row_ptr,
+        block_start_ptr,
+        num_blocks,
+        num_rows,
+        CHUNK,
+        BLOCK,
     )
     if start >= stop:
         return
@@ -126,21 +167,39 @@ def _gather_backward_kernel(
     dv = tl.zeros([BLOCK, K], tl.float32)
     for i in range(start, stop, BLOCK_T):
         q_rows, slot_rows, mask = _load_rows(
-            entries_ptr, i, stop, first_token, head * num_tokens, kv_head, S, G, GROUP, GROUP_PAD, BLOCK_T
+            entries_ptr,
+            i,
+            stop,
+            first_token,
+            head * num_tokens,
+            kv_head,
+            S,
+            G,
+            GROUP,
+            GROUP_PAD,
+            BLOCK_T,
         )
         q_offsets = q_rows[:, None] * K + columns[None, :]
         q = tl.load(q_ptr + q_offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
         dout = tl.load(dout_ptr + q_offsets, mask=mask[:, None], other=0.0)
-        lse = tl.load(lse_ptr + q_rows, mask=mask, other=float("inf"))  # Rows of padding have probability 0.
+        lse = tl.load(
+            lse_ptr + q_rows, mask=mask, other=float("inf")
+        )  # Rows of padding have probability 0.
         delta = tl.load(delta_ptr + q_rows, mask=mask, other=0.0)
-        p = tl.exp2(matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :])  # [BLOCK, ROWS]
+        p = tl.exp2(
+            matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :]
+        )  # [BLOCK, ROWS]
         dv += matmul(p.to(dout.dtype), dout)
         dp = matmul(v, tl.trans(dout))  # [BLOCK, ROWS]
         ds = (p * (dp - delta[None, :]) * scale).to(q.dtype)
         dk += matmul(ds, q)
         # Transposes the product instead of ds, which then goes to shared memory as it is.
         dq = tl.trans(matmul(tl.trans(k), ds))  # [ROWS, K]
-        tl.store(slots_ptr + slot_rows[:, None] * K + columns[None, :], dq.to(q.dtype), mask=mask[:, None])
+        tl.store(
+            slots_ptr + slot_rows[:, None] * K + columns[None, :],
+            dq.to(q.dtype),
+            mask=mask[:, None],
+        )
     item = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)[:, None] * K + columns[None, :]
     tl.store(partial_ptr + item * BLOCK * K + offsets, dk)
@@ -162,29 +221,37 @@ def item_tokens(config: TileConfig, q: Tensor, k: Tensor, block_size: int) -> in
 
 def _launch(kernel, config, q, k, tensors, slots, index, layout, heads, tokens):
     kernel[(len(index.item_row),)](
-        *tensors, index.entries, index.first_entry, index.first_item, index.item_row, layout.block_start,
-        tokens.start, layout.num_tokens, heads.start, layout.num_blocks, len(heads) * layout.num_blocks,
+        *tensors, index.entries, index.first_entry, index.first_item, index.item_row,
+        layout.block_start,
+        tokens.start, layout.num_tokens, heads.start, layout.num_blocks,
+        len(heads) * layout.num_blocks,
         1 / math.sqrt(q.shape[-1]), S=slots.shape[2], CHUNK=index.chunk,
         **launch_constants(q, k.shape[1], layout.block_size, config),
     )  # fmt: skip
 
 
 def gather_forward(
-    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, slot_lse: Tensor, index: InverseIndex, layout: Layout,
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, slot_lse: Tensor, index: InverseIndex,
+    layout: Layout,
     heads: range, tokens: range, config: TileConfig,
 ) -> None:  # fmt: skip
-    """Fills `slots` [heads, tokens, selected, group, K] and `slot_lse` [heads, tokens, selected, group]."""
+    """Fills `slots` [heads, tokens, selected, group, K] and `slot_lse` [heads, tokens, selected,
+    group]."""
     tensors = q, k, v, slots, slot_lse
     _launch(_gather_forward_kernel, config, q, k, tensors, slots, index, layout, heads, tokens)
 
 
 def gather_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, slots: Tensor, index: InverseIndex,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, slots: Tensor,
+    index: InverseIndex,
     layout: Layout, heads: range, tokens: range, config: TileConfig,
 ) -> Tensor:  # fmt: skip
-    """Fills `slots` with parts of dq; returns dk and dv of each real item, [2, items, block_size, K] float32."""
+    """Fills `slots` with parts of dq; returns dk and dv of each real item, [2, items, block_size,
+    K] float32."""
     items = len(index.item_row)
-    partial = torch.empty(2, items, layout.block_size, q.shape[-1], dtype=torch.float32, device=q.device)
+    partial = torch.empty(
+        2, items, layout.block_size, q.shape[-1], dtype=torch.float32, device=q.device
+    )
     tensors = dout, q, k, v, lse, delta, slots, partial
     _launch(_gather_backward_kernel, config, q, k, tensors, slots, index, layout, heads, tokens)
     return partial

@@ -1,12 +1,15 @@
-"""The inverse index: it turns each token's list of blocks into each block's list of tokens, by a stable sort.
+"""The inverse index: it turns each token's list of blocks into each block's list of tokens, by a
+stable sort.
 
-An entry is a place in the lists [heads, tokens, selected], counted through. The gather kernels take a range of tokens,
-a head and a block, and want the entries that name this block, in the order of tokens. Example: one head, three tokens,
-lists of 2. The lists [0, -], [1, -] and [0, 1] name block 0 in the entries 0 and 4, and block 1 in 2 and 5.
+An entry is a place in the lists [heads, tokens, selected], counted through. The gather kernels take
+a range of tokens, a head and a block, and want the entries that name this block, in the order of
+tokens. Example: one head, three tokens, lists of 2. The lists [0, -], [1, -] and [0, 1] name block
+0 in the entries 0 and 4, and block 1 in 2 and 5.
 
-A row is a (head, block) pair, head * num_blocks + block. Its entries are cut into items of up to `chunk` entries. In
-each range, row r has the items first_item[r] to first_item[r + 1] - 1. The grid has the most items that a range can
-have, rows + entries / chunk, and programs of surplus items do nothing.
+A row is a (head, block) pair, head * num_blocks + block. Its entries are cut into items of up to
+`chunk` entries. In each range, row r has the items first_item[r] to first_item[r + 1] - 1. The grid
+has the most items that a range can have, rows + entries / chunk, and programs of surplus items do
+nothing.
 """
 
 from typing import NamedTuple
@@ -17,7 +20,9 @@ from torch import Tensor
 
 from .layout import EMPTY, Layout
 
-SORT_BYTES = 37  # bytes per entry of a sort: keys and places before and after it, and the sort's own copies
+SORT_BYTES = (
+    37  # bytes per entry of a sort: keys and places before and after it, and the sort's own copies
+)
 
 
 class InverseIndex(NamedTuple):
@@ -37,8 +42,8 @@ def build_inverse_index(
 
     Args:
         blocks: the lists [tokens of all documents, G, selected] int16.
-        token_ranges: ranges of one length that cover all tokens in order; the last may be shorter. []: no index.
-        chunk: most entries of an item.
+        token_ranges: ranges of one length that cover all tokens in order; the last may be shorter.
+        []: no index. chunk: most entries of an item.
     """
     if not token_ranges:
         return []
@@ -46,23 +51,41 @@ def build_inverse_index(
     N, _, S = blocks.shape
     range_tokens = len(token_ranges[0])
     lists = blocks[:, heads.start : heads.stop].transpose(0, 1)  # [heads, tokens, selected]
-    # Rows are counted through all ranges. An entry that names no block gets the number behind the last row's.
-    first_row = torch.arange(N, device=device) // range_tokens * rows + layout.first_block[layout.token_block]
-    first_row = first_row + torch.arange(len(heads), device=device)[:, None] * layout.num_blocks  # [heads, tokens]
-    dtype = torch.int16 if num_ranges * rows < 2**15 else torch.int32  # two bytes sort in half the passes of four
+    # Rows are counted through all ranges. An entry that names no block gets the number behind the
+    # last row's.
+    first_row = (
+        torch.arange(N, device=device) // range_tokens * rows
+        + layout.first_block[layout.token_block]
+    )
+    first_row = (
+        first_row + torch.arange(len(heads), device=device)[:, None] * layout.num_blocks
+    )  # [heads, tokens]
+    dtype = (
+        torch.int16 if num_ranges * rows < 2**15 else torch.int32
+    )  # two bytes sort in half the passes of four
     no_row = torch.full((), num_ranges * rows, dtype=dtype, device=device)
     row = torch.where(lists == EMPTY, no_row, first_row[:, :, None].to(dtype) + lists)
     if layout.shared is not None:
-        to_shared = (layout.shared.first - layout.first_block)[layout.token_block, None].to(dtype)  # [tokens, 1]
+        to_shared = (layout.shared.first - layout.first_block)[layout.token_block, None].to(
+            dtype
+        )  # [tokens, 1]
         row += torch.where(lists < layout.shared.count[layout.token_block, None], to_shared, 0)
     row, entries = row.flatten().sort(stable=True)
     limits = torch.arange(num_ranges * rows + 1, dtype=dtype, device=device)
-    first_entry = torch.searchsorted(row, limits, out_int32=True).unfold(0, rows + 1, rows).contiguous()
+    first_entry = (
+        torch.searchsorted(row, limits, out_int32=True).unfold(0, rows + 1, rows).contiguous()
+    )
 
     row_items = (first_entry.diff() + (chunk - 1)) // chunk
     first_item = F.pad(row_items.cumsum(1, dtype=torch.int32), (1, 0))
     most_items = rows + len(heads) * range_tokens * S // chunk
-    items = torch.arange(most_items, dtype=torch.int32, device=device).expand(num_ranges, -1).contiguous()
+    items = (
+        torch.arange(most_items, dtype=torch.int32, device=device)
+        .expand(num_ranges, -1)
+        .contiguous()
+    )
     item_row = torch.searchsorted(first_item[:, 1:].contiguous(), items, right=True, out_int32=True)
     entries = entries.int()
-    return [InverseIndex(entries, *tables, chunk) for tables in zip(first_entry, first_item, item_row)]
+    return [
+        InverseIndex(entries, *tables, chunk) for tables in zip(first_entry, first_item, item_row)
+    ]

@@ -1,12 +1,15 @@
-"""The layout of a packed batch: tables of its documents' blocks, which every kernel of this folder reads.
+"""The layout of a packed batch: tables of its documents' blocks, which every kernel of this folder
+reads.
 
-The B * T tokens of a batch are counted through all rows, and so are the blocks. A document of L tokens has
-ceil(L / block_size) blocks, counted from its first token; the last block may be short. For documents of 100 and 30
-tokens and blocks of 64, block_start is [0, 64, 100], block_stop [64, 100, 130] and first_block [0, 0, 2].
+The B * T tokens of a batch are counted through all rows, and so are the blocks. A document of L
+tokens has ceil(L / block_size) blocks, counted from its first token; the last block may be short.
+For documents of 100 and 30 tokens and blocks of 64, block_start is [0, 64, 100], block_stop [64,
+100, 130] and first_block [0, 0, 2].
 
-A document may go on from another one, after whole blocks of it, as prompts.py has answers. These blocks are its first
-ones, by index, and no blocks of its own: the second document of 30 tokens after a block of the first one has a block of
-index 1. Its first_block is then 1, as if its blocks stood in a row.
+A document may go on from another one, after whole blocks of it, as prompts.py has answers. These
+blocks are its first ones, by index, and no blocks of its own: the second document of 30 tokens
+after a block of the first one has a block of index 1. Its first_block is then 1, as if its blocks
+stood in a row.
 """
 
 import functools
@@ -22,7 +25,8 @@ LONGEST_DOCUMENT = EMPTY  # blocks
 
 
 class Shared(NamedTuple):
-    """Blocks of other documents that documents begin with, [blocks] all: of the document that has a block."""
+    """Blocks of other documents that documents begin with, [blocks] all: of the document that has a
+    block."""
 
     count: Tensor  # int32: how many; 0 for documents that begin by themselves
     first: Tensor  # int32: the first of them
@@ -43,10 +47,11 @@ class Layout(NamedTuple):
     first_block: Tensor  # [blocks] int32: the first block of its document: a block less its index
     document_stop: Tensor  # [blocks] int32: one past the last token of its document
     token_block: Tensor  # [tokens] int32: the block of a token
-    # All tokens of a document attend to its first block. The gradients of that block's keys are computed in chunks of
-    # queries, each `window_blocks` blocks long. The first chunk is handled as any other block's queries are; the chunks
-    # after it are "extra". With 7 blocks and window_blocks = 2, block 0 has extra chunks from blocks 2, 4 and 6 on.
-    # Queries that see a block of another document are an extra chunk of that block.
+    # All tokens of a document attend to its first block. The gradients of that block's keys are
+    # computed in chunks of queries, each `window_blocks` blocks long. The first chunk is handled as
+    # any other block's queries are; the chunks after it are "extra". With 7 blocks and
+    # window_blocks = 2, block 0 has extra chunks from blocks 2, 4 and 6 on. Queries that see a
+    # block of another document are an extra chunk of that block.
     extra_block: Tensor  # [extra chunks] int32: the first block that a chunk belongs to
     extra_start: Tensor  # [extra chunks] int32: the chunk's first query
     extra_stop: Tensor  # [extra chunks] int32: one past its last query
@@ -60,7 +65,8 @@ class Layout(NamedTuple):
 
 
 def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int) -> Layout:
-    """Returns the tables on q's device, for q [B, T, ...]. All layers of a step share them: the last four are kept."""
+    """Returns the tables on q's device, for q [B, T, ...]. All layers of a step share them: the
+    last four are kept."""
     return _cached_layout(q.shape[0], q.shape[1], as_bytes(segments), q.device, block_size, window)
 
 
@@ -70,16 +76,24 @@ def build_layout(
 ) -> Layout:  # fmt: skip
     """Builds the tables that `make_layout` returns, from `as_bytes(segments)`.
 
-    `prompts` are the first token of what each document goes on from, and one past the last, int64 [documents, 2] in
-    their order: whole blocks of a document, whose first token it is. Both are equal where there are none.
+    `prompts` are the first token of what each document goes on from, and one past the last, int64
+    [documents, 2] in their order: whole blocks of a document, whose first token it is. Both are
+    equal where there are none.
     """
     start, length = document_bounds(B, T, documents)
     window_blocks = -(-window // block_size)
     num_blocks = (length + block_size - 1) // block_size  # [documents]
-    before = torch.zeros_like(start) if prompts is None else (prompts[:, 1] - prompts[:, 0]) // block_size
+    before = (
+        torch.zeros_like(start)
+        if prompts is None
+        else (prompts[:, 1] - prompts[:, 0]) // block_size
+    )
     if (num_blocks + before).max() > LONGEST_DOCUMENT:
         limit = f"{LONGEST_DOCUMENT} blocks of {block_size} tokens"
-        raise ValueError(f"sparse attention takes documents of up to {limit}, got one of {int(length.max())} tokens")
+        raise ValueError(
+            f"sparse attention takes documents of up to {limit}, got one of {int(length.max())} "
+            "tokens"
+        )
     num_extra = (num_blocks + window_blocks - 1) // window_blocks - (before == 0).long()
     own_first = num_blocks.cumsum(0) - num_blocks
     origin = own_first  # the first block that each document begins with
@@ -92,7 +106,9 @@ def build_layout(
     firsts = origin[of_block].tolist()
     in_windows = _seen_in_windows(start, length, before, origin, block_size, window_blocks)
     # One small copy goes to the device, which computes everything below.
-    table = torch.stack([start, length, num_blocks, own_first, num_extra, before, origin]).to(device)
+    table = torch.stack([start, length, num_blocks, own_first, num_extra, before, origin]).to(
+        device
+    )
     start, length, num_blocks, own_first, num_extra, before, origin = table
     document, index = _repeat(num_blocks, total)
     block_start = start[document] + index * block_size
@@ -100,11 +116,17 @@ def build_layout(
     token_document, token_index = _repeat(length, B * T)
     extra_document, extra_index = _repeat(num_extra, total_extra)
     chunk = window_blocks * block_size
-    extra_start = start[extra_document] + (extra_index + (before == 0).long()[extra_document]) * chunk
+    extra_start = (
+        start[extra_document] + (extra_index + (before == 0).long()[extra_document]) * chunk
+    )
     extra_stop = torch.minimum(extra_start + chunk, (start + length)[extra_document])
-    extra = torch.cat([torch.stack([origin[extra_document], extra_start, extra_stop]), in_windows.to(device)], 1)
+    extra = torch.cat(
+        [torch.stack([origin[extra_document], extra_start, extra_stop]), in_windows.to(device)], 1
+    )
     extra_block, extra_start, extra_stop = extra[:, extra[0].argsort(stable=True)].contiguous()
-    shared = None if prompts is None else Shared(before[document].int(), origin[document].int(), firsts)
+    shared = (
+        None if prompts is None else Shared(before[document].int(), origin[document].int(), firsts)
+    )
     return Layout(
         num_tokens=B * T,
         num_blocks=total,
@@ -126,20 +148,25 @@ def build_layout(
 
 
 def _repeat(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Counts [2, 3], whose sum is `size`, give documents [0, 0, 1, 1, 1] and indices in them [0, 1, 0, 1, 2]."""
+    """Counts [2, 3], whose sum is `size`, give documents [0, 0, 1, 1, 1] and indices in them [0, 1,
+    0, 1, 2]."""
     position, stop = torch.arange(size, device=counts.device), counts.cumsum(0)
     document = torch.searchsorted(stop, position, right=True)
     return document, position - (stop - counts)[document]
 
 
 def _seen_in_windows(start, length, before, origin, block_size: int, window_blocks: int) -> Tensor:
-    """Returns which queries have blocks of another document in their window: block, start and stop, int64 [3, items].
+    """Returns which queries have blocks of another document in their window: block, start and stop,
+    int64 [3, items].
 
-    After 5 blocks and with a window of 3, tokens of block 5 see the blocks 3 and 4, tokens of block 6 see block 4.
+    After 5 blocks and with a window of 3, tokens of block 5 see the blocks 3 and 4, tokens of block
+    6 see block 4.
     """
     found = [
         (first + block, begin, begin + min(tokens, (block + window_blocks - count) * block_size))
-        for begin, tokens, count, first in zip(*(x.tolist() for x in (start, length, before, origin)))
+        for begin, tokens, count, first in zip(
+            *(x.tolist() for x in (start, length, before, origin))
+        )
         for block in range(max(1, count - window_blocks + 1), count)
     ]
     return torch.tensor(found, dtype=torch.long).view(-1, 3).T
@@ -149,19 +176,26 @@ _cached_layout = functools.lru_cache(maxsize=4)(build_layout)
 
 
 def first_local_block(layout: Layout) -> Tensor:
-    """Returns the first block of each token's window, [tokens], in its document; candidates are 1 to the one before."""
+    """Returns the first block of each token's window, [tokens], in its document; candidates are 1
+    to the one before."""
     token_block = layout.token_block.long()
     return token_block - layout.first_block[token_block] - layout.window_blocks + 1
 
 
 def normalise_lists(blocks_BTGS: Tensor, layout: Layout) -> Tensor:
-    """Returns lists as int16, sorted, without duplicates and without blocks that their token cannot choose.
+    """Returns lists as int16, sorted, without duplicates and without blocks that their token cannot
+    choose.
 
-    With a window of 2 blocks, a token of block 6 chooses from blocks 1 to 4: [9, 3, 3, 0, 5] becomes [3, EMPTY, ...].
+    With a window of 2 blocks, a token of block 6 chooses from blocks 1 to 4: [9, 3, 3, 0, 5]
+    becomes [3, EMPTY, ...].
     """
     B, T = blocks_BTGS.shape[:2]
     first_local = first_local_block(layout).view(B, T, 1, 1)
-    blocks = torch.where((blocks_BTGS >= 1) & (blocks_BTGS < first_local), blocks_BTGS, EMPTY).sort(-1).values
+    blocks = (
+        torch.where((blocks_BTGS >= 1) & (blocks_BTGS < first_local), blocks_BTGS, EMPTY)
+        .sort(-1)
+        .values
+    )
     duplicate = torch.zeros_like(blocks, dtype=torch.bool)
     duplicate[..., 1:] = blocks[..., 1:] == blocks[..., :-1]
     return blocks.masked_fill_(duplicate, EMPTY).sort(-1).values.to(torch.int16)

@@ -1,12 +1,14 @@
-"""The choice of blocks: each token scores blocks of keys and takes the `selected` best. It carries no gradient.
+"""The choice of blocks: each token scores blocks of keys and takes the `selected` best. It carries
+no gradient.
 
-A block's score is its largest logit with a query head of the key/value head; ../README.md has the mathematics. With a
-window that begins at block `left`, the candidates are the blocks 1 <= j < left. Far positions look less closely
-(`Look`). GPUs that multiply in FP8 score in FP8: the queries of a token are scaled so that their largest element is
-FP8's largest number, and keys are divided by 4 (`KEY_DIVISOR`). Every run makes the same lists.
+A block's score is its largest logit with a query head of the key/value head; ../README.md has the
+mathematics. With a window that begins at block `left`, the candidates are the blocks 1 <= j < left.
+Far positions look less closely (`Look`). GPUs that multiply in FP8 score in FP8: the queries of a
+token are scaled so that their largest element is FP8's largest number, and keys are divided by 4
+(`KEY_DIVISOR`). Every run makes the same lists.
 
-The best blocks are found in two rounds, see `top_blocks`. At 131,072 tokens, 32 blocks are searched among 128 chunks
-of 16, then among the 512 blocks of the best chunks, not among all 2,048.
+The best blocks are found in two rounds, see `top_blocks`. At 131,072 tokens, 32 blocks are searched
+among 128 chunks of 16, then among the 512 blocks of the best chunks, not among all 2,048.
 """
 
 import itertools
@@ -26,8 +28,13 @@ KEY_DIVISOR = tl.constexpr(4.0)
 FP8, LARGEST_FP8 = torch.float8_e4m3fn, tl.constexpr(448.0)
 LOWEST = tl.constexpr(-(2**31))
 CHUNK = 16  # neighbouring blocks that the first round takes together
-WAVE = 33_792  # tokens x key/value heads that the 132 multiprocessors of an H100 or H200 score at once: 264 programs
-TOPK_ELEMENTS, WARP_ELEMENTS = 256, 1024  # scores per program that chooses (or one row, if longer); most per warp
+# tokens x key/value heads that the 132 multiprocessors of an H100 or H200 score at once: 264
+# programs
+WAVE = 33_792
+TOPK_ELEMENTS, WARP_ELEMENTS = (
+    256,
+    1024,
+)  # scores per program that chooses (or one row, if longer); most per warp
 
 
 class ScoresConfig(NamedTuple):
@@ -39,11 +46,16 @@ class ScoresConfig(NamedTuple):
     num_stages: int
 
 
-SCORES_CONFIGS = {1: ScoresConfig(128, 128, 8, 4), 2: ScoresConfig(128, 128, 8, 2), 4: ScoresConfig(64, 64, 4, 1)}
+SCORES_CONFIGS = {
+    1: ScoresConfig(128, 128, 8, 4),
+    2: ScoresConfig(128, 128, 8, 2),
+    4: ScoresConfig(64, 64, 4, 1),
+}
 
 
 def scoring_dtype(q: Tensor) -> torch.dtype:
-    """Returns the dtype in which q's GPU scores: FP8 if it has it and q is a 16-bit number, else q's own."""
+    """Returns the dtype in which q's GPU scores: FP8 if it has it and q is a 16-bit number, else
+    q's own."""
     has_fp8 = q.is_cuda and torch.cuda.get_device_capability(q.device) >= (8, 9)
     return FP8 if has_fp8 and q.element_size() == 2 else q.dtype
 
@@ -61,7 +73,8 @@ def look_from(position: int) -> Look:
 
 
 def scoring_queries(q: Tensor, G: int, look: Look, dtype: torch.dtype) -> Tensor:
-    """Returns queries as `dtype` rounds them, [tokens, G, H / G, K], or [tokens, G, 1, K]; for q [tokens, H, K]."""
+    """Returns queries as `dtype` rounds them, [tokens, G, H / G, K], or [tokens, G, 1, K]; for q
+    [tokens, H, K]."""
     queries = q.to(torch.promote_types(q.dtype, torch.float32)).unflatten(1, (G, -1))
     queries = queries.mean(2, keepdim=True) if look.mean_query else queries
     if dtype == FP8:
@@ -73,7 +86,12 @@ def scoring_queries(q: Tensor, G: int, look: Look, dtype: torch.dtype) -> Tensor
 def scored_keys(k: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns keys as `dtype` rounds them, for k [..., K]."""
     if dtype == FP8:
-        return (k.float() / KEY_DIVISOR.value).clamp(-LARGEST_FP8.value, LARGEST_FP8.value).to(FP8).float()
+        return (
+            (k.float() / KEY_DIVISOR.value)
+            .clamp(-LARGEST_FP8.value, LARGEST_FP8.value)
+            .to(FP8)
+            .float()
+        )
     return k.to(dtype).to(torch.promote_types(k.dtype, torch.float32))
 
 
@@ -86,17 +104,27 @@ def candidate_scores(q: Tensor, k: Tensor, look: Look, dtype: torch.dtype) -> Te
         dtype: of the product's factors, see `scoring_dtype`.
     """
     if look.mean_keys:
-        k = k.to(torch.promote_types(k.dtype, torch.float32)).unflatten(1, (-1, 2)).mean(2).to(k.dtype)
+        k = (
+            k.to(torch.promote_types(k.dtype, torch.float32))
+            .unflatten(1, (-1, 2))
+            .mean(2)
+            .to(k.dtype)
+        )
     queries = scoring_queries(q, k.shape[2], look, dtype)
     return torch.einsum("tgrk,jsgk->tgrjs", queries, scored_keys(k, dtype)).amax((2, 4))
 
 
-def scores_reference(q: Tensor, k: Tensor, layout: Layout, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns scores [tokens, G, blocks of the longest document], -inf for no candidates; `dtype` None: q's own."""
+def scores_reference(
+    q: Tensor, k: Tensor, layout: Layout, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Returns scores [tokens, G, blocks of the longest document], -inf for no candidates; `dtype`
+    None: q's own."""
     size, own_of = layout.block_size, layout.index_of_block.tolist()
     shape = len(q), k.shape[1], max(own_of) + 1
     scores = q.new_full(shape, float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
-    for block, (start, stop) in enumerate(zip(layout.block_start.tolist(), layout.block_stop.tolist())):
+    for block, (start, stop) in enumerate(
+        zip(layout.block_start.tolist(), layout.block_stop.tolist())
+    ):
         own = own_of[block]
         left, places = own - layout.window_blocks + 1, start - own * size + torch.arange(own * size)
         if left > 1:
@@ -104,13 +132,16 @@ def scores_reference(q: Tensor, k: Tensor, layout: Layout, dtype: torch.dtype | 
                 begin = int(layout.block_start[layout.shared.firsts[block]])
                 places[: count * size] = begin + torch.arange(count * size)
             keys = k[places[size : left * size].to(k.device)].unflatten(0, (-1, size))
-            of_block = candidate_scores(q[start:stop], keys, look_from(own * size), dtype or q.dtype)
+            of_block = candidate_scores(
+                q[start:stop], keys, look_from(own * size), dtype or q.dtype
+            )
             scores[start:stop, :, 1:left] = of_block
     return scores
 
 
 def top_blocks_reference(scores: Tensor, selected: int) -> Tensor:
-    """Returns the indices of the `selected` highest scores above -inf, ascending, then EMPTY, int16 [..., selected]."""
+    """Returns the indices of the `selected` highest scores above -inf, ascending, then EMPTY, int16
+    [..., selected]."""
     values, order = scores.sort(dim=-1, descending=True, stable=True)
     order = torch.where(values > float("-inf"), order, EMPTY)[..., :selected]
     padded = order.new_full((*order.shape[:-1], selected), EMPTY)
@@ -130,31 +161,42 @@ def _round_keys_kernel(
     total = tl.zeros([KEYS, K], tl.float32)
     for i in tl.static_range(BLOCK // KEYS):
         token = start + rows * (BLOCK // KEYS) + i
-        total += tl.load(k_ptr + (token * G + head) * K + columns, mask=token < stop, other=0.0).to(tl.float32)
+        total += tl.load(k_ptr + (token * G + head) * K + columns, mask=token < stop, other=0.0).to(
+            tl.float32
+        )
     mean = total / (BLOCK // KEYS)
     if keys_ptr.dtype.element_ty == tl.float8e4nv:
         mean = mean.to(k_ptr.dtype.element_ty).to(tl.float32) / KEY_DIVISOR
         mean = tl.minimum(tl.maximum(mean, -LARGEST_FP8), LARGEST_FP8)
-    tl.store(keys_ptr + ((head * num_blocks + block) * KEYS + rows) * K + columns, mean.to(keys_ptr.dtype.element_ty))
+    tl.store(
+        keys_ptr + ((head * num_blocks + block) * KEYS + rows) * K + columns,
+        mean.to(keys_ptr.dtype.element_ty),
+    )
 
 
 @triton.jit(do_not_specialize=[
-    "own_block", "first_block", "first_index", "stop_index", "before", "num_blocks", "num_tokens", "shared",
+    "own_block", "first_block", "first_index", "stop_index", "before", "num_blocks", "num_tokens",
+    "shared",
     "first_shared", "G",
 ])  # fmt: skip
 def _scores_kernel(
     q_ptr, keys_ptr, scores_ptr, maxima_ptr, block_start_ptr, document_stop_ptr,
-    own_block, first_block, first_index, stop_index, before, num_blocks, num_tokens, width, shared, first_shared, G,
+    own_block, first_block, first_index, stop_index, before, num_blocks, num_tokens, width, shared,
+    first_shared, G,
     GROUP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+    BLOCKS: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Computes what `score_blocks` returns, for the tokens first_index to stop_index - 1 of one document.
+    """Computes what `score_blocks` returns, for the tokens first_index to stop_index - 1 of one
+    document.
 
-    The document has `own_block`. With SHARED its first `shared` blocks are another one's, from `first_shared` on.
+    The document has `own_block`. With SHARED its first `shared` blocks are another one's, from
+    `first_shared` on.
 
-    A program has ROWS queries, QUERIES per token: the mean of its query heads, or all of them, of which the last is
-    repeated up to a power of two. It goes through BLOCKS blocks of KEYS keys at a time. Long programs start first.
+    A program has ROWS queries, QUERIES per token: the mean of its query heads, or all of them, of
+    which the last is repeated up to a power of two. It goes through BLOCKS blocks of KEYS keys at a
+    time. Long programs start first.
     """
     TOKENS: tl.constexpr = ROWS // QUERIES
     head = tl.program_id(1).to(tl.int64)
@@ -163,7 +205,9 @@ def _scores_kernel(
     stop = tl.load(document_stop_ptr + own_block)
     row, columns = first + tl.arange(0, ROWS) // QUERIES, tl.arange(0, K)
     inside = (row < stop_index) & (start + row < stop)
-    address = q_ptr + ((start + row)[:, None] * G + head) * GROUP * K + columns[None, :]  # [ROWS, K]
+    address = (
+        q_ptr + ((start + row)[:, None] * G + head) * GROUP * K + columns[None, :]
+    )  # [ROWS, K]
     if QUERIES == 1:
         q = tl.zeros([ROWS, K], tl.float32)
         for r in tl.static_range(GROUP):
@@ -178,7 +222,9 @@ def _scores_kernel(
         q = q / tl.maximum(largest, 1e-30)[:, None] * LARGEST_FP8
     q = q.to(keys_ptr.dtype.element_ty)
     token = first + tl.arange(0, TOKENS)
-    left = tl.where((token < stop_index) & (start + token < stop), token // BLOCK - WINDOW + 1, 0)  # [TOKENS]
+    left = tl.where(
+        (token < stop_index) & (start + token < stop), token // BLOCK - WINDOW + 1, 0
+    )  # [TOKENS]
     last = tl.max(left, 0)
     first_key = (head * num_blocks + first_block) * KEYS
     score_row = head * num_tokens + token - before
@@ -188,7 +234,11 @@ def _scores_kernel(
         place = first_key + key
         if SHARED:
             place += tl.where(key < shared * KEYS, (first_shared - first_block) * KEYS, 0)
-        keys = tl.load(keys_ptr + place[:, None] * K + columns[None, :], mask=key[:, None] < last * KEYS, other=0.0)
+        keys = tl.load(
+            keys_ptr + place[:, None] * K + columns[None, :],
+            mask=key[:, None] < last * KEYS,
+            other=0.0,
+        )
         logits = matmul(q, tl.trans(keys))  # [ROWS, BLOCKS * KEYS]
         best = tl.max(tl.reshape(logits, [ROWS, BLOCKS, KEYS]), 2)
         if QUERIES > 1:
@@ -199,7 +249,11 @@ def _scores_kernel(
         best = tl.max(tl.where(is_candidate, best, float("-inf")), 1)
         largest = tl.where(j0 % CHUNK == 0, best, tl.maximum(largest, best))
         if ((j0 + BLOCKS) % CHUNK == 0) | (j0 + BLOCKS >= last):
-            tl.store(maxima_ptr + score_row * (width // CHUNK) + j0 // CHUNK, largest, mask=j0 // CHUNK * CHUNK < left)
+            tl.store(
+                maxima_ptr + score_row * (width // CHUNK) + j0 // CHUNK,
+                largest,
+                mask=j0 // CHUNK * CHUNK < left,
+            )
 
 
 @triton.jit(do_not_specialize=["first_query_block", "num_queries", "width", "G"])
@@ -209,10 +263,11 @@ def _top_kernel(
     S: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, WINDOW: tl.constexpr,
     COLUMNS: tl.constexpr, CHUNK: tl.constexpr, OF_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the S best chunks by their maxima (OF_CHUNKS) to [heads, queries, S], or their S best blocks to the lists.
+    """Writes the S best chunks by their maxima (OF_CHUNKS) to [heads, queries, S], or their S best
+    blocks to the lists.
 
-    Scores are read as integers, and the S-th highest is found by bisection. The integers keep the order of the floats
-    if the other bits of negative numbers are inverted.
+    Scores are read as integers, and the S-th highest is found by bisection. The integers keep the
+    order of the floats if the other bits of negative numbers are inverted.
     """
     head = tl.program_id(1).to(tl.int64)
     query = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]  # [BLOCK_T, 1]
@@ -245,10 +300,13 @@ def _top_kernel(
         lowest = tl.maximum(lowest, tl.min(tl.where(is_chunk, maxima, highest[:, None]), 1))
         is_candidate &= key >= lowest[:, None]
     reached = tl.sum(is_candidate.to(tl.int32), 1)  # candidates at or above `lowest`
-    # The S-th highest key lies between `lowest` and `highest`. A row is resolved once S keys are at or above `lowest`.
+    # The S-th highest key lies between `lowest` and `highest`. A row is resolved once S keys are at
+    # or above `lowest`.
     unresolved = tl.max(reached, 0) > S
     while unresolved:
-        middle = (lowest | highest) - ((lowest ^ highest) >> 1)  # their mean, rounded up; a sum would overflow
+        middle = (lowest | highest) - (
+            (lowest ^ highest) >> 1
+        )  # their mean, rounded up; a sum would overflow
         count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
         enough = count >= S
         lowest = tl.where(enough, middle, lowest)
@@ -256,7 +314,9 @@ def _top_kernel(
         highest = tl.where(enough, highest, middle - 1)
         unresolved = tl.max(((reached > S) & (lowest < highest)).to(tl.int32), 0) > 0
     chosen = is_candidate & (key >= lowest[:, None])
-    if tl.max(reached, 0) > S:  # Some row has more than S: among keys equal to the lowest the first are taken.
+    if (
+        tl.max(reached, 0) > S
+    ):  # Some row has more than S: among keys equal to the lowest the first are taken.
         above = key > lowest[:, None]
         equal = chosen & (key == lowest[:, None])
         room = S - tl.sum(above.to(tl.int32), 1)
@@ -266,11 +326,22 @@ def _top_kernel(
 
 
 def round_keys(k: Tensor, layout: Layout, dtype: torch.dtype, mean_keys: bool = False) -> Tensor:
-    """Returns keys, or means of two, [G, blocks, keys per block, K], for k [tokens, G, K]; 0 past a document's end."""
+    """Returns keys, or means of two, [G, blocks, keys per block, K], for k [tokens, G, K]; 0 past a
+    document's end."""
     (_, G, K), size = k.shape, layout.block_size
-    keys = torch.empty(G, layout.num_blocks, size // 2 if mean_keys else size, K, dtype=dtype, device=k.device)
+    keys = torch.empty(
+        G, layout.num_blocks, size // 2 if mean_keys else size, K, dtype=dtype, device=k.device
+    )
     _round_keys_kernel[(layout.num_blocks, G)](
-        k, keys, layout.block_start, layout.block_stop, layout.num_blocks, G, K=K, BLOCK=size, KEYS=keys.shape[2]
+        k,
+        keys,
+        layout.block_start,
+        layout.block_stop,
+        layout.num_blocks,
+        G,
+        K=K,
+        BLOCK=size,
+        KEYS=keys.shape[2],
     )
     return keys
 
@@ -284,31 +355,39 @@ class Part(NamedTuple):
     """Query blocks of one document that are scored by one launch."""
 
     first_block: int  # the document's, as `Layout.first_block`
-    shared: tuple[int, int]  # how many blocks of another document it begins with, and the first of them
+    shared: tuple[
+        int, int
+    ]  # how many blocks of another document it begins with, and the first of them
     blocks: range
     look: Look
 
 
 def parts_of(layout: Layout, query_blocks: range) -> Iterator[Part]:
-    """Yields the parts of `query_blocks` with candidates. Ends of documents and another `Look` divide parts."""
+    """Yields the parts of `query_blocks` with candidates. Ends of documents and another `Look`
+    divide parts."""
     index = layout.index_of_block
     borders = [0, *((index.diff() != 1).nonzero().squeeze(1) + 1).tolist(), layout.num_blocks]
     for own, stop in itertools.pairwise(borders):
         count = int(index[own])
         first, begin = own - count, max(own, own - count + layout.window_blocks + 1)
         shared = (count, layout.shared.firsts[own]) if layout.shared else (0, own)
-        bounds = sorted([begin, *(first + position // layout.block_size for position in (EARLY, LATE)), stop])
+        bounds = sorted(
+            [begin, *(first + position // layout.block_size for position in (EARLY, LATE)), stop]
+        )
         for start, end in itertools.pairwise(bounds):
             blocks = range(max(start, begin, query_blocks.start), min(end, stop, query_blocks.stop))
             if blocks:
-                yield Part(first, shared, blocks, look_from((blocks.start - first) * layout.block_size))
+                yield Part(
+                    first, shared, blocks, look_from((blocks.start - first) * layout.block_size)
+                )
 
 
 def score_blocks(
     q: Tensor, keys: Callable[[bool], Tensor], layout: Layout, query_blocks: range, width: int,
     config: ScoresConfig | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns scores of query blocks as `choose_blocks` takes them; keys(mean_keys) are what `round_keys` returns."""
+    """Returns scores of query blocks as `choose_blocks` takes them; keys(mean_keys) are what
+    `round_keys` returns."""
     (_, H, K), size, num_tokens = q.shape, layout.block_size, len(query_blocks) * layout.block_size
     scores = maxima = None
     for first, shared, blocks, look in parts_of(layout, query_blocks):
@@ -317,32 +396,49 @@ def score_blocks(
         if scores is None:
             scores = q.new_empty(G, num_tokens, width, dtype=torch.float32)
             maxima = q.new_empty(G, num_tokens, width // CHUNK, dtype=torch.float32)
-        tile, queries = config or SCORES_CONFIGS[scored.element_size()], queries_per_token(H // G, look)
+        tile, queries = (
+            config or SCORES_CONFIGS[scored.element_size()],
+            queries_per_token(H // G, look),
+        )
         _scores_kernel[(triton.cdiv(len(blocks) * size, tile.rows // queries), G)](
             q, scored, scores, maxima, layout.block_start, layout.document_stop,
-            blocks.start, first, *((block - first) * size for block in (blocks.start, blocks.stop, query_blocks.start)),
-            layout.num_blocks, num_tokens, width, *shared, G, GROUP=H // G, K=K, BLOCK=size, KEYS=per_block,
-            WINDOW=layout.window_blocks, CHUNK=CHUNK, ROWS=tile.rows, QUERIES=queries, SHARED=shared[0] > 0,
-            BLOCKS=max(1, tile.keys // per_block), num_warps=tile.num_warps, num_stages=tile.num_stages,
+            blocks.start, first,
+            *((block - first) * size for block in (blocks.start, blocks.stop, query_blocks.start)),
+            layout.num_blocks, num_tokens, width, *shared, G, GROUP=H // G, K=K, BLOCK=size,
+            KEYS=per_block,
+            WINDOW=layout.window_blocks, CHUNK=CHUNK, ROWS=tile.rows, QUERIES=queries,
+            SHARED=shared[0] > 0,
+            BLOCKS=max(1, tile.keys // per_block), num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )  # fmt: skip
     return scores, maxima
 
 
-def top_blocks(scores: Tensor, maxima: Tensor, blocks: Tensor, layout: Layout, query_blocks: range) -> None:
-    """Writes the chosen blocks into `blocks` [tokens, G, selected] int16, ascending; the rest of a list stays EMPTY.
+def top_blocks(
+    scores: Tensor, maxima: Tensor, blocks: Tensor, layout: Layout, query_blocks: range
+) -> None:
+    """Writes the chosen blocks into `blocks` [tokens, G, selected] int16, ascending; the rest of a
+    list stays EMPTY.
 
-    First the best chunks are chosen by their maxima, then the best blocks of these chunks. Any other chunk has nothing
-    to add: `selected` chunks rank before it, and each of them has a block that ranks before all of its blocks.
+    First the best chunks are chosen by their maxima, then the best blocks of these chunks. Any
+    other chunk has nothing to add: `selected` chunks rank before it, and each of them has a block
+    that ranks before all of its blocks.
     """
     (num_heads, num_queries, width), (_, G, S) = scores.shape, blocks.shape
     chunks = torch.full((num_heads, num_queries, S), EMPTY, dtype=torch.int16, device=blocks.device)
     tables = layout.block_start, layout.block_stop, layout.first_block
-    of_chunks = 2 ** (max(7, (width // CHUNK - 1).bit_length()) | 1)  # 128, 512, 2,048: few, as each is compiled
-    for of, chosen, columns in ((maxima, chunks, of_chunks), (scores, blocks, triton.next_power_of_2(S) * CHUNK)):
+    of_chunks = 2 ** (
+        max(7, (width // CHUNK - 1).bit_length()) | 1
+    )  # 128, 512, 2,048: few, as each is compiled
+    for of, chosen, columns in (
+        (maxima, chunks, of_chunks),
+        (scores, blocks, triton.next_power_of_2(S) * CHUNK),
+    ):
         block_t = max(1, TOPK_ELEMENTS // columns)
         _top_kernel[(triton.cdiv(num_queries, block_t), num_heads)](
             of, chunks, chosen, *tables, query_blocks.start, num_queries, of.shape[-1], G,
-            S=S, BLOCK=layout.block_size, BLOCK_T=block_t, WINDOW=layout.window_blocks, COLUMNS=columns,
+            S=S, BLOCK=layout.block_size, BLOCK_T=block_t, WINDOW=layout.window_blocks,
+            COLUMNS=columns,
             CHUNK=CHUNK, OF_CHUNKS=of is maxima, num_warps=max(1, columns // WARP_ELEMENTS),
         )  # fmt: skip
 
@@ -352,12 +448,14 @@ def ranges(total: int, step: int) -> list[range]:
 
 
 def score_columns(last: int, window_blocks: int) -> int:
-    """Returns the columns of scores for queries up to block `last`: a power of two above every candidate's index."""
+    """Returns the columns of scores for queries up to block `last`: a power of two above every
+    candidate's index."""
     return max(16, triton.next_power_of_2(max(1, last - window_blocks + 1)))
 
 
 def query_bytes(columns: int, selected: int) -> int:
-    """Returns the bytes of a choice per query and key/value head: scores, chunks' largest scores, chosen chunks."""
+    """Returns the bytes of a choice per query and key/value head: scores, chunks' largest scores,
+    chosen chunks."""
     return 4 * (columns + columns // CHUNK) + 2 * selected
 
 
@@ -366,8 +464,11 @@ def score_width(layout: Layout, query_blocks: range) -> int:
     return score_columns(last, layout.window_blocks)
 
 
-def blocks_at_a_time(workspace_bytes: int, block_bytes: int, block_size: int, G: int, wave: int) -> int:
-    """Returns how many blocks of queries are scored at a time: as `workspace_bytes` hold, and whole waves if one fits.
+def blocks_at_a_time(
+    workspace_bytes: int, block_bytes: int, block_size: int, G: int, wave: int
+) -> int:
+    """Returns how many blocks of queries are scored at a time: as `workspace_bytes` hold, and whole
+    waves if one fits.
 
     Args:
         block_bytes: of the scores of one block of queries.
@@ -378,25 +479,32 @@ def blocks_at_a_time(workspace_bytes: int, block_bytes: int, block_size: int, G:
 
 
 def choose_blocks(
-    score: Callable[[range, int], tuple[Tensor, Tensor]], layout: Layout, chosen: Tensor, workspace_bytes: int,
+    score: Callable[[range, int], tuple[Tensor, Tensor]], layout: Layout, chosen: Tensor,
+    workspace_bytes: int,
     wave: int = 1,
 ) -> None:  # fmt: skip
-    """Writes every token's list into `chosen` [tokens, G, selected] int16, which the caller has filled with EMPTY.
+    """Writes every token's list into `chosen` [tokens, G, selected] int16, which the caller has
+    filled with EMPTY.
 
     `workspace_bytes` and `wave` are as in `blocks_at_a_time`.
 
     Args:
-        score: score(query_blocks, width) returns scores [G, len(query_blocks) * block_size, width] float32, valid for
-            candidates alone, 1 <= j < left; and the largest of each CHUNK of candidates [..., width // CHUNK], valid
-            for chunks that have one.
+        score: score(query_blocks, width) returns scores [G, len(query_blocks) * block_size, width]
+        float32, valid for
+            candidates alone, 1 <= j < left; and the largest of each CHUNK of candidates [..., width
+            // CHUNK], valid for chunks that have one.
     """
     _, G, selected = chosen.shape
     widest = score_width(layout, range(layout.num_blocks))
-    # A range of blocks is scored for all heads, then chosen from: its scores are read while they are in the L2 cache.
+    # A range of blocks is scored for all heads, then chosen from: its scores are read while they
+    # are in the L2 cache.
     block_bytes = layout.block_size * G * query_bytes(widest, selected)
     step = blocks_at_a_time(workspace_bytes, block_bytes, layout.block_size, G, wave)
     for query_blocks in ranges(layout.num_blocks, step):
-        if int(layout.index_of_block[query_blocks.start : query_blocks.stop].max()) > layout.window_blocks:
+        if (
+            int(layout.index_of_block[query_blocks.start : query_blocks.stop].max())
+            > layout.window_blocks
+        ):
             scores, maxima = score(query_blocks, score_width(layout, query_blocks))
             top_blocks(scores, maxima, chosen, layout, query_blocks)
             del scores, maxima  # before the next range's are made

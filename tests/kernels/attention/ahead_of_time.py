@@ -1,4 +1,5 @@
-"""Compile this folder's kernels for GPUs that are not here: `python -m tests.kernels.attention.ahead_of_time`.
+"""Compile this folder's kernels for GPUs that are not here: `python -m
+tests.kernels.attention.ahead_of_time`.
 
 As tests/kernels/ahead_of_time.py, a line a kernel: registers, spills, shared memory.
 """
@@ -11,31 +12,58 @@ HEADS = {"G": 8, "GROUP": 4, "GROUP_PAD": 4, "K": 128}
 TILE = {"BLOCK": 64, "BLOCK_T": 16}
 _INTS = (
     "first_token num_tokens first_head num_heads num_blocks num_rows num_items width num_queries "
-    "first_query_block head_elements num_windows own_block first_block first_index stop_index before "
+    "first_query_block head_elements num_windows own_block first_block first_index stop_index "
+    "before "
     "shared first_shared units group G"
 )
 TYPES = {
     **dict.fromkeys(_INTS.split(), "i32"),
     "scale": "fp32",
-    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "dout_ptr", "slots_ptr", "pooled_ptr"), "*bf16"),
-    **dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "x_ptr", "source_ptr", "target_ptr", "logits_ptr"), "*bf16"),
-    **dict.fromkeys(("compressed_ptr", "selected_ptr", "window_ptr", "d_out_ptr", "d_logits_ptr"), "*bf16"),
-    **dict.fromkeys(("lse_ptr", "delta_ptr", "slot_lse_ptr", "partial_ptr", "total_ptr", "scores_ptr"), "*fp32"),
+    **dict.fromkeys(
+        ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "dout_ptr", "slots_ptr", "pooled_ptr"), "*bf16"
+    ),
+    **dict.fromkeys(
+        ("dq_ptr", "dk_ptr", "dv_ptr", "x_ptr", "source_ptr", "target_ptr", "logits_ptr"), "*bf16"
+    ),
+    **dict.fromkeys(
+        ("compressed_ptr", "selected_ptr", "window_ptr", "d_out_ptr", "d_logits_ptr"), "*bf16"
+    ),
+    **dict.fromkeys(
+        ("lse_ptr", "delta_ptr", "slot_lse_ptr", "partial_ptr", "total_ptr", "scores_ptr"), "*fp32"
+    ),
     **dict.fromkeys(("maxima_ptr", "d_pooled_ptr"), "*fp32"),
     **dict.fromkeys(("blocks_ptr", "chunks_ptr", "chosen_ptr"), "*i16"),
-}  # fmt: skip
+}
 GATHER = HEADS | TILE | {"S": 32, "CHUNK": 512}
 UNSHARED = {"SHARED": False, "shared_ptr": None, "first_shared_ptr": None}
 BAND = HEADS | TILE | UNSHARED | {"WINDOW": 8, "SHORT": 0, "EXACT": False}
 BAND_KEYS = HEADS | TILE | {"BLOCK_T": 8, "WINDOW": 8, "SHORT": 0, "EXACT": False}
 EXACT_KEYS = {"EXACT": True, "EXTRA": False, "total_ptr": None}
 BAND_NARROW = BAND | {"G": 32, "GROUP": 1, "GROUP_PAD": 1}
-WINDOW_SCORES = {"BLOCK": 64, "BLOCK_T": 32, "BLOCK_J": 64, "WINDOW": 2, "CHUNK": 16, "LARGEST_EXPONENT": 80.0}
-SCORES = {"GROUP": 4, "K": 128, "BLOCK": 64, "KEYS": 64, "BLOCKS": 2, "WINDOW": 8, "CHUNK": 16, "ROWS": 128}
+WINDOW_SCORES = {
+    "BLOCK": 64,
+    "BLOCK_T": 32,
+    "BLOCK_J": 64,
+    "WINDOW": 2,
+    "CHUNK": 16,
+    "LARGEST_EXPONENT": 80.0,
+}
+SCORES = {
+    "GROUP": 4,
+    "K": 128,
+    "BLOCK": 64,
+    "KEYS": 64,
+    "BLOCKS": 2,
+    "WINDOW": 8,
+    "CHUNK": 16,
+    "ROWS": 128,
+}
 SCORES |= {"SHARED": False}
 TOP = {"S": 32, "BLOCK": 64, "BLOCK_T": 1, "WINDOW": 8, "COLUMNS": 512, "CHUNK": 16}
 LISTS = {"S": 32, "BLOCK_S": 32, "EMPTY": 32767}
-UNWEIGHTED = HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": False, "lse_ptr": None, "slot_lse_ptr": None}
+UNWEIGHTED = (
+    HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": False, "lse_ptr": None, "slot_lse_ptr": None}
+)
 WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
 ROWS = {"H": 32, "K": 128, "BLOCK": 32}
 WIDE = {"G": 4, "K": 256}  # Qwen3.5-4B's
@@ -45,7 +73,12 @@ KERNELS_TO_COMPILE = {
         ("_gather_forward_kernel", GATHER, {"num_stages": 3}),
         ("_gather_backward_kernel", GATHER | {"CHUNK": 1024}, {"num_stages": 3}),
         ("_gather_backward_kernel", GATHER_WIDE, {"num_warps": 8, "num_stages": 3}, 90),
-        ("_gather_backward_kernel", GATHER_WIDE | {"BLOCK_T": 4}, {"num_warps": 8, "num_stages": 2}, 80),
+        (
+            "_gather_backward_kernel",
+            GATHER_WIDE | {"BLOCK_T": 4},
+            {"num_warps": 8, "num_stages": 2},
+            80,
+        ),
     ],
     "sparse.combine": [
         ("_combine_kernel", HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": True}, {}),
@@ -54,29 +87,66 @@ KERNELS_TO_COMPILE = {
     ],
     "sparse.band": [
         *(
-            (name, BAND | {"BLOCK_T": 32, "EXACT": is_exact, "SHORT": short, **more},
-             {"num_warps": 8, "num_stages": stages}, gpu)
+            (
+                name,
+                BAND | {"BLOCK_T": 32, "EXACT": is_exact, "SHORT": short, **more},
+                {"num_warps": 8, "num_stages": stages},
+                gpu,
+            )
             for is_exact, short in ((False, 0), (True, 0), (True, 12))
-            for name, more in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": not is_exact}))
+            for name, more in (
+                ("_band_forward_kernel", {}),
+                ("_band_dq_kernel", {"ADD": not is_exact}),
+            )
             for gpu, stages in ((80, 2), (90, 3))
         ),
         *(
-            (name, BAND_NARROW | {"BLOCK_T": rows, "EXACT": is_exact, **more}, {"num_stages": 2}, gpu)
+            (
+                name,
+                BAND_NARROW | {"BLOCK_T": rows, "EXACT": is_exact, **more},
+                {"num_stages": 2},
+                gpu,
+            )
             for is_exact in (False, True)
-            for name, more in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": not is_exact}))
+            for name, more in (
+                ("_band_forward_kernel", {}),
+                ("_band_dq_kernel", {"ADD": not is_exact}),
+            )
             for gpu, rows in ((80, 32), (90, 64))
         ),
         *(
-            (name, {n: x for n, x in BAND.items() if x is not None} | {"BLOCK_T": 32, "SHARED": True, **more},
-             {"num_warps": 8, "num_stages": stages}, gpu)
+            (
+                name,
+                {n: x for n, x in BAND.items() if x is not None}
+                | {"BLOCK_T": 32, "SHARED": True, **more},
+                {"num_warps": 8, "num_stages": stages},
+                gpu,
+            )
             for name, more in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": False}))
             for gpu, stages in ((80, 2), (90, 3))
         ),
         ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": False}, {"num_stages": 3}),
-        ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}, {"num_stages": 3}),
-        ("_band_forward_kernel", BAND | WIDE | {"BLOCK_T": 32}, {"num_warps": 8, "num_stages": 2}, 90),
-        ("_band_dkv_kernel", BAND_KEYS | WIDE | {"BLOCK_T": 16, "EXTRA": False}, {"num_warps": 8, "num_stages": 2}, 90),
-        *(("_band_dkv_kernel", BAND_KEYS | EXACT_KEYS | {"SHORT": short}, {"num_stages": 3}) for short in (0, 12)),
+        (
+            "_band_dkv_kernel",
+            BAND_KEYS | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None},
+            {"num_stages": 3},
+        ),
+        (
+            "_band_forward_kernel",
+            BAND | WIDE | {"BLOCK_T": 32},
+            {"num_warps": 8, "num_stages": 2},
+            90,
+        ),
+        (
+            "_band_dkv_kernel",
+            BAND_KEYS | WIDE | {"BLOCK_T": 16, "EXTRA": False},
+            {"num_warps": 8, "num_stages": 2},
+            90,
+        ),
+        *(
+            ("_band_dkv_kernel", BAND_KEYS | EXACT_KEYS | {"SHORT": short}, {"num_stages": 3})
+            for short in (0, 12)
+        ),
     ],
     "nsa.compression": [
         ("_pool_windows_kernel", WINDOWS | {"BLOCK_W": 16}, {}),
@@ -94,13 +164,23 @@ KERNELS_TO_COMPILE = {
         ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 4}, 90),
         ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 2}, 80),
         ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 4}, 90),
-        ("_scores_kernel", SCORES | {"QUERIES": 1, "SHARED": True}, {"num_warps": 8, "num_stages": 2}, 80),
-        ("_scores_kernel", SCORES | {"QUERIES": 4, "SHARED": True}, {"num_warps": 8, "num_stages": 4}, 90),
+        (
+            "_scores_kernel",
+            SCORES | {"QUERIES": 1, "SHARED": True},
+            {"num_warps": 8, "num_stages": 2},
+            80,
+        ),
+        (
+            "_scores_kernel",
+            SCORES | {"QUERIES": 4, "SHARED": True},
+            {"num_warps": 8, "num_stages": 4},
+            90,
+        ),
         ("_top_kernel", TOP | {"OF_CHUNKS": True}, {"num_warps": 1}),
         ("_top_kernel", TOP | {"OF_CHUNKS": False}, {"num_warps": 1}),
     ],
     "nsa.window_scores": [("_window_scores_kernel", HEADS | WINDOW_SCORES, {"num_stages": 3})],
-}  # fmt: skip
+}
 
 
 def main(*capabilities: str) -> None:

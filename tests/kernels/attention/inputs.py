@@ -1,4 +1,5 @@
-"""What the tests of this folder share: documents, random lists of blocks, a count of what is allocated."""
+"""What the tests of this folder share: documents, random lists of blocks, a count of what is
+allocated."""
 
 import itertools
 
@@ -23,7 +24,8 @@ def segments_of(*lengths_by_row):
 
 
 def segments_of_groups(*rows):
-    """[(5, 2, 1), (3,)] -> a prompt of 5 tokens with answers of 2 and 1, and a document of 3, all in row 0."""
+    """[(5, 2, 1), (3,)] -> a prompt of 5 tokens with answers of 2 and 1, and a document of 3, all
+    in row 0."""
     found = []
     for row, groups in enumerate(rows):
         place = 0
@@ -38,12 +40,17 @@ def segments_of_groups(*rows):
 
 
 def make_qkv(B, T, H, G, K, dtype, device, seed=0):
-    return [random(B, T, n, K, seed=seed + i, dtype=dtype, device=device) for i, n in enumerate((H, G, G))]
+    return [
+        random(B, T, n, K, seed=seed + i, dtype=dtype, device=device)
+        for i, n in enumerate((H, G, G))
+    ]
 
 
 def attend_sparsely(q, k, v, segments=None, *, blocks=None, impl="auto", **sizes):
     """Attention to chosen blocks, in short documents too."""
-    return attention(q, k, v, segments, kind=Sparse(dense_below=0, **sizes), lists=blocks, impl=impl)
+    return attention(
+        q, k, v, segments, kind=Sparse(dense_below=0, **sizes), lists=blocks, impl=impl
+    )
 
 
 def select_blocks(q, k, segments=None, *, impl="torch", **sizes):
@@ -82,11 +89,20 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {
+            x.untyped_storage()._cdata
+            for x in pytree.tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in given:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and (storage := tensor.untyped_storage())._cdata not in given
+            ):
                 self.storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
+        self.storages = {
+            key: value for key, value in self.storages.items() if not value[0].expired()
+        }
         self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.storages.values()))
         return result
 

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from kernels.attention.attend import packed_attention
-from kernels.attention.documents import SPACING, divide, document_calls, rounded_length, split_by_length
+from kernels.attention.documents import (
+    SPACING,
+    divide,
+    document_calls,
+    rounded_length,
+    split_by_length,
+)
 from tests.kernels.attention.inputs import segments_of
 
 
@@ -34,7 +40,9 @@ def test_calls_cover_every_token_and_have_an_end(seed):
     assert calls[0].start == 0 and calls[-1].stop == sum(lengths)
     found = []
     for call in calls:
-        of_call = [b - a for a, b in itertools.pairwise((0, *call.ends))] or [call.stop - call.start]
+        of_call = [b - a for a, b in itertools.pairwise((0, *call.ends))] or [
+            call.stop - call.start
+        ]
         found += of_call
         assert call.ends == () or call.ends[-1] == call.stop - call.start
         assert (call.ends == ()) == (max(of_call) > 1000)
@@ -78,7 +86,9 @@ def test_long_neighbours_are_one_span():
     assert span.segments.dtype == torch.int64
 
 
-@pytest.mark.parametrize(("long_from", "num_short", "num_spans"), [(0, 0, 1), (1, 0, 1), (10, 4, 0)])
+@pytest.mark.parametrize(
+    ("long_from", "num_short", "num_spans"), [(0, 0, 1), (1, 0, 1), (10, 4, 0)]
+)
 def test_documents_that_are_all_long_or_all_short(long_from, num_short, num_spans):
     segments = segments_of([1, 9], [5, 5])
     short, spans = split_by_length(segments, 10, long_from)
@@ -94,17 +104,25 @@ def test_short_documents_and_spans_cover_every_token_once(seed):
         ends = sorted({*generator.sample(range(1, T), generator.randint(0, 12)), T})
         rows.append([b - a for a, b in itertools.pairwise([0, *ends])])
     segments = segments_of(*rows)
-    shuffled = segments[torch.randperm(len(segments), generator=torch.Generator().manual_seed(seed))]
+    shuffled = segments[
+        torch.randperm(len(segments), generator=torch.Generator().manual_seed(seed))
+    ]
     short, spans = split_by_length(shuffled, T, 8)
     assert all(stop - start < 8 for _, start, stop in short.tolist())
     long = []
     for span in spans:
-        assert (span.segments[:, 0] == 0).all() and (span.segments[:, 2] - span.segments[:, 1] >= 8).all()
+        assert (span.segments[:, 0] == 0).all() and (
+            span.segments[:, 2] - span.segments[:, 1] >= 8
+        ).all()
         assert span.segments[0, 1] == 0 and span.segments[-1, 2] == span.stop - span.start
         assert torch.equal(span.segments[1:, 1], span.segments[:-1, 2])
-        long += [(span.start + start, span.start + stop) for _, start, stop in span.segments.tolist()]
+        long += [
+            (span.start + start, span.start + stop) for _, start, stop in span.segments.tolist()
+        ]
     assert all(before.stop < after.start for before, after in itertools.pairwise(spans))
-    found = sorted([*long, *((row * T + start, row * T + stop) for row, start, stop in short.tolist())])
+    found = sorted(
+        [*long, *((row * T + start, row * T + stop) for row, start, stop in short.tolist())]
+    )
     assert found == [(row * T + start, row * T + stop) for row, start, stop in segments.tolist()]
 
 
@@ -122,7 +140,10 @@ def test_few_rounded_lengths():
 def test_packed_attention_takes_documents_as_flash_attn_does():
     q, k = torch.randn(9, 4, 8), torch.randn(9, 2, 8)
     out = packed_attention(q, k, k, torch.tensor([0, 4, 9], dtype=torch.int32))
-    alone = [packed_attention(x[None], y[None], y[None])[0] for x, y in zip(q.split([4, 5]), k.split([4, 5]))]
+    alone = [
+        packed_attention(x[None], y[None], y[None])[0]
+        for x, y in zip(q.split([4, 5]), k.split([4, 5]))
+    ]
     torch.testing.assert_close(out, torch.cat(alone))
     for bounds in ([0, 4], [1, 9], [0, 4, 4, 9], [9], [[0, 9]]):
         with pytest.raises(ValueError, match="must rise from 0 to the 9 tokens"):

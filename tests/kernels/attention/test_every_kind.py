@@ -1,4 +1,5 @@
-"""What holds for attention of every kind: equal bits, causality, custom operations, compilation, refusals."""
+"""What holds for attention of every kind: equal bits, causality, custom operations, compilation,
+refusals."""
 
 import functools
 
@@ -15,11 +16,14 @@ from tests.kernels.compare import outputs_and_gradients, random
 bf16, fp32 = torch.bfloat16, torch.float32
 BLOCKS = {"block_size": 32, "window": 32}
 SPARSE = Sparse(2, **BLOCKS, dense_below=0)
-KINDS = pytest.mark.parametrize("kind", [Window(64), SPARSE, NSA(4, window=64)], ids=lambda kind: kind.name)
+KINDS = pytest.mark.parametrize(
+    "kind", [Window(64), SPARSE, NSA(4, window=64)], ids=lambda kind: kind.name
+)
 
 
 def make_inputs(kind, T, device, dtype=fp32, H=2, G=1):
-    """q, k, v and, for a kind that has them, gates; in a dtype that the kind's kernels take on the device."""
+    """q, k, v and, for a kind that has them, gates; in a dtype that the kind's kernels take on the
+    device."""
     dtype = bf16 if kind.name in ("nsa", "full") and device.type == "cuda" else dtype
     gates = [random(1, T, H, 3, seed=9, dtype=dtype, device=device)] if kind.name == "nsa" else []
     return [*make_qkv(1, T, H, G, 64, dtype, device), *gates]
@@ -56,13 +60,20 @@ def test_a_token_changes_nothing_before_it_nor_in_another_document(kind, device)
 @pytest.mark.parametrize("kind", [FULL, Window(64), SPARSE], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("given", [False, True])
 def test_custom_operations(kind, given, device):
-    """AOT dispatch is covered by the test of compilation. CPU attention is not bitwise between strides."""
+    """AOT dispatch is covered by the test of compilation. CPU attention is not bitwise between
+    strides."""
     q, k, v = (x.requires_grad_() for x in make_inputs(kind, 100, device))
     segments = segments_of([70, 30]) if given else None
     lists = random_lists(q, 1, segments, 2, **BLOCKS) if given and kind is SPARSE else None
-    options = kind.number, choose_backend("auto", device) if kind is FULL else "cpu", kind is not FULL
+    options = (
+        kind.number,
+        choose_backend("auto", device) if kind is FULL else "cpu",
+        kind is not FULL,
+    )
     utils = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(torch.ops.fathom.attend, (q, k, v, segments, lists, *options), test_utils=utils)
+    torch.library.opcheck(
+        torch.ops.fathom.attend, (q, k, v, segments, lists, *options), test_utils=utils
+    )
     out, lse, chosen = torch.ops.fathom.attend(q, k, v, segments, lists, *options)
     if kind is SPARSE:
         assert chosen.dtype == torch.int16 and chosen.shape == (1, 100, 1, 0 if given else 2)
@@ -73,7 +84,9 @@ def test_custom_operations(kind, given, device):
     assert attended.requires_grad and torch.equal(attended, out)
 
 
-@pytest.mark.parametrize("kind", [FULL, Window(64), SPARSE, NSA(4, window=64)], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [FULL, Window(64), SPARSE, NSA(4, window=64)], ids=lambda kind: kind.name
+)
 def test_under_compile_and_checkpoint_and_no_second_derivative(kind, device):
     inputs = [x.requires_grad_() for x in make_inputs(kind, 100, device)]
     function = attend(kind, segments_of([80, 20]), impl="auto" if kind is FULL else "triton")
@@ -96,7 +109,8 @@ def test_under_compile_and_checkpoint_and_no_second_derivative(kind, device):
     ((1, 8, 3, 2, 64), lambda: Window(64), "H = n G"),
     ((1, 8, 2, 2, 48), lambda: Window(64), "head_dim"),
     ((1, 8, 32, 1, 64), lambda: Window(64), "up to 16"),
-    *(((1, 8, 2, 1, 64), lambda size=size: Window(size), f"window must be from 1 to 1073741824, got {size}")
+    *(((1, 8, 2, 1, 64), lambda size=size: Window(size), "window must be from 1 to 1073741824, "
+                                                         f"got {size}")
       for size in (0, -64, 2**30 + 1)),
     ((1, 8, 2, 1, 64), lambda: NSA(3), "at least 4, got 3: nsa forces 3"),
     ((1, 8, 2, 1, 64), lambda: NSA(window=500), "multiple of block_size"),

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 from kernels.attention.nsa import window_scores
-from kernels.attention.nsa.window_scores import WINDOW_WEIGHTS, score_windows, window_scores_reference
+from kernels.attention.nsa.window_scores import (
+    WINDOW_WEIGHTS,
+    score_windows,
+    window_scores_reference,
+)
 from kernels.attention.sparse import selection, sparse_attention
 from kernels.attention.sparse.inverse_index import build_inverse_index
 from kernels.attention.sparse.layout import EMPTY, make_layout
@@ -32,7 +36,8 @@ SEGMENTS = segments_of([150, 30, 120], [300])
 
 
 def entries_by_row(blocks, layout, heads, tokens):
-    """Entries of a range of tokens by row, in plain Python; blocks [tokens of all documents, G, selected]."""
+    """Entries of a range of tokens by row, in plain Python; blocks [tokens of all documents, G,
+    selected]."""
     (N, _, S), rows = blocks.shape, [[] for _ in range(len(heads) * layout.num_blocks)]
     for (i, head), token in itertools.product(enumerate(heads), tokens):
         first_block = int(layout.first_block[layout.token_block[token]])
@@ -45,7 +50,9 @@ def entries_by_row(blocks, layout, heads, tokens):
 @pytest.mark.parametrize(("heads", "num_tokens"), [(range(0, 3), 600), (range(1, 2), 250)])
 def test_inverse_index(heads, num_tokens, device, poisoned_memory):
     layout = make_layout(torch.empty(2, 300, 0, device=device), SEGMENTS, **SMALL)
-    blocks = random_lists(torch.empty(2, 300, 0, device=device), 3, SEGMENTS, 3, **SMALL).flatten(0, 1)
+    blocks = random_lists(torch.empty(2, 300, 0, device=device), 3, SEGMENTS, 3, **SMALL).flatten(
+        0, 1
+    )
     token_ranges = ranges(600, num_tokens)
     indices = build_inverse_index(blocks, layout, heads, token_ranges, chunk=20)
     all_expected = [entries_by_row(blocks, layout, heads, tokens) for tokens in token_ranges]
@@ -55,7 +62,9 @@ def test_inverse_index(heads, num_tokens, device, poisoned_memory):
         items = [-(-len(row) // 20) for row in expected]
         assert index.first_item.diff().tolist() == items and sum(items) <= len(index.item_row)
         item_row = [row for row, count in enumerate(items) for _ in range(count)]
-        assert index.item_row.tolist() == item_row + [len(expected)] * (len(index.item_row) - len(item_row))
+        assert index.item_row.tolist() == item_row + [len(expected)] * (
+            len(index.item_row) - len(item_row)
+        )
 
 
 FP8 = torch.float8_e4m3fn
@@ -69,7 +78,9 @@ def test_round_keys(dtype, mean_keys, device, poisoned_memory):
     layout = make_layout(k.view(2, 300, 2, 64), SEGMENTS, 32, 64)
     found = round_keys(k, layout, dtype, mean_keys).float()
     assert found.abs().max() == 448 or dtype != FP8
-    for block, (start, stop) in enumerate(zip(layout.block_start.tolist(), layout.block_stop.tolist())):
+    for block, (start, stop) in enumerate(
+        zip(layout.block_start.tolist(), layout.block_stop.tolist())
+    ):
         if stop - start == 32:
             keys = k[start:stop]
             keys = keys.float().unflatten(0, (-1, 2)).mean(1).to(k.dtype) if mean_keys else keys
@@ -89,7 +100,8 @@ def test_round_keys(dtype, mean_keys, device, poisoned_memory):
     (4, torch.bfloat16, FP8),
 ])  # fmt: skip
 def test_scores(group, dtype, scored, early, late, device, monkeypatch):
-    """A range that begins and ends within documents. Each `Look` has tokens, in documents of unlike lengths."""
+    """A range that begins and ends within documents. Each `Look` has tokens, in documents of unlike
+    lengths."""
     if scored == FP8 and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8")
     monkeypatch.setattr(selection, "CHUNK", 4)
@@ -102,7 +114,12 @@ def test_scores(group, dtype, scored, early, late, device, monkeypatch):
     width = score_width(layout, query_blocks)
     config = ScoresConfig(rows=64, keys=64, num_warps=4, num_stages=1)
     scores, maxima = score_blocks(
-        q, lambda mean_keys: round_keys(k, layout, scored, mean_keys), layout, query_blocks, width, config
+        q,
+        lambda mean_keys: round_keys(k, layout, scored, mean_keys),
+        layout,
+        query_blocks,
+        width,
+        config,
     )
     compared = 0
     for i, block in enumerate(query_blocks):
@@ -112,7 +129,9 @@ def test_scores(group, dtype, scored, early, late, device, monkeypatch):
             found = scores[1, i * 32 : i * 32 + stop - start, 1:left]
             tolerance = 1e-5 if scored == torch.float32 else 2e-2
             largest_score = float(expected[start:stop, 1, 1:left].abs().max())
-            torch.testing.assert_close(found, expected[start:stop, 1, 1:left], rtol=0, atol=tolerance * largest_score)
+            torch.testing.assert_close(
+                found, expected[start:stop, 1, 1:left], rtol=0, atol=tolerance * largest_score
+            )
             block_0 = torch.full_like(found[:, :1], float("-inf"))  # is no candidate
             largest = [chunk.amax(1) for chunk in torch.cat([block_0, found], 1).split(4, 1)]
             of_chunks = maxima[1, i * 32 : i * 32 + stop - start, : len(largest)]
@@ -123,18 +142,27 @@ def test_scores(group, dtype, scored, early, late, device, monkeypatch):
 
 @pytest.mark.parametrize(("early", "score"), [(selection.EARLY, 11.0), (0, 8.0)])
 def test_scores_by_hand(early, score, monkeypatch):
-    """Two query heads [1, 0] and [3, 4], whose mean is [2, 2]; block 1's best key is [5, -1]: logits 5, 11 and 8."""
+    """Two query heads [1, 0] and [3, 4], whose mean is [2, 2]; block 1's best key is [5, -1]:
+    logits 5, 11 and 8."""
     monkeypatch.setattr(selection, "EARLY", early)
     q = torch.tensor([[1.0, 0.0], [3.0, 4.0]]).expand(32 * 4, 2, 2)
     k = torch.zeros(32 * 4, 1, 2)
     k[40, 0] = torch.tensor([5.0, -1.0])
     layout = make_layout(q[None], None, **SMALL)
-    assert scores_reference(q, k, layout)[-1, 0].tolist() == [float("-inf"), score, float("-inf"), float("-inf")]
+    assert scores_reference(q, k, layout)[-1, 0].tolist() == [
+        float("-inf"),
+        score,
+        float("-inf"),
+        float("-inf"),
+    ]
 
 
-@pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (3, torch.float32), (4, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("group", "dtype"), [(1, torch.float32), (3, torch.float32), (4, torch.bfloat16)]
+)
 def test_nsa_scores(group, dtype, device, monkeypatch):
-    """Two documents with 22 and 15 windows, in blocks of 64; keys of windows as the compressed branch has them.
+    """Two documents with 22 and 15 windows, in blocks of 64; keys of windows as the compressed
+    branch has them.
 
     In the interpreter a tile has 2 blocks, so that windows between two tiles count in both.
     """
@@ -144,21 +172,30 @@ def test_nsa_scores(group, dtype, device, monkeypatch):
             monkeypatch.setattr(module, "CHUNK", 2)
     lengths, first_window = (370, 260), (0, 22)
     q = random(630, 2 * group, 64, dtype=dtype, device=device)
-    pooled, lse = random(2, 37, 64, seed=1, dtype=dtype, device=device), random(630, 2 * group, seed=2, device=device)
+    pooled, lse = (
+        random(2, 37, 64, seed=1, dtype=dtype, device=device),
+        random(630, 2 * group, seed=2, device=device),
+    )
     layout = make_layout(q[None], segments_of(lengths), 64, 128)
     windows = torch.tensor(first_window, dtype=torch.int32, device=device).repeat_interleave(
         torch.tensor([6, 5], device=device)
     )
-    scores, _ = score_windows(q, pooled, lse, windows, layout, range(11), score_width(layout, range(11)))
+    scores, _ = score_windows(
+        q, pooled, lse, windows, layout, range(11), score_width(layout, range(11))
+    )
     compared = 0
     for start, length, window, row in ((0, 370, 0, 0), (370, 260, 22, 384)):
         tokens, left = slice(start, start + length), torch.arange(length, device=device) // 64 - 1
         keys = pooled[:, window:].transpose(0, 1).double()
-        expected = window_scores_reference(q[tokens].double(), keys, lse[tokens], left, -(-length // 64))
+        expected = window_scores_reference(
+            q[tokens].double(), keys, lse[tokens], left, -(-length // 64)
+        )
         found = scores[:, row : row + length, : expected.shape[2]].double().transpose(0, 1)
         tolerance = 1e-5 if dtype == torch.float32 else 1e-3
         is_candidate = expected > float("-inf")
-        torch.testing.assert_close(found[is_candidate], expected[is_candidate], rtol=tolerance, atol=0)
+        torch.testing.assert_close(
+            found[is_candidate], expected[is_candidate], rtol=tolerance, atol=0
+        )
         compared += int(is_candidate.sum())
     assert compared > 800 and sum(WINDOW_WEIGHTS) == 8
 
@@ -170,7 +207,9 @@ def test_top_blocks(kind, chunk, device, poisoned_memory, monkeypatch):
     monkeypatch.setattr(selection, "CHUNK", chunk)
     layout = make_layout(torch.empty(2, 300, 0, device=device), SEGMENTS, **SMALL)
     num_blocks, S = layout.num_blocks, 3
-    scores = torch.rand(2, num_blocks * 32, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    scores = torch.rand(2, num_blocks * 32, 16, generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     if kind == "ties":
         scores = (scores * 5).floor() - 2
         scores[:, ::2][scores[:, ::2] == 0] = -0.0
@@ -197,7 +236,9 @@ def test_choosing_by_ranges_is_choosing_at_once(device):
     layout = make_layout(q.view(2, 300, 2, 64), SEGMENTS, **SMALL)
     keys = round_keys(k, layout, k.dtype)
     score = functools.partial(score_blocks, q, lambda mean_keys: keys, layout)
-    whole, by_ranges = (torch.full((600, 1, 3), EMPTY, dtype=torch.int16, device=device) for _ in range(2))
+    whole, by_ranges = (
+        torch.full((600, 1, 3), EMPTY, dtype=torch.int16, device=device) for _ in range(2)
+    )
     choose_blocks(score, layout, whole, 2**30)
     choose_blocks(score, layout, by_ranges, 1)
     assert torch.equal(whole, by_ranges) and (whole != EMPTY).any()
@@ -205,7 +246,8 @@ def test_choosing_by_ranges_is_choosing_at_once(device):
 
 @pytest.mark.parametrize(("wave", "blocks"), [(1, 8), (2 * 3 * 32, 6), (2 * 9 * 32, 8), (10, 8)])
 def test_blocks_at_a_time(wave, blocks):
-    """Blocks of 32 tokens and two heads. The workspace holds 8 blocks: two waves of 3 blocks, no wave of 9."""
+    """Blocks of 32 tokens and two heads. The workspace holds 8 blocks: two waves of 3 blocks, no
+    wave of 9."""
     assert blocks_at_a_time(899, 100, 32, 2, wave) == blocks
     assert blocks_at_a_time(99, 100, 32, 2, wave) == 1
 
@@ -226,7 +268,9 @@ def test_lists_differ_from_the_references_in_near_ties_alone(scored, scale, devi
         pytest.skip("this GPU has no FP8")
     monkeypatch.setattr(sparse_attention, "scoring_dtype", lambda q: scored)
     segments, options = segments_of([330, 270]), {"selected_blocks": 3, **SMALL}
-    q, k, _ = make_qkv(1, 600, 4, 2, 64, torch.float32 if scored == torch.float32 else torch.bfloat16, device)
+    q, k, _ = make_qkv(
+        1, 600, 4, 2, 64, torch.float32 if scored == torch.float32 else torch.bfloat16, device
+    )
     ours = select_blocks(q * scale, k, segments, impl="triton", **options)[0]
     layout = make_layout(q, segments, **SMALL)
     scores = scores_reference(q[0] * scale, k[0], layout, scored)
@@ -236,14 +280,22 @@ def test_lists_differ_from_the_references_in_near_ties_alone(scored, scale, devi
     def held(lists):
         return padded.gather(-1, lists.long().clamp(max=padded.shape[-1] - 1)).sort(-1).values
 
-    # The interpreter rounds halves up to bfloat16. On an H200 FP8 scores of one in 3,600 differ by a rounding.
-    tolerance = {torch.bfloat16: 5e-3, FP8: 1e-2 if device.type == "cuda" else 1e-5}.get(scored, 1e-5)
+    # The interpreter rounds halves up to bfloat16. On an H200 FP8 scores of one in 3,600 differ by
+    # a rounding.
+    tolerance = {torch.bfloat16: 5e-3, FP8: 1e-2 if device.type == "cuda" else 1e-5}.get(
+        scored, 1e-5
+    )
     torch.testing.assert_close(
-        held(ours), held(expected), rtol=tolerance, atol=tolerance * float(scores[scores.isfinite()].max())
+        held(ours),
+        held(expected),
+        rtol=tolerance,
+        atol=tolerance * float(scores[scores.isfinite()].max()),
     )
     different = (ours != expected).any(-1).float().mean()
     assert different < 0.01 and (ours != EMPTY).any(-1).float().mean() > 0.5
-    own = layout.index_of_block.to(device)[layout.token_block.to(device).long()].long()[:, None, None]
+    own = layout.index_of_block.to(device)[layout.token_block.to(device).long()].long()[
+        :, None, None
+    ]
     assert ((ours == EMPTY) | ((ours >= 1) & (ours <= own - 2))).all()
     assert (ours[..., 1:] > ours[..., :-1])[ours[..., 1:] != EMPTY].all()
 

@@ -1,4 +1,5 @@
-"""Answers that share a prompt: attention of every kind against its reference, which sees prompts as beginnings."""
+"""Answers that share a prompt: attention of every kind against its reference, which sees prompts as
+beginnings."""
 
 import functools
 
@@ -28,7 +29,8 @@ def test_full_attention_alone_and_together(longest_together, monkeypatch):
     monkeypatch.setitem(full.KERNELS, "cpu", changed)
     inputs = make_qkv(2, 90, 4, 2, 32, torch.float32, torch.device("cpu"))
     compare_with_float64(
-        functools.partial(attention_reference, segments=segments), functools.partial(attention, segments=segments),
+        functools.partial(attention_reference, segments=segments),
+        functools.partial(attention, segments=segments),
         inputs, units=8,
     )  # fmt: skip
 
@@ -53,23 +55,32 @@ def test_windows_reach_into_the_prompt(window, impl, device, poisoned_memory):
 def test_sparse_answers_see_whole_blocks_of_their_prompt(
     impl, rows, sizes, looks, device, monkeypatch, poisoned_memory
 ):
-    """Compares with answers before which the whole prompt is copied: outputs, every gradient, and the choice."""
+    """Compares with answers before which the whole prompt is copied: outputs, every gradient, and
+    the choice."""
     if looks:  # positions from which tokens look less closely
         for name, position in zip(("EARLY", "LATE"), looks):
             monkeypatch.setattr(selection, name, position)
     segments, kind = segments_of_groups(rows), Sparse(2, block_size=32, dense_below=32, **sizes)
     dtype, near = (torch.float32, 1e-5) if device.type == "cpu" else (torch.bfloat16, 2e-2)
     q, k, v = make_qkv(1, int(segments[-1, 2]), 2, 1, 64, dtype, device)
-    ours = outputs_and_gradients(lambda *x: attention(*x, segments, kind=kind, impl=impl), [q, k, v])
+    ours = outputs_and_gradients(
+        lambda *x: attention(*x, segments, kind=kind, impl=impl), [q, k, v]
+    )
     copies = copies_for(kind, q, segments)
     assert len(copies.rows) < q.shape[1] + 32 * len(segments) and copies.segments.shape[1] == 5
-    lists = copies.drop(kind.choose(*map(copies.expand, (q, k)), copies.segments, impl == "triton"), q)
+    lists = copies.drop(
+        kind.choose(*map(copies.expand, (q, k)), copies.segments, impl == "triton"), q
+    )
     prompts._cached_copies.cache_clear()
     monkeypatch.setattr(Sparse, "copied", AttentionKind.copied)
-    copied = outputs_and_gradients(lambda *x: attention(*x, segments, kind=kind, impl=impl), [q, k, v])
+    copied = outputs_and_gradients(
+        lambda *x: attention(*x, segments, kind=kind, impl=impl), [q, k, v]
+    )
     copies = copies_for(kind, q, segments)
     assert copies.segments.shape[1] == 3
-    wanted = copies.drop(kind.choose(*map(copies.expand, (q, k)), copies.segments, impl == "triton"), q)
+    wanted = copies.drop(
+        kind.choose(*map(copies.expand, (q, k)), copies.segments, impl == "triton"), q
+    )
     prompts._cached_copies.cache_clear()
     assert torch.equal(lists, wanted) and (lists != EMPTY).any()
     for x, y in zip(ours, copied):
@@ -80,7 +91,12 @@ def test_sparse_answers_see_whole_blocks_of_their_prompt(
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
 @pytest.mark.parametrize(
     "rows",
-    [[(2501, 600, 1, 70)], [(300, 7, 65), (2300, 100), (128, 129), (143,)], [(2100, 1072)], [(1, 2200), (40, 930, 1)]],
+    [
+        [(2501, 600, 1, 70)],
+        [(300, 7, 65), (2300, 100), (128, 129), (143,)],
+        [(2100, 1072)],
+        [(1, 2200), (40, 930, 1)],
+    ],
 )
 def test_gpu_backends_match_float64(backend, rows, device):
     segments = segments_of_groups(rows)
@@ -103,7 +119,11 @@ def test_prompts_are_found_and_refused():
     assert padded.positions_BT[:, 8:].tolist() == 2 * [[0, 1]] and padded.are_whole
     assert padded.segments[[4, -1]].tolist() == [[0, 8, 10, 0, 0], [1, 8, 10, 0, 0]]
     assert find_documents(ids, ids).segments.shape[1] == 3
-    for prompt_ids in ([[0, 0, 0, 0, 0, 0, 2, 2]], [[0, 0, 0, 1, 1, 0, 0, 0]], [[1, 1, 1, 1, 1, 1, 1, 1]]):
+    for prompt_ids in (
+        [[0, 0, 0, 0, 0, 0, 2, 2]],
+        [[0, 0, 0, 1, 1, 0, 0, 0]],
+        [[1, 1, 1, 1, 1, 1, 1, 1]],
+    ):
         with pytest.raises(ValueError, match="must follow its prompt"):
             find_documents(ids[:1], torch.tensor(prompt_ids))
     q, k, v = make_qkv(1, 8, 1, 1, 64, torch.float32, torch.device("cpu"))

@@ -51,7 +51,9 @@ def compare_on_lists(q, k, v, segments, blocks, sizes, **options):
     ],
     ids=lambda value: str(value).removeprefix("torch."),
 )
-def test_matches_float64_on_given_lists(H, G, K, dtype, lengths, block_size, window, selected, device, poisoned_memory):
+def test_matches_float64_on_given_lists(
+    H, G, K, dtype, lengths, block_size, window, selected, device, poisoned_memory
+):
     segments, sizes = segments_of(*lengths), {"block_size": block_size, "window": window}
     q, k, v = make_qkv(len(lengths), sum(lengths[0]), H, G, K, dtype, device)
     compare_on_lists(q, k, v, segments, random_lists(q, G, segments, selected, **sizes), sizes)
@@ -65,7 +67,8 @@ def test_with_all_blocks_it_is_dense_attention(lengths, device, poisoned_memory)
     dense = outputs_and_gradients(lambda *x: attention_reference(*x, segments), [q, k, v])
     for impl in ("torch", "triton"):
         ours = outputs_and_gradients(
-            lambda *x, impl=impl: attend_sparsely(*x, segments, blocks=blocks, impl=impl, **SMALL), [q, k, v]
+            lambda *x, impl=impl: attend_sparsely(*x, segments, blocks=blocks, impl=impl, **SMALL),
+            [q, k, v],
         )
         for expected, found in zip(dense, ours):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
@@ -89,7 +92,9 @@ def test_order_and_needless_entries_change_nothing(device):
     needless = torch.tensor([0, 4, 7, 900], dtype=torch.int16, device=device).expand(1, 150, 1, 4)
     disturbed = torch.cat([blocks.flip(-1), needless, blocks], -1)
     plain, ours = (
-        outputs_and_gradients(lambda *x, b=b: attend_sparsely(*x, blocks=b, impl="triton", **SMALL), [q, k, v])
+        outputs_and_gradients(
+            lambda *x, b=b: attend_sparsely(*x, blocks=b, impl="triton", **SMALL), [q, k, v]
+        )
         for b in (blocks, disturbed)
     )
     assert all(torch.equal(a, b) for a, b in zip(plain, ours))
@@ -119,7 +124,8 @@ def test_a_block_chosen_by_all(device, poisoned_memory):
 def test_extreme_logits(scale, device):
     q, k, v = make_qkv(1, 150, 2, 1, 64, fp32, device)
     blocks = random_lists(q, 1, None, 2, **SMALL)
-    # Logits of up to 4 * scale are rounded to as many units in the last place of 1, and so is their log-sum-exp.
+    # Logits of up to 4 * scale are rounded to as many units in the last place of 1, and so is their
+    # log-sum-exp.
     compare_on_lists(q * scale, k, v, None, blocks, SMALL, units=8 * scale + 0.5)
 
 
@@ -128,7 +134,10 @@ def test_ranges_of_heads_and_tokens_change_nothing_but_the_order_of_sums(device,
     blocks = random_lists(q, 2, None, 4, **SMALL)
     whole, ranges = (
         outputs_and_gradients(
-            lambda *x, w=w: attend_sparsely(*x, blocks=blocks, workspace_bytes=w, impl="triton", **SMALL), [q, k, v]
+            lambda *x, w=w: attend_sparsely(
+                *x, blocks=blocks, workspace_bytes=w, impl="triton", **SMALL
+            ),
+            [q, k, v],
         )
         for w in (2**30, 250_000)
     )
@@ -143,7 +152,10 @@ def test_chosen_lists_are_those_of_select_blocks(device):
     q, k, v = make_qkv(1, 150, 2, 1, 64, bf16, device)
     blocks = select_blocks(q, k, selected_blocks=2, impl="triton", **SMALL)
     function = functools.partial(attend_sparsely, selected_blocks=2, impl="triton", **SMALL)
-    chosen, given = (outputs_and_gradients(functools.partial(function, blocks=b), [q, k, v]) for b in (None, blocks))
+    chosen, given = (
+        outputs_and_gradients(functools.partial(function, blocks=b), [q, k, v])
+        for b in (None, blocks)
+    )
     assert all(torch.equal(a, b) for a, b in zip(chosen, given))
 
 
@@ -153,9 +165,12 @@ def at_one_kind(kind, impl, inputs, segments):
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@pytest.mark.parametrize("lengths", [([40, 150, 59],), ([130, 149], [100, 52, 127]), ([99, 52, 99, 100],)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [([40, 150, 59],), ([130, 149], [100, 52, 127]), ([99, 52, 99, 100],)], ids=str
+)
 def test_a_document_does_not_depend_on_its_neighbours(lengths, impl, device, poisoned_memory):
-    """Documents below 100 tokens attend to everything, longer ones to chosen blocks, packed as well as alone."""
+    """Documents below 100 tokens attend to everything, longer ones to chosen blocks, packed as well
+    as alone."""
     kind, dtype = Sparse(1, **SMALL, dense_below=100), bf16 if device.type == "cuda" else fp32
     segments, T = segments_of(*lengths), sum(lengths[0])
     inputs = make_qkv(len(lengths), T, 4, 2, 64, dtype, device)
@@ -173,14 +188,19 @@ def test_a_document_does_not_depend_on_its_neighbours(lengths, impl, device, poi
         for e, found in zip(expected, packed):
             torch.testing.assert_close(found[here], e, **tolerance)
     backend = "cpu" if device.type == "cpu" else "flash"
-    # Lists are empty in documents that attend to everything; their choice does not depend on the others.
-    *_, lists = torch.ops.fathom.attend(*inputs, segments, None, kind.number, backend, impl == "triton")
+    # Lists are empty in documents that attend to everything; their choice does not depend on the
+    # others.
+    *_, lists = torch.ops.fathom.attend(
+        *inputs, segments, None, kind.number, backend, impl == "triton"
+    )
     for row, start, stop in segments.tolist():
         of_document, here = lists[row, start:stop], (slice(row, row + 1), slice(start, stop))
         if stop - start < 100:
             assert (of_document == EMPTY).all()
         else:
-            chosen = select_blocks(*(x[here] for x in inputs[:2]), selected_blocks=1, impl=impl, **SMALL)
+            chosen = select_blocks(
+                *(x[here] for x in inputs[:2]), selected_blocks=1, impl=impl, **SMALL
+            )
             assert torch.equal(of_document, chosen[0]) and (chosen != EMPTY).any()
 
 
@@ -206,9 +226,12 @@ def test_refuses_a_document_that_its_lists_cannot_name():
         make_layout(q, None, 32, 32)
 
 
-@pytest.mark.parametrize(("workspace_bytes", "K"), [(2**22, 64), (2**23, 64), (2**30, 64), (2**24, 256)])
+@pytest.mark.parametrize(
+    ("workspace_bytes", "K"), [(2**22, 64), (2**23, 64), (2**30, 64), (2**24, 256)]
+)
 def test_footprint_is_what_is_allocated(workspace_bytes, K, monkeypatch):
-    """Launches are left out, so that 8,192 tokens take no time; what is allocated does not depend on the lists."""
+    """Launches are left out, so that 8,192 tokens take no time; what is allocated does not depend
+    on the lists."""
     T, H, G = 8192, 8, 2
     for module in (band, combine, gather, selection):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -222,7 +245,9 @@ def test_footprint_is_what_is_allocated(workspace_bytes, K, monkeypatch):
     footprint = kind.footprint(T, H, G, K)
     with Peak() as forward:
         [out], [lse], lists = kind.forward(q, k, v, None, None, "cpu", True)
-    assert out.nbytes + lse.nbytes == T * footprint.results and lists.nbytes == T * footprint.choices
+    assert (
+        out.nbytes + lse.nbytes == T * footprint.results and lists.nbytes == T * footprint.choices
+    )
     kept = out.nbytes + lse.nbytes + lists.nbytes
     assert forward.peak == pytest.approx(kept + footprint.forward, rel=0.01)
     with Peak() as backward:
@@ -232,7 +257,8 @@ def test_footprint_is_what_is_allocated(workspace_bytes, K, monkeypatch):
 
 
 def test_flops(monkeypatch):
-    """Blocks of 64, window of 1: tokens of block b attend to block 0, b, and one of b - 1 candidates."""
+    """Blocks of 64, window of 1: tokens of block b attend to block 0, b, and one of b - 1
+    candidates."""
     flops = Sparse(1, window=64, dense_below=0).flops(64 * 5, 2, 1, 64)
     product = 2 * 64 * 64 * 2 * 64  # two query heads
     gathered, in_band, scored = 0 + 0 + 1 + 1 + 1, 1 + 2 + 2 + 2 + 2, 1 + 2 + 3
@@ -248,7 +274,8 @@ def test_flops(monkeypatch):
 
 @pytest.mark.gpu(gib=44)
 def test_past_2_to_the_31_elements(device):
-    """q, out and slots past 2^31 elements. Every block holds the same keys: to attend to many is to attend to one."""
+    """q, out and slots past 2^31 elements. Every block holds the same keys: to attend to many is to
+    attend to one."""
     T, S = 540_672, 8
     q, k, v = (random(1, 64, n, 128, seed=n, dtype=bf16, device=device) for n in (32, 8, 9))
     v = v[:, :, :8]

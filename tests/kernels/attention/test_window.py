@@ -1,4 +1,5 @@
-"""Attention to a window: kernels and reference against float64, packed documents, and one token after the other."""
+"""Attention to a window: kernels and reference against float64, packed documents, and one token
+after the other."""
 
 import functools
 
@@ -33,7 +34,10 @@ def reference(*inputs, **options):
         (2, 2, 64, fp16, ([150, 1, 2],), 64),
         (16, 1, 64, fp32, ([99],), 4096),
         (1, 1, 64, bf16, ([71, 66, 129],), 64),
-        *((2, 1, 64, fp32, ([1, 63, 64, 65, 131],), window) for window in (2, 37, 63, 65, 100, 127, 129, 191)),
+        *(
+            (2, 1, 64, fp32, ([1, 63, 64, 65, 131],), window)
+            for window in (2, 37, 63, 65, 100, 127, 129, 191)
+        ),
         (4, 1, 128, bf16, ([201],), 100),
         (1, 1, 64, fp16, ([150, 1, 2],), 33),
     ],
@@ -72,7 +76,8 @@ def test_heads_that_run_in_flash_attention(K, lengths, device, poisoned_memory):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "expected"), [([[3, 2], [5]], ([0, 3, 5, 10], 5)), ([[4, 1]], ([0, 4, 5], 4)), (None, ([0, 5, 10], 5))]
+    ("lengths", "expected"),
+    [([[3, 2], [5]], ([0, 3, 5, 10], 5)), ([[4, 1]], ([0, 4, 5], 4)), (None, ([0, 5, 10], 5))],
 )
 def test_where_documents_begin(lengths, expected):
     q = torch.empty(2 if lengths is None else len(lengths), 5, 1, 8)
@@ -88,7 +93,8 @@ def test_rows_that_are_one_document_each(T, device, poisoned_memory):
 
 @pytest.mark.parametrize(("T", "window"), [(1, 64), (2, 64), (150, 1), (2, 1)])
 def test_rows_or_windows_of_one_or_two_tokens(T, window, device, poisoned_memory):
-    """Gradients of q and k are 0 or nearly so, and their rounding is not: errors are compared in absolute terms."""
+    """Gradients of q and k are 0 or nearly so, and their rounding is not: errors are compared in
+    absolute terms."""
     inputs = make_qkv(2, T, 2, 1, 64, fp32, device)
     expected = outputs_and_gradients(functools.partial(reference, window=window), inputs)
     for e, found in zip(expected, outputs_and_gradients(attend(window), inputs), strict=True):
@@ -122,7 +128,9 @@ def test_packed_documents_equal_each_alone(impl, device):
     lengths = ([45, 130, 26], [201])
     segments, inputs = segments_of(*lengths), make_qkv(2, 201, 4, 2, 64, fp32, device)
     packed = outputs_and_gradients(attend(64, impl, segments), inputs)
-    arriving = outputs_and_gradients(lambda x: x, [torch.zeros_like(inputs[0])])[1]  # the gradient that all outputs get
+    arriving = outputs_and_gradients(lambda x: x, [torch.zeros_like(inputs[0])])[
+        1
+    ]  # the gradient that all outputs get
     for row, start, stop in segments.tolist():
         here = slice(row, row + 1), slice(start, stop)
         alone = [x[here].detach().clone().requires_grad_() for x in inputs]

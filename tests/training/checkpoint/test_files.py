@@ -1,4 +1,5 @@
-"""Checkpoints on disk: exact round trips on any number of ranks, damage that is seen, and which ones are deleted."""
+"""Checkpoints on disk: exact round trips on any number of ranks, damage that is seen, and which
+ones are deleted."""
 
 import errno
 import json
@@ -56,11 +57,16 @@ def weights_of(model):
 
 
 def optimizer_state_of(model, value=None):
-    """State by parameter name, as the optimizer has it; every tensor is filled with `value` if that is given."""
+    """State by parameter name, as the optimizer has it; every tensor is filled with `value` if that
+    is given."""
 
     def moments(i, parameter):
         fill = torch.full_like(parameter, i if value is None else value, dtype=torch.float32)
-        return {"exp_avg": fill, "exp_avg_sq": fill / 3, "step": torch.tensor(7.0 if value is None else value)}
+        return {
+            "exp_avg": fill,
+            "exp_avg_sq": fill / 3,
+            "step": torch.tensor(7.0 if value is None else value),
+        }
 
     return {name: moments(i, p) for i, (name, p) in enumerate(weights_of(model).items(), start=1)}
 
@@ -107,7 +113,11 @@ def test_round_trip_in_one_process(tmp_path, dtype):
     load_optimizer_state(path, state)
     assert_same_state(state, optimizer_state_of(model))
     assert state["norm.weight"]["exp_avg"] is tensor
-    assert load_trainer_state(path) == {"step": 100, "tokens_seen": 2**40, "loader": {"next_sequence": 12}}
+    assert load_trainer_state(path) == {
+        "step": 100,
+        "tokens_seen": 2**40,
+        "loader": {"next_sequence": 12},
+    }
     written = {**CONFIG, "torch_dtype": str(dtype).removeprefix("torch.")}
     assert json.loads((path / "config.json").read_text()) == written
 
@@ -115,7 +125,9 @@ def test_round_trip_in_one_process(tmp_path, dtype):
 def test_without_optimizer_state(tmp_path):
     path = save(tmp_path, 1, optimizer_state=None)
     verify_checkpoint(path)
-    with pytest.raises(ValueError, match="no optimizer state; start from its weights with --init_from"):
+    with pytest.raises(
+        ValueError, match="no optimizer state; start from its weights with --init_from"
+    ):
         load_optimizer_state(path, optimizer_state_of(Model()))
 
 
@@ -137,7 +149,13 @@ def test_every_damaged_file_is_named(tmp_path, monkeypatch):
     path = save(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     names = {file.name for file in path.iterdir()}
-    expected = {"model.safetensors", "optimizer.safetensors", "config.json", "trainer.json", "rng_0.json"}
+    expected = {
+        "model.safetensors",
+        "optimizer.safetensors",
+        "config.json",
+        "trainer.json",
+        "rng_0.json",
+    }
     assert manifest["files"].keys() == expected and names == {*expected, "manifest.json"}
     assert len(manifest["blocks"]["model.safetensors"]) == 6 + 1
     draws = random.Random(0)
@@ -147,7 +165,9 @@ def test_every_damaged_file_is_named(tmp_path, monkeypatch):
             flipped = bytearray(content)
             flipped[draws.randrange(len(content))] ^= 1 << draws.randrange(8)
             (path / name).write_bytes(flipped)
-            with pytest.raises(UserError, match=name.replace("manifest.json", r"manifest\.json|has format")):
+            with pytest.raises(
+                UserError, match=name.replace("manifest.json", r"manifest\.json|has format")
+            ):
                 verify_checkpoint(path)
             (path / name).write_bytes(content[: draws.randrange(len(content))] if flip else b"")
             with pytest.raises(UserError, match=name):
@@ -160,7 +180,13 @@ def test_every_damaged_file_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, place", [("model.safetensors", -5), ("model.safetensors", 30), ("config.json", 30), ("manifest.json", -5)]
+    "name, place",
+    [
+        ("model.safetensors", -5),
+        ("model.safetensors", 30),
+        ("config.json", 30),
+        ("manifest.json", -5),
+    ],
 )
 def test_weights_are_compared_wherever_a_manifest_lies_beside_them(name, place, tmp_path):
     path = save(tmp_path, 1)
@@ -208,7 +234,9 @@ def test_runs_of_a_piece():
     assert [*Piece("w", (0, 1, 0), (2, 1, 4)).runs(whole)] == [(16, 16), (64, 16)]
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "trainer.json", "rng_0.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "trainer.json", "rng_0.json", "manifest.json"]
+)
 def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(name, tmp_path):
     older, newer = save(tmp_path, 1), save(tmp_path, 2)
     passed_over = {}
@@ -220,7 +248,10 @@ def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(name, tmp_path):
 
 
 def test_tensors_that_the_disk_cannot_read_are_named(tmp_path):
-    path, message = save(tmp_path, 1), r"optimizer\.safetensors cannot be read: Input/output error, at .*\.weight\."
+    path, message = (
+        save(tmp_path, 1),
+        r"optimizer\.safetensors cannot be read: Input/output error, at .*\.weight\.",
+    )
     with unreadable(path / "optimizer.safetensors", only_tensors=True):
         assert latest_checkpoint(tmp_path, {}) == path  # looks at headers
         with pytest.raises(UserError, match=message):
@@ -233,7 +264,9 @@ def test_a_copy_under_a_newer_name_is_not_the_newest(tmp_path):
     path, passed_over = save(tmp_path, 2), {}
     shutil.copytree(path, tmp_path / "step_00000009")
     assert latest_checkpoint(tmp_path, passed_over) == path
-    assert passed_over == {tmp_path / "step_00000009": "it is a copy, under another name, of a checkpoint of step 2"}
+    assert passed_over == {
+        tmp_path / "step_00000009": "it is a copy, under another name, of a checkpoint of step 2"
+    }
 
 
 @pytest.mark.parametrize("victim", range(2))
@@ -268,7 +301,9 @@ def test_json_files_of_any_length_take_little_memory(tmp_path):
     for name, read in (("trainer.json", load_trainer_state), ("manifest.json", verify_checkpoint)):
         with (path / name).open("r+b") as file:
             file.truncate(3 * 2**30)  # of which the disk stores nothing
-        with pytest.raises(UserError, match=rf"{name}: it has 3221225472 bytes, at most 268435456 are read"):
+        with pytest.raises(
+            UserError, match=rf"{name}: it has 3221225472 bytes, at most 268435456 are read"
+        ):
             read(path)
 
 
@@ -283,7 +318,13 @@ def test_damaged_trainer_state(tmp_path):
     """No manifest vouches for it, as in checkpoints of before 2026-11-22."""
     path = save(tmp_path, 1)
     (path / "manifest.json").unlink()
-    for content in ("[]", "{}", "[" * 100_000, '{"trainer_state": 3}', '{"trainer_state": {"settings": 3}}'):
+    for content in (
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"trainer_state": 3}',
+        '{"trainer_state": {"settings": 3}}',
+    ):
         (path / "trainer.json").write_text(content)
         with pytest.raises(UserError, match=r"trainer\.json is (missing or )?damaged"):
             load_trainer_state(path)
@@ -296,20 +337,34 @@ def test_optimizer_state_of_another_model(tmp_path):
     path = save(tmp_path, 1)
     state = optimizer_state_of(Model())
     del state["norm.weight"]["exp_avg"]
-    with pytest.raises(ValueError, match=r"another model or optimizer: norm\.weight\.exp_avg is only in one"):
+    with pytest.raises(
+        ValueError, match=r"another model or optimizer: norm\.weight\.exp_avg is only in one"
+    ):
         load_optimizer_state(path, state)
     state["norm.weight"]["exp_avg"] = torch.zeros(7)
-    with pytest.raises(ValueError, match=r"norm\.weight\.exp_avg has shape \[6\], this model needs \[7\]"):
+    with pytest.raises(
+        ValueError, match=r"norm\.weight\.exp_avg has shape \[6\], this model needs \[7\]"
+    ):
         load_optimizer_state(path, state)
 
 
 def test_only_a_checkpoints_own_name_is_one(tmp_path):
     names = "step_00000020", "step_123456789"
-    for name in (*names, "step_00000020_best", "step_00000020.bad", "step_20", ".step_00000021.tmp", "xstep_00000020"):
+    for name in (
+        *names,
+        "step_00000020_best",
+        "step_00000020.bad",
+        "step_20",
+        ".step_00000021.tmp",
+        "xstep_00000020",
+    ):
         (tmp_path / name).mkdir()
     assert [path.name for path in checkpoints(tmp_path)] == [*names]
     assert [step_of(path) for path in checkpoints(tmp_path)] == [20, 123456789]
-    assert checkpoints(tmp_path / "nowhere") == [] and latest_checkpoint(tmp_path / "nowhere", {}) is None
+    assert (
+        checkpoints(tmp_path / "nowhere") == []
+        and latest_checkpoint(tmp_path / "nowhere", {}) is None
+    )
 
 
 def test_the_latest_without_damage_is_taken(tmp_path):
@@ -319,7 +374,10 @@ def test_the_latest_without_damage_is_taken(tmp_path):
     (four / "manifest.json").write_text("")
     passed_over = {}
     assert latest_checkpoint(tmp_path, passed_over) == one and [*passed_over] == [four, three, two]
-    assert "trainer.json is truncated" in passed_over[two] and "config.json is missing" in passed_over[three]
+    assert (
+        "trainer.json is truncated" in passed_over[two]
+        and "config.json is missing" in passed_over[three]
+    )
     passed_over[one] = "its tensors are damaged"
     assert latest_checkpoint(tmp_path, passed_over) is None
 
@@ -354,7 +412,11 @@ def test_files_have_the_mode_that_umask_says(tmp_path):
 
 def shard(model, mesh, placements):
     for module, name in ((model.embed_tokens, "weight"), (model.norm, "weight")):
-        setattr(module, name, nn.Parameter(distribute_tensor(getattr(module, name).detach(), mesh, placements)))
+        setattr(
+            module,
+            name,
+            nn.Parameter(distribute_tensor(getattr(module, name).detach(), mesh, placements)),
+        )
     return model
 
 
@@ -410,12 +472,17 @@ class TwoMatrices(nn.Module):
     def __init__(self, seed):
         super().__init__()
         torch.manual_seed(seed)
-        self.up, self.down, self.norm = nn.Linear(10, 24), nn.Linear(24, 10, bias=False), nn.RMSNorm(10)
+        self.up, self.down, self.norm = (
+            nn.Linear(10, 24),
+            nn.Linear(24, 10, bias=False),
+            nn.RMSNorm(10),
+        )
         nn.init.normal_(self.norm.weight)
 
 
 def sharded_twice(world, seed):
-    """Rows or columns over the tensor axis and rows over the data axis: FSDP2 behind tensor parallelism."""
+    """Rows or columns over the tensor axis and rows over the data axis: FSDP2 behind tensor
+    parallelism."""
     mesh = make_mesh("cpu", 4, 1, 2)
     model = TwoMatrices(seed)
     parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -447,7 +514,9 @@ def test_saved_by_two_ranks_loaded_by_one_and_three(tmp_path):
     run_ranks(2, save_sharded, tmp_path)
     path = latest_checkpoint(tmp_path / "run", {})
     verify_checkpoint(path)
-    assert {"rng_0.json", "rng_1.json"} <= json.loads((path / "manifest.json").read_text())["files"].keys()
+    assert {"rng_0.json", "rng_1.json"} <= json.loads((path / "manifest.json").read_text())[
+        "files"
+    ].keys()
     model = Model(2)
     copy_weights(model, load_model_weights(path, {n: p.shape for n, p in model.named_parameters()}))
     assert_same_state(weights_of(model), weights_of(Model(1)))
@@ -471,7 +540,12 @@ def test_saved_by_one_rank_loaded_by_two_and_errors_reach_both(tmp_path):
 
 def test_leftovers_are_deleted_without_following_links_and_what_others_named_alike_stays(tmp_path):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    for folder in (run / ".step_00000003.tmp", run / ".step_00000001.old.tmp", run / ".step_notes.tmp", elsewhere):
+    for folder in (
+        run / ".step_00000003.tmp",
+        run / ".step_00000001.old.tmp",
+        run / ".step_notes.tmp",
+        elsewhere,
+    ):
         folder.mkdir(parents=True)
         (folder / "mine").write_text("mine")
     (run / ".step_00000002.tmp").symlink_to(elsewhere)

@@ -1,4 +1,5 @@
-"""Weights: files that Hugging Face's tools read and write; damage and what does not fit are refused."""
+"""Weights: files that Hugging Face's tools read and write; damage and what does not fit are
+refused."""
 
 import itertools
 import json
@@ -30,9 +31,15 @@ from training.host.errors import UserError
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_a_safetensors_file(tmp_path, dtype):
-    model = {**weights_of(Model(1, dtype)), "lm_head.weight": torch.randn(6, 11).to(dtype).t()}  # not contiguous
+    model = {
+        **weights_of(Model(1, dtype)),
+        "lm_head.weight": torch.randn(6, 11).to(dtype).t(),
+    }  # not contiguous
     file = save(tmp_path, 1, weights=model, optimizer_state=None) / "model.safetensors"
-    expected = {"model.embed_tokens.weight": model["embed_tokens.weight"], "model.norm.weight": model["norm.weight"]}
+    expected = {
+        "model.embed_tokens.weight": model["embed_tokens.weight"],
+        "model.norm.weight": model["norm.weight"],
+    }
     expected["lm_head.weight"] = model["lm_head.weight"]
     assert_same_state(load_file(file), expected)
     with safe_open(file, framework="pt") as opened:
@@ -51,14 +58,20 @@ def test_files_are_hugging_faces(tmp_path):
         theirs = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=tied))
         ours = {name.removeprefix("model."): p.detach() for name, p in theirs.named_parameters()}
         assert ("lm_head.weight" in ours) == (not tied)
-        path = save(tmp_path, 1, weights=ours, model_config=theirs.config.to_dict(), optimizer_state=None)
+        path = save(
+            tmp_path, 1, weights=ours, model_config=theirs.config.to_dict(), optimizer_state=None
+        )
         reloaded = Qwen3ForCausalLM.from_pretrained(path)
         assert_same_state(reloaded.state_dict(), theirs.state_dict())
         for shard_size in ("1GB", "4KB"):
             theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
-            found = dict(load_model_weights(tmp_path / "theirs", {name: p.shape for name, p in ours.items()}))
+            found = dict(
+                load_model_weights(tmp_path / "theirs", {name: p.shape for name, p in ours.items()})
+            )
             assert_same_state(found, ours)
-            assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == (shard_size == "4KB")
+            assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == (
+                shard_size == "4KB"
+            )
             shutil.rmtree(tmp_path / "theirs")
 
 
@@ -67,17 +80,25 @@ def test_weights_of_another_size(tmp_path):
     shapes = {"embed_tokens.weight": (11, 6), "norm.weight": (6,)}
     assert dict(load_model_weights(path, shapes)).keys() == shapes.keys()
     assert dict(load_model_weights(path / "model.safetensors", shapes)).keys() == shapes.keys()
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[6\], this model needs \[8\]; choose"):
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight has shape \[6\], this model needs \[8\]; choose"
+    ):
         load_model_weights(path, {**shapes, "norm.weight": (8,)})
-    with pytest.raises(ValueError, match=r"it has no model\.layers\.0\.mlp\.up_proj\.weight, this model needs it"):
+    with pytest.raises(
+        ValueError, match=r"it has no model\.layers\.0\.mlp\.up_proj\.weight, this model needs it"
+    ):
         load_model_weights(path, {**shapes, "layers.0.mlp.up_proj.weight": (1, 2)})
     with pytest.raises(ValueError, match=r"it has model\.norm\.weight, this model does not"):
         load_model_weights(path, {"embed_tokens.weight": (11, 6)})
 
 
-@pytest.mark.parametrize("name", ["foo.bar", "language_model.model.layers.9.norm.weight", "model.norm.bias"])
+@pytest.mark.parametrize(
+    "name", ["foo.bar", "language_model.model.layers.9.norm.weight", "model.norm.bias"]
+)
 def test_a_tensor_that_no_model_has_is_named_as_in_its_file(name, tmp_path):
-    save_file({"model.norm.weight": torch.ones(4), name: torch.ones(4)}, tmp_path / "model.safetensors")
+    save_file(
+        {"model.norm.weight": torch.ones(4), name: torch.ones(4)}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(UserError, match=f"it has {re.escape(name)}, this model does not"):
         find_weights(tmp_path, {"norm.weight": (4,)})
 
@@ -87,12 +108,17 @@ def test_copy_of_a_tied_head_is_dropped_and_another_head_refused(tmp_path):
     embedding = torch.randn(3, 2)
     save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}, file)
     assert_same_state(
-        dict(load_model_weights(file, {"embed_tokens.weight": (3, 2)})), {"embed_tokens.weight": embedding}
+        dict(load_model_weights(file, {"embed_tokens.weight": (3, 2)})),
+        {"embed_tokens.weight": embedding},
     )
     save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1}, file)
-    with pytest.raises(ValueError, match="weight of its own, this model ties it to the embedding; set tie_word"):
+    with pytest.raises(
+        ValueError, match="weight of its own, this model ties it to the embedding; set tie_word"
+    ):
         load_model_weights(file, {"embed_tokens.weight": (3, 2)})
-    untied = dict(load_model_weights(file, {"embed_tokens.weight": (3, 2), "lm_head.weight": (3, 2)}))
+    untied = dict(
+        load_model_weights(file, {"embed_tokens.weight": (3, 2), "lm_head.weight": (3, 2)})
+    )
     assert torch.equal(untied["lm_head.weight"], embedding + 1)
 
 
@@ -100,26 +126,39 @@ def test_weights_that_cannot_be_read(tmp_path):
     shapes = {name: p.shape for name, p in weights_of(Model()).items()}
     with pytest.raises(ValueError, match="nowhere does not exist"):
         load_model_weights(tmp_path / "nowhere", shapes)
-    with pytest.raises(ValueError, match=r"has no model\.safetensors; give a checkpoint's step_ folder"):
+    with pytest.raises(
+        ValueError, match=r"has no model\.safetensors; give a checkpoint's step_ folder"
+    ):
         load_model_weights(tmp_path, shapes)
     path = save(tmp_path, 1)
-    with unreadable(path / "model.safetensors"), pytest.raises(UserError, match="cannot be read: Input/output error"):
+    with (
+        unreadable(path / "model.safetensors"),
+        pytest.raises(UserError, match="cannot be read: Input/output error"),
+    ):
         load_model_weights(path, shapes)
     content = (path / "model.safetensors").read_bytes()
     for size in (0, 5, 100, len(content) - 1):
         (path / "model.safetensors").write_bytes(content[:size])
-        with pytest.raises(ValueError, match=r"model\.safetensors is missing, truncated or no safetensors file"):
+        with pytest.raises(
+            ValueError, match=r"model\.safetensors is missing, truncated or no safetensors file"
+        ):
             load_model_weights(path, shapes)
     (path / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"model-00001-of-00002\.safetensors is missing, truncated"):
+    with pytest.raises(
+        ValueError, match=r"model-00001-of-00002\.safetensors is missing, truncated"
+    ):
         load_model_weights(path, shapes)
 
 
-@pytest.mark.parametrize("shard", ["../model.safetensors", "/etc/passwd", "..", "a/b.safetensors", "", "a\0b"])
+@pytest.mark.parametrize(
+    "shard", ["../model.safetensors", "/etc/passwd", "..", "a/b.safetensors", "", "a\0b"]
+)
 def test_an_index_names_files_of_its_folder(shard, tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"model.norm.weight": shard}})
+    )
     with pytest.raises(ValueError, match="which is no file of its folder"):
         load_model_weights(tmp_path, {"norm.weight": (8,)})
 
@@ -133,7 +172,12 @@ def test_a_fingerprint_is_of_the_models_own_files(tmp_path):
     assert fingerprint(folder) == before
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
-    index = {"weight_map": {name: "model-1.safetensors" for name in ("model.embed_tokens.weight", "model.norm.weight")}}
+    index = {
+        "weight_map": {
+            name: "model-1.safetensors"
+            for name in ("model.embed_tokens.weight", "model.norm.weight")
+        }
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert fingerprint(folder) == before
     at = len(read_header(folder / "model-1.safetensors"))
@@ -141,12 +185,15 @@ def test_a_fingerprint_is_of_the_models_own_files(tmp_path):
     assert fingerprint(folder) != before
     (folder / "model-1.safetensors").unlink()
     os.mkfifo(folder / "model-1.safetensors")  # a reader would wait for a writer
-    with pytest.raises(UserError, match="is missing, truncated or no safetensors file; copy or download it anew"):
+    with pytest.raises(
+        UserError, match="is missing, truncated or no safetensors file; copy or download it anew"
+    ):
         fingerprint(folder)
 
 
 def test_weights_that_no_decoder_here_reads(tmp_path):
-    """Quantized ones, one that two files have, and a header that would fill memory; older files' tables are dropped."""
+    """Quantized ones, one that two files have, and a header that would fill memory; older files'
+    tables are dropped."""
     file, embedding = tmp_path / "model.safetensors", {"embed_tokens.weight": (3, 2)}
     weights = {
         "model.embed_tokens.weight": torch.zeros(3, 2),
@@ -155,15 +202,22 @@ def test_weights_that_no_decoder_here_reads(tmp_path):
     save_file(weights, file)
     assert [name for name, _ in load_model_weights(tmp_path, embedding)] == ["embed_tokens.weight"]
     save_file({"model.embed_tokens.weight": torch.zeros(3, 2, dtype=torch.int8)}, file)
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is of dtype I8, weights must be of F32, BF16, F16"):
+    with pytest.raises(
+        ValueError, match=r"embed_tokens\.weight is of dtype I8, weights must be of F32, BF16, F16"
+    ):
         load_model_weights(tmp_path, embedding)
-    save_file({"model.embed_tokens.weight": torch.zeros(3, 2), "embed_tokens.weight": torch.ones(3, 2)}, file)
+    save_file(
+        {"model.embed_tokens.weight": torch.zeros(3, 2), "embed_tokens.weight": torch.ones(3, 2)},
+        file,
+    )
     with pytest.raises(ValueError, match="twice"):
         load_model_weights(tmp_path, embedding)
     with file.open("wb") as opened:  # 200 MB, of which the disk stores nothing
         opened.write((2 * 10**8).to_bytes(8, "little"))
         opened.truncate(3 * 10**8)
-    with pytest.raises(ValueError, match=r"model\.safetensors is missing, truncated or no safetensors file; copy"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors is missing, truncated or no safetensors file; copy"
+    ):
         load_model_weights(tmp_path, embedding)
     with pytest.raises(ValueError, match="truncated or no safetensors file"):
         read_header(file)
@@ -171,24 +225,42 @@ def test_weights_that_no_decoder_here_reads(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
 def test_damaged_weights_are_refused_by_every_command(name, tmp_path, monkeypatch, capsys):
-    """train.py refuses them ahead of the data, evaluation ahead of what an evaluator reads; --resume is in storm.py."""
+    """train.py refuses them ahead of the data, evaluation ahead of what an evaluator reads;
+    --resume is in storm.py."""
     text = tmp_path / "corpus.txt"
     text.write_text("".join(f"line {i}\n" for i in range(600)))
     good, bad = (
         save_checkpoint(
             tmp_path / folder, 1, weights=Transformer(MODEL_SIZES["tiny"]).state_dict(),
-            model_config=to_config_json(MODEL_SIZES["tiny"]), optimizer_state=None, trainer_state={},
+            model_config=to_config_json(MODEL_SIZES["tiny"]), optimizer_state=None,
+            trainer_state={},
         )
         for folder in ("good", "bad")
     )  # fmt: skip
-    digit = (bad / "config.json").read_bytes().index(b'"rope_theta": 1') + len('"rope_theta": ')  # 1 becomes 5
+    digit = (bad / "config.json").read_bytes().index(b'"rope_theta": 1') + len(
+        '"rope_theta": '
+    )  # 1 becomes 5
     damage(bad / name, digit if name == "config.json" else -2)
     monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
-    monkeypatch.setattr(evaluation.positions, "read_all", lambda *_: pytest.fail("the texts were read"))
+    monkeypatch.setattr(
+        evaluation.positions, "read_all", lambda *_: pytest.fail("the texts were read")
+    )
     data, cpu = ("--data", str(text)), ("--device", "cpu")
     out = tmp_path / "out"
     commands = [
-        (train.main, ["--init_from", str(bad), *data, *cpu, "--output_dir", str(out), "--context_length", "64"]),
+        (
+            train.main,
+            [
+                "--init_from",
+                str(bad),
+                *data,
+                *cpu,
+                "--output_dir",
+                str(out),
+                "--context_length",
+                "64",
+            ],
+        ),
         (export_main, [str(bad), str(out / "exported")]),
         (generate.main, [str(bad), *cpu, "abc"]),
         (evaluation.main, [str(bad), *data, *cpu, "--samples", "0"]),
@@ -197,19 +269,26 @@ def test_damaged_weights_are_refused_by_every_command(name, tmp_path, monkeypatc
     ]
     for main, argv in commands:
         assert main(argv) == 1
-        [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert f"{bad}" in error and (f"{name} is corrupted" in error or f"{name} is missing or damaged" in error), argv
+        [error] = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")
+        ]
+        assert f"{bad}" in error and (
+            f"{name} is corrupted" in error or f"{name} is missing or damaged" in error
+        ), argv
     assert not (out / "exported").exists()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_that_are_not_finite_are_refused_by_name_by_every_command(value, dtype, tmp_path, monkeypatch, capsys):
+def test_weights_that_are_not_finite_are_refused_by_name_by_every_command(
+    value, dtype, tmp_path, monkeypatch, capsys
+):
     """No manifest lies beside them. train.py refuses them ahead of the data."""
     text = tmp_path / "corpus.txt"
     text.write_text("".join(f"line {i}\n" for i in range(600)))
     weights = {
-        f"model.{name}": tensor.to(dtype) for name, tensor in Transformer(MODEL_SIZES["tiny"]).state_dict().items()
+        f"model.{name}": tensor.to(dtype)
+        for name, tensor in Transformer(MODEL_SIZES["tiny"]).state_dict().items()
     }
     weights["model.layers.1.mlp.up_proj.weight"][5, 7] = value
     folder, out = tmp_path / "weights", tmp_path / "out"
@@ -225,8 +304,13 @@ def test_weights_that_are_not_finite_are_refused_by_name_by_every_command(value,
         (evaluation.main, [str(folder), *data, *cpu, *context, "--samples", "0"]),
     ]:
         assert main(argv) == 1
-        [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert f"model.layers.1.mlp.up_proj.weight in {folder}/model.safetensors is not finite" in error, argv
+        [error] = [
+            line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")
+        ]
+        assert (
+            f"model.layers.1.mlp.up_proj.weight in {folder}/model.safetensors is not finite"
+            in error
+        ), argv
 
 
 def test_only_the_header_is_read_before_the_check(tmp_path, monkeypatch):
@@ -234,7 +318,9 @@ def test_only_the_header_is_read_before_the_check(tmp_path, monkeypatch):
     shapes = {name: p.shape for name, p in weights_of(Model()).items()}
     reads = []
     real = weights_module._read_weight
-    monkeypatch.setattr(weights_module, "_read_weight", lambda entry: reads.append(entry.shape) or real(entry))
+    monkeypatch.setattr(
+        weights_module, "_read_weight", lambda entry: reads.append(entry.shape) or real(entry)
+    )
     weights = load_model_weights(path, shapes)
     assert reads == []
     list(itertools.islice(weights, 1))
@@ -242,7 +328,8 @@ def test_only_the_header_is_read_before_the_check(tmp_path, monkeypatch):
 
 
 def test_files_have_experts_apart_or_together(tmp_path):
-    """A checkpoint has the form of the folder that it comes from; each expert's matrices are read into their places."""
+    """A checkpoint has the form of the folder that it comes from; each expert's matrices are read
+    into their places."""
     E, D, F = 3, 4, 6
     names = {"norm.weight": (D,), "layers.0.mlp.experts.gate_up_proj": (E, 2 * F, D)}
     names |= {"layers.0.mlp.experts.down_proj": (E, D, F)}
@@ -251,13 +338,21 @@ def test_files_have_experts_apart_or_together(tmp_path):
     apart = {"model.norm.weight": together["norm.weight"]}
     for e in range(E):
         each = {"gate_proj": gate_up[e, :F], "up_proj": gate_up[e, F:], "down_proj": down[e]}
-        apart |= {f"model.layers.0.mlp.experts.{e}.{name}.weight": x.contiguous() for name, x in each.items()}
-    forms = {"apart": apart, "together": {f"model.{name}": weight for name, weight in together.items()}}
+        apart |= {
+            f"model.layers.0.mlp.experts.{e}.{name}.weight": x.contiguous()
+            for name, x in each.items()
+        }
+    forms = {
+        "apart": apart,
+        "together": {f"model.{name}": weight for name, weight in together.items()},
+    }
     for form, tensors in forms.items():
         folder = tmp_path / form
         folder.mkdir()
         for i in range(2):  # a matrix's neighbours are in another file
-            save_file({name: tensors[name] for name in sorted(tensors)[i::2]}, folder / f"{i}.safetensors")
+            save_file(
+                {name: tensors[name] for name in sorted(tensors)[i::2]}, folder / f"{i}.safetensors"
+            )
         places = {name: f"{i}.safetensors" for i in range(2) for name in sorted(tensors)[i::2]}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
         (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
@@ -273,11 +368,19 @@ def test_files_have_experts_apart_or_together(tmp_path):
             verify_checkpoint(saver.last)
             assert_same_state(dict(load_model_weights(saver.last, names)), state)
     wider = {**names, "layers.0.mlp.experts.gate_up_proj": (E + 1, 2 * F, D)}
-    with pytest.raises(UserError, match=r"it has no model\.layers\.0\.mlp\.experts\.3\.gate_proj\.weight, this model"):
+    with pytest.raises(
+        UserError,
+        match=r"it has no model\.layers\.0\.mlp\.experts\.3\.gate_proj\.weight, this model",
+    ):
         load_model_weights(tmp_path / "apart", wider)
-    with pytest.raises(UserError, match=r"experts\.gate_up_proj has shape \[3, 12, 4\], this model needs \[4, 12, 4\]"):
+    with pytest.raises(
+        UserError,
+        match=r"experts\.gate_up_proj has shape \[3, 12, 4\], this model needs \[4, 12, 4\]",
+    ):
         load_model_weights(tmp_path / "together", wider)
     apart["model.layers.0.mlp.experts.1.up_proj.weight"] = torch.zeros(F, D)
     save_file(apart, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"5 others of model\.layers\.0\.mlp\.experts\.gate_up_proj are of"):
+    with pytest.raises(
+        UserError, match=r"5 others of model\.layers\.0\.mlp\.experts\.gate_up_proj are of"
+    ):
         load_model_weights(tmp_path, names)

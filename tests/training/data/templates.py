@@ -1,16 +1,19 @@
 """Chat templates of several families, some in a short form."""
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + "
+    "'<|end_header_id|>\n\n' }}"
     "{{ m.content | trim }}<|eot_id|>{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% "
+    "endif %}"
 )
-# A short form of Qwen3's template. It drops reasoning before the last user message, gives the last answer a thought in
-# any case, lists the tools, and writes their results as a user's messages.
+# A short form of Qwen3's template. It drops reasoning before the last user message, gives the last
+# answer a thought in any case, lists the tools, and writes their results as a user's messages.
 QWEN3 = """
 {%- if tools %}
     {{- '<|im_start|>system\n' }}{%- for tool in tools %}{{ tool.function | tojson }}{%- endfor %}{{ '<|im_end|>\n' }}
@@ -47,14 +50,16 @@ DEEPSEEK = (
     "{% if add_generation_prompt %}{{ '<Assistant><think>\n' }}{% endif %}"
 )
 MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' "
+    "[/INST]' }}"
     "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
 )
 PHI3 = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
     "{{ '<|assistant|>\n' if add_generation_prompt else '<|endoftext|>' }}"
 )
-# A short form of Gemma 3's template: the system message joins the first question, and the assistant is "model".
+# A short form of Gemma 3's template: the system message joins the first question, and the assistant
+# is "model".
 GEMMA3 = """
 {{- bos_token }}
 {%- set before = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
@@ -65,7 +70,8 @@ GEMMA3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{%- endif %}
 """
-# A short form of SmolLM3's: a system message of its own with the day, and marks that have the header inside.
+# A short form of SmolLM3's: a system message of its own with the day, and marks that have the
+# header inside.
 SMOLLM3 = """
 {%- macro turn(role, content) %}{{ '<|im_start|>' + role + '\n' + content + '<|im_end|>\n' }}{% endmacro %}
 {%- set ns = namespace(system='None') %}
@@ -81,13 +87,15 @@ SMOLLM3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{%- endif %}
 """
-# A short form of OLMo 3's Think: the last turn ends by another token, and answers begin with "<think>".
+# A short form of OLMo 3's Think: the last turn ends by another token, and answers begin with
+# "<think>".
 OLMO3 = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
     "{{ '<|endoftext|>' if loop.last and m.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
 )
-# A short form of Ministral 3's: no header before an answer to a tool's result, and reasoning in parts of the content.
+# A short form of Ministral 3's: no header before an answer to a tool's result, and reasoning in
+# parts of the content.
 MINISTRAL3 = """
 {{- bos_token }}
 {%- for m in messages %}
@@ -104,7 +112,8 @@ MINISTRAL3 = """
     {%- endif %}
 {%- endfor %}
 """
-# A short form of Qwen3.5's: it needs a question, answers begin with "<think>", and earlier turns lose theirs.
+# A short form of Qwen3.5's: it needs a question, answers begin with "<think>", and earlier turns
+# lose theirs.
 QWEN35 = """
 {%- macro text(content) %}{% for part in [content] %}{{ part | trim }}{% endfor %}{% endmacro %}
 {%- set ns = namespace(last=-1) %}
@@ -122,7 +131,8 @@ QWEN35 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif %}
 """
-# A short form of Nemotron 3's: answers are asked for with "<think>\n", and one without a thought begins otherwise.
+# A short form of Nemotron 3's: answers are asked for with "<think>\n", and one without a thought
+# begins otherwise.
 NEMOTRON3 = """
 {%- for m in messages %}
     {%- set content = m.content or '' %}
@@ -142,8 +152,9 @@ NEMOTRON3 = """
     {{- '<|im_start|>assistant\n' + ('<think>\n' if enable_thinking | default(true) else '<think></think>') }}
 {%- endif %}
 """
-# A short form of DeepSeek R1's: calls beside a content of none alone, with arguments as a text. What stands before an
-# answer to results is no part of the prompt's header, and one call has no end.
+# A short form of DeepSeek R1's: calls beside a content of none alone, with arguments as a text.
+# What stands before an answer to results is no part of the prompt's header, and one call has no
+# end.
 DEEPSEEK_R1 = """
 {{- bos_token }}{% set ns = namespace(results=false) %}
 {%- for m in messages %}

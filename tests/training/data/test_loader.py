@@ -35,7 +35,9 @@ def test_resume_is_exact_and_independent_of_the_number_of_ranks():
     for rank in ranks:
         rank.load_state_dict(state)
     for of_step in expected.split(2):
-        assert sorted(torch.cat([take(rank, 1)[0] for rank in ranks]).tolist()) == sorted(of_step.tolist())
+        assert sorted(torch.cat([take(rank, 1)[0] for rank in ranks]).tolist()) == sorted(
+            of_step.tolist()
+        )
     assert ranks[0].state_dict() == ranks[1].state_dict() == one.state_dict()
     assert one.epoch == 22 / 14
 
@@ -44,12 +46,19 @@ def test_batches_made_ahead_are_the_same_and_are_no_part_of_the_position():
     store = TokenStore(make_documents([5, 17, 2, 9, 30, 11, 8]), EOS)
 
     def make(read_ahead):
-        return PackedLoader(store, ConcatenatedPacking(store.lengths, 6, 3), 2, read_ahead=read_ahead)
+        return PackedLoader(
+            store, ConcatenatedPacking(store.lengths, 6, 3), 2, read_ahead=read_ahead
+        )
 
     plain, ahead, resumed = make(False), make(True), make(True)
     for step in range(12):
-        batches = plain.next_step(1 + step // 6), ahead.next_step(1 + step // 6)  # two micro-batches from step 6 on
-        assert [a.input_ids.tolist() for a in batches[0]] == [b.input_ids.tolist() for b in batches[1]]
+        batches = (
+            plain.next_step(1 + step // 6),
+            ahead.next_step(1 + step // 6),
+        )  # two micro-batches from step 6 on
+        assert [a.input_ids.tolist() for a in batches[0]] == [
+            b.input_ids.tolist() for b in batches[1]
+        ]
         assert plain.state_dict() == ahead.state_dict()
     resumed.next_step()
     resumed.load_state_dict(ahead.state_dict())
@@ -57,13 +66,21 @@ def test_batches_made_ahead_are_the_same_and_are_no_part_of_the_position():
 
 
 @pytest.mark.parametrize("packing", [ConcatenatedPacking, BestFitPacking])
-@pytest.mark.parametrize("world_size, batch_size, micro_batches", [(2, 1, 4), (4, 1, 3), (3, 2, 1), (2, 1, 1)])
-def test_ranks_share_a_steps_sequences_and_finish_together(world_size, batch_size, micro_batches, packing):
-    """Each step ends as early as if the ranks took turns, or earlier. The rank with most pairs ends a micro-batch."""
+@pytest.mark.parametrize(
+    "world_size, batch_size, micro_batches", [(2, 1, 4), (4, 1, 3), (3, 2, 1), (2, 1, 1)]
+)
+def test_ranks_share_a_steps_sequences_and_finish_together(
+    world_size, batch_size, micro_batches, packing
+):
+    """Each step ends as early as if the ranks took turns, or earlier. The rank with most pairs ends
+    a micro-batch."""
     lengths = np.random.default_rng(0).lognormal(3, 1.5, 300).astype(int) + 1
     documents, step = make_documents(lengths.tolist()), world_size * batch_size * micro_batches
     one = make_loader(documents, 128, 1, packing=packing)
-    ranks = [make_loader(documents, 128, batch_size, 0, n, world_size, packing=packing) for n in range(world_size)]
+    ranks = [
+        make_loader(documents, 128, batch_size, 0, n, world_size, packing=packing)
+        for n in range(world_size)
+    ]
 
     def pairs(batch):
         return sum(n * (n + 1) // 2 for n in batch.documents.lengths)
@@ -72,25 +89,46 @@ def test_ranks_share_a_steps_sequences_and_finish_together(world_size, batch_siz
     while one.epoch < 2:
         in_order, dealt = one.next_step(step), [rank.next_step(micro_batches) for rank in ranks]
         rows = torch.cat([batch.input_ids for batches in dealt for batch in batches])
-        assert sorted(rows.tolist()) == sorted(torch.cat([batch.input_ids for batch in in_order]).tolist())
+        assert sorted(rows.tolist()) == sorted(
+            torch.cat([batch.input_ids for batch in in_order]).tolist()
+        )
         together = np.array([[pairs(batch) for batch in batches] for batches in dealt]).max(0).sum()
-        in_turns = np.array([pairs(batch) for batch in in_order]).reshape(micro_batches, batch_size, world_size)
+        in_turns = np.array([pairs(batch) for batch in in_order]).reshape(
+            micro_batches, batch_size, world_size
+        )
         seconds.append((together, in_turns.sum(1).max(1).sum()))
     together, in_turns = np.array(seconds).T
-    assert (together <= in_turns).all() and (together < in_turns).any() == (batch_size * micro_batches > 1)
+    assert (together <= in_turns).all() and (together < in_turns).any() == (
+        batch_size * micro_batches > 1
+    )
 
 
 @pytest.mark.parametrize("change, message", [
     ({"context_length": 5}, "context_length 4, this run 5"),
     ({"seed": 1}, "seed 0, this run 1"),
     ({"eos_id": 7}, "eos_id 0, this run 7"),
-    ({"documents": make_documents([9, 8])}, "the training documents have changed .* by --init_from$"),
-    ({"documents": make_documents([8, 9], masked=1)}, "the training documents have changed since the checkpoint"),
+    ({"documents": make_documents([9, 8])}, "the training documents have changed .* by "
+                                            "--init_from$"),
+    ({"documents": make_documents([8, 9], masked=1)}, "the training documents have changed since "
+                                                      "the checkpoint"),
 ])  # fmt: skip
 def test_state_of_another_corpus_is_refused(change, message):
-    arguments = {"documents": make_documents([8, 9]), "context_length": 4, "batch_size": 1, "eos_id": EOS, "seed": 0}
+    arguments = {
+        "documents": make_documents([8, 9]),
+        "context_length": 4,
+        "batch_size": 1,
+        "eos_id": EOS,
+        "seed": 0,
+    }
     state = make_loader(**arguments).state_dict()
-    assert list(state) == ["next_sequence", "context_length", "seed", "packing", "eos_id", "corpus_crc32"]
+    assert list(state) == [
+        "next_sequence",
+        "context_length",
+        "seed",
+        "packing",
+        "eos_id",
+        "corpus_crc32",
+    ]
     with pytest.raises(ValueError, match=f"cannot resume: .*{message}"):
         make_loader(**{**arguments, **change}).load_state_dict(state)
 
@@ -98,7 +136,10 @@ def test_state_of_another_corpus_is_refused(change, message):
 def test_more_accumulation_than_data():
     loader = make_loader(make_documents([39]), 10, 1, world_size=2)
     loader.check_enough_for_step(2)
-    with pytest.raises(ValueError, match=r"takes 6 sequences of 10 tokens .*_steps 3 x 2 ranks.* corpus has 4; lower"):
+    with pytest.raises(
+        ValueError,
+        match=r"takes 6 sequences of 10 tokens .*_steps 3 x 2 ranks.* corpus has 4; lower",
+    ):
         loader.check_enough_for_step(3)
 
 
@@ -107,7 +148,9 @@ def test_more_accumulation_than_data():
 def test_validation_counts_every_token_once(lengths, world_size, batch_size):
     documents = make_documents(lengths)
     store = TokenStore(documents, EOS)
-    ranks = [list(validation_batches(store, 5, batch_size, r, world_size)) for r in range(world_size)]
+    ranks = [
+        list(validation_batches(store, 5, batch_size, r, world_size)) for r in range(world_size)
+    ]
     assert len({len(batches) for batches in ranks}) == 1
     assert all(batch.input_ids.shape == (batch_size, 5) for batches in ranks for batch in batches)
     targets = torch.cat([b.targets.flatten() for batches in ranks for b in batches])
@@ -118,7 +161,9 @@ def test_validation_counts_every_token_once(lengths, world_size, batch_size):
     assert sum(b.num_valid_tokens for batches in ranks for b in batches) == len(expected)
     for batch in (b for batches in ranks for b in batches):
         border = batch.documents.positions_BT[:, 1:] == 0
-        assert (batch.targets[:, :-1][border] == -100).all() and (batch.targets[:, -1] == -100).all()
+        assert (batch.targets[:, :-1][border] == -100).all() and (
+            batch.targets[:, -1] == -100
+        ).all()
 
 
 def test_validation_limit_does_not_depend_on_ranks():
@@ -126,13 +171,20 @@ def test_validation_limit_does_not_depend_on_ranks():
 
     def targets(world_size):
         ranks = [validation_batches(store, 5, 2, r, world_size, limit=7) for r in range(world_size)]
-        return sorted(t for batches in ranks for b in batches for t in b.targets.flatten().tolist() if t != -100)
+        return sorted(
+            t
+            for batches in ranks
+            for b in batches
+            for t in b.targets.flatten().tolist()
+            if t != -100
+        )
 
     assert targets(1) == targets(3) and len(targets(1)) == 7 * 4 - 1  # one document's start inside
 
 
 def test_lengths_of_packed_documents_are_those_of_the_batches():
-    """The lengths are the first epoch's, in the order of its sequences. The longest holds for every epoch."""
+    """The lengths are the first epoch's, in the order of its sequences. The longest holds for every
+    epoch."""
     documents = [Document(np.full(size, 7, dtype=np.uint8)) for size in (3, 30, 1, 11, 2, 9, 0, 21)]
     loader = make_loader(documents, 12, 1, seed=3)
     lengths, sequences = loader.packing.document_lengths()
@@ -163,7 +215,9 @@ def test_slices_of_a_shared_sequence_make_up_the_whole(size):
             (batch.targets, [share.targets for share in shares]),
             (batch.documents.positions_BT, [share.documents.positions_BT for share in shares]),
         ):
-            assert all(part.shape == (3, 12 // size) for part in parts) and torch.equal(torch.cat(parts, 1), whole)
+            assert all(part.shape == (3, 12 // size) for part in parts) and torch.equal(
+                torch.cat(parts, 1), whole
+            )
         assert sum(share.num_valid_tokens for share in shares) == batch.num_valid_tokens
         for share in shares:
             assert share.documents.segments is batch.documents.segments
@@ -190,7 +244,8 @@ def test_slices_of_an_odd_length_are_padded_with_a_document_without_targets(docu
 
 
 def test_padding_is_no_text():
-    """Two documents in a row of 1,200 tokens; a rank's half of a row of 7 tokens is padded by another."""
+    """Two documents in a row of 1,200 tokens; a rank's half of a row of 7 tokens is padded by
+    another."""
     store = TokenStore([Document(np.arange(5)), Document(np.arange(3))], EOS)
     batch = make_batch(store, [[(0, 0, 5)], [(1, 0, 3), (0, 0, 2)]], 1200)
     assert sorted(batch.text_lengths) == [2, 3, 5] and batch.num_valid_tokens == 4 + 2 + 1

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.data.loader import PackedLoader
-from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPacking, Stream, best_fit, deal
+from training.data.packing import (
+    BestFitPacking,
+    ConcatenatedPacking,
+    MixedPacking,
+    Stream,
+    best_fit,
+    deal,
+)
 from training.data.sources import Document, read_documents
 from training.data.tokens import TokenStore
 
@@ -18,7 +25,9 @@ def make_documents(lengths, masked=0):
     """Returns documents of these lengths. Their tokens are all different, and none is EOS."""
     ids = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
     mask = [np.arange(length) < masked if masked else None for length in lengths]
-    return [Document(tokens, mask[i]) for i, tokens in enumerate(np.split(ids, np.cumsum(lengths)[:-1]))]
+    return [
+        Document(tokens, mask[i]) for i, tokens in enumerate(np.split(ids, np.cumsum(lengths)[:-1]))
+    ]
 
 
 def load_documents(path, tokenizer, vocab_size):
@@ -26,10 +35,19 @@ def load_documents(path, tokenizer, vocab_size):
 
 
 def make_loader(
-    documents, context_length, batch_size, seed=0, rank=0, world_size=1, eos_id=EOS, packing=ConcatenatedPacking
+    documents,
+    context_length,
+    batch_size,
+    seed=0,
+    rank=0,
+    world_size=1,
+    eos_id=EOS,
+    packing=ConcatenatedPacking,
 ):
     store = TokenStore(documents, eos_id)
-    return PackedLoader(store, packing(store.lengths, context_length, seed), batch_size, rank, world_size)
+    return PackedLoader(
+        store, packing(store.lengths, context_length, seed), batch_size, rank, world_size
+    )
 
 
 def test_a_stream_is_cut_into_pieces():
@@ -49,7 +67,10 @@ def test_sequences_are_dealt_to_ranks_by_cost():
 def test_packing_reads_no_tokens():
     """A packing is given lengths alone: its spans are the same for any tokens."""
     packing = ConcatenatedPacking(np.array([3, 6]), 4, seed=0)
-    assert sorted(packing.spans(0, index) for index in range(2)) == [[(0, 0, 3), (1, 0, 1)], [(1, 1, 5)]]
+    assert sorted(packing.spans(0, index) for index in range(2)) == [
+        [(0, 0, 3), (1, 0, 1)],
+        [(1, 1, 5)],
+    ]
     assert packing.longest_document == 4 and packing.sequences_per_epoch == 2
 
 
@@ -66,14 +87,17 @@ def test_segments_and_masks():
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12), context_length=st.integers(2, 17),
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    context_length=st.integers(2, 17),
     batch_size=st.integers(1, 3), seed=st.integers(0, 3),
 )  # fmt: skip
 def test_packing_loses_and_duplicates_no_token(lengths, context_length, batch_size, seed):
     documents = make_documents(lengths)
     total = sum(lengths) + len(lengths)
     if total < context_length:
-        with pytest.raises(ValueError, match=f"{total} training tokens is shorter than one context_length"):
+        with pytest.raises(
+            ValueError, match=f"{total} training tokens is shorter than one context_length"
+        ):
             make_loader(documents, context_length, batch_size, seed)
         return
     loader = make_loader(documents, context_length, batch_size, seed)
@@ -84,7 +108,9 @@ def test_packing_loses_and_duplicates_no_token(lengths, context_length, batch_si
         sequences += list(zip(batch.input_ids, batch.targets, batch.documents.positions_BT))
         assert batch.num_valid_tokens == int((batch.targets != -100).sum())
         starts = (batch.documents.positions_BT == 0).nonzero().tolist()
-        expected = starts if batch.documents.segments is None else batch.documents.segments[:, :2].tolist()
+        expected = (
+            starts if batch.documents.segments is None else batch.documents.segments[:, :2].tolist()
+        )
         assert starts == expected and batch.documents.are_whole
     for epoch in range(2):
         random = np.random.default_rng([seed, epoch])
@@ -96,16 +122,21 @@ def test_packing_loses_and_duplicates_no_token(lengths, context_length, batch_si
         for i, (ids, targets, positions) in enumerate(rows):
             cut = slice(i * context_length, (i + 1) * context_length)
             part = owner[cut]
-            longest_first = np.lexsort((np.arange(len(part)), part, -(part[:, None] == part).sum(1)))
+            longest_first = np.lexsort(
+                (np.arange(len(part)), part, -(part[:, None] == part).sum(1))
+            )
             assert ids.tolist() == stream[cut][longest_first].tolist()
             part = part[longest_first]
-            assert positions.tolist() == [j - part.tolist().index(rank) for j, rank in enumerate(part)]
+            assert positions.tolist() == [
+                j - part.tolist().index(rank) for j, rank in enumerate(part)
+            ]
             following, crosses = np.append(ids[1:], -100), np.append(part[1:] != part[:-1], True)
             assert targets.tolist() == np.where(crosses, -100, following).tolist()
 
 
 def best_fit_one_by_one(sizes, capacity):
-    """Returns each bin's room, ascending, after every item went into the bin with the least room that holds it."""
+    """Returns each bin's room, ascending, after every item went into the bin with the least room
+    that holds it."""
     rooms = []
     for size in sizes:
         fitting = [room for room in rooms if room >= size]
@@ -150,13 +181,18 @@ def test_best_fit_packs_each_document_once_an_epoch(lengths, context_length, spl
             expected = [b - a for _, a, b in spans]
             expected += [context_length - sum(expected)] if sum(expected) < context_length else []
             assert sorted(sizes[of_sequence == index].tolist()) == sorted(expected)
-    assert packing.longest_document == max(min(n, context_length) for n in lengths if split or n <= context_length)
+    assert packing.longest_document == max(
+        min(n, context_length) for n in lengths if split or n <= context_length
+    )
 
 
 def test_best_fit_meets_others_in_each_epoch():
     packing = BestFitPacking(np.full(40, 5), 10, seed=0)
     epochs = [
-        {frozenset(d for d, _, _ in packing.spans(epoch, i)) for i in range(packing.sequences_per_epoch)}
+        {
+            frozenset(d for d, _, _ in packing.spans(epoch, i))
+            for i in range(packing.sequences_per_epoch)
+        }
         for epoch in (0, 1)
     ]
     assert packing.sequences_per_epoch == 20 and len(epochs[0] & epochs[1]) < 10
@@ -173,14 +209,23 @@ def test_a_mixture_has_each_path_in_its_share_at_every_length():
         spans = mixed.spans(*divmod(index, mixed.sequences_per_epoch))
         which = int(np.searchsorted([200, 207], spans[0][0], side="right"))
         taken[which].append([(d - [0, 200, 207][which], a, b) for d, a, b in spans])
-        assert all(abs(len(taken[i]) - (index + 1) * share) < 1.5 for i, share in enumerate((0.6, 0.3, 0.1)))
-    for packing, sequences in zip(packings, taken):  # each packing keeps its own order, epoch after epoch
-        assert sequences == [packing.spans(*divmod(i, packing.sequences_per_epoch)) for i in range(len(sequences))]
+        assert all(
+            abs(len(taken[i]) - (index + 1) * share) < 1.5
+            for i, share in enumerate((0.6, 0.3, 0.1))
+        )
+    for packing, sequences in zip(
+        packings, taken
+    ):  # each packing keeps its own order, epoch after epoch
+        assert sequences == [
+            packing.spans(*divmod(i, packing.sequences_per_epoch)) for i in range(len(sequences))
+        ]
     sizes, of_sequence = mixed.document_lengths()
     assert set(of_sequence.tolist()) == set(range(mixed.sequences_per_epoch))
     for index in range(7):
         whole = sum(b - a for _, a, b in mixed.spans(0, index))
-        assert sizes[of_sequence == index].sum() == 10 and sizes[of_sequence == index].max() <= whole
+        assert (
+            sizes[of_sequence == index].sum() == 10 and sizes[of_sequence == index].max() <= whole
+        )
     assert MixedPacking(packings[:2], np.array([0, 200]), [2e4, 1e4]).spans(5, 100)
     with pytest.raises(ValueError, match=r"data_weights: 1 is less than 1 / 10,000 of all"):
         MixedPacking(packings[:2], np.array([0, 200]), [1, 1e6])

@@ -1,4 +1,5 @@
-"""Prepared sets: tokens equal to a direct reading's, work that goes on after a stop, and refusals of bad folders."""
+"""Prepared sets: tokens equal to a direct reading's, work that goes on after a stop, and refusals
+of bad folders."""
 
 import contextlib
 import errno
@@ -57,12 +58,16 @@ def one_process(monkeypatch):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A folder of text files and a .jsonl file with prompts; the folder of a tokenizer is beside it."""
+    """A folder of text files and a .jsonl file with prompts; the folder of a tokenizer is beside
+    it."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for i in range(4):
         (folder / f"{i}.txt").write_text(f"the text of file {i}, " * (i + 1))
-    lines = [{"prompt": "p" * i, "completion": "he said" * i} if i % 3 else {"text": f"line {i}"} for i in range(1, 9)]
+    lines = [
+        {"prompt": "p" * i, "completion": "he said" * i} if i % 3 else {"text": f"line {i}"}
+        for i in range(1, 9)
+    ]
     (folder / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (folder / "z.txt").write_text(" " * 99)  # blank, and a part of its own
     (tmp_path / "tokenizer").mkdir()
@@ -82,17 +87,33 @@ def test_a_prepared_set_has_what_is_read_directly(tmp_path, corpus, one_process,
     index = prepare(corpus, tmp_path / "set", str(tmp_path / "tokenizer"))
     assert f"data: left out files without text: 1, the first in {corpus}/z.txt" in caplog.text
     assert len(index["parts"]) > 4 and index["are_samples"]
-    [direct], [prepared] = (open_stores([str(p)], tokenizer, 300) for p in (corpus, tmp_path / "set"))
-    assert contents(prepared) == contents(direct) and prepared.are_samples and isinstance(prepared, PreparedStore)
-    assert [prepared.source(i).rpartition("/")[2] for i in (3, 4, 11)] == ["3.txt", "lines.jsonl:1", "lines.jsonl:8"]
-    targets = sum(int((~prepared.read_masked(i, 0, int(n))[1][1:]).sum()) for i, n in enumerate(prepared.lengths))
+    [direct], [prepared] = (
+        open_stores([str(p)], tokenizer, 300) for p in (corpus, tmp_path / "set")
+    )
+    assert (
+        contents(prepared) == contents(direct)
+        and prepared.are_samples
+        and isinstance(prepared, PreparedStore)
+    )
+    assert [prepared.source(i).rpartition("/")[2] for i in (3, 4, 11)] == [
+        "3.txt",
+        "lines.jsonl:1",
+        "lines.jsonl:8",
+    ]
+    targets = sum(
+        int((~prepared.read_masked(i, 0, int(n))[1][1:]).sum())
+        for i, n in enumerate(prepared.lengths)
+    )
     assert index["targets"] == targets and index["tokens"] == prepared.lengths.sum()
     ids, is_masked = prepared.read_masked(6, 1, 4)
     assert [ids.tolist(), is_masked.tolist()] == [part[1:4] for part in contents(direct)[6][1:]]
     train, held_out, packing = load_corpus(
         [str(tmp_path / "set")], tokenizer, 300, validation_fraction=0.2, context_length=128, seed=0
     )
-    assert packing.identity["packing"] == "best_fit" and len(train.lengths) + len(held_out.lengths) == 12
+    assert (
+        packing.identity["packing"] == "best_fit"
+        and len(train.lengths) + len(held_out.lengths) == 12
+    )
     assert main(["verify", str(tmp_path / "set")]) == 0
     shutil.copytree(corpus, tmp_path / "copy")
     copied = prepare(tmp_path / "copy", tmp_path / "again", str(tmp_path / "tokenizer"))
@@ -106,29 +127,41 @@ def test_a_prepared_set_has_what_is_read_directly(tmp_path, corpus, one_process,
     assert "12 documents" in out
 
 
-def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(tmp_path, corpus, one_process, monkeypatch):
+def test_preparing_goes_on_where_it_stopped_and_names_bad_lines(
+    tmp_path, corpus, one_process, monkeypatch
+):
     make, made = preparing._make_part, []
-    monkeypatch.setattr(preparing, "_make_part", lambda *arguments: made.append(arguments) or make(*arguments))
+    monkeypatch.setattr(
+        preparing, "_make_part", lambda *arguments: made.append(arguments) or make(*arguments)
+    )
     good = (corpus / "lines.jsonl").read_text()
     (corpus / "lines.jsonl").write_text(good + '\n{"text": 3}')
     with pytest.raises(ValueError, match=r'lines\.jsonl:9: needs a string "text"'):
         prepare(corpus, tmp_path / "set", "bytes")
-    with pytest.raises(ValueError, match="set is prepared in part: the command that began it goes on"):
+    with pytest.raises(
+        ValueError, match="set is prepared in part: the command that began it goes on"
+    ):
         open_stores([str(tmp_path / "set")], load_tokenizer("bytes"), 256)
     with pytest.raises(ValueError, match="does not exist"):
         prepare(corpus / "missing", tmp_path / "none", "bytes")
     assert not (tmp_path / "none").exists()
     with pytest.raises(ValueError, match="corpus has text in it, which its set would hide"):
         prepare(corpus / "0.txt", corpus, "bytes")
-    with pytest.raises(ValueError, match=r"0\.txt has changed since the command began: start it again"):
-        preparing._make_part(tmp_path / "part", [preparing.Extent(str(corpus / "0.txt"), 1, 1, 0, 1, 0)])
+    with pytest.raises(
+        ValueError, match=r"0\.txt has changed since the command began: start it again"
+    ):
+        preparing._make_part(
+            tmp_path / "part", [preparing.Extent(str(corpus / "0.txt"), 1, 1, 0, 1, 0)]
+        )
     first = len(made)
     (corpus / "lines.jsonl").write_text(good)
     expected = prepare(corpus, tmp_path / "set", "bytes")
     assert first < len(made) < 2 * first  # the text files' parts existed already
     names = {file.name.split(".")[0] for file in (tmp_path / "set").glob("part-*")}
     in_use = {part["name"] for part in expected["parts"]}
-    assert in_use < names and len(names) == len(in_use) + 1  # the blank part is left; the bad file's parts are gone
+    assert (
+        in_use < names and len(names) == len(in_use) + 1
+    )  # the blank part is left; the bad file's parts are gone
     # This is what a stop in the middle of a part leaves.
     (tmp_path / "set" / "set.json").unlink()
     last = expected["parts"][-1]["name"]
@@ -143,7 +176,9 @@ def test_a_change_of_some_files_makes_their_parts_alone_anew_also_in_a_finished_
     tmp_path, corpus, one_process, monkeypatch, capsys
 ):
     make, made, folder = preparing._make_part, [], tmp_path / "set"
-    monkeypatch.setattr(preparing, "_make_part", lambda *arguments: made.append(arguments) or make(*arguments))
+    monkeypatch.setattr(
+        preparing, "_make_part", lambda *arguments: made.append(arguments) or make(*arguments)
+    )
     command = ["prepare", str(corpus), str(folder), "--tokenizer", "bytes"]
 
     def prepare_again() -> int:
@@ -159,11 +194,15 @@ def test_a_change_of_some_files_makes_their_parts_alone_anew_also_in_a_finished_
 
     whole = prepare_again()
     assert whole > 5 and prepare_again() == 0
-    (corpus / "3.txt").write_text("another text of file 3 that is longer than sixty bytes for a part of its own")
+    (corpus / "3.txt").write_text(
+        "another text of file 3 that is longer than sixty bytes for a part of its own"
+    )
     assert prepare_again() == 1
     os.utime(corpus / "2.txt", ns=(1, 1))
     assert prepare_again() == 1
-    (corpus / "y.txt").write_text("one more text, which is longer than sixty bytes for a part of its own, too")
+    (corpus / "y.txt").write_text(
+        "one more text, which is longer than sixty bytes for a part of its own, too"
+    )
     assert prepare_again() == 1
     (corpus / "y.txt").unlink()
     assert prepare_again() == 0
@@ -171,23 +210,40 @@ def test_a_change_of_some_files_makes_their_parts_alone_anew_also_in_a_finished_
     (corpus / "zz.jsonl").write_text('{"text": 3}')
     assert main(command) == 1 and (folder / "set.json").read_bytes() == good
     assert main(["verify", str(folder)]) == 0
-    for other in (["prepare", str(corpus / "0.txt"), *command[2:]], [*command, "--columns", "text=b"]):
+    for other in (
+        ["prepare", str(corpus / "0.txt"), *command[2:]],
+        [*command, "--columns", "text=b"],
+    ):
         assert main(other) == 1 and "has another set in it, of " in capsys.readouterr().err
     assert (folder / "set.json").read_bytes() == good
 
 
 @pytest.mark.parametrize("suffix", [".tokens", ".documents", ".json", "set.json"])
-def test_verify_refuses_every_damaged_or_special_file_by_name(tmp_path, corpus, one_process, capsys, suffix):
+def test_verify_refuses_every_damaged_or_special_file_by_name(
+    tmp_path, corpus, one_process, capsys, suffix
+):
     folder, elsewhere = tmp_path / "set", tmp_path / "elsewhere"
     part = prepare(corpus, folder, "bytes")["parts"][1]["name"]
     file = folder / (suffix if suffix == "set.json" else part + suffix)
     good = file.read_bytes()
     elsewhere.write_bytes(good[:-1])
     places = range(0, len(good), max(1, len(good) // 24))
-    damages = [lambda at=at: file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]) for at in places]
+    damages = [
+        lambda at=at: file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        for at in places
+    ]
     damages += [lambda: file.write_bytes(good + b" "), lambda: file.write_bytes(b" " + good)]
-    damages += [lambda: None, lambda: os.mkfifo(file), file.mkdir, lambda: file.symlink_to(elsewhere)]
-    damages += [lambda: file.symlink_to("nothing"), lambda: file.symlink_to(file.name), lambda: file.write_bytes(b"")]
+    damages += [
+        lambda: None,
+        lambda: os.mkfifo(file),
+        file.mkdir,
+        lambda: file.symlink_to(elsewhere),
+    ]
+    damages += [
+        lambda: file.symlink_to("nothing"),
+        lambda: file.symlink_to(file.name),
+        lambda: file.write_bytes(b""),
+    ]
     for damage in damages:
         file.unlink()
         damage()
@@ -212,11 +268,20 @@ def edit_summary(**changes):
 
 EDITS = {
     "deep": lambda path: path.write_text("[" * 100_000),
-    "huge": lambda path: os.truncate(path, 3 * 2**30),  # a sparse file: the disk stores nothing of it
+    # a sparse file: the disk stores nothing of it
+    "huge": lambda path: os.truncate(path, 3 * 2**30),
     "no object": lambda path: path.write_text("[]"),
-    **{f"{name} {value}": edit_summary(**{name: value}) for name, value in
-       (("are_samples", None), ("targets", "3"), ("found", []), ("found", {"a": "b"}), ("left_out", {"a": 1}))},
-}  # fmt: skip
+    **{
+        f"{name} {value}": edit_summary(**{name: value})
+        for name, value in (
+            ("are_samples", None),
+            ("targets", "3"),
+            ("found", []),
+            ("found", {"a": "b"}),
+            ("left_out", {"a": 1}),
+        )
+    },
+}
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
@@ -243,11 +308,14 @@ def test_a_pipe_for_a_template_is_not_waited_for(tmp_path, corpus, one_process):
 
 
 def test_tokens_that_templates_write_decide_what_parts_hold(tmp_path, corpus, one_process):
-    """A template may write bos_token, which special_tokens_map.json names among tokens that tokenizer.json has."""
+    """A template may write bos_token, which special_tokens_map.json names among tokens that
+    tokenizer.json has."""
     named, parts = tmp_path / "tokenizer" / "special_tokens_map.json", []
     for number, content in enumerate(("{}", '{"bos_token": "<|endoftext|>"}')):
         named.write_text(content)
-        parts.append(prepare(corpus, tmp_path / str(number), str(tmp_path / "tokenizer"))["parts"][0]["name"])
+        parts.append(
+            prepare(corpus, tmp_path / str(number), str(tmp_path / "tokenizer"))["parts"][0]["name"]
+        )
     assert parts[0] != parts[1]
 
 
@@ -262,7 +330,9 @@ def test_a_set_of_chats_is_trained_with_the_template_that_wrote_it(tmp_path, one
         source, out = tmp_path / f"{name}.jsonl", tmp_path / f"{name} set"
         reading = Reading(needs_chats=name == "chats")
         prepare(source, out, path, reading=reading, chat_template=str(tmp_path / "A.jinja"))
-    with_templates = [open_tokenizer(path, name and str(tmp_path / name)) for name in ("A.jinja", "B.jinja", None)]
+    with_templates = [
+        open_tokenizer(path, name and str(tmp_path / name)) for name in ("A.jinja", "B.jinja", None)
+    ]
     for tokenizer in with_templates:
         PreparedStore(tmp_path / "samples set", tokenizer, 300)
     PreparedStore(tmp_path / "chats set", with_templates[0], 300)
@@ -286,13 +356,24 @@ def processes_of(session):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_workers_that_hang_end_with_the_command(tmp_path, number):
-    """The template compares huge strings in C code, which holds Python's lock: no thread of the worker runs."""
+    """The template compares huge strings in C code, which holds Python's lock: no thread of the
+    worker runs."""
     write_tokenizer(tmp_path / "tokenizer.json")
     endless = "{% set a = 'a' * 10000000 %}{{ (a ~ 'b') in ([a ~ 'c'] * 10000000) }}"
     (tmp_path / "chat_template.jinja").write_text(endless)
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user"}]}')
-    argv = ["prepare", tmp_path / "a.jsonl", tmp_path / "out", "--tokenizer", tmp_path, "--workers", "1"]
-    command = subprocess.Popen([sys.executable, "-m", "training.data", *map(str, argv)], start_new_session=True)
+    argv = [
+        "prepare",
+        tmp_path / "a.jsonl",
+        tmp_path / "out",
+        "--tokenizer",
+        tmp_path,
+        "--workers",
+        "1",
+    ]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "training.data", *map(str, argv)], start_new_session=True
+    )
     deadline = time.monotonic() + 60
     while not any(tmp_path.glob("out/*.tokens.new")):  # the worker has opened its part
         assert time.monotonic() < deadline and command.poll() is None
@@ -322,11 +403,15 @@ def test_a_full_disk_is_a_line(tmp_path, corpus, one_process, capsys):
         new.symlink_to("/dev/full")
         assert main(command) == 1
         error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith(f"error: cannot write {folder / name}: No space left on device; mend that")
+        assert error.startswith(
+            f"error: cannot write {folder / name}: No space left on device; mend that"
+        )
         assert not (folder / name).exists()
         new.unlink()
         new.write_bytes(b"half")
-        assert main(command) == 0 and prepare(source, folder, "bytes") == expected and not new.exists()
+        assert (
+            main(command) == 0 and prepare(source, folder, "bytes") == expected and not new.exists()
+        )
 
 
 def test_nothing_is_written_through_a_link_or_waits_for_a_pipe(tmp_path, corpus, one_process):
@@ -335,7 +420,11 @@ def test_nothing_is_written_through_a_link_or_waits_for_a_pipe(tmp_path, corpus,
     expected = prepare(source, folder, "bytes")
     part = expected["parts"][0]["name"]
     names = [f"{part}.tokens", f"{part}.documents", f"{part}.json", "set.json"]
-    for make in (lambda new: new.symlink_to(other), lambda new: new.symlink_to(tmp_path / "none"), os.mkfifo):
+    for make in (
+        lambda new: new.symlink_to(other),
+        lambda new: new.symlink_to(tmp_path / "none"),
+        os.mkfifo,
+    ):
         other.write_text("precious")
         for name in names:
             (folder / name).unlink()
@@ -352,8 +441,25 @@ def test_workers_make_the_same_set(tmp_path, corpus, one_process, monkeypatch, c
     monkeypatch.undo()
     monkeypatch.setattr(preparing, "PART_BYTES", 60)
     (corpus / "zz.jsonl").write_text('{"text": 3}')
-    assert main(["prepare", str(corpus), str(tmp_path / "two"), "--tokenizer", "bytes", "--workers", "2"]) == 1
-    assert capfd.readouterr().err.splitlines()[-1].startswith(f'error: {corpus}/zz.jsonl:1: needs a string "text"')
+    assert (
+        main(
+            [
+                "prepare",
+                str(corpus),
+                str(tmp_path / "two"),
+                "--tokenizer",
+                "bytes",
+                "--workers",
+                "2",
+            ]
+        )
+        == 1
+    )
+    assert (
+        capfd.readouterr()
+        .err.splitlines()[-1]
+        .startswith(f'error: {corpus}/zz.jsonl:1: needs a string "text"')
+    )
     (corpus / "zz.jsonl").unlink()
     monkeypatch.setattr(preparing, "ProcessPoolExecutor", None)  # every part exists
     assert prepare(corpus, tmp_path / "two", "bytes") == expected
@@ -378,7 +484,8 @@ def change_index(folder, change, keep_hash=False):
 
 
 def test_bad_sets(tmp_path, corpus, one_process):
-    """Each kind of damage has its own message, also if somebody has made the hash of the index anew."""
+    """Each kind of damage has its own message, also if somebody has made the hash of the index
+    anew."""
     good, folder, bytes_ = tmp_path / "good", tmp_path / "bad", load_tokenizer("bytes")
     prepare(corpus, good, "bytes")
     part = json.loads((good / "set.json").read_text())["parts"][1]["name"]
@@ -418,14 +525,29 @@ def test_bad_sets(tmp_path, corpus, one_process):
         (edit("parts", []), "has no parts"),
         (edit("parts", {}), "has no parts, or values of wrong types"),
         (edit("format", "other"), 'not of format "fathom tokens 1"'),
-        (lambda: change_index(folder, lambda i: one(i).update(tokens=3), keep_hash=True), "damaged or was edited"),
-        (lambda: (folder / "set.json").write_text("[" * 200_000), "set.json is missing or damaged: maximum"),
-        (lambda: (folder / "set.json").write_bytes(b"\0" * (2**26 + 1)), "67,108,865 bytes, more than"),
-        (write(".tokens", b"\0" * (tokens - 4)), f"tokens is {tokens - 4:,} bytes, set.json says {tokens:,}"),
+        (
+            lambda: change_index(folder, lambda i: one(i).update(tokens=3), keep_hash=True),
+            "damaged or was edited",
+        ),
+        (
+            lambda: (folder / "set.json").write_text("[" * 200_000),
+            "set.json is missing or damaged: maximum",
+        ),
+        (
+            lambda: (folder / "set.json").write_bytes(b"\0" * (2**26 + 1)),
+            "67,108,865 bytes, more than",
+        ),
+        (
+            write(".tokens", b"\0" * (tokens - 4)),
+            f"tokens is {tokens - 4:,} bytes, set.json says {tokens:,}",
+        ),
         (lambda: (folder / f"{part}.tokens").unlink(), "is missing, set.json says"),
         (write(".documents", beyond), "does not end behind its start and within the"),
         (write(".documents", b"\0" * size), "document 0 does not end behind its start"),
-        (write(".tokens", np.full(tokens // 4, 256, "<u4").tobytes()), "2.txt has token id 256, not below the model's"),
+        (
+            write(".tokens", np.full(tokens // 4, 256, "<u4").tobytes()),
+            "2.txt has token id 256, not below the model's",
+        ),
     ]
     for damage, message in cases:
         shutil.copytree(good, folder)
@@ -435,17 +557,26 @@ def test_bad_sets(tmp_path, corpus, one_process):
     shutil.copytree(good, folder)
     index = json.loads((good / "set.json").read_text())
     [part_0, *others] = index["parts"]
-    damaged = [*mutations(index), *({**index, "parts": [each, *others]} for each in mutations(part_0))]
+    damaged = [
+        *mutations(index),
+        *({**index, "parts": [each, *others]} for each in mutations(part_0)),
+    ]
     for content in damaged:  # each is refused, or its value is not needed to open and read
         with contextlib.suppress(UserError):
             content["sha256"] = hash_of_index(content)
             (folder / "set.json").write_text(json.dumps(content))
             store = PreparedStore(folder, bytes_, 256)
-            assert store.lengths.sum() <= index["tokens"] and [store.source(i) for i in range(len(store.lengths))]
+            assert store.lengths.sum() <= index["tokens"] and [
+                store.source(i) for i in range(len(store.lengths))
+            ]
     shutil.copy(good / "set.json", folder)
     foreign = load_tokenizer(str(tmp_path / "tokenizer"))
-    assert f"was prepared with tokenizer bytes (bytes), this run has {foreign.name}" in refusal(foreign)
-    assert "is not below the model's vocab_size 100; tokenizer bytes needs" in refusal(vocab_size=100)
+    assert f"was prepared with tokenizer bytes (bytes), this run has {foreign.name}" in refusal(
+        foreign
+    )
+    assert "is not below the model's vocab_size 100; tokenizer bytes needs" in refusal(
+        vocab_size=100
+    )
     content = bytearray((folder / f"{part}.tokens").read_bytes())
     content[0] ^= 1
     write(".tokens", content)()
@@ -461,36 +592,60 @@ def test_histogram():
         "                  8 to 15            0           0.0%",
         "                 16 to 31            0           0.0%",
         "                 32 to 63            0           0.0%",
-        "                64 to 127            1          87.7% ############################################",
+        "                64 to 127            1          87.7% "
+        "############################################",
     ]
 
 
 def test_rows_that_cannot_be_read(tmp_path, corpus, one_process, caplog):
     bad = '{"q": "x"}'
-    (corpus / "bad.jsonl").write_text("\n".join([f'{{"q": {i}, "a": "answer {i}"}}' for i in range(40)] + [bad] * 4))
+    (corpus / "bad.jsonl").write_text(
+        "\n".join([f'{{"q": {i}, "a": "answer {i}"}}' for i in range(40)] + [bad] * 4)
+    )
     reading = Reading(columns="text=a,prompt=b")
-    (corpus / "bad.jsonl").write_text((corpus / "bad.jsonl").read_text() + '\n{"b": "c", "completion": "d"}')
+    (corpus / "bad.jsonl").write_text(
+        (corpus / "bad.jsonl").read_text() + '\n{"b": "c", "completion": "d"}'
+    )
     places = ", ".join(f"{corpus}/bad.jsonl:{line}" for line in (41, 42, 43))
     for _ in range(2):  # the second time the parts are there
-        with pytest.raises(UserError, match=rf"bad\.jsonl:41: .*; mend the 4 rows that cannot be read, at {places}"):
+        with pytest.raises(
+            UserError, match=rf"bad\.jsonl:41: .*; mend the 4 rows that cannot be read, at {places}"
+        ):
             prepare(corpus, tmp_path / "set", "bytes", reading=reading)
     assert not (tmp_path / "set" / "set.json").exists()
     made = len([*(tmp_path / "set").glob("*.tokens")])
     caplog.clear()
     prepare(corpus, tmp_path / "set", "bytes", reading=reading._replace(bad_rows="drop"))
     assert len([*(tmp_path / "set").glob("*.tokens")]) == made
-    assert f"data: left out rows that cannot be read: 4, the first {places} (has the fields" in caplog.text
-    with pytest.raises(UserError, match="mend the 4 rows that cannot be read"):  # the set leaves them out
+    assert (
+        f"data: left out rows that cannot be read: 4, the first {places} (has the fields"
+        in caplog.text
+    )
+    with pytest.raises(
+        UserError, match="mend the 4 rows that cannot be read"
+    ):  # the set leaves them out
         prepare(corpus, tmp_path / "set", "bytes", reading=reading)
-    [direct] = open_stores([str(corpus)], load_tokenizer("bytes"), 256, reading._replace(bad_rows="drop"))
+    [direct] = open_stores(
+        [str(corpus)], load_tokenizer("bytes"), 256, reading._replace(bad_rows="drop")
+    )
     [prepared] = open_stores([str(tmp_path / "set")], load_tokenizer("bytes"), 256)
     assert contents(prepared) == contents(direct)
     with pytest.raises(UserError, match="columns has no effect on prepared sets"):
         open_stores([str(tmp_path / "set")], load_tokenizer("bytes"), 256, reading)
     with pytest.raises(UserError, match="columns names 'none', which no row has"):
-        prepare(corpus, tmp_path / "other", "bytes", reading=Reading(None, None, "text=a,prompt=none", "drop"))
+        prepare(
+            corpus,
+            tmp_path / "other",
+            "bytes",
+            reading=Reading(None, None, "text=a,prompt=none", "drop"),
+        )
     with pytest.raises(UserError, match="chat_reasoning has no effect without chats; drop it"):
-        prepare(corpus, tmp_path / "third", "bytes", reading=reading._replace(bad_rows="drop", needs_chats=True))
+        prepare(
+            corpus,
+            tmp_path / "third",
+            "bytes",
+            reading=reading._replace(bad_rows="drop", needs_chats=True),
+        )
 
 
 def test_no_part_is_begun_after_one_with_rows_that_cannot_be_read(tmp_path):
@@ -500,7 +655,20 @@ def test_no_part_is_begun_after_one_with_rows_that_cannot_be_read(tmp_path):
         (folder / f"{i:02}.jsonl").write_text('{"text": "a"}' if i else '{"txt": "a"}')
     with pytest.raises(UserError, match=r"00\.jsonl:1: has the fields"):
         prepare(folder, tmp_path / "set", "bytes", workers=1)
-    assert main(["prepare", str(folder), str(tmp_path / "set"), "--tokenizer", "bytes", "--bad_rows", "drop"]) == 0
+    assert (
+        main(
+            [
+                "prepare",
+                str(folder),
+                str(tmp_path / "set"),
+                "--tokenizer",
+                "bytes",
+                "--bad_rows",
+                "drop",
+            ]
+        )
+        == 0
+    )
     [store] = open_stores([str(tmp_path / "set")], load_tokenizer("bytes"), 256)
     assert len(store.lengths) == 29
 
@@ -514,7 +682,13 @@ def test_workers_that_cannot_be_started_are_one_line(tmp_path, monkeypatch, caps
 
     monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", refuse)
     (tmp_path / "a.txt").write_text("text")
-    assert main(["prepare", str(tmp_path / "a.txt"), str(tmp_path / "set"), "--tokenizer", "bytes"]) == 1
+    assert (
+        main(["prepare", str(tmp_path / "a.txt"), str(tmp_path / "set"), "--tokenizer", "bytes"])
+        == 1
+    )
     error = capsys.readouterr().err
-    assert f"error: cannot start worker processes: [Errno {code}] {os.strerror(code)}; make /dev/shm writable" in error
+    assert (
+        f"error: cannot start worker processes: [Errno {code}] {os.strerror(code)}; make /dev/shm "
+        "writable" in error
+    )
     assert "Traceback" not in error

@@ -43,7 +43,9 @@ def show(tmp_path, capsys, rows, *flags):
     ("weighted", [{"text": "abc", "weight": 0.5}], ["3 of them trained on: weight 0.5\na[[bc ]]"]),
     ("distill", [{"text": "abc"}], ["a[[bc ]]"]),
 ])  # fmt: skip
-def test_an_objective_needs_no_stored_numbers_to_be_looked_at(tmp_path, capsys, objective, rows, texts):
+def test_an_objective_needs_no_stored_numbers_to_be_looked_at(
+    tmp_path, capsys, objective, rows, texts
+):
     """Nor do rollouts need old log-probabilities."""
     flags = ["--beta", "0.1"] if objective == "gspo" else []
     status, shown = show(tmp_path, capsys, rows, "--objective", objective, *flags)
@@ -52,17 +54,29 @@ def test_an_objective_needs_no_stored_numbers_to_be_looked_at(tmp_path, capsys, 
 
 
 @pytest.mark.parametrize(("count", "others"), [
-    (20, ""), (21, "1 more document: --show_batch batch.html shows all"), (30, "10 more documents: --show_batch"),
+    (20, ""), (21, "1 more document: --show_batch batch.html shows all"),
+    (30, "10 more documents: --show_batch"),
 ])  # fmt: skip
-def test_a_terminal_shows_the_first_documents_of_a_sequence_and_counts_the_others(tmp_path, capsys, count, others):
+def test_a_terminal_shows_the_first_documents_of_a_sequence_and_counts_the_others(
+    tmp_path, capsys, count, others
+):
     (tmp_path / "held_out.jsonl").write_text('{"text": "B"}\n')
-    packed = ["--packing", "best_fit", "--batch_size", "1", "--validation_data", str(tmp_path / "held_out.jsonl")]
+    packed = [
+        "--packing",
+        "best_fit",
+        "--batch_size",
+        "1",
+        "--validation_data",
+        str(tmp_path / "held_out.jsonl"),
+    ]
     status, shown = show(tmp_path, capsys, [{"text": "A"}] * count, *packed)
     documents = shown.split("\n--- ")[1:]
     assert status == 0 and sum("tokens 0 to 1" in each for each in documents) == 20
     assert documents[20:] == [] if not others else documents[20].startswith(others)
     page = tmp_path / "batch.html"
-    assert show(tmp_path, capsys, [{"text": "A"}] * count, *packed, "--show_batch", str(page))[0] == 0
+    assert (
+        show(tmp_path, capsys, [{"text": "A"}] * count, *packed, "--show_batch", str(page))[0] == 0
+    )
     assert page.read_text().count("<pre>") == count
 
 

@@ -29,8 +29,14 @@ def read_text(tmp_path, name, content):
 def test_default_corpus(caplog):
     documents = load_documents(None, BYTES, 256)
     assert len(documents) > 100 and sum(len(document.tokens) for document in documents) > 2_000_000
-    assert all(document.tokens.dtype == np.uint8 and document.tokens.all() for document in documents)
-    assert any("def namedtuple(" in BYTES.decode(d.tokens) for d in documents if b"namedtuple" in d.tokens.tobytes())
+    assert all(
+        document.tokens.dtype == np.uint8 and document.tokens.all() for document in documents
+    )
+    assert any(
+        "def namedtuple(" in BYTES.decode(d.tokens)
+        for d in documents
+        if b"namedtuple" in d.tokens.tobytes()
+    )
     assert not caplog.records
 
 
@@ -68,7 +74,8 @@ def test_folder_is_read_in_order_and_text_files_only(tmp_path):
 
 def test_what_teaches_nothing_is_left_out_counted_and_said(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_bytes(
-        b'\xef\xbb\xbf{"text": "one"}\n\n{"text": " \\n"}\n \t\r\n{"prompt": "a", "completion": ""}\n{"text": "two"}'
+        b'\xef\xbb\xbf{"text": "one"}\n\n{"text": " \\n"}\n \t\r\n{"prompt": "a", "completion": '
+        b'""}\n{"text": "two"}'
         b"\n\n"
     )
     (tmp_path / "b.txt").write_text(" \n")
@@ -101,7 +108,10 @@ def test_a_text_has_no_byte_order_mark(tmp_path, caplog):
 
 def test_prompt_is_masked(tmp_path):
     (document,) = read_text(tmp_path, "a.jsonl", b'{"prompt": "ab", "completion": "cd"}')
-    assert document.masked.tolist() == [True, True, False, False] and BYTES.decode(document.tokens) == "abcd"
+    assert (
+        document.masked.tolist() == [True, True, False, False]
+        and BYTES.decode(document.tokens) == "abcd"
+    )
     [batch] = make_loader([document], 5, 1, eos_id=EOS).next_step()
     assert batch.targets.tolist() == [[-100, ord("c"), ord("d"), EOS, -100]]
     assert batch.num_valid_tokens == 3
@@ -113,11 +123,14 @@ def test_prompt_is_masked(tmp_path):
     ("e.jsonl", b"", r"e\.jsonl has nothing to read"),
     ("b.txt", b"abc\0d", r"b\.txt is binary: NUL byte at offset 3"),
     ("b.md", b"ab\xffd", r"b\.md is not UTF-8: byte 0xff at offset 2"),
-    ("b.log", b"abc", r"b\.log has suffix '\.log', not \.txt, .*; to read it as text, give --suffixes \.log"),
-    ("l.jsonl", b'{"text": "a"}\n{"text": \n', r"l\.jsonl:2: not JSON \(Expecting value, character 11\)"),
+    ("b.log", b"abc", r"b\.log has suffix '\.log', not \.txt, .*; to read it as text, give "
+                      r"--suffixes \.log"),
+    ("l.jsonl", b'{"text": "a"}\n{"text": \n', r"l\.jsonl:2: not JSON \(Expecting value, character "
+                                               r"11\)"),
     ("l.jsonl", b'{"text": "a"}\n\n{"text": \n', r"l\.jsonl:3: not JSON"),
     ("l.jsonl", b'{"text": "a", "n": ' + b"1" * 5000 + b"}", r"l\.jsonl:1: not JSON"),
-    ("l.jsonl", b'{"text": "a"}\n["text"]\n', r"l\.jsonl:2: is not an object but a list; known are objects"),
+    ("l.jsonl", b'{"text": "a"}\n["text"]\n', r"l\.jsonl:2: is not an object but a list; known are "
+                                              r"objects"),
     ("l.jsonl", b'{"text": "a"}\n"text"\n', r"l\.jsonl:2: is not an object but a str"),
     ("l.jsonl", b'{"txt": "a"}',
      r'l\.jsonl:1: has the fields "txt"; known are "text"; "prompt" and "completion"; .*Alpaca'),
@@ -131,7 +144,8 @@ def test_prompt_is_masked(tmp_path):
     ("l.jsonl", b'{"text": "a", "tools": [{}]}', r'l\.jsonl:1: has "tools" beside "text"'),
     ("l.jsonl", b'{"text": "a", "messages": null, "tools": []}\n{"txt": null}',
      r'l\.jsonl:2: has the fields "txt" \(null\); known are'),
-    ("l.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"l\.jsonl:2: the line is not UTF-8: byte 0xff at offset 10"),
+    ("l.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"l\.jsonl:2: the line is not UTF-8: byte 0xff "
+                                                    r"at offset 10"),
     ("l.jsonl", b'{"text": "a\\u0000"}', r"l\.jsonl:1: escaped NUL"),
     ("l.jsonl", b'{"text": "\\ud800"}', r"l\.jsonl:1: escaped NUL or lone surrogate"),
     ("l.jsonl", b'{"completion": "a"}', r'l\.jsonl:1: needs a string "prompt"'),
@@ -147,13 +161,17 @@ def test_bad_paths_and_ids(tmp_path):
         load_documents(str(tmp_path / "nowhere"), BYTES, 256)
     (tmp_path / "image.png").write_bytes(b"\0")
     with pytest.raises(
-        ValueError, match=r"ids0 has nothing to read: no text in any \.txt, \.md, \.py, \.jsonl, .* file"
+        ValueError,
+        match=r"ids0 has nothing to read: no text in any \.txt, \.md, \.py, \.jsonl, .* file",
     ):
         load_documents(str(tmp_path), BYTES, 256)
     (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
     with pytest.raises(ValueError, match=r"link is a link to a folder, which is not followed"):
         load_documents(str(tmp_path), BYTES, 256)
-    with pytest.raises(ValueError, match=r"a\.txt: token id 122 is not below the model's vocab_size 100.*256 or more"):
+    with pytest.raises(
+        ValueError,
+        match=r"a\.txt: token id 122 is not below the model's vocab_size 100.*256 or more",
+    ):
         (tmp_path / "a.txt").write_text("az")
         load_documents(str(tmp_path / "a.txt"), BYTES, 100)
 
@@ -170,13 +188,21 @@ def test_rows_that_cannot_be_read_are_counted_and_refused_or_dropped(tmp_path, c
         with pytest.raises(UserError) as error:
             list(read_documents(str(tmp_path), BYTES, 256, reading))
         message = str(error.value)
-        assert message.startswith(f'{tmp_path}/a.jsonl:2: has the fields "txt"; known are') and "\n" not in message
-        assert message.endswith(f"; mend the 4 rows that cannot be read, at {places}, or give --bad_rows drop to leave "
+        assert (
+            message.startswith(f'{tmp_path}/a.jsonl:2: has the fields "txt"; known are')
+            and "\n" not in message
+        )
+        assert message.endswith(f"; mend the 4 rows that cannot be read, at {places}, or give "
+                                "--bad_rows drop to leave "
                                 "out such rows")  # fmt: skip
     documents = list(read_documents(str(tmp_path), BYTES, 256, Reading(bad_rows="drop")))
     assert [bytes(document.tokens) for document in documents] == [b"good"] * 4 + [b"text"]
-    [warning] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith(f"data: left out rows that cannot be read: 4, the first {places} (has the fields")
+    [warning] = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
+    assert warning.startswith(
+        f"data: left out rows that cannot be read: 4, the first {places} (has the fields"
+    )
     (tmp_path / "a.jsonl").write_text(BAD)
     with pytest.raises(UserError, match=r"a\.jsonl has nothing to read"):
         list(read_documents(str(tmp_path / "a.jsonl"), BYTES, 256, Reading(bad_rows="drop")))
@@ -186,7 +212,9 @@ def test_reading_ends_some_rows_after_one_that_cannot_be_read(tmp_path, monkeypa
     monkeypatch.setattr(sources, "READ_ON", 5)
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text("\n".join([GOOD, BAD, GOOD, BAD, GOOD] * 2))
-    with pytest.raises(UserError, match=r"a\.jsonl:2: .*; mend the 3 or more rows that cannot be read"):
+    with pytest.raises(
+        UserError, match=r"a\.jsonl:2: .*; mend the 3 or more rows that cannot be read"
+    ):
         list(read_documents(str(tmp_path), BYTES, 256))
 
 
@@ -201,7 +229,9 @@ def test_a_row_that_is_nested_too_deeply_for_python_is_refused_by_its_line(tmp_p
     row = {"prompt_ids": [1], "completion_ids": [2], "old_logprobs": [-1], "advantage": 1}
     reading = Reading(rows=row_reader(ObjectiveFlags(objective="grpo"), 0, 64))
     for depth in range(930, 1000):
-        text = json.dumps({**row, "prompt_ids": "deep"}).replace('"deep"', "[" * depth + "]" * depth)
+        text = json.dumps({**row, "prompt_ids": "deep"}).replace(
+            '"deep"', "[" * depth + "]" * depth
+        )
         (tmp_path / "a.jsonl").write_text(text)
         with pytest.raises(UserError, match=r"a\.jsonl:1: "):
             open_stores([str(tmp_path / "a.jsonl")], BYTES, 256, reading)

@@ -69,14 +69,19 @@ def test_tokens_beside_the_file_are_as_in_transformers(tmp_path, files):
     added = ours._tokenizer.get_added_tokens_decoder(), theirs.added_tokens_decoder
     first, second = ({number: repr(token) for number, token in each.items()} for each in added)
     assert first == second
-    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)  # special tokens are not shown
+    assert ours.decode(ids) == theirs.decode(
+        ids, skip_special_tokens=True
+    )  # special tokens are not shown
 
 
 def test_a_template_knows_special_tokens_of_all_files(tmp_path):
     write_tokenizer(tmp_path / "tokenizer.json")
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "<|eot|>"}))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "<|eot|>"})
+    )
     (tmp_path / "chat_template.jinja").write_text(
-        "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+        "{{ bos_token }}{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% "
+        "endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     ours = load_tokenizer(str(tmp_path))
@@ -97,19 +102,27 @@ def test_the_identity_is_of_the_file_and_the_tokens_beside_it(tmp_path):
     assert load_tokenizer(path).identity != plain
 
 
-DAMAGED = {"added_tokens_decoder": {"a": {}}}, {"added_tokens_decoder": [1]}, {"eos_token": 7}, {EXTRA: [[]]}
+DAMAGED = (
+    {"added_tokens_decoder": {"a": {}}},
+    {"added_tokens_decoder": [1]},
+    {"eos_token": 7},
+    {EXTRA: [[]]},
+)
 
 
 @pytest.mark.parametrize("content", DAMAGED)
 def test_damaged_files_are_refused(tmp_path, content):
     write_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"special tokens of .* are damaged: .*; mend its JSON files"):
+    with pytest.raises(
+        ValueError, match=r"special tokens of .* are damaged: .*; mend its JSON files"
+    ):
         load_tokenizer(str(tmp_path))
 
 
 def test_documents_end_where_the_folder_says(tmp_path):
-    """Looks for eos_token, for the ids at which its model stops, and for the first token of a list."""
+    """Looks for eos_token, for the ids at which its model stops, and for the first token of a
+    list."""
     path = write_tokenizer(tmp_path / "tokenizer.json")
     folder = tmp_path / "data"
     folder.mkdir()

@@ -1,4 +1,5 @@
-"""Stores of tokens: any part of a document, its end included; joined stores; the split into two shares."""
+"""Stores of tokens: any part of a document, its end included; joined stores; the split into two
+shares."""
 
 import json
 import tracemalloc
@@ -27,7 +28,9 @@ def with_peak(call):
 
 def test_a_corpus_takes_little_more_memory_than_its_file(tmp_path):
     file = tmp_path / "a.jsonl"
-    file.write_text("".join(json.dumps({"text": "word " * (20 + i % 100)}) + "\n" for i in range(6000)))
+    file.write_text(
+        "".join(json.dumps({"text": "word " * (20 + i % 100)}) + "\n" for i in range(6000))
+    )
     size = file.stat().st_size
     [store], bytes_ = with_peak(lambda: open_stores([str(file)], ByteTokenizer(), 256))
     assert size > 2_000_000 and len(store.lengths) == 6000 and store.source(5999) == f"{file}:6000"
@@ -44,7 +47,11 @@ def test_identity_is_the_checksum_of_lengths_tokens_and_masks():
             expected = zlib.crc32(part, expected)
     store = TokenStore(iter(documents), eos_id=99)
     assert store.identity == expected
-    assert [store.read_masked(i, 0, 2)[1].tolist() for i in range(4)] == [[False] * 2, *[[True] * 2] * 2, [False] * 2]
+    assert [store.read_masked(i, 0, 2)[1].tolist() for i in range(4)] == [
+        [False] * 2,
+        *[[True] * 2] * 2,
+        [False] * 2,
+    ]
     selected = split(store, 0.3, seed=0)[0]
     arrays = [selected.documents, np.zeros(len(selected.documents), np.int64), selected.lengths]
     assert selected.identity == zlib.crc32(b"".join(array.tobytes() for array in arrays), expected)
@@ -58,7 +65,9 @@ def test_identity_is_the_checksum_of_lengths_tokens_and_masks():
 )
 def test_split_takes_documents_one_after_the_other(lengths, fraction, seed):
     """Each drawn document is held out if what is left of the share holds it."""
-    store = SimpleNamespace(lengths=np.array(lengths), eos_id=0, are_samples=False, identity=0, columns=())
+    store = SimpleNamespace(
+        lengths=np.array(lengths), eos_id=0, are_samples=False, identity=0, columns=()
+    )
     allowed, expected = fraction * sum(lengths), []
     for i in np.random.default_rng(seed).permutation(len(lengths)).tolist():
         if lengths[i] <= allowed:
@@ -68,7 +77,9 @@ def test_split_takes_documents_one_after_the_other(lengths, fraction, seed):
         patch.setattr("training.data.tokens.AT_ONCE", 7)
         train, held_out = split(store, fraction, seed)
     assert held_out.documents.tolist() == (expected or [int(np.argmin(lengths))])
-    assert sorted([*train.documents.tolist(), *expected]) == list(range(len(lengths))) or not expected
+    assert (
+        sorted([*train.documents.tolist(), *expected]) == list(range(len(lengths))) or not expected
+    )
 
 
 def test_split_takes_17_bytes_per_document():
@@ -102,7 +113,9 @@ def test_split_holds_out_whole_documents():
     store = TokenStore(make_documents(lengths), EOS)
     train, held_out = split(store, 0.15, seed=5)
     again = split(store, 0.15, seed=5)
-    assert [s.documents.tolist() for s in again] == [s.documents.tolist() for s in (train, held_out)]
+    assert [s.documents.tolist() for s in again] == [
+        s.documents.tolist() for s in (train, held_out)
+    ]
     assert sorted([*train.documents, *held_out.documents]) == list(range(8))
     assert 0 < held_out.lengths.sum() <= 0.15 * 200 and train.identity != held_out.identity
     assert train.read(1, 0, 3).tolist() == store.read(int(train.documents[1]), 0, 3).tolist()

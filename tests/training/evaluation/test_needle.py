@@ -1,4 +1,5 @@
-"""Needles: an oracle that reads the prompt scores 1, letters at random score 0; lengths, depths and seeds are kept."""
+"""Needles: an oracle that reads the prompt scores 1, letters at random score 0; lengths, depths and
+seeds are kept."""
 
 import random
 import re

@@ -45,7 +45,9 @@ def test_losses_are_those_of_full_logits(model, monkeypatch):
     ids = np.random.default_rng(0).integers(0, 256, (2, 50))
     expected = [by_full_logits(model, row) for row in ids]
     np.testing.assert_allclose(losses_of(model, ids), expected, rtol=1e-5)
-    monkeypatch.setattr(inference, "LOSS_BYTES", 12 * 256 * 7)  # the logits of seven tokens at a time
+    monkeypatch.setattr(
+        inference, "LOSS_BYTES", 12 * 256 * 7
+    )  # the logits of seven tokens at a time
     np.testing.assert_allclose(losses_of(model, ids), expected, rtol=1e-5)
 
 
@@ -65,31 +67,45 @@ def test_short_losses_are_those_of_a_forward_of_each_window(model):
     for position, loss in enumerate(found, start=16):
         [start] = [s for s, first in windows(45, 16) if first <= position < s + 16]
         assert 12 <= position - start < 16
-        expected = by_full_logits(model, ids[start : start + 16].astype(np.int64))[position - start - 1]
+        expected = by_full_logits(model, ids[start : start + 16].astype(np.int64))[
+            position - start - 1
+        ]
         assert loss == pytest.approx(expected, rel=1e-5)
     assert len(short_losses_of(model, ids[:16], 16)) == 0
 
 
 def test_buckets_are_powers_of_two():
-    losses = [np.arange(1, 200, dtype=np.float32), np.arange(1, 70, dtype=np.float32)]  # the loss is the position
+    losses = [
+        np.arange(1, 200, dtype=np.float32),
+        np.arange(1, 70, dtype=np.float32),
+    ]  # the loss is the position
     buckets = by_position(pieces_for(losses), losses)
     borders = [(0, 15, 30), (16, 31, 32), (32, 63, 64), (64, 127, 64 + 6), (128, 255, 72)]
     assert [(b.first, b.last, b.tokens) for b in buckets] == borders
     middle = (sum(range(64, 128)) + sum(range(64, 70))) / 70
     assert [b.loss for b in buckets] == [8, 23.5, 47.5, middle, np.arange(128, 200).mean()]
     table = format_positions(buckets, [("before", {64: 9.5})])
-    assert "128 to 255" in table and "163.5000" in table and "9.5000" in table and table.count(" -") == 4
+    assert (
+        "128 to 255" in table
+        and "163.5000" in table
+        and "9.5000" in table
+        and table.count(" -") == 4
+    )
 
 
 def test_key_tokens_by_hand():
-    """Only the third token past the short context of 4 is better by more than 2 nats and below 2 nats."""
+    """Only the third token past the short context of 4 is better by more than 2 nats and below 2
+    nats."""
     long = [np.array([9, 9, 9, 1.0, 0.5, 0.5, 3.0], np.float32), np.array([7.0], np.float32)]
     short = [np.array([1.0, 2.0, 4.0, 9.0], np.float32), np.zeros(0, np.float32)]
     judged = [np.array([9, 9, 9, 4.0, 4.0, 2.0, 4.0], np.float32), long[1]]
     pieces = pieces_for(long)
     found = key_token_losses(pieces, judged, long, short, 4, 2.0, 2.0)
     assert (found.tokens, found.key_tokens, found.long, found.short) == (4, 1, 2.0, 4.0)
-    assert found.long_ppl == pytest.approx(math.e**2) and (found.long_of_all, found.short_of_all) == (3.5, 4.0)
+    assert found.long_ppl == pytest.approx(math.e**2) and (
+        found.long_of_all,
+        found.short_of_all,
+    ) == (3.5, 4.0)
     assert "1 of 4 tokens past 4" in format_key_tokens(found, 2.0, 2.0)
     none = key_token_losses(pieces, judged, long, short, 4, 5.0, 2.0)
     assert none.key_tokens == 0 and none.long is none.long_ppl is None
@@ -97,7 +113,8 @@ def test_key_tokens_by_hand():
 
 
 def test_the_longest_pieces():
-    """Documents of 5, 12, 1 and 7 tokens and their ends; of equal pieces the starts of documents come first."""
+    """Documents of 5, 12, 1 and 7 tokens and their ends; of equal pieces the starts of documents
+    come first."""
     documents = [Document(100 * i + np.arange(tokens)) for i, tokens in enumerate((5, 12, 1, 7))]
     store = TokenStore(documents, eos_id=0)
     places = [(piece.ids[0], len(piece.ids)) for piece in longest_pieces(store, 5, 10)]
@@ -107,7 +124,8 @@ def test_the_longest_pieces():
 
 
 def test_prompts_do_not_count():
-    """A prompt of 60 tokens and a completion of 20. Cut every 40 tokens, the first piece has no target."""
+    """A prompt of 60 tokens and a completion of 20. Cut every 40 tokens, the first piece has no
+    target."""
     ids = np.arange(80)
     store = TokenStore([Document(ids, ids < 60)], eos_id=0)
     assert [piece.ids[0] for piece in longest_pieces(store, 40, 10)] == [40]

@@ -16,23 +16,38 @@ RELEASED = "---\nlicense: other\nlicense_name: free\ntags: [x]\n---\n# Base\nlic
 def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
     from huggingface_hub import ModelCard
 
-    base = weights_of_another_shape(tmp_path / "models--lab--base" / "snapshots", num_hidden_layers=1)
+    base = weights_of_another_shape(
+        tmp_path / "models--lab--base" / "snapshots", num_hidden_layers=1
+    )
     (base / "README.md").write_text(RELEASED, newline="\r\n")
     (tmp_path / "notes.txt").write_text("a text of a few words\n" * 200)
     run = tmp_path / "run"
-    words = arguments(str(tmp_path / "notes.txt"), run, "--init_from", str(base), "--learning_rate", "1e-3", steps=3)
+    words = arguments(
+        str(tmp_path / "notes.txt"),
+        run,
+        "--init_from",
+        str(base),
+        "--learning_rate",
+        "1e-3",
+        steps=3,
+    )
     assert train.main([*words, "--tokenizer", "bytes", "--validation_interval", "2"]) == 0
     step, first, second = run / "step_00000003", tmp_path / "mine", tmp_path / "second"
     assert export([str(step), str(first)]) == 0
     card = ModelCard.load(first / "README.md")
-    assert (card.data.license, card.data.license_name, card.data.base_model) == ("other", "free", "lab/base")
+    assert (card.data.license, card.data.license_name, card.data.base_model) == (
+        "other",
+        "free",
+        "lab/base",
+    )
     assert card.data.library_name == "transformers" and "fathom" in card.data.tags
     rows = metrics(run)
     for row, label in ((rows[0], "1"), (rows[2], "3, mean of 1")):
         assert f"| {label} | {row['loss']:.4f} |" in card.text
     for row in rows[1:]:
         assert f"| {row['step']}, validation | {row['validation_loss']:.4f} |" in card.text
-    for part in ("# mine\n", "`notes.txt`. Held out: 2.00%", "every parameter from `lab/base`, for 3 steps",
+    for part in ("# mine\n", "`notes.txt`. Held out: 2.00%", "every parameter from `lab/base`, for "
+                                                             "3 steps",
                  "| learning_rate | 0.001 |", "nats per byte"):  # fmt: skip
         assert part in card.text
     assert str(tmp_path) not in card.content
@@ -65,14 +80,19 @@ def test_card_says_what_a_run_has_done_and_leaves_the_users_own_alone(tmp_path):
     )
     assert export([str(again), str(tmp_path / "third"), "--rope_scaling", "linear:3"]) == 0
     text = (tmp_path / "third/README.md").read_text()
-    assert "# third\n" in text and text.count("extended by") == text.count("by linear:3 afterwards") == 1
+    assert (
+        "# third\n" in text
+        and text.count("extended by") == text.count("by linear:3 afterwards") == 1
+    )
 
     (step / "trainer.json").write_text(kept)
     (step / "README.md").write_text("# My own\n")
     assert export([str(step), str(second)]) == 0
     assert (second / "README.md").read_text() == "# My own\n"
 
-    (step / "README.md").write_text("---\nlibrary_name: peft\n---\n")  # peft's, which merged weights are not
+    (step / "README.md").write_text(
+        "---\nlibrary_name: peft\n---\n"
+    )  # peft's, which merged weights are not
     assert export([str(step), str(tmp_path / "peft")]) == 0
     assert "library_name: transformers" in (tmp_path / "peft" / "README.md").read_text()
 

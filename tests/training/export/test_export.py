@@ -27,14 +27,21 @@ from training.host.files import JSON_BYTES, read_json
     (512, 16384), (20000, 20000), (1e30, 1e30), (None, None), ("many", "many"), ("damaged", None),
 ])  # fmt: skip
 def test_tokenizer_declares_the_length_that_weights_reach(declared, expected, tmp_path):
-    """Weights of 4,096 tokens are extended to 16,384. vLLM takes the smaller of both declared lengths."""
+    """Weights of 4,096 tokens are extended to 16,384. vLLM takes the smaller of both declared
+    lengths."""
     folder = weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1)
     write_tokenizer(folder / "tokenizer.json")
-    given = "{" if declared == "damaged" else json.dumps({"eos_token": "\u00e9", "model_max_length": declared})
+    given = (
+        "{"
+        if declared == "damaged"
+        else json.dumps({"eos_token": "\u00e9", "model_max_length": declared})
+    )
     (folder / "tokenizer_config.json").write_text(given)
     assert export([str(folder), str(tmp_path / "out"), "--rope_scaling", "yarn:4"]) == 0
     written = (tmp_path / "out/tokenizer_config.json").read_text()
-    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 16384
+    assert (
+        json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 16384
+    )
     if declared == expected or declared == "damaged":
         assert written == given
     else:
@@ -43,7 +50,10 @@ def test_tokenizer_declares_the_length_that_weights_reach(declared, expected, tm
 
 def test_what_ends_a_text_goes_along_without_a_tokenizer_and_beside_adapters_with_one(tmp_path):
     """Adapters as peft saves them have no config.json, and TRL puts a tokenizer beside them."""
-    folder, adapters = weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1), tmp_path / "adapters"
+    folder, adapters = (
+        weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1),
+        tmp_path / "adapters",
+    )
     defaults = b'{"eos_token_id": [7, 5], "top_p": 0.9}'
     (folder / "generation_config.json").write_bytes(defaults)
     ids = {"eos_token_id": 7, "bos_token_id": 3, "pad_token_id": None}
@@ -52,7 +62,9 @@ def test_what_ends_a_text_goes_along_without_a_tokenizer_and_beside_adapters_wit
     adapters.mkdir()
     write_tokenizer(adapters / "tokenizer.json")
     content = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
-    (adapters / "adapter_config.json").write_text(json.dumps({**content, "base_model_name_or_path": str(folder)}))
+    (adapters / "adapter_config.json").write_text(
+        json.dumps({**content, "base_model_name_or_path": str(folder)})
+    )
     a, b = torch.zeros(1, 128), torch.zeros(64, 1)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
     save_file({name.format("A"): a, name.format("B"): b}, adapters / "adapter_model.safetensors")
@@ -70,7 +82,8 @@ def test_what_ends_a_text_goes_along_without_a_tokenizer_and_beside_adapters_wit
 
 
 def where_transformers_stops(folder):
-    """Returns the ids at which models of a folder stop, as `from_pretrained` of a model finds them."""
+    """Returns the ids at which models of a folder stop, as `from_pretrained` of a model finds
+    them."""
     try:
         found = GenerationConfig.from_pretrained(folder)
     except OSError:
@@ -80,8 +93,12 @@ def where_transformers_stops(folder):
 
 
 def save_as_a_run(source, target):
-    """Writes the small files of a checkpoint of a run that starts from a folder and learns to stop at 8."""
-    companions, carried = read_companions(source / "tokenizer.json", [source]).stopping_at({8}), read_carried(source)
+    """Writes the small files of a checkpoint of a run that starts from a folder and learns to stop
+    at 8."""
+    companions, carried = (
+        read_companions(source / "tokenizer.json", [source]).stopping_at({8}),
+        read_carried(source),
+    )
     target.mkdir()
     for name, content in companions.files.items():
         (target / name).write_bytes(content)
@@ -92,12 +109,19 @@ def save_as_a_run(source, target):
 
 STOPS = None, 7, [7, 5]  # in config.json
 OF_TEXT = {"qwen3": [None], "gemma3": [None, 9]}
-SAMPLING = [None, {"top_p": 0.9}, {"eos_token_id": None}, {"eos_token_id": 5}, {"eos_token_id": [6, 7]}]
+SAMPLING = [
+    None,
+    {"top_p": 0.9},
+    {"eos_token_id": None},
+    {"eos_token_id": 5},
+    {"eos_token_id": [6, 7]},
+]
 
 
 @pytest.mark.parametrize("model_type", OF_TEXT)
 def test_what_is_saved_stops_where_transformers_reads_it(model_type, tmp_path):
-    """transformers reads no id of config.json where a generation_config.json is, and then a text model's last."""
+    """transformers reads no id of config.json where a generation_config.json is, and then a text
+    model's last."""
     if model_type == "qwen3":
         folder = weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1)
         (folder / "manifest.json").unlink()  # it has checksums of config.json
@@ -138,20 +162,28 @@ def test_a_full_disk_is_named_with_the_file_and_leaves_nothing(tmp_path, monkeyp
             patch.setattr(io, "open", opened)
             assert export([str(folder), str(tmp_path / "out")]) == 1
         error = capsys.readouterr().err
-        assert error.startswith(f"error: No space left on device: {tmp_path}/out/{name}; the disk at /"), error
+        assert error.startswith(
+            f"error: No space left on device: {tmp_path}/out/{name}; the disk at /"
+        ), error
         assert [path.name for path in tmp_path.iterdir()] == ["weights"]
 
 
 BESIDE = (  # what programs read beside weights
-    "tekken.json", "SYSTEM_PROMPT.txt", "params.json", "tokenizer.model", "merges.txt", "added_tokens.json",
-    "preprocessor_config.json", "LICENSE", "NOTICE.txt", "qwen.tiktoken", "tokenization_own.py", "tokenizer.model.v3",
+    "tekken.json", "SYSTEM_PROMPT.txt", "params.json", "tokenizer.model", "merges.txt",
+    "added_tokens.json",
+    "preprocessor_config.json", "LICENSE", "NOTICE.txt", "qwen.tiktoken", "tokenization_own.py",
+    "tokenizer.model.v3",
 )  # fmt: skip
 UNREAD = {
-    "id2label": {"0": "LABEL_0"}, "my_own": [1, {"a": None}], "use_cache": False, "attention_dropout": 0.1,
+    "id2label": {"0": "LABEL_0"}, "my_own": [1, {"a": None}], "use_cache": False,
+    "attention_dropout": 0.1,
     "num_experts_per_tok": 3,  # of other families
     "dual_chunk_attention_config": {"chunk_size": 262144}, "transformers_version": "4.40.0",
 }  # fmt: skip
-OF_A_MACHINE = {"_name_or_path": "/home/me/base", "auto_map": {"AutoConfig": "configuration_own.Own"}}
+OF_A_MACHINE = {
+    "_name_or_path": "/home/me/base",
+    "auto_map": {"AutoConfig": "configuration_own.Own"},
+}
 
 
 def source_with_others(folder):
@@ -176,22 +208,31 @@ def test_what_others_read_goes_along_and_what_is_left_out_is_said(tmp_path, caps
     left_out = "huge.model, onnx/, original.txt, pytorch_model.bin"
     text = tmp_path / "text.txt"
     text.write_text("what is trained on " * 200)
-    start = arguments(str(text), run, "--init_from", str(folder), "--validation_sequences", "0", steps=1)
+    start = arguments(
+        str(text), run, "--init_from", str(folder), "--validation_sequences", "0", steps=1
+    )
     assert train.main(start) == 0 and train.main(only_resume(run, "--max_steps", "2")) == 0
     assert f"checkpoints leave out of {folder}: {left_out}" in caplog.text
     assert "dual_chunk_attention_config of" in caplog.text
     of_weights = {"params.json", "LICENSE", "NOTICE.txt", "preprocessor_config.json"}
     for name, source, files in (
-        ("a", folder, {*BESIDE}), ("b", run / "step_00000002", {*BESIDE}), ("c", folder, {*BESIDE} - {"params.json"})
+        ("a", folder, {*BESIDE}), ("b", run / "step_00000002", {*BESIDE}),
+        ("c", folder, {*BESIDE} - {"params.json"})
     ):  # fmt: skip
         capsys.readouterr()
         extended = ["--rope_scaling", "yarn:4"] * (name == "c")
         assert export([str(source), str(tmp_path / name), *extended]) == 0
         said, content = capsys.readouterr().out, read_json(tmp_path / name / "config.json")
-        settings = {key: value for key, value in UNREAD.items() if not extended or key[:4] != "dual"}
+        settings = {
+            key: value for key, value in UNREAD.items() if not extended or key[:4] != "dual"
+        }
         assert content.items() >= settings.items() and not content.keys() & OF_A_MACHINE.keys()
         assert f"as they were: {', '.join(settings)}" in said or source != folder
-        beside = {file.name for file in (tmp_path / name).iterdir()} & {*BESIDE, "onnx", "pytorch_model.bin"}
+        beside = {file.name for file in (tmp_path / name).iterdir()} & {
+            *BESIDE,
+            "onnx",
+            "pytorch_model.bin",
+        }
         assert beside == files if source == folder else beside >= of_weights
         others = f"{left_out[:-19]}, params.json, pytorch_model.bin" if extended else left_out
         assert (f"left out: {others}" in said) == (source == folder)
@@ -203,7 +244,9 @@ def test_what_others_read_goes_along_and_what_is_left_out_is_said(tmp_path, caps
 
 def test_compressed_weights_are_refused_by_their_setting(tmp_path, capsys):
     folder = weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1)
-    content = read_json(folder / "config.json") | {"compression_config": {"quant_method": "compressed-tensors"}}
+    content = read_json(folder / "config.json") | {
+        "compression_config": {"quant_method": "compressed-tensors"}
+    }
     (folder / "config.json").write_text(json.dumps(content))
     assert export([str(folder), str(tmp_path / "out")]) == 1
     assert "compression_config {'quant_method'" in capsys.readouterr().err
@@ -211,7 +254,8 @@ def test_compressed_weights_are_refused_by_their_setting(tmp_path, capsys):
 
 @pytest.mark.parametrize("model_type", ["qwen3_5", "qwen3_5_moe"])
 def test_layers_that_are_not_there_are_not_declared(model_type, tmp_path, capsys):
-    """transformers saves Qwen3.5 without mtp tensors, and its released config.json says that they are there."""
+    """transformers saves Qwen3.5 without mtp tensors, and its released config.json says that they
+    are there."""
     folder = release(model_type, tmp_path / "weights")
     content = read_json(folder / "config.json")
     content["text_config"]["mtp_num_hidden_layers"] = 1
@@ -221,7 +265,9 @@ def test_layers_that_are_not_there_are_not_declared(model_type, tmp_path, capsys
     (folder / "config.json").write_text(json.dumps(content))
     tensors = load_file(folder / "model.safetensors")
     for name, layers in (("with", 1), ("without", 0)):
-        kept = {key: tensor for key, tensor in tensors.items() if layers or not key.startswith("mtp.")}
+        kept = {
+            key: tensor for key, tensor in tensors.items() if layers or not key.startswith("mtp.")
+        }
         kept |= {"mtp.norm.weight": torch.ones(3)} if layers else {}
         save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
         assert export([str(folder), str(tmp_path / name)]) == 0
@@ -235,8 +281,10 @@ def test_places_of_a_machine_are_left_out_of_tokenizers_files(tmp_path):
     folder = weights_of_another_shape(tmp_path / "weights", num_hidden_layers=1)
     write_tokenizer(folder / "tokenizer.json")
     local = {
-        "name_or_path": "/home/alice/base", "special_tokens_map_file": "/root/.cache/a.json", "vocab_file": "./v",
-        "tokenizer_file": "C:\\Users\\alice", "_name_or_path": "~/base", "merges_file": "runs/alice/merges.txt",
+        "name_or_path": "/home/alice/base", "special_tokens_map_file": "/root/.cache/a.json",
+        "vocab_file": "./v",
+        "tokenizer_file": "C:\\Users\\alice", "_name_or_path": "~/base",
+        "merges_file": "runs/alice/merges.txt",
     }  # fmt: skip
     named_on_the_hub = {"name_or_path": "Qwen/Qwen3-4B"}
     others = {"eos_token": "</s>", "sep": "/", "tokenizer_class": "A", "vocab_path": "vocab.json"}

@@ -1,4 +1,5 @@
-"""Mixtures of experts: runs, files in both forms, the auxiliary loss, adapters beside them, ranks, and refusals."""
+"""Mixtures of experts: runs, files in both forms, the auxiliary loss, adapters beside them, ranks,
+and refusals."""
 
 import json
 from dataclasses import replace
@@ -44,8 +45,10 @@ from training.run.recipe import decide, trained_of
 from training.run.settings import TrainConfig, check_config
 
 SIZES = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
     "mlp_only_layers": [1], "norm_topk_prob": True, "max_position_embeddings": 128,
 }  # fmt: skip
 
@@ -59,9 +62,13 @@ def make(**settings):
     theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in theirs.parameters():
-            parameter.mul_(3) if parameter.ndim > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
+            parameter.mul_(3) if parameter.ndim > 1 else parameter.add_(
+                0.3 * torch.randn_like(parameter)
+            )
     ours = Transformer(from_config_json(json.loads(json.dumps(config.to_dict(), default=str))))
-    ours.load_state_dict({name.removeprefix("model."): p.detach() for name, p in theirs.named_parameters()})
+    ours.load_state_dict(
+        {name.removeprefix("model."): p.detach() for name, p in theirs.named_parameters()}
+    )
     return theirs, ours
 
 
@@ -78,20 +85,29 @@ def test_the_auxiliary_loss_equals_transformers_wherever_activations_are():
         output = ours(ids, ids)
         (3 * output.loss).backward()
         torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
-        torch.testing.assert_close(output.auxiliary_loss, 0.5 * expected.aux_loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            output.auxiliary_loss, 0.5 * expected.aux_loss, rtol=1e-6, atol=0
+        )
         for name, p in ours.named_parameters():
             atol = 1e-5 * float(gradients[name].abs().max())
             torch.testing.assert_close(p.grad, gradients[name], rtol=0, atol=atol, msg=name)
-    assert output.expert_load.shape == (2, 8) and torch.equal(output.expert_load.sum(1), torch.full((2,), 3.0 * 180))
+    assert output.expert_load.shape == (2, 8) and torch.equal(
+        output.expert_load.sum(1), torch.full((2,), 3.0 * 180)
+    )
     with torch.no_grad():
         assert ours(ids, ids).loss < output.loss - 0.5  # a validation's loss has no such part
 
 
 def test_padding_is_no_text_to_the_auxiliary_loss():
-    """Texts of 40 and 71 tokens in rows of 90 equal transformers with an attention mask, and ranks get their part."""
+    """Texts of 40 and 71 tokens in rows of 90 equal transformers with an attention mask, and ranks
+    get their part."""
     theirs, ours = make(output_router_logits=True, router_aux_loss_coef=0.5)
     lengths, T = torch.tensor([40, 71]), 90
-    tokens = torch.randint(1, 256, (2, T), generator=torch.Generator().manual_seed(1)).numpy().astype("uint32")
+    tokens = (
+        torch.randint(1, 256, (2, T), generator=torch.Generator().manual_seed(1))
+        .numpy()
+        .astype("uint32")
+    )
     store = TokenStore([Document(row[:length]) for row, length in zip(tokens, lengths)], 0)
     batch = make_batch(store, [[(i, 0, int(length))] for i, length in enumerate(lengths)], T)
     is_text = torch.arange(T) < lengths[:, None]
@@ -105,7 +121,9 @@ def test_padding_is_no_text_to_the_auxiliary_loss():
         output = ours(batch.input_ids, targets=batch.targets, documents=batch.documents)
         output.loss.backward()
         torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
-        torch.testing.assert_close(output.auxiliary_loss, 0.5 * expected.aux_loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            output.auxiliary_loss, 0.5 * expected.aux_loss, rtol=1e-6, atol=0
+        )
         for name, p in ours.named_parameters():
             atol = 1e-5 * float(gradients[name].abs().max())
             torch.testing.assert_close(p.grad, gradients[name], rtol=0, atol=atol, msg=name)
@@ -124,7 +142,11 @@ def test_patterns_of_layers():
         ({"mlp_only_layers": None, "decoder_sparse_step": 2}, (dense, experts), [0, 2]),
         ({"mlp_only_layers": [3], "decoder_sparse_step": 2}, (dense, experts, dense), [0, 2, 3]),
         ({"num_experts": 0}, (), None),
-        ({"norm_topk_prob": False, "mlp_only_layers": []}, (replace(experts, normalizes=False),), []),
+        (
+            {"norm_topk_prob": False, "mlp_only_layers": []},
+            (replace(experts, normalizes=False),),
+            [],
+        ),
     ):
         read = from_config_json({**content, **settings})
         assert read.layer_mlps == mlps and to_config_json(read).get("mlp_only_layers") == written
@@ -151,16 +173,21 @@ def test_a_token_counts_the_experts_that_it_goes_to():
     active = ends + sum(map(model.layer_active_parameters, range(48)))
     assert active == 48 * (8 * 3 * 768 * 2048 + 128 * 2048 + 2 * 2048 * 128 * (32 + 4)) + ends
     assert active / 1e9 == pytest.approx(3.35, abs=0.01)
-    products = forward_flops(model, [1]) - model.layer_kinds[0].forward_flops([1], *model.heads) * 48
+    products = (
+        forward_flops(model, [1]) - model.layer_kinds[0].forward_flops([1], *model.heads) * 48
+    )
     assert products == 2 * (active - ends / 2)
 
 
 def test_every_weight_of_30b_on_one_h200():
-    """At 131,072 tokens with 128 GiB of host memory: compact state, gradients and weights of some layers wait there.
+    """At 131,072 tokens with 128 GiB of host memory: compact state, gradients and weights of some
+    layers wait there.
 
     A layer's gradients leave while the layer before runs, all 1.2 GB.
     """
-    step = step_on_meta(MODEL_SIZES["qwen3-30B-A3B"], 131_072, given=Execution(state_format="compact"))
+    step = step_on_meta(
+        MODEL_SIZES["qwen3-30B-A3B"], 131_072, given=Execution(state_format="compact")
+    )
     plan = make_plan(step, GPUS["H200"].memory_bytes - DRIVER_BYTES, 128 * GIB)
     execution = plan.execution
     inventory, experts = step.inventory(execution), 3 * 768 * 2048 * 128
@@ -175,13 +202,20 @@ def test_every_weight_of_30b_on_one_h200():
 
 
 def test_plans_count_no_state_of_frozen_routers():
-    config = ModelConfig(64, 32, 48, 3, 2, 1, 16, layer_mlps=(ExpertsPart(6, 2, 24), GatedMLPPart(48)))
-    whole, frozen = (step_on_meta(config, 512, trained=trained) for trained in (ALL, WithoutRouters()))
+    config = ModelConfig(
+        64, 32, 48, 3, 2, 1, 16, layer_mlps=(ExpertsPart(6, 2, 24), GatedMLPPart(48))
+    )
+    whole, frozen = (
+        step_on_meta(config, 512, trained=trained) for trained in (ALL, WithoutRouters())
+    )
     assert whole.trained_elements - frozen.trained_elements == 2 * 6 * 32
     sizes = [step.inventory(step.unplanned(WHOLE)).gpu_state for step in (whole, frozen)]
     assert sizes[0] - sizes[1] == 2 * 6 * 32 * 12
     assert sum(whole.layer_shares) < 1 and frozen.elements == whole.elements
-    for flags, message in (({}, "on a model without experts"), ({"lora": 2}, "only by lora_targets gate")):
+    for flags, message in (
+        ({}, "on a model without experts"),
+        ({"lora": 2}, "only by lora_targets gate"),
+    ):
         with pytest.raises(UserError, match=message):
             settings = TrainConfig(freeze_routers=True, init_from="base", **flags)
             check_config(settings, ["freeze_routers"])
@@ -192,7 +226,9 @@ def test_plans_count_no_state_of_frozen_routers():
 def released(tmp_path_factory):
     """The folder of a released mixture, each expert's matrices by themselves, in two files."""
     folder = tmp_path_factory.mktemp("released")
-    make(output_router_logits=True, router_aux_loss_coef=0.01)[0].save_pretrained(folder, max_shard_size="250KB")
+    make(output_router_logits=True, router_aux_loss_coef=0.01)[0].save_pretrained(
+        folder, max_shard_size="250KB"
+    )
     assert len([*folder.glob("*.safetensors")]) > 1
     return folder
 
@@ -206,17 +242,24 @@ def joined(tensors):
     found = {name: x for name, x in tensors.items() if ".experts." not in name}
     for layer in (0, 2):
         start = f"model.layers.{layer}.mlp.experts."
-        each = {name: [tensors[f"{start}{e}.{name}_proj.weight"] for e in range(8)] for name in ("gate", "up", "down")}
-        found[f"{start}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(each["gate"], each["up"])])
+        each = {
+            name: [tensors[f"{start}{e}.{name}_proj.weight"] for e in range(8)]
+            for name in ("gate", "up", "down")
+        }
+        found[f"{start}gate_up_proj"] = torch.stack(
+            [torch.cat(pair) for pair in zip(each["gate"], each["up"])]
+        )
         found[f"{start}down_proj"] = torch.stack(each["down"])
     return found
 
 
 @pytest.mark.parametrize("form", ["apart", "joined"])
 def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path, capsys):
-    """A run of two steps, stopped after the first, equals one that is not; transformers opens what it saves.
+    """A run of two steps, stopped after the first, equals one that is not; transformers opens what
+    it saves.
 
-    Its files have an expert's matrices apart or joined, as the start has them. Beside joined ones routers are frozen.
+    Its files have an expert's matrices apart or joined, as the start has them. Beside joined ones
+    routers are frozen.
     """
     from transformers import AutoModelForCausalLM
 
@@ -228,8 +271,17 @@ def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path, c
         (folder / "config.json").write_bytes((released / "config.json").read_bytes())
     assert export_main([str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     exported = tensors_of(tmp_path / "out")
-    assert exported.keys() == tensors.keys() and all(torch.equal(exported[name], x) for name, x in tensors.items())
-    start = ["--init_from", str(folder), "--validation_sequences", "0", "--checkpoint_interval", "1"]
+    assert exported.keys() == tensors.keys() and all(
+        torch.equal(exported[name], x) for name, x in tensors.items()
+    )
+    start = [
+        "--init_from",
+        str(folder),
+        "--validation_sequences",
+        "0",
+        "--checkpoint_interval",
+        "1",
+    ]
     start += ["--optimizer_state", "compact", "--gradient_checkpointing", "--learning_rate", "1e-2"]
     start += ["--warmup_steps", "0", "--final_learning_rate_ratio", "1"]
     start += ["--freeze_routers"] if form == "joined" else []
@@ -245,38 +297,59 @@ def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path, c
     ids = torch.randint(256, (1, 50), generator=torch.Generator().manual_seed(1))
     shape = from_config_json(json.loads((last / "config.json").read_text()))
     ours = Transformer(shape)
-    ours.load_state_dict(dict(load_model_weights(last, {n: p.shape for n, p in ours.named_parameters()})))
+    ours.load_state_dict(
+        dict(load_model_weights(last, {n: p.shape for n, p in ours.named_parameters()}))
+    )
     assert train.main(arguments(corpus, tmp_path / "once", *start, steps=2)) == 0
     assert all(torch.equal(saved[name], x) for name, x in load_file(once / WEIGHTS).items())
     if form == "apart":
         theirs = AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
-        torch.testing.assert_close(ours(ids, return_logits=True).logits, theirs(ids).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            ours(ids, return_logits=True).logits, theirs(ids).logits, rtol=0, atol=1e-4
+        )
     other = "--no-freeze_routers" if form == "joined" else "--freeze_routers"
     assert train.main(only_resume(tmp_path / "run", "--max_steps", "3", other)) == 1
-    assert f"was trained with {'frozen' if form == 'joined' else 'trained'} routers" in capsys.readouterr().err
+    assert (
+        f"was trained with {'frozen' if form == 'joined' else 'trained'} routers"
+        in capsys.readouterr().err
+    )
     lines = metrics(tmp_path / "run")
     assert all(1 < line["expert_load"] <= line["expert_load_max"] <= 8 / 3 for line in lines)
     assert all(0.02 < line["auxiliary_loss"] < 0.1 for line in lines)
 
 
 def test_experts_that_are_not_trained_do_not_say_the_form_of_files(released, tmp_path):
-    """Heads that predict several tokens may have their experts in one tensor, beside others in a tensor each."""
+    """Heads that predict several tokens may have their experts in one tensor, beside others in a
+    tensor each."""
     (tmp_path / "config.json").write_bytes((released / "config.json").read_bytes())
     for is_joined in (False, True):
         own = tensors_of(released)
         own = joined(own) if is_joined else own
-        save_file(own | {"mtp.layers.0.mlp.experts.down_proj": torch.zeros(8, 4, 4)}, tmp_path / "model.safetensors")
+        save_file(
+            own | {"mtp.layers.0.mlp.experts.down_proj": torch.zeros(8, 4, 4)},
+            tmp_path / "model.safetensors",
+        )
         assert read_carried(tmp_path).joins_experts == is_joined
 
 
-def test_a_run_says_that_the_auxiliary_loss_and_adapters_of_experts_are_left_out(released, tmp_path, caplog):
+def test_a_run_says_that_the_auxiliary_loss_and_adapters_of_experts_are_left_out(
+    released, tmp_path, caplog
+):
     caplog.set_level("INFO")
-    given = {"init_from": str(released), "lora": 2, "output_dir": str(tmp_path / "run"), "data": ["rows.jsonl"]}
+    given = {
+        "init_from": str(released),
+        "lora": 2,
+        "output_dir": str(tmp_path / "run"),
+        "data": ["rows.jsonl"],
+    }
     every = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj,gate,experts"
     for targets, count in (("all-linear", 1), (every, 0)):
         caplog.clear()
         decide({**given, "lora_targets": targets}, World(0, 1, torch.device("cpu")))
-        said = f"lora: all-linear leaves out routers and experts; to adapt them, give --lora_targets {every}"
+        said = (
+            "lora: all-linear leaves out routers and experts; to adapt them, give --lora_targets "
+            f"{every}"
+        )
         assert caplog.messages.count(said) == count
     for objective, count in (("next_token", 0), ("dpo", 1)):
         decide({**given, "objective": objective}, World(0, 1, torch.device("cpu")))
@@ -306,7 +379,15 @@ def test_adapters_of_attention_beside_experts(released, corpus, tmp_path, capsys
     folder = run / "step_00000001"
     saved = load_file(folder / "adapter_model.safetensors")
     own = {name.split(".")[-3] for name in saved}
-    assert own == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # layer 1 has an MLP
+    assert own == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }  # layer 1 has an MLP
     assert not any("experts" in name for name in saved)
     merged = str(tmp_path / "merged")
     assert export_main([str(folder), merged, "--merge", "--dtype", "float32"]) == 0
@@ -315,13 +396,24 @@ def test_adapters_of_attention_beside_experts(released, corpus, tmp_path, capsys
     changed = {name for name, x in found.items() if not torch.equal(x, before[name])}
     assert changed and all(".self_attn." in name or ".layers.1.mlp." in name for name in changed)
     for flags, message in (
-        (["--lora", "4", "--lora_bits", "4"], "and layers.0.mlp.experts.down_proj has 32 columns; give lora_bits 16"),
-        (["--linear", "fp8"], "linear fp8 is not supported: experts multiply in bf16; give linear bf16, or drop it"),
+        (
+            ["--lora", "4", "--lora_bits", "4"],
+            "and layers.0.mlp.experts.down_proj has 32 columns; give lora_bits 16",
+        ),
+        (
+            ["--linear", "fp8"],
+            "linear fp8 is not supported: experts multiply in bf16; give linear bf16, or drop it",
+        ),
         (["--compile"], "compile True is not supported: experts are not compiled"),
     ):
-        assert train.main(arguments(corpus, tmp_path / "none", "--init_from", str(released), *flags)) == 1
+        assert (
+            train.main(arguments(corpus, tmp_path / "none", "--init_from", str(released), *flags))
+            == 1
+        )
         assert message in capsys.readouterr().err
-    with pytest.raises(UserError, match="experts over ranks are not there yet; use context_parallel_size"):
+    with pytest.raises(
+        UserError, match="experts over ranks are not there yet; use context_parallel_size"
+    ):
         check_matrix_sharing(2, MODEL_SIZES["qwen3-30B-A3B"])
 
 
@@ -331,8 +423,20 @@ def test_peft_opens_adapters_of_routers_experts_and_mlps_beside_them(released, c
     from transformers import AutoModelForCausalLM
 
     targets = "q_proj,gate_proj,down_proj,gate,experts"
-    start = ["--init_from", str(released), "--validation_sequences", "0", "--lora", "3", "--learning_rate", "0.1"]
-    run, ids = tmp_path / "run", torch.randint(256, (2, 50), generator=torch.Generator().manual_seed(1))
+    start = [
+        "--init_from",
+        str(released),
+        "--validation_sequences",
+        "0",
+        "--lora",
+        "3",
+        "--learning_rate",
+        "0.1",
+    ]
+    run, ids = (
+        tmp_path / "run",
+        torch.randint(256, (2, 50), generator=torch.Generator().manual_seed(1)),
+    )
     assert train.main(arguments(corpus, run, *start, "--lora_targets", targets, steps=2)) == 0
     assert train.main(only_resume(run, "--max_steps", "3")) == 0
     folder = run / "step_00000003"
@@ -344,18 +448,30 @@ def test_peft_opens_adapters_of_routers_experts_and_mlps_beside_them(released, c
     shape, adapters = shape_of_weights(folder), read_adapters(folder)[0]
     merged, model = Transformer(shape), Transformer(shape)
     merged.load_state_dict(dict(load_model_weights(folder, parameter_shapes(shape))))
-    torch.testing.assert_close(merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4
+    )
     adapters.prepare(model)
     entries = find_weights(folder, {name: p.shape for name, p in model.named_parameters()})
     model.load_state_dict({name: _read_weight(entry) for name, entry in entries.items()})
-    torch.testing.assert_close(model(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4
+    )
     theirs.save_pretrained(tmp_path / "peft")
-    found, saved = (load_file(each / "adapter_model.safetensors") for each in (tmp_path / "peft", folder))
-    assert found.keys() == saved.keys() and all(torch.equal(found[name], x) for name, x in saved.items())
+    found, saved = (
+        load_file(each / "adapter_model.safetensors") for each in (tmp_path / "peft", folder)
+    )
+    assert found.keys() == saved.keys() and all(
+        torch.equal(found[name], x) for name, x in saved.items()
+    )
     content = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     content["base_model_name_or_path"] = str(released)
     (tmp_path / "peft/adapter_config.json").write_text(json.dumps(content))
-    assert read_adapters(tmp_path / "peft")[0] == adapters == Adapters(3, 6.0, tuple(targets.split(",")))
+    assert (
+        read_adapters(tmp_path / "peft")[0]
+        == adapters
+        == Adapters(3, 6.0, tuple(targets.split(",")))
+    )
 
 
 def test_peft_takes_mlps_for_mlps_where_no_layer_has_experts(tmp_path):
@@ -365,20 +481,29 @@ def test_peft_takes_mlps_for_mlps_where_no_layer_has_experts(tmp_path):
 
     content = to_config_json(replace(MODEL_SIZES["tiny"], num_hidden_layers=1))
     content |= {"model_type": "qwen3_moe", "mlp_only_layers": [0]}
-    model, base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**content)), tmp_path / "base"
+    model, base = (
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**content)),
+        tmp_path / "base",
+    )
     model.save_pretrained(base)
     shape, adapters = shape_of_weights(base), Adapters(4, 8.0)
     sizes = adapters.shapes(parameter_shapes(shape))
-    save_file({name_in_file(n): 0.1 * torch.randn(s) for n, s in sizes.items()}, tmp_path / "adapter_model.safetensors")
+    save_file(
+        {name_in_file(n): 0.1 * torch.randn(s) for n, s in sizes.items()},
+        tmp_path / "adapter_model.safetensors",
+    )
     (tmp_path / "adapter_config.json").write_text(json.dumps(to_adapter_config(adapters, base)))
     merged, ids = Transformer(shape), torch.arange(30)[None]
     merged.load_state_dict(dict(load_model_weights(tmp_path, parameter_shapes(shape))))
     expected = peft.PeftModel.from_pretrained(model, tmp_path)(ids).logits
-    torch.testing.assert_close(merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_adapters_that_peft_joins_are_trained_on(released, corpus, tmp_path):
-    """peft takes targets of experts' own modules, as transformers 4 had them: gate and up have twice the rank then."""
+    """peft takes targets of experts' own modules, as transformers 4 had them: gate and up have
+    twice the rank then."""
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -395,8 +520,17 @@ def test_adapters_that_peft_joins_are_trained_on(released, corpus, tmp_path):
     content = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     content["base_model_name_or_path"] = str(released)
     (tmp_path / "peft/adapter_config.json").write_text(json.dumps(content))
-    assert read_adapters(tmp_path / "peft")[0] == Adapters(3, 5.0, ("v_proj", "gate", "experts"), joined=2)
-    start = ["--init_from", str(tmp_path / "peft"), "--validation_sequences", "0", "--checkpoint_interval", "1"]
+    assert read_adapters(tmp_path / "peft")[0] == Adapters(
+        3, 5.0, ("v_proj", "gate", "experts"), joined=2
+    )
+    start = [
+        "--init_from",
+        str(tmp_path / "peft"),
+        "--validation_sequences",
+        "0",
+        "--checkpoint_interval",
+        "1",
+    ]
     assert train.main(arguments(corpus, tmp_path / "run", *start, steps=1)) == 0
     assert train.main(only_resume(tmp_path / "run", "--max_steps", "2")) == 0
     ids = torch.randint(256, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -410,14 +544,20 @@ def test_adapters_that_peft_joins_are_trained_on(released, corpus, tmp_path):
         torch.testing.assert_close(found[-1], expected, rtol=1e-4, atol=1e-4)
     assert (found[0] - found[1]).abs().max() > 1e-3
     for name in ("rank_pattern", "alpha_pattern"):
-        (tmp_path / "peft/adapter_config.json").write_text(json.dumps(content | {name: {"q_proj": 8}}))
-        with pytest.raises(UserError, match=r"has .*_pattern .*q_proj.*, which this decoder does not compute"):
+        (tmp_path / "peft/adapter_config.json").write_text(
+            json.dumps(content | {name: {"q_proj": 8}})
+        )
+        with pytest.raises(
+            UserError, match=r"has .*_pattern .*q_proj.*, which this decoder does not compute"
+        ):
             read_adapters(tmp_path / "peft")
 
 
 def test_no_gradient_goes_to_an_expert_without_tokens():
     """Its router's row gets some. Experts in another order are the same model."""
-    config = ModelConfig(64, 32, 48, 2, 2, 1, 16, layer_mlps=(ExpertsPart(6, 2, 24),), model_type="qwen3_moe")
+    config = ModelConfig(
+        64, 32, 48, 2, 2, 1, 16, layer_mlps=(ExpertsPart(6, 2, 24),), model_type="qwen3_moe"
+    )
     torch.manual_seed(0)
     model = Transformer(config)
     ids = torch.randint(64, (1, 60))

@@ -29,30 +29,56 @@ from training.parallel.fsdp import initial_weights
 SIZES = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 QWEN35 = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "tie_word_embeddings": True,
 }  # fmt: skip
-QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [1]}
+QWEN3_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "mlp_only_layers": [1],
+}
 FORMS = {  # model_type, other settings, adapters
     "Qwen3": ("qwen3", {"tie_word_embeddings": True}, Adapters(4, 8.0)),
     "Llama": ("llama", {}, Adapters(3, 7.0, ("q_proj", "v_proj"))),
-    "Qwen2": ("qwen2", {"tie_word_embeddings": True}, Adapters(2, 1.0, ("k_proj", "o_proj", "down_proj"))),
-    "Qwen3.5": ("qwen3_5_text", QWEN35, Adapters(2, 3.0, ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "o_proj"))),
-    "Qwen3-MoE": ("qwen3_moe", QWEN3_MOE, Adapters(2, 3.0, ("v_proj", "up_proj", "gate", "experts"))),
+    "Qwen2": (
+        "qwen2",
+        {"tie_word_embeddings": True},
+        Adapters(2, 1.0, ("k_proj", "o_proj", "down_proj")),
+    ),
+    "Qwen3.5": (
+        "qwen3_5_text",
+        QWEN35,
+        Adapters(2, 3.0, ("in_proj_qkv", "in_proj_z", "out_proj", "q_proj", "o_proj")),
+    ),
+    "Qwen3-MoE": (
+        "qwen3_moe",
+        QWEN3_MOE,
+        Adapters(2, 3.0, ("v_proj", "up_proj", "gate", "experts")),
+    ),
     "Granite": ("granite", {"residual_multiplier": 0.5}, Adapters(1, 1.0, ("gate_proj",))),
 }
 EXECUTIONS = {
     "whole": Execution((Placement("gpu", "gpu", "gpu"),) * 2, linear=LORA),
     "tiles, heads at a time": Execution(
-        (Placement(results="gpu"), Placement("recompute")), mlp_tile_size=24, heads_at_a_time=1, linear=LORA
+        (Placement(results="gpu"), Placement("recompute")),
+        mlp_tile_size=24,
+        heads_at_a_time=1,
+        linear=LORA,
     ),
     "all heads": Execution((Placement(), Placement("gpu", "gpu", "gpu")), linear=LORA),
 }
 
 
 def adapter_config(adapters, has_experts):
-    """Returns peft's rank, alpha and targets. Beside experts it knows MLPs and routers as parameters alone."""
-    names = [f"mlp.{name}.weight" for name in adapters.targets if PARTS.get(name) == "mlp" and has_experts]
+    """Returns peft's rank, alpha and targets. Beside experts it knows MLPs and routers as
+    parameters alone."""
+    names = [
+        f"mlp.{name}.weight"
+        for name in adapters.targets
+        if PARTS.get(name) == "mlp" and has_experts
+    ]
     modules = [name for name in adapters.targets if f"mlp.{name}.weight" not in names]
     if "experts" in modules:
         modules.remove("experts")
@@ -67,7 +93,9 @@ def peft_model(name):
     import transformers
 
     model_type, settings, adapters = FORMS[name]
-    config = transformers.AutoConfig.for_model(model_type, **SIZES, max_position_embeddings=128, **settings)
+    config = transformers.AutoConfig.for_model(
+        model_type, **SIZES, max_position_embeddings=128, **settings
+    )
     torch.manual_seed(0)
     base = transformers.AutoModelForCausalLM.from_config(config)
     lora = adapter_config(adapters, has_experts="num_experts" in settings)
@@ -81,8 +109,13 @@ def peft_model(name):
 
 def our_names(theirs):
     """Parameters of a model of peft by our names."""
-    names = {n: re.sub(r"\.base_layer(?!\.lora_)|\.default", "", n) for n, _ in theirs.named_parameters()}
-    return {names[n].removeprefix("base_model.model.").removeprefix("model."): p for n, p in theirs.named_parameters()}
+    names = {
+        n: re.sub(r"\.base_layer(?!\.lora_)|\.default", "", n) for n, _ in theirs.named_parameters()
+    }
+    return {
+        names[n].removeprefix("base_model.model.").removeprefix("model."): p
+        for n, p in theirs.named_parameters()
+    }
 
 
 def ours_like(theirs, name):
@@ -122,7 +155,9 @@ def test_losses_and_gradients_are_pefts(name, execution):
             each.backward()
         for n, parameter in parameters.items():
             scale = reference[n].grad.abs().max()
-            assert (parameter.grad - reference[n].grad).abs().max() <= tolerance * max(1.0, scale), n
+            assert (parameter.grad - reference[n].grad).abs().max() <= tolerance * max(
+                1.0, scale
+            ), n
         for optimizer in optimizers:
             optimizer.step()
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
@@ -154,10 +189,14 @@ def test_ten_steps_of_adamw_are_pefts(ratio):
 
 
 def test_packed_documents_and_the_chunked_loss_are_as_one_by_one():
-    """Checks adapters' gradients of three packed documents, in tiles and by heads, against one document at a time."""
+    """Checks adapters' gradients of three packed documents, in tiles and by heads, against one
+    document at a time."""
     theirs = peft_model("Qwen3")
     model = ours_like(theirs, "Qwen3")
-    lengths, ids = [17, 3, 21], torch.randint(131, (1, 41), generator=torch.Generator().manual_seed(1))
+    lengths, ids = (
+        [17, 3, 21],
+        torch.randint(131, (1, 41), generator=torch.Generator().manual_seed(1)),
+    )
     losses = [model(part, part, denominator=1.0).loss for part in ids.split(lengths, dim=1)]
     sum(losses).backward()
     expected = [p.grad for p in model.parameters() if p.requires_grad]
@@ -173,14 +212,18 @@ def test_packed_documents_and_the_chunked_loss_are_as_one_by_one():
 
 
 def train_placed(tied, place, bits=16, round_to=16):
-    """Losses and adapters of four unlike steps with weights in that place, first rounded to `round_to` bits."""
+    """Losses and adapters of four unlike steps with weights in that place, first rounded to
+    `round_to` bits."""
     mlps = GatedMLPPart(384), ExpertsPart(4, 2, 64), GatedMLPPart(384)
-    config = replace(MODEL_SIZES["tiny"], num_hidden_layers=3, tie_word_embeddings=tied, layer_mlps=mlps)
+    config = replace(
+        MODEL_SIZES["tiny"], num_hidden_layers=3, tie_word_embeddings=tied, layer_mlps=mlps
+    )
     adapters = Adapters(4, 8.0, ("q_proj", "o_proj", "up_proj", "experts"))
     pair = Placement("gpu", "gpu", weights=place), Placement("recompute", weights=place)
     placements = *pair, Placement("host", "host", weights=place)
     execution = Execution(
-        placements, mlp_tile_size=16, heads_at_a_time=1, loss_impl="chunked", ends=place, linear=LORA,
+        placements, mlp_tile_size=16, heads_at_a_time=1, loss_impl="chunked", ends=place,
+        linear=LORA,
         frozen=frozen_format(bits),
     )  # fmt: skip
     with torch.device("meta"):
@@ -189,18 +232,24 @@ def train_placed(tied, place, bits=16, round_to=16):
     inventory = inventory_of(model.named_parameters(), execution, accumulate=True)
     on_host = sum(row.weight_on_host for row in inventory)
     assert on_host == (len(inventory.rows) - 1 if place == "host" else 0)  # the last norm's stays
-    assert sum(row.format.holds_weight for row in inventory) == (7 * 2 + 6 if bits < 16 else 0)  # not the router
+    assert sum(row.format.holds_weight for row in inventory) == (
+        7 * 2 + 6 if bits < 16 else 0
+    )  # not the router
     allocate(model, inventory, torch.device("cpu"))
     optimizer = MasterAdamW(model.named_parameters(), inventory)
 
     def rounded(name, weight):
-        is_matrix = weight.ndim > 1 and name.startswith("layers.") and not name.endswith("mlp.gate.weight")
+        is_matrix = (
+            weight.ndim > 1 and name.startswith("layers.") and not name.endswith("mlp.gate.weight")
+        )
         if round_to < 16 and is_matrix and ".lora_" not in name:
             quantize(weight.flatten(), round_to).write_into(weight)
         return name, weight
 
     load_weights(optimizer, (rounded(*pair) for pair in initial_weights(model, seed=0)))
-    arena = Step(config, model.named_parameters(), 61, batch_size=4, given=execution, trained=adapters)
+    arena = Step(
+        config, model.named_parameters(), 61, batch_size=4, given=execution, trained=adapters
+    )
     apply_execution(model, execution, arena.arena_bytes(execution), optimizer.homes)
     losses = []
     for ids in batches(4):
@@ -217,9 +266,14 @@ def train_placed(tied, place, bits=16, round_to=16):
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_that_visit_train_the_same_adapters(tied):
     """Checks losses and adapters bit by bit, with all weights on the host and with none."""
-    (losses, expected), (found_losses, found) = train_placed(tied, "gpu"), train_placed(tied, "host")
+    (losses, expected), (found_losses, found) = (
+        train_placed(tied, "gpu"),
+        train_placed(tied, "host"),
+    )
     assert found_losses == losses and losses[1] < losses[0]
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in found
+    )
 
 
 @pytest.mark.parametrize("place", ["gpu", "host"])
@@ -230,18 +284,26 @@ def test_quantized_weights_train_as_the_weights_that_they_round_to(bits, place):
     losses, expected = train_placed(True, "gpu", round_to=bits)
     found_losses, found = train_placed(True, place, bits)
     assert found_losses == losses != train_placed(True, "gpu")[0]
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in found
+    )
 
 
 @needs("bitsandbytes", "0.50")
 def test_a_whole_block_cannot_have_quantized_weights():
-    model, home = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=1)), quantize(torch.zeros(64), 4)
+    model, home = (
+        Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=1)),
+        quantize(torch.zeros(64), 4),
+    )
     with pytest.raises(ValueError, match="block 0 is left to autograd, but its weights visit"):
-        apply_execution(model, Execution((WHOLE,)), homes={model.layers[0].mlp.up_proj.weight: home})
+        apply_execution(
+            model, Execution((WHOLE,)), homes={model.layers[0].mlp.up_proj.weight: home}
+        )
 
 
 def loss_and_gradients(execution, device, dtype):
-    """One step of packed documents; the same weights and adapters, rounded to bfloat16, on any device."""
+    """One step of packed documents; the same weights and adapters, rounded to bfloat16, on any
+    device."""
     config = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, head_dim=64, hidden_size=256)
     with torch.device("meta"):
         model = Transformer(config)
@@ -250,7 +312,9 @@ def loss_and_gradients(execution, device, dtype):
     cpu = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            drawn = 0.05 * torch.randn(parameter.shape, generator=cpu) + name.endswith("norm.weight")
+            drawn = 0.05 * torch.randn(parameter.shape, generator=cpu) + name.endswith(
+                "norm.weight"
+            )
             parameter.copy_(drawn.bfloat16())
     apply_execution(model, execution)
     lengths = torch.tensor([700, 3, 250, 71])
@@ -258,7 +322,9 @@ def loss_and_gradients(execution, device, dtype):
     documents = find_documents(torch.arange(4).repeat_interleave(lengths)[None])
     loss = model(ids, ids, documents=documents).loss
     loss.backward()
-    return loss.detach().cpu(), {n: p.grad.cpu().float() for n, p in model.named_parameters() if p.requires_grad}
+    return loss.detach().cpu(), {
+        n: p.grad.cpu().float() for n, p in model.named_parameters() if p.requires_grad
+    }
 
 
 @pytest.mark.gpu
@@ -299,7 +365,9 @@ def test_fresh_adapters_change_nothing_and_start_as_pefts():
         if "lora_A" in name:
             bound = parameter.shape[1] ** -0.5
             assert 0.9 * bound < parameter.abs().max() <= bound
-    assert {name.split(".")[3] for name, p in model.named_parameters() if p.requires_grad} == {*LORA_TARGETS}
+    assert {name.split(".")[3] for name, p in model.named_parameters() if p.requires_grad} == {
+        *LORA_TARGETS
+    }
 
 
 @pytest.mark.parametrize(("rank", "targets", "got"), [

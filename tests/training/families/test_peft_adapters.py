@@ -1,4 +1,5 @@
-"""Adapters of Qwen3.5 as peft makes them are read, and merged weights compute what peft computes."""
+"""Adapters of Qwen3.5 as peft makes them are read, and merged weights compute what peft
+computes."""
 
 import json
 import shutil
@@ -22,7 +23,8 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 SHARED = [f"shared_expert.{name}" for name in MLP]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 FULL_NAMES = [f"layers.{layer}.{name}" for layer in range(2) for name in EXPERTS]
-OTHERS = r".*(?:language|text).*(?:attn|mlp).*_proj|model\.layers\.\d+\.mlp\.\w+_proj"  # delta nets inside alone
+# delta nets inside alone
+OTHERS = r".*(?:language|text).*(?:attn|mlp).*_proj|model\.layers\.\d+\.mlp\.\w+_proj"
 TOWER = r".*\bvisual\b.*"
 DENSE = {
     "all-linear": {"target_modules": "all-linear", "exclude_modules": TOWER},
@@ -89,7 +91,9 @@ def merged_logits(folder):
     return model(IDS, return_logits=True).logits
 
 
-@pytest.mark.parametrize(("base", "name", "changes"), CASES, ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize(
+    ("base", "name", "changes"), CASES, ids=lambda each: each if isinstance(each, str) else ""
+)
 def test_adapters_are_read_as_peft_makes_them(base, name, changes, bases, tmp_path):
     """On the text model alone, and inside of the whole model, where a vision tower is."""
     folder = bases[base]
@@ -101,12 +105,18 @@ def test_adapters_are_read_as_peft_makes_them(base, name, changes, bases, tmp_pa
         torch.testing.assert_close(merged_logits(saved), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_merged_adapters_of_narrow_projections_are_exported_and_not_trained(bases, tmp_path, capsys):
+def test_merged_adapters_of_narrow_projections_are_exported_and_not_trained(
+    bases, tmp_path, capsys
+):
     folder, out = tmp_path / "adapters", tmp_path / "out"
     base = bases["qwen3_5_moe"]
-    expected = make_adapters(base, folder, whole_model(base), target_modules=["in_proj_a", "q_proj"])
+    expected = make_adapters(
+        base, folder, whole_model(base), target_modules=["in_proj_a", "q_proj"]
+    )
     (tmp_path / "text.txt").write_text("words " * 200)
-    run = arguments(str(tmp_path / "text.txt"), tmp_path / "run", "--init_from", str(folder), steps=1)
+    run = arguments(
+        str(tmp_path / "text.txt"), tmp_path / "run", "--init_from", str(folder), steps=1
+    )
     assert train.main(run) == 1
     error = capsys.readouterr().err
     start = ["--init_from", str(base), "--lora", "2", "--lora_targets", "q_proj,in_proj_a"]
@@ -114,22 +124,31 @@ def test_merged_adapters_of_narrow_projections_are_exported_and_not_trained(base
     assert "lora_targets in_proj_a: this model has q_proj," in capsys.readouterr().err
     assert "has adapters of in_proj_a, which are read and not trained; merge them first: " in error
     assert export([str(folder), str(out), "--merge", "--dtype", "float32"]) == 0
-    torch.testing.assert_close(whole_model(out)(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        whole_model(out)(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4
+    )
 
 
-@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "loftq", "lora_ga"])
+@pytest.mark.parametrize(
+    "init", ["pissa", "pissa_niter_4", "olora", "OLoRA", "corda", "loftq", "lora_ga"]
+)
 def test_adapters_whose_base_was_changed_are_refused_with_the_reason(init, bases, tmp_path):
     base = bases["qwen3_5"]
     make_adapters(base, tmp_path / "adapters", text_model(base), target_modules=["q_proj"])
     edit(tmp_path / "adapters", init_lora_weights=init)
-    with pytest.raises(UserError, match=f"has init_lora_weights '{init}' .it changed the base's matrices too"):
+    with pytest.raises(
+        UserError, match=f"has init_lora_weights '{init}' .it changed the base's matrices too"
+    ):
         read_adapters(tmp_path / "adapters")
 
 
 def test_adapters_of_other_modules_or_of_some_blocks_are_refused(bases, tmp_path):
     base = bases["qwen3_5"]
     make_adapters(base, tmp_path / "tower", whole_model(base), target_modules="all-linear")
-    with pytest.raises(UserError, match=r"visual.*, this model does not; choose adapters of the text model's blocks"):
+    with pytest.raises(
+        UserError,
+        match=r"visual.*, this model does not; choose adapters of the text model's blocks",
+    ):
         merged_logits(tmp_path / "tower")
     edit(tmp_path / "tower", exclude_modules=[1])
     with pytest.raises(UserError, match=r"has exclude_modules \[1\]"):
@@ -137,10 +156,18 @@ def test_adapters_of_other_modules_or_of_some_blocks_are_refused(bases, tmp_path
     moe = bases["qwen3_5_moe"]
     some = ["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"]
     make_adapters(moe, tmp_path / "some", text_model(moe), target_parameters=some)
-    with pytest.raises(UserError, match=r"has target_parameters .*no layers\.1\.mlp\.experts\.gate_up_proj\.lora_A"):
+    with pytest.raises(
+        UserError, match=r"has target_parameters .*no layers\.1\.mlp\.experts\.gate_up_proj\.lora_A"
+    ):
         read_adapters(tmp_path / "some")
     only = ["q_proj", "in_proj_qkv"]
-    make_adapters(base, tmp_path / "excluded", text_model(base), target_modules=only, exclude_modules=["in_proj_qkv"])
+    make_adapters(
+        base,
+        tmp_path / "excluded",
+        text_model(base),
+        target_modules=only,
+        exclude_modules=["in_proj_qkv"],
+    )
     assert read_adapters(tmp_path / "excluded")[0].targets == ("q_proj",)
 
 

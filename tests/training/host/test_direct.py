@@ -1,4 +1,5 @@
-"""Files written past the page cache have the bytes of files written through it, wherever these lie."""
+"""Files written past the page cache have the bytes of files written through it, wherever these
+lie."""
 
 import contextlib
 import errno
@@ -16,9 +17,12 @@ from training.host.direct import ALIGNMENT, DirectFile
 SIZE = 3 * 2**20 + 77
 
 
-@pytest.mark.parametrize("kind", ["as the file system can", "without O_DIRECT", "refused when used"])
+@pytest.mark.parametrize(
+    "kind", ["as the file system can", "without O_DIRECT", "refused when used"]
+)
 def test_any_place_and_length(kind, tmp_path, monkeypatch):
-    """Ranges on, before and behind multiples of ALIGNMENT, longer and shorter than the buffer, up to the file's end."""
+    """Ranges on, before and behind multiples of ALIGNMENT, longer and shorter than the buffer, up
+    to the file's end."""
     monkeypatch.setattr(direct, "BUFFER_BYTES", 2**19)
     monkeypatch.setattr(direct, "_buffers", threading.local())
     path, draws = tmp_path / "file", random.Random(0)
@@ -36,7 +40,18 @@ def test_any_place_and_length(kind, tmp_path, monkeypatch):
             return write(descriptor, content, start)
 
         monkeypatch.setattr(direct.os, "pwrite", refuse)
-    edges = [0, 1, ALIGNMENT - 1, ALIGNMENT, 2**19, 2**19 + 5, 2**20, SIZE - ALIGNMENT, SIZE - 1, SIZE]
+    edges = [
+        0,
+        1,
+        ALIGNMENT - 1,
+        ALIGNMENT,
+        2**19,
+        2**19 + 5,
+        2**20,
+        SIZE - ALIGNMENT,
+        SIZE - 1,
+        SIZE,
+    ]
     ranges = [(start, stop) for start in edges for stop in edges if start <= stop]
     ranges += [sorted(draws.choices(range(SIZE + 1), k=2)) for _ in range(20)]
     for start, stop in ranges:
@@ -52,7 +67,9 @@ def test_a_thread_has_one_buffer_for_all_files(tmp_path, monkeypatch):
     """SAVING_BYTES counts on that."""
     monkeypatch.setattr(direct, "_buffers", threading.local())
     sizes, new = [], mmap.mmap
-    monkeypatch.setattr(direct.mmap, "mmap", lambda file, size: sizes.append(size) or new(file, size))
+    monkeypatch.setattr(
+        direct.mmap, "mmap", lambda file, size: sizes.append(size) or new(file, size)
+    )
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(bytes(2**20))
         with contextlib.closing(DirectFile(tmp_path / name)) as file:

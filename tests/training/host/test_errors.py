@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from training.host.errors import UserError, hub_download, import_optional, pip_install, program, whole_number
+from training.host.errors import (
+    UserError,
+    hub_download,
+    import_optional,
+    pip_install,
+    program,
+    whole_number,
+)
 from training.host.files import check_can_write
 from training.host.memory import PinnedArena
 from training.host.processes import command, line_of
@@ -27,7 +34,9 @@ def test_hints_call_programs_as_the_pages_do(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(programs / "python"))
     assert pip_install("matplotlib") == ".venv/bin/python -m pip install matplotlib"
     install = ".venv/bin/python -m pip install huggingface_hub && "
-    assert hub_download("a/b --local-dir DIR") == f"{install}.venv/bin/hf download a/b --local-dir DIR"
+    assert (
+        hub_download("a/b --local-dir DIR") == f"{install}.venv/bin/hf download a/b --local-dir DIR"
+    )
     (programs / "hf").touch()
     assert hub_download("a/b --local-dir DIR") == ".venv/bin/hf download a/b --local-dir DIR"
     monkeypatch.chdir(programs)
@@ -37,25 +46,41 @@ def test_hints_call_programs_as_the_pages_do(tmp_path, monkeypatch):
     assert program() == "'opt/my env/bin/python'"
 
 
-@pytest.mark.parametrize("program", [["train.py"], ["profile_memory.py"], ["-m", "training.export", "a", "b"]])
+@pytest.mark.parametrize(
+    "program", [["train.py"], ["profile_memory.py"], ["-m", "training.export", "a", "b"]]
+)
 def test_a_python_without_the_packages_is_said_in_one_line(program):
     """As `python3 train.py` beside an environment in .venv; -S -E leaves out all packages."""
     ended = subprocess.run(
-        [sys.executable, "-S", "-E", *program], cwd=Path(__file__).parents[3], capture_output=True, text=True
+        [sys.executable, "-S", "-E", *program],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
     )
-    what = f"error: the Python at {sys.executable} has no package tqdm; give .venv/bin/python, which `make environment`"
+    what = (
+        f"error: the Python at {sys.executable} has no package tqdm; give .venv/bin/python, which "
+        "`make environment`"
+    )
     assert ended.returncode == 1 and ended.stderr.startswith(what) and ended.stderr.count("\n") == 1
 
 
 def test_no_hint_names_a_program_without_its_environment():
     """A user's shell may not find it, or may find another environment's."""
-    bare = re.compile(r"[:;,`({ \"'](pip install|hf download|python -m training|wandb (login|sync)) ?[^`\n]*[\"'`]")
+    bare = re.compile(
+        r"[:;,`({ \"'](pip install|hf download|python -m training|wandb (login|sync)) "
+        r"?[^`\n]*[\"'`]"
+    )
     root = Path(__file__).parents[3]
     sources = [*root.glob("*.py"), *root.glob("kernels/**/*.py"), *root.glob("training/**/*.py")]
     found = [
-        (path.name, line.strip()) for path in sources for line in path.read_text().splitlines()
-        if bare.search(line) and "-m pip" not in line and "read_flags" not in line and "read_command(" not in line
-    ]  # fmt: skip
+        (path.name, line.strip())
+        for path in sources
+        for line in path.read_text().splitlines()
+        if bare.search(line)
+        and "-m pip" not in line
+        and "read_flags" not in line
+        and "read_command(" not in line
+    ]
     assert not [each for each in found if not each[1].startswith(("`", '"""'))]
 
 
@@ -63,13 +88,19 @@ def test_no_hint_names_a_program_without_its_environment():
 def test_host_memory_that_runs_out_is_a_line(make):
     with pytest.raises((MemoryError, RuntimeError)) as raised:
         make(2**55)
-    pattern = r"error: out of host memory, of which \d+\.\d GB are left to this process \(.+\); lower --host_budget .+"
+    pattern = (
+        r"error: out of host memory, of which \d+\.\d GB are left to this process \(.+\); lower "
+        r"--host_budget .+"
+    )
     assert re.fullmatch(pattern, line_of(raised.value))
     assert line_of(RuntimeError("out of luck")) is None
 
 
 def test_pages_that_cannot_be_had_are_told_with_what_there_is():
-    pattern = r"cannot pin 1073741824\.0 GB of host memory \(.+\): \d+\.\d GB are left .*, and ulimit -l .+; lower"
+    pattern = (
+        r"cannot pin 1073741824\.0 GB of host memory \(.+\): \d+\.\d GB are left .*, and ulimit -l "
+        r".+; lower"
+    )
     for device in ("cpu", "cuda"):  # the pages are asked for before the GPU
         with pytest.raises(UserError, match=pattern):
             PinnedArena(2**60, torch.device(device))
@@ -77,8 +108,16 @@ def test_pages_that_cannot_be_had_are_told_with_what_there_is():
 
 def test_files_that_cannot_be_written_are_refused_and_others_left_as_they_are(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for file in (tmp_path, tmp_path / "pipe", tmp_path / "a" / "b", tmp_path / ("a" * 5000), "a\0b"):
-        with pytest.raises(UserError, match=r"^--json .+ cannot be written to: .+; give another file$"):
+    for file in (
+        tmp_path,
+        tmp_path / "pipe",
+        tmp_path / "a" / "b",
+        tmp_path / ("a" * 5000),
+        "a\0b",
+    ):
+        with pytest.raises(
+            UserError, match=r"^--json .+ cannot be written to: .+; give another file$"
+        ):
             check_can_write(type(tmp_path)(file), "--json")
     (tmp_path / "old").write_text("old")
     for name in ("old", "new"):
@@ -95,13 +134,18 @@ def test_a_disk_that_is_full_at_the_end_is_one_line(capsys):
         Path(argv[0]).write_text("x")
 
     assert write(["/dev/full"]) == 1
-    error = "error: No space left on device: a file is cut short; free some space on the disk, or use another\n"
+    error = (
+        "error: No space left on device: a file is cut short; free some space on the disk, or use "
+        "another\n"
+    )
     assert capsys.readouterr().err == error
 
 
 def test_a_file_above_a_limit_of_its_size_is_told_of_the_limit():
     """Space on the disk would not help."""
-    assert "raise the limit of its size, as by ulimit -f" in str(line_of(OSError(errno.EFBIG, "File too large")))
+    assert "raise the limit of its size, as by ulimit -f" in str(
+        line_of(OSError(errno.EFBIG, "File too large"))
+    )
 
 
 @pytest.mark.parametrize("name", ["run\udcff", "é→"])
@@ -123,12 +167,19 @@ def test_a_package_that_is_broken_is_one_line(tmp_path, monkeypatch, content, wh
     (tmp_path / "broken_package.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
     advice = re.escape(f"install it anew: {pip_install('--force-reinstall broken_package')}")
-    with pytest.raises(UserError, match=rf"^--x needs the package broken_package, which fails here \({why}.*{advice}"):
+    with pytest.raises(
+        UserError,
+        match=rf"^--x needs the package broken_package, which fails here \({why}.*{advice}",
+    ):
         import_optional("broken_package", "--x")
-    with pytest.raises(UserError, match=rf"^--x needs the package broken_package.part, which fails here \({why}"):
+    with pytest.raises(
+        UserError, match=rf"^--x needs the package broken_package.part, which fails here \({why}"
+    ):
         import_optional("broken_package.part", "--x", "broken_package.part")
     for missing in ("no_such_package", "no_such_package.part"):
-        with pytest.raises(UserError, match=f"^--x needs the package {missing}: .* -m pip install {missing}$"):
+        with pytest.raises(
+            UserError, match=f"^--x needs the package {missing}: .* -m pip install {missing}$"
+        ):
             import_optional(missing, "--x", missing)
 
 
@@ -136,14 +187,19 @@ def test_numbers_in_the_environment(monkeypatch):
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
     assert whole_number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30) == 30
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60s")
-    with pytest.raises(UserError, match=r"^TORCH_ELASTIC_SHUTDOWN_TIMEOUT is '60s' in the environment, not a whole"):
+    with pytest.raises(
+        UserError, match=r"^TORCH_ELASTIC_SHUTDOWN_TIMEOUT is '60s' in the environment, not a whole"
+    ):
         whole_number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 30)
 
 
 @pytest.mark.parametrize("error, line", [
-    (OSError(errno.EMFILE, "Too many open files"), r"Too many open files: this process may have \d+ at once; raise"),
-    (OSError(errno.EMFILE, "Too many open files", "a.py"), r"Too many open files: this process may have \d+ at once"),
-    (RuntimeError("can't start new thread"), r"the system starts no more threads; raise .*ulimit -u.*"),
+    (OSError(errno.EMFILE, "Too many open files"), r"Too many open files: this process may have "
+                                                   r"\d+ at once; raise"),
+    (OSError(errno.EMFILE, "Too many open files", "a.py"), r"Too many open files: this process may "
+                                                           r"have \d+ at once"),
+    (RuntimeError("can't start new thread"), r"the system starts no more threads; raise .*ulimit "
+                                             r"-u.*"),
 ])  # fmt: skip
 def test_limits_of_a_process_are_lines(error, line, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no" / "folder"))
@@ -165,18 +221,28 @@ def test_a_deleted_working_directory_is_one_line(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "training.export", "training.logprobs", "training.data", "verify_chunked_loss"]
+    "command",
+    ["train", "training.export", "training.logprobs", "training.data", "verify_chunked_loss"],
 )
 def test_variables_that_a_library_refuses_at_its_import_are_one_line(command):
     given = {**os.environ, "TQDM_NCOLS": "wide", "TQDM_DELAY": "1"}
-    words = [str(Path(__file__).parent), "out", "--data", __file__] if command == "training.logprobs" else []
-    ended = subprocess.run([sys.executable, "-m", command, *words], env=given, capture_output=True, text=True)
+    words = (
+        [str(Path(__file__).parent), "out", "--data", __file__]
+        if command == "training.logprobs"
+        else []
+    )
+    ended = subprocess.run(
+        [sys.executable, "-m", command, *words], env=given, capture_output=True, text=True
+    )
     assert ended.returncode == 1 and ended.stdout == ""
-    assert re.fullmatch("error: tqdm refuses [^\n]*TQDM_NCOLS=wide[^\n]*; unset it, or mend it\n", ended.stderr)
+    assert re.fullmatch(
+        "error: tqdm refuses [^\n]*TQDM_NCOLS=wide[^\n]*; unset it, or mend it\n", ended.stderr
+    )
 
 
 def test_closed_standard_files_become_empty_ones():
-    """Another file would get number 2, and the errors that libraries print would be written into it."""
+    """Another file would get number 2, and the errors that libraries print would be written into
+    it."""
     program = (
         "import os, sys; from training.host.processes import command\n"
         "def main(argv):\n"

@@ -62,7 +62,9 @@ def test_what_is_no_plain_file_is_written_in_place(tmp_path):
     link.symlink_to(target)
     replace_file(link, "after")
     replace_file(Path("/dev/null"), "dropped")
-    assert link.is_symlink() and target.read_text() == "after" and Path("/dev/null").is_char_device()
+    assert (
+        link.is_symlink() and target.read_text() == "after" and Path("/dev/null").is_char_device()
+    )
 
 
 def test_a_folder_is_made_once_and_whole(tmp_path):
@@ -77,10 +79,15 @@ def test_a_folder_is_made_once_and_whole(tmp_path):
         with pytest.raises(UserError, match=refusal), making(folder):
             pass
         (temporary / "whole").write_text("whole")
-    assert [*tmp_path.iterdir()] == [folder] and [path.name for path in folder.iterdir()] == ["whole"]
+    assert [*tmp_path.iterdir()] == [folder] and [path.name for path in folder.iterdir()] == [
+        "whole"
+    ]
     with pytest.raises(UserError, match="is already there"), making(folder):
         pass
-    with pytest.raises(UserError, match="cannot be made: Directory not empty"), making(tmp_path / "late") as temporary:
+    with (
+        pytest.raises(UserError, match="cannot be made: Directory not empty"),
+        making(tmp_path / "late") as temporary,
+    ):
         (tmp_path / "late").mkdir()
         (tmp_path / "late/other").touch()
     assert {path.name for path in tmp_path.iterdir()} == {"out", "late"}
@@ -121,17 +128,32 @@ def occupy(path: Path, how: str, elsewhere: Path) -> None:
     else:
         path.mkdir()
         (path / "mine").write_text("mine")
-        (path / LOCK).write_text({"folder of a run": "123\n", "folder with a lock": "\xff\n"}.get(how, ""))
+        (path / LOCK).write_text(
+            {"folder of a run": "123\n", "folder with a lock": "\xff\n"}.get(how, "")
+        )
 
 
 def snapshot(folder: Path) -> dict[str, object]:
     return {
-        str(path): (path.lstat().st_mode, path.lstat().st_ino, path.read_bytes() if path.is_file() else None)
+        str(path): (
+            path.lstat().st_mode,
+            path.lstat().st_ino,
+            path.read_bytes() if path.is_file() else None,
+        )
         for path in folder.rglob("*")
     }
 
 
-OCCUPANTS = "link", "dangling link", "file", "pipe", "socket", "folder", "folder of a run", "folder with a lock"
+OCCUPANTS = (
+    "link",
+    "dangling link",
+    "file",
+    "pipe",
+    "socket",
+    "folder",
+    "folder of a run",
+    "folder with a lock",
+)
 
 
 def test_a_link_that_leads_to_itself_is_no_folder_to_make(tmp_path):
@@ -142,7 +164,9 @@ def test_a_link_that_leads_to_itself_is_no_folder_to_make(tmp_path):
 
 
 @pytest.mark.parametrize("how", OCCUPANTS)
-def test_a_folder_is_made_beside_what_others_have_under_its_temporary_names(tmp_path, monkeypatch, how):
+def test_a_folder_is_made_beside_what_others_have_under_its_temporary_names(
+    tmp_path, monkeypatch, how
+):
     monkeypatch.chdir(tmp_path)  # the paths of sockets are short
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -164,7 +188,8 @@ def test_a_folder_is_made_beside_what_others_have_under_its_temporary_names(tmp_
 
 @pytest.mark.parametrize("number", ENDING_SIGNALS)
 def test_signals_clean_up_as_an_interrupt_does(tmp_path, number):
-    """A second signal, while the folder is deleted, is ignored; afterwards signals do what they did before."""
+    """A second signal, while the folder is deleted, is ignored; afterwards signals do what they did
+    before."""
     for start in (making, replacing):
         with pytest.raises(Signalled) as raised, start(tmp_path / "out") as temporary:
             if start is making:
@@ -185,12 +210,17 @@ def test_a_lock_that_is_no_file_is_refused_and_never_followed(tmp_path, monkeypa
     (elsewhere / "mine").write_text("mine")
     occupy(Path(LOCK), how, elsewhere / "mine")
     before = snapshot(tmp_path)
-    with pytest.raises(UserError, match=r"cannot be written to: its \.lock is a link or"), only_run_in(tmp_path):
+    with (
+        pytest.raises(UserError, match=r"cannot be written to: its \.lock is a link or"),
+        only_run_in(tmp_path),
+    ):
         raise AssertionError
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", [b"", b"\0\0\0\0", b"12\n", b"\xff\xfe\n", b"12 a diary\n", b"9" * 400])
+@pytest.mark.parametrize(
+    "content", [b"", b"\0\0\0\0", b"12\n", b"\xff\xfe\n", b"12 a diary\n", b"9" * 400]
+)
 def test_a_lock_holds_whatever_is_in_it_and_keeps_what_is_not_its_own(tmp_path, content):
     lock = tmp_path / LOCK
     lock.write_bytes(content)
@@ -205,11 +235,15 @@ def test_a_lock_holds_whatever_is_in_it_and_keeps_what_is_not_its_own(tmp_path, 
 
 
 @pytest.mark.parametrize("folder", ["/", "/proc", "."])
-def test_a_folder_that_cannot_be_replaced_is_refused_before_it_is_made(tmp_path, monkeypatch, folder):
+def test_a_folder_that_cannot_be_replaced_is_refused_before_it_is_made(
+    tmp_path, monkeypatch, folder
+):
     """/proc stands for a container's volume."""
     monkeypatch.chdir(tmp_path)
     with (
-        pytest.raises(UserError, match="is a mount point or the working directory; give a new folder"),
+        pytest.raises(
+            UserError, match="is a mount point or the working directory; give a new folder"
+        ),
         making(Path(folder)),
     ):
         raise AssertionError
@@ -217,16 +251,36 @@ def test_a_folder_that_cannot_be_replaced_is_refused_before_it_is_made(tmp_path,
 
 
 @pytest.mark.parametrize(
-    "name", ["", ".", "..", "/", "../private", "/etc/passwd", "a/b", "a/", "a\0b", "\ud800", "a" * 256, None, 3, ["a"]]
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "/",
+        "../private",
+        "/etc/passwd",
+        "a/b",
+        "a/",
+        "a\0b",
+        "\ud800",
+        "a" * 256,
+        None,
+        3,
+        ["a"],
+    ],
 )
 def test_a_file_names_only_files_of_its_folder(tmp_path, name):
-    with pytest.raises(UserError, match=r"index.json names .*, which is no file of its folder") as error:
+    with pytest.raises(
+        UserError, match=r"index.json names .*, which is no file of its folder"
+    ) as error:
         inside(tmp_path, name, tmp_path / "index.json")
     assert len(str(error.value)) < 300
     assert inside(tmp_path, "a b.arrow", tmp_path / "index.json") == tmp_path / "a b.arrow"
 
 
-def test_a_missing_path_that_differs_by_case_from_another_is_answered_with_that(tmp_path, monkeypatch):
+def test_a_missing_path_that_differs_by_case_from_another_is_answered_with_that(
+    tmp_path, monkeypatch
+):
     (tmp_path / "SmolLM2-135M").mkdir()
     (tmp_path / "SmolLM2-360M").touch()
     monkeypatch.chdir(tmp_path)
@@ -244,7 +298,9 @@ def test_a_missing_path_that_differs_by_case_from_another_is_answered_with_that(
 
 def test_two_runs_in_one_folder_refuse_each_other(tmp_path):
     with only_run_in(tmp_path / "run"):
-        refused = pytest.raises(UserError, match=rf"another run, process {os.getpid()}, writes into")
+        refused = pytest.raises(
+            UserError, match=rf"another run, process {os.getpid()}, writes into"
+        )
         with refused, only_run_in(tmp_path / "run"):
             pass
         with only_run_in(tmp_path / "other"):
@@ -286,7 +342,9 @@ def test_a_full_disk_is_named_with_the_file_that_was_written(tmp_path, capsys, m
         assert command(lambda _, write=write: write())([]) == 1
         error = capsys.readouterr().err
         assert error.startswith(f"error: No space left on device: {tmp_path / name}; the disk at /")
-        assert re.search(r" has [\d.]+ of [\d.]+ GB free; free some there, or write to another\n$", error)
+        assert re.search(
+            r" has [\d.]+ of [\d.]+ GB free; free some there, or write to another\n$", error
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -298,5 +356,9 @@ def fill(context, name: str) -> None:
 def test_values_that_are_nested_too_deeply_are_refused(tmp_path):
     for depth, refused in ((DEEPEST - 1, False), (DEEPEST, True), (900, True), (100_000, True)):
         (tmp_path / "config.json").write_text('{"a":' + "[" * depth + "]" * depth + "}")
-        with pytest.raises(UserError, match=r"is missing or damaged|nested") if refused else contextlib.nullcontext():
+        with (
+            pytest.raises(UserError, match=r"is missing or damaged|nested")
+            if refused
+            else contextlib.nullcontext()
+        ):
             read_json(tmp_path / "config.json")

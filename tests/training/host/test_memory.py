@@ -10,7 +10,10 @@ from training.host.memory import PinnedArena
 
 def test_arena_gives_out_what_it_has():
     arena = PinnedArena(4096, torch.device("cpu"))
-    tensors = [arena.allocate(*spec) for spec in (((3, 5), torch.bfloat16), ((), torch.float32), ((7,), torch.int64))]
+    tensors = [
+        arena.allocate(*spec)
+        for spec in (((3, 5), torch.bfloat16), ((), torch.float32), ((7,), torch.int64))
+    ]
     for value, tensor in enumerate(tensors):
         tensor.fill_(value)
         assert tensor.data_ptr() % 64 == 0

@@ -38,7 +38,8 @@ print(*(after - before for before, after in zip(began, seconds())))
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Returns a function that answers early on a machine with NVIDIA's driver or without, and what it then set."""
+    """Returns a function that answers early on a machine with NVIDIA's driver or without, and what
+    it then set."""
 
     def start(words, environment, driver, **options):
         monkeypatch.setattr(threads, "DRIVERS", (tmp_path,) if driver else (tmp_path / "none",))
@@ -57,24 +58,33 @@ def machine(tmp_path, monkeypatch):
     ("", {}, False, True), ("", {}, True, False), ("--device cpu", {}, True, True),
     ("--device cuda --device=cpu --lora 16", {}, True, True), ("--device cuda", {}, True, False),
     ("--device", {}, True, False), ("", {"CUDA_VISIBLE_DEVICES": ""}, True, True),
-    ("", {"CUDA_VISIBLE_DEVICES": "-1"}, True, True), ("", {"CUDA_VISIBLE_DEVICES": "1"}, True, False),
+    ("", {"CUDA_VISIBLE_DEVICES": "-1"}, True, True),
+    ("", {"CUDA_VISIBLE_DEVICES": "1"}, True, False),
     ("", {"RANK": "1"}, False, True),
     ("", {"OMP_WAIT_POLICY": "active"}, False, False), ("", {"GOMP_SPINCOUNT": "0"}, False, False),
     ("", {"KMP_BLOCKTIME": "200"}, False, False),
 ])  # fmt: skip
-def test_spinning_is_limited_where_no_gpu_computes_and_nobody_chose(machine, words, environment, driver, limited):
+def test_spinning_is_limited_where_no_gpu_computes_and_nobody_chose(
+    machine, words, environment, driver, limited
+):
     assert machine(words, environment, driver) == (LIMITS if limited else {})
     assert machine(words, environment, driver, packages=["tqdm"]) == {}  # a command without torch
 
 
 def test_a_thread_that_waits_takes_no_core():
-    """Two threads take at most 1.3 times the time of one: it is 2 where the second spins as it waits."""
+    """Two threads take at most 1.3 times the time of one: it is 2 where the second spins as it
+    waits."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("a thread on one core waits anyway")
     environment = {name: value for name, value in os.environ.items() if name not in LIMITS}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     said = subprocess.run(
-        [sys.executable, "-c", BUSY], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", BUSY],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     process, main_thread = map(float, said.split())
     assert process < 1.3 * main_thread, (process, main_thread)

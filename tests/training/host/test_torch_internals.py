@@ -31,7 +31,9 @@ def test_fused_adamw():
     """Bitwise what torch.optim.AdamW(fused=True) does."""
     weight = torch.nn.Parameter(torch.randn(100))
     ours, first, second = weight.detach().clone(), torch.zeros(100), torch.zeros(100)
-    optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.3, fused=True)
+    optimizer = torch.optim.AdamW(
+        [weight], lr=0.1, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.3, fused=True
+    )
     for step in (1.0, 2.0):
         weight.grad = torch.randn(100)
         optimizer.step()
@@ -44,7 +46,9 @@ def test_fused_adamw():
 
 def test_dtensor_like(process_group):
     """It wraps the tensor itself, on another device than the mesh's too: of meta tensors here."""
-    sharded = distribute_tensor(torch.ones(4, 3, dtype=torch.bfloat16), init_device_mesh("cpu", (1,)), [Shard(0)])
+    sharded = distribute_tensor(
+        torch.ones(4, 3, dtype=torch.bfloat16), init_device_mesh("cpu", (1,)), [Shard(0)]
+    )
     for device in ("cpu", "meta"):
         local = torch.zeros(4, 3, device=device)
         made = torch_internals.dtensor_like(sharded, local)
@@ -52,7 +56,10 @@ def test_dtensor_like(process_group):
         assert made.shape == (4, 3) and made.placements == sharded.placements
         narrow = torch_internals.dtensor_like(sharded, local[:, :1], (4, 1))
         assert narrow.shape == (4, 1) and narrow.dtype == torch.float32
-        assert made.to_local().device == local.device and made.to_local().data_ptr() == local.data_ptr()
+        assert (
+            made.to_local().device == local.device
+            and made.to_local().data_ptr() == local.data_ptr()
+        )
 
 
 def test_flatten_mesh(process_group):
@@ -70,6 +77,9 @@ def test_set_timeout(process_group):
 
 
 def test_compute_local_shape_and_global_offset(process_group):
-    """tests/training/checkpoint/test_files.py has it on four ranks, where FSDP2 shards what tensor parallelism did."""
-    place = torch_internals.compute_local_shape_and_global_offset((5, 6), init_device_mesh("cpu", (1,)), [Shard(0)])
+    """tests/training/checkpoint/test_files.py has it on four ranks, where FSDP2 shards what tensor
+    parallelism did."""
+    place = torch_internals.compute_local_shape_and_global_offset(
+        (5, 6), init_device_mesh("cpu", (1,)), [Shard(0)]
+    )
     assert place == ((5, 6), (0, 0))

@@ -12,7 +12,8 @@ from training.memory import contexts
 def plan_of(tokens, seconds):
     """A plan as far as it is drawn: 20 GiB of 23, and 90 on the host."""
     step = SimpleNamespace(
-        unplanned=lambda placement, loss_impl: None, peak=lambda execution: SimpleNamespace(bytes=tokens * 2**20)
+        unplanned=lambda placement, loss_impl: None,
+        peak=lambda execution: SimpleNamespace(bytes=tokens * 2**20),
     )
     return SimpleNamespace(
         step=step, peak=SimpleNamespace(bytes=20 * GIB), host_bytes=90 * GIB, gpu_budget=23 * GIB,
@@ -29,6 +30,8 @@ def test_texts_stay_inside_their_axes(seconds, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(contexts, "save_picture", lambda figure, path: drawn.append(figure))
     contexts.draw_contexts(
-        tmp_path, "4B on RTX4090; its speed is an H200's", {n: plan_of(n, s) for n, s in seconds.items()}
+        tmp_path,
+        "4B on RTX4090; its speed is an H200's",
+        {n: plan_of(n, s) for n, s in seconds.items()},
     )
     check_texts(drawn[0])

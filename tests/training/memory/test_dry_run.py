@@ -31,24 +31,40 @@ SMALL_BYTES = 2**23
 D, F, H, G, K = 2560, 9728, 32, 8, 128  # the 4B's
 
 
-def step_of(tokens, kind=FULL, linear=None, trained=ALL, model_type="qwen3", num_ranks=1, **changes):
-    config = replace(MODEL_SIZES["4B"], num_hidden_layers=1, vocab_size=64, layer_kinds=(kind,), **changes)
+def step_of(
+    tokens, kind=FULL, linear=None, trained=ALL, model_type="qwen3", num_ranks=1, **changes
+):
+    config = replace(
+        MODEL_SIZES["4B"], num_hidden_layers=1, vocab_size=64, layer_kinds=(kind,), **changes
+    )
     given = Execution(linear=linear or trained.linear(PLAIN), attention_backend="cudnn")
     return step_on_meta(
-        in_family(config, model_type), tokens, given=given, trained=trained, context_parallel_size=num_ranks
+        in_family(config, model_type),
+        tokens,
+        given=given,
+        trained=trained,
+        context_parallel_size=num_ranks,
     )
 
 
 def bytes_of(step, placement, tile_size=None, heads_at_a_time=None):
-    execution = replace(step.given, placements=(placement,), mlp_tile_size=tile_size, heads_at_a_time=heads_at_a_time)
-    return block_bytes(step, execution, placement, step.parts[0], execution.linear.by_layer(step.layers)[0])
+    execution = replace(
+        step.given,
+        placements=(placement,),
+        mlp_tile_size=tile_size,
+        heads_at_a_time=heads_at_a_time,
+    )
+    return block_bytes(
+        step, execution, placement, step.parts[0], execution.linear.by_layer(step.layers)[0]
+    )
 
 
 def test_what_a_whole_block_keeps():
-    """In bf16. Attention: its input's norm, q and k thrice, v, the output; in float32 1 / rms and a log-sum-exp.
+    """In bf16. Attention: its input's norm, q and k thrice, v, the output; in float32 1 / rms and a
+    log-sum-exp.
 
-    q and k are kept before their norms and after their rotation, which the norms' outputs do not outlive. The MLP: the
-    residual sum, its norm, gate and up.
+    q and k are kept before their norms and after their rotation, which the norms' outputs do not
+    outlive. The MLP: the residual sum, its norm, gate and up.
     """
     T = 65_536
     attention = 2 * D + 2 * K * (2 * H + 2 * G) + 2 * K * (G + H) + 4 * (1 + H + G + H)
@@ -58,10 +74,17 @@ def test_what_a_whole_block_keeps():
 
 def test_a_placed_block_keeps_attention_s_results_alone():
     T = 65_536
-    for kind, branches, lists in ((FULL, 1, 0), (Window(), 1, 0), (Sparse(24), 1, 24), (NSA(16), 3, 13)):
+    for kind, branches, lists in (
+        (FULL, 1, 0),
+        (Window(), 1, 0),
+        (Sparse(24), 1, 24),
+        (NSA(16), 3, 13),
+    ):
         results, choices = branches * (2 * K + 4) * H * T, 2 * G * lists * T
         for heads in (None, 1):
-            assert sum(bytes_of(step_of(T, kind), KEPT, 8192, heads).kept) == results + choices, kind
+            assert sum(bytes_of(step_of(T, kind), KEPT, 8192, heads).kept) == results + choices, (
+                kind
+            )
             assert sum(bytes_of(step_of(T, kind), PLACED, 8192, heads).kept) == choices, kind
 
 
@@ -69,7 +92,11 @@ def test_a_placed_block_keeps_attention_s_results_alone():
 def test_what_waits_and_leaves_of_a_placed_block(results):
     """Choices of blocks and of experts wait on the GPU, wherever the results of attention are."""
     T, E, k = 65_536, 16, 4
-    for kind, mlp, lists in ((FULL, None, 0), (Sparse(24), None, 24), (Sparse(24), ExpertsPart(E, k, 64), 24)):
+    for kind, mlp, lists in (
+        (FULL, None, 0),
+        (Sparse(24), None, 24),
+        (Sparse(24), ExpertsPart(E, k, 64), 24),
+    ):
         step = step_of(T, kind, **({} if mlp is None else {"layer_mlps": (mlp,)}))
         for where in ("gpu", "host"):
             placement, part = Placement(where, results), step.parts[0]
@@ -84,9 +111,11 @@ def test_what_waits_and_leaves_of_a_placed_block(results):
 
 
 def test_experts_keep_their_choice_and_a_tile_at_a_time():
-    """Backward in tiles: gradients of its output and input, its input, the residual sum, choices and weights.
+    """Backward in tiles: gradients of its output and input, its input, the residual sum, choices
+    and weights.
 
-    It comes with sums of matrices' gradients in float32, and a tile's gate and up, their product, and rows of dx.
+    It comes with sums of matrices' gradients in float32, and a tile's gate and up, their product,
+    and rows of dx.
     """
     T, tile, E, k, F = 131_072, 32_768, 16, 4, 768
     step = step_of(T, layer_mlps=(ExpertsPart(E, k, F),))
@@ -94,11 +123,15 @@ def test_experts_keep_their_choice_and_a_tile_at_a_time():
     most = 4 * 2 * D * T + 4 * 3 * E * D * F + 2 * k * tile * (2 * F + D)
     found = bytes_of(step, PLACED, tile).mlp_backward[1]
     assert most < found < most + 4 * E * 3 * T + 2 * k * tile * F
-    assert bytes_of(step, PLACED).mlp_backward[1] - found > 2 * k * (T - tile) * (2 * F + D) - 4 * 3 * E * D * F
+    assert (
+        bytes_of(step, PLACED).mlp_backward[1] - found
+        > 2 * k * (T - tile) * (2 * F + D) - 4 * 3 * E * D * F
+    )
 
 
 def test_a_tile_and_a_group_of_heads_free_what_grows_with_the_sequence():
-    """Backward of the MLP in tiles: gradients of its output and input, its input, the residual sum; no hidden states.
+    """Backward of the MLP in tiles: gradients of its output and input, its input, the residual sum;
+    no hidden states.
 
     It comes with sums of weights' gradients in float32 and three buffers of a tile.
     """
@@ -108,7 +141,9 @@ def test_a_tile_and_a_group_of_heads_free_what_grows_with_the_sequence():
     assert tiled.mlp_backward[1] == 4 * rows + 4 * T + 4 * weights + 3 * 2 * 8192 * F
     assert untiled.mlp_backward[1] - tiled.mlp_backward[1] > 2 * 3 * F * T - 2 * rows - 6 * weights
     by_head = bytes_of(step_of(T), PLACED, 8192, 1)
-    assert by_head.attention_backward[0] < bytes_of(step_of(T), PLACED, 8192).attention_backward[0] / 2
+    assert (
+        by_head.attention_backward[0] < bytes_of(step_of(T), PLACED, 8192).attention_backward[0] / 2
+    )
 
 
 @pytest.fixture
@@ -121,7 +156,8 @@ def traces(monkeypatch):
 
 
 def test_backward_of_a_gated_norm_writes_over_the_gradient_of_its_result(traces):
-    """A delta net keeps its input, q, k and v before and after the convolution, the rule's output, z, states.
+    """A delta net keeps its input, q, k and v before and after the convolution, the rule's output,
+    z, states.
 
     Gradients are of the block's output, of the residual sum, of the rule's output, and of z.
     """
@@ -129,19 +165,28 @@ def test_backward_of_a_gated_norm_writes_over_the_gradient_of_its_result(traces)
     bytes_of(step_of(T, DeltaNet(), model_type="qwen3_5_text"), PLACED, 8192)
     rows = 2 * (3 * D + 2 * (2 * G * K + H * V) + 4 * H * V) + H * K * V / 1024
     names = (moment.operation for moment in traces[0].moments if moment.phase == "attention")
-    sizes = [size for moment, size in zip(traces[0].moments, traces[0].alive) if moment.phase == "attention"]
-    assert max(size for name, size in zip(names, sizes) if "rms_norm" in name) == pytest.approx(rows * T, rel=0.01)
+    sizes = [
+        size
+        for moment, size in zip(traces[0].moments, traces[0].alive)
+        if moment.phase == "attention"
+    ]
+    assert max(size for name, size in zip(names, sizes) if "rms_norm" in name) == pytest.approx(
+        rows * T, rel=0.01
+    )
 
 
 def test_a_second_forward_makes_no_sum_with_a_skipped_mlp(traces):
     for changes in {}, {"model_type": "granite", "residual_multiplier": 0.25}:
         bytes_of(step_of(LONG, **changes), PLACED, 8192)
-        phases = [moment.phase for moment in traces[-1].moments if moment.operation == "aten::add.Tensor"]
+        phases = [
+            moment.phase for moment in traces[-1].moments if moment.operation == "aten::add.Tensor"
+        ]
         assert "forward" in phases and "MLP" not in phases, changes
 
 
 def test_a_packed_document_attends_in_a_call_of_its_own():
-    """Its output exists twice in forward, before it is copied to all documents' output. Here heads have no norms."""
+    """Its output exists twice in forward, before it is copied to all documents' output. Here heads
+    have no norms."""
     T = 65_536
     whole = step_of(T, model_type="llama")
     packed = replace(whole, documents=PackedDocuments(T - 300, ((300.0, 1), (T - 300.0, 1))))
@@ -165,7 +210,12 @@ UNLIKE = {
     "shared": ({"num_ranks": 4}, KEPT, 8192, 1),
     "delta net": ({"kind": DeltaNet(), "model_type": "qwen3_5_text"}, KEPT, 8192, None),
     "delta net, whole": ({"kind": DeltaNet(), "model_type": "qwen3_5_text"}, WHOLE, None, None),
-    "delta net, shared": ({"kind": DeltaNet(), "model_type": "qwen3_5_text", "num_ranks": 4}, KEPT, 8192, None),
+    "delta net, shared": (
+        {"kind": DeltaNet(), "model_type": "qwen3_5_text", "num_ranks": 4},
+        KEPT,
+        8192,
+        None,
+    ),
     "output gate": ({"model_type": "qwen3_5_text", "rotary_dim": 64}, PLACED, 8192, None),
     "experts": ({"layer_mlps": (ExpertsPart(16, 4, 768),)}, KEPT, 8192, None),
     "experts, whole": ({"layer_mlps": (ExpertsPart(16, 4, 768),)}, WHOLE, None, None),
@@ -175,7 +225,8 @@ UNLIKE = {
 
 @pytest.mark.parametrize("case", UNLIKE)
 def test_two_lengths_tell_of_all_longer_ones(case, monkeypatch):
-    """To the byte, against a run of that length. Gated delta nets keep a state for every 4,096 tokens."""
+    """To the byte, against a run of that length. Gated delta nets keep a state for every 4,096
+    tokens."""
     options, placement, tile_size, heads = UNLIKE[case]
     for T in (LONG + 4096, 3 * LONG):
         step = step_of(T * options.get("num_ranks", 1), **options)
@@ -213,7 +264,10 @@ def test_a_block_on_a_gpu(placement, tile_size, heads, case):
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         y = block(x, context)
-        forward, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before - y.nbytes
+        forward, kept = (
+            torch.cuda.max_memory_allocated() - before,
+            torch.cuda.memory_allocated() - before - y.nbytes,
+        )
         end = dry_run._End.apply(y)
         del y
         torch.cuda.reset_peak_memory_stats()

@@ -10,7 +10,14 @@ from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
 from model import MODEL_SIZES
 from training.host.errors import UserError
-from training.memory.kinds import ANNEALING_STAGES, FLAGS, annealed, kinds_of, numbers_by_layer, spell_by_layer
+from training.memory.kinds import (
+    ANNEALING_STAGES,
+    FLAGS,
+    annealed,
+    kinds_of,
+    numbers_by_layer,
+    spell_by_layer,
+)
 
 
 @pytest.mark.parametrize(("text", "numbers", "short"), [
@@ -23,11 +30,15 @@ from training.memory.kinds import ANNEALING_STAGES, FLAGS, annealed, kinds_of, n
 ])  # fmt: skip
 def test_numbers_by_layer(text, numbers, short):
     assert numbers_by_layer("selected_blocks", text, 4) == numbers
-    assert spell_by_layer(numbers) == short and numbers_by_layer("selected_blocks", short, 4) == numbers
+    assert (
+        spell_by_layer(numbers) == short
+        and numbers_by_layer("selected_blocks", short, 4) == numbers
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["", "-1", "8,", "8x", "8x0,4", "x4", "8 x4", "many", "123456", "8x2,4x1", "8x5", "8,8,8,8,8"]
+    "text",
+    ["", "-1", "8,", "8x", "8x0,4", "x4", "8 x4", "many", "123456", "8x2,4x1", "8x5", "8,8,8,8,8"],
 )
 def test_other_forms_are_refused(text):
     with pytest.raises(UserError, match=r"must be a number|names \d layers, the model has 4"):
@@ -39,14 +50,27 @@ def test_other_forms_are_refused(text):
 )
 def test_annealing_falls_to_the_end_in_few_numbers(start, final, steps):
     numbers = [annealed(start, final, step, steps) for step in range(1, steps + 10)]
-    assert numbers[0] == start and set(numbers[steps:]) == {final} and numbers == sorted(numbers, reverse=True)
+    assert (
+        numbers[0] == start
+        and set(numbers[steps:]) == {final}
+        and numbers == sorted(numbers, reverse=True)
+    )
     assert len(set(numbers)) <= ANNEALING_STAGES
     line = [start + (final - start) * min(1, i / steps) for i in range(len(numbers))]
     assert all(abs(ours - exact) <= (start - final) / 7 + 2 for ours, exact in zip(numbers, line))
 
 
 def test_annealing_as_documented():
-    assert [annealed(64, 32, step, 70) for step in range(1, 80, 10)] == [64, 60, 56, 52, 44, 40, 36, 32]
+    assert [annealed(64, 32, step, 70) for step in range(1, 80, 10)] == [
+        64,
+        60,
+        56,
+        52,
+        44,
+        40,
+        36,
+        32,
+    ]
 
 
 def test_layers_that_attend_to_everything_are_set_and_windows_keep_their_kind():
@@ -55,6 +79,10 @@ def test_layers_that_attend_to_everything_are_set_and_windows_keep_their_kind():
     shape = replace(MODEL_SIZES["tiny"], layer_kinds=(window, FULL), num_hidden_layers=4)
     assert kinds_of(flags, shape) == (window, Sparse()) * 2
     windows = replace(shape, layer_kinds=(window,))
-    with pytest.raises(UserError, match="sparse has no effect on a model whose layers all attend by window;"):
+    with pytest.raises(
+        UserError, match="sparse has no effect on a model whose layers all attend by window;"
+    ):
         kinds_of(flags, windows)
-    assert kinds_of(Namespace(**{**vars(flags), "attention_type": "full"}), windows) == (window,) * 4
+    assert (
+        kinds_of(Namespace(**{**vars(flags), "attention_type": "full"}), windows) == (window,) * 4
+    )

@@ -11,7 +11,13 @@ from kernels.attention.full import FULL
 from kernels.lora import LORA
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
-from training.host.sizes import PROCESS_BYTES, SYSTEM_BYTES, available_host_bytes, budget_of_machine, parse_bytes
+from training.host.sizes import (
+    PROCESS_BYTES,
+    SYSTEM_BYTES,
+    available_host_bytes,
+    budget_of_machine,
+    parse_bytes,
+)
 from training.memory import machine
 from training.memory.machine import (
     ASSUMED_NETWORK,
@@ -31,14 +37,33 @@ GIB = 2**30
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("24GB", 24 * 2**30), ("24 GiB", 24 * 2**30), ("1.5g", 3 * 2**29), ("512MB", 2**29), ("1048576", 2**20)],
+    [
+        ("24GB", 24 * 2**30),
+        ("24 GiB", 24 * 2**30),
+        ("1.5g", 3 * 2**29),
+        ("512MB", 2**29),
+        ("1048576", 2**20),
+    ],
 )
 def test_sizes(text, expected):
     assert parse_bytes(text) == expected
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GB", "-1GB", "24 gigs", "1e9", "24", "4090", "1023K", "0.5 MB", "1024TB", "999999999999999T"]
+    "text",
+    [
+        "",
+        "GB",
+        "-1GB",
+        "24 gigs",
+        "1e9",
+        "24",
+        "4090",
+        "1023K",
+        "0.5 MB",
+        "1024TB",
+        "999999999999999T",
+    ],
 )
 def test_bad_sizes(text):
     with pytest.raises(ValueError, match='looks like "24GB"'):
@@ -73,7 +98,8 @@ def group_files(folder, names, limit):
 
 
 @pytest.mark.parametrize(
-    ("line", "root", "names"), [("0::/{}", "/sys/fs/cgroup", V2), ("4:cpuset,memory:/{}", "/sys/fs/cgroup/memory", V1)]
+    ("line", "root", "names"),
+    [("0::/{}", "/sys/fs/cgroup", V2), ("4:cpuset,memory:/{}", "/sys/fs/cgroup/memory", V1)],
 )
 @pytest.mark.parametrize(("path", "limits", "expected"), [
     ("", {"": None}, 80),
@@ -82,7 +108,9 @@ def group_files(folder, names, limit):
     ("user.slice/run.scope", {"/user.slice": 60, "/user.slice/run.scope": 20}, 0.8 * (20 - 6)),
     ("docker/of_the_host", {"": 40}, 0.8 * (40 - 6)),
 ])  # fmt: skip
-def test_host_memory_is_that_of_the_control_groups(line, root, names, path, limits, expected, monkeypatch):
+def test_host_memory_is_that_of_the_control_groups(
+    line, root, names, path, limits, expected, monkeypatch
+):
     """100 GiB are available on the machine."""
     files = {
         "/proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:  {100 * 2**20} kB\n",
@@ -107,7 +135,9 @@ def test_a_machine_of_a_size_lets_its_processes_pin_80_percent_of_what_they_leav
     for gib, processes in ((16, 1), (64, 2), (512, 8)):
         whole = budget_of_machine(gib * 2**30, processes) + PROCESS_BYTES
         assert 0 < processes * whole <= gib * 2**30 - SYSTEM_BYTES
-    with pytest.raises(ValueError, match="host_memory 16GB: the system and nproc 8 take 18GB before any is pinned;"):
+    with pytest.raises(
+        ValueError, match="host_memory 16GB: the system and nproc 8 take 18GB before any is pinned;"
+    ):
         budget_of_machine(16 * 2**30, 8)
 
 
@@ -144,14 +174,19 @@ def test_all_kernels_but_full_attentions_are_timed_between_products():
 
 @pytest.mark.parametrize(("device_name", "name"), [
     ("NVIDIA H200", "H200"), ("NVIDIA GH200 480GB", "H200"), ("NVIDIA H100 80GB HBM3", "H100"),
-    ("NVIDIA H100 PCIe", "H100-PCIe"), ("NVIDIA A800-SXM4-80GB", "A100-40GB"), ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
+    ("NVIDIA H100 PCIe", "H100-PCIe"), ("NVIDIA A800-SXM4-80GB", "A100-40GB"),
+    ("NVIDIA A100 80GB PCIe", "A100-PCIe"),
     ("NVIDIA A100-PCIE-40GB", "A100-PCIe"), ("NVIDIA A40", "A40"), ("NVIDIA RTX A6000", "A6000"),
-    ("NVIDIA L40S", "L40S"), ("NVIDIA GeForce RTX 4090", "RTX4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ("NVIDIA L40S", "L40S"), ("NVIDIA GeForce RTX 4090", "RTX4090"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ("NVIDIA GeForce RTX 4090 D", None), ("NVIDIA GeForce RTX 4070", "RTX4070"),
-    ("NVIDIA GeForce RTX 4070 Ti", "RTX4070Ti"), ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070TiSuper"),
-    ("NVIDIA GeForce RTX 3080 Ti Laptop GPU", None), ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
+    ("NVIDIA GeForce RTX 4070 Ti", "RTX4070Ti"),
+    ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX4070TiSuper"),
+    ("NVIDIA GeForce RTX 3080 Ti Laptop GPU", None),
+    ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
     ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
-    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None), ("NVIDIA A10", "A10"), ("NVIDIA A10G", "A10G"),
+    ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", None), ("NVIDIA A10", "A10"),
+    ("NVIDIA A10G", "A10G"),
     ("NVIDIA RTX A4000", "A4000"), ("NVIDIA RTX A2000", None), ("Tesla T4", None),
 ])  # fmt: skip
 def test_what_the_driver_calls_them(device_name, name):
@@ -161,13 +196,18 @@ def test_what_the_driver_calls_them(device_name, name):
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("4090", "RTX4090"), ("rtx4090", "RTX4090"), ("NVIDIA GeForce RTX 4090", "RTX4090"), ("3090 24GB", "RTX3090"),
+        ("4090", "RTX4090"), ("rtx4090", "RTX4090"), ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("3090 24GB", "RTX3090"),
         ("a100", "A100-80GB"), ("A100-40GB", "A100-40GB"), ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
         ("NVIDIA A100 80GB PCIe", "A100-PCIe"), ("H100-80GB", "H100"), ("h100 pcie", "H100-PCIe"),
-        ("RTX A6000", "A6000"), ("A40 48G", "A40"), ("H200-141GB", "H200"), ("4080", "RTX4080"), ("L4", "L4"),
-        ("rtx 4070 ti super", "RTX4070TiSuper"), ("4060 Ti", "RTX4060Ti-16GB"), ("4060 Ti 8GB", "RTX4060Ti-8GB"),
-        ("RTX 6000 Ada", "RTX6000-Ada"), ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"), ("RTX A5000", "A5000"),
-        ("RTX PRO 6000 Blackwell", "RTX-PRO-6000"), ("RTX PRO 6000", "RTX-PRO-6000"), ("Quadro A6000", "A6000"),
+        ("RTX A6000", "A6000"), ("A40 48G", "A40"), ("H200-141GB", "H200"), ("4080", "RTX4080"),
+        ("L4", "L4"),
+        ("rtx 4070 ti super", "RTX4070TiSuper"), ("4060 Ti", "RTX4060Ti-16GB"),
+        ("4060 Ti 8GB", "RTX4060Ti-8GB"),
+        ("RTX 6000 Ada", "RTX6000-Ada"), ("NVIDIA RTX 6000 Ada Generation", "RTX6000-Ada"),
+        ("RTX A5000", "A5000"),
+        ("RTX PRO 6000 Blackwell", "RTX-PRO-6000"), ("RTX PRO 6000", "RTX-PRO-6000"),
+        ("Quadro A6000", "A6000"),
     ],
 )  # fmt: skip
 def test_what_a_user_calls_them(text, name):
@@ -175,7 +215,9 @@ def test_what_a_user_calls_them(text, name):
 
 
 def test_each_gpu_is_found_by_its_own_name():
-    assert {name: parse_gpu(name) for name in GPUS} == {name: (name, gpu) for name, gpu in GPUS.items()}
+    assert {name: parse_gpu(name) for name in GPUS} == {
+        name: (name, gpu) for name, gpu in GPUS.items()
+    }
     for name in ("4080", "4070", "3080", "3060", "5080", "5090", "L4", "A10", "A5000", "A6000"):
         assert 7.9 * GIB < parse_gpu(name)[1].memory_bytes < 50 * GIB
 
@@ -194,7 +236,17 @@ def test_a_size_has_the_speed_of_the_slowest_gpu_with_as_much(text, slowest):
 
 
 @pytest.mark.parametrize(
-    "text", ["T4", "Tesla T4", "V100", "Tesla V100-SXM2-32GB", "P100", "RTX 2080 Ti", "GTX 1080", "Quadro RTX 8000"]
+    "text",
+    [
+        "T4",
+        "Tesla T4",
+        "V100",
+        "Tesla V100-SXM2-32GB",
+        "P100",
+        "RTX 2080 Ti",
+        "GTX 1080",
+        "Quadro RTX 8000",
+    ],
 )
 def test_gpus_without_bf16_are_refused(text):
     with pytest.raises(ValueError, match=rf"^{text} has no bf16, in which Fathom trains"):
@@ -204,13 +256,17 @@ def test_gpus_without_bf16_are_refused(text):
 @pytest.mark.parametrize(
     ("maker", "names"),
     [("Apple's", "M2,M1 Pro,M3 Max,m4ultra,Apple M4 Ultra 192GB,mps"), ("Google's", "TPU,TPU v5e,v5p,Trillium"),
-     ("AMD's", "MI300X,mi250,8xMI355X,AMD Instinct MI300A,RX 7900 XTX,7900XTX,Radeon Pro W7900,W7900,amd"),
+     ("AMD's", "MI300X,mi250,8xMI355X,AMD Instinct MI300A,RX 7900 XTX,7900XTX,Radeon Pro "
+               "W7900,W7900,amd"),
      ("Intel's", "Gaudi,Gaudi2,Arc A770,A770,B580,Intel Max 1550"), ("Amazon's", "Trainium2,inf2"),
      ("Huawei's", "Ascend 910B,910b"), ("Other makers'", "Cerebras,Groq,MTT S4000")],
 )  # fmt: skip
 def test_gpus_of_other_makers_are_refused(maker, names):
     for text in names.split(","):
-        with pytest.raises(ValueError, match=rf": {maker} GPUs and accelerators are not supported; give one of NVIDIA"):
+        with pytest.raises(
+            ValueError,
+            match=rf": {maker} GPUs and accelerators are not supported; give one of NVIDIA",
+        ):
             parse_gpu(text)
 
 
@@ -221,12 +277,15 @@ def test_gpus_of_other_makers_are_refused(maker, names):
      ("2x RTX 4090", "--gpu 'RTX 4090' --nproc 2"), ("A100-80GB x 4", "--gpu A100-80GB --nproc 4")],
 )  # fmt: skip
 def test_several_gpus_are_another_flag(text, cure):
-    with pytest.raises(ValueError, match=re.escape(f"gpu names one GPU, got {text!r}; give {cure}") + "$"):
+    with pytest.raises(
+        ValueError, match=re.escape(f"gpu names one GPU, got {text!r}; give {cure}") + "$"
+    ):
         parse_gpu(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("2xRTX4091", "no GPU 'RTX4091' .* did you mean RTX4090"), ("rtx 20", "no GPU 'rtx 20'"),
+    ("text", "why"),
+    [("2xRTX4091", "no GPU 'RTX4091' .* did you mean RTX4090"), ("rtx 20", "no GPU 'rtx 20'"),
                       ("2xT4", "T4 has no bf16")],
 )  # fmt: skip
 def test_several_of_no_gpu(text, why):
@@ -235,7 +294,8 @@ def test_several_of_no_gpu(text, why):
 
 
 def test_a_geforce_has_half_the_speed_of_its_sums_in_half_precision():
-    """An RTX A5000 and a GeForce RTX 3080 Ti have one chip: 64 and 80 multiprocessors at about the same clock."""
+    """An RTX A5000 and a GeForce RTX 3080 Ti have one chip: 64 and 80 multiprocessors at about the
+    same clock."""
     ratio = GPUS["A5000"].flops / 64 / (GPUS["RTX3080Ti"].flops / 80)
     assert ratio == pytest.approx(2, rel=0.1)
 
@@ -243,14 +303,17 @@ def test_a_geforce_has_half_the_speed_of_its_sums_in_half_precision():
 @pytest.mark.parametrize(
     ("text", "near"),
     [
-        ("RTX4091", ", did you mean RTX4090"), ("4096", ", did you mean"), ("200GB", ", did you mean H200"),
-        ("A100-60GB", ", did you mean A100-80GB or"), ("24", ""), ("1GB", ""), ("512MB", ""), ("2TB", ""),
+        ("RTX4091", ", did you mean RTX4090"), ("4096", ", did you mean"),
+        ("200GB", ", did you mean H200"),
+        ("A100-60GB", ", did you mean A100-80GB or"), ("24", ""), ("1GB", ""), ("512MB", ""),
+        ("2TB", ""),
     ],
 )  # fmt: skip
 def test_what_nobody_calls_them(text, near):
     """A card's number is no size, and the driver takes 1 GB."""
     with pytest.raises(
-        ValueError, match=rf"no GPU '{text}' in the table{near}.*; give one of RTX3060, .*B200; or a size"
+        ValueError,
+        match=rf"no GPU '{text}' in the table{near}.*; give one of RTX3060, .*B200; or a size",
     ):
         parse_gpu(text)
 
@@ -263,8 +326,14 @@ def test_rates_are_scaled_by_the_data_sheets():
     assert a100["full forward"] == pytest.approx(570e12 * 312 / 989)
     assert scale_rates(GPUS["H200"], "flash")["full forward"] == pytest.approx(328e12, rel=0.01)
     wide = scale_rates(GPUS["H200"], "cudnn", head_dim=256)
-    assert wide["full backward"] == pytest.approx(380e12, rel=0.01) and wide["full forward"] == H200["full forward"]
-    assert wide["sparse choice"] == 829e12 and wide["full calls backward"] == H200["full calls backward"]
+    assert (
+        wide["full backward"] == pytest.approx(380e12, rel=0.01)
+        and wide["full forward"] == H200["full forward"]
+    )
+    assert (
+        wide["sparse choice"] == 829e12
+        and wide["full calls backward"] == H200["full calls backward"]
+    )
     assert a100["together forward"] == a100["full forward"]
     assert a100["link"] == 25e9 and a100["gpu link"] == pytest.approx(H200["gpu link"] * 300 / 450)
     assert a100.keys() == H200.keys() and all(0 < rate <= H200[name] for name, rate in a100.items())
@@ -293,7 +362,8 @@ def test_without_nvlink_gpus_exchange_over_their_links_to_the_host():
 
 
 def test_rates_of_8_bits_stand_to_each_other_as_they_were_measured():
-    """Milliseconds of forward's products of the 4B's maps, two of the third: benchmarks/results/fp8_2026-11-27.md.
+    """Milliseconds of forward's products of the 4B's maps, two of the third:
+    benchmarks/results/fp8_2026-11-27.md.
 
     Sums in float32 add to FP8's: benchmarks/results/fp8_sums_h200_2026-11-28.md.
     """

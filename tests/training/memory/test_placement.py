@@ -31,12 +31,21 @@ TINY = MODEL_SIZES["tiny"]  # 4 layers
 UNIFORM = {f"{i} {a}": (Placement(i, a),) * 4 for i in ("gpu", "host") for a in PLACES}
 MIXED = {
     "pairs": [Placement("host", "gpu"), Placement("recompute", "host")] * 2,
-    "chain": [Placement("gpu", "host"), Placement("recompute"), Placement("recompute", "gpu"), Placement("host")],
+    "chain": [
+        Placement("gpu", "host"),
+        Placement("recompute"),
+        Placement("recompute", "gpu"),
+        Placement("host"),
+    ],
 }
 PLACEMENTS = UNIFORM | MIXED
 WEIGHTS = {  # that live on the host
     "weights": [Placement("host", "host", weights="host")] * 4,
-    "weights, pairs": [Placement("host", "gpu", weights="host"), Placement("recompute", "host", weights="host")] * 2,
+    "weights, pairs": [
+        Placement("host", "gpu", weights="host"),
+        Placement("recompute", "host", weights="host"),
+    ]
+    * 2,
     "weights, chain": [replace(placement, weights="host") for placement in MIXED["chain"]],
     "weights of every second": [Placement(weights="host"), Placement("recompute", "host")] * 2,
 }
@@ -44,7 +53,12 @@ WITH_WHOLE = {
     "all whole": [WHOLE] * 4,
     "whole last": [Placement("host", "host"), Placement("gpu", "gpu"), WHOLE, WHOLE],
     "whole first": [WHOLE, Placement("host", "gpu"), Placement("recompute", "host"), WHOLE],
-    "whole beside weights": [Placement("host", weights="host"), WHOLE, Placement("gpu", "gpu", weights="host"), WHOLE],
+    "whole beside weights": [
+        Placement("host", weights="host"),
+        WHOLE,
+        Placement("gpu", "gpu", weights="host"),
+        WHOLE,
+    ],
 }
 
 
@@ -61,7 +75,8 @@ def build(placements=None, dtype=torch.float32, mlp_tile_size=None, kinds=(FULL,
 
 
 def send_home(model, execution):
-    """Move the weights that live on the host there, as the optimizer does; returns them by parameter."""
+    """Move the weights that live on the host there, as the optimizer does; returns them by
+    parameter."""
     inventory = inventory_of(model.named_parameters(), execution, accumulate=True)
     parameters = [model.get_parameter(row.name) for row in inventory if row.weight_on_host]
     arena = PinnedArena(sum(p.nbytes + 512 for p in parameters), model.embed_tokens.weight.device)
@@ -98,7 +113,9 @@ def run(model, packed=False):
 @pytest.mark.parametrize("tile_size", [None, 40])
 def test_placements_change_no_bit(tile_size, packed):
     loss, gradients = run(build(mlp_tile_size=tile_size), packed)
-    for name, placements in (PLACEMENTS | WEIGHTS | (WITH_WHOLE if tile_size is None else {})).items():
+    for name, placements in (
+        PLACEMENTS | WEIGHTS | (WITH_WHOLE if tile_size is None else {})
+    ).items():
         placed_loss, placed_gradients = run(build(placements, mlp_tile_size=tile_size), packed)
         assert torch.equal(placed_loss, loss) and torch.equal(placed_gradients, gradients), name
 
@@ -122,16 +139,23 @@ def test_whole_blocks_beside_tiles_and_groups_differ_by_rounding(heads_at_a_time
 def test_attention_by_groups_differs_by_rounding(packed):
     """And all placements of it agree, bit for bit."""
     expected = run(build(mlp_tile_size=40), packed)
-    results = [run(build(p, heads_at_a_time=1, mlp_tile_size=40), packed) for p in PLACEMENTS.values()]
+    results = [
+        run(build(p, heads_at_a_time=1, mlp_tile_size=40), packed) for p in PLACEMENTS.values()
+    ]
     assert_close_runs(results[0], expected)
-    assert all(torch.equal(found, same) for result in results for found, same in zip(result, results[0]))
+    assert all(
+        torch.equal(found, same) for result in results for found, same in zip(result, results[0])
+    )
 
 
 def test_attention_by_groups_is_as_exact():
     """Against float64; in bfloat16, where the input's gradient is rounded once a group."""
     _, expected = run(build(dtype=torch.float64))
     for dtype in (torch.float32, torch.bfloat16):
-        (_, whole), (_, by_groups) = (run(build(dtype=dtype)), run(build([Placement()] * 4, dtype, heads_at_a_time=1)))
+        (_, whole), (_, by_groups) = (
+            run(build(dtype=dtype)),
+            run(build([Placement()] * 4, dtype, heads_at_a_time=1)),
+        )
         whole_error, error = ((gradients - expected).norm() for gradients in (whole, by_groups))
         assert error <= 1.5 * whole_error
 
@@ -169,9 +193,13 @@ def test_what_is_kept_does_not_run_again(heads_at_a_time, monkeypatch):
         return count
 
     reference = "gated_activation_reference"
-    monkeypatch.setattr(gated_activation, reference, counted("mlp", getattr(gated_activation, reference)))
+    monkeypatch.setattr(
+        gated_activation, reference, counted("mlp", getattr(gated_activation, reference))
+    )
     kernel = KERNELS["cpu"]
-    monkeypatch.setitem(KERNELS, "cpu", kernel._replace(forward=counted("attention", kernel.forward)))
+    monkeypatch.setitem(
+        KERNELS, "cpu", kernel._replace(forward=counted("attention", kernel.forward))
+    )
 
     def count(placements, mlp_tile_size):
         model = build(placements, mlp_tile_size=mlp_tile_size, heads_at_a_time=heads_at_a_time)
@@ -179,13 +207,16 @@ def test_what_is_kept_does_not_run_again(heads_at_a_time, monkeypatch):
         loss = model(ids, ids).loss
         calls.update(attention=0, mlp=0)
         loss.backward()
-        return calls["attention"] / (TINY.num_key_value_heads if heads_at_a_time else 1), calls["mlp"]
+        return calls["attention"] / (TINY.num_key_value_heads if heads_at_a_time else 1), calls[
+            "mlp"
+        ]
 
     assert count([Placement("gpu", "gpu")] * 4, None) == (0, 4)
     assert count([Placement("host", "host")] * 4, 102) == (0, 0)
     assert count([Placement()] * 4, 102) == (4, 0)
     assert count([WHOLE] * 4, 102) == (0, 0)
-    # Blocks 1 and 2 are rebuilt from block 0, which runs again for both, attention and all where that was not kept.
+    # Blocks 1 and 2 are rebuilt from block 0, which runs again for both, attention and all where
+    # that was not kept.
     assert count(PLACEMENTS["chain"], 102) == (1 + 1 + 1, 1 + 2)
 
 
@@ -205,7 +236,9 @@ class LiveBytes(TorchDispatchMode):
         return output
 
     def total(self):
-        self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
+        self.storages = {
+            key: value for key, value in self.storages.items() if not value[0].expired()
+        }
         return sum(nbytes for _, nbytes in self.storages.values())
 
 
@@ -215,7 +248,9 @@ def kept_bytes(placements, **options):
     ids, _ = make_batch(packed=False)
     model(ids, ids).loss.backward()  # RoPE's tables are there
     placed = engine(model)
-    arena_storage = None if placed.copies is None else placed.copies.arena._bytes.untyped_storage()._cdata
+    arena_storage = (
+        None if placed.copies is None else placed.copies.arena._bytes.untyped_storage()._cdata
+    )
     with LiveBytes() as live:
         loss = model(ids, ids).loss
     live.storages.pop(arena_storage, None)
@@ -249,11 +284,20 @@ def test_nothing_grows_over_twenty_steps():
         if step % 4 == 3:
             gc.collect()
             tensors = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
-            seen.append((tensors, placed.copies.arena.used_bytes, len(placed.copies.slots), len(placed.on_gpu)))
+            seen.append(
+                (
+                    tensors,
+                    placed.copies.arena.used_bytes,
+                    len(placed.copies.slots),
+                    len(placed.on_gpu),
+                )
+            )
     assert set(seen) == {seen[0]} and seen[0][-1] == 0
 
 
-@pytest.mark.parametrize("placements", [PLACEMENTS["pairs"], WEIGHTS["weights, pairs"]], ids=["pairs", "weights"])
+@pytest.mark.parametrize(
+    "placements", [PLACEMENTS["pairs"], WEIGHTS["weights, pairs"]], ids=["pairs", "weights"]
+)
 def test_validation_and_generation_keep_nothing(placements):
     ids, documents = make_batch(packed=True)
     plain, placed = build(), build(placements, heads_at_a_time=1)
@@ -271,10 +315,12 @@ def resident(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "ends"), [*((name, "gpu") for name in (*WEIGHTS, "whole beside weights")), ("weights", "host")]
+    ("name", "ends"),
+    [*((name, "gpu") for name in (*WEIGHTS, "whole beside weights")), ("weights", "host")],
 )
 def test_weights_of_two_blocks_visit_at_a_time(name, ends):
-    """Weights from the host are there for the block that runs and for the next; none are left after a pass."""
+    """Weights from the host are there for the block that runs and for the next; none are left after
+    a pass."""
     placements = (WEIGHTS | WITH_WHOLE)[name]
     model, seen = build(placements, ends=ends, loss_impl="chunked"), []
     block = sum(p.nbytes for p in model.layers[0].parameters())
@@ -290,7 +336,9 @@ def test_weights_of_two_blocks_visit_at_a_time(name, ends):
     for _ in range(2):
         model(ids, ids, documents=documents).loss.backward()
         assert resident(model) == own
-    visiting = 1 if name == "whole beside weights" else 2  # beside a whole block no others' weights visit
+    visiting = (
+        1 if name == "whole beside weights" else 2
+    )  # beside a whole block no others' weights visit
     assert max(seen) == own + visiting * block and len(seen) > 2 * 4 * 11
     with torch.no_grad():
         model(ids, ids, documents=documents)
@@ -352,18 +400,23 @@ def test_a_block_may_attend_twice(name):
     assert all(map(torch.equal, gradients(PLACEMENTS[name]), gradients(None)))
 
 
-SPARSE = Sparse(selected_blocks=1, block_size=32, window=32, dense_below=200)  # of 7 blocks each sees 3 at most
+SPARSE = Sparse(
+    selected_blocks=1, block_size=32, window=32, dense_below=200
+)  # of 7 blocks each sees 3 at most
 NATIVE = NSA(selected_blocks=4, window=64)
 MIXED_KINDS = Window(64), SPARSE, FULL, Window(128)
 KINDS = {
-    "sparse": tuple(replace(SPARSE, selected_blocks=n) for n in (2, 1, 0, 1)), "mixed": MIXED_KINDS, "nsa": (NATIVE,)
+    "sparse": tuple(replace(SPARSE, selected_blocks=n) for n in (2, 1, 0, 1)), "mixed": MIXED_KINDS,
+    "nsa": (NATIVE,)
 }  # fmt: skip
 
 
 @functools.cache
 def run_sparsely(*kinds, placements=(WHOLE,) * 4, heads_at_a_time=None):
     """Loss and all gradients over a sequence of 220 tokens, and one of two documents."""
-    model = build(placements, kinds=kinds or (FULL,), heads_at_a_time=heads_at_a_time, mlp_tile_size=40)
+    model = build(
+        placements, kinds=kinds or (FULL,), heads_at_a_time=heads_at_a_time, mlp_tile_size=40
+    )
     ids = torch.randint(256, (2, 220), generator=torch.Generator().manual_seed(0))
     documents = torch.zeros_like(ids)
     documents[1, 90:] = 1
@@ -378,7 +431,8 @@ def run_sparsely(*kinds, placements=(WHOLE,) * 4, heads_at_a_time=None):
     ("nsa", ["gpu recompute", "chain"], 1), ("nsa", ["host host"], None),
 ])  # fmt: skip
 def test_kinds_of_attention_under_placements(kind, names, heads_at_a_time):
-    """Also windows, chosen blocks and attention to everything in one model: each layer keeps its own kind."""
+    """Also windows, chosen blocks and attention to everything in one model: each layer keeps its
+    own kind."""
     for name in names:
         placed = {"placements": tuple(PLACEMENTS[name]), "heads_at_a_time": heads_at_a_time}
         assert_close_runs(run_sparsely(*KINDS[kind], **placed), run_sparsely(*KINDS[kind]), 2e-6)
@@ -390,7 +444,8 @@ def test_layers_of_several_kinds_differ():
 
 
 def test_an_execution_says_how_layers_attend():
-    """In place of the configuration, whose own kinds come back without it; layers keep the gates that they have."""
+    """In place of the configuration, whose own kinds come back without it; layers keep the gates
+    that they have."""
     mixed = (Window(64), SPARSE) * 2
     model, ids = build(), torch.randint(256, (1, 220), generator=torch.Generator().manual_seed(0))
     own, expected = model(ids, ids).loss, build(kinds=mixed)(ids, ids).loss
@@ -399,18 +454,24 @@ def test_an_execution_says_how_layers_attend():
     apply_execution(model, Execution((WHOLE,) * 4))
     assert model(ids, ids).loss == own
     for kinds, asked in (((FULL,), NATIVE), ((NATIVE,), SPARSE)):
-        with pytest.raises(ValueError, match=f"own attention is {kinds[0].name} has no parameters for {asked.name}"):
+        with pytest.raises(
+            ValueError, match=f"own attention is {kinds[0].name} has no parameters for {asked.name}"
+        ):
             apply_execution(build(kinds=kinds), Execution((WHOLE,) * 4, kinds=(asked,) * 4))
 
 
 @pytest.mark.parametrize(
     ("kind", "module", "function"),
-    [(SPARSE, "sparse.sparse_attention", "top_blocks_reference"), (NATIVE, "nsa.nsa", "top_blocks_reference")],
+    [
+        (SPARSE, "sparse.sparse_attention", "top_blocks_reference"),
+        (NATIVE, "nsa.nsa", "top_blocks_reference"),
+    ],
     ids=["sparse", "nsa"],
 )
 @pytest.mark.parametrize("heads_at_a_time", [None, 1])
 def test_blocks_are_chosen_once(kind, module, function, heads_at_a_time, monkeypatch):
-    """In forward, whether or not attention's results are kept for backward. NSA chooses in short documents as well."""
+    """In forward, whether or not attention's results are kept for backward. NSA chooses in short
+    documents as well."""
     module, chosen = importlib.import_module(f"kernels.attention.{module}"), []
     select = getattr(module, function)
     monkeypatch.setattr(module, function, lambda *a, **k: chosen.append(1) or select(*a, **k))
@@ -423,7 +484,10 @@ def test_blocks_are_chosen_once(kind, module, function, heads_at_a_time, monkeyp
 
 def test_sparse_attention_with_all_blocks_is_dense():
     dense, some = run_sparsely(), run_sparsely(SPARSE)
-    whole, short = run_sparsely(replace(SPARSE, selected_blocks=8)), run_sparsely(replace(SPARSE, dense_below=221))
+    whole, short = (
+        run_sparsely(replace(SPARSE, selected_blocks=8)),
+        run_sparsely(replace(SPARSE, dense_below=221)),
+    )
     assert_close_runs(whole, dense, 1e-5)
     assert torch.equal(short[1], dense[1]) and some[0] != dense[0]
 
@@ -447,7 +511,9 @@ def test_a_second_forward_before_backward_is_refused():
             output.backward()
 
 
-@pytest.mark.parametrize("placements", [UNIFORM["host host"], WITH_WHOLE["whole first"], WEIGHTS["weights, chain"]])
+@pytest.mark.parametrize(
+    "placements", [UNIFORM["host host"], WITH_WHOLE["whole first"], WEIGHTS["weights, chain"]]
+)
 def test_a_pass_after_one_that_was_broken_off(placements):
     expected = run(build())
     model = build(placements)
@@ -494,13 +560,18 @@ def test_sharded_over_two_processes():
 
 def compare_sharded(world: World) -> None:
     """FSDP2 with and without placements, a micro-batch of its own on every rank: the same bits."""
-    assert world.broadcast(Placement("host", ("gpu", "recompute")[world.rank])) == Placement("host", "gpu")
+    assert world.broadcast(Placement("host", ("gpu", "recompute")[world.rank])) == Placement(
+        "host", "gpu"
+    )
 
     def gradients(placements):
         with torch.device("meta"):
             model = Transformer(TINY)
         shard_model(model, model.layers, world)
-        for there in ({"placements": (Placement(weights="host"),) * 4}, {"loss_impl": "chunked", "ends": "host"}):
+        for there in (
+            {"placements": (Placement(weights="host"),) * 4},
+            {"loss_impl": "chunked", "ends": "host"},
+        ):
             with pytest.raises(ValueError, match="sharded parameters stay on the GPU"):
                 inventory_of(model.named_parameters(), Execution(**there), accumulate=True)
         model.to_empty(device=world.device)
@@ -514,5 +585,12 @@ def compare_sharded(world: World) -> None:
         return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
 
     expected = gradients(None)
-    for name in ("gpu gpu", "host host", "pairs", "chain", "whole last", "whole first"):  # each place of each kind
+    for name in (
+        "gpu gpu",
+        "host host",
+        "pairs",
+        "chain",
+        "whole last",
+        "whole first",
+    ):  # each place of each kind
         assert torch.equal(gradients((PLACEMENTS | WITH_WHOLE)[name]), expected), name

@@ -1,4 +1,5 @@
-"""Placements on a GPU: the same gradients whatever stream is late, bytes as predicted, nothing grows."""
+"""Placements on a GPU: the same gradients whatever stream is late, bytes as predicted, nothing
+grows."""
 
 import math
 import os
@@ -40,8 +41,11 @@ def build_on_gpu(config, tokens, execution=None):
 
 
 def test_placements_agree_on_a_gpu():
-    """Up to bfloat16's rounding, which differs with tiles and groups; a copy not waited for would be far off."""
-    ids = torch.randint(1024, (1, 16_384), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    """Up to bfloat16's rounding, which differs with tiles and groups; a copy not waited for would
+    be far off."""
+    ids = torch.randint(
+        1024, (1, 16_384), device="cuda", generator=torch.Generator("cuda").manual_seed(0)
+    )
     documents = find_documents((torch.arange(16_384)[None] > 9_000).long())
 
     def gradients(model):
@@ -58,7 +62,11 @@ def test_placements_agree_on_a_gpu():
         "host": (Placement("host", "host"),) * layers,
         "pairs": (Placement("host", "host"), Placement("recompute", "host")) * (layers // 2),
         "weights": (Placement("host", "host", weights="host"),) * layers,
-        "weights, pairs": (Placement("host", weights="host"), Placement("recompute", weights="host")) * (layers // 2),
+        "weights, pairs": (
+            Placement("host", weights="host"),
+            Placement("recompute", weights="host"),
+        )
+        * (layers // 2),
     }
     for name, placements in cases.items():
         for heads in (None, 1):
@@ -72,7 +80,9 @@ def test_placements_agree_on_a_gpu():
 @pytest.mark.usefixtures("deterministic")
 def test_whole_blocks_agree_with_placed_ones_on_a_gpu():
     """Bit for bit."""
-    ids = torch.randint(1024, (1, 8192), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    ids = torch.randint(
+        1024, (1, 8192), device="cuda", generator=torch.Generator("cuda").manual_seed(0)
+    )
 
     def gradients(*placements):
         placements *= SMALL.num_hidden_layers // len(placements)
@@ -83,7 +93,12 @@ def test_whole_blocks_agree_with_placed_ones_on_a_gpu():
 
     loss, expected = gradients(Placement())
     on_host = Placement("gpu", "gpu", weights="host")
-    for placements in ([WHOLE], [Placement("host", "host"), WHOLE], [WHOLE, Placement("gpu", "gpu")], [WHOLE, on_host]):
+    for placements in (
+        [WHOLE],
+        [Placement("host", "host"), WHOLE],
+        [WHOLE, Placement("gpu", "gpu")],
+        [WHOLE, on_host],
+    ):
         placed_loss, found = gradients(*placements)
         assert torch.equal(placed_loss, loss) and torch.equal(found, expected)
 
@@ -117,12 +132,19 @@ def build_with_optimizer(config, tokens, execution, accumulate=True):
 
 @pytest.mark.parametrize(
     ("state_format", "ends", "tied"),
-    [("float32", "gpu", True), ("compact", "gpu", True), ("float32", "host", False), ("compact", "host", True)],
+    [
+        ("float32", "gpu", True),
+        ("compact", "gpu", True),
+        ("float32", "host", False),
+        ("compact", "host", True),
+    ],
 )
 @pytest.mark.usefixtures("deterministic")
 def test_visiting_weights_train_alike_on_a_gpu(state_format, ends, tied):
     """Bit for bit, whatever stream is late."""
-    ids = torch.randint(1024, (1, 4096), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    ids = torch.randint(
+        1024, (1, 4096), device="cuda", generator=torch.Generator("cuda").manual_seed(0)
+    )
 
     def train(weights, late=None):
         pair = Placement("host", "gpu", weights=weights), Placement("recompute", weights=weights)
@@ -132,12 +154,16 @@ def test_visiting_weights_train_alike_on_a_gpu(state_format, ends, tied):
             placements, state_format=state_format, gpu_state_bytes=share, loss_impl="chunked",
             ends=ends if weights == "host" else "gpu", attention_backend="flash",
         )  # fmt: skip
-        model, optimizer = build_with_optimizer(replace(SMALL, tie_word_embeddings=tied), 4096, execution)
+        model, optimizer = build_with_optimizer(
+            replace(SMALL, tie_word_embeddings=tied), 4096, execution
+        )
         visiting, losses = engine(model).weights, []
         fetch, update = visiting._fetch, optimizer._update
 
         def fetch_late(block):
-            with torch.cuda.stream(visiting.to_gpu if late == "copies" else torch.cuda.current_stream()):
+            with torch.cuda.stream(
+                visiting.to_gpu if late == "copies" else torch.cuda.current_stream()
+            ):
                 torch.cuda._sleep(20_000_000)  # longer than a block
             fetch(block)
 
@@ -156,17 +182,26 @@ def test_visiting_weights_train_alike_on_a_gpu(state_format, ends, tied):
             optimizer.step(1e-3)
             with torch.no_grad():  # right after the update
                 losses.append(float(model(ids, ids).loss))
-        return losses, torch.cat([weight.detach().flatten().cpu().float() for weight in optimizer.weights().values()])
+        return losses, torch.cat(
+            [weight.detach().flatten().cpu().float() for weight in optimizer.weights().values()]
+        )
 
     losses, expected = train("gpu")
-    cases = ("host", None), ("host", "copies"), ("host", "compute"), ("host", "update"), ("gpu", "update")
+    cases = (
+        ("host", None),
+        ("host", "copies"),
+        ("host", "compute"),
+        ("host", "update"),
+        ("gpu", "update"),
+    )
     for weights, late in cases:
         found_losses, found = train(weights, late)
         assert found_losses == losses and torch.equal(found, expected), (weights, late)
 
 
 def test_weights_on_the_host_free_the_gpus_memory():
-    """All but two blocks' weights leave the peak of a step, and a model is built within what stays."""
+    """All but two blocks' weights leave the peak of a step, and a model is built within what
+    stays."""
     config, tokens = replace(MODEL_SIZES["0.6B"], num_hidden_layers=12, vocab_size=1024), 2048
 
     def peaks(weights):
@@ -187,12 +222,17 @@ def test_weights_on_the_host_free_the_gpus_memory():
     (built, peak, block), (built_there, peak_there, _) = peaks("host"), peaks("gpu")
     assert built_there - built == pytest.approx(12 * block, rel=0.1)
     slots = NUM_SLOTS * 2 * 2**23  # of weights, in the update
-    assert 0.95 * (10 * block - slots) <= peak_there - peak <= 12 * block  # an update needs no block's weights
+    assert (
+        0.95 * (10 * block - slots) <= peak_there - peak <= 12 * block
+    )  # an update needs no block's weights
 
 
 @pytest.mark.parametrize("weights", ["gpu", "host"])
 def test_nothing_grows_over_fifty_steps_on_a_gpu(weights):
-    pair = Placement("host", "host", weights=weights), Placement("recompute", "gpu", weights=weights)
+    pair = (
+        Placement("host", "host", weights=weights),
+        Placement("recompute", "gpu", weights=weights),
+    )
     placements = pair * (SMALL.num_hidden_layers // 2)
     execution = Execution(placements, 1024, heads_at_a_time=1, gpu_state_bytes=0)
     model, optimizer = build_with_optimizer(SMALL, 4096, execution)
@@ -203,9 +243,18 @@ def test_nothing_grows_over_fifty_steps_on_a_gpu(weights):
         model(ids, ids).loss.backward()
         optimizer.step(1e-4)
         torch.cuda.synchronize()
-        torch.empty(1, device="cuda")  # the allocator now takes back what other streams have done with
+        torch.empty(
+            1, device="cuda"
+        )  # the allocator now takes back what other streams have done with
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-        seen.append((torch.cuda.memory_allocated(), arena.used_bytes, torch.cuda.memory_reserved(), resident))
+        seen.append(
+            (
+                torch.cuda.memory_allocated(),
+                arena.used_bytes,
+                torch.cuda.memory_reserved(),
+                resident,
+            )
+        )
     assert seen[9][:2] == seen[-1][:2]
     assert seen[-1][2] <= 1.05 * seen[9][2] and seen[-1][3] - seen[9][3] < 32 * 2**20
 
@@ -220,14 +269,18 @@ def test_peak_is_as_predicted(name, length):
     execution = {
         "checkpointing": Execution((Placement(),) * layers),
         "attention kept": Execution((Placement("gpu", "gpu"),) * layers, 8192, gpu_state_bytes=0),
-        "all on the host": Execution((Placement("host", "host"),) * layers, 8192, 1, gpu_state_bytes=0),
+        "all on the host": Execution(
+            (Placement("host", "host"),) * layers, 8192, 1, gpu_state_bytes=0
+        ),
     }[name]
     execution = replace(execution, loss_impl="chunked")
     with torch.device("meta"):
         parameters = list(Transformer(config).to(torch.bfloat16).named_parameters())
     documents = PackedDocuments(length, ((length, tokens / length + 1),))
     predicted = Step(config, parameters, tokens, documents=documents).peak(execution)
-    measured = measured_peak(config, tokens, execution, (torch.arange(tokens)[None] + length - 1001) // length)
+    measured = measured_peak(
+        config, tokens, execution, (torch.arange(tokens)[None] + length - 1001) // length
+    )
     assert measured == pytest.approx(predicted.bytes, rel=0.05), predicted
 
 
@@ -236,7 +289,9 @@ def measured_peak(config, tokens, execution, documents=None):
     free_memory()
     before = torch.cuda.memory_allocated()
     model = build_on_gpu(config, tokens, execution)
-    optimizer = make_optimizer(model.named_parameters(), accumulate=False, gpu_state_bytes=execution.gpu_state_bytes)
+    optimizer = make_optimizer(
+        model.named_parameters(), accumulate=False, gpu_state_bytes=execution.gpu_state_bytes
+    )
     ids = torch.randint(config.vocab_size, (1, tokens), device="cuda")
     if documents is None:
         documents = (torch.arange(tokens)[None] > 1_000).long()

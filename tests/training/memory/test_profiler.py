@@ -1,4 +1,5 @@
-"""The profiler on tensors without data against the prediction, stage by stage and category by category."""
+"""The profiler on tensors without data against the prediction, stage by stage and category by
+category."""
 
 import gc
 import math
@@ -62,11 +63,16 @@ from training.plots.curves import save_picture
 
 @pytest.fixture
 def dry_run(monkeypatch):
-    """`Bench.measure` on the meta device: the real model, its Triton operations, optimizer and hooks, but no data."""
+    """`Bench.measure` on the meta device: the real model, its Triton operations, optimizer and
+    hooks, but no data."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("tensors without data take Triton's operations where there is no GPU")
-    monkeypatch.setattr(torch, "get_device_module", lambda device: torch.cpu)  # streams that do nothing
-    monkeypatch.setattr(MasterAdamW, "clip_grad_norm", lambda self, max_norm: None)  # its result has no value
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: torch.cpu
+    )  # streams that do nothing
+    monkeypatch.setattr(
+        MasterAdamW, "clip_grad_norm", lambda self, max_norm: None
+    )  # its result has no value
     monkeypatch.setattr(stages, "LIBRARY_BYTES", 0)
     monkeypatch.setattr(QuantizedState, "write", lambda self, state, parameter, values: None)
     monkeypatch.setattr(Quantized, "write_into", lambda self, matrix: None)
@@ -95,23 +101,31 @@ def own_bytes(step):
         ops.qkv_convolution_backward.default: lambda _, xs, weight, *more: convolution_workspace(
             step.tokens, len(weight)
         ),
-        ops.attend.default: lambda q, k, v, segments, lists, *kind: attention_bytes(q, k, *kind[:2]).forward,
-        ops.attend_backward.default: lambda dout, q, k, *more: attention_bytes(q, k, *more[6:8]).backward,
+        ops.attend.default: lambda q, k, v, segments, lists, *kind: (
+            attention_bytes(q, k, *kind[:2]).forward
+        ),
+        ops.attend_backward.default: lambda dout, q, k, *more: (
+            attention_bytes(q, k, *more[6:8]).backward
+        ),
         torch.ops.aten.embedding_dense_backward.default: stages.embedding_sums(step),
         ops.linear_cross_entropy.default: logits_bytes(step.tokens, share.vocab_size),
     }
 
 
 class SharedBench(Bench):
-    """Measures the first of the ranks that share each sequence; nothing is exchanged, and nothing sharded."""
+    """Measures the first of the ranks that share each sequence; nothing is exchanged, and nothing
+    sharded."""
 
     def _run(self, step, ids, recorder=None):
         ids = ids[:, : ids.shape[1] // step.num_ranks]
-        documents = Documents(None, torch.arange(ids.shape[1]).expand(ids.shape), [step.context_length])
+        documents = Documents(
+            None, torch.arange(ids.shape[1]).expand(ids.shape), [step.context_length]
+        )
         for block in self.model.layers:
             block.mixer.exchange = HeadExchange(dist.group.WORLD)
         hook = self.model.register_forward_pre_hook(
-            lambda model, args, kwargs: ((ids,), {"targets": ids, "documents": documents}), with_kwargs=True
+            lambda model, args, kwargs: ((ids,), {"targets": ids, "documents": documents}),
+            with_kwargs=True,
         )
         super()._run(step, ids, recorder)
         hook.remove()
@@ -125,11 +139,18 @@ def model_of(step):
 
 
 def run_dry(step, *executions, warm_up=False):
-    """Measurements under one choice after another, of one model and optimizer; a step to warm up takes as long."""
+    """Measurements under one choice after another, of one model and optimizer; a step to warm up
+    takes as long."""
     first, run = executions[0], Bench._run
-    with pytest.MonkeyPatch.context() as monkeypatch, torch.device("meta"), StorageCounter() as counter:
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        torch.device("meta"),
+        StorageCounter() as counter,
+    ):
         if not warm_up:
-            monkeypatch.setattr(Bench, "_run", lambda *step: run(*step) if isinstance(step[-1], Recorder) else None)
+            monkeypatch.setattr(
+                Bench, "_run", lambda *step: run(*step) if isinstance(step[-1], Recorder) else None
+            )
 
         class FakeArena:
             def __init__(self, num_bytes, device):
@@ -162,30 +183,49 @@ def step_of(
     size, context_length, *, backend="cpu", loss_impl="auto", num_hidden_layers=None, kinds=(FULL,),
     model_type="qwen3", state_format="float32", scalars=None, **options,
 ):  # fmt: skip
-    """Layers repeat `kinds`; `tensor_ranks` in the options share each matrix; `scalars` are ModelConfig's."""
+    """Layers repeat `kinds`; `tensor_ranks` in the options share each matrix; `scalars` are
+    ModelConfig's."""
     config = MODEL_SIZES[size]
     given = Execution(loss_impl=loss_impl, attention_backend=backend, state_format=state_format)
     layers = num_hidden_layers or config.num_hidden_layers
-    config = replace(in_family(config, model_type), num_hidden_layers=layers, layer_kinds=kinds, **scalars or {})
+    config = replace(
+        in_family(config, model_type), num_hidden_layers=layers, layer_kinds=kinds, **scalars or {}
+    )
     with torch.device("meta"):
         model = Transformer(config, options.get("tensor_ranks", 1)).cast(torch.bfloat16)
     if adapters := options.get("trained"):
         adapters.prepare(model)
         given = replace(given, linear=LORA)
     documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
-    return Step(model.share, model.named_parameters(), context_length, documents=documents, given=given, **options)
+    return Step(
+        model.share,
+        model.named_parameters(),
+        context_length,
+        documents=documents,
+        given=given,
+        **options,
+    )
 
 
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
 VISITS = replace(ON_HOST, weights="host")
 SCALARS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
-FOUR_NORMS = {"norms_after": True, "local_rope_theta": 1e4, "norm_weight_offset": 1.0, "norm_cast_before_weight": False}
+FOUR_NORMS = {
+    "norms_after": True,
+    "local_rope_theta": 1e4,
+    "norm_weight_offset": 1.0,
+    "norm_cast_before_weight": False,
+}
 NORMS_AFTER = {"norms_before": False, "norms_after": True, "qk_norm": "width"}
 WIDER = {"layer_mlps": (*[GatedMLPPart(9728)] * 3, GatedMLPPart(24_576, "gelu_tanh"))}
 STANDARD_8B = {"size": "8B", "loss_impl": "standard"}
 QV, ON_FP8 = ("q_proj", "v_proj"), {"linear": LoRA(FP8("triton"))}
 BY_LAYER = tuple(map(Sparse, (64, 32, 0, 128)))
-QWEN35 = {"size": "qwen3.5-4B", "kinds": MODEL_SIZES["qwen3.5-4B"].layer_kinds, "model_type": "qwen3_5_text"}
+QWEN35 = {
+    "size": "qwen3.5-4B",
+    "kinds": MODEL_SIZES["qwen3.5-4B"].layer_kinds,
+    "model_type": "qwen3_5_text",
+}
 
 
 def adapters(rank, *targets, **options):
@@ -213,67 +253,164 @@ CASES = {
     "nsa": (131_072, [Placement()] * 2 + [GPU, WHOLE], 8192, None, {"kinds": (NSA(),)}),
     "nsa, kept, groups": (524_288, [ON_HOST] * 2 + [GPU] * 2, 8192, 1, {"kinds": (NSA(),)}),
     "sparse by layer": (131_072, [Placement()] * 2 + [GPU, WHOLE], 8192, None, {"kinds": BY_LAYER}),
-    "windows and full": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"kinds": (Window(), FULL)}),
-    "windows, kept, groups": (524_288, [ON_HOST, GPU] * 2, 8192, 1, {"kinds": (Window(), Window(), Sparse(), FULL)}),
+    "windows and full": (
+        131_072,
+        [Placement(), GPU, ON_HOST, WHOLE],
+        8192,
+        None,
+        {"kinds": (Window(), FULL)},
+    ),
+    "windows, kept, groups": (
+        524_288,
+        [ON_HOST, GPU] * 2,
+        8192,
+        1,
+        {"kinds": (Window(), Window(), Sparse(), FULL)},
+    ),
     "a wider MLP": (131_072, [Placement(), GPU, ON_HOST, GPU], 8192, None, {"scalars": WIDER}),
     "a wider MLP, whole": (65_536, [WHOLE] * 4, None, None, {"scalars": WIDER}),
     "lora, a wider MLP": (65_536, [GPU, WHOLE] * 2, None, 1, adapters(64, scalars=WIDER)),
-    "pairs": (524_288, [Placement("host"), Placement("recompute", "gpu")] * 2, 8192, 1, {"gpu_state_bytes": 2e9}),
+    "pairs": (
+        524_288,
+        [Placement("host"), Placement("recompute", "gpu")] * 2,
+        8192,
+        1,
+        {"gpu_state_bytes": 2e9},
+    ),
     "ends": (131_072, [VISITS] * 2, 8192, 1, {"ends": "host", "gpu_state_bytes": 0}),
-    "untied, the head's state on the host": (65_536, [VISITS] * 2, 8192, None, {"size": "8B", "gpu_state_bytes": 8e9}),
+    "untied, the head's state on the host": (
+        65_536,
+        [VISITS] * 2,
+        8192,
+        None,
+        {"size": "8B", "gpu_state_bytes": 8e9},
+    ),
     "fp8": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"linear": FP8("triton")}),
     "fp8, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, {"linear": FP8("triton")}),
-    "fp8, one tile": (65_536, [Placement()] * 2 + [WHOLE] * 2, None, None, {"linear": FP8("triton")}),
+    "fp8, one tile": (
+        65_536,
+        [Placement()] * 2 + [WHOLE] * 2,
+        None,
+        None,
+        {"linear": FP8("triton")},
+    ),
     "scalars": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"scalars": SCALARS}),
-    "fp8, nsa": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, {"linear": FP8("triton"), "kinds": (NSA(),)}),
+    "fp8, nsa": (
+        65_536,
+        [GPU, WHOLE, WHOLE, WHOLE],
+        8192,
+        None,
+        {"linear": FP8("triton"), "kinds": (NSA(),)},
+    ),
     "scalars, no tiles": (65_536, [Placement()] * 2, None, 1, {"scalars": SCALARS}),
     "scalars, groups": (131_072, [ON_HOST, GPU, WHOLE, WHOLE], 8192, 1, {"scalars": SCALARS}),
-    "norms before and after": (65_536, [Placement(), GPU, ON_HOST, WHOLE], 8192, 1, {"scalars": FOUR_NORMS}),
+    "norms before and after": (
+        65_536,
+        [Placement(), GPU, ON_HOST, WHOLE],
+        8192,
+        1,
+        {"scalars": FOUR_NORMS},
+    ),
     "norms before and after, whole": (16_384, [WHOLE] * 2, None, None, {"scalars": FOUR_NORMS}),
-    "norms after": (65_536, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, {"scalars": NORMS_AFTER}),
+    "norms after": (
+        65_536,
+        [Placement(), GPU, ON_HOST, WHOLE],
+        8192,
+        None,
+        {"scalars": NORMS_AFTER},
+    ),
     "norms after, whole": (16_384, [WHOLE] * 2, None, None, {"scalars": NORMS_AFTER}),
     "lora, checkpointing": (131_072, [Placement()] * 2, None, None, adapters(16)),
     "lora, whole": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, adapters(64)),
     "lora, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, adapters(16, gpu_state_bytes=0)),
     "lora, some projections": (131_072, [ON_HOST] * 2, 8192, 1, adapters(8, *QV)),
     **{
-        f"lora, mixed, {','.join(targets)}": (65_536, [GPU, WHOLE, WHOLE, WHOLE], 8192, None, adapters(64, *targets))
+        f"lora, mixed, {','.join(targets)}": (
+            65_536,
+            [GPU, WHOLE, WHOLE, WHOLE],
+            8192,
+            None,
+            adapters(64, *targets),
+        )
         for targets in (
-            ("q_proj", "v_proj"), ("down_proj",), ("gate_proj", "up_proj"), ("o_proj",), ("k_proj", "up_proj"),
+            ("q_proj", "v_proj"),
+            ("down_proj",),
+            ("gate_proj", "up_proj"),
+            ("o_proj",),
+            ("k_proj", "up_proj"),
         )
     },
     **{
-        f"lora, whole, {name}, {targets}": (65_536, [WHOLE] * 2, None, None, adapters(64, *targets) | more)
+        f"lora, whole, {name}, {targets}": (
+            65_536,
+            [WHOLE] * 2,
+            None,
+            None,
+            adapters(64, *targets) | more,
+        )
         for name, more in (
-            ("nsa", {"kinds": (NSA(),)}), ("four norms", {"scalars": FOUR_NORMS}), ("scalars", {"scalars": SCALARS}),
+            ("nsa", {"kinds": (NSA(),)}),
+            ("four norms", {"scalars": FOUR_NORMS}),
+            ("scalars", {"scalars": SCALARS}),
         )
         for targets in (("v_proj", "up_proj"), ("o_proj", "down_proj"))
     },
     "lora, ends": (131_072, [VISITS] * 2, 8192, 1, adapters(16, ends="host", gpu_state_bytes=0)),
     "lora, nsa": (65_536, [Placement(), GPU] * 2, 8192, None, adapters(16, kinds=(NSA(),))),
-    "lora, untied, standard loss": (8192, [Placement(), WHOLE] * 2, None, None, adapters(16) | STANDARD_8B),
+    "lora, untied, standard loss": (
+        8192,
+        [Placement(), WHOLE] * 2,
+        None,
+        None,
+        adapters(16) | STANDARD_8B,
+    ),
     "lora, 4 bits": (131_072, [ON_HOST, GPU] * 2, 8192, 1, adapters(16, bits=4)),
-    "lora, 8 bits, weights on the host": (131_072, [VISITS] * 2 + [GPU] * 2, 8192, None, LORA_8_BITS),
-    "lora on fp8, checkpointing": (131_072, [Placement()] * 2, None, None, adapters(16, *QV) | ON_FP8),
+    "lora, 8 bits, weights on the host": (
+        131_072,
+        [VISITS] * 2 + [GPU] * 2,
+        8192,
+        None,
+        LORA_8_BITS,
+    ),
+    "lora on fp8, checkpointing": (
+        131_072,
+        [Placement()] * 2,
+        None,
+        None,
+        adapters(16, *QV) | ON_FP8,
+    ),
     "lora on fp8, whole": (131_072, [WHOLE] * 2, None, None, adapters(16) | ON_FP8),
     "lora on fp8, whole, q and v": (131_072, [WHOLE] * 2, None, None, adapters(16, *QV) | ON_FP8),
     "lora on fp8, groups": (131_072, [ON_HOST, GPU] * 2, 8192, 1, adapters(16) | ON_FP8),
     "experts": (65_536, [Placement(), GPU, ON_HOST, GPU], 32_768, 1, MIXTURE),
     "lora, experts": (65_536, [Placement(), GPU, ON_HOST, GPU], 32_768, 1, LORA_EXPERTS),
     "lora, experts, one tile": (65_536, [Placement()] * 3 + [WHOLE], None, None, LORA_EXPERTS),
-    "lora, experts on the host": (131_072, [VISITS] * 2, 32_768, 1, LORA_EXPERTS | {"gpu_state_bytes": 0}),
+    "lora, experts on the host": (
+        131_072,
+        [VISITS] * 2,
+        32_768,
+        1,
+        LORA_EXPERTS | {"gpu_state_bytes": 0},
+    ),
     "lora, experts, 4 bits": (131_072, [ON_HOST, GPU] * 2, 8192, 1, LORA_EXPERTS | {"bits": 4}),
     "delta nets": (131_072, [Placement(), GPU, ON_HOST, WHOLE], 8192, None, QWEN35),
     "delta nets, whole": (65_536, [WHOLE] * 4, None, None, QWEN35),
     "delta nets, checkpointing": (131_072, [Placement()] * 4, None, None, QWEN35),
     "untied, short": (512, [GPU] * 2, 8192, 1, {"size": "8B"}),
-    "untied ends": (524_288, [VISITS] * 2, 8192, 1, {"ends": "host", "size": "8B", "gpu_state_bytes": 0}),
-}  # fmt: skip
+    "untied ends": (
+        524_288,
+        [VISITS] * 2,
+        8192,
+        1,
+        {"ends": "host", "size": "8B", "gpu_state_bytes": 0},
+    ),
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
-    """Of the 4B with few layers: each stage within 1% of the step's peak, categories at the peak within 3%.
+    """Of the 4B with few layers: each stage within 1% of the step's peak, categories at the peak
+    within 3%.
 
     The 8B's ends are not tied.
     """
@@ -281,9 +418,16 @@ def test_the_prediction_is_what_a_dry_run_measures(case, dry_run):
     kinds, state = more.get("kinds", (FULL,)), more.get("gpu_state_bytes", math.inf)
     options = {"kinds": kinds, "num_hidden_layers": len(placements), "model_type": "qwen3"}
     options |= {
-        name: more[name] for name in ("batch_size", "micro_batches", "scalars", "trained", "model_type") if name in more
+        name: more[name]
+        for name in ("batch_size", "micro_batches", "scalars", "trained", "model_type")
+        if name in more
     }
-    step = step_of(more.get("size", "4B"), context_length, loss_impl=more.get("loss_impl", "chunked"), **options)
+    step = step_of(
+        more.get("size", "4B"),
+        context_length,
+        loss_impl=more.get("loss_impl", "chunked"),
+        **options,
+    )
     frozen = frozen_format(more.get("bits", 16))
     given = replace(step.given, linear=more.get("linear", step.given.linear), frozen=frozen)
     step = replace(step, given=given)
@@ -322,7 +466,9 @@ def test_the_prediction_for_ranks_that_share_sequences(case, dry_run):
     options = {"num_hidden_layers": 2, "num_ranks": num_ranks, "kinds": kinds}
     options["model_type"] = "llama" if case in ("all heads", "one step") else "qwen3"
     step = step_of("4B", 262_144, loss_impl="chunked", **options)
-    execution = replace(step.given, placements=tuple(placements), mlp_tile_size=8192, heads_at_a_time=heads)
+    execution = replace(
+        step.given, placements=tuple(placements), mlp_tile_size=8192, heads_at_a_time=heads
+    )
     check_stages_of_ranks(num_ranks, step, execution, dry_run)
 
 
@@ -339,7 +485,9 @@ def test_the_prediction_for_ranks_that_share_matrices(case, dry_run):
     tensor_ranks, placements, heads, tile_size, options = TENSOR[case]
     options = {"loss_impl": "chunked", "num_hidden_layers": 2, **options}
     step = step_of("4B", 65_536, tensor_ranks=tensor_ranks, **options)
-    execution = replace(step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads)
+    execution = replace(
+        step.given, placements=tuple(placements), mlp_tile_size=tile_size, heads_at_a_time=heads
+    )
     check_stages_of_ranks(tensor_ranks, step, execution, dry_run)
 
 
@@ -359,18 +507,27 @@ def check_stages(step, execution, measured):
     assert [stage.name for stage in measured.stages] == [stage.name for stage in predicted]
     top = max(predicted, key=lambda stage: stage.bytes)
     for ours, real in zip(predicted, measured.stages):
-        # Python refers to gradients, so that autograd does not add the embedding's to the head's in place.
+        # Python refers to gradients, so that autograd does not add the embedding's to the head's in
+        # place.
         out_of_place = step.head if "embedding" in ours.name else 0
-        assert -0.01 * top.bytes < real.bytes - ours.bytes < 0.01 * top.bytes + out_of_place, ours.name
+        assert -0.01 * top.bytes < real.bytes - ours.bytes < 0.01 * top.bytes + out_of_place, (
+            ours.name
+        )
     at_peak = next(stage for stage in measured.stages if stage.name == top.name)
     for category in CATEGORIES:
-        assert abs(top.categories.get(category, 0) - at_peak.categories[category]) < 0.03 * top.bytes, category
+        assert (
+            abs(top.categories.get(category, 0) - at_peak.categories[category]) < 0.03 * top.bytes
+        ), category
     assert measured.host_bytes >= step.host_bytes(execution)
 
 
 VARIANTS = {
     "8B's untied head": ("8B", 8192, {"num_hidden_layers": 3}),
-    "standard loss": ("0.6B", 4096, {"num_hidden_layers": 5, "loss_impl": "standard", "batch_size": 2}),
+    "standard loss": (
+        "0.6B",
+        4096,
+        {"num_hidden_layers": 5, "loss_impl": "standard", "batch_size": 2},
+    ),
     "two micro-batches": ("0.6B", 16_384, {"num_hidden_layers": 5, "micro_batches": 2}),
 }
 
@@ -390,16 +547,22 @@ PAIRED = Placement("host"), Placement("recompute"), Placement("host")
 
 
 @pytest.mark.parametrize(
-    ("placements", "state_format", "ends"), [((Placement(),) * 3, "compact", "gpu"), (PAIRED, "float32", "host")],
+    ("placements", "state_format", "ends"),
+    [((Placement(),) * 3, "compact", "gpu"), (PAIRED, "float32", "host")],
     ids=["alone", "paired, ends"],
 )  # fmt: skip
 def test_weights_of_two_blocks_are_on_the_gpu_at_most(placements, state_format, ends, dry_run):
     """Of the block that runs and of the next one to run, at the peak of each stage."""
-    step = step_of("0.6B", 16_384, num_hidden_layers=3, state_format=state_format, loss_impl="chunked")
+    step = step_of(
+        "0.6B", 16_384, num_hidden_layers=3, state_format=state_format, loss_impl="chunked"
+    )
     there = replace(step.given, placements=placements, gpu_state_bytes=0)
     placements = tuple(replace(placement, weights="host") for placement in placements)
     on_host = replace(there, placements=placements, ends=ends)
-    [expected], [measured] = dry_run(step, there, warm_up=True), dry_run(step, on_host, warm_up=True)
+    [expected], [measured] = (
+        dry_run(step, there, warm_up=True),
+        dry_run(step, on_host, warm_up=True),
+    )
     inventory = step.inventory(on_host)
     block = sum(row.weight_bytes for row in inventory if row.block is not None) // 3
     away = sum(row.weight_bytes for row in inventory if row.weight_on_host)
@@ -407,13 +570,21 @@ def test_weights_of_two_blocks_are_on_the_gpu_at_most(placements, state_format, 
     # In forward the head comes after the last block, in backward nothing after the first one.
     first = dict.fromkeys(("backward of layer 0, MLP", "backward of layer 0, attention"), block)
     end = inventory.rows[0].weight_bytes if ends == "host" else 0
-    visiting = {"embedding": 0, "loss": 0, "backward of embedding": 0, "update": 0, "forward of layer 2": block + end}
+    visiting = {
+        "embedding": 0,
+        "loss": 0,
+        "backward of embedding": 0,
+        "update": 0,
+        "forward of layer 2": block + end,
+    }
     visiting |= {"embedding": end + block, "loss": end + block} if ends == "host" else {}
     for ours, theirs in zip(measured.stages, expected.stages, strict=True):
         in_update = ours.name in ("embedding", "update") or "forward" in ours.name
         present = (first | visiting).get(ours.name, 2 * block)
         assert ours.bytes == theirs.bytes + slots * in_update - away + present, ours.name
-    assert measured.host_bytes - expected.host_bytes == pytest.approx(away, abs=512 * len(inventory.rows))
+    assert measured.host_bytes - expected.host_bytes == pytest.approx(
+        away, abs=512 * len(inventory.rows)
+    )
 
 
 def test_one_model_under_one_placement_after_another(dry_run):
@@ -436,7 +607,10 @@ def test_what_a_broken_off_step_leaves_is_cleared():
     bench = Bench(model, make_optimizer(model.named_parameters(), accumulate=False))
 
     def num_hooks():
-        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+        return sum(
+            len(module._forward_hooks) + len(module._forward_pre_hooks)
+            for module in model.modules()
+        )
 
     hooks = num_hooks()
 
@@ -447,12 +621,16 @@ def test_what_a_broken_off_step_leaves_is_cleared():
         return stages, counter.allocated
 
     def break_off(module, inputs, output):
-        output.register_hook(lambda gradient: (_ for _ in ()).throw(torch.OutOfMemoryError("all gone")))
+        output.register_hook(
+            lambda gradient: (_ for _ in ()).throw(torch.OutOfMemoryError("all gone"))
+        )
 
     measure()
     before = measure()
     hook = model.layers[1].self_attn.register_forward_hook(
-        lambda module, inputs, output: break_off(module, inputs, output) if output.requires_grad else None
+        lambda module, inputs, output: (
+            break_off(module, inputs, output) if output.requires_grad else None
+        )
     )
     with pytest.raises(torch.OutOfMemoryError, match="all gone"):
         measure()
@@ -461,7 +639,9 @@ def test_what_a_broken_off_step_leaves_is_cleared():
     after = measure()
     assert [(s.name, s.bytes) for s in after[0]] == [(s.name, s.bytes) for s in before[0]]
     assert after[1] == before[1]
-    assert not any(vars(module).get("forward") for block in model.layers for module in (block, block.self_attn))
+    assert not any(
+        vars(module).get("forward") for block in model.layers for module in (block, block.self_attn)
+    )
     assert num_hooks() == hooks
 
 
@@ -479,15 +659,22 @@ class OutOfMemory(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-# A step calls the first once, the second once in each of its four blocks. The third step is the recorded.
-@pytest.mark.parametrize("operation, calls", [("fathom::cross_entropy_in_place", 3), ("fathom::attend_backward", 9)])
+# A step calls the first once, the second once in each of its four blocks. The third step is the
+# recorded.
+@pytest.mark.parametrize(
+    "operation, calls", [("fathom::cross_entropy_in_place", 3), ("fathom::attend_backward", 9)]
+)
 def test_a_bench_is_freed_after_a_step_that_was_broken_off(operation, calls):
     step, execution = step_of("tiny", 64), Execution((Placement("gpu", "gpu"), GPU, GPU, WHOLE))
 
     def break_off():
         model = model_of(step).to(torch.bfloat16)
         bench = Bench(model, make_optimizer(model.named_parameters(), accumulate=False))
-        with pytest.raises(torch.OutOfMemoryError), OutOfMemory(operation, calls), StorageCounter() as counter:
+        with (
+            pytest.raises(torch.OutOfMemoryError),
+            OutOfMemory(operation, calls),
+            StorageCounter() as counter,
+        ):
             bench.measure(step, execution, counter)
         return weakref.ref(model)
 
@@ -497,7 +684,8 @@ def test_a_bench_is_freed_after_a_step_that_was_broken_off(operation, calls):
 
 
 class Operations(TorchDispatchMode):
-    """Notes Fathom's operations, each with the shapes and the other arguments that it is called with."""
+    """Notes Fathom's operations, each with the shapes and the other arguments that it is called
+    with."""
 
     def __init__(self):
         super().__init__()
@@ -505,14 +693,17 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.name().startswith("fathom::"):
-            arguments = (tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in tree_leaves(args))
+            arguments = (
+                tuple(x.shape) if isinstance(x, torch.Tensor) else x for x in tree_leaves(args)
+            )
             self.seen.add((function.name(), *arguments))
         return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
 def test_a_long_step_is_warmed_up_by_the_operations_that_it_runs(loss_impl, monkeypatch):
-    """At its own length: kernels are compiled for shapes, and short documents attend by other kernels.
+    """At its own length: kernels are compiled for shapes, and short documents attend by other
+    kernels.
 
     State on the host is updated in the forward after its gradients.
     """
@@ -522,7 +713,11 @@ def test_a_long_step_is_warmed_up_by_the_operations_that_it_runs(loss_impl, monk
     placements = (GPU, Placement(), ON_HOST, WHOLE)
     execution = replace(step.given, placements=placements, heads_at_a_time=1, mlp_tile_size=32)
     model = model_of(step).to(torch.bfloat16)
-    bench, seen, run = Bench(model, make_optimizer(model.named_parameters(), gpu_state_bytes=0)), [], Bench._run
+    bench, seen, run = (
+        Bench(model, make_optimizer(model.named_parameters(), gpu_state_bytes=0)),
+        [],
+        Bench._run,
+    )
     updates, update = Counter(), MasterAdamW._update
 
     def note(self, *arguments):
@@ -540,7 +735,9 @@ def test_a_long_step_is_warmed_up_by_the_operations_that_it_runs(loss_impl, monk
     with StorageCounter() as counter:
         stages = bench.measure(step, execution, counter).stages
     (few, first), (_, second), (layers, measured) = seen
-    assert (few, layers, len(stages)) == (4, 4, 4 + 3 * 4) and measured and measured <= first | second
+    assert (
+        (few, layers, len(stages)) == (4, 4, 4 + 3 * 4) and measured and measured <= first | second
+    )
     assert updates[1] == updates[2] > 0  # the second warm-up updates as much as the measured step
     assert [block.self_attn.kind for block in model.layers] == before
     seen.clear()
@@ -561,9 +758,13 @@ def test_fewer_layers():
     for layers in range(1, 37):
         inputs = [p.input for p in thin(Execution(pairs), layers).placements]
         assert len(inputs) == layers and inputs[0] != "recompute"
-        assert all((before, after) != ("recompute", "recompute") for before, after in pairwise(inputs))
+        assert all(
+            (before, after) != ("recompute", "recompute") for before, after in pairwise(inputs)
+        )
     whole, part = step_of("4B", 1024), step_of("4B", 1024, num_hidden_layers=6)
-    stages = [MeasuredStage(stage.name, stage.categories, 0, 1.0) for stage in part.stages(execution)]
+    stages = [
+        MeasuredStage(stage.name, stage.categories, 0, 1.0) for stage in part.stages(execution)
+    ]
     seconds = extrapolate(Measurement(stages, 0, 0, 0), part, whole)
     assert seconds == pytest.approx(3 + 6 * 18 + whole.parameter_bytes / part.parameter_bytes)
 
@@ -589,7 +790,9 @@ def layer_stages(sizes):
     of_layers = [Stage(name, {"attention": int(size * GIB)}) for name, size in zip(names, sizes)]
     for i in reversed(range(len(sizes))):
         for part, more in (("MLP", 0), ("attention", 0.5)):
-            of_layers.append(Stage(f"backward of layer {i}, {part}", {"attention": int((sizes[i] + more) * GIB)}))
+            of_layers.append(
+                Stage(f"backward of layer {i}, {part}", {"attention": int((sizes[i] + more) * GIB)})
+            )
     return [*of_layers, Stage("update", {"attention": GIB})]
 
 
@@ -609,28 +812,47 @@ def test_equal_layers_share_rows():
     assert names_in_table(stages, None, True) == [stage.name for stage in stages]
 
 
-@pytest.mark.parametrize(("shared", "gib", "seconds"), [(True, 0.01, 0.05), (False, 0.03, 0), (False, 0, 0.2)])
+@pytest.mark.parametrize(
+    ("shared", "gib", "seconds"), [(True, 0.01, 0.05), (False, 0.03, 0), (False, 0, 0.2)]
+)
 def test_measured_layers_share_rows_within_a_tolerance(shared, gib, seconds):
     stages, empty = layer_stages([2, 2, 3]), dict.fromkeys(CATEGORIES, 0)
-    measured = [MeasuredStage(s.name, {**empty, **s.categories}, reserved=4 * GIB, seconds=1.0) for s in stages]
+    measured = [
+        MeasuredStage(s.name, {**empty, **s.categories}, reserved=4 * GIB, seconds=1.0)
+        for s in stages
+    ]
     more = {**measured[1].categories, "MLP": int(gib * GIB)}
     measured[1] = replace(measured[1], categories=more, seconds=1.0 + seconds)
     assert ("forward of layers 0 to 1" in names_in_table(stages, measured)) is shared
     if shared:
         row = format_table(stages, measured).splitlines()[1].split()
-        assert row[6:11] == ["2.000", "2.000", "+0.0%", "2.000", "1.025"]  # the mean of 1.0 and 1.05 s
+        assert row[6:11] == [
+            "2.000",
+            "2.000",
+            "+0.0%",
+            "2.000",
+            "1.025",
+        ]  # the mean of 1.0 and 1.05 s
 
 
 def test_table_and_timeline(tmp_path, monkeypatch):
-    stages = [Stage("embedding", {"parameters": GIB, "MLP": 0}), Stage("update", {"parameters": GIB, "MLP": GIB})]
-    measured = [MeasuredStage(s.name, {**dict.fromkeys(CATEGORIES, 0), **s.categories}, 3 * GIB, 0.5) for s in stages]
+    stages = [
+        Stage("embedding", {"parameters": GIB, "MLP": 0}),
+        Stage("update", {"parameters": GIB, "MLP": GIB}),
+    ]
+    measured = [
+        MeasuredStage(s.name, {**dict.fromkeys(CATEGORIES, 0), **s.categories}, 3 * GIB, 0.5)
+        for s in stages
+    ]
     header, *rows = format_table(stages).splitlines()
     assert header.split()[-len(CATEGORIES) :][-1] == "workspace" and "measured" not in header
     assert rows[1].split() == ["update", "2.000", "1.000", *["0.000"] * 4, "1.000", *["0.000"] * 2]
     rows = format_table(stages, measured).splitlines()[1:]
     assert rows[1].split()[:6] == ["update", "2.000", "2.000", "+0.0%", "1.000", "0.500"]
     pytest.importorskip("matplotlib")
-    forward = Phase("forward", 3.0, {"attention": 2.0, "products": 1.0, "none": 0.0}, link=0.5, times=2)
+    forward = Phase(
+        "forward", 3.0, {"attention": 2.0, "products": 1.0, "none": 0.0}, link=0.5, times=2
+    )
     phases = [
         forward,
         Phase("never", 9.0, {"products": 9.0}, times=0),
@@ -638,13 +860,25 @@ def test_table_and_timeline(tmp_path, monkeypatch):
     ]
     drawn = []
     monkeypatch.setattr(
-        profiler, "save_picture", lambda figure, path: (drawn.append(figure), save_picture(figure, path))
+        profiler,
+        "save_picture",
+        lambda figure, path: (drawn.append(figure), save_picture(figure, path)),
     )
     draw_timeline(tmp_path / "step.png", phases, stages, measured, budget=3 * GIB)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
-    bars = [(bar.get_x(), bar.get_width(), round(bar.get_y() + 0.4)) for bar in drawn[0].axes[1].patches]
-    assert bars == [(0, 4, 0), (4, 2, 0), (0, 1, 1), (6, 0.5, 0), (6, 4, 1)]  # kernels are lane 0, copies lane 1
+    bars = [
+        (bar.get_x(), bar.get_width(), round(bar.get_y() + 0.4)) for bar in drawn[0].axes[1].patches
+    ]
+    assert bars == [
+        (0, 4, 0),
+        (4, 2, 0),
+        (0, 1, 1),
+        (6, 0.5, 0),
+        (6, 4, 1),
+    ]  # kernels are lane 0, copies lane 1
     assert drawn[0].axes[1].get_legend_handles_labels()[1] == ["attention", "products"]
     check_texts(drawn[0])
-    legend, axes = (each.get_window_extent() for each in (drawn[0].axes[0].get_legend(), drawn[0].axes[0]))
+    legend, axes = (
+        each.get_window_extent() for each in (drawn[0].axes[0].get_legend(), drawn[0].axes[0])
+    )
     assert legend.x0 > axes.x1  # the budget's line is not hidden

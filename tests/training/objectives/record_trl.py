@@ -1,6 +1,8 @@
-"""Writes trl.json anew: `python -m tests.training.objectives.record_trl`, with trl 1.16.0, datasets and kernels.
+"""Writes trl.json anew: `python -m tests.training.objectives.record_trl`, with trl 1.16.0, datasets
+and kernels.
 
-The methods are TRL's own, called on an object with the attributes that they read. The model is transformers' Qwen3.
+The methods are TRL's own, called on an object with the attributes that they read. The model is
+transformers' Qwen3.
 """
 
 import contextlib
@@ -50,13 +52,15 @@ def trainer(**attributes) -> SimpleNamespace:
     """An object with the attributes that TRL's methods read."""
     same = lambda x, **_: x  # noqa: E731
     accelerator = SimpleNamespace(
-        gather=same, gather_for_metrics=same, reduce=same, autocast=contextlib.nullcontext, num_processes=1,
+        gather=same, gather_for_metrics=same, reduce=same, autocast=contextlib.nullcontext,
+        num_processes=1,
         device=torch.device("cpu"), is_main_process=False,
     )  # fmt: skip
     metrics = {mode: defaultdict(list) for mode in ("train", "eval")}
     model = SimpleNamespace(training=False)
     return SimpleNamespace(
-        accelerator=accelerator, _metrics=metrics, model=model, aux_loss_enabled=False, _total_train_tokens=0,
+        accelerator=accelerator, _metrics=metrics, model=model, aux_loss_enabled=False,
+        _total_train_tokens=0,
         _tp_size=1, **attributes,
     )  # fmt: skip
 
@@ -64,7 +68,10 @@ def trainer(**attributes) -> SimpleNamespace:
 def padded(values, left: bool = False) -> torch.Tensor:
     """[rows, longest] of rows of numbers, 0 behind or before them."""
     length = max(map(len, values))
-    whole = [[*[0] * (length - len(row)), *row] if left else [*row, *[0] * (length - len(row))] for row in values]
+    whole = [
+        [*[0] * (length - len(row)), *row] if left else [*row, *[0] * (length - len(row))]
+        for row in values
+    ]
     return torch.tensor(whole)
 
 
@@ -83,11 +90,13 @@ def of_pairs(given: list[Row]) -> dict[str, torch.Tensor]:
 
 
 def loss_of_pairs(name: str, model, given: list[Row]) -> torch.Tensor:
-    """DPOTrainer's loss, CPOTrainer's of SimPO and of smoothed labels, or ORPOTrainer's, each of a whole batch."""
+    """DPOTrainer's loss, CPOTrainer's of SimPO and of smoothed labels, or ORPOTrainer's, each of a
+    whole batch."""
     ours, settings = PAIRS[name]
     if settings:
         defaults = {
-            "ld_alpha": None, "precompute_ref_logps": True, "f_divergence_type": "reverse_kl", "loss_weights": [1.0],
+            "ld_alpha": None, "precompute_ref_logps": True, "f_divergence_type": "reverse_kl",
+            "loss_weights": [1.0],
             "label_smoothing": 0.0, "beta": ours.beta, "use_weighting": False,
         }  # fmt: skip
         own = trainer(**defaults | settings)
@@ -95,8 +104,10 @@ def loss_of_pairs(name: str, model, given: list[Row]) -> torch.Tensor:
     is_orpo = name == "orpo"
     kind = ORPOTrainer if is_orpo else CPOTrainer
     own = trainer(
-        beta=ours.beta, alpha=0.0, cpo_alpha=0.0, simpo_gamma=ours.margin, label_smoothing=ours.label_smoothing,
-        loss_type="simpo" if name == "simpo" else "sigmoid", is_encoder_decoder=False, padding_value=0, pad_token_id=0,
+        beta=ours.beta, alpha=0.0, cpo_alpha=0.0, simpo_gamma=ours.margin,
+        label_smoothing=ours.label_smoothing,
+        loss_type="simpo" if name == "simpo" else "sigmoid", is_encoder_decoder=False,
+        padding_value=0, pad_token_id=0,
         concatenated_inputs=kind.concatenated_inputs, get_batch_logps=kind.get_batch_logps,
     )  # fmt: skip
     own.concatenated_forward = functools.partial(kind.concatenated_forward, own)
@@ -113,7 +124,8 @@ NLL: dict[str, float] = {}  # the likelihood's part of a loss, by TRL's own metr
 
 
 def of_pairs_apart(given: list[Row]) -> dict[str, torch.Tensor]:
-    """Inputs as the collators of CPO and ORPO make them: chosen and rejected answers under names of their own."""
+    """Inputs as the collators of CPO and ORPO make them: chosen and rejected answers under names of
+    their own."""
     inputs = {}
     for prefix, answers in (("chosen", given[::2]), ("rejected", given[1::2])):
         ids = [[*row.prompt.tolist(), *row.completion.tolist()] for row in answers]
@@ -121,22 +133,33 @@ def of_pairs_apart(given: list[Row]) -> dict[str, torch.Tensor]:
         longest = max(map(len, ids))
         inputs[f"{prefix}_input_ids"] = padded(ids)
         inputs[f"{prefix}_attention_mask"] = padded([[1] * len(row) for row in ids])
-        inputs[f"{prefix}_labels"] = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
+        inputs[f"{prefix}_labels"] = torch.tensor(
+            [row + [-100] * (longest - len(row)) for row in labels]
+        )
     return inputs
 
 
 def loss_of_labels(name: str, model, given: list[Row]) -> torch.Tensor:
     ours = KTOS[name]
     own = trainer(
-        beta=ours.beta, desirable_weight=ours.desirable_weight, undesirable_weight=ours.undesirable_weight,
+        beta=ours.beta, desirable_weight=ours.desirable_weight,
+        undesirable_weight=ours.undesirable_weight,
         loss_type="kto", calculate_KL=True, precompute_ref_logps=True,
     )  # fmt: skip
     own._compute_kl_logps = functools.partial(KTOTrainer._compute_kl_logps, own)
-    others = [row._replace(completion=before.completion) for row, before in zip(given, given[-1:] + given[:-1])]
-    inputs = {"label": torch.tensor(LABELS), "ref_logps": torch.tensor([float(row.reference.sum()) for row in given])}
+    others = [
+        row._replace(completion=before.completion)
+        for row, before in zip(given, given[-1:] + given[:-1])
+    ]
+    inputs = {
+        "label": torch.tensor(LABELS),
+        "ref_logps": torch.tensor([float(row.reference.sum()) for row in given]),
+    }
     inputs["ref_KL_logps"] = inputs["ref_logps"].roll(1)
     for prefix, each in (("", given), ("KL_", others)):
-        inputs[f"{prefix}input_ids"] = padded([[*row.prompt.tolist(), *row.completion.tolist()] for row in each])
+        inputs[f"{prefix}input_ids"] = padded(
+            [[*row.prompt.tolist(), *row.completion.tolist()] for row in each]
+        )
         masks = [[0] * len(row.prompt) + [1] * len(row.completion) for row in each]
         inputs[f"{prefix}completion_mask"] = padded(masks)
         inputs[f"{prefix}attention_mask"] = padded([[1] * len(mask) for mask in masks])
@@ -147,12 +170,17 @@ def loss_of_rollouts(name: str, model, given: list[Row]) -> torch.Tensor:
     ours, settings = ROLLOUTS[name]
     is_cispo, has_written = name == "cispo", name == "dapo"
     own = trainer(
-        top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=ours.beta, epsilon_low=ours.clip_low,
-        epsilon_high=ours.clip_high + is_cispo, use_vllm=has_written, vllm_importance_sampling_correction=True,
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None), max_completion_length=CONTEXT_LENGTH,
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=ours.beta,
+        epsilon_low=ours.clip_low,
+        epsilon_high=ours.clip_high + is_cispo, use_vllm=has_written,
+        vllm_importance_sampling_correction=True,
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=None),
+        max_completion_length=CONTEXT_LENGTH,
         _entropy_bonus_enabled=False, **{"importance_sampling_level": "token", **settings},
     )  # fmt: skip
-    own._get_per_token_logps_and_entropies = functools.partial(GRPOTrainer._get_per_token_logps_and_entropies, own)
+    own._get_per_token_logps_and_entropies = functools.partial(
+        GRPOTrainer._get_per_token_logps_and_entropies, own
+    )
     old, written = padded([row.old for row in given]), padded([row.written for row in given])
     inputs = {
         "prompt_ids": padded([row.prompt for row in given], left=True),
@@ -179,11 +207,18 @@ def main() -> None:
             loss = (loss_of_labels if name in KTOS else loss_of_rollouts)(name, model, given)
         loss.backward()
         theirs = dict(model.named_parameters())
-        gradients = {ours: theirs[name_in_file(ours)].grad.flatten().tolist() for ours in CONFIG.parameters()}
-        gradients = {ours: [float(f"{x:.7g}") for x in values] for ours, values in gradients.items()}
+        gradients = {
+            ours: theirs[name_in_file(ours)].grad.flatten().tolist() for ours in CONFIG.parameters()
+        }
+        gradients = {
+            ours: [float(f"{x:.7g}") for x in values] for ours, values in gradients.items()
+        }
         found[name] = {"loss": float(f"{loss.item():.8g}"), "gradients": gradients}
         print(name, loss.item())
-    lines = (f"{json.dumps(name)}: {json.dumps(each, separators=(',', ':'))}" for name, each in found.items())
+    lines = (
+        f"{json.dumps(name)}: {json.dumps(each, separators=(',', ':'))}"
+        for name, each in found.items()
+    )
     RECORDED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -1,4 +1,5 @@
-"""Rows as TRL, vLLM, verl, LLaMA-Factory, ms-swift, OpenAI and Orca write them: the same documents as ours."""
+"""Rows as TRL, vLLM, verl, LLaMA-Factory, ms-swift, OpenAI and Orca write them: the same documents
+as ours."""
 
 import json
 
@@ -112,13 +113,22 @@ def test_judgements_of_pairs_are_counted_and_reasoning_is_not_lost(tmp_path, cha
     assert content(read(tmp_path, chatml, [row], objective="simpo")) == wanted
     assert "1 row of pairs whose rationale is not read" in caplog.text
     row = {"prompt": "hi", **TEXTS, "chosen_reasoning": "so"}
-    what = 'has "chosen_reasoning" beside its answer: .*, or give --columns chosen=chosen,rejected=rejected'
+    what = (
+        'has "chosen_reasoning" beside its answer: .*, or give --columns '
+        "chosen=chosen,rejected=rejected"
+    )
     with pytest.raises(UserError, match=what):
         read(tmp_path, chatml, [row], objective="simpo")
-    for objective, fields in (("kto", {"label": True}), ("grpo", {"old_logprobs": [-1, -1], "reward": 1})):
+    for objective, fields in (
+        ("kto", {"label": True}),
+        ("grpo", {"old_logprobs": [-1, -1], "reward": 1}),
+    ):
         with pytest.raises(UserError, match='has "thinking" beside its answer'):
             read(
-                tmp_path, chatml, [{"prompt": "hi", "completion": "y", "thinking": "so"} | fields], objective=objective
+                tmp_path,
+                chatml,
+                [{"prompt": "hi", "completion": "y", "thinking": "so"} | fields],
+                objective=objective,
             )
 
 
@@ -153,11 +163,19 @@ def test_answers_with_labels_of_others(tmp_path, chatml, row, same):
     assert content(read(tmp_path, chatml, [row, OTHER], objective="kto")) == wanted
 
 
-OURS = {"prompt_ids": [65, 66], "completion_ids": [67, 68], "old_logprobs": [-1, -2], "advantage": 0.5}
+OURS = {
+    "prompt_ids": [65, 66],
+    "completion_ids": [67, 68],
+    "old_logprobs": [-1, -2],
+    "advantage": 0.5,
+}
 IDS = {"prompt_token_ids": [65, 66], "token_ids": [67, 68]}
 VERL = {"prompts": [65, 66], "responses": [67, 68], "old_log_probs": [-1, -2]}
 PADDED = {"prompts": [0, 65, 66], "responses": [67, 68, 0], "attention_mask": [0, 1, 1, 1, 1, 0]}
-RANKED = [{"67": {"logprob": -1, "rank": 2}, "5": {"logprob": -0.5}}, {"68": {"logprob": -2, "rank": 1}}]
+RANKED = [
+    {"67": {"logprob": -1, "rank": 2}, "5": {"logprob": -0.5}},
+    {"68": {"logprob": -2, "rank": 1}},
+]
 OF_CHAT = {"content": [{"token": "C", "logprob": -1}, {"token": "D", "logprob": -2}]}
 MASKED = OURS | {"completion_mask": [1, 0]}
 
@@ -222,7 +240,9 @@ def test_large_rewards_that_are_near_each_other_differ(tmp_path):
     store = read(tmp_path, BYTES, rows, objective="grpo")
     complete(ObjectiveFlags(objective="grpo"), 9, 256, {}, [store])
     values = store.column("advantage")
-    assert values.dtype == np.float32 and values[-1] == -values[2] == pytest.approx(-(0.5**0.5), abs=1e-3)
+    assert values.dtype == np.float32 and values[-1] == -values[2] == pytest.approx(
+        -(0.5**0.5), abs=1e-3
+    )
 
 
 @pytest.mark.parametrize(("scores", "words"), [
@@ -230,7 +250,8 @@ def test_large_rewards_that_are_near_each_other_differ(tmp_path):
     ({"chosen_score": 4.0, "rejected_score": 4}, "pairs whose scores are equal"),
     ({"chosen_rating": 4.0, "rejected_rating": "4"}, "pairs whose scores are equal"),
     ({"chosen-rating": 1, "rejected-rating": 1}, "pairs whose scores are equal"),
-    ({"chosen_avg_rating": 1, "rejected_avg_rating": 2}, "pairs whose rejected answer has the higher score"),
+    ({"chosen_avg_rating": 1, "rejected_avg_rating": 2}, "pairs whose rejected answer has the "
+                                                         "higher score"),
     ({"score_chosen": 4.0, "score_rejected": 3}, "pairs\n"),
     ({"chosen_length": 4, "rejected_length": 4}, "pairs\n"),
 ])  # fmt: skip
@@ -246,11 +267,16 @@ def test_a_field_that_is_left_out_of_both_chats_of_a_pair_counts_once(tmp_path, 
 
 
 @pytest.mark.parametrize(("objective", "row", "message"), [
-    ("grpo", OURS | {"advantage": None, "reward": None}, 'needs "reward" for this --objective, and has null there'),
-    ("grpo", OURS | {"advantage": None}, 'needs "advantage" for this --objective, and has null there'),
-    ("grpo", IDS | {"logprobs": [-1, -2]}, 'it has "prompt_token_ids", "token_ids", "logprobs"; --columns reward=NAME'),
-    ("grpo", IDS | {"logprobs": [[-1, -2], [-1]], "advantages": 1}, '"logprobs" has 2 numbers for a token'),
-    ("grpo", IDS | {"logprobs": [{"5": -1}, -1], "advantages": 1}, "no number for the sampled token 67"),
+    ("grpo", OURS | {"advantage": None, "reward": None}, 'needs "reward" for this --objective, and '
+                                                         'has null there'),
+    ("grpo", OURS | {"advantage": None}, 'needs "advantage" for this --objective, and has null '
+                                         'there'),
+    ("grpo", IDS | {"logprobs": [-1, -2]}, 'it has "prompt_token_ids", "token_ids", "logprobs"; '
+                                           '--columns reward=NAME'),
+    ("grpo", IDS | {"logprobs": [[-1, -2], [-1]], "advantages": 1}, '"logprobs" has 2 numbers for '
+                                                                    'a token'),
+    ("grpo", IDS | {"logprobs": [{"5": -1}, -1], "advantages": 1}, "no number for the sampled "
+                                                                   "token 67"),
     ("grpo", IDS | {"logprobs": [[-1, -2]] * 2, "logprob_token_ids": 5, "advantages": 1}, "has 2 numbers for a token"),
     ("grpo", IDS | {"logprobs": [-1, 3], "advantages": 1}, '"logprobs" must be log-probabilities'),
     ("grpo", MASKED | {"loss_mask": [1, 1]}, 'has "completion_mask" and "loss_mask", which differ'),
@@ -260,15 +286,21 @@ def test_a_field_that_is_left_out_of_both_chats_of_a_pair_counts_once(tmp_path, 
     ("grpo", OURS | {"attention_mask": [1]}, '"attention_mask" must be 4 numbers'),
     ("grpo", {"prompt_token_ids": [65], "text": "a"}, 'needs "completion_ids"'),
     ("grpo", {"prompt_token_ids": [65], "outputs": [{"token_ids": [66]}]}, "write a row for each answer"),
-    ("dpo", {"q": "a", "yes": "b", "no": "c"}, 'needs "chosen" and "rejected" .*--columns chosen=NAME,rejected=NAME'),
+    ("dpo", {"q": "a", "yes": "b", "no": "c"}, 'needs "chosen" and "rejected" .*--columns '
+                                               'chosen=NAME,rejected=NAME'),
     ("dpo", {"messages": [user("hi")], "chosen": says("y"), "rejected": 5}, '"rejected" must be a text, a message'),
-    ("dpo", {"question": "a", "history": 5, **TEXTS}, 'has a "history" that is not a list of pairs'),
+    ("dpo", {"question": "a", "history": 5, **TEXTS}, 'has a "history" that is not a list of '
+                                                      'pairs'),
     ("dpo", {"instruction": "a", "input": 5, "history": [["a", "b"]], **TEXTS}, 'needs a string "input"'),
-    ("dpo", {"question": "a", "context": "b", **TEXTS}, 'has "context", which is not read; write it into'),
-    ("dpo", {"prompt": "a", "system": "b", **TEXTS}, '"system" beside "prompt", .*; give --columns instruction=prompt'),
-    ("dpo", {"prompt": "a", "system_prompt": "b", **TEXTS}, "--columns instruction=prompt,system=system_prompt; mend"),
+    ("dpo", {"question": "a", "context": "b", **TEXTS}, 'has "context", which is not read; write '
+                                                        'it into'),
+    ("dpo", {"prompt": "a", "system": "b", **TEXTS}, '"system" beside "prompt", .*; give --columns '
+                                                     'instruction=prompt'),
+    ("dpo", {"prompt": "a", "system_prompt": "b", **TEXTS}, "--columns "
+                                                            "instruction=prompt,system=system_prompt; mend"),
     ("kto", {"prompt": "a", "completion": "c", "system": "b", "label": True}, "instruction=prompt,output=completion"),
-    ("dpo", {"prompt": "a", "answers": [{"answer": "b"}]}, '; or write a row for each pair of "answers"; mend'),
+    ("dpo", {"prompt": "a", "answers": [{"answer": "b"}]}, '; or write a row for each pair of '
+                                                           '"answers"; mend'),
     ("kto", {"messages": [user("hi")], "label": True}, "last message is not the assistant's"),
     ("kto", {"prompt": "a", "completions": ["b"], "labels": [True]}, "no --objective reads"),
 ])  # fmt: skip

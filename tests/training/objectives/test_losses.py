@@ -1,4 +1,5 @@
-"""Losses of pairs and of rollouts against formulas of the papers, and what packing, accumulation and ranks change."""
+"""Losses of pairs and of rollouts against formulas of the papers, and what packing, accumulation
+and ranks change."""
 
 import math
 
@@ -28,14 +29,18 @@ CONFIG = ModelConfig(64, 32, 48, 1, 4, 2, 16, initializer_range=0.2)
 PAIRS = [((3, 4), (3, 6)), ((2, 7), (2, 1)), ((1, 1), (1, 1))]  # prompt, answer
 ROLLOUTS = [(4, 3), (4, 1), (4, 6), (7, 5), (3, 2)]  # three answers to one prompt
 PREFERENCES = [
-    Preference("dpo", 0.3), Preference("dpo", 0.1, label_smoothing=0.2), Preference("dpo", 0.1, nll_weight=0.7),
-    Preference("ipo", 0.4), Preference("simpo", 2.0, margin=0.5), Preference("simpo", 1.5, 0.1, 0.3, 0.2),
+    Preference("dpo", 0.3), Preference("dpo", 0.1, label_smoothing=0.2),
+    Preference("dpo", 0.1, nll_weight=0.7),
+    Preference("ipo", 0.4), Preference("simpo", 2.0, margin=0.5),
+    Preference("simpo", 1.5, 0.1, 0.3, 0.2),
     Preference("orpo", 0.2),
 ]  # fmt: skip
 KTOS = [KTO(0.3), KTO(0.5, 1.5, 0.7)]
 KINDS = [
-    Rollout("grpo"), Rollout("grpo", beta=0.3), Rollout("dapo", 0.1, 0.1, 0.3), Rollout("dr_grpo", context_length=32),
-    Rollout("gspo", 0.2, 0.05, 0.1), Rollout("cispo", clip_high=0.3), Rollout("importance_sampling", 0.05),
+    Rollout("grpo"), Rollout("grpo", beta=0.3), Rollout("dapo", 0.1, 0.1, 0.3),
+    Rollout("dr_grpo", context_length=32),
+    Rollout("gspo", 0.2, 0.05, 0.1), Rollout("cispo", clip_high=0.3),
+    Rollout("importance_sampling", 0.05),
 ]  # fmt: skip
 
 
@@ -45,7 +50,8 @@ def build():
 
 
 def documents_of(lengths, seed, columns=()):
-    """A document of texts (prompt, answer); the second answer token of a long answer is no target, as a tool's."""
+    """A document of texts (prompt, answer); the second answer token of a long answer is no target,
+    as a tool's."""
     generator = np.random.default_rng(seed)
     tokens = generator.integers(1, 64, sum(map(sum, lengths))).astype(np.uint32)
     if len(lengths) == 2:  # a pair has one prompt
@@ -55,10 +61,14 @@ def documents_of(lengths, seed, columns=()):
     if lengths[0][1] > 4:
         masked[lengths[0][0] + 1] = True
     numbers = np.repeat(np.arange(len(lengths)), [p + a for p, a in lengths])
-    found = {"answer": numbers} | {name: -4.5 + 0.7 * generator.standard_normal(len(tokens)) for name in columns}
+    found = {"answer": numbers} | {
+        name: -4.5 + 0.7 * generator.standard_normal(len(tokens)) for name in columns
+    }
     if "advantage" in columns:
         found["advantage"] = np.full(len(tokens), generator.standard_normal())
-    return Document(tokens, masked, True, columns={name: x.astype(np.float32) for name, x in found.items()})
+    return Document(
+        tokens, masked, True, columns={name: x.astype(np.float32) for name, x in found.items()}
+    )
 
 
 def store_of(objective):
@@ -106,7 +116,9 @@ def answers_of(model, store):
             tokens, at = torch.from_numpy(ids[own])[None], torch.from_numpy(~masked[own])[1:]
             log_p = model(tokens, return_logits=True).logits[0, :-1].double().log_softmax(-1)
             log_p = log_p.gather(1, tokens[0, 1:, None])[:, 0][at]
-            found.append((log_p, {n: torch.from_numpy(x[own]).double()[1:][at] for n, x in columns.items()}))
+            found.append(
+                (log_p, {n: torch.from_numpy(x[own]).double()[1:][at] for n, x in columns.items()})
+            )
     return found
 
 
@@ -119,12 +131,19 @@ def loss_of_pairs(objective, answers):
         if objective.name == "dpo":
             reward = beta * (ratio_c.sum() - ratio_r.sum())
             s = objective.label_smoothing
-            total += -(1 - s) * torch.log(torch.sigmoid(reward)) - s * torch.log(1 - torch.sigmoid(reward))
+            total += -(1 - s) * torch.log(torch.sigmoid(reward)) - s * torch.log(
+                1 - torch.sigmoid(reward)
+            )
         elif objective.name == "ipo":
             total += (ratio_c.mean() - ratio_r.mean() - 1 / (2 * beta)) ** 2
         elif objective.name == "simpo":
-            reward, s = beta * (chosen.mean() - rejected.mean()) - objective.margin, objective.label_smoothing
-            total += -(1 - s) * torch.log(torch.sigmoid(reward)) - s * torch.log(torch.sigmoid(-reward))
+            reward, s = (
+                beta * (chosen.mean() - rejected.mean()) - objective.margin,
+                objective.label_smoothing,
+            )
+            total += -(1 - s) * torch.log(torch.sigmoid(reward)) - s * torch.log(
+                torch.sigmoid(-reward)
+            )
         else:
             odds = [p / (1 - p) for p in (chosen.mean().exp(), rejected.mean().exp())]
             total += nll - beta * torch.log(torch.sigmoid(torch.log(odds[0] / odds[1])))
@@ -141,7 +160,9 @@ def loss_of_labels(objective, answers):
         if at["label"][0]:
             total += objective.desirable_weight * (1 - torch.sigmoid(objective.beta * (ratio - z)))
         else:
-            total += objective.undesirable_weight * (1 - torch.sigmoid(objective.beta * (z - ratio)))
+            total += objective.undesirable_weight * (
+                1 - torch.sigmoid(objective.beta * (z - ratio))
+            )
     return total / len(PAIRS)
 
 
@@ -169,7 +190,8 @@ def loss_of_rollouts(objective, answers):
 
 
 def divided(store, how):
-    """Micro-batches of all documents: one row of all, a row each in one batch, a batch each in reverse order."""
+    """Micro-batches of all documents: one row of all, a row each in one batch, a batch each in
+    reverse order."""
     spans = [(i, 0, int(n)) for i, n in enumerate(store.lengths)]
     if how == "packed":
         return [make_batch(store, [spans], 80)]
@@ -199,20 +221,28 @@ def assert_same(found, expected):
 
 
 def exact_of(model, objective, store):
-    formula = {Preference: loss_of_pairs, KTO: loss_of_labels, Rollout: loss_of_rollouts}[type(objective)]
+    formula = {Preference: loss_of_pairs, KTO: loss_of_labels, Rollout: loss_of_rollouts}[
+        type(objective)
+    ]
     loss = formula(objective, answers_of(model, store))
     return float(loss.detach()), dict(
         zip(dict(model.named_parameters()), torch.autograd.grad(loss, [*model.parameters()]))
     )
 
 
-@pytest.mark.parametrize("objective", [*PREFERENCES, *KTOS, *KINDS], ids=lambda o: getattr(o, "name", "kto"))
+@pytest.mark.parametrize(
+    "objective", [*PREFERENCES, *KTOS, *KINDS], ids=lambda o: getattr(o, "name", "kto")
+)
 def test_loss_and_every_gradient_are_the_papers_however_answers_are_divided(objective):
     model, store = build(), store_of(objective)
     expected, metrics = exact_of(model, objective, store), []
     ways = [(store, "packed", "standard"), (store, "rows", "chunked"), (store, "each", "chunked")]
     shared = sharing_prompts(store)
-    for each, how, model.loss_impl in (*ways, (shared, "rows", "chunked"), (shared, "each", "standard")):
+    for each, how, model.loss_impl in (
+        *ways,
+        (shared, "rows", "chunked"),
+        (shared, "each", "standard"),
+    ):
         found = run(model, divided(each, how), objective)
         assert_same(found, expected)
         metrics.append(found[2])
@@ -225,7 +255,8 @@ def test_loss_and_every_gradient_are_the_papers_however_answers_are_divided(obje
 
 @pytest.mark.parametrize("objective", KINDS, ids=lambda o: o.name)
 def test_tokens_that_the_old_policy_could_not_have_written_leave_numbers(objective):
-    """Engines may write -1000 for minus infinity; e^1000 is no number, nor is 0 times it, in loss or gradient."""
+    """Engines may write -1000 for minus infinity; e^1000 is no number, nor is 0 times it, in loss
+    or gradient."""
     model, store = build(), store_of(objective)
     old = store.column("old").copy()
     old[::3] = -1000
@@ -248,7 +279,9 @@ def test_tokens_far_from_the_reference_leave_numbers():
     for certain in ([0.0, -1.0], [-1.0, 0.0], [0.0, 0.0]):
         chosen, rejected = torch.tensor(certain, dtype=torch.float64).requires_grad_()
         loss = Preference("orpo", 0.2)._losses(chosen, rejected)
-        assert loss.isfinite() and all(x.isfinite() for x in torch.autograd.grad(loss, [chosen, rejected]))
+        assert loss.isfinite() and all(
+            x.isfinite() for x in torch.autograd.grad(loss, [chosen, rejected])
+        )
 
 
 def test_metrics_say_what_they_mean():
@@ -265,20 +298,24 @@ def test_metrics_say_what_they_mean():
     objective = Rollout("dapo", 0.1, 0.1, 0.3)
     answers = answers_of(model, store_of(objective))
     log_p = torch.cat([log_p for log_p, _ in answers]).detach()
-    old, reference, advantage = (torch.cat([at[n] for _, at in answers]) for n in ("old", "reference", "advantage"))
+    old, reference, advantage = (
+        torch.cat([at[n] for _, at in answers]) for n in ("old", "reference", "advantage")
+    )
     found = run(model, divided(store_of(objective), "rows"), objective)[2]
     ratio, ahead = (log_p - old).exp(), reference - log_p
     is_clipped = ((ratio > 1.3) & (advantage > 0)) | ((ratio < 0.9) & (advantage < 0))
     wanted = {
         "clip_share": is_clipped.double().mean(), "kl": (ahead.exp() - ahead - 1).mean(),
-        "old_difference": (log_p - old).abs().mean(), "old_difference_max": (log_p - old).abs().max(),
+        "old_difference": (log_p - old).abs().mean(),
+        "old_difference_max": (log_p - old).abs().max(),
     }  # fmt: skip
     assert 0 < wanted["clip_share"] < 1 and 0 < found.pop("entropy") < math.log(64)
     assert found == pytest.approx({name: float(x) for name, x in wanted.items()}, rel=1e-4)
 
 
 def test_the_first_loss_of_dpo_is_ln_2_beside_adapters_whose_base_is_the_reference():
-    """The base is found by leaving the adapters out; once they are trained, the loss is of the difference."""
+    """The base is found by leaving the adapters out; once they are trained, the loss is of the
+    difference."""
     model, objective = build(), Preference("dpo", 0.1)
     documents = [documents_of(pair, i) for i, pair in enumerate(PAIRS)]
     batches = divided(TokenStore(documents, 0), "rows")
@@ -288,13 +325,19 @@ def test_the_first_loss_of_dpo_is_ln_2_beside_adapters_whose_base_is_the_referen
         if parameter.requires_grad:
             model.initialize_parameter(name, parameter.data)
     loss, gradients, _ = run(model, batches, objective)
-    assert loss == pytest.approx(math.log(2), abs=1e-6) and all(g.isfinite().all() for g in gradients.values())
+    assert loss == pytest.approx(math.log(2), abs=1e-6) and all(
+        g.isfinite().all() for g in gradients.values()
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("lora_B.weight"):
-                parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+                parameter += torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(len(name))
+                )
     now = answers_of(model, TokenStore(documents, 0))
-    expected = loss_of_pairs(objective, [(p, {"reference": q.detach()}) for (p, _), (q, _) in zip(now, base)])
+    expected = loss_of_pairs(
+        objective, [(p, {"reference": q.detach()}) for (p, _), (q, _) in zip(now, base)]
+    )
     assert float(expected.detach()) != pytest.approx(math.log(2), abs=1e-3)
     assert run(model, batches, objective)[0] == pytest.approx(float(expected.detach()), abs=1e-6)
 
@@ -309,13 +352,24 @@ def test_a_stored_reference_stands_in_place_of_the_base_of_adapters(tmp_path, ca
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             model.initialize_parameter(name, parameter.data)
-    assert run(model, divided(store, "rows"), objective)[0] == expected != pytest.approx(math.log(2), abs=1e-3)
+    assert (
+        run(model, divided(store, "rows"), objective)[0]
+        == expected
+        != pytest.approx(math.log(2), abs=1e-3)
+    )
 
     (tmp_path / ADAPTER_CONFIG).write_text("{}")
     for flags in ({}, {"reference_logprobs": "any"}):
-        given = {"objective": "dpo", "data": ["a.jsonl"], "lora": 2, "init_from": str(tmp_path)} | flags
+        given = {
+            "objective": "dpo",
+            "data": ["a.jsonl"],
+            "lora": 2,
+            "init_from": str(tmp_path),
+        } | flags
         check_config(TrainConfig(**given), given, TrainConfig.rules)
-        adapters_found(TrainConfig(**given), given, Source(tmp_path, tmp_path / "base", Adapters(2, 4.0)))
+        adapters_found(
+            TrainConfig(**given), given, Source(tmp_path, tmp_path / "base", Adapters(2, 4.0))
+        )
     assert caplog.text.count("the reference is the base") == 1
 
 
@@ -327,17 +381,33 @@ def test_weights_of_rows_multiply_their_loss():
     store = TokenStore(documents, 0)
     parts = [log_p * at["weight"] for log_p, at in answers_of(model, store)]
     exact = -torch.cat(parts).sum() / sum(map(len, parts))
-    wanted = float(exact), dict(zip(dict(model.named_parameters()), torch.autograd.grad(exact, [*model.parameters()])))
+    wanted = (
+        float(exact),
+        dict(
+            zip(dict(model.named_parameters()), torch.autograd.grad(exact, [*model.parameters()]))
+        ),
+    )
     for how in ("packed", "each"):
         assert_same(run(model, divided(store, how), None), wanted)
 
 
 def check_ranks(world):
-    """Ranks share the sequences, of an odd number of tokens too, or have sequences of their own. Some pairs and
-    rollouts share their prompts."""
-    for objective in (PREFERENCES[2], PREFERENCES[0], PREFERENCES[6], KTOS[1], KINDS[1], KINDS[3], KINDS[4]):
+    """Ranks share the sequences, of an odd number of tokens too, or have sequences of their own.
+    Some pairs and rollouts share their prompts."""
+    for objective in (
+        PREFERENCES[2],
+        PREFERENCES[0],
+        PREFERENCES[6],
+        KTOS[1],
+        KINDS[1],
+        KINDS[3],
+        KINDS[4],
+    ):
         model, store = build(), store_of(objective)
-        expected, metrics = exact_of(model, objective, store), run(model, divided(store, "rows"), objective)[2]
+        expected, metrics = (
+            exact_of(model, objective, store),
+            run(model, divided(store, "rows"), objective)[2],
+        )
         if objective in (*PREFERENCES[:3], *KTOS, *KINDS[3:]):
             store = sharing_prompts(store)
             assert any(batch.documents.prompts for batch in divided(store, "rows"))

@@ -1,4 +1,5 @@
-"""A teacher's likeliest words: stored by training.logprobs, and learnt from by --objective distill."""
+"""A teacher's likeliest words: stored by training.logprobs, and learnt from by --objective
+distill."""
 
 import json
 
@@ -27,30 +28,67 @@ def test_a_student_learns_from_a_teacher_and_not_from_itself(tmp_path, capsys):
     known = ["--objective", "distill", "--context_length", "64"]
     stored = {name: str(tmp_path / name) for name in ("teacher", "itself", "without", "wide")}
     for name, folder, top_k in (
-        ("teacher", teacher, K), ("itself", student, K), ("without", student, None), ("wide", wide, K)
+        ("teacher", teacher, K), ("itself", student, K), ("without", student, None),
+        ("wide", wide, K)
     ):  # fmt: skip
         own = ["--top_k", str(top_k)] if top_k else []
-        logprobs.main([folder, stored[name], *known, *own, "--data", str(tmp_path / "a.jsonl"), "--device", "cpu"])
+        logprobs.main(
+            [
+                folder,
+                stored[name],
+                *known,
+                *own,
+                "--data",
+                str(tmp_path / "a.jsonl"),
+                "--device",
+                "cpu",
+            ]
+        )
     means = [line.split(" targets, ")[1] for line in capsys.readouterr().out.splitlines()]
     assert means[1] == means[2] != means[0]
 
     found = {}
     for name in ("teacher", "itself"):
-        flags = [*known, "--init_from", student, "--teacher_logprobs", stored[name], "--learning_rate", "0.01"]
-        assert train.main([*arguments(str(tmp_path / "a.jsonl"), tmp_path / "run" / name, steps=5), *flags]) == 0
+        flags = [
+            *known,
+            "--init_from",
+            student,
+            "--teacher_logprobs",
+            stored[name],
+            "--learning_rate",
+            "0.01",
+        ]
+        assert (
+            train.main(
+                [*arguments(str(tmp_path / "a.jsonl"), tmp_path / "run" / name, steps=5), *flags]
+            )
+            == 0
+        )
         found[name] = losses(tmp_path / "run" / name)
     assert abs(found["itself"][0]) < 1e-5
-    given = {"init_from": student, "objective": "distill", "data": ["x"], "output_dir": str(tmp_path / "none")}
+    given = {
+        "init_from": student,
+        "objective": "distill",
+        "data": ["x"],
+        "output_dir": str(tmp_path / "none"),
+    }
     assert (
-        decide({**given, "teacher_logprobs": stored["teacher"]}, World(0, 1, torch.device("cpu"))).scoring.token_bytes
+        decide(
+            {**given, "teacher_logprobs": stored["teacher"]}, World(0, 1, torch.device("cpu"))
+        ).scoring.token_bytes
         == 16 + 28 * K
     )
     assert found["teacher"][0] > 1e-3 and found["teacher"][-1] < 0.8 * found["teacher"][0], found
 
     (tmp_path / "unread.jsonl").write_text("no JSON")
-    for name, message in (("without", "was made without --top_k"), ("wide", "the model has a vocab_size of 256; make")):
+    for name, message in (
+        ("without", "was made without --top_k"),
+        ("wide", "the model has a vocab_size of 256; make"),
+    ):
         flags = [*known, "--init_from", student, "--teacher_logprobs", stored[name]]
-        data = str(tmp_path / ("unread.jsonl" if name == "without" else "a.jsonl"))  # refused before data are read
+        data = str(
+            tmp_path / ("unread.jsonl" if name == "without" else "a.jsonl")
+        )  # refused before data are read
         assert train.main([*arguments(data, tmp_path / "refused"), *flags]) == 1
         assert message in capsys.readouterr().err
 

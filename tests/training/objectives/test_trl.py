@@ -1,4 +1,5 @@
-"""Losses and gradients of every parameter against values that TRL 1.16.0 computed, see record_trl.py."""
+"""Losses and gradients of every parameter against values that TRL 1.16.0 computed, see
+record_trl.py."""
 
 import json
 from collections.abc import Iterable
@@ -35,20 +36,32 @@ def documents_of(given: list[Row], together: int) -> list[Document]:
     documents = []
     for first in range(0, len(given), together):
         own = given[first : first + together]
-        tokens = np.concatenate([part for row in own for part in (row.prompt, row.completion)]).astype(np.uint32)
-        masked = np.concatenate([part for row in own for part in (np.ones(len(row.prompt), bool), ~row.mask)])
+        tokens = np.concatenate(
+            [part for row in own for part in (row.prompt, row.completion)]
+        ).astype(np.uint32)
+        masked = np.concatenate(
+            [part for row in own for part in (np.ones(len(row.prompt), bool), ~row.mask)]
+        )
         columns = {
-            name: np.concatenate([part for row in own for part in (0 * row.prompt, getattr(row, name))])
+            name: np.concatenate(
+                [part for row in own for part in (0 * row.prompt, getattr(row, name))]
+            )
             for name in ("reference", "old", "written")
         }
         lengths = [len(row.prompt) + len(row.completion) for row in own]
         columns["answer"] = np.repeat(np.arange(len(own)), lengths)
         columns["advantage"] = np.repeat([row.advantage for row in own], lengths)
-        documents.append(Document(tokens, masked, True, columns={n: x.astype(np.float32) for n, x in columns.items()}))
+        documents.append(
+            Document(
+                tokens, masked, True, columns={n: x.astype(np.float32) for n, x in columns.items()}
+            )
+        )
     return documents
 
 
-def loss_of(model: Transformer, objective: Objective, documents: Iterable[Document]) -> torch.Tensor:
+def loss_of(
+    model: Transformer, objective: Objective, documents: Iterable[Document]
+) -> torch.Tensor:
     world, store = World(0, 1, torch.device("cpu")), TokenStore(documents, 0)
     set_weights(dict(model.named_parameters()))
     batches = [make_batch(store, [[(i, 0, int(n)) for i, n in enumerate(store.lengths)]], 80)]
@@ -86,13 +99,17 @@ def test_loss_and_every_gradient_are_trls(name):
             del document.columns["written"]
     if name in KTOS:
         # TRL takes the answer of the row before, where it is to the same prompt too.
-        documents = [beside_answer_of(row, before) for row, before in zip(documents[1:] + documents[:1], documents)]
+        documents = [
+            beside_answer_of(row, before)
+            for row, before in zip(documents[1:] + documents[:1], documents)
+        ]
         _give_references(documents, given)
     assert_as_trl(name, documents)
 
 
 def test_orpo_of_unlike_rows_differs_from_trl_in_the_likelihood_alone():
-    """TRL's mean is over tokens, prompts' too. Ours is over the answer's tokens, given its prompt, as in the paper."""
+    """TRL's mean is over tokens, prompts' too. Ours is over the answer's tokens, given its prompt,
+    as in the paper."""
     given = [row._replace(mask=np.ones_like(row.mask)) for row in rows()]
     loss = loss_of(Transformer(CONFIG), OBJECTIVES["orpo"], documents_of(given, 2))
     model, nll = Transformer(CONFIG), []
@@ -110,4 +127,6 @@ def _give_references(documents: list[Document], given: list[Row]) -> None:
     """Gives each answer in a document of two the numbers of its own row."""
     for number, document in enumerate(documents):
         row, other = given[(number + 1) % len(given)], given[number]
-        document.columns["reference"][~document.masked] = np.concatenate([row.reference, other.reference])
+        document.columns["reference"][~document.masked] = np.concatenate(
+            [row.reference, other.reference]
+        )

@@ -1,4 +1,5 @@
-"""Rows, a model and the objectives whose losses record_trl.py computed with TRL, and test_trl.py compares."""
+"""Rows, a model and the objectives whose losses record_trl.py computed with TRL, and test_trl.py
+compares."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +16,13 @@ from training.objectives.scored import Objective
 RECORDED = Path(__file__).with_name("trl.json")
 CONFIG = ModelConfig(16, 8, 12, 1, 2, 1, 4)
 CONTEXT_LENGTH, TRUNCATION = 16, 1.2
-PROMPTS, COMPLETIONS = (4, 4, 3, 3, 5, 5), (3, 6, 1, 4, 2, 5)  # tokens of six answers, two to each prompt
-# TRL's likelihood of chosen answers is a mean over their tokens, ORPO's over those of prompts too; ours is a mean over
-# pairs of means over answers. Chosen answers of one length, behind prompts of one token, are all that both have alike.
+PROMPTS, COMPLETIONS = (
+    (4, 4, 3, 3, 5, 5),
+    (3, 6, 1, 4, 2, 5),
+)  # tokens of six answers, two to each prompt
+# TRL's likelihood of chosen answers is a mean over their tokens, ORPO's over those of prompts too;
+# ours is a mean over pairs of means over answers. Chosen answers of one length, behind prompts of
+# one token, are all that both have alike.
 EVEN_PROMPTS, EVEN_COMPLETIONS = (1, 1, 1, 1, 1, 1), (4, 6, 4, 3, 4, 5)
 EVEN = "orpo", "dpo, with likelihood"
 
@@ -35,7 +40,8 @@ class Row(NamedTuple):
 
 
 def rows(name: str = "") -> list[Row]:
-    """Returns the rows of an objective. With a better reference the mean log-ratio is negative, and z is 0."""
+    """Returns the rows of an objective. With a better reference the mean log-ratio is negative, and
+    z is 0."""
     lengths = (EVEN_PROMPTS, EVEN_COMPLETIONS) if name in EVEN else (PROMPTS, COMPLETIONS)
     better = 2.0 if name == "kto, below the reference" else 0.0
     random, made, prompt = np.random.default_rng(0), list[Row](), np.zeros(0)
@@ -44,7 +50,15 @@ def rows(name: str = "") -> list[Row]:
         numbers = (-2.8 + 0.4 * random.standard_normal((3, length))).astype(np.float32)
         numbers[0] += better
         mask = np.array([i != 1 or number != 1 for i in range(length)])
-        made.append(Row(prompt, random.integers(1, 16, length), mask, float(random.standard_normal()), *numbers))
+        made.append(
+            Row(
+                prompt,
+                random.integers(1, 16, length),
+                mask,
+                float(random.standard_normal()),
+                *numbers,
+            )
+        )
     return made
 
 
@@ -71,7 +85,10 @@ ROLLOUTS: dict[str, tuple[Rollout, dict]] = {
     "grpo": (Rollout("grpo", 0.04), {"loss_type": "grpo"}),
     "dapo": (Rollout("dapo", 0.0, 0.2, 0.28, TRUNCATION), {"loss_type": "dapo"}),
     "dr_grpo": (Rollout("dr_grpo", context_length=CONTEXT_LENGTH), {"loss_type": "dr_grpo"}),
-    "gspo": (Rollout("gspo", 0.1, 0.05, 0.1), {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    "gspo": (
+        Rollout("gspo", 0.1, 0.05, 0.1),
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ),
     "cispo": (Rollout("cispo", 0.0, 1.0, 0.1), {"loss_type": "cispo"}),
 }
 LABELS = True, False, True, True, False, False  # of the answers

@@ -1,4 +1,5 @@
-"""Quantized matrices against the definition of their formats, and as an optimizer keeps, reads and lends them."""
+"""Quantized matrices against the definition of their formats, and as an optimizer keeps, reads and
+lends them."""
 
 import importlib
 
@@ -22,8 +23,10 @@ from training.optim.quantized import GROUP, Quantized, check_library, quantize
 pytestmark = needs("bitsandbytes", "0.50")
 # NF4's values, the quantiles of a normal distribution: QLoRA, appendix E.
 NF4 = torch.tensor([
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+    0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ])  # fmt: skip
 SHAPES = {"layers.0.first": (96, 64), "bias": (96,), "layers.1.second": (32, 192)}
@@ -49,7 +52,9 @@ def test_4_bits_are_the_nearest_value_of_nf4(device):
     torch.testing.assert_close(quantized.scales.cpu(), scales.flatten(), rtol=0, atol=0)
     found = written(quantized, groups.shape, device=device).cpu() / scales
     distance = (groups / scales)[..., None] - NF4
-    torch.testing.assert_close((groups / scales - found).abs(), distance.abs().amin(-1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        (groups / scales - found).abs(), distance.abs().amin(-1), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -75,9 +80,15 @@ def test_zeros_stay_zeros_and_groups_do_not_mix(bits):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path):
-    """Checks weights from memory, from tensors and from files, unlike ones in a row, visit by visit."""
-    weights = {name: drawn(*shape, seed=i).bfloat16() for i, (name, shape) in enumerate(SHAPES.items())}
-    parameters = {n: nn.Parameter(w.to(device, copy=True), requires_grad=n == "bias") for n, w in weights.items()}
+    """Checks weights from memory, from tensors and from files, unlike ones in a row, visit by
+    visit."""
+    weights = {
+        name: drawn(*shape, seed=i).bfloat16() for i, (name, shape) in enumerate(SHAPES.items())
+    }
+    parameters = {
+        n: nn.Parameter(w.to(device, copy=True), requires_grad=n == "bias")
+        for n, w in weights.items()
+    }
     matrices = [parameters["layers.0.first"], parameters["layers.1.second"]]
     options = {"frozen": frozen_format(bits), "host_weights": [*parameters] if on_host else ()}
     predicted = Inventory.of(parameters.items(), accumulate=False, **options)
@@ -88,15 +99,24 @@ def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path
     kept = sum(home.nbytes for home in homes)
     assert predicted.gpu_state == 0 if on_host else predicted.gpu_state == 12 * 96
     assert predicted.host >= kept if on_host else predicted.host == 0
-    assert predicted.updated == (5 * SLOT_ALIGNMENT if on_host else 0)  # the bias with its gradient and state
+    assert predicted.updated == (
+        5 * SLOT_ALIGNMENT if on_host else 0
+    )  # the bias with its gradient and state
     of_blocks = dict(zip(matrices[:1], homes)), dict(zip(matrices[1:], homes[1:]))
     visiting = VisitingWeights(dict(enumerate(of_blocks)), torch.device(device))
 
     def check(expected):
         for block, name in enumerate(("layers.0.first", "layers.1.second")):
             with visiting.visit(block, block + 1), torch.no_grad():
-                exact = written(quantize(expected[name].float().to(device), bits), SHAPES[name], torch.bfloat16, device)
-                torch.testing.assert_close(parameters[name], nn.Parameter(exact, requires_grad=False), rtol=0, atol=0)
+                exact = written(
+                    quantize(expected[name].float().to(device), bits),
+                    SHAPES[name],
+                    torch.bfloat16,
+                    device,
+                )
+                torch.testing.assert_close(
+                    parameters[name], nn.Parameter(exact, requires_grad=False), rtol=0, atol=0
+                )
         visiting.free()
         assert not any(matrix.untyped_storage().nbytes() for matrix in matrices)
 
@@ -106,7 +126,10 @@ def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path
     check(others)
     save_file(weights, tmp_path / "weights.safetensors")
     read_weights(
-        optimizer, read_entries(read_header(tmp_path / "weights.safetensors"), tmp_path / "weights.safetensors")
+        optimizer,
+        read_entries(
+            read_header(tmp_path / "weights.safetensors"), tmp_path / "weights.safetensors"
+        ),
     )
     check(weights)
     assert optimizer.weights().keys() == optimizer.state_dict().keys() == {"bias"}
@@ -115,11 +138,17 @@ def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_format_counts_what_it_writes(bits):
     format = QuantizedState(torch.bfloat16, bits)
-    state = {name: torch.empty(640 // kept.group, dtype=kept.dtype) for name, kept in format.kept.items()}
+    state = {
+        name: torch.empty(640 // kept.group, dtype=kept.dtype) for name, kept in format.kept.items()
+    }
     format.write(state, torch.empty(640, device="meta"), {"master": drawn(640)})
     found = written(format.weight(state), (640,))
     torch.testing.assert_close(found, written(quantize(drawn(640), bits), (640,)), rtol=0, atol=0)
-    assert format.num_bytes(640) == sum(tensor.nbytes for tensor in state.values()) == 640 * bits // 8 + 40
+    assert (
+        format.num_bytes(640)
+        == sum(tensor.nbytes for tensor in state.values())
+        == 640 * bits // 8 + 40
+    )
     assert format.group == GROUP
 
 
@@ -127,10 +156,13 @@ def test_a_library_that_does_not_fit_is_refused(monkeypatch):
     check_library("lora_bits 4")
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.49.2")
     with pytest.raises(
-        UserError, match=r"lora_bits 4 needs bitsandbytes 0\.50 or newer, got 0.*/python -m pip install -U"
+        UserError,
+        match=r"lora_bits 4 needs bitsandbytes 0\.50 or newer, got 0.*/python -m pip install -U",
     ):
         check_library("lora_bits 4")
     monkeypatch.undo()
     monkeypatch.setattr(quantized, "_library", lambda: importlib.import_module("no_such_library"))
-    with pytest.raises(UserError, match=r"needs bitsandbytes, and .* fails here: No module named 'no_such_library'"):
+    with pytest.raises(
+        UserError, match=r"needs bitsandbytes, and .* fails here: No module named 'no_such_library'"
+    ):
         check_library("lora_bits 4")

@@ -38,7 +38,8 @@ class Sharded(nn.Module):
 
 
 def train_sharded(gpu_state_bytes, world, micro_batches, steps=3, state_format="float32"):
-    """Returns model, optimizer and norms. For the compact format, the layers' rows are two groups and one."""
+    """Returns model, optimizer and norms. For the compact format, the layers' rows are two groups
+    and one."""
     model = Sharded() if state_format == "float32" else Sharded(64, 32)
     if world.size > 1:
         shard_model(model, model.layers, world)
@@ -52,8 +53,13 @@ def train_sharded(gpu_state_bytes, world, micro_batches, steps=3, state_format="
             generator = torch.Generator().manual_seed(10 * step + micro)
             rows = torch.randn(4, model.layers[0].in_features, generator=generator)
             model(rows[world.rank :: world.size]).backward()
-        for state in optimizer.states.values():  # on the GPU no gradient is a view that keeps a whole layer's
-            assert state.row.state_on_host or state.gradient.untyped_storage().nbytes() == state.gradient.nbytes
+        for state in (
+            optimizer.states.values()
+        ):  # on the GPU no gradient is a view that keeps a whole layer's
+            assert (
+                state.row.state_on_host
+                or state.gradient.untyped_storage().nbytes() == state.gradient.nbytes
+            )
         norms += optimizer.clip_grad_norm(1.0)
         optimizer.step(1e-2)
     return model, optimizer, norms
@@ -72,12 +78,16 @@ def check_sharded(world, folder):
         assert norms == pytest.approx(single_norms, rel=1e-5)
         for name, tensors in single.state_dict().items():
             for key, tensor in tensors.items():
-                torch.testing.assert_close(expected[name][key], tensor.detach(), rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(
+                    expected[name][key], tensor.detach(), rtol=1e-4, atol=1e-6
+                )
     path = save_state(folder / "run", 1, optimizer.state_dict())
     model, other, _ = train_sharded(0, world, 3, steps=1)
     load_state(other, path)
     assert_equal_states(full(other.state_dict()), expected)
-    assert all(torch.equal(p.full_tensor(), expected[n]["master"]) for n, p in model.named_parameters())
+    assert all(
+        torch.equal(p.full_tensor(), expected[n]["master"]) for n, p in model.named_parameters()
+    )
     check_compact_sharded(world)
     optimizer = train_sharded(0, world, 1, state_format="compact")[1]
     save_state(folder, 3, optimizer.state_dict(), optimizer.parameters)
@@ -87,9 +97,11 @@ def check_sharded(world, folder):
 
 
 def test_sharded_parameters(tmp_path):
-    """Two ranks: placements agree bit for bit, with one process up to rounding, and through a checkpoint.
+    """Two ranks: placements agree bit for bit, with one process up to rounding, and through a
+    checkpoint.
 
-    Compact state, of which one rank has no row of some parameters, is loaded by one rank and by three.
+    Compact state, of which one rank has no row of some parameters, is loaded by one rank and by
+    three.
     """
     run_ranks(2, check_sharded, tmp_path)
     load_sharded(World(0, 1, torch.device("cpu")), tmp_path)
@@ -103,7 +115,10 @@ def check_compact_sharded(world):
     assert [t.dtype for t in expected["layers.1.weight"].values()] == [
         torch.float32, torch.int8, torch.bfloat16, torch.uint8, torch.bfloat16, torch.float32
     ]  # fmt: skip
-    assert expected["layers.0.weight"]["exp_avg_scale"].shape == (32, 2) and "exp_avg_scale" not in expected["small"]
+    assert (
+        expected["layers.0.weight"]["exp_avg_scale"].shape == (32, 2)
+        and "exp_avg_scale" not in expected["small"]
+    )
     _, on_host, its_norms = train_sharded(0, world, 1, state_format="compact")
     assert its_norms == norms
     assert_equal_states(full(on_host.state_dict()), expected)
@@ -112,7 +127,9 @@ def check_compact_sharded(world):
     for name, tensors in single.state_dict().items():
         for key, tensor in tensors.items():  # codes next to a tie differ by one
             difference = (expected[name][key].float() - tensor.detach().float()).abs()
-            assert difference.max() <= 1e-4 or (not tensor.is_floating_point() and difference.max() <= 1), (name, key)
+            assert difference.max() <= 1e-4 or (
+                not tensor.is_floating_point() and difference.max() <= 1
+            ), (name, key)
 
 
 def load_sharded(world, folder):
@@ -124,9 +141,12 @@ def load_sharded(world, folder):
     named = [dict(model.named_parameters())]
     if world.size > 1:
         whole = {
-            n: distribute_tensor(torch.zeros(p.shape), world.fsdp_mesh, [Replicate()]) for n, p in named[0].items()
+            n: distribute_tensor(torch.zeros(p.shape), world.fsdp_mesh, [Replicate()])
+            for n, p in named[0].items()
         }
-        whole["layers.0.weight"] = distribute_tensor(torch.zeros(32, 64), world.fsdp_mesh, [Shard(1)])
+        whole["layers.0.weight"] = distribute_tensor(
+            torch.zeros(32, 64), world.fsdp_mesh, [Shard(1)]
+        )
         named.append({n: nn.Parameter(tensor) for n, tensor in whole.items()})
     for parameters, state_format in itertools.product(named, ("float32", "compact")):
         optimizer = make_optimizer(parameters, state_format=state_format)
@@ -138,13 +158,19 @@ def load_sharded(world, folder):
 
 @contextmanager
 def sharded_weight(folder, value, device="cpu"):
-    """A function that makes a parameter sharded over a group of this process alone; `value` is its shape and dtype."""
+    """A function that makes a parameter sharded over a group of this process alone; `value` is its
+    shape and dtype."""
     dist.init_process_group(
-        "gloo" if device == "cpu" else "nccl", init_method=f"file://{folder}/group", rank=0, world_size=1
+        "gloo" if device == "cpu" else "nccl",
+        init_method=f"file://{folder}/group",
+        rank=0,
+        world_size=1,
     )
     try:
         mesh = init_device_mesh(device, (1,))
-        yield lambda fill=1.0: nn.Parameter(distribute_tensor(torch.full_like(value, fill), mesh, [Shard(0)]))
+        yield lambda fill=1.0: nn.Parameter(
+            distribute_tensor(torch.full_like(value, fill), mesh, [Shard(0)])
+        )
     finally:
         dist.destroy_process_group()
 
@@ -154,8 +180,13 @@ def test_state_of_sharded_bf16_parameters_is_float32(tmp_path):
         state = make_optimizer([("weight", make())], gpu_state_bytes=0).state_dict()["weight"]
         with pytest.raises(ValueError, match="weights of sharded parameters stay on the GPU"):
             make_optimizer([("weight", make())], host_weights=["weight"])
-    assert all(isinstance(state[key], DTensor) and state[key].dtype == torch.float32 for key in ("master", "exp_avg"))
-    assert state["master"].shape == (4, 3) and torch.equal(state["master"].to_local(), torch.ones(4, 3))
+    assert all(
+        isinstance(state[key], DTensor) and state[key].dtype == torch.float32
+        for key in ("master", "exp_avg")
+    )
+    assert state["master"].shape == (4, 3) and torch.equal(
+        state["master"].to_local(), torch.ones(4, 3)
+    )
 
 
 @pytest.mark.gpu
@@ -177,5 +208,7 @@ def test_sharded_state_stays_on_the_host(tmp_path):
         other_weight, other = make(3.0)
         load_state(other, path)
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(other.states["weight"].tensors[key], optimizer.states["weight"].tensors[key])
+            assert torch.equal(
+                other.states["weight"].tensors[key], optimizer.states["weight"].tensors[key]
+            )
         assert torch.equal(other_weight.to_local(), weight.to_local())

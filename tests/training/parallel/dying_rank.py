@@ -1,6 +1,8 @@
-"""A rank that dies: `torchrun --nproc_per_node=2 -m tests.training.parallel.dying_rank SIGKILL cpu`.
+"""A rank that dies: `torchrun --nproc_per_node=2 -m tests.training.parallel.dying_rank SIGKILL
+cpu`.
 
-The arguments are the kind of death and the device. A separate file imports no model, which would take seconds.
+The arguments are the kind of death and the device. A separate file imports no model, which would
+take seconds.
 """
 
 import os
@@ -13,10 +15,11 @@ from training.parallel.world import World, join_world
 
 
 def die(world: World, death: str) -> None:
-    """Die: all ranks by a UserError, rank 1 alone by another death; or sleep until torchrun itself is killed.
+    """Die: all ranks by a UserError, rank 1 alone by another death; or sleep until torchrun itself
+    is killed.
 
-    The other ranks then fail in a collective. Where rank 1 is killed they wait in an NCCL kernel that no SIGTERM ends;
-    on a CPU they sleep in its place.
+    The other ranks then fail in a collective. Where rank 1 is killed they wait in an NCCL kernel
+    that no SIGTERM ends; on a CPU they sleep in its place.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     world.sum(1.0)  # from here on no rank ends by the SIGTERM that follows another's death

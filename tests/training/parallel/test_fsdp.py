@@ -25,12 +25,17 @@ from training.optim.adamw import MasterAdamW
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World, make_mesh
 
-# The packed documents' cos and sin, [B, T, K/2], pass through every block; 0.6B's width with two blocks on a GPU.
-CONFIGS = {"cpu": MODEL_SIZES["tiny"], "cuda": replace(MODEL_SIZES["0.6B"], num_hidden_layers=2, vocab_size=1024)}
+# The packed documents' cos and sin, [B, T, K/2], pass through every block; 0.6B's width with two
+# blocks on a GPU.
+CONFIGS = {
+    "cpu": MODEL_SIZES["tiny"],
+    "cuda": replace(MODEL_SIZES["0.6B"], num_hidden_layers=2, vocab_size=1024),
+}
 
 
 def build(device, world=None, config=None, adapters=None):
-    """The same weights on any number of ranks: bfloat16 values but for exact ones, sharded in float32.
+    """The same weights on any number of ranks: bfloat16 values but for exact ones, sharded in
+    float32.
 
     Frozen weights beside adapters are bfloat16 on ranks as well.
     """
@@ -61,10 +66,16 @@ def build_adapted(device, world=None):
 
 
 def build_delta_nets(device, world=None, adapters=None):
-    """Gated delta nets, whose float32 parameters would give another loss if they were gathered in bfloat16."""
+    """Gated delta nets, whose float32 parameters would give another loss if they were gathered in
+    bfloat16."""
     width = 16 if device.type == "cpu" else 64
     kinds = DeltaNet(2, 4, width, width), FULL
-    return build(device, world, replace(CONFIGS[device.type], num_hidden_layers=3, layer_kinds=kinds), adapters)
+    return build(
+        device,
+        world,
+        replace(CONFIGS[device.type], num_hidden_layers=3, layer_kinds=kinds),
+        adapters,
+    )
 
 
 def build_adapted_delta_nets(device, world=None):
@@ -99,7 +110,9 @@ def compare_with_one_process(world: World, *builds) -> None:
 def compare_model(world: World, build) -> None:
     """Each rank has its own sequence; a single process takes both, one after the other."""
     seen = []
-    module = importlib.import_module("kernels.qkv_attention")  # the package's attribute of that name is the function
+    module = importlib.import_module(
+        "kernels.qkv_attention"
+    )  # the package's attribute of that name is the function
     rope = module.rope
     module.rope = lambda q, k, cos, sin, **options: (
         seen.append((q.dtype, cos.dtype, sin.dtype)) or rope(q, k, cos, sin, **options)
@@ -109,7 +122,9 @@ def compare_model(world: World, build) -> None:
     sharded = build(world.device, world)
     loss, gradients = loss_and_gradients(sharded, ids[row], documents[row])
     module.rope = rope
-    assert seen == [(torch.bfloat16, torch.float32, torch.float32)] * sharded.config.kinds.count(FULL), seen
+    assert seen == [(torch.bfloat16, torch.float32, torch.float32)] * sharded.config.kinds.count(
+        FULL
+    ), seen
 
     alone = build(world.device)
     losses = [loss_and_gradients(alone, ids[i : i + 1], documents[i : i + 1])[0] for i in range(2)]
@@ -117,7 +132,10 @@ def compare_model(world: World, build) -> None:
     for name, parameter in alone.named_parameters():
         if not parameter.requires_grad:
             continue
-        found, expected = gradients[name], parameter.grad.double()  # summed in float32 and in bfloat16
+        found, expected = (
+            gradients[name],
+            parameter.grad.double(),
+        )  # summed in float32 and in bfloat16
         difference = float((found - expected).norm() / expected.norm())
         assert difference < 5e-3, (name, difference)
 
@@ -145,15 +163,29 @@ class LivingBytes(StorageCounter):
 
 
 def differences_of_stages() -> dict[str, float]:
-    """Predicted bytes of each stage less those measured, per element of a block: of a step of 8 tokens."""
-    T, config, world = 8, ModelConfig(64, 256, 768, 3, 4, 2, 64), World(0, 2, torch.device("cpu"), make_mesh("cpu", 2))
+    """Predicted bytes of each stage less those measured, per element of a block: of a step of 8
+    tokens."""
+    T, config, world = (
+        8,
+        ModelConfig(64, 256, 768, 3, 4, 2, 64),
+        World(0, 2, torch.device("cpu"), make_mesh("cpu", 2)),
+    )
     model, execution = build(world.device, world, config), Execution((Placement("gpu", "gpu"),) * 3)
     apply_execution(model, execution)
     optimizer = MasterAdamW(model.named_parameters())
     one = PackedDocuments.one_each(T, 1)
-    step = Step(model.share, model.named_parameters(), T, documents=one, given=execution, num_shards=world.size)
+    step = Step(
+        model.share,
+        model.named_parameters(),
+        T,
+        documents=one,
+        given=execution,
+        num_shards=world.size,
+    )
     state = [tensor for state in optimizer.states.values() for tensor in state.tensors.values()]
-    counter = LivingBytes([*state, optimizer.room, *(parameter.to_local() for parameter in model.parameters())])
+    counter = LivingBytes(
+        [*state, optimizer.room, *(parameter.to_local() for parameter in model.parameters())]
+    )
     recorder, ids = Recorder(model, optimizer, counter), torch.arange(T)[None]
     with counter, recorder.hooked():
         model(ids, ids, denominator=1.0).loss.backward()
@@ -169,12 +201,14 @@ def differences_of_stages() -> dict[str, float]:
 def test_stages_have_what_fsdp_holds():
     """Compares stages of the first of two ranks, whose process group exchanges nothing.
 
-    Plans leave out FSDP2's third copy of a block, which exists for a moment in forward, and what is gathered as the
-    loss ends. They count all gradients of a block with its MLP's, two of these again, which exist before the parameters
-    have them, and a block that arrives beside the first. The update that runs here, PyTorch's, copies a gradient.
+    Plans leave out FSDP2's third copy of a block, which exists for a moment in forward, and what is
+    gathered as the loss ends. They count all gradients of a block with its MLP's, two of these
+    again, which exist before the parameters have them, and a block that arrives beside the first.
+    The update that runs here, PyTorch's, copies a gradient.
 
-    Up to 2.14 a local variable of FSDP2 holds the third copy as the next is made, and plans are for that. From 2.15 on
-    forward has half of it, the shard that is sent, and the end of backward half a byte per element less.
+    Up to 2.14 a local variable of FSDP2 holds the third copy as the next is made, and plans are for
+    that. From 2.15 on forward has half of it, the shard that is sent, and the end of backward half
+    a byte per element less.
     """
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -184,7 +218,11 @@ def test_stages_have_what_fsdp_holds():
         torch.distributed.destroy_process_group()
     frees_earlier = torch.__version__ >= "2.15"
     third, less = (-0.93, 0.5) if frees_earlier else (-2, 0)
-    expected = dict.fromkeys(found, 0.0) | {"forward of layer 1": third, "forward of layer 2": third, "loss": -3}
+    expected = dict.fromkeys(found, 0.0) | {
+        "forward of layer 1": third,
+        "forward of layer 2": third,
+        "loss": -3,
+    }
     expected |= {"update": -0.46} | {
         f"backward of layer {layer}, MLP": above for layer, above in ((2, 2), (1, 2), (0, 3 + less))
     }

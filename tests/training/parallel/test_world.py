@@ -1,4 +1,5 @@
-"""The mesh of data, context and tensor ranks: one process, four processes over gloo, and ranks that die."""
+"""The mesh of data, context and tensor ranks: one process, four processes over gloo, and ranks that
+die."""
 
 import os
 import re
@@ -45,7 +46,10 @@ def test_processes_share_the_cores_but_one_keeps_the_threads_that_it_was_given(m
 @pytest.mark.parametrize("sizes", [(3, 1), (1, 3), (2, 4)])
 def test_sizes_that_do_not_divide_the_processes_are_refused(sizes, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    message = f"context_parallel_size {sizes[0]} x tensor_parallel_size {sizes[1]} must divide .* processes, 4; start"
+    message = (
+        f"context_parallel_size {sizes[0]} x tensor_parallel_size {sizes[1]} must divide .* "
+        "processes, 4; start"
+    )
     with pytest.raises(UserError, match=message), join_world("cpu", *sizes):
         pass
 
@@ -53,13 +57,17 @@ def test_sizes_that_do_not_divide_the_processes_are_refused(sizes, monkeypatch):
 def test_sequences_are_not_shared_between_machines(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    message = "context_parallel_size 4 x tensor_parallel_size 1 must divide each machine's processes, 2: no sequence"
+    message = (
+        "context_parallel_size 4 x tensor_parallel_size 1 must divide each machine's processes, 2: "
+        "no sequence"
+    )
     with pytest.raises(UserError, match=message), join_world("cpu", 4):
         pass
 
 
 def test_a_lone_process_among_several_tasks_is_warned(monkeypatch, capfd):
-    """srun without torchrun starts as many runs as it has tasks, each alone; the first task says so."""
+    """srun without torchrun starts as many runs as it has tasks, each alone; the first task says
+    so."""
     for tasks, others, warned in (("8", {}, True), ("8", {"SLURM_PROCID": "3"}, False), ("1", {}, False),
                                   ("8", {"WORLD_SIZE": "1"}, False)):  # fmt: skip
         with monkeypatch.context() as patch:
@@ -69,14 +77,29 @@ def test_a_lone_process_among_several_tasks_is_warned(monkeypatch, capfd):
             with join_world("cpu"):
                 pass
         error = capfd.readouterr().err
-        assert ("Slurm has 8 tasks" in error and "torchrun per machine" in error) if warned else not error
+        assert (
+            ("Slurm has 8 tasks" in error and "torchrun per machine" in error)
+            if warned
+            else not error
+        )
 
 
 def test_an_environment_that_torchrun_did_not_set_is_refused(monkeypatch):
-    good = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("the ranks would meet"))
+    good = {
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "localhost",
+    }
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda *_, **__: pytest.fail("the ranks would meet")
+    )
     for broken, message in (
-        ({"MASTER_ADDR": ""}, "WORLD_SIZE is 2 in the environment, without a MASTER_ADDR and a MASTER_PORT"),
+        (
+            {"MASTER_ADDR": ""},
+            "WORLD_SIZE is 2 in the environment, without a MASTER_ADDR and a MASTER_PORT",
+        ),
         *(
             ({"MASTER_PORT": port}, "without a MASTER_ADDR and a MASTER_PORT from 1 to 65535")
             for port in ("0", "65536")
@@ -87,7 +110,10 @@ def test_an_environment_that_torchrun_did_not_set_is_refused(monkeypatch):
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
             for value in ("", "x", "-1", "1.0", " 1", "1_0", "\u0661", "9" * 5000)
         ),
-        ({"RANK": "2"}, "^RANK 2, WORLD_SIZE 2, LOCAL_RANK 1, LOCAL_WORLD_SIZE 2 in the environment do not fit"),
+        (
+            {"RANK": "2"},
+            "^RANK 2, WORLD_SIZE 2, LOCAL_RANK 1, LOCAL_WORLD_SIZE 2 in the environment do not fit",
+        ),
         ({"RANK": "0"}, "do not fit"),  # below LOCAL_RANK
         ({"WORLD_SIZE": "0"}, "do not fit"),
         ({"WORLD_SIZE": "1"}, "do not fit"),
@@ -115,7 +141,12 @@ def test_a_rank_that_waits_for_others_says_so(monkeypatch, capfd):
     monkeypatch.setattr(world, "WAIT_SECONDS", 0.1)
     monkeypatch.setattr(world, "end_by", end)
     monkeypatch.setattr(dist, "init_process_group", wait)
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "9"}.items():
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "here",
+        "MASTER_PORT": "9",
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="did not meet"), join_world("cpu"):
         pass
@@ -130,10 +161,14 @@ DYING = "-m", "tests.training.parallel.dying_rank"
 
 def fail(folder, *program):
     """Run a program that fails in two ranks; returns their output, their errors, and torchrun's."""
-    process = start_torchrun(folder, "--standalone", "--nproc_per_node=2", *program, forks="cuda" not in program)
+    process = start_torchrun(
+        folder, "--standalone", "--nproc_per_node=2", *program, forks="cuda" not in program
+    )
     process.join(120)
     assert process.exitcode == 1
-    return (folder / "output").read_text(), *(folder / "errors").read_text().split("closing signal SIGTERM", 1)
+    return (folder / "output").read_text(), *(folder / "errors").read_text().split(
+        "closing signal SIGTERM", 1
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu(gpus=2))])
@@ -144,14 +179,18 @@ def fail(folder, *program):
     ("in the last barrier", 1, None),
 ])  # fmt: skip
 def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device, tmp_path):
-    """The output has no other rank's error, and ends with torchrun's summary, where the error stands again."""
+    """The output has no other rank's error, and ends with torchrun's summary, where the error
+    stands again."""
     died, ranks, torchruns = fail(tmp_path, *DYING, death, device)
     assert died, ranks
     assert time.time() - float(died) < 20
     cause = torchruns.split("Root Cause (first observed failure)")[1]
     assert f"rank      : {rank} " in cause and (message or "Signal 9 (SIGKILL)") in cause
     assert re.findall(r"\w+: rank \d fails", ranks) == ([message] if message else [])
-    assert ranks.count("Traceback") == (death == "RuntimeError") and "closed by peer" not in ranks + torchruns
+    assert (
+        ranks.count("Traceback") == (death == "RuntimeError")
+        and "closed by peer" not in ranks + torchruns
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,9 +201,14 @@ def test_a_rank_that_dies_ends_all_within_seconds(death, rank, message, device, 
         (("-m", "training.plots"), "error: run is missing: output_dir of a run"),
     ],
 )  # fmt: skip
-def test_what_ranks_refuse_before_they_have_met_is_shown_once_and_by_torchrun(module, message, tmp_path):
+def test_what_ranks_refuse_before_they_have_met_is_shown_once_and_by_torchrun(
+    module, message, tmp_path
+):
     _, ranks, torchruns = fail(tmp_path, *module)
-    assert ranks.count(message) == 1 and message in torchruns.split("Root Cause (first observed failure)")[1]
+    assert (
+        ranks.count(message) == 1
+        and message in torchruns.split("Root Cause (first observed failure)")[1]
+    )
 
 
 def meet_a_rank_that_leaves(rank, port, log):
@@ -180,20 +224,34 @@ def meet_a_rank_that_leaves(rank, port, log):
 def test_a_rank_that_leaves_before_all_have_met_is_one_line(tmp_path):
     store, log = meeting_point(), tmp_path / "log"
     context = mp.get_context("forkserver")
-    ranks = [context.Process(target=meet_a_rank_that_leaves, args=(rank, store.port, log)) for rank in range(2)]
+    ranks = [
+        context.Process(target=meet_a_rank_that_leaves, args=(rank, store.port, log))
+        for rank in range(2)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(60)
     assert ranks[1].exitcode == 1
-    assert log.read_text().startswith("error: the ranks did not meet") and log.read_text().count("\n") == 1
+    assert (
+        log.read_text().startswith("error: the ranks did not meet")
+        and log.read_text().count("\n") == 1
+    )
 
 
 def test_the_ranks_of_two_machines_end_together(tmp_path):
     """Ranks 0 and 1 run on one machine, 2 and 3 on the other."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"--rdzv_endpoint=127.0.0.1:{free.getsockname()[1]}"
-    words = "--nnodes=2", "--nproc_per_node=2", "--rdzv_backend=c10d", endpoint, *DYING, "SIGKILL", "cpu"
+    words = (
+        "--nnodes=2",
+        "--nproc_per_node=2",
+        "--rdzv_backend=c10d",
+        endpoint,
+        *DYING,
+        "SIGKILL",
+        "cpu",
+    )
     agents = [start_torchrun(tmp_path, *words) for _ in range(2)]
     for agent in agents:
         agent.join(120)
@@ -205,7 +263,8 @@ def test_ranks_end_with_their_torchrun():
     """Kill torchrun while rank 1 sleeps and rank 0 waits for it: both must end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     torchrun = subprocess.Popen(
-        [*command, "-m", "tests.training.parallel.dying_rank", "with torchrun", "cpu"], cwd=Path(__file__).parents[3],
+        [*command, "-m", "tests.training.parallel.dying_rank", "with torchrun", "cpu"],
+        cwd=Path(__file__).parents[3],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
     )  # fmt: skip
     assert float(torchrun.stdout.readline()) > 0
@@ -233,7 +292,8 @@ def test_ranks_in_pid_namespaces_of_their_own(tmp_path):
 
 
 def wait_long_and_short(world: World, folder: Path) -> None:
-    """Rank 1 comes a second and a half late: in time at first, and too late once waits are limited to a second."""
+    """Rank 1 comes a second and a half late: in time at first, and too late once waits are limited
+    to a second."""
     assert len({*map(timeout_of, groups_of(world))}) == 1 and timeout_of(dist.group.WORLD) == 3600
     time.sleep(1.5 * world.rank)
     assert world.sum(1.0) == [2]
@@ -270,7 +330,8 @@ def check_four_ranks(world: World) -> None:
 
 
 def check_meshes(world: World) -> None:
-    """Compare each rank's place in the mesh, and the ranks that FSDP2 shards its parameters over."""
+    """Compare each rank's place in the mesh, and the ranks that FSDP2 shards its parameters
+    over."""
     assert world.mesh.mesh.tolist() == [[[0], [1]], [[2], [3]]]
     assert (world.data_rank, world.data_size) == (world.rank // 2, 2)
     assert world.fsdp_mesh.mesh.tolist() == [0, 1, 2, 3] and world.fsdp_mesh.get_group().size() == 4
@@ -297,7 +358,9 @@ def test_a_rank_that_is_stopped_is_named(monkeypatch, capfd):
     monkeypatch.setattr(world, "STOPPED_SECONDS", 0.5)
     rank, left, error = subprocess.Popen(["sleep", "60"]), threading.Event(), ""
     os.kill(rank.pid, signal.SIGSTOP)
-    thread = threading.Thread(target=world.end_with, args=([os.getpid(), rank.pid], os.getppid(), left))
+    thread = threading.Thread(
+        target=world.end_with, args=([os.getpid(), rank.pid], os.getppid(), left)
+    )
     thread.start()
     deadline = time.time() + 20
     while "stopped" not in error and time.time() < deadline:
@@ -307,4 +370,7 @@ def test_a_rank_that_is_stopped_is_named(monkeypatch, capfd):
     thread.join()
     rank.kill()
     rank.wait()
-    assert f"local rank 1, process {rank.pid}, was stopped" in error and f"kill -CONT {rank.pid} lets it go" in error
+    assert (
+        f"local rank 1, process {rank.pid}, was stopped" in error
+        and f"kill -CONT {rank.pid} lets it go" in error
+    )

@@ -37,14 +37,21 @@ CPU = torch.device("cpu")
 
 def test_shared_sequences_have_a_plan_where_no_key_value_head_is_copied(pretended_gpu):
     world = World(0, 1, CPU)
-    recipe = replace(recipe_of(TrainConfig(context_parallel_size=16), MODEL_SIZES["4B"], world), memory_budget="auto")
+    recipe = replace(
+        recipe_of(TrainConfig(context_parallel_size=16), MODEL_SIZES["4B"], world),
+        memory_budget="auto",
+    )
     message = "no plan counts copies of 8 key/value heads on 16 ranks"
-    with pytest.raises(ValueError, match=f"{message}; give --gradient_checkpointing, without --memory_budget"):
+    with pytest.raises(
+        ValueError, match=f"{message}; give --gradient_checkpointing, without --memory_budget"
+    ):
         run.check_fits(recipe, world)
     text, _ = explain_out_of_memory(context_parallel_size=16, gradient_checkpointing=True)
     assert text == f"{message}; raise --context_parallel_size, or lower --context_length"
     text, plan = explain_out_of_memory(context_parallel_size=8, gradient_checkpointing=True)
-    assert plan.step.tokens == 32_768 // 8 and text.startswith("predicted for the step as it was placed")
+    assert plan.step.tokens == 32_768 // 8 and text.startswith(
+        "predicted for the step as it was placed"
+    )
 
 
 def test_fp8_has_kernels_bytes_seconds_and_a_line_of_the_plan():
@@ -80,9 +87,16 @@ def test_blocks_maps_say_what_the_heads_is():
     step, plans = step_on_meta(MODEL_SIZES["4B"], 32_768), {}
     for linear in (FP8(), FP8WithHead(), LoRA(FP8WithHead())):
         plans[linear] = Plan(step, step.unplanned(Placement(), linear=linear), rates=H200)
-    loss = {linear: plan.step.timeline(plan.execution, H200)[1].seconds for linear, plan in plans.items()}
+    loss = {
+        linear: plan.step.timeline(plan.execution, H200)[1].seconds
+        for linear, plan in plans.items()
+    }
     with_head, adapted = [*plans][1:]
-    assert loss[with_head] == loss[adapted] == pytest.approx(H200[PLAIN.rate] / H200[FP8.rate] * loss[FP8()])
+    assert (
+        loss[with_head]
+        == loss[adapted]
+        == pytest.approx(H200[PLAIN.rate] / H200[FP8.rate] * loss[FP8()])
+    )
     assert re.search("linear maps +fp8, head fp8; costs some loss", str(plans[with_head]))
     model = Transformer(MODEL_SIZES["tiny"])
     ids = torch.randint(256, (1, 32))
@@ -99,7 +113,14 @@ def test_a_plan_counts_products_layers_and_parts_that_stay_in_bf16():
     every, gradients = Mixed(fp8, fp8, fp8), Mixed(dx=fp8, d_weight=fp8)
     plans = {
         linear: Plan(step, step.unplanned(WHOLE, linear=linear), rates=H200)
-        for linear in (PLAIN, fp8, every, gradients, replace(every, ends=1), replace(every, mixers=False))
+        for linear in (
+            PLAIN,
+            fp8,
+            every,
+            gradients,
+            replace(every, ends=1),
+            replace(every, mixers=False),
+        )
     }
     plain, alone, all_three, backward, inner, mlps = (plan.seconds for plan in plans.values())
     assert alone == all_three < inner < plain and alone < mlps < plain
@@ -109,15 +130,20 @@ def test_a_plan_counts_products_layers_and_parts_that_stay_in_bf16():
     assert forward[3] == forward[0] and backwards[3] == backwards[1] < backwards[0]
     assert forward[4] == pytest.approx((34 * forward[1] + 2 * forward[0]) / 36)
     assert alone < backward < plain
-    # FP8 keeps inputs of products in 8 bits. MLPs keep gate and up in bf16 whatever their products are.
-    assert plans[fp8].peak.bytes < plans[replace(every, ends=1)].peak.bytes < plans[PLAIN].peak.bytes
+    # FP8 keeps inputs of products in 8 bits. MLPs keep gate and up in bf16 whatever their products
+    # are.
+    assert (
+        plans[fp8].peak.bytes < plans[replace(every, ends=1)].peak.bytes < plans[PLAIN].peak.bytes
+    )
     text = "linear maps +y bf16, dx fp8, d_weight fp8, head bf16\n"
     assert re.search(text, str(plans[gradients]))
 
 
 def test_kernels_are_also_the_optimizers(monkeypatch):
     """Kernels "torch" run no Triton in the update of compact state either."""
-    config = TrainConfig(kernels="torch", optimizer_state="compact", gradient_checkpointing=True, context_length=64)
+    config = TrainConfig(
+        kernels="torch", optimizer_state="compact", gradient_checkpointing=True, context_length=64
+    )
     seen, update = set(), training.optim.formats.compact_adamw
     record = lambda *tensors, **options: seen.add(options["impl"]) or update(*tensors, **options)  # noqa: E731
     monkeypatch.setattr(training.optim.formats, "compact_adamw", record)
@@ -165,7 +191,9 @@ def test_a_bench_has_weights_where_they_are_placed(state_format, ends):
         with StorageCounter() as counter:
             measured = bench.measure(step, execution, counter)
         assert [bool(nbytes) for nbytes in resident(bench.model)] == has_memory
-        assert measured.host_bytes >= 2 * sum(home.nbytes for home in bench.optimizer.homes.values())
+        assert measured.host_bytes >= 2 * sum(
+            home.nbytes for home in bench.optimizer.homes.values()
+        )
         found.append([weight.detach() for weight in bench.optimizer.weights().values()])
     assert all(weight.isfinite().all() for weight in found[0])
     # Each bench's step has tokens of its own.
@@ -175,12 +203,22 @@ def test_a_bench_has_weights_where_they_are_placed(state_format, ends):
 def test_a_run_starts_from_files_with_weights_on_the_host(monkeypatch, tmp_path):
     """Released weights go straight into their places."""
     shape, world = replace(MODEL_SIZES["tiny"], num_hidden_layers=3), World(0, 1, CPU)
-    weights = {name: torch.randn_like(weight) for name, weight in Transformer(shape).state_dict().items()}
-    save_file({f"model.{name}": weight for name, weight in weights.items()}, tmp_path / "model.safetensors")
+    weights = {
+        name: torch.randn_like(weight) for name, weight in Transformer(shape).state_dict().items()
+    }
+    save_file(
+        {f"model.{name}": weight for name, weight in weights.items()},
+        tmp_path / "model.safetensors",
+    )
 
     def plan_memory(recipe, model, world, documents=None):
         step = step_of(recipe, model, world, documents)
-        return Plan(step, replace(step.unplanned(Placement(), loss_impl="chunked", ends="host"), placements=MIXED))
+        return Plan(
+            step,
+            replace(
+                step.unplanned(Placement(), loss_impl="chunked", ends="host"), placements=MIXED
+            ),
+        )
 
     monkeypatch.setattr(run, "plan_memory", plan_memory)
     config = TrainConfig(context_length=64, init_from=str(tmp_path), optimizer_state="compact")
@@ -199,7 +237,8 @@ def test_a_run_starts_from_files_with_weights_on_the_host(monkeypatch, tmp_path)
 
 
 def compare_with_a_prediction(world):
-    """Compares this rank's step with a step of pretended GPUs; no rank has more of a parameter than the first."""
+    """Compares this rank's step with a step of pretended GPUs; no rank has more of a parameter than
+    the first."""
     shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=3)
     sizes = {"context_parallel_size": world.context_size, "tensor_parallel_size": world.tensor_size}
     sizes["replicate"] = world.replicate
@@ -211,17 +250,30 @@ def compare_with_a_prediction(world):
     assert all(ours <= first for ours, first in zip(*elements, strict=True))
     if world.is_main:
         assert elements[0] == elements[1]
-        for placement, gpu_state_bytes in ((Placement(), math.inf), (Placement("host", "host"), 1e6)):
-            execution = replace(real.given, placements=(placement,) * 3, gpu_state_bytes=gpu_state_bytes)
+        for placement, gpu_state_bytes in (
+            (Placement(), math.inf),
+            (Placement("host", "host"), 1e6),
+        ):
+            execution = replace(
+                real.given, placements=(placement,) * 3, gpu_state_bytes=gpu_state_bytes
+            )
             assert list(real.stages(execution)) == list(predicted.stages(execution))
             assert real.host_bytes(execution) == predicted.host_bytes(execution)
             assert real.seconds(execution, H200) == predicted.seconds(execution, H200)
 
 
-@pytest.mark.parametrize(("num_ranks", "context", "tensor", "replicate"), [(3, 1, 1, 1), (4, 2, 1, 2), (4, 1, 2, 1)])
-def test_the_step_of_gpus_that_are_not_there_is_that_of_ranks(num_ranks, context, tensor, replicate):
+@pytest.mark.parametrize(
+    ("num_ranks", "context", "tensor", "replicate"), [(3, 1, 1, 1), (4, 2, 1, 2), (4, 1, 2, 1)]
+)
+def test_the_step_of_gpus_that_are_not_there_is_that_of_ranks(
+    num_ranks, context, tensor, replicate
+):
     """Three ranks do not divide all parameters' rows."""
-    sizes = {"context_parallel_size": context, "tensor_parallel_size": tensor, "replicate": replicate}
+    sizes = {
+        "context_parallel_size": context,
+        "tensor_parallel_size": tensor,
+        "replicate": replicate,
+    }
     run_ranks(num_ranks, compare_with_a_prediction, **sizes)
 
 
@@ -234,14 +286,21 @@ def pretended_gpu(monkeypatch):
 
 
 def explain_out_of_memory(plan_budget=None, **settings):
-    """Returns (the explanation for a 4B without a planned placement, or with one for `plan_budget` bytes; its plan)."""
-    config, world = TrainConfig(**{"context_length": 32_768, "batch_size": 1, **settings}), World(0, 1, CPU)
+    """Returns (the explanation for a 4B without a planned placement, or with one for `plan_budget`
+    bytes; its plan)."""
+    config, world = (
+        TrainConfig(**{"context_length": 32_768, "batch_size": 1, **settings}),
+        World(0, 1, CPU),
+    )
     recipe = recipe_of(config, MODEL_SIZES["4B"], world)
     with torch.device("meta"):
         model = Transformer(recipe.model).to(torch.bfloat16)
     plan = plan_memory(recipe, model, world)
     if plan_budget is not None:
-        recipe, plan = replace(recipe, memory_budget="auto"), make_plan(plan.step, plan_budget, 60 * GIB)
+        recipe, plan = (
+            replace(recipe, memory_budget="auto"),
+            make_plan(plan.step, plan_budget, 60 * GIB),
+        )
     return run.explain_out_of_memory(recipe, plan, torch.device("cuda")), plan
 
 
@@ -257,13 +316,18 @@ def plan_beside_flash_attn_4(monkeypatch, measured, version="4.0.0b36", **settin
         rates = scale_rates(GPUS["H200"], backend, kinds)
         return {name: measured * rate for name, rate in rates.items() if " " in name}
 
-    monkeypatch.setattr("training.run.recipe.choose_backend", lambda name, _: "cudnn" if name == "auto" else name)
+    monkeypatch.setattr(
+        "training.run.recipe.choose_backend", lambda name, _: "cudnn" if name == "auto" else name
+    )
     monkeypatch.setattr(run, "measure_attention", measure_attention)
     monkeypatch.setattr(run, "memory_budgets", lambda *_: (100 * GIB, 60 * GIB))
     monkeypatch.setattr(run, "cap_gpu_memory", lambda *_: None)
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"flash-attn-4": version}[name])
     config, world = TrainConfig(context_length=131_072, batch_size=1, **settings), World(0, 1, CPU)
-    recipe = replace(recipe_of(config, replace(MODEL_SIZES["4B"], num_hidden_layers=12), world), memory_budget="auto")
+    recipe = replace(
+        recipe_of(config, replace(MODEL_SIZES["4B"], num_hidden_layers=12), world),
+        memory_budget="auto",
+    )
     with torch.device("meta"):
         model = Transformer(recipe.model).to(torch.bfloat16)
     return plan_memory(recipe, model, world, PackedDocuments.one_each(131_072, 1))
@@ -272,20 +336,38 @@ def plan_beside_flash_attn_4(monkeypatch, measured, version="4.0.0b36", **settin
 def test_a_plan_takes_the_faster_attention_kernel(monkeypatch, caplog):
     plan = plan_beside_flash_attn_4(monkeypatch, 1.0)
     cudnn, rival = plan.compared["cudnn"], plan.compared["flash-attn-4"]
-    assert plan.execution.attention_backend == "flash-attn-4" and plan.seconds == rival < 0.95 * cudnn
-    row = f"attention kernel       flash-attn-4 (auto: a step takes cudnn {cudnn:.2f} s, flash-attn-4 {rival:.2f} s)"
+    assert (
+        plan.execution.attention_backend == "flash-attn-4" and plan.seconds == rival < 0.95 * cudnn
+    )
+    row = (
+        f"attention kernel       flash-attn-4 (auto: a step takes cudnn {cudnn:.2f} s, "
+        f"flash-attn-4 {rival:.2f} s)"
+    )
     assert f"\n{row}\n" in str(plan)
     slower = plan_beside_flash_attn_4(monkeypatch, 0.5)
-    assert slower.execution.attention_backend == "cudnn" and slower.seconds == cudnn < slower.compared["flash-attn-4"]
+    assert (
+        slower.execution.attention_backend == "cudnn"
+        and slower.seconds == cudnn < slower.compared["flash-attn-4"]
+    )
     asked = plan_beside_flash_attn_4(monkeypatch, 0.5, attention_backend="flash-attn-4")
-    assert asked.execution.attention_backend == "flash-attn-4" and "attention kernel" not in str(asked)
+    assert asked.execution.attention_backend == "flash-attn-4" and "attention kernel" not in str(
+        asked
+    )
     assert not caplog.records
 
 
 def test_attention_is_cudnns_where_flash_attn_4_cannot_be_compared(monkeypatch, caplog):
     for measured, version, message in (
-        (1.0, "4.0.0b99", r"4\.0\.0b99 is not among the tested versions \(4\.0\.0b36\): attention is cuDNN's"),
-        (ImportError("no cutlass"), "4.0.0b36", "attention is cuDNN's: flash-attn-4 4.0.0b36 fails here: no cutlass"),
+        (
+            1.0,
+            "4.0.0b99",
+            r"4\.0\.0b99 is not among the tested versions \(4\.0\.0b36\): attention is cuDNN's",
+        ),
+        (
+            ImportError("no cutlass"),
+            "4.0.0b36",
+            "attention is cuDNN's: flash-attn-4 4.0.0b36 fails here: no cutlass",
+        ),
     ):
         caplog.clear()
         plan = plan_beside_flash_attn_4(monkeypatch, measured, version)
@@ -295,7 +377,8 @@ def test_attention_is_cudnns_where_flash_attn_4_cannot_be_compared(monkeypatch, 
 
 @pytest.mark.parametrize(("settings", "advice", "gib"), [
     *(({flag: True},
-       "37.00 GiB; --gradient_checkpointing and --compile dropped make such a plan; its seconds are an H200's", 37)
+       "37.00 GiB; --gradient_checkpointing and --compile dropped make such a plan; its seconds "
+       "are an H200's", 37)
       for flag in ("gradient_checkpointing", "compile")),
     ({"plan_budget": 20 * GIB, "optimizer_state": "float32"},
      "18.00 GiB; --memory_budget 18.0GB makes such a plan", 18),
@@ -307,10 +390,18 @@ def test_out_of_memory_names_a_plan_that_fits(settings, advice, gib, pretended_g
         assert plan.execution.placements == (placement,) * 36
     else:
         assert "\nforward of layers " in text  # equal layers share a row
-    table, fits = format_table(list(plan.step.stages(plan.execution))), make_plan(plan.step, gib * GIB, 60 * GIB)
-    assert text == f"predicted for the step as it was placed:\n{table}\npredicted to fit into {advice}:\n{fits}"
+    table, fits = (
+        format_table(list(plan.step.stages(plan.execution))),
+        make_plan(plan.step, gib * GIB, 60 * GIB),
+    )
+    assert (
+        text == f"predicted for the step as it was placed:\n{table}\npredicted to fit into "
+        f"{advice}:\n{fits}"
+    )
 
 
 def test_out_of_memory_where_no_plan_fits_names_the_largest_context(pretended_gpu):
     text, plan = explain_out_of_memory(context_length=1_048_576, gradient_checkpointing=True)
-    assert text.endswith(f"; the largest that does is {find_max_context(plan.step, 37 * GIB, 60 * GIB)}")
+    assert text.endswith(
+        f"; the largest that does is {find_max_context(plan.step, 37 * GIB, 60 * GIB)}"
+    )

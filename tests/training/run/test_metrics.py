@@ -36,10 +36,12 @@ from training.run.settings import TrainConfig, check_config
 @pytest.mark.parametrize(
     "given",
     [{}, {"weight_decay": 0.2, "max_steps": 7}, {"context_length": 32_768, "model_size": "4B", "data": ["corpus"]},
-     {"init_from": "x", "lora": 8, "lora_alpha": 32.0}, {"init_from": "x", "lora": 8, "learning_rate": 1e-3}],
+     {"init_from": "x", "lora": 8, "lora_alpha": 32.0},
+     {"init_from": "x", "lora": 8, "learning_rate": 1e-3}],
 )  # fmt: skip
 def test_the_settings_that_are_shown_differ_from_defaults(given):
-    """What a run fills in by itself is no difference, such as the learning rate, the steps and adapters' targets."""
+    """What a run fills in by itself is no difference, such as the learning rate, the steps and
+    adapters' targets."""
     config = TrainConfig(**given)
     found = {"max_steps": config.steps, "optimizer_state": "float32", "memory_budget": "auto"}
     assert differing(asdict(config) | found | {"tokenizer": config.tokenizer or "bytes"}) == given
@@ -67,7 +69,11 @@ def test_an_earlier_runs_lines_are_kept(tmp_path):
     for run in (1, 2, 3):
         set_aside(path)
         jsonl_writer(path, from_step=0)({"step": run})
-    assert [steps_in(path.with_name(f"metrics{n}.jsonl")) for n in ("", ".1", ".2")] == [[3], [1], [2]]
+    assert [steps_in(path.with_name(f"metrics{n}.jsonl")) for n in ("", ".1", ".2")] == [
+        [3],
+        [1],
+        [2],
+    ]
 
 
 def test_a_rewrite_that_fails_leaves_the_file(tmp_path, monkeypatch):
@@ -84,7 +90,8 @@ def test_a_rewrite_that_fails_leaves_the_file(tmp_path, monkeypatch):
 
 
 def test_a_writer_that_fails_is_a_warning(caplog):
-    """A full disk may have room later: of steps 1, 2 and 4 it is said twice. What fails otherwise is given up."""
+    """A full disk may have room later: of steps 1, 2 and 4 it is said twice. What fails otherwise
+    is given up."""
     caplog.set_level(logging.WARNING)
     got, full = [], Path("/dev/full").open("w")  # noqa: SIM115
 
@@ -103,7 +110,8 @@ def test_a_writer_that_fails_is_a_warning(caplog):
     disk = "cannot be written to disk: [Errno 28] No space left on device"
     assert caplog.messages == [
         f"step 1 {disk}", "step 1 cannot be written to W: a timeout",
-        "step 2 cannot be written to W: the server is gone", "nothing more is written to W", f"step 4 {disk}",
+        "step 2 cannot be written to W: the server is gone", "nothing more is written to W",
+        f"step 4 {disk}",
     ]  # fmt: skip
 
 
@@ -114,9 +122,12 @@ def test_a_spike_stands_out_of_what_came_before():
 
 
 def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
-    """A list gives its largest number; other values are left out. A stand-in is the writer: the package is optional."""
+    """A list gives its largest number; other values are left out. A stand-in is the writer: the
+    package is optional."""
     calls = []
-    writer = SimpleNamespace(add_scalar=lambda *call: calls.append(call), flush=lambda: calls.append("flushed"))
+    writer = SimpleNamespace(
+        add_scalar=lambda *call: calls.append(call), flush=lambda: calls.append("flushed")
+    )
 
     def make(folder, purge_step):
         calls.append((folder, purge_step))
@@ -124,8 +135,21 @@ def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=make))
     write = tensorboard_writer(tmp_path / "tensorboard", from_step=4)
-    write({"step": 5, "loss": 2.5, "peak_memory_gib": [1.0, 3.0], "selected_blocks": "8", "validation_loss": None})
-    assert calls == [(str(tmp_path / "tensorboard"), 5), ("loss", 2.5, 5), ("peak_memory_gib", 3.0, 5), "flushed"]
+    write(
+        {
+            "step": 5,
+            "loss": 2.5,
+            "peak_memory_gib": [1.0, 3.0],
+            "selected_blocks": "8",
+            "validation_loss": None,
+        }
+    )
+    assert calls == [
+        (str(tmp_path / "tensorboard"), 5),
+        ("loss", 2.5, 5),
+        ("peak_memory_gib", 3.0, 5),
+        "flushed",
+    ]
 
 
 FAKE_WANDB = """
@@ -146,13 +170,18 @@ def init(**options):
 
 
 def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
-    """A stand-in has the calls that are made; wandb 0.31.0 itself was tried offline, with a run and a resumed run."""
+    """A stand-in has the calls that are made; wandb 0.31.0 itself was tried offline, with a run and
+    a resumed run."""
     (tmp_path / "wandb.py").write_text(FAKE_WANDB)
     monkeypatch.syspath_prepend(tmp_path)
     wandb = importlib.import_module("wandb")
     monkeypatch.setitem(sys.modules, "wandb", sys.modules.pop("wandb"))  # until the test ends
     cached = "/home/alice/hub/models--Qwen--Qwen3-4B/snapshots/1"
-    paths = {"data": ["/home/alice/a.txt", "b.txt"], "init_from": cached, "log_file": "/home/alice/log"}
+    paths = {
+        "data": ["/home/alice/a.txt", "b.txt"],
+        "init_from": cached,
+        "log_file": "/home/alice/log",
+    }
     settings = asdict(TrainConfig(output_dir=str(tmp_path / "run"), wandb="p", **paths))
     (tmp_path / "run").mkdir()
     for resume, error in (("no", None), ("yes", ValueError("a defect"))):
@@ -163,15 +192,26 @@ def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path,
                 raise error
     (_, first), *calls = wandb.calls[:4]
     assert (first["project"], first["dir"], first["id"]) == ("p", str(tmp_path / "run"), None)
-    names = {"data": ["a.txt", "b.txt"], "init_from": "Qwen/Qwen3-4B", "log_file": "log", "output_dir": "run"}
+    names = {
+        "data": ["a.txt", "b.txt"],
+        "init_from": "Qwen/Qwen3-4B",
+        "log_file": "log",
+        "output_dir": "run",
+    }
     assert first["config"].items() >= names.items() and "alice" not in json.dumps(first["config"])
-    assert first["config"]["learning_rate"] == settings["learning_rate"] and first["resume"] == "allow"
+    assert (
+        first["config"]["learning_rate"] == settings["learning_rate"] and first["resume"] == "allow"
+    )
     assert calls == [
         ("define_metric", ("*",), {"step_metric": "step"}),
-        ("log", ({"step": 1, "loss": 2.5, "peak_memory_gib": 3.0},), {}), ("finish", (), {"exit_code": 0}),
+        ("log", ({"step": 1, "loss": 2.5, "peak_memory_gib": 3.0},), {}),
+        ("finish", (), {"exit_code": 0}),
     ]  # fmt: skip
     assert wandb.calls[4][1]["id"] == "r1" and wandb.calls[-1] == ("finish", (), {"exit_code": 1})
-    with pytest.raises(UserError, match=r"^--wandb closed: no login; log in with `.*/wandb login`, set WANDB_MODE=off"):
+    with pytest.raises(
+        UserError,
+        match=r"^--wandb closed: no login; log in with `.*/wandb login`, set WANDB_MODE=off",
+    ):
         open_metrics(settings | {"wandb": "closed"}, 0, contextlib.ExitStack())
     file, resumed = tmp_path / "run" / "wandb_id", settings | {"resume": "yes"}
     file.write_bytes(b"r\xff\n")  # edited, or damaged
@@ -193,7 +233,9 @@ def test_trackio_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path, monkeypatc
             raise RuntimeError("no disk")
         calls.append((project, name, config["seed"], resume))
         log = lambda metrics, step=None: calls.append((metrics, step))  # noqa: E731
-        return SimpleNamespace(name=name or "sunset-0", id="1", log=log, finish=lambda: calls.append("finished"))
+        return SimpleNamespace(
+            name=name or "sunset-0", id="1", log=log, finish=lambda: calls.append("finished")
+        )
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
     settings = asdict(TrainConfig(output_dir=str(tmp_path), trackio="p", seed=3))
@@ -210,18 +252,28 @@ def test_trackio_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path, monkeypatc
 
 def test_packages_that_are_missing_are_refused_at_the_start(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()  # a folder of logs is no package
-    monkeypatch.setattr(errors, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)]))
+    monkeypatch.setattr(
+        errors, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
+    )
     for flags in ({"tensorboard": True}, {"wandb": "p"}, {"trackio": "p"}):
         [name] = flags
-        with pytest.raises(UserError, match=f"^--{name} needs the package {name}: {pip_install(name)}$"):
+        with pytest.raises(
+            UserError, match=f"^--{name} needs the package {name}: {pip_install(name)}$"
+        ):
             check_config(TrainConfig(**flags), [])
 
 
-VALUES = {"loss": 3.21, "tokens_per_second": 5634.2, "text_tokens_per_second": 5634.2, "seconds": 35.23}
+VALUES = {
+    "loss": 3.21,
+    "tokens_per_second": 5634.2,
+    "text_tokens_per_second": 5634.2,
+    "seconds": 35.23,
+}
 
 
 def test_without_a_terminal_a_step_is_a_line_of_the_log(monkeypatch, caplog):
-    """The clock says 0 s at the start, and the end of step 11 is 100 s later; steps 13 and 14 are too fast to show."""
+    """The clock says 0 s at the start, and the end of step 11 is 100 s later; steps 13 and 14 are
+    too fast to show."""
     caplog.set_level(logging.INFO)
     ends = iter([0.0, 100.0, 200.0, 200.4, 200.8, 200.9])
     monkeypatch.setattr(time, "monotonic", lambda: next(ends))
@@ -238,9 +290,15 @@ def test_without_a_terminal_a_step_is_a_line_of_the_log(monkeypatch, caplog):
 
 
 def test_the_line_of_a_step_names_its_objective_and_what_counts(monkeypatch, caplog):
-    """Accuracy and margin of pairs stand in it. A speed without padding has the speed with padding beside it."""
+    """Accuracy and margin of pairs stand in it. A speed without padding has the speed with padding
+    beside it."""
     caplog.set_level(logging.INFO)
-    speeds = {"loss": 0.6931, "seconds": 2.0, "tokens_per_second": 5634.2, "text_tokens_per_second": 3100.7}
+    speeds = {
+        "loss": 0.6931,
+        "seconds": 2.0,
+        "tokens_per_second": 5634.2,
+        "text_tokens_per_second": 3100.7,
+    }
     for objective, more, shown in (
         ("dpo", {"accuracy": 0.625, "margin": 0.0123, "reward_chosen": 1.0, "reward_rejected": 0.9},
          "accuracy 62.5%, margin 0.012"),
@@ -252,23 +310,36 @@ def test_the_line_of_a_step_names_its_objective_and_what_counts(monkeypatch, cap
         caplog.clear()
         validation = {f"validation_{name}": value for name, value in more.items()}
         with Display(0, 1, is_main=True, unit="", objective=objective) as display:
-            values = {"step": 1, **speeds, **more, **validation, "validation_loss": 0.5, "validation_share": 0.1}
+            values = {
+                "step": 1,
+                **speeds,
+                **more,
+                **validation,
+                "validation_loss": 0.5,
+                "validation_share": 0.1,
+            }
             display.show(values)
         assert caplog.messages == [
-            f"step 1/1: loss ({objective}) 0.693, {shown}, 3,101 tokens/s, 5,634 with padding, 2.0 s, ETA 00:00",
-            f"step 1: validation loss ({objective}) 0.5000, {shown}; validations take 10% of the time",
+            f"step 1/1: loss ({objective}) 0.693, {shown}, 3,101 tokens/s, 5,634 with padding, 2.0 "
+            "s, ETA 00:00",
+            f"step 1: validation loss ({objective}) 0.5000, {shown}; validations take 10% of the "
+            "time",
         ]
 
 
 def test_tokens_of_texts_are_counted_once_for_ranks_that_share_them():
     """Four ranks, of which two share a sequence: 2 x (30 + 50) tokens in two seconds."""
-    world = SimpleNamespace(device=torch.device("cpu"), size=4, rank=1, context_size=2, tensor_size=1)
+    world = SimpleNamespace(
+        device=torch.device("cpu"), size=4, rank=1, context_size=2, tensor_size=1
+    )
     assert own_amounts(5.0, 30, world) == [5.0, 30, 0.0, 0.0, 0.0, 0.0]
     summed = summed_metrics([0.0, 30 + 30 + 50 + 50, *[0.0] * 4], 2.0, world)
     assert summed == {"text_tokens": 80, "text_tokens_per_second": 40.0}
 
 
-def test_the_log_file_has_what_is_printed_and_the_bars_steps_as_lines(tmp_path, monkeypatch, capsys, caplog):
+def test_the_log_file_has_what_is_printed_and_the_bars_steps_as_lines(
+    tmp_path, monkeypatch, capsys, caplog
+):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     caplog.set_level(logging.INFO)
     logger, file = logging.getLogger("train"), tmp_path / "new" / "log.txt"
@@ -279,9 +350,15 @@ def test_the_log_file_has_what_is_printed_and_the_bars_steps_as_lines(tmp_path, 
                 display.show({"step": 1, **VALUES})
             raise error
         logger.info("not in the file")
-    lines = [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", "", line) for line in file.read_text().splitlines()]
+    lines = [
+        re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", "", line)
+        for line in file.read_text().splitlines()
+    ]
     step = "step 1/9: loss 3.210, 5,634 tokens/s, 35.2 s, ETA 00:00"
-    assert lines[:4] == ["begun", step, "error: no more", "begun"] and lines[-1] == "ValueError: a defect"
+    assert (
+        lines[:4] == ["begun", step, "error: no more", "begun"]
+        and lines[-1] == "ValueError: a defect"
+    )
     assert "1/9" in capsys.readouterr().err
     for wrong, why in ((tmp_path, "Is a directory"), (file / "x", "Not a directory")):
         with pytest.raises(UserError, match=f"^--log_file '{wrong}' cannot be written to: {why}"):

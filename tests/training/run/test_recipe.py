@@ -41,26 +41,41 @@ from training.run.settings import TrainConfig
 def test_adapters_are_of_the_models_projections(size, given, targets):
     config = TrainConfig(lora=2, lora_targets=given)
     assert trained_of(config, MODEL_SIZES[size]).targets == targets
-    for unknown, message in (("out_proj", "lora_targets out_proj: this model has"), ("", "targets among")):
+    for unknown, message in (
+        ("out_proj", "lora_targets out_proj: this model has"),
+        ("", "targets among"),
+    ):
         with pytest.raises(UserError, match=message):
             trained_of(replace(config, lora_targets=unknown), MODEL_SIZES["tiny"])
 
 
 def test_gated_delta_nets_are_not_compiled():
     decide_step(TrainConfig(), MODEL_SIZES["qwen3.5-0.8B"], 1)
-    with pytest.raises(UserError, match="compile True is not supported: gated delta nets are not compiled; give"):
+    with pytest.raises(
+        UserError, match="compile True is not supported: gated delta nets are not compiled; give"
+    ):
         decide_step(TrainConfig(compile=True), MODEL_SIZES["qwen3.5-0.8B"], 1)
 
 
 def test_a_run_is_decided_once(corpus, tmp_path, monkeypatch):
-    """Texts of flags, the adapters' folder and the weights' headers are read once, whether a run starts or goes on."""
+    """Texts of flags, the adapters' folder and the weights' headers are read once, whether a run
+    starts or goes on."""
     counts: Counter[str] = Counter()
 
     def count(module, name):
         function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, **k: counts.update([name]) or function(*a, **k))
+        monkeypatch.setattr(
+            module, name, lambda *a, **k: counts.update([name]) or function(*a, **k)
+        )
 
-    for name in ("trained_of", "choose_model", "find_weights", "kinds_by_step", "parse_interval", "open_tokenizer"):
+    for name in (
+        "trained_of",
+        "choose_model",
+        "find_weights",
+        "kinds_by_step",
+        "parse_interval",
+        "open_tokenizer",
+    ):
         count(recipe, name)
     count(kinds, "numbers_by_layer")
     base, run = weights_of_another_shape(tmp_path / "base"), tmp_path / "run"
@@ -93,7 +108,10 @@ def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
 def test_the_reference_kernels_have_no_plan(monkeypatch):
     """They take far more memory than any plan counts."""
     world, size = World(0, 1, torch.device("cuda")), MODEL_SIZES["tiny"]
-    with pytest.raises(ValueError, match="kernels torch takes more memory than plans count; use auto, or --gradient"):
+    with pytest.raises(
+        ValueError,
+        match="kernels torch takes more memory than plans count; use auto, or --gradient",
+    ):
         check_machine(recipe_of(TrainConfig(kernels="torch"), size, world), world)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     config = TrainConfig(kernels="torch", gradient_checkpointing=True, attention_backend="flash")
@@ -106,7 +124,10 @@ def test_compact_state_is_refused_where_rows_are_no_groups():
     assert state_format_of(TrainConfig(), 100) == "float32"
     assert state_format_of(TrainConfig(), 1024) == "auto"
     assert state_format_of(TrainConfig(lora=4), 1024) == "float32"
-    with pytest.raises(ValueError, match="compact has no effect on rows of 100, which is no multiple of 32; drop it"):
+    with pytest.raises(
+        ValueError,
+        match="compact has no effect on rows of 100, which is no multiple of 32; drop it",
+    ):
         state_format_of(config, 100)
 
 
@@ -114,7 +135,8 @@ def test_quantized_weights_are_refused_where_they_cannot_be():
     check_lora_bits(4, MODEL_SIZES["0.6B"], num_gpus=1)
     check_lora_bits(16, MODEL_SIZES["0.6B"], num_gpus=2)
     with pytest.raises(
-        ValueError, match="lora_bits 4 on 2 GPUs is not supported: FSDP2 shards bf16; give lora_bits 16"
+        ValueError,
+        match="lora_bits 4 on 2 GPUs is not supported: FSDP2 shards bf16; give lora_bits 16",
     ):
         check_lora_bits(4, MODEL_SIZES["0.6B"], num_gpus=2)
     for name, value, found in (
@@ -123,7 +145,10 @@ def test_quantized_weights_are_refused_where_they_cannot_be():
         ("head_dim", 10, r"layers\.0\.self_attn\.o_proj has 160 columns"),
     ):
         narrow = replace(MODEL_SIZES["0.6B"], **{name: value})
-        with pytest.raises(ValueError, match=f"lora_bits 4 needs rows of whole groups of 64, and {found}; give lora_"):
+        with pytest.raises(
+            ValueError,
+            match=f"lora_bits 4 needs rows of whole groups of 64, and {found}; give lora_",
+        ):
             check_lora_bits(4, narrow, num_gpus=1)
 
 
@@ -131,28 +156,38 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
     size, cuda = MODEL_SIZES["0.6B"], torch.device("cuda")
     check = lambda size, **flags: check_linear(decide_step(TrainConfig(**flags), size, 1), cuda)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=r"^linear int8: FP8 needs compute capability 8.9 .*, cuda is older; use"):
+    with pytest.raises(
+        ValueError, match=r"^linear int8: FP8 needs compute capability 8.9 .*, cuda is older; use"
+    ):
         check(size, linear="int8")
     check(size)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check(size, linear="fp8-all")
     for linear in ("fp8", "fp8-all"):
         with pytest.raises(
-            ValueError, match="multiples of 16 up to 32,768, number of rows of layer 0's gate_proj is 100"
+            ValueError,
+            match="multiples of 16 up to 32,768, number of rows of layer 0's gate_proj is 100",
         ):
             check(replace(size, intermediate_size=100), linear=linear)
     check(replace(size, intermediate_size=3_088), linear="fp8")
     check(replace(size, head_dim=32), linear="int8")
     with pytest.raises(
-        ValueError, match=r"INT8 needs widths .* multiples of 64 .* columns of layer 0's down_proj is 3,088"
+        ValueError,
+        match=r"INT8 needs widths .* multiples of 64 .* columns of layer 0's down_proj is 3,088",
     ):
         check(replace(size, intermediate_size=3_088), linear="int8")
-    with pytest.raises(ValueError, match="multiples of 16 up to 32,768, head_dim is 24; use linear bf16"):
+    with pytest.raises(
+        ValueError, match="multiples of 16 up to 32,768, head_dim is 24; use linear bf16"
+    ):
         check(replace(size, head_dim=24), linear="fp8")
 
 
 def test_a_forward_of_8_bits_differs_from_stored_log_probabilities(tmp_path, caplog):
-    given = {"init_from": str(weights_of_another_shape(tmp_path)), "output_dir": str(tmp_path / "run"), "data": ["x"]}
+    given = {
+        "init_from": str(weights_of_another_shape(tmp_path)),
+        "output_dir": str(tmp_path / "run"),
+        "data": ["x"],
+    }
     given |= {"objective": "dpo", "reference_logprobs": "y"}
     for linear, is_other in (("bf16", False), ("fp8", False), ("fp8-all", True), ("int8", True)):
         caplog.clear()
@@ -162,18 +197,25 @@ def test_a_forward_of_8_bits_differs_from_stored_log_probabilities(tmp_path, cap
 
 def test_copies_of_prompts_are_said(tmp_path, caplog):
     caplog.set_level("INFO")
-    for objective, kind, is_said in (("simpo", "sparse", True), ("simpo", "full", False), ("weighted", "nsa", False)):
+    for objective, kind, is_said in (
+        ("simpo", "sparse", True),
+        ("simpo", "full", False),
+        ("weighted", "nsa", False),
+    ):
         caplog.clear()
         given = {"objective": objective, "attention_type": kind, "context_length": 16_384}
         given |= {"data": ["x"], "output_dir": str(tmp_path)}
         recipe.decide(given, World(0, 1, torch.device("cpu")))
-        assert (f"objective: layers of {kind} copy prompts before answers" in caplog.text) == is_said
+        assert (
+            f"objective: layers of {kind} copy prompts before answers" in caplog.text
+        ) == is_said
         assert ("copy" in caplog.text) == is_said
 
 
 def test_linear_maps_are_of_the_flags():
     for flags, linear in (
-        ({}, PLAIN), ({"linear": "fp8-all"}, FP8()), ({"linear": "fp8-all", "kernels": "torch"}, FP8("torch")),
+        ({}, PLAIN), ({"linear": "fp8-all"}, FP8()),
+        ({"linear": "fp8-all", "kernels": "torch"}, FP8("torch")),
         ({"linear": "fp8"}, Mixed(dx=FP8(), d_weight=FP8())),
         ({"linear": "int8", "kernels": "torch"}, Mixed(INT8("torch"), FP8("torch"), FP8("torch"))),
         ({"lora": 4}, LORA), ({"lora": 4, "linear": "fp8-all"}, LoRA(FP8())),

@@ -1,4 +1,5 @@
-"""A run's page: what it says while the run goes on and after it, and that no page ends or slows a run."""
+"""A run's page: what it says while the run goes on and after it, and that no page ends or slows a
+run."""
 
 import json
 import logging
@@ -15,7 +16,15 @@ from tests.browser import Page, needs_chromium, read_page, run_chromium
 from training.host.errors import UserError
 from training.run import report
 from training.run.metrics import Metrics
-from training.run.report import MOST_ROWS, About, RecentWarnings, Report, lengths_in_html, recorded_warnings, thinned
+from training.run.report import (
+    MOST_ROWS,
+    About,
+    RecentWarnings,
+    Report,
+    lengths_in_html,
+    recorded_warnings,
+    thinned,
+)
 
 HOSTILE = "<script>document.body.innerHTML = ''</script>&amp; \x1b \ud800"
 SHOWN = HOSTILE.replace("\x1b", "\u241b").replace("\ud800", "\\ud800")
@@ -26,7 +35,8 @@ def about(**changes):
     settings = {"model_size": "tiny", "objective": "dpo", "data": [HOSTILE]}
     values = {
         "settings": settings, "shown_settings": {"data": [HOSTILE]},
-        "facts": facts, "plan": f"blocks kept whole  4\n{HOSTILE}", "lengths": np.array([5, 64, 65, 200, 1]),
+        "facts": facts, "plan": f"blocks kept whole  4\n{HOSTILE}",
+        "lengths": np.array([5, 64, 65, 200, 1]),
         "context_length": 64, "max_steps": 10,
     }  # fmt: skip
     return About(**values | changes)
@@ -34,7 +44,14 @@ def about(**changes):
 
 def row(step, **more):
     speeds = {"tokens_per_second": 900.0, "text_tokens_per_second": 600.0}
-    return {"step": step, "loss": 3.0 / step, "learning_rate": 1e-3, "seconds": 2.0, **speeds, **more}
+    return {
+        "step": step,
+        "loss": 3.0 / step,
+        "learning_rate": 1e-3,
+        "seconds": 2.0,
+        **speeds,
+        **more,
+    }
 
 
 @pytest.fixture
@@ -56,8 +73,13 @@ def test_a_page_follows_its_run(tmp_path, clock, monkeypatch):
     file, written = tmp_path / "report.html", Report(tmp_path, about(), 0, warnings)
     settle(written)
     begun = read_page(file)
-    assert "step 0 of 10, 0%: the first step goes on." in begun.texts["p"][0] and "polyline" not in begun.texts
-    warnings.emit(logging.makeLogRecord({"msg": "beware %s", "args": (HOSTILE,), "levelno": logging.WARNING}))
+    assert (
+        "step 0 of 10, 0%: the first step goes on." in begun.texts["p"][0]
+        and "polyline" not in begun.texts
+    )
+    warnings.emit(
+        logging.makeLogRecord({"msg": "beware %s", "args": (HOSTILE,), "levelno": logging.WARNING})
+    )
     clock[0] += 30.0
     written.write(row(1))
     settle(written)
@@ -65,7 +87,9 @@ def test_a_page_follows_its_run(tmp_path, clock, monkeypatch):
     written.write(row(2, validation_loss=1.25, is_spike=True))
     settle(written)
     page = read_page(file)
-    assert page.texts["p"][0].startswith("step 2 of 10, 20%: the run goes on. About 04:00 left, to 20")
+    assert page.texts["p"][0].startswith(
+        "step 2 of 10, 20%: the run goes on. About 04:00 left, to 20"
+    )
     assert [values for name, values in page.elements if values.get("http-equiv") == "refresh"]
     assert page.texts["pre"][0].endswith(f"beware {SHOWN}") and page.texts["h2"][0] == "Warnings: 1"
     assert page.texts["pre"][1] == f"\nblocks kept whole  4\n{SHOWN}"
@@ -99,7 +123,8 @@ def test_a_page_says_how_its_run_ended(error, status, tmp_path):
 
 
 def test_pages_are_seldom_and_beside_the_steps(tmp_path, clock, monkeypatch):
-    """The steps do not wait for a page, and a page that computes for a second is followed by 50 seconds without one."""
+    """The steps do not wait for a page, and a page that computes for a second is followed by 50
+    seconds without one."""
     made, is_free = [], threading.Event()
 
     def page_of(folder, about, rows, *_):
@@ -147,7 +172,8 @@ def test_a_page_that_cannot_be_written_is_a_warning_and_comes_later(tmp_path, cl
     missing = "[Errno 2] No such file or directory"
     said = [message.partition(": '")[0] for message in caplog.messages]
     assert [re.sub("step [678] ", "step N ", message) for message in said] == [
-        f"step 1 cannot be written to report.html: {missing}", f"step N cannot be written to report.html: {missing}",
+        f"step 1 cannot be written to report.html: {missing}",
+        f"step N cannot be written to report.html: {missing}",
         f"{folder}/report.html cannot be written: {missing}",
     ]  # fmt: skip
     folder.mkdir()
@@ -166,7 +192,9 @@ def test_a_page_goes_through_no_link(tmp_path):
 
 
 def test_a_long_run_has_all_its_events_in_few_rows(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 3 * MOST_ROWS)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row(step)) + "\n" for step in range(1, 3 * MOST_ROWS))
+    )
     resumed = Report(tmp_path, about(max_steps=9 * MOST_ROWS), 3 * MOST_ROWS, RecentWarnings())
     for step in range(3 * MOST_ROWS, 6 * MOST_ROWS):
         events = {7: {"validation_loss": 1.0}, 13: {"loss": None}, 21: {"is_spike": True}}
@@ -185,7 +213,9 @@ def test_a_long_run_has_all_its_events_in_few_rows(tmp_path):
 def test_rows_of_many_events_are_thinned_too():
     rows = [row(step, validation_loss=1.0) for step in range(1, 100)]
     assert [each["step"] for each in thinned(rows)] == [*range(1, 100, 2)]
-    rows = [row(step, **({"validation_loss": 1.0} if step % 8 == 0 else {})) for step in range(1, 100)]
+    rows = [
+        row(step, **({"validation_loss": 1.0} if step % 8 == 0 else {})) for step in range(1, 100)
+    ]
     assert [each["step"] for each in thinned(rows) if each["step"] % 2 == 0] == [*range(8, 100, 8)]
 
 
@@ -195,10 +225,13 @@ def test_documents_are_counted_by_their_lengths():
     assert "a sequence has 64 tokens, and 2 documents are longer" in page.texts["p"][0]
     cells = [page.texts["td"][i : i + 3] for i in range(0, len(page.texts["td"]), 4)]
     assert [tuple(each[:2]) for each in cells] == [
-        ("0 to 1", "1"), ("2 to 2", "1"), ("3 to 4", "2"), ("33 to 64", "1"), ("65 to 128", "1"), ("129 to 256", "1")
+        ("0 to 1", "1"), ("2 to 2", "1"), ("3 to 4", "2"), ("33 to 64", "1"), ("65 to 128", "1"),
+        ("129 to 256", "1")
     ]  # fmt: skip
     assert cells[-1][2] == f"{130 / 269:.1%}"
-    marked = [values for name, values in page.elements if name == "tr" and values.get("class") == "beyond"]
+    marked = [
+        values for name, values in page.elements if name == "tr" and values.get("class") == "beyond"
+    ]
     assert len(marked) == 2
 
 
@@ -209,7 +242,9 @@ def test_warnings_are_kept_with_their_number():
             logger.warning("warning %d", number)
         logger.info("no warning")
     logger.warning("after the run")
-    assert warnings.count == 60 and [text for _, text in warnings.lines] == [f"warning {n}" for n in range(10, 60)]
+    assert warnings.count == 60 and [text for _, text in warnings.lines] == [
+        f"warning {n}" for n in range(10, 60)
+    ]
 
 
 @needs_chromium
@@ -219,7 +254,12 @@ def test_a_browser_draws_the_curves_and_runs_nothing(tmp_path):
         written.write(row(step, validation_loss=2.0))
     written.finish(None, None, None)
     picture = tmp_path / "page.png"
-    run_chromium(tmp_path, f"--screenshot={picture}", "--window-size=900,1200", f"file://{Path(tmp_path)}/report.html")
+    run_chromium(
+        tmp_path,
+        f"--screenshot={picture}",
+        "--window-size=900,1200",
+        f"file://{Path(tmp_path)}/report.html",
+    )
     pixels = np.round(255 * matplotlib.image.imread(picture)[..., :3]).astype(int)
     for color in ((0x1F, 0x77, 0xB4), (0xFF, 0x7F, 0x0E)):  # training and validation
         assert (abs(pixels - color).max(-1) < 8).sum() > 100

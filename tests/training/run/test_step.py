@@ -18,7 +18,8 @@ from training.run.stopping import Stopped
 
 
 def test_the_chunked_loss_need_not_count_targets_on_the_gpu(monkeypatch):
-    """The batch has counted them. A count on the GPU would make the host wait once per micro-batch."""
+    """The batch has counted them. A count on the GPU would make the host wait once per
+    micro-batch."""
     told, loss = [], model_file.linear_cross_entropy
 
     def recording(*args, **kwargs):
@@ -35,7 +36,10 @@ def test_the_chunked_loss_need_not_count_targets_on_the_gpu(monkeypatch):
 
 
 def test_validations_multiply_in_bf16_whatever_steps_do():
-    model, world = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=2)), World(0, 1, torch.device("cpu"))
+    model, world = (
+        Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=2)),
+        World(0, 1, torch.device("cpu")),
+    )
     batches = [make_batch(TokenStore(make_documents([n]), EOS), [[(0, 0, n)]], 24) for n in (17, 5)]
     expected, fp8 = validate(model, batches, world, lambda: False), FP8("torch")
     set_linear(model, fp8)
@@ -44,4 +48,7 @@ def test_validations_multiply_in_bf16_whatever_steps_do():
         validate(model, batches, world, lambda: True)
     assert all(block.self_attn.linear == block.mlp.linear == fp8 for block in model.layers)
     with torch.no_grad():
-        assert run_model(model, batches[0], world) != validate(model, batches[:1], world, lambda: False)[0]
+        assert (
+            run_model(model, batches[0], world)
+            != validate(model, batches[:1], world, lambda: False)[0]
+        )

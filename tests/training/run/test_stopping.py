@@ -1,4 +1,5 @@
-"""Looks between blocks end a forward or a backward, and keep the host few blocks ahead of the GPU."""
+"""Looks between blocks end a forward or a backward, and keep the host few blocks ahead of the
+GPU."""
 
 import os
 import signal
@@ -43,7 +44,13 @@ def blocks_on(device):
 
 def stopping_of(blocks, received, every=1):
     """Looks after so many forwards and backwards of blocks."""
-    return Stopping(received, World(0, 1, torch.device("cpu")), blocks, 100, LOOK_SECONDS * 2 * BLOCKS * 100 / every)
+    return Stopping(
+        received,
+        World(0, 1, torch.device("cpu")),
+        blocks,
+        100,
+        LOOK_SECONDS * 2 * BLOCKS * 100 / every,
+    )
 
 
 def run(blocks, x):
@@ -79,7 +86,8 @@ def test_a_signal_ends_forward_and_backward(device):
 
 
 def test_a_signal_is_noted_while_the_main_thread_is_in_a_library():
-    """Python's own handlers wait until the library returns, which takes minutes in a GPU's backward."""
+    """Python's own handlers wait until the library returns, which takes minutes in a GPU's
+    backward."""
     x, noted = torch.ones(800, 800), []
 
     def signalled():
@@ -118,7 +126,9 @@ def test_the_host_is_few_blocks_ahead_of_the_gpu():
     stopping = stopping_of(blocks, [])
     done = []  # an event behind each block
     for block in blocks:
-        block.register_forward_hook(lambda *_: done.append(torch.cuda.current_stream().record_event()))
+        block.register_forward_hook(
+            lambda *_: done.append(torch.cuda.current_stream().record_event())
+        )
 
     @torch.no_grad()
     def blocks_ahead():
