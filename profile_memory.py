@@ -42,9 +42,9 @@ from training.data.packing import Packing
 from training.data.prepared import is_prepared
 from training.data.sources import Reading
 from training.data.tokens import Selection, Store, join, split
+from training.families.flags import LORA_BITS
 from training.families.lora import Adapters
 from training.families.rope import beyond, extend
-from training.host.choices import LORA_BITS
 from training.host.errors import UserError, import_optional
 from training.host.files import check_can_write, replace_file
 from training.host.processes import command

@@ -12,14 +12,10 @@ validation, metrics and checkpoints after a step; the end. The rest is in traini
 
 import sys
 
+from training.checkpoint.flags import KEPT_CHECKPOINTS
 from training.flags import answer_early
-from training.run.settings import (
-    COLLECTIVE_TIMEOUT,
-    KEPT_CHECKPOINTS,
-    TrainConfig,
-    check_config,
-    given_settings,
-)
+from training.parallel.flags import COLLECTIVE_TIMEOUT
+from training.run.settings import TrainConfig, check_config, given_settings
 
 if __name__ == "__main__":
     answer_early(given_settings)

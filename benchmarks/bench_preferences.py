@@ -32,10 +32,11 @@ from model import MODEL_SIZES, ModelConfig
 from training.data.loader import PROMPT, Batch, make_batch, prompts_of
 from training.data.sources import Document
 from training.data.tokens import TokenStore
-from training.host.choices import LORA_TARGETS, OPTIMIZER_STATES
+from training.families.flags import LORA_TARGETS
 from training.host.sizes import GIB
 from training.memory.placement import products_in_bf16
 from training.memory.step import PackedDocuments
+from training.optim.flags import OPTIMIZER_STATES
 from training.parallel.world import World, join_world
 from training.run.build import build
 from training.run.recipe import check_machine, choose_model, recipe_of

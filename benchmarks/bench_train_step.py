@@ -79,18 +79,20 @@ from training.data.sources import Document, read_documents
 from training.data.tokenizer import load_tokenizer
 from training.data.tokens import TokenStore
 from training.families.config_json import to_config_json
-from training.host.choices import LINEARS, LORA_BITS, LORA_TARGETS, OPTIMIZER_STATES
+from training.families.flags import LORA_BITS, LORA_TARGETS
 from training.host.files import size_on_disk
 from training.host.sizes import GIB
 from training.memory.cost_model import forward_flops
+from training.memory.flags import LINEARS
 from training.memory.planner import Plan, make_plan
 from training.memory.step import PackedDocuments
 from training.optim.adamw import MasterAdamW
+from training.optim.flags import OPTIMIZER_STATES, PEAK_LEARNING_RATE
 from training.parallel.world import World, join_world
 from training.run.build import build
 from training.run.metrics import peak_flops
 from training.run.recipe import Recipe, check_machine, choose_model, recipe_of
-from training.run.settings import PEAK_LEARNING_RATE, TrainConfig
+from training.run.settings import TrainConfig
 from training.run.step import train_step
 from training.run.stopping import Stopping
 

@@ -21,6 +21,7 @@ from training.config.__main__ import ConfigFlags
 from training.data.__main__ import PrepareFlags, VerifyFlags
 from training.evaluation.flags import EvaluationFlags, read_evaluation_flags
 from training.export.__main__ import ExportFlags
+from training.families.flags import MODEL_SIZES as SIZES
 from training.flags import (
     Rule,
     answer_early,
@@ -32,13 +33,13 @@ from training.flags import (
     refuse,
 )
 from training.generate.flags import GenerateFlags, read_generate_flags
-from training.host import choices
 from training.host.errors import UserError
 from training.host.other_trainers import ABSENT, BY_VALUE, USUAL_NAMES, Meaning, meaning
 from training.logprobs.flags import LogProbsFlags, read_logprobs_flags
+from training.memory.flags import ATTENTION_TYPES, GPU_BACKENDS, LINEARS
+from training.memory.flags import IMPLEMENTATIONS as WORDS_OF_KERNELS
 from training.plots.__main__ import PlotsFlags
-from training.run.profile_flags import ProfileFlags, read_profile_flags
-from training.run.rules import FOR_ONE_STEP
+from training.run.profile_flags import FOR_ONE_STEP, ProfileFlags, read_profile_flags
 from training.run.settings import TrainConfig, given_settings
 
 ROOT = Path(__file__).parents[2]
@@ -368,13 +369,11 @@ def test_a_field_declared_anew_keeps_its_title():
     assert all(grouped(TrainConfig)) and len(grouped(TrainConfig)) > 5
 
 
-def test_choices_without_torch_are_those_of_the_code():
-    assert tuple(linear_maps()) == choices.LINEARS
-    assert tuple(MODEL_SIZES) == choices.MODEL_SIZES and IMPLEMENTATIONS == choices.IMPLEMENTATIONS
-    assert tuple(name for name in BACKENDS if name != "cpu") == choices.GPU_BACKENDS
-    assert (
-        tuple(name for name in KINDS if name in choices.ATTENTION_TYPES) == choices.ATTENTION_TYPES
-    )
+def test_words_of_flags_without_torch_are_those_of_the_code():
+    assert tuple(linear_maps()) == LINEARS
+    assert tuple(MODEL_SIZES) == SIZES and IMPLEMENTATIONS == WORDS_OF_KERNELS
+    assert tuple(name for name in BACKENDS if name != "cpu") == GPU_BACKENDS
+    assert tuple(name for name in KINDS if name in ATTENTION_TYPES) == ATTENTION_TYPES
 
 
 @pytest.mark.parametrize("words", [["train.py", "--help"], ["train.py", "--lr", "3"], ["training.generate", "--help"],
@@ -616,14 +615,14 @@ OF_STEP = [
         "lora with tensor_parallel_size is not supported: ranks have ",
     ),
     ("--init_from x --lora 4 --freeze_routers", "freeze_routers"),
-    (
-        "--init_from x --lora 4 --optimizer_state compact",
-        "optimizer_state compact has no effect with lora, whose ",
-    ),
     ("--rope_scaling yarn:4", "rope_scaling"),
     (
         "--init_from x --lora 4 --rope_scaling yarn:4",
         "rope_scaling yarn:4 with lora: peft would compute without ",
+    ),
+    (
+        "--init_from x --lora 4 --optimizer_state compact",
+        "optimizer_state compact has no effect with lora, whose ",
     ),
 ]
 # A command line for each row of `rules`, and the flags that have no effect there, or the beginning
@@ -637,39 +636,39 @@ REFUSED = {
             "lora lora_alpha lora_targets lora_bits lora_plus",
         ),
         (
+            "--init_from x --lora 4 --lora_bits 8 --compile",
+            "lora_bits 8 with compile is not supported: weights come",
+        ),
+        (
             "--save none --checkpoint_interval 5 --keep_checkpoints 5",
             "checkpoint_interval keep_checkpoints",
+        ),
+        (
+            "--resume auto --save model",
+            "a run that goes on with resume auto needs checkpoints of save full; drop one",
         ),
         (
             "--suffixes .rs --columns text=a --bad_rows drop --chat_reasoning keep",
             "suffixes columns bad_rows chat_reasoning",
         ),
+        ("--packing concatenate --overlong drop", "overlong"),
+        ("--validation_data x --validation_fraction 0.02", "validation_fraction"),
         (
             "--memory_budget auto --gradient_checkpointing --compile",
             "gradient_checkpointing compile",
         ),
         ("--host_budget 1GB --gradient_checkpointing", "host_budget"),
         ("--host_budget 1GB --compile", "host_budget"),
-        ("--packing concatenate --overlong drop", "overlong"),
-        ("--validation_data x --validation_fraction 0.02", "validation_fraction"),
+        (
+            "--selected_blocks_start 64 --compile",
+            "selected_blocks_start with compile would compile blocks anew eight ",
+        ),
         (
             "--validation_sequences 0 --validation_interval 100 --validation_data x",
             "validation_interval validation_data",
         ),
         ("--max_steps 300 --epochs 3", "max_steps"),
         ("--max_steps 20 --final_learning_rate_ratio 0.1", "final_learning_rate_ratio"),
-        (
-            "--resume auto --save model",
-            "a run that goes on with resume auto needs checkpoints of save full; drop one",
-        ),
-        (
-            "--selected_blocks_start 64 --compile",
-            "selected_blocks_start with compile would compile blocks anew eight ",
-        ),
-        (
-            "--init_from x --lora 4 --lora_bits 8 --compile",
-            "lora_bits 8 with compile is not supported: weights come",
-        ),
         ("--objective dpo", "objective"),
         ("--beta 0.1", "beta"),
         ("--objective ipo --label_smoothing 0.1", "label_smoothing"),
@@ -696,14 +695,14 @@ REFUSED = {
         ("--objective dpo --beta 0 --data x", "objective dpo needs a beta above 0"),
         ("--objective dpo --packing concatenate", "packing"),
         ("--objective dpo --overlong split", "overlong"),
+        (
+            "--objective dpo --data x",
+            "objective dpo needs log-probabilities of a reference: make them by ",
+        ),
         ("--objective distill --loss_impl standard --data x --teacher_logprobs x", "loss_impl"),
         (
             "--init_from x --lora_alpha 8 --lora_targets q_proj --lora_bits 8 --lora_plus 4",
             "lora_alpha lora_targets lora_bits lora_plus",
-        ),
-        (
-            "--objective dpo --data x",
-            "objective dpo needs log-probabilities of a reference: make them by ",
         ),
         (
             "--selected_blocks_start 64 --selected_blocks_steps 9",

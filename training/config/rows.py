@@ -4,8 +4,8 @@ from typing import Any
 
 from training.config.theirs import is_unset
 from training.data.forms import FLAGS, ROLES, SHAREGPT
-from training.host.choices import PAIR_OBJECTIVES
 from training.host.other_trainers import NAMES
+from training.objectives.flags import PAIR_OBJECTIVES
 
 PLACES = ("path", "data_files", "dataset")  # where an entry's rows are
 NATIVE_CHATS = ("messages", "conversations")  # fields whose chats are read under their names

@@ -20,9 +20,9 @@ from training.config.values import (
     rank,
 )
 from training.flags import as_words, given_flags, grouped, refuse
-from training.host.choices import CLIPPED_OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.host.errors import UserError, program
 from training.host.other_trainers import BY_VALUE, NAMES, meaning
+from training.objectives.flags import CLIPPED_OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.run.settings import TrainConfig
 
 NAMES_HERE = [each.name for each in fields(TrainConfig)]

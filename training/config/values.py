@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, get_args
 
 from training.config.rows import PLACES, column, why_left_out
 from training.config.theirs import Theirs, is_unset
-from training.host.choices import MODEL_SIZES, TARGETS
+from training.families.flags import MODEL_SIZES, TARGETS
 from training.host.errors import hub_download, program
 from training.host.other_trainers import NAMES
 from training.run.settings import TrainConfig

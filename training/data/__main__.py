@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training.data.chat import open_tokenizer
+from training.data.flags import BAD_ROWS, REASONING, SUFFIXES
 from training.data.prepare import histogram, prepare
 from training.data.prepared import PreparedStore, verify
 from training.data.sources import Reading
-from training.host.choices import BAD_ROWS, REASONING, SUFFIXES
 from training.host.processes import command
 
 

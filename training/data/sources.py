@@ -30,6 +30,7 @@ from training.data.containers import (
     read_rows,
     suffix_of,
 )
+from training.data.flags import SUFFIXES
 from training.data.forms import (
     ANSWERS,
     FIELDS,
@@ -44,7 +45,6 @@ from training.data.forms import (
 )
 from training.data.tokenizer import check_ids
 from training.data.writer import UNSTORABLE, unread_of_sample
-from training.host.choices import SUFFIXES
 from training.host.errors import UserError
 from training.host.files import check_data_exists, inside, read_file, read_json
 

@@ -29,6 +29,7 @@ import torch
 from training.checkpoint.manifest import verify_weights
 from training.checkpoint.weights import shape_of_weights
 from training.data.corpus import open_stores
+from training.data.flags import BAD_ROWS, REASONING
 from training.data.sources import Reading
 from training.data.tokens import Store, join, split
 from training.evaluation import positions
@@ -45,7 +46,6 @@ from training.generate.inference import (
     warn_beyond,
     write,
 )
-from training.host.choices import BAD_ROWS, REASONING
 from training.host.errors import UserError, import_optional, refused_as_user_error
 from training.host.files import check_can_write_into, only_writer_of, read_json, replace_file
 from training.host.processes import command

@@ -5,9 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+from training.data.flags import BAD_ROWS
 from training.flags import SMALLEST, Rule, flag, read_flags
 from training.generate.flags import ModelFlags
-from training.host.choices import BAD_ROWS, PAIR_OBJECTIVES, REFERENCE_OBJECTIVES
+from training.objectives.flags import PAIR_OBJECTIVES, REFERENCE_OBJECTIVES
 
 LONGEST = 2**27  # tokens
 JUDGES = "next_token", *PAIR_OBJECTIVES, "kto"

@@ -27,9 +27,7 @@ from kernels.config import Share
 from kernels.linear import PLAIN, Linear
 from kernels.lora import LoRA, adapt, merged
 from training.families.config_json import from_config_json
-from training.families.rows import FAMILIES, OLDER_PREFIX, PREFIX, WRAPPED_PREFIX, is_wrapper
-from training.families.trained import Trained
-from training.host.choices import (
+from training.families.flags import (
     DELTA_NET_TARGETS,
     EXPERTS_TARGETS,
     LORA_BITS,
@@ -37,6 +35,8 @@ from training.host.choices import (
     READ_TARGETS,
     TARGETS,
 )
+from training.families.rows import FAMILIES, OLDER_PREFIX, PREFIX, WRAPPED_PREFIX, is_wrapper
+from training.families.trained import Trained
 from training.host.errors import SHOWN_OF_A_PATH, UserError, refused_as_user_error
 from training.host.files import read_json
 from training.host.sizes import check_sizes

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from training.flags import SMALLEST, Rule, flag, read_flags
-from training.host.choices import ATTENTION_TYPES
+from training.memory.flags import ATTENTION_TYPES
 
 
 @dataclass

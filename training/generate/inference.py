@@ -36,10 +36,10 @@ from training.families.rope import beyond
 from training.families.rows import token_ids
 from training.flags import as_words, given_flags
 from training.generate.flags import ModelFlags
-from training.host.choices import ATTENTION_TYPES
 from training.host.errors import UserError, is_out_of_host_memory, refused_as_user_error
 from training.host.files import read_json
 from training.host.sizes import available_host_bytes, gib, parse_bytes
+from training.memory.flags import ATTENTION_TYPES
 from training.memory.kinds import FLAGS, check_head_dim, kinds_of
 from training.memory.machine import cap_gpu_memory, gpu_budget
 from training.memory.placement import set_kinds

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from training.data.flags import BAD_ROWS, REASONING
 from training.flags import flag, read_flags
 from training.generate.flags import ModelFlags
-from training.host.choices import BAD_ROWS, OBJECTIVES, REASONING
+from training.objectives.flags import OBJECTIVES
 
 
 @dataclass

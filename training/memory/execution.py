@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.linear import PLAIN, Linear
 from kernels.parts import MixerKind
-from training.host.choices import LOSSES
+from training.memory.flags import LOSSES
 from training.optim.formats import FROZEN, StateFormat
 from training.optim.inventory import Inventory
 

@@ -7,9 +7,8 @@ import numpy as np
 
 from training.data.sources import RowReader
 from training.data.tokens import PROMPT, TokenStore
-from training.host.choices import PAIR_OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.host.errors import UserError
-from training.objectives.flags import ObjectiveFlags
+from training.objectives.flags import PAIR_OBJECTIVES, ROLLOUT_OBJECTIVES, ObjectiveFlags
 from training.objectives.kto import KTO
 from training.objectives.preferences import Preference
 from training.objectives.rollouts import Rollout

@@ -4,13 +4,12 @@ quick."""
 from dataclasses import dataclass
 
 from training.flags import SMALLEST, Rule, flag
-from training.host.choices import (
-    CLIPPED_OBJECTIVES,
-    OBJECTIVES,
-    PAIR_OBJECTIVES,
-    REFERENCE_OBJECTIVES,
-    ROLLOUT_OBJECTIVES,
-)
+
+PAIR_OBJECTIVES = ("dpo", "ipo", "simpo", "orpo")
+CLIPPED_OBJECTIVES = ("grpo", "dapo", "dr_grpo", "gspo")
+ROLLOUT_OBJECTIVES = (*CLIPPED_OBJECTIVES, "cispo", "importance_sampling")
+REFERENCE_OBJECTIVES = ("dpo", "ipo", "kto")  # whatever their beta is
+OBJECTIVES = ("next_token", "weighted", "distill", *PAIR_OBJECTIVES, "kto", *ROLLOUT_OBJECTIVES)
 
 
 @dataclass
@@ -80,12 +79,23 @@ def _lacks_teacher(s) -> bool:
     return s.objective == "distill" and not s.teacher_logprobs and not s.show_batch
 
 
+def _lacks_reference(s) -> bool:
+    has_reference = s.lora or s.reference_logprobs
+    return s.objective in REFERENCE_OBJECTIVES and not has_reference and not s.show_batch
+
+
 def _reads_no_reference(s) -> bool:
     return s.objective not in REFERENCE_OBJECTIVES and not (
         s.objective in ROLLOUT_OBJECTIVES and s.beta
     )
 
 
+CHUNKED_DISTILL = Rule(
+    "loss_impl",
+    "with objective distill, whose loss is always chunked; drop it",
+    lambda s: s.objective == "distill",
+)
+# Rules of a run whose start is known.
 RULES = (
     Rule(
         "objective",
@@ -164,4 +174,13 @@ RULES = (
         "as split with objective {objective}, whose answers are not cut; drop it, or give drop",
         lambda s: s.overlong == "split" and s.objective != "next_token",
     ),
+    Rule(
+        "",
+        "objective {objective} needs log-probabilities of a reference: make them by {program} "
+        "-m "
+        "training.logprobs, and give --reference_logprobs; or train adapters with lora, whose "
+        "base is the reference",
+        _lacks_reference,
+    ),
+    CHUNKED_DISTILL,
 )

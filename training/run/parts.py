@@ -13,6 +13,7 @@ import torch
 
 from model import Transformer
 from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints
+from training.checkpoint.flags import KEPT_CHECKPOINTS
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
 from training.data.chat import stop_ids
@@ -32,7 +33,7 @@ from training.run.recipe import Recipe
 from training.run.report import NAME as REPORT
 from training.run.report import About, RecentWarnings, Report
 from training.run.resume import Progress, after_a_stop, state_to_save, tokens_per_step
-from training.run.settings import KEPT_CHECKPOINTS, TrainConfig
+from training.run.settings import TrainConfig
 from training.run.stopping import Stopping, promise_shutdown
 
 logger = logging.getLogger(__name__)

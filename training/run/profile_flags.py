@@ -5,13 +5,69 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+from training.data.flags import BAD_ROWS, OVERLONG
+from training.families.flags import MODEL_SIZES
 from training.flags import Rule, flag, read_flags
-from training.host.choices import BAD_ROWS, GPU_BACKENDS, MODEL_SIZES, OBJECTIVES
 from training.host.other_trainers import ABSENT
-from training.run.rules import PROFILE
-from training.run.settings import OVERLONG, StepFlags, TrainConfig
+from training.memory.flags import GPU_BACKENDS
+from training.objectives.flags import CHUNKED_DISTILL, OBJECTIVES, ROLLOUT_OBJECTIVES
+from training.run.settings import STEP_RULES, StepFlags, TrainConfig
 
 CONTEXT_LENGTH = 131_072
+FOR_ONE_STEP = (
+    "context_length gradient_checkpointing num_layers stages timeline picture data rope_scaling"
+)
+RULES = (
+    *STEP_RULES,
+    CHUNKED_DISTILL,
+    Rule("model_size", "with init_from; drop one", lambda s: s.init_from is not None),
+    Rule("find_max_context loss_impl", "with compare; drop one", lambda s: s.compare),
+    Rule(FOR_ONE_STEP, "with find_max_context; drop one", lambda s: s.find_max_context),
+    Rule(FOR_ONE_STEP, "with compare; drop one", lambda s: s.compare),
+    Rule(
+        "picture",
+        "with data or gradient_checkpointing; drop one",
+        lambda s: s.data or s.gradient_checkpointing is not None,
+    ),
+    Rule("host_memory", "with host_budget; drop one", lambda s: s.host_budget is not None),
+    Rule(
+        "memory_budget host_budget host_memory",
+        "with gradient_checkpointing; drop one",
+        lambda s: s.gradient_checkpointing is not None,
+    ),
+    Rule(
+        "device",
+        "with gpu, which predicts for another; drop one",
+        lambda s: s.gpu and s.device == "cuda",
+    ),
+    Rule(
+        "tokenizer chat_template suffixes columns bad_rows overlong",
+        "without data; drop it, or give data",
+        lambda s: not s.data,
+    ),
+    Rule(
+        "beta",
+        "with objective {objective}, whose plan it leaves alone; drop it",
+        lambda s: s.objective not in ROLLOUT_OBJECTIVES,
+    ),
+    Rule(
+        "measure",
+        "but with find_max_context or compare: a step is measured anyway",
+        lambda s: not (s.find_max_context or s.compare),
+    ),
+    Rule("lora_targets lora_bits", "without lora; drop it, or give lora", lambda s: not s.lora),
+    Rule(
+        "",
+        "--compare keeps blocks whole, which lora_bits {lora_bits} cannot; drop one",
+        lambda s: s.lora_bits < 16 and s.compare,
+    ),
+    Rule(
+        "",
+        "--no-gradient_checkpointing keeps blocks whole, which lora_bits {lora_bits} cannot; "
+        "drop one",
+        lambda s: s.lora_bits < 16 and s.gradient_checkpointing is False,
+    ),
+)
 
 
 @dataclass
@@ -86,7 +142,7 @@ class ProfileFlags(StepFlags):
     )
     json: Path | None = flag(None, "write everything there")
 
-    rules: ClassVar[tuple[Rule, ...]] = PROFILE
+    rules: ClassVar[tuple[Rule, ...]] = RULES
 
     @property
     def lengths(self) -> tuple[int, int, int]:

@@ -29,6 +29,7 @@ from kernels.mixed import linear_maps
 from model import GATES, MODEL_SIZES, ModelConfig
 from training.checkpoint.carried import NOTHING, Carried, read_carried
 from training.checkpoint.files import checkpoints, latest_checkpoint, tokenizer_of
+from training.checkpoint.flags import CHECKPOINT_INTERVAL
 from training.checkpoint.manifest import (
     settings_beside,
     verify_base,
@@ -40,6 +41,7 @@ from training.checkpoint.weights import Companions, find_weights, parameter_shap
 from training.data.chat import open_tokenizer as open_with_template
 from training.data.loader import PackedLoader
 from training.data.tokenizer import ByteTokenizer, FileTokenizer
+from training.families.flags import EXPERTS_TARGETS, READ_TARGETS, TARGETS
 from training.families.lora import (
     ADAPTER_CONFIG,
     ADAPTERS,
@@ -54,7 +56,6 @@ from training.families.lora import (
 from training.families.rope import extend
 from training.families.trained import ALL, Trained, WithoutRouters
 from training.flags import LARGE
-from training.host.choices import EXPERTS_TARGETS, READ_TARGETS, TARGETS
 from training.host.errors import UserError, program, refused_as_user_error
 from training.host.files import read_json
 from training.host.sizes import parse_bytes
@@ -65,6 +66,7 @@ from training.memory.step import Scoring
 from training.objectives.choose import choose
 from training.objectives.scored import Objective, scoring
 from training.objectives.stored import Stored
+from training.optim.flags import DEFAULT_STEPS
 from training.optim.formats import frozen_format
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import check_library, is_quantized
@@ -72,16 +74,10 @@ from training.parallel.tensor import check_matrix_sharing
 from training.parallel.ulysses import check_sharing
 from training.parallel.world import World
 from training.run.resume import Progress, Start, how_to_go_on, resume, start_from
-from training.run.settings import (
-    CHECKPOINT_INTERVAL,
-    DEFAULT_STEPS,
-    MANY_EPOCHS,
-    StepFlags,
-    TrainConfig,
-    check_config,
-)
+from training.run.settings import StepFlags, TrainConfig, check_config
 
 logger = logging.getLogger(__name__)
+MANY_EPOCHS = 10  # a run of more is warned of
 SHOWN_TOKENS = 5  # names of new tokens in a message
 
 

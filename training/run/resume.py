@@ -17,8 +17,9 @@ from training.data.loader import check_same_data
 from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError, program, whole_number
 from training.optim.adamw import warmup_cosine
+from training.optim.flags import DEFAULT_STEPS
 from training.parallel.world import World
-from training.run.settings import DEFAULT_STEPS, TrainConfig, check_config
+from training.run.settings import TrainConfig, check_config
 
 logger = logging.getLogger(__name__)
 # A resumed run takes these from its flags alone, all other settings from the run that it continues.

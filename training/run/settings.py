@@ -1,5 +1,8 @@
 """The settings of a run: one flat dataclass, whose fields are flags and keys of a TOML file, and
-which are refused."""
+which are refused.
+
+Each room has the flags that it decides by, and their rules; here they are joined.
+"""
 
 import itertools
 from collections.abc import Iterable
@@ -9,229 +12,77 @@ from os.path import realpath
 from pathlib import Path
 from typing import ClassVar
 
-from training.flags import SMALLEST, Rule, flag, given_flags, refuse
-from training.host.choices import (
-    ATTENTION_TYPES,
-    BAD_ROWS,
-    IMPLEMENTATIONS,
-    LINEARS,
-    LORA_BITS,
-    LOSSES,
-    MODEL_SIZES,
-    OPTIMIZER_STATES,
-    PACKINGS,
-    REASONING,
-    SUFFIXES,
-    TARGETS,
-)
+from training.checkpoint.flags import RULES as CHECKPOINT_RULES
+from training.checkpoint.flags import CheckpointFlags
+from training.data.flags import RULES as DATA_RULES
+from training.data.flags import DataFlags
+from training.families import flags as families
+from training.families.flags import AdapterFlags, WeightFlags
+from training.flags import Rule, flag, given_flags, refuse
 from training.host.errors import UserError, import_optional
 from training.host.files import check_can_write
 from training.host.other_trainers import ABSENT
+from training.memory import flags as memory
+from training.memory.flags import (
+    LONG_CONTEXT,
+    AnnealingFlags,
+    AttentionFlags,
+    BatchFlags,
+    KernelFlags,
+    MemoryFlags,
+)
+from training.objectives.flags import RULES as OBJECTIVE_RULES
 from training.objectives.flags import ObjectiveFlags
-from training.run.rules import STARTED, TRAIN
+from training.optim import flags as optim
+from training.optim.flags import OptimizerFlags, StateFlags
+from training.parallel.flags import MeshFlags, WaitFlags
 
-DEFAULT_STEPS = 300
-PEAK_LEARNING_RATE = (
-    2e-5  # suits continued training; training from scratch wants more, and a far longer warm-up
-)
-TINY_PEAK_LEARNING_RATE = 3e-3
-LORA_PEAK_LEARNING_RATE = 2e-4
-USUAL_PEAKS = (
-    f"{PEAK_LEARNING_RATE}, with lora {LORA_PEAK_LEARNING_RATE}, for tiny {TINY_PEAK_LEARNING_RATE}"
-)
-OVERLONG, RESUME = ("refuse", "drop", "split"), ("no", "yes", "auto")
-CHECKPOINT_INTERVAL, KEPT_CHECKPOINTS = "30min", 2
 VALIDATION_SEQUENCES, VALIDATION_TOKENS = 128, 2**20
-LONG_CONTEXT = 16_384  # tokens
-MANY_EPOCHS = 10  # a run of more is warned of
-COLLECTIVE_TIMEOUT = 10  # minutes
+STEP_RULES = families.STEP_RULES + optim.STEP_RULES
+VALIDATION_RULES = (
+    Rule(
+        "validation_interval validation_data",
+        "without validation; drop it, or raise validation_sequences",
+        lambda s: s.validation_sequences == 0,
+    ),
+)
+# A run may take other settings from its checkpoint or from the adapters of init_from: these hold
+# for flags alone.
+RUN_RULES = (
+    *STEP_RULES,
+    *families.RUN_RULES,
+    *CHECKPOINT_RULES,
+    *DATA_RULES,
+    *memory.RUN_RULES,
+    *VALIDATION_RULES,
+    *optim.RUN_RULES,
+)
+# These hold once the start of the run is known.
+STARTED_RULES = (*OBJECTIVE_RULES, *families.STARTED_RULES, *memory.STARTED_RULES)
 
 
 @dataclass
-class StepFlags:
+class StepFlags(MeshFlags, StateFlags, MemoryFlags, AttentionFlags, BatchFlags, WeightFlags):
     """Flags of a training step, which train.py takes and profile_memory.py profiles."""
 
-    model_size: str | None = flag(
-        None,
-        "shape of a model: 4B is Qwen3-4B's; default: init_from's, else tiny",
-        MODEL_SIZES,
-        group="model",
-    )
-    init_from: str | None = flag(
-        None, "weights to start from: folder of a released model, or a checkpoint"
-    )
-    lora: int | None = flag(
-        None, "train adapters of this rank; default: init_from's, if it has", least=1, most=2**13
-    )
-    lora_targets: str | None = flag(
-        None, "such as q_proj,gate,experts; default: all-linear, all of a block"
-    )
-    lora_bits: int = flag(
-        16, "bits per element of frozen matrices; 8, 4 (NF4) cost some loss", LORA_BITS
-    )
-    freeze_routers: bool = flag(False, "routers of a mixture of experts keep their weights")
-    rope_scaling: str | None = flag(
-        None, "extends the context of init_from: yarn:4, yarn:4:32768 or linear:4"
-    )
-    context_length: int = flag(
-        512, "tokens in a sequence", least=2, most=2**27, group="batch", tokens=True
-    )
-    batch_size: int = flag(
-        None, f"sequences at a time; default: 8, from {LONG_CONTEXT} tokens 1", least=1, most=2**20
-    )
-    gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1, most=2**20)
-    attention_type: str = flag(
-        "full", "sparse, nsa: to chosen blocks", ATTENTION_TYPES, group="attention"
-    )
-    selected_blocks: str | None = flag(
-        None, "blocks of 64 a token chooses, by layer: 64x4,32; default: 32, nsa: 16"
-    )
-    dense_below: int | None = flag(
-        None, "sparse: shorter documents attend to everything; default: 8192", least=1, tokens=True
-    )
-    attention_backend: str = flag(
-        "auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu"
-    )
-    loss_impl: str = flag(
-        "auto", "auto: chunked above 10 GB of logits, and where 8 does not divide the vocabulary",
-        LOSSES,
-        group="memory and speed",
-    )  # fmt: skip
-    linear: str = flag(
-        "bf16",
-        "others: blocks' products in 8 bits, fp8 in backward alone; see docs/memory.md",
-        LINEARS,
-    )
-    device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
-    gradient_checkpointing: bool = flag(
-        False, "no plan: keep each block's input, recompute the rest in backward"
-    )
-    memory_budget: str | None = flag(
-        None, "GPU memory to plan for and keep to: 24GB; default: auto, what is free"
-    )
-    host_budget: str | None = flag(
-        None, "host memory each process may pin; default: its share of 80% of what is free"
-    )
-    optimizer_state: str = flag(
-        "auto", "compact: 8-bit moments, 4.1 bytes per parameter, not 12", OPTIMIZER_STATES
-    )
-    context_parallel_size: int = flag(
-        1, "GPUs that share each sequence", least=1, most=2**20, group="several GPUs"
-    )
-    tensor_parallel_size: int = flag(1, "GPUs that share each matrix", least=1, most=2**20)
-    replicate: int = flag(
-        1, "copies of the weights; 1 per machine spares a slow network", least=1, most=2**20
-    )
-
-    absent: ClassVar[dict[str, str]] = (
-        ABSENT  # flags of other trainers, and why there is nothing like them
-    )
+    # flags of other trainers, and why there is nothing like them
+    absent: ClassVar[dict[str, str]] = ABSENT
 
 
 @dataclass
-class TrainConfig(ObjectiveFlags, StepFlags):
+class TrainConfig(
+    CheckpointFlags,
+    OptimizerFlags,
+    DataFlags,
+    WaitFlags,
+    KernelFlags,
+    AnnealingFlags,
+    AdapterFlags,
+    ObjectiveFlags,
+    StepFlags,
+):
     """Train a decoder; torchrun --nproc_per_node=N train.py trains it on N GPUs."""
 
-    lora_alpha: float | None = flag(
-        None, "scale x rank; default: 2 x rank", least=SMALLEST, most=1e9, group="model"
-    )
-    selected_blocks_start: str | None = flag(
-        None, "of the first step; falls to selected_blocks", group="attention"
-    )
-    selected_blocks_steps: int | None = flag(
-        None, "steps from selected_blocks_start to selected_blocks", least=1
-    )
-    kernels: str = flag(
-        "auto", "auto: Triton on GPUs, PyTorch on CPUs", IMPLEMENTATIONS, group="memory and speed"
-    )
-    compile: bool = flag(False, "no plan: torch.compile each block")
-    collective_timeout: int | None = flag(
-        None,
-        f"minutes to wait for a process; default: {COLLECTIVE_TIMEOUT}",
-        least=1,
-        most=2**20,
-        group="several GPUs",
-    )
-    data: list[str] = flag(
-        list, "files, folders, prepared sets; default: Python's library", group="data"
-    )
-    suffixes: str | None = flag(None, f"of texts, such as .rs,.c,.html; default: {SUFFIXES}")
-    columns: str | None = flag(
-        None, "names of rows' fields in data: prompt=question,completion=answer"
-    )
-    bad_rows: str | None = flag(None, "rows of data that cannot be read; default: refuse", BAD_ROWS)
-    data_weights: str | None = flag(
-        None, "shares of the sequences by path of data: 3,1; default: all as one corpus"
-    )
-    packing: str | None = flag(
-        None, "default: best_fit for data with samples, else concatenate", PACKINGS
-    )
-    overlong: str | None = flag(
-        None, "best_fit: documents longer than a sequence; default: refuse", OVERLONG
-    )
-    chat_reasoning: str | None = flag(
-        None, "reasoning before a chat's last user message; default: template", REASONING
-    )
-    chat_template: str | None = flag(
-        None, "a Jinja file, or chatml, with its tokens; default: the folder's"
-    )
-    tokenizer: str | None = flag(
-        None, "a tokenizer.json or its folder, or bytes; default: init_from's, else bytes"
-    )
-    validation_fraction: float = flag(
-        0.02, "share of the tokens held out", least=SMALLEST, most=1 - SMALLEST
-    )
-    validation_data: list[str] = flag(
-        list, "held-out files of your own, as data has them; nothing of data is held out"
-    )
-    show_batch: bool | str = flag(
-        False,
-        "print a batch, with what is trained on between [[ and ]], or write it as a page "
-        "FILE.html, and exit",
-    )
-    max_steps: int | None = flag(
-        None, f"steps in all; default: {DEFAULT_STEPS} more", least=1, group="optimizer"
-    )
-    epochs: float | None = flag(
-        None, "passes over the data, in place of max_steps: 0.5", least=SMALLEST, most=1e9
-    )
-    learning_rate: float | None = flag(
-        None, f"peak; default: {USUAL_PEAKS}", least=SMALLEST, most=1.0
-    )
-    lora_plus: float | None = flag(
-        None, "learning rate of B over A's, LoRA+; default: 1", least=SMALLEST, most=1e9
-    )
-    final_learning_rate_ratio: float = flag(
-        0.1, "the cosine ends at this share of the peak", least=0.0, most=1.0
-    )
-    warmup_steps: int = flag(20, "steps of linear warm-up", share_of="steps")
-    weight_decay: float = flag(
-        0.1, "decay of the matrices, and of nothing else", least=0.0, most=10.0
-    )
-    max_grad_norm: float = flag(
-        1.0, "gradients are scaled down to this global norm", least=SMALLEST, most=1e9
-    )
-    skip_nonfinite_steps: int = flag(
-        0, "steps that may be left out because their loss or gradient is not finite"
-    )
-    seed: int = flag(0, "draws the initial weights, the data's order and the sample")
-    output_dir: str = flag(
-        "runs/default", "checkpoints and metrics.jsonl go there", group="checkpoints"
-    )
-    resume: str = flag(
-        "no", "go on from output_dir's newest checkpoint; auto: if there is one", RESUME, bare="yes"
-    )
-    save: str = flag(
-        "full",
-        "a checkpoint holds: full, to resume from; model; or none",
-        ("full", "model", "none"),
-    )
-    checkpoint_interval: str | None = flag(
-        None, f"steps, or minutes; 0: at the end; default: {CHECKPOINT_INTERVAL}"
-    )
-    keep_checkpoints: int | None = flag(
-        None, f"last ones, besides the best; default: {KEPT_CHECKPOINTS}", least=1
-    )
     validation_interval: int = flag(
         100, "steps between validations; 0: only at the end", group="while it runs"
     )
@@ -252,14 +103,14 @@ class TrainConfig(ObjectiveFlags, StepFlags):
     )
     log_file: str | None = flag(None, "what is printed is also appended to it, with times")
 
-    rules: ClassVar[tuple[Rule, ...]] = TRAIN + STARTED
+    rules: ClassVar[tuple[Rule, ...]] = RUN_RULES + STARTED_RULES
     translator: ClassVar[str] = "training.config"  # prints settings of other trainers as TOML
 
     @property
     def steps(self) -> int | None:
         """Steps of the run in all; None: a checkpoint or the data say so."""
         return self.max_steps or (
-            DEFAULT_STEPS if self.resume == "no" and self.epochs is None else None
+            optim.DEFAULT_STEPS if self.resume == "no" and self.epochs is None else None
         )
 
     @property
@@ -277,13 +128,17 @@ class TrainConfig(ObjectiveFlags, StepFlags):
             )
         if self.learning_rate is None:
             is_tiny = self.model_size == "tiny" or not (self.model_size or self.init_from)
-            of_weights = TINY_PEAK_LEARNING_RATE if is_tiny else PEAK_LEARNING_RATE
-            self.learning_rate = of_weights if self.lora is None else LORA_PEAK_LEARNING_RATE
+            if self.lora is not None:
+                self.learning_rate = optim.LORA_PEAK_LEARNING_RATE
+            elif is_tiny:
+                self.learning_rate = optim.TINY_PEAK_LEARNING_RATE
+            else:
+                self.learning_rate = optim.PEAK_LEARNING_RATE
         if self.lora is not None:
             self.lora_alpha = self.lora_alpha or 2.0 * self.lora
             self.lora_targets = "all-linear" if self.lora_targets is None else self.lora_targets
         if self.lora_targets is not None:
-            order = {name: i for i, name in enumerate(TARGETS)}
+            order = {name: i for i, name in enumerate(families.TARGETS)}
             self.lora_targets = ",".join(
                 sorted(self.lora_targets.split(","), key=lambda name: order.get(name, -1))
             )
@@ -294,13 +149,15 @@ given_settings = partial(
 )  # the settings of flags and --config, by name
 
 
-def check_config(config: TrainConfig, given: Iterable[str], rules: Iterable[Rule] = TRAIN) -> None:
+def check_config(
+    config: TrainConfig, given: Iterable[str], rules: Iterable[Rule] = RUN_RULES
+) -> None:
     """Refuse flags that contradict each other or would have no effect; `given_flags` has checked
     each value alone.
 
     Args:
         given: names of the flags that were given. A resumed run has its other settings from the run
-        before. rules: TRAIN, or all of TrainConfig.rules once the start of the run is known.
+        before. rules: RUN_RULES, or all of TrainConfig.rules once the start of the run is known.
     """
     refuse(config, given, rules)
     for package, module in (

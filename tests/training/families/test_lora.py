@@ -16,8 +16,8 @@ from tests.optimizers import make_optimizer
 from tests.packages import needs
 from training.checkpoint.state import load_weights
 from training.families.config_json import from_config_json
+from training.families.flags import LORA_TARGETS
 from training.families.lora import PARTS, Adapters, adapter_names
-from training.host.choices import LORA_TARGETS
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import allocate, apply_execution

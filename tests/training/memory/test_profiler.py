@@ -34,8 +34,8 @@ from tests.optimizers import make_optimizer
 from tests.pictures import check_texts
 from tests.storage_counter import StorageCounter
 from training.families.config_json import in_family
+from training.families.flags import LORA_TARGETS
 from training.families.lora import Adapters
-from training.host.choices import LORA_TARGETS
 from training.memory import profiler, stages
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from tests.pictures import check_texts
 from training.evaluation.pictures import draw_losses, draw_needles
 from training.host import errors
-from training.host.choices import OBJECTIVES
 from training.host.errors import pip_install, program
+from training.objectives.flags import OBJECTIVES
 from training.plots import curves
 from training.plots.__main__ import main
 from training.plots.curves import as_label, draw_at_end, draw_run

@@ -14,7 +14,7 @@ from kernels.lora import LORA, LoRA
 from kernels.mixed import Mixed
 from model import MODEL_SIZES
 from tests.runs import SPARSE, arguments, only_resume, weights_of_another_shape
-from training.host.choices import DELTA_NET_TARGETS, LORA_TARGETS
+from training.families.flags import DELTA_NET_TARGETS, LORA_TARGETS
 from training.host.errors import UserError
 from training.memory import kinds
 from training.parallel.world import World

@@ -1,0 +1,129 @@
+"""Flags of a step: its batch, its attention, and what trades memory for speed; and which of them
+exclude each other. No torch is imported here: --help is to be quick."""
+
+from dataclasses import dataclass
+
+from training.flags import Rule, flag
+
+ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for
+GPU_BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4")  # kernels.attention.full.BACKENDS but cpu
+LOSSES = ("auto", "chunked", "standard")
+LINEARS = ("bf16", "fp8", "fp8-all", "int8")  # names of kernels.mixed.linear_maps
+IMPLEMENTATIONS = ("auto", "triton", "torch")  # kernels.common.IMPLEMENTATIONS
+LONG_CONTEXT = 16_384  # tokens
+
+
+@dataclass
+class BatchFlags:
+    """Tokens of a step."""
+
+    context_length: int = flag(
+        512, "tokens in a sequence", least=2, most=2**27, group="batch", tokens=True
+    )
+    batch_size: int = flag(
+        None, f"sequences at a time; default: 8, from {LONG_CONTEXT} tokens 1", least=1, most=2**20
+    )
+    gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1, most=2**20)
+
+
+@dataclass
+class AttentionFlags:
+    """How layers attend, which training/memory/kinds.py reads."""
+
+    attention_type: str = flag(
+        "full", "sparse, nsa: to chosen blocks", ATTENTION_TYPES, group="attention"
+    )
+    selected_blocks: str | None = flag(
+        None, "blocks of 64 a token chooses, by layer: 64x4,32; default: 32, nsa: 16"
+    )
+    dense_below: int | None = flag(
+        None, "sparse: shorter documents attend to everything; default: 8192", least=1, tokens=True
+    )
+    attention_backend: str = flag(
+        "auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu"
+    )
+
+
+@dataclass
+class AnnealingFlags:
+    """Numbers of chosen blocks that fall over the first steps of a run."""
+
+    selected_blocks_start: str | None = flag(
+        None, "of the first step; falls to selected_blocks", group="attention"
+    )
+    selected_blocks_steps: int | None = flag(
+        None, "steps from selected_blocks_start to selected_blocks", least=1
+    )
+
+
+@dataclass
+class MemoryFlags:
+    """What trades memory, speed and precision."""
+
+    loss_impl: str = flag(
+        "auto", "auto: chunked above 10 GB of logits, and where 8 does not divide the vocabulary",
+        LOSSES,
+        group="memory and speed",
+    )  # fmt: skip
+    linear: str = flag(
+        "bf16",
+        "others: blocks' products in 8 bits, fp8 in backward alone; see docs/memory.md",
+        LINEARS,
+    )
+    device: str = flag("auto", "auto: a GPU if there is one", ("auto", "cuda", "cpu"))
+    gradient_checkpointing: bool = flag(
+        False, "no plan: keep each block's input, recompute the rest in backward"
+    )
+    memory_budget: str | None = flag(
+        None, "GPU memory to plan for and keep to: 24GB; default: auto, what is free"
+    )
+    host_budget: str | None = flag(
+        None, "host memory each process may pin; default: its share of 80% of what is free"
+    )
+
+
+@dataclass
+class KernelFlags:
+    """How a step's operations are computed."""
+
+    kernels: str = flag(
+        "auto", "auto: Triton on GPUs, PyTorch on CPUs", IMPLEMENTATIONS, group="memory and speed"
+    )
+    compile: bool = flag(False, "no plan: torch.compile each block")
+
+
+RUN_RULES = (
+    Rule(
+        "gradient_checkpointing compile",
+        "with memory_budget; drop one",
+        lambda s: s.memory_budget is not None,
+    ),
+    Rule(
+        "host_budget", "with gradient_checkpointing; drop one", lambda s: s.gradient_checkpointing
+    ),
+    Rule("host_budget", "with compile; drop one", lambda s: s.compile),
+    Rule(
+        "",
+        "selected_blocks_start with compile would compile blocks anew eight times, past "
+        "PyTorch's limit; drop one",
+        lambda s: s.selected_blocks_start and s.compile,
+    ),
+)
+# Rules of a run whose start is known.
+STARTED_RULES = (
+    Rule(
+        "selected_blocks_start selected_blocks_steps",
+        "without an attention_type that chooses blocks; drop the one, or give the other",
+        lambda s: s.attention_type == "full",
+    ),
+    Rule(
+        "selected_blocks_steps",
+        "without selected_blocks_start; drop the one, or give the other",
+        lambda s: s.selected_blocks_start is None,
+    ),
+    Rule(
+        "selected_blocks_start",
+        "without selected_blocks_steps; drop the one, or give the other",
+        lambda s: s.selected_blocks_steps is None,
+    ),
+)
