@@ -72,8 +72,10 @@ def test_spinning_is_limited_where_no_gpu_computes_and_nobody_chose(
 
 
 def test_a_thread_that_waits_takes_no_core():
-    """Two threads take at most 1.3 times the time of one: it is 2 where the second spins as it
-    waits."""
+    """Two threads take at most 1.5 times the time of one.
+
+    It is 2 where the second spins as it waits, and 1.2 to 1.4 where it sleeps.
+    """
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("a thread on one core waits anyway")
     environment = {name: value for name, value in os.environ.items() if name not in LIMITS}
@@ -87,4 +89,4 @@ def test_a_thread_that_waits_takes_no_core():
         check=True,
     ).stdout
     process, main_thread = map(float, said.split())
-    assert process < 1.3 * main_thread, (process, main_thread)
+    assert process < 1.5 * main_thread, (process, main_thread)

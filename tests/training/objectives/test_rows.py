@@ -787,7 +787,7 @@ def test_what_a_stop_leaves_is_not_taken_for_whole(tmp_path, monkeypatch):
             write(tmp_path, np.ones(4, np.float32), "of weights", "full", "bytes", [1])
         with pytest.raises(UserError, match=r"has no logprobs\.json"):
             Stored.read(tmp_path)
-    assert "If it is stopped, it begins anew" in str(logprobs.LogProbsFlags.__doc__)
+    assert "If it is stopped, it begins anew" in " ".join(logprobs.LogProbsFlags.__doc__.split())
 
 
 def test_stored_log_probabilities_belong_to_rows_whose_numbers_may_change(tmp_path):
