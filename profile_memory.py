@@ -163,7 +163,7 @@ def carried_bytes(recipe: StepRecipe) -> int:
 def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an
     H200."""
-    flags, model, kinds = recipe.config, recipe.model, recipe.kinds.at(1)
+    flags, model, kinds = recipe.config, recipe.model, recipe.kinds
     check_linear(recipe, world.device)
     host = parse_bytes(flags.host_memory, "host_memory") if flags.host_memory else None, flags.nproc
     check_head_dim(kinds, model.head_dim, torch.device("cuda") if flags.gpu else world.device)

@@ -66,8 +66,6 @@ from training.host.errors import UserError
 from training.host.files import check_paths, only_run_in
 from training.host.processes import command, outliving_its_output
 from training.memory.cost_model import forward_flops
-from training.memory.kinds import spell_by_layer
-from training.memory.placement import set_kinds
 from training.memory.step import PackedDocuments
 from training.objectives.choose import complete, row_reader, stored_of
 from training.objectives.stored import Stored, attention_in_words
@@ -308,7 +306,7 @@ def open_data(recipe: Recipe, world: World, reading: Reading) -> tuple[PackedLoa
     """Returns (loader of training batches at the run's place in the data, store of held-out
     documents)."""
     config, start = recipe.config, None if recipe.checkpoint else recipe.config.init_from
-    attention, only_shows = attention_in_words(recipe.model, recipe.kinds.final), recipe.only_shows
+    attention, only_shows = attention_in_words(recipe.model, recipe.kinds), recipe.only_shows
     vocab_size = recipe.model.vocab_size
     if only_shows:  # the tokenizer's words are shown, whatever the model has
         stored, vocab_size = dict[str, Stored](), max(vocab_size, recipe.tokenizer.vocab_size)
@@ -385,8 +383,6 @@ def take_step(run: Run) -> dict | None:
     except Exception as error:
         unread = error  # `train_step` tells the other ranks
     rate = learning_rate_of(step, config, run.progress.cosine_steps)
-    kinds = run.recipe.kinds.at(step)
-    set_kinds(run.model, kinds)
     values = {"step": step, "learning_rate": rate, "epoch": run.loader.epoch, "loss": None}
     try:
         with run.stopping.looking():
@@ -427,15 +423,13 @@ def take_step(run: Run) -> dict | None:
     )
     run.is_updating = False
     values |= {"seconds": seconds, "tokens": tokens, "tokens_per_second": step_tokens / seconds}
-    shape, trains = run.recipe.model, run.recipe.linear.trains_matrices
+    shape, kinds, trains = run.recipe.model, run.recipe.kinds, run.recipe.linear.trains_matrices
     read = (
         (each.text_lengths, kinds, each.num_valid_tokens, trains, each.documents.prompts)
         for each in batches
     )
     text_tokens = sum(sum(each.text_lengths) for each in batches)
     run.amounts = own_amounts(sum(forward_flops(shape, *each) for each in read), text_tokens, world)
-    if config.selected_blocks_start is not None:
-        values["selected_blocks"] = spell_by_layer([kind.selected_blocks for kind in kinds])
     return values
 
 

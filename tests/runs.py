@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 GIB = 2**30
 SMALL = ["--context_length", "64", "--batch_size", "2", "--sample_tokens", "0", "--device", "cpu"]
 SPARSE = ["--attention_type", "sparse", "--dense_below", "64"]
-ANNEALED = ["--selected_blocks_start", "8x2,4", "--selected_blocks_steps"]
 
 
 def arguments(corpus, output_dir, *extra, steps=4):

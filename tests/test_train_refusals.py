@@ -7,7 +7,6 @@ import pytest
 
 import train
 from tests.runs import (
-    ANNEALED,
     GIB,
     SPARSE,
     arguments,
@@ -199,27 +198,9 @@ BAD_FLAGS = [
         ["--selected_blocks", "8x2,4x1", *SPARSE],
         "selected_blocks 8x2,4x1 names 3 layers, the model has 4",
     ),
-    ([*ANNEALED, "4", "--compile", *SPARSE], "past PyTorch's limit; drop one"),
     (
         ["--selected_blocks_start", "16"],
-        "selected_blocks_start has no effect without an attention_type",
-    ),
-    (
-        ["--selected_blocks_start", "40", *SPARSE],
-        "selected_blocks_start has no effect without selected_blocks_steps",
-    ),
-    (
-        ["--selected_blocks_steps", "40", *SPARSE],
-        "selected_blocks_steps has no effect without selected_blocks_start",
-    ),
-    ([*ANNEALED, "0", *SPARSE], "selected_blocks_steps must be between 1 and 2147483647, got 0"),
-    (
-        [*ANNEALED, "4", "--selected_blocks", "8x3,4", *SPARSE],
-        "selected_blocks_start 8x2,4 must be above selected_blocks",
-    ),
-    (
-        [*ANNEALED, "4", "--selected_blocks", "8x2,4", *SPARSE],
-        "selected_blocks_start 8x2,4 must be above selected_blocks",
+        "there is no --selected_blocks_start: chosen blocks are as",
     ),
     (["--attention_type", "sparse"], "dense_below 8192 attend to everything; raise the one"),
     (["--attention_backend", "cudnn"], "needs a CUDA device"),
@@ -280,10 +261,6 @@ BAD_FLAGS = [
     (
         ["--max_steps", "10", "--warmup_steps", "10", "--final_learning_rate_ratio", "0.1"],
         "ends with its warm-up",
-    ),
-    (
-        [*ANNEALED, "5", *SPARSE],
-        "selected_blocks_steps 5 is longer than the run of 4 steps, which would never reach",
     ),
     (["--config="], "config is an empty string or has a NUL; give a value, or drop it"),
     (["--output_dir="], "output_dir is an empty string or has a NUL"),

@@ -16,7 +16,6 @@ import train
 from kernels.gated_mlp import GatedMLPPart
 from model import MODEL_SIZES
 from tests.runs import (
-    ANNEALED,
     ROOT,
     SPARSE,
     arguments,
@@ -143,20 +142,16 @@ def test_a_run_keeps_the_format_of_its_state(corpus, tmp_path, caplog, monkeypat
     assert resume.load_state(run / "step_00000003")["settings"]["linear"] == "fp8"
 
 
-def test_chosen_blocks_are_annealed_and_resumed(corpus, tmp_path):
-    """A resumed run goes on with the numbers of its steps; a token of the last of 11 blocks chooses
-    one or none."""
-    run, flags = (
-        tmp_path / "run",
-        ["--context_length", "704", "--batch_size", "1", "--validation_sequences", "0"],
-    )
-    flags += [*SPARSE, *ANNEALED, "3", "--selected_blocks", "0", "--checkpoint_interval", "2"]
-    assert train.main(arguments(corpus, run, *flags)) == 0
-    whole, numbers = losses(run), [line["selected_blocks"] for line in metrics(run)]
-    assert numbers == ["8x2,4", "4", "4x2,0", "0"]
-    (run / "step_00000004").rename(tmp_path / "lost")
-    assert train.main(["--output_dir", str(run), "--resume", "--device", "cpu"]) == 0
-    assert losses(run) == whole and [line["selected_blocks"] for line in metrics(run)] == numbers
+def test_a_run_with_a_removed_flag_is_refused(corpus, tmp_path, capsys):
+    """Its later steps would be of another function than its settings say."""
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, *SPARSE, steps=1)) == 0
+    checkpoint = run / "step_00000001"
+    removed = {"settings": saved_settings(run, 1) | {"selected_blocks_start": "8x2,4"}}
+    edit_trainer_json(checkpoint, lambda state: state.update(removed))
+    assert train.main(only_resume(run, "--max_steps", "2")) == 1
+    refusal = capsys.readouterr().err
+    assert "selected_blocks_start 8x2,4" in refusal and f"--init_from {checkpoint}" in refusal
 
 
 def test_resume_of_a_finished_run_goes_on(corpus, tmp_path, monkeypatch):

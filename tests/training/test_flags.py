@@ -660,10 +660,6 @@ REFUSED = {
         ("--host_budget 1GB --gradient_checkpointing", "host_budget"),
         ("--host_budget 1GB --compile", "host_budget"),
         (
-            "--selected_blocks_start 64 --compile",
-            "selected_blocks_start with compile would compile blocks anew eight ",
-        ),
-        (
             "--validation_sequences 0 --validation_interval 100 --validation_data x",
             "validation_interval validation_data",
         ),
@@ -704,12 +700,6 @@ REFUSED = {
             "--init_from x --lora_alpha 8 --lora_targets q_proj --lora_bits 8 --lora_plus 4",
             "lora_alpha lora_targets lora_bits lora_plus",
         ),
-        (
-            "--selected_blocks_start 64 --selected_blocks_steps 9",
-            "selected_blocks_start selected_blocks_steps",
-        ),
-        ("--attention_type sparse --selected_blocks_steps 9", "selected_blocks_steps"),
-        ("--attention_type sparse --selected_blocks_start 9", "selected_blocks_start"),
     ],
     "profile_memory.py": [
         *OF_STEP,

@@ -11,6 +11,10 @@ LOSSES = ("auto", "chunked", "standard")
 LINEARS = ("bf16", "fp8", "fp8-all", "int8")  # names of kernels.mixed.linear_maps
 IMPLEMENTATIONS = ("auto", "triton", "torch")  # kernels.common.IMPLEMENTATIONS
 LONG_CONTEXT = 16_384  # tokens
+REMOVED = {  # flags of older versions, and what to do without them
+    "selected_blocks_start selected_blocks_steps": "chosen blocks are as many in every step; give "
+    "selected_blocks alone"
+}
 
 
 @dataclass
@@ -41,18 +45,6 @@ class AttentionFlags:
     )
     attention_backend: str = flag(
         "auto", "attention kernel: auto, cudnn, flash, flash-attn-4 or cpu"
-    )
-
-
-@dataclass
-class AnnealingFlags:
-    """Numbers of chosen blocks that fall over the first steps of a run."""
-
-    selected_blocks_start: str | None = flag(
-        None, "of the first step; falls to selected_blocks", group="attention"
-    )
-    selected_blocks_steps: int | None = flag(
-        None, "steps from selected_blocks_start to selected_blocks", least=1
     )
 
 
@@ -102,28 +94,4 @@ RUN_RULES = (
         "host_budget", "with gradient_checkpointing; drop one", lambda s: s.gradient_checkpointing
     ),
     Rule("host_budget", "with compile; drop one", lambda s: s.compile),
-    Rule(
-        "",
-        "selected_blocks_start with compile would compile blocks anew eight times, past "
-        "PyTorch's limit; drop one",
-        lambda s: s.selected_blocks_start and s.compile,
-    ),
-)
-# Rules of a run whose start is known.
-STARTED_RULES = (
-    Rule(
-        "selected_blocks_start selected_blocks_steps",
-        "without an attention_type that chooses blocks; drop the one, or give the other",
-        lambda s: s.attention_type == "full",
-    ),
-    Rule(
-        "selected_blocks_steps",
-        "without selected_blocks_start; drop the one, or give the other",
-        lambda s: s.selected_blocks_start is None,
-    ),
-    Rule(
-        "selected_blocks_start",
-        "without selected_blocks_steps; drop the one, or give the other",
-        lambda s: s.selected_blocks_steps is None,
-    ),
 )

@@ -1,10 +1,8 @@
-"""Flags of attention: the kind of each layer, and numbers of chosen blocks that fall over the first
-steps of a run."""
+"""Flags of attention: the kind of each layer, and numbers of chosen blocks by layer."""
 
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,10 +11,6 @@ from kernels.attention.full import Full
 from kernels.parts import MixerKind
 from training.host.errors import UserError, refused_as_user_error
 
-ANNEALING_STAGES = (
-    8  # numbers of blocks from start to end, both included: kernels are compiled anew for each
-)
-MULTIPLE = 4  # blocks: annealed numbers are multiples of it
 FLAGS = sorted({name for kind in KINDS.values() for name in kind.takes})  # obeyed by some kind
 
 
@@ -52,20 +46,6 @@ def spell_by_layer(numbers: Sequence[int]) -> str:
     runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
     before = [f"{number}x{count}" if count > 1 else str(number) for number, count in runs[:-1]]
     return ",".join([*before, str(runs[-1][0])])
-
-
-def annealed(start: int, final: int, step: int, steps: int) -> int:
-    """Returns the number of chosen blocks in a step, counted from 1: `start` at first, `final`
-    after `steps` steps.
-
-    In between the number falls linearly, in at most `ANNEALING_STAGES` - 1 equal intervals and by
-    multiples of `MULTIPLE`. From 64 to 32 the numbers are 64, 60, 56, 52, 44, 40, 36, 32.
-    """
-    if step > steps:
-        return final
-    stage = (step - 1) * (ANNEALING_STAGES - 1) // steps
-    fall = (start - final) * stage / (ANNEALING_STAGES - 1)
-    return max(final, start - MULTIPLE * round(fall / MULTIPLE))
 
 
 def kinds_of(flags, config) -> tuple[MixerKind, ...]:
@@ -116,49 +96,6 @@ def kinds_of(flags, config) -> tuple[MixerKind, ...]:
     return tuple(
         mine if of_flags else own for mine, of_flags, own in zip(asked, is_asked, config.kinds)
     )
-
-
-@dataclass(frozen=True)
-class KindsByStep:
-    """How each layer attends in each step of a run: the numbers of chosen blocks may fall over the
-    first steps."""
-
-    final: tuple[MixerKind, ...]
-    starts: tuple[int, ...] = ()  # chosen blocks of each layer in the first step; (): none fall
-    steps: int = 0  # steps over which they fall
-
-    def at(self, step: int) -> tuple[MixerKind, ...]:
-        """Returns how each layer attends in a step, counted from 1."""
-        if not self.starts:
-            return self.final
-        return tuple(
-            replace(kind, selected_blocks=annealed(start, kind.selected_blocks, step, self.steps))  # type: ignore
-            if "selected_blocks" in kind.takes
-            else kind
-            for start, kind in zip(self.starts, self.final)
-        )
-
-
-def kinds_by_step(flags, config) -> KindsByStep:
-    """Returns `kinds_of` a run, by step. Raises UserError for blocks that rise, or fall in no
-    layer."""
-    final = kinds_of(flags, config)
-    start, steps = (getattr(flags, f"selected_blocks_{name}", None) for name in ("start", "steps"))
-    if start is None or steps is None:
-        return KindsByStep(final)
-    starts = numbers_by_layer("selected_blocks_start", str(start), len(final))
-    falls = [
-        n - kind.selected_blocks
-        for n, kind in zip(starts, final)
-        if "selected_blocks" in kind.takes
-    ]
-    if max(falls) <= 0 or min(falls) < 0:
-        numbers = spell_by_layer([kind.selected_blocks for kind in final])
-        raise UserError(
-            f"selected_blocks_start {start} must be above selected_blocks {numbers}, in no layer "
-            "below it"
-        )
-    return KindsByStep(final, tuple(starts), steps)
 
 
 def check_head_dim(kinds: Sequence[MixerKind], head_dim: int, device: torch.device) -> None:

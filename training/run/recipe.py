@@ -26,6 +26,7 @@ from kernels.fp8 import check_fp8
 from kernels.gated_delta_net import DeltaNet
 from kernels.linear import PLAIN, Linear
 from kernels.mixed import linear_maps
+from kernels.parts import MixerKind
 from model import GATES, MODEL_SIZES, ModelConfig
 from training.checkpoint.carried import NOTHING, Carried, read_carried
 from training.checkpoint.files import checkpoints, latest_checkpoint, tokenizer_of
@@ -60,7 +61,7 @@ from training.host.errors import UserError, program, refused_as_user_error
 from training.host.files import read_json
 from training.host.sizes import parse_bytes
 from training.memory.execution import Execution
-from training.memory.kinds import KindsByStep, check_head_dim, kinds_by_step
+from training.memory.kinds import check_head_dim, kinds_of
 from training.memory.machine import gpu_budget
 from training.memory.step import Scoring
 from training.objectives.choose import choose
@@ -90,7 +91,7 @@ class StepRecipe:
 
     config: StepFlags  # the flags, with what a run inherits and fills in
     model: ModelConfig
-    kinds: KindsByStep  # how each layer attends
+    kinds: tuple[MixerKind, ...]  # how each layer attends
     trained: Trained  # the part of the model that is trained
     linear: Linear  # the maps of all blocks
     state_format: str  # format of the optimizer's state; "auto": a plan chooses
@@ -102,7 +103,7 @@ class StepRecipe:
         )  # their loss is always chunked
         return Execution(
             loss_impl="chunked" if is_distilled else self.config.loss_impl,
-            attention_backend=attention_backend, kinds=self.kinds.at(1),
+            attention_backend=attention_backend, kinds=self.kinds,
             linear=self.linear, frozen=frozen_format(self.config.lora_bits),
             state_format=self.state_format,
             impl=self.impl,
@@ -116,12 +117,12 @@ def decide_step(config: StepFlags, model: ModelConfig, num_gpus: int) -> StepRec
     machine.
     """
     kinds, trained, impl = (
-        kinds_by_step(config, model),
+        kinds_of(config, model),
         trained_of(config, model),
         getattr(config, "kernels", "auto"),
     )
     check_matrix_sharing(config.tensor_parallel_size, model)
-    check_sharing(config.context_parallel_size, model, kinds.at(1), config.tensor_parallel_size)
+    check_sharing(config.context_parallel_size, model, kinds, config.tensor_parallel_size)
     check_parts(config, model)
     check_lora_bits(config.lora_bits, model, num_gpus)
     linear = trained.linear(linear_maps(impl)[config.linear])
@@ -412,7 +413,7 @@ def _say_what_is_left_out(recipe: Recipe) -> None:
     if recipe.objective and model.router_aux_loss_coef:
         asked_for = "the auxiliary loss of experts, which config.json asks for"
         logger.warning("objective %s is minimised without %s", config.objective, asked_for)
-    copies = {kind.name for kind in recipe.kinds.final if not kind.reads_prompts}
+    copies = {kind.name for kind in recipe.kinds if not kind.reads_prompts}
     if recipe.objective and copies:
         where = " and ".join(sorted(copies))
         logger.info(
@@ -728,7 +729,7 @@ def check_machine(recipe: Recipe, world: World) -> None:
     if config.kernels == "triton" and device.type != "cuda":
         raise UserError('kernels "triton" needs a CUDA GPU; use auto')
     if config.kernels != "torch":
-        check_head_dim(recipe.kinds.at(1), recipe.model.head_dim, device)
+        check_head_dim(recipe.kinds, recipe.model.head_dim, device)
     backend_of(config, device)  # refuses a backend that is not there
     check_linear(recipe, device)
     if config.lora_bits < 16:

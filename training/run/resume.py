@@ -16,6 +16,7 @@ from training.checkpoint.manifest import OPTIMIZER
 from training.data.loader import check_same_data
 from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError, program, whole_number
+from training.memory.flags import REMOVED
 from training.optim.adamw import warmup_cosine
 from training.optim.flags import DEFAULT_STEPS
 from training.parallel.world import World
@@ -230,7 +231,8 @@ def load_state(checkpoint: Path) -> dict:
     """The trainer_state of a checkpoint, with the settings that this version knows, and "ignored",
     names of others.
 
-    Raises UserError if somebody has edited the file to what no run has saved.
+    Raises UserError if somebody has edited the file to what no run has saved, or if the run had a
+    setting that this version has no more.
     """
     # In checkpoints before 2026-11-24, and -28; the losses are lost where somebody has taken them
     # out.
@@ -257,13 +259,16 @@ def load_state(checkpoint: Path) -> dict:
         if not state["version"]:
             saved["linear"] = RENAMED.get(str(saved["linear"]), saved["linear"])
         settings = given_flags(TrainConfig, as_words(saved, known), "train.py")
-        return state | {
-            "settings": settings,
-            "ignored": sorted(state["settings"].keys() - {*known}),
-        }
     except UserError as error:
         cure = f"move that checkpoint elsewhere, or {start_from(checkpoint)}"
         raise UserError(f"{checkpoint}/trainer.json is damaged: {error}; {cure}") from None
+    for names, why in REMOVED.items():
+        for name in names.split():
+            if (value := state["settings"].get(name)) is not None:
+                was = f"{checkpoint} was trained with {name} {value}, which is no more: {why}"
+                raise UserError(f"{was}; or {start_from(checkpoint)}")
+    ignored = sorted(state["settings"].keys() - {*known})
+    return state | {"settings": settings, "ignored": ignored}
 
 
 def parallel_sizes_of(given: dict) -> dict[str, int]:
@@ -290,12 +295,7 @@ def inherited_settings(saved: dict, given: dict, device: torch.device) -> dict:
     if given.get("save") == "none":
         dropped |= {"checkpoint_interval", "keep_checkpoints"}
     if given.get("attention_type", saved.get("attention_type")) != saved.get("attention_type"):
-        dropped |= {
-            "selected_blocks",
-            "selected_blocks_start",
-            "selected_blocks_steps",
-            "dense_below",
-        }
+        dropped |= {"selected_blocks", "dense_below"}
     return {name: value for name, value in saved.items() if name not in dropped} | given
 
 

@@ -25,7 +25,6 @@ from training.host.other_trainers import ABSENT
 from training.memory import flags as memory
 from training.memory.flags import (
     LONG_CONTEXT,
-    AnnealingFlags,
     AttentionFlags,
     BatchFlags,
     KernelFlags,
@@ -58,15 +57,15 @@ RUN_RULES = (
     *optim.RUN_RULES,
 )
 # These hold once the start of the run is known.
-STARTED_RULES = (*OBJECTIVE_RULES, *families.STARTED_RULES, *memory.STARTED_RULES)
+STARTED_RULES = (*OBJECTIVE_RULES, *families.STARTED_RULES)
 
 
 @dataclass
 class StepFlags(MeshFlags, StateFlags, MemoryFlags, AttentionFlags, BatchFlags, WeightFlags):
     """Flags of a training step, which train.py takes and profile_memory.py profiles."""
 
-    # flags of other trainers, and why there is nothing like them
-    absent: ClassVar[dict[str, str]] = ABSENT
+    # flags of other trainers and of older versions, and why there is nothing like them
+    absent: ClassVar[dict[str, str]] = ABSENT | memory.REMOVED
 
 
 @dataclass
@@ -76,7 +75,6 @@ class TrainConfig(
     DataFlags,
     WaitFlags,
     KernelFlags,
-    AnnealingFlags,
     AdapterFlags,
     ObjectiveFlags,
     StepFlags,
@@ -181,17 +179,10 @@ def check_config(
                 "writes"
             )
             raise UserError(f"{why}; give another {name}")
-    ends = {"warmup_steps": "its peak learning rate"}
-    if config.selected_blocks_start is not None:  # without it a rule refuses selected_blocks_steps
-        ends["selected_blocks_steps"] = "selected_blocks"
-    for name, end in ends.items():
-        if (
-            name in given
-            and config.steps is not None
-            and (steps := getattr(config, name)) > config.steps
-        ):
-            what = (
-                f"{name} {steps} is longer than the run of {config.steps} steps, which would never "
-                f"reach {end}"
-            )
-            raise UserError(f"{what}; lower it, or raise {config.goal}")
+    steps = config.steps
+    if "warmup_steps" in given and steps is not None and config.warmup_steps > steps:
+        what = (
+            f"warmup_steps {config.warmup_steps} is longer than the run of {steps} steps, which "
+            "would never reach its peak learning rate"
+        )
+        raise UserError(f"{what}; lower it, or raise {config.goal}")

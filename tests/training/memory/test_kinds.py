@@ -11,9 +11,7 @@ from kernels.attention.window import Window
 from model import MODEL_SIZES
 from training.host.errors import UserError
 from training.memory.kinds import (
-    ANNEALING_STAGES,
     FLAGS,
-    annealed,
     kinds_of,
     numbers_by_layer,
     spell_by_layer,
@@ -43,34 +41,6 @@ def test_numbers_by_layer(text, numbers, short):
 def test_other_forms_are_refused(text):
     with pytest.raises(UserError, match=r"must be a number|names \d layers, the model has 4"):
         numbers_by_layer("selected_blocks", text, 4)
-
-
-@pytest.mark.parametrize(
-    ("start", "final", "steps"), [(64, 32, 1000), (35, 32, 50), (33, 33, 10), (40, 0, 3), (9, 2, 1)]
-)
-def test_annealing_falls_to_the_end_in_few_numbers(start, final, steps):
-    numbers = [annealed(start, final, step, steps) for step in range(1, steps + 10)]
-    assert (
-        numbers[0] == start
-        and set(numbers[steps:]) == {final}
-        and numbers == sorted(numbers, reverse=True)
-    )
-    assert len(set(numbers)) <= ANNEALING_STAGES
-    line = [start + (final - start) * min(1, i / steps) for i in range(len(numbers))]
-    assert all(abs(ours - exact) <= (start - final) / 7 + 2 for ours, exact in zip(numbers, line))
-
-
-def test_annealing_as_documented():
-    assert [annealed(64, 32, step, 70) for step in range(1, 80, 10)] == [
-        64,
-        60,
-        56,
-        52,
-        44,
-        40,
-        36,
-        32,
-    ]
 
 
 def test_layers_that_attend_to_everything_are_set_and_windows_keep_their_kind():

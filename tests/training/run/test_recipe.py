@@ -72,7 +72,7 @@ def test_a_run_is_decided_once(corpus, tmp_path, monkeypatch):
         "trained_of",
         "choose_model",
         "find_weights",
-        "kinds_by_step",
+        "kinds_of",
         "parse_interval",
         "open_tokenizer",
     ):
