@@ -120,10 +120,9 @@ MIXTURE_35B = Run(
     "--warm_up_tokens 16384",
     140,
 )
-SHORT = Run("--context_length 32768 --settings auto auto+fp8 auto+fp8-all auto+int8 --steps 3", 130)
+SHORT = Run("--context_length 32768 --settings auto auto+fp8 auto+fp8-all --steps 3", 130)
 EIGHT = Run(
-    "--context_length 16384 --gradient_accumulation_steps 8 --settings auto auto+fp8-all auto+int8 "
-    "--steps 4",
+    "--context_length 16384 --gradient_accumulation_steps 8 --settings auto auto+fp8-all --steps 4",
     150,
 )
 EIGHT_4K = Run(
@@ -196,28 +195,10 @@ CLAIMS = [
     ),
     step("fp8", "all products in FP8", SHORT, "auto+fp8-all", "seconds", "bf16", "auto"),
     step(
-        "fp8_int8",
-        "forward in int8, gradients in FP8",
-        SHORT,
-        "auto+int8",
-        "seconds",
-        "bf16",
-        "auto",
-    ),
-    step(
         "fp8_eight",
         "4B, 8 x 16,384 tokens, all products in FP8",
         EIGHT,
         "auto+fp8-all",
-        "seconds",
-        "bf16",
-        "auto",
-    ),
-    step(
-        "fp8_eight_int8",
-        "forward in int8, gradients in FP8",
-        EIGHT,
-        "auto+int8",
         "seconds",
         "bf16",
         "auto",

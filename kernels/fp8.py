@@ -42,7 +42,7 @@ from torch import Tensor
 from . import torch_internals
 from .common import operation, rounds, use_triton
 from .gated_activation import activate
-from .linear import InPieces, Linear
+from .linear import InPieces
 
 FP8_TYPE, LARGEST = torch.float8_e4m3fn, 448.0
 SHAPE_MULTIPLE = 16  # widths of matrices that the GPUs' products take
@@ -332,7 +332,6 @@ class FP8(InPieces):
 
     name = "fp8"
     rate, weight_rate = "fp8 products", "fp8 weights' gradients"
-    width_multiple = SHAPE_MULTIPLE
 
     def factor(self, x: Tensor) -> Factor:
         return Factor(*quantize_rows(x, impl=self.impl), x.dtype)
@@ -409,8 +408,8 @@ class FP8(InPieces):
 FP8_LINEAR = FP8()
 
 
-def check_fp8(device: torch.device, widths: dict[str, int], linear: Linear = FP8_LINEAR) -> None:
-    """Raises ValueError where a map's products cannot run; `widths` are sizes of matrices:
+def check_fp8(device: torch.device, widths: dict[str, int]) -> None:
+    """Raises ValueError where products in FP8 cannot run; `widths` are sizes of matrices:
     {"hidden_size": 2560}."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
@@ -418,9 +417,8 @@ def check_fp8(device: torch.device, widths: dict[str, int], linear: Linear = FP8
             "linear bf16"
         )
     for name, width in widths.items():
-        if width % linear.width_multiple or width > LONGEST_ROW:
-            limits = f"multiples of {linear.width_multiple} up to {LONGEST_ROW:,}"
+        if width % SHAPE_MULTIPLE or width > LONGEST_ROW:
+            limits = f"multiples of {SHAPE_MULTIPLE} up to {LONGEST_ROW:,}"
             raise ValueError(
-                f"{linear.name.upper()} needs widths that are {limits}, {name} is {width:,}; use "
-                "linear bf16"
+                f"FP8 needs widths that are {limits}, {name} is {width:,}; use linear bf16"
             )

@@ -61,7 +61,6 @@ class Linear(Part):
     rate = weight_rate = (
         "products"  # names of the measured rates of y and dx, and of weights' gradients
     )
-    width_multiple = 1  # it divides the widths of matrices that products take
     trains_matrices = True  # whether matrices have gradients; if not, adapters have
 
     @property
@@ -84,10 +83,6 @@ class Linear(Part):
         """Names of the measured rates of y, dx and d_weight."""
         y, dx, d_weight = self.products
         return y.rate, dx.rate, d_weight.weight_rate
-
-    def by_layer(self, layers: int) -> list[tuple["Linear", "Linear"]]:
-        """Returns the maps of each layer's mixer and MLP."""
-        return [(self, self)] * layers
 
     def __call__(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """Maps x [..., K] to [..., N] by weight [N, K] and bias [N]. Differentiable."""

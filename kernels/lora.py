@@ -81,11 +81,6 @@ class LoRA(Linear):
     def head(self) -> Linear:  # type: ignore[override]
         return self.base.head
 
-    def by_layer(self, layers: int) -> list[tuple[Linear, Linear]]:
-        pairs = self.base.by_layer(layers)
-        made = {pair: (LoRA(pair[0]), LoRA(pair[1])) for pair in {*pairs}}
-        return [made[pair] for pair in pairs]
-
     def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         return self.maps(x, [weight], () if bias is None else [bias])[0]
 

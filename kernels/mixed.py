@@ -1,5 +1,4 @@
-"""Linear maps that make some of their products as one map does and some as another, or that differ
-between layers.
+"""Linear maps that make some of their products as one map does and some as another.
 
 `Mixed(dx=FP8(), d_weight=FP8())` makes y in the dtype of its inputs and both gradients in FP8. A
 matrix is brought into the form that a product takes when that product is first made. Products of
@@ -9,13 +8,12 @@ Kept for backward: x and weight, as they are.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .fp8 import FP8
-from .int8 import INT8
 from .linear import PLAIN, Factor, InPieces, Linear
 
 
@@ -44,30 +42,15 @@ class Mixed(InPieces):
     y: Linear = PLAIN
     dx: Linear = PLAIN
     d_weight: Linear = PLAIN
-    mixers: bool = True  # whether mixers have this map; they are plain without, and MLPs have it
-    ends: int = 0  # layers that are plain, at the beginning and as many at the end
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """Names the three maps and what is plain, such as "y bf16, dx fp8, d_weight fp8, mixers
-        bf16"."""
-        y, dx, d_weight = (linear.name for linear in self.products)
-        names = [y] if y == dx == d_weight else [f"y {y}", f"dx {dx}", f"d_weight {d_weight}"]
-        names += ["mixers bf16"] * (not self.mixers) + [f"{self.ends} layers at each end bf16"] * (
-            self.ends > 0
-        )
-        return ", ".join(names)
+        """Names the three maps: "y bf16, dx fp8, d_weight fp8"."""
+        return f"y {self.y.name}, dx {self.dx.name}, d_weight {self.d_weight.name}"
 
     @property
     def products(self) -> tuple[Linear, Linear, Linear]:
         return self.y, self.dx, self.d_weight
-
-    def by_layer(self, layers: int) -> list[tuple[Linear, Linear]]:
-        everywhere = self.y if len({*self.products}) == 1 else replace(self, mixers=True, ends=0)
-        inside = everywhere if self.mixers else PLAIN, everywhere
-        return [
-            inside if self.ends <= i < layers - self.ends else (PLAIN, PLAIN) for i in range(layers)
-        ]
 
     def kept(self, x: Forms) -> tuple[Tensor, ...]:
         return (x.of(PLAIN),)
@@ -127,10 +110,4 @@ def linear_maps(impl: str = "auto") -> dict[str, Linear]:
     "fp8" makes the products of backward in FP8: forward's would cost some loss.
     """
     fp8 = FP8(impl)
-    gradients = Mixed(dx=fp8, d_weight=fp8)
-    return {
-        "bf16": PLAIN,
-        "fp8": gradients,
-        "fp8-all": fp8,
-        "int8": replace(gradients, y=INT8(impl)),
-    }
+    return {"bf16": PLAIN, "fp8": Mixed(dx=fp8, d_weight=fp8), "fp8-all": fp8}

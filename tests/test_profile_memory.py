@@ -804,8 +804,8 @@ def test_with_and_without(small, tmp_path, capsys):
                                                    "GiB"),
     ("--gpu RTX4090 --attention_backend flash-attn-4", "flash-attn-4 needs compute capability 9.0, "
                                                        "which RTX4090"),
-    ("--gpu A100 --linear int8", "linear int8: FP8 needs compute capability 8.9 (Ada, Hopper) or "
-                                 "newer, A100-80GB is"),
+    ("--gpu A100 --linear fp8-all", "linear fp8-all: FP8 needs compute capability 8.9 (Ada, Hopper) "
+                                    "or newer, A100-80GB is"),
     ("--find_max_context --memory_budget 1GB --gpu 24GB", "does not fit into 1.00 GiB of GPU and "
                                                           "any amount"),
     ("--device cuda", "error: --device cuda"),

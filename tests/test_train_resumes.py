@@ -29,7 +29,7 @@ from tests.runs import (
     weights_of_another_shape,
 )
 from tests.training.data.test_tokenizer import write_tokenizer
-from training.checkpoint.files import SPARE_BYTES
+from training.checkpoint.files import SPARE_BYTES, load_trainer_state
 from training.families.config_json import from_config_json, to_config_json
 from training.optim.adamw import warmup_cosine
 from training.parallel.world import World
@@ -127,11 +127,7 @@ def test_a_run_keeps_the_format_of_its_state(corpus, tmp_path, caplog, monkeypat
     del content["trainer_state"]["settings"][name]
     monkeypatch.setattr(resume, "load_trainer_state", lambda _: content["trainer_state"])
     assert resume.load_state(run / "step_00000003")["settings"][name] == "float32"
-    for said, means in (
-        ("fp8", "fp8-all"),
-        ("fp8-gradients", "fp8"),
-        ("int8", "int8"),
-    ):  # from before the names changed
+    for said, means in (("fp8", "fp8-all"), ("fp8-gradients", "fp8")):  # before names changed
         content["trainer_state"]["settings"]["linear"] = said
         content["trainer_state"].pop("version", None)
         assert resume.load_state(run / "step_00000003")["settings"]["linear"] == means
@@ -152,6 +148,24 @@ def test_a_run_with_a_removed_flag_is_refused(corpus, tmp_path, capsys):
     assert train.main(only_resume(run, "--max_steps", "2")) == 1
     refusal = capsys.readouterr().err
     assert "selected_blocks_start 8x2,4" in refusal and f"--init_from {checkpoint}" in refusal
+
+
+def test_a_run_of_int8_goes_on_with_another_linear_map(
+    corpus, tmp_path, capsys, caplog, monkeypatch
+):
+    """int8 was removed after 0.6.0; weights and state of such a run are as any other's."""
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, steps=1)) == 0
+    state = load_trainer_state(run / "step_00000001")
+    state["settings"]["linear"] = "int8"
+    monkeypatch.setattr(resume, "load_trainer_state", lambda _: state)
+    assert resume.load_state(run / "step_00000001")["settings"]["linear"] == "int8"
+    more = only_resume(run, "--max_steps", "2")
+    assert train.main(more) == 1
+    error = capsys.readouterr().err
+    assert "linear int8: " in error and "give --linear fp8 to go on" in error
+    caplog.set_level(logging.INFO)
+    assert train.main([*more, "--linear", "fp8"]) == 0 and "linear: int8 -> fp8" in caplog.messages
 
 
 def test_resume_of_a_finished_run_goes_on(corpus, tmp_path, monkeypatch):

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from benchmarks.common import parse_flags, print_json, print_table
 from benchmarks.experiments.package_corpus import package_texts
 from kernels.fp8 import FP8_LINEAR, FP8_TYPE
-from kernels.int8 import INT8
 from kernels.linear import PLAIN, Linear
 from kernels.mixed import Mixed
 from model import Transformer
@@ -138,12 +137,11 @@ def settings(layers: int) -> dict[str, Choice]:
         for name in MAPS
         for product in PRODUCTS
     }
-    int8, in_mlps, in_mixers = Mixed(INT8(), fp8, fp8), Mixed(fp8, fp8, fp8), Mixed(PLAIN, fp8, fp8)
+    in_mlps, in_mixers = Mixed(fp8, fp8, fp8), Mixed(PLAIN, fp8, fp8)
     found |= {
         "d_weight in bf16": every(fp8, gradients),
         "dx in bf16": every(fp8, ["y", "d_weight"]),
         "y in bf16": every(fp8, ["dx", "d_weight"]),
-        "y in int8": lambda layer, name: int8,
         "ends in bf16": inside(every(fp8)),
         "down in bf16": every(fp8, maps=but_down),
         "y of down in bf16": down(fp8, every(fp8), ["dx", "d_weight"]),

@@ -35,7 +35,7 @@ from training.optim.adamw import MasterAdamW, warmup_cosine
 from training.parallel.fsdp import initial_weights
 
 DEFAULT = (
-    "bf16", "fp8", "y in bf16", "y in int8", "d_weight in bf16", "attention and ends in bf16",
+    "bf16", "fp8", "y in bf16", "d_weight in bf16", "attention and ends in bf16",
 )  # fmt: skip
 WARMUP = 0.05  # share of the steps
 

@@ -51,7 +51,7 @@ def test_the_settings_of_a_step_are_a_run_of_train(claim, monkeypatch):
     for setting in [setting for setting in arguments.settings if not setting.startswith("peer")]:
         found = bench_train_step.recipe_of_setting(setting, arguments, world)
         assert found.memory_budget == setting.split("+")[0]
-        linear = [name for name in setting.split("+") if name in ("fp8", "fp8-all", "int8")]
+        linear = [name for name in setting.split("+") if name in ("fp8", "fp8-all")]
         assert found.config.linear == (linear or ["bf16"])[0]
         assert found.config.attention_type == ("sparse" if "sparse" in setting else "full")
         assert found.memory_budget == "auto" or found.host_budget is not None

@@ -19,7 +19,6 @@ from kernels.experts import expert_mlp
 from kernels.fp8 import FP8, quantize_rows, transpose_values
 from kernels.gated_activation import swiglu
 from kernels.gated_mlp import gated_mlp
-from kernels.int8 import INT8
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.rms_norm import rms_norm
 from kernels.rope import rope
@@ -72,9 +71,6 @@ CASES = {
     ),
     "FP8": lambda T: transpose_values(
         *quantize_rows(torch.zeros(T, 16), impl="triton"), impl="triton"
-    ),
-    "int8": lambda T: INT8("triton").forward(
-        *(INT8("triton").factor(torch.zeros(n, 64)) for n in (T, 16))
     ),
     "SwiGLU": lambda T: swiglu(zeros(T, 16), zeros(T, 16), impl="triton"),
     "MLP in FP8": lambda T: gated_mlp(

@@ -110,25 +110,10 @@ def test_names_say_what_is_rounded():
     assert (
         LoRA(GRADIENTS).name == "lora on y bf16, dx fp8"
     )  # the adapters' own gradients are in bf16
-    assert (
-        LoRA(Mixed(dx=FP8_ALONE, ends=1)).name
-        == "lora on y bf16, dx fp8, 1 layers at each end bf16"
-    )
+    assert GRADIENTS.name == "y bf16, dx fp8, d_weight fp8"
     assert LoRA(FP8_ALONE).name == "lora on fp8" and LoRA(PLAIN).name == "lora"
 
 
-def test_layers_at_the_ends_and_mixers_may_be_plain():
-    assert Mixed(*3 * [FP8_ALONE], ends=1).by_layer(3) == [
-        (PLAIN, PLAIN),
-        (FP8_ALONE, FP8_ALONE),
-        (PLAIN, PLAIN),
-    ]
-    mlps = Mixed(dx=FP8_ALONE, d_weight=FP8_ALONE, mixers=False)
-    assert mlps.by_layer(2) == [(PLAIN, GRADIENTS)] * 2
-    assert LoRA(mlps).by_layer(1) == [(LoRA(PLAIN), LoRA(GRADIENTS))]
-    assert PLAIN.by_layer(2) == [(PLAIN, PLAIN)] * 2
-    assert LoRA(mlps).rates == mlps.rates == ("products", "fp8 products", "fp8 weights' gradients")
-    assert (
-        mlps.name == "y bf16, dx fp8, d_weight fp8, mixers bf16"
-        and Mixed(*3 * [FP8_ALONE]).name == "fp8"
-    )
+def test_rates_are_of_each_product():
+    rates = ("products", "fp8 products", "fp8 weights' gradients")
+    assert LoRA(GRADIENTS).rates == GRADIENTS.rates == rates

@@ -45,7 +45,7 @@ class Setting(NamedTuple):
     keeps_results: bool
     heads_at_a_time: int | None
     mlp_tile_size: int | None
-    linears: tuple[Linear, Linear]  # the mixer's map and the MLP's
+    linear: Linear
     trained: Trained
     element_size: int
     num_ranks: int
@@ -82,11 +82,7 @@ class BlockBytes(NamedTuple):
 
 
 def block_bytes(
-    step: StepShape,
-    execution: Execution,
-    placement: Placement,
-    parts: LayerParts,
-    linears: tuple[Linear, Linear],
+    step: StepShape, execution: Execution, placement: Placement, parts: LayerParts
 ) -> BlockBytes:
     """Returns the bytes of a block of a step, with its kept results and the gradient of its output,
     but no input."""
@@ -94,7 +90,7 @@ def block_bytes(
     setting = Setting(
         step.share, parts, whole, placement.results != "recompute",
         None if whole or not parts.mixer.works_in_groups else execution.heads_at_a_time,
-        None if whole else execution.mlp_tile_size, linears, step.trained, step.element_size,
+        None if whole else execution.mlp_tile_size, execution.linear, step.trained, step.element_size,
         step.num_ranks,
         step.tensor_ranks,
     )  # fmt: skip
@@ -158,12 +154,12 @@ def sent_bytes(step: StepShape, placement: Placement, parts: LayerParts) -> tupl
 
 
 def waiting_bytes(
-    step: StepShape, placement: Placement, parts: LayerParts, linears: tuple[Linear, Linear]
+    step: StepShape, execution: Execution, placement: Placement, parts: LayerParts
 ) -> tuple[int, int, int]:
     """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of
     the MLP."""
     if placement.is_whole:
-        return step.input_bytes, *block_bytes(step, step.given, placement, parts, linears).kept
+        return step.input_bytes, *block_bytes(step, execution, placement, parts).kept
     results, choices = results_bytes(step, parts)
     kept = results if placement.results == "gpu" else 0
     return (
@@ -219,7 +215,7 @@ def _run(setting: Setting, tokens: int) -> Trace:
         setting.trained.prepare(model)
         apply_execution(model, execution)
         [block] = model.layers
-        block.mixer.linear, block.mlp.linear = setting.linears
+        block.mixer.linear = block.mlp.linear = setting.linear
         block.mixer.exchange = (
             HeadExchange(RanksOnMeta(setting.num_ranks)) if setting.num_ranks > 1 else None
         )

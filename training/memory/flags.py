@@ -8,7 +8,7 @@ from training.flags import Rule, flag
 ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for
 GPU_BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4")  # kernels.attention.full.BACKENDS but cpu
 LOSSES = ("auto", "chunked", "standard")
-LINEARS = ("bf16", "fp8", "fp8-all", "int8")  # names of kernels.mixed.linear_maps
+LINEARS = ("bf16", "fp8", "fp8-all")  # names of kernels.mixed.linear_maps
 IMPLEMENTATIONS = ("auto", "triton", "torch")  # kernels.common.IMPLEMENTATIONS
 LONG_CONTEXT = 16_384  # tokens
 REMOVED = {  # flags of older versions, and what to do without them

@@ -24,7 +24,6 @@ from kernels.attention.full import choose_backend
 from kernels.experts.part import ExpertsPart
 from kernels.fp8 import FP8_LINEAR
 from kernels.gated_delta_net import DeltaNet
-from kernels.int8 import INT8
 from kernels.linear import PLAIN, Linear
 from kernels.lora import LORA, LoRA
 from kernels.parts import Adapted, MixerKind
@@ -85,9 +84,6 @@ ASSUMED_NETWORK = 25e9  # bytes/s: an adapter of 200 Gbit/s per GPU
 _GATHERED_BYTES = 2**28
 # FLOP/s
 _H200_PRODUCTS, _H200_FP8_PRODUCTS, _H200_FP8_GRADIENTS = 650e12, 978e12, 860e12
-_H200_INT8_PRODUCTS = (
-    775e12  # FP8's by the times of both on an H100 (benchmarks/results/fp8_2026-11-27.md)
-)
 
 
 def measure_rates(
@@ -465,7 +461,6 @@ def scale_rates(
     products = {
         PLAIN.rate: _H200_PRODUCTS,
         FP8_LINEAR.rate: _H200_FP8_PRODUCTS,
-        INT8.rate: _H200_INT8_PRODUCTS,
     }
     products |= {
         FP8_LINEAR.weight_rate: _H200_FP8_GRADIENTS,

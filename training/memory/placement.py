@@ -112,8 +112,8 @@ def set_kinds(model: nn.Module, kinds: Sequence[MixerKind]) -> None:
 def set_linear(model: nn.Module, linear: Linear) -> None:
     """Set the linear maps of all blocks and of the head of a model.Transformer."""
     model.linear = linear.head
-    for block, maps in zip(model.layers, linear.by_layer(len(model.layers))):
-        block.mixer.linear, block.mlp.linear = maps
+    for block in model.layers:
+        block.mixer.linear = block.mlp.linear = linear
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kernels.linear import Linear
 from kernels.linear_cross_entropy import logits_bytes
 from kernels.parts import LayerParts
 from training.host.sizes import MIB
@@ -47,9 +46,7 @@ class Stages:
             step.waiting_weights(execution),
             step.visiting_weights(execution),
         )
-        self.blocks = [
-            *zip(execution.placements, step.parts, execution.linear.by_layer(step.layers))
-        ]
+        self.blocks = [*zip(execution.placements, step.parts)]
         self.needed = execution.needed
         size_of = functools.cache(self._sizes)  # most blocks are equal
         waiting, self.block_bytes, self.sent = zip(*itertools.starmap(size_of, self.blocks))
@@ -59,12 +56,13 @@ class Stages:
         self.always = self._always()
 
     def _sizes(
-        self, placement: Placement, parts: LayerParts, linears: tuple[Linear, Linear]
+        self, placement: Placement, parts: LayerParts
     ) -> tuple[tuple[int, int, int], BlockBytes, tuple[int, int]]:
         """Returns bytes of a block: waiting on the GPU, at fullest moments, sent to the host."""
-        step, block = self.step, (placement, parts, linears)
-        fullest = block_bytes(step, self.execution, *block)
-        return waiting_bytes(step, *block), fullest, sent_bytes(step, placement, parts)
+        step, execution = self.step, self.execution
+        fullest = block_bytes(step, execution, placement, parts)
+        waiting = waiting_bytes(step, execution, placement, parts)
+        return waiting, fullest, sent_bytes(step, placement, parts)
 
     def __iter__(self) -> Iterator[Stage]:
         yield from self.forward()

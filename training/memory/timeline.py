@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kernels.linear import Linear
 from kernels.parts import Work
 from kernels.qkv_attention import AttentionPart
 from training.memory.dry_run import sent_bytes, work
@@ -65,8 +64,8 @@ class _LayerSeconds:
         }
         self.attending = [self.seconds_of[parts.mixer] for parts in self.parts]
         of_parts = {parts: work(step, execution, parts) for parts in {*self.parts}}
-        linears = execution.linear.by_layer(self.layers)
-        self.work = [[*zip(of_parts[parts], maps)] for parts, maps in zip(self.parts, linears)]
+        self.linear = execution.linear
+        self.work = [of_parts[parts] for parts in self.parts]
         # q, k and v go to other ranks, and attention's output comes back.
         sent = 2 * step.element_size * step.tokens * (1 - 1 / step.num_ranks)
         sizes = ((H + G) * K for H, G, K in (parts.mixer.heads for parts in self.parts))
@@ -91,12 +90,12 @@ class _LayerSeconds:
         self.products = [*map(self._products, self.work)]
         self.again = functools.cache(self._again)
 
-    def _products(self, parts: list[tuple[Work, Linear]]) -> float:
-        return sum(part.matrix_flops / self._rates(part, linear)[0] for part, linear in parts)
+    def _products(self, parts: list[Work]) -> float:
+        return sum(part.matrix_flops / self._rates(part)[0] for part in parts)
 
-    def _rates(self, part: Work, linear: Linear) -> list[float]:
+    def _rates(self, part: Work) -> list[float]:
         """Returns the FLOP/s of a part's three matrix products."""
-        return [self.rates[part.rate or name] for name in linear.rates]
+        return [self.rates[part.rate or name] for name in self.linear.rates]
 
     @functools.cached_property
     def moves(self) -> list[float]:
@@ -105,7 +104,7 @@ class _LayerSeconds:
         # Two norms of a block, two sums and their copies read and write nine hidden states, other
         # norms two each, and two multipliers four.
         hidden_states = 9 + 2 * (step.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
-        moved = [sum(part.elementwise_bytes for part, _ in parts) for parts in self.work]
+        moved = [sum(part.elementwise_bytes for part in parts) for parts in self.work]
         return [(hidden_states * step.input_bytes + size) / self.rates["memory"] for size in moved]
 
     @functools.cached_property
@@ -126,9 +125,9 @@ class _LayerSeconds:
         # Backward sends q, k, v and the output again where it attends some heads at a time.
         attention += sum(self.exchange) * (2 if self.heads_at_a_time else 1)
         products = 0.0
-        for part, linear in itertools.chain(*self.work):
-            _, dx, d_weight = (part.matrix_flops / rate for rate in self._rates(part, linear))
-            products += dx + d_weight * linear.trains_matrices
+        for part in itertools.chain(*self.work):
+            _, dx, d_weight = (part.matrix_flops / rate for rate in self._rates(part))
+            products += dx + d_weight * self.linear.trains_matrices
         return {
             "attention": attention,
             "products": products,
@@ -141,7 +140,7 @@ class _LayerSeconds:
 
         The block is rebuilt from the input of block `start`. Blocks `kept` have their results.
         """
-        _, (mlp, _) = self.work[layer]
+        _, mlp = self.work[layer]
         before, blocks = (
             range(start, layer),
             range(start, layer + 1),
@@ -149,9 +148,7 @@ class _LayerSeconds:
         attention = sum(self.attention[i] for i in blocks if i not in kept)
         if not self.heads_at_a_time:  # kept outputs are exchanged again
             attention += sum(self.exchange[i] for i in kept)
-        products = sum(
-            part.repeated_flops / self._rates(part, linear)[0] for part, linear in self.work[layer]
-        )
+        products = sum(part.repeated_flops / self._rates(part)[0] for part in self.work[layer])
         return {
             "attention": attention,
             "products": products + sum(self.products[i] for i in before),

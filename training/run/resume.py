@@ -148,6 +148,11 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
     if given.get("optimizer_state") == "auto":  # the run before has chosen
         given = given | {"optimizer_state": saved["optimizer_state"]}
     values = inherited_settings(saved, given, world.device)
+    if values["linear"] == REMOVED_LINEAR:
+        raise UserError(
+            f"linear {REMOVED_LINEAR}: {checkpoint} was trained with it, and no version after 0.6.0 "
+            "has it; give --linear fp8 to go on"
+        )
     if (
         not {"max_steps", "epochs"} & {*given}
         and progress.max_steps <= step
@@ -225,6 +230,7 @@ STATE = {  # names and types of what `state_to_save` returns
     "unvalidated": int | None, "version": str,
 }  # fmt: skip
 RENAMED = {"fp8": "fp8-all", "fp8-gradients": "fp8"}  # linear maps in checkpoints without a version
+REMOVED_LINEAR = "int8"  # a linear map of checkpoints before 2026-11-29
 
 
 def load_state(checkpoint: Path) -> dict:
@@ -258,7 +264,11 @@ def load_state(checkpoint: Path) -> dict:
         }
         if not state["version"]:
             saved["linear"] = RENAMED.get(str(saved["linear"]), saved["linear"])
+        linear = saved["linear"]
+        if linear == REMOVED_LINEAR:
+            saved["linear"] = "bf16"
         settings = given_flags(TrainConfig, as_words(saved, known), "train.py")
+        settings["linear"] = linear
     except UserError as error:
         cure = f"move that checkpoint elsewhere, or {start_from(checkpoint)}"
         raise UserError(f"{checkpoint}/trainer.json is damaged: {error}; {cure}") from None

@@ -11,7 +11,6 @@ from kernels.experts.part import ExpertsPart
 from kernels.fp8 import FP8
 from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
-from kernels.int8 import INT8
 from kernels.linear import PLAIN
 from kernels.mixed import Mixed
 from model import MODEL_SIZES, ModelConfig, Transformer
@@ -54,9 +53,7 @@ def bytes_of(step, placement, tile_size=None, heads_at_a_time=None):
         mlp_tile_size=tile_size,
         heads_at_a_time=heads_at_a_time,
     )
-    return block_bytes(
-        step, execution, placement, step.parts[0], execution.linear.by_layer(step.layers)[0]
-    )
+    return block_bytes(step, execution, placement, step.parts[0])
 
 
 def test_what_a_whole_block_keeps():
@@ -100,9 +97,8 @@ def test_what_waits_and_leaves_of_a_placed_block(results):
         step = step_of(T, kind, **({} if mlp is None else {"layer_mlps": (mlp,)}))
         for where in ("gpu", "host"):
             placement, part = Placement(where, results), step.parts[0]
-            linears = step.given.linear.by_layer(step.layers)[0]
             of_attention, of_mlp = (2 * K + 4) * H * T, 0 if mlp is None else 4 * k * T
-            waits = waiting_bytes(step, placement, part, linears)
+            waits = waiting_bytes(step, step.given, placement, part)
             inputs = 2 * D * T
             kept = (results == "gpu") * of_attention + 2 * G * lists * T
             assert waits == ((where == "gpu") * inputs, kept, of_mlp)
@@ -203,7 +199,7 @@ UNLIKE = {
     "gates": ({"kind": NSA()}, KEPT, 4096, None),
     "fp8": ({"linear": FP8()}, KEPT, 8192, 1),
     "fp8 of gradients": ({"linear": Mixed(dx=FP8(), d_weight=FP8())}, KEPT, 8192, 1),
-    "int8": ({"linear": Mixed(INT8(), FP8(), FP8())}, WHOLE, None, None),
+    "fp8 of gradients, whole": ({"linear": Mixed(dx=FP8(), d_weight=FP8())}, WHOLE, None, None),
     "adapters": ({"trained": Adapters(16, 16.0, ("q_proj", "down_proj"))}, WHOLE, None, None),
     "norms after": ({"model_type": "olmo3"}, KEPT, 8192, None),
     "four norms": ({"model_type": "gemma3_text"}, PLACED, 2048, 1),

@@ -108,7 +108,7 @@ def test_blocks_maps_say_what_the_heads_is():
     torch.testing.assert_close(torch.stack(losses[1:]), losses[0].expand(2), rtol=1e-2, atol=0)
 
 
-def test_a_plan_counts_products_layers_and_parts_that_stay_in_bf16():
+def test_a_plan_counts_products_that_stay_in_bf16():
     step, fp8 = step_on_meta(MODEL_SIZES["4B"], 32_768), FP8("triton")
     every, gradients = Mixed(fp8, fp8, fp8), Mixed(dx=fp8, d_weight=fp8)
     plans = {
@@ -118,23 +118,18 @@ def test_a_plan_counts_products_layers_and_parts_that_stay_in_bf16():
             fp8,
             every,
             gradients,
-            replace(every, ends=1),
-            replace(every, mixers=False),
         )
     }
-    plain, alone, all_three, backward, inner, mlps = (plan.seconds for plan in plans.values())
-    assert alone == all_three < inner < plain and alone < mlps < plain
+    plain, alone, all_three, backward = (plan.seconds for plan in plans.values())
+    assert alone == all_three
     # y is a third of the products, and would take two thirds of its time in FP8.
     timelines = [plan.step.timeline(plan.execution, H200) for plan in plans.values()]
     forward, backwards = ([phases[i].compute["products"] for phases in timelines] for i in (0, 2))
     assert forward[3] == forward[0] and backwards[3] == backwards[1] < backwards[0]
-    assert forward[4] == pytest.approx((34 * forward[1] + 2 * forward[0]) / 36)
     assert alone < backward < plain
     # FP8 keeps inputs of products in 8 bits. MLPs keep gate and up in bf16 whatever their products
     # are.
-    assert (
-        plans[fp8].peak.bytes < plans[replace(every, ends=1)].peak.bytes < plans[PLAIN].peak.bytes
-    )
+    assert plans[fp8].peak.bytes < plans[PLAIN].peak.bytes
     text = "linear maps +y bf16, dx fp8, d_weight fp8, head bf16\n"
     assert re.search(text, str(plans[gradients]))
 

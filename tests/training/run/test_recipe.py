@@ -8,7 +8,6 @@ import torch
 
 import train
 from kernels.fp8 import FP8
-from kernels.int8 import INT8
 from kernels.linear import PLAIN
 from kernels.lora import LORA, LoRA
 from kernels.mixed import Mixed
@@ -157,9 +156,9 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
     check = lambda size, **flags: check_linear(decide_step(TrainConfig(**flags), size, 1), cuda)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(
-        ValueError, match=r"^linear int8: FP8 needs compute capability 8.9 .*, cuda is older; use"
+        ValueError, match=r"^linear fp8: FP8 needs compute capability 8.9 .*, cuda is older; use"
     ):
-        check(size, linear="int8")
+        check(size, linear="fp8")
     check(size)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     check(size, linear="fp8-all")
@@ -170,12 +169,6 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
         ):
             check(replace(size, intermediate_size=100), linear=linear)
     check(replace(size, intermediate_size=3_088), linear="fp8")
-    check(replace(size, head_dim=32), linear="int8")
-    with pytest.raises(
-        ValueError,
-        match=r"INT8 needs widths .* multiples of 64 .* columns of layer 0's down_proj is 3,088",
-    ):
-        check(replace(size, intermediate_size=3_088), linear="int8")
     with pytest.raises(
         ValueError, match="multiples of 16 up to 32,768, head_dim is 24; use linear bf16"
     ):
@@ -189,7 +182,7 @@ def test_a_forward_of_8_bits_differs_from_stored_log_probabilities(tmp_path, cap
         "data": ["x"],
     }
     given |= {"objective": "dpo", "reference_logprobs": "y"}
-    for linear, is_other in (("bf16", False), ("fp8", False), ("fp8-all", True), ("int8", True)):
+    for linear, is_other in (("bf16", False), ("fp8", False), ("fp8-all", True)):
         caplog.clear()
         recipe.decide({**given, "linear": linear}, World(0, 1, torch.device("cpu")))
         assert (f"this run's have linear {linear}, and differ" in caplog.text) == is_other
@@ -217,7 +210,6 @@ def test_linear_maps_are_of_the_flags():
         ({}, PLAIN), ({"linear": "fp8-all"}, FP8()),
         ({"linear": "fp8-all", "kernels": "torch"}, FP8("torch")),
         ({"linear": "fp8"}, Mixed(dx=FP8(), d_weight=FP8())),
-        ({"linear": "int8", "kernels": "torch"}, Mixed(INT8("torch"), FP8("torch"), FP8("torch"))),
         ({"lora": 4}, LORA), ({"lora": 4, "linear": "fp8-all"}, LoRA(FP8())),
     ):  # fmt: skip
         assert decide_step(TrainConfig(**flags), MODEL_SIZES["0.6B"], 1).linear == linear
