@@ -153,7 +153,8 @@ def _delta_net_forward(original: FunctionType, impl: str):
         """Returns out [B, T, H, V] and the states for q and k [B, T, G, K], v [B, T, H, V], g and
         beta [B, T, H]."""
         if use_qk_l2norm_in_kernel:
-            query, key = _normalised(query), _normalised(key)
+            query = _normalised(query)
+            key = _normalised(key)
         query = query * query.shape[-1] ** -0.5
         state_dtype = torch.promote_types(query.dtype, torch.float32)
         segments = None if cu_seqlens is None else _segments_between(cu_seqlens)
@@ -197,9 +198,8 @@ def _loss(
         )
     if shift_labels is None:
         shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    config = (
-        model.config.get_text_config()
-    )  # it may have settings of other families, which compute nothing here
+    # It may have settings of other families, which compute nothing here.
+    config = model.config.get_text_config()
     scaling = config.logits_scaling if config.model_type == "granite" else 1.0  # divides logits
     return linear_cross_entropy(
         hidden_states if scaling == 1 else hidden_states / scaling,
@@ -273,7 +273,8 @@ def _causal_lm_forward(original, impl: str):
 def _replacement(module: nn.Module, model_type: str, activation: str, impl: str):
     """Returns the kind of a module of a text model and its new forward; None for a module that
     stays."""
-    class_name, original = type(module).__name__, type(module).forward
+    class_name = type(module).__name__
+    original = type(module).forward
     if "Vision" in class_name:
         return None
     if class_name.endswith("RMSNorm"):
@@ -305,10 +306,10 @@ def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict
 
     Args:
         model: Llama, Mistral, Ministral 3, Qwen2, Qwen3, Qwen3 MoE, Qwen3.5's text model, Qwen3.5
-        MoE's text model,
-            Gemma 2, Gemma 3's text model, SmolLM3, Granite, OLMo 2 or OLMo 3, with or without its
-            language-model head, or wrapped by PEFT. Qwen3.5 beside its images too, whose part stays
-            as it is. accelerate, FSDP and torch.compile come after `apply_to`.
+            MoE's text model, Gemma 2, Gemma 3's text model, SmolLM3, Granite, OLMo 2 or OLMo 3,
+            with or without its language-model head, or wrapped by PEFT. Qwen3.5 beside its images
+            too, whose part stays as it is. accelerate, FSDP and torch.compile come after
+            `apply_to`.
         loss: False keeps the model's own loss, and its logits.
 
     Returns numbers of replacements by kind: {"rms_norm": 9, "rope": 2, "gated_mlp": 2, "loss": 1}.

@@ -13,9 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # Triton's kernels take these
 SKIPPABLE: set[str] = set()
-BODIES: dict[
-    str, Callable
-] = {}  # functions of operations that are made of other operations, by the operation's name
+# Functions of operations that are made of other operations, by the operation's name.
+BODIES: dict[str, Callable] = {}
 
 
 class Keepable(NamedTuple):
@@ -41,17 +40,16 @@ def operation(
     Args:
         name: "fathom::...".
         fake: takes the operation's arguments and returns empty outputs; None for an operation that
-        returns nothing. keepable: results worth keeping from forward to backward, where they
-        replace a second run: "results" are kept if
-            the block's placement says so, "choices" always and on the GPU.
+            returns nothing.
+        keepable: results worth keeping from forward to backward, where they replace a second run:
+            "results" are kept if the block's placement says so, "choices" always and on the GPU.
         chooses: name of an argument, for an operation that returns "results" and, last, a choice.
-        The argument is None
-            where the operation is to choose. If only the choice was kept, the second run gets it as
-            this argument, and its own last result is ignored.
+            The argument is None where the operation is to choose. If only the choice was kept, the
+            second run gets it as this argument, and its own last result is ignored.
         skippable: True where no gradient depends on the operation's result, which is only added to
-        the residual stream. composed: True for a function that calls other operations, also on the
-        meta device: a dry run of it shows the
-            memory that it takes.
+            the residual stream.
+        composed: True for a function that calls other operations, also on the meta device: a dry
+            run of it shows the memory that it takes.
         mutates: names of arguments that the operation writes to.
     """
 
@@ -108,7 +106,7 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
 
     Raises:
         ValueError: unknown `impl`; Triton on a device where it cannot run, or for a dtype that its
-        kernels do not take.
+            kernels do not take.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")

@@ -90,7 +90,8 @@ def adamw_reference(
     """Returns the new weight and moments of an update of float32 tensors [n]."""
     exp_avg = exp_avg + (gradient - exp_avg) * (1 - beta1)
     exp_avg_sq = exp_avg_sq * beta2 + gradient * gradient * (1 - beta2)
-    step_size, root = lr / bias_corrections[0], bias_corrections[1].sqrt()
+    step_size = lr / bias_corrections[0]
+    root = bias_corrections[1].sqrt()
     weight = weight - (
         lr * weight_decay * weight + step_size * exp_avg / (exp_avg_sq.sqrt() / root + eps)
     )
@@ -144,9 +145,8 @@ def _compact_adamw_kernel(
     GROUP: tl.constexpr, PROGRAM_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Updates PROGRAM_GROUPS groups. bf16 weights and scales come as int16."""
-    groups = tl.program_id(0).to(tl.int64) * PROGRAM_GROUPS + tl.arange(
-        0, PROGRAM_GROUPS
-    )  # [PROGRAM_GROUPS]
+    # [PROGRAM_GROUPS]
+    groups = tl.program_id(0).to(tl.int64) * PROGRAM_GROUPS + tl.arange(0, PROGRAM_GROUPS)
     here = groups < num_groups
     offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [PROGRAM_GROUPS, GROUP]
     mask = here[:, None]
@@ -192,9 +192,8 @@ def _compact_adamw_kernel(
     high = _rounded_bits(tl.max(u, axis=1))
     tl.store(scale_sq_ptr + groups, high.to(tl.int16), mask=here)
     x = u * _inverse(high)[:, None]
-    codes = tl.maximum(
-        tl.minimum(255 * x + 0.5, 255), tl.where(u > 0, 1.0, 0.0)
-    )  # cut to integers below
+    # Cut to integers below.
+    codes = tl.maximum(tl.minimum(255 * x + 0.5, 255), tl.where(u > 0, 1.0, 0.0))
     tl.store(codes_sq_ptr + offsets, codes.to(tl.int32).to(tl.uint8), mask=mask)
 
 

@@ -42,7 +42,8 @@ def qkv_convolution_reference(
     """Plain PyTorch with the contract of `qkv_convolution`; float64 stays float64."""
     B, T, C = x_BTC.shape
     dtype = torch.promote_types(x_BTC.dtype, torch.float32)
-    rows, weight = x_BTC.to(dtype).reshape(B * T, C), weight_CW.to(dtype)
+    rows = x_BTC.to(dtype).reshape(B * T, C)
+    weight = weight_CW.to(dtype)
     parts = []
     for first, length in zip(
         *(bound.tolist() for bound in document_bounds(B, T, as_bytes(segments)))
@@ -50,7 +51,9 @@ def qkv_convolution_reference(
         padded = F.pad(rows[first : first + length].T, (WIDTH - 1, 0))
         parts.append(F.silu(F.conv1d(padded, weight[:, None], groups=C)).T)
     q, k, v = torch.cat(parts).view(B, T, C).split([G * K, G * K, C - 2 * G * K], dim=-1)
-    q, k, v = q.unflatten(-1, (G, K)), k.unflatten(-1, (G, K)), v.unflatten(-1, (H, -1))
+    q = q.unflatten(-1, (G, K))
+    k = k.unflatten(-1, (G, K))
+    v = v.unflatten(-1, (H, -1))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
     return tuple(x.to(x_BTC.dtype) for x in (q * K**-0.5, k, v))
 
@@ -76,7 +79,8 @@ def _convolution_kernel(
 ):  # fmt: skip
     """Writes one head of BLOCK_T tokens. `x_ptr` and `weight_ptr` point to the first channel of the
     first head."""
-    first, head = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK_T, tl.program_id(0) % HEADS
+    first = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK_T
+    head = tl.program_id(0) % HEADS
     t, c = tl.arange(0, BLOCK_T), tl.arange(0, K)
     is_token = t < num_tokens - first
     position = tl.load(positions_ptr + first + t, mask=is_token, other=0)
@@ -130,11 +134,10 @@ def _walk_down(
     to them.
     """
     weight = weight_ptr + tl.arange(0, K) * 4
-    w_0, w_1 = tl.load(weight).to(tl.float32)[None, :], tl.load(weight + 1).to(tl.float32)[None, :]
-    w_2, w_3 = (
-        tl.load(weight + 2).to(tl.float32)[None, :],
-        tl.load(weight + 3).to(tl.float32)[None, :],
-    )
+    w_0 = tl.load(weight).to(tl.float32)[None, :]
+    w_1 = tl.load(weight + 1).to(tl.float32)[None, :]
+    w_2 = tl.load(weight + 2).to(tl.float32)[None, :]
+    w_3 = tl.load(weight + 3).to(tl.float32)[None, :]
     zeros = tl.zeros([STRIPS, K], dtype=tl.float32)
     dw_0, dw_1, dw_2, dw_3 = zeros, zeros, zeros, zeros
     owed_1, owed_2, owed_3 = zeros, zeros, zeros
@@ -142,26 +145,22 @@ def _walk_down(
     x_1 = _load(x_head, top - 1, x_stride, num_tokens).to(tl.float32)
     x_2 = _load(x_head, top - 2, x_stride, num_tokens).to(tl.float32)
     # Rows are loaded two steps before they are used.
-    next_x, then_x = (
-        _load(x_head, top - 3, x_stride, num_tokens),
-        _load(x_head, top - 4, x_stride, num_tokens),
-    )
-    next_d, then_d = (
-        _load(d_out_head, top, HEADS * K, num_tokens),
-        _load(d_out_head, top - 1, HEADS * K, num_tokens),
-    )
+    next_x = _load(x_head, top - 3, x_stride, num_tokens)
+    then_x = _load(x_head, top - 4, x_stride, num_tokens)
+    next_d = _load(d_out_head, top, HEADS * K, num_tokens)
+    then_d = _load(d_out_head, top - 1, HEADS * K, num_tokens)
     for n in range(STRIP + 3):
         t = top - n
         is_token = t < num_tokens
-        x_3, d_out = next_x.to(tl.float32), next_d.to(tl.float32)
+        x_3 = next_x.to(tl.float32)
+        d_out = next_d.to(tl.float32)
         next_x, next_d = then_x, then_d
-        then_x, then_d = (
-            _load(x_head, t - 5, x_stride, num_tokens),
-            _load(d_out_head, t - 2, HEADS * K, num_tokens),
-        )
+        then_x = _load(x_head, t - 5, x_stride, num_tokens)
+        then_d = _load(d_out_head, t - 2, HEADS * K, num_tokens)
         if HAS_STARTS:
             position = tl.load(positions_ptr + t, mask=is_token, other=0)[:, None]
-            seen_1, seen_2 = tl.where(position >= 1, x_1, 0.0), tl.where(position >= 2, x_2, 0.0)
+            seen_1 = tl.where(position >= 1, x_1, 0.0)
+            seen_2 = tl.where(position >= 2, x_2, 0.0)
             seen_3 = tl.where(position >= 3, x_3, 0.0)
         else:
             seen_1, seen_2, seen_3 = x_1, x_2, x_3
@@ -175,12 +174,12 @@ def _walk_down(
             dx.to(dx_head.dtype.element_ty),
             mask=(is_token & is_own)[:, None],
         )
-        owed_1, owed_2, owed_3 = owed_2 + w_2 * d_total, owed_3 + w_1 * d_total, w_0 * d_total
+        owed_1 = owed_2 + w_2 * d_total
+        owed_2 = owed_3 + w_1 * d_total
+        owed_3 = w_0 * d_total
         if HAS_STARTS:  # the first token of a document owes nothing
-            owed_1, owed_2 = (
-                tl.where(position >= 1, owed_1, 0.0),
-                tl.where(position >= 1, owed_2, 0.0),
-            )
+            owed_1 = tl.where(position >= 1, owed_1, 0.0)
+            owed_2 = tl.where(position >= 1, owed_2, 0.0)
             owed_3 = tl.where(position >= 1, owed_3, 0.0)
         if is_own:
             dw_0 += seen_3 * d_total
@@ -205,14 +204,17 @@ def _convolution_backward_kernel(
 ):  # fmt: skip
     """Works on STRIPS strips of one head, and looks for documents' starts among BLOCK tokens, a
     power of two."""
-    head, block = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
-    first, c, t = block * (STRIPS * STRIP), head * K + tl.arange(0, K)[None, :], tl.arange(0, BLOCK)
+    head = tl.program_id(0) % HEADS
+    block = (tl.program_id(0) // HEADS).to(tl.int64)
+    first = block * (STRIPS * STRIP)
+    c = head * K + tl.arange(0, K)[None, :]
+    t = tl.arange(0, BLOCK)
     near = (t < STRIPS * STRIP + 3) & (first + t < num_tokens)
     has_starts = tl.min(tl.load(positions_ptr + first + t, mask=near, other=3), axis=0) < 3
-    top = (
-        first + tl.arange(0, STRIPS) * STRIP + STRIP + 2
-    )  # [STRIPS]: the third token above each strip
-    weight, partial = weight_ptr + head * K * 4, partial_ptr + (block * CHANNELS + head * K) * 4
+    # [STRIPS]: the third token above each strip.
+    top = first + tl.arange(0, STRIPS) * STRIP + STRIP + 2
+    weight = weight_ptr + head * K * 4
+    partial = partial_ptr + (block * CHANNELS + head * K) * 4
     if has_starts:
         _walk_down(
             d_out_ptr + c, x_ptr + c, weight, positions_ptr, dx_ptr + c, partial, top, num_tokens,
@@ -262,7 +264,8 @@ def _forward(
     xs: list[Tensor], weight: Tensor, G: int, H: int, K: int, segments: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     xs, weights = [*map(_rows, xs)], weight.contiguous().split([x.shape[2] for x in xs])
-    (B, T, _), outs = xs[0].shape, _empty_outputs(xs, G, H, K)
+    (B, T, _) = xs[0].shape
+    outs = _empty_outputs(xs, G, H, K)
     positions = _positions(B, T, as_bytes(segments), xs[0].device)
     for out, (i, channel, heads, width, scale, is_normalised) in zip(outs, _groups(xs, G, H, K)):
         _convolution_kernel[(heads * triton.cdiv(B * T, BLOCK_T),)](
@@ -288,7 +291,8 @@ def _backward(
 ) -> list[Tensor]:
     """Returns the gradients of xs and of the weight."""
     xs, weights = [*map(_rows, xs)], weight.contiguous().split([x.shape[2] for x in xs])
-    (B, T, _), blocks = xs[0].shape, triton.cdiv(xs[0].shape[0] * xs[0].shape[1], STRIPS * STRIP)
+    (B, T, _) = xs[0].shape
+    blocks = triton.cdiv(xs[0].shape[0] * xs[0].shape[1], STRIPS * STRIP)
     dxs = [x.new_empty(x.shape) for x in xs]
     partials = [x.new_empty(blocks, x.shape[2], WIDTH, dtype=torch.float32) for x in xs]
     positions = _positions(B, T, as_bytes(segments), xs[0].device)
@@ -330,13 +334,11 @@ def qkv_convolution(
 
     Args:
         x_BTC: [batch, tokens, channels]: G query heads of width K, G key heads of width K, H value
-        heads. Rows may be
-            strided, like channels sliced out of a fused projection. Or the channels of queries,
-            keys and values as three tensors.
+            heads. Rows may be strided, like channels sliced out of a fused projection. Or the
+            channels of queries, keys and values as three tensors.
         weight_CW: [channels, 4], the last column for the token itself, any floating dtype.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the
-        last token), which
-            have each token once; None: each batch row is one document.
+            last token), which have each token once; None: each batch row is one document.
 
     Returns q [B, T, G, K], of norm K^-0.5, k [B, T, G, K], of norm 1, and v [B, T, H, V],
     contiguous, in x's dtype.

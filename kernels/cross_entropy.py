@@ -58,7 +58,8 @@ def cross_entropy_reference(
     return_entropy: bool = False,
 ) -> Tensor | Details:  # fmt: skip
     """Plain PyTorch with the contract of `cross_entropy`; float64 stays float64."""
-    z, labels = _capped(logits, softcap).flatten(0, -2), target.flatten()
+    z = _capped(logits, softcap).flatten(0, -2)
+    labels = target.flatten()
     losses = F.cross_entropy(z, labels, reduction="none", ignore_index=ignore_index)
     log_sum_exp = torch.where(labels == ignore_index, 0, z.logsumexp(-1))
     scale = loss_scale(labels, reduction, ignore_index, denominator, z.dtype)
@@ -238,9 +239,8 @@ def _statistics_of_row(
     true_logit = tl.load(logits_ptr + y, mask=is_here, other=float("-inf")).to(tl.float32)
     true_logit = tl.where(is_here, _softcap(true_logit, SOFTCAP), float("-inf"))
     sums = tl.zeros([BLOCK // VECTOR], dtype=tl.float32)
-    maxima = tl.full(
-        [BLOCK // VECTOR], -1e38, dtype=tl.float32
-    )  # finite, to avoid inf - inf where all is masked
+    # Finite, to avoid inf - inf where all is masked.
+    maxima = tl.full([BLOCK // VECTOR], -1e38, dtype=tl.float32)
     label_start = tl.where(is_here, y // BLOCK * BLOCK, -1)
     for start in range(0, whole, BLOCK):
         if start != label_start:
@@ -334,9 +334,8 @@ def _cross_entropy_kernel(
     if gradient_ptr is not None:
         gradient_ptr += row * gradient_stride
     # A thread holds VECTOR neighbours. Maximum and sum over axis 1 therefore stay inside it.
-    offsets = (
-        tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    )  # [BLOCK/VECTOR, VECTOR]
+    # [BLOCK/VECTOR, VECTOR]
+    offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     label = tl.load(target_ptr + row)
     if label == IGNORE_INDEX:
         _store_ignored(
@@ -384,9 +383,8 @@ def _entropy_kernel(
     row."""
     row = tl.program_id(0).to(tl.int64)
     maximum = tl.load(statistics_ptr + row)
-    offsets = (
-        tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    )  # [BLOCK/VECTOR, VECTOR]
+    # [BLOCK/VECTOR, VECTOR]
+    offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     sums = tl.zeros([BLOCK // VECTOR, VECTOR], dtype=tl.float32)
     for start in range(0, num_columns, BLOCK):
         z = _load_logits(
@@ -461,7 +459,8 @@ def row_step(
         logits: [N, C], this shard's classes. Rows are contiguous.
         target: [N] int64, contiguous.
         statistics: [3, N] float32 (float64 for float64 logits); computed if None, by one all-gather
-        between ranks. gradient: [N, C], may be `logits`.
+            between ranks.
+        gradient: [N, C], may be `logits`.
         scale: [] or [N], of the statistics' dtype.
     """
     if shard.group is not None and statistics is None:
@@ -516,9 +515,8 @@ def _row_steps_in_torch(logits, target, options, shard, statistics, gradient, sc
 def _row_step_in_torch(logits, target, options, shard, statistics, gradient, scale):
     z = _capped(logits, options.softcap)
     valid = target != options.ignore_index
-    is_label = (
-        torch.arange(z.shape[1], device=z.device) == (target - shard.first_class)[:, None]
-    )  # [N, C]
+    # [N, C]
+    is_label = torch.arange(z.shape[1], device=z.device) == (target - shard.first_class)[:, None]
     if statistics is None:
         maximum = z.amax(1)
         others = torch.where(is_label, 0, (z - maximum[:, None]).exp()).sum(1)
@@ -730,31 +728,28 @@ def cross_entropy(
         reduction: "mean", "sum" or "none".
         ignore_index: rows with this label have a loss and a gradient of 0.
         softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 does
-        (arXiv:2408.00118). weights: [...], multiply the rows' losses and gradients: any finite
-        numbers, as fractions, 0 and below. They are
-            taken as float32, are not differentiated, and do not change the default of
-            `denominator`.
+            (arXiv:2408.00118).
+        weights: [...], multiply the rows' losses and gradients: any finite numbers, as fractions, 0
+            and below. They are taken as float32, are not differentiated, and do not change the
+            default of `denominator`.
         denominator: divides the sum for "mean": a positive number or tensor of one element, for
-        instance the number
-            of labels in all micro-batches of all ranks. The default is the number of rows not
-            ignored. The loss is 0 where all rows are ignored.
+            instance the number of labels in all micro-batches of all ranks. The default is the
+            number of rows not ignored. The loss is 0 where all rows are ignored.
         return_details: also return each row's loss and log-sum-exp.
         return_entropy: also return these and the entropy of each row's probabilities; reads the
-        logits twice more. inplace: lets the gradient overwrite the logits in forward. This saves a
-        second [..., V] and a read of it. The
-            logits are gone, and backward can run once.
+            logits twice more.
+        inplace: lets the gradient overwrite the logits in forward. This saves a second [..., V] and
+            a read of it. The logits are gone, and backward can run once.
         process_group: shards the vocabulary. Each rank calls with the same target and the logits of
-        its own classes:
-            equally many on every rank, in the order of ranks. Every rank returns the loss over all
-            classes.
+            its own classes: equally many on every rank, in the order of ranks. Every rank returns
+            the loss over all classes.
 
     Returns the loss, float32 (float64 for float64 logits): [], or [...] if reduction is "none"; or
     a `Details`.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together; a denominator that is not
-        positive and finite
-            (in a CUDA tensor, a device-side assertion).
+            positive and finite (in a CUDA tensor, a device-side assertion).
         RuntimeError: in backward, a gradient of inplace=True that has been used or overwritten.
     """
     on_triton = use_triton(impl, logits)

@@ -44,9 +44,8 @@ def activate(x, ACTIVATION: tl.constexpr):
     else:
         y = x
         slope = 1.0
-    e = tl.exp(
-        -tl.abs(y)
-    )  # never overflows; sigmoid(y) (1 - sigmoid(y)) keeps its digits at both ends
+    # Never overflows; sigmoid(y) (1 - sigmoid(y)) keeps its digits at both ends.
+    e = tl.exp(-tl.abs(y))
     r = 1.0 / (1.0 + e)
     sigmoid = tl.where(y >= 0, r, e * r)
     if ACTIVATION == "sigmoid":
@@ -138,7 +137,8 @@ def _gated_activation(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def _gated_activation_backward(
     d_output: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> tuple[Tensor, Tensor]:
-    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    d_gate = gate.new_empty(gate.shape)
+    d_up = up.new_empty(up.shape)
     gradients = d_output.contiguous(), d_gate, d_up, None
     _launch(
         _gated_activation_backward_kernel,
@@ -160,7 +160,8 @@ def _gated_activation_again(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients of gate and up, and overwrites d_output, which is contiguous, by
     act(gate) * up."""
-    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    d_gate = gate.new_empty(gate.shape)
+    d_up = up.new_empty(up.shape)
     _launch(
         _gated_activation_backward_kernel, _as_rows(gate), _as_rows(up), d_output, d_gate, d_up,
         d_output,
@@ -221,12 +222,11 @@ def activation_gradients(
     compute_dtype = torch.promote_types(gate.dtype, torch.float32)
     d, x, u = (t.to(compute_dtype, copy=True) for t in (d_hidden, gate, up))
     if activation == "silu":
-        value, d_x = F.silu(x), torch.ops.aten.silu_backward(d * u, x)
+        value = F.silu(x)
+        d_x = torch.ops.aten.silu_backward(d * u, x)
     else:
-        value, d_x = (
-            F.gelu(x, approximate="tanh"),
-            torch.ops.aten.gelu_backward(d * u, x, approximate="tanh"),
-        )
+        value = F.gelu(x, approximate="tanh")
+        d_x = torch.ops.aten.gelu_backward(d * u, x, approximate="tanh")
     d_hidden.copy_(value * u)
     return d_gate.copy_(d_x), d_up.copy_(d * value)
 

@@ -26,7 +26,9 @@ class RanksOnMeta:
     NAME = " ranks on meta"
 
     def __init__(self, size: int):
-        self.size, self.rank, self.group_name = lambda: size, lambda: 0, f"{size}{self.NAME}"
+        self.size = lambda: size
+        self.rank = lambda: 0
+        self.group_name = f"{size}{self.NAME}"
 
 
 def group_named(name: str | None) -> dist.ProcessGroup | RanksOnMeta | None:
@@ -129,7 +131,8 @@ class _PartsSent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, parts, *tensors):
-        ctx.parts, part = parts, next(tensor for tensor in tensors if tensor is not None)
+        ctx.parts = parts
+        part = next(tensor for tensor in tensors if tensor is not None)
         received = part.new_empty(len(tensors), *part.shape)
         parts.start(tensors, received.unbind())
         return received
@@ -157,7 +160,8 @@ class _PartsReceived(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx, d_received):
-        sent, rank = d_received.contiguous().unbind(), ctx.parts.rank
+        sent = d_received.contiguous().unbind()
+        rank = ctx.parts.rank
         ctx.parts.gradients = [d if i == rank else torch.empty_like(d) for i, d in enumerate(sent)]
         ctx.parts.start(sent, ctx.parts.gradients)
         return d_received, sent[rank], None  # `_PartsSent` takes the gradients that come
@@ -203,9 +207,8 @@ class HeadExchange:
         copies = self.size // math.gcd(self.size, x_BTHK.shape[2])
         x_BTHK = x_BTHK.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3)
         receive = self._send(x_BTHK.unflatten(2, (self.size, -1)).movedim(2, 0))
-        return lambda: (
-            receive().movedim(0, 1).flatten(1, 2)
-        )  # [N, B, T / N, heads / N, K] -> [B, T, heads / N, K]
+        # [N, B, T / N, heads / N, K] -> [B, T, heads / N, K].
+        return lambda: receive().movedim(0, 1).flatten(1, 2)
 
     def start_parts_to_heads(self, parts: Sequence[Tensor | None]) -> Callable[[Tensor], Tensor]:
         """Starts to send part i [B, T / N, C] to rank i; this rank's own is None.
@@ -230,6 +233,5 @@ class HeadExchange:
         if self.group is None:
             return lambda: x_BTHK
         receive = self._send(x_BTHK.unflatten(1, (self.size, -1)).movedim(1, 0))
-        return lambda: (
-            receive().movedim(0, 2).flatten(2, 3)
-        )  # [N, B, T / N, heads / N, K] -> [B, T / N, heads, K]
+        # [N, B, T / N, heads / N, K] -> [B, T / N, heads, K].
+        return lambda: receive().movedim(0, 2).flatten(2, 3)

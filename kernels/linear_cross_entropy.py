@@ -93,9 +93,8 @@ def empty_logits(input: Tensor, num_rows: int, V: int) -> Tensor:
     """Returns room for logits of the input's dtype, [num_rows, V], in rows of `row_length`
     elements."""
     rows = input.new_empty(num_rows, row_length(V))
-    rows[:, V:] = (
-        0  # PyTorch 2.13 on a CPU with AMX multiplies what is past an odd number of columns by 0
-    )
+    # PyTorch 2.13 on a CPU with AMX multiplies what is past an odd number of columns by 0.
+    rows[:, V:] = 0
     return rows[:, :V]
 
 
@@ -120,7 +119,8 @@ class HeadFactor(NamedTuple):
 def factor_head(
     linear: Linear, weight: Tensor, bias: Tensor | None, needs_input: bool
 ) -> HeadFactor:
-    V, most = len(weight), len(weight) // WORDS_MULTIPLE * WORDS_MULTIPLE
+    V = len(weight)
+    most = len(weight) // WORDS_MULTIPLE * WORDS_MULTIPLE
     groups = [words for words in (slice(most, V), slice(0, most)) if words.start < words.stop]
     factors = [linear.factor(weight[words]) for words in groups]
     factors_t = [linear.transpose(factor) for factor in factors] if needs_input else []
@@ -211,12 +211,11 @@ def _loss_and_gradients(
     for start in range(0, num_rows, chunk_size):
         here = slice(start, start + chunk_size)
         chunk = here if rows is None else rows[here]
-        x, labels, row_scale = (
-            input[chunk],
-            target[chunk],
-            one if weights is None else weights[chunk],
-        )
-        x_factor, logits = linear.factor(x), logits_buffer[: len(x)]
+        x = input[chunk]
+        labels = target[chunk]
+        row_scale = one if weights is None else weights[chunk]
+        x_factor = linear.factor(x)
+        logits = logits_buffer[: len(x)]
         for words, factor, bias in zip(head.groups, head.factors, head.biases):
             linear.forward(x_factor, factor, bias, out=logits[:, words])
         if needs_entropy:
@@ -247,7 +246,9 @@ def _loss_and_gradients(
 def _setup_context(ctx, inputs, output):
     input, linear_weight, target, linear_bias, _, scale, *needs = inputs[:9]
     ctx.set_materialize_grads(False)
-    ctx.dtype, ctx.options, ctx.has_gradients = input.dtype, inputs[10:], any(needs)
+    ctx.dtype = input.dtype
+    ctx.options = inputs[10:]
+    ctx.has_gradients = any(needs)
     if ctx.has_gradients:
         ctx.save_for_backward(scale, *output[4:])
     else:
@@ -257,10 +258,9 @@ def _setup_context(ctx, inputs, output):
 def scaled_gradients(gradients: list[Tensor], scale: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Returns gradients times `scale` [], in `dtype`. Those that have it are scaled in place, if
     backward runs once."""
-    scale, kept = (
-        scale.reshape(1),
-        backward_keeps_graph(),
-    )  # CUDA rounds a 0-d factor to the gradient's dtype
+    # CUDA rounds a 0-d factor to the gradient's dtype
+    scale = scale.reshape(1)
+    kept = backward_keeps_graph()
     return [
         torch.mul(
             g, scale, out=g if g.dtype == dtype and not kept else torch.empty_like(g, dtype=dtype)
@@ -309,21 +309,19 @@ def linear_cross_entropy(
     Args:
         input: [..., D] hidden states, float32, bfloat16 or float16 (float64 too with impl="torch").
         linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once. Its
-        gradient is summed over
-            the ranks of its mesh, which are taken to have different rows of the input.
+            gradient is summed over the ranks of its mesh, which are taken to have different rows of
+            the input.
         target, reduction, ignore_index, softcap, weights, denominator, return_details,
-        return_entropy: as in
-            `cross_entropy`. Rows with an ignored label cost nothing, and reduction="none" costs a
-            fourth GEMM in backward.
+            return_entropy: as in `cross_entropy`. Rows with an ignored label cost nothing, and
+            reduction="none" costs a fourth GEMM in backward.
         linear_bias: [V], of the input's dtype.
         num_valid_tokens: number of labels other than `ignore_index`. A caller that knows it spares
-        the host a wait for
-            the device. A wrong number is an error (on CUDA a device-side assertion).
+            the host a wait for the device. A wrong number is an error (on CUDA a device-side
+            assertion).
         chunk_size: tokens per chunk.
         process_group: shards the vocabulary, as in `cross_entropy`: each rank calls with the same
-        input and its own
-            rows of linear_weight and linear_bias. Every rank returns the whole gradient of the
-            input.
+            input and its own rows of linear_weight and linear_bias. Every rank returns the whole
+            gradient of the input.
         linear: the part that makes the matrix products.
         impl: "auto", "triton" or "torch", for a chunk's loss and gradient between the GEMMs.
 
@@ -331,8 +329,8 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit together; a denominator that
-        `cross_entropy` refuses. RuntimeError: wrong num_valid_tokens; in backward,
-        create_graph=True.
+            `cross_entropy` refuses.
+        RuntimeError: wrong num_valid_tokens; in backward, create_graph=True.
     """
     input, linear_weight, linear_bias = cast_by_autocast(
         input, gathered(linear_weight), linear_bias

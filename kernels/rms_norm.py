@@ -29,13 +29,11 @@ from .common import operation, use_triton
 from .gated_activation import activate
 
 LARGEST_ROW = 8192  # elements; a row lives in one program's registers
-FORWARD_BLOCK, BACKWARD_BLOCK = (
-    2048,
-    4096,
-)  # elements that a program works on at once: many short rows, or one
-PROGRAMS_PER_SM = (
-    2  # in backward; each loops over rows and leaves one partial sum of d_weight; more do not fit
-)
+# elements that a program works on at once: many short rows, or one
+FORWARD_BLOCK = 2048
+BACKWARD_BLOCK = 4096
+# In backward; each loops over rows and leaves one partial sum of d_weight; more do not fit.
+PROGRAMS_PER_SM = 2
 
 
 def rms_norm_reference(
@@ -112,7 +110,8 @@ def _rms_norm_backward_kernel(
     d_weight = tl.zeros([BLOCK_ROWS, BLOCK_D], dtype=tl.float32)
 
     # num_stages lets the next rows load while the program works on these.
-    first, step = tl.program_id(0) * BLOCK_ROWS, tl.num_programs(0) * BLOCK_ROWS
+    first = tl.program_id(0) * BLOCK_ROWS
+    step = tl.num_programs(0) * BLOCK_ROWS
     for start in tl.range(first, num_rows, step, num_stages=NUM_STAGES):
         rows = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)  # [BLOCK_ROWS]
         mask = (rows < num_rows)[:, None] & (columns < D)[None, :]  # [BLOCK_ROWS, BLOCK_D]
@@ -242,7 +241,8 @@ def _setup_context(ctx, inputs, output):
     _, total, rstd = output
     ctx.set_materialize_grads(False)  # saves the zeros that autograd would make for an unused total
     ctx.save_for_backward(input if residual is None else total, weight, gate, rstd)
-    ctx.has_residual, ctx.has_gate = residual is not None, gate is not None
+    ctx.has_residual = residual is not None
+    ctx.has_gate = gate is not None
 
 
 def _gradients(ctx, d_normed, d_total, d_rstd):
@@ -278,20 +278,17 @@ def rms_norm(
 
     Args:
         input: [..., D], float32, bfloat16 or float16. Rows may be strided, like heads sliced out of
-        a fused projection.
-            [B, T, H, K] is normalised per head.
+            a fused projection. [B, T, H, K] is normalised per head.
         weight: [D], any floating dtype.
         eps: added to the mean of squares.
         residual: of the input's shape and dtype; added to the input before the norm.
         gate: of the input's shape and dtype; silu of it multiplies the normalised input.
         weight_offset: added to the weight in float32; 1.0 is Gemma's convention.
         cast_before_weight: rounds to the input's dtype before the product with the weight, as Llama
-        and Qwen3 do in
-            transformers. False keeps float32 until the end, as Gemma does.
+            and Qwen3 do in transformers. False keeps float32 until the end, as Gemma does.
         read_once: whether the result is read by functions alone that make its gradient anew, such
-        as matrix products:
-            backward then writes the input's gradient over it. A sum passes its own gradient on,
-            which others read. Hooks must copy what they keep of it.
+            as matrix products: backward then writes the input's gradient over it. A sum passes its
+            own gradient on, which others read. Hooks must copy what they keep of it.
 
     Returns the normalised input, in the input's dtype; with `residual`, a pair of it and input +
     residual.

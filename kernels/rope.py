@@ -28,19 +28,16 @@ from torch import Tensor
 from .common import operation, use_triton
 
 LARGEST_NUMBER = 1e30  # limit of a scaling's settings; its inverse is the least
-LARGEST_TILE = (
-    16384  # elements in registers: heads x half a head of one token, each padded to a power of two
-)
+# Elements in registers: heads x half a head of one token, each padded to a power of two.
+LARGEST_TILE = 16384
 
 
 def rope_reference(
     q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch with the contract of `rope`; float64 stays float64."""
-    compute_dtype, rotary_dim = (
-        torch.promote_types(q_BTHK.dtype, torch.float32),
-        rotary_dim or q_BTHK.shape[-1],
-    )
+    compute_dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
+    rotary_dim = rotary_dim or q_BTHK.shape[-1]
     half = rotary_dim // 2
     cos, sin = (table.to(compute_dtype).unsqueeze(-2) for table in (cos, sin))
     factor = cos[..., half:] if cos.shape[-1] > half else 1.0
@@ -80,19 +77,14 @@ def _rope_kernel(
     # All loads come before the first use, so that a program waits for memory once.
     q = q_ptr + b * q_stride_b + t * q_stride_t + h * q_stride_h + columns[None, :]
     k = k_ptr + b * k_stride_b + t * k_stride_t + g * k_stride_g + columns[None, :]
-    q_first, q_second = (
-        tl.load(q, mask=q_mask, other=0.0),
-        tl.load(q + HALF, mask=q_mask, other=0.0),
-    )
-    k_first, k_second = (
-        tl.load(k, mask=k_mask, other=0.0),
-        tl.load(k + HALF, mask=k_mask, other=0.0),
-    )
+    q_first = tl.load(q, mask=q_mask, other=0.0)
+    q_second = tl.load(q + HALF, mask=q_mask, other=0.0)
+    k_first = tl.load(k, mask=k_mask, other=0.0)
+    k_second = tl.load(k + HALF, mask=k_mask, other=0.0)
 
     table = b * table_stride_b + t * WIDTH + columns
-    cos = tl.load(cos_ptr + table, mask=columns < HALF, other=0.0).to(tl.float32)[
-        None, :
-    ]  # [1, BLOCK_HALF]
+    # [1, BLOCK_HALF]
+    cos = tl.load(cos_ptr + table, mask=columns < HALF, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + table, mask=columns < HALF, other=0.0).to(tl.float32)[None, :]
     if INVERSE:
         sin = -sin
@@ -102,7 +94,8 @@ def _rope_kernel(
     dtype = q_first.dtype
     if WIDTH > HALF:
         factor = tl.load(cos_ptr + b * table_stride_b + t * WIDTH + HALF)
-        q_first, q_second = q_first.to(tl.float32) * factor, q_second.to(tl.float32) * factor
+        q_first = q_first.to(tl.float32) * factor
+        q_second = q_second.to(tl.float32) * factor
     tl.store(
         q_out, (q_first.to(tl.float32) * cos - q_second.to(tl.float32) * sin).to(dtype), mask=q_mask
     )
@@ -141,9 +134,11 @@ def _rotate(
     cos, sin = cos.contiguous(), sin.contiguous()
     B, T, H, K = q.shape
     G = k.shape[2]
-    block_h, half = triton.next_power_of_2(H), rotary_dim // 2
+    block_h = triton.next_power_of_2(H)
+    half = rotary_dim // 2
     block_half = triton.next_power_of_2(half)
-    q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
+    q_out = q.new_empty(q.shape)
+    k_out = k.new_empty(k.shape)
     _rope_kernel[(B * T,)](
         q, k, q_out, k_out, cos, sin, T,
         *q.stride()[:3], *k.stride()[:3], cos.stride(0) if cos.dim() == 3 else 0,
@@ -188,13 +183,11 @@ def rope(
 
     Args:
         q_BTHK, k_BTGK: [batch, tokens, heads, head_dim], both float32, bfloat16 or float16, with
-        any numbers of heads
-            and any strides (copied only where head_dim is not contiguous).
+            any numbers of heads and any strides (copied only where head_dim is not contiguous).
         cos, sin: [T, R / 2] or [B, T, R / 2], float32, for each token's angles. Both may have one
-        column more, with
-            which cos multiplies the token's queries.
+            column more, with which cos multiplies the token's queries.
         rotary_dim: R, the first elements of each head that are rotated; the others pass. None: all
-        of them.
+            of them.
 
     Returns the rotated q and k, contiguous, in their dtype. Gradients flow to q and k only.
 
@@ -206,7 +199,8 @@ def rope(
     _check(q_BTHK, k_BTGK, cos, sin, rotary_dim)
     if not use_triton(impl, q_BTHK):
         return rope_reference(q_BTHK, k_BTGK, cos, sin, rotary_dim=rotary_dim)
-    heads, half = max(q_BTHK.shape[2], k_BTGK.shape[2]), q_BTHK.shape[-1] // 2
+    heads = max(q_BTHK.shape[2], k_BTGK.shape[2])
+    half = q_BTHK.shape[-1] // 2
     tile = triton.next_power_of_2(heads) * triton.next_power_of_2(half)
     if tile > LARGEST_TILE and not q_BTHK.is_meta:
         raise ValueError(
@@ -267,7 +261,8 @@ class Llama3Scaling:
     def __post_init__(self):
         _check_numbers(self)
         if self.high_freq_factor <= self.low_freq_factor:
-            low, high = self.low_freq_factor, self.high_freq_factor
+            low = self.low_freq_factor
+            high = self.high_freq_factor
             raise ValueError(f"high_freq_factor must be above low_freq_factor {low}, got {high}")
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
@@ -339,7 +334,8 @@ ROPE_TYPES: dict[str, type[RopeScaling]] = {
 
 def _check_numbers(scaling) -> None:
     for field in fields(scaling):
-        value, is_switch = getattr(scaling, field.name), field.name == "truncate"
+        value = getattr(scaling, field.name)
+        is_switch = field.name == "truncate"
         if value is None and field.default is None:
             continue
         is_number = type(value) in (int, float) and abs(value) < LARGEST_NUMBER
@@ -383,7 +379,9 @@ class RotaryTables:
         self, rotary_dim: int, theta: float, scaling: RopeScaling | None = None, factor: float = 1.0
     ):
         """`factor` multiplies queries and keys, beside what `scaling` multiplies them by."""
-        self.rotary_dim, self.theta, self.scaling = rotary_dim, theta, scaling
+        self.rotary_dim = rotary_dim
+        self.theta = theta
+        self.scaling = scaling
         self.factor = factor * (1.0 if scaling is None else scaling.table_factor)
         self._tables: tuple[Tensor, Tensor] | None = None
 
@@ -396,19 +394,15 @@ class RotaryTables:
             angles = torch.outer(
                 positions, rope_frequencies(self.rotary_dim, self.theta, self.scaling, device)
             )
-            cos, sin = (
-                angles.cos().mul_(self.factor).float(),
-                angles.sin_().mul_(self.factor).float(),
-            )
+            cos = angles.cos().mul_(self.factor).float()
+            sin = angles.sin_().mul_(self.factor).float()
             if (
                 isinstance(self.scaling, YarnScaling)
                 and (beta := self.scaling.llama_4_scaling_beta) is not None
             ):
                 times = (positions / self.scaling.original_max_position_embeddings).floor()
                 factor = (1 + beta * times.log1p()).float()[:, None]
-                cos, sin = (
-                    torch.cat([cos, factor], 1),
-                    torch.cat([sin, torch.zeros_like(factor)], 1),
-                )
+                cos = torch.cat([cos, factor], 1)
+                sin = torch.cat([sin, torch.zeros_like(factor)], 1)
             self._tables = cos, sin
         return self._tables

@@ -97,7 +97,8 @@ def _loss_and_gradients(
     """Returns the loss, each row's, and the gradients of input and head before `scale`; what is not
     needed is empty."""
     linear: Linear = part_of(part)
-    options, shard = RowOptions(ignore_index, None, use_triton), shard_of(None, len(linear_weight))
+    options = RowOptions(ignore_index, None, use_triton)
+    shard = shard_of(None, len(linear_weight))
     rows = rows_to_compute(target, ignore_index, num_valid_tokens)
     rows = torch.arange(len(target), device=target.device) if rows is None else rows
     losses, d_input, d_weight = (
@@ -109,10 +110,12 @@ def _loss_and_gradients(
     for start in range(0, len(rows), chunk_size):
         chunk = rows[start : start + chunk_size]
         x, words = input[chunk], ids[chunk]
-        x_factor, logits = linear.factor(x), logits_buffer[: len(x)]
+        x_factor = linear.factor(x)
+        logits = logits_buffer[: len(x)]
         for columns, factor in zip(head.groups, head.factors):
             linear.forward(x_factor, factor, None, out=logits[:, columns])
-        of_words, labels = logits.gather(1, words).to(losses.dtype), words[:, 0].contiguous()
+        of_words = logits.gather(1, words).to(losses.dtype)
+        labels = words[:, 0].contiguous()
         statistics = row_step(logits, labels, options, shard)
         log_q = of_words - row_losses(statistics)[1][:, None]
         losses[chunk], ratio = _divergences(log_q, log_probs[chunk])
@@ -170,7 +173,8 @@ def top_k_divergence(
         The loss, and each row's without its weight; log-sum-exps are not among them.
     """
     input, linear_weight = cast_by_autocast(input, gathered(linear_weight))
-    on_triton, labels = use_triton(impl, input), checked_labels(input, target, "mean", None)
+    on_triton = use_triton(impl, input)
+    labels = checked_labels(input, target, "mean", None)
     if ids.shape != log_probs.shape or ids.shape[:-1] != target.shape:
         raise ValueError(
             f"ids and log_probs must be {[*target.shape, 'k']}, got {[*ids.shape]}, "
@@ -180,7 +184,8 @@ def top_k_divergence(
     dtype = torch.promote_types(input.dtype, torch.float32)
     scale = loss_scale(labels, "mean", ignore_index, denominator, dtype)
     needs = [torch.is_grad_enabled() and t.requires_grad for t in (input, linear_weight)]
-    ids, log_probs = ids.flatten(0, -2), log_probs.flatten(0, -2).to(dtype)
+    ids = ids.flatten(0, -2)
+    log_probs = log_probs.flatten(0, -2).to(dtype)
     loss, losses, *_ = _loss_and_gradients(
         input.reshape(-1, input.shape[-1]), linear_weight, labels, ids, log_probs,
         weights, scale, *needs, linear.number, num_valid_tokens, chunk_size, ignore_index,

@@ -55,14 +55,15 @@ def _reverse_scan_kernel(
     that follows, and `carry` goes to the one before.
     """
     part = parts_ptr + 7 * tl.program_id(0)
-    head, column = tl.program_id(1) // (V // BLOCK_V), tl.program_id(1) % (V // BLOCK_V) * BLOCK_V
-    start, stop, chunk, document = (
-        tl.load(part),
-        tl.load(part + 1),
-        tl.load(part + 2),
-        tl.load(part + 5),
-    )
-    i, c, d = tl.arange(0, C), tl.arange(0, K), column + tl.arange(0, BLOCK_V)
+    head = tl.program_id(1) // (V // BLOCK_V)
+    column = tl.program_id(1) % (V // BLOCK_V) * BLOCK_V
+    start = tl.load(part)
+    stop = tl.load(part + 1)
+    chunk = tl.load(part + 2)
+    document = tl.load(part + 5)
+    i = tl.arange(0, C)
+    c = tl.arange(0, K)
+    d = column + tl.arange(0, BLOCK_V)
     own_state = head * (K * V) + (d[:, None] * K + c[None, :])
     public_state = (document * H + head) * (K * V) + (d[:, None] + c[None, :] * V)
     dS = tl.zeros([BLOCK_V, K], dtype=tl.float32)
@@ -78,9 +79,8 @@ def _reverse_scan_kernel(
         first = start + n * C
         q = load_block(q_d, first, head // R * K, H // R * K, C, K, stop)
         k = load_block(k_d, first, head // R * K, H // R * K, C, K, stop)
-        d_out = tl.trans(
-            load_block(d_out_d, first, head * V + column, H * V, C, BLOCK_V, stop)
-        )  # [BLOCK_V, C]
+        # [BLOCK_V, C]
+        d_out = tl.trans(load_block(d_out_d, first, head * V + column, H * V, C, BLOCK_V, stop))
         inverse = load_block(inverse_d, row * C, 0, C, C, C)
         scores = load_block(scores_d, row * C, 0, C, C, C)
         total, beta, last = load_gates(gates_ptr, row, C)
@@ -112,9 +112,13 @@ def _gradients_kernel(
 ):  # fmt: skip
     """Writes all gradients of one chunk for the value heads of one key head, BLOCK_K columns of
     keys at a time."""
-    chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start, stop = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
-    i, c, d = tl.arange(0, C), tl.arange(0, BLOCK_K), tl.arange(0, V)
+    chunk = tl.program_id(0).to(tl.int64)
+    key_head = tl.program_id(1)
+    start = tl.load(chunks_ptr + 2 * chunk)
+    stop = tl.load(chunks_ptr + 2 * chunk + 1)
+    i = tl.arange(0, C)
+    c = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, V)
     is_token = i < stop - start
     keys = (start * G + key_head) * K + (i[:, None] * (G * K) + c[None, :])
     for r in range(R):
@@ -126,7 +130,8 @@ def _gradients_kernel(
 
         # Gradients of the scores and of A, from the output's gradient and from y.
         d_out = load_block(d_out_d, start, head * V, G * R * V, C, V, stop)
-        new, y = load_block(new_d, row * C, 0, V, C, V), load_block(y_d, row * C, 0, V, C, V)
+        new = load_block(new_d, row * C, 0, V, C, V)
+        y = load_block(y_d, row * C, 0, V, C, V)
         values = (start * (G * R) + head) * V + (i[:, None] * (G * R * V) + d[None, :])
         v = tl.load(v_ptr + values, mask=is_token[:, None], other=0.0)
         d_beta = tl.sum(y.to(tl.float32) * v.to(tl.float32), axis=1)
@@ -136,15 +141,15 @@ def _gradients_kernel(
         d_scores = (tl.dot(d_out, tl.trans(new), input_precision="ieee") * decay).to(v.dtype)
         decay = tl.where(i[:, None] > i[None, :], decay, 0.0)
         d_A = tl.dot(y, tl.trans(new), input_precision="ieee") * decay
-        d_scores_t, d_A_t, d_A = (
-            tl.trans(d_scores),
-            tl.trans((-beta[:, None] * d_A).to(v.dtype)),
-            d_A.to(v.dtype),
-        )
+        d_scores_t = tl.trans(d_scores)
+        d_A_t = tl.trans((-beta[:, None] * d_A).to(v.dtype))
+        d_A = d_A.to(v.dtype)
 
         # `left` is what y does to a key on its own row, but for -beta; the rest of dk goes to keys
         # as columns.
-        d_total, held, d_last = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32), 0.0
+        d_total = tl.zeros([C], tl.float32)
+        held = tl.zeros([C], tl.float32)
+        d_last = 0.0
         for block in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             q = load_block(q_d, start, key_head * K + block, G * K, C, BLOCK_K, stop)
             k = load_block(k_d, start, key_head * K + block, G * K, C, BLOCK_K, stop)
@@ -197,23 +202,27 @@ def delta_rule_backward(
     dq, dk, dv, dg, d_beta, d_initial = _empty_gradients(
         None, None, q, k, v, g, beta, None, initial, None
     )
-    G, H, K, V = k.shape[2], v.shape[2], k.shape[3], v.shape[3]
+    G = k.shape[2]
+    H = v.shape[2]
+    K = k.shape[3]
+    V = v.shape[3]
     carry, carried = (g.new_empty(H, V, K) for _ in range(2))
     programs, options = scan_options(k, v)
     tiles = tiles_of(k.device)
-    block_k = min(
-        GRADIENT_KEYS, K // 2 if tiles.by_pointer else K
-    )  # a single step takes more memory
+    # A single step takes more memory.
+    block_k = min(GRADIENT_KEYS, K // 2 if tiles.by_pointer else K)
     q_d, k_d, v_d = describe_inputs(q, k, v, options["BLOCK_V"])
     d_out_d, d_out_heads_d = (
         as_matrix(d_out, H * V, CHUNK, width) for width in (options["BLOCK_V"], V)
     )
     stretches = stretches_of(q.shape[0], q.shape[1], as_bytes(segments), q.device)[::-1]
     for stretch, made, launches in prepared(q, k, v, g, beta, stretches):
-        matrices, num_chunks = describe_matrices(made), len(stretch.chunks)
+        matrices = describe_matrices(made)
+        num_chunks = len(stretch.chunks)
         new, y = (v.new_empty(num_chunks, H, CHUNK, V) for _ in range(2))
         states, d_states = (q.new_empty(num_chunks, H, V, K) for _ in range(2))
-        pairs, block_v = ((new, states), (y, d_states)), options["BLOCK_V"]
+        pairs = ((new, states), (y, d_states))
+        block_v = options["BLOCK_V"]
         written = [
             d
             for x, S in pairs

@@ -72,7 +72,8 @@ def stretches_of(B: int, T: int, documents: bytes | None, device: torch.device) 
     stretches = []
     for number in stretch_of_piece.unique().tolist():
         mine = stretch_of_piece == number
-        first_chunk, last_chunk = int(pieces_first_chunk[mine][0]), int(chunk_stops[mine][-1])
+        first_chunk = int(pieces_first_chunk[mine][0])
+        last_chunk = int(chunk_stops[mine][-1])
         columns = (
             pieces[:, 0],
             pieces[:, 1],
@@ -86,7 +87,8 @@ def stretches_of(B: int, T: int, documents: bytes | None, device: torch.device) 
         _, counts = rows[:, 5].unique_consecutive(return_counts=True)
         last = counts.cumsum(0) - 1
         parts = rows[last - counts + 1]
-        parts[:, 1], parts[:, 6] = rows[last, 1], rows[last, 6]
+        parts[:, 1] = rows[last, 1]
+        parts[:, 6] = rows[last, 6]
         parts = parts[(parts[:, 0] - parts[:, 1]).argsort(stable=True)]
         tables = (
             table.contiguous().to(device) for table in (chunks[first_chunk:last_chunk], rows, parts)
@@ -122,13 +124,13 @@ def _invert(A, C: tl.constexpr, DTYPE: tl.constexpr):
     [[X, 0], [L, Y]] has the inverse [[X', 0], [-Y' L X', Y']]. DTYPE rounds the products' factors.
     With keys of norm 1 and beta up to 1, all elements are at most 1.
     """
-    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    i = tl.arange(0, C)[:, None]
+    j = tl.arange(0, C)[None, :]
     X = tl.where(i == j, 1.0, tl.where((i ^ j) == 1, -A, 0.0))
     for level in tl.static_range(1, 6):
         if (1 << level) < C:
-            L = tl.where(((i >> level) ^ (j >> level)) == 1, A, 0.0).to(
-                DTYPE
-            )  # A is zero above the diagonal
+            # A is zero above the diagonal.
+            L = tl.where(((i >> level) ^ (j >> level)) == 1, A, 0.0).to(DTYPE)
             factor = X.to(DTYPE)
             product = tl.dot(factor, L, input_precision="ieee").to(DTYPE)
             X -= tl.dot(product, factor, input_precision="ieee")
@@ -142,8 +144,10 @@ def _chunk_kernel(
 ):  # fmt: skip
     """Writes the gates, (I + A)^-1 and the scores of one chunk for the value heads of one key
     head."""
-    chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start, stop = tl.load(chunks_ptr + 2 * chunk), tl.load(chunks_ptr + 2 * chunk + 1)
+    chunk = tl.program_id(0).to(tl.int64)
+    key_head = tl.program_id(1)
+    start = tl.load(chunks_ptr + 2 * chunk)
+    stop = tl.load(chunks_ptr + 2 * chunk + 1)
     i, c = tl.arange(0, C), tl.arange(0, K)
     is_token = i < stop - start
     keys = (start * G + key_head) * K + (i[:, None] * (G * K) + c[None, :])
@@ -180,7 +184,8 @@ def load_gates(gates_ptr, row, C: tl.constexpr):
 
 @triton.jit
 def _pointers(matrix, row, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    rows = tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
     return matrix + (row.to(tl.int64) * WIDTH + column) + (rows[:, None] * WIDTH + columns[None, :])
 
 
@@ -222,14 +227,20 @@ def _scan_kernel(
     state is an operand in registers.
     """
     part = parts_ptr + 7 * tl.program_id(0)
-    head, column = tl.program_id(1) // (V // BLOCK_V), tl.program_id(1) % (V // BLOCK_V) * BLOCK_V
-    start, stop, chunk = tl.load(part), tl.load(part + 1), tl.load(part + 2)
-    kept, next_kept, document = tl.load(part + 3), tl.load(part + 4), tl.load(part + 5)
-    i, c, d = tl.arange(0, C), tl.arange(0, K), column + tl.arange(0, BLOCK_V)
+    head = tl.program_id(1) // (V // BLOCK_V)
+    column = tl.program_id(1) % (V // BLOCK_V) * BLOCK_V
+    start = tl.load(part)
+    stop = tl.load(part + 1)
+    chunk = tl.load(part + 2)
+    kept = tl.load(part + 3)
+    next_kept = tl.load(part + 4)
+    document = tl.load(part + 5)
+    i = tl.arange(0, C)
+    c = tl.arange(0, K)
+    d = column + tl.arange(0, BLOCK_V)
     own_state = head * (K * V) + (d[:, None] * K + c[None, :])  # in tensors [..., H, V, K]
-    public_state = (document * H + head) * (K * V) + (
-        d[:, None] + c[None, :] * V
-    )  # in tensors [..., H, K, V]
+    # In tensors [..., H, K, V].
+    public_state = (document * H + head) * (K * V) + (d[:, None] + c[None, :] * V)
     S = tl.zeros([BLOCK_V, K], dtype=tl.float32)
     if kept >= 0:
         S = tl.load(kept_ptr + kept * (H * K * V) + own_state)
@@ -291,7 +302,8 @@ def scan_options(k: Tensor, v: Tensor) -> tuple[int, dict[str, int]]:
     """Returns the programs per part of both scans, and their options."""
     H, V = v.shape[2:]
     tiles = tiles_of(k.device)
-    block, stages = min(tiles.columns, V), 1 if k.dtype == torch.float32 else tiles.stages
+    block = min(tiles.columns, V)
+    stages = 1 if k.dtype == torch.float32 else tiles.stages
     return H * V // block, {
         "H": H,
         "BLOCK_V": block,
@@ -351,7 +363,8 @@ def launch_beside(device: torch.device, scan: Callable, others: list[Callable]) 
         for launch in (scan, *others):
             launch()
         return
-    stream, second = torch.cuda.current_stream(device), _second_stream(device)
+    stream = torch.cuda.current_stream(device)
+    second = _second_stream(device)
     second.wait_stream(stream)
     scan()
     with torch.cuda.stream(second):
@@ -368,7 +381,10 @@ def as_matrix(x: Tensor, width: int, rows: int, columns: int) -> Tensor | Tensor
 def describe_inputs(
     q: Tensor, k: Tensor, v: Tensor, block_v: int
 ) -> list[Tensor | TensorDescriptor]:
-    G, H, K, V = k.shape[2], v.shape[2], k.shape[3], v.shape[3]
+    G = k.shape[2]
+    H = v.shape[2]
+    K = k.shape[3]
+    V = v.shape[3]
     return [as_matrix(x, G * K, CHUNK, K) for x in (q, k)] + [as_matrix(v, H * V, CHUNK, block_v)]
 
 

@@ -72,9 +72,8 @@ def _chunked(q, k, v, g, beta, state):
     """Computes what `_recurrence` does, in chunks."""
     T = len(q)
     padded = (F.pad(x, (0, 0) * (x.dim() - 1) + (0, -T % CHUNK)) for x in (q, k, v, g, beta))
-    q, k, v, g, beta = (
-        x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in padded
-    )  # [chunks, H, CHUNK, ...]
+    # [chunks, H, CHUNK, ...]
+    q, k, v, g, beta = (x.unflatten(0, (-1, CHUNK)).transpose(1, 2) for x in padded)
     total = g.cumsum(-1)
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     decay = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
@@ -84,8 +83,10 @@ def _chunked(q, k, v, g, beta, state):
     new, held = torch.linalg.solve_triangular(
         A + eye, right, upper=False, unitriangular=True
     ).split([v.shape[-1], k.shape[-1]], dim=-1)
-    scores, q = (q @ k.mT) * decay, total.exp()[..., None] * q
-    k, last = (total[..., -1:] - total).exp()[..., None] * k, total[..., -1, None, None].exp()
+    scores = (q @ k.mT) * decay
+    q = total.exp()[..., None] * q
+    k = (total[..., -1:] - total).exp()[..., None] * k
+    last = total[..., -1, None, None].exp()
     outs = []
     for q_n, k_n, new_n, held_n, scores_n, last_n in zip(q, k, new, held, scores, last):
         new_n = new_n - held_n @ state
@@ -95,7 +96,8 @@ def _chunked(q, k, v, g, beta, state):
 
 
 def _by_document(function, q, k, v, g, beta, segments, initial_state):
-    dtype, H = torch.promote_types(q.dtype, torch.float32), v.shape[2]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    H = v.shape[2]
     start, length = document_bounds(q.shape[0], q.shape[1], as_bytes(segments))
     tensors = [x.repeat_interleave(H // x.shape[2], dim=2) for x in (q, k)] + [v, g, beta]
     tensors = [x.to(dtype).flatten(0, 1) for x in tensors]
@@ -134,7 +136,8 @@ def _forward(
     initial = None if initial is None else initial.contiguous()
     stretches = stretches_of(q.shape[0], q.shape[1], as_bytes(segments), q.device)
     for stretch, made, launches in prepared(q, k, v, g, beta, stretches):
-        matrices, final_or_none = describe_matrices(made), final if with_state else None
+        matrices = describe_matrices(made)
+        final_or_none = final if with_state else None
         scan = scan_states(
             k, v, read, matrices, stretch.parts, initial, kept, out, final_or_none, None, None
         )
@@ -173,13 +176,14 @@ def delta_rule(
 
     Args:
         q_BTGK, k_BTGK: [batch, tokens, key heads, K]. The caller normalises k, and normalises and
-        scales q. v_BTHV: [batch, tokens, value heads, V]; H is a multiple of G. q, k and v are of
-        one dtype. g_BTH, beta_BTH: log decay, at most 0, and strength, 0 to 1, float32.
+            scales q.
+        v_BTHV: [batch, tokens, value heads, V]; H is a multiple of G. q, k and v are of one dtype.
+        g_BTH, beta_BTH: log decay, at most 0, and strength, 0 to 1, float32.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the
-        last token), which
-            have each token once; None: each batch row is one document.
+            last token), which have each token once; None: each batch row is one document.
         initial_state: [documents, H, K, V] float32, in the order of the documents' tokens; None:
-        zeros. with_state: whether to return the states after each document's last token.
+            zeros.
+        with_state: whether to return the states after each document's last token.
 
     Returns the output, of v's shape and dtype; with `with_state`, also the states, [documents, H,
     K, V] float32.
@@ -235,7 +239,8 @@ def delta_rule_bytes(
 ) -> tuple[int, int, int]:
     """Returns bytes of kept states, and inside of forward and backward, of documents longer than a
     stretch."""
-    state, chunks = H * K * V, min(-(-num_tokens // CHUNK), STRETCH)
+    state = H * K * V
+    chunks = min(-(-num_tokens // CHUNK), STRETCH)
     kept = 4 * state * ((num_tokens - 1) // (PIECE * CHUNK))
     matrices = (
         (1 + (num_tokens > STRETCH * CHUNK))

@@ -33,12 +33,13 @@ class Routing:
     """
 
     def __init__(self, coefficient: float = 0.0, is_padding: Tensor | None = None):
-        self.coefficient, self.is_padding, self.per_token = coefficient, is_padding, 1
+        self.coefficient = coefficient
+        self.is_padding = is_padding
+        self.per_token = 1
         self.counts: dict[int, Tensor] = {}  # by layer: rows that go to each expert, [E]
         self.sums: dict[int, Tensor] = {}  # by layer: sums of probabilities, float32 [E]
-        self.slope: Tensor | None = (
-            None  # derivative by a row's probabilities, [E], once backward has begun
-        )
+        # Derivative by a row's probabilities, [E], once backward has begun.
+        self.slope: Tensor | None = None
 
     def balanced(self, logits: Tensor) -> Tensor:
         """Returns logits [N, E], to which backward adds the derivative of the loss."""
@@ -48,10 +49,10 @@ class Routing:
         """Notes the choice of a layer. A second forward changes nothing."""
         if layer in self.counts:
             return
-        E, self.per_token = logits.shape[1], experts.shape[1]
-        self.counts[layer] = tokens_per_expert(
-            self.fill_padding(experts, E), E
-        )  # experts 0 to E - 1 are counted
+        E = logits.shape[1]
+        self.per_token = experts.shape[1]
+        # Experts 0 to E - 1 are counted.
+        self.counts[layer] = tokens_per_expert(self.fill_padding(experts, E), E)
         if self.coefficient:
             self.sums[layer] = self.fill_padding(probabilities_of(logits.detach()), 0).sum(0)
 
@@ -74,7 +75,8 @@ class Routing:
             share: of this rank's tokens in the loss. A step's shares sum to 1.
             group: ranks that share sequences; None: each rank has its own.
         """
-        load, auxiliary = _summed(torch.stack([*self.counts.values()]).float(), group), None
+        load = _summed(torch.stack([*self.counts.values()]).float(), group)
+        auxiliary = None
         if self.coefficient:
             sums = _summed(torch.stack([*self.sums.values()]).sum(0), group)
             shares = _summed(

@@ -129,7 +129,8 @@ def _run_tiles(
     a_in: Tensor | None, b_in: Tensor | None, a_out: Tensor | None, b_out: Tensor | None,
 ) -> Tensor:  # fmt: skip
     x, gate_up, down, weights = (aligned(t) for t in (x, gate_up, down, weights))
-    y, adapters = x.new_empty(x.shape), Adapters.of([a_in, b_in, a_out, b_out])
+    y = x.new_empty(x.shape)
+    adapters = Adapters.of([a_in, b_in, a_out, b_out])
     for i in rounds(triton.cdiv(len(x), tile_size), x):
         tile = slice(i * tile_size, (i + 1) * tile_size)
         groups = group(experts[tile], len(down), x)
@@ -171,7 +172,8 @@ def _backward(
     dy, x, gate_up, down, weights = (aligned(t) for t in (dy, x, gate_up, down, weights))
     adapters = Adapters.of([a_in, b_in, a_out, b_out])
     num_tiles = triton.cdiv(len(x), tile_size)
-    dx, d_weights = x.new_empty(x.shape), weights.new_empty(weights.shape)
+    dx = x.new_empty(x.shape)
+    d_weights = weights.new_empty(weights.shape)
     totals = [
         torch.empty_like(w, dtype=torch.float32 if num_tiles > 1 else w.dtype) if needed else None
         for w, needed in zip(
@@ -180,8 +182,11 @@ def _backward(
     ]
     for i in rounds(num_tiles, x):
         tile = slice(i * tile_size, (i + 1) * tile_size)
-        x_tile, dy_tile, weights_tile = x[tile], dy[tile], weights[tile]
-        entries, groups = weights_tile.numel(), group(experts[tile], len(down), x)
+        x_tile = x[tile]
+        dy_tile = dy[tile]
+        weights_tile = weights[tile]
+        entries = weights_tile.numel()
+        groups = group(experts[tile], len(down), x)
         hidden = x.new_empty(entries, down.shape[2])
         low = _Low(adapters, totals[2:], x_tile, dy_tile, groups, add=i > 0)
         if kept is None:
@@ -189,9 +194,8 @@ def _backward(
             gate_up_product(x_tile, gate_up, groups, weights_tile, pair, hidden, low.of_x)
         else:
             pair, d_pair = kept, x.new_empty(kept.shape)
-        writes_hidden = (
-            needs_down or adapters
-        ) and kept is not None  # else `gate_up_product` has written it
+        # Else `gate_up_product` has written it.
+        writes_hidden = (needs_down or adapters) and kept is not None
         d_weights[tile] = gate_up_gradients(
             dy_tile,
             down,
@@ -231,14 +235,12 @@ class _Low:
         groups: Groups,
         add: bool,
     ):  # fmt: skip
-        self.adapters, self.totals, self.x, self.dy, self.groups, self.add = (
-            adapters,
-            totals,
-            x,
-            dy,
-            groups,
-            add,
-        )
+        self.adapters = adapters
+        self.totals = totals
+        self.x = x
+        self.dy = dy
+        self.groups = groups
+        self.add = add
         self.of_x: LowRank | None = None
         self.of_dy: LowRank | None = None
         if adapters:
@@ -311,16 +313,16 @@ def expert_mlp(
     Args:
         x: [N, D].
         gate_up: [E, 2 F, D], an expert's gate rows before its up rows. Its adapter has A [E, r, D]
-        and B [E, 2 F, r]. down: [E, D, F]; its adapter has A [E, s, F] and B [E, D, s]. Both
-        matrices have adapters, or none. experts: [N, k], integers, the experts of each token.
+            and B [E, 2 F, r].
+        down: [E, D, F]; its adapter has A [E, s, F] and B [E, D, s]. Both matrices have adapters,
+            or none.
+        experts: [N, k], integers, the experts of each token.
         weights: [N, k], any floating dtype.
         tile_size: tokens of a tile; None runs all at once and keeps gate and up, [N k, 2 F], for
-        backward. In tiles
-            backward makes these again, two thirds of forward's work, and adds weight gradients up
-            in float32; a single tile needs no such sums.
+            backward. In tiles backward makes these again, two thirds of forward's work, and adds
+            weight gradients up in float32; a single tile needs no such sums.
         skippable: whether a second forward may leave tiles out, because no gradient depends on the
-        result, see
-            `kernels.common.operation`.
+            result, see `kernels.common.operation`.
         impl: "auto", "triton" or "torch".
 
     Returns:
@@ -331,7 +333,8 @@ def expert_mlp(
     """
     x, gate_up, *in_factors = cast_by_autocast(x, *tensors_of(gate_up))
     down, *out_factors = cast_by_autocast(*tensors_of(down))
-    (N, D), (E, width) = x.shape, (len(down), down.shape[-1])
+    (N, D) = x.shape
+    (E, width) = (len(down), down.shape[-1])
     if (
         gate_up.shape != (E, 2 * width, D)
         or down.shape[1] != D

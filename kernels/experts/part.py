@@ -24,7 +24,7 @@ class ExpertsPart:
         intermediate_size: F, of each expert.
         normalizes: whether a token's k weights sum to 1.
         shared_size: F of an expert that every token goes through, times a sigmoid per token; 0:
-        there is none.
+            there is none.
 
     Raises:
         ValueError: sizes below 1, or more experts per token than there are.
@@ -63,10 +63,8 @@ class ExpertsPart:
         return 4 * self.per_token * num_tokens
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
-        (E, F, D), active = (
-            (self.num_experts, self.intermediate_size, hidden_size),
-            self.per_token / self.num_experts,
-        )
+        (E, F, D) = (self.num_experts, self.intermediate_size, hidden_size)
+        active = self.per_token / self.num_experts
         shared = self.shared.parameters(D) if self.shared else {}
         return {
             "gate.weight": Parameter((E, D)),
@@ -106,7 +104,9 @@ class ExpertsPart:
         self, hidden_size: int, seconds: Callable[..., float], device: torch.device
     ) -> float:
         """Measures the FLOP/s of forward and backward by random experts."""
-        D, N, options = hidden_size, MEASURED_TOKENS, {"device": device, "dtype": torch.bfloat16}
+        D = hidden_size
+        N = MEASURED_TOKENS
+        options = {"device": device, "dtype": torch.bfloat16}
         shapes = (
             (N, D),
             (self.num_experts, 2 * self.intermediate_size, D),

@@ -152,9 +152,8 @@ def _add_low_rank(
     """Adds rows from `first` on times the matrix that begins in `row`; past the rank one factor has
     zeros."""
     if RANK > 0:
-        for k in tl.range(
-            0, RANK, STEP, num_stages=1
-        ):  # unrolled, its buffers would stand beside each other
+        # Unrolled, its buffers would stand beside each other.
+        for k in tl.range(0, RANK, STEP, num_stages=1):
             rows = low_d.load([first, k])
             if TRANSPOSED:
                 factor = factor_d.load([row + k, column])
@@ -178,9 +177,11 @@ def _gate_up_kernel(
     ):
         expert, first, stop = _tile(tiles_ptr, number // COLUMN_TILES)
         column = number % COLUMN_TILES * COLUMNS
-        places, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        places = first + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
         entries, x_rows = _gathered(x_ptr, order_ptr, places, stop, K, D)
-        gate, up = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
         row = expert * (2 * F) + column
         for k in range(0, D, DEPTH):
             depth = k + tl.arange(0, DEPTH)
@@ -222,7 +223,8 @@ def _narrow_kernel(
     ):
         expert, first, stop = _tile(tiles_ptr, number // COLUMN_TILES)
         column = number % COLUMN_TILES * COLUMNS
-        places, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        places = first + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
         _, rows = _gathered(rows_ptr, order_ptr, places, stop, K, D)
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(0, D, DEPTH):
@@ -262,7 +264,8 @@ def _project_kernel(
             total = tl.dot(rows, weight, total, input_precision="ieee")
         row = expert * RANK if TRANSPOSED else expert * OUT_OF + column
         total = _add_low_rank(total, low_d, factor_d, first, row, column, RANK, STEP, TRANSPOSED)
-        places, columns = first + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        places = first + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
         is_row = places < stop
         entries = tl.load(order_ptr + places, mask=is_row, other=0).to(tl.int64)
         out = out_ptr + entries[:, None] * OUT_OF + columns[None, :]
@@ -384,10 +387,13 @@ def _d_weight_kernel(
     """
     COLUMN_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     TILES: tl.constexpr = COLUMN_TILES * ((D + ROWS - 1) // ROWS)
-    expert, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    expert = tl.program_id(0) // TILES
+    tile = tl.program_id(0) % TILES
     column = tile % COLUMN_TILES * COLUMNS
-    d, columns = tile // COLUMN_TILES * ROWS + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    start, stop = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    d = tile // COLUMN_TILES * ROWS + tl.arange(0, ROWS)
+    columns = column + tl.arange(0, COLUMNS)
+    start = tl.load(offsets_ptr + expert)
+    stop = tl.load(offsets_ptr + expert + 1)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     _, token_rows = _gathered(tokens_ptr, order_ptr, start + tl.arange(0, DEPTH), stop, K, D)
     for first in range(start, stop, DEPTH):
@@ -398,9 +404,8 @@ def _d_weight_kernel(
             else (places < stop)[:, None] & (d < D)[None, :]
         )
         tokens = tl.load(token_rows + d[None, :], mask=is_there, other=0.0)
-        _, token_rows = _gathered(
-            tokens_ptr, order_ptr, places + DEPTH, stop, K, D
-        )  # the next step's
+        # The next step's.
+        _, token_rows = _gathered(tokens_ptr, order_ptr, places + DEPTH, stop, K, D)
         total = tl.dot(
             tl.trans(tokens), rows_d.load([first, column]), total, input_precision="ieee"
         )
@@ -415,10 +420,8 @@ def _d_weight_kernel(
 @triton.jit
 def _sum_kernel(rows_ptr, out_ptr, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Writes the sum over j of rows [N, K, D], for one token and BLOCK_D columns."""
-    token, columns = (
-        tl.program_id(0).to(tl.int64),
-        tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D),
-    )
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros([BLOCK_D], tl.float32)
     for j in tl.static_range(K):
         total += tl.load(rows_ptr + (token * K + j) * D + columns, mask=columns < D, other=0.0).to(
@@ -452,10 +455,8 @@ def _low_rank(low: LowRank | None, columns: int, transposed: bool) -> dict:
     rank = low.rows.shape[1]
     step = min(RANK_DEPTH, max(16, triton.next_power_of_2(rank)))
     block = (step, columns) if transposed else (columns, step)
-    low_d, factor_d = (
-        describe(low.rows, rank, rows_of(low.rows), step),
-        describe(low.weight, low.weight.shape[2], *block),
-    )
+    low_d = describe(low.rows, rank, rows_of(low.rows), step)
+    factor_d = describe(low.weight, low.weight.shape[2], *block)
     return {"low_d": low_d, "factor_d": factor_d, "RANK": rank, "STEP": step}
 
 
@@ -465,10 +466,8 @@ def narrow(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
     out = rows.new_empty(len(groups.order), r)
     if not rows.is_meta:
         tile = fitted(tile_of("narrow", rows), r)
-        tensors, sizes = (
-            (rows, describe(weight, D, tile.columns, tile.depth), out),
-            {"D": D, "WIDTH": r},
-        )
+        tensors = (rows, describe(weight, D, tile.columns, tile.depth), out)
+        sizes = {"D": D, "WIDTH": r}
         _go_through_tiles(
             _narrow_kernel, tile, groups, r, rows, *tensors, K=len(out) // len(rows), **sizes
         )
@@ -507,7 +506,9 @@ def project(
     M], by entry."""
     if rows.is_meta:
         return
-    K, M, tile = rows.shape[1], out.shape[-1], tile_of("dx" if transposed else "down", rows)
+    K = rows.shape[1]
+    M = out.shape[-1]
+    tile = tile_of("dx" if transposed else "down", rows)
     block = (tile.depth, tile.columns) if transposed else (tile.columns, tile.depth)
     tensors = (
         describe(rows, K, rows_of(rows), tile.depth),

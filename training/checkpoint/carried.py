@@ -63,18 +63,14 @@ class Carried:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by name in the file
     prefix: str = PREFIX  # before the text model's names in files
-    config: dict = field(
-        default_factory=dict
-    )  # config.json of the whole model; empty: it is the text model's
-    settings: dict = field(
-        default_factory=dict
-    )  # the text model's settings that this decoder does not read
-    joins_experts: bool = (
-        False  # whether files have one tensor for all experts of a layer, not one for each
-    )
-    places: dict[str, tuple[IO[bytes], Entry]] = field(
-        default_factory=dict
-    )  # each tensor's open file, and place in it
+    # config.json of the whole model; empty: it is the text model's.
+    config: dict = field(default_factory=dict)
+    # The text model's settings that this decoder does not read.
+    settings: dict = field(default_factory=dict)
+    # Whether files have one tensor for all experts of a layer, not one for each.
+    joins_experts: bool = False
+    # Each tensor's open file, and place in it.
+    places: dict[str, tuple[IO[bytes], Entry]] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -119,7 +115,8 @@ class Carried:
         says the same."""
         content = {**self.settings, **model_config}
         if self.config:
-            text, known = self.config["text_config"], generation_settings(self.config)
+            text = self.config["text_config"]
+            known = generation_settings(self.config)
             settings = {name: value for name, value in settings.items() if known.get(name) != value}
             if to_config_json(from_config_json(self.config)) != model_config:
                 kept = {name: text[name] for name in text if name not in ROTARY_SETTINGS}
@@ -146,7 +143,8 @@ def read_carried(folder: Path) -> Carried:
         entries = open_entries(file)
         others = {name: entry for name, entry in entries.items() if name_of(name) is None}
         if others:
-            opened, content = file.open("rb", buffering=0), np.memmap(file, mode="r")
+            opened = file.open("rb", buffering=0)
+            content = np.memmap(file, mode="r")
             places |= {name: (opened, entry) for name, entry in others.items()}
             tensors |= {name: _view(content, entry) for name, entry in others.items()}
         prefix = next(
@@ -188,9 +186,8 @@ def _without(content: dict, names: Collection[str]) -> dict:
 def _view(content: np.memmap, entry: Entry) -> Tensor:
     """Returns a tensor's elements in a mapped file, wherever they start."""
     size = math.prod(entry.shape) * entry.dtype.itemsize
-    with warnings.catch_warnings(
-        action="ignore"
-    ):  # PyTorch has no tensors that are read-only; nobody writes to it
+    # PyTorch has no tensors that are read-only; nobody writes to it.
+    with warnings.catch_warnings(action="ignore"):
         elements = torch.from_numpy(content[entry.start : entry.start + size])
     return elements.view(entry.dtype).view(entry.shape)
 

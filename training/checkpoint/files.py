@@ -47,9 +47,8 @@ SPARE_BYTES = 64 * 2**20  # room for everything in a checkpoint but tensors
 def check_is_for_a_run(output_dir: Path) -> None:
     """Refuse a folder of weights, of a checkpoint, or of another program: a run would replace its
     config.json."""
-    content = {
-        "output_dir": ""
-    }  # stands for a config.json that is missing, or that a kill cut short
+    # Stands for a config.json that is missing, or that a kill cut short.
+    content = {"output_dir": ""}
     with contextlib.suppress(UserError):
         content = read_json(output_dir / "config.json")
     holds_weights = (
@@ -69,9 +68,8 @@ def check_is_shared(output_dir: Path) -> None:
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return
-    made = (
-        Path(tempfile.mkdtemp(".tmp", ".step_", output_dir)) if rank == 0 else None
-    )  # a leftover, if it stays
+    # A leftover, if it stays.
+    made = Path(tempfile.mkdtemp(".tmp", ".step_", output_dir)) if rank == 0 else None
     [name, *_] = all_gather(made and made.name)
     sees = all_gather((output_dir / name).is_dir())
     if made:

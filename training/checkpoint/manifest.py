@@ -88,7 +88,8 @@ def check_files(
     still to be compared. Raises UserError, one line that names the file, as all functions here do.
     """
     manifest = read_json(path / MANIFEST)
-    version, crc = manifest.get("format_version"), manifest.pop("crc32", None)
+    version = manifest.get("format_version")
+    crc = manifest.pop("crc32", None)
     if version != FORMAT_VERSION:
         raise UserError(
             f"checkpoint {path} has format {version!s:.20}, this code {FORMAT_VERSION}: it can "
@@ -101,7 +102,8 @@ def check_files(
     for name, (size, crc) in manifest["files"].items():
         if names is not None and name not in names:
             continue
-        file, blocks = inside(path, name, path / MANIFEST), manifest["blocks"].get(name)
+        file = inside(path, name, path / MANIFEST)
+        blocks = manifest["blocks"].get(name)
         if not os.path.isfile(file):
             raise UserError(
                 f"checkpoint {path} is incomplete: {name} is missing; use another checkpoint"
@@ -148,7 +150,8 @@ def verify_weights(path: str | Path, entries: dict[str, Entry] | None = None) ->
     they adapt. `path` is a folder, or a file of weights in it. Without a manifest the weights
     `entries` must be finite.
     """
-    folder, entries = Path(path) if Path(path).is_dir() else Path(path).parent, entries or {}
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    entries = entries or {}
     if has_adapters(folder):
         verify_base(folder, entries)
         entries = {name: entry for name, entry in entries.items() if entry.file.parent == folder}

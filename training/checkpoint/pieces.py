@@ -30,9 +30,8 @@ from training.host.torch_internals import compute_local_shape_and_global_offset
 
 IO_THREADS = 8
 PIECE_BYTES = 2**25  # 32 MiB: a thread copies, adds up and writes that much at a time
-CONVERTED_BYTES = (
-    2**21
-)  # pieces that a thread converts, with several copies of their elements in float32
+# Pieces that a thread converts, with several copies of their elements in float32.
+CONVERTED_BYTES = 2**21
 # Host memory for saving. Each thread has a pinned buffer for a piece from a GPU, the same piece in
 # bf16, and the buffer of `DirectFile`.
 SAVING_BYTES = IO_THREADS * (PIECE_BYTES + PIECE_BYTES // 2 + BUFFER_BYTES)
@@ -89,10 +88,8 @@ class Piece:
         Columns 40 to 69 are in groups of 32 columns 32 to 95, and columns 1 and 2 of a tensor of
         one number for each.
         """
-        start, stop = (
-            self.offset[-1] // group * group,
-            -(-(self.offset[-1] + self.shape[-1]) // group) * group,
-        )
+        start = self.offset[-1] // group * group
+        stop = -(-(self.offset[-1] + self.shape[-1]) // group) * group
         return Piece(
             self.name,
             (*self.offset[:-1], start // unit),
@@ -111,10 +108,8 @@ class Piece:
             yield entry, self, content
             return
         numel = math.prod(entry.shape) // len(entry.parts)
-        first, size = (
-            self.offset[0] * math.prod(entry.shape[1:]) // numel,
-            numel * entry.dtype.itemsize,
-        )
+        first = self.offset[0] * math.prod(entry.shape[1:]) // numel
+        size = numel * entry.dtype.itemsize
         assert self.shape[1:] == entry.shape[1:] and len(content) % size == 0, f"{self} cuts parts"
         for i in range(len(content) // size):
             part = entry.parts[first + i]
@@ -169,7 +164,8 @@ class Piece:
         """Fills `content` from an open file. It is read as it is now, even if its name is of
         another file or gone."""
         for start, length in self.runs(entry):
-            run, content = content[:length], content[length:]
+            run = content[:length]
+            content = content[length:]
             while run:
                 count = os.preadv(file.fileno(), [run], start)
                 if not count:
@@ -242,7 +238,8 @@ def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
-        start, end = end, end + math.prod(shape) * dtype.itemsize
+        start = end
+        end = end + math.prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": DTYPE_NAMES[dtype],
             "shape": [*shape],
@@ -282,10 +279,8 @@ def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
                         f"{file}: {name} is of dtype {dtype!s:.20}, tensors must be of "
                         f"{', '.join(DTYPES)}"
                     )
-                shape, (start, end) = (
-                    tuple(map(operator.index, value["shape"])),
-                    value["data_offsets"],
-                )
+                shape = tuple(map(operator.index, value["shape"]))
+                start, end = value["data_offsets"]
                 entries[name] = Entry(
                     file, DTYPES[dtype], shape, len(header) + operator.index(start), name
                 )
@@ -325,12 +320,10 @@ def open_entries(file: Path) -> dict[str, Entry]:
     """The tensors in a safetensors file. The library checks that offsets, shapes and the file's
     size agree."""
     try:
-        header = read_header(
-            file
-        )  # before the library maps the file: SIGBUS would end it at an unreadable sector
-        with safe_open(
-            file, framework="np"
-        ):  # "pt" maps the file writably: limits of a process's memory count it
+        # Before the library maps the file: SIGBUS would end it at an unreadable sector.
+        header = read_header(file)
+        # "pt" maps the file writably: limits of a process's memory count it.
+        with safe_open(file, framework="np"):
             pass
     except (SafetensorError, OSError) as error:
         what = f"is missing, truncated or no safetensors file ({error})"
@@ -383,17 +376,15 @@ def is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
     flattened = tensor.reshape(-1)
-    if (
-        tensor.dtype != torch.float32
-    ):  # NumPy has no bfloat16; infinities and NaN have all exponent bits set
+    # NumPy has no bfloat16; infinities and NaN have all exponent bits set.
+    if tensor.dtype != torch.float32:
         exponent = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}[tensor.dtype]
         numbers = flattened.view(torch.int16).numpy()
         chunks = (numbers[start : start + 2**20] for start in range(0, len(numbers), 2**20))
         return all((chunk & 0x7FFF).max() < exponent for chunk in chunks)
     numbers = flattened.numpy()
-    with np.errstate(
-        all="ignore"
-    ):  # the sum takes no memory, but finite elements may have one that overflows
+    # The sum takes no memory, but finite elements may have one that overflows.
+    with np.errstate(all="ignore"):
         return bool(np.isfinite(numbers.sum()) or np.isfinite(numbers).all())
 
 

@@ -52,10 +52,9 @@ logger = logging.getLogger(__name__)
 # threads ask for the lock ten times for each piece: with Python's own 5 ms, a thread that runs
 # Python all the time halves their rate.
 SWITCH_SECONDS = 0.0005
-ATTEMPTS, SECONDS_BETWEEN = (
-    20,
-    30.0,
-)  # if the disk refuses the save at a run's end, it is tried for 10 minutes
+# If the disk refuses the save at a run's end, it is tried for 10 minutes.
+ATTEMPTS = 20
+SECONDS_BETWEEN = 30.0
 
 
 class Saver:
@@ -67,11 +66,11 @@ class Saver:
 
     Args:
         keep: how many of the last checkpoints stay, at least 1. The best by validation loss stays
-        as well. last: the checkpoint that the run goes on from, if any, then the newest completed
-        here. It stays if the disk is
-            full.
+            as well.
+        last: the checkpoint that the run goes on from, if any, then the newest completed here. It
+            stays if the disk is full.
         companions: small files, settings and tensors that are not trained, which go into every
-        checkpoint.
+            checkpoint.
     """
 
     def __init__(
@@ -82,12 +81,10 @@ class Saver:
         companions: Companions = NO_COMPANIONS,
     ):
         assert keep >= 1, f"keep must be at least 1: got {keep}"
-        self.output_dir, self.keep, self.last, self.companions = (
-            Path(output_dir),
-            keep,
-            last,
-            companions,
-        )
+        self.output_dir = Path(output_dir)
+        self.keep = keep
+        self.last = last
+        self.companions = companions
         if tensors := companions.carried.tensors:
             size = companions.carried.num_bytes / 1e9
             logger.info(
@@ -105,16 +102,13 @@ class Saver:
         # The checkpoint as it was when it began: small files as bytes, tensors as references to
         # this rank's parts.
         self._small: dict[str, bytes] = {}  # this rank's files
-        self._headers: dict[
-            str, tuple[bytes, int]
-        ] = {}  # file of tensors -> (header, size of the whole file)
-        self._pieces: list[
-            tuple[Entry, Piece, Tensor]
-        ] = []  # (whole tensor, place in it, elements)
+        # File of tensors -> (header, size of the whole file).
+        self._headers: dict[str, tuple[bytes, int]] = {}
+        # (whole tensor, place in it, elements).
+        self._pieces: list[tuple[Entry, Piece, Tensor]] = []
         self._stream: torch.cuda.Stream | None = None  # made with the buffers
-        self._staging: queue.SimpleQueue[Tensor] = (
-            queue.SimpleQueue()
-        )  # a pinned buffer for each thread
+        # A pinned buffer for each thread.
+        self._staging: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         self._staging_bytes = 0  # size of a buffer
 
     def _checksums_of_carried(self) -> dict[Piece, int]:
@@ -134,19 +128,20 @@ class Saver:
 
         Args:
             weights: parameter name -> tensor or DTensor, the same names in the same order on every
-            rank: a model's or
-                its adapters'. On several GPUs float32 shards are rounded to bf16, in which the
-                model computes.
+                rank: a model's or its adapters'. On several GPUs float32 shards are rounded to
+                bf16, in which the model computes.
             exact: names of weights that are not rounded, as the model computes with them in
-            float32. model_config: written as config.json, with the companions' settings and the
-            weights' dtype. optimizer_state: from `MasterAdamW.state_dict`; None: the checkpoint
-            cannot be resumed from. A plain tensor
-                is the same on every rank.
+                float32.
+            model_config: written as config.json, with the companions' settings and the weights'
+                dtype.
+            optimizer_state: from `MasterAdamW.state_dict`; None: the checkpoint cannot be resumed
+                from. A plain tensor is the same on every rank.
             trainer_state: what JSON can hold; its "validation_loss", if there is one, says which
-            checkpoint is best.
+                checkpoint is best.
         """
         self.wait()
-        (rank, _), carried = rank_and_world_size(), self.companions.carried
+        rank, _ = rank_and_world_size()
+        carried = self.companions.carried
         small = {f"rng_{rank}.json": _json(rng_state())}
         if rank == 0:
             small |= self.companions.files
@@ -159,13 +154,11 @@ class Saver:
         files = {weights_file: weights | carried.tensors}
         if optimizer_state is not None:
             files[OPTIMIZER] = pieces.flat(optimizer_state)
-        self._step, self._small, self._headers, self._pieces, self._is_current = (
-            step,
-            small,
-            {},
-            [],
-            True,
-        )
+        self._step = step
+        self._small = small
+        self._headers = {}
+        self._pieces = []
+        self._is_current = True
         for file, tensors in files.items():
             is_weights = file == weights_file
             shapes = {name: {name: tuple(tensor.shape)} for name, tensor in tensors.items()}
@@ -225,9 +218,8 @@ class Saver:
         """
         self.wait()
         for left in range(ATTEMPTS - 1, 0, -1):
-            waits = (
-                isinstance(self.error, OSError) and self.error.errno != errno.EFBIG
-            )  # a limit of files stays
+            # A limit of files stays.
+            waits = isinstance(self.error, OSError) and self.error.errno != errno.EFBIG
             if not waits or not self._is_current:
                 break
             logger.warning(
@@ -260,11 +252,9 @@ class Saver:
         """Make a pinned buffer of that size for each writing thread, and a stream for the copies to
         them."""
         if num_bytes > self._staging_bytes:
-            self._stream, self._staging, self._staging_bytes = (
-                torch.cuda.Stream(),
-                queue.SimpleQueue(),
-                num_bytes,
-            )
+            self._stream = torch.cuda.Stream()
+            self._staging = queue.SimpleQueue()
+            self._staging_bytes = num_bytes
             for _ in range(pieces.IO_THREADS):
                 self._staging.put(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
 

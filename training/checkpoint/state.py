@@ -32,9 +32,8 @@ def load_weights(optimizer: MasterAdamW, weights: Iterable[tuple[str, Tensor]]) 
         state = optimizer.states[name]
         local = local_part(state.parameter, full).flatten()
         for _, piece in state.pieces:
-            state.write(
-                piece, {"master": local[piece].to(optimizer.device)}
-            )  # quantized alike on any device
+            # Quantized alike on any device.
+            state.write(piece, {"master": local[piece].to(optimizer.device)})
 
 
 def read_weights(optimizer: MasterAdamW, entries: dict[str, Entry]) -> None:
@@ -53,7 +52,9 @@ def load_state(optimizer: MasterAdamW, checkpoint: Path) -> None:
     `load_optimizer_state`."""
     shapes = {name: tuple(parameter.shape) for name, parameter in optimizer.parameters.items()}
     weights = functools.cache(lambda: find_weights(checkpoint, shapes))
-    states, own, converted = optimizer.states, optimizer.state_dict(), set()
+    states = optimizer.states
+    own = optimizer.state_dict()
+    converted = set()
 
     def convert(name: str, stored: dict[str, Entry], done: set[str]) -> None:
         converted.add(name)
@@ -88,9 +89,8 @@ def load_optimizer_state(
 
     Args:
         convert: is called with (name, the file's tensors, names of tensors that were read) for each
-        parameter whose
-            state has tensors of other names or dtypes in the file. Tensors that both have are read
-            as they are.
+            parameter whose state has tensors of other names or dtypes in the file. Tensors that
+            both have are read as they are.
     """
     tensors = pieces.flat(state)
     with failing_together():
@@ -103,9 +103,8 @@ def load_optimizer_state(
         for name, entry in entries.items():
             parameter, _, key = name.rpartition(".")
             in_file[parameter][key] = entry
-        common: dict[
-            str, set[str]
-        ] = {}  # parameter of another format -> tensors that both formats have
+        # Parameter of another format -> tensors that both formats have.
+        common: dict[str, set[str]] = {}
         for name, own in state.items() if convert else ():
             stored = in_file.get(name, {})
             kinds = [
@@ -148,7 +147,8 @@ def _convert(
     state = optimizer.states[name]
     dtype = torch.float32 if "master" in stored else torch.bfloat16
     dtypes = {key: entry.dtype for key, entry in stored.items() if key not in ("master", "step")}
-    source, parameter = format_with(dtypes, dtype), state.weight
+    source = format_with(dtypes, dtype)
+    parameter = state.weight
     if source is None:
         found = ", ".join(f"{key} in {dtype}" for key, dtype in dtypes.items())
         raise UserError(
@@ -168,9 +168,8 @@ def _convert(
 
     def read(piece_and_part: tuple[Piece, Tensor]) -> None:
         piece, part = piece_and_part
-        whole = piece.in_groups(
-            source.group, 1
-        )  # the file's groups, of which this rank may have a part
+        # The file's groups, of which this rank may have a part.
+        whole = piece.in_groups(source.group, 1)
         content = {
             key: piece.in_groups(source.group, kept.group).content(stored[key])
             for key, kept in source.kept.items()

@@ -67,11 +67,9 @@ COMPANIONS = (
     "tokenization_*.py",
     "chat_template.jinja", "chat_template.json", "SYSTEM_PROMPT.txt", *COMPANIONS_OF_MODELS,
 )  # fmt: skip
-TEMPLATE, TEMPLATES, TOKENIZER_CONFIG = (
-    "chat_template.jinja",
-    "additional_chat_templates",
-    "tokenizer_config.json",
-)
+TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 # Files that are about the weights, whatever the tokenizer. params.json is Mistral's config.json.
 PARAMS = "params.json"
 COMPANIONS_OF_WEIGHTS = *IMAGE_SETTINGS, PARAMS, "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"
@@ -84,9 +82,8 @@ WRITTEN_ANEW = (
 )  # fmt: skip
 READABLE = "make it readable, or move it elsewhere"
 TOKENIZER_ADVICE = "give --tokenizer the path of a tokenizer.json"
-Found = tuple[
-    dict[str, Entry], Adapters | None
-]  # where a folder has each weight, and the adapters that it has beside
+# Entry of each weight by name, and the adapters beside it.
+Found = tuple[dict[str, Entry], Adapters | None]
 
 
 @dataclass(frozen=True)
@@ -132,9 +129,8 @@ class Companions:
                 if name in (*TOKEN_IDS, *GENERATION)
             }
         content["eos_token_id"] = stops if len(stops) > 1 else stops[0]
-        content.pop(
-            "_from_model_config", None
-        )  # older transformers would make it anew from config.json
+        # Older transformers would make it anew from config.json.
+        content.pop("_from_model_config", None)
         encoded = (json.dumps(content, indent=2) + "\n").encode()
         return replace(self, files=self.files | {GENERATION_CONFIG: encoded})
 
@@ -174,17 +170,15 @@ def find_weights(
 
     Args:
         path: a checkpoint, a folder from Hugging Face (one file or shards), a folder of adapters,
-        or a .safetensors
-            file.
+            or a .safetensors file.
         expected: our parameter name -> full shape. Without lm_head.weight the model is tied: a copy
-        of the embedding
-            under that name is accepted and dropped.
+            of the embedding under that name is accepted and dropped.
         may_lack: parts of names, such as ".g_proj.": expected weights that the files may be all
-        without.
+            without.
 
     Raises:
         UserError: one line naming the file that is missing or truncated, or the first weight that
-        does not fit.
+            does not fit.
     """
     path = Path(path)
     found: dict[str, Entry] = {}
@@ -216,9 +210,8 @@ def find_weights(
             "choose adapters of the text model's blocks alone, all alike, and the base that "
             f"{ADAPTER_CONFIG} names"
         )
-    in_files: dict[
-        str, dict[str, tuple[int, ...]]
-    ] = {}  # the tensors that these files have of each weight
+    # The tensors that these files have of each weight.
+    in_files: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in expected.items():
         each = by_expert(name, shape)
         in_files[name] = {name: shape} if found.keys().isdisjoint(each) else each
@@ -454,7 +447,8 @@ def _read_merged(
     `bits` before."""
     weight = _read_weight(entries[name])
     if bits < 16 and is_quantized(name, weight.shape):
-        quantized, weight = quantize(weight.float().view(-1), bits), weight.bfloat16()
+        quantized = quantize(weight.float().view(-1), bits)
+        weight = weight.bfloat16()
         quantized.write_into(weight)
     if adapters is None or not (place := adapters.place_of(name, weight.shape)):
         return weight

@@ -46,10 +46,8 @@ class DirectFile:
             self._write_all(content, start)
 
     def _write_all(self, content: memoryview, start: int) -> None:
-        first, last = (
-            -(-start // ALIGNMENT) * ALIGNMENT,
-            (start + len(content)) // ALIGNMENT * ALIGNMENT,
-        )
+        first = -(-start // ALIGNMENT) * ALIGNMENT
+        last = (start + len(content)) // ALIGNMENT * ALIGNMENT
         if self._direct is None or len(content) < LEAST_BYTES:
             _write(self._cached, content, start)
             return
@@ -57,14 +55,12 @@ class DirectFile:
         buffer = _buffer()
         for place in range(first, last, BUFFER_BYTES):
             chunk = content[place - start : min(place + BUFFER_BYTES, last) - start]
-            np.copyto(
-                np.frombuffer(buffer, np.uint8, len(chunk)), np.frombuffer(chunk, np.uint8)
-            )  # without the GIL
+            # Without the GIL.
+            np.copyto(np.frombuffer(buffer, np.uint8, len(chunk)), np.frombuffer(chunk, np.uint8))
             try:
                 _write(self._direct, buffer[: len(chunk)], place)
-            except (
-                OSError
-            ) as error:  # EINVAL: the file system lets a file be opened so, but not written
+            except OSError as error:
+                # EINVAL: the file system lets a file be opened so, but not written.
                 if error.errno != errno.EINVAL:
                     raise
                 _write(self._cached, chunk, place)

@@ -72,9 +72,8 @@ def is_installed(package: str) -> bool:
     package."""
     try:
         spec = find_spec(package)
-    except (
-        Exception
-    ) as error:  # the package that would hold it is missing, or fails: then its import says why
+    except Exception as error:
+        # The package that would hold it is missing, or fails: then its import says why.
         return not (isinstance(error, ModuleNotFoundError) and package.startswith(f"{error.name}."))
     return spec is not None and spec.origin is not None
 
@@ -93,9 +92,8 @@ def import_optional(
         raise UserError(f"{user} needs the package {distribution}: {pip_install(distribution)}")
     try:
         return importlib.import_module(module)
-    except (
-        Exception
-    ) as error:  # a file or a library that it needs is missing, or of another version
+    except Exception as error:
+        # A file or a library that it needs is missing, or of another version.
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         cure = f"install it anew: {pip_install(f'--force-reinstall {distribution}')}"
         raise UserError(

@@ -30,9 +30,8 @@ LOCK_BYTES = 128  # read of a lock
 MOST_NAMES = 100  # tried by `making` for its folder, while other things have them
 LONGEST_NAME = 255  # bytes; Linux's own limit
 DEEPEST = 100  # nesting of values in a JSON file
-JSON_BYTES = (
-    2**28
-)  # a longer JSON file is refused: parsed, it would take ten times its size in memory
+# A longer JSON file is refused: parsed, it would take ten times its size in memory.
+JSON_BYTES = 2**28
 
 
 def check_working_directory() -> None:
@@ -50,9 +49,8 @@ def check_can_write(file: Path, flag: str) -> None:
     there as it is."""
     exists = os.path.lexists(file)
     try:
-        os.close(
-            os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666)
-        )  # a pipe would be waited for
+        # A pipe would be waited for.
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o666))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         shown = repr(str(file)[:SHOWN_OF_A_PATH])
@@ -259,9 +257,8 @@ def make_folder(folder: Path) -> None:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
-        with contextlib.suppress(
-            OSError
-        ):  # a parent that may be written but not read cannot be flushed
+        # A parent that may be written but not read cannot be flushed.
+        with contextlib.suppress(OSError):
             flush(path.parent)
 
 
@@ -349,9 +346,8 @@ def making(folder: Path) -> Iterator[Path]:
                     f"{folder} cannot be made: {error.strerror}; give another folder"
                 ) from None
             raise
-        (
-            folder / LOCK
-        ).unlink()  # not earlier: another process would begin to fill a folder without a lock
+        # Not earlier: another process would begin to fill a folder without a lock.
+        (folder / LOCK).unlink()
         flush(folder)
         flush(folder.parent)
 
@@ -376,7 +372,8 @@ def _is_of_making(temporary: Path) -> bool:
     """Whether `making` has made a folder: its lock says so. A kill or a loss of power may leave an
     empty lock alone."""
     try:
-        status, names = os.lstat(temporary), os.listdir(temporary)
+        status = os.lstat(temporary)
+        names = os.listdir(temporary)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return False
         if not names:
@@ -455,9 +452,8 @@ def only_run_in(folder: Path, shown: Path | None = None, mark: str = "") -> Iter
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samefile(
-                file.fileno(), folder / LOCK
-            ):  # deleted meanwhile, and made anew
+            # Deleted meanwhile, and made anew.
+            if not os.path.samefile(file.fileno(), folder / LOCK):
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
             match = LOCK_CONTENT.match(file.read(LOCK_BYTES))
@@ -470,12 +466,10 @@ def only_run_in(folder: Path, shown: Path | None = None, mark: str = "") -> Iter
                 "%s has no locks (%s): take care that no other run writes there", shown, error
             )
         content = file.read(LOCK_BYTES)
-        if not content.strip(b"\0") or LOCK_CONTENT.fullmatch(
-            content
-        ):  # another program's content stays
-            with contextlib.suppress(
-                OSError
-            ):  # a full disk takes no process number; the lock holds all the same
+        # Another program's content stays.
+        if not content.strip(b"\0") or LOCK_CONTENT.fullmatch(content):
+            # A full disk takes no process number; the lock holds all the same.
+            with contextlib.suppress(OSError):
                 file.truncate(0)
                 os.pwrite(file.fileno(), f"{os.getpid()}{mark}\n".encode(), 0)
                 os.fsync(file.fileno())

@@ -31,7 +31,9 @@ class PinnedArena:
     """
 
     def __init__(self, num_bytes: int, device: torch.device):
-        self.num_bytes, self.used_bytes, self.device = num_bytes, 0, device
+        self.num_bytes = num_bytes
+        self.used_bytes = 0
+        self.device = device
         try:
             pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as refusal:
@@ -83,13 +85,13 @@ class HostCopies:
 
     def __init__(self, arena: PinnedArena):
         self.arena = arena
-        self.slots: dict[
-            tuple[int, str, int], list[Tensor]
-        ] = {}  # by the key of `send`, in this pass
+        # By the key of `send`, in this pass.
+        self.slots: dict[tuple[int, str, int], list[Tensor]] = {}
         # References until the copies are made, so that the memory is not reused while it is read.
         self.leaving: dict[tuple[int, str, int], tuple[Sequence[Tensor], torch.Event]] = {}
         self.device_module = torch.get_device_module(arena.device)  # torch.cpu's streams do nothing
-        self.to_host, self.to_gpu = self.device_module.Stream(), self.device_module.Stream()
+        self.to_host = self.device_module.Stream()
+        self.to_gpu = self.device_module.Stream()
 
     def begin_pass(self) -> None:
         """Give out the whole arena anew: the tensors of the last forward were fetched, or are not

@@ -65,9 +65,8 @@ def line_of(error: BaseException) -> str | None:
             f"error: {error.strerror}: a file is cut short; raise the limit of its size, as by "
             "ulimit -f unlimited"
         )
-    if (
-        isinstance(error, OSError) and error.errno in DISK_ERRORS
-    ):  # an open file's reads and writes do not name it
+    # An open file's reads and writes do not name it.
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return (
             f"error: {error.strerror}: a file is cut short; free some space on the disk, or use "
             "another"
@@ -121,9 +120,8 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
         open_standard_files()
-        if isinstance(
-            sys.stdout, io.TextIOWrapper
-        ):  # shows names that are not UTF-8, and any text on any terminal
+        # Shows names that are not UTF-8, and any text on any terminal.
+        if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         try:
             check_working_directory()
@@ -134,9 +132,8 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
             show_error(error, is_main=os.environ.get("RANK", "0") == "0")
             return 1
         except Signalled as interrupt:
-            if (
-                main.__module__ == "__main__"
-            ):  # as a shell expects of its programs; a library call returns
+            # A shell expects this of its programs; a library call returns.
+            if main.__module__ == "__main__":
                 with suppress(OSError, ValueError):
                     sys.stdout.flush()
                 os.kill(os.getpid(), interrupt.number)

@@ -19,7 +19,8 @@ class Progress(tqdm):
     SECONDS_BETWEEN_LINES."""
 
     def __init__(self, *arguments, **options):
-        self._is_bar, self._shown = sys.stderr.isatty(), -math.inf
+        self._is_bar = sys.stderr.isatty()
+        self._shown = -math.inf
         if not self._is_bar:
             options |= {"bar_format": LINE, "leave": False}
         super().__init__(*arguments, **options)

@@ -19,7 +19,10 @@ PROCESS_BYTES = 2 * GIB
 # Bounds of a model's sizes, by their names in config.json and adapter_config.json. Plans have
 # something for each layer, readers have a name for each expert of a layer, and products of sizes
 # count elements in 64 bits.
-HEADS, WIDTHS, COLUMNS, TOKENS = 2**12, 2**12, 2**20, 2**31 - 1
+HEADS = 2**12
+WIDTHS = 2**12
+COLUMNS = 2**20
+TOKENS = 2**31 - 1
 MOST = {
     "vocab_size": 2**24, "hidden_size": COLUMNS, "intermediate_size": 2**22,
     "num_hidden_layers": 4096,
@@ -109,22 +112,21 @@ def _bytes_left_in_groups() -> Iterator[float]:
     yield math.inf
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        root, limit, usage, cache = (
-            "/sys/fs/cgroup",
-            "memory.max",
-            "memory.current",
-            "inactive_file",
-        )
+        root = "/sys/fs/cgroup"
+        limit = "memory.max"
+        usage = "memory.current"
+        cache = "inactive_file"
         if "memory" in controllers.split(","):
-            root, limit, usage = f"{root}/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            root = f"{root}/memory"
+            limit = "memory.limit_in_bytes"
+            usage = "memory.usage_in_bytes"
             cache = "total_inactive_file"
         elif controllers:
             continue
         group = Path(root, path.lstrip("/"))
         for folder in (group, *group.parents[: len(group.parts) - len(Path(root).parts)]):
-            with suppress(
-                OSError, ValueError
-            ):  # no such folder or file, or no limit, which v2 writes as "max"
+            # No such folder or file, or no limit, which v2 writes as "max".
+            with suppress(OSError, ValueError):
                 size = int((folder / limit).read_text())
                 cached = re.findall(
                     rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE

@@ -48,12 +48,10 @@ class State:
     pieces: list[tuple[int, slice]]  # (index into the norms, elements)
     tensors: dict[str, Tensor]
     updated: torch.Event  # recorded once an update is on the host again, where state is there
-    gradient: Tensor | None = (
-        None  # exists always where state is on the host, else from backward to the update
-    )
-    home: Tensor | None = (
-        None  # the weight in host memory, in the parameter's shape; None: it is elsewhere
-    )
+    # Exists always where state is on the host, else from backward to the update.
+    gradient: Tensor | None = None
+    # The weight in host memory, in the parameter's shape; None: it is elsewhere.
+    home: Tensor | None = None
     arrived: bool = False  # whether a gradient has come since the last update
 
     @property
@@ -123,12 +121,11 @@ class MasterAdamW:
 
     Args:
         named_parameters: the model's, sharded over one mesh of all ranks or not at all, on a CPU or
-        the current GPU.
-            The names are keys of the saved state. Parameters that take no gradient have no state.
+            the current GPU. The names are keys of the saved state. Parameters that take no gradient
+            have no state.
         inventory: where state and weights live, and in which formats, for these parameters; None:
-        in float32 on the
-            GPU. Visiting weights lose their memory on the GPU, whose content becomes the weight.
-            UserError where the host does not let so much be pinned.
+            in float32 on the GPU. Visiting weights lose their memory on the GPU, whose content
+            becomes the weight. UserError where the host does not let so much be pinned.
         rate_ratios: factors of the learning rate of some parameters, by the end of their names.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
     """
@@ -150,17 +147,15 @@ class MasterAdamW:
             p.device_mesh if isinstance(p, DTensor) else None for p in parameters if p.requires_grad
         }
         assert len(meshes) == 1, f"parameters of several meshes: {meshes}"
-        self.accumulate, self.impl = inventory.accumulate, impl
+        self.accumulate = inventory.accumulate
+        self.impl = impl
         self.ring = Ring(device, inventory.slots, inventory.leaving_limit)
-        self.late: deque[tuple[State, int, slice]] = (
-            deque()
-        )  # pieces of states whose update is not queued yet
-        self.queues_in_forward = (
-            False  # whether the next forward queues them, see `update_beside_forward`
-        )
-        self.room = torch.empty(
-            inventory.room, device=device
-        )  # where sums on the host have a piece added
+        # Pieces of states whose update is not queued yet.
+        self.late: deque[tuple[State, int, slice]] = deque()
+        # Whether the next forward queues them, see `update_beside_forward`.
+        self.queues_in_forward = False
+        # Scratch in which a piece is added to a sum on the host.
+        self.room = torch.empty(inventory.room, device=device)
         self.arena = inventory.arena(device)
 
         # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a
@@ -183,13 +178,11 @@ class MasterAdamW:
         self.homes: dict[nn.Parameter, Home] = {
             p: weight for p, weight in lent if weight is not None
         }
-        self.norms = torch.zeros(
-            next(indices), device=device
-        )  # norm of each piece of the gradients
+        # Norm of each piece of the gradients.
+        self.norms = torch.zeros(next(indices), device=device)
         copies = [state.row.copies for state in self.states.values() for _ in state.pieces]
-        self.copies = torch.tensor(
-            copies, device=device
-        )  # ranks that have the same elements, for each piece
+        # Ranks that have the same elements, for each piece.
+        self.copies = torch.tensor(copies, device=device)
         self.steps = torch.zeros((), device=device)  # updates made; float32, for the fused kernel
         self.corrections = torch.zeros(2, device=device)  # factors 1 - beta^steps of both moments
         self.scale = 1.0  # factor of the gradients in the next update
@@ -209,7 +202,8 @@ class MasterAdamW:
             assert self.arena is not None
             empty = self.arena.allocate
         tensors = allocate(row.tensors if row.state_on_host else row.format.kept, row.numel, empty)
-        gradient, home = tensors.pop("gradient", None), tensors.pop("weight", None)
+        gradient = tensors.pop("gradient", None)
+        home = tensors.pop("weight", None)
         home = None if home is None else home.view(parameter.shape)
         updated = self.ring.device_module.Event()
         state = State(parameter, row, decay, ratio, pieces, tensors, updated, gradient, home)
@@ -226,7 +220,8 @@ class MasterAdamW:
     def take_gradient(self, name: str) -> None:
         """Add the gradient that backward has just made to the sum since the last update."""
         state = self.states[name]
-        made, first = local_view(state.parameter.grad), not state.arrived
+        made = local_view(state.parameter.grad)
+        first = not state.arrived
         state.parameter.grad = None
         assert first or self.accumulate, (
             "a second gradient before the update: accumulate must be True"
@@ -282,9 +277,8 @@ class MasterAdamW:
                     torch.linalg.vector_norm(
                         state.gradient[piece], dtype=torch.float32, out=self.norms[index]
                     )
-        self.ring.device_module.current_stream().wait_stream(
-            self.ring.outward
-        )  # the norms taken there are written
+        # The norms taken there are written.
+        self.ring.device_module.current_stream().wait_stream(self.ring.outward)
         squares = (self.norms.double().square() / self.copies).sum()
         sums = torch.stack([squares, *(value.double() for value in values)])
         if isinstance(next(iter(self.parameters.values())), DTensor):
@@ -305,7 +299,8 @@ class MasterAdamW:
         """
         is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
         parts = parts[-1:] if is_sharded else parts
-        self.queues_in_forward, optimizer = not is_sharded, weakref.proxy(self)
+        self.queues_in_forward = not is_sharded
+        optimizer = weakref.proxy(self)
         hooks = [parts[-1].register_forward_pre_hook(lambda *_: optimizer.end_update())]
         head = self.homes.keys() - {parameter for part in parts for parameter in part.parameters()}
         for pair in itertools.pairwise(parts):
@@ -375,7 +370,8 @@ class MasterAdamW:
     def _update_here(self, states: list[State]) -> None:
         """Update states on the GPU: by Triton whole, small ones together; by PyTorch in pieces,
         which it copies."""
-        on_triton, small = use_triton(self.impl, self.norms), dict[tuple, list[State]]()
+        on_triton = use_triton(self.impl, self.norms)
+        small = dict[tuple, list[State]]()
         for state in states:
             if on_triton and state.row.numel <= SMALL_ELEMENTS:
                 alike = state.format, state.weight_decay, state.rate_ratio, state.row.gradient_dtype

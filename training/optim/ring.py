@@ -31,18 +31,18 @@ class Ring:
         self, device: torch.device, sizes: Mapping[StateFormat, tuple[int, dict[str, Kept]]],
         leaving_limit: int = LEAVING_BYTES,
     ):  # fmt: skip
-        self.device, self.sizes, self.leaving_limit = device, sizes, leaving_limit
-        self.device_module = torch.get_device_module(
-            device
-        )  # torch.cpu's streams and events do nothing
+        self.device = device
+        self.sizes = sizes
+        self.leaving_limit = leaving_limit
+        # Torch.cpu's streams and events do nothing.
+        self.device_module = torch.get_device_module(device)
         self.compute = self.device_module.current_stream()
         self.inward, self.updating, self.outward = (self.device_module.Stream() for _ in range(3))
         # By format: tensors of a slot, and an event that is recorded once the piece that was here
         # last has gone back.
         self.slots: dict[StateFormat, deque[tuple[dict[str, Tensor], torch.Event]]] = {}
-        self.leaving: deque[tuple[Tensor, torch.Event]] = (
-            deque()
-        )  # gradients and their arrivals on the host
+        # Gradients and their arrivals on the host.
+        self.leaving: deque[tuple[Tensor, torch.Event]] = deque()
 
     def open(self) -> None:
         """Allocate the slots."""
@@ -72,9 +72,8 @@ class Ring:
             self.inward.wait_event(left)  # the slot is free
             for key, part in host.items():
                 tensors[key].copy_(part, non_blocking=True)
-        self.updating.wait_stream(
-            self.inward
-        )  # the piece has arrived: its copies are the last issued there
+        # The piece has arrived: its copies are the last issued there.
+        self.updating.wait_stream(self.inward)
         with self.device_module.stream(self.updating):
             update(tensors)
         self.outward.wait_stream(self.updating)  # the piece is updated

@@ -24,7 +24,8 @@ def shard_model(
     compute_dtype = compute_dtype or (
         torch.bfloat16 if world.device.type == "cuda" else torch.float32
     )
-    named, declared = dict(model.named_parameters()), model.declared
+    named = dict(model.named_parameters())
+    declared = model.declared
     exact = {p for name, p in named.items() if name in declared and declared[name].is_exact}
     mixers = [block.mixer for block in blocks if not exact.isdisjoint(block.mixer.parameters())]
     for module in (*blocks, model):
@@ -67,7 +68,8 @@ def local_part(parameter: Tensor, full: Tensor) -> Tensor:
     sharded."""
     if not isinstance(parameter, DTensor):
         return full
-    mesh, placements = parameter.device_mesh, parameter.placements
+    mesh = parameter.device_mesh
+    placements = parameter.placements
     # Without a source rank nothing is communicated: each rank takes its part of its own tensor.
     return distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
 

@@ -27,7 +27,8 @@ def share_matrices(model: nn.Module, world: World) -> None:
     # gather whole weights.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     mesh = world.mesh["tensor"]
-    ranks, declared = TensorRanks(mesh.get_group()), model.declared
+    ranks = TensorRanks(mesh.get_group())
+    declared = model.declared
     for name, module in model.named_modules():
         if hasattr(module, "tensor_ranks"):
             module.tensor_ranks = ranks

@@ -31,12 +31,10 @@ def check_sharing(
     Args:
         kinds: how each layer attends; (): as the configuration says.
         tensor_size: ranks that share each matrix. They divide the heads first; `size` ranks share
-        one part.
+            one part.
     """
-    whose, share = (
-        "the model's" if tensor_size == 1 else "a rank's",
-        model_config.share(tensor_size),
-    )
+    whose = "the model's" if tensor_size == 1 else "a rank's"
+    share = model_config.share(tensor_size)
     mixers = [
         share.parts(layer).mixer.with_kind(kind) for layer, kind in enumerate(kinds or share.kinds)
     ]

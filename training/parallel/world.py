@@ -21,9 +21,8 @@ from training.host.errors import UserError, whole_number
 from training.host.processes import GRACE_SECONDS, show_error
 from training.host.torch_internals import flatten_mesh, set_timeout, unflatten_mesh
 
-START_SECONDS = (
-    3600.0  # a rank waits for the others until the first step: some tokenize or read more slowly
-)
+# A rank waits for the others until the first step: some tokenize or read more slowly.
+START_SECONDS = 3600.0
 WAIT_SECONDS = 30.0  # without others, until a rank says so
 STOPPED_SECONDS = 5.0  # time from a process's SIGSTOP to the warning
 
@@ -233,13 +232,11 @@ def join_world(
 
     Raises:
         UserError: CUDA is asked for and not found; this machine has fewer GPUs than processes; the
-        sizes do not
-            divide the processes, or the processes of each of several machines; or ranks were given
-            different sizes.
+            sizes do not divide the processes, or the processes of each of several machines; or
+            ranks were given different sizes.
     """
-    os.environ.setdefault(
-        "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-    )  # before CUDA starts: less fragmentation
+    # Before CUDA starts: less fragmentation.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     rank, size, local_rank, local_size = read_environment()
     given = {
         "context_parallel_size": context_parallel_size,
@@ -309,7 +306,7 @@ def meet(
 
     Raises:
         UserError: torchrun has not said where to meet. Where ranks do not come, the process ends
-        with an error.
+            with an error.
     """
     if not (os.environ.get("MASTER_ADDR") and 0 < whole_number("MASTER_PORT", 0) < 2**16):
         raise UserError(
@@ -326,7 +323,8 @@ def meet(
     waiting.daemon = True
     waiting.start()
     ranks: list = [None] * size
-    start, gpu = datetime.timedelta(seconds=START_SECONDS), place.type == "cuda"
+    start = datetime.timedelta(seconds=START_SECONDS)
+    gpu = place.type == "cuda"
     try:
         dist.init_process_group(
             "nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=start
