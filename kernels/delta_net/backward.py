@@ -15,10 +15,13 @@ last token, also S . dS after it.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..attention.documents import as_bytes
 from ..common import aligned, operation
@@ -190,75 +193,86 @@ def _empty_gradients(d_out, d_final, q, k, v, g, beta, kept, initial, segments):
     return tuple(x.new_empty(x.shape) for x in like)
 
 
+class _Scratch(NamedTuple):
+    """Workspaces of a stretch, with a row for each chunk and value head."""
+
+    new: Tensor  # [chunks, H, CHUNK, V]
+    states: Tensor  # [chunks, H, V, K]: before each chunk
+    y: Tensor  # [chunks, H, CHUNK, V]
+    d_states: Tensor  # [chunks, H, V, K]: after each chunk
+
+
+def _empty_scratch(k: Tensor, v: Tensor, num_chunks: int) -> _Scratch:
+    H, V = v.shape[2:]
+    rows = num_chunks, H, CHUNK, V
+    states = num_chunks, H, V, k.shape[3]
+    return _Scratch(*(k.new_empty(shape) for shape in (rows, states, rows, states)))
+
+
+def _described(rows: Tensor, states: Tensor, block_v: int) -> list[Tensor | TensorDescriptor]:
+    """Describes a pair of workspaces for a scan, which writes `block_v` columns of V."""
+    V, K = states.shape[2:]
+    return [as_matrix(rows, V, CHUNK, block_v), as_matrix(states, K, block_v, K)]
+
+
+def _launch_gradients(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, chunks: Tensor,
+    scratch: _Scratch, gradients: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Writes the gradients of q, k, v, g and beta at the tokens of `chunks` [chunks, 2]."""
+    G, K = k.shape[2:]
+    H, V = v.shape[2:]
+    tiles = tiles_of(k.device)
+    # A single step of the loop over keys takes more memory than two.
+    block_k = min(GRADIENT_KEYS, K // 2 if tiles.by_pointer else K)
+    matrices = [
+        as_matrix(d_out, H * V, CHUNK, V),
+        *(as_matrix(x, V, CHUNK, V) for x in (scratch.new, scratch.y)),
+        *(as_matrix(x, G * K, CHUNK, block_k) for x in (q, k)),
+        *(as_matrix(x, K, V, block_k) for x in (scratch.states, scratch.d_states)),
+    ]
+    _gradients_kernel[(len(chunks), G)](
+        *matrices, v, gates, chunks, *gradients, G=G, BLOCK_K=block_k, **sizes(k, v),
+        STAGES=tiles.gradient_stages, num_warps=tiles.warps,
+    )  # fmt: skip
+
+
 @operation("fathom::delta_rule_backward", _empty_gradients)
 def delta_rule_backward(
     d_out: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-    kept: Tensor,
-    initial: Tensor | None, segments: Tensor | None,
+    kept: Tensor, initial: Tensor | None, segments: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of q, k, v, g, beta and the initial states (empty without these)."""
+    """Returns the gradients of q, k, v, g, beta and the initial states (empty without these).
+
+    Arguments are as `delta_rule` takes them, and what its forward keeps; `d_final` is the gradient
+    of the final states, [documents, H, K, V].
+    """
     d_out, q, k, v, g, beta = (aligned(x) for x in (d_out, q, k, v, g, beta))
     initial, d_final = (x if x is None else x.contiguous() for x in (initial, d_final))
-    dq, dk, dv, dg, d_beta, d_initial = _empty_gradients(
-        None, None, q, k, v, g, beta, None, initial, None
+    *gradients, d_initial = _empty_gradients(
+        d_out, d_final, q, k, v, g, beta, kept, initial, segments
     )
-    G = k.shape[2]
-    H = v.shape[2]
-    K = k.shape[3]
-    V = v.shape[3]
-    carry, carried = (g.new_empty(H, V, K) for _ in range(2))
+    carry, carried = (g.new_empty(kept.shape[1:]) for _ in range(2))
     programs, options = scan_options(k, v)
-    tiles = tiles_of(k.device)
-    # A single step takes more memory.
-    block_k = min(GRADIENT_KEYS, K // 2 if tiles.by_pointer else K)
-    q_d, k_d, v_d = describe_inputs(q, k, v, options["BLOCK_V"])
-    d_out_d, d_out_heads_d = (
-        as_matrix(d_out, H * V, CHUNK, width) for width in (options["BLOCK_V"], V)
-    )
+    block_v = options["BLOCK_V"]
+    inputs = describe_inputs(q, k, v, block_v)
+    d_out_d = as_matrix(d_out, v.shape[2] * v.shape[3], CHUNK, block_v)
     stretches = stretches_of(q.shape[0], q.shape[1], as_bytes(segments), q.device)[::-1]
-    for stretch, made, launches in prepared(q, k, v, g, beta, stretches):
-        matrices = describe_matrices(made)
-        num_chunks = len(stretch.chunks)
-        new, y = (v.new_empty(num_chunks, H, CHUNK, V) for _ in range(2))
-        states, d_states = (q.new_empty(num_chunks, H, V, K) for _ in range(2))
-        pairs = ((new, states), (y, d_states))
-        block_v = options["BLOCK_V"]
-        written = [
-            d
-            for x, S in pairs
-            for d in (as_matrix(x, V, CHUNK, block_v), as_matrix(S, K, block_v, K))
-        ]
+    for stretch, chunks, launches in prepared(q, k, v, g, beta, stretches):
+        matrices = describe_matrices(chunks)
+        scratch = _empty_scratch(k, v, len(stretch.chunks))
         states_scan = scan_states(
-            k, v, (q_d, k_d, v_d), matrices, stretch.pieces, initial, kept, None, None, *written[:2]
-        )
-        scan = functools.partial(
+            k, v, inputs, matrices, stretch.pieces, initial, kept, None, None,
+            *_described(scratch.new, scratch.states, block_v),
+        )  # fmt: skip
+        reverse_scan = functools.partial(
             _reverse_scan_kernel[(len(stretch.parts), programs)],
-            d_out_d, q_d, k_d, *matrices, stretch.parts, d_final,
-            None if initial is None else d_initial,
-            carried, carry, *written[2:], **options,
+            d_out_d, *inputs[:2], *matrices, stretch.parts, d_final,
+            None if initial is None else d_initial, carried, carry,
+            *_described(scratch.y, scratch.d_states, block_v), **options,
         )  # fmt: skip
-        launch_beside(q.device, scan, [states_scan, *launches])
-        rows_d = [as_matrix(x, V, CHUNK, V) for x in (new, y)]
-        rows_d += [as_matrix(x, G * K, CHUNK, block_k) for x in (q, k)]
-        rows_d += [as_matrix(x, K, V, block_k) for x in (states, d_states)]
-        _gradients_kernel[(num_chunks, G)](
-            d_out_heads_d, *rows_d, v, made.gates, stretch.chunks, dq, dk, dv, dg, d_beta,
-            G=G, BLOCK_K=block_k, **sizes(k, v), STAGES=tiles.gradient_stages,
-            num_warps=tiles.warps,
-        )  # fmt: skip
+        launch_beside(q.device, reverse_scan, [states_scan, *launches])
+        _launch_gradients(d_out, q, k, v, chunks.gates, stretch.chunks, scratch, gradients)
         carry, carried = carried, carry
-        del (
-            made,
-            matrices,
-            new,
-            y,
-            states,
-            d_states,
-            pairs,
-            written,
-            states_scan,
-            scan,
-            launches,
-            rows_d,
-        )
-    return dq, dk, dv, dg, d_beta, d_initial
+        del chunks, launches, matrices, scratch, states_scan, reverse_scan  # before the next exist
+    return *gradients, d_initial

@@ -71,9 +71,9 @@ def stretches_of(B: int, T: int, documents: bytes | None, device: torch.device) 
     chunk_stops = torch.cat([pieces_first_chunk[1:], torch.tensor([len(chunks)])])
     stretches = []
     for number in stretch_of_piece.unique().tolist():
-        mine = stretch_of_piece == number
-        first_chunk = int(pieces_first_chunk[mine][0])
-        last_chunk = int(chunk_stops[mine][-1])
+        is_inside = stretch_of_piece == number
+        first_chunk = int(pieces_first_chunk[is_inside][0])
+        stop_chunk = int(chunk_stops[is_inside][-1])
         columns = (
             pieces[:, 0],
             pieces[:, 1],
@@ -83,18 +83,20 @@ def stretches_of(B: int, T: int, documents: bytes | None, device: torch.device) 
             document,
             ends,
         )
-        rows = torch.stack(columns, dim=1)[mine]
-        _, counts = rows[:, 5].unique_consecutive(return_counts=True)
-        last = counts.cumsum(0) - 1
-        parts = rows[last - counts + 1]
-        parts[:, 1] = rows[last, 1]
-        parts[:, 6] = rows[last, 6]
-        parts = parts[(parts[:, 0] - parts[:, 1]).argsort(stable=True)]
-        tables = (
-            table.contiguous().to(device) for table in (chunks[first_chunk:last_chunk], rows, parts)
-        )
-        stretches.append(Stretch(*tables))
+        rows = torch.stack(columns, dim=1)[is_inside]
+        tables = chunks[first_chunk:stop_chunk], rows, _parts_of(rows)
+        stretches.append(Stretch(*(table.contiguous().to(device) for table in tables)))
     return stretches
+
+
+def _parts_of(pieces: Tensor) -> Tensor:
+    """Joins the pieces of each document, rows as in `Stretch`; the longest part comes first."""
+    _, counts = pieces[:, 5].unique_consecutive(return_counts=True)
+    last = counts.cumsum(0) - 1
+    parts = pieces[last - counts + 1]
+    for column in (1, 6):  # one past the last token; whether the document ends
+        parts[:, column] = pieces[last, column]
+    return parts[(parts[:, 0] - parts[:, 1]).argsort(stable=True)]
 
 
 def _divide(start: Tensor, length: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -294,8 +296,13 @@ def sizes(k: Tensor, v: Tensor) -> dict[str, int]:
 
 @functools.cache
 def tiles_of(device: torch.device) -> Tiles:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    return OLDER if capability < (9, 0) else RTX_50 if capability[0] == 12 else HOPPER
+    """Returns the fastest sizes on a device. CPUs run Triton's interpreter as Hopper."""
+    if device.type != "cuda":
+        return HOPPER
+    major, _ = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return OLDER
+    return RTX_50 if major == 12 else HOPPER
 
 
 def scan_options(k: Tensor, v: Tensor) -> tuple[int, dict[str, int]]:
@@ -328,11 +335,11 @@ def _empty_chunks(k: Tensor, v: Tensor, stretch: Stretch) -> Chunks:
 
 
 def _launch_chunks(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, stretch: Stretch, made: Chunks
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, stretch: Stretch, chunks: Chunks
 ) -> None:
     G = k.shape[2]
     _chunk_kernel[(len(stretch.chunks), G)](
-        q, k, g, beta, *made, stretch.chunks, G=G, R=g.shape[2] // G, K=k.shape[3], C=CHUNK,
+        q, k, g, beta, *chunks, stretch.chunks, G=G, R=g.shape[2] // G, K=k.shape[3], C=CHUNK,
         DTYPE=tl.float32 if q.dtype == torch.float32 else tl.float16, num_warps=4,
     )  # fmt: skip
 
@@ -340,15 +347,16 @@ def _launch_chunks(
 def prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stretches: list[Stretch]
 ) -> Iterator[tuple[Stretch, Chunks, list[Callable]]]:
-    """Yields each stretch, its chunks as `_launch_chunks` makes them, and launches that make the
-    next one's."""
-    made = _empty_chunks(k, v, stretches[0])
-    _launch_chunks(q, k, g, beta, stretches[0], made)
+    """Yields each stretch, its chunks' matrices, and launches that make the next stretch's
+    matrices."""
+    chunks = _empty_chunks(k, v, stretches[0])
+    _launch_chunks(q, k, g, beta, stretches[0], chunks)
     for stretch, following in itertools.pairwise(stretches):
         upcoming = _empty_chunks(k, v, following)
-        yield stretch, made, [functools.partial(_launch_chunks, q, k, g, beta, following, upcoming)]
-        made = upcoming
-    yield stretches[-1], made, []
+        launch = functools.partial(_launch_chunks, q, k, g, beta, following, upcoming)
+        yield stretch, chunks, [launch]
+        chunks = upcoming
+    yield stretches[-1], chunks, []
 
 
 @functools.cache
@@ -356,11 +364,11 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def launch_beside(device: torch.device, scan: Callable, others: list[Callable]) -> None:
-    """Launches a scan, and others beside it, for the multiprocessors that it leaves free. They
+def launch_beside(device: torch.device, scan: Callable, launches: list[Callable]) -> None:
+    """Launches a scan, and beside it kernels for the multiprocessors that it leaves free. They
     share no data."""
     if device.type != "cuda":
-        for launch in (scan, *others):
+        for launch in (scan, *launches):
             launch()
         return
     stream = torch.cuda.current_stream(device)
@@ -368,7 +376,7 @@ def launch_beside(device: torch.device, scan: Callable, others: list[Callable]) 
     second.wait_stream(stream)
     scan()
     with torch.cuda.stream(second):
-        for launch in others:
+        for launch in launches:
             launch()
     stream.wait_stream(second)
 
@@ -381,15 +389,16 @@ def as_matrix(x: Tensor, width: int, rows: int, columns: int) -> Tensor | Tensor
 def describe_inputs(
     q: Tensor, k: Tensor, v: Tensor, block_v: int
 ) -> list[Tensor | TensorDescriptor]:
-    G = k.shape[2]
-    H = v.shape[2]
-    K = k.shape[3]
-    V = v.shape[3]
+    """Describes q, k and v for a scan, which reads `block_v` columns of V."""
+    G, K = k.shape[2:]
+    H, V = v.shape[2:]
     return [as_matrix(x, G * K, CHUNK, K) for x in (q, k)] + [as_matrix(v, H * V, CHUNK, block_v)]
 
 
-def describe_matrices(made: Chunks) -> list:
-    return [*(as_matrix(x, CHUNK, CHUNK, CHUNK) for x in (made.inverse, made.scores)), made.gates]
+def describe_matrices(chunks: Chunks) -> list:
+    """Describes the inverses and the scores for a scan; the gates follow as they are."""
+    matrices = [as_matrix(x, CHUNK, CHUNK, CHUNK) for x in (chunks.inverse, chunks.scores)]
+    return [*matrices, chunks.gates]
 
 
 def scan_states(

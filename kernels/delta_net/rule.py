@@ -9,9 +9,9 @@ value v, a query q, a log decay g <= 0 and a strength beta:
 Key head j serves value heads j R to j R + R - 1. Kernels compute chunks of 64 tokens. G is the sum
 of g from the start of the chunk up to and with a token. D_ij = exp(G_i - G_j) for i >= j, else 0:
 
-    A_ij = beta_i (k_i . k_j) D_ij for i > j        strictly lower: token i removes this share of
-    token j new  = (I + A)^-1 beta (v - exp(G) k S)         [64, V]: each token adds its row along
-    its key out  = exp(G) q S + ((q k^T) D) new
+    A_ij = beta_i (k_i . k_j) D_ij for i > j    strictly lower: token i removes so much of token j
+    new  = (I + A)^-1 beta (v - exp(G) k S)     [64, V]: each token adds its row along its key
+    out  = exp(G) q S + ((q k^T) D) new
     S    = exp(G_last) S + (exp(G_last - G) k)^T new
 
 No exponent is positive, so nothing overflows. `chunks.py` runs stretches of 256 chunks;
@@ -113,14 +113,16 @@ def _by_document(function, q, k, v, g, beta, segments, initial_state):
 
 def _empty_outputs(q, v, segments, with_state):
     B, _, H, V = v.shape
-    documents = (B if segments is None else len(segments)) if with_state else 0
+    documents = 0
+    if with_state:
+        documents = B if segments is None else len(segments)
     shapes = (kept_rows(q), H, V, q.shape[3]), (documents, H, q.shape[3], V)
     return v.new_empty(v.shape), *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 @operation(
     "fathom::delta_rule",
-    lambda q, k, v, *given: _empty_outputs(q, v, *given[3:]),
+    lambda q, k, v, *options: _empty_outputs(q, v, *options[3:]),
     keepable="results",
 )
 def _forward(
@@ -132,17 +134,15 @@ def _forward(
     if not asked)."""
     q, k, v, g, beta = (aligned(x) for x in (q, k, v, g, beta))
     out, kept, final = _empty_outputs(q, v, segments, with_state)
-    read = describe_inputs(q, k, v, scan_options(k, v)[1]["BLOCK_V"])
+    inputs = describe_inputs(q, k, v, scan_options(k, v)[1]["BLOCK_V"])
     initial = None if initial is None else initial.contiguous()
     stretches = stretches_of(q.shape[0], q.shape[1], as_bytes(segments), q.device)
-    for stretch, made, launches in prepared(q, k, v, g, beta, stretches):
-        matrices = describe_matrices(made)
-        final_or_none = final if with_state else None
-        scan = scan_states(
-            k, v, read, matrices, stretch.parts, initial, kept, out, final_or_none, None, None
-        )
+    written = out, final if with_state else None, None, None
+    for stretch, chunks, launches in prepared(q, k, v, g, beta, stretches):
+        matrices = describe_matrices(chunks)
+        scan = scan_states(k, v, inputs, matrices, stretch.parts, initial, kept, *written)
         launch_beside(q.device, scan, launches)
-        del made, matrices, scan, launches  # before the stretch after the next
+        del chunks, matrices, scan, launches  # before the next stretch's are made
     return out, kept, final
 
 
@@ -237,20 +237,15 @@ def _check_widths(q: Tensor, v: Tensor) -> None:
 def delta_rule_bytes(
     num_tokens: int, H: int, K: int, V: int, element_size: int = 2
 ) -> tuple[int, int, int]:
-    """Returns bytes of kept states, and inside of forward and backward, of documents longer than a
-    stretch."""
+    """Returns the bytes of the kept states, inside of forward, and inside of backward.
+
+    Documents are taken to be longer than a stretch.
+    """
     state = H * K * V
     chunks = min(-(-num_tokens // CHUNK), STRETCH)
     kept = 4 * state * ((num_tokens - 1) // (PIECE * CHUNK))
-    matrices = (
-        (1 + (num_tokens > STRETCH * CHUNK))
-        * chunks
-        * H
-        * CHUNK
-        * (2 * 4 + 2 * element_size * CHUNK)
-    )
-    return (
-        kept,
-        matrices,
-        matrices + 2 * 4 * state + 2 * element_size * chunks * (state + CHUNK * H * V),
-    )
+    stretches_at_once = 1 + (num_tokens > STRETCH * CHUNK)
+    gates_and_matrices = H * CHUNK * (2 * 4 + 2 * element_size * CHUNK)
+    forward = stretches_at_once * chunks * gates_and_matrices
+    scratch = 2 * element_size * chunks * (state + CHUNK * H * V)
+    return kept, forward, forward + 2 * 4 * state + scratch
