@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .common import sum_dtype
 from .delta_net import delta_rule
 from .experts import expert_mlp
 from .gated_activation import geglu, swiglu
@@ -156,7 +157,7 @@ def _delta_net_forward(original: FunctionType, impl: str):
             query = _normalised(query)
             key = _normalised(key)
         query = query * query.shape[-1] ** -0.5
-        state_dtype = torch.promote_types(query.dtype, torch.float32)
+        state_dtype = sum_dtype(query)
         segments = None if cu_seqlens is None else _segments_between(cu_seqlens)
         if initial_state is not None:
             initial_state = initial_state.to(state_dtype)
@@ -172,7 +173,7 @@ def _delta_net_forward(original: FunctionType, impl: str):
 
 def _normalised(x: Tensor) -> Tensor:
     """Returns x / |x| along the last dimension, in x's dtype."""
-    x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    x_wide = x.to(sum_dtype(x))
     return (x_wide * torch.rsqrt(x_wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 

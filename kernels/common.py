@@ -86,6 +86,11 @@ def first_derivative(backward: Callable) -> Callable:
     return once
 
 
+def sum_dtype(x: torch.Tensor) -> torch.dtype:
+    """Returns the dtype in which sums of a tensor's elements are made: float32, or its own float64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def runs_as_on_gpu(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on a GPU, or on the meta device, where no kernel runs and any size is
     taken."""

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention.documents import as_bytes, check_documents, document_bounds
-from .common import operation, use_triton
+from .common import operation, sum_dtype, use_triton
 
 WIDTH = 4  # tokens that the convolution sees
 BLOCK_T = 16  # tokens of a program in forward
@@ -41,7 +41,7 @@ def qkv_convolution_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch with the contract of `qkv_convolution`; float64 stays float64."""
     B, T, C = x_BTC.shape
-    dtype = torch.promote_types(x_BTC.dtype, torch.float32)
+    dtype = sum_dtype(x_BTC)
     rows = x_BTC.to(dtype).reshape(B * T, C)
     weight = weight_CW.to(dtype)
     parts = []

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from .common import operation, use_triton
+from .common import operation, sum_dtype, use_triton
 from .torch_internals import assert_async, resolve_process_group
 
 ROWS_ELEMENTS = 2**24  # elements of rows that PyTorch computes at a time: 64 MiB in float32
@@ -78,7 +78,7 @@ def cross_entropy_reference(
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
     """Returns softcap(logits), float32 or wider."""
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = logits.to(sum_dtype(logits))
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
@@ -587,9 +587,7 @@ def _step(
 
 
 def _empty(logits: Tensor, *shape: int) -> Tensor:
-    return logits.new_empty(
-        *shape, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32)
-    )
+    return logits.new_empty(*shape, len(logits), dtype=sum_dtype(logits))
 
 
 @operation(
@@ -766,7 +764,7 @@ def cross_entropy(
         reduction,
         ignore_index,
         denominator,
-        torch.promote_types(logits.dtype, torch.float32),
+        sum_dtype(logits),
     )
     # Before the gradient overwrites the logits.
     entropies = _entropies(rows.detach(), labels, group_name, *options) if return_entropy else None
@@ -832,9 +830,4 @@ def checked_weights(
         raise ValueError(
             'weights have no effect with reduction="none", whose losses the caller may weigh'
         )
-    return (
-        weights.detach()
-        .reshape(-1)
-        .to(torch.promote_types(logits.dtype, torch.float32))
-        .contiguous()
-    )
+    return weights.detach().reshape(-1).to(sum_dtype(logits)).contiguous()

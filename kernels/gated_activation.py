@@ -20,14 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import operation, use_triton
+from .common import operation, sum_dtype, use_triton
 
 BLOCK_SIZE = 2048  # columns of one row that one program works on
 
 
 def gated_activation_reference(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """Returns act(gate) * up in plain PyTorch; float64 stays float64."""
-    compute_dtype = torch.promote_types(gate.dtype, torch.float32)
+    compute_dtype = sum_dtype(gate)
     x = gate.to(compute_dtype)
     gelu = partial(F.gelu, approximate="tanh")
     functions: dict[str, Callable] = {"silu": F.silu, "gelu_tanh": gelu, "sigmoid": F.sigmoid}
@@ -219,7 +219,7 @@ def activation_gradients(
             activation=activation,
         )
         return d_gate, d_up
-    compute_dtype = torch.promote_types(gate.dtype, torch.float32)
+    compute_dtype = sum_dtype(gate)
     d, x, u = (t.to(compute_dtype, copy=True) for t in (d_hidden, gate, up))
     if activation == "silu":
         value = F.silu(x)

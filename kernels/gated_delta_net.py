@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .attention.documents import has_prompts
 from .attention.prompts import Drop, Expand, copies_of
+from .common import sum_dtype
 from .convolution import WIDTH, convolution_workspace, qkv_convolution, qkv_convolution_reference
 from .delta_net import delta_rule, delta_rule_bytes, delta_rule_reference
 from .delta_net.chunks import CHUNK
@@ -255,7 +256,7 @@ def gated_delta_net_reference(
 
 def _decay_and_strength(a: Tensor, b: Tensor, p: DeltaNetParameters) -> tuple[Tensor, Tensor]:
     """Returns g and beta [B, T, H], float32 or wider."""
-    dtype = torch.promote_types(a.dtype, torch.float32)
+    dtype = sum_dtype(a)
     return -p.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + p.dt_bias.to(dtype)), b.sigmoid().to(
         dtype
     )

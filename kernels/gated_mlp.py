@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from . import torch_internals
-from .common import cast_by_autocast, first_derivative, operation, rounds, use_triton
+from .common import cast_by_autocast, first_derivative, operation, rounds, sum_dtype, use_triton
 from .gated_activation import gated_activation, gated_activation_reference
 from .linear import PLAIN, Factor, Linear
 from .parts import Parameter, Weight, Work, part_of, tensors_of, weight_of
@@ -142,9 +142,7 @@ def _tiled_mlp_backward(
     weights, tensors = [*map(weight_of, of_tensors)], [*itertools.chain(*of_tensors)]
     d_x = x.new_empty(x.shape) if needs_gradient[0] else None
     totals = [
-        torch.zeros(w.shape, dtype=torch.promote_types(w.dtype, torch.float32), device=w.device)
-        if needed
-        else None
+        torch.zeros(w.shape, dtype=sum_dtype(w), device=w.device) if needed else None
         for w, needed in zip(tensors, needs_gradient[1:])
     ]
     needs, of_weights = (_split(each, of_tensors) for each in (needs_gradient[1:], totals))

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .common import cast_by_autocast, operation, use_triton
+from .common import cast_by_autocast, operation, sum_dtype, use_triton
 from .cross_entropy import (
     CrossEntropyLoss,
     Details,
@@ -153,7 +153,7 @@ def _empty_outputs(
 ):
     """Makes each row's loss, log-sum-exp and entropy, and gradients; float32 or wider but for the
     input's."""
-    losses = input.new_empty(target.shape, dtype=torch.promote_types(input.dtype, torch.float32))
+    losses = input.new_empty(target.shape, dtype=sum_dtype(input))
     return (
         losses,
         torch.empty_like(losses),
@@ -344,7 +344,7 @@ def linear_cross_entropy(
         reduction,
         ignore_index,
         denominator,
-        torch.promote_types(input.dtype, torch.float32),
+        sum_dtype(input),
     )
     # Forward computes the gradients, except for reduction="none".
     computes_gradients = torch.is_grad_enabled() and reduction != "none"

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .common import cast_by_autocast, first_derivative
+from .common import cast_by_autocast, first_derivative, sum_dtype
 from .linear import PLAIN, Factor, Linear
 from .parts import Adapted, Weight, tensors_of
 from .tensor_parallel import local
@@ -220,7 +220,7 @@ def adapt(matrix: Tensor, a: Tensor, b: Tensor) -> Adapted:
 def merged(weight: Adapted) -> Tensor:
     """Returns W + B A, [N, K] or of all experts, summed in float32 and rounded once to W's
     dtype."""
-    dtype = torch.promote_types(weight.matrix.dtype, torch.float32)
+    dtype = sum_dtype(weight.matrix)
     product = torch.addmm if weight.matrix.ndim == 2 else torch.baddbmm
     return product(weight.matrix.to(dtype), weight.b.to(dtype), weight.a.to(dtype)).to(
         weight.matrix.dtype

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from .attention.attend import attend_backward, attention, check_gates
 from .attention.full import FULL, choose_backend
-from .common import operation, rounds
+from .common import operation, rounds, sum_dtype
 from .gated_activation import sigmoid_gated
 from .head_exchange import HeadExchange, group_named
 from .linear import PLAIN, Factor, Linear
@@ -189,7 +189,7 @@ class _Gradients:
         self.gradients = [
             None
             if not needed
-            else torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+            else torch.zeros_like(tensor, dtype=sum_dtype(tensor))
             if dim is None
             else torch.empty_like(tensor)
             for tensor, needed, dim in zip(tensors, needs, dims)
@@ -341,7 +341,7 @@ def _empty_results(
             B,
             T * ranks,
             H // ranks,
-            dtype=torch.promote_types(x.dtype, torch.float32),
+            dtype=sum_dtype(x),
         ),
         x.new_empty(
             B, T * ranks, G // ranks, kind.list_length if lists is None else 0, dtype=torch.int16

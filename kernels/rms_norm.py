@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import operation, use_triton
+from .common import operation, sum_dtype, use_triton
 from .gated_activation import activate
 
 LARGEST_ROW = 8192  # elements; a row lives in one program's registers
@@ -43,7 +43,7 @@ def rms_norm_reference(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Plain PyTorch with the contract of `rms_norm`; float64 stays float64."""
     total = input if residual is None else input + residual
-    x = total.to(torch.promote_types(total.dtype, torch.float32))
+    x = total.to(sum_dtype(total))
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     if cast_before_weight:
         normed = normed.to(total.dtype)

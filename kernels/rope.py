@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import operation, use_triton
+from .common import operation, sum_dtype, use_triton
 
 LARGEST_NUMBER = 1e30  # limit of a scaling's settings; its inverse is the least
 # Elements in registers: heads x half a head of one token, each padded to a power of two.
@@ -36,7 +36,7 @@ def rope_reference(
     q_BTHK: Tensor, k_BTGK: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch with the contract of `rope`; float64 stays float64."""
-    compute_dtype = torch.promote_types(q_BTHK.dtype, torch.float32)
+    compute_dtype = sum_dtype(q_BTHK)
     rotary_dim = rotary_dim or q_BTHK.shape[-1]
     half = rotary_dim // 2
     cos, sin = (table.to(compute_dtype).unsqueeze(-2) for table in (cos, sin))

@@ -17,7 +17,7 @@ them for backward.
 import torch
 from torch import Tensor
 
-from .common import cast_by_autocast, operation, use_triton
+from .common import cast_by_autocast, operation, sum_dtype, use_triton
 from .cross_entropy import (
     Details,
     RowOptions,
@@ -51,7 +51,7 @@ def top_k_divergence_reference(
 ) -> Tensor:  # fmt: skip
     """Plain PyTorch with full logits and the contract of `top_k_divergence`; returns the loss."""
     z = input @ linear_weight.T
-    log_q = z.to(torch.promote_types(z.dtype, torch.float32)).log_softmax(-1).gather(-1, ids)
+    log_q = z.to(sum_dtype(z)).log_softmax(-1).gather(-1, ids)
     losses, _ = _divergences(log_q, log_probs.to(log_q.dtype))
     losses = torch.where(target == ignore_index, 0, losses if weights is None else losses * weights)
     return losses.sum() * loss_scale(target, "mean", ignore_index, denominator, log_q.dtype)
@@ -67,7 +67,7 @@ def _divergences(log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
 def _empty_outputs(input, linear_weight, needs_input, needs_weight):
     """Makes each row's loss, and gradients: the input's has its dtype, all else is float32 or
     wider."""
-    losses = input.new_empty(len(input), dtype=torch.promote_types(input.dtype, torch.float32))
+    losses = input.new_empty(len(input), dtype=sum_dtype(input))
     d_weight = losses.new_empty(linear_weight.shape if needs_weight else 0)
     return losses, input.new_empty(input.shape if needs_input else 0), d_weight
 
@@ -181,7 +181,7 @@ def top_k_divergence(
             f"{[*log_probs.shape]}"
         )
     weights = checked_weights(weights, input, target, "mean")
-    dtype = torch.promote_types(input.dtype, torch.float32)
+    dtype = sum_dtype(input)
     scale = loss_scale(labels, "mean", ignore_index, denominator, dtype)
     needs = [torch.is_grad_enabled() and t.requires_grad for t in (input, linear_weight)]
     ids = ids.flatten(0, -2)

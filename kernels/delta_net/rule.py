@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.documents import as_bytes, check_documents, document_bounds
-from ..common import aligned, operation, use_triton
+from ..common import aligned, operation, sum_dtype, use_triton
 from .backward import delta_rule_backward
 from .chunks import (
     CHUNK,
@@ -96,7 +96,7 @@ def _chunked(q, k, v, g, beta, state):
 
 
 def _by_document(function, q, k, v, g, beta, segments, initial_state):
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = sum_dtype(q)
     H = v.shape[2]
     start, length = document_bounds(q.shape[0], q.shape[1], as_bytes(segments))
     tensors = [x.repeat_interleave(H // x.shape[2], dim=2) for x in (q, k)] + [v, g, beta]
@@ -209,7 +209,7 @@ def _check(q, k, v, g, beta, segments, initial_state) -> None:
             "q and k must be [B, T, G, K] and v [B, T, H, V], of one dtype, H a multiple of G, "
             f"got {got}"
         )
-    state_dtype = torch.promote_types(q.dtype, torch.float32)
+    state_dtype = sum_dtype(q)
     if g.shape != (B, T, H) or beta.shape != (B, T, H) or not g.dtype == beta.dtype == state_dtype:
         got = " and ".join(f"{list(x.shape)} {x.dtype}" for x in (g, beta))
         raise ValueError(f"g and beta must be {[B, T, H]} {state_dtype}, got {got}")

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ..common import aligned, cast_by_autocast, operation, rounds, use_triton
+from ..common import aligned, cast_by_autocast, operation, rounds, sum_dtype, use_triton
 from ..lora import lora_reference
 from ..parts import Weight, tensors_of, weight_of
 from .products import (
@@ -73,7 +73,7 @@ def expert_mlp_reference(
 ) -> Tensor:
     """A loop over experts in plain PyTorch, with the contract of `expert_mlp`; float64 stays
     float64."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = sum_dtype(x)
     rows = x.new_zeros(*experts.shape, x.shape[1])
     for e in range(len(down)):
         token, j = (experts == e).nonzero(as_tuple=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import operation
+from ..common import operation, sum_dtype
 
 
 class Choice(NamedTuple):
@@ -34,7 +34,7 @@ def choose_experts(logits: Tensor, top_k: int) -> Tensor:
 
 def probabilities_of(logits: Tensor) -> Tensor:
     """Returns the softmax of logits [N, E], in float32 at least."""
-    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return logits.softmax(-1, dtype=sum_dtype(logits))
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool, experts: Tensor | None = None) -> Choice:
