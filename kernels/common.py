@@ -32,7 +32,7 @@ def operation(
     chooses: str | None = None,
     skippable: bool = False, composed: bool = False, mutates: Sequence[str] = (),
 ) -> Callable:  # fmt: skip
-    """Decorator that makes a `torch.library.custom_op`, known to activation checkpointing.
+    """Decorator that makes a `torch.library.custom_op` and declares it to activation checkpointing.
 
     Activation checkpointing runs the forward of a transformer block again in backward. Operations
     that are declared keepable or skippable need not run in this second forward.
@@ -61,20 +61,19 @@ def operation(
             SKIPPABLE.add(name)
         if composed:
             BODIES[name] = function
-        made = torch.library.custom_op(name, function, mutates_args=mutates)
+        registered = torch.library.custom_op(name, function, mutates_args=mutates)
         if fake is not None:
-            made.register_fake(fake)
-        return made
+            registered.register_fake(fake)
+        return registered
 
     return register
 
 
 def first_derivative(backward: Callable) -> Callable:
-    """Decorator of an autograd function's backward that cannot be differentiated: create_graph=True
-    is RuntimeError.
+    """Decorator of an autograd function's backward that cannot be differentiated.
 
-    PyTorch's once_differentiable takes the gradients for constants where their own gradients need
-    no derivative.
+    With create_graph=True it raises RuntimeError. PyTorch's once_differentiable would take the
+    gradients for constants where nothing asks for their own gradients.
     """
 
     @functools.wraps(backward)
@@ -89,6 +88,11 @@ def first_derivative(backward: Callable) -> Callable:
 def sum_dtype(x: torch.Tensor) -> torch.dtype:
     """Returns the dtype in which sums of a tensor's elements are made: float32, or its own float64."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def shown(*tensors: torch.Tensor) -> str:
+    """Returns tensors as errors show them: "[2, 3] torch.float32 and [3] torch.int64"."""
+    return " and ".join(f"{list(tensor.shape)} {tensor.dtype}" for tensor in tensors)
 
 
 def runs_as_on_gpu(tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import operation, sum_dtype, use_triton
+from .common import operation, shown, sum_dtype, use_triton
 
 BLOCK_SIZE = 2048  # columns of one row that one program works on
 
@@ -254,6 +254,5 @@ def sigmoid_gated(gate: Tensor, x: Tensor, *, impl: str = "auto") -> Tensor:
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str, impl: str) -> Tensor:
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        got = " and ".join(f"{list(x.shape)} {x.dtype}" for x in (gate, up))
-        raise ValueError(f"gate and up must be of one shape and dtype, got {got}")
+        raise ValueError(f"gate and up must be of one shape and dtype, got {shown(gate, up)}")
     return activated(gate, up, activation, use_triton(impl, gate))

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import operation, sum_dtype, use_triton
+from .common import operation, shown, sum_dtype, use_triton
 from .gated_activation import activate
 
 LARGEST_ROW = 8192  # elements; a row lives in one program's registers
@@ -301,10 +301,9 @@ def rms_norm(
             f"weight must be [{input.shape[-1]}], the input's last dimension, got "
             f"{list(weight.shape)}"
         )
-    for name, other in (("residual", residual), ("gate", gate)):
-        if other is not None and (other.shape, other.dtype) != (input.shape, input.dtype):
-            expected, got = (f"{list(x.shape)} {x.dtype}" for x in (input, other))
-            raise ValueError(f"{name} must be {expected} as the input is, got {got}")
+    for name, tensor in (("residual", residual), ("gate", gate)):
+        if tensor is not None and (tensor.shape, tensor.dtype) != (input.shape, input.dtype):
+            raise ValueError(f"{name} must be {shown(input)} as the input is, got {shown(tensor)}")
     if not use_triton(impl, input):
         options = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
         return rms_norm_reference(input, weight, eps, residual=residual, gate=gate, **options)  # type: ignore

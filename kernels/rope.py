@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import operation, sum_dtype, use_triton
+from .common import operation, shown, sum_dtype, use_triton
 
 LARGEST_NUMBER = 1e30  # limit of a scaling's settings; its inverse is the least
 # Elements in registers: heads x half a head of one token, each padded to a power of two.
@@ -212,8 +212,9 @@ def rope(
 def _check(q, k, cos, sin, R) -> None:
     B, T, _, K = q.shape
     if K % 2 or k.shape != (B, T, k.shape[2], K) or k.dtype != q.dtype:
-        got = " and ".join(f"{list(x.shape)} {x.dtype}" for x in (q, k))
-        raise ValueError(f"q and k must be [B, T, heads, K] of one dtype with an even K, got {got}")
+        raise ValueError(
+            f"q and k must be [B, T, heads, K] of one dtype with an even K, got {shown(q, k)}"
+        )
     if R % 2 or not 0 < R <= K:
         raise ValueError(f"rotary_dim must be even and up to {K}, got {R}")
     # Compared by ==: in torch.compile's traces a length that is a symbol is "in" no tuple of

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.documents import as_bytes, check_documents, document_bounds
-from ..common import aligned, operation, sum_dtype, use_triton
+from ..common import aligned, operation, shown, sum_dtype, use_triton
 from .backward import delta_rule_backward
 from .chunks import (
     CHUNK,
@@ -204,21 +204,20 @@ def delta_rule(
 def _check(q, k, v, g, beta, segments, initial_state) -> None:
     (B, T, G, K), (H, V) = q.shape, v.shape[2:]
     if k.shape != q.shape or v.shape[:2] != (B, T) or H % G or not q.dtype == k.dtype == v.dtype:
-        got = ", ".join(f"{list(x.shape)} {x.dtype}" for x in (q, k, v))
         raise ValueError(
             "q and k must be [B, T, G, K] and v [B, T, H, V], of one dtype, H a multiple of G, "
-            f"got {got}"
+            f"got {shown(q, k, v)}"
         )
     state_dtype = sum_dtype(q)
     if g.shape != (B, T, H) or beta.shape != (B, T, H) or not g.dtype == beta.dtype == state_dtype:
-        got = " and ".join(f"{list(x.shape)} {x.dtype}" for x in (g, beta))
-        raise ValueError(f"g and beta must be {[B, T, H]} {state_dtype}, got {got}")
+        raise ValueError(f"g and beta must be {[B, T, H]} {state_dtype}, got {shown(g, beta)}")
     expected = [check_documents(segments, B, T), H, K, V]
     if initial_state is not None and (
         [*initial_state.shape] != expected or initial_state.dtype != state_dtype
     ):
-        got = f"{list(initial_state.shape)} {initial_state.dtype}"
-        raise ValueError(f"initial_state must be {expected} {state_dtype}, got {got}")
+        raise ValueError(
+            f"initial_state must be {expected} {state_dtype}, got {shown(initial_state)}"
+        )
 
 
 def _check_widths(q: Tensor, v: Tensor) -> None:

@@ -9,8 +9,8 @@ The sum is in float32, in the order of j. Let h = silu(gate) * up, d = down_e^T 
 Then
 
     d_w = d . h,  d_gate = d_h * up * silu'(gate),  d_up = d_h * silu(gate)
-    d_down = sum of dy (w h)^T,  d_gate_up = sum of (d_gate, d_up) x^T,  dx = sum over j of
-    gate_up^T (d_gate, d_up)
+    d_down = sum of dy (w h)^T,  d_gate_up = sum of (d_gate, d_up) x^T
+    dx = sum over j of gate_up^T (d_gate, d_up)
 
 The output of down is needed nowhere. `products.py` has the matrix products.
 
@@ -19,8 +19,8 @@ Frozen matrices may have adapters, gate_up + b_in a_in and down + b_out a_out, o
 width make these, and
 
     (gate, up) += b_in v,  y += b_out u,  d += a_out^T e,  dx += a_in^T g
-    d_a_in = sum of g x^T,  d_b_in = sum of (d_gate, d_up) v^T,  d_a_out = sum of e (w h)^T,
-    d_b_out = sum of dy u^T
+    d_a_in = sum of g x^T,  d_b_in = sum of (d_gate, d_up) v^T
+    d_a_out = sum of e (w h)^T,  d_b_out = sum of dy u^T
 
 Kept for backward: x, and gate and up of each of the N k entries; in tiles x alone. A tile is some
 tokens, sorted by expert among themselves. In tiles, backward makes gate and up again, d_gate and
@@ -36,7 +36,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ..common import aligned, cast_by_autocast, operation, rounds, sum_dtype, use_triton
+from ..common import aligned, cast_by_autocast, operation, rounds, shown, sum_dtype, use_triton
 from ..lora import lora_reference
 from ..parts import Weight, tensors_of, weight_of
 from .products import (
@@ -155,119 +155,124 @@ def _empty_gradients(
     return [t.new_empty(t.shape) for t, needed in zip(tensors, needs_gradient) if needed]
 
 
+def _empty_totals(
+    tensors: Sequence[Tensor], needs: Sequence[bool], num_tiles: int
+) -> list[Tensor | None]:
+    """Makes the gradients of matrices that `needs` asks for; several tiles add up in float32."""
+    return [
+        torch.empty_like(tensor, dtype=torch.float32 if num_tiles > 1 else tensor.dtype)
+        if needed
+        else None
+        for tensor, needed in zip(tensors, needs)
+    ]
+
+
 @operation("fathom::expert_mlp_backward", _empty_gradients, composed=True)
 def _backward(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor,
-    kept: Tensor | None,
-    tile_size: int, needs_gradient: list[bool],
+    kept: Tensor | None, tile_size: int, needs_gradient: list[bool],
     a_in: Tensor | None, b_in: Tensor | None, a_out: Tensor | None, b_out: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients that `needs_gradient` asks for, of x, gate_up, down, weights and
     adapters in this order.
 
-    `kept` has gate and up of all entries, and the only tile is all tokens; None: they are made
-    again.
+    With `kept`, gate and up of all entries, the only tile is all tokens. Without it, backward makes
+    gate and up again.
     """
-    needs_x, needs_gate_up, needs_down, _, *needs_adapters = needs_gradient
+    needs_matrices = [*needs_gradient[1:3], *needs_gradient[4:]]
     dy, x, gate_up, down, weights = (aligned(t) for t in (dy, x, gate_up, down, weights))
     adapters = Adapters.of([a_in, b_in, a_out, b_out])
     num_tiles = triton.cdiv(len(x), tile_size)
-    dx = x.new_empty(x.shape)
-    d_weights = weights.new_empty(weights.shape)
-    totals = [
-        torch.empty_like(w, dtype=torch.float32 if num_tiles > 1 else w.dtype) if needed else None
-        for w, needed in zip(
-            (gate_up, down, *(adapters or ())), (needs_gate_up, needs_down, *needs_adapters)
-        )
-    ]
+    dx, d_weights = x.new_empty(x.shape), weights.new_empty(weights.shape)
+    totals = _empty_totals([gate_up, down, *(adapters or ())], needs_matrices, num_tiles)
     for i in rounds(num_tiles, x):
         tile = slice(i * tile_size, (i + 1) * tile_size)
-        x_tile = x[tile]
-        dy_tile = dy[tile]
-        weights_tile = weights[tile]
-        entries = weights_tile.numel()
-        groups = group(experts[tile], len(down), x)
-        hidden = x.new_empty(entries, down.shape[2])
-        low = _Low(adapters, totals[2:], x_tile, dy_tile, groups, add=i > 0)
-        if kept is None:
-            pair = d_pair = x.new_empty(entries, gate_up.shape[1])
-            gate_up_product(x_tile, gate_up, groups, weights_tile, pair, hidden, low.of_x)
-        else:
-            pair, d_pair = kept, x.new_empty(kept.shape)
-        # Else `gate_up_product` has written it.
-        writes_hidden = (needs_down or adapters) and kept is not None
-        d_weights[tile] = gate_up_gradients(
-            dy_tile,
-            down,
-            groups,
-            weights_tile,
-            pair,
-            d_pair,
-            hidden if writes_hidden else None,
-            low.of_dy,
+        products = _TileProducts(
+            x[tile], dy[tile], group(experts[tile], len(down), x), adapters, totals, add=i > 0
         )
-        if totals[1] is not None:
-            weight_gradient(dy_tile, hidden, groups, totals[1], add=i > 0)
-        low.take_hidden(hidden)
-        del hidden, pair
-        if totals[0] is not None:
-            weight_gradient(x_tile, d_pair, groups, totals[0], transposed=True, add=i > 0)
-        of_pair = low.take_pair(d_pair)
-        if needs_x:
-            rows = x.new_empty(*weights_tile.shape, x.shape[1])
-            project(d_pair, gate_up, groups, rows, transposed=True, low=of_pair)
-            sum_entries(rows, dx[tile])
-            del rows
-        del d_pair
-    d_gate_up, d_down, *d_adapters = (
-        None if total is None else total.to(x.dtype) for total in totals
-    )
-    gradients = dx, d_gate_up, d_down, d_weights, *d_adapters
+        dx_tile = dx[tile] if needs_gradient[0] else None
+        d_weights[tile] = products.run(gate_up, down, weights[tile], kept, dx_tile)
+        del products  # before the next tile's adapters narrow their rows
+    matrices = [None if total is None else total.to(x.dtype) for total in totals]
+    gradients = dx, *matrices[:2], d_weights, *matrices[2:]
     return [g for g, needed in zip(gradients, needs_gradient) if needed and g is not None]
 
 
-class _Low:
-    """Products of a tile with adapters, if there are some, in backward. Gradients are written or
-    added to `totals`."""
+class _TileProducts:
+    """Backward of a tile. It writes gradients of matrices and adapters to `totals`, or adds them.
+
+    Args:
+        x, dy: rows of the tile's tokens [n, D].
+        groups: entries of these tokens.
+        totals: gradients of gate_up, down and the adapters; None: not needed.
+        add: whether earlier tiles are in `totals`.
+    """
 
     def __init__(
-        self, adapters: Adapters | None, totals: Sequence[Tensor | None], x: Tensor, dy: Tensor,
-        groups: Groups,
-        add: bool,
+        self, x: Tensor, dy: Tensor, groups: Groups, adapters: Adapters | None,
+        totals: Sequence[Tensor | None], *, add: bool,
     ):  # fmt: skip
-        self.adapters = adapters
-        self.totals = totals
-        self.x = x
-        self.dy = dy
-        self.groups = groups
+        self.x, self.dy, self.groups, self.adapters = x, dy, groups, adapters
+        self.d_gate_up, self.d_down, *self.d_adapters = totals
         self.add = add
-        self.of_x: LowRank | None = None
-        self.of_dy: LowRank | None = None
+        self.gate_up_term: LowRank | None = None  # b_in v
+        self.d_hidden_term: LowRank | None = None  # a_out^T e
         if adapters:
             self.places = by_place(groups)
-            self.of_x = LowRank(narrow(x, adapters.a_in, groups), adapters.b_in)
-            self.of_dy = LowRank(narrow(dy, adapters.b_out.mT.contiguous(), groups), adapters.a_out)
+            self.gate_up_term = LowRank(narrow(x, adapters.a_in, groups), adapters.b_in)
+            narrowed = narrow(dy, adapters.b_out.mT.contiguous(), groups)
+            self.d_hidden_term = LowRank(narrowed, adapters.a_out)
 
-    def take_hidden(self, hidden: Tensor) -> None:
+    def run(
+        self, gate_up: Tensor, down: Tensor, weights: Tensor, kept: Tensor | None,
+        dx: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Returns the gradient of weights [n, k], and writes x's gradient into dx, if given."""
+        x, dy, groups = self.x, self.dy, self.groups
+        hidden = x.new_empty(weights.numel(), down.shape[2])
+        hidden_to_write = None
+        if kept is None:
+            pair = d_pair = x.new_empty(weights.numel(), gate_up.shape[1])
+            gate_up_product(x, gate_up, groups, weights, pair, hidden, self.gate_up_term)
+        else:
+            pair, d_pair = kept, x.new_empty(kept.shape)
+            if self.d_down is not None or self.adapters:
+                hidden_to_write = hidden
+        d_weights = gate_up_gradients(
+            dy, down, groups, weights, pair, d_pair, hidden_to_write, self.d_hidden_term
+        )
+        if self.d_down is not None:
+            weight_gradient(dy, hidden, groups, self.d_down, add=self.add)
+        self._take_hidden(hidden)
+        del hidden, hidden_to_write, pair
+        if self.d_gate_up is not None:
+            weight_gradient(x, d_pair, groups, self.d_gate_up, transposed=True, add=self.add)
+        dx_term = self._take_pair(d_pair)
+        if dx is not None:
+            rows = x.new_empty(*weights.shape, x.shape[1])
+            project(d_pair, gate_up, groups, rows, transposed=True, low=dx_term)
+            sum_entries(rows, dx)
+        return d_weights
+
+    def _take_hidden(self, hidden: Tensor) -> None:
         """Makes the gradients of a_out and b_out from w h, by place."""
-        if self.adapters is None or self.of_dy is None:
+        if self.adapters is None or self.d_hidden_term is None:
             return
-        _, _, d_a_out, d_b_out = self.totals
+        _, _, d_a_out, d_b_out = self.d_adapters
         if d_a_out is not None:
-            weight_gradient(
-                hidden, self.of_dy.rows, self.places, d_a_out, transposed=True, add=self.add
-            )
+            rows = self.d_hidden_term.rows
+            weight_gradient(hidden, rows, self.places, d_a_out, transposed=True, add=self.add)
         if d_b_out is not None:
             narrowed = narrow(hidden, self.adapters.a_out, self.places)
             weight_gradient(self.dy, narrowed, self.groups, d_b_out, add=self.add)
 
-    def take_pair(self, d_pair: Tensor) -> LowRank | None:
+    def _take_pair(self, d_pair: Tensor) -> LowRank | None:
         """Makes a_in's and b_in's gradients from the pair's, by place. Returns dx's second term."""
-        if self.adapters is None or self.of_x is None:
+        if self.adapters is None or self.gate_up_term is None:
             return None
-        d_a_in, d_b_in, *_ = self.totals
+        d_a_in, d_b_in, *_ = self.d_adapters
         if d_b_in is not None:
-            weight_gradient(d_pair, self.of_x.rows, self.places, d_b_in, add=self.add)
+            weight_gradient(d_pair, self.gate_up_term.rows, self.places, d_b_in, add=self.add)
         narrowed = narrow(d_pair, self.adapters.b_in.mT.contiguous(), self.places)
         if d_a_in is not None:
             weight_gradient(self.x, narrowed, self.groups, d_a_in, transposed=True, add=self.add)
@@ -291,9 +296,9 @@ def _gradients(ctx, dy, _=None):
         return (None,) * len(ctx.needs_input_grad)
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, -4, -3, -2, -1)]
     tensors = dy, x, gate_up, down, experts, weights, kept
-    found = iter(_backward(*tensors, ctx.tile_size or len(x), needs, *adapters))
+    gradients = iter(_backward(*tensors, ctx.tile_size or len(x), needs, *adapters))
     dx, d_gate_up, d_down, d_weights, *d_adapters = (
-        next(found) if needed else None for needed in needs
+        next(gradients) if needed else None for needed in needs
     )
     return dx, d_gate_up, d_down, None, d_weights, *([None] if ctx.tile_size else []), *d_adapters
 
@@ -333,34 +338,14 @@ def expert_mlp(
     """
     x, gate_up, *in_factors = cast_by_autocast(x, *tensors_of(gate_up))
     down, *out_factors = cast_by_autocast(*tensors_of(down))
-    (N, D) = x.shape
-    (E, width) = (len(down), down.shape[-1])
-    if (
-        gate_up.shape != (E, 2 * width, D)
-        or down.shape[1] != D
-        or not x.dtype == gate_up.dtype == down.dtype
-    ):
-        got = ", ".join(f"{list(t.shape)} {t.dtype}" for t in (gate_up, down))
-        raise ValueError(
-            f"for {x.dtype} and width {D}, weights must be [E, 2 F, {D}] and [E, {D}, F], got {got}"
-        )
     factors = [*in_factors, *out_factors]
-    check_factors(factors, (E, D, width), x.dtype)
-    if (
-        experts.dim() != 2
-        or len(experts) != N
-        or weights.shape != experts.shape
-        or experts.is_floating_point()
-    ):
-        got = " and ".join(f"{list(t.shape)} {t.dtype}" for t in (experts, weights))
-        raise ValueError(f"experts and weights must be [{N}, k], integers and numbers, got {got}")
-    if tile_size is not None and tile_size < 1:
-        raise ValueError(f"tile_size must be at least 1 token, got {tile_size}")
+    _check(x, gate_up, down, factors, experts, weights, tile_size)
+    N, D = x.shape
     if not use_triton(impl, x) or not N:
         return expert_mlp_reference(
             x, weight_of([gate_up, *in_factors]), weight_of([down, *out_factors]), experts, weights
         )
-    if any(n % ALIGNED for n in (D, width, *(t.shape[-1] for t in factors))):
+    if any(t.shape[-1] % ALIGNED for t in (x, down, *factors)):
         x, gate_up, down, *factors = _widened(x, gate_up, down, *factors)
     adapters = factors or [None] * 4
     if tile_size is None and torch.is_grad_enabled():
@@ -371,19 +356,34 @@ def expert_mlp(
     return y[:, :D]
 
 
-def check_factors(
-    factors: Sequence[Tensor], sizes: tuple[int, int, int], dtype: torch.dtype
-) -> None:
-    """Raises ValueError for factors of adapters, none or all four, that do not fit matrices of E, D
-    and F."""
-    E, D, width = sizes
+def _check(
+    x: Tensor, gate_up: Tensor, down: Tensor, factors: Sequence[Tensor], experts: Tensor,
+    weights: Tensor, tile_size: int | None,
+) -> None:  # fmt: skip
+    """Raises ValueError as `expert_mlp` does. `factors` of adapters are none or all four."""
+    N, D = x.shape
+    E, width = len(down), down.shape[-1]
+    fits = gate_up.shape == (E, 2 * width, D) and down.shape[1] == D
+    if not (fits and x.dtype == gate_up.dtype == down.dtype):
+        raise ValueError(
+            f"for {x.dtype} and width {D}, weights must be [E, 2 F, {D}] and [E, {D}, F], got "
+            f"{shown(gate_up, down)}"
+        )
     r, s = (factors[i].shape[1] if factors else 0 for i in (0, -2))
     expected = [(E, r, D), (E, 2 * width, r), (E, s, width), (E, D, s)][: 4 * bool(factors)]
-    if [t.shape for t in factors] != expected or any(t.dtype != dtype for t in factors):
-        got = ", ".join(f"{list(t.shape)} {t.dtype}" for t in factors)
+    if [t.shape for t in factors] != expected or any(t.dtype != x.dtype for t in factors):
         raise ValueError(
-            f"adapters of experts must be {[*map(list, expected)]} in {dtype}, got {got}"
+            f"adapters of experts must be {[*map(list, expected)]} in {x.dtype}, got "
+            f"{shown(*factors)}"
         )
+    fits = experts.shape == weights.shape and experts.shape[:-1] == (N,)
+    if not fits or experts.is_floating_point():
+        raise ValueError(
+            f"experts and weights must be [{N}, k], integers and numbers, got "
+            f"{shown(experts, weights)}"
+        )
+    if tile_size is not None and tile_size < 1:
+        raise ValueError(f"tile_size must be at least 1 token, got {tile_size}")
 
 
 def _widened(x: Tensor, gate_up: Tensor, down: Tensor, *factors: Tensor) -> list[Tensor]:
