@@ -3,7 +3,8 @@
 from typing import Any
 
 from training.config.theirs import is_unset
-from training.data.forms import FLAGS, ROLES, SHAREGPT
+from training.data.forms import ROLES, SHAREGPT
+from training.data.masks import FLAGS
 from training.host.other_trainers import NAMES
 from training.objectives.flags import PAIR_OBJECTIVES
 

@@ -10,13 +10,14 @@ from typing import NoReturn
 
 import numpy as np
 
-from training.data.forms import VARIABLES, NothingToLearn, parsed
+from training.data.forms import VARIABLES, parsed
+from training.data.masks import NothingToLearn
 from training.data.messages import check_messages, function_names, nested
 from training.data.template import Template, Turn, read_templates
 from training.data.tokenizer import FileTokenizer, load_tokenizer
 from training.data.turns import TALK
-from training.data.unread import EMPTY
-from training.data.writer import ChatWriter, unread_of_row
+from training.data.unread import EMPTY, cure_of, find_lost, is_of_a_last_answer, said_by
+from training.data.writer import ChatWriter
 from training.host.errors import UserError
 from training.host.files import JSON_BYTES, read_file
 
@@ -155,7 +156,7 @@ class ChatTemplate:
         messages, trained = check_messages(record["messages"], writer.template.forms)
         text, turns = writer.write(messages, tools, variables)
         unread |= writer.unread_fields(messages, tools)
-        self.unread = unread | unread_of_row(record.get("beside") or {}, messages)
+        self.unread = unread | _unread_of_row(record.get("beside") or {}, messages)
         return writer, text, turns, trained
 
     def prompt(self, messages: list[dict]) -> str:
@@ -222,6 +223,30 @@ class ChatTemplate:
             template = self._open(name).with_values(variables)
             self._writers[key] = ChatWriter(template, self._tokenizer, self._reasoning)
         return self._writers[key]
+
+
+def _unread_of_row(fields: dict, messages: list[dict]) -> set[str]:
+    """Returns names of a row's fields with words that its chat does not have.
+
+    Raises UserError for a field that may be a part of an answer, as "reasoning" beside "messages",
+    or the answer to a chat that ends with a question, as "response".
+    """
+    said = [text for message in messages for text in said_by(message)]
+    is_open = messages[-1]["role"] != "assistant"
+    unread = set()
+    for name, value in fields.items():
+        lost = find_lost(name, value, said)
+        if lost is None:
+            continue
+        beside = f"has {json.dumps(name[:40])} beside its messages: {lost.text[:40]!r}"
+        has = f"{beside}, which no chat template writes"
+        if lost.is_answer:
+            raise UserError(f"{has}; {cure_of(name)}, or remove it")
+        if is_open and is_of_a_last_answer(name):
+            cure = "write it as the last message if it answers the question there, or remove it"
+            raise UserError(f"{has}; {cure}")
+        unread.add(name)
+    return unread
 
 
 def has_template(tokenizer) -> bool:

@@ -4,15 +4,13 @@ import json
 import re
 from typing import NamedTuple
 
-from training.data.forms import FLAGS, NothingToLearn, refuse_unknown_flags, says_trained
-from training.data.unread import EMPTY, cure_of, describes, texts_in
-from training.host.errors import UserError
+from training.data.masks import FLAGS, NothingToLearn, refuse_unknown_flags, says_trained
+from training.data.unread import EMPTY, cure_of, describes, parts_of_answers, texts_in
+from training.host.errors import UserError, as_json
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-CALLS = (
-    "an assistant that calls tools",
-    "an assistant that writes calls",
-)  # in fields, or in the content
+CALLS_IN_FIELDS = "an assistant that calls tools"
+CALLS_IN_CONTENT = "an assistant that writes calls"
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 THINKING = re.compile(r"^\s*<think>(.*?)</think>\s*", re.DOTALL)
 INLINE_CALL = "<tool_call>"  # in contents of ShareGPT
@@ -31,82 +29,93 @@ class Forms(NamedTuple):
 
 
 def check_messages(messages, forms: Forms = Forms()) -> tuple[list[dict], list[bool]]:  # noqa: B008  immutable
-    """Returns the messages of a chat as templates read them, and for each of the assistant whether
-    it is trained on.
+    """Checks the messages of a chat, and brings them into the form that templates read.
 
     Each content is one string, and reasoning has one name. Results of tools follow a message that
     calls tools, and nothing else does. Any other order is left to the template.
+
+    Returns:
+        The messages; and for each message of the assistant whether it is trained on.
+
+    Raises:
+        UserError: the messages are no chat. NothingToLearn: a question or an answer is empty.
     """
     if not isinstance(messages, list) or not messages:
-        raise UserError(
-            f'"messages" is {"an empty list" if messages == [] else "no list"}; remove the line'
-        )
+        kind = "an empty list" if messages == [] else "no list"
+        raise UserError(f'"messages" is {kind}; remove the line')
     checked: list[dict] = []
     trained: list[bool] = []
     before, is_empty = "nothing", False  # the role before; whether a question or an answer is empty
     for number, message in enumerate(messages, start=1):
         role = message.get("role") if isinstance(message, dict) else None
         what = f"message {number} ({str(role)[:40]})"
-        if role not in ROLES:
-            raise UserError(f"{what} has a role that is not known; known are {', '.join(ROLES)}")
-        if role == "tool" and before not in ("tool", *CALLS):
-            cure = 'give its calls as "tool_calls", or this message the role user'
-            raise UserError(f"{what} follows {before}, which calls no tool; {cure}")
-        if role != "tool" and before == CALLS[0]:
-            raise UserError(
-                f"{what} follows {before}, where there should be the result, of role tool"
-            )
-        message = {
-            name: value for name, value in message.items() if value is not None
-        }  # tables hold all names
-        message["content"], thinking = _join_parts(message.get("content"), what)
-        message = _with_calls(message, forms, what)
-        message = _with_reasoning(message, thinking, forms, what)
-        calls, thought = message.get("tool_calls"), message.get("reasoning_content")
+        _check_order(role, before, what)
+        message = _in_one_form(message, forms, what)
         is_trained = says_trained(message, what)
         refuse_unknown_flags(message, what, FLAGS.keys())
+        calls, thought = message.get("tool_calls"), message.get("reasoning_content")
         if role == "assistant":
             trained.append(is_trained is not False)
         elif calls or thought or is_trained:
-            raise UserError(
-                f"{what} has tool_calls, reasoning or a weight, which only the assistant's have; remove it"
-            )
+            has = "has tool_calls, reasoning or a weight, which only the assistant's have"
+            raise UserError(f"{what} {has}; remove it")
         message = {name: value for name, value in message.items() if name not in FLAGS}
         is_blank = not (message["content"].strip() or calls or thought)
         is_empty |= role in ("user", "assistant") and is_blank and not _has_other_words(message)
-        writes = role == "assistant" and INLINE_CALL in message["content"]  # rows of ShareGPT do so
-        before = CALLS[0] if calls else CALLS[1] if writes else role
+        before = str(role)
+        if calls:
+            before = CALLS_IN_FIELDS
+        elif role == "assistant" and INLINE_CALL in message["content"]:  # rows of ShareGPT do so
+            before = CALLS_IN_CONTENT
         checked += _results(message, forms.result_tag) if role == "tool" else [message]
     if is_empty:
         raise NothingToLearn("chats with an empty question or answer")
     return checked, trained
 
 
+def _check_order(role: object, before: str, what: str) -> None:
+    """Refuses roles that are not known, and calls of tools without results or the reverse."""
+    if role not in ROLES:
+        raise UserError(f"{what} has a role that is not known; known are {', '.join(ROLES)}")
+    if role == "tool" and before not in ("tool", CALLS_IN_FIELDS, CALLS_IN_CONTENT):
+        cure = 'give its calls as "tool_calls", or this message the role user'
+        raise UserError(f"{what} follows {before}, which calls no tool; {cure}")
+    if role != "tool" and before == CALLS_IN_FIELDS:
+        result = "where there should be the result, of role tool"
+        raise UserError(f"{what} follows {before}, {result}")
+
+
+def _in_one_form(message: dict, forms: Forms, what: str) -> dict:
+    message = _without_nulls(message)
+    message["content"], thinking = _join_parts(message.get("content"), what)
+    return _with_reasoning(_with_calls(message, forms, what), thinking, forms, what)
+
+
+def _without_nulls(fields: dict) -> dict:
+    """Returns fields with a value: tables have all names in all objects of a column."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def _has_other_words(message: dict) -> bool:
-    """Whether a message has words in fields that are not read: it is refused for them, not left out
-    as empty."""
-    others = {
-        name: value for name, value in message.items() if name not in READ and not describes(name)
-    }
-    return any(True for name, value in others.items() for _ in texts_in(name, value))
+    """Whether fields that are not read may have an answer: they are refused, see ChatWriter."""
+    unread = [name for name in message if name not in READ]
+    return any(True for name in unread for _ in parts_of_answers(name, message[name]))
 
 
 def _with_calls(message: dict, forms: Forms, what: str) -> dict:
-    """Returns a message with its calls in one form: see nested. Fields of null are left out of
-    them."""
+    """Returns a message with its calls in one form, see `nested`, and without nulls in them."""
     calls = message.get("tool_calls")
     message = {name: value for name, value in message.items() if name != "tool_calls"}
     if not function_names(calls, f'{what}: "tool_calls"'):
         return message
     if INLINE_CALL in message["content"]:
-        raise UserError(
-            f"{what} has calls in tool_calls, and {INLINE_CALL} in its content; keep one of both"
-        )
+        both = f"has calls in tool_calls, and {INLINE_CALL} in its content"
+        raise UserError(f"{what} {both}; keep one of both")
     checked = []
     for call in calls or ():
         refuse_unknown_flags(call, f"a call of {what}", ("arguments",))
-        call = nested({name: value for name, value in call.items() if value is not None})
-        function = {name: value for name, value in call["function"].items() if value is not None}
+        call = nested(_without_nulls(call))
+        function = _without_nulls(call["function"])
         if "arguments" in function:
             function["arguments"] = _as_object(function["arguments"], forms, f"a call of {what}")
         checked.append(call | {"function": function})
@@ -114,8 +123,7 @@ def _with_calls(message: dict, forms: Forms, what: str) -> dict:
 
 
 def _as_object(arguments, forms: Forms, what: str):
-    """Returns the arguments of a call as an object: templates write it as JSON. A text stays if
-    templates need it."""
+    """Returns the arguments of a call as an object, or as a text if the template needs it."""
     content = arguments
     if isinstance(arguments, str):
         try:
@@ -123,10 +131,8 @@ def _as_object(arguments, forms: Forms, what: str):
         except (ValueError, RecursionError):
             content = None
     if not isinstance(content, dict):
-        shown = json.dumps(arguments, default=str)[:40]
-        raise UserError(
-            f'{what} has "arguments": {shown}; they must be an object, or JSON of one: {{}} for none'
-        )
+        wanted = "they must be an object, or JSON of one: {} for none"
+        raise UserError(f'{what} has "arguments": {as_json(arguments)}; {wanted}')
     return arguments if forms.text_arguments else content
 
 
@@ -136,27 +142,27 @@ def _with_reasoning(message: dict, thinking: str, forms: Forms, what: str) -> di
     Args:
         thinking: reasoning in parts of the content.
     """
-    in_fields = [text for name in REASONING_FIELDS if (text := message.get(name)) is not None]
-    thoughts = [thought for thought in (thinking, *in_fields) if thought]
-    if thoughts and any(
-        thought != thoughts[0] or not isinstance(thought, str) for thought in thoughts
-    ):
+    thoughts = {name: message[name] for name in REASONING_FIELDS if message.get(name) is not None}
+    texts = [text for text in (thinking, *thoughts.values()) if text]
+    if any(text != texts[0] or not isinstance(text, str) for text in texts):
         raise UserError(f"{what} has reasoning that is not one string; mend it, or remove the line")
-    if not thoughts and not in_fields:
+    if not texts and not thoughts:
         return message
-    thought = thoughts[0] if thoughts else ""
-    named = {name: thought for name in REASONING_FIELDS if message.get(name) is not None}
-    message = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
+    thought = texts[0] if texts else ""
+    message = _without_reasoning_fields(message)
     if inline := THINKING.match(message["content"]):
         written = inline[1].strip()
         if thought and written not in ("", thought.strip()):
-            raise UserError(
-                f"{what} has reasoning in a field, and other reasoning in its content; keep one of both"
-            )
+            both = "has reasoning in a field, and other reasoning in its content"
+            raise UserError(f"{what} {both}; keep one of both")
         if not thought or (written and not forms.reads_reasoning):
             return message  # the content has it all
         message["content"] = message["content"][inline.end() :]
-    return message | named | {"reasoning_content": thought}
+    return message | dict.fromkeys([*thoughts, "reasoning_content"], thought)
+
+
+def _without_reasoning_fields(message: dict) -> dict:
+    return {name: value for name, value in message.items() if name not in REASONING_FIELDS}
 
 
 def _results(message: dict, tag: str) -> list[dict]:
@@ -181,18 +187,13 @@ def _join_parts(content, what: str) -> tuple[str, str]:
     text = {"type": "text", "text": "" if content is None else content}
     for part in content if isinstance(content, list) else [text]:
         kind = str(part.get("type")) if isinstance(part, dict) else ""
-        value = (
-            part.get(kind)
-            if kind == "text" or (kind == "thinking" and not joined["text"])
-            else None
-        )
-        if not isinstance(value, str):
-            raise UserError(
-                f'{what} has a content that is no text: a string, or parts {{"type": "text", "text": ...}}'
-            )
+        is_read = kind == "text" or (kind == "thinking" and not joined["text"])
+        if not is_read or not isinstance(part.get(kind), str):
+            wanted = 'a string, or parts {"type": "text", "text": ...}'
+            raise UserError(f"{what} has a content that is no text: {wanted}")
         refuse_unknown_flags(part, f"a part of {what}", ())
         _refuse_other_words(part, kind, f"a part of {what}")
-        joined[kind] += value
+        joined[kind] += part[kind]
     return joined["text"], joined["thinking"]
 
 
@@ -201,47 +202,48 @@ def _refuse_other_words(part: dict, kind: str, what: str) -> None:
     for name, value in part.items():
         if name in ("type", kind) or describes(name) or value in EMPTY:
             continue
-        if words := next(texts_in(name, value), None):
-            raise UserError(
-                f'{what} has "{name[:40]}": {words[1][:40]!r}, which is not read; {cure_of(name)}'
-            )
+        for _, text in texts_in(name, value):
+            has = f'{what} has "{name[:40]}": {text[:40]!r}, which is not read'
+            raise UserError(f"{has}; {cure_of(name)}")
 
 
 def in_parts(message: dict) -> dict:
     """Returns a message with its reasoning as a part of the content, before the text."""
     if not (thought := message.get("reasoning_content")):
         return message
-    rest = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
     text = {"type": "text", "text": message["content"]}
-    return rest | {"content": [{"type": "thinking", "thinking": thought}, text]}
+    thinking = {"type": "thinking", "thinking": thought}
+    return _without_reasoning_fields(message) | {"content": [thinking, text]}
 
 
 def nested(tool: dict) -> dict:
-    """Returns a tool, or a call of one, with its function under "function", where templates look
-    for it."""
+    """Returns a tool, or a call, with its function under "function", where templates look."""
+    if "function" in tool:
+        return tool
     outer = {name: value for name, value in tool.items() if name in ("type", "id")}
     inner = {name: value for name, value in tool.items() if name not in outer}
-    return tool if "function" in tool else {"type": "function"} | outer | {"function": inner}
+    return {"type": "function"} | outer | {"function": inner}
 
 
 def function_names(tools, what: str = "tools") -> list[str]:
-    """Returns the functions' names. A tool, or a call of one, is a function itself or has it under
-    "function"."""
-    found = [None] if tools is not None else []
-    if isinstance(tools, list):
-        functions = [
-            tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools
-        ]
-        found = [
-            function.get("name") if isinstance(function, dict) else None for function in functions
-        ]
-    if not all(isinstance(name, str) for name in found):
-        raise UserError(f'{what} must be a list of objects, each with a string as "name"')
-    return [str(name) for name in found]
+    """Returns the functions' names of tools or calls: a function itself, or one in "function".
+
+    Raises UserError: `tools` is no list of objects, or one has no string as "name".
+    """
+    if tools is None:
+        return []
+    names = []
+    for tool in tools if isinstance(tools, list) else [None]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise UserError(f'{what} must be a list of objects, each with a string as "name"')
+        names.append(name)
+    return names
 
 
 def without_reasoning(message: dict) -> dict:
     if message["role"] != "assistant":
         return message
-    rest = {name: value for name, value in message.items() if name not in REASONING_FIELDS}
-    return rest | {"content": THINKING.sub("", message["content"])}
+    content = THINKING.sub("", message["content"])
+    return _without_reasoning_fields(message) | {"content": content}

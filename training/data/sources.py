@@ -34,7 +34,7 @@ from training.data.flags import SUFFIXES
 from training.data.forms import (
     ANSWERS,
     FIELDS,
-    NothingToLearn,
+    Form,
     columns_of,
     is_row,
     parse_columns,
@@ -43,8 +43,10 @@ from training.data.forms import (
     with_chats,
     with_values,
 )
+from training.data.masks import NothingToLearn
 from training.data.tokenizer import check_ids
-from training.data.writer import UNSTORABLE, unread_of_sample
+from training.data.unread import find_lost
+from training.data.writer import UNSTORABLE
 from training.host.errors import UserError
 from training.host.files import check_data_exists, inside, read_file, read_json
 
@@ -620,45 +622,64 @@ class DocumentReader:
 
     def _encode(self, row: object) -> tuple[str, Encoded]:
         """Returns a row's form, in words for the log, and its tokens."""
-        form, made = recognise(row)
-        if "messages" in made and ("completion" not in made or self._has_template):
+        form, sample = recognise(row)
+        if "messages" in sample and ("completion" not in sample or self._has_template):
             self.used.add(AS_CHATS)
-            encoded = self._chat.encode(made)
+            ids, masked = self._chat.encode(sample)
             self._unread.update(UNREAD_FIELD + name[:40] for name in self._chat.unread)
-            return f"{form.name}{AS_CHATS}", (*encoded, True)
-        names = ("prompt", "completion") if "completion" in made else ("text",)
-        for name in names:
-            if not isinstance(made.get(name), str):
-                is_mixed = name == "prompt" and isinstance(made["completion"], str)
-                raise UserError(
-                    f'needs a string "{name}"' + ', where "completion" is one' * is_mixed
-                )
-        *before, text = (made[name] for name in names)
-        if not text.strip():
-            raise NothingToLearn("rows with an empty answer" if before else "rows without text")
-        if UNSTORABLE.search("".join([*before, text])):
+            return f"{form.name}{AS_CHATS}", (ids, masked, True)
+        is_pair = "completion" in sample
+        texts = []
+        for name in ("prompt", "completion") if is_pair else ("text",):
+            text = sample.get(name)
+            if not isinstance(text, str):
+                is_mixed = name == "prompt" and isinstance(sample["completion"], str)
+                where = ', where "completion" is one' if is_mixed else ""
+                raise UserError(f'needs a string "{name}"{where}')
+            texts.append(text)
+        if not texts[-1].strip():
+            raise NothingToLearn("rows with an empty answer" if is_pair else "rows without text")
+        if UNSTORABLE.search("".join(texts)):
             raise UserError("escaped NUL or lone surrogate in the text; remove it")
-        if before:
-            is_chosen = not ANSWERS.isdisjoint(self._columns.values())
-            columns = columns_of(form)
-            if self._reading.rows and "chosen" in self._reading.rows.fields:
-                columns = "chosen=chosen,rejected=rejected"
-            unread = unread_of_sample(made["beside"], made, columns, is_chosen)
-            self._unread.update(f'the field "{name[:40]}" of rows' for name in unread)
-        is_sample = ", as prompts with completions" if before else ""
-        return f"{form.name}{is_sample}", self._encode_text(text, *before)
+        if not is_pair:
+            return form.name, self._encode_text(texts[0])
+        self._check_fields_beside(sample, form)
+        return f"{form.name}, as prompts with completions", self._encode_sample(*texts)
 
-    def _encode_text(self, text: str, prompt: str | None = None) -> Encoded:
-        """Returns (tokens, masked, is_complete) of a text. A text that ends with the end-of-text
-        token is complete."""
-        if (stripped := text.rstrip()).endswith(self._tokenizer.eos_token):
-            text = stripped
-        if prompt is None:
-            tokens, masked = self._tokenizer.encode_from_start(text), None
-        else:
-            tokens, of_prompt = self._tokenizer.encode_sample(prompt, text)
-            masked = np.arange(len(tokens)) < of_prompt
-        return tokens, masked, self.eos_id in tokens[-1:]
+    def _check_fields_beside(self, sample: dict, form: Form) -> None:
+        """Refuses fields beside a sample that may be of its answer.
+
+        They are counted where --columns names the answer, and so leaves them out.
+        """
+        columns = columns_of(form)
+        if self._reading.rows and "chosen" in self._reading.rows.fields:
+            columns = "chosen=chosen,rejected=rejected"
+        for name, value in sample["beside"].items():
+            lost = find_lost(name, value, [sample["prompt"], sample["completion"]])
+            if lost is None or not lost.is_answer:
+                continue
+            if ANSWERS.isdisjoint(self._columns.values()):
+                beside = f"has {json.dumps(name[:40])} beside its answer: {lost.text[:40]!r}"
+                leave_out = f"give --columns {columns} to leave it out"
+                cure = f"write it into the prompt or the answer, or {leave_out}"
+                raise UserError(f"{beside}, which would be ignored; {cure}")
+            self._unread.add(f'the field "{name[:40]}" of rows')
+
+    def _encode_text(self, text: str) -> Encoded:
+        """Returns the tokens of a text, complete if it ends with the end-of-text token."""
+        tokens = self._tokenizer.encode_from_start(self._without_space_at_end(text))
+        return tokens, None, self.eos_id in tokens[-1:]
+
+    def _encode_sample(self, prompt: str, completion: str) -> Encoded:
+        """Returns the tokens of a prompt and a completion; the prompt's are masked."""
+        completion = self._without_space_at_end(completion)
+        tokens, prompt_length = self._tokenizer.encode_sample(prompt, completion)
+        return tokens, np.arange(len(tokens)) < prompt_length, self.eos_id in tokens[-1:]
+
+    def _without_space_at_end(self, text: str) -> str:
+        """Returns a text without the space behind an end-of-text token at its end."""
+        stripped = text.rstrip()
+        return stripped if stripped.endswith(self._tokenizer.eos_token) else text
 
     def _checked(self, document: Document) -> Document:
         largest = int(document.tokens.max(initial=0))

@@ -17,16 +17,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from training.data.forms import (
-    EMPTY,
-    FLAG_WORDS,
-    MEDIA,
-    ROLES,
-    SHOWN_WITH,
-    NothingToLearn,
-    parsed,
-    refuse_masked,
-)
+from training.data.forms import EMPTY, MEDIA, ROLES, SHOWN_WITH, parsed
+from training.data.masks import FLAG_WORDS, NothingToLearn, refuse_masked
 from training.data.sources import Document, Encoded, RowReader
 from training.data.tokens import PROMPT
 from training.host.errors import UserError, as_json
@@ -130,7 +122,7 @@ class Pairs(_Sharing):
             "rejected",
             cure=f'; or write a row for each pair of "{several}"' * bool(several),
         )
-        judged = [name for name in JUDGEMENTS if row.get(name) not in (None, *EMPTY)]
+        judged = [name for name in JUDGEMENTS if row.get(name) not in EMPTY]
         row = {name: value for name, value in row.items() if name not in JUDGEMENTS}
         prompt, *answers = row.get("prompt"), row["chosen"], row["rejected"]
         if answer_field(row) == "completion":
@@ -225,7 +217,7 @@ def _sample(row: dict, fields: frozenset[str], completion) -> dict:
             )
     sample = {name: value for name, value in row.items() if name not in left_out}
     field = answer_field(row)
-    shown = [name for name in sorted(SHOWN_WITH) if row.get(name) not in (None, *EMPTY)]
+    shown = [name for name in sorted(SHOWN_WITH) if row.get(name) not in EMPTY]
     if shown and field != "completion":  # forms.py would name columns that the row lacks
         raise UserError(
             f'has "{shown[0]}", which is not read; write it into the question, or remove it'
@@ -428,7 +420,7 @@ class Rollouts(_Sharing):
             row = without_padding(_needs(row, "prompt_ids", theirs=names))
             rest = {name: value for name, value in row.items() if name not in self.fields}
             refuse_masked(rest, _cure_of_masks(row, rest))
-            if media := [name for name in MEDIA if row.get(name) not in (None, *EMPTY)]:
+            if media := [name for name in MEDIA if row.get(name) not in EMPTY]:
                 raise UserError(f'has "{media[0]}", which is not read; remove the row')
             tokens, masked = self._from_ids(row, names)
             prompt = _hash(row["prompt_ids"])
