@@ -132,15 +132,14 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
         rank, targets = source.adapters.rank, ",".join(source.adapters.targets)
         own = f"--init_from {source.base} --lora {rank} --lora_targets {targets}{bits}"
         raise UserError(f"{flags.init_from} holds adapters; give {own}")
-    if flags.lora_bits < 16 and (flags.measure if flags.find_max_context else can_measure):
+    if flags.lora_bits < 16 and can_measure:
         check_library(f"lora_bits {flags.lora_bits} that is measured")
-    for name in ("measure", "num_layers"):
-        if getattr(flags, name) and not can_measure:
-            why = (
-                "needs a GPU in this machine, and no --gpu, --nproc, --nnodes, --data, --objective "
-                "or --device cpu"
-            )
-            raise UserError(f"{name} {why}; drop it")
+    if flags.num_layers is not None and not can_measure:
+        why = (
+            "needs a GPU in this machine, and no --gpu, --nproc, --nnodes, --data, --objective "
+            "or --device cpu"
+        )
+        raise UserError(f"num_layers {why}; drop it")
     for name in ("timeline", "picture", "json"):
         if not (path := getattr(flags, name)):
             continue
@@ -476,16 +475,12 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
         extends = "training.export " if flags.lora else ""  # adapters need an extended base
         if text := beyond(machine.model, machine.model.max_position_embeddings, longest, extends):
             about += f"\npositions: {text}"
-    measures = flags.measure if flags.find_max_context or flags.compare else can_measure
-    build = functools.partial(build_bench, world=world) if measures else None
     if flags.compare:
         print(about)
-        return report_comparison(step, machine, flags.memory_budget, world.device, build)
+        return report_comparison(step, machine, flags.memory_budget)
     if flags.find_max_context:
         print(about)
-        if measures:
-            cap_gpu_memory(int(machine.gpu_bytes), world.device)
-        return report_max_context(step, machine, build)
+        return report_max_context(step, machine)
     part = None
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
@@ -497,8 +492,9 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
         changes = find_faster(flags, machine, world, plan)
     else:
         changes = {} if fits else find_changes(flags, machine, world)
-    if measures and flags.memory_budget is not None:
+    if can_measure and flags.memory_budget is not None:
         cap_gpu_memory(int(machine.gpu_bytes), world.device)
+    build = functools.partial(build_bench, world=world) if can_measure else None
     results = report_step(step, machine, flags, about, plan, fits, changes, epoch, part, build)
     if flags.picture:
         plans = plan_contexts(step, *machine.limits)
@@ -531,7 +527,8 @@ def main(argv: list[str]) -> int:
         is_plain = (
             flags.nproc * flags.nnodes == 1 and not flags.data and flags.objective == "next_token"
         )
-        can_measure = world.device.type == "cuda" and is_plain
+        is_of_one_step = not (flags.find_max_context or flags.compare)
+        can_measure = world.device.type == "cuda" and is_plain and is_of_one_step
         recipe = decide(flags)
         check_flags(flags, recipe.model.num_hidden_layers, can_measure)
         # In a comparison memory_budget is the budget of the planned way only.

@@ -721,7 +721,6 @@ REFUSED = {
             "tokenizer chat_template suffixes columns bad_rows overlong",
         ),
         ("--beta 0.1", "beta"),
-        ("--measure", "measure"),
         ("--lora_targets q_proj --lora_bits 8", "lora_targets lora_bits"),
         (
             "--lora 4 --lora_bits 8 --compare",

@@ -9,10 +9,9 @@ attention or MLP.
 
 import gc
 import itertools
-import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +45,6 @@ CATEGORIES = (
 # of the third are measured. A longer step runs once to save time, after the same step of few
 # layers: it hides the time of measuring.
 LONGEST_REPEATED = 32_768
-_CONTEXT_MULTIPLE = 128  # tokens
 
 
 @dataclass(frozen=True)
@@ -463,27 +461,6 @@ def extrapolate(measured: Measurement, part: Step, whole: Step) -> float:
         for s in measured.stages
     )
     return sum(scale * stage.seconds for scale, stage in zip(scales, measured.stages))
-
-
-def largest_that_runs(predicted: int, runs: Callable[[int], bool]) -> int:
-    """Returns the longest context that runs, to 1%: tokens, a multiple of 128; 0 if nothing runs.
-
-    Steps of 3% go up or down from the prediction until the answer changes. Then the interval is
-    halved. `runs` tells whether a context of so many tokens runs, and is asked once about each
-    multiple of 128 that is tried.
-    """
-    unit = _CONTEXT_MULTIPLE
-    ran, failed, tried = 0, math.inf, max(predicted // unit, 1)
-    while failed - ran > max(1, 0.01 * ran):
-        if runs(tried * unit):
-            ran = tried
-        else:
-            failed = tried
-        if math.isinf(failed):
-            tried = max(int(1.03 * ran), ran + 1)
-        else:
-            tried = int(ran + failed) // 2 if ran else int(failed / 1.03)
-    return ran * unit
 
 
 def format_table(

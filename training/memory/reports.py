@@ -1,8 +1,8 @@
 """Reports print one step, the longest context, or a comparison with and without checkpointing and
 the chunked loss.
 
-The cost model predicts each answer. With `build_bench`, which makes a model and its optimizer on
-the GPU, the GPU measures it as well. Each report returns what it printed as a dictionary for JSON.
+The cost model predicts each answer, and a GPU measures one step as well. Each report returns what
+it printed as a dictionary for JSON.
 """
 
 import bisect
@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from training.host.sizes import GIB, PROCESS_BYTES, SYSTEM_BYTES, gib, parse_byt
 from training.memory import profiler
 from training.memory.cost_model import Step, forward_flops
 from training.memory.execution import WHOLE, Execution, Placement
-from training.memory.machine import Rates, cap_gpu_memory
+from training.memory.machine import Rates
 from training.memory.planner import (
     LEAST_HEADROOM,
     Plan,
@@ -40,9 +39,6 @@ from training.optim.formats import bytes_saved
 COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)
 COMPARED_BUDGET = "24GB"
 LARGEST_GPU_GIB = 192
-LONGEST_COMPARED_SECONDS = (
-    30.0  # a step that is predicted to take longer is not measured by a comparison
-)
 COSTS = {  # words on a change that trains another function, by the beginning of the flag to give
     "--attention_type sparse": "costs some loss",
     "--lora ": "trains adapters alone, which costs some loss",
@@ -376,9 +372,8 @@ def _print_measured(summary: dict) -> None:
 # The longest context
 
 
-def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | None = None) -> dict:
-    """Print the longest context that fits, predicted and with `build_bench` measured. Raises
-    UserError for none."""
+def report_max_context(step: Step, machine: Machine) -> dict:
+    """Print the longest context that is predicted to fit. Raises UserError for none."""
     predicted = find_max_context(step, machine.gpu_bytes, machine.host_bytes)
     plan = make_plan(
         step.at(predicted or step.context_length), *machine.limits
@@ -391,43 +386,7 @@ def report_max_context(step: Step, machine: Machine, build_bench: BuildBench | N
         "plan": str(plan),
         "execution": dataclasses.asdict(plan.execution),
     }
-    if build_bench is None:
-        return results
-    # Placements that take the least: a context longer than predicted leaves no room for attention
-    # outputs.
-    placements = tuple(
-        Placement(placement.input, weights=placement.weights)
-        for placement in plan.execution.placements
-    )
-    execution = dataclasses.replace(plan.execution, placements=placements)
-    bench, probes = build_bench(step, execution), []
-
-    def runs(context_length: int) -> bool:
-        longer, start, measured = step.at(context_length), time.perf_counter(), None
-        outcome = "out of memory"
-        if longer.host_bytes(execution) > machine.host_bytes:
-            outcome = "more host memory than may be pinned"
-        else:
-            with suppress(torch.OutOfMemoryError):
-                measured = bench.measure(longer, execution)
-        probe: dict[str, float] = {"context_length": context_length, "ran": measured is not None}
-        if measured:
-            probe |= {
-                "seconds": measured.seconds,
-                "peak": measured.peak.bytes,
-                "reserved": measured.reserved,
-            }
-            outcome = f"ran: peak {gib(measured.peak.bytes)}, reserved {gib(measured.reserved)}"
-        print(
-            f"  {context_length:>9,} tokens {time.perf_counter() - start:8.1f} s  {outcome}",
-            flush=True,
-        )
-        probes.append(probe)
-        return measured is not None
-
-    longest = profiler.largest_that_runs(predicted, runs)
-    print(f"measured: {longest:,} tokens, {longest / predicted:.3f} of the prediction")
-    return results | {"measured_context": longest, "ratio": longest / predicted, "probes": probes}
+    return results
 
 
 # Comparison
@@ -443,19 +402,12 @@ def compared_executions(step: Step) -> dict[str, Execution]:
     }
 
 
-def report_comparison(
-    step: Step,
-    machine: Machine,
-    budget: str | None,
-    device: torch.device,
-    build_bench: BuildBench | None = None,
-) -> dict:
+def report_comparison(step: Step, machine: Machine, budget: str | None) -> dict:
     """Print the bytes and seconds of each way at each context, and the smallest GPU on which each
     context fits.
 
     `budget` is the GPU memory of the planned way; None: COMPARED_BUDGET if the GPU has that much,
-    otherwise all it has. The allocator of the measuring `device` is capped at each way's budget.
-    Raises UserError for more than the GPU has.
+    otherwise all it has. Raises UserError for more than the GPU has.
     """
     if budget is None:
         budget = COMPARED_BUDGET if parse_bytes(COMPARED_BUDGET) <= machine.gpu_bytes else "auto"
@@ -466,17 +418,9 @@ def report_comparison(
             "lower it"
         )
     ways: dict[str, Execution | None] = {**compared_executions(step), f"planned for {budget}": None}
-    columns = [
-        "tokens",
-        "logits",
-        "peak",
-        "pinned",
-        "seconds",
-        *(["measured", "seconds"] if build_bench else []),
-    ]
+    columns = "tokens", "logits", "peak", "pinned", "seconds"
     print(f"{'predicted, GiB':<33}" + "".join(f"{name:>10}" for name in columns))
     rows = []
-    benches: dict[tuple, profiler.Bench] = {}
     for way, execution in ways.items():
         gpu_bytes = machine.gpu_bytes if execution else planned_bytes
         for at in map(step.at, COMPARED_CONTEXTS):
@@ -494,24 +438,13 @@ def report_comparison(
                     "host": plan.host_bytes,
                     "predicted_seconds": plan.seconds,
                 }
-                fits = plan.peak.bytes * LEAST_HEADROOM <= gpu_bytes
-                if build_bench and fits and plan.seconds < LONGEST_COMPARED_SECONDS:
-                    cap_gpu_memory(int(gpu_bytes), device)
-                    row |= _measure_compared(at, plan.execution, benches, build_bench)
             cells = [f"{at.context_length:,}"]
-            for name in (
-                "logits",
-                "peak",
-                "host",
-                "predicted_seconds",
-                "measured_peak",
-                "measured_seconds",
-            ):
+            for name in ("logits", "peak", "host", "predicted_seconds"):
                 if name in row:
                     cells.append(
                         f"{row[name]:.1f}" if "seconds" in name else f"{row[name] / GIB:.2f}"
                     )
-            cells += ["no plan"] * ("peak" not in row) + ["no memory"] * ("out_of_memory" in row)
+            cells += ["no plan"] * ("peak" not in row)
             print(f"{way:<33}" + "".join(f"{cell:>10}" for cell in cells))
             rows.append(row)
     print(
@@ -522,23 +455,6 @@ def report_comparison(
     for context_length, size in smallest.items():
         print(f"{context_length:>9,} tokens: {size:.1f} GiB")
     return {"compared": rows, "smallest_gpu_gib": smallest}
-
-
-def _measure_compared(
-    step: Step, execution: Execution, benches: dict, build_bench: BuildBench
-) -> dict:
-    """Returns the measured columns of a row of the comparison. The last bench is used again where
-    it can be."""
-    weights = execution.ends, tuple(placement.weights for placement in execution.placements)
-    state = execution.gpu_state_bytes, execution.state_format, weights
-    if state not in benches:
-        benches.clear()  # frees its memory before the next is built
-        benches[state] = build_bench(step, execution)
-    try:
-        measured = benches[state].measure(step, execution)
-    except torch.OutOfMemoryError:
-        return {"out_of_memory": True}
-    return {"measured_peak": measured.peak.bytes, "measured_seconds": measured.seconds}
 
 
 def smallest_gpus(step: Step, host_bytes: float) -> dict[int, float]:

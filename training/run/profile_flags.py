@@ -50,11 +50,6 @@ RULES = (
         "with objective {objective}, whose plan it leaves alone; drop it",
         lambda s: s.objective not in ROLLOUT_OBJECTIVES,
     ),
-    Rule(
-        "measure",
-        "but with find_max_context or compare: a step is measured anyway",
-        lambda s: not (s.find_max_context or s.compare),
-    ),
     Rule("lora_targets lora_bits", "without lora; drop it, or give lora", lambda s: not s.lora),
     Rule(
         "",
@@ -129,7 +124,6 @@ class ProfileFlags(StepFlags):
     )
     find_max_context: bool = flag(False, "the longest context that fits", group="answers")
     compare: bool = flag(False, "with and without chunked loss, checkpointing, a plan; 32k to 256k")
-    measure: bool = flag(False, "with find_max_context and compare: confirm on the GPU")
     num_layers: int | None = flag(
         None, "measure so many of the layers, where a whole step takes too long", least=1
     )
@@ -157,5 +151,8 @@ class ProfileFlags(StepFlags):
 _TRAIN_ALONE = {each.name for each in fields(TrainConfig)} - {
     each.name for each in fields(ProfileFlags)
 }
-ProfileFlags.absent = ABSENT | {" ".join(_TRAIN_ALONE): "it is train.py's alone; drop it"}
+ProfileFlags.absent = ABSENT | {
+    " ".join(_TRAIN_ALONE): "it is train.py's alone; drop it",
+    "measure": "find_max_context and compare predict, within 4% of what was measured; drop it",
+}
 read_profile_flags = partial(read_flags, ProfileFlags, program="profile_memory.py")

@@ -49,7 +49,6 @@ from training.memory.profiler import (
     draw_timeline,
     extrapolate,
     format_table,
-    largest_that_runs,
     thin,
 )
 from training.memory.stages import Stage
@@ -767,21 +766,6 @@ def test_fewer_layers():
     ]
     seconds = extrapolate(Measurement(stages, 0, 0, 0), part, whole)
     assert seconds == pytest.approx(3 + 6 * 18 + whole.parameter_bytes / part.parameter_bytes)
-
-
-@pytest.mark.parametrize("predicted", [1000, 40_000, 1_000_000])
-@pytest.mark.parametrize("share", [0.01, 0.5, 0.9, 0.995, 1.0, 1.005, 1.02, 1.1, 1.7])
-def test_the_largest_that_runs_is_found_to_one_percent(predicted, share):
-    limit, tried = share * predicted, []
-
-    def runs(context_length):
-        tried.append(context_length)
-        return context_length <= limit
-
-    found = largest_that_runs(predicted, runs)
-    assert found % 128 == 0 and found <= limit
-    assert found + max(128, 0.01 * found) + 128 > limit
-    assert len(tried) == len(set(tried)) and tried[0] == max(128, predicted // 128 * 128)
 
 
 def layer_stages(sizes):
