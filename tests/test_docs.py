@@ -399,18 +399,3 @@ def test_make_names_what_a_machine_lacks(tmp_path, lacks, user, programs, error)
     line, makes = result.stderr.splitlines()
     assert line.startswith(f"error: missing: {error}")
     assert makes.startswith("make: ***") and result.returncode and not (tmp_path / "venv").exists()
-
-
-def test_layout_names_every_file():
-    layout = (ROOT / "CONTRIBUTING.md").read_text()
-    files = [
-        path
-        for room in ("kernels", "training")
-        for path in (ROOT / room).rglob("*.py")
-        if "__" not in path.name
-    ]
-    assert [
-        path.name
-        for path in files
-        if path.name not in layout and path.parent.name not in ("sparse", "nsa")
-    ] == []

@@ -1,5 +1,6 @@
 """What holds for every source file."""
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -9,6 +10,45 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+
+
+def layout(page: str) -> list[str]:
+    """Returns the paths of a tree of files, as "training/" and "training/flags.py": two spaces of
+    indentation per folder."""
+    paths, folders = [], []
+    for line in page.split("## Layout", 1)[1].split("```")[1].strip().splitlines():
+        indentation, name = re.match(r"( *)(\S+)", line).groups()
+        del folders[len(indentation) // 2 :]
+        paths.append("".join(folders) + name)
+        folders += [name] if name.endswith("/") else []
+    return paths
+
+
+def test_layout_names_every_file_once_in_its_folder():
+    """CONTRIBUTING.md's tree is the program's: a stranger finds a file there, and in one place."""
+    programs = [*ROOT.glob("*.py"), *ROOT.glob("kernels/**/*.py"), *ROOT.glob("training/**/*.py")]
+    files = {str(path.relative_to(ROOT)): path for path in programs if "__" not in path.name}
+    folders = {f"{path.parent.relative_to(ROOT)}/" for path in programs} - {"./"}
+    named = [
+        path
+        for path in layout((ROOT / "CONTRIBUTING.md").read_text())
+        if path.endswith(".py") or path.startswith(("kernels/", "training/"))
+    ]
+    mend = [f"delete the line of {path}" for path in sorted({*named} - {*files} - folders)]
+    mend += [f"name {path} once" for path in {*named} if named.count(path) > 1]
+    for path in sorted(({*files} | folders) - {*named}):
+        folder, _, name = path.rstrip("/").rpartition("/")
+        name = "  " * path.rstrip("/").count("/") + name + "/" * path.endswith("/")
+        sentence = ast.get_docstring(ast.parse(files[path].read_text())) if path in files else ""
+        mend.append(f"below the line of {folder}/ add:\n{name:<27} {sentence.split(chr(10))[0]}")
+    assert not mend, "mend the tree of CONTRIBUTING.md:\n" + "\n".join(mend)
+
+
+def test_layout_has_folders_by_indentation():
+    page = (
+        "## Layout\n\n```\na.py  b.py\nk/  sums: c.py\n  d/  e\n    f.py  g\n  h.py  i\n```\nrest"
+    )
+    assert layout(page) == ["a.py", "k/", "k/d/", "k/d/f.py", "k/h.py"]
 
 
 def test_private_parts_of_torch_have_their_files():
