@@ -126,7 +126,7 @@ class Attention(nn.Module):
         # Knobs, set from outside.
         self.kind = part.kind
         self.linear: Linear = PLAIN
-        self.backend = "auto"  # see kernels.attention.full.BACKENDS
+        self.backend = "auto"  # see kernels.attention.libraries.BACKENDS
         self.impl = "auto"  # see kernels.common.IMPLEMENTATIONS
         self.heads_at_a_time: int | None = None  # key/value heads; None: all
         self.exchange: HeadExchange | None = (

@@ -27,12 +27,8 @@ from benchmarks.common import (
     time_once,
 )
 from kernels.attention.attend import attention
-from kernels.attention.full import (
-    BACKWARD_FLOPS,
-    attention_flops,
-    attention_reference,
-    choose_backend,
-)
+from kernels.attention.full import BACKWARD_FLOPS, attention_flops, attention_reference
+from kernels.attention.libraries import choose_backend
 from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window, window_reference
 

@@ -32,13 +32,8 @@ from torch import Tensor
 from benchmarks.common import parse_flags, print_json, print_table, require_close, time_once
 from kernels.attention.attend import attention
 from kernels.attention.documents import LONGEST_TOGETHER, document_calls, rounded_length
-from kernels.attention.full import (
-    BACKWARD_FLOPS,
-    KERNELS,
-    attention_flops,
-    attention_reference,
-    choose_backend,
-)
+from kernels.attention.full import BACKWARD_FLOPS, attention_flops, attention_reference
+from kernels.attention.libraries import KERNELS, choose_backend
 from model import MODEL_SIZES
 
 Inputs = Sequence[Tensor]  # q, k, v and the output's gradient, [1, T, heads, K]

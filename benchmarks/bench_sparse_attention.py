@@ -28,7 +28,8 @@ from benchmarks.common import (
     time_interleaved,
 )
 from kernels.attention.attend import attention
-from kernels.attention.full import BACKWARD_FLOPS, attention_flops, choose_backend
+from kernels.attention.full import BACKWARD_FLOPS, attention_flops
+from kernels.attention.libraries import choose_backend
 from kernels.attention.nsa import compression, gates, nsa
 from kernels.attention.nsa.compression import make_windows
 from kernels.attention.nsa.nsa import NSA, nsa_attention_reference

@@ -416,7 +416,7 @@ class AttentionKind(MixerKind):
         last token);
             None: each batch row is one document.
         lists: the blocks of keys that each token chose, int16 [B, T, G, `list_length`], by index in
-        their document. backend: a name in `kernels.attention.full.BACKENDS`, but not "auto".
+        their document. backend: a name in `kernels.attention.libraries.BACKENDS`, but not "auto".
         on_triton: whether Triton's kernels run.
     """
 

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .attention.attend import attend_backward, attention, check_gates
-from .attention.full import FULL, choose_backend
+from .attention.full import FULL
+from .attention.libraries import choose_backend
 from .common import operation, rounds, sum_dtype
 from .gated_activation import sigmoid_gated
 from .head_exchange import HeadExchange, group_named

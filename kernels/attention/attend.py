@@ -12,7 +12,8 @@ from torch import Tensor
 from ..common import operation
 from ..parts import AttentionKind, part_of
 from .documents import has_prompts
-from .full import FULL, choose_backend
+from .full import FULL
+from .libraries import choose_backend
 from .prompts import copies_for
 
 
@@ -167,7 +168,7 @@ def attention(
         choice; their order does
             not matter. Duplicates, and blocks that a token cannot choose, are dropped.
         backend: the library's kernel for attention to everything, see
-        `kernels.attention.full.choose_backend`.
+        `kernels.attention.libraries.choose_backend`.
 
     Returns [B, T, H, K] in q's dtype.
 

@@ -3,51 +3,41 @@ sequence.
 
     out[t] = sum_s softmax_s(q[t] . k[s] / sqrt(K)) v[s],  s <= t and s in t's document
 
-Libraries' kernels compute it; this file chooses the library. Query head h reads key/value head h //
+Libraries' kernels compute it, see libraries.py. Query head h reads key/value head h //
 (H / G); keys and values are never repeated in memory. documents.py says which documents attend
 together in one call.
 
 Kept for backward, per token: q, k, v and out, (2H + 2G) K elements, and the float32 log-sum-exp, H
 elements.
 
-cuDNN's dq may differ in its last bits from run to run, and PyTorch offers no deterministic mode of
-it. Under `torch.use_deterministic_algorithms(True)`, "auto" therefore means FlashAttention-2. Its
-backward is then deterministic, as flash-attn-4's is. That takes more float32 sums of dq, which no
-plan counts. Also set `torch.utils.deterministic.fill_uninitialized_memory` to False, or PyTorch
-fills every new tensor.
-
 Method: Dao et al., FlashAttention, arXiv 2205.14135; grouped-query attention: Ainslie et al., arXiv
 2305.13245.
 """
 
-import importlib.util
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import torch_internals
 from ..parts import AttentionBytes, AttentionFlops, AttentionKind, AttentionWork
 from .documents import (
     LONGEST_TOGETHER,
     SPACING,
+    Call,
     document_calls,
     has_prompts,
     is_rows,
     most_tokens_together,
     rounded_length,
 )
+from .libraries import KERNELS, Kernel
 from .prompts import add_gradients_of_prompts, attend_to_prompts
 from .reference import attend_written_out, within_documents
 
-_CUDNN_SHORTEST = (
-    64  # tokens; shorter rows and prompts run in FlashAttention-2: cuDNN refuses a row of one token
-)
 # Tokens. A document whose rounded length runs past the end of the batch is copied, to pad it. If
 # that length is above this limit, one key/value head is copied at a time.
 _LONGEST_COPIED = 32_768
@@ -65,280 +55,6 @@ def attention_reference(
     return attend_written_out(q_BTHK, k_BTGK, v_BTGK, is_earlier[:, None, None])[0]
 
 
-Keys = tuple[
-    Tensor, int
-]  # where keys of documents that attend together begin, and the most of one document
-
-
-class Kernel(NamedTuple):
-    """A library's causal attention: functions for rows of one document each, and for documents that
-    attend together.
-
-    Documents that attend together follow each other in N tokens. `begins` has the first token of
-    each and N, int32 on the device of q; `longest` is the number of tokens of the longest. A
-    keyword `window` has each token attend to so many last tokens; only FlashAttention's kernels
-    take it. With a keyword `causal` of False, or `keys`, begins and longest of the keys, a
-    document's queries see all its keys, which may be more or fewer.
-    """
-
-    # q [B, T, H, K], k and v [B, T, G, K] -> out [B, T, H, K], log-sum-exp [B, H, T] float32
-    forward: Callable
-    backward: (
-        Callable  # dout, q, k, v, out, log-sum-exp -> dq, dk, dv, in the layouts of q, k and v
-    )
-    # q [N, H, K], k and v [N, G, K], begins, longest -> out, log-sum-exp [H, N] float32
-    forward_together: Callable
-    backward_together: Callable  # dout, q, k, v, out, log-sum-exp, begins, longest -> dq, dk, dv
-    workspace_rows: (
-        int  # bytes that `backward` allocates for itself, divided by q's bytes; measured
-    )
-    # the same of `backward_together`, without the float32 dq of SPACING more tokens per document
-    rows_together: int
-    expanded_rows: int = (
-        0  # the part of both for dk and dv of each query head, where query heads share keys
-    )
-    longest_together: float = math.inf  # tokens of the longest document that does not attend alone
-    length_step: int = 1  # tokens; `step` of `rounded_length`, for a document that attends alone
-
-
-def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """[B, T, H, K] -> [B, H, T, K], and back."""
-    return [x.transpose(1, 2) for x in tensors]
-
-
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
-    if min(q.shape[1], k.shape[1]) < _CUDNN_SHORTEST:
-        return _flash_forward(q, k, v, causal)
-    out, lse = torch_internals.cudnn_attention(*_heads_first(q, k, v), None, True, 0.0, causal)[:2]
-    return out.transpose(1, 2), lse.squeeze(-1)
-
-
-def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = True
-) -> Sequence[Tensor]:
-    if min(q.shape[1], k.shape[1]) < _CUDNN_SHORTEST:
-        return _flash_backward(dout, q, k, v, out, lse, causal)
-    lengths, seed = (q.shape[1], k.shape[1]), _unused_seed(q)
-    options = lse.unsqueeze(-1), seed, seed, None, None, None, *lengths, 0.0, causal
-    return _heads_first(
-        *torch_internals.cudnn_attention_backward(*_heads_first(dout, q, k, v, out), *options)
-    )
-
-
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
-    out, lse = torch_internals.flash_attention(*_heads_first(q, k, v), 0.0, causal)[:2]
-    return out.transpose(1, 2), lse
-
-
-def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = True
-) -> Sequence[Tensor]:
-    lengths, seed = (q.shape[1], k.shape[1]), _unused_seed(q)
-    options = lse, None, None, *lengths, 0.0, causal, seed, seed
-    return _heads_first(
-        *torch_internals.flash_attention_backward(*_heads_first(dout, q, k, v, out), *options)
-    )
-
-
-def _flash_forward_together(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    begins: Tensor,
-    longest: int,
-    window: int | None = None,
-    keys: Keys | None = None,
-) -> Sequence[Tensor]:
-    arguments = *_flash_lengths(begins, longest, keys), 0.0, keys is None, False
-    return torch_internals.varlen_flash_attention(q, k, v, *arguments, **_window_sides(window))[:2]
-
-
-def _flash_backward_together(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor,
-    longest: int,
-    window: int | None = None, keys: Keys | None = None,
-) -> Sequence[Tensor]:  # fmt: skip
-    arguments, seed = (*_flash_lengths(begins, longest, keys), 0.0, keys is None), _unused_seed(q)
-    backward = torch_internals.varlen_flash_attention_backward
-    return backward(dout, q, k, v, out, lse, *arguments, seed, seed, **_window_sides(window))
-
-
-def _flash_lengths(
-    begins: Tensor, longest: int, keys: Keys | None
-) -> tuple[Tensor, Tensor, int, int]:
-    of_keys = keys or (begins, longest)
-    return begins, of_keys[0], longest, of_keys[1]
-
-
-def _window_sides(window: int | None) -> dict[str, int]:
-    """Returns FlashAttention's arguments for a window, which count tokens before a token and after
-    it."""
-    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-
-
-def _unused_seed(q: Tensor) -> Tensor:
-    """Returns the random seed that backward kernels take for dropout. Dropout is off, so no kernel
-    reads it."""
-    return torch.empty((), dtype=torch.int64, device=q.device)
-
-
-def _is_deterministic() -> bool:
-    """Returns whether backward must give the same bits from run to run."""
-    return (
-        torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
-
-
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> tuple[Tensor, Tensor]:
-    out, lse = torch_internals.cpu_attention(*_heads_first(q, k, v), 0.0, causal)
-    return out.transpose(1, 2), lse
-
-
-def _cpu_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool = True
-) -> Sequence[Tensor]:
-    heads_first = _heads_first(dout, q, k, v, out)
-    return _heads_first(*torch_internals.cpu_attention_backward(*heads_first, lse, 0.0, causal))
-
-
-def _cpu_forward_together(
-    q: Tensor, k: Tensor, v: Tensor, begins: Tensor, longest: int, keys: Keys | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attends to one document after the other: the CPU has no kernel for several."""
-    lengths, of_keys = begins.diff().tolist(), (begins if keys is None else keys[0]).diff().tolist()
-    documents = zip(q.split(lengths), k.split(of_keys), v.split(of_keys))
-    outs, lses = zip(
-        *(_cpu_forward(q[None], k[None], v[None], keys is None) for q, k, v in documents)
-    )
-    return torch.cat(outs, 1)[0], torch.cat(lses, 2)[0]
-
-
-def _cpu_backward_together(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, begins: Tensor,
-    longest: int,
-    keys: Keys | None = None,
-) -> list[Tensor]:  # fmt: skip
-    lengths, of_keys = begins.diff().tolist(), (begins if keys is None else keys[0]).diff().tolist()
-    tensors = (
-        *(x.split(lengths) for x in (dout, q)),
-        *(x.split(of_keys) for x in (k, v)),
-        out.split(lengths),
-    )
-    documents = zip(*tensors, lse.split(lengths, 1))
-    options = {"causal": keys is None}
-    gradients = zip(
-        *(_cpu_backward(*(x[None] for x in document), **options) for document in documents)
-    )
-    return [torch.cat(parts, 1)[0] for parts in gradients]
-
-
-def _flash_attn_4_forward(
-    q: Tensor, k: Tensor, v: Tensor, *together, window: int | None = None, **options
-) -> tuple[Tensor, Tensor]:
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    options = {**_flash_attn_4_options(*together, **options), **_window_sides(window)}
-    return _flash_attn_fwd(q, k, v, return_lse=True, **options)[:2]
-
-
-def _flash_attn_4_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *together,
-    window: int | None = None,
-    **options,
-) -> Sequence[Tensor]:  # fmt: skip
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    options = {**_flash_attn_4_options(*together, **options), **_window_sides(window)}
-    return _flash_attn_bwd(q, k, v, out, dout, lse, deterministic=_is_deterministic(), **options)[
-        :3
-    ]
-
-
-def _flash_attn_4_options(
-    begins: Tensor | None = None, longest: int = 0, *, causal: bool = True, keys: Keys | None = None
-) -> dict:
-    """Returns flash-attn-4's arguments for documents that attend together; `causal` alone for rows
-    of one each."""
-    if begins is None:
-        return {"causal": causal}
-    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    return {"causal": keys is None, **dict(zip(names, _flash_lengths(begins, longest, keys)))}
-
-
-_FLASH = Kernel(
-    _flash_forward, _flash_backward, _flash_forward_together, _flash_backward_together, 6, 4, 2
-)
-KERNELS = {
-    "cudnn": _FLASH._replace(
-        forward=_cudnn_forward, backward=_cudnn_backward, workspace_rows=4,
-        longest_together=LONGEST_TOGETHER,
-        length_step=256,
-    ),
-    "flash": _FLASH,
-    "flash-attn-4": Kernel(*2 * (_flash_attn_4_forward, _flash_attn_4_backward), 3, 3),
-    "cpu": Kernel(_cpu_forward, _cpu_backward, _cpu_forward_together, _cpu_backward_together, 4, 4),
-}  # fmt: skip
-BACKENDS = ("auto", *KERNELS)
-TESTED_FLASH_ATTN_4 = (
-    "4.0.0b36",
-)  # versions of flash-attn-4 whose results and speed were compared with cuDNN's
-
-
-@torch_internals.assume_constant  # the function asks the driver; a compiled graph cannot
-def choose_backend(requested: str, device: torch.device) -> str:
-    """Returns the name of the kernel that attention runs on `device`. Names other than "auto" are
-    taken or refused.
-
-    "auto" is cuDNN's kernel on Hopper and newer GPUs. It is FlashAttention-2 on older GPUs, and on
-    all GPUs if PyTorch is told to use deterministic algorithms. A run with a plan also compares
-    flash-attn-4's, see `plan_memory`.
-
-    Raises ValueError for unknown name, or a kernel that this device or installation does not have.
-    """
-    if requested not in BACKENDS:
-        raise ValueError(
-            f"attention backend must be one of {', '.join(BACKENDS)}, got {requested!r}"
-        )
-    if device.type != "cuda":
-        if requested not in ("auto", "cpu"):
-            raise ValueError(
-                f'attention backend {requested!r} needs a CUDA device, got {device}; use "auto"'
-            )
-        return "cpu"
-    if requested == "cpu":
-        raise ValueError(f'attention backend "cpu" does not run on {device}; use "auto"')
-    capability, has_cudnn = (
-        torch.cuda.get_device_capability(device),
-        torch.backends.cudnn.is_available(),
-    )
-    if capability < (8, 0):
-        raise ValueError(
-            "attention's GPU kernels need compute capability 8.0 (Ampere) or newer, "
-            f"{device} has {capability[0]}.{capability[1]}; use a newer GPU, or the CPU"
-        )
-    if requested == "auto":
-        return (
-            "cudnn" if capability >= (9, 0) and has_cudnn and not _is_deterministic() else "flash"
-        )
-    if requested == "cudnn" and not has_cudnn:
-        raise ValueError(
-            'cuDNN attention needs cuDNN, which this installation of PyTorch lacks; use "auto"'
-        )
-    if requested == "flash-attn-4":
-        if (
-            importlib.util.find_spec("flash_attn") is None
-            or importlib.util.find_spec("flash_attn.cute") is None
-        ):
-            install = f'{sys.executable} -m pip install "flash-attn-4[cu13]>=4.0.0b36"'
-            raise ValueError(f'flash-attn-4 is not installed: {install}, or use "auto"')
-        if capability < (9, 0):
-            raise ValueError(
-                f"flash-attn-4 needs compute capability 9.0, this GPU has {capability}; use flash"
-            )
-    return requested
-
-
 def _rows(x: Tensor, T: int) -> Tensor:
     """Views whole rows, [n T, ...], as [n, T, ...]."""
     return x.unflatten(0, (-1, T))
@@ -348,21 +64,29 @@ def _window(x: Tensor, start: int, length: int) -> Tensor:
     """Returns x[start : start + length] as [1, length, heads, K], with zeros past x's end;
     causality hides the rest."""
     window = x[start : start + length]
-    return (
-        window if len(window) == length else F.pad(window, (0, 0, 0, 0, 0, length - len(window)))
-    )[None]
+    if len(window) < length:
+        window = F.pad(window, (0, 0, 0, 0, 0, length - len(window)))
+    return window[None]
 
 
-def _alone(
-    start: int, stop: int, q: Tensor, k: Tensor, kernel: Kernel, position_tokens: int
-) -> tuple[int, list[tuple[slice, slice]]]:
-    """Returns how a document attends alone: its padded length, and the query heads and key/value
-    heads of each call."""
-    padded = rounded_length(stop - start, max(1, kernel.length_step // position_tokens))
-    is_copied = start + padded > len(q) and padded * position_tokens > _LONGEST_COPIED
+def _padded_length(call: Call, kernel: Kernel, position_tokens: int) -> int:
+    """Returns the positions that a document which attends alone is padded to."""
+    step = max(1, kernel.length_step // position_tokens)
+    return rounded_length(call.stop - call.start, step)
+
+
+def _head_groups(
+    call: Call, q: Tensor, k: Tensor, padded: int, position_tokens: int
+) -> list[tuple[slice, slice]]:
+    """Returns the query heads and the key/value heads of each call for a document that attends
+    alone.
+
+    All heads share a call, unless the document is copied, to pad it, and is long.
+    """
+    is_copied = call.start + padded > len(q) and padded * position_tokens > _LONGEST_COPIED
     count = k.shape[1] if is_copied else 1
     H, G = q.shape[1] // count, k.shape[1] // count
-    return padded, [(slice(i * H, (i + 1) * H), slice(i * G, (i + 1) * G)) for i in range(count)]
+    return [(slice(i * H, (i + 1) * H), slice(i * G, (i + 1) * G)) for i in range(count)]
 
 
 def put(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
@@ -387,39 +111,43 @@ def full_forward(
         return out.contiguous(), lse.transpose(1, 2).contiguous()
     calls = document_calls(q, segments, kernel.longest_together, position_tokens)
     shape, (q, k, v) = q.shape, (x.flatten(0, 1) for x in (q, k, v))
-    if (
-        into is None and len(calls) == 1 and calls[0].offsets is not None
-    ):  # one call makes the whole result
+    if into is None and len(calls) == 1 and calls[0].offsets is not None:
+        # one call makes the whole result
         out, lse = kernel.forward_together(q, k, v, calls[0].offsets, calls[0].longest)
         return out.contiguous().view(shape), lse.T.contiguous().view(shape[:3])
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     results = into or (q.new_empty(shape), q.new_empty(shape[:3], dtype=lse_dtype))
     out, lse = (x.view(B * T, *x.shape[2:]) for x in results)
     for call in calls:
-        start, stop, _, begins, longest = call
-        if begins is not None:
-            made = kernel.forward_together(
-                q[start:stop], k[start:stop], v[start:stop], begins, longest
+        tokens = slice(call.start, call.stop)
+        if call.offsets is not None:
+            out_n, lse_n = kernel.forward_together(
+                q[tokens], k[tokens], v[tokens], call.offsets, call.longest
             )
-            put((made[0], made[1].T), (out[start:stop], lse[start:stop]))
-            del made  # before the next call's is made
-            continue
-        if is_rows(call, T):
-            out_n, lse_n = kernel.forward(*(_rows(x[start:stop], T) for x in (q, k, v)))
-            put(
-                (out_n, lse_n.transpose(1, 2)),
-                (_rows(out[start:stop], T), _rows(lse[start:stop], T)),
-            )
-            del out_n, lse_n
-            continue
-        padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
-        for heads, groups in ranges:
-            windows = (_window(x, start, padded) for x in (q[:, heads], k[:, groups], v[:, groups]))
-            out_n, lse_n = kernel.forward(*windows)
-            made = out_n[0, : stop - start], lse_n[0, :, : stop - start].T
-            put(made, (out[start:stop, heads], lse[start:stop, heads]))
-            del out_n, lse_n, made
+            put((out_n, lse_n.T), (out[tokens], lse[tokens]))
+            del out_n, lse_n  # before the next call's are made
+        elif is_rows(call, T):
+            rows = (_rows(x[tokens], T) for x in (q, k, v))
+            places = {"out": _rows(out[tokens], T), "lse": _rows(lse[tokens], T)}
+            _forward_rows(kernel, *rows, **places)
+        else:
+            padded = _padded_length(call, kernel, position_tokens)
+            for heads, groups in _head_groups(call, q, k, padded, position_tokens):
+                tensors = q[:, heads], k[:, groups], v[:, groups]
+                windows = (_window(x, call.start, padded) for x in tensors)
+                places = {"out": out[None, tokens, heads], "lse": lse[None, tokens, heads]}
+                _forward_rows(kernel, *windows, **places)
     return results
+
+
+def _forward_rows(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor
+) -> None:
+    """Writes to out [B, T, H, K] and lse [B, T, H] of rows of a document each; q, k and v may have
+    padding."""
+    out_n, lse_n = kernel.forward(q, k, v)
+    T = out.shape[1]
+    put((out_n[:, :T], lse_n.transpose(1, 2)[:, :T]), (out, lse))
 
 
 def full_backward(
@@ -432,49 +160,58 @@ def full_backward(
     (B, T), kernel = q.shape[:2], KERNELS[backend]
     dout = dout.contiguous()
     if segments is None:
-        dq, dk, dv = kernel.backward(dout, q, k, v, out, lse.transpose(1, 2).contiguous())
-        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+        gradients = kernel.backward(dout, q, k, v, out, lse.transpose(1, 2).contiguous())
+        return [x.contiguous() for x in gradients]
     calls = document_calls(q, segments, kernel.longest_together, position_tokens)
     shapes = q.shape, k.shape, v.shape
-    dout, q, k, v, out, lse = (x.flatten(0, 1) for x in (dout, q, k, v, out, lse))
+    tensors = [x.flatten(0, 1) for x in (dout, q, k, v, out)]
+    lse = lse.flatten(0, 1)
     if into is None and len(calls) == 1 and calls[0].offsets is not None:
-        arguments = dout, q, k, v, out, lse.T.contiguous(), calls[0].offsets, calls[0].longest
-        return [
-            x.contiguous().view(shape)
-            for x, shape in zip(kernel.backward_together(*arguments), shapes)
-        ]
+        options = lse.T.contiguous(), calls[0].offsets, calls[0].longest
+        gradients = kernel.backward_together(*tensors, *options)
+        return [x.contiguous().view(shape) for x, shape in zip(gradients, shapes)]
     results = into or [q.new_empty(shape) for shape in shapes]
-    gradients = [x.view(B * T, *x.shape[2:]) for x in results]
+    places = [x.view(B * T, *x.shape[2:]) for x in results]
     for call in calls:
-        start, stop, _, begins, longest = call
-        if begins is not None:
-            own = [x[start:stop] for x in (dout, q, k, v, out)]
-            made = kernel.backward_together(*own, lse[start:stop].T.contiguous(), begins, longest)
-            put(made, [x[start:stop] for x in gradients])
-            del made
+        tokens = slice(call.start, call.stop)
+        if call.offsets is None and not is_rows(call, T):
+            _backward_alone(kernel, call, tensors, lse, places, position_tokens)
             continue
-        if is_rows(call, T):
-            own = [_rows(x[start:stop], T) for x in (dout, q, k, v, out)]
-            made = kernel.backward(*own, _rows(lse[start:stop], T).transpose(1, 2).contiguous())
-            put(made, [_rows(x[start:stop], T) for x in gradients])
-            del own, made
-            continue
-        padded, ranges = _alone(start, stop, q, k, kernel, position_tokens)
-        for heads, groups in ranges:
-            # Rows of padding add nothing: their dout is 0, and their log-sum-exp makes all
-            # probabilities 0.
-            dout_n = _window(dout[start:stop, heads], 0, padded)
-            lse_n = F.pad(
-                lse[start:stop, heads].T, (0, padded - (stop - start)), value=_NEVER_ATTENDS
-            ).contiguous()
-            windows = [
-                _window(x, start, padded)
-                for x in (q[:, heads], k[:, groups], v[:, groups], out[:, heads])
-            ]
-            parts = [x[0, : stop - start] for x in kernel.backward(dout_n, *windows, lse_n[None])]
-            put(parts, [x[start:stop, own] for x, own in zip(gradients, (heads, groups, groups))])
-            del dout_n, lse_n, windows, parts  # before the next ones are made
+        tensors_n, lse_n = [x[tokens] for x in tensors], lse[tokens]
+        places_n = [x[tokens] for x in places]
+        if call.offsets is not None:
+            options = lse_n.T.contiguous(), call.offsets, call.longest
+            put(kernel.backward_together(*tensors_n, *options), places_n)
+        else:
+            rows = [_rows(x, T) for x in tensors_n]
+            lse_n = _rows(lse_n, T).transpose(1, 2).contiguous()
+            put(kernel.backward(*rows, lse_n), [_rows(x, T) for x in places_n])
     return results
+
+
+def _backward_alone(
+    kernel: Kernel, call: Call, tensors: Sequence[Tensor], lse: Tensor, places: Sequence[Tensor],
+    position_tokens: int,
+) -> None:  # fmt: skip
+    """Writes dq, dk and dv of a document that attends alone to `places`; `tensors` are dout, q, k,
+    v and out of all tokens, [N, heads, K]."""
+    dout, q, k, v, out = tensors
+    tokens, length = slice(call.start, call.stop), call.stop - call.start
+    padded = _padded_length(call, kernel, position_tokens)
+    for heads, groups in _head_groups(call, q, k, padded, position_tokens):
+        parts = q[:, heads], k[:, groups], v[:, groups], out[:, heads]
+        windows = [_window(x, call.start, padded) for x in parts]
+        # Rows of padding add nothing: their dout is 0, and their log-sum-exp makes all
+        # probabilities 0.
+        dout_n = _window(dout[tokens, heads], 0, padded)
+        lse_n = F.pad(lse[tokens, heads].T, (0, padded - length), value=_NEVER_ATTENDS)
+        gradients = kernel.backward(dout_n, *windows, lse_n.contiguous()[None])
+        heads_of = heads, groups, groups
+        put(
+            [x[0, :length] for x in gradients],
+            [x[tokens, own_heads] for x, own_heads in zip(places, heads_of)],
+        )
+        del windows, dout_n, lse_n, gradients  # before the next heads' are made
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> None:
@@ -538,7 +275,7 @@ class Full(AttentionKind):
         return gradients
 
     def decode(self, q, k, v, gates):
-        q, k, v = _heads_first(q, k, v)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
     def footprint(

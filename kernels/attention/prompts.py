@@ -16,16 +16,14 @@ see whole blocks of the prompt in place: then less than a block is copied.
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..parts import AttentionKind, MixerKind
 from .documents import TOGETHER_TOKENS, has_prompts, table_as_bytes
-
-if TYPE_CHECKING:
-    from .full import Kernel
+from .libraries import Kernel
 
 _MERGED = 1024  # tokens that are merged at a time, in float32
 
@@ -40,7 +38,7 @@ class _Call(NamedTuple):
     is_alone: bool
 
 
-def _calls(q: Tensor, segments: Tensor, kernel: "Kernel") -> list[_Call]:
+def _calls(q: Tensor, segments: Tensor, kernel: Kernel) -> list[_Call]:
     """Returns the calls for q [B, T, H, K]. A prompt that is too long to attend together has its
     own call."""
     return _cached_calls(table_as_bytes(segments), q.shape[1], kernel.longest_together, q.device)
@@ -91,7 +89,7 @@ def _with_rows(joined: Tensor, parts: list[slice]) -> Iterator[tuple[slice, Tens
 
 
 def attend_to_prompts(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor, kernel: "Kernel"
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor, kernel: Kernel
 ) -> None:
     """Merges what answers see of their prompts into out [B, T, H, K] and lse [B, T, H], which have
     the rest."""
@@ -121,7 +119,7 @@ def attend_to_prompts(
 def add_gradients_of_prompts(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     gradients: Sequence[Tensor],
-    segments: Tensor, kernel: "Kernel",
+    segments: Tensor, kernel: Kernel,
 ) -> None:  # fmt: skip
     """Adds to dq, dk and dv of documents by themselves what answers see of their prompts."""
     calls = _calls(q, segments, kernel)

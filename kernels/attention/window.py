@@ -20,7 +20,7 @@ from torch import Tensor
 from ..common import use_triton
 from ..parts import AttentionBytes, AttentionFlops, AttentionKind, sum_to
 from .documents import as_bytes, document_bounds
-from .full import KERNELS, Kernel
+from .libraries import KERNELS, Kernel
 from .reference import attend_written_out, backward_written_out, within_documents
 from .sparse.band import band_dkv, band_dq, band_forward
 from .sparse.layout import make_layout

@@ -13,7 +13,7 @@ import pytest
 
 import train
 from kernels.attention import KINDS
-from kernels.attention.full import BACKENDS
+from kernels.attention.libraries import BACKENDS
 from kernels.common import IMPLEMENTATIONS
 from kernels.mixed import linear_maps
 from model import MODEL_SIZES

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.attention import KINDS
 from kernels.attention.cache import cache_capacity
-from kernels.attention.full import choose_backend
+from kernels.attention.libraries import choose_backend
 from kernels.parts import MixerKind
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from training.checkpoint.files import load_trainer_state, tokenizer_of

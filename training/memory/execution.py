@@ -87,7 +87,7 @@ class Execution:
         "auto"  # "auto" switches by the size of the logits; "chunked" and "standard" force a loss
     )
     attention_backend: str = (
-        "auto"  # the library kernel that attends, a name in kernels.attention.full.BACKENDS
+        "auto"  # the library kernel that attends, a name in kernels.attention.libraries.BACKENDS
     )
     kinds: tuple[
         MixerKind, ...

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.attention import KINDS
-from kernels.attention.full import choose_backend
+from kernels.attention.libraries import choose_backend
 from kernels.experts.part import ExpertsPart
 from kernels.fp8 import FP8_LINEAR
 from kernels.gated_delta_net import DeltaNet
@@ -279,7 +279,7 @@ class GPU:
     memory_bandwidth: float  # bytes/s
     link_bandwidth: float  # bytes/s each way between GPU and host
     attention_backend: str = (
-        "flash"  # the backend that `kernels.attention.full.choose_backend` chooses on it
+        "flash"  # the backend that `kernels.attention.libraries.choose_backend` chooses on it
     )
     # Bytes/s each way of all its links to other GPUs together. 0: GPUs exchange over their links to
     # the host. A bridge between two GPUs counts as 0 too: a host of more GPUs gains nothing by it.
@@ -452,7 +452,7 @@ def scale_rates(
     as an H200 does.
 
     Args:
-        attention_backend: a name in kernels.attention.full.BACKENDS.
+        attention_backend: a name in kernels.attention.libraries.BACKENDS.
         kinds: the kinds of attention to have rates for; None: all.
         head_dim: width of attention's heads.
     """

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from kernels.attention.full import TESTED_FLASH_ATTN_4
+from kernels.attention.libraries import TESTED_FLASH_ATTN_4
 from model import ModelConfig, Share, Transformer
 from training.checkpoint.files import restore_rng
 from training.checkpoint.state import load_state, load_weights, read_weights

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from kernels.attention import KINDS
-from kernels.attention.full import choose_backend
+from kernels.attention.libraries import choose_backend
 from kernels.compact_adamw import GROUP
 from kernels.fp8 import check_fp8
 from kernels.gated_delta_net import DeltaNet

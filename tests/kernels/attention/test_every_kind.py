@@ -9,7 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.attend import attention
-from kernels.attention.full import FULL, choose_backend
+from kernels.attention.full import FULL
+from kernels.attention.libraries import choose_backend
 from tests.kernels.attention.inputs import make_qkv, random_lists, segments_of
 from tests.kernels.compare import outputs_and_gradients, random
 

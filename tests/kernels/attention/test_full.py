@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kernels import torch_internals
-from kernels.attention import documents
+from kernels.attention import documents, libraries
 from kernels.attention import full as module
 from kernels.attention.attend import attend_backward, attention
 from kernels.attention.documents import document_calls
@@ -10,10 +10,10 @@ from kernels.attention.full import (
     FULL,
     attention_reference,
     backward_workspace,
-    choose_backend,
     full_backward,
     full_forward,
 )
+from kernels.attention.libraries import choose_backend
 from tests.kernels.attention.inputs import segments_of
 from tests.kernels.compare import requested_peak
 from tests.storage_counter import StorageCounter
@@ -55,7 +55,7 @@ def test_matches_float64_within_documents(H, G, lengths, device):
 def attend_as_cudnn(monkeypatch, longest_together, length_step):
     """CPU attention with cuDNN's division into calls. Returns the shapes of q and k that attend
     alone."""
-    shapes, kernel = set(), module.KERNELS["cpu"]
+    shapes, kernel = set(), libraries.KERNELS["cpu"]
 
     def forward(q, k, v):
         shapes.add((q.shape[1], q.shape[2], k.shape[2]))
@@ -64,7 +64,7 @@ def attend_as_cudnn(monkeypatch, longest_together, length_step):
     changed = kernel._replace(
         forward=forward, longest_together=longest_together, length_step=length_step
     )
-    monkeypatch.setitem(module.KERNELS, "cpu", changed)
+    monkeypatch.setitem(libraries.KERNELS, "cpu", changed)
     return shapes
 
 
@@ -95,10 +95,10 @@ def test_neighbouring_rows_of_one_document_attend_at_once(longest_together, monk
     expected = outputs_and_gradients(
         lambda *x: attention_reference(*x, segments), inputs, torch.float64
     )
-    shapes, kernel = [], module.KERNELS["cpu"]
+    shapes, kernel = [], libraries.KERNELS["cpu"]
     forward = lambda q, k, v: shapes.append(q.shape[:2]) or kernel.forward(q, k, v)  # noqa: E731
     changed = kernel._replace(forward=forward, longest_together=longest_together, length_step=16)
-    monkeypatch.setitem(module.KERNELS, "cpu", changed)
+    monkeypatch.setitem(libraries.KERNELS, "cpu", changed)
     found = outputs_and_gradients(lambda *x: attention(*x, segments), inputs, torch.float32)
     for e, o in zip(expected, found):
         torch.testing.assert_close(o.double(), e, rtol=1e-5, atol=1e-5)
@@ -154,7 +154,7 @@ def test_gpu_kernels_are_called_with_few_shapes(backend, monkeypatch):
         monkeypatch.setattr(torch_internals, name, recorders[name])
     for lengths in ([70_100, 2000, 50, 27_850], [2000, 27_850, 50, 70_100], [70_000, 2300, 27_700]):
         q = torch.empty(1, T, H, K, dtype=torch.bfloat16, device="meta")
-        kernel = module.KERNELS[backend]
+        kernel = libraries.KERNELS[backend]
         calls = document_calls(q, segments_of(lengths), kernel.longest_together)
         monkeypatch.setattr(module, "document_calls", lambda *_, calls=calls: calls)
         k, v, segments = q[:, :, :G].contiguous(), q[:, :, :G].contiguous(), torch.empty(0)
@@ -264,10 +264,10 @@ def test_rows_at_once_take_what_is_declared(last, monkeypatch):
         return [torch.empty_like(x) for x in (q, k, v)] * own.is_contiguous()
 
     monkeypatch.setattr(documents, "TOGETHER_TOKENS", 64)
-    changed = module.KERNELS["cpu"]._replace(
+    changed = libraries.KERNELS["cpu"]._replace(
         backward=backward, longest_together=10, workspace_rows=4, expanded_rows=0
     )
-    monkeypatch.setitem(module.KERNELS, "cpu", changed)
+    monkeypatch.setitem(libraries.KERNELS, "cpu", changed)
     T = sum(last)
     q, k, v = (x.detach() for x in make_qkv(8, T, 4, 2, 64, torch.float32, torch.device("cpu")))
     segments, longest = (None, None) if len(last) == 1 else (segments_of(*[[T]] * 7, last), T)

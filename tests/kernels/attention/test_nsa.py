@@ -4,7 +4,7 @@ written out."""
 import pytest
 import torch
 
-from kernels.attention import full
+from kernels.attention import libraries
 from kernels.attention.attend import attention
 from kernels.attention.nsa import compression, gates, nsa, window_scores
 from kernels.attention.nsa.compression import (
@@ -165,8 +165,8 @@ def test_footprint_is_what_is_allocated(
     def backward(dout, q, k, v, out, lse):
         return [x.new_empty(x.shape) for x in (q, k, v)]
 
-    kernel = full.KERNELS["cpu"]._replace(forward=forward, backward=backward, workspace_rows=0)
-    monkeypatch.setitem(full.KERNELS, "cpu", kernel)
+    kernel = libraries.KERNELS["cpu"]._replace(forward=forward, backward=backward, workspace_rows=0)
+    monkeypatch.setitem(libraries.KERNELS, "cpu", kernel)
     for module in (band, combine, compression, gates, gather, selection, window_scores):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, NoLaunch())

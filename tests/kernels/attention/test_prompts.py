@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from kernels.attention import full, prompts
+from kernels.attention import libraries, prompts
 from kernels.attention.attend import attention
 from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL, attention_reference
@@ -25,8 +25,8 @@ ROWS = [(9, 3, 1, 20, 2, 5, 1, 1, 8), (4,), (3, 1), (30, 2)], [(60, 25), (1, 1, 
 @pytest.mark.parametrize("longest_together", [0, 3, 30, 10**6])
 def test_full_attention_alone_and_together(longest_together, monkeypatch):
     segments = segments_of_groups(*ROWS)
-    changed = full.KERNELS["cpu"]._replace(longest_together=longest_together, length_step=16)
-    monkeypatch.setitem(full.KERNELS, "cpu", changed)
+    changed = libraries.KERNELS["cpu"]._replace(longest_together=longest_together, length_step=16)
+    monkeypatch.setitem(libraries.KERNELS, "cpu", changed)
     inputs = make_qkv(2, 90, 4, 2, 32, torch.float32, torch.device("cpu"))
     compare_with_float64(
         functools.partial(attention_reference, segments=segments),

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from kernels import gated_activation
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.documents import find_documents
-from kernels.attention.full import FULL, KERNELS
+from kernels.attention.full import FULL
+from kernels.attention.libraries import KERNELS
 from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
