@@ -11,8 +11,9 @@ from training.host.errors import UserError
 from training.objectives.flags import PAIR_OBJECTIVES, ROLLOUT_OBJECTIVES, ObjectiveFlags
 from training.objectives.kto import KTO
 from training.objectives.preferences import Preference
+from training.objectives.rollout_rows import Rollouts, advantages
 from training.objectives.rollouts import Rollout
-from training.objectives.rows import Labelled, Pairs, Rollouts, Weighted, advantages
+from training.objectives.rows import Labelled, Pairs, Weighted
 from training.objectives.scored import Objective
 from training.objectives.stored import TEACHER, Stored
 

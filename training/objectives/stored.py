@@ -25,7 +25,7 @@ from training.families.lora import ADAPTER_WEIGHTS, has_adapters, read_adapters
 from training.host.errors import UserError, program
 from training.host.files import make_folder, read_file, read_json, replace_file, write_file
 from training.memory.kinds import describe
-from training.objectives.rows import LARGEST_ID, LEAST_LOGPROB, MOST_LOGPROB
+from training.objectives.rollout_rows import LARGEST_ID, LEAST_LOGPROB, MOST_LOGPROB
 
 TEACHER = "teacher"  # beginning of the columns of the likeliest words
 INDEX, VALUES, FORMAT = "logprobs.json", "logprobs.f32", "fathom logprobs 2"

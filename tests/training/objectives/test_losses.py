@@ -15,8 +15,8 @@ from training.data.tokens import TokenStore
 from training.families.lora import ADAPTER_CONFIG, Adapters
 from training.objectives.kto import KTO
 from training.objectives.preferences import Preference
+from training.objectives.rollout_rows import Rollouts, advantages
 from training.objectives.rollouts import Rollout
-from training.objectives.rows import Rollouts, advantages
 from training.objectives.scored import collect
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World

@@ -27,8 +27,9 @@ from training.logprobs import __main__ as logprobs
 from training.logprobs.__main__ import log_probabilities
 from training.objectives.choose import choose, complete, row_reader, stored_of
 from training.objectives.flags import ObjectiveFlags
-from training.objectives.rows import Labelled, Pairs, _without_nulls
+from training.objectives.rows import Labelled, Pairs
 from training.objectives.scored import Minimised
+from training.objectives.sharing import without_nulls
 from training.objectives.stored import TEACHER, Stored
 from training.objectives.stored import store as write
 
@@ -261,12 +262,12 @@ def test_whole_chats_have_their_prompt_once(row):
 
     def encode(part):
         given.append(part)
-        return np.arange(1 + len(given)), None, True
+        return Document(np.arange(1 + len(given)), None, True)
 
     Pairs(0, 1)(row, encode)
     chats = [[ASKS, SAYS], [ASKS, SAYS | {"content": "other"}]]
-    assert [_without_nulls(part["prompt"] + part["completion"]) for part in given] == chats
-    assert _without_nulls(given[0]["prompt"]) == [ASKS] and "messages" not in given[0]
+    assert [without_nulls(part["prompt"] + part["completion"]) for part in given] == chats
+    assert without_nulls(given[0]["prompt"]) == [ASKS] and "messages" not in given[0]
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "grpo"])
@@ -312,7 +313,7 @@ def test_whole_chats_with_a_label_have_their_prompt_once():
 
     def encode(part):
         given.append(part)
-        return np.arange(2), None, True
+        return Document(np.arange(2), None, True)
 
     Labelled(0, 1)({"prompt": [ASKS], "completion": [ASKS, SAYS], "label": True}, encode)
     assert given == [{"prompt": [ASKS], "completion": [SAYS]}]
@@ -672,7 +673,7 @@ def test_chats_that_end_in_others_have_a_prompt():
     given = []
     Pairs(0, 1)(
         {"chosen": [ASKS, SAYS], "rejected": [ASKS, SAYS, ASKS, SAYS]},
-        lambda part: (given.append(part), (np.arange(1 + len(given)), None, True))[1],
+        lambda part: (given.append(part), Document(np.arange(1 + len(given)), None, True))[1],
     )
     assert [part["prompt"] for part in given] == [[ASKS], [ASKS]]
     assert [part["completion"] for part in given] == [[SAYS], [SAYS, ASKS, SAYS]]

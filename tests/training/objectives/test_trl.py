@@ -23,8 +23,8 @@ from tests.training.objectives.trl_cases import (
 from training.data.loader import make_batch
 from training.data.sources import Document
 from training.data.tokens import TokenStore
-from training.objectives.rows import beside_answer_of
 from training.objectives.scored import Objective
+from training.objectives.sharing import beside_answer_of
 from training.parallel.world import World
 from training.run.step import beside_step, count_losses, run_model
 
