@@ -21,8 +21,7 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.f
 @triton.jit
 def _update(
     weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr,
-    offsets, mask,
-    gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+    offsets, mask, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
 ):  # fmt: skip
     master = tl.load(master_ptr + offsets, mask=mask, other=0.0)
     m = tl.load(exp_avg_ptr + offsets, mask=mask, other=0.0)
@@ -44,23 +43,21 @@ def _update(
 
 @triton.jit
 def _adamw_kernel(
-    weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr,
-    numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
-    BLOCK: tl.constexpr,
+    weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr, numel,
+    gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     _update(
         weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr,
-        offsets,
-        offsets < numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
+        offsets, offsets < numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2,
+        one_minus_beta2, eps,
     )  # fmt: skip
 
 
 @triton.jit
 def _adamw_of_several_kernel(
     table_ptr, bias_corrections_ptr, gradient_scale, lr, lr_decay, one_minus_beta1, beta2,
-    one_minus_beta2, eps,
-    BLOCK: tl.constexpr, GRADIENT: tl.constexpr, WEIGHT: tl.constexpr,
+    one_minus_beta2, eps, BLOCK: tl.constexpr, GRADIENT: tl.constexpr, WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Updates the parameter of a row of the table: its elements, and addresses of its tensors."""
     row = table_ptr + tl.program_id(0) * 6
@@ -76,9 +73,8 @@ def _adamw_of_several_kernel(
         offsets = start + tl.arange(0, BLOCK)
         _update(
             weight_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, gradient_ptr, bias_corrections_ptr,
-            offsets,
-            offsets < numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2,
-            eps,
+            offsets, offsets < numel, gradient_scale, lr, lr_decay, one_minus_beta1, beta2,
+            one_minus_beta2, eps,
         )  # fmt: skip
 
 
@@ -102,8 +98,7 @@ def _dtypes(each: Tensors) -> tuple[torch.dtype | None, ...]:
     if not is_flat or {tensor.dtype for tensor in each[1:4]} != {torch.float32}:
         raise ValueError(
             "gradient, master, both moments and weight must be contiguous and as long as each "
-            "other, and master and "
-            "moments float32, got "
+            "other, and master and moments float32, got "
             f"{', '.join(f'{tensor.dtype} {list(tensor.shape)}' for tensor in found)}"
         )
     return tuple(None if tensor is None else tensor.dtype for tensor in each)
@@ -145,6 +140,6 @@ def adamw(
     )
     weight_dtype = None if first.weight is None else TRITON_DTYPES[first.weight.dtype]
     _adamw_of_several_kernel[(len(rows), PROGRAMS)](
-        table, bias_corrections, *numbers,
-        BLOCK=BLOCK, GRADIENT=TRITON_DTYPES[first.gradient.dtype], WEIGHT=weight_dtype,
+        table, bias_corrections, *numbers, BLOCK=BLOCK,
+        GRADIENT=TRITON_DTYPES[first.gradient.dtype], WEIGHT=weight_dtype,
     )  # fmt: skip

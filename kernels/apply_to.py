@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_TYPES = (
     "llama", "mistral", "ministral3", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text",
-    "qwen3_5_moe_text", "gemma2",
-    "gemma3_text", "smollm3", "granite", "olmo2", "olmo3",
+    "qwen3_5_moe_text", "gemma2", "gemma3_text", "smollm3", "granite", "olmo2", "olmo3",
 )  # fmt: skip
 WRAPPERS = ("qwen3_5", "qwen3_5_moe")  # beside images: the text model inside is of a type above
 GEMMA = ("gemma2", "gemma3_text")
@@ -148,8 +147,7 @@ CHUNKED_RULE = "torch_chunk_gated_delta_rule"  # in the globals of transformers 
 def _delta_net_forward(original: FunctionType, impl: str):
     def gated_delta_rule(
         query, key, value, g, beta, initial_state=None, output_final_state=False,
-        use_qk_l2norm_in_kernel=False,
-        cu_seqlens=None, **options,
+        use_qk_l2norm_in_kernel=False, cu_seqlens=None, **options,
     ):  # fmt: skip
         """Returns out [B, T, H, V] and the states for q and k [B, T, G, K], v [B, T, H, V], g and
         beta [B, T, H]."""
@@ -163,8 +161,7 @@ def _delta_net_forward(original: FunctionType, impl: str):
             initial_state = initial_state.to(state_dtype)
         out, states = delta_rule(
             query, key, value, g.to(state_dtype), beta.to(state_dtype), segments=segments,
-            initial_state=initial_state,
-            with_state=True, impl=impl,
+            initial_state=initial_state, with_state=True, impl=impl,
         )  # fmt: skip
         return out, states if output_final_state else None
 
@@ -229,8 +226,7 @@ def _causal_lm_forward(original, impl: str):
     @functools.wraps(original)
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
-        inputs_embeds=None,
-        labels=None, use_cache=None, logits_to_keep=0, **kwargs,
+        inputs_embeds=None, labels=None, use_cache=None, logits_to_keep=0, **kwargs,
     ):  # fmt: skip
         inputs = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
@@ -347,8 +343,7 @@ def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict
         if "forward" in vars(module):
             raise ValueError(
                 f"{type(module).__name__} already has a forward of its own, from an earlier "
-                "apply_to, accelerate or "
-                "use_kernels; apply_to goes once, and before them"
+                "apply_to, accelerate or use_kernels; apply_to goes once, and before them"
             )
 
     for _, module, forward in replacements:

@@ -29,8 +29,8 @@ KEEPABLE: dict[str, Keepable] = {}  # by the operation's name
 
 def operation(
     name: str, fake: Callable | None = None, *, keepable: str | None = None,
-    chooses: str | None = None,
-    skippable: bool = False, composed: bool = False, mutates: Sequence[str] = (),
+    chooses: str | None = None, skippable: bool = False, composed: bool = False,
+    mutates: Sequence[str] = (),
 ) -> Callable:  # fmt: skip
     """Decorator that makes a `torch.library.custom_op` and declares it to activation checkpointing.
 

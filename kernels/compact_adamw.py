@@ -84,8 +84,7 @@ def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def adamw_reference(
     weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, bias_corrections: Tensor,
-    *,
-    lr: float, beta1: float, beta2: float, weight_decay: float, eps: float,
+    *, lr: float, beta1: float, beta2: float, weight_decay: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the new weight and moments of an update of float32 tensors [n]."""
     exp_avg = exp_avg + (gradient - exp_avg) * (1 - beta1)
@@ -100,15 +99,14 @@ def adamw_reference(
 
 def compact_adamw_reference(
     weight: Tensor, correction: Tensor | None, codes: Tensor, scale: Tensor, codes_sq: Tensor,
-    scale_sq: Tensor,
-    gradient: Tensor, bias_corrections: Tensor, gradient_scale: float = 1.0, **options: float,
+    scale_sq: Tensor, gradient: Tensor, bias_corrections: Tensor, gradient_scale: float = 1.0,
+    **options: float,
 ) -> None:  # fmt: skip
     """Plain PyTorch with the contract of `compact_adamw`."""
     master = weight if correction is None else join_master(weight, correction)
     master, m, v = adamw_reference(
         master, gradient.float() * gradient_scale, decode_exp_avg(codes, scale),
-        decode_exp_avg_sq(codes_sq, scale_sq),
-        bias_corrections, **options,
+        decode_exp_avg_sq(codes_sq, scale_sq), bias_corrections, **options,
     )  # fmt: skip
     olds = [
         old for old in (weight, correction, codes, scale, codes_sq, scale_sq) if old is not None
@@ -140,9 +138,8 @@ def _inverse(high):
 @triton.jit
 def _compact_adamw_kernel(
     weight_ptr, correction_ptr, codes_ptr, scale_ptr, codes_sq_ptr, scale_sq_ptr, gradient_ptr,
-    bias_corrections_ptr,
-    num_groups, gradient_scale, lr, lr_decay, one_minus_beta1, beta2, one_minus_beta2, eps,
-    GROUP: tl.constexpr, PROGRAM_GROUPS: tl.constexpr,
+    bias_corrections_ptr, num_groups, gradient_scale, lr, lr_decay, one_minus_beta1, beta2,
+    one_minus_beta2, eps, GROUP: tl.constexpr, PROGRAM_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Updates PROGRAM_GROUPS groups. bf16 weights and scales come as int16."""
     # [PROGRAM_GROUPS]
@@ -199,10 +196,8 @@ def _compact_adamw_kernel(
 
 def compact_adamw(
     weight: Tensor, correction: Tensor | None, codes: Tensor, scale: Tensor, codes_sq: Tensor,
-    scale_sq: Tensor,
-    gradient: Tensor, bias_corrections: Tensor, gradient_scale: float = 1.0, *, lr: float,
-    beta1: float, beta2: float,
-    weight_decay: float, eps: float, impl: str = "auto",
+    scale_sq: Tensor, gradient: Tensor, bias_corrections: Tensor, gradient_scale: float = 1.0, *,
+    lr: float, beta1: float, beta2: float, weight_decay: float, eps: float, impl: str = "auto",
 ) -> None:  # fmt: skip
     """Makes an update of AdamW in place. All tensors are flat, contiguous, and on one device; n is
     a multiple of GROUP.
@@ -226,16 +221,14 @@ def compact_adamw(
     if not use_triton(impl, gradient):
         compact_adamw_reference(
             weight, correction, codes, scale, codes_sq, scale_sq, gradient, bias_corrections,
-            gradient_scale,
-            lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
+            gradient_scale, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
         )  # fmt: skip
         return
     # A custom op that writes six tensors would take the host longer than the GPU takes for a piece,
     # and nothing differentiates or compiles an update.
     _compact_adamw_kernel[(triton.cdiv(scale.numel(), PROGRAM_GROUPS),)](
-        weight if correction is None else weight.view(torch.int16), correction,
-        codes, scale.view(torch.int16), codes_sq, scale_sq.view(torch.int16),
-        gradient, bias_corrections, scale.numel(), gradient_scale,
-        lr, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps, GROUP=GROUP,
-        PROGRAM_GROUPS=PROGRAM_GROUPS,
+        weight if correction is None else weight.view(torch.int16), correction, codes,
+        scale.view(torch.int16), codes_sq, scale_sq.view(torch.int16), gradient, bias_corrections,
+        scale.numel(), gradient_scale, lr, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps,
+        GROUP=GROUP, PROGRAM_GROUPS=PROGRAM_GROUPS,
     )  # fmt: skip

@@ -122,10 +122,8 @@ def _load(head, t, stride, num_tokens):
 @triton.jit
 def _walk_down(
     d_out_head, x_head, weight_ptr, positions_ptr, dx_head, partial_ptr, top, num_tokens, x_stride,
-    eps, scale,
-    CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr,
-    STRIP: tl.constexpr,
-    NORMALISE: tl.constexpr, HAS_STARTS: tl.constexpr,
+    eps, scale, CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr,
+    STRIP: tl.constexpr, NORMALISE: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
     """Walks down STRIPS strips of one head, of which a document starts in one or, without
     HAS_STARTS, in none.
@@ -197,10 +195,8 @@ def _walk_down(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _convolution_backward_kernel(
     d_out_ptr, x_ptr, weight_ptr, positions_ptr, dx_ptr, partial_ptr, num_tokens, x_stride, eps,
-    scale,
-    CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr,
-    STRIP: tl.constexpr,
-    NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
+    scale, CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr,
+    STRIP: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Works on STRIPS strips of one head, and looks for documents' starts among BLOCK tokens, a
     power of two."""
@@ -218,14 +214,12 @@ def _convolution_backward_kernel(
     if has_starts:
         _walk_down(
             d_out_ptr + c, x_ptr + c, weight, positions_ptr, dx_ptr + c, partial, top, num_tokens,
-            x_stride, eps, scale,
-            CHANNELS, HEADS, K, STRIPS, STRIP, NORMALISE, True,
+            x_stride, eps, scale, CHANNELS, HEADS, K, STRIPS, STRIP, NORMALISE, True,
         )  # fmt: skip
     else:
         _walk_down(
             d_out_ptr + c, x_ptr + c, weight, positions_ptr, dx_ptr + c, partial, top, num_tokens,
-            x_stride, eps, scale,
-            CHANNELS, HEADS, K, STRIPS, STRIP, NORMALISE, False,
+            x_stride, eps, scale, CHANNELS, HEADS, K, STRIPS, STRIP, NORMALISE, False,
         )  # fmt: skip
 
 
@@ -270,8 +264,7 @@ def _forward(
     for out, (i, channel, heads, width, scale, is_normalised) in zip(outs, _groups(xs, G, H, K)):
         _convolution_kernel[(heads * triton.cdiv(B * T, BLOCK_T),)](
             xs[i][..., channel:], weights[i][channel:], positions, out, B * T, xs[i].stride(1), EPS,
-            scale,
-            HEADS=heads, K=width, BLOCK_T=BLOCK_T, NORMALISE=is_normalised, num_warps=4,
+            scale, HEADS=heads, K=width, BLOCK_T=BLOCK_T, NORMALISE=is_normalised, num_warps=4,
         )  # fmt: skip
     return outs
 
@@ -301,11 +294,9 @@ def _backward(
     ):
         _convolution_backward_kernel[(heads * blocks,)](
             d_out.contiguous(), xs[i][..., channel:], weights[i][channel:], positions,
-            dxs[i][..., channel:],
-            partials[i][:, channel:], B * T, xs[i].stride(1), EPS, scale, CHANNELS=xs[i].shape[2],
-            HEADS=heads,
-            K=width, STRIPS=STRIPS, STRIP=STRIP, NORMALISE=is_normalised,
-            BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
+            dxs[i][..., channel:], partials[i][:, channel:], B * T, xs[i].stride(1), EPS, scale,
+            CHANNELS=xs[i].shape[2], HEADS=heads, K=width, STRIPS=STRIPS, STRIP=STRIP,
+            NORMALISE=is_normalised, BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
         )  # fmt: skip
     return [*dxs, torch.cat([partial.sum(0) for partial in partials]).to(weight.dtype)]
 
@@ -326,8 +317,7 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 def qkv_convolution(
     x_BTC: Tensor | Sequence[Tensor], weight_CW: Tensor, G: int, H: int, K: int, *,
-    segments: Tensor | None = None,
-    impl: str = "auto",
+    segments: Tensor | None = None, impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Convolution of queries, keys and values with SiLU, per document, and the norm of queries and
     keys.

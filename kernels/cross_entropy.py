@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from .common import operation, sum_dtype, use_triton
+from .common import operation, shown, sum_dtype, use_triton
 from .torch_internals import assert_async, resolve_process_group
 
 ROWS_ELEMENTS = 2**24  # elements of rows that PyTorch computes at a time: 64 MiB in float32
@@ -52,9 +52,8 @@ class RowOptions(NamedTuple):
 
 def cross_entropy_reference(
     logits: Tensor, target: Tensor, *, reduction: str = "mean", ignore_index: int = -100,
-    softcap: float | None = None,
-    weights: Tensor | None = None, denominator: float | Tensor | None = None,
-    return_details: bool = False,
+    softcap: float | None = None, weights: Tensor | None = None,
+    denominator: float | Tensor | None = None, return_details: bool = False,
     return_entropy: bool = False,
 ) -> Tensor | Details:  # fmt: skip
     """Plain PyTorch with the contract of `cross_entropy`; float64 stays float64."""
@@ -122,8 +121,7 @@ def _check_denominator(is_valid, value):
     if not is_valid:
         raise ValueError(
             f"denominator must be positive and finite, got {float(value)}; give the number of "
-            "labels that count in "
-            "all micro-batches, 1 if there are none"
+            "labels that count in all micro-batches, 1 if there are none"
         )
 
 
@@ -135,10 +133,8 @@ def details(
     entropies: Tensor | None = None,
 ) -> Details:
     """Makes `Details` of a loss, and of values of rows [N], which take the labels' shape."""
-    found = [
-        None if x is None else x.detach().view(shape) for x in (losses, log_sum_exp, entropies)
-    ]
-    return Details(loss, *found)
+    by_row = losses, log_sum_exp, entropies
+    return Details(loss, *(x if x is None else x.detach().view(shape) for x in by_row))
 
 
 @triton.jit
@@ -171,8 +167,8 @@ def _load_logits(
 
 @triton.jit
 def _add_block(
-    maxima, sums, logits_ptr, columns, y, num_columns,
-    SOFTCAP: tl.constexpr, HAS_LABEL: tl.constexpr, MASKED: tl.constexpr,
+    maxima, sums, logits_ptr, columns, y, num_columns, SOFTCAP: tl.constexpr,
+    HAS_LABEL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds a block of columns, but for the label's, to each thread's running maximum and sum."""
     z = _load_logits(logits_ptr, columns, num_columns, SOFTCAP, "evict_last", MASKED)
@@ -208,8 +204,8 @@ def _store_gradient(
 
 @triton.jit
 def _store_ignored(
-    gradient_ptr, statistics_ptr, offsets, num_rows, num_columns,
-    HAS_STATISTICS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    gradient_ptr, statistics_ptr, offsets, num_rows, num_columns, HAS_STATISTICS: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Stores statistics and a gradient of 0. `offsets` are the columns of a block, [BLOCK/VECTOR,
     VECTOR]."""
@@ -235,14 +231,14 @@ def _statistics_of_row(
 ):
     """Returns the maximum, the sum over other classes and the label's logit. Only the last blocks
     need masks."""
-    whole = num_columns // BLOCK * BLOCK
+    full = num_columns // BLOCK * BLOCK
     true_logit = tl.load(logits_ptr + y, mask=is_here, other=float("-inf")).to(tl.float32)
     true_logit = tl.where(is_here, _softcap(true_logit, SOFTCAP), float("-inf"))
     sums = tl.zeros([BLOCK // VECTOR], dtype=tl.float32)
     # Finite, to avoid inf - inf where all is masked.
     maxima = tl.full([BLOCK // VECTOR], -1e38, dtype=tl.float32)
     label_start = tl.where(is_here, y // BLOCK * BLOCK, -1)
-    for start in range(0, whole, BLOCK):
+    for start in range(0, full, BLOCK):
         if start != label_start:
             maxima, sums = _add_block(
                 maxima,
@@ -255,12 +251,12 @@ def _statistics_of_row(
                 HAS_LABEL=False,
                 MASKED=False,
             )
-    if (whole < num_columns) & (whole != label_start):
+    if (full < num_columns) & (full != label_start):
         maxima, sums = _add_block(
             maxima,
             sums,
             logits_ptr,
-            whole + offsets,
+            full + offsets,
             y,
             num_columns,
             SOFTCAP,
@@ -285,31 +281,31 @@ def _statistics_of_row(
 
 @triton.jit
 def _gradient_of_row(
-    gradient_ptr, logits_ptr, offsets, y, is_here, maximum, others, true_logit, scale, num_columns,
-    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    gradient_ptr, logits_ptr, offsets, y, is_here, maximum, other_sum, true_logit, scale,
+    num_columns, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Stores a row's gradient, from the last column to the first: the last logits read are still in
     the L2 cache."""
-    whole = num_columns // BLOCK * BLOCK
-    factor = scale / (others + _exp(true_logit - maximum))
-    if whole < num_columns:
+    full = num_columns // BLOCK * BLOCK
+    factor = scale / (other_sum + _exp(true_logit - maximum))
+    if full < num_columns:
         _store_gradient(
             gradient_ptr,
             logits_ptr,
-            whole + offsets,
+            full + offsets,
             maximum,
             factor,
             num_columns,
             SOFTCAP,
             MASKED=True,
         )
-    for start in range(0, whole, BLOCK):
-        columns = whole - BLOCK - start + offsets
+    for start in range(0, full, BLOCK):
+        columns = full - BLOCK - start + offsets
         _store_gradient(
             gradient_ptr, logits_ptr, columns, maximum, factor, num_columns, SOFTCAP, MASKED=False
         )
     if is_here:
-        dz_label = -factor * others  # scale * (p[y] - 1)
+        dz_label = -factor * other_sum  # scale * (p[y] - 1)
         if SOFTCAP is not None:
             dz_label *= 1 - (true_logit / SOFTCAP) * (true_logit / SOFTCAP)
         tl.debug_barrier()  # after another thread's store to this column
@@ -318,10 +314,9 @@ def _gradient_of_row(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _cross_entropy_kernel(
-    logits_ptr, logits_stride, target_ptr, statistics_ptr,
-    gradient_ptr, gradient_stride, scale_ptr, scale_stride, num_rows, num_columns, first_class,
-    IGNORE_INDEX: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_STATISTICS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    logits_ptr, logits_stride, target_ptr, statistics_ptr, gradient_ptr, gradient_stride, scale_ptr,
+    scale_stride, num_rows, num_columns, first_class, IGNORE_INDEX: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_STATISTICS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Computes or reads the statistics of a row, then stores its gradient if gradient_ptr is given.
 
@@ -353,31 +348,29 @@ def _cross_entropy_kernel(
     is_here = (y >= 0) & (y < num_columns)
     if HAS_STATISTICS:
         maximum = tl.load(statistics_ptr)
-        others = tl.load(statistics_ptr + num_rows)
+        other_sum = tl.load(statistics_ptr + num_rows)
         true_logit = tl.load(statistics_ptr + 2 * num_rows)
     else:
-        maximum, others, true_logit = _statistics_of_row(
+        maximum, other_sum, true_logit = _statistics_of_row(
             logits_ptr, offsets, y, is_here, num_columns, SOFTCAP, BLOCK, VECTOR
         )
         tl.store(statistics_ptr, maximum)
-        tl.store(statistics_ptr + num_rows, others)
+        tl.store(statistics_ptr + num_rows, other_sum)
         tl.store(statistics_ptr + 2 * num_rows, true_logit)
     if gradient_ptr is not None:
         scale = 1.0
         if scale_ptr is not None:
             scale = tl.load(scale_ptr + row * scale_stride)
         _gradient_of_row(
-            gradient_ptr, logits_ptr, offsets, y, is_here, maximum, others, true_logit, scale,
-            num_columns,
-            SOFTCAP, BLOCK,
+            gradient_ptr, logits_ptr, offsets, y, is_here, maximum, other_sum, true_logit, scale,
+            num_columns, SOFTCAP, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _entropy_kernel(
     logits_ptr, logits_stride, statistics_ptr, out_ptr, num_rows, num_columns,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Stores the sum of exp(z - m) (z - m) over a row's columns, for the maximum m of the whole
     row."""
@@ -449,8 +442,7 @@ def shard_of(group_name: str | None, num_columns: int) -> Shard:
 
 def row_step(
     logits: Tensor, target: Tensor, options: RowOptions, shard: Shard, *,
-    statistics: Tensor | None = None,
-    gradient: Tensor | None = None, scale: Tensor | None = None,
+    statistics: Tensor | None = None, gradient: Tensor | None = None, scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns the statistics of whole rows, and writes gradients times `scale` into `gradient`. Not
     differentiable.
@@ -464,8 +456,8 @@ def row_step(
         scale: [] or [N], of the statistics' dtype.
     """
     if shard.group is not None and statistics is None:
-        own = row_step(logits, target, options, shard._replace(group=None))
-        statistics = _statistics_of_whole_rows(own, shard.group)
+        shard_statistics = row_step(logits, target, options, shard._replace(group=None))
+        statistics = _statistics_of_whole_rows(shard_statistics, shard.group)
         if gradient is None:
             return statistics
     if not options.use_triton:
@@ -477,10 +469,9 @@ def row_step(
     if num_rows > 0:
         _cross_entropy_kernel[(num_rows,)](
             logits, logits.stride(0), target, statistics, gradient,
-            0 if gradient is None else gradient.stride(0),
-            scale, scale.stride(0) if scale is not None and scale.dim() else 0,
-            num_rows, num_columns, shard.first_class,
-            IGNORE_INDEX=options.ignore_index, SOFTCAP=options.softcap,
+            0 if gradient is None else gradient.stride(0), scale,
+            scale.stride(0) if scale is not None and scale.dim() else 0, num_rows, num_columns,
+            shard.first_class, IGNORE_INDEX=options.ignore_index, SOFTCAP=options.softcap,
             HAS_STATISTICS=has_statistics, VECTOR=VECTOR,
             **launch_configuration(num_columns, logits.element_size()),
         )  # fmt: skip
@@ -519,13 +510,16 @@ def _row_step_in_torch(logits, target, options, shard, statistics, gradient, sca
     is_label = torch.arange(z.shape[1], device=z.device) == (target - shard.first_class)[:, None]
     if statistics is None:
         maximum = z.amax(1)
-        others = torch.where(is_label, 0, (z - maximum[:, None]).exp()).sum(1)
+        other_sum = torch.where(is_label, 0, (z - maximum[:, None]).exp()).sum(1)
         true_logit = torch.where(is_label, z, -torch.inf).amax(1)
-        statistics = torch.where(valid, torch.stack([maximum, others, true_logit]), 0)
+        statistics = torch.where(valid, torch.stack([maximum, other_sum, true_logit]), 0)
     if gradient is not None:
-        maximum, others, true_logit = statistics
-        total = others + (true_logit - maximum).exp()
-        dz = torch.where(is_label, -others[:, None], (z - maximum[:, None]).exp()) / total[:, None]
+        maximum, other_sum, true_logit = statistics
+        total = other_sum + (true_logit - maximum).exp()
+        dz = (
+            torch.where(is_label, -other_sum[:, None], (z - maximum[:, None]).exp())
+            / total[:, None]
+        )
         if options.softcap is not None:
             dz *= 1 - (z / options.softcap).square()
         if scale is not None:
@@ -547,35 +541,37 @@ def row_entropies(logits: Tensor, target: Tensor, options: RowOptions, shard: Sh
         if num_rows > 0:
             _entropy_kernel[(num_rows,)](
                 logits, logits.stride(0), statistics, sums, num_rows, num_columns,
-                SOFTCAP=options.softcap,
-                VECTOR=VECTOR, **launch_configuration(num_columns, logits.element_size()),
+                SOFTCAP=options.softcap, VECTOR=VECTOR,
+                **launch_configuration(num_columns, logits.element_size()),
             )  # fmt: skip
     else:
         below = (_capped(logits, options.softcap) - statistics[0][:, None]).clamp(min=-1e38)
         sums = (below.exp() * below).sum(1)
     if shard.group is not None:
         dist.all_reduce(sums, group=shard.group)
-    maximum, others, true_logit = statistics
-    total = others + (true_logit - maximum).exp()
+    maximum, other_sum, true_logit = statistics
+    total = other_sum + (true_logit - maximum).exp()
     return torch.where(target == options.ignore_index, 0, total.log() - sums / total)
 
 
-def _statistics_of_whole_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _statistics_of_whole_rows(shard_statistics: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Combines each rank's statistics of its own columns, [3, N]."""
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, own, group=group)
-    maxima, others, true_logits = torch.stack(gathered, dim=1)  # [n, N] each
+    gathered = [torch.empty_like(shard_statistics) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, shard_statistics, group=group)
+    maxima, other_sum, true_logits = torch.stack(gathered, dim=1)  # [n, N] each
     maximum = maxima.amax(0)
-    return torch.stack([maximum, (others * (maxima - maximum).exp()).sum(0), true_logits.amax(0)])
+    return torch.stack(
+        [maximum, (other_sum * (maxima - maximum).exp()).sum(0), true_logits.amax(0)]
+    )
 
 
 def row_losses(statistics: Tensor) -> tuple[Tensor, Tensor]:
     """Returns loss and log-sum-exp of each row, [N], from statistics of whole rows, [3, N]; ignored
     rows give 0."""
-    maximum, others, true_logit = statistics
+    maximum, other_sum, true_logit = statistics
     # lse - z[y] = log(1 + others / exp(z[y] - m)), without a difference of two large numbers
-    losses = F.softplus(maximum - true_logit + others.log(), threshold=50)
-    return losses, maximum + (others + (true_logit - maximum).exp()).log()
+    losses = F.softplus(maximum - true_logit + other_sum.log(), threshold=50)
+    return losses, maximum + (other_sum + (true_logit - maximum).exp()).log()
 
 
 def _step(
@@ -655,8 +651,8 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
     mutates=("logits",),
 )
 def _forward_in_place(
-    logits: Tensor, target: Tensor, scale: Tensor, group_name: str | None,
-    ignore_index: int, softcap: float | None, use_triton: bool,
+    logits: Tensor, target: Tensor, scale: Tensor, group_name: str | None, ignore_index: int,
+    softcap: float | None, use_triton: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns losses and log-sum-exps, and overwrites the logits by their gradients times scale."""
     options = group_name, ignore_index, softcap, use_triton
@@ -667,10 +663,10 @@ def _forward_in_place(
 def _scale_rows_(gradient: Tensor, scale: Tensor, use_triton: bool) -> None:
     """Multiplies the rows of gradient [N, V] by scale [N]."""
     if not use_triton:
-        for rows, of_rows in zip(
+        for rows, row_scales in zip(
             *(x.split(rows_at_a_time(gradient.shape[1])) for x in (gradient, scale))
         ):
-            rows.mul_(of_rows[:, None])  # PyTorch makes copies in float32
+            rows.mul_(row_scales[:, None])  # PyTorch makes copies in float32
     elif len(gradient) > 0:
         _scale_rows_kernel[(len(gradient),)](
             gradient,
@@ -702,8 +698,7 @@ class _InPlace(torch.autograd.Function):
         except RuntimeError as error:
             raise RuntimeError(
                 "cross_entropy(inplace=True) left its gradient in the logits' storage, which was "
-                "written to since, "
-                "by a first backward or by you; use inplace=False"
+                "written to since, by a first backward or by you; use inplace=False"
             ) from error
         _scale_rows_(gradient, d_terms, ctx.use_triton)
         return gradient, None, None, None, None
@@ -711,12 +706,10 @@ class _InPlace(torch.autograd.Function):
 
 def cross_entropy(
     logits: Tensor, target: Tensor, *, reduction: str = "mean", ignore_index: int = -100,
-    softcap: float | None = None,
-    weights: Tensor | None = None, denominator: float | Tensor | None = None,
-    return_details: bool = False,
+    softcap: float | None = None, weights: Tensor | None = None,
+    denominator: float | Tensor | None = None, return_details: bool = False,
     return_entropy: bool = False, inplace: bool = False,
-    process_group: dist.ProcessGroup | None = None,
-    impl: str = "auto",
+    process_group: dist.ProcessGroup | None = None, impl: str = "auto",
 ) -> Tensor | Details:  # fmt: skip
     """Cross-entropy of integer labels, computed in float32 whatever the logits' dtype.
 
@@ -752,20 +745,14 @@ def cross_entropy(
     """
     on_triton = use_triton(impl, logits)
     group_name = None if process_group is None else process_group.group_name
-    labels = checked_labels(logits, target, reduction, softcap)
+    labels, weights, scale = check_targets(
+        logits, target, reduction, ignore_index, softcap, weights, denominator
+    )
     if inplace and not logits.is_contiguous():
         raise ValueError(f"inplace=True needs contiguous logits, got strides {logits.stride()}")
     rows = logits.reshape(-1, logits.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     options = RowOptions(ignore_index, softcap, on_triton)
-    weights = checked_weights(weights, logits, target, reduction)
-    scale = loss_scale(
-        labels,
-        reduction,
-        ignore_index,
-        denominator,
-        sum_dtype(logits),
-    )
     # Before the gradient overwrites the logits.
     entropies = _entropies(rows.detach(), labels, group_name, *options) if return_entropy else None
     if inplace and torch.is_grad_enabled() and logits.requires_grad:
@@ -779,13 +766,13 @@ def cross_entropy(
         losses, log_sum_exp, _ = _forward(rows, labels, group_name, *options)
         terms = losses if weights is None else losses * weights
     loss = terms.view(target.shape) if reduction == "none" else terms.sum() * scale
-    has_details = return_details or return_entropy
-    return details(loss, losses, log_sum_exp, target.shape, entropies) if has_details else loss
+    if return_details or return_entropy:
+        return details(loss, losses, log_sum_exp, target.shape, entropies)
+    return loss
 
 
 class CrossEntropyLoss(nn.Module):
-    """`cross_entropy` as a module. Its options are the constructor's, tensors and more options a
-    call's.
+    """`cross_entropy` as a module, with options given to the constructor; a call may add others.
 
     Raises TypeError for an option that the function does not take.
     """
@@ -797,13 +784,24 @@ class CrossEntropyLoss(nn.Module):
         inspect.signature(self.function).bind_partial(**options)
         self.options = options
 
-    def forward(self, *tensors: Tensor, **more):
-        return self.function(*tensors, **self.options, **more)
+    def forward(self, *tensors: Tensor, **options):
+        return self.function(*tensors, **self.options, **options)
 
 
-def checked_labels(logits: Tensor, target: Tensor, reduction: str, softcap: float | None) -> Tensor:
-    """Returns labels [N] int64, contiguous, for logits or their hidden states. Raises ValueError as
-    both losses do."""
+class Targets(NamedTuple):
+    """Checked labels and factors of a loss, by row."""
+
+    labels: Tensor  # [N] int64, contiguous
+    weights: Tensor | None  # [N], float32 (float64 for float64 logits), contiguous
+    scale: Tensor  # [], the factor of the losses' sum
+
+
+def check_targets(
+    logits: Tensor, target: Tensor, reduction: str, ignore_index: int, softcap: float | None,
+    weights: Tensor | None, denominator: float | Tensor | None,
+) -> Targets:  # fmt: skip
+    """Returns the targets for logits, or for their hidden states. Raises ValueError as the losses
+    do."""
     if target.shape != logits.shape[:-1]:
         raise ValueError(f"target must be {list(logits.shape[:-1])}, got {list(target.shape)}")
     if target.is_floating_point() or target.dtype == torch.bool:
@@ -812,22 +810,17 @@ def checked_labels(logits: Tensor, target: Tensor, reduction: str, softcap: floa
         raise ValueError(f"reduction must be none, mean or sum, got {reduction!r}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
-    return target.reshape(-1).long().contiguous()
-
-
-def checked_weights(
-    weights: Tensor | None, logits: Tensor, target: Tensor, reduction: str
-) -> Tensor | None:
-    """Returns weights [N], float32 (float64 for float64 logits), contiguous. Raises ValueError."""
-    if weights is None:
-        return None
-    if weights.shape != target.shape or not weights.is_floating_point():
-        raise ValueError(
-            f"weights must be {list(target.shape)} of floating point, got {list(weights.shape)}, "
-            f"{weights.dtype}"
-        )
-    if reduction == "none":
-        raise ValueError(
-            'weights have no effect with reduction="none", whose losses the caller may weigh'
-        )
-    return weights.detach().reshape(-1).to(sum_dtype(logits)).contiguous()
+    dtype = sum_dtype(logits)
+    if weights is not None:
+        if weights.shape != target.shape or not weights.is_floating_point():
+            raise ValueError(
+                f"weights must be {list(target.shape)} of floating point, got {shown(weights)}"
+            )
+        if reduction == "none":
+            raise ValueError(
+                'weights have no effect with reduction="none", whose losses the caller may weigh'
+            )
+        weights = weights.detach().reshape(-1).to(dtype).contiguous()
+    labels = target.reshape(-1).long().contiguous()
+    scale = loss_scale(labels, reduction, ignore_index, denominator, dtype)
+    return Targets(labels, weights, scale)

@@ -55,8 +55,8 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gated_activation_forward_kernel(
-    gate_ptr, up_ptr, output_ptr, gate_stride, up_stride,
-    F: tl.constexpr, BLOCK_F: tl.constexpr, ACTIVATION: tl.constexpr,
+    gate_ptr, up_ptr, output_ptr, gate_stride, up_stride, F: tl.constexpr, BLOCK_F: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     blocks_per_row: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     row = (tl.program_id(0) // blocks_per_row).to(tl.int64)
@@ -164,8 +164,7 @@ def _gated_activation_again(
     d_up = up.new_empty(up.shape)
     _launch(
         _gated_activation_backward_kernel, _as_rows(gate), _as_rows(up), d_output, d_gate, d_up,
-        d_output,
-        activation=activation,
+        d_output, activation=activation,
     )  # fmt: skip
     return d_gate, d_up
 

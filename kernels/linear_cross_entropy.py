@@ -1,12 +1,11 @@
-"""The output projection and its cross-entropy, chunk by chunk: the [tokens, V] logits never exist
-as a whole.
+"""The output projection and its cross-entropy, chunk by chunk: [tokens, V] logits never exist.
 
 Forward makes the gradients. A chunk has hidden states x [n, D]; the head is W [V, D];
 kernels/cross_entropy.py has the loss of a row.
 
-    logits = x W^T                                              one GEMM, into one buffer for all
-    chunks g = d(sum of the chunk's losses) / d(logits)                one kernel, in place
-    dx = g W,  dW += g^T x,  d_bias += sum of g's rows          two GEMMs; dW is float32
+    logits = x W^T                                        one GEMM, into one buffer for all chunks
+    g = d(sum of the chunk's losses) / d(logits)          one kernel, in place
+    dx = g W,  dW += g^T x,  d_bias += sum of g's rows    two GEMMs; dW is float32
 
 Backward multiplies dx and the float32 dW by 1 / tokens and by the incoming gradient, once, so that
 neither factor underflows g's 16 bits. Rows with an ignored label take part in no GEMM.
@@ -35,17 +34,16 @@ from .cross_entropy import (
     CrossEntropyLoss,
     Details,
     RowOptions,
-    checked_labels,
-    checked_weights,
+    Shard,
+    check_targets,
     cross_entropy_reference,
     details,
-    loss_scale,
     row_entropies,
     row_losses,
     row_step,
     shard_of,
 )
-from .linear import PLAIN, Factor, Linear
+from .linear import PLAIN, Linear
 from .parts import part_of
 from .torch_internals import assert_async, backward_keeps_graph
 
@@ -89,10 +87,10 @@ def row_length(V: int) -> int:
     return -(-V // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def empty_logits(input: Tensor, num_rows: int, V: int) -> Tensor:
-    """Returns room for logits of the input's dtype, [num_rows, V], in rows of `row_length`
-    elements."""
-    rows = input.new_empty(num_rows, row_length(V))
+def empty_logits(weight: Tensor, num_rows: int) -> Tensor:
+    """Returns a buffer for logits of the head's dtype, [num_rows, V], in rows of `row_length`."""
+    V = len(weight)
+    rows = weight.new_empty(num_rows, row_length(V))
     # PyTorch 2.13 on a CPU with AMX multiplies what is past an odd number of columns by 0.
     rows[:, V:] = 0
     return rows[:, :V]
@@ -104,57 +102,81 @@ def logits_bytes(num_tokens: int, vocab_size: int, element_size: int = 2) -> int
     return element_size * row_length(vocab_size) * min(CHUNK_SIZE, num_tokens)
 
 
-class HeadFactor(NamedTuple):
-    """The head by groups of words that are multiplied at once, [24:27] and [0:24] for 27.
+class HeadProducts:
+    """Products of the head: logits of a chunk of rows, and the gradients from theirs.
 
-    The few past the last multiple of 8 come first: dx rounds what they add while it is small.
+    The head's words are multiplied in groups, [24:27] and [0:24] for 27. The few past the last
+    multiple of 8 come first: dx rounds what they add while it is small.
+
+    Args:
+        weight, bias: [V, D] and [V]; None: no bias.
+        needs_input: whether `add_gradients` makes the input's gradient.
+        d_weight: [V, D], to which gradients of the head are written and added; None: not needed.
+        num_rows: most rows of a chunk.
     """
 
-    groups: list[slice]
-    factors: list[Factor]
-    factors_t: list[Factor]  # transposed, for the input's gradient; []: it is not needed
-    biases: list[Tensor | None]
+    def __init__(
+        self, linear: Linear, weight: Tensor, bias: Tensor | None, needs_input: bool,
+        d_weight: Tensor | None, num_rows: int,
+    ):  # fmt: skip
+        V = len(weight)
+        most = V // WORDS_MULTIPLE * WORDS_MULTIPLE
+        groups = slice(most, V), slice(0, most)
+        self.linear, self.bias, self.d_weight = linear, bias, d_weight
+        self.groups = [words for words in groups if words.start < words.stop]
+        self.factors = [linear.factor(weight[words]) for words in self.groups]
+        self.factors_t = [linear.transpose(f) for f in self.factors] if needs_input else []
+        self.buffer = empty_logits(weight, num_rows)
+        self.is_first = True
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Returns the logits of rows x [n, D], in a buffer that the next chunk's overwrite."""
+        self.x_factor = self.linear.factor(x)
+        logits = self.buffer[: len(x)]
+        for words, factor in zip(self.groups, self.factors):
+            bias = None if self.bias is None else self.bias[words]
+            self.linear.forward(self.x_factor, factor, bias, out=logits[:, words])
+        return logits
+
+    def add_gradients(self, d_logits: Tensor, d_x: Tensor | None = None) -> Tensor | None:
+        """Adds the gradient of the head for the rows of the last `logits`.
+
+        Returns the gradient of these rows, written into `d_x` if given; None if it is not needed.
+        """
+        linear = self.linear
+        factors = [linear.factor(d_logits[:, words]) for words in self.groups]
+        for i, (factor, head_t) in enumerate(zip(factors, self.factors_t)):
+            d_x = linear.input_gradient(factor, head_t, out=d_x, accumulate=i > 0)
+        if self.d_weight is not None:
+            x_t = linear.transpose(self.x_factor)
+            for words, factor in zip(self.groups, factors):
+                linear.weight_gradient(
+                    linear.transpose(factor), x_t, out=self.d_weight[words],
+                    accumulate=not self.is_first,
+                )  # fmt: skip
+        self.is_first = False
+        return d_x
 
 
-def factor_head(
-    linear: Linear, weight: Tensor, bias: Tensor | None, needs_input: bool
-) -> HeadFactor:
-    V = len(weight)
-    most = len(weight) // WORDS_MULTIPLE * WORDS_MULTIPLE
-    groups = [words for words in (slice(most, V), slice(0, most)) if words.start < words.stop]
-    factors = [linear.factor(weight[words]) for words in groups]
-    factors_t = [linear.transpose(factor) for factor in factors] if needs_input else []
-    return HeadFactor(
-        groups, factors, factors_t, [None if bias is None else bias[words] for words in groups]
-    )
+class _Outputs(NamedTuple):
+    """Results by row, and gradients before the loss's scale. What is not needed is empty.
 
+    All are float32 or wider, but d_input has the input's dtype.
+    """
 
-def add_gradients(
-    linear: Linear, d_logits: Tensor, x: Factor, head: HeadFactor, d_x: Tensor | None,
-    d_weight: Tensor | None,
-    accumulate: bool,
-) -> None:  # fmt: skip
-    """Writes a chunk's gradient of the input into `d_x`, and writes or adds its gradient of the
-    head to `d_weight`."""
-    factors = [linear.factor(d_logits[:, words]) for words in head.groups]
-    if d_x is not None:
-        for i, (factor, head_t) in enumerate(zip(factors, head.factors_t)):
-            linear.input_gradient(factor, head_t, out=d_x, accumulate=i > 0)
-    if d_weight is not None:
-        x_t = linear.transpose(x)
-        for words, factor in zip(head.groups, factors):
-            linear.weight_gradient(
-                linear.transpose(factor), x_t, out=d_weight[words], accumulate=accumulate
-            )
+    losses: Tensor  # [N]
+    log_sum_exp: Tensor  # [N]
+    entropies: Tensor  # [N]
+    d_input: Tensor  # [N, D]
+    d_weight: Tensor  # [V, D]
+    d_bias: Tensor  # [V]
 
 
 def _empty_outputs(
     input, linear_weight, target, needs_input, needs_weight, needs_bias, needs_entropy
-):
-    """Makes each row's loss, log-sum-exp and entropy, and gradients; float32 or wider but for the
-    input's."""
+) -> _Outputs:
     losses = input.new_empty(target.shape, dtype=sum_dtype(input))
-    return (
+    return _Outputs(
         losses,
         torch.empty_like(losses),
         losses.new_empty(target.shape if needs_entropy else 0),
@@ -166,16 +188,52 @@ def _empty_outputs(
 
 def _fake_outputs(input, linear_weight, target, linear_bias, weights, scale, *options):
     outputs = _empty_outputs(input, linear_weight, target, *options[:4])
-    return outputs[0].new_empty(()), *outputs
+    return outputs.losses.new_empty(()), *outputs
+
+
+def _run_chunks(
+    input: Tensor, target: Tensor, weights: Tensor | None, rows: Tensor | None, chunk_size: int,
+    head: HeadProducts, options: RowOptions, shard: Shard, outputs: _Outputs,
+) -> Tensor:  # fmt: skip
+    """Computes `rows`, all for None: their gradients and entropies are written to `outputs`.
+
+    Returns their statistics, [3, rows], see `row_step`.
+    """
+    _, _, entropies, *gradients = outputs
+    d_input, _, d_bias = gradients
+    needs_gradient = any(gradient.numel() for gradient in gradients)
+    num_rows = len(target) if rows is None else len(rows)
+    statistics = outputs.losses.new_empty(3, num_rows)
+    # Gradients of `cross_entropy` have a scale: with one here, a compiled kernel serves both.
+    one = outputs.losses.new_ones(()) if needs_gradient else None
+    for start in range(0, num_rows, chunk_size):
+        places = slice(start, start + chunk_size)
+        chunk = places if rows is None else rows[places]
+        labels = target[chunk]
+        logits = head.logits(input[chunk])
+        if entropies.numel():
+            entropies[chunk] = row_entropies(logits, labels, options, shard)
+        gradient = logits if needs_gradient else None  # the gradient overwrites the logits
+        row_scale = one if weights is None else weights[chunk]
+        statistics[:, places] = row_step(
+            logits, labels, options, shard, gradient=gradient, scale=row_scale
+        )
+        if gradient is None:
+            continue
+        d_x = head.add_gradients(gradient, d_input[places] if rows is None else None)
+        if d_x is not None and rows is not None:
+            d_input[chunk] = d_x
+        if d_bias.numel():
+            d_bias += gradient.sum(0, dtype=d_bias.dtype)
+    return statistics
 
 
 @operation("fathom::linear_cross_entropy", _fake_outputs)
 def _loss_and_gradients(
-    input: Tensor, linear_weight: Tensor, target: Tensor,
-    linear_bias: Tensor | None, weights: Tensor | None, scale: Tensor,
-    needs_input: bool, needs_weight: bool, needs_bias: bool, needs_entropy: bool,
-    part: int, num_valid_tokens: int | None, chunk_size: int, group_name: str | None,
-    ignore_index: int, softcap: float | None, use_triton: bool,
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None,
+    weights: Tensor | None, scale: Tensor, needs_input: bool, needs_weight: bool, needs_bias: bool,
+    needs_entropy: bool, part: int, num_valid_tokens: int | None, chunk_size: int,
+    group_name: str | None, ignore_index: int, softcap: float | None, use_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the loss, each row's loss, log-sum-exp and entropy, and the gradients of input, head
     and bias.
@@ -184,63 +242,33 @@ def _loss_and_gradients(
     [] multiplies the sum of the losses, but not yet the gradients. `part` is the number of a
     `kernels.linear.Linear`.
     """
-    linear: Linear = part_of(part)
     options = RowOptions(ignore_index, softcap, use_triton)
     shard = shard_of(group_name, len(linear_weight))
     rows = rows_to_compute(target, ignore_index, num_valid_tokens)
-    num_rows = len(target) if rows is None else len(rows)
-    needs_gradient = needs_input or needs_weight or needs_bias
-
-    losses, log_sum_exp, entropies, d_input, d_weight, d_bias = _empty_outputs(
+    num_rows = len(target if rows is None else rows)
+    outputs = _empty_outputs(
         input, linear_weight, target, needs_input, needs_weight, needs_bias, needs_entropy
     )
-    d_bias.zero_()
-    entropies.zero_()
+    losses, log_sum_exp, *_ = outputs
+    outputs.d_bias.zero_()
+    outputs.entropies.zero_()
     if rows is not None:
-        d_input.zero_()
+        outputs.d_input.zero_()
     if num_rows == 0:
-        d_weight.zero_()
-    statistics = losses.new_empty(3, num_rows)
-    V = len(linear_weight)
-    logits_buffer = empty_logits(input, min(chunk_size, num_rows), V)
-    head = factor_head(linear, linear_weight, linear_bias, needs_input)
-    # Gradients of `cross_entropy` have a scale: with one here, a compiled kernel serves both
-    # losses.
-    one = torch.ones_like(scale) if needs_gradient else None
-
-    for start in range(0, num_rows, chunk_size):
-        here = slice(start, start + chunk_size)
-        chunk = here if rows is None else rows[here]
-        x = input[chunk]
-        labels = target[chunk]
-        row_scale = one if weights is None else weights[chunk]
-        x_factor = linear.factor(x)
-        logits = logits_buffer[: len(x)]
-        for words, factor, bias in zip(head.groups, head.factors, head.biases):
-            linear.forward(x_factor, factor, bias, out=logits[:, words])
-        if needs_entropy:
-            entropies[chunk] = row_entropies(logits, labels, options, shard)
-        gradient = logits if needs_gradient else None  # the gradient overwrites the logits
-        statistics[:, here] = row_step(
-            logits, labels, options, shard, gradient=gradient, scale=row_scale
-        )
-        if gradient is None:
-            continue
-        d_x = None if not needs_input else d_input[here] if rows is None else torch.empty_like(x)
-        add_gradients(
-            linear, gradient, x_factor, head, d_x, d_weight if needs_weight else None, start > 0
-        )
-        if d_x is not None and rows is not None:
-            d_input[chunk] = d_x
-        if needs_bias:
-            d_bias += gradient.sum(0, dtype=d_bias.dtype)
-
+        outputs.d_weight.zero_()
+    d_weight = outputs.d_weight if needs_weight else None
+    head = HeadProducts(
+        part_of(part), linear_weight, linear_bias, needs_input, d_weight, min(chunk_size, num_rows)
+    )
+    statistics = _run_chunks(
+        input, target, weights, rows, chunk_size, head, options, shard, outputs
+    )
     if needs_input and shard.group is not None:
-        dist.all_reduce(d_input, group=shard.group)
+        dist.all_reduce(outputs.d_input, group=shard.group)
     computed = slice(None) if rows is None else rows
     losses.zero_()[computed], log_sum_exp.zero_()[computed] = row_losses(statistics)
     terms = losses if weights is None else losses * weights
-    return (terms * scale).sum(), losses, log_sum_exp, entropies, d_input, d_weight, d_bias
+    return (terms * scale).sum(), *outputs
 
 
 def _setup_context(ctx, inputs, output):
@@ -256,17 +284,18 @@ def _setup_context(ctx, inputs, output):
 
 
 def scaled_gradients(gradients: list[Tensor], scale: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Returns gradients times `scale` [], in `dtype`. Those that have it are scaled in place, if
-    backward runs once."""
-    # CUDA rounds a 0-d factor to the gradient's dtype
-    scale = scale.reshape(1)
+    """Returns gradients times `scale` [], in `dtype`.
+
+    Gradients that have this dtype are scaled in place, if backward runs once.
+    """
+    scale = scale.reshape(1)  # CUDA rounds a 0-d factor to the gradient's dtype
     kept = backward_keeps_graph()
-    return [
-        torch.mul(
-            g, scale, out=g if g.dtype == dtype and not kept else torch.empty_like(g, dtype=dtype)
-        )
-        for g in gradients
-    ]
+    scaled = []
+    for gradient in gradients:
+        is_new = kept or gradient.dtype != dtype
+        out = torch.empty_like(gradient, dtype=dtype) if is_new else gradient
+        scaled.append(torch.mul(gradient, scale, out=out))
+    return scaled
 
 
 def _backward(ctx, d_loss, d_losses, *_):
@@ -293,15 +322,12 @@ _loss_and_gradients.register_autograd(_backward, setup_context=_setup_context)
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     reduction: str = "mean", ignore_index: int = -100, softcap: float | None = None,
-    weights: Tensor | None = None,
-    denominator: float | Tensor | None = None, num_valid_tokens: int | None = None,
-    chunk_size: int = CHUNK_SIZE,
+    weights: Tensor | None = None, denominator: float | Tensor | None = None,
+    num_valid_tokens: int | None = None, chunk_size: int = CHUNK_SIZE,
     process_group: dist.ProcessGroup | None = None, return_details: bool = False,
-    return_entropy: bool = False,
-    linear: Linear = PLAIN, impl: str = "auto",
+    return_entropy: bool = False, linear: Linear = PLAIN, impl: str = "auto",
 ) -> Tensor | Details:  # fmt: skip
-    """Cross-entropy of `input @ linear_weight.T + linear_bias`, with logits of one chunk of tokens
-    at a time.
+    """Cross-entropy of `input @ linear_weight.T + linear_bias`, with logits of one chunk at a time.
 
     The signature follows PyTorch's `F.linear_cross_entropy`, without class weights and label
     smoothing. Autocast casts as for F.linear.
@@ -309,19 +335,16 @@ def linear_cross_entropy(
     Args:
         input: [..., D] hidden states, float32, bfloat16 or float16 (float64 too with impl="torch").
         linear_weight: [V, D], the head, of the input's dtype. A DTensor is gathered once. Its
-            gradient is summed over the ranks of its mesh, which are taken to have different rows of
-            the input.
+            gradient is summed over the ranks of its mesh, which must have different rows.
         target, reduction, ignore_index, softcap, weights, denominator, return_details,
             return_entropy: as in `cross_entropy`. Rows with an ignored label cost nothing, and
             reduction="none" costs a fourth GEMM in backward.
         linear_bias: [V], of the input's dtype.
-        num_valid_tokens: number of labels other than `ignore_index`. A caller that knows it spares
-            the host a wait for the device. A wrong number is an error (on CUDA a device-side
-            assertion).
+        num_valid_tokens: number of labels other than `ignore_index`. It spares the host a wait for
+            the device. A wrong number is an error (on CUDA a device-side assertion).
         chunk_size: tokens per chunk.
-        process_group: shards the vocabulary, as in `cross_entropy`: each rank calls with the same
-            input and its own rows of linear_weight and linear_bias. Every rank returns the whole
-            gradient of the input.
+        process_group: shards the vocabulary, as in `cross_entropy`: each rank has its own rows of
+            linear_weight and linear_bias. Every rank returns the whole gradient of the input.
         linear: the part that makes the matrix products.
         impl: "auto", "triton" or "torch", for a chunk's loss and gradient between the GEMMs.
 
@@ -332,32 +355,18 @@ def linear_cross_entropy(
             `cross_entropy` refuses.
         RuntimeError: wrong num_valid_tokens; in backward, create_graph=True.
     """
-    input, linear_weight, linear_bias = cast_by_autocast(
-        input, gathered(linear_weight), linear_bias
-    )
+    input, weight, bias = cast_by_autocast(input, gathered(linear_weight), linear_bias)
     on_triton = use_triton(impl, input)
-    labels = checked_labels(input, target, reduction, softcap)
-    _check(input, linear_weight, linear_bias, target, num_valid_tokens, chunk_size)
-    weights = checked_weights(weights, input, target, reduction)
-    scale = loss_scale(
-        labels,
-        reduction,
-        ignore_index,
-        denominator,
-        sum_dtype(input),
-    )
+    _check(input, weight, bias, target, num_valid_tokens, chunk_size)
+    targets = check_targets(input, target, reduction, ignore_index, softcap, weights, denominator)
     # Forward computes the gradients, except for reduction="none".
-    computes_gradients = torch.is_grad_enabled() and reduction != "none"
-    needs = [
-        computes_gradients and t is not None and t.requires_grad
-        for t in (input, linear_weight, linear_bias)
-    ]
+    has_gradients = torch.is_grad_enabled() and reduction != "none"
+    needs = [has_gradients and t is not None and t.requires_grad for t in (input, weight, bias)]
+    group_name = None if process_group is None else process_group.group_name
     loss, losses, log_sum_exp, entropies, *_ = _loss_and_gradients(
-        input.reshape(-1, input.shape[-1]), linear_weight, labels, linear_bias, weights, scale,
-        *needs, return_entropy,
-        linear.number, num_valid_tokens, chunk_size,
-        None if process_group is None else process_group.group_name,
-        ignore_index, softcap, on_triton,
+        input.reshape(-1, input.shape[-1]), weight, targets.labels, bias, targets.weights,
+        targets.scale, *needs, return_entropy, linear.number, num_valid_tokens, chunk_size,
+        group_name, ignore_index, softcap, on_triton,
     )  # fmt: skip
     if reduction == "none":
         loss = losses.view(target.shape)

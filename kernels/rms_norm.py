@@ -38,8 +38,7 @@ PROGRAMS_PER_SM = 2
 
 def rms_norm_reference(
     input: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None,
-    gate: Tensor | None = None,
-    weight_offset: float = 0.0, cast_before_weight: bool = True,
+    gate: Tensor | None = None, weight_offset: float = 0.0, cast_before_weight: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Plain PyTorch with the contract of `rms_norm`; float64 stays float64."""
     total = input if residual is None else input + residual
@@ -56,10 +55,9 @@ def rms_norm_reference(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_forward_kernel(
-    input_ptr, residual_ptr, gate_ptr, weight_ptr, normed_ptr, total_ptr, rstd_ptr,
-    num_rows, outer_stride, inner_stride, eps, weight_offset,
-    INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAST_BEFORE_WEIGHT: tl.constexpr,
+    input_ptr, residual_ptr, gate_ptr, weight_ptr, normed_ptr, total_ptr, rstd_ptr, num_rows,
+    outer_stride, inner_stride, eps, weight_offset, INNER: tl.constexpr, D: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CAST_BEFORE_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Normalises BLOCK_ROWS rows. All tensors but the input are contiguous; INNER rows of it are
     evenly spaced."""
@@ -98,10 +96,8 @@ def _rms_norm_forward_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_backward_kernel(
     d_normed_ptr, d_total_ptr, x_ptr, gate_ptr, weight_ptr, rstd_ptr, dx_ptr, d_gate_ptr,
-    partial_ptr,
-    num_rows, outer_stride, inner_stride, weight_offset,
-    INNER: tl.constexpr, D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    partial_ptr, num_rows, outer_stride, inner_stride, weight_offset, INNER: tl.constexpr,
+    D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     scale = (
@@ -178,8 +174,7 @@ def _empty_outputs(input, residual, *_):
 @operation("fathom::rms_norm_forward", _empty_outputs)
 def _forward(
     input: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor, eps: float,
-    weight_offset: float,
-    cast_before_weight: bool, read_once: bool,
+    weight_offset: float, cast_before_weight: bool, read_once: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns normed, total (empty without a residual) and rstd. Only backward reads
     `read_once`."""
@@ -211,8 +206,7 @@ def _empty_gradients(weight, gate):
 )
 def _backward(
     dx: Tensor, d_normed: Tensor, d_total: Tensor | None, x: Tensor, weight: Tensor,
-    gate: Tensor | None, rstd: Tensor,
-    weight_offset: float,
+    gate: Tensor | None, rstd: Tensor, weight_offset: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Writes the gradient of x (the input, or the total) into `dx`, which may be `d_normed`.
 
@@ -227,10 +221,8 @@ def _backward(
     stages = 1 if blocks["BLOCK_D"] > BACKWARD_BLOCK else 4 if gate is None else 3
     _rms_norm_backward_kernel[(num_programs,)](
         d_normed.contiguous(), _contiguous(d_total), rows, _contiguous(gate), weight.contiguous(),
-        rstd, dx,
-        None if gate is None else d_gate, partial, rstd.numel(), rows.stride(0), rows.stride(1),
-        weight_offset,
-        INNER=rows.shape[1], **blocks, NUM_STAGES=stages,
+        rstd, dx, None if gate is None else d_gate, partial, rstd.numel(), rows.stride(0),
+        rows.stride(1), weight_offset, INNER=rows.shape[1], **blocks, NUM_STAGES=stages,
         num_warps=max(8, blocks["BLOCK_D"] // 512),
     )  # fmt: skip
     return d_weight.copy_(partial.sum(0)), d_gate
@@ -270,9 +262,8 @@ _forward.register_autograd(_gradients, setup_context=_setup_context)
 
 def rms_norm(
     input: Tensor, weight: Tensor, eps: float = 1e-6, *, residual: Tensor | None = None,
-    gate: Tensor | None = None,
-    weight_offset: float = 0.0, cast_before_weight: bool = True, read_once: bool = False,
-    impl: str = "auto",
+    gate: Tensor | None = None, weight_offset: float = 0.0, cast_before_weight: bool = True,
+    read_once: bool = False, impl: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 

@@ -57,12 +57,10 @@ def rope_reference(
 
 @triton.jit(do_not_specialize=["T"])
 def _rope_kernel(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, T,
-    q_stride_b, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_g, table_stride_b,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    WIDTH: tl.constexpr, INVERSE: tl.constexpr,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, T, q_stride_b, q_stride_t, q_stride_h,
+    k_stride_b, k_stride_t, k_stride_g, table_stride_b, H: tl.constexpr, G: tl.constexpr,
+    K: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, WIDTH: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """Rotates all heads of one token. Tables have WIDTH columns: HALF, and perhaps one for the
     factor of q."""
@@ -140,13 +138,11 @@ def _rotate(
     q_out = q.new_empty(q.shape)
     k_out = k.new_empty(k.shape)
     _rope_kernel[(B * T,)](
-        q, k, q_out, k_out, cos, sin, T,
-        *q.stride()[:3], *k.stride()[:3], cos.stride(0) if cos.dim() == 3 else 0,
-        H=H, G=G, K=K, HALF=half, BLOCK_H=block_h, BLOCK_G=triton.next_power_of_2(G),
-        BLOCK_HALF=block_half,
+        q, k, q_out, k_out, cos, sin, T, *q.stride()[:3], *k.stride()[:3],
+        cos.stride(0) if cos.dim() == 3 else 0, H=H, G=G, K=K, HALF=half, BLOCK_H=block_h,
+        BLOCK_G=triton.next_power_of_2(G), BLOCK_HALF=block_half,
         BLOCK_REST=triton.next_power_of_2(max(1, K - rotary_dim)), WIDTH=cos.shape[-1],
-        INVERSE=inverse,
-        num_warps=max(1, min(16, block_h * triton.next_power_of_2(K) // 1024)),
+        INVERSE=inverse, num_warps=max(1, min(16, block_h * triton.next_power_of_2(K) // 1024)),
     )  # fmt: skip
     return q_out, k_out
 

@@ -47,10 +47,9 @@ GRADIENT_KEYS = 32  # columns of keys at a time
 
 @triton.jit
 def _reverse_scan_kernel(
-    d_out_d, q_d, k_d, inverse_d, scores_d, gates_ptr, parts_ptr,
-    d_final_ptr, d_initial_ptr, carried_ptr, carry_ptr, y_d, d_states_d,
-    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
-    C: tl.constexpr, STAGES: tl.constexpr,
+    d_out_d, q_d, k_d, inverse_d, scores_d, gates_ptr, parts_ptr, d_final_ptr, d_initial_ptr,
+    carried_ptr, carry_ptr, y_d, d_states_d, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Carries the gradient of BLOCK_V columns of a head's state back through a part.
 
@@ -109,8 +108,8 @@ def _reverse_scan_kernel(
 
 @triton.jit
 def _gradients_kernel(
-    d_out_d, new_d, y_d, q_d, k_d, states_d, d_states_d, v_ptr, gates_ptr, chunks_ptr,
-    dq_ptr, dk_ptr, dv_ptr, dg_ptr, d_beta_ptr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
+    d_out_d, new_d, y_d, q_d, k_d, states_d, d_states_d, v_ptr, gates_ptr, chunks_ptr, dq_ptr,
+    dk_ptr, dv_ptr, dg_ptr, d_beta_ptr, G: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
     BLOCK_K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Writes all gradients of one chunk for the value heads of one key head, BLOCK_K columns of
@@ -266,9 +265,8 @@ def delta_rule_backward(
             *_described(scratch.new, scratch.states, block_v),
         )  # fmt: skip
         reverse_scan = functools.partial(
-            _reverse_scan_kernel[(len(stretch.parts), programs)],
-            d_out_d, *inputs[:2], *matrices, stretch.parts, d_final,
-            None if initial is None else d_initial, carried, carry,
+            _reverse_scan_kernel[(len(stretch.parts), programs)], d_out_d, *inputs[:2], *matrices,
+            stretch.parts, d_final, None if initial is None else d_initial, carried, carry,
             *_described(scratch.y, scratch.d_states, block_v), **options,
         )  # fmt: skip
         launch_beside(q.device, reverse_scan, [states_scan, *launches])

@@ -141,8 +141,8 @@ def _invert(A, C: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _chunk_kernel(
-    q_ptr, k_ptr, g_ptr, beta_ptr, gates_ptr, inverse_ptr, scores_ptr, chunks_ptr,
-    G: tl.constexpr, R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr,
+    q_ptr, k_ptr, g_ptr, beta_ptr, gates_ptr, inverse_ptr, scores_ptr, chunks_ptr, G: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Writes the gates, (I + A)^-1 and the scores of one chunk for the value heads of one key
     head."""
@@ -217,10 +217,9 @@ def store_block(matrix, row, column, block, WIDTH: tl.constexpr):
 
 @triton.jit
 def _scan_kernel(
-    q_d, k_d, v_d, inverse_d, scores_d, gates_ptr, parts_ptr,
-    initial_ptr, kept_ptr, out_ptr, final_ptr, new_d, states_d,
-    H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
-    C: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
+    q_d, k_d, v_d, inverse_d, scores_d, gates_ptr, parts_ptr, initial_ptr, kept_ptr, out_ptr,
+    final_ptr, new_d, states_d, H: tl.constexpr, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_V: tl.constexpr, C: tl.constexpr, PIECE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Carries BLOCK_V columns of a head's state through a part.
 
@@ -403,8 +402,7 @@ def describe_matrices(chunks: Chunks) -> list:
 
 def scan_states(
     k: Tensor, v: Tensor, inputs: Sequence, matrices: Sequence, rows: Tensor,
-    initial: Tensor | None, kept: Tensor,
-    *written: Tensor | TensorDescriptor | None,
+    initial: Tensor | None, kept: Tensor, *written: Tensor | TensorDescriptor | None,
 ) -> Callable:  # fmt: skip
     """Returns the launch that carries states through `rows`, a stretch's parts or pieces.
 

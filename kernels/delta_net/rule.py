@@ -127,8 +127,7 @@ def _empty_outputs(q, v, segments, with_state):
 )
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None,
-    segments: Tensor | None,
-    with_state: bool,
+    segments: Tensor | None, with_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the output, kept states [rows, H, V, K], and final states [documents, H, K, V] (empty
     if not asked)."""
@@ -205,8 +204,8 @@ def _check(q, k, v, g, beta, segments, initial_state) -> None:
     (B, T, G, K), (H, V) = q.shape, v.shape[2:]
     if k.shape != q.shape or v.shape[:2] != (B, T) or H % G or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            "q and k must be [B, T, G, K] and v [B, T, H, V], of one dtype, H a multiple of G, "
-            f"got {shown(q, k, v)}"
+            "q and k must be [B, T, G, K] and v [B, T, H, V], of one dtype, H a multiple of G, got "
+            f"{shown(q, k, v)}"
         )
     state_dtype = sum_dtype(q)
     if g.shape != (B, T, H) or beta.shape != (B, T, H) or not g.dtype == beta.dtype == state_dtype:

@@ -90,8 +90,7 @@ def _linear(x: Tensor, weight: Weight, e: int) -> Tensor:
 
 def _run(
     x: Tensor, gate_up: Tensor, down: Tensor, groups: Groups, weights: Tensor,
-    adapters: Adapters | None,
-    kept: Tensor | None, y: Tensor,
+    adapters: Adapters | None, kept: Tensor | None, y: Tensor,
 ) -> None:  # fmt: skip
     """Writes y [N, D], and gate and up into kept [N k, 2 F], if given."""
     hidden = x.new_empty(weights.numel(), down.shape[2])
@@ -113,8 +112,8 @@ def _empty_outputs(x, gate_up, down, experts, weights, *adapters):
 
 @operation("fathom::expert_mlp", _empty_outputs, composed=True)
 def _forward(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor,
-    a_in: Tensor | None, b_in: Tensor | None, a_out: Tensor | None, b_out: Tensor | None,
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, a_in: Tensor | None,
+    b_in: Tensor | None, a_out: Tensor | None, b_out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns y, and gate and up of the entries by expert, [N k, 2 F]."""
     x, gate_up, down, weights = (aligned(t) for t in (x, gate_up, down, weights))
@@ -170,8 +169,8 @@ def _empty_totals(
 @operation("fathom::expert_mlp_backward", _empty_gradients, composed=True)
 def _backward(
     dy: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor,
-    kept: Tensor | None, tile_size: int, needs_gradient: list[bool],
-    a_in: Tensor | None, b_in: Tensor | None, a_out: Tensor | None, b_out: Tensor | None,
+    kept: Tensor | None, tile_size: int, needs_gradient: list[bool], a_in: Tensor | None,
+    b_in: Tensor | None, a_out: Tensor | None, b_out: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients that `needs_gradient` asks for, of x, gate_up, down, weights and
     adapters in this order.
@@ -310,8 +309,7 @@ for _operation in (_tiled, _skippable_tiled):
 
 def expert_mlp(
     x: Tensor, gate_up: Weight, down: Weight, experts: Tensor, weights: Tensor, *,
-    tile_size: int | None = None,
-    skippable: bool = False, impl: str = "auto",
+    tile_size: int | None = None, skippable: bool = False, impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Returns the sum over a token's experts of weight * down(silu(gate(x)) * up(x)).
 

@@ -166,9 +166,9 @@ def _add_low_rank(
 @triton.jit
 def _gate_up_kernel(
     x_ptr, gate_up_d, order_ptr, tiles_ptr, count_ptr, weights_ptr, kept_ptr, hidden_ptr, low_d,
-    factor_d,
-    K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
+    factor_d, K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr,
+    STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Writes gate and up of a tile, and weight * silu(gate) * up."""
     COLUMN_TILES: tl.constexpr = (F + COLUMNS - 1) // COLUMNS
@@ -212,9 +212,9 @@ def _gate_up_kernel(
 
 @triton.jit
 def _narrow_kernel(
-    rows_ptr, weight_d, order_ptr, tiles_ptr, count_ptr, out_ptr,
-    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
+    rows_ptr, weight_d, order_ptr, tiles_ptr, count_ptr, out_ptr, K: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of tokens' rows [D] times weights [WIDTH, D], by place."""
     COLUMN_TILES: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -241,9 +241,8 @@ def _narrow_kernel(
 
 @triton.jit
 def _project_kernel(
-    rows_d, weight_d, order_ptr, tiles_ptr, count_ptr, out_ptr, low_d, factor_d,
-    INTO: tl.constexpr, OUT_OF: tl.constexpr, TRANSPOSED: tl.constexpr, RANK: tl.constexpr,
-    STEP: tl.constexpr,
+    rows_d, weight_d, order_ptr, tiles_ptr, count_ptr, out_ptr, low_d, factor_d, INTO: tl.constexpr,
+    OUT_OF: tl.constexpr, TRANSPOSED: tl.constexpr, RANK: tl.constexpr, STEP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of rows [places, INTO] times weights [OUT_OF, INTO], transposed [INTO, OUT_OF],
@@ -315,10 +314,9 @@ def _store_d_pair(
 @triton.jit
 def _d_hidden_kernel(
     dy_ptr, down_d, order_ptr, tiles_ptr, count_ptr, weights_ptr, kept_ptr, d_kept_ptr, hidden_ptr,
-    d_weights_ptr,
-    low_d, factor_d, K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, RANK: tl.constexpr,
-    STEP: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
+    d_weights_ptr, low_d, factor_d, K: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    RANK: tl.constexpr, STEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, PERSISTENT: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of a tile's gate and up, which may overwrite these, and hidden as
     `_gate_up_kernel` does.
@@ -376,10 +374,9 @@ def _d_hidden_kernel(
 
 @triton.jit
 def _d_weight_kernel(
-    tokens_ptr, rows_d, order_ptr, offsets_ptr, out_ptr,
-    K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    tokens_ptr, rows_d, order_ptr, offsets_ptr, out_ptr, K: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Writes [ROWS, COLUMNS] of the sum over an expert's places of token [D] times row [WIDTH].
 
@@ -476,8 +473,7 @@ def narrow(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
 
 def gate_up_product(
     x: Tensor, gate_up: Tensor, groups: Groups, weights: Tensor, kept: Tensor | None,
-    hidden: Tensor,
-    low: LowRank | None = None,
+    hidden: Tensor, low: LowRank | None = None,
 ) -> None:  # fmt: skip
     """Writes weight * silu(gate) * up by place into hidden [N k, F]; gate and up into kept [N k, 2
     F], if given.
@@ -526,8 +522,7 @@ def project(
 
 def gate_up_gradients(
     dy: Tensor, down: Tensor, groups: Groups, weights: Tensor, kept: Tensor, d_kept: Tensor,
-    hidden: Tensor | None,
-    low: LowRank | None = None,
+    hidden: Tensor | None, low: LowRank | None = None,
 ) -> Tensor:  # fmt: skip
     """Writes the gradients of gate and up into d_kept, which may be kept, and hidden as in
     `gate_up_product`.

@@ -57,8 +57,7 @@ def check_is_for_a_run(output_dir: Path) -> None:
     if holds_weights or not ("output_dir" in content or checkpoints(output_dir)):
         raise UserError(
             f"output_dir {output_dir} holds weights, or a config.json that is not of a run; give "
-            "another folder, as "
-            "runs/default"
+            "another folder, as runs/default"
         )
 
 
@@ -77,8 +76,7 @@ def check_is_shared(output_dir: Path) -> None:
     if not all(sees):
         raise UserError(
             f"output_dir {output_dir} of rank {sees.index(False)} is not the folder that rank 0 "
-            "writes to; give one "
-            "that all machines see, by its absolute path"
+            "writes to; give one that all machines see, by its absolute path"
         )
 
 
@@ -146,8 +144,7 @@ def tokenizer_of(folder: Path) -> str:
         return "bytes"
     raise UserError(
         f"{folder} has no tokenizer.json: give --tokenizer FILE, the one that its weights were "
-        "trained with, or "
-        "--tokenizer bytes"
+        "trained with, or --tokenizer bytes"
     )
 
 

@@ -93,8 +93,7 @@ def check_files(
     if version != FORMAT_VERSION:
         raise UserError(
             f"checkpoint {path} has format {version!s:.20}, this code {FORMAT_VERSION}: it can "
-            "only start from its "
-            f"weights, with --init_from {path} and another --output_dir"
+            f"only start from its weights, with --init_from {path} and another --output_dir"
         )
     if crc != zlib.crc32(json.dumps(manifest).encode()):
         raise _corrupted(path, MANIFEST)
@@ -192,8 +191,8 @@ def _check_settings(folder: Path, adapters: Adapters, base: Path) -> None:
         if saved.get(name) not in (None, found):
             raise UserError(
                 f"{folder} was trained with {name} {saved[name]!s:.150}, and now has {found}: "
-                f"{ADAPTER_CONFIG} or the "
-                f"weights in {base} have changed; bring back those that it was trained with"
+                f"{ADAPTER_CONFIG} or the weights in {base} have changed; bring back those that it "
+                "was trained with"
             )
 
 

@@ -162,8 +162,8 @@ def _convert(
         if (entry.dtype, entry.shape) != (kept.dtype, shape):
             raise UserError(
                 f"{entry.file.parent} is of another model: {entry.name} has shape "
-                f"{list(entry.shape)} and dtype "
-                f"{entry.dtype}, this model needs {list(shape)} and {kept.dtype}"
+                f"{list(entry.shape)} and dtype {entry.dtype}, this model needs {list(shape)} and "
+                f"{kept.dtype}"
             )
 
     def read(piece_and_part: tuple[Piece, Tensor]) -> None:

@@ -62,10 +62,9 @@ COMPANIONS_OF_MODELS = GENERATION_CONFIG, *IMAGE_SETTINGS
 # trained with:
 COMPANIONS = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json",
-    "vocab.txt", "merges.txt", "*.model", "tokenizer.model.*", "*.tiktoken", "tekken.json",
-    "tokenization_*.py",
-    "chat_template.jinja", "chat_template.json", "SYSTEM_PROMPT.txt", *COMPANIONS_OF_MODELS,
+    "vocab.json", "vocab.txt", "merges.txt", "*.model", "tokenizer.model.*", "*.tiktoken",
+    "tekken.json", "tokenization_*.py", "chat_template.jinja", "chat_template.json",
+    "SYSTEM_PROMPT.txt", *COMPANIONS_OF_MODELS,
 )  # fmt: skip
 TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
@@ -76,9 +75,8 @@ COMPANIONS_OF_WEIGHTS = *IMAGE_SETTINGS, PARAMS, "LICENSE*", "LICENCE*", "NOTICE
 # Files of a folder that are written anew, or are of a run alone.
 WRITTEN_ANEW = (
     "config.json", "README.md", "model*.safetensors", "model.safetensors.index.json",
-    "adapter_config.json",
-    "adapter_model.safetensors", "trainer.json", "manifest.json", "optimizer.safetensors",
-    "rng_*.json", TEMPLATES,
+    "adapter_config.json", "adapter_model.safetensors", "trainer.json", "manifest.json",
+    "optimizer.safetensors", "rng_*.json", TEMPLATES,
 )  # fmt: skip
 READABLE = "make it readable, or move it elsewhere"
 TOKENIZER_ADVICE = "give --tokenizer the path of a tokenizer.json"

@@ -132,9 +132,8 @@ class MasterAdamW:
 
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]],
-        inventory: Inventory | None = None, *,
-        weight_decay: float = 0.1, rate_ratios: Mapping[str, float] = MappingProxyType({}),
-        impl: str = "auto",
+        inventory: Inventory | None = None, *, weight_decay: float = 0.1,
+        rate_ratios: Mapping[str, float] = MappingProxyType({}), impl: str = "auto",
     ):  # fmt: skip
         self.parameters = dict(named_parameters)
         self.inventory = inventory = inventory or Inventory.of(self.parameters.items())

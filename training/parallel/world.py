@@ -150,8 +150,7 @@ def check_sizes(
     if size > local_size and local_size % (context_parallel_size * tensor_parallel_size):
         raise UserError(
             f"{sizes} must divide each machine's processes, {local_size}: no sequence or matrix is "
-            "shared between "
-            f"machines; {advice}"
+            f"shared between machines; {advice}"
         )
     check_replicate(size, local_size, tensor_parallel_size, replicate)
 
@@ -162,15 +161,14 @@ def check_replicate(size: int, local_size: int, tensor_parallel_size: int, repli
     if size % (replicate * tensor_parallel_size):
         raise UserError(
             f"replicate {replicate} x tensor_parallel_size {tensor_parallel_size} must divide the "
-            "number of processes, "
-            f"{size}; start another number of them, or lower replicate"
+            f"number of processes, {size}; start another number of them, or lower replicate"
         )
     machines = max(1, size // local_size)
     if replicate % machines and machines % replicate:
         raise UserError(
             f"replicate {replicate} must be a multiple or a divisor of the {machines} machines, so "
-            "that none of the "
-            f"copies lies on a machine and a half; give {machines} for a copy per machine"
+            f"that none of the copies lies on a machine and a half; give {machines} for a copy per "
+            "machine"
         )
 
 
@@ -210,8 +208,7 @@ def read_environment() -> tuple[int, int, int, int]:
         shown = ", ".join(f"{name} {value}" for name, value in found.items())
         raise UserError(
             f"{shown} in the environment do not fit: a rank is below the number of ranks; start by "
-            "torchrun, or unset "
-            "them"
+            "torchrun, or unset them"
         )
     return rank, size, local_rank, local_size
 
@@ -240,8 +237,7 @@ def join_world(
     rank, size, local_rank, local_size = read_environment()
     given = {
         "context_parallel_size": context_parallel_size,
-        "tensor_parallel_size": tensor_parallel_size,
-        "replicate": replicate,
+        "tensor_parallel_size": tensor_parallel_size, "replicate": replicate,
     }  # fmt: skip
     check_sizes(size, local_size, *given.values())
     place = choose_device(device, local_rank, local_size)
@@ -288,8 +284,8 @@ def warn_of_slurm() -> None:
     ):
         print(
             f"Slurm has {tasks} tasks (SLURM_NTASKS), but this process runs alone: there is no "
-            "WORLD_SIZE; start a "
-            "torchrun per machine (srun --ntasks-per-node=1 torchrun ...), or ask for one task",
+            "WORLD_SIZE; start a torchrun per machine (srun --ntasks-per-node=1 torchrun ...), or "
+            "ask for one task",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
@@ -311,8 +307,7 @@ def meet(
     if not (os.environ.get("MASTER_ADDR") and 0 < whole_number("MASTER_PORT", 0) < 2**16):
         raise UserError(
             f"WORLD_SIZE is {size} in the environment, without a MASTER_ADDR and a MASTER_PORT "
-            "from 1 to 65535; start "
-            "by torchrun, or unset it"
+            "from 1 to 65535; start by torchrun, or unset it"
         )
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     told = (
@@ -403,8 +398,7 @@ def warn_of_stopped(pids: list[int]) -> None:
     for pid, local_rank in stopped.items() if first == os.getpid() else ():
         print(
             f"\nlocal rank {local_rank}, process {pid}, was stopped (SIGSTOP, Ctrl-Z or a "
-            "debugger), and all ranks "
-            f"wait for it: kill -CONT {pid} lets it go on",
+            f"debugger), and all ranks wait for it: kill -CONT {pid} lets it go on",
             file=sys.stderr, flush=True,
         )  # fmt: skip
 
