@@ -39,7 +39,8 @@ def gated_mlp_reference(
     activation: str = "silu",
 ) -> Tensor:
     """Plain PyTorch with the contract of `gated_mlp`, untiled."""
-    gate, up = F.linear(input, gate_weight), F.linear(input, up_weight)
+    gate = F.linear(input, gate_weight)
+    up = F.linear(input, up_weight)
     return F.linear(gated_activation_reference(gate, up, activation), down_weight)
 
 
@@ -53,7 +54,9 @@ class _AtOnce(torch.autograd.Function):
         up = linear.forward(factor, linear.factor(up_weight))
         kept = linear.kept(factor) if any(ctx.needs_input_grad[1:3]) else ()
         ctx.save_for_backward(gate, up, gate_weight, up_weight, down_weight, *kept)
-        ctx.linear, ctx.options, ctx.dtype = linear, (activation, on_triton), x.dtype
+        ctx.linear = linear
+        ctx.options = (activation, on_triton)
+        ctx.dtype = x.dtype
         del factor
         return linear.forward(
             linear.activated(gate, up, activation, on_triton), linear.factor(down_weight)
@@ -63,19 +66,16 @@ class _AtOnce(torch.autograd.Function):
     @first_derivative
     def backward(ctx, dy):
         gate, up, *tensors = ctx.saved_tensors  # checkpointing gives them once
-        weights, kept, linear, (needs_x, *needs) = (
-            tensors[:3],
-            tensors[3:],
-            ctx.linear,
-            ctx.needs_input_grad[:4],
-        )
-        weights_t = [linear.transpose(linear.factor(weight)) for weight in weights]
+        weights, kept = tensors[:3], tensors[3:]
+        linear = ctx.linear
+        needs_x, *needs = ctx.needs_input_grad[:4]
+        x = linear.restored(kept, ctx.dtype) if kept else None
         d_x = dy.new_empty(len(dy), weights[0].shape[1]) if needs_x else None
-        d_weights = _backward_of_rows(
-            linear, linear.restored(kept, ctx.dtype) if kept else None, (gate, up, *ctx.options),
-            dy, weights,
-            weights_t, [[needed] for needed in needs], [None] * 3, None, d_x,
-        )  # fmt: skip
+        weights_t = [linear.transpose(linear.factor(weight)) for weight in weights]
+        backward = _Backward(
+            linear, ctx.options, weights, weights_t, [[needed] for needed in needs], [None] * 3
+        )
+        d_weights = backward.run(x, gate, up, dy, d_x)
         return d_x, *itertools.chain(*d_weights), None, None, None
 
 
@@ -117,11 +117,11 @@ _skippable_tiled_mlp = operation(
 )(_run_tiles)
 
 
-def _split(flat: Iterable, like: Iterable[Iterable]) -> list[list]:
+def _split(flat: Iterable, like: Iterable[Sequence]) -> list[list]:
     """Splits a flat sequence into lists as long as `like` has: such as 1, 2, 3 for [[0], [0, 0]]
     into [1], [2, 3]."""
     elements = iter(flat)
-    return [[next(elements) for _ in of_weight] for of_weight in like]
+    return [[*itertools.islice(elements, len(group))] for group in like]
 
 
 def _fake_gradients(d_output, x, gate_tensors, up_tensors, down_tensors, *options):
@@ -129,81 +129,102 @@ def _fake_gradients(d_output, x, gate_tensors, up_tensors, down_tensors, *option
     return [t.new_empty(t.shape) for t, needed in zip(tensors, options[-1]) if needed]
 
 
+def _zero_totals(tensors: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Returns zeros in which the gradients of tensors add up; None where none is needed."""
+    return [
+        torch.zeros(t.shape, dtype=sum_dtype(t), device=t.device) if needed else None
+        for t, needed in zip(tensors, needs)
+    ]
+
+
 @operation("fathom::tiled_gated_mlp_backward", _fake_gradients, composed=True)
 def _tiled_mlp_backward(
     d_output: Tensor, x: Tensor, gate_tensors: list[Tensor], up_tensors: list[Tensor],
-    down_tensors: list[Tensor],
-    part: int, activation: str, tile_size: int, on_triton: bool, needs_gradient: list[bool],
+    down_tensors: list[Tensor], part: int, activation: str, tile_size: int, on_triton: bool,
+    needs_gradient: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """Returns the gradients that `needs_gradient` asks for, of x and the tensors of the weights in
     this order."""
     linear: Linear = part_of(part)
-    of_tensors = gate_tensors, up_tensors, down_tensors
-    weights, tensors = [*map(weight_of, of_tensors)], [*itertools.chain(*of_tensors)]
+    groups = gate_tensors, up_tensors, down_tensors
+    tensors = [*itertools.chain(*groups)]
     d_x = x.new_empty(x.shape) if needs_gradient[0] else None
-    totals = [
-        torch.zeros(w.shape, dtype=sum_dtype(w), device=w.device) if needed else None
-        for w, needed in zip(tensors, needs_gradient[1:])
-    ]
-    needs, of_weights = (_split(each, of_tensors) for each in (needs_gradient[1:], totals))
-    buffers = [x.new_empty(min(tile_size, len(x)), len(weights[0])) for _ in range(3)]
-    factors = [linear.factor(weight) for weight in weights]
-    factors_t = [linear.transpose(factor) for factor in factors]
-    factors.pop()
+    needs = needs_gradient[1:]
+    totals = _zero_totals(tensors, needs)
+    buffers = [x.new_empty(min(tile_size, len(x)), len(gate_tensors[0])) for _ in range(3)]
+    backward, factors = _backward_and_factors(
+        linear, (activation, on_triton), groups, _split(needs, groups), _split(totals, groups)
+    )
     for i in rounds(triton.cdiv(len(x), tile_size), x):
         tile = slice(i * tile_size, (i + 1) * tile_size)
-        x_tile, rows = linear.factor(x[tile]), len(x[tile])
-        gate, up = (
-            linear.forward(x_tile, f, out=buffer[:rows]) for f, buffer in zip(factors, buffers)
+        gate, up, d_hidden = (buffer[: len(x[tile])] for buffer in buffers)
+        x_tile = linear.factor(x[tile])
+        linear.forward(x_tile, factors[0], out=gate)
+        linear.forward(x_tile, factors[1], out=up)
+        backward.run(x_tile, gate, up, d_output[tile], None if d_x is None else d_x[tile], d_hidden)
+        del x_tile
+    del backward, buffers, factors  # before the casts, whose results need memory
+    d_tensors = [total.to(t.dtype) for total, t in zip(totals, tensors) if total is not None]
+    return d_tensors if d_x is None else [d_x, *d_tensors]
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """Backward of rows through the layer."""
+
+    linear: Linear
+    options: tuple[str, bool]  # activation and on_triton, as `Linear.activated` takes them
+    weights: Sequence[Weight]  # of gate, up and down, as all fields below
+    weights_t: Sequence[Factor]
+    needs: Sequence[Sequence[bool]]  # whether each tensor of a weight needs a gradient
+    totals: Sequence[Sequence[Tensor | None] | None]  # where gradients add up; None: they do not
+
+    def run(
+        self, x: Factor | None, gate: Tensor, up: Tensor, d_output: Tensor, d_x: Tensor | None,
+        d_hidden: Tensor | None = None,
+    ) -> list[list[Tensor | None]]:  # fmt: skip
+        """Returns the gradients of the weights' tensors; writes the gradient of x into d_x, if given.
+
+        `d_hidden` is scratch for the gradient of the hidden rows; with it, gate and up are
+        overwritten. x may be None where neither gate's nor up's weight has a gradient.
+        """
+        linear, is_in_place = self.linear, d_hidden is not None
+        dy = linear.factor(d_output)
+        d_hidden = linear.input_gradient(dy, self.weights_t[2], out=d_hidden)
+        *d_pair, hidden = linear.activation_gradients(
+            d_hidden, gate, up, *self.options, is_in_place
         )
-        gated = gate, up, activation, on_triton
-        room = buffers[2][:rows], None if d_x is None else d_x[tile]
-        _backward_of_rows(
-            linear, x_tile, gated, d_output[tile], weights, factors_t, needs, of_weights, *room
-        )
-        del x_tile, gate, up, gated, room
-    del buffers, factors, factors_t  # before the casts, whose results need memory
-    d_weights = [total.to(w.dtype) for total, w in zip(totals, tensors) if total is not None]
-    return d_weights if d_x is None else [d_x, *d_weights]
+        del d_hidden, gate, up
+        hidden_t = linear.transpose(hidden) if any(self.needs[2]) else None
+        d_down = self._weight_gradients(2, dy, hidden_t)
+        del dy, hidden, hidden_t
+        x_t = None if x is None else linear.transpose(x)
+        d_weights = []
+        for i in range(2):
+            d_rows = d_pair.pop(0)
+            if d_x is not None:
+                linear.input_gradient(d_rows, self.weights_t[i], out=d_x, accumulate=i > 0)
+            d_weights.append(self._weight_gradients(i, d_rows, x_t))
+        return [*d_weights, d_down]
+
+    def _weight_gradients(self, i: int, dy: Factor, x_t: Factor | None) -> list[Tensor | None]:
+        """Returns the gradients of the tensors of weight i, whose map of x gives y."""
+        needs = self.needs[i]
+        if not any(needs):
+            return [None] * len(needs)
+        dy_t = self.linear.transpose(dy)
+        return self.linear.weight_gradients(dy_t, x_t, self.weights[i], needs, self.totals[i])
 
 
-def _backward_of_rows(
-    linear: Linear, x: Factor | None, gated: tuple, d_output: Tensor, weights: Sequence[Weight],
-    weights_t: Sequence[Factor], needs: Sequence[Sequence[bool]],
-    totals: Sequence[Sequence[Tensor | None] | None],
-    room: Tensor | None, d_x: Tensor | None,
-) -> list[list[Tensor | None]]:  # fmt: skip
-    """Returns the gradients of the tensors of three weights, added to `totals`; writes x's into
-    d_x, if there is one.
-
-    `gated` is gate, up, activation and on_triton, as `Linear.activated` takes them. With `room` for
-    the hidden rows' gradient, gate and up are overwritten. x may be None where neither gate's nor
-    up's weight has a gradient.
-    """
-    (gate, up, activation, on_triton), dy = gated, linear.factor(d_output)
-    d_hidden = linear.input_gradient(dy, weights_t[2], out=room)
-    d_gate, d_up, hidden = linear.activation_gradients(
-        d_hidden, gate, up, activation, on_triton, room is not None
-    )
-    of_rows = [d_gate, d_up]
-    del d_hidden, gate, up, gated, d_gate, d_up
-    d_down: list[Tensor | None] = [None] * len(needs[2])
-    if any(needs[2]):
-        rows_t = linear.transpose(dy), linear.transpose(hidden)
-        d_down = linear.weight_gradients(*rows_t, weights[2], needs[2], totals[2])
-        del rows_t
-    del dy, hidden
-    x_t, found = None if x is None else linear.transpose(x), []
-    for i in range(2):
-        d = of_rows.pop(0)
-        if d_x is not None:
-            linear.input_gradient(d, weights_t[i], out=d_x, accumulate=i > 0)
-        found.append([None] * len(needs[i]))
-        if any(needs[i]):
-            found[i] = linear.weight_gradients(
-                linear.transpose(d), x_t, weights[i], needs[i], totals[i]
-            )
-    return [*found, d_down]
+def _backward_and_factors(
+    linear: Linear, options: tuple[str, bool], groups: Iterable[list[Tensor]],
+    needs: list[list[bool]], totals: list[list[Tensor | None]],
+) -> tuple[_Backward, list[Factor]]:  # fmt: skip
+    """Returns backward of weights with tensors `groups`, and the factors of gate's and up's."""
+    weights = [*map(weight_of, groups)]
+    factors = [linear.factor(weight) for weight in weights]
+    weights_t = [linear.transpose(factor) for factor in factors]
+    return _Backward(linear, options, weights, weights_t, needs, totals), factors[:2]
 
 
 def _setup_tiled(ctx, inputs, output):
@@ -213,12 +234,13 @@ def _setup_tiled(ctx, inputs, output):
 
 
 def _tiled_gradients(ctx, d_output):
-    (x, *weights), (needs_x, *needs_weights) = ctx.saved_tensors, ctx.needs_input_grad[:4]
+    x, *weights = ctx.saved_tensors
+    needs_x, *needs_weights = ctx.needs_input_grad[:4]
     needs = [needs_x, *itertools.chain(*needs_weights)]
-    found = iter(
+    gradients = iter(
         _tiled_mlp_backward(d_output, x, *_split(weights, needs_weights), *ctx.options, needs)
     )
-    d_x, *d_weights = (next(found) if needed else None for needed in needs)
+    d_x, *d_weights = (next(gradients) if needed else None for needed in needs)
     return d_x, *_split(d_weights, needs_weights), *[None] * len(ctx.options)
 
 
@@ -228,12 +250,12 @@ for _operation in (_tiled_mlp, _skippable_tiled_mlp):
 
 def gated_mlp(
     input: Tensor, gate_weight: Weight, up_weight: Weight, down_weight: Weight, *,
-    activation: str = "silu",
-    tile_size: int | None = None, skippable: bool = False, linear: Linear = PLAIN,
-    impl: str = "auto",
+    activation: str = "silu", tile_size: int | None = None, skippable: bool = False,
+    linear: Linear = PLAIN, impl: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Returns down(act(gate(input)) * up(input)), in tiles of rows if asked (ALST, Snowflake 2025,
-    arXiv:2506.13996).
+    """Returns down(act(gate(input)) * up(input)), at once or in tiles of rows.
+
+    Tiles are ALST's (Snowflake 2025, arXiv:2506.13996).
 
     Args:
         input: [..., D].
@@ -241,54 +263,61 @@ def gated_mlp(
         down_weight: [D, F]. All weights are laid out as in `torch.nn.Linear`, without biases.
         activation: "silu" or "gelu_tanh".
         tile_size: rows of a tile; None runs all rows at once and keeps gate and up for backward.
-        Tiles need
-            3 * tile_size * F elements at a time, 0.45 GiB for the 4B's MLP in tiles of 8192, and in
-            backward the three weight gradients in float32.
+            Tiles need 3 * tile_size * F elements at a time, 0.45 GiB for the 4B's MLP in tiles of
+            8192, and in backward the three weight gradients in float32.
         skippable: whether a second forward may leave tiles out, because no gradient depends on the
-        result, see
-            `kernels.common.operation`. A norm that reads the result needs it.
+            result, see `kernels.common.operation`. A norm that reads the result needs it.
         linear: the part that makes the matrix products.
 
     Raises ValueError for unknown activation, tile_size below 1, shapes or dtypes that do not fit;
     in backward RuntimeError for create_graph=True without adapters, or in tiles.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    width, hidden = input.shape[-1], gate_weight.shape[0]
-    if not gate_weight.shape == up_weight.shape == (hidden, width) or down_weight.shape != (
-        width,
-        hidden,
-    ):
-        raise ValueError(
-            f"for an input of width {width}, weights must be [F, {width}], [F, {width}] and "
-            f"[{width}, F], got "
-            f"{list(gate_weight.shape)}, {list(up_weight.shape)} and {list(down_weight.shape)}"
-        )
+    _check(input, gate_weight, up_weight, down_weight, activation, tile_size)
+    all_weights = gate_weight, up_weight, down_weight
     if tile_size is None and linear.trains_matrices:
-        tensors = cast_by_autocast(input, gate_weight, up_weight, down_weight)
-        rows = tensors[0].reshape(-1, width)
+        x, *matrices = cast_by_autocast(input, *all_weights)
+        rows = x.reshape(-1, x.shape[-1])
         at_once = _AtOnce.apply if linear == PLAIN else _at_once_in_8_bits
-        return at_once(rows, *tensors[1:], linear, activation, use_triton(impl, rows)).view(
-            input.shape
-        )
+        output = at_once(rows, *matrices, linear, activation, use_triton(impl, rows))
+        return output.view(input.shape)
     if tile_size is None:  # adapters share what they make of their input
         gate, up = linear.maps(input, [gate_weight, up_weight])
         hidden = gated_activation(gate, up, activation, impl)
         del gate, up  # before the projection's input is factored
         return linear(hidden, down_weight)
 
-    if tile_size < 1:
-        raise ValueError(f"tile_size must be at least 1 row, got {tile_size}")
-    weights = [
-        [*cast_by_autocast(*tensors_of(weight))] for weight in (gate_weight, up_weight, down_weight)
-    ]
+    weights = [[*cast_by_autocast(*tensors_of(weight))] for weight in all_weights]
     (x,) = cast_by_autocast(input)
     dtypes = [str(tensor.dtype) for tensor in (x, *itertools.chain(*weights))]
     if len({*dtypes}) > 1:
         raise ValueError(f"input and weights must be of one dtype, got {dtypes}")
-    options = linear.number, activation, tile_size, use_triton(impl, x)
     tiled = _skippable_tiled_mlp if skippable else _tiled_mlp
-    return tiled(x.reshape(-1, width), *weights, *options).view(input.shape)
+    output = tiled(
+        x.reshape(-1, x.shape[-1]),
+        *weights,
+        linear.number,
+        activation,
+        tile_size,
+        use_triton(impl, x),
+    )
+    return output.view(input.shape)
+
+
+def _check(
+    input: Tensor, gate: Weight, up: Weight, down: Weight, activation: str, tile_size: int | None
+) -> None:
+    """Raises ValueError for options and shapes as `gated_mlp` does."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    D, F = input.shape[-1], len(gate)
+    shapes = [[*weight.shape] for weight in (gate, up, down)]
+    if shapes != [[F, D], [F, D], [D, F]]:
+        raise ValueError(
+            f"for an input of width {D}, weights must be [F, {D}], [F, {D}] and [{D}, F], got "
+            f"{shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
+    if tile_size is not None and tile_size < 1:
+        raise ValueError(f"tile_size must be at least 1 row, got {tile_size}")
 
 
 @dataclass(frozen=True)
