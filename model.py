@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from kernels.attention.cache import KeyValueCache
 from kernels.attention.documents import Documents
 from kernels.config import MODEL_SIZES as MODEL_SIZES  # other modules import it from model.py
-from kernels.config import ModelConfig, Share
-from kernels.convolution import WIDTH
+from kernels.config import ModelConfig
 from kernels.cross_entropy import Details, cross_entropy
 from kernels.experts import expert_mlp, route
 from kernels.experts.balance import Routing
@@ -35,7 +34,14 @@ from kernels.head_exchange import HeadExchange
 from kernels.linear import PLAIN, Linear
 from kernels.linear_cross_entropy import WORDS_MULTIPLE, linear_cross_entropy
 from kernels.lora import adapted
-from kernels.qkv_attention import QKVParameters, gated, project_heads, qkv_attention
+from kernels.parts import Parameter
+from kernels.qkv_attention import (
+    AttentionPart,
+    QKVParameters,
+    gated,
+    project_heads,
+    qkv_attention,
+)
 from kernels.rms_norm import rms_norm
 from kernels.rope import RotaryTables
 from kernels.sampling import choose_tokens
@@ -49,18 +55,23 @@ IGNORE_INDEX = -100
 GATES = ".g_proj."  # in the names of the gates' parameters
 
 Cache = KeyValueCache | StateCache
-Rotation = tuple[
-    Tensor, Tensor
-]  # cos and sin as `rope` takes them, [T, K/2] or [B, T, K/2] float32
+# cos and sin as `rope` takes them, [T, K/2] or [B, T, K/2] float32
+Rotation = tuple[Tensor, Tensor]
+
+
+@dataclass
+class Rotations:
+    """The rotations of tokens in both kinds of layers."""
+
+    full: Rotation  # of layers that see everything
+    windowed: Rotation
 
 
 @dataclass
 class Context:
     """Tokens as every block must know them: their rotations, documents and caches."""
 
-    rotations: tuple[
-        Rotation, Rotation
-    ]  # first of layers that see everything, then of layers with a window
+    rotations: Rotations
     longest: int  # tokens of the longest document, the cached ones included
     segments: Tensor | None = None  # the packed documents, see kernels/attention/documents.py
     caches: list[Any] | None = None
@@ -71,17 +82,23 @@ class Context:
         return self.caches[layer] if self.caches else None
 
 
+def linear_map(declared: dict[str, Parameter], name: str) -> nn.Linear:
+    """Returns the linear map whose weight [rows, columns] a part declares by its name, with a bias
+    if the part declares that as well."""
+    rows, columns = declared[f"{name}.weight"].shape
+    return nn.Linear(columns, rows, bias=f"{name}.bias" in declared)
+
+
 class RMSNorm(nn.Module):
     # Set from outside.
     impl = "auto"  # see kernels.common.IMPLEMENTATIONS
     read_once = False  # see kernels.rms_norm
 
-    def __init__(self, size: int, share: Share):
+    def __init__(self, size: int, config: ModelConfig):
         super().__init__()
-        self.weight = nn.Parameter(torch.full((size,), 1 - share.norm_weight_offset))
-        self.eps, self.offset, self.casts_first = (
-            share.rms_norm_eps, share.norm_weight_offset, share.norm_cast_before_weight
-        )  # fmt: skip
+        self.eps, self.offset = config.rms_norm_eps, config.block.offset
+        self.casts_first = config.block.cast
+        self.weight = nn.Parameter(torch.full((size,), 1 - self.offset))
 
     def forward(self, x: Tensor, residual: Tensor | None = None):
         # Hooks may read the result's gradient, or keep it.
@@ -107,24 +124,20 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    def __init__(self, share: Share, layer: int):
+    def __init__(self, config: ModelConfig, part: AttentionPart, layer: int):
         super().__init__()
-        D, part = share.hidden_size, share.parts(layer).mixer
-        (H, G, K), bias = part.heads, part.has_biases
-        q_heads = H * (1 + part.has_output_gate)
-        self.q_proj, self.k_proj, self.v_proj = (
-            nn.Linear(D, heads * K, bias=bias) for heads in (q_heads, G, G)
+        self.part, self.layer, self.eps = part, layer, config.rms_norm_eps
+        declared = part.parameters(config.hidden_size)
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            linear_map(declared, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
         )
-        self.o_proj = nn.Linear(H * K, D, bias=False)
         self.q_norm, self.k_norm = (
-            RMSNorm(size, share) if size else None for size in part.norm_sizes
+            RMSNorm(size, config) if size else None for size in part.norm_sizes
         )
-        self.g_proj = nn.Linear(D, part.num_gates) if part.num_gates else None
-        self.layer, self.head_dim, self.eps = layer, K, share.rms_norm_eps
-        self.rotates, self.is_local = part.rotates, part.kind.reach is not None
-        self.has_output_gate, self.rotary_dim = part.has_output_gate, part.rotary_dim
+        self.g_proj = linear_map(declared, "g_proj") if part.num_gates else None
+        self.is_windowed = part.kind.reach is not None
         # Knobs, set from outside.
-        self.kind = part.kind
+        self.kind: Any = part.kind  # an AttentionKind
         self.linear: Linear = PLAIN
         self.backend = "auto"  # see kernels.attention.libraries.BACKENDS
         self.impl = "auto"  # see kernels.common.IMPLEMENTATIONS
@@ -142,10 +155,15 @@ class Attention(nn.Module):
             [local(projection.bias) for projection in projections if projection.bias is not None],
             [self.tensor_ranks.enter(self._scale(norm)) for norm in norms if norm is not None],
             self.eps,
-            self.head_dim,
-            self.has_output_gate,
-            self.rotary_dim,
+            self.part.head_dim,
+            self.part.has_output_gate,
+            self.part.rotary_dim,
         )
+
+    def _rotation(self, rotations: Rotations) -> Rotation | tuple[None, None]:
+        if not self.part.rotates:
+            return None, None
+        return rotations.windowed if self.is_windowed else rotations.full
 
     def _scale(self, norm: RMSNorm) -> Tensor:
         """Returns what a norm of heads multiplies by: its weight; in float32 where it rounds only
@@ -156,7 +174,7 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         ranks, qkv, o_weight = self.tensor_ranks, self.qkv_parameters(), adapted(self.o_proj)
         kind, linear, impl = self.kind.for_longest(context.longest), self.linear, self.impl
-        cos, sin = context.rotations[self.is_local] if self.rotates else (None, None)
+        cos, sin = self._rotation(context.rotations)
         x_BTD, gates = ranks.enter(x_BTD), None
         if self.g_proj is not None:
             gates = PLAIN(x_BTD, *map(local, self.g_proj.parameters())).unflatten(
@@ -186,17 +204,20 @@ class Attention(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    def __init__(self, share: Share, layer: int):
+    def __init__(self, config: ModelConfig, part: DeltaNet, layer: int):
         super().__init__()
-        self.kind, self.layer, self.eps = share.parts(layer).mixer, layer, share.rms_norm_eps
-        D, (_, H, _, V), C = share.hidden_size, self.kind.sizes, self.kind.channels
+        self.part, self.layer, self.eps = part, layer, config.rms_norm_eps
+        declared = part.parameters(config.hidden_size)
+        H, (C, _, width) = part.num_value_heads, declared["conv1d.weight"].shape
         self.dt_bias, self.A_log = (nn.Parameter(torch.zeros(H)) for _ in range(2))
-        self.in_proj_qkv, self.in_proj_z = (nn.Linear(D, rows, bias=False) for rows in (C, H * V))
-        self.in_proj_b, self.in_proj_a = (nn.Linear(D, H, bias=False) for _ in range(2))
-        self.conv1d = nn.Conv1d(C, C, WIDTH, groups=C, bias=False)
-        self.norm = nn.RMSNorm(V)
-        self.out_proj = nn.Linear(H * V, D, bias=False)
+        self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = (
+            linear_map(declared, f"in_proj_{name}") for name in ("qkv", "z", "b", "a")
+        )
+        self.conv1d = nn.Conv1d(C, C, width, groups=C, bias=False)
+        self.norm = nn.RMSNorm(part.value_dim)
+        self.out_proj = linear_map(declared, "out_proj")
         # Knobs, set from outside; see Attention.
+        self.kind = part.kind
         self.linear: Linear = PLAIN
         self.impl = "auto"
         self.exchange: HeadExchange | None = None
@@ -218,7 +239,7 @@ class GatedDeltaNet(nn.Module):
         )
         cache = context.cache(self.layer)
         return gated_delta_net(
-            x_BTD, parameters, self.kind, context.segments, cache=cache,
+            x_BTD, parameters, self.part, context.segments, cache=cache,
             exchange=None if cache is not None else self.exchange, linear=self.linear,
             impl=self.impl,
         )  # fmt: skip
@@ -228,15 +249,14 @@ class GatedDeltaNet(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    chooses = False
-
-    def __init__(self, share: Share, part: GatedMLPPart, skippable: bool):
+    def __init__(self, config: ModelConfig, part: GatedMLPPart, layer: int):
         super().__init__()
-        D, F_, self.activation = share.hidden_size, part.intermediate_size, part.activation
-        self.skippable = skippable  # whether no gradient depends on the result
-        self.gate_proj = nn.Linear(D, F_, bias=False)
-        self.up_proj = nn.Linear(D, F_, bias=False)
-        self.down_proj = nn.Linear(F_, D, bias=False)
+        self.part = part
+        self.skippable = not config.block.after  # whether no gradient depends on the result
+        declared = part.parameters(config.hidden_size)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            linear_map(declared, name) for name in ("gate_proj", "up_proj", "down_proj")
+        )
         # Knobs, set from outside.
         self.linear: Linear = PLAIN
         self.impl = "auto"  # see kernels.common.IMPLEMENTATIONS
@@ -248,7 +268,7 @@ class GatedMLP(nn.Module):
             adapted(projection) for projection in (self.gate_proj, self.up_proj, self.down_proj)
         ]
         y_BTD = gated_mlp(
-            self.tensor_ranks.enter(x_BTD), *weights, activation=self.activation,
+            self.tensor_ranks.enter(x_BTD), *weights, activation=self.part.activation,
             tile_size=self.tile_size,
             skippable=self.skippable, linear=self.linear, impl=self.impl,
         )  # fmt: skip
@@ -259,18 +279,19 @@ class Experts(nn.Module):
     """A router, and the MLPs of all experts, in the MLP's place. A token goes through a few of
     them."""
 
-    chooses = True  # once: a second forward takes the first one's choice
-
-    def __init__(self, share: Share, part: ExpertsPart, layer: int):
+    def __init__(self, config: ModelConfig, part: ExpertsPart, layer: int):
         super().__init__()
-        self.part, self.layer, self.skippable = part, layer, not share.norms_after
-        D, E, F_ = share.hidden_size, part.num_experts, part.intermediate_size
-        self.gate = nn.Linear(D, E, bias=False)
-        matrices = ("gate_up_proj", torch.empty(E, 2 * F_, D)), ("down_proj", torch.empty(E, D, F_))
-        self.experts = nn.ParameterDict(matrices)
-        if part.shared:  # its result is needed for the gradient of its gate
-            self.shared_expert = GatedMLP(share, part.shared, skippable=False)
-            self.shared_expert_gate = nn.Linear(D, 1, bias=False)
+        self.part, self.layer, self.skippable = part, layer, not config.block.after
+        declared = part.parameters(config.hidden_size)
+        self.gate = linear_map(declared, "gate")
+        names = "gate_up_proj", "down_proj"  # in this order; a dictionary would be sorted
+        self.experts = nn.ParameterDict(
+            [(name, torch.empty(declared[f"experts.{name}"].shape)) for name in names]
+        )
+        if part.shared:
+            self.shared_expert = GatedMLP(config, part.shared, layer)
+            self.shared_expert.skippable = False  # the gradient of its gate needs its result
+            self.shared_expert_gate = linear_map(declared, "shared_expert_gate")
         # Knobs, set from outside; see GatedMLP.
         self.linear: Linear = PLAIN
         self.impl = "auto"
@@ -303,31 +324,28 @@ class Experts(nn.Module):
         return y_ND.view_as(x_BTD)
 
 
+# The module of each kind of part. It is made from the configuration, the part and the layer's
+# number.
+MODULES: dict[type, Callable[[ModelConfig, Any, int], nn.Module]] = {
+    AttentionPart: Attention,
+    DeltaNet: GatedDeltaNet,
+    GatedMLPPart: GatedMLP,
+    ExpertsPart: Experts,
+}
+
+
 class Block(nn.Module):
-    def __init__(self, share: Share, layer: int):
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        before, after = share.norms_before, share.norms_after
-        self.input_layernorm = RMSNorm(share.hidden_size, share) if before else None
-        part = share.parts(layer).mixer
-        mixer = (
-            GatedDeltaNet(share, layer) if isinstance(part, DeltaNet) else Attention(share, layer)
-        )
-        self.add_module(part.module, mixer)
-        self._mixer = part.module
-        self.post_attention_layernorm = RMSNorm(
-            share.hidden_size, share
-        )  # before the MLP, unless norms come after
-        self.pre_feedforward_layernorm = (
-            RMSNorm(share.hidden_size, share) if before and after else None
-        )
-        mlp = share.parts(layer).mlp
-        self.mlp = (
-            Experts(share, mlp, layer)
-            if isinstance(mlp, ExpertsPart)
-            else GatedMLP(share, mlp, not after)
-        )
-        self.post_feedforward_layernorm = RMSNorm(share.hidden_size, share) if after else None
-        self.norms_after, self.multiplier = after, share.residual_multiplier
+        parts, form, D = config.parts(layer), config.block, config.hidden_size
+        self.form, self._mixer = form, parts.mixer.module
+        self.input_layernorm = RMSNorm(D, config) if form.before else None
+        self.add_module(self._mixer, MODULES[type(parts.mixer)](config, parts.mixer, layer))
+        # Before the MLP, unless norms come after.
+        self.post_attention_layernorm = RMSNorm(D, config)
+        self.pre_feedforward_layernorm = RMSNorm(D, config) if form.before and form.after else None
+        self.mlp = MODULES[type(parts.mlp)](config, parts.mlp, layer)
+        self.post_feedforward_layernorm = RMSNorm(D, config) if form.after else None
         for norm in filter(None, (self.input_layernorm, self.mlp_norm)):
             norm.read_once = True
 
@@ -339,22 +357,22 @@ class Block(nn.Module):
     @property
     def mlp_norm(self) -> RMSNorm | None:
         """The norm of what the MLP reads."""
-        return self.pre_feedforward_layernorm if self.norms_after else self.post_attention_layernorm
+        return self.pre_feedforward_layernorm if self.form.after else self.post_attention_layernorm
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
         # No name holds what attention reads, so that it is freed once attention has read it.
-        before = self.input_layernorm or nn.Identity()
-        attended_BTD = scaled(self.mixer(before(x_BTD), context), self.multiplier)
-        if self.norms_after:
+        before, multiplier = self.input_layernorm or nn.Identity(), self.form.multiplier
+        attended_BTD = scaled(self.mixer(before(x_BTD), context), multiplier)
+        if self.form.after:
             attended_BTD = self.post_attention_layernorm(attended_BTD)
         if self.mlp_norm is None:
             normed_BTD = x_BTD = x_BTD + attended_BTD
         else:
             normed_BTD, x_BTD = self.mlp_norm(attended_BTD, residual=x_BTD)
         if self.post_feedforward_layernorm is None:
-            return x_BTD + scaled(self.mlp(normed_BTD, context), self.multiplier)
+            return x_BTD + scaled(self.mlp(normed_BTD, context), multiplier)
         return x_BTD + self.post_feedforward_layernorm(
-            scaled(self.mlp(normed_BTD, context), self.multiplier)
+            scaled(self.mlp(normed_BTD, context), multiplier)
         )
 
 
@@ -451,25 +469,22 @@ class Transformer(nn.Module):
 
     Args:
         config: the whole decoder.
-        tensor_ranks: ranks that share each matrix; this model has one rank's share.
+        tensor_ranks: ranks that share each matrix; this model has one rank's shard.
     """
 
     def __init__(self, config: ModelConfig, tensor_ranks: int = 1):
         super().__init__()
-        self.config, self.share, self.declared = (
-            config,
-            (share := config.share(tensor_ranks)),
-            config.parameters(),
-        )
-        self.embed_tokens = Embedding(share.vocab_size, share.hidden_size)
-        self.layers = nn.ModuleList(Block(share, layer) for layer in range(share.num_hidden_layers))
-        self.norm = RMSNorm(share.hidden_size, share)
-        if not share.tie_word_embeddings:
-            self.lm_head = nn.Linear(share.hidden_size, share.vocab_size, bias=False)
+        shard = config.shard(tensor_ranks)
+        self.config, self.shard, self.declared = config, shard, config.parameters()
+        self.embed_tokens = Embedding(shard.vocab_size, shard.hidden_size)
+        self.layers = nn.ModuleList(Block(shard, layer) for layer in range(shard.num_hidden_layers))
+        self.norm = RMSNorm(shard.hidden_size, shard)
+        if not shard.tie_word_embeddings:
+            self.lm_head = nn.Linear(shard.hidden_size, shard.vocab_size, bias=False)
         # Queries and keys have one factor each, whose square turns attention's 1 / sqrt(head_dim)
         # into the multiplier.
         multiplier = config.attention_multiplier
-        factor = 1.0 if multiplier is None else (multiplier * config.head_dim**0.5) ** 0.5
+        factor = 1.0 if multiplier is None else (multiplier * config.attention.head_dim**0.5) ** 0.5
         width = config.rotary_width
         self.rotary = self.local_rotary = RotaryTables(
             width, config.rope_theta, config.rope_scaling, factor
@@ -503,7 +518,7 @@ class Transformer(nn.Module):
         declared = self.declared.get(name)
         start = declared.start if declared else "adapter"
         if start in ("neutral", "one"):
-            tensor.fill_(1.0 - self.config.norm_weight_offset * (start == "neutral"))
+            tensor.fill_(1.0 - self.config.block.offset * (start == "neutral"))
         elif start == "decay":
             tensor.uniform_(0.01, 16, generator=generator).log_()
         elif start == "zero" or name.endswith("lora_B.weight"):
@@ -577,7 +592,7 @@ class Transformer(nn.Module):
         )
         targets = _shifted_targets(labels, targets, documents)
         x_BTD, context = self.embed(input_ids), self.context(input_ids, documents, caches)
-        if self.share.has_experts and targets is not None and torch.is_grad_enabled():
+        if self.shard.has_experts and targets is not None and torch.is_grad_enabled():
             coefficient = self.config.router_aux_loss_coef if objective is None else 0.0
             context.routing = Routing(coefficient, _padding(documents))
         for layer in self.layers:
@@ -614,14 +629,14 @@ class Transformer(nn.Module):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Returns the first block's input."""
-        x_BTD, multiplier = self.embed_tokens(input_ids), self.share.embedding_multiplier
+        x_BTD, multiplier = self.embed_tokens(input_ids), self.shard.embedding_multiplier
         return (
             x_BTD if multiplier == 1 else x_BTD * torch.tensor(multiplier, dtype=x_BTD.dtype)
         )  # rounds as Gemma does
 
     def head_input(self, x_BTD: Tensor) -> Tensor:
         """Returns what the head multiplies, of the last block's output."""
-        return scaled(self.norm(x_BTD), 1 / self.share.logits_scaling)
+        return scaled(self.norm(x_BTD), 1 / self.shard.logits_scaling)
 
     def context(
         self,
@@ -652,15 +667,15 @@ class Transformer(nn.Module):
 
     def rotations(
         self, length: int, device: torch.device, rows: slice | Tensor = slice(0)
-    ) -> tuple[Rotation, Rotation]:
+    ) -> Rotations:
         """Returns `Context.rotations` at `rows` of tables that are made for positions 0 to length -
         1 at least."""
         tables = [
             rotary.tables(length, device)
             for rotary in dict.fromkeys((self.rotary, self.local_rotary))
         ]
-        found = [(cos[rows], sin[rows]) for cos, sin in tables]
-        return found[0], found[-1]
+        rotations = [(cos[rows], sin[rows]) for cos, sin in tables]
+        return Rotations(full=rotations[0], windowed=rotations[-1])
 
     def _loss(
         self, x_BTD: Tensor, targets: Tensor, logits_BTV: Tensor | None,
@@ -671,8 +686,8 @@ class Transformer(nn.Module):
         """Returns the loss of the first positions against their targets [B, T or T - 1], and
         log-probabilities [B, T].
 
-        The loss reads `logits_BTV` where they are given. Without them, `Share.uses_chunked_loss`
-        chooses.
+        The loss reads `logits_BTV` where they are given. Without them,
+        `ModelConfig.uses_chunked_loss` chooses.
         """
         ranks, size = (
             self.tensor_ranks,
@@ -692,8 +707,8 @@ class Transformer(nn.Module):
             impl=self.impl,
             return_details=True,
         )
-        is_chunked = logits_BTV is None and self.share.uses_chunked_loss(*size)
-        log_loss_choice(is_chunked, self.share, *size)
+        is_chunked = logits_BTV is None and self.shard.uses_chunked_loss(*size)
+        log_loss_choice(is_chunked, self.shard, *size)
         function: Callable[..., Details]
         if is_chunked:
             options |= {"num_valid_tokens": num_targets, "linear": self.linear}
@@ -771,13 +786,13 @@ class Transformer(nn.Module):
 
 @functools.lru_cache(maxsize=64)
 def log_loss_choice(
-    is_chunked: bool, share: Share, num_tokens: int, bytes_per_logit: int, loss_impl: str
+    is_chunked: bool, shard: ModelConfig, num_tokens: int, bytes_per_logit: int, loss_impl: str
 ) -> None:
     """Say once for each size which loss runs, and why."""
-    gb = share.projected_logits_bytes(num_tokens, bytes_per_logit) / 2**30
+    gb = shard.projected_logits_bytes(num_tokens, bytes_per_logit) / 2**30
     choice = "chunked" if is_chunked else "standard"
-    is_odd, is_forced = share.vocab_size % WORDS_MULTIPLE != 0, loss_impl != "auto"
-    words = f"{share.vocab_size:,} words are no multiple of {WORDS_MULTIPLE}"
+    is_odd, is_forced = shard.vocab_size % WORDS_MULTIPLE != 0, loss_impl != "auto"
+    words = f"{shard.vocab_size:,} words are no multiple of {WORDS_MULTIPLE}"
     reason = "forced by loss_impl" if is_forced else words if is_odd else "the threshold is 10 GB"
     logger.info(
         "loss: %s (%d tokens would project to %.2f GB of logits; %s)",

@@ -112,7 +112,7 @@ def decide(flags: ProfileFlags) -> StepRecipe:
     shape = shape_of_weights(flags.init_from) if flags.init_from else MODEL_SIZES[flags.model_size]
     shape = extend(shape, flags.rope_scaling) if flags.rope_scaling else shape
     recipe = decide_step(flags, shape_with(flags.attention_type, shape), num_gpus)
-    if message := without_plan(recipe.model.share(tensor), flags.context_parallel_size):
+    if message := without_plan(recipe.model.shard(tensor), flags.context_parallel_size):
         raise UserError(f"{message}; lower context_parallel_size")
     return recipe
 
@@ -165,12 +165,14 @@ def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) 
     flags, model, kinds = recipe.config, recipe.model, recipe.kinds
     check_linear(recipe, world.device)
     host = parse_bytes(flags.host_memory, "host_memory") if flags.host_memory else None, flags.nproc
-    check_head_dim(kinds, model.head_dim, torch.device("cuda") if flags.gpu else world.device)
+    check_head_dim(
+        kinds, model.attention.head_dim, torch.device("cuda") if flags.gpu else world.device
+    )
     if world.device.type == "cuda":
         given = recipe.execution(backend_of(flags, world.device))
         gpu_bytes, part = (
             gpu_budget(memory_budget or "auto", world.device),
-            model.share(flags.tensor_parallel_size),
+            model.shard(flags.tensor_parallel_size),
         )
         rates = measure_rates(
             part, given.attention_backend, world.device, flags.lengths[0], kinds, recipe.linear
@@ -207,7 +209,7 @@ def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) 
     description = f"{name if flags.gpu else 'no GPU in use, so an H200'}; its speed {speed}"
     host_bytes, rates = (
         host_limit(flags, math.inf),
-        scale_rates(gpu, backend, kinds, model.head_dim),
+        scale_rates(gpu, backend, kinds, model.attention.head_dim),
     )
     return Machine(
         description,
@@ -368,7 +370,7 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
     adapters |= {"optimizer_state": "auto"} if flags.optimizer_state == "compact" else {}
     adapters |= {"rope_scaling": None} if flags.rope_scaling else {}
     takes_adapters = (
-        flags.lora is None and not machine.model.layer_kinds[0].gates_per_head
+        flags.lora is None and not machine.model.kinds[0].gates_per_head
     )  # these would stay random
     for bits in ({}, {"lora_bits": 4}) if takes_adapters else ():
         found |= change(flags, machine, world, **adapters, **bits)
@@ -440,7 +442,7 @@ def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan)
         found |= change(flags, machine, world, attention_type="sparse")
     splits: dict[str, Plan] = {}
     for n in (
-        (2, 4, 8) if not plan.step.share.has_experts else ()
+        (2, 4, 8) if not plan.step.shard.has_experts else ()
     ):  # experts' auxiliary loss is of a micro-batch
         if flags.batch_size % n == 0:
             sizes = {"batch_size": flags.batch_size // n}

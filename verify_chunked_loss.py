@@ -26,8 +26,12 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 from kernels.attention.documents import find_documents
+from kernels.config import ModelConfig
 from kernels.cross_entropy import cross_entropy
+from kernels.gated_mlp import GatedMLPPart
 from kernels.linear_cross_entropy import linear_cross_entropy
+from kernels.parts import LayerParts
+from kernels.qkv_attention import AttentionPart
 from model import IGNORE_INDEX, MODEL_SIZES, Transformer
 
 VOCAB_SIZE = MODEL_SIZES["4B"].vocab_size
@@ -59,11 +63,9 @@ class Check:
 
 def small_config(vocab_size: int, **changes):
     """Returns the shape of a model of one block, so narrow that the loss is nearly all the work."""
-    return dataclasses.replace(
-        MODEL_SIZES["tiny"], vocab_size=vocab_size, hidden_size=32, intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1, num_key_value_heads=1, **changes,
-    )  # fmt: skip
+    layer = LayerParts(AttentionPart(1, 1, head_dim=32), GatedMLPPart(64))
+    sizes = {"vocab_size": vocab_size, "hidden_size": 32, "num_hidden_layers": 1}
+    return ModelConfig(**sizes, layers=(layer,), rope_theta=1e4, **changes)
 
 
 def run_model(model: Transformer, ids: Tensor, labels: Tensor) -> None:

@@ -25,7 +25,7 @@ from benchmarks.common import (
 from kernels.attention import KINDS
 from kernels.head_exchange import HeadExchange
 from kernels.rope import RotaryTables
-from model import MODEL_SIZES, Attention, Context
+from model import MODEL_SIZES, Attention, Context, Rotations
 from training.parallel.world import World, join_world
 
 all_to_all = torch.distributed.all_to_all_single
@@ -61,14 +61,14 @@ def bench_exchange(
     K]."""
     config, results = MODEL_SIZES["4B" if world.device.type == "cuda" else "tiny"], {}
     for name, heads in (
-        ("q or output", config.num_attention_heads),
-        ("k or v", config.num_key_value_heads),
+        ("q or output", config.attention.num_heads),
+        ("k or v", config.attention.num_key_value_heads),
     ):
         x = torch.randn(
             1,
             tokens // world.size,
             heads,
-            config.head_dim,
+            config.attention.head_dim,
             dtype=torch.bfloat16,
             device=world.device,
         )
@@ -83,16 +83,18 @@ def bench_attention(
 ) -> dict[str, dict[str, float]]:
     config, device = MODEL_SIZES["4B" if world.device.type == "cuda" else "tiny"], world.device
     torch.manual_seed(0)
-    attention = Attention(config, layer=0).to(device, torch.bfloat16)
+    attention = Attention(config, config.attention, layer=0).to(device, torch.bfloat16)
     attention.exchange = exchange
     kind = KINDS[attention_type]
     attention.kind = kind(**({"dense_below": 0} if "dense_below" in kind.takes else {}))
     own = slice(world.rank * tokens // world.size, (world.rank + 1) * tokens // world.size)
     cos, sin = (
         table[own]
-        for table in RotaryTables(config.head_dim, config.rope_theta).tables(tokens, device)
+        for table in RotaryTables(config.attention.head_dim, config.rope_theta).tables(
+            tokens, device
+        )
     )
-    context = Context(2 * ((cos, sin),), longest=tokens)
+    context = Context(Rotations((cos, sin), (cos, sin)), longest=tokens)
     x = torch.randn(
         1, len(cos), config.hidden_size, dtype=torch.bfloat16, device=device, requires_grad=True
     )

@@ -65,7 +65,7 @@ def main() -> None:
         arguments.device,
         MODEL_SIZES["4B" if arguments.device.type == "cuda" else "tiny"],
     )
-    shape = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    shape = config.attention.heads
     check(device)
     inputs = make_inputs(arguments.tokens, *shape, device)
     rate = flops_per_second(inputs, device)

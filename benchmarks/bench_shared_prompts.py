@@ -28,6 +28,7 @@ from kernels.attention.full import FULL
 from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
 from kernels.gated_delta_net import DeltaNet
+from kernels.parts import LayerParts
 from model import MODEL_SIZES, Transformer
 
 
@@ -35,10 +36,11 @@ def main() -> None:
     arguments = parse_flags(__doc__, cpu_tokens=96)
     small = arguments.device.type == "cpu"
     delta_net = DeltaNet(2, 4, 32, 32) if small else DeltaNet(16, 32)
-    kinds = {
-        "full": FULL,
-        "window": Window(20 if small else 4096),
-        "sparse": Sparse(),
+    attends = MODEL_SIZES["tiny" if small else "4B"].attention.with_kind
+    mixers = {
+        "full": attends(FULL),
+        "window": attends(Window(20 if small else 4096)),
+        "sparse": attends(Sparse()),
         "gated delta net": delta_net,
     }
     results = {}
@@ -46,8 +48,8 @@ def main() -> None:
         prompt = arguments.tokens - count * length
         title = f"a prompt of {prompt:,} tokens, {count} answers of {length:,}"
         found = {
-            name: compare(kind, prompt, count, length, arguments.device)
-            for name, kind in kinds.items()
+            name: compare(mixer, prompt, count, length, arguments.device)
+            for name, mixer in mixers.items()
         }
         columns = [
             "shared, ms",
@@ -63,15 +65,12 @@ def main() -> None:
     print_json("shared_prompts", arguments.device, results=results)
 
 
-def compare(kind, prompt: int, count: int, length: int, device: torch.device) -> dict[str, float]:
+def compare(mixer, prompt: int, count: int, length: int, device: torch.device) -> dict[str, float]:
     """Returns times, memory and errors of a block with this mixer."""
     is_gpu = device.type == "cuda"
-    config = replace(
-        MODEL_SIZES["4B" if is_gpu else "tiny"],
-        num_hidden_layers=1,
-        vocab_size=512,
-        layer_kinds=(kind,),
-    )
+    config = MODEL_SIZES["4B" if is_gpu else "tiny"]
+    layer = LayerParts(mixer, config.parts(0).mlp)
+    config = replace(config, num_hidden_layers=1, vocab_size=512, layers=(layer,))
     torch.manual_seed(0)
     with device:
         model = Transformer(config).cast(torch.bfloat16 if is_gpu else torch.float32)

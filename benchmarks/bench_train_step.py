@@ -68,7 +68,6 @@ from benchmarks.common import peer_model, print_json, print_table
 from kernels.attention.documents import all_segments, find_documents
 from kernels.attention.full import FULL
 from kernels.attention.window import Window
-from kernels.gated_delta_net import DeltaNet
 from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.pieces import SAVING_BYTES
@@ -253,10 +252,9 @@ def split_of(setting: str) -> int:
 def shape_of(arguments: argparse.Namespace, setting: str = "") -> ModelConfig:
     """The model's shape with as many layers as --num_layers asks for, and the setting's windows."""
     shape = MODEL_SIZES[arguments.model_size]
-    kinds = WINDOWS if "windows" in options_of(setting) else shape.layer_kinds
-    return replace(
-        shape, num_hidden_layers=arguments.num_layers or shape.num_hidden_layers, layer_kinds=kinds
-    )
+    if "windows" in options_of(setting):
+        shape = shape.with_kinds(*WINDOWS)
+    return replace(shape, num_hidden_layers=arguments.num_layers or shape.num_hidden_layers)
 
 
 def standard_library(
@@ -455,10 +453,10 @@ def recipe_of_setting(setting: str, arguments: argparse.Namespace, world: World)
         memory_budget=None if placement == "checkpointing" else placement,
         host_budget=None if placement == "checkpointing" else arguments.host_budget,
     )
-    shape = shape_of(arguments, setting)
-    own = {"layer_kinds": shape.layer_kinds} if shape.layer_kinds == WINDOWS else {}
-    own["num_hidden_layers"] = shape.num_hidden_layers
-    return recipe_of(settings, replace(choose_model(settings), **own), world)
+    num_layers, shape = shape_of(arguments, setting).num_hidden_layers, choose_model(settings)
+    if "windows" in options_of(setting):
+        shape = shape.with_kinds(*WINDOWS)
+    return recipe_of(settings, replace(shape, num_hidden_layers=num_layers), world)
 
 
 def our_step(
@@ -565,10 +563,7 @@ def peer_step(
 ) -> Callable:
     """A function that makes one step from its micro-batches, each row one document, and returns the
     mean loss."""
-    if (
-        any(isinstance(kind, DeltaNet) for kind in config.layer_kinds)
-        and world.device.type == "cuda"
-    ):
+    if not all(kind.has_keys for kind in config.kinds) and world.device.type == "cuda":
         use_fla()
     make = titan_loss if name_of(setting) == "titan" else liger_loss
     model, loss_of = make(setting, config, arguments, world.device)
@@ -619,12 +614,14 @@ def titan_loss(
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.models.qwen3 import Qwen3Model, Qwen3ModelArgs
 
+    attention = config.attention
     shape = Qwen3ModelArgs(
         vocab_size=config.vocab_size, max_seq_len=arguments.context_length,
-        head_dim=config.head_dim,
+        head_dim=attention.head_dim,
         dim=config.hidden_size, n_layers=config.num_hidden_layers,
-        n_heads=config.num_attention_heads,
-        n_kv_heads=config.num_key_value_heads, qk_norm=True, hidden_dim=config.intermediate_size,
+        n_heads=attention.num_heads,
+        n_kv_heads=attention.num_key_value_heads, qk_norm=True,
+        hidden_dim=config.parts(0).mlp.intermediate_size,
         rope_theta=config.rope_theta, norm_eps=config.rms_norm_eps,
         enable_weight_tying=config.tie_word_embeddings,
     )  # fmt: skip

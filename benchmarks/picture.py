@@ -46,7 +46,9 @@ def stages_of_peer() -> list[Stage]:
     step = step_on_meta(model, 131_072, given=Execution(attention_backend="cudnn"))
     stages = step.stages(compared_executions(step)["checkpointing, chunked loss"])
     moments = 4 * model.num_parameters()
-    absent = step.element_size * step.tokens * (model.intermediate_size + model.hidden_size)
+    absent = (
+        step.element_size * step.tokens * (model.parts(0).mlp.intermediate_size + model.hidden_size)
+    )
 
     def of_peer(stage: Stage) -> Stage:
         mlp = stage.categories["MLP"] - absent * stage.name.endswith(", MLP")

@@ -5,14 +5,16 @@ Sizes have the letters of `model.py`: D hidden_size, H query heads, G key/value 
 intermediate_size, V vocab_size.
 """
 
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from .attention.full import FULL
 from .experts.part import ExpertsPart
 from .gated_delta_net import DeltaNet
 from .gated_mlp import GatedMLPPart
 from .linear_cross_entropy import WORDS_MULTIPLE
-from .parts import AttentionKind, LayerParts, Parameter
+from .parts import BlockForm, LayerParts, MixerKind, Parameter
 from .qkv_attention import AttentionPart
 from .rope import RopeScaling
 
@@ -21,85 +23,117 @@ CHUNKED_LOSS_THRESHOLD_BYTES = 10 * 2**30
 
 
 @dataclass(frozen=True)
-class Share:
-    """Sizes of what one rank has of a decoder, whose matrices several ranks may share."""
+class ModelConfig:
+    """A decoder; `MODEL_SIZES` holds the named ones. `shard` returns what one rank has of it.
+
+    Raises ValueError for a size below 1, no layers, an attention_multiplier beside layers that do
+    not rotate their heads, or not all of each head.
+    """
 
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int = 128
-    hidden_act: str = "silu"  # SwiGLU; "gelu_tanh" is GeGLU
+    # Repeat over the model's layers: (windowed, windowed, full) is a pattern of three.
+    layers: tuple[LayerParts, ...]
+    block: BlockForm = BlockForm()
     tie_word_embeddings: bool = True
     rms_norm_eps: float = 1e-6
-    # RMSNorms of q and k before rotary positions: of each "head", of all heads together ("width"),
-    # or none.
-    qk_norm: str | None = "head"
-    norms_before: bool = True  # RMSNorms of what attention and the MLP read
-    norms_after: bool = False  # RMSNorms of what they add to the residual stream
-    norm_weight_offset: float = 0.0  # added to the weights of all norms; Gemma's is 1
-    norm_cast_before_weight: bool = (
-        True  # norms round before they multiply by the weight, as Llama's do
-    )
-    has_qkv_biases: bool = False
-    has_output_gate: bool = (
-        False  # attention's output is multiplied by sigmoid(gate), a gate for each element
-    )
-    rotary_dim: int | None = None  # elements of each head that are rotated; None: all
-    # Granite's scalars.
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # multiplies what attention and MLP add to the residual stream
-    attention_multiplier: float | None = (
-        None  # multiplies queries times keys; None: 1 / sqrt(head_dim)
-    )
+    # Multiplies queries times keys; None: 1 / sqrt(head_dim). Granite's.
+    attention_multiplier: float | None = None
     logits_scaling: float = 1.0  # divides the logits
-    # Both repeat over the layers: (window, window, window, full) is a pattern of four.
-    layer_kinds: tuple[AttentionKind | DeltaNet, ...] = (FULL,)
-    layer_rotates: tuple[bool, ...] = (True,)  # whether a layer has rotary positions
+    rope_theta: float = 1e6
+    rope_scaling: RopeScaling | None = None
     # Layers with a window have rotary frequencies of this theta, which rope_scaling leaves alone;
-    # None: no own ones.
+    # None: the frequencies of other layers.
     local_rope_theta: float | None = None
-    # MLPs that repeat over the layers, where not all are of intermediate_size and hidden_act.
-    layer_mlps: tuple[GatedMLPPart | ExpertsPart, ...] = ()
+    initializer_range: float = 0.02
+    # Factor of the loss that balances experts; 0: it is not added.
+    router_aux_loss_coef: float = 0.0
+    # Only declared, for Hugging Face's tools; no length is refused here.
+    max_position_embeddings: int = 40_960
+    model_type: str = "qwen3"  # the family's name in config.json, see training/families/rows.py
+
+    def __post_init__(self):
+        sizes = "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.layers:
+            raise ValueError("layers must not be empty")
+        mixers = [parts.mixer for parts in self.layers if parts.mixer.kind.has_keys]
+        if self.attention_multiplier is not None and any(
+            mixer.rotary_width != mixer.head_dim for mixer in mixers
+        ):
+            raise ValueError(
+                "attention_multiplier is part of the rotary positions, which some layers leave out "
+                "or have in part of each head"
+            )
+
+    def parts(self, layer: int) -> LayerParts:
+        """The parts of a layer."""
+        return self.layers[layer % len(self.layers)]
+
+    def all_parts(self, kinds: Sequence[MixerKind] = ()) -> list[LayerParts]:
+        """The parts of each layer; `kinds` are in place of the layers' own, one for each layer."""
+        parts = [self.parts(layer) for layer in range(self.num_hidden_layers)]
+        if not kinds:
+            return parts
+        return [own.with_kind(kind) for own, kind in zip(parts, kinds, strict=True)]
 
     @property
-    def kinds(self) -> tuple[AttentionKind | DeltaNet, ...]:
+    def kinds(self) -> tuple[MixerKind, ...]:
         """The kind of attention, or of another mixer, of each layer."""
-        return tuple(
-            self.layer_kinds[i % len(self.layer_kinds)] for i in range(self.num_hidden_layers)
-        )
+        return tuple(parts.mixer.kind for parts in self.all_parts())
 
     @property
-    def heads(self) -> tuple[int, int, int]:
-        """Query heads, key/value heads, head width."""
-        return self.num_attention_heads, self.num_key_value_heads, self.head_dim
+    def attention(self) -> AttentionPart:
+        """The first attention of the pattern; one head if no layer attends."""
+        mixers = (parts.mixer for parts in self.layers if parts.mixer.kind.has_keys)
+        return next(mixers, AttentionPart(1, 1))
+
+    def with_attention(self, **changes: Any) -> "ModelConfig":
+        """Returns the same model whose attention has other values of these fields in all layers,
+        see `AttentionPart`."""
+        layers = (
+            replace(parts, mixer=replace(parts.mixer, **changes))
+            if parts.mixer.kind.has_keys
+            else parts
+            for parts in self.layers
+        )
+        return replace(self, layers=tuple(layers))
+
+    def with_kinds(self, *kinds: MixerKind) -> "ModelConfig":
+        """Returns the same model with other kinds of attention, a pattern that repeats."""
+        length = math.lcm(len(kinds), len(self.layers))
+        layers = (self.parts(i).with_kind(kinds[i % len(kinds)]) for i in range(length))
+        return replace(self, layers=tuple(layers))
 
     @property
     def rotary_width(self) -> int:
-        """Elements of each head that are rotated."""
-        return self.rotary_dim or self.head_dim
+        """Elements of each head that are rotated; 0: none."""
+        return max(parts.mixer.rotary_width for parts in self.layers)
 
     @property
     def has_experts(self) -> bool:
         """Whether some layer has a mixture of experts."""
-        return any(
-            isinstance(self.parts(layer).mlp, ExpertsPart)
-            for layer in range(self.num_hidden_layers)
-        )
+        return any(parts.mlp.routes for parts in self.all_parts())
 
     @property
     def attends_in_groups(self) -> bool:
         """Whether the attention of some layer may work on some key/value heads at a time."""
-        return any(
-            self.parts(layer).mixer.works_in_groups for layer in range(self.num_hidden_layers)
-        )
+        return any(parts.mixer.works_in_groups for parts in self.all_parts())
 
     @property
     def num_ends(self) -> int:
         """Matrices of embedding and head."""
         return 1 if self.tie_word_embeddings else 2
+
+    def shard(self, ranks: int) -> "ModelConfig":
+        """Returns what each of `ranks` that share all matrices has; they must divide heads, MLPs
+        and vocabulary."""
+        layers = tuple(parts.shard(ranks) for parts in self.layers)
+        return replace(self, vocab_size=self.vocab_size // ranks, layers=layers)
 
     def projected_logits_bytes(self, num_tokens: int, bytes_per_logit: int = 2) -> int:
         """Size of the [num_tokens, V] logits that the standard loss materialises."""
@@ -123,29 +157,9 @@ class Share:
             > CHUNKED_LOSS_THRESHOLD_BYTES
         )
 
-    def parts(self, layer: int) -> LayerParts:
-        """The parts of a layer."""
-        kind = self.layer_kinds[layer % len(self.layer_kinds)]
-        rotates = self.layer_rotates[layer % len(self.layer_rotates)]
-        mlps = self.layer_mlps or (GatedMLPPart(self.intermediate_size, self.hidden_act),)
-        mixer: AttentionPart | DeltaNet
-        if isinstance(kind, DeltaNet):
-            mixer = kind
-        else:
-            mixer = AttentionPart(
-                *self.heads,
-                kind,
-                self.qk_norm,
-                self.has_qkv_biases,
-                rotates,
-                self.has_output_gate,
-                self.rotary_dim,
-            )
-        return LayerParts(mixer, mlps[layer % len(mlps)])
-
     def layer_parameters(self, layer: int) -> dict[str, Parameter]:
         """The parameters of a block by their names in it, in the model's order."""
-        D, before, after = self.hidden_size, self.norms_before, self.norms_after
+        D, before, after = self.hidden_size, self.block.before, self.block.after
         norm, parts = Parameter((D,), "neutral"), self.parts(layer)
         mixer, mlp = (
             {f"{part.module}.{name}": p for name, p in part.parameters(D).items()} for part in parts
@@ -203,169 +217,93 @@ class Share:
         return sum(parameter.numel for parameter in self.parameters().values())
 
 
-@dataclass(frozen=True)
-class ModelConfig(Share):
-    """A decoder, whole; `MODEL_SIZES` holds the named ones.
-
-    Raises ValueError for a size, activation, norm or pattern of layers that does not exist, heads
-    that do not divide, an odd head_dim, an attention_multiplier beside layers without rotary
-    positions.
-    """
-
-    rope_theta: float = 1e6
-    rope_scaling: RopeScaling | None = None
-    initializer_range: float = 0.02
-    router_aux_loss_coef: float = (
-        0.0  # factor of the loss that balances experts; 0: it is not added
+def _dense(num_heads: int, num_key_value_heads: int, intermediate_size: int) -> LayerParts:
+    """Returns Qwen3's layer."""
+    return LayerParts(
+        AttentionPart(num_heads, num_key_value_heads), GatedMLPPart(intermediate_size)
     )
-    max_position_embeddings: int = (
-        40_960  # only declared, for Hugging Face's tools; no length is refused here
+
+
+def _hybrid(
+    num_heads: int, num_key_value_heads: int, delta_net: DeltaNet, mlp: GatedMLPPart | ExpertsPart
+) -> tuple[LayerParts, ...]:
+    """Returns Qwen3.5's pattern: three layers with a state, and a layer that attends."""
+    attention = AttentionPart(
+        num_heads, num_key_value_heads, head_dim=256, has_output_gate=True, rotary_dim=64
     )
-    model_type: str = "qwen3"  # the family's name in config.json, see training/families/rows.py
-
-    def __post_init__(self):
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                "num_attention_heads must be a multiple of num_key_value_heads "
-                f"({self.num_key_value_heads}), "
-                f"got {self.num_attention_heads}"
-            )
-        if self.rotary_width % 2 or not 0 < self.rotary_width <= self.head_dim:
-            raise ValueError(
-                "head_dim and rotary_dim must be even for rotary positions, got "
-                f"{self.rotary_width}"
-            )
-        GatedMLPPart(self.intermediate_size, self.hidden_act)  # refuses an unknown activation
-        if self.hidden_act != "silu" and any(
-            isinstance(kind, DeltaNet) for kind in self.layer_kinds
-        ):
-            raise ValueError(
-                f"gated delta nets have SiLU, so hidden_act must be silu, got {self.hidden_act!r}"
-            )
-        if self.hidden_act != "silu" and self.has_experts:
-            raise ValueError(
-                f"experts have SiLU, so hidden_act must be silu, got {self.hidden_act!r}"
-            )
-        if not self.layer_kinds or not self.layer_rotates:
-            raise ValueError("layer_kinds and layer_rotates must not be empty")
-        if self.attention_multiplier is not None and not all(self.layer_rotates):
-            raise ValueError(
-                "attention_multiplier is part of the rotary positions, which layer_rotates leaves "
-                "out"
-            )
-        if self.attention_multiplier is not None and self.rotary_dim is not None:
-            raise ValueError(
-                "attention_multiplier is part of the rotary positions, which rotary_dim has in part"
-            )
-        if self.qk_norm not in ("head", "width", None) or not (
-            self.norms_before or self.norms_after
-        ):
-            raise ValueError(
-                f"qk_norm must be head, width or None, got {self.qk_norm!r}, and a block must have "
-                "norms"
-            )
-
-    def share(self, ranks: int = 1) -> Share:
-        """The sizes of each of `ranks` that share all matrices; they must divide heads, MLP and
-        vocabulary."""
-        sizes = {field.name: getattr(self, field.name) for field in fields(Share)}
-        for name in (
-            "num_attention_heads",
-            "num_key_value_heads",
-            "intermediate_size",
-            "vocab_size",
-        ):
-            sizes[name] //= ranks
-        return Share(**sizes | {"layer_mlps": tuple(mlp.share(ranks) for mlp in self.layer_mlps)})
+    return (*3 * (LayerParts(delta_net, mlp),), LayerParts(attention, mlp))
 
 
 _QWEN3 = ModelConfig(
-    vocab_size=151_936, hidden_size=2560, intermediate_size=9728,
-    num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8,
-)  # fmt: skip
+    vocab_size=151_936, hidden_size=2560, num_hidden_layers=36, layers=(_dense(32, 8, 9728),)
+)
 _UNTIED = replace(_QWEN3, tie_word_embeddings=False)
 _QWEN35 = ModelConfig(
-    vocab_size=248_320, hidden_size=2560, intermediate_size=9216, num_hidden_layers=32,
-    num_attention_heads=16,
-    num_key_value_heads=4, head_dim=256, norm_weight_offset=1.0, norm_cast_before_weight=False,
-    has_output_gate=True,
-    rotary_dim=64, layer_kinds=(*3 * (DeltaNet(16, 32),), FULL), rope_theta=1e7,
+    vocab_size=248_320,
+    hidden_size=2560,
+    num_hidden_layers=32,
+    layers=_hybrid(16, 4, DeltaNet(16, 32), GatedMLPPart(9216)),
+    block=BlockForm(offset=1.0, cast=False),
+    rope_theta=1e7,
     max_position_embeddings=262_144,
     model_type="qwen3_5_text",
-)  # fmt: skip
-_QWEN35_SMALL = replace(
-    _QWEN35, num_hidden_layers=24, num_attention_heads=8, num_key_value_heads=2,
-    layer_kinds=(*3 * (DeltaNet(16, 16),), FULL),
-)  # fmt: skip
-_30B_A3B = replace(
-    _UNTIED, hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_key_value_heads=4,
-    layer_mlps=(ExpertsPart(128, 8, 768),), model_type="qwen3_moe",
-)  # fmt: skip
-_35B_A3B = replace(
-    _QWEN35, hidden_size=2048, intermediate_size=512, num_hidden_layers=40, num_key_value_heads=2,
-    tie_word_embeddings=False, layer_mlps=(ExpertsPart(256, 8, 512, shared_size=512),),
-    model_type="qwen3_5_moe_text",
-)  # fmt: skip
+)
+_QWEN35_SMALL = replace(_QWEN35, num_hidden_layers=24)
 MODEL_SIZES: dict[str, ModelConfig] = {
     "tiny": ModelConfig(
         vocab_size=256,
         hidden_size=128,
-        intermediate_size=384,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
+        layers=(LayerParts(AttentionPart(4, 2, head_dim=32), GatedMLPPart(384)),),
         rope_theta=1e4,
     ),
-    "0.6B": replace(
-        _QWEN3,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-    ),
-    "1.7B": replace(
-        _QWEN3,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-    ),
+    "0.6B": replace(_QWEN3, hidden_size=1024, num_hidden_layers=28, layers=(_dense(16, 8, 3072),)),
+    "1.7B": replace(_QWEN3, hidden_size=2048, num_hidden_layers=28, layers=(_dense(16, 8, 6144),)),
     "4B": _QWEN3,
-    "8B": replace(_UNTIED, hidden_size=4096, intermediate_size=12288),
+    "8B": replace(_UNTIED, hidden_size=4096, layers=(_dense(32, 8, 12_288),)),
     "14B": replace(
-        _UNTIED,
-        hidden_size=5120,
-        intermediate_size=17408,
-        num_hidden_layers=40,
-        num_attention_heads=40,
+        _UNTIED, hidden_size=5120, num_hidden_layers=40, layers=(_dense(40, 8, 17_408),)
     ),
     "32B": replace(
-        _UNTIED,
-        hidden_size=5120,
-        intermediate_size=25600,
-        num_hidden_layers=64,
-        num_attention_heads=64,
+        _UNTIED, hidden_size=5120, num_hidden_layers=64, layers=(_dense(64, 8, 25_600),)
     ),
-    "qwen3-30B-A3B": _30B_A3B,
-    "qwen3.5-0.8B": replace(_QWEN35_SMALL, hidden_size=1024, intermediate_size=3584),
-    "qwen3.5-2B": replace(_QWEN35_SMALL, hidden_size=2048, intermediate_size=6144),
+    "qwen3-30B-A3B": replace(
+        _UNTIED,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        layers=(LayerParts(AttentionPart(32, 4), ExpertsPart(128, 8, 768)),),
+        model_type="qwen3_moe",
+    ),
+    "qwen3.5-0.8B": replace(
+        _QWEN35_SMALL,
+        hidden_size=1024,
+        layers=_hybrid(8, 2, DeltaNet(16, 16), GatedMLPPart(3584)),
+    ),
+    "qwen3.5-2B": replace(
+        _QWEN35_SMALL,
+        hidden_size=2048,
+        layers=_hybrid(8, 2, DeltaNet(16, 16), GatedMLPPart(6144)),
+    ),
     "qwen3.5-4B": _QWEN35,
     "qwen3.5-9B": replace(
-        _QWEN35, hidden_size=4096, intermediate_size=12_288, tie_word_embeddings=False
+        _QWEN35,
+        hidden_size=4096,
+        layers=_hybrid(16, 4, DeltaNet(16, 32), GatedMLPPart(12_288)),
+        tie_word_embeddings=False,
     ),
     "qwen3.5-27B": replace(
         _QWEN35,
         hidden_size=5120,
-        intermediate_size=17_408,
         num_hidden_layers=64,
-        num_attention_heads=24,
-        layer_kinds=(*3 * (DeltaNet(16, 48),), FULL),
+        layers=_hybrid(24, 4, DeltaNet(16, 48), GatedMLPPart(17_408)),
         tie_word_embeddings=False,
     ),
-    "qwen3.5-35B-A3B": _35B_A3B,
+    "qwen3.5-35B-A3B": replace(
+        _QWEN35,
+        hidden_size=2048,
+        num_hidden_layers=40,
+        layers=_hybrid(16, 2, DeltaNet(16, 32), ExpertsPart(256, 8, 512, shared_size=512)),
+        tie_word_embeddings=False,
+        model_type="qwen3_5_moe_text",
+    ),
 }

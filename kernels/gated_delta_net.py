@@ -60,23 +60,69 @@ class DeltaNetParameters(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DeltaNet(MixerKind):
-    """The gated delta net as a kind of mixer and a `LayerPart`. Raises ValueError for sizes that do
-    not fit."""
+class DeltaRule(MixerKind):
+    """The gated delta rule as a kind of mixer: a state [K, V] per value head."""
 
-    num_key_heads: int = 16
-    num_value_heads: int = 32
     key_dim: int = 128
     value_dim: int = 128
     name: ClassVar[str] = "delta"
-    module: ClassVar[str] = "linear_attn"
-    kept_whole: ClassVar[str] = "q, k and v, which gated delta nets have in one matrix"
-    works_in_groups: ClassVar[bool] = False
     has_keys: ClassVar[bool] = False
     reads_prompts: ClassVar[bool] = True  # its copies are three tokens of each prompt
     # Measured on an H100 (benchmarks/results/delta_net_h100_2026-11-26.md): scans wait for each
     # other, not for memory.
     h200_rates: ClassVar[dict[str, float]] = {"delta forward": 161e12, "delta backward": 153e12}
+
+    def check_heads(self, head_dim):
+        widths = self.key_dim, self.value_dim
+        if not {*widths} <= {*HEAD_WIDTHS}:
+            raise ValueError(
+                f"gated delta nets have GPU kernels for heads of {HEAD_WIDTHS}, got {widths}"
+            )
+
+    def describe(self, selected_blocks):
+        return "a gated delta net's state"
+
+    def flops(self, length, H, G, K):
+        """Counts the products of chunks and of the scan over them, of H value heads."""
+        K, V = self.key_dim, self.value_dim
+        forward = 2.0 * length * H * (CHUNK * (3 * K + 2 * V) + 3 * K * V)
+        return AttentionFlops(forward, 0, BACKWARD_FLOPS * forward)
+
+    def with_copies(self, lengths, prompts):
+        return [*lengths]
+
+    def measure_rates(
+        self, H, G, K, context_length, backend, seconds: Callable[..., float], device
+    ):
+        T, K, V = 32_768, self.key_dim, self.value_dim
+        q, k = (
+            F.normalize(torch.randn(1, T, G, K, device=device), dim=-1).bfloat16() for _ in range(2)
+        )
+        v = torch.randn(1, T, H, V, device=device, dtype=torch.bfloat16)
+        g, beta = -torch.rand(1, T, H, device=device), torch.rand(1, T, H, device=device)
+        tensors = [x.requires_grad_() for x in (q, k, v, g, beta)]
+        out, flops = delta_rule(*tensors), self.flops(T, H, G, K)
+        forward = seconds(lambda: delta_rule(*(x.detach() for x in tensors)))
+        backward = seconds(lambda: torch.autograd.grad(out, tensors, v, retain_graph=True))
+        return {
+            f"{self.name} forward": flops.forward / forward,
+            f"{self.name} backward": flops.backward / backward,
+        }
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The gated delta net as a part of a layer, see `kernels.parts.MixerPart`. Raises ValueError
+    for sizes that do not fit."""
+
+    num_key_heads: int = 16
+    num_value_heads: int = 32
+    key_dim: int = 128
+    value_dim: int = 128
+    module: ClassVar[str] = "linear_attn"
+    kept_whole: ClassVar[str] = "q, k and v, which gated delta nets have in one matrix"
+    works_in_groups: ClassVar[bool] = False
+    rotary_width: ClassVar[int] = 0
 
     def __post_init__(self):
         if min(self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim) < 1:
@@ -118,12 +164,15 @@ class DeltaNet(MixerKind):
             num_value_heads=self.num_value_heads // ranks,
         )
 
-    @property
-    def kind(self) -> "DeltaNet":
+    @functools.cached_property
+    def kind(self) -> DeltaRule:
+        return DeltaRule(self.key_dim, self.value_dim)
+
+    def with_kind(self, kind: MixerKind) -> "DeltaNet":
         return self
 
-    def with_kind(self, kind: MixerKind) -> MixerKind:
-        return kind
+    def shard(self, ranks: int) -> "DeltaNet":
+        return self
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -154,25 +203,6 @@ class DeltaNet(MixerKind):
     def heads_to_share(self) -> dict[str, int]:
         return {"key heads of gated delta nets": self.num_key_heads}
 
-    def check_heads(self, head_dim):
-        if not {self.key_dim, self.value_dim} <= {*HEAD_WIDTHS}:
-            raise ValueError(
-                f"gated delta nets have GPU kernels for heads of {HEAD_WIDTHS}, got "
-                f"{self.sizes[2:]}"
-            )
-
-    def describe(self, selected_blocks):
-        return "a gated delta net's state"
-
-    def flops(self, length, H, G, K):
-        """Counts the products of chunks and of the scan over them, of H value heads."""
-        _, _, K, V = self.sizes
-        forward = 2.0 * length * H * (CHUNK * (3 * K + 2 * V) + 3 * K * V)
-        return AttentionFlops(forward, 0, BACKWARD_FLOPS * forward)
-
-    def with_copies(self, lengths, prompts):
-        return [*lengths]
-
     def results_bytes(self, num_tokens: int, element_size: int) -> tuple[int, int]:
         kept, _, _ = delta_rule_bytes(num_tokens, *self.sizes[1:], element_size)
         return element_size * num_tokens * self.num_value_heads * self.value_dim + kept, 0
@@ -199,24 +229,6 @@ class DeltaNet(MixerKind):
         flops = 2.0 * num_tokens * hidden_size * (self.channels + 2 * H * V + 2 * H)
         return Work(flops, flops, element_size * num_tokens * (2 * self.channels + 3 * H * V))
 
-    def measure_rates(
-        self, H, G, K, context_length, backend, seconds: Callable[..., float], device
-    ):
-        (G, H, K, V), T = self.sizes, 32_768
-        q, k = (
-            F.normalize(torch.randn(1, T, G, K, device=device), dim=-1).bfloat16() for _ in range(2)
-        )
-        v = torch.randn(1, T, H, V, device=device, dtype=torch.bfloat16)
-        g, beta = -torch.rand(1, T, H, device=device), torch.rand(1, T, H, device=device)
-        tensors = [x.requires_grad_() for x in (q, k, v, g, beta)]
-        out, flops = delta_rule(*tensors), self.flops(T, H, G, K)
-        forward = seconds(lambda: delta_rule(*(x.detach() for x in tensors)))
-        backward = seconds(lambda: torch.autograd.grad(out, tensors, v, retain_graph=True))
-        return {
-            f"{self.name} forward": flops.forward / forward,
-            f"{self.name} backward": flops.backward / backward,
-        }
-
 
 class StateCache:
     """Keeps the states of a gated delta net, and the last inputs of its convolution, for later
@@ -241,11 +253,11 @@ class StateCache:
 
 
 def gated_delta_net_reference(
-    x_BTD: Tensor, parameters: DeltaNetParameters, kind: DeltaNet, segments: Tensor | None = None
+    x_BTD: Tensor, parameters: DeltaNetParameters, part: DeltaNet, segments: Tensor | None = None
 ) -> Tensor:
     """Plain PyTorch with the contract of `gated_delta_net`, token by token; float64 stays
     float64."""
-    (G, H, K, _), p = kind.sizes, parameters
+    (G, H, K, _), p = part.sizes, parameters
     qkv, z, b, a = (F.linear(x_BTD, weight) for weight in (p.qkv, p.z, p.b, p.a))
     q, k, v = qkv_convolution_reference(qkv, p.convolution, G, H, K, segments=segments)
     g, beta = _decay_and_strength(a, b, p)
@@ -262,32 +274,32 @@ def _decay_and_strength(a: Tensor, b: Tensor, p: DeltaNetParameters) -> tuple[Te
     )
 
 
-def _rows_by_rank(weight: Weight, kind: DeltaNet, ranks: int) -> list[Weight]:
+def _rows_by_rank(weight: Weight, part: DeltaNet, ranks: int) -> list[Weight]:
     """Returns the rows of each rank's heads, in q, in k and in v, of a weight whose rows are
     channels."""
     if isinstance(weight, Adapted):
-        matrices, bs = (_rows_by_rank(rows, kind, ranks) for rows in (weight.matrix, weight.b))
+        matrices, bs = (_rows_by_rank(rows, part, ranks) for rows in (weight.matrix, weight.b))
         return [Adapted(matrix, weight.a, b) for matrix, b in zip(matrices, bs)]  # type: ignore[arg-type]
-    parts = (part.chunk(ranks) for part in weight.split(kind.columns))
+    parts = (rows.chunk(ranks) for rows in weight.split(part.columns))
     return [torch.cat(rows) for rows in zip(*parts)]
 
 
 def _project_to_heads(
-    x_BTD: Tensor, weight: Weight, kind: DeltaNet, exchange: HeadExchange, linear: Linear
+    x_BTD: Tensor, weight: Weight, part: DeltaNet, exchange: HeadExchange, linear: Linear
 ) -> Callable[[], Tensor]:
     """Projects to the channels of other ranks' heads, and starts to send them.
 
     Returns a function that projects to this rank's channels beside that, and waits: [B, T / N, D]
     to [B, T, C / N].
     """
-    rows, own = _rows_by_rank(weight, kind, exchange.size), exchange.rank
+    rows, own = _rows_by_rank(weight, part, exchange.size), exchange.rank
     parts = [None if rank == own else linear(x_BTD, of_rank) for rank, of_rank in enumerate(rows)]
     receive = exchange.start_parts_to_heads(parts)
     return lambda: receive(linear(x_BTD, rows[own]))
 
 
 def gated_delta_net(
-    x_BTD: Tensor, parameters: DeltaNetParameters, kind: DeltaNet, segments: Tensor | None = None,
+    x_BTD: Tensor, parameters: DeltaNetParameters, part: DeltaNet, segments: Tensor | None = None,
     *,
     cache: StateCache | None = None, exchange: HeadExchange | None = None, linear: Linear = PLAIN,
     impl: str = "auto",
@@ -306,9 +318,9 @@ def gated_delta_net(
     divide the key heads.
     """
     p, exchange = parameters, exchange or HeadExchange(None)
-    G, H, K, _ = kind.of_rank(exchange.size).sizes
+    G, H, K, _ = part.of_rank(exchange.size).sizes
     if is_shared := exchange.size > 1:
-        receive_qkv = _project_to_heads(x_BTD, p.qkv, kind, exchange, linear)
+        receive_qkv = _project_to_heads(x_BTD, p.qkv, part, exchange, linear)
     a, b = PLAIN.maps(x_BTD, [p.a, p.b])
     g, beta = _decay_and_strength(a, b, p)
     qkv: Tensor | list[Tensor]
@@ -316,14 +328,14 @@ def gated_delta_net(
         receive_gates = exchange.start_to_heads(torch.stack([g, beta], -1))
         qkv, convolution = (
             receive_qkv(),
-            _rows_by_rank(p.convolution, kind, exchange.size)[exchange.rank],
+            _rows_by_rank(p.convolution, part, exchange.size)[exchange.rank],
         )
         g, beta = receive_gates().unbind(-1)
         del receive_gates, receive_qkv
     elif cache is not None or has_prompts(segments):
         qkv, convolution = linear(x_BTD, p.qkv), p.convolution
     else:  # apart: the largest tensor of a layer would leave holes in memory where no other fits
-        qkv, convolution = linear.maps(x_BTD, p.qkv.split(kind.columns)), p.convolution
+        qkv, convolution = linear.maps(x_BTD, p.qkv.split(part.columns)), p.convolution
     convolve = functools.partial(qkv_convolution, weight_CW=convolution, G=G, H=H, K=K, impl=impl)
     if has_prompts(segments):
         inputs = [qkv, g, beta]

@@ -330,6 +330,7 @@ class GatedMLPPart:
     module: ClassVar[str] = "mlp"
     tile_size: ClassVar[int] = 8192
     kept_whole: ClassVar[None] = None
+    routes: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.activation not in ACTIVATIONS:
@@ -339,9 +340,15 @@ class GatedMLPPart:
         if self.intermediate_size < 1:
             raise ValueError(f"intermediate_size must be at least 1, got {self.intermediate_size}")
 
-    def share(self, ranks: int) -> "GatedMLPPart":
-        """Returns the part of each of `ranks` that share the matrices."""
+    def shard(self, ranks: int) -> "GatedMLPPart":
         return replace(self, intermediate_size=self.intermediate_size // ranks)
+
+    @property
+    def active_width(self) -> int:
+        return self.intermediate_size
+
+    def measure_rates(self, hidden_size, seconds, device) -> dict[str, float]:
+        return {}
 
     def choice_bytes(self, num_tokens: int) -> int:
         return 0

@@ -140,7 +140,10 @@ class LayerPart(Protocol):
 
     def shared_sizes(self) -> dict[str, int]:
         """Returns the sizes that tensor-parallel ranks must divide, by their names in
-        `kernels.config.ModelConfig`."""
+        config.json."""
+
+    def shard(self, ranks: int) -> "LayerPart":
+        """Returns the part of each of `ranks` that share the matrices."""
 
     def linear_work(
         self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
@@ -155,9 +158,19 @@ class MLPPart(LayerPart, Protocol):
     `tile_size` tokens."""
 
     tile_size: ClassVar[int]
+    # Whether a router chooses experts for each token, once: a second forward takes the first one's
+    # choice.
+    routes: ClassVar[bool]
 
-    def share(self, ranks: int) -> "MLPPart":
-        """Returns the part of each of `ranks` that share the matrices."""
+    @property
+    def active_width(self) -> int:
+        """Elements between the products of the MLPs that one token goes through."""
+
+    def measure_rates(
+        self, hidden_size: int, seconds: Callable[..., float], device: torch.device
+    ) -> dict[str, float]:
+        """Measures the rates of this GPU that only this part has, FLOP/s by their names in
+        `linear_work`."""
 
     def choice_bytes(self, num_tokens: int) -> int:
         """Returns the bytes of choices, such as of experts, which a block always keeps for
@@ -165,12 +178,24 @@ class MLPPart(LayerPart, Protocol):
 
 
 class MixerPart(LayerPart, Protocol):
-    """Description of the part in which tokens read other tokens. A run may replace its `kind` by
-    `with_kind`."""
+    """Description of the part in which tokens read other tokens, in the way of its `kind`."""
+
+    kind: "MixerKind"
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Heads of queries and of the output, heads of keys and values, width of the output's."""
+
+    @property
+    def rotary_width(self) -> int:
+        """Elements of each head that are rotated; 0: none."""
 
     @property
     def works_in_groups(self) -> bool:
         """Whether it obeys `heads_at_a_time`."""
+
+    def with_kind(self, kind: "MixerKind") -> "MixerPart":
+        """Returns the part with another kind of attention; itself if it does not attend."""
 
     def heads_to_share(self) -> dict[str, int]:
         """Returns the numbers of heads that ranks that share each sequence must divide, by their
@@ -207,10 +232,10 @@ class Work(NamedTuple):
     rate: str | None = None  # name of the measured rate of its products; None: the linear map's
 
 
-@dataclass(frozen=True, eq=False)
-class LayerParts:
-    """Descriptions of what a block is made of, beside its norms. Compares by identity, which is
-    quick."""
+@dataclass(frozen=True)
+class LayerParts(Part):
+    """Descriptions of what a block is made of, beside its norms. Its number is its hash, which is
+    quick: plans are searched by it."""
 
     mixer: (
         Any  # a MixerPart: kernels.qkv_attention.AttentionPart or kernels.gated_delta_net.DeltaNet
@@ -219,6 +244,35 @@ class LayerParts:
 
     def __iter__(self) -> Iterator[LayerPart]:
         return iter((self.mixer, self.mlp))
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def shard(self, ranks: int) -> "LayerParts":
+        """Returns the parts of each of `ranks` that share the matrices."""
+        return LayerParts(self.mixer.shard(ranks), self.mlp.shard(ranks))
+
+    def with_kind(self, kind: "MixerKind") -> "LayerParts":
+        return LayerParts(self.mixer.with_kind(kind), self.mlp)
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """RMSNorms of a block, and how its parts add to the residual stream. The final norm multiplies
+    by its weight as a block's norms do.
+
+    Raises ValueError for a block without norms.
+    """
+
+    before: bool = True  # norms of what attention and the MLP read
+    after: bool = False  # norms of what they add to the residual stream
+    offset: float = 0.0  # added to norms' weights; Gemma's is 1
+    cast: bool = True  # norms round before they multiply by the weight, as Llama's do
+    multiplier: float = 1.0  # of what attention and MLP add to the residual stream; Granite's
+
+    def __post_init__(self):
+        if not (self.before or self.after):
+            raise ValueError("a block must have norms before or after its parts")
 
 
 class AttentionBytes(NamedTuple):

@@ -638,12 +638,27 @@ def _some_heads_at_a_time(
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """Attention as a part of a layer, see `kernels.parts.LayerPart`; the fields are as in
-    `kernels.config.Share`."""
+    """Attention as a part of a layer, see `kernels.parts.MixerPart`.
+
+    Args:
+        num_heads: H, query heads.
+        num_key_value_heads: G.
+        head_dim: K.
+        qk_norm: RMSNorms of q and k before rotary positions, of each "head" or of all heads
+            together ("width"); None: there are none.
+        has_biases: whether the projections to q, k and v have biases.
+        rotates: whether q and k have rotary positions.
+        has_output_gate: whether the output is multiplied by sigmoid(gate), one for each element.
+        rotary_dim: elements of each head that are rotated; None: all.
+
+    Raises:
+        ValueError: heads below 1 or that do not divide, an odd number of rotated elements, an
+            unknown norm.
+    """
 
     num_heads: int
     num_key_value_heads: int
-    head_dim: int
+    head_dim: int = 128
     kind: AttentionKind = FULL
     qk_norm: str | None = "head"
     has_biases: bool = False
@@ -651,6 +666,30 @@ class AttentionPart:
     has_output_gate: bool = False
     rotary_dim: int | None = None
     module: ClassVar[str] = "self_attn"
+
+    def __post_init__(self):
+        named = ("num_attention_heads", "num_key_value_heads", "head_dim")
+        for name, size in zip(named, self.heads):
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, got {size}")
+        H, G, K = self.heads
+        if H % G:
+            raise ValueError(
+                f"num_attention_heads must be a multiple of num_key_value_heads ({G}), got {H}"
+            )
+        rotary_dim = K if self.rotary_dim is None else self.rotary_dim
+        if rotary_dim % 2 or not 0 < rotary_dim <= K:
+            raise ValueError(
+                f"head_dim and rotary_dim must be even for rotary positions, got {rotary_dim}"
+            )
+        if self.qk_norm not in ("head", "width", None):
+            raise ValueError(f"qk_norm must be head, width or None, got {self.qk_norm!r}")
+
+    @property
+    def rotary_width(self) -> int:
+        if not self.rotates:
+            return 0
+        return self.rotary_dim or self.head_dim
 
     @property
     def works_in_groups(self) -> bool:
@@ -707,6 +746,13 @@ class AttentionPart:
                 "key/value heads, whose query heads choose blocks together": self.num_key_value_heads
             }
         return {"query heads": self.num_heads}
+
+    def shard(self, ranks: int) -> "AttentionPart":
+        return replace(
+            self,
+            num_heads=self.num_heads // ranks,
+            num_key_value_heads=self.num_key_value_heads // ranks,
+        )
 
     def with_kind(self, kind: AttentionKind) -> "AttentionPart":
         return replace(self, kind=kind)

@@ -2,13 +2,13 @@
 
 import json
 import zlib
-from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import load_file
 
 from model import MODEL_SIZES, Transformer
 from tests.checkpoints import save_checkpoint
+from tests.shapes import reshape
 from training.families.config_json import to_config_json
 from training.host.files import write_file
 from training.parallel.fsdp import copy_weights, initial_weights
@@ -57,7 +57,7 @@ def weights_of_another_shape(folder, seed=1, **sizes):
         "tie_word_embeddings": False,
         "rope_theta": 5e6,
     }
-    config = replace(MODEL_SIZES["tiny"], **shape | sizes, max_position_embeddings=4096)
+    config = reshape(MODEL_SIZES["tiny"], **shape | sizes, max_position_embeddings=4096)
     model = Transformer(config)
     copy_weights(model, initial_weights(model, seed=seed))
     state = {"weights": model.state_dict(), "model_config": to_config_json(config)}

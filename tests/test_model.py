@@ -16,13 +16,14 @@ from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
 from kernels.rope import LinearScaling, Llama3Scaling, RotaryTables, YarnScaling, rope_frequencies
 from model import MODEL_SIZES, KeyValueCache, ModelOutput, Transformer
+from tests.shapes import reshape
 from training.data.loader import Batch
 from training.families.config_json import in_family, to_config_json
 from training.families.rows import FAMILIES
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
 
-TINY = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, hidden_size=64, intermediate_size=96)
+TINY = reshape(MODEL_SIZES["tiny"], num_hidden_layers=2, hidden_size=64, intermediate_size=96)
 
 
 def build(config=TINY, seed=0, dtype=torch.float32, loss_impl="auto"):
@@ -53,18 +54,18 @@ def test_parameter_counts(size, count):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_parts_declare_the_parameters_that_modules_have(model_type, ranks):
     """Tries every family, layers with gates and without, and MLPs of two widths, whole and as one
-    rank's share."""
+    rank's shard."""
     mlps = GatedMLPPart(96), GatedMLPPart(160, "gelu_tanh"), GatedMLPPart(96)
-    pattern = {"layer_kinds": (FULL, NSA()), "layer_mlps": mlps, "num_hidden_layers": 5}
-    config = replace(in_family(TINY, model_type), **pattern, tie_word_embeddings=ranks == 1)
+    pattern = {"kinds": (FULL, NSA()), "mlps": mlps, "num_hidden_layers": 5}
+    config = reshape(in_family(TINY, model_type), **pattern, tie_word_embeddings=ranks == 1)
     with torch.device("meta"):
         model = Transformer(config, ranks)
-    declared = model.share.parameters()
+    declared = model.shard.parameters()
     assert [(name, p.shape) for name, p in model.named_parameters()] == [
         (n, p.shape) for n, p in declared.items()
     ]
     # Ranks do not share a norm of all heads.
-    for name, whole in config.parameters().items() if config.qk_norm != "width" else ():
+    for name, whole in config.parameters().items() if config.attention.qk_norm != "width" else ():
         sizes = [
             size // ranks if dim == whole.shared_dim else size
             for dim, size in enumerate(whole.shape)
@@ -80,7 +81,7 @@ def test_parts_declare_the_parameters_that_modules_have(model_type, ranks):
 
 def test_gates_of_nsa_are_counted():
     """The gates of a layer: 3 for each of 4 query heads, from 64 inputs."""
-    config = replace(TINY, layer_kinds=(NSA(),))
+    config = TINY.with_kinds(NSA())
     assert config.num_parameters() == TINY.num_parameters() + 2 * (12 * 64 + 12)
     model = Transformer(config)
     assert config.num_parameters() == sum(p.numel() for p in model.parameters())
@@ -91,14 +92,14 @@ def test_each_layer_has_its_kind_of_attention():
     """A pattern repeats over the layers: layers of NSA alone have gates, and every second layer
     rotates."""
     pattern = (Window(64), NSA(), FULL)
-    config = replace(TINY, num_hidden_layers=4, layer_kinds=pattern, layer_rotates=(True, False))
+    config = reshape(TINY, num_hidden_layers=4, kinds=pattern, rotates=(True, False))
     model = build(config)
     assert (
         [layer.self_attn.kind for layer in model.layers]
         == [*pattern, Window(64)]
         == list(config.kinds)
     )
-    assert [layer.self_attn.rotates for layer in model.layers] == [True, False] * 2
+    assert [layer.self_attn.part.rotates for layer in model.layers] == [True, False] * 2
     assert [layer.self_attn.g_proj is not None for layer in model.layers] == [
         False,
         True,
@@ -109,8 +110,8 @@ def test_each_layer_has_its_kind_of_attention():
     apply_execution(model, Execution((WHOLE,) * 4, kinds=(FULL, NSA(4), FULL, FULL)))
     apply_execution(model, Execution((WHOLE,) * 4))
     assert [layer.self_attn.kind for layer in model.layers] == list(config.kinds)
-    with pytest.raises(ValueError, match="layer_kinds and layer_rotates must not be empty"):
-        replace(TINY, layer_kinds=())
+    with pytest.raises(ValueError, match="layers must not be empty"):
+        replace(TINY, layers=())
 
 
 @pytest.mark.parametrize("denominator", [None, 1000])
@@ -178,12 +179,12 @@ def shared_and_separate(groups, width=None):
 @pytest.mark.parametrize(
     "kind",
     [FULL, Window(5), Sparse(2, 32, 64, 90), NSA(4, 64), DeltaNet(2, 4, 16, 16)],
-    ids=lambda kind: kind.name,
+    ids=lambda kind: type(kind).__name__,
 )
 def test_a_shared_prompt_equals_separate_rows(kind):
     """Loss and every gradient, of 1 to 8 answers; whole blocks, and blocks that run again some
     heads at a time."""
-    config = replace(TINY, layer_kinds=(kind, FULL))
+    config = reshape(TINY, kinds=(kind, FULL))
     for groups, width in (
         ([[(7, 1)]], 8), ([[(9, 3, 1, 20, 2, 5, 1, 1, 8)]], 60),
         ([[(100, 70, 1), (2, 4, 6)], [(130, 30, 1, 2)]], 200),
@@ -383,7 +384,7 @@ def test_generation_with_the_cache_equals_full_forwards():
 
 def test_nsa_generates_with_a_cache_as_without():
     model, ids = (
-        build(replace(TINY, layer_kinds=(NSA(selected_blocks=4, window=64),))),
+        build(TINY.with_kinds(NSA(selected_blocks=4, window=64))),
         tokens(1, 260),
     )
     assert torch.equal(model.generate(ids, 3), greedy_by_full_forwards(model, ids, 3))
@@ -406,9 +407,7 @@ def test_sparse_generation_with_the_cache_equals_full_forwards():
 def test_generation_past_windows_equals_full_forwards():
     """Prompts shorter than a window, of one, and longer than two; the cache of a window never holds
     three."""
-    config = replace(
-        TINY, initializer_range=0.3, layer_kinds=(Window(50), FULL), num_hidden_layers=3
-    )
+    config = reshape(TINY, initializer_range=0.3, kinds=(Window(50), FULL), num_hidden_layers=3)
     model = build(config)
     for length in (5, 50, 190, 49, 100):
         ids = tokens(2, length)
@@ -472,14 +471,14 @@ def test_output_has_only_what_was_asked_for():
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"num_attention_heads": 3}, "multiple of num_key_value_heads"),
+    ({"num_heads": 3}, "multiple of num_key_value_heads"),
     ({"head_dim": 33}, "even"),
     ({"vocab_size": 0}, "vocab_size must be at least 1"),
-    ({"hidden_act": "relu"}, "silu, gelu_tanh"),
+    ({"activation": "relu"}, "silu, gelu_tanh"),
 ])  # fmt: skip
 def test_bad_configs_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        replace(TINY, **change)
+        reshape(TINY, **change)
 
 
 class SquaredSums:

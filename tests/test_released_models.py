@@ -19,9 +19,10 @@ from kernels.attention.window import Window
 from kernels.experts.part import ExpertsPart
 from kernels.gated_delta_net import DeltaNet
 from kernels.rope import YarnScaling
-from model import MODEL_SIZES, ModelConfig, Transformer
+from model import MODEL_SIZES, Transformer
 from tests import wrappers
 from tests.runs import arguments, only_resume
+from tests.shapes import model_of, reshape
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint.weights import load_model_weights, shape_of_weights
 from training.export.__main__ import DTYPES
@@ -399,7 +400,7 @@ def test_random_configurations_equal_transformers(model_type, tmp_path):
         state = {n.removeprefix("model."): p.detach() for n, p in theirs.named_parameters()}
         for name, parameter in ours.named_parameters():
             scale = 0.3 if parameter.ndim == 1 else 3 * settings["hidden_size"] ** -0.5
-            mean = 1 - read.norm_weight_offset if name.endswith("norm.weight") else 0.0
+            mean = 1 - read.block.offset if name.endswith("norm.weight") else 0.0
             state[name].normal_(mean, scale / 3, generator=random)
         assert ours.load_state_dict(state) and ours.config.num_parameters() == sum(
             map(torch.numel, state.values())
@@ -545,14 +546,14 @@ def test_a_gpu_equals_a_cpu(model_type, H, G, K):
         4.0, 512, llama_4_scaling_beta=0.1 if model_type == "ministral3" else None
     )
     config = in_family(
-        ModelConfig(131, 256, 384, 2, H, G, head_dim=K, rope_scaling=scaling), model_type
+        model_of(131, 256, 384, 2, H, G, head_dim=K, rope_scaling=scaling), model_type
     )
     if config.local_rope_theta:
-        config = replace(config, layer_kinds=(Window(256), FULL))
+        config = reshape(config, kinds=(Window(256), FULL))
     if model_type == "qwen3_5_text":
-        config = replace(config, layer_kinds=(DeltaNet(2, 4, 64, 128), FULL), rotary_dim=64)
+        config = reshape(config, kinds=(DeltaNet(2, 4, 64, 128), FULL), rotary_dim=64)
     if model_type == "qwen3_moe":  # bfloat16 chooses all experts as float32 does
-        config = replace(config, layer_mlps=(ExpertsPart(4, 4, 192),))
+        config = reshape(config, mlps=(ExpertsPart(4, 4, 192),))
     heads = 1 if config.attends_in_groups else None
     state = {
         name: (0.1 * torch.randn(p.shape) if name.endswith("bias") else p.detach()).bfloat16()
@@ -770,7 +771,7 @@ def test_exports_that_are_refused(qwen2, tmp_path, capsys):
         json.dumps({**to_config_json(config), "num_hidden_layers": 10**7})
     )
     assert "num_hidden_layers is 10000000; at most 4096" in refused(source, tmp_path / "out")
-    nsa = to_config_json(replace(config, layer_kinds=(NSA(),)))
+    nsa = to_config_json(config.with_kinds(NSA()))
     (source / "config.json").write_text(json.dumps(nsa))
     assert "attends by nsa, which neither" in refused(source, tmp_path / "out")
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.tmp").exists()

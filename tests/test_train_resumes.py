@@ -28,6 +28,7 @@ from tests.runs import (
     weights,
     weights_of_another_shape,
 )
+from tests.shapes import reshape
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint.files import SPARE_BYTES, load_trainer_state
 from training.families.config_json import from_config_json, to_config_json
@@ -54,15 +55,15 @@ def test_wider_mlps_in_some_layers_train_and_resume(corpus, tmp_path, monkeypatc
     """Three layers of four are as wide as the model's own. No family's config.json says so: here
     the test does."""
     usual, wider = GatedMLPPart(384), GatedMLPPart(768, "gelu_tanh")
-    shape = replace(MODEL_SIZES["tiny"], layer_mlps=(usual, usual, usual, wider))
+    shape = reshape(MODEL_SIZES["tiny"], mlps=(usual, usual, usual, wider))
     monkeypatch.setitem(MODEL_SIZES, "tiny", shape)
     monkeypatch.setattr(
         "training.run.parts.to_config_json",
-        lambda config: to_config_json(replace(config, layer_mlps=())),
+        lambda config: to_config_json(reshape(config, mlps=(usual,))),
     )
     monkeypatch.setattr(
         "training.checkpoint.weights.from_config_json",
-        lambda content: replace(from_config_json(content), layer_mlps=shape.layer_mlps),
+        lambda content: replace(from_config_json(content), layers=shape.layers),
     )
     test_resume_equals_an_uninterrupted_run(corpus, tmp_path)
     saved = weights(tmp_path / "whole", 6)

@@ -18,7 +18,8 @@ from kernels.attention import NSA, Sparse, Window
 from kernels.attention.attend import attention
 from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL
-from model import ModelConfig, Transformer
+from model import Transformer
+from tests.shapes import model_of, reshape
 from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import apply_execution
@@ -52,7 +53,7 @@ PLACEMENTS = {  # and key/value heads at a time
     ),
     "host, then whole": ((ON_HOST, Placement("recompute", "gpu"), WHOLE), 1),
 }
-CONFIG = ModelConfig(
+CONFIG = model_of(
     64, 32, 48, 3, 4, 2, 16, initializer_range=0.2
 )  # weights so large that attention matters
 
@@ -82,13 +83,13 @@ def rows(draw):
 def build(kinds, tied=True):
     """The same weights every time, blocks left to autograd."""
     torch.manual_seed(0)
-    return Transformer(replace(CONFIG, layer_kinds=kinds, tie_word_embeddings=tied))
+    return Transformer(reshape(CONFIG, kinds=kinds, tie_word_embeddings=tied))
 
 
 def build_as_planned(kinds, placements, heads_at_a_time):
     """A model under a placement, with an arena of the bytes that a plan for a batch says."""
     model, documents = build(kinds), PackedDocuments(T, ((T, 1.0), (24, 6.0)))
-    step = Step(model.share, model.named_parameters(), T, B, documents=documents, element_size=4)
+    step = Step(model.shard, model.named_parameters(), T, B, documents=documents, element_size=4)
     plan = Plan(step, Execution(placements, mlp_tile_size=64, heads_at_a_time=heads_at_a_time))
     apply_execution(model, plan.execution, plan.arena_bytes)
     return model
@@ -233,7 +234,7 @@ def train(kinds, tied, execution, dtype, state_format):
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
     documents = PackedDocuments(T, ((T, 1.0), (24, 6.0)))
     step = Step(
-        model.share,
+        model.shard,
         model.named_parameters(),
         T,
         B,

@@ -86,12 +86,12 @@ def test_a_model_that_counts_other_bytes_per_logit_than_its_configuration_fails(
 ):
     """Only the model's own call counts wrongly, always so many; the configuration alone would
     answer rightly."""
-    sound = model.Share.uses_chunked_loss
+    sound = model.ModelConfig.uses_chunked_loss
 
     def wrong(config, num_tokens, bytes_per_logit=None, loss_impl="auto"):
         return sound(config, num_tokens, 2 if bytes_per_logit is None else num_bytes, loss_impl)
 
-    monkeypatch.setattr(model.Share, "uses_chunked_loss", wrong)
+    monkeypatch.setattr(model.ModelConfig, "uses_chunked_loss", wrong)
     borders = itertools.islice(small_switch(torch.device("cpu")), 2)
     assert [check.verdict for check in borders] == [
         "pass" if num_bytes == size else "FAIL" for size in (2, 4)

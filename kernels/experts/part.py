@@ -38,6 +38,7 @@ class ExpertsPart:
     module: ClassVar[str] = "mlp"
     tile_size: ClassVar[int] = 32_768  # 2,048 rows for each of 128 experts, 8 per token
     kept_whole: ClassVar[str] = "experts, and experts over ranks are not there yet"
+    routes: ClassVar[bool] = True
     rate: ClassVar[str] = "experts"
     # FLOP/s of forward and backward, random tokens, on an H100
     # (benchmarks/results/experts_h100_2026-11-27.md).
@@ -56,7 +57,11 @@ class ExpertsPart:
     def shared(self) -> GatedMLPPart | None:
         return GatedMLPPart(self.shared_size) if self.shared_size else None
 
-    def share(self, ranks: int) -> "ExpertsPart":
+    @property
+    def active_width(self) -> int:
+        return self.per_token * self.intermediate_size + self.shared_size
+
+    def shard(self, ranks: int) -> "ExpertsPart":
         return self
 
     def choice_bytes(self, num_tokens: int) -> int:
@@ -100,9 +105,9 @@ class ExpertsPart:
         moved = element_size * hidden_size * (entries + num_tokens)
         return Work(flops, again, moved, is_skipped, self.rate)
 
-    def measure_rate(
+    def measure_rates(
         self, hidden_size: int, seconds: Callable[..., float], device: torch.device
-    ) -> float:
+    ) -> dict[str, float]:
         """Measures the FLOP/s of forward and backward by random experts."""
         D = hidden_size
         N = MEASURED_TOKENS
@@ -122,4 +127,4 @@ class ExpertsPart:
             )
 
         flops = 3 * self.linear_work(N, D, 2).matrix_flops
-        return flops / seconds(forward_and_backward)
+        return {self.rate: flops / seconds(forward_and_backward)}

@@ -81,7 +81,7 @@ def export(
     if merge and not has_adapters(source):
         raise UserError(f"--merge has no effect on {source}, which holds no adapters; drop it")
     target, config = Path(os.path.abspath(target)), shape_of_weights(source)
-    if own := [kind.name for kind in config.layer_kinds if kind.gates_per_head]:
+    if own := [kind.name for kind in config.kinds if kind.gates_per_head]:
         raise UserError(
             f"{source} attends by {own[0]}, which neither transformers nor vLLM computes; give "
             "others"

@@ -6,24 +6,30 @@ model that was written.
 """
 
 import math
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from kernels.attention import KINDS
-from kernels.attention.full import Full
+from kernels.attention.full import FULL, Full
 from kernels.attention.window import Window
+from kernels.config import ModelConfig
 from kernels.experts.part import ExpertsPart
-from kernels.gated_delta_net import DeltaNet
+from kernels.gated_delta_net import DeltaNet, DeltaRule
 from kernels.gated_mlp import GatedMLPPart
-from model import MODEL_SIZES, ModelConfig
+from kernels.parts import BlockForm, LayerParts
+from kernels.qkv_attention import AttentionPart
 from training.families.rope import ROTARY_SETTINGS, read_rope, write_rope
 from training.families.rows import (
     ACTIVATIONS,
+    ATTENTION,
     DEFAULTS,
     DELTA_NET,
     EXPERTS,
     FAMILIES,
     FIELDS,
-    FORM,
+    HEADS,
+    NEEDED,
     NUMBER_OF_EXPERTS,
     SCALARS,
     SHARED_EXPERT,
@@ -42,10 +48,14 @@ LOCAL_SETTINGS = (
 )  # a folder, and code in files of a folder, that others do not have
 # Settings that are read in every family, or written anew.
 KNOWN = (
-    *FIELDS, *DEFAULTS, *TAKEN, *TOKEN_IDS, *ROTARY_SETTINGS, *DTYPE_SETTINGS, *LOCAL_SETTINGS,
+    *NEEDED, *DEFAULTS, *TAKEN, *TOKEN_IDS, *ROTARY_SETTINGS, *DTYPE_SETTINGS, *LOCAL_SETTINGS,
     "model_type",
     "architectures", "layer_types", "partial_rotary_factor",
 )  # fmt: skip
+LAYER_TYPES = {  # config.json's names of kinds; all others attend to everything, too
+    Window: "sliding_attention",
+    DeltaRule: "linear_attention",
+}
 NOT_COMPUTED = "config.json has {}, which this decoder does not compute"
 
 
@@ -54,14 +64,14 @@ def in_family(config: ModelConfig, model_type: str) -> ModelConfig:
     row of `FAMILIES`."""
     family = FAMILIES[model_type]
     theta, own_theta = family.complete({}).get("rope_local_base_freq"), config.local_rope_theta
-    form = {
-        **FORM,
-        **family.form,
+    changes: dict[str, Any] = {
+        "block": replace(family.block, multiplier=config.block.multiplier),
         "local_rope_theta": theta if None in (theta, own_theta) else own_theta,
     }
     if family.scales_embedding:
-        form["embedding_multiplier"] = config.hidden_size**0.5
-    return replace(config, model_type=model_type, **form)
+        changes["embedding_multiplier"] = config.hidden_size**0.5
+    config = config.with_attention(**{**ATTENTION, **family.attention})
+    return replace(config, model_type=model_type, **changes)
 
 
 def to_config_json(config: ModelConfig) -> dict:
@@ -74,16 +84,12 @@ def to_config_json(config: ModelConfig) -> dict:
     if config.model_type not in FAMILIES:
         rows = f"training/families/rows.py has a row for {', '.join(FAMILIES)}"
         raise ValueError(f"no family has model_type {config.model_type!r}; {rows}")
-    config = _layer_by_layer(config)
     content = _write(config, FAMILIES[config.model_type])
+    config = _layer_by_layer(config)
     try:
-        read = _layer_by_layer(from_config_json(content))
-        if lost := [
-            field.name
-            for field in fields(config)
-            if getattr(config, field.name) != getattr(read, field.name)
-        ]:
-            raise ValueError(", ".join(f"{name} {getattr(config, name)!r:.80}" for name in lost))
+        lost = dict.fromkeys(_differences(config, _layer_by_layer(from_config_json(content))))
+        if lost:
+            raise ValueError(", ".join(lost))
     except ValueError as error:
         cannot_say = (
             f"model_type {config.model_type!r} has no config.json for these kinds of layers or "
@@ -94,79 +100,97 @@ def to_config_json(config: ModelConfig) -> dict:
 
 
 def _layer_by_layer(config: ModelConfig) -> ModelConfig:
-    """Returns the same model in one form: an entry of each pattern for each layer, and None for the
-    usual scalar."""
-    rotates = (config.layer_rotates * config.num_hidden_layers)[: config.num_hidden_layers]
-    is_usual = config.attention_multiplier == config.head_dim**-0.5
+    """Returns the same model in one form: parts for each layer, and None for the usual scalar."""
+    is_usual = config.attention_multiplier == config.attention.head_dim**-0.5
     multiplier = None if is_usual else config.attention_multiplier
-    mlps = tuple(config.parts(layer).mlp for layer in range(config.num_hidden_layers))
-    return replace(
-        config,
-        layer_kinds=config.kinds,
-        layer_rotates=rotates,
-        layer_mlps=mlps,
-        attention_multiplier=multiplier,
-    )
+    return replace(config, layers=tuple(config.all_parts()), attention_multiplier=multiplier)
+
+
+def _differences(ours: Any, read: Any, name: str = "model") -> Iterator[str]:
+    """Yields the fields, within fields and layers too, that differ from what was read back, each
+    with its value."""
+    if ours == read:
+        return
+    if isinstance(ours, tuple):
+        for part, part_read in zip(ours, read):
+            yield from _differences(part, part_read, name)
+    elif is_dataclass(ours) and fields(ours) and type(ours) is type(read) and name != "kind":
+        for field in fields(ours):
+            values = getattr(ours, field.name), getattr(read, field.name)
+            yield from _differences(*values, field.name)
+    else:
+        yield f"{name} {ours!r:.80}"
 
 
 def _write(config: ModelConfig, family: Family) -> dict:
-    """Returns the config.json of a model in the form of `_layer_by_layer`, without what its family
-    cannot say."""
-    gated = "".join({kind.name for kind in config.layer_kinds if kind.gates_per_head})
-    windows = [kind.window if isinstance(kind, Window) else None for kind in config.layer_kinds]
-    delta_nets = [kind for kind in config.layer_kinds if isinstance(kind, DeltaNet)]
-    multiplier = config.attention_multiplier or config.head_dim**-0.5
+    """Returns the config.json of a model, without what its family cannot say.
+
+    Sizes of parts that no layer has are the family's.
+    """
+    layers, attention = config.all_parts(), config.attention
+    mixers = [parts.mixer for parts in layers]
+    gated = "".join({kind.name for kind in config.kinds if kind.gates_per_head})
+    multiplier = config.attention_multiplier or attention.head_dim**-0.5
     content = {
         "model_type": config.model_type + (gated and f"_{gated}"),
         "architectures": [
             f"{family.class_name or config.model_type.capitalize()}{gated.upper()}ForCausalLM"
         ],
-        **{name: getattr(config, name) for name in (*FIELDS, *SCALARS)},
-        "hidden_act": next(
-            theirs for theirs, ours in ACTIVATIONS.items() if ours == config.hidden_act
-        ),
+        **{name: getattr(config, name) for name in FIELDS},
+        **dict(zip(HEADS, attention.heads)),
+        **_write_mlps(config, family),
         **write_rope(config, family),
         **family.fixed,
         **dict.fromkeys(TOKEN_IDS),  # a tokenizer's: null here, for families have defaults
+        "embedding_multiplier": config.embedding_multiplier,
+        "residual_multiplier": config.block.multiplier,
         "attention_multiplier": multiplier,
+        "logits_scaling": config.logits_scaling,
         "query_pre_attn_scalar": round(multiplier**-2),
-        "no_rope_layers": [int(rotates) for rotates in config.layer_rotates],
     }
-    if any(windows) or "sliding_window_pattern" in family.complete({}):
-        types = ["sliding_attention" if window else "full_attention" for window in windows]
-        window = max(filter(None, windows), default=4096)
+    if "no_rope_layers" in family.defaults:
+        content["no_rope_layers"] = [int(mixer.rotates) for mixer in mixers]
+    types = [LAYER_TYPES.get(type(kind), "full_attention") for kind in config.kinds]
+    windows = [mixer.kind.reach for mixer in mixers if mixer.kind.reach is not None]
+    if windows or "sliding_window_pattern" in family.complete({}):
+        window = max(windows, default=4096)
         content |= {"use_sliding_window": True, "sliding_window": window, "layer_types": types}
     if "full_attention_interval" in family.defaults:
-        types = [
-            "linear_attention" if isinstance(kind, DeltaNet) else "full_attention"
-            for kind in config.layer_kinds
-        ]
-        content |= {
-            "layer_types": types,
-            **dict(zip(DELTA_NET, (delta_nets or [DeltaNet()])[0].sizes)),
-        }
-    if "num_experts" in family.defaults:
-        content |= _write_experts(config)
+        delta_nets = (mixer for mixer in mixers if not mixer.kind.has_keys)
+        sizes = next(delta_nets, DeltaNet()).sizes
+        content |= {"layer_types": types, **dict(zip(DELTA_NET, sizes))}
     if "rope_parameters" in content and config.local_rope_theta is None:
         del content["rope_theta"]
     content |= {theirs: content.pop(name) for name, theirs in family.names.items()}
     return family.own(content)
 
 
-def _write_experts(config: ModelConfig) -> dict:
-    experts = next((mlp for mlp in config.layer_mlps if isinstance(mlp, ExpertsPart)), None)
+def _write_mlps(config: ModelConfig, family: Family) -> dict:
+    """Returns the settings of dense MLPs, and of experts in families that have some."""
+    mlps = [parts.mlp for parts in config.all_parts()]
+    dense = next((mlp for mlp in mlps if not mlp.routes), None)
+    experts = next((mlp for mlp in mlps if mlp.routes), None)
+    if dense is None:
+        dense = GatedMLPPart(family.defaults.get("intermediate_size", mlps[0].active_width))
+    activations = [theirs for theirs, ours in ACTIVATIONS.items() if ours == dense.activation]
+    content = {"intermediate_size": dense.intermediate_size, "hidden_act": activations[0]}
+    if "num_experts" not in family.defaults:
+        return content
     if experts is None:
-        return {"num_experts": 0}
+        return {**content, "num_experts": 0}
     coefficient = config.router_aux_loss_coef
     return {
-        "num_experts": experts.num_experts, "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.intermediate_size, SHARED_EXPERT: experts.shared_size,
+        **content,
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        SHARED_EXPERT: experts.shared_size,
         "norm_topk_prob": experts.normalizes,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, mlp in enumerate(config.layer_mlps) if mlp != experts],
+        "mlp_only_layers": [i for i, mlp in enumerate(mlps) if mlp != experts],
         "output_router_logits": coefficient > 0,
         "router_aux_loss_coef": coefficient or EXPERTS["router_aux_loss_coef"],
-    }  # fmt: skip
+    }
 
 
 def from_config_json(content: dict) -> ModelConfig:
@@ -181,12 +205,6 @@ def from_config_json(content: dict) -> ModelConfig:
         config = _read(content)
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"a value is of the wrong type or out of range ({error})") from None
-    for name in FIELDS:
-        found, like = getattr(config, name), getattr(MODEL_SIZES["4B"], name)
-        types = (int, float) if isinstance(like, float) else (type(like),)
-        most = math.inf if name == "rope_theta" else 2**31
-        if type(found) not in types or (type(found) in (int, float) and not 0 < found < most):
-            raise ValueError(f"{name} is {found!r:.80}; it must be as {like!r} is")
     for theta in (config.rope_theta, config.local_rope_theta):
         if theta is not None and not (type(theta) in (int, float) and 1 < theta < 2**63):
             raise ValueError(f"rope_theta must be above 1, got {theta!r:.80}")
@@ -233,16 +251,26 @@ def _read(content: dict) -> ModelConfig:
         content["num_key_value_heads"] = heads
     if content.get("head_dim") is None and heads and content.get("hidden_size"):
         content["head_dim"] = family.defaults.get("head_dim") or content["hidden_size"] // heads
-    if missing := [name for name in FIELDS if content.get(name) is None]:
+    if missing := [name for name in NEEDED if content.get(name) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
+    for name, like in NEEDED.items():
+        value, types = content[name], (int, float) if isinstance(like, float) else (type(like),)
+        most = math.inf if name == "rope_theta" else 2**31
+        if type(value) not in types or (type(value) in (int, float) and not 0 < value < most):
+            raise ValueError(f"{name} is {value!r:.80}; it must be as {like!r} is")
+    scalars, rotary_dim = _read_scalars(content), _rotary_dim(content)
+    num_heads, num_key_value_heads, head_dim = (content[name] for name in HEADS)
+    attention = AttentionPart(
+        num_heads, num_key_value_heads, head_dim, kinds[suffix](), rotary_dim=rotary_dim
+    )
+    mixers = _read_mixers(content, attention)
+    mlps, coefficient = _read_mlps(content, "num_experts" in family.defaults)
     config = ModelConfig(
         **{name: content[name] for name in (*FIELDS, "rope_scaling", "local_rope_theta")},
-        rotary_dim=_rotary_dim(content["head_dim"], content["partial_rotary_factor"]),
-        hidden_act=ACTIVATIONS[content["hidden_act"]],
-        layer_kinds=_layer_kinds(content) if _has_types(content) else (kinds[suffix](),),
-        layer_rotates=_layer_rotates(content) if "no_rope_layers" in content else (True,),
-        **(_read_experts(content) if "num_experts" in family.defaults else {}),
-        **_read_scalars(content),
+        layers=_pattern([*map(LayerParts, mixers, mlps)]),
+        block=BlockForm(multiplier=scalars.pop("residual_multiplier", 1.0)),
+        router_aux_loss_coef=coefficient,
+        **scalars,
     )
     return in_family(config, model_type)
 
@@ -299,8 +327,9 @@ def _has_types(content: dict) -> bool:
     return _has_windows(content) or DELTA_NET[0] in content
 
 
-def _rotary_dim(head_dim: int, factor: float) -> int | None:
-    """Returns ModelConfig's rotary_dim."""
+def _rotary_dim(content: dict) -> int | None:
+    """Returns AttentionPart's rotary_dim."""
+    head_dim, factor = content["head_dim"], content["partial_rotary_factor"]
     if factor == 1:
         return None
     if type(factor) not in (int, float) or not 1 <= head_dim * factor < head_dim:
@@ -310,36 +339,39 @@ def _rotary_dim(head_dim: int, factor: float) -> int | None:
     return int(head_dim * factor)
 
 
-def _layer_kinds(content: dict) -> tuple[Full | Window | DeltaNet, ...]:
-    """Returns the kinds that repeat through the layers.
-
-    Without layer_types, each so many-th layer attends to everything. Behind a switch, layers from
-    max_window_layers on have a window.
-    """
+def _read_mixers(content: dict, attention: AttentionPart) -> Sequence[AttentionPart | DeltaNet]:
+    """Returns the mixer of each layer. All attention has the same heads."""
     layers = content["num_hidden_layers"]
-    kinds: dict[str, Full | Window | DeltaNet] = {"full_attention": Full()}
+    if not _has_types(content):
+        return [replace(attention, rotates=rotates) for rotates in _read_rotates(content)]
+    mixers: dict[str, AttentionPart | DeltaNet] = {"full_attention": attention.with_kind(FULL)}
     if _has_windows(content):
         if type(content["sliding_window"]) is not int:
             raise TypeError(f"sliding_window is {content['sliding_window']!r:.80}")
-        kinds[other := "sliding_attention"], every = (
-            Window(content["sliding_window"]),
-            "sliding_window_pattern",
-        )
+        usual, every = "sliding_attention", "sliding_window_pattern"
+        mixers[usual] = attention.with_kind(Window(content["sliding_window"]))
     else:
-        kinds[other := "linear_attention"] = DeltaNet(*(_size(content, name) for name in DELTA_NET))
-        every = "full_attention_interval"
-    if types := content.get("layer_types"):
-        pass
-    elif every in content:
-        number = _size(content, every)
-        types = ["full_attention" if (i + 1) % number == 0 else other for i in range(layers)]
-    else:
-        types = [
-            other if i >= content["max_window_layers"] else "full_attention" for i in range(layers)
-        ]
+        usual, every = "linear_attention", "full_attention_interval"
+        mixers[usual] = DeltaNet(*(_size(content, name) for name in DELTA_NET))
+    types = content.get("layer_types") or _layer_types(content, usual, every)
     if len(types) != layers:
         raise ValueError(f"layer_types names {len(types)} layers of {layers}")
-    return tuple(kinds[name] for name in _pattern(types))
+    return [mixers[name] for name in types]
+
+
+def _layer_types(content: dict, usual: str, every: str) -> list[str]:
+    """Returns the types of layers that layer_types does not name.
+
+    Each so many-th layer attends to everything, by the setting `every`. Behind a switch, layers
+    from max_window_layers on have a window.
+    """
+    layers = range(content["num_hidden_layers"])
+    if every in content:
+        number = _size(content, every)
+        are_full = [(layer + 1) % number == 0 for layer in layers]
+    else:
+        are_full = [layer < content["max_window_layers"] for layer in layers]
+    return ["full_attention" if is_full else usual for is_full in are_full]
 
 
 def _size(content: dict, name: str) -> int:
@@ -349,35 +381,40 @@ def _size(content: dict, name: str) -> int:
     return number
 
 
-def _pattern(of_layers: list) -> list:
+def _pattern(layers: list[LayerParts]) -> tuple[LayerParts, ...]:
     """Returns the shortest beginning that repeats through all layers."""
-    count = len(of_layers)
-    return of_layers[
-        : next((n for n in range(1, count + 1) if of_layers[n:] == of_layers[: count - n]), 0)
-    ]
+    count = len(layers)
+    lengths = (n for n in range(1, count + 1) if layers[n:] == layers[: count - n])
+    return tuple(layers[: next(lengths, 0)])
 
 
-def _layer_rotates(content: dict) -> tuple[bool, ...]:
-    """Returns whether layers have rotary positions, a pattern that repeats: no_rope_layers has 1
-    where they have."""
-    layers, rotates = content["num_hidden_layers"], content["no_rope_layers"]
+def _read_rotates(content: dict) -> list[bool]:
+    """Returns whether each layer has rotary positions: no_rope_layers has 1 where it has."""
+    layers = content["num_hidden_layers"]
+    if "no_rope_layers" not in content:
+        return [True] * layers
+    rotates = content["no_rope_layers"]
     if rotates is None:
         rotates = [int((i + 1) % content["no_rope_layer_interval"] != 0) for i in range(layers)]
     if not isinstance(rotates, list) or {*rotates} - {0, 1}:
         raise TypeError(f"no_rope_layers is {rotates!r:.60}")
     if len(rotates) < layers:
         raise ValueError(f"no_rope_layers names {len(rotates)} layers of {layers}")
-    return tuple(map(bool, _pattern(rotates[:layers])))
+    return [*map(bool, rotates[:layers])]
 
 
-def _read_experts(content: dict) -> dict:
-    """Returns ModelConfig's MLPs, a pattern that repeats through the layers, and the coefficient of
-    their balance.
-
-    Returns {} if no layer has experts.
-    """
-    if content["num_experts"] == 0:
-        return {}
+def _read_mlps(
+    content: dict, may_have_experts: bool
+) -> tuple[Sequence[GatedMLPPart | ExpertsPart], float]:
+    """Returns the MLP of each layer, and the coefficient of the experts' balance."""
+    activation, layers = ACTIVATIONS[content["hidden_act"]], range(content["num_hidden_layers"])
+    dense = GatedMLPPart(content["intermediate_size"], activation)
+    if activation != "silu" and DELTA_NET[0] in content:
+        raise ValueError(
+            f"gated delta nets have SiLU, so hidden_act must be silu, got {activation!r}"
+        )
+    if not may_have_experts or content["num_experts"] == 0:
+        return [dense for _ in layers], 0.0
     number, per_token, width = (
         _size(content, name)
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -387,14 +424,14 @@ def _read_experts(content: dict) -> dict:
             raise TypeError(f"{name} is {content[name]!r:.60}")
     shared = _size(content, SHARED_EXPERT) if SHARED_EXPERT in content else 0
     experts = ExpertsPart(number, per_token, width, content["norm_topk_prob"], shared)
-    dense = GatedMLPPart(content["intermediate_size"], ACTIVATIONS[content["hidden_act"]])
     every, without = _size(content, "decoder_sparse_step"), content["mlp_only_layers"] or []
     if type(without) is not list or not all(type(i) is int for i in without):
         raise TypeError(f"mlp_only_layers is {without!r:.60}")
-    layers = range(content["num_hidden_layers"])
-    mlps = _pattern([dense if (i + 1) % every or i in without else experts for i in layers])
+    mlps = [dense if (i + 1) % every or i in without else experts for i in layers]
     if experts not in mlps:
-        return {}
+        return mlps, 0.0
+    if activation != "silu":
+        raise ValueError(f"experts have SiLU, so hidden_act must be silu, got {activation!r}")
     if number * len(layers) > MOST_EXPERTS:
         raise ValueError(
             f"{len(layers)} layers have {number} experts each; at most {MOST_EXPERTS} are built "
@@ -403,7 +440,7 @@ def _read_experts(content: dict) -> dict:
     coefficient = content["router_aux_loss_coef"] if content["output_router_logits"] else 0.0
     if type(coefficient) not in (int, float) or not 0 <= coefficient < 2**31:
         raise ValueError(f"router_aux_loss_coef is {coefficient!r:.60}; it must be a number from 0")
-    return {"layer_mlps": tuple(mlps), "router_aux_loss_coef": float(coefficient)}
+    return mlps, float(coefficient)
 
 
 def _read_scalars(content: dict) -> dict:

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from kernels.config import Share
+from kernels.config import ModelConfig
 from kernels.linear import PLAIN, Linear
 from kernels.lora import LoRA, adapt, merged
 from training.families.config_json import from_config_json
@@ -176,13 +176,13 @@ class Adapters(Trained):
     def linear(self, base: Linear) -> Linear:
         return LoRA(base)
 
-    def elements(self, share: Share) -> int:
-        return sum(self.layer_elements(share, layer) for layer in range(share.num_hidden_layers))
+    def elements(self, shard: ModelConfig) -> int:
+        return sum(self.layer_elements(shard, layer) for layer in range(shard.num_hidden_layers))
 
-    def layer_elements(self, share: Share, layer: int) -> int:
-        return sum(map(math.prod, self.shapes(_matrices(share, layer)).values()))
+    def layer_elements(self, shard: ModelConfig, layer: int) -> int:
+        return sum(map(math.prod, self.shapes(_matrices(shard, layer)).values()))
 
-    def traffic(self, share: Share, layer: int) -> tuple[dict[str, int], dict[str, int]]:
+    def traffic(self, shard: ModelConfig, layer: int) -> tuple[dict[str, int], dict[str, int]]:
         """Forward reads x and writes y. Backward reads dy, writes dx, and reads both factors of
         each gradient.
 
@@ -190,7 +190,7 @@ class Adapters(Trained):
         in several experts.
         """
         forward = backward = 0
-        for name, parameter in share.layer_parameters(layer).items():
+        for name, parameter in shard.layer_parameters(layer).items():
             if parameter.is_matrix and self.place_of(f"layers.{layer}.{name}", parameter.shape):
                 *E, N, K = parameter.shape
                 times = round(parameter.active * math.prod(E))
@@ -198,8 +198,8 @@ class Adapters(Trained):
                 backward += times * (2 if E else 3) * (N + K)
         return {"adapters": forward}, {"adapters": backward}
 
-    def described(self, share: Share) -> list[tuple[str, str]]:
-        trained = f"{self.elements(share):,} parameters of {share.num_parameters():,}"
+    def described(self, shard: ModelConfig) -> list[tuple[str, str]]:
+        trained = f"{self.elements(shard):,} parameters of {shard.num_parameters():,}"
         return [("adapters", f"rank {self.rank}, in {', '.join(self.targets)}: {trained}")]
 
     def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -220,10 +220,10 @@ def target_of(name: str) -> str:
     return name.split(".")[-2]
 
 
-def targets_in(share: Share) -> set[str]:
+def targets_in(shard: ModelConfig) -> set[str]:
     """Returns the projections of a model that may have adapters."""
     matrices = (
-        name for layer in range(share.num_hidden_layers) for name in _matrices(share, layer)
+        name for layer in range(shard.num_hidden_layers) for name in _matrices(shard, layer)
     )
     return {target_of(name) for name in matrices} & {*TARGETS}
 
@@ -233,10 +233,10 @@ def adapter_names(place: str) -> tuple[str, str]:
     return f"{place}.lora_A.weight", f"{place}.lora_B.weight"
 
 
-def _matrices(share: Share, layer: int) -> dict[str, tuple[int, ...]]:
+def _matrices(shard: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     return {
         f"layers.{layer}.{name}": p.shape
-        for name, p in share.layer_parameters(layer).items()
+        for name, p in shard.layer_parameters(layer).items()
         if p.is_matrix
     }
 

@@ -28,7 +28,8 @@ def write_rope(config: ModelConfig, family: Family) -> dict:
         given = {name: value for name, value in asdict(scaling).items() if value is not None}
         settings = {"rope_type": scaling.rope_type, **given}
     if "partial_rotary_factor" in family.defaults:
-        partial = {"partial_rotary_factor": config.rotary_width / config.head_dim}
+        attention = config.attention
+        partial = {"partial_rotary_factor": attention.rotary_width / attention.head_dim}
         whole = {"rope_type": "default", **(settings or {}), "rope_theta": config.rope_theta}
         return {"rope_parameters": {**whole, **partial, **family.fixed_rope}}
     if config.local_rope_theta is None:

@@ -6,14 +6,16 @@ A new family is a row of `FAMILIES`. Settings that no row names mean the same in
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kernels.parts import BlockForm
+
 
 @dataclass(frozen=True)
 class Family:
     """The meaning of one model_type."""
 
-    form: dict = field(
-        default_factory=dict
-    )  # ModelConfig's fields of `FORM` that differ from the values there
+    # AttentionPart's fields of `ATTENTION` that differ from the values there.
+    attention: dict = field(default_factory=dict)
+    block: BlockForm = BlockForm()  # its multiplier is a model's own
     defaults: dict = field(
         default_factory=dict
     )  # transformers' values for settings that config.json leaves out
@@ -50,11 +52,7 @@ class Family:
         return content | {name: content.get(theirs) for name, theirs in self.names.items()}
 
 
-FORM = {  # most families'
-    "qk_norm": None, "has_qkv_biases": False, "norms_before": True, "norms_after": False,
-    "norm_weight_offset": 0.0,
-    "norm_cast_before_weight": True, "has_output_gate": False,
-}  # fmt: skip
+ATTENTION = {"qk_norm": None, "has_biases": False, "has_output_gate": False}  # most families'
 # transformers' values for settings that config.json leaves out, in every family
 DEFAULTS = {
     "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
@@ -89,10 +87,8 @@ SOME_FAMILIES_ROPE = {
     "llama_4_scaling_beta"
 }  # the same of rotary settings; families that name them need them
 NO_BIASES = {"attention_bias": False}  # one setting for q, k, v and o
-QWEN35_FORM = {
-    "qk_norm": "head", "norm_weight_offset": 1.0, "norm_cast_before_weight": False,
-    "has_output_gate": True,
-}  # fmt: skip
+QWEN35_ATTENTION = {"qk_norm": "head", "has_output_gate": True}
+QWEN35_BLOCK = BlockForm(offset=1.0, cast=False)
 QWEN35_DEFAULTS = {
     "vocab_size": 248_320, "num_attention_heads": 16, "head_dim": 256,
     "max_position_embeddings": 32_768,
@@ -102,12 +98,12 @@ QWEN35_DEFAULTS = {
 WINDOW_SWITCH = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 FAMILIES = {
     "qwen3": Family(
-        form={"qk_norm": "head"},
+        attention={"qk_norm": "head"},
         defaults={"head_dim": 128, "max_position_embeddings": 32_768, **WINDOW_SWITCH},
         fixed=NO_BIASES,
     ),
     "qwen3_moe": Family(
-        form={"qk_norm": "head"},
+        attention={"qk_norm": "head"},
         defaults={
             "vocab_size": 151_936,
             "hidden_size": 2048,
@@ -123,7 +119,8 @@ FAMILIES = {
         class_name="Qwen3Moe",
     ),
     "qwen2": Family(
-        form={"has_qkv_biases": True}, defaults={"max_position_embeddings": 32_768, **WINDOW_SWITCH}
+        attention={"has_biases": True},
+        defaults={"max_position_embeddings": 32_768, **WINDOW_SWITCH},
     ),
     "llama": Family(
         defaults={"num_key_value_heads": None, "max_position_embeddings": 2048}, fixed=NO_BIASES
@@ -178,12 +175,8 @@ FAMILIES = {
         fixed=NO_BIASES,
     ),
     "olmo2": Family(
-        form={
-            "qk_norm": "width",
-            "norms_before": False,
-            "norms_after": True,
-            "norm_cast_before_weight": False,
-        },
+        attention={"qk_norm": "width"},
+        block=BlockForm(before=False, after=True, cast=False),
         defaults={
             "num_key_value_heads": None,
             "rms_norm_eps": 1e-5,
@@ -192,12 +185,8 @@ FAMILIES = {
         fixed=NO_BIASES,
     ),
     "olmo3": Family(
-        form={
-            "qk_norm": "width",
-            "norms_before": False,
-            "norms_after": True,
-            "norm_cast_before_weight": False,
-        },
+        attention={"qk_norm": "width"},
+        block=BlockForm(before=False, after=True, cast=False),
         defaults={
             "num_key_value_heads": None,
             "rms_norm_eps": 1e-5,
@@ -209,12 +198,8 @@ FAMILIES = {
         constants={"sliding_window_pattern": 4, "rope_local_base_freq": 5e5},
     ),
     "gemma3_text": Family(
-        form={
-            "qk_norm": "head",
-            "norms_after": True,
-            "norm_weight_offset": 1.0,
-            "norm_cast_before_weight": False,
-        },
+        attention={"qk_norm": "head"},
+        block=BlockForm(after=True, offset=1.0, cast=False),
         defaults={
             "vocab_size": 262_208,
             "hidden_size": 2304,
@@ -239,7 +224,8 @@ FAMILIES = {
         wrapper="gemma3",
     ),
     "qwen3_5_text": Family(
-        form=QWEN35_FORM,
+        attention=QWEN35_ATTENTION,
+        block=QWEN35_BLOCK,
         defaults={
             **QWEN35_DEFAULTS,
             "hidden_size": 4096,
@@ -254,7 +240,8 @@ FAMILIES = {
         wrapper="qwen3_5",
     ),
     "qwen3_5_moe_text": Family(
-        form=QWEN35_FORM,
+        attention=QWEN35_ATTENTION,
+        block=QWEN35_BLOCK,
         defaults={
             **QWEN35_DEFAULTS,
             "hidden_size": 2048,
@@ -329,7 +316,7 @@ def _of_whole_or_text(content: dict, names: Sequence[str]) -> dict:
     return {name: values[0] for name, values in found.items() if values}
 
 
-ACTIVATIONS = {  # config.json's name -> ModelConfig's; the first of each is written
+ACTIVATIONS = {  # config.json's name -> GatedMLPPart's; the first of each is written
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
@@ -341,9 +328,17 @@ TAKEN = {  # values of settings, in every family; others are not computed
     **dict.fromkeys(NUMBER_OF_EXPERTS, EMPTY),
     "is_causal": (True,), "hidden_act": tuple(ACTIVATIONS),
 }  # fmt: skip
-FIELDS = (  # settings with one name and meaning in config.json and in ModelConfig
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rms_norm_eps",
-    "initializer_range",
-    "max_position_embeddings",
-)  # fmt: skip
+# Settings without which there is no model, each beside Qwen3 4B's value: with one name and meaning
+# in config.json and in ModelConfig, and the sizes of its attention and of its dense MLPs.
+FIELDS = {
+    "vocab_size": 151_936,
+    "hidden_size": 2560,
+    "num_hidden_layers": 36,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 40_960,
+}
+HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+NEEDED = {**FIELDS, **HEADS, "intermediate_size": 9728}

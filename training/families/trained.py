@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from kernels.config import Share
+from kernels.config import ModelConfig
 from kernels.linear import Linear
 
 
@@ -28,25 +28,25 @@ class Trained:
         """Returns the linear map of blocks whose matrices `base` multiplies by."""
         return base
 
-    def elements(self, share: Share) -> int:
-        return share.num_parameters()
+    def elements(self, shard: ModelConfig) -> int:
+        return shard.num_parameters()
 
-    def layer_elements(self, share: Share, layer: int) -> int:
+    def layer_elements(self, shard: ModelConfig, layer: int) -> int:
         """Returns the trained elements of a block's matrices."""
-        return share.layer_matrix_parameters(layer)
+        return shard.layer_matrix_parameters(layer)
 
     def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of added parameters by name, from the shapes of the model's."""
         return {}
 
-    def traffic(self, share: Share, layer: int) -> tuple[dict[str, int], dict[str, int]]:
+    def traffic(self, shard: ModelConfig, layer: int) -> tuple[dict[str, int], dict[str, int]]:
         """Returns what added parameters of a block read and write in forward and in backward.
 
         Elements per token, by the name of a rate.
         """
         return {}, {}
 
-    def described(self, share: Share) -> list[tuple[str, str]]:
+    def described(self, shard: ModelConfig) -> list[tuple[str, str]]:
         """Returns rows of a plan, each with a title."""
         return []
 
@@ -61,23 +61,23 @@ class WithoutRouters(Trained):
 
     def prepare(self, model: nn.Module) -> None:
         for block in model.layers:
-            if block.mlp.chooses:
+            if block.mlp.part.routes:
                 block.mlp.gate.requires_grad_(False)
 
-    def elements(self, share: Share) -> int:
-        return share.num_parameters() - sum(
-            _router_elements(share, layer) for layer in range(share.num_hidden_layers)
+    def elements(self, shard: ModelConfig) -> int:
+        return shard.num_parameters() - sum(
+            _router_elements(shard, layer) for layer in range(shard.num_hidden_layers)
         )
 
-    def layer_elements(self, share: Share, layer: int) -> int:
-        return share.layer_matrix_parameters(layer) - _router_elements(share, layer)
+    def layer_elements(self, shard: ModelConfig, layer: int) -> int:
+        return shard.layer_matrix_parameters(layer) - _router_elements(shard, layer)
 
-    def described(self, share: Share) -> list[tuple[str, str]]:
+    def described(self, shard: ModelConfig) -> list[tuple[str, str]]:
         return [("routers", "frozen")]
 
 
-def _router_elements(share: Share, layer: int) -> int:
-    router = share.layer_parameters(layer).get("mlp.gate.weight")
+def _router_elements(shard: ModelConfig, layer: int) -> int:
+    router = shard.layer_parameters(layer).get("mlp.gate.weight")
     return router.numel if router else 0
 
 

@@ -96,7 +96,7 @@ def attention_of(
 ) -> tuple[MixerKind, ...]:
     """Returns how each layer attends, by the flags and else by the settings that the model was
     trained with."""
-    own = shape.layer_kinds[0]
+    own = shape.kinds[0]
     saved = {
         name: value
         for name in ("attention_type", *FLAGS)
@@ -117,7 +117,7 @@ def attention_of(
         given = getattr(flags, name)
         setattr(found, name, saved.get(name) if given is None and asked == trained else given)
     kinds = kinds_of(found, shape)
-    check_head_dim(kinds, shape.head_dim, device)
+    check_head_dim(kinds, shape.attention.head_dim, device)
     return kinds
 
 
@@ -178,10 +178,10 @@ def check_memory(shape: ModelConfig, cached: int, device: torch.device, budget: 
     above `budget`."""
     size = dtype_on(device).itemsize
     weight_bytes = size * shape.num_parameters()
-    held = sum(
-        cache_capacity(cached, kind.reach) for kind in shape.kinds if kind.has_keys
-    )  # tokens
-    cache_bytes = held * size * 2 * shape.num_key_value_heads * shape.head_dim
+    held = sum(cache_capacity(cached, kind.reach) for kind in shape.kinds if kind.has_keys)
+    attention = shape.attention
+    elements_per_token = 2 * attention.num_key_value_heads * attention.head_dim
+    cache_bytes = size * elements_per_token * held
     takes = f"the weights take {gib(weight_bytes)}"
     if cached:
         takes += f", keys and values of {cached:,} tokens {gib(cache_bytes)}"

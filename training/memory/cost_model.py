@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from kernels.parts import MixerKind
-from model import Share
+from model import ModelConfig
 from training.host.memory import SLOT_ALIGNMENT
 from training.memory.dry_run import sent_bytes
 from training.memory.execution import Execution
@@ -54,7 +54,7 @@ class Step(StepShape):
 
 
 def forward_flops(
-    share: Share, document_lengths: Sequence[int], kinds: Sequence[MixerKind] = (),
+    shard: ModelConfig, document_lengths: Sequence[int], kinds: Sequence[MixerKind] = (),
     num_targets: int | None = None,
     trains_matrices: bool = True, prompts: Sequence[tuple[int, int, int]] = (),
 ) -> float:  # fmt: skip
@@ -67,13 +67,11 @@ def forward_flops(
     prompts and answers as well.
     """
     matrices, tokens = (
-        sum(map(share.layer_active_parameters, range(share.num_hidden_layers))),
+        sum(map(shard.layer_active_parameters, range(shard.num_hidden_layers))),
         sum(document_lengths),
     )
-    head = share.vocab_size * share.hidden_size * (tokens if num_targets is None else num_targets)
-    mixers = Counter(
-        share.parts(i).mixer.with_kind(kind) for i, kind in enumerate(kinds or share.kinds)
-    )
+    head = shard.vocab_size * shard.hidden_size * (tokens if num_targets is None else num_targets)
+    mixers = Counter(parts.mixer for parts in shard.all_parts(kinds))
     lengths = document_lengths
     attention = sum(
         n * mixer.kind.forward_flops(lengths, *mixer.heads, prompts) for mixer, n in mixers.items()

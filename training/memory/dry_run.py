@@ -24,7 +24,7 @@ from kernels.head_exchange import HeadExchange, RanksOnMeta
 from kernels.linear import Linear
 from kernels.parts import LayerParts, Work
 from kernels.tensor_parallel import TensorRanks
-from model import Context, ModelConfig, Share, Transformer
+from model import Context, ModelConfig, Rotations, Transformer
 from training.families.trained import Trained
 from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import WHOLE, Execution, Placement
@@ -39,7 +39,7 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by bytes per element
 class Setting(NamedTuple):
     """A block and how it runs: all that its bytes depend on, but for tokens and documents."""
 
-    share: Share
+    shard: ModelConfig
     parts: LayerParts
     is_whole: bool
     keeps_results: bool
@@ -88,7 +88,7 @@ def block_bytes(
     but no input."""
     whole = placement.is_whole
     setting = Setting(
-        step.share, parts, whole, placement.results != "recompute",
+        step.shard, parts, whole, placement.results != "recompute",
         None if whole or not parts.mixer.works_in_groups else execution.heads_at_a_time,
         None if whole else execution.mlp_tile_size, execution.linear, step.trained, step.element_size,
         step.num_ranks,
@@ -111,7 +111,7 @@ def _block_bytes(
         heads_at_a_time=setting.heads_at_a_time, num_ranks=setting.num_ranks, prompts=prompts,
     )  # fmt: skip
     moments, alive, (kept, of_attention, attention, mlp) = trace(setting, tokens)
-    dy = setting.element_size * setting.share.hidden_size * tokens
+    dy = setting.element_size * setting.shard.hidden_size * tokens
 
     def fullest(phase: str) -> tuple[int, bool]:
         sizes = (
@@ -172,8 +172,8 @@ def waiting_bytes(
 def work(step: StepShape, execution: Execution, parts: LayerParts) -> list[Work]:
     """Returns the work of the linear maps in a block's mixer and in its MLP under an execution."""
     sizes, is_skippable = (
-        (step.tokens, step.share.hidden_size, step.element_size),
-        not step.share.norms_after,
+        (step.tokens, step.shard.hidden_size, step.element_size),
+        not step.shard.block.after,
     )
     return [
         part.linear_work(*sizes, tile_size=execution.mlp_tile_size, is_skippable=is_skippable)
@@ -198,12 +198,7 @@ def trace(setting: Setting, tokens: int) -> Trace:
 @functools.lru_cache(maxsize=256)
 def _run(setting: Setting, tokens: int) -> Trace:
     """Runs a block on the meta device, as the only block of a model."""
-    parts = setting.parts
-    shape = ModelConfig(**vars(replace(
-        setting.share, num_hidden_layers=1, vocab_size=1, layer_kinds=(parts.mixer.kind,),
-        layer_mlps=(parts.mlp,),
-        layer_rotates=(getattr(parts.mixer, "rotates", True),),
-    )))  # fmt: skip
+    shape = replace(setting.shard, num_hidden_layers=1, vocab_size=1, layers=(setting.parts,))
     placement = (
         WHOLE
         if setting.is_whole
@@ -225,8 +220,9 @@ def _run(setting: Setting, tokens: int) -> Trace:
             1, tokens, shape.hidden_size, dtype=DTYPES[setting.element_size], requires_grad=True
         )
         cos, sin = (torch.empty(tokens, shape.rotary_width // 2) for _ in range(2))
+        rotations = Rotations(full=(cos, sin), windowed=(cos, sin))
         with StorageCounter([x, cos, sin, *model.parameters()]) as counter:
-            return _follow(block, x, Context(((cos, sin), (cos, sin)), longest=2**62), counter)
+            return _follow(block, x, Context(rotations, longest=2**62), counter)
 
 
 class StorageCounter(TorchDispatchMode):

@@ -85,7 +85,7 @@ def kinds_of(flags, config) -> tuple[MixerKind, ...]:
             f"{shorter}; raise the "
             "one, lower the other, or use full"
         )
-    is_asked = [isinstance(own, (Full, kind)) for own in config.kinds]
+    is_asked = [type(own) in (Full, kind) for own in config.kinds]
     if kind is not Full and not any(is_asked):
         own = ", ".join(sorted({own.name for own in config.kinds}))
         raise UserError(

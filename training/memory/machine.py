@@ -21,9 +21,10 @@ from torch import Tensor
 
 from kernels.attention import KINDS
 from kernels.attention.libraries import choose_backend
+from kernels.config import ModelConfig
 from kernels.experts.part import ExpertsPart
 from kernels.fp8 import FP8_LINEAR
-from kernels.gated_delta_net import DeltaNet
+from kernels.gated_delta_net import DeltaRule
 from kernels.linear import PLAIN, Linear
 from kernels.lora import LORA, LoRA
 from kernels.parts import Adapted, MixerKind
@@ -87,11 +88,11 @@ _H200_PRODUCTS, _H200_FP8_PRODUCTS, _H200_FP8_GRADIENTS = 650e12, 978e12, 860e12
 
 
 def measure_rates(
-    share, attention_backend: str, device: torch.device, context_length: int,
+    shard: ModelConfig, attention_backend: str, device: torch.device, context_length: int,
     kinds: Sequence[MixerKind] = (),
     linear: Linear = PLAIN,
 ) -> Rates:  # fmt: skip
-    """Measures the rates of this GPU at the shapes of a model.Share. On a CPU: returns an H200's
+    """Measures the rates of this GPU at the shapes of a rank's shard of a model. On a CPU: returns an H200's
     rates.
 
     The measurement takes 2 to 6 GiB of the GPU for the 4B. Of layers whose kinds of attention have
@@ -101,9 +102,9 @@ def measure_rates(
     if device.type != "cuda":
         return H200
     rates = _copy_rates(device) | measure_attention(
-        share, attention_backend, device, context_length, kinds
+        shard, attention_backend, device, context_length, kinds
     )
-    x, weight = _factors(share.hidden_size, share.intermediate_size, device)
+    x, weight = _factors(shard, device)
     hidden = x @ weight
     flops = 2 * len(x) * weight.numel()
     rates[PLAIN.rate] = flops / _seconds(lambda: x @ weight)
@@ -115,9 +116,8 @@ def measure_rates(
         rates[d_weight.weight_rate] = flops / _seconds(
             lambda: d_weight.weight_gradient(*map(d_weight.transpose, made))
         )
-    mlps = [share.parts(layer).mlp for layer in range(share.num_hidden_layers)]
-    for experts in {mlp for mlp in mlps if isinstance(mlp, ExpertsPart)}:
-        rates[experts.rate] = experts.measure_rate(share.hidden_size, _seconds, device)
+    for mlp in {parts.mlp for parts in shard.all_parts()}:
+        rates |= mlp.measure_rates(shard.hidden_size, _seconds, device)
     rates["adapters"] = rates["memory"]
     if isinstance(linear, LoRA):
         a, b = x.new_zeros(16, x.shape[1]), x.new_zeros(hidden.shape[1], 16)
@@ -138,7 +138,7 @@ def measure_rates(
 
 
 def measure_attention(
-    share,
+    shard: ModelConfig,
     attention_backend: str,
     device: torch.device,
     context_length: int,
@@ -146,10 +146,10 @@ def measure_attention(
 ) -> Rates:
     """Measures what `measure_rates` does of attention, on a GPU. Arguments are the same."""
     backend, rates = choose_backend(attention_backend, device), Rates()
-    x, weight = _factors(share.hidden_size, share.intermediate_size, device)
+    x, weight = _factors(shard, device)
     product, times = (
         x @ weight,
-        65_536 * share.layer_active_parameters(0) // (len(x) * weight.numel()),
+        65_536 * shard.layer_active_parameters(0) // (len(x) * weight.numel()),
     )
 
     def layer() -> None:
@@ -159,12 +159,11 @@ def measure_attention(
     def seconds(work: Callable[[], object], *, in_a_row: bool = False) -> float:
         return _seconds(work) if in_a_row else _seconds_between(work, layer)
 
-    most_common = {
-        kind.name: kind for kind, _ in reversed(Counter(kinds or share.kinds).most_common())
-    }
-    for kind in most_common.values():
-        kind = kind.for_longest(context_length)
-        rates |= kind.measure_rates(*share.heads, context_length, backend, seconds, device)
+    mixers = Counter(parts.mixer for parts in shard.all_parts(kinds))
+    most_common = {mixer.kind.name: mixer for mixer, _ in reversed(mixers.most_common())}
+    for mixer in most_common.values():
+        kind = mixer.kind.for_longest(context_length)
+        rates |= kind.measure_rates(*mixer.heads, context_length, backend, seconds, device)
     return rates
 
 
@@ -220,11 +219,10 @@ def _copy_rates(device: torch.device) -> Rates:
     return {"memory": memory, "link": source.numel() / _seconds(copy_both_ways)}
 
 
-def _factors(
-    hidden_size: int, intermediate_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _factors(shard: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns random factors of a product of the MLP, for 16,384 tokens."""
-    shapes = (16_384, hidden_size), (hidden_size, intermediate_size)
+    width = shard.parts(0).mlp.active_width
+    shapes = (16_384, shard.hidden_size), (shard.hidden_size, width)
     return tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
 
 
@@ -467,7 +465,7 @@ def scale_rates(
         ExpertsPart.rate: ExpertsPart.h200_rate,
     }
     rates = {name: rate * flops for name, rate in products.items()}
-    for kind in [kind() for kind in (*KINDS.values(), DeltaNet)] if kinds is None else {*kinds}:
+    for kind in [kind() for kind in (*KINDS.values(), DeltaRule)] if kinds is None else {*kinds}:
         for name, rate in kind.rates_with(
             attention_backend, gpu.attention_backend, head_dim
         ).items():

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from kernels.common import KEEPABLE, SKIPPABLE
 from kernels.linear import Linear
-from kernels.parts import AttentionKind, MixerKind
+from kernels.parts import MixerKind
 from training.host.memory import HostCopies, PinnedArena
 from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import Execution, Placement, needed_for_backward
@@ -81,7 +81,7 @@ def apply_execution(
         block.mixer.heads_at_a_time = None if placement.is_whole else execution.heads_at_a_time
         block.mlp.tile_size = None if placement.is_whole else execution.mlp_tile_size
     arena = PinnedArena(arena_bytes, model.embed_tokens.weight.device) if arena_bytes else None
-    chooses = any(block.mixer.kind.list_length or block.mlp.chooses for block in model.layers)
+    chooses = any(block.mixer.kind.list_length or block.mlp.part.routes for block in model.layers)
     skips = execution.mlp_tile_size is not None or chooses
     placed = apply_placement(model.layers, execution.placements, arena, skips, homes)
     embedding, head = model.embed_tokens, model.output_weight
@@ -101,8 +101,7 @@ def set_kinds(model: nn.Module, kinds: Sequence[MixerKind]) -> None:
     gates."""
     for block, kind in zip(model.layers, kinds or model.config.kinds):
         own = block.mixer.kind
-        is_other = isinstance(kind, AttentionKind) != isinstance(own, AttentionKind)
-        if kind.gates_per_head != own.gates_per_head or is_other:
+        if (kind.gates_per_head, kind.has_keys) != (own.gates_per_head, own.has_keys):
             raise ValueError(
                 f"a layer whose own attention is {own.name} has no parameters for {kind.name}"
             )

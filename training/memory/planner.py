@@ -138,8 +138,8 @@ class Plan:
                 else "all rows at once"
             )
             rows += [("attention", heads), ("MLP", tiles)]
-        rows += [("attends to", describe(execution.kinds or self.step.share.kinds))]
-        rows += [*self.step.trained.described(self.step.share), *execution.frozen.described]
+        rows += [("attends to", describe(execution.kinds or self.step.shard.kinds))]
+        rows += [*self.step.trained.described(self.step.shard), *execution.frozen.described]
         rows += [("linear maps", names)] if (names := execution.maps_in_words) else []
         if self.compared:
             compared = ", ".join(
@@ -253,7 +253,7 @@ def _formats(step: Step) -> tuple[str, ...]:
 def _heads_at_a_time(step: Step) -> tuple[int | None, ...]:
     """Returns the key/value heads that attention may work on at a time; the last takes the least
     memory."""
-    return (None, 1) if step.share.attends_in_groups else (None,)
+    return (None, 1) if step.shard.attends_in_groups else (None,)
 
 
 def describe_budgets(gpu_bytes: float, host_bytes: float) -> str:
@@ -388,7 +388,7 @@ class _Search:
         """
         step, given, L = self.step, self.step.given, self.step.layers
         of_all = math.inf, 0.75, 0.5, 0.25, 0
-        ends = step.share.num_ends
+        ends = step.shard.num_ends
         # Tiles cost no time, and save one matrix product that a placed block otherwise recomputes.
         tile_size = max(parts.mlp.tile_size for parts in {*step.parts})
         of_ends = math.inf, *(i / ends for i in reversed(range(ends)))  # embedding and head

@@ -344,7 +344,7 @@ class Bench:
             step.context_length, self.device
         )  # early, so that they count as workspace
         ids = torch.randint(
-            step.share.vocab_size, (step.batch_size, step.context_length), device=self.device
+            step.shard.vocab_size, (step.batch_size, step.context_length), device=self.device
         )
         if step.context_length > LONGEST_REPEATED:
             self._warm_up(step, execution, ids)

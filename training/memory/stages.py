@@ -80,7 +80,7 @@ class Stages:
     def _always(self) -> dict[str, int]:
         """Returns the bytes that all stages have."""
         step = self.step
-        tables = 1 + (step.share.local_rope_theta is not None)
+        tables = 1 + (step.shard.local_rope_theta is not None)
         positions = step.num_ranks + (step.is_packed or step.num_ranks > 1)
         return {
             "parameters": step.parameter_bytes - sum(self.optimizer.waiting.values()),
@@ -90,7 +90,7 @@ class Stages:
             # labels, losses.
             "workspace": LIBRARY_BYTES
             + step.tokens
-            * (4 * step.share.rotary_width * positions * tables + 64 + step.scoring.token_bytes)
+            * (4 * step.shard.rotary_width * positions * tables + 64 + step.scoring.token_bytes)
             + self.optimizer.arriving,
         }
 
@@ -159,7 +159,7 @@ class Stages:
         step, optimizer, weights, L = self.step, self.optimizer, self.weights, self.step.layers
         # A separate head's gradient is ready after the loss. If head and embedding are one matrix,
         # it waits.
-        separate = step.share.num_ends - 1
+        separate = step.shard.num_ends - 1
         waiting, ready = (1 - separate) * step.head_gradient, separate * step.head_share
         # Shares of the parameters. Gradients of `gone` have left for the host, of `stays` none do.
         gone = ready * optimizer.rows[-1].state_on_host
@@ -228,18 +228,18 @@ class Stages:
     def _loss_bytes(self) -> int:
         """Returns the bytes of the logits that exist at a time, and of the gradients of the head
         and its input."""
-        step, share, size = self.step, self.step.share, self.step.element_size
+        step, shard, size = self.step, self.step.shard, self.step.element_size
         if step.uses_chunked_loss(self.execution):  # the head's gradient is float32
             # Once they are gone, with a head that visits and the last norm's output, its gradient
             # is rounded to a copy.
-            logits = logits_bytes(step.tokens, share.vocab_size, size)
+            logits = logits_bytes(step.tokens, shard.vocab_size, size)
             logits = max(logits, step.head_gradient - self.weights[step.layers] - step.input_bytes)
             # Without the last position of each, several whole sequences are copied to lie side by
             # side.
             inputs = 2 if step.batch_size > 1 and step.num_ranks == 1 else 1
             return logits + step.head_gradient * 4 // size + inputs * step.input_bytes
         return (
-            share.projected_logits_bytes(step.tokens, size) + step.head_gradient + step.input_bytes
+            shard.projected_logits_bytes(step.tokens, size) + step.head_gradient + step.input_bytes
         )
 
 
@@ -252,5 +252,5 @@ def embedding_sums(step: StepShape) -> int:
     """Returns the bytes of the embedding's float32 gradients, each summed over up to ten tokens of
     a word."""
     return (
-        4 * step.share.hidden_size * (min(step.tokens, step.share.vocab_size) + step.tokens // 10)
+        4 * step.shard.hidden_size * (min(step.tokens, step.shard.vocab_size) + step.tokens // 10)
     )

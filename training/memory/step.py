@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from torch import Tensor
 
-from kernels.config import Share
+from kernels.config import ModelConfig
 from kernels.parts import LayerParts, MixerKind
 from training.data.packing import deal
 from training.families.trained import ALL, Trained
@@ -111,7 +111,7 @@ class Scoring:
 class StepShape:
     """A training step of a model, with its bytes and seconds under any execution."""
 
-    share: Share  # one rank's share of the model
+    shard: ModelConfig  # one rank's part of the model
     named_parameters: Iterable[
         tuple[str, Tensor]
     ]  # on any device; where FSDP2 shards them, DTensors or shards
@@ -142,7 +142,7 @@ class StepShape:
     scoring: Scoring = Scoring()  # work of the loss beyond the loss of next tokens
 
     def __post_init__(self):
-        share, self.named_parameters = self.share, list(self.named_parameters)
+        shard, self.named_parameters = self.shard, list(self.named_parameters)
         names = [name for name, _ in self.named_parameters]
         on_gpus = replace(self.given, placements=(), ends="gpu", gpu_state_bytes=math.inf)
 
@@ -163,24 +163,24 @@ class StepShape:
 
         self._inventory = inventory
         self.prices: dict[tuple, Any] = {}  # what `timeline.py` derives for all placements
-        self.layers = share.num_hidden_layers
-        self.head = self.element_size * share.vocab_size * share.hidden_size  # bytes
+        self.layers = shard.num_hidden_layers
+        self.head = self.element_size * shard.vocab_size * shard.hidden_size  # bytes
         self.norms_per_layer = sum(
-            name.endswith("layernorm.weight") for name in share.layer_parameters(0)
+            name.endswith("layernorm.weight") for name in shard.layer_parameters(0)
         )
         rows = inventory((), "gpu", math.inf, "float32").rows
         has_gradient = (
             rows[0].gradient_dtype is not None
         )  # the embedding's, and all other matrices'
         # Elements in all, and shares of the trained ones.
-        self.elements, self.trained_elements = share.num_parameters(), self.trained.elements(share)
-        in_layers = (self.trained.layer_elements(share, layer) for layer in range(self.layers))
+        self.elements, self.trained_elements = shard.num_parameters(), self.trained.elements(shard)
+        in_layers = (self.trained.layer_elements(shard, layer) for layer in range(self.layers))
         self.layer_shares = [elements / self.trained_elements for elements in in_layers]
         self.head_share = (
-            has_gradient * share.vocab_size * share.hidden_size / self.trained_elements
+            has_gradient * shard.vocab_size * shard.hidden_size / self.trained_elements
         )
         self.head_gradient = has_gradient * self.head  # bytes
-        self.traffic = [self.trained.traffic(share, layer) for layer in range(self.layers)]
+        self.traffic = [self.trained.traffic(shard, layer) for layer in range(self.layers)]
         self.last_bytes = self.element_size * rows[-1].numel  # a separate head's, on one rank
         self.parameter_bytes = sum(row.stored_bytes for row in rows)
         self.absent: dict[
@@ -198,12 +198,12 @@ class StepShape:
         before in float32. In forward it holds the block that runs, whole and as it arrived. In the
         loss it holds the last as it arrived.
         """
-        share, L = self.share, self.layers
-        elements = max(map(share.layer_matrix_parameters, range(L)))
+        shard, L = self.shard, self.layers
+        elements = max(map(shard.layer_matrix_parameters, range(L)))
         block, summed = self.element_size * elements, has_gradient * 4 * elements
         gradients = has_gradient * block + summed
         self.parameter_bytes += (
-            share.num_ends * self.head + (share.num_ends - 1) * self.head_gradient
+            shard.num_ends * self.head + (shard.num_ends - 1) * self.head_gradient
         )
         self.parameter_bytes += 2 * block + gradients
         self.absent = {f"forward of layer {layer}": gradients for layer in range(L)}
@@ -216,7 +216,7 @@ class StepShape:
         # The stream that gathers has had two blocks in forward, as they arrived. On its reduction
         # stream FSDP2 allocates the gradients' shards and the float32 tensor that it sums. That
         # tensor is larger for the embedding and a separate head than for a block.
-        head_elements = self.head // self.element_size * share.num_ends
+        head_elements = self.head // self.element_size * shard.num_ends
         self.idle_bytes = block + has_gradient * 4 * max(0, head_elements - elements)
         if (
             self.num_copies > 1
@@ -277,17 +277,17 @@ class StepShape:
     def kinds(self) -> tuple[MixerKind, ...]:
         """How each layer attends: the cheapest kind that computes the same for these documents."""
         longest = self.documents.longest if self.documents else self.context_length
-        return tuple(kind.for_longest(longest) for kind in self.given.kinds or self.share.kinds)
+        return tuple(kind.for_longest(longest) for kind in self.given.kinds or self.shard.kinds)
 
     @functools.cached_property
     def parts(self) -> tuple[LayerParts, ...]:
         """The parts of each layer, whose attention is of this step's kind."""
-        return _parts(self.share, self.kinds)
+        return _parts(self.shard, self.kinds)
 
     @functools.cached_property
     def input_bytes(self) -> int:
         """Bytes of a block's input, and of any hidden states."""
-        return self.element_size * self.share.hidden_size * self.tokens
+        return self.element_size * self.shard.hidden_size * self.tokens
 
     @property
     def longest_document(self) -> float:
@@ -324,7 +324,7 @@ class StepShape:
 
     def uses_chunked_loss(self, execution: Execution) -> bool:
         """Whether an execution takes the chunked loss for a micro-batch of this step."""
-        return self.share.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
+        return self.shard.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
 
     def waiting_weights(self, execution: Execution) -> list[int]:
         """Returns bytes of blocks' weights that wait on the host, then of the head (L) and of the
@@ -365,7 +365,5 @@ class StepShape:
 
 
 @functools.cache
-def _parts(share: Share, kinds: tuple[MixerKind, ...]) -> tuple[LayerParts, ...]:
-    made = functools.cache(LayerParts)  # equal layers have one object
-    layers = ((share.parts(i), kind) for i, kind in enumerate(kinds))
-    return tuple(made(parts.mixer.with_kind(kind), parts.mlp) for parts, kind in layers)
+def _parts(shard: ModelConfig, kinds: tuple[MixerKind, ...]) -> tuple[LayerParts, ...]:
+    return tuple(shard.all_parts(kinds))

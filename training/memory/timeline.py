@@ -100,10 +100,10 @@ class _LayerSeconds:
     @functools.cached_property
     def moves(self) -> list[float]:
         """Seconds of each layer's operations that only read and write memory, in forward."""
-        step, share = self.step, self.step.share
+        step, shard = self.step, self.step.shard
         # Two norms of a block, two sums and their copies read and write nine hidden states, other
         # norms two each, and two multipliers four.
-        hidden_states = 9 + 2 * (step.norms_per_layer - 2) + 4 * (share.residual_multiplier != 1)
+        hidden_states = 9 + 2 * (step.norms_per_layer - 2) + 4 * (shard.block.multiplier != 1)
         moved = [sum(part.elementwise_bytes for part in parts) for parts in self.work]
         return [(hidden_states * step.input_bytes + size) / self.rates["memory"] for size in moved]
 
@@ -302,7 +302,7 @@ class _Timeline:
         summed last. The rate of a machine is measured with exchanges of heads, which also pay for
         copies. Other machines send to all its GPUs at once.
         """
-        step, share, rates = self.step, self.step.share, self.rates
+        step, shard, rates = self.step, self.step.shard, self.rates
         elements, ranks = step.elements, step.num_shards or 1
         apart = min(step.num_copies, step.num_machines)  # copies that share no machine
         between_machines = elements * (step.num_machines // apart - 1) / ranks / rates["network"]
@@ -310,7 +310,7 @@ class _Timeline:
             elements * (1 - 1 / ranks) / rates["gpu link"], between_machines
         )  # seconds, 1 byte each
         gather, add = step.element_size * byte, 4 * byte * step.trained_elements / elements
-        ends = share.vocab_size * share.hidden_size / elements * share.num_ends
+        ends = shard.vocab_size * shard.hidden_size / elements * shard.num_ends
         # Copies sum their float32 shards, there and back, in the last backward. It is counted after
         # the other exchange, although both overlap where they go by different links.
         link = rates["network" if apart > 1 else "gpu link"]

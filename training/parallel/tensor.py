@@ -42,7 +42,7 @@ def share_matrices(model: nn.Module, world: World) -> None:
 def check_matrix_sharing(size: int, model_config: ModelConfig) -> None:
     """Raise UserError, with the sizes that can, unless so many ranks can share each of a model's
     matrices equally."""
-    layers = [*map(model_config.parts, range(model_config.num_hidden_layers))]
+    layers = model_config.all_parts()
     kept_whole = (part.kept_whole for parts in layers for part in parts if part.kept_whole)
     if size > 1 and (whole := next(kept_whole, None)):
         raise UserError(

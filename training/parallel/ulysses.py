@@ -34,10 +34,7 @@ def check_sharing(
             one part.
     """
     whose = "the model's" if tensor_size == 1 else "a rank's"
-    share = model_config.share(tensor_size)
-    mixers = [
-        share.parts(layer).mixer.with_kind(kind) for layer, kind in enumerate(kinds or share.kinds)
-    ]
+    mixers = [parts.mixer for parts in model_config.shard(tensor_size).all_parts(kinds)]
     counts = dict.fromkeys(heads for mixer in mixers for heads in mixer.heads_to_share().items())
     common = math.gcd(*(number for _, number in counts))
     if common % size:

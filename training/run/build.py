@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from kernels.attention.libraries import TESTED_FLASH_ATTN_4
-from model import ModelConfig, Share, Transformer
+from model import ModelConfig, Transformer
 from training.checkpoint.files import restore_rng
 from training.checkpoint.state import load_state, load_weights, read_weights
 from training.families.trained import ALL, Trained
@@ -58,7 +58,7 @@ def step_of(
     given = recipe.execution(backend_of(config, world.device))
     num_shards = world.data_size * world.context_size // world.replicate if world.size > 1 else 0
     return Step(
-        model.share, model.named_parameters(), *lengths, documents, given,
+        model.shard, model.named_parameters(), *lengths, documents, given,
         num_ranks=config.context_parallel_size,
         num_shards=num_shards, tensor_ranks=config.tensor_parallel_size,
         num_machines=world.num_machines,
@@ -97,7 +97,7 @@ def step_on_meta(
     ]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
-        model_config.share(tensor_parallel_size), shards, context_length, batch_size, micro_batches,
+        model_config.shard(tensor_parallel_size), shards, context_length, batch_size, micro_batches,
         documents,
         given or Execution(), num_ranks=context_parallel_size,
         num_shards=num_shards if num_gpus > 1 else 0,
@@ -136,7 +136,7 @@ def check_fits(recipe: Recipe, world: World) -> None:
     if recipe.memory_budget is None:
         return
     config, model = recipe.config, model_on_meta(recipe.model, world, recipe.trained)
-    if message := without_plan(model.share, config.context_parallel_size):
+    if message := without_plan(model.shard, config.context_parallel_size):
         raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
     short = PackedDocuments(longest=1, lengths=((1, config.batch_size * config.context_length),))
     step, budgets = step_of(recipe, model, world, short), memory_budgets(recipe, world)
@@ -144,9 +144,9 @@ def check_fits(recipe: Recipe, world: World) -> None:
         make_plan(step, *budgets)  # raises the error that says why
 
 
-def without_plan(share: Share, ranks: int) -> str | None:
+def without_plan(shard: ModelConfig, ranks: int) -> str | None:
     """Why no plan counts what ranks that share sequences take of a model; None: plans do."""
-    heads = share.num_key_value_heads
+    heads = shard.attention.num_key_value_heads
     return (
         f"no plan counts copies of {heads} key/value heads on {ranks} ranks"
         if heads % ranks
@@ -172,7 +172,7 @@ def plan_memory(
     budgets, given = memory_budgets(recipe, world), step.given
     length = recipe.config.context_length
     rates = measure_rates(
-        model.share, given.attention_backend, world.device, length, given.kinds, given.linear
+        model.shard, given.attention_backend, world.device, length, given.kinds, given.linear
     )
     if world.num_machines > 1:
         rates["network"] = measure_network(dist.group.WORLD, world.num_machines, world.device)
@@ -216,7 +216,7 @@ def measure_flash_attn_4(step: Step, world: World) -> Rates:
         else:
             try:
                 of_step = step.context_length, step.given.kinds
-                rates = measure_attention(step.share, "flash-attn-4", world.device, *of_step)
+                rates = measure_attention(step.shard, "flash-attn-4", world.device, *of_step)
             except Exception as error:  # a package of it that is missing or does not fit
                 logger.warning(
                     "attention is cuDNN's: flash-attn-4 %s fails here: %s", version, error
@@ -228,7 +228,7 @@ def measure_flash_attn_4(step: Step, world: World) -> Rates:
 def explain_out_of_memory(recipe: Recipe, plan: Plan, device: torch.device) -> str:
     """A table of what the step was predicted to take, and a plan that should fit; computed without
     GPU memory."""
-    if message := without_plan(plan.step.share, plan.step.num_ranks):
+    if message := without_plan(plan.step.shard, plan.step.num_ranks):
         return f"{message}; raise --context_parallel_size, or lower --context_length"
     try:
         if recipe.memory_budget is None:
@@ -315,7 +315,7 @@ def build(
 
 def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     gc.collect()  # frees the memory of an earlier bench
-    model = model_on_meta(ModelConfig(**vars(step.share)), world, step.trained)
+    model = model_on_meta(step.shard, world, step.trained)
     inventory = inventory_of(model.named_parameters(), execution, accumulate=step.micro_batches > 1)
     allocate(model, inventory, world.device)
     optimizer = MasterAdamW(model.named_parameters(), inventory, impl=execution.impl)

@@ -23,7 +23,6 @@ from kernels.attention import KINDS
 from kernels.attention.libraries import choose_backend
 from kernels.compact_adamw import GROUP
 from kernels.fp8 import check_fp8
-from kernels.gated_delta_net import DeltaNet
 from kernels.linear import PLAIN, Linear
 from kernels.mixed import linear_maps
 from kernels.parts import MixerKind
@@ -157,7 +156,7 @@ def trained_of(config: StepFlags, model: ModelConfig) -> Trained:
 def check_parts(config: StepFlags, model: ModelConfig) -> None:
     """Refuse what mixtures of experts and gated delta nets do not have."""
     without: dict[str, tuple[object, str]] = {}
-    if not all(kind.has_keys for kind in model.layer_kinds):
+    if not all(kind.has_keys for kind in model.kinds):
         without["compile"] = False, "gated delta nets are not compiled"
     if model.has_experts:
         without |= {
@@ -215,10 +214,10 @@ def backend_of(config: StepFlags, device: torch.device) -> str:
 def check_linear(recipe: StepRecipe, device: torch.device) -> None:
     if recipe.config.linear == PLAIN.name:
         return
-    share = recipe.model.share(recipe.config.tensor_parallel_size)
-    widths = {"head_dim": share.head_dim}  # heads of a step
-    for i in range(share.num_hidden_layers):
-        for name, (rows, columns) in share.maps(i).items():
+    shard = recipe.model.shard(recipe.config.tensor_parallel_size)
+    widths = {"head_dim": shard.attention.head_dim}  # heads of a step
+    for i in range(shard.num_hidden_layers):
+        for name, (rows, columns) in shard.maps(i).items():
             whose = f"of layer {i}'s {name}"
             widths |= {f"number of rows {whose}": rows, f"number of columns {whose}": columns}
     with refused_as_user_error(f"linear {recipe.config.linear}: "):
@@ -567,12 +566,12 @@ def adapters_found(asked: TrainConfig, given: Iterable[str], source: Source) -> 
 def shape_with(attention_type: str, size: ModelConfig) -> ModelConfig:
     """Returns a size of model with the parameters of --attention_type, where that kind has some."""
     kind = KINDS[attention_type]
-    if kind.gates_per_head and any(isinstance(own, DeltaNet) for own in size.layer_kinds):
+    if kind.gates_per_head and not all(own.has_keys for own in size.kinds):
         raise UserError(
             f"attention_type {attention_type} is not supported with gated delta nets; use sparse, "
             "or full"
         )
-    return replace(size, layer_kinds=(kind(),)) if kind.gates_per_head else size
+    return size.with_kinds(kind()) if kind.gates_per_head else size
 
 
 def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfig:
@@ -605,7 +604,7 @@ def _with_gates(
 ) -> ModelConfig:
     """The shape that a folder declares, with gates of the asked kind of attention if that kind has
     some."""
-    trained, asked = shape.layer_kinds[0], KINDS[config.attention_type]
+    trained, asked = shape.kinds[0], KINDS[config.attention_type]
     if bool(trained.gates_per_head) == bool(asked.gates_per_head):
         return shape
     if trained.gates_per_head:
@@ -727,7 +726,7 @@ def check_machine(recipe: Recipe, world: World) -> None:
     if config.kernels == "triton" and device.type != "cuda":
         raise UserError('kernels "triton" needs a CUDA GPU; use auto')
     if config.kernels != "torch":
-        check_head_dim(recipe.kinds, recipe.model.head_dim, device)
+        check_head_dim(recipe.kinds, recipe.model.attention.head_dim, device)
     backend_of(config, device)  # refuses a backend that is not there
     check_linear(recipe, device)
     if config.lora_bits < 16:

@@ -12,9 +12,10 @@ from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
 from kernels.rope import LinearScaling, Llama3Scaling, YarnScaling, rope_frequencies
 from model import MODEL_SIZES, Transformer
+from tests.shapes import reshape
 from training.families.config_json import from_config_json, in_family, to_config_json
 from training.families.rope import beyond, extend
-from training.families.rows import FAMILIES, TOKEN_IDS, WRAPPERS
+from training.families.rows import FAMILIES, SCALARS, TOKEN_IDS, WRAPPERS
 from training.host.errors import UserError
 from training.host.sizes import MOST
 
@@ -26,7 +27,7 @@ def test_config_json_round_trip():
     scaled = replace(
         TINY, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192), max_position_embeddings=777
     )
-    untied = replace(TINY, tie_word_embeddings=False, hidden_act="gelu_tanh", layer_kinds=(NSA(),))
+    untied = reshape(TINY, tie_word_embeddings=False, activation="gelu_tanh", kinds=(NSA(),))
     others = [
         in_family(config, model_type) for config in (scaled, untied) for model_type in FAMILIES
     ]
@@ -34,7 +35,7 @@ def test_config_json_round_trip():
     no_gates = [
         each for each in others if each.local_rope_theta or each.model_type.startswith("qwen3_5")
     ]
-    others = [each for each in others if each.layer_kinds != (NSA(),) or each not in no_gates]
+    others = [each for each in others if {*each.kinds} != {NSA()} or each not in no_gates]
     others = [
         replace(each, rope_scaling=beta) if each.model_type == "ministral3" else each
         for each in others
@@ -42,9 +43,7 @@ def test_config_json_round_trip():
     for config in (MODEL_SIZES["4B"], extended, *others):
         content = to_config_json(config)
         assert from_config_json(json.loads(json.dumps(content))) == config
-        assert content["model_type"] == config.model_type + "_nsa" * (
-            config.layer_kinds == (NSA(),)
-        )
+        assert content["model_type"] == config.model_type + "_nsa" * (NSA() in config.kinds)
         assert content["max_position_embeddings"] == config.max_position_embeddings
     newer = {
         k: v
@@ -106,11 +105,9 @@ def test_config_json_round_trip():
     ({"model_type": "smollm3", "no_rope_layers": [2] * 36}, "of the wrong type .*no_rope_layers is "
                                                             ".2, 2"),
     ({"model_type": "smollm3", "no_rope_layer_interval": 0, "no_rope_layers": None}, "of the wrong type or out of"),
-    ({"model_type": "smollm3", "num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got "
-                                                        "0"),
-    ({"use_sliding_window": True, "num_hidden_layers": 0}, "must be at least 1, got 0|must not be "
-                                                           "empty"),
-    ({"model_type": "granite", "head_dim": 0}, "of the wrong type or out of range"),
+    ({"model_type": "smollm3", "num_hidden_layers": 0}, "num_hidden_layers is 0; it must be as 36"),
+    ({"use_sliding_window": True, "num_hidden_layers": 0}, "num_hidden_layers is 0; it must be as"),
+    ({"model_type": "granite", "head_dim": 0}, "head_dim is 0; it must be as 128 is"),
     ({"model_type": "granite", "residual_multiplier": 0}, "residual_multiplier is 0; it must be a "
                                                           "number above 0"),
     ({"model_type": "granite", "logits_scaling": "8"}, "logits_scaling is '8'; it must be a number "
@@ -162,7 +159,7 @@ def test_layers_with_a_window(settings, kinds, model_type):
     with pytest.raises(
         ValueError, match=r"model_type 'llama' has no config.json for these kinds of layers"
     ):
-        to_config_json(in_family(replace(config, layer_kinds=(Window(64),)), "llama"))
+        to_config_json(in_family(config.with_kinds(Window(64)), "llama"))
 
 
 @pytest.mark.parametrize("layers", [1, 4, 6, 7, 8])
@@ -170,29 +167,27 @@ def test_layers_with_a_window(settings, kinds, model_type):
     "kinds", [(FULL,), (Window(64),), (Window(64),) * 3 + (FULL,), (FULL, Window(64), Window(64))]
 )
 def test_a_pattern_of_layers_comes_back_as_it_was(kinds, layers):
-    config = replace(MODEL_SIZES["tiny"], layer_kinds=kinds, num_hidden_layers=layers)
+    config = reshape(MODEL_SIZES["tiny"], kinds=kinds, num_hidden_layers=layers)
     read = from_config_json(to_config_json(config))
-    assert read.kinds == config.kinds and len(read.layer_kinds) <= len(kinds)
+    assert read.kinds == config.kinds and len(read.layers) <= len(kinds)
     assert read == config or layers < len(kinds)
 
 
 @pytest.mark.parametrize("change", [
-    {"layer_kinds": (Window(64), Window(128))}, {"layer_kinds": (NSA(), FULL)},
-    {"layer_kinds": (Window(64), NSA())},
-    {"layer_kinds": (Sparse(),)}, {"layer_rotates": (True, False)}, {"residual_multiplier": 0.5},
+    {"kinds": (Window(64), Window(128))}, {"kinds": (NSA(), FULL)},
+    {"kinds": (Window(64), NSA())},
+    {"kinds": (Sparse(),)}, {"rotates": (True, False)}, {"multiplier": 0.5},
     {"attention_multiplier": 0.5},
 ])  # fmt: skip
 def test_kinds_of_layers_that_no_file_can_say_are_not_written(change):
     with pytest.raises(
         ValueError, match=r"model_type 'qwen3' has no config.json for these kinds of layers"
     ):
-        to_config_json(replace(TINY, **change))
+        to_config_json(reshape(TINY, **change))
 
 
 def test_layers_without_rotary_positions():
-    config = replace(
-        in_family(MODEL_SIZES["4B"], "smollm3"), layer_rotates=(True, True, True, False)
-    )
+    config = reshape(in_family(MODEL_SIZES["4B"], "smollm3"), rotates=(True, True, True, False))
     content = to_config_json(config)
     assert content["no_rope_layers"] == [1, 1, 1, 0] * 9 and content["architectures"] == [
         "SmolLM3ForCausalLM"
@@ -200,22 +195,22 @@ def test_layers_without_rotary_positions():
     assert from_config_json(content) == config
     del content["no_rope_layers"]  # transformers then leaves out every fourth layer
     assert from_config_json(content) == config
-    assert from_config_json({**content, "no_rope_layer_interval": 2}).layer_rotates == (True, False)
-    assert from_config_json({**content, "no_rope_layers": [1] * 40}).layer_rotates == (
-        True,
-    )  # some are never read
+    every_second = from_config_json({**content, "no_rope_layer_interval": 2})
+    assert every_second == reshape(config, rotates=(True, False))
+    every = from_config_json({**content, "no_rope_layers": [1] * 40})  # some are never read
+    assert every == reshape(config, rotates=(True,))
     with pytest.raises(ValueError, match="attention_multiplier is part of the rotary positions"):
         replace(config, attention_multiplier=0.5)
 
 
 def test_scalars_come_back_as_they_were():
-    scalars = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+    scalars = {"embedding_multiplier": 12.0, "multiplier": 0.22, "logits_scaling": 8.0}
     for multiplier in (None, 0.015625):
-        config = replace(in_family(TINY, "granite"), **scalars, attention_multiplier=multiplier)
+        config = reshape(in_family(TINY, "granite"), **scalars, attention_multiplier=multiplier)
         content = to_config_json(config)
-        assert content["attention_multiplier"] == (multiplier or TINY.head_dim**-0.5)
+        assert content["attention_multiplier"] == (multiplier or TINY.attention.head_dim**-0.5)
         assert from_config_json(json.loads(json.dumps(content))) == config
-    for name in (*scalars, "attention_multiplier"):
+    for name in SCALARS:
         del content[name]  # transformers' are 1, attention's too
     assert from_config_json(content) == replace(
         in_family(TINY, "granite"), attention_multiplier=1.0
@@ -354,10 +349,8 @@ def test_released_shapes_have_the_published_number_of_parameters(name):
 def test_windows_and_frequencies_of_olmo_and_gemma():
     """Windows in all but each fourth or sixth layer; scaled frequencies in the others alone."""
     olmo, gemma = (from_config_json(RELEASED[name][0]) for name in ("OLMo-3-7B", "gemma-3-4b"))
-    assert olmo.layer_kinds == (*[Window(4096)] * 3, FULL) and gemma.kinds[:6] == (
-        *[Window(1024)] * 5,
-        FULL,
-    )
+    assert olmo.kinds == (*[Window(4096)] * 3, FULL) * 8 and len(olmo.layers) == 4
+    assert gemma.kinds[:6] == (*[Window(1024)] * 5, FULL)
     assert (olmo.rope_theta, olmo.local_rope_theta, gemma.rope_theta, gemma.local_rope_theta) == (
         5e5,
         5e5,
@@ -375,12 +368,11 @@ def test_windows_and_frequencies_of_olmo_and_gemma():
             to_config_json(config)
     assert gemma.rope_scaling == LinearScaling(8.0) and gemma.embedding_multiplier == 2560**0.5
     model = Transformer(
-        replace(
-            in_family(TINY, "gemma3_text"), layer_kinds=(Window(64), FULL), local_rope_theta=100.0
-        )
+        reshape(in_family(TINY, "gemma3_text"), kinds=(Window(64), FULL), local_rope_theta=100.0)
     )
-    full, local = model.rotations(8, torch.device("cpu"), slice(8))
-    assert model.layers[0].self_attn.is_local and not model.layers[1].self_attn.is_local
+    rotations = model.rotations(8, torch.device("cpu"), slice(8))
+    full, local = rotations.full, rotations.windowed
+    assert model.layers[0].self_attn.is_windowed and not model.layers[1].self_attn.is_windowed
     torch.testing.assert_close(local[0][3, 4], torch.tensor(3 * 100 ** (-4 / 16)).cos())
     torch.testing.assert_close(full[0][3, 4], torch.tensor(3 * 1e4 ** (-4 / 16)).cos())
 
@@ -469,7 +461,7 @@ def test_other_names_of_activations():
         "gelu_pytorch_tanh": "gelu_tanh",
     }.items():
         config = from_config_json({**content, "hidden_act": name})
-        assert config.hidden_act == ours and to_config_json(config)["hidden_act"] in (
+        assert config.parts(0).mlp.activation == ours and to_config_json(config)["hidden_act"] in (
             "silu",
             "gelu_pytorch_tanh",
         )
@@ -493,7 +485,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes():
         **sizes,
     }
     config = from_config_json(older)
-    assert (config.head_dim, config.num_key_value_heads, config.rope_theta) == (16, 4, 1e4)
+    assert (*config.attention.heads, config.rope_theta) == (4, 4, 16, 1e4)
     assert (config.tie_word_embeddings, config.rms_norm_eps) == (False, 1e-6)
     for model_type in ("qwen2", "mistral"):
         with pytest.raises(ValueError, match="lacks num_key_value_heads"):
@@ -508,15 +500,14 @@ def test_what_a_file_leaves_out_is_what_transformers_takes():
     ({"model_type": "gemma"}, r"no family has model_type 'gemma'.*has a row for "
                               rf"{', '.join(FAMILIES)}"),
     ({"model_type": "llama"}, "model_type 'llama' has no config.json for .*: qk_norm 'head'$"),
-    ({"has_qkv_biases": True}, "model_type 'qwen3' has no config.json for .*: has_qkv_biases "
-                               "True$"),
-    ({"norms_after": True, "logits_scaling": 2.0}, "for .*: norms_after True, logits_scaling 2.0$"),
+    ({"has_biases": True}, "model_type 'qwen3' has no config.json for .*: has_biases True$"),
+    ({"after": True, "logits_scaling": 2.0}, "for .*: after True, logits_scaling 2.0$"),
     ({"initializer_range": 0.0}, "for .*: initializer_range is 0.0; it must be as 0.02 is$"),
-    ({"layer_kinds": (NSA(selected_blocks=8),)}, r"for .*: layer_kinds .NSA.selected_blocks=8"),
+    ({"kinds": (NSA(selected_blocks=8),)}, r"for .*: kind NSA.selected_blocks=8"),
 ])  # fmt: skip
 def test_a_model_that_would_be_read_back_otherwise_is_not_written(change, message):
     with pytest.raises(ValueError, match=message):
-        to_config_json(replace(TINY, **change))
+        to_config_json(reshape(TINY, **change))
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -524,7 +515,7 @@ def test_what_is_written_is_read_back(model_type):
     """Changes one or two fields at random: the file says the same model, or is refused."""
     random, written = Random(0), 0
     choices = {
-        "layer_kinds": [
+        "kinds": [
             (FULL,),
             (Window(64),),
             (Window(64), FULL),
@@ -539,24 +530,24 @@ def test_what_is_written_is_read_back(model_type):
         ],
         "num_hidden_layers": [1, 2, 5],
         "head_dim": [16],
-        "hidden_act": ["gelu_tanh"],
+        "activation": ["gelu_tanh"],
         "qk_norm": [None, "head"],
         "attention_multiplier": [0.25, 0.3, 32**-0.5],
         "embedding_multiplier": [12.0],
         "local_rope_theta": [None, 1e3],
-        "layer_rotates": [(True, False), (True, True, False)],
-        "residual_multiplier": [0.2],
+        "rotates": [(True, False), (True, True, False)],
+        "multiplier": [0.2],
     }
     for _ in range(60):
         changes = {
             name: random.choice(choices[name])
             for name in random.sample([*choices], random.choice((1, 2)))
         }
-        changes.pop("attention_multiplier" if "layer_rotates" in changes else "", None)
+        changes.pop("attention_multiplier" if "rotates" in changes else "", None)
         scaling = (
             YarnScaling(4.0, 64, llama_4_scaling_beta=0.1) if model_type == "ministral3" else None
         )
-        config = replace(in_family(replace(TINY, rope_scaling=scaling), model_type), **changes)
+        config = reshape(in_family(replace(TINY, rope_scaling=scaling), model_type), **changes)
         try:
             read = from_config_json(json.loads(json.dumps(to_config_json(config))))
         except ValueError as error:
@@ -566,15 +557,13 @@ def test_what_is_written_is_read_back(model_type):
         with torch.device("meta"):
             models = Transformer(read), Transformer(config)
         parts = [[layer.self_attn for layer in model.layers] for model in models]
+        first, second = ([(part.part, part.is_windowed) for part in each] for each in parts)
+        assert first == second and read.all_parts() == config.all_parts()
         first, second = (
-            [(part.kind, part.rotates, part.is_local) for part in each] for each in parts
+            each.attention_multiplier or each.attention.head_dim**-0.5 for each in (read, config)
         )
         assert first == second
-        first, second = (
-            each.attention_multiplier or each.head_dim**-0.5 for each in (read, config)
-        )
-        assert first == second
-        in_other_forms = ("layer_kinds", "layer_rotates", "attention_multiplier")
+        in_other_forms = ("layers", "attention_multiplier")
         assert read == replace(config, **{name: getattr(read, name) for name in in_other_forms})
     assert 8 < written < 52
 
@@ -583,7 +572,7 @@ def test_what_is_written_is_read_back(model_type):
     ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; it must be as 1e-06 is"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be as True is"),
     ({"vocab_size": 2**31}, "vocab_size is 2147483648"),
-    ({"hidden_size": "many"}, "a value is of the wrong type"),
+    ({"hidden_size": "many"}, "hidden_size is 'many'; it must be as 2560 is"),
     ({"rope_scaling": 1}, "a value is of the wrong type"),
     ({"rope_scaling": {"type": "linear", "factor": 10**400}}, "factor of rope_type linear is "
                                                               "'10000"),
@@ -644,7 +633,7 @@ def test_experts_of_all_layers_together_have_a_bound():
         "num_hidden_layers": 64,
         "num_experts": 2048,
     }
-    assert from_config_json(content).layer_mlps[0].num_experts == 2048
+    assert from_config_json(content).parts(0).mlp.num_experts == 2048
     with pytest.raises(
         ValueError, match="65 layers have 2048 experts each; at most 131072 are built together"
     ):

@@ -13,8 +13,9 @@ import train
 from kernels.compact_adamw import GROUP
 from kernels.experts.part import ExpertsPart
 from kernels.gated_mlp import GatedMLPPart
-from model import MODEL_SIZES, ModelConfig, Transformer
+from model import MODEL_SIZES, Transformer
 from tests.runs import GIB, arguments, metrics, only_resume
+from tests.shapes import model_of
 from training.checkpoint.carried import read_carried
 from training.checkpoint.manifest import WEIGHTS
 from training.checkpoint.weights import (
@@ -141,7 +142,7 @@ def test_patterns_of_layers():
         ({"mlp_only_layers": []}, (experts,), []),
         ({"mlp_only_layers": None, "decoder_sparse_step": 2}, (dense, experts), [0, 2]),
         ({"mlp_only_layers": [3], "decoder_sparse_step": 2}, (dense, experts, dense), [0, 2, 3]),
-        ({"num_experts": 0}, (), None),
+        ({"num_experts": 0}, (dense,), None),
         (
             {"norm_topk_prob": False, "mlp_only_layers": []},
             (replace(experts, normalizes=False),),
@@ -149,8 +150,9 @@ def test_patterns_of_layers():
         ),
     ):
         read = from_config_json({**content, **settings})
-        assert read.layer_mlps == mlps and to_config_json(read).get("mlp_only_layers") == written
-        assert from_config_json(to_config_json(read)).layer_mlps == mlps
+        assert tuple(parts.mlp for parts in read.layers) == mlps
+        assert to_config_json(read).get("mlp_only_layers") == written
+        assert from_config_json(to_config_json(read)) == read
     for settings, message in (
         ({"num_experts_per_tok": 9}, "at most num_experts of them per token"),
         ({"hidden_act": "gelu_pytorch_tanh"}, "experts have SiLU"),
@@ -174,7 +176,7 @@ def test_a_token_counts_the_experts_that_it_goes_to():
     assert active == 48 * (8 * 3 * 768 * 2048 + 128 * 2048 + 2 * 2048 * 128 * (32 + 4)) + ends
     assert active / 1e9 == pytest.approx(3.35, abs=0.01)
     products = (
-        forward_flops(model, [1]) - model.layer_kinds[0].forward_flops([1], *model.heads) * 48
+        forward_flops(model, [1]) - model.kinds[0].forward_flops([1], *model.attention.heads) * 48
     )
     assert products == 2 * (active - ends / 2)
 
@@ -202,9 +204,7 @@ def test_every_weight_of_30b_on_one_h200():
 
 
 def test_plans_count_no_state_of_frozen_routers():
-    config = ModelConfig(
-        64, 32, 48, 3, 2, 1, 16, layer_mlps=(ExpertsPart(6, 2, 24), GatedMLPPart(48))
-    )
+    config = model_of(64, 32, 48, 3, 2, 1, 16, mlps=(ExpertsPart(6, 2, 24), GatedMLPPart(48)))
     whole, frozen = (
         step_on_meta(config, 512, trained=trained) for trained in (ALL, WithoutRouters())
     )
@@ -555,8 +555,8 @@ def test_adapters_that_peft_joins_are_trained_on(released, corpus, tmp_path):
 
 def test_no_gradient_goes_to_an_expert_without_tokens():
     """Its router's row gets some. Experts in another order are the same model."""
-    config = ModelConfig(
-        64, 32, 48, 2, 2, 1, 16, layer_mlps=(ExpertsPart(6, 2, 24),), model_type="qwen3_moe"
+    config = model_of(
+        64, 32, 48, 2, 2, 1, 16, mlps=(ExpertsPart(6, 2, 24),), model_type="qwen3_moe"
     )
     torch.manual_seed(0)
     model = Transformer(config)

@@ -14,6 +14,7 @@ from kernels.lora import LORA
 from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
 from tests.packages import needs
+from tests.shapes import reshape
 from training.checkpoint.state import load_weights
 from training.families.config_json import from_config_json
 from training.families.flags import LORA_TARGETS
@@ -215,9 +216,7 @@ def train_placed(tied, place, bits=16, round_to=16):
     """Losses and adapters of four unlike steps with weights in that place, first rounded to
     `round_to` bits."""
     mlps = GatedMLPPart(384), ExpertsPart(4, 2, 64), GatedMLPPart(384)
-    config = replace(
-        MODEL_SIZES["tiny"], num_hidden_layers=3, tie_word_embeddings=tied, layer_mlps=mlps
-    )
+    config = reshape(MODEL_SIZES["tiny"], num_hidden_layers=3, tie_word_embeddings=tied, mlps=mlps)
     adapters = Adapters(4, 8.0, ("q_proj", "o_proj", "up_proj", "experts"))
     pair = Placement("gpu", "gpu", weights=place), Placement("recompute", weights=place)
     placements = *pair, Placement("host", "host", weights=place)
@@ -304,7 +303,7 @@ def test_a_whole_block_cannot_have_quantized_weights():
 def loss_and_gradients(execution, device, dtype):
     """One step of packed documents; the same weights and adapters, rounded to bfloat16, on any
     device."""
-    config = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, head_dim=64, hidden_size=256)
+    config = reshape(MODEL_SIZES["tiny"], num_hidden_layers=2, head_dim=64, hidden_size=256)
     with torch.device("meta"):
         model = Transformer(config)
     Adapters(16, 32.0).prepare(model)

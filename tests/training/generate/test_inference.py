@@ -13,6 +13,7 @@ from kernels.attention import NSA, Sparse
 from kernels.attention.full import FULL
 from model import MODEL_SIZES, Block, Transformer
 from tests.checkpoints import save_checkpoint
+from tests.shapes import reshape
 from training.checkpoint import weights as weights_in_files
 from training.checkpoint.weights import parameter_shapes
 from training.evaluation import __main__ as evaluation
@@ -243,7 +244,7 @@ def test_thousands_of_layers_are_refused_by_the_files_before_they_are_built(
     folder, tmp_path, monkeypatch, capsys
 ):
     """The weights have 2 layers, config.json says 4,096. Building those would take a minute."""
-    mixed = replace(TINY, num_hidden_layers=5, layer_kinds=(FULL, NSA()), tie_word_embeddings=False)
+    mixed = reshape(TINY, num_hidden_layers=5, kinds=(FULL, NSA()), tie_word_embeddings=False)
     with torch.device("meta"):
         expected = [
             (name, parameter.shape) for name, parameter in Transformer(mixed).named_parameters()

@@ -43,7 +43,7 @@ def step_of(
     given = Execution(loss_impl=loss_impl, attention_backend=backend, state_format=state_format)
     with torch.device("meta"):
         model = Transformer(config, options.get("tensor_ranks", 1)).to(torch.bfloat16)
-    return Step(model.share, list(model.named_parameters()), context_length, given=given, **options)
+    return Step(model.shard, list(model.named_parameters()), context_length, given=given, **options)
 
 
 def test_today_measured():
@@ -584,7 +584,7 @@ def test_adapters_spare_the_products_of_weights_gradients(size, placement):
         replace(step.given, placements=(placement,) * 36, mlp_tile_size=8192)
         for step in (full, lora)
     ]
-    share = full.share
+    share = full.shard
     matrices = 36 * share.layer_matrix_parameters() + share.vocab_size * share.hidden_size
     updates = [
         step.inventory(e).updated_here / H200["memory"] for step, e in zip((full, lora), placed)
@@ -659,7 +659,7 @@ def test_answers_count_what_they_see_of_their_prompts():
     config, heads, (P, R) = MODEL_SIZES["4B"], (32, 8, 128), (6410, 640)
     once, whole = forward_flops(config, [P, R], prompts=[(P, 1, R)]), forward_flops(config, [P + R])
     assert once == pytest.approx(whole, rel=1e-9)
-    delta, lengths, prompts = DeltaNet(), [P, *8 * [R]], [(P, 8, 8 * R)]
+    delta, lengths, prompts = DeltaNet().kind, [P, *8 * [R]], [(P, 8, 8 * R)]
     assert delta.forward_flops(lengths, *heads, prompts) == delta.forward_flops(lengths, *heads)
     for kind, copied in (
         (Window(1000), 999),
@@ -740,5 +740,5 @@ def test_frozen_matrices_have_two_products_of_three():
     full, frozen = (
         forward_flops(share, [4096, 100], trains_matrices=trains) for trains in (True, False)
     )
-    attention = sum(kind.forward_flops([4096, 100], *share.heads) for kind in share.kinds)
+    attention = sum(kind.forward_flops([4096, 100], *share.attention.heads) for kind in share.kinds)
     assert 3 * (frozen - attention) == pytest.approx(2 * (full - attention))

@@ -13,8 +13,9 @@ from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
 from kernels.linear import PLAIN
 from kernels.mixed import Mixed
-from model import MODEL_SIZES, ModelConfig, Transformer
+from model import MODEL_SIZES, Transformer
 from tests.gpu import free_memory
+from tests.shapes import reshape
 from training.families.config_json import in_family
 from training.families.lora import Adapters
 from training.families.trained import ALL
@@ -33,8 +34,8 @@ D, F, H, G, K = 2560, 9728, 32, 8, 128  # the 4B's
 def step_of(
     tokens, kind=FULL, linear=None, trained=ALL, model_type="qwen3", num_ranks=1, **changes
 ):
-    config = replace(
-        MODEL_SIZES["4B"], num_hidden_layers=1, vocab_size=64, layer_kinds=(kind,), **changes
+    config = reshape(
+        MODEL_SIZES["4B"], num_hidden_layers=1, vocab_size=64, kinds=(kind,), **changes
     )
     given = Execution(linear=linear or trained.linear(PLAIN), attention_backend="cudnn")
     return step_on_meta(
@@ -94,7 +95,7 @@ def test_what_waits_and_leaves_of_a_placed_block(results):
         (Sparse(24), None, 24),
         (Sparse(24), ExpertsPart(E, k, 64), 24),
     ):
-        step = step_of(T, kind, **({} if mlp is None else {"layer_mlps": (mlp,)}))
+        step = step_of(T, kind, **({} if mlp is None else {"mlps": (mlp,)}))
         for where in ("gpu", "host"):
             placement, part = Placement(where, results), step.parts[0]
             of_attention, of_mlp = (2 * K + 4) * H * T, 0 if mlp is None else 4 * k * T
@@ -114,7 +115,7 @@ def test_experts_keep_their_choice_and_a_tile_at_a_time():
     and rows of dx.
     """
     T, tile, E, k, F = 131_072, 32_768, 16, 4, 768
-    step = step_of(T, layer_mlps=(ExpertsPart(E, k, F),))
+    step = step_of(T, mlps=(ExpertsPart(E, k, F),))
     assert bytes_of(step, PLACED, tile).kept == (0, 4 * k * T)
     most = 4 * 2 * D * T + 4 * 3 * E * D * F + 2 * k * tile * (2 * F + D)
     found = bytes_of(step, PLACED, tile).mlp_backward[1]
@@ -172,7 +173,7 @@ def test_backward_of_a_gated_norm_writes_over_the_gradient_of_its_result(traces)
 
 
 def test_a_second_forward_makes_no_sum_with_a_skipped_mlp(traces):
-    for changes in {}, {"model_type": "granite", "residual_multiplier": 0.25}:
+    for changes in {}, {"model_type": "granite", "multiplier": 0.25}:
         bytes_of(step_of(LONG, **changes), PLACED, 8192)
         phases = [
             moment.phase for moment in traces[-1].moments if moment.operation == "aten::add.Tensor"
@@ -213,9 +214,9 @@ UNLIKE = {
         None,
     ),
     "output gate": ({"model_type": "qwen3_5_text", "rotary_dim": 64}, PLACED, 8192, None),
-    "experts": ({"layer_mlps": (ExpertsPart(16, 4, 768),)}, KEPT, 8192, None),
-    "experts, whole": ({"layer_mlps": (ExpertsPart(16, 4, 768),)}, WHOLE, None, None),
-    "wider": ({"layer_mlps": (GatedMLPPart(24_576, "gelu_tanh"),)}, KEPT, None, None),
+    "experts": ({"mlps": (ExpertsPart(16, 4, 768),)}, KEPT, 8192, None),
+    "experts, whole": ({"mlps": (ExpertsPart(16, 4, 768),)}, WHOLE, None, None),
+    "wider": ({"mlps": (GatedMLPPart(24_576, "gelu_tanh"),)}, KEPT, None, None),
 }
 
 
@@ -234,8 +235,9 @@ def test_two_lengths_tell_of_all_longer_ones(case, monkeypatch):
         dry_run._block_bytes.cache_clear()
 
 
-ON_GPU = {kind.name: {"kind": kind} for kind in (FULL, Window(), Sparse(), NSA(), DeltaNet())}
-ON_GPU["experts"] = {"layer_mlps": (ExpertsPart(16, 4, 768),)}
+ON_GPU: dict = {kind.name: {"kind": kind} for kind in (FULL, Window(), Sparse(), NSA())}
+ON_GPU["delta"] = {"kind": DeltaNet()}
+ON_GPU["experts"] = {"mlps": (ExpertsPart(16, 4, 768),)}
 
 
 @pytest.mark.gpu(gib=8)
@@ -248,7 +250,7 @@ def test_a_block_on_a_gpu(placement, tile_size, heads, case):
     """At the fullest moments of forward and backward, and between them: to within 2%."""
     step = step_of(16_384, **ON_GPU[case])
     expected = bytes_of(step, placement, tile_size, heads)
-    model = Transformer(ModelConfig(**vars(step.share))).cuda().cast(torch.bfloat16)
+    model = Transformer(step.shard).cuda().cast(torch.bfloat16)
     apply_execution(model, Execution((placement,), tile_size, heads))
     [block] = model.layers
     for parameter in block.parameters():

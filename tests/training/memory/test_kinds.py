@@ -46,9 +46,9 @@ def test_other_forms_are_refused(text):
 def test_layers_that_attend_to_everything_are_set_and_windows_keep_their_kind():
     flags = Namespace(attention_type="sparse", context_length=None, **dict.fromkeys(FLAGS))
     window = Window(64)
-    shape = replace(MODEL_SIZES["tiny"], layer_kinds=(window, FULL), num_hidden_layers=4)
+    shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=4).with_kinds(window, FULL)
     assert kinds_of(flags, shape) == (window, Sparse()) * 2
-    windows = replace(shape, layer_kinds=(window,))
+    windows = shape.with_kinds(window)
     with pytest.raises(
         UserError, match="sparse has no effect on a model whose layers all attend by window;"
     ):

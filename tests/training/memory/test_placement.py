@@ -19,6 +19,7 @@ from kernels.attention.libraries import KERNELS
 from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
+from tests.shapes import reshape
 from training.host.memory import PinnedArena
 from training.memory.cost_model import Step
 from training.memory.dry_run import results_bytes
@@ -66,7 +67,7 @@ WITH_WHOLE = {
 def build(placements=None, dtype=torch.float32, mlp_tile_size=None, kinds=(FULL,), **options):
     """A tiny model, the same every time; without placements, of the same MLP."""
     torch.manual_seed(0)
-    model = Transformer(replace(TINY, layer_kinds=kinds)).to(dtype)
+    model = Transformer(reshape(TINY, kinds=kinds)).to(dtype)
     for block in model.layers:
         block.mlp.tile_size = mlp_tile_size
     if placements is not None:
@@ -208,9 +209,9 @@ def test_what_is_kept_does_not_run_again(heads_at_a_time, monkeypatch):
         loss = model(ids, ids).loss
         calls.update(attention=0, mlp=0)
         loss.backward()
-        return calls["attention"] / (TINY.num_key_value_heads if heads_at_a_time else 1), calls[
-            "mlp"
-        ]
+        return calls["attention"] / (
+            TINY.attention.num_key_value_heads if heads_at_a_time else 1
+        ), calls["mlp"]
 
     assert count([Placement("gpu", "gpu")] * 4, None) == (0, 4)
     assert count([Placement("host", "host")] * 4, 102) == (0, 0)
@@ -479,7 +480,7 @@ def test_blocks_are_chosen_once(kind, module, function, heads_at_a_time, monkeyp
     for name in ("gpu recompute", "host gpu", "chain")[: 3 if kind is SPARSE else 1]:
         chosen.clear()
         run_sparsely.__wrapped__(kind, placements=PLACEMENTS[name], heads_at_a_time=heads_at_a_time)
-        calls = 4 * (TINY.num_key_value_heads if heads_at_a_time else 1)
+        calls = 4 * (TINY.attention.num_key_value_heads if heads_at_a_time else 1)
         assert len(chosen) == calls * (1 if kind is SPARSE else 3)
 
 

@@ -60,7 +60,7 @@ def test_blocks_stay_whole_where_memory_is_plenty():
     plan = make_plan(step, 139 * GIB, HOST)
     assert set(plan.execution.placements) == {WHOLE}
     assert "blocks kept whole      36" in str(plan).splitlines()
-    flops = 6 * step.tokens * (36 * step.share.layer_matrix_parameters() + 151_936 * 2560)
+    flops = 6 * step.tokens * (36 * step.shard.layer_matrix_parameters() + 151_936 * 2560)
     attention = 36 * 4 * 4096 * (8192 * 8193 // 2)
     compute = flops / H200["products"]
     compute += attention * (1 / H200["full forward"] + 2.5 / H200["full backward"])
@@ -413,7 +413,7 @@ def test_a_batch_of_packed_documents_keeps_their_lengths():
 @pytest.mark.parametrize("kind", [Sparse(), NSA()])
 def test_chosen_blocks_have_numbers_of_16_bits(kind):
     """Past 32,767 blocks of 64 tokens no plan is made, whatever memory there is."""
-    config = replace(MODEL_SIZES["0.6B"], num_hidden_layers=2, layer_kinds=(kind,))
+    config = replace(MODEL_SIZES["0.6B"], num_hidden_layers=2).with_kinds(kind)
     step = step_on_meta(config, 2_097_088)
     assert find_max_context(step, 1000 * GIB, HOST) == 2_097_088 // 1024 * 1024
     make_plan(step, 1000 * GIB, HOST)

@@ -29,9 +29,10 @@ from kernels.linear_cross_entropy import logits_bytes
 from kernels.lora import LORA, LoRA
 from kernels.parts import part_of
 from kernels.tensor_parallel import TensorRanks
-from model import MODEL_SIZES, ModelConfig, Transformer
+from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
 from tests.pictures import check_texts
+from tests.shapes import reshape
 from tests.storage_counter import StorageCounter
 from training.families.config_json import in_family
 from training.families.flags import LORA_TARGETS
@@ -86,7 +87,7 @@ def attention_bytes(q, k, kind, backend):
 
 def own_bytes(step):
     """Bytes that operations take inside, as they declare it; outputs are counted already."""
-    ops, share = torch.ops.fathom, step.share
+    ops, share = torch.ops.fathom, step.shard
 
     def delta_rule(k, v):
         return delta_rule_bytes(step.tokens, v.shape[2], k.shape[3], v.shape[3])
@@ -132,7 +133,7 @@ class SharedBench(Bench):
 
 def model_of(step):
     """A model of the shape that one rank has."""
-    model = Transformer(ModelConfig(**vars(step.share)))
+    model = Transformer(step.shard)
     step.trained.prepare(model)
     return model
 
@@ -187,8 +188,8 @@ def step_of(
     config = MODEL_SIZES[size]
     given = Execution(loss_impl=loss_impl, attention_backend=backend, state_format=state_format)
     layers = num_hidden_layers or config.num_hidden_layers
-    config = replace(
-        in_family(config, model_type), num_hidden_layers=layers, layer_kinds=kinds, **scalars or {}
+    config = reshape(
+        in_family(config, model_type), num_hidden_layers=layers, kinds=kinds, **scalars or {}
     )
     with torch.device("meta"):
         model = Transformer(config, options.get("tensor_ranks", 1)).cast(torch.bfloat16)
@@ -197,7 +198,7 @@ def step_of(
         given = replace(given, linear=LORA)
     documents = PackedDocuments.one_each(context_length, options.get("batch_size", 1))
     return Step(
-        model.share,
+        model.shard,
         model.named_parameters(),
         context_length,
         documents=documents,
@@ -208,21 +209,21 @@ def step_of(
 
 GPU, ON_HOST = Placement("gpu", "gpu"), Placement("host", "host")
 VISITS = replace(ON_HOST, weights="host")
-SCALARS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+SCALARS = {"embedding_multiplier": 12.0, "multiplier": 0.22, "logits_scaling": 8.0}
 FOUR_NORMS = {
-    "norms_after": True,
+    "after": True,
     "local_rope_theta": 1e4,
-    "norm_weight_offset": 1.0,
-    "norm_cast_before_weight": False,
+    "offset": 1.0,
+    "cast": False,
 }
-NORMS_AFTER = {"norms_before": False, "norms_after": True, "qk_norm": "width"}
-WIDER = {"layer_mlps": (*[GatedMLPPart(9728)] * 3, GatedMLPPart(24_576, "gelu_tanh"))}
+NORMS_AFTER = {"before": False, "after": True, "qk_norm": "width"}
+WIDER = {"mlps": (*[GatedMLPPart(9728)] * 3, GatedMLPPart(24_576, "gelu_tanh"))}
 STANDARD_8B = {"size": "8B", "loss_impl": "standard"}
 QV, ON_FP8 = ("q_proj", "v_proj"), {"linear": LoRA(FP8("triton"))}
 BY_LAYER = tuple(map(Sparse, (64, 32, 0, 128)))
 QWEN35 = {
     "size": "qwen3.5-4B",
-    "kinds": MODEL_SIZES["qwen3.5-4B"].layer_kinds,
+    "kinds": (*3 * (DeltaNet(16, 32),), FULL),
     "model_type": "qwen3_5_text",
 }
 

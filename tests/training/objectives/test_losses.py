@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from model import ModelConfig, Transformer
+from model import Transformer
 from tests.ranks import run_ranks
+from tests.shapes import model_of
 from training.data.loader import PROMPT, make_batch
 from training.data.sources import Document
 from training.data.tokens import TokenStore
@@ -25,7 +26,7 @@ from training.run.settings import TrainConfig, check_config
 from training.run.step import beside_step, count_losses, run_model, validate
 
 CPU = World(0, 1, torch.device("cpu"))
-CONFIG = ModelConfig(64, 32, 48, 1, 4, 2, 16, initializer_range=0.2)
+CONFIG = model_of(64, 32, 48, 1, 4, 2, 16, initializer_range=0.2)
 PAIRS = [((3, 4), (3, 6)), ((2, 7), (2, 1)), ((1, 1), (1, 1))]  # prompt, answer
 ROLLOUTS = [(4, 3), (4, 1), (4, 6), (7, 5), (3, 2)]  # three answers to one prompt
 PREFERENCES = [

@@ -7,14 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from model import ModelConfig
+from tests.shapes import model_of
 from training.objectives.kto import KTO
 from training.objectives.preferences import Preference
 from training.objectives.rollouts import Rollout
 from training.objectives.scored import Objective
 
 RECORDED = Path(__file__).with_name("trl.json")
-CONFIG = ModelConfig(16, 8, 12, 1, 2, 1, 4)
+CONFIG = model_of(16, 8, 12, 1, 2, 1, 4)
 CONTEXT_LENGTH, TRUNCATION = 16, 1.2
 PROMPTS, COMPLETIONS = (
     (4, 4, 3, 3, 5, 5),

@@ -11,8 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL
 from kernels.gated_delta_net import DeltaNet
-from model import MODEL_SIZES, ModelConfig, Transformer
+from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
+from tests.shapes import model_of, reshape
 from tests.storage_counter import StorageCounter
 from training.families.lora import Adapters
 from training.memory.cost_model import Step
@@ -73,7 +74,7 @@ def build_delta_nets(device, world=None, adapters=None):
     return build(
         device,
         world,
-        replace(CONFIGS[device.type], num_hidden_layers=3, layer_kinds=kinds),
+        reshape(CONFIGS[device.type], num_hidden_layers=3, kinds=kinds),
         adapters,
     )
 
@@ -167,7 +168,7 @@ def differences_of_stages() -> dict[str, float]:
     tokens."""
     T, config, world = (
         8,
-        ModelConfig(64, 256, 768, 3, 4, 2, 64),
+        model_of(64, 256, 768, 3, 4, 2, 64),
         World(0, 2, torch.device("cpu"), make_mesh("cpu", 2)),
     )
     model, execution = build(world.device, world, config), Execution((Placement("gpu", "gpu"),) * 3)
@@ -175,7 +176,7 @@ def differences_of_stages() -> dict[str, float]:
     optimizer = MasterAdamW(model.named_parameters())
     one = PackedDocuments.one_each(T, 1)
     step = Step(
-        model.share,
+        model.shard,
         model.named_parameters(),
         T,
         documents=one,

@@ -3,7 +3,6 @@ element once."""
 
 import functools
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from kernels.gated_delta_net import DeltaNet
 from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
+from tests.shapes import reshape
 from tests.training.data.test_packing import make_documents, make_loader
 from tests.training.parallel.test_world import timeout_of
 from training.checkpoint.pieces import is_written_here, local_pieces
@@ -47,7 +47,7 @@ def train_unlike_batches(
     Gradients are clipped.
     """
     with torch.device("meta"):
-        config = replace(MODEL_SIZES["tiny"], num_hidden_layers=2, layer_kinds=kinds)
+        config = reshape(MODEL_SIZES["tiny"], num_hidden_layers=2, kinds=kinds)
         model = Transformer(config, world.tensor_size)
     if world.size > 1:
         share_matrices(model, world)

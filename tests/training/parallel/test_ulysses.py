@@ -24,9 +24,10 @@ from kernels.gated_delta_net import DeltaNet
 from kernels.head_exchange import HeadExchange, RanksOnMeta
 from kernels.parts import AttentionKind
 from kernels.rope import YarnScaling
-from model import MODEL_SIZES, Attention, Context, ModelConfig, Transformer
+from model import MODEL_SIZES, Attention, Context, Rotations, Transformer
 from tests.ranks import run_ranks
 from tests.runs import arguments, losses, metrics, only_resume, weights, weights_of_another_shape
+from tests.shapes import model_of
 from tests.storage_counter import StorageCounter
 from tests.training.data.test_packing import make_loader
 from training.data.sources import Document
@@ -86,8 +87,8 @@ HOST = Placement("host", "host")
 SPARSE, NATIVE = (Sparse(1, 32, 64, 65),) * 2, (NSA(4, 64),) * 2
 DELTA = DeltaNet(4, 8, 16, 16)
 QWEN35 = {
-    "num_hidden_layers": 2, "layer_kinds": (DELTA, FULL), "model_type": "qwen3_5_text",
-    "norm_weight_offset": 1.0, "norm_cast_before_weight": False, "has_output_gate": True,
+    "num_hidden_layers": 2, "kinds": (DELTA, FULL), "model_type": "qwen3_5_text",
+    "offset": 1.0, "cast": False, "has_output_gate": True,
     "rotary_dim": 8,
 }  # fmt: skip
 QWEN2, LLAMA = (
@@ -281,16 +282,14 @@ def bytes_of(
 
 def build(case: Case, world: World) -> Transformer:
     options = {
-        "layer_kinds": case.kinds or (FULL,),
+        "kinds": case.kinds or (FULL,),
         "tie_word_embeddings": case.tied,
-        "layer_mlps": case.experts,
+        "mlps": case.experts,
     }
     options["router_aux_loss_coef"] = 0.5 * bool(case.experts)
     if case.model_type == "ministral3":
         options["rope_scaling"] = YarnScaling(4.0, 64, llama_4_scaling_beta=0.5)
-    config = in_family(
-        ModelConfig(256, 64, 96, 2, case.H, case.G, case.K, **options), case.model_type
-    )
+    config = in_family(model_of(256, 64, 96, 2, case.H, case.G, case.K, **options), case.model_type)
     with torch.device("meta"):
         model = Transformer(config, world.tensor_size).cast(
             case.dtype if world.size == 1 else torch.float32
@@ -310,7 +309,8 @@ def build(case: Case, world: World) -> Transformer:
     copy_weights(model, ((name, full.bfloat16().to(world.device)) for name, full in drawn))
     placements = case.placements if world.size > 1 else (WHOLE, WHOLE)
     heads, tile_size = case.heads_at_a_time, case.mlp_tile_size
-    execution = Execution(placements, tile_size, heads, loss_impl=case.loss_impl, kinds=case.kinds)
+    kinds = tuple(kind.kind if kind == DELTA else kind for kind in case.kinds)
+    execution = Execution(placements, tile_size, heads, loss_impl=case.loss_impl, kinds=kinds)
     apply_execution(model, execution, arena_bytes=2**22)
     return model
 
@@ -603,7 +603,9 @@ def test_heads_that_cannot_be_shared_are_refused():
     (2, 2, "heads_at_a_time must divide a rank's 1 key/value heads, got 2"),
 ])  # fmt: skip
 def test_some_heads_at_a_time_are_of_a_rank(ranks, heads, message):
-    attention, x = Attention(MODEL_SIZES["tiny"], layer=0), torch.zeros(1, 8, 128)
+    config, x = MODEL_SIZES["tiny"], torch.zeros(1, 8, 128)
+    attention = Attention(config, config.attention, layer=0)
     attention.exchange, attention.heads_at_a_time = mock.Mock(size=ranks), heads
+    rotation = torch.ones(8, 16), torch.zeros(8, 16)
     with pytest.raises(ValueError, match=message):
-        attention(x, Context(2 * ((torch.ones(8, 16), torch.zeros(8, 16)),), longest=8))
+        attention(x, Context(Rotations(rotation, rotation), longest=8))

@@ -17,6 +17,7 @@ from kernels.lora import LoRA
 from kernels.mixed import Mixed
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
+from tests.shapes import reshape
 from tests.storage_counter import StorageCounter
 from training.checkpoint.weights import find_weights
 from training.memory.execution import WHOLE, Execution, Placement
@@ -153,10 +154,10 @@ def test_kernels_are_also_the_optimizers(monkeypatch):
 @pytest.mark.parametrize("kinds", [(FULL,), (NSA(),), (Window(), FULL)])
 def test_a_bench_has_the_steps_shape(kinds):
     """A bench has as many layers as the step's model, not as the size that a flag names."""
-    shape = replace(MODEL_SIZES["tiny"], num_hidden_layers=7, layer_kinds=kinds)
+    shape = reshape(MODEL_SIZES["tiny"], num_hidden_layers=7, kinds=kinds)
     step = step_on_meta(shape, context_length=256)
     model = build_bench(step, step.given, World(0, 1, CPU)).model
-    assert model.share == step.share == shape.share() and len(model.layers) == 7
+    assert model.shard == step.shard == shape.shard(1) and len(model.layers) == 7
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 

@@ -13,6 +13,7 @@ from kernels.lora import LORA, LoRA
 from kernels.mixed import Mixed
 from model import MODEL_SIZES
 from tests.runs import SPARSE, arguments, only_resume, weights_of_another_shape
+from tests.shapes import reshape
 from training.families.flags import DELTA_NET_TARGETS, LORA_TARGETS
 from training.host.errors import UserError
 from training.memory import kinds
@@ -143,7 +144,7 @@ def test_quantized_weights_are_refused_where_they_cannot_be():
         ("intermediate_size", 96, r"layers\.0\.mlp\.down_proj has 96 columns"),
         ("head_dim", 10, r"layers\.0\.self_attn\.o_proj has 160 columns"),
     ):
-        narrow = replace(MODEL_SIZES["0.6B"], **{name: value})
+        narrow = reshape(MODEL_SIZES["0.6B"], **{name: value})
         with pytest.raises(
             ValueError,
             match=f"lora_bits 4 needs rows of whole groups of 64, and {found}; give lora_",
@@ -167,12 +168,12 @@ def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
             ValueError,
             match="multiples of 16 up to 32,768, number of rows of layer 0's gate_proj is 100",
         ):
-            check(replace(size, intermediate_size=100), linear=linear)
-    check(replace(size, intermediate_size=3_088), linear="fp8")
+            check(reshape(size, intermediate_size=100), linear=linear)
+    check(reshape(size, intermediate_size=3_088), linear="fp8")
     with pytest.raises(
         ValueError, match="multiples of 16 up to 32,768, head_dim is 24; use linear bf16"
     ):
-        check(replace(size, head_dim=24), linear="fp8")
+        check(reshape(size, head_dim=24), linear="fp8")
 
 
 def test_a_forward_of_8_bits_differs_from_stored_log_probabilities(tmp_path, caplog):
