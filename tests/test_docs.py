@@ -33,7 +33,12 @@ from training.run import settings
 from training.run.settings import TrainConfig
 
 ROOT = Path(__file__).parents[1]
-GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GUIDES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "AGENTS.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 LINKED = [*GUIDES, ROOT / "MEMORY_REPORT.md", ROOT / "kernels/attention/README.md"]
 LINKED += (ROOT / "benchmarks/results").glob("history_*.md")
 BIN = ".venv/bin/"
@@ -250,7 +255,9 @@ def test_flags_page_is_what_its_command_writes():
     assert PAGE.read_text() == page(), "run .venv/bin/python -m docs.flags"
 
 
-@pytest.mark.parametrize(("name", "most"), [("README.md", 130), ("MEMORY_REPORT.md", 200)])
+@pytest.mark.parametrize(
+    ("name", "most"), [("README.md", 130), ("MEMORY_REPORT.md", 200), ("AGENTS.md", 60)]
+)
 def test_first_pages_are_short(name, most):
     assert len((ROOT / name).read_text().splitlines()) <= most
 
