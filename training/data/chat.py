@@ -1,5 +1,7 @@
-"""Chats as tokens: rendered whole by the tokenizer's own chat template, with the assistant's turns
-as targets."""
+"""Chats as tokens, with the assistant's turns as targets.
+
+A chat is rendered whole by the tokenizer's own chat template.
+"""
 
 import contextlib
 import json
@@ -29,12 +31,9 @@ CHATML = (
 )
 SPECIAL = re.compile(r"<\|\w+\|>")  # strings of a template that are meant to be tokens
 WRITERS = 100  # writers that are kept, for rows with chat_template_kwargs of their own
+# Variables that say nothing to a template without reasoning.
+SWITCHES = ("enable_thinking", "thinking", "reasoning_effort")
 # Arguments of transformers' apply_chat_template that are no variables for a row to give.
-SWITCHES = (
-    "enable_thinking",
-    "thinking",
-    "reasoning_effort",
-)  # say nothing to a template without reasoning
 ARGUMENTS = (
     "messages",
     "tools",
@@ -60,13 +59,11 @@ class ChatTemplate:
     Args:
         tokenizer: a FileTokenizer; see read_templates for the files.
         reasoning: treatment of the reasoning in turns before the last user message. "template":
-        left to the template;
-            Qwen3's drops it. "drop": removed. "keep": each turn is rendered as if its user message
-            were the last one.
+        left to the template; Qwen3's drops it. "drop": removed. "keep": each turn is rendered as if
+        its user message were the last one.
 
     Attributes:
-        unread: fields of the last chat that describe it and that the template does not write, such
-        as "source".
+        unread: fields of the last chat that the template does not write, such as "source".
     """
 
     def __init__(self, tokenizer, reasoning: str = "template"):
@@ -93,19 +90,21 @@ class ChatTemplate:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Ids of tokens that end a turn. An end of several tokens has the last one's id if that is
-        an added token."""
+        """Ids of tokens that end a turn.
+
+        An end of several tokens has the last token's id, if that is an added token.
+        """
         if (name := self._choose(has_tools=True)) is not None:
             with contextlib.suppress(UserError):  # no chat has tools, or each is refused
                 self._writer(name, {})
         ends = dict.fromkeys(end for writer in self._writers.values() for end in writer.turns.stops)
-        ids = [self._tokenizer.encode(end).tolist() for end in ends]
-        added = self._tokenizer.added_tokens
-        is_told = (
-            self._tokenizer.decode(each[-1:], with_special=True) in added or len(each) == 1
-            for each in ids
-        )
-        return frozenset(each[-1] for each, is_alone in zip(ids, is_told) if is_alone)
+        last_ids = set()
+        for end in ends:
+            ids = self._tokenizer.encode(end).tolist()
+            last = self._tokenizer.decode(ids[-1:], with_special=True)
+            if len(ids) == 1 or last in self._tokenizer.added_tokens:
+                last_ids.add(ids[-1])
+        return frozenset(last_ids)
 
     def encode(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
         """Returns (ids, is_masked) of a chat, uint32 and bool [N]. A token that begins before its
@@ -113,10 +112,9 @@ class ChatTemplate:
 
         Args:
             record: {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}. A message of
-            the assistant that
-                says so, as by "weight": 0 or "loss": false, has no targets; see says_trained.
-                "chat_template_kwargs" are variables of the template, and "beside" the row's fields
-                that no form has.
+            the assistant that says so, as by "weight": 0 or "loss": false, has no targets; see
+            says_trained. "chat_template_kwargs" are variables of the template, and "beside" the
+            row's fields that no form has.
 
         Raises:
             UserError: the messages are not a chat; the template refuses them, or leaves out a part
@@ -143,8 +141,7 @@ class ChatTemplate:
         return ids, masked
 
     def _write(self, record: dict) -> tuple[ChatWriter, str, list[Turn], list[bool]]:
-        """Returns (its writer, its text, its turns, which messages of the assistant are trained on)
-        of a chat."""
+        """Returns a chat's writer, its text, its turns, and which answers are trained on."""
         tools = record.get("tools") or None  # a template may announce an empty list
         function_names(tools, '"tools"')
         tools = tools and [nested(tool) for tool in tools]
@@ -160,15 +157,13 @@ class ChatTemplate:
         return writer, text, turns, trained
 
     def prompt(self, messages: list[dict]) -> str:
-        """Returns the messages as text, followed by the words that the template begins an answer
-        with."""
+        """Returns the messages as text, and the words that the template begins an answer with."""
         if (name := self._choose(has_tools=False)) is None:
             self._refuse_unnamed()
         return self._writer(name, {}).prompt(messages)
 
     def _choose(self, has_tools: bool) -> str | None:
-        """Returns the name of the template for a chat, as transformers chooses; None if there is
-        none for it."""
+        """Returns the name of the template for a chat, as transformers chooses; None if none."""
         names = ("tool_use", "default") if has_tools else ("default",)
         return next((name for name in names if name in self._templates), None)
 
@@ -181,8 +176,10 @@ class ChatTemplate:
         )
 
     def _variables(self, name: str, values) -> tuple[dict, set[str]]:
-        """Returns a row's chat_template_kwargs, which TRL gives to the template, and names of
-        SWITCHES it lacks."""
+        """Returns a row's variables of the template, and names of SWITCHES that it lacks.
+
+        They are in "chat_template_kwargs", which TRL gives to the template.
+        """
         values = parsed(values, f'"{VARIABLES}"', "an object") or {}
         if not isinstance(values, dict):
             raise UserError(f'"{VARIABLES}" must be an object, or JSON of one')
@@ -254,11 +251,9 @@ def has_template(tokenizer) -> bool:
 
 
 def stop_ids(tokenizer, are_samples: bool) -> frozenset[int]:
-    """Returns the ids at which a run's model learns to stop: the documents' end, and the ends of
-    turns.
+    """Returns the ids at which a run's model learns to stop: ends of documents and of turns.
 
-    Turns are of the tokenizer's chat template, for data with samples: prompts with completions, or
-    chats.
+    Turns are the chat template's. Data without prompts and chats have no turns.
     """
     ids = frozenset({tokenizer.eos_id})
     if not are_samples or not has_template(tokenizer):
@@ -276,8 +271,7 @@ def stop_ids(tokenizer, are_samples: bool) -> frozenset[int]:
 
 
 def _refuse_names(chat_template: str, tokenizer: FileTokenizer) -> None:
-    """Refuse what stands in a file's place: a template's name in other programs, its text, or a
-    folder."""
+    """Refuses what is no file: a template's name in other programs, its text, or a folder."""
     file = Path(chat_template)
     what = f"chat_template {chat_template[:80]!r}"
     if "{%" in chat_template or "{{" in chat_template:
@@ -287,12 +281,9 @@ def _refuse_names(chat_template: str, tokenizer: FileTokenizer) -> None:
             f"{what} is a folder; give its chat_template.jinja, or --tokenizer {chat_template}"
         )
     if len(file.parts) == 1 and not file.suffix and not file.exists():
-        has = f"{tokenizer.folder} has a template of its own: drop the flag"
-        cure = (
-            has
-            if has_template(tokenizer)
-            else f"{tokenizer.folder} has no template: give chatml, or a Jinja file"
-        )
+        cure = f"{tokenizer.folder} has no template: give chatml, or a Jinja file"
+        if has_template(tokenizer):
+            cure = f"{tokenizer.folder} has a template of its own: drop the flag"
         raise UserError(f"{what} is no file, and of names there is chatml alone; {cure}")
 
 

@@ -1,5 +1,4 @@
-"""Files that hold many documents, a row each: JSON, CSV, Parquet, and the Arrow files of
-`datasets`.
+"""Files of many documents, a row each: JSON, CSV, Parquet, and the Arrow files of `datasets`.
 
 CONTAINERS has a line for each kind, by suffix. JSON, CSV and texts may be compressed: .gz or .zst
 stands behind the suffix. Files are read as streams, so that memory holds a few rows and never a
@@ -30,26 +29,30 @@ MOST = 2**26  # bytes of a row
 MOST_OF_TEXT = 2**28  # bytes of a compressed text
 CHUNK = 2**20  # characters of a .json file that are read at a time
 BATCH_BYTES = 2**28  # values in a batch of a table
-LEAST_OF_A_BOMB, MOST_RATIO = (
-    2**29,
-    500,
-)  # bytes that a row group holds, for each byte of it in the file
+# A row group is a bomb if it holds more bytes, and more of them per byte of the file.
+LEAST_OF_A_BOMB, MOST_RATIO = 2**29, 500
 BATCH = 64  # rows of a table that are turned into Python's objects at a time
 COMPRESSIONS = (".gz", ".zst")
 # Errors of Python's own that its libraries and pyarrow raise for damaged files.
 OF_DAMAGE = (
-    OSError, EOFError, ValueError, LookupError, ArithmeticError, RecursionError, SystemError,
-    struct.error, zlib.error,
-)  # fmt: skip
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+    SystemError,
+    struct.error,
+    zlib.error,
+)
 JSON = "arrow.json"  # type of columns that hold JSON
 END_OF_ARROW = b"\xff\xff\xff\xff\0\0\0\0"
 SEPARATORS = {".csv": ",", ".tsv": "\t"}  # between fields, by suffix
 OTHER_SEPARATORS = (";", "\t", "|", ",")  # found in files that other programs wrote
 SPACE = re.compile(r"[ \t\r\n]*")
 
-Row = tuple[
-    int, object
-]  # a row's number, from 1, and the row: bytes with JSON of a line, otherwise an object
+# A row's number, from 1, and the row: bytes with JSON of a line, otherwise an object.
+Row = tuple[int, object]
 
 
 class BrokenRow(NamedTuple):
@@ -60,8 +63,7 @@ class BrokenRow(NamedTuple):
 
 
 class Container(NamedTuple):
-    """Functions for a kind of file. Pieces are bytes start .. stop - 1 of a file, which have whole
-    rows."""
+    """Functions for a kind of file. Pieces of a file are bytes start .. stop - 1, whole rows."""
 
     read: Callable[[Path, int, int, int, frozenset[str]], Iterator[Row]]  # see read_rows
     cut: Callable[[Path, int], Iterator[tuple[int, int, int]]]  # see cut_rows
@@ -69,16 +71,16 @@ class Container(NamedTuple):
 
 
 def suffix_of(file: Path) -> str:
-    """Returns the suffix that tells a file's kind: ".jsonl" for a.JSONL.gz, ".py" for a.py, ".gz"
-    for a.gz."""
+    """Returns the suffix that tells a file's kind.
+
+    It is ".jsonl" for a.JSONL.gz, ".py" for a.py, ".gz" for a.gz.
+    """
     *_, before, last = "", "", *file.suffixes
     before, last = before.lower(), last.lower()
-    is_compressed = (
-        last in COMPRESSIONS
-        and before
-        and (before not in CONTAINERS or CONTAINERS[before].is_compressible)
-    )
-    return before if is_compressed else last
+    if not before or last not in COMPRESSIONS:
+        return last
+    is_compressible = before not in CONTAINERS or CONTAINERS[before].is_compressible
+    return before if is_compressible else last
 
 
 def is_compressed(file: Path) -> bool:
@@ -86,8 +88,10 @@ def is_compressed(file: Path) -> bool:
 
 
 def place(file: str | Path, number: int) -> str:
-    """Returns a document's file; "FILE:7" for line 7 of a .jsonl file, "FILE, row 7" for row 7 of a
-    table or array."""
+    """Returns a document's file, with its line or its row.
+
+    They are "FILE:7" for line 7 of a .jsonl file, and "FILE, row 7" for row 7 of a table.
+    """
     if not number:
         return str(file)
     is_line = CONTAINERS.get(suffix_of(Path(file)), LINES) is LINES
@@ -105,26 +109,27 @@ def check_packages(files: list[Path]) -> None:
 def read_rows(
     file: Path, start: int = 0, stop: int = 0, first: int = 1, fields: frozenset[str] = frozenset()
 ):
-    """Yields (number, row) of the rows in a file, or in its piece `start`, `stop`, `first`, which
-    cut_rows gave.
+    """Yields (number, row) of the rows in a file, or in its piece.
 
-    `fields` are the columns of tables to read; a table without any of them is read whole. Raises
-    UserError if the file is damaged, cut short or unreadable, or a row has more than MOST bytes.
+    Args:
+        start, stop, first: a piece, which cut_rows gave.
+        fields: the columns of tables to read; a table without any of them is read whole.
+
+    Raises UserError: the file is damaged, cut short or unreadable, or a row has more than MOST
+    bytes.
     """
     with refusing_damage(file):
         yield from CONTAINERS[suffix_of(file)].read(file, start, stop, first, fields)
 
 
 def cut_rows(file: Path, size: int) -> Iterator[tuple[int, int, int]]:
-    """Yields pieces (start, stop, number of the first row) of about `size` bytes of text, where a
-    file can be cut."""
+    """Yields pieces of about `size` bytes: (start, stop, number of the first row)."""
     with refusing_damage(file):
         yield from CONTAINERS[suffix_of(file)].cut(file, size)
 
 
 def read_compressed(file: Path) -> bytes:
-    """Returns a compressed text. Raises UserError if it is damaged, or has more than MOST_OF_TEXT
-    bytes."""
+    """Returns a compressed text, of MOST_OF_TEXT bytes at most. Raises UserError for damage."""
     with refusing_damage(file), _open(file) as stream:
         content = stream.read(MOST_OF_TEXT + 1)
     if len(content) > MOST_OF_TEXT:
@@ -137,8 +142,10 @@ def read_compressed(file: Path) -> bytes:
 
 @contextlib.contextmanager
 def refusing_damage(file: Path) -> Iterator[None]:
-    """Turn errors in reading a file into a line that names it. Libraries' own errors are known by
-    their modules."""
+    """Turns errors in reading a file into a line that names it.
+
+    Libraries' own errors are known by their modules.
+    """
     try:
         yield
     except UserError:
@@ -166,8 +173,7 @@ def refusing_damage(file: Path) -> Iterator[None]:
 
 
 def _zstd(file: Path) -> ModuleType:
-    """Returns Python's module of Zstandard, new in 3.14, or the package that has it for older
-    versions."""
+    """Returns Python's module of Zstandard, new in 3.14, or the package for older versions."""
     name = "compression.zstd" if is_installed("compression.zstd") else "backports.zstd"
     return import_optional(name, str(file), name)
 
@@ -240,26 +246,30 @@ def _read_values(
 
 
 class _Values:
-    """Takes JSON values from a stream of text, of which it holds one value and CHUNK characters
-    behind it at most."""
+    """Takes JSON values from a stream of text.
+
+    It holds one value and CHUNK characters behind it at most.
+    """
 
     def __init__(self, stream: io.TextIOWrapper, file: Path):
         self._stream, self._file = stream, file
         self._text, self._at, self._decoder = "", 0, json.JSONDecoder()
 
     def next_is(self, sign: str) -> bool:
-        """Whether `sign` comes next, which is passed then; "" is the end of the text. Passes
-        space."""
-        while (at := SPACE.match(self._text, self._at).end()) == len(self._text):  # type: ignore[union-attr]
+        """Whether `sign` comes next, behind space; both are passed. "" is the end of the text."""
+        while True:
+            at = SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
+            if at < len(self._text):
+                break
             self._text, self._at = self._stream.read(CHUNK), 0
             if not self._text:
                 return not sign
-        self._at = at + len(sign) * (found := bool(sign) and self._text.startswith(sign, at))
-        return found
+        is_next = bool(sign) and self._text.startswith(sign, at)
+        self._at = at + len(sign) if is_next else at
+        return is_next
 
     def next(self, number: int) -> object:
-        """Takes a value. The text behind it may be in its next part, which is read, each time twice
-        as long."""
+        """Takes a value. More text is read until it is whole, each time twice as much."""
         self.next_is("")
         while True:
             try:
@@ -276,10 +286,10 @@ class _Values:
                 )
                 self._text, self._at = self._text[self._at :], 0
                 size = min(max(CHUNK, len(self._text)), MOST + 1 - len(self._text))
-                more = self._stream.read(size) if is_cut else ""
-                if not more:
+                following = self._stream.read(size) if is_cut else ""
+                if not following:
                     raise self.refusal(number, str(error)) from None
-                self._text += more
+                self._text += following
                 if len(self._text) > MOST:
                     raise _too_long(place(self._file, number)) from None
 
@@ -296,8 +306,7 @@ class _Values:
 def _read_separated(
     file: Path, start: int, stop: int, first: int, fields: frozenset[str]
 ) -> Iterator[Row]:
-    """Yields the rows behind the header as objects of texts. A row may have several lines: they are
-    quoted."""
+    """Yields the rows behind the header as objects of texts. Quotes may hold several lines."""
     csv.field_size_limit(max(csv.field_size_limit(), MOST + 1))  # rows are bounded by _LinesOfRows
     separator = SEPARATORS[suffix_of(file)]
     with _open(file) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as stream:
@@ -351,8 +360,7 @@ class _LinesOfRows:
 
 
 def _header(file: Path, names: list[str], separator: str) -> list[str]:
-    """Returns the names of the columns. A column without one, as of pandas' index, has "" and is
-    left out."""
+    """Returns the names of the columns. A column without one, as pandas' index, has ""."""
     names = [name.strip() for name in names]
     if len(names) == 1:
         for mark in (mark for mark in OTHER_SEPARATORS if mark != separator and mark in names[0]):
@@ -388,10 +396,9 @@ def _read_parquet(
 
 
 def _columns(names: list[str], fields: frozenset[str]) -> list[str]:
-    """Returns the columns of a table to read: `fields`, and beside them those that may be a part of
-    an answer.
+    """Returns the columns of a table to read: `fields`, and columns that may be of an answer.
 
-    Returns none if all are to be read, as of rows of no form: their refusal names all columns.
+    Returns none if all are to be read. Rows of no form are: their refusal names all columns.
     """
     are_renamed = not fields.difference(FIELDS).isdisjoint(names)
     if not are_renamed and not is_row(dict.fromkeys(names)):
@@ -403,7 +410,7 @@ def _columns(names: list[str], fields: frozenset[str]) -> list[str]:
 
 
 def _batches_of(table, groups: list[int], columns: list[str] | None, file: Path) -> Iterator:
-    """Yields batches of rows, whose values take BATCH_BYTES at most, or which have a row each.
+    """Yields batches of rows, of BATCH_BYTES at most or of one row each.
 
     Raises UserError for a row group with a row of more than MOST bytes, and for zeros by the
     gigabyte.
@@ -425,10 +432,9 @@ def _batches_of(table, groups: list[int], columns: list[str] | None, file: Path)
 
 def _cut_parquet(file: Path, size: int) -> Iterator[tuple[int, int, int]]:
     with _open_parquet(file) as table:
-        of_groups = [
-            table.metadata.row_group(i).total_byte_size for i in range(table.num_row_groups)
-        ]
-    pieces = max(1, min(len(of_groups), sum(of_groups) // size))
+        count = table.num_row_groups
+        num_bytes = sum(table.metadata.row_group(i).total_byte_size for i in range(count))
+    pieces = max(1, min(count, num_bytes // size))
     borders = [file.stat().st_size * i // pieces for i in range(pieces + 1)]
     yield from ((start, stop, 1) for start, stop in itertools.pairwise(borders))
 
@@ -465,11 +471,10 @@ def _read_arrow(
 
 
 def _is_compressed_arrow(arrow: ModuleType, file: Path) -> bool:
-    """Whether the first batch of an Arrow stream is compressed: to any size, which pyarrow would
-    not refuse.
+    """Whether the first batch of an Arrow stream is compressed, maybe to a bomb.
 
-    A table of the batch's header, a FlatBuffer, stands at `at`, behind the distance to the places
-    of its fields.
+    Its header is a FlatBuffer: a table stands at `at`, behind the distance to the places of its
+    fields.
     """
 
     def field(at: int, number: int) -> int:
@@ -484,15 +489,14 @@ def _is_compressed_arrow(arrow: ModuleType, file: Path) -> bool:
 
     with arrow.OSFile(str(file)) as opened:
         messages = arrow.ipc.MessageReader.open_stream(opened)
-        message = next((each for each in messages if each.type != "schema"), None)
+        message = next((message for message in messages if message.type != "schema"), None)
         if message is None:
             return False
         header = message.metadata.to_pybytes()
         at = follow(0)
-        for number in (
-            (2, 1) if message.type == "dictionary" else (2,)
-        ):  # message.header, dictionary.data
-            at = follow(at + field(at, number))
+        at = follow(at + field(at, 2))  # message.header
+        if message.type == "dictionary":
+            at = follow(at + field(at, 1))  # dictionary.data
         return field(at, 3) > 0  # batch.compression
 
 
@@ -516,8 +520,7 @@ def _rows_of(batches: Iterable, file: Path, first: int) -> Iterator[Row]:
 
 
 def _size_of(array) -> int:
-    """Returns about the bytes of an Arrow array's Python objects, which may be many times its own
-    bytes.
+    """Returns about the bytes of an Arrow array's Python objects, often more than its own bytes.
 
     A list of a million nulls takes 8 bytes in the array, and a dictionary's value counts wherever
     it is used.

@@ -1,5 +1,4 @@
-"""Packing: training sequences made of spans of documents, decided from the documents' lengths
-alone.
+"""Packing: training sequences made of spans of documents, by the documents' lengths alone.
 
 A span (document, start, stop) is the tokens at positions start .. stop - 1 of a document.
 """
@@ -14,9 +13,7 @@ import numpy as np
 
 from training.host.errors import UserError
 
-PADDING_TOKENS = (
-    1024  # at most, in a document of padding: attention over a long one would cost time
-)
+PADDING_TOKENS = 1024  # at most, in a document of padding: attention over more costs time
 Span = tuple[int, int, int]
 
 
@@ -31,8 +28,7 @@ class Packing(Protocol):
     left_out: int  # tokens of documents that no sequence has
 
     def spans(self, epoch: int, index: int) -> list[Span]:
-        """Returns the spans of an epoch's sequence `index`, at most context_length tokens
-        together."""
+        """Returns the spans of an epoch's sequence `index`, context_length tokens at most."""
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns (tokens, sequence) of each document of the first epoch, int64 [P] both.
@@ -43,8 +39,7 @@ class Packing(Protocol):
 
 
 def padding_lengths(count: int) -> list[int]:
-    """Returns the lengths of the documents that make up `count` tokens of padding: 2,500 gives
-    [1024, 1024, 452]."""
+    """Returns the lengths of documents of padding: [1024, 1024, 452] for `count` 2,500."""
     return [min(PADDING_TOKENS, count - start) for start in range(0, count, PADDING_TOKENS)]
 
 
@@ -63,17 +58,16 @@ def deal(costs: np.ndarray, num_ranks: int) -> np.ndarray:
         int64 [..., N / num_ranks, num_ranks], positions in `costs`; a micro-batch of b sequences is
         b rows.
     """
-    order = (
-        np.argsort(costs, axis=-1, kind="stable") if num_ranks > 1 else np.indices(costs.shape)[-1]
-    )
+    order = np.indices(costs.shape)[-1]
+    if num_ranks > 1:
+        order = np.argsort(costs, axis=-1, kind="stable")
     rows = order.reshape(*costs.shape[:-1], -1, num_ranks)
     rows[..., 1::2, :] = rows[..., 1::2, ::-1]
     return rows
 
 
 class Stream:
-    """Documents one after the other in a given order. Spans are cut from it when they are asked
-    for.
+    """Documents one after the other in a given order. Spans are cut from it on demand.
 
     `lengths` are the tokens of each document, `order` the documents' numbers in their order; both
     int64 [N].
@@ -88,20 +82,17 @@ class Stream:
 
         For documents of 3 and 5 tokens in this order, cut(2, 6) is [(0, 2, 3), (1, 0, 3)].
         """
-        first, last = (
-            np.searchsorted(self.ends, start, side="right"),
-            np.searchsorted(self._starts, stop),
-        )
-        found = (array[first:last].tolist() for array in (self.order, self._starts, self.ends))
+        first = np.searchsorted(self.ends, start, side="right")
+        last = np.searchsorted(self._starts, stop)
+        columns = (array[first:last].tolist() for array in (self.order, self._starts, self.ends))
         return [
             (document, max(start, begin) - begin, min(stop, end) - begin)
-            for document, begin, end in zip(*found)
+            for document, begin, end in zip(*columns)
         ]
 
 
 class ConcatenatedPacking:
-    """Packs documents end to end: an epoch is a stream of them in random order, cut every
-    context_length tokens.
+    """Packs documents end to end: a stream in random order, cut every context_length tokens.
 
     The sequences are taken in random order, too, so that a batch is not one document. A document
     that is cut goes on in another sequence as a new segment. The incomplete sequence at an epoch's
@@ -114,11 +105,10 @@ class ConcatenatedPacking:
         self.identity = {"context_length": context_length, "seed": seed, "packing": "concatenate"}
         self.sequences_per_epoch = int(lengths.sum()) // context_length
         if self.sequences_per_epoch == 0:
-            size = (
+            raise UserError(
                 f"the corpus of {lengths.sum()} training tokens is shorter than one context_length "
-                f"{context_length}"
+                f"{context_length}; lower --context_length or give more --data"
             )
-            raise UserError(f"{size}; lower --context_length or give more --data")
         self.longest_document, self.left_out = min(context_length, int(lengths.max())), 0
         self._draw = functools.lru_cache(maxsize=1)(self._draw_anew)
 
@@ -136,8 +126,7 @@ class ConcatenatedPacking:
         return np.diff(stops, prepend=0), order[(stops - 1) // self.context_length]
 
     def _draw_anew(self, epoch: int) -> tuple[Stream, np.ndarray]:
-        """Returns an epoch's stream of documents, and each sequence's place in it, counted in
-        sequences."""
+        """Returns an epoch's stream of documents, and each sequence's place in it."""
         random = np.random.default_rng([self.seed, epoch])
         stream = Stream(self._lengths, random.permutation(len(self._lengths)))
         return stream, random.permutation(self.sequences_per_epoch)
@@ -146,8 +135,8 @@ class ConcatenatedPacking:
 class BestFitPacking:
     """Packs whole documents by best-fit decreasing; the rest of each sequence is padding.
 
-    From the longest document to the shortest, each goes into the sequence with the least room that
-    still holds it. The number of sequences depends on the lengths alone. For each epoch it is drawn
+    From the longest document to the shortest, each goes into the fullest sequence that still holds
+    it. The number of sequences depends on the lengths alone. For each epoch it is drawn
     anew which documents of a length meet, and in which order the sequences are taken. Longer
     documents are left out, or `split` every context_length tokens.
 
@@ -163,9 +152,8 @@ class BestFitPacking:
         # Spans of a document of 10 tokens start at 0, 4 and 8 if context_length is 4.
         count = -(-lengths[document] // context_length)
         document = np.repeat(document, count)
-        start = context_length * (
-            np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)
-        )
+        first = np.repeat(np.cumsum(count) - count, count)
+        start = context_length * (np.arange(len(document)) - first)
         sizes = np.minimum(lengths[document] - start, context_length)
         by_size = np.argsort(-sizes, kind="stable")
         self._document, self._start, self._sizes = document[by_size], start[by_size], sizes[by_size]
@@ -175,9 +163,8 @@ class BestFitPacking:
                 "by --overlong"
             )
         sequence = best_fit(self._sizes, context_length)
-        self._places = np.argsort(
-            sequence, kind="stable"
-        )  # indices into `_sizes`, sequence after sequence
+        # Indices into `_sizes`, sequence after sequence.
+        self._places = np.argsort(sequence, kind="stable")
         self._borders = np.concatenate([[0], np.cumsum(np.bincount(sequence))])
         self.sequences_per_epoch = len(self._borders) - 1
         self.longest_document = int(self._sizes[0])
@@ -187,81 +174,71 @@ class BestFitPacking:
 
     def spans(self, epoch: int, index: int) -> list[Span]:
         order, sequences = self._draw(epoch)
-        places = self._places[self._borders[sequences[index]] : self._borders[sequences[index] + 1]]
-        chosen = order[places]
+        first, last = self._borders[sequences[index] :][:2]
+        chosen = order[self._places[first:last]]
         starts = self._start[chosen]
-        return list(
-            zip(
-                *(
-                    x.tolist()
-                    for x in (self._document[chosen], starts, starts + self._sizes[chosen])
-                )
-            )
-        )
+        stops = starts + self._sizes[chosen]
+        return [*zip(self._document[chosen].tolist(), starts.tolist(), stops.tolist())]
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
         _, sequences = self._draw(0)
         taken = np.argsort(sequences)  # the index at which each sequence is taken
-        sizes, of_span = self._sizes[self._places], np.repeat(taken, np.diff(self._borders))
+        sizes = self._sizes[self._places]
         free = self.context_length - np.add.reduceat(sizes, self._borders[:-1])
         padding = [padding_lengths(count) for count in free.tolist()]
-        counts = [len(each) for each in padding]
-        sizes = np.concatenate(
-            [sizes, np.fromiter(itertools.chain.from_iterable(padding), sizes.dtype)]
-        )
-        return sizes, np.concatenate([of_span, np.repeat(taken, counts)])
+        padding_sizes = np.fromiter(itertools.chain.from_iterable(padding), sizes.dtype)
+        counts = np.concatenate([np.diff(self._borders), [*map(len, padding)]])
+        return np.concatenate([sizes, padding_sizes]), np.repeat(np.tile(taken, 2), counts)
 
     def _draw_anew(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (the span at each place by size, drawn among equal sizes; the sequence at each
-        index)."""
+        """Draws the spans of each size and the order of sequences; returns both as indices."""
         random = np.random.default_rng([self.seed, epoch])
         order = np.lexsort((random.random(len(self._sizes)), -self._sizes))
         return order, random.permutation(self.sequences_per_epoch)
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Puts items into bins: each goes into the bin with the least room that holds it, or into a new
-    bin.
+    """Puts items into bins: each goes into the fullest bin that holds it, or into a new bin.
 
-    Items of one size and bins of one room are taken together. Items of size 3 go in pairs into bins
-    with room for 7, so that a million items of a hundred sizes take a few thousand rounds. `sizes`
-    are int64 [N], descending, from 1.
+    Items of one size and bins that are equally full are taken together. Items of size 3 go in pairs
+    into bins with 7 free, so that a million items of a hundred sizes take a few thousand rounds.
+    `sizes` are int64 [N], descending, from 1.
 
     Returns:
         int64 [N], the bin of each item. For sizes [5, 3, 3, 2, 1] and capacity 6 this is [0, 1, 1,
         2, 0].
     """
     bins = np.empty(len(sizes), dtype=np.int64)
-    rooms: list[int] = []  # ascending, each the room of some bin
-    of_room: dict[int, list[np.ndarray]] = {}
+    free_sizes: list[int] = []  # ascending, what is free in some bin
+    bins_by_free: dict[int, list[np.ndarray]] = {}
     opened, position = 0, 0
 
-    def put(room: int, which: np.ndarray) -> None:
-        if room and len(which):
-            if room not in of_room:
-                bisect.insort(rooms, room)
-            of_room.setdefault(room, []).append(which)
+    def put(free: int, which: np.ndarray) -> None:
+        if free and len(which):
+            if free not in bins_by_free:
+                bisect.insort(free_sizes, free)
+            bins_by_free.setdefault(free, []).append(which)
 
     borders = np.concatenate([(np.diff(sizes) != 0).nonzero()[0] + 1, [len(sizes)]])
     for stop in borders.tolist():
         size = int(sizes[position])
         while position < stop:
-            at = bisect.bisect_left(rooms, size)
-            if at < len(rooms):
-                room = rooms.pop(at)
-                which = np.concatenate(of_room.pop(room))
+            at = bisect.bisect_left(free_sizes, size)
+            if at < len(free_sizes):
+                free = free_sizes.pop(at)
+                which = np.concatenate(bins_by_free.pop(free))
             else:
-                room, fitting = capacity, capacity // size
-                which = np.arange(opened, opened - (position - stop) // fitting)
+                free = capacity
+                which = np.arange(opened, opened - (position - stop) // (capacity // size))
                 opened += len(which)
-            fitting = room // size
+            fitting = free // size
             count = min(stop - position, fitting * len(which))
             bins[position : position + count] = np.repeat(which, fitting)[:count]
             position += count
             full, rest = divmod(count, fitting)
-            put(room - fitting * size, which[:full])
-            put(room - rest * size, which[full : full + 1])
-            put(room, which[full + 1 :])
+            put(free - fitting * size, which[:full])
+            put(free - rest * size, which[full : full + 1])
+            put(free, which[full + 1 :])
     return bins
 
 
@@ -269,10 +246,9 @@ MIX_PERIOD = 10_000
 
 
 class MixedPacking:
-    """Takes sequences of several packings in turn, in shares given by weights. A packing that ends
-    begins anew.
+    """Takes sequences of several packings in turn, as often as their weights say.
 
-    An epoch has as many sequences as the epochs of all packings together.
+    A packing that ends begins anew. An epoch has as many sequences as the epochs of all packings together.
 
     Args:
         packings: packings of the same context_length.
@@ -285,11 +261,10 @@ class MixedPacking:
     ):
         self._packings, self._first_documents = packings, first_documents.tolist()
         self.context_length = packings[0].context_length
-        self.identity = {
-            **packings[0].identity,
-            "packing": str([p.identity["packing"] for p in packings]),
+        self.identity = packings[0].identity | {
+            "packing": str([packing.identity["packing"] for packing in packings]),
+            "data_weights": ",".join(f"{weight:g}" for weight in weights),
         }
-        self.identity["data_weights"] = ",".join(f"{weight:g}" for weight in weights)
         self.sequences_per_epoch = sum(packing.sequences_per_epoch for packing in packings)
         self.longest_document = max(packing.longest_document for packing in packings)
         self.left_out = sum(packing.left_out for packing in packings)
@@ -309,19 +284,17 @@ class MixedPacking:
         self._packing, self._number, self._counts = packing[turns], number[turns], counts
 
     def _locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the packing at each place of the order over all epochs, and the place in that
-        packing's own order."""
+        """Returns the packing at each place of the order, and the place in its own order."""
         periods, within = np.divmod(indices, MIX_PERIOD)
         packing = self._packing[within]
         return packing, periods * self._counts[packing] + self._number[within]
 
     def spans(self, epoch: int, index: int) -> list[Span]:
-        which, place = (
-            int(x) for x in self._locate(np.array(epoch * self.sequences_per_epoch + index))
-        )
+        places = self._locate(np.array(epoch * self.sequences_per_epoch + index))
+        which, place = map(int, places)
         packing, first = self._packings[which], self._first_documents[which]
-        found = packing.spans(*divmod(place, packing.sequences_per_epoch))
-        return [(document + first, start, stop) for document, start, stop in found]
+        spans = packing.spans(*divmod(place, packing.sequences_per_epoch))
+        return [(document + first, start, stop) for document, start, stop in spans]
 
     def document_lengths(self) -> tuple[np.ndarray, np.ndarray]:
         # A packing's second epoch counts as its first.
@@ -329,12 +302,11 @@ class MixedPacking:
         all_lengths, all_sequences = [], []
         for number, packing in enumerate(self._packings):
             lengths, sequences = packing.document_lengths()
-            taken = (which == number).nonzero()[
-                0
-            ]  # ascending in the mixture's order, and so in the packing's
+            # Ascending in the mixture's order, and so in the packing's.
+            [taken] = (which == number).nonzero()
             for start in range(0, len(taken), packing.sequences_per_epoch):
-                of_epoch = taken[start : start + packing.sequences_per_epoch]
-                is_taken = sequences < len(of_epoch)
+                epoch = taken[start : start + packing.sequences_per_epoch]
+                is_taken = sequences < len(epoch)
                 all_lengths.append(lengths[is_taken])
-                all_sequences.append(of_epoch[sequences[is_taken]])
+                all_sequences.append(epoch[sequences[is_taken]])
         return np.concatenate(all_lengths), np.concatenate(all_sequences)

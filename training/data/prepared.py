@@ -1,5 +1,4 @@
-"""A prepared set: a corpus as tokens in a folder, made by `python -m training.data prepare` and
-mapped by training.
+"""A prepared set: a corpus as tokens in a folder, made by `python -m training.data prepare`.
 
 The folder has set.json, which is written last, and three files for each part of the corpus,
 little-endian:
@@ -51,8 +50,7 @@ def hash_of_index(index: dict) -> str:
 
 
 def is_prepared(path: Path) -> bool:
-    """Whether a folder is a prepared set. Raises UserError if `prepare` has begun to make it and
-    not ended."""
+    """Whether a folder is a prepared set. Raises UserError if it is one in part."""
     if (path / INDEX).exists():
         return True
     if any(path.glob("part-*.tokens*")):
@@ -61,8 +59,7 @@ def is_prepared(path: Path) -> bool:
 
 
 def read_index(folder: Path) -> dict:
-    """Returns a set's set.json. Raises UserError if it is damaged, or names a part outside the
-    folder."""
+    """Returns a set's set.json. Raises UserError for damage, and for parts outside the folder."""
     file = folder / INDEX
     if file.exists() and file.stat().st_size > MOST_INDEX_BYTES:
         raise UserError(
@@ -88,10 +85,28 @@ def read_index(folder: Path) -> dict:
     return index
 
 
-def _is_typed(found, types: dict[str, type]) -> bool:
-    return isinstance(found, dict) and all(
-        type(found.get(name)) is kind for name, kind in types.items()
-    )
+def _is_typed(values: object, types: dict[str, type]) -> bool:
+    if not isinstance(values, dict):
+        return False
+    return all(type(values.get(name)) is kind for name, kind in types.items())
+
+
+def _check_tokenizer(folder: Path, index: dict, tokenizer) -> None:
+    """Refuses a set that was made with another tokenizer or chat template."""
+    was = f"{folder} was prepared with"
+    if index["tokenizer"] != tokenizer.identity:
+        theirs = f"{was} tokenizer {index['tokenizer_name'][:200]} ({index['tokenizer'][:12]})"
+        ours = f"this run has {tokenizer.name} ({tokenizer.identity[:12]})"
+        raise UserError(f"{theirs}, {ours}: give that --tokenizer, or {AGAIN}")
+    end = index.get("eos_id", tokenizer.eos_id)
+    if end != tokenizer.eos_id:
+        ours = f"this run's end with {tokenizer.eos_id} ({tokenizer.eos_token})"
+        raise UserError(f"{was} documents that end with id {end}, {ours}: {AGAIN}")
+    template = index.get("chat_template")
+    if template and template != template_hash(tokenizer):
+        flag = "--chat_template" if tokenizer.has_template_flag else "--tokenizer"
+        another = f"{was} another chat template than this run's"
+        raise UserError(f"{another}; give {flag} as then, or {AGAIN}")
 
 
 class PreparedStore(Store):
@@ -102,31 +117,18 @@ class PreparedStore(Store):
     """
 
     def __init__(self, folder: Path, tokenizer, vocab_size: int):
-        index, was = read_index(folder), f"{folder} was prepared with"
-        if index["tokenizer"] != tokenizer.identity:
-            theirs = f"{was} tokenizer {index['tokenizer_name'][:200]} ({index['tokenizer'][:12]})"
-            ours = f"this run has {tokenizer.name} ({tokenizer.identity[:12]})"
-            raise UserError(f"{theirs}, {ours}: give that --tokenizer, or {AGAIN}")
-        if (ends := index.get("eos_id", tokenizer.eos_id)) != tokenizer.eos_id:
-            ours = f"this run's end with {tokenizer.eos_id} ({tokenizer.eos_token})"
-            raise UserError(f"{was} documents that end with id {ends}, {ours}: {AGAIN}")
-        if (made := index.get("chat_template")) and made != template_hash(tokenizer):
-            flag = "--chat_template" if tokenizer.has_template_flag else "--tokenizer"
-            raise UserError(
-                f"{was} another chat template than this run's; give {flag} as then, or {AGAIN}"
-            )
+        index = read_index(folder)
+        _check_tokenizer(folder, index, tokenizer)
         self.folder, self.eos_id, self.are_samples = folder, tokenizer.eos_id, index["are_samples"]
         self._vocab_size, self.parts = vocab_size, [part["name"] for part in index["parts"]]
         # Equal for sets of the same corpus, wherever and whenever they were made.
         self.identity = zlib.crc32(canonical([part["sha256"] for part in index["parts"]]))
-        check_ids(
-            max(part["largest_id"] for part in index["parts"]), tokenizer, vocab_size, str(folder)
-        )
+        largest = max(part["largest_id"] for part in index["parts"])
+        check_ids(largest, tokenizer, vocab_size, str(folder))
         for part in index["parts"]:
             self._check_sizes(part)
-        self._first = np.cumsum(
-            [0] + [part["documents"] for part in index["parts"]]
-        )  # each part's first document
+        # Each part's first document.
+        self._first = np.cumsum([0] + [part["documents"] for part in index["parts"]])
         # Starts are counted in the tokens of the document's part.
         self._starts, self.lengths = np.empty((2, self._first[-1]), dtype=np.int64)
         for part, first, stop in zip(index["parts"], self._first, self._first[1:]):
@@ -141,21 +143,15 @@ class PreparedStore(Store):
                 raise UserError(f"{file} is {actual}, {INDEX} says {size:,}; {AGAIN}")
 
     def _borders(self, part: dict) -> np.ndarray:
-        """Returns the borders of a part's documents, int64 [documents + 1]: 0, then each document's
-        end in .tokens."""
-        table = self._read(part["name"] + ".documents", DOCUMENT, 0, 3 * part["documents"]).reshape(
-            -1, 3
-        )
-        borders = np.concatenate([[0], table[:, 0]])
+        """Returns 0, then the end of each of a part's documents in .tokens, int64."""
+        table = self._read(part["name"] + ".documents", DOCUMENT, 0, 3 * part["documents"])
+        borders = np.concatenate([[0], table[::3]])
         wrong = ((borders[1:] <= borders[:-1]) | (borders[1:] > part["tokens"])).nonzero()[0]
         if len(wrong) or borders[-1] != part["tokens"]:
-            which = (
-                f"document {wrong[0] if len(wrong) else len(table) - 1} does not end behind its "
-                "start"
-            )
-            within = f"within the {part['tokens']:,} tokens of the part"
+            document = wrong[0] if len(wrong) else len(borders) - 2
             raise UserError(
-                f"{self.folder / part['name']}.documents: {which} and {within}; {AGAIN}"
+                f"{self.folder / part['name']}.documents: document {document} does not end behind "
+                f"its start and within the {part['tokens']:,} tokens of the part; {AGAIN}"
             )
         return borders
 
@@ -164,8 +160,7 @@ class PreparedStore(Store):
         return self.parts[index], document - int(self._first[index])
 
     def _read(self, name: str, dtype: np.dtype, first: int, count: int) -> np.ndarray:
-        """Reads count values. A mapping would end the process where the file was cut short or a
-        sector is damaged."""
+        """Reads count values. A mapping would end the process where the file is damaged."""
         try:
             values = np.fromfile(self.folder / name, dtype, count, offset=first * dtype.itemsize)
         except OSError as error:
@@ -183,19 +178,16 @@ class PreparedStore(Store):
         name, number = self._find(document)
         _, file, line = self._read(f"{name}.documents", DOCUMENT, 3 * number, 3).tolist()
         files = self._files(name)
-        return (
-            place(files[file], line)
-            if file < len(files)
-            else f"{self.folder / name}, document {number}"
-        )
+        if file < len(files):
+            return place(files[file], line)
+        return f"{self.folder / name}, document {number}"
 
     def files(self) -> list[str]:
-        own = [str(self.folder / f"{name}.tokens") for name in self.parts]
-        return own + [file for name in self.parts for file in self._files(name)]
+        tokens = [str(self.folder / f"{name}.tokens") for name in self.parts]
+        return tokens + [file for name in self.parts for file in self._files(name)]
 
     def _files(self, part: str) -> list[str]:
-        """Returns the files that a part was prepared from; none if the file that names them is
-        damaged."""
+        """Returns the files that a part was prepared from; none if its .json is damaged."""
         try:
             return [str(piece[0]) for piece in read_json(self.folder / f"{part}.json")["pieces"]]
         except (OSError, ValueError, LookupError, TypeError):
@@ -209,19 +201,15 @@ class PreparedStore(Store):
         raw = self._read(f"{name}.tokens", TOKEN, first, stop - start)
         ids, is_masked = (raw & (MASKED - 1)).astype(np.int64), raw >= MASKED
         if ids.max() >= self._vocab_size:
-            which = (
-                f"{self.source(document)} has token id {ids.max()}, not below the model's "
-                "vocab_size"
-            )
             raise UserError(
-                f"{self.folder / name}.tokens: {which} {self._vocab_size}: it is damaged; {AGAIN}"
+                f"{self.folder / name}.tokens: {self.source(document)} has token id {ids.max()}, "
+                f"not below the model's vocab_size {self._vocab_size}: it is damaged; {AGAIN}"
             )
         return ids, is_masked
 
 
 def verify(folder: Path) -> None:
-    """Compare every byte of a set with its hashes. Raises UserError, which names the damaged
-    file."""
+    """Compares every byte of a set with its hashes. Raises UserError, which names the file."""
     index = read_index(folder)
     _compare_bytes(folder / INDEX, json.dumps(index, indent=1))
     for part in index["parts"]:
@@ -244,8 +232,7 @@ def verify(folder: Path) -> None:
 
 
 def _compare_bytes(file: Path, written: str) -> None:
-    """Compare a file of JSON with what Python writes of its content: nothing else has been put
-    between."""
+    """Compares a file of JSON with what Python writes of its content."""
     if read_file(file, AGAIN) != written.encode():
         raise UserError(f"{file} is not as it was written: it is damaged or was edited; {AGAIN}")
 
@@ -256,12 +243,12 @@ def hash_of_part(pieces: list, summary: dict) -> str:
 
 
 def is_summary(content: dict) -> bool:
-    """Whether a part's .json has the hash that it says. Earlier versions took it of the summary
-    alone."""
+    """Whether a part's .json has the hash that it says.
+
+    Earlier versions took the hash of the summary alone.
+    """
     pieces, summary = content.get("pieces"), content.get("summary")
     if not isinstance(pieces, list) or not isinstance(summary, dict):
         return False
-    return content.get("sha256") in (
-        hash_of_part(pieces, summary),
-        hashlib.sha256(canonical(summary)).hexdigest(),
-    )
+    earlier = hashlib.sha256(canonical(summary)).hexdigest()
+    return content.get("sha256") in (hash_of_part(pieces, summary), earlier)

@@ -1,5 +1,4 @@
-"""Chat templates: read from a tokenizer's folder, run in Jinja's sandbox, with marks around the
-assistant's turns.
+"""Chat templates: read from a tokenizer's folder, and run with marks around answers.
 
 A template is a program from somebody's folder, so it runs in a sandbox and reaches no file. Nothing
 bounds its time or memory: a rendering that hangs is ended by SIGTERM.
@@ -21,8 +20,7 @@ from training.host.errors import UserError, import_optional
 from training.host.files import read_file, read_json
 
 logger = logging.getLogger(__name__)
-# Marks before the assistant's words and behind them. Unicode keeps these two for a program's own
-# use.
+# Marks before the assistant's words and behind them. Unicode keeps both for a program's own use.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 MARK = f"[{OPEN}{CLOSE}]"
 # Date that templates get as the present day: the same chats have the same tokens on every day.
@@ -78,13 +76,11 @@ class Template:
         return template
 
     def render(self, messages: list[dict], tools: list | None = None, asks: bool = False) -> str:
-        """Returns messages as text; if it `asks` for an answer, with the words that an answer
-        begins with."""
+        """Returns messages as text; if it `asks` for an answer, with the words that begin one."""
         return re.sub(MARK, "", self._render(messages, tools, asks))
 
     def cut(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Turn]]:
-        """Returns (text of the messages, parts that are marked in it). A loop's parts have the
-        headers of turns."""
+        """Returns the text of messages, and its marked parts. A loop's parts have headers."""
         text = self._render(messages, tools)
         marks, parts = re.findall(MARK, text), re.split(MARK, text)
         if self.is_marked and marks != [OPEN, CLOSE] * (len(marks) // 2):
@@ -93,11 +89,9 @@ class Template:
             )
         ends = [*itertools.accumulate(map(len, parts))]
         borders = zip(marks, parts[1:], itertools.pairwise(ends))
-        # A loop that writes nothing, as one that looks for the last question, has no words between
-        # its marks.
-        return "".join(parts), [
-            turn for mark, part, turn in borders if mark == OPEN and part.strip()
-        ]
+        # A loop that only looks for the last question has no words between its marks.
+        turns = [turn for mark, part, turn in borders if mark == OPEN and part.strip()]
+        return "".join(parts), turns
 
     def learn_forms(self) -> None:
         """Find out how the template reads reasoning, calls and results of tools."""
@@ -116,16 +110,17 @@ class Template:
         self.forms = self.forms._replace(null_content=False, text_arguments=False)
 
     def _reads_reasoning(self) -> tuple[bool, bool]:
-        """Returns whether reasoning is written, and whether only as a part of the content, as by
-        Ministral 3's."""
+        """Returns whether reasoning is written, and whether only as a part of the content.
+
+        Ministral 3's template asks for parts.
+        """
         messages = [QUESTION, ANSWER | {"reasoning_content": "TtT"}]
         if "TtT" in self._text_of(messages):
             return True, False
         self.forms = Forms(thinks_in_parts=True)
         match = re.search("TtT(.*?)AaA", self._text_of(messages), re.DOTALL)
-        is_written = (
-            match is not None and "type" not in match[1]
-        )  # a template may print the list itself
+        # A template may print the list itself.
+        is_written = match is not None and "type" not in match[1]
         return is_written, is_written
 
     def _text_of(self, messages: list[dict]) -> str:
@@ -173,8 +168,9 @@ def _with_text_arguments(call: dict) -> dict:
 
 
 def read_templates(tokenizer: FileTokenizer) -> dict[str, tuple[Path, str]]:
-    """Returns (file, template) by the template's name: what a tokenizer was given, or its folder's,
-    as in transformers.
+    """Returns a tokenizer's chat templates, each as (file, source), by name, as transformers does.
+
+    The tokenizer was given them, or they are its folder's.
 
     Most tokenizers have one template, "default". "tool_use" is for chats with tools. Files take the
     place of all that tokenizer_config.json has: chat_template.jinja is "default",
@@ -216,9 +212,9 @@ def template_hash(tokenizer) -> str | None:
     sources = {name: source for name, (_, source) in templates.items() if name in NAMES}
     if not sources:
         return None
-    content = (
-        sources["default"] if [*sources] == ["default"] else json.dumps(sources, sort_keys=True)
-    )
+    content = json.dumps(sources, sort_keys=True)
+    if [*sources] == ["default"]:
+        content = sources["default"]
     return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -252,25 +248,22 @@ def _compile(source: str, file: Path):
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
-    environment.filters["tojson"] = functools.partial(
-        json.dumps, ensure_ascii=False
-    )  # Jinja's own escapes for HTML
-    environment.globals |= {"raise_exception": raise_exception, "mark_message": _mark_message}
-    environment.globals["mark_end"] = lambda values: (
-        CLOSE if any(map(_mark_message, values)) else ""
-    )
-    if (
-        "strftime_now" in source and "strftime_now is defined" not in source
-    ):  # Llama's has a date of its own otherwise
+    # Jinja's own filter escapes for HTML.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "mark_message": _mark_message,
+        "mark_end": lambda values: CLOSE if any(map(_mark_message, values)) else "",
+    }
+    # Llama's template has a date of its own if it is not told one.
+    if "strftime_now" in source and "strftime_now is defined" not in source:
         environment.globals["strftime_now"] = TODAY.strftime
         logger.info("chat template %s asks for the day: it is told %s on every day", file, TODAY)
     try:
         tree = environment.parse(source)
         variables = meta.find_undeclared_variables(environment.parse(source))
-        is_marked = any(
-            isinstance(each.call.node, nodes.ExtensionAttribute)
-            for each in tree.find_all(nodes.CallBlock)
-        )
+        calls = (block.call.node for block in tree.find_all(nodes.CallBlock))
+        is_marked = any(isinstance(call, nodes.ExtensionAttribute) for call in calls)
         if not is_marked:
             tree.body = _with_marks(tree.body)
             tree.set_environment(environment)
@@ -292,25 +285,26 @@ def _with_marks(statements: list) -> list:
         call = nodes.Call(nodes.Name(function, "load"), [value], [], None, None)
         return nodes.Output([call]).set_lineno(line)
 
-    made = []
-    for each in statements:
-        made.append(each)
-        if isinstance(each, nodes.For) and isinstance(each.target, nodes.Name):
-            each.body.insert(
-                0, output("mark_message", nodes.Name(each.target.name, "load"), each.lineno)
-            )
-            made.append(output("mark_end", each.iter, each.lineno))
-        elif not isinstance(each, nodes.For):
-            for name in {"body", "elif_", "else_"}.intersection(each.fields):
-                setattr(each, name, _with_marks(getattr(each, name)))
-    return made
+    marked = []
+    for statement in statements:
+        marked.append(statement)
+        line = statement.lineno
+        if isinstance(statement, nodes.For) and isinstance(statement.target, nodes.Name):
+            message = nodes.Name(statement.target.name, "load")
+            statement.body.insert(0, output("mark_message", message, line))
+            marked.append(output("mark_end", statement.iter, line))
+        elif not isinstance(statement, nodes.For):
+            for name in {"body", "elif_", "else_"}.intersection(statement.fields):
+                setattr(statement, name, _with_marks(getattr(statement, name)))
+    return marked
 
 
 def _mark_message(value) -> str:
-    """Returns the mark before what a loop writes for a message; none for other values, such as a
-    call of a tool."""
+    """Returns the mark before what a loop writes for a message; "" for values such as a call."""
     role = value.get("role") if isinstance(value, dict) else None
-    return OPEN if role == "assistant" else CLOSE if role in ROLES else ""
+    if role == "assistant":
+        return OPEN
+    return CLOSE if role in ROLES else ""
 
 
 def _failure(file: Path, how: str, error: Exception) -> UserError:

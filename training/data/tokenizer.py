@@ -15,23 +15,24 @@ from training.host.errors import UserError, import_optional
 from training.host.files import JSON_BYTES, read_file
 
 PART = 2**19  # characters given to the library at a time
-# Places where a part may begin: a line, the space before a word, or Chinese punctuation behind a
-# word.
+# Places where a part may begin: a line, space before a word, Chinese punctuation behind a word.
 PART_START = re.compile(
     r"(?<=\n)[!-~]|(?<=[^\W_]) (?=[^\W\d_])|(?<=[^\W_])[\u3001\u3002\uff01\uff0c\uff1f]"
 )
 NEAR = 50  # characters on each side of such a place that are tokenized together and apart
-# Tokens that end documents. A folder that names no eos_token has the first of them in its
-# vocabulary.
+# Tokens that end documents, where a folder names no eos_token: the first in its vocabulary.
 END_OF_TEXT_TOKENS = (
-    "<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<eos>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    "</s>",
+    "<eos>",
     "<|im_end|>",
-)  # fmt: skip
+)
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255. Id 0 ends a document; it is free for that because sources.py
-    refuses NUL."""
+    """UTF-8 bytes as ids 0 to 255. Id 0 ends a document: sources.py refuses NUL in texts."""
 
     name = identity = "bytes"
     vocab_size = ordinary_size = 256
@@ -47,14 +48,12 @@ class ByteTokenizer:
         return self.encode(prompt + completion), len(self.encode(prompt))
 
     def decode(self, ids, with_special: bool = False) -> str:
-        # A wider model has ids past the bytes. They are shown as 0xFF, which UTF-8 never has: a
-        # replacement character.
+        # A wider model has ids past the bytes. They are shown as 0xFF, which UTF-8 never has.
         return bytes(min(int(i), 0xFF) for i in ids).decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """Hugging Face's tokenizer of a tokenizer.json, or of a folder that has one, with the files
-    beside it.
+    """Hugging Face's tokenizer of a tokenizer.json with the files beside it, or of its folder.
 
     Special tokens that are written out in a text become their ids. The token that ends documents is
     the folder's eos_token; without one the first eos_token_id of its model, or the first of
@@ -71,60 +70,58 @@ class FileTokenizer:
         with self._refusing("be read"):
             self._tokenizer = library.Tokenizer.from_buffer(content)
             self.special_tokens, is_changed = add_special_tokens(self._tokenizer, self.folder)
-            # A file may set truncation and padding for inference. Truncation would cut documents
-            # without a word.
+            # A file may set truncation and padding for inference. Truncation would cut documents.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
             ordinary = self._tokenizer.get_vocab(with_added_tokens=False)
             probe = self._tokenizer.encode("a", add_special_tokens=True)
-        self.chat_template: tuple[Path, str] | None = (
-            None  # its file and source; None: the folder's
-        )
+        # Its file and source; None: the folder's.
+        self.chat_template: tuple[Path, str] | None = None
         self.added_for_chats: list[str] = []  # tokens that no file of the folder has
         content = self._tokenizer.to_str().encode() if is_changed else content
         self.identity = hashlib.sha256(content).hexdigest()
-        self.vocab_size = (
-            max(vocabulary.values(), default=-1) + 1
-        )  # ids may have holes: not their number
+        # Ids may have holes: sizes are not their number.
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self.ordinary_size = max(ordinary.values(), default=-1) + 1  # without added tokens
         self.eos_id = self._find_end(vocabulary)
         self.eos_token = self._tokenizer.id_to_token(self.eos_id)
-        # Ids that the file puts before every text: the special tokens before the word, if it has a
-        # token.
-        is_begun = not all(probe.special_tokens_mask) or self.eos_token == self.special_tokens.get(
-            "bos_token"
-        )
-        end = None if is_begun else self.eos_id
-        added = itertools.takewhile(
-            lambda each: each[1] and each[0] != end, zip(probe.ids, probe.special_tokens_mask)
-        )
-        self._before = np.array([i for i, _ in added], dtype=np.uint32)
+        self._before = np.array(self._find_before(probe), dtype=np.uint32)
+
+    def _find_before(self, probe) -> list[int]:
+        """Returns ids that the file puts before every text: special ones before a word's ids.
+
+        Where the word has no id, they end at the token that ends documents.
+        """
+        begins_so = self.eos_token == self.special_tokens.get("bos_token")
+        has_word = not all(probe.special_tokens_mask)
+        ids = []
+        for token, is_special in zip(probe.ids, probe.special_tokens_mask):
+            is_end = token == self.eos_id and not has_word and not begins_so
+            if is_end or not is_special:
+                break
+            ids.append(token)
+        return ids
 
     def _find_end(self, vocabulary: dict[str, int]) -> int:
-        found = vocabulary.get(self.special_tokens.get("eos_token", ""))
-        if found is None:
-            found = first_stop_id(self.folder, self._tokenizer.get_added_tokens_decoder())
-        if found is None:
-            found = next(
-                (vocabulary[token] for token in END_OF_TEXT_TOKENS if token in vocabulary), None
-            )
-        if found is None:
-            cure = "name its eos_token in a tokenizer_config.json beside it"
-            usual = ", ".join(END_OF_TEXT_TOKENS)
-            raise UserError(
-                f"tokenizer {self.name} has no token to end documents: {cure}, or add one of "
-                f"{usual}"
-            )
-        return found
+        """Returns the id that ends documents."""
+        end = vocabulary.get(self.special_tokens.get("eos_token", ""))
+        if end is None:
+            end = first_stop_id(self.folder, self._tokenizer.get_added_tokens_decoder())
+        if end is not None:
+            return end
+        for token in END_OF_TEXT_TOKENS:
+            if token in vocabulary:
+                return vocabulary[token]
+        raise UserError(
+            f"tokenizer {self.name} has no token to end documents: name its eos_token in a "
+            "tokenizer_config.json beside it, or add one of " + ", ".join(END_OF_TEXT_TOKENS)
+        )
 
     def give_chats(self, file: Path, template: str, tokens: list[str]) -> None:
-        """Take a chat template in place of the folder's, and add its special tokens where they are
-        missing."""
-        self.chat_template, self.added_for_chats = (
-            (file, template),
-            [t for t in tokens if t not in self.added_tokens],
-        )
+        """Takes a chat template in place of the folder's, and adds its special tokens."""
+        self.chat_template = file, template
+        self.added_for_chats = [token for token in tokens if token not in self.added_tokens]
         if self.added_for_chats:
             self._tokenizer.add_special_tokens(self.added_for_chats)
             del self.added_tokens
@@ -136,24 +133,22 @@ class FileTokenizer:
         if self.chat_template is None:
             return {}
         files = {"chat_template.jinja": self.chat_template[1].encode()}
-        return files | (
-            {"tokenizer.json": self._tokenizer.to_str().encode()} if self.added_for_chats else {}
-        )
+        if self.added_for_chats:
+            files["tokenizer.json"] = self._tokenizer.to_str().encode()
+        return files
 
     def encode(self, text: str) -> np.ndarray:
         return np.concatenate([self._encode(part) for part in self._cut(text)])
 
     def encode_from_start(self, text: str) -> np.ndarray:
-        """Returns the ids of a text behind those that the file puts before every text, as Llama's
-        <|begin_of_text|>.
+        """Returns the ids of a text, behind ids such as Llama's <|begin_of_text|>.
 
-        A text that begins with them has them already.
+        The file puts these before every text. A text that begins with them has them already.
         """
         return self._begun(self.encode(text))
 
     def encode_sample(self, prompt: str, completion: str) -> tuple[np.ndarray, int]:
-        """Returns (ids of prompt and completion as one text, from its start; how many are the
-        prompt's).
+        """Returns ids of prompt and completion as one text, and how many are the prompt's.
 
         A token with characters of both is the completion's: no other token has its first
         characters.
@@ -168,8 +163,7 @@ class FileTokenizer:
         return ids if has_begun else np.concatenate([self._before, ids])
 
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (ids, the characters start .. stop - 1 of each id), uint32 [N] and int64 [N,
-        2]."""
+        """Returns ids, uint32 [N], and each id's characters start .. stop - 1, int64 [N, 2]."""
         ids, offsets, position = [], [], 0
         for part in self._cut(text):
             with self._refusing(f"encode {part[:40]!r}"), self._untrimmed():
@@ -181,8 +175,7 @@ class FileTokenizer:
 
     @contextmanager
     def _untrimmed(self) -> Iterator[None]:
-        """Have offsets include spaces. A post-processor may trim them: a token of spaces would
-        begin where it ends."""
+        """Lets offsets include spaces, which a post-processor may trim."""
         processor = self._tokenizer.post_processor
         self._tokenizer.post_processor = None
         try:
@@ -197,9 +190,8 @@ class FileTokenizer:
     @functools.cached_property
     def added_tokens(self) -> frozenset[str]:
         """Strings that are one token wherever a text has them, such as <|im_start|>."""
-        return frozenset(
-            token.content for token in self._tokenizer.get_added_tokens_decoder().values()
-        )
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in tokens)
 
     def _encode(self, text: str) -> np.ndarray:
         with self._refusing(f"encode {text[:40]!r}"):
@@ -208,23 +200,21 @@ class FileTokenizer:
         return np.array(encoding.ids, dtype=np.uint32)
 
     def _cut(self, text: str) -> Iterator[str]:
-        """Cuts a text into parts of about PART characters: the library takes 200 bytes per token of
-        a part.
+        """Cuts a text into parts of about PART characters.
 
-        The parts have the tokens of the whole text. A text without a place to cut it stays whole.
+        The library takes 200 bytes per token of a part. The parts have the tokens of the whole
+        text. A text without a place to cut it stays whole.
         """
         start: int | None = 0
         while start is not None:
             matches = itertools.islice(PART_START.finditer(text, start + PART), 1000)
-            stop = next(
-                (match.start() for match in matches if self._is_border(text, match.start())), None
-            )
+            places = (match.start() for match in matches)
+            stop = next((place for place in places if self._is_border(text, place)), None)
             yield text[start:stop]
             start = stop
 
     def _is_border(self, text: str, place: int) -> bool:
-        """Whether the text near a place has the same tokens when it is cut there: true where words
-        are split."""
+        """Whether the text near a place has the same tokens when it is cut there."""
         before, behind = text[place - NEAR : place], text[place : place + NEAR]
         apart = [*self._encode(before), *self._encode(behind)]
         return self._encode(before + behind).tolist() == apart
@@ -247,8 +237,7 @@ class FileTokenizer:
 
 
 def load_tokenizer(path: str | None) -> ByteTokenizer | FileTokenizer:
-    """Opens a run's tokenizer: a tokenizer.json, or the folder that has it; "bytes" or None for
-    bytes.
+    """Opens a run's tokenizer: a tokenizer.json or its folder; "bytes" or None for bytes.
 
     Its identity is "bytes", or the SHA-256 of the file with its folder's tokens; ids are uint8 or
     uint32.
@@ -257,13 +246,13 @@ def load_tokenizer(path: str | None) -> ByteTokenizer | FileTokenizer:
 
 
 def check_ids(largest: int, tokenizer, vocab_size: int, where: str) -> None:
-    """Raise UserError if `largest`, of the ids at `where`, or the end-of-text id is not below a
-    model's vocab_size."""
+    """Raises UserError if `largest` of the ids at `where` is not below a model's vocab_size.
+
+    The end-of-text id must be below it, too.
+    """
     largest = max(largest, tokenizer.eos_id)
     if largest >= vocab_size:
-        needs = (
-            f"tokenizer {tokenizer.name} needs a model of vocab_size {tokenizer.vocab_size} or more"
-        )
         raise UserError(
-            f"{where}: token id {largest} is not below the model's vocab_size {vocab_size}; {needs}"
+            f"{where}: token id {largest} is not below the model's vocab_size {vocab_size}; "
+            f"tokenizer {tokenizer.name} needs a model of vocab_size {tokenizer.vocab_size} or more"
         )

@@ -41,15 +41,12 @@ class Header(NamedTuple):
     """The text that a template writes before an answer."""
 
     text: str  # before each answer: "<|im_start|>assistant\n"
-    prefill: str = (
-        ""  # words behind it that a prompt has, and not every answer, such as "<think>\n"
-    )
+    prefill: str = ""  # words behind it that a prompt has, and not every answer: "<think>\n"
     calls_without: bool = False  # whether answers that call have none
 
 
 class Turns:
-    """Finds the assistant's turns: the text that a template writes for each message, from its
-    header to its end.
+    """Finds the assistant's turns: what a template writes for each answer, behind its header.
 
     Marks show which text belongs to which message; see Template. Header and end are learnt from one
     short chat: in ChatML they are "<|im_start|>assistant\\n" and "<|im_end|>". The last turn may
@@ -66,31 +63,24 @@ class Turns:
         self._header = ""
         self._headers: dict[str, Header | None] = {}  # by the role of the message before an answer
         self.ends = tuple[str, ...]()
-        self._ends_of_calls: dict[
-            str, bool
-        ] = {}  # ends of turns that call, and whether generation stops there
+        # Ends of turns that call, and whether generation stops there.
+        self._ends_of_calls = dict[str, bool]()
         self.borders: tuple[str, ...] = (OPEN, CLOSE)
         text, parts = template.cut(TALK)
         answers, is_once = _answers(text, parts), len(re.findall("QqQ|AaA|RrR|BbB", text)) == 4
         if len(answers) == 2 and is_once:
             self._learn(text, parts, answers)
         if not template.is_marked and not self.ends:
-            fault = (
-                "show where the assistant's turns begin and end"
-                if is_once
-                else "write each message once"
-            )
-            cure = (
-                "in a copy of it put {% generation %} and {% endgeneration %} around the "
-                "assistant's words"
-            )
-            name = (
-                "--chat_template"
-                if tokenizer.has_template_flag
-                else "chat_template.jinja beside the tokenizer"
-            )
+            fault = "write each message once"
+            if is_once:
+                fault = "show where the assistant's turns begin and end"
+            place = "chat_template.jinja beside the tokenizer"
+            if tokenizer.has_template_flag:
+                place = "--chat_template"
             raise UserError(
-                f"chat template {template.file} does not {fault}: {cure}, and give it as {name}"
+                f"chat template {template.file} does not {fault}: in a copy of it put "
+                "{% generation %} and {% endgeneration %} around the assistant's words, and give "
+                f"it as {place}"
             )
         bos = tokenizer.special_tokens.get("bos_token", "")
         ends = (*self.ends, *self._ends_of_calls)
@@ -104,8 +94,7 @@ class Turns:
         return (*self.ends, *(end for end, is_stop in self._ends_of_calls.items() if is_stop))
 
     def find(self, messages: list[dict], tools: list | None) -> tuple[str, list[Turn]]:
-        """Returns a chat's text, and the assistant's turns in it: without headers, with the tokens
-        that end them."""
+        """Returns a chat's text, and the assistant's turns: without headers, with their ends."""
         text, parts = self._template.cut(messages, tools)
         before = _before_answers(messages)
         if len(parts) != len(before) and not self._template.is_marked:
@@ -128,8 +117,7 @@ class Turns:
         return text, turns
 
     def behind_given(self, text: str, turns: list[Turn], messages: list[dict]) -> list[Turn]:
-        """Returns turns without the words that the template itself begins an answer with, such as
-        "<think>"."""
+        """Returns turns without words such as "<think>" that the template begins answers with."""
         before = _before_answers(messages)
         if self._template.is_marked or len(turns) != len(before):
             return turns
@@ -139,97 +127,102 @@ class Turns:
         return [(start + count, stop) for count, (start, stop) in zip(same, turns)]
 
     def _behind_header(self, text: str, part: Turn, role: str, calls: bool, number: int) -> int:
-        """Returns the first character of a part that is no header. The message before it has this
-        `role`."""
+        """Returns the first character of a part behind its header.
+
+        The message before it has this `role`.
+        """
         start, stop = part
-        headers = [
-            header
-            for before in (role, "user")
-            if (header := self._header_behind(before)) is not None
-        ]
+        known = (self._header_behind(before) for before in (role, "user"))
+        headers = [header for header in known if header is not None]
         for header in headers:
-            if (place := text.find(header.text, start, stop)) >= 0:
+            place = text.find(header.text, start, stop)
+            if place >= 0:
                 return place + len(header.text)
         if self._template.is_marked or (calls and any(header.calls_without for header in headers)):
             return start
         shown = " or ".join(dict.fromkeys(repr(header.text) for header in headers))
         raise UserError(
             f"turn {number} of the assistant does not begin with {shown} in the template, and its "
-            "header is not known: "
-            "mend that answer, or put {% generation %} around answers in a copy of the template"
+            "header is not known: mend that answer, or put {% generation %} around answers in a "
+            "copy of the template"
         )
 
     def _header_behind(self, role: str) -> Header | None:
-        """Returns the header of an answer to a message of this role; None if the template shows
-        none."""
+        """Returns the header of an answer to a message of this role; None if none is shown."""
         if role not in self._headers:
             headers = map(self._learn_header, BEFORE.get(role, ()))
             self._headers[role] = next((header for header in headers if header is not None), None)
         return self._headers[role]
 
     def _learn_header(self, before: list[dict]) -> Header | None:
-        """Returns what the template writes both before answers of all shapes and where it asks for
-        one."""
+        """Returns what the template writes before answers of all shapes and where it asks."""
         try:
-            unasked, asked = (self._template.render(before, asks=asks) for asks in (False, True))
+            unasked = self._template.render(before)
+            prompt = self._template.render(before, asks=True)
         except UserError:
             return None
-        count = sum(message["role"] == "assistant" for message in before)
         shared = []
         for answer in SHAPES:
             for behind in ([], TALK[2:]):
-                if "tool_calls" in answer:
-                    behind = [*ONE_CALL[2:3], *behind]
-                try:
-                    text, parts = self._template.cut([*before, answer, *behind])
-                except UserError:
+                part = self._find_part(before, answer, behind)
+                if part is None:
                     continue
-                start, stop = parts[count] if len(parts) > count else (0, 0)
+                start, text = part
                 # A header within {% generation %} is none if only its end is.
-                is_whole = start <= len(unasked) or not self._template.is_marked
-                if start < stop and text[:start] == asked[:start] and is_whole:
-                    shared.append(
-                        (_same(asked[start:], text[start:stop]), start, "tool_calls" in answer)
-                    )
+                is_complete = start <= len(unasked) or not self._template.is_marked
+                if text[:start] == prompt[:start] and is_complete:
+                    length = _same(prompt[start:], text[start:])
+                    shared.append((length, start, "tool_calls" in answer))
         if not shared:
             return None
         # The shortest that any answer has; a template may begin calls without.
         length, start, _ = min((entry for entry in shared if entry[0]), default=shared[0])
-        # Text before an answer, without a space at its end: that is part of the answer's first
-        # token.
-        header = asked[start : start + length].rstrip(" ")
+        # Text before an answer, without a space at its end: the answer's first token has that.
+        header = prompt[start : start + length].rstrip(" ")
         calls_without = any(calls and not length for length, _, calls in shared)
-        return Header(header, asked[start + len(header) :].rstrip(" "), calls_without)
+        return Header(header, prompt[start + len(header) :].rstrip(" "), calls_without)
+
+    def _find_part(
+        self, before: list[dict], answer: dict, behind: list[dict]
+    ) -> tuple[int, str] | None:
+        """Returns where an answer begins in a chat's text, and the text up to the answer's end."""
+        if "tool_calls" in answer:
+            behind = [ONE_CALL[2], *behind]
+        try:
+            text, parts = self._template.cut([*before, answer, *behind])
+        except UserError:
+            return None
+        number = sum(message["role"] == "assistant" for message in before)
+        if number >= len(parts):
+            return None
+        start, stop = parts[number]
+        return (start, text[:stop]) if start < stop else None
 
     def _learn(self, text: str, parts: list[Turn], answers: list[tuple[str, str, str]]) -> None:
-        """Learn header, ends and borders of turns from `text`, the rendering of TALK, and its
-        parts."""
+        """Learns header, ends and borders of turns from `text`, the rendering of TALK."""
         heads, _, tails = zip(*answers)
         header = self._learn_header(TALK[:1])
-        if (
-            header is None or not header.text
-        ) and not self._template.is_marked:  # the template has no prompt
+        has_prompt = header is not None and header.text
+        if not has_prompt and not self._template.is_marked:
             header = Header(heads[0][: _same(*heads)].rstrip(" "))
             if not header.text and any(map(str.strip, heads)):
                 return  # the turns begin in two ways
         header = header or Header("")
         self._headers["user"], self._header = header, header.text
-        self.ends = (
-            tuple(dict.fromkeys(tail.rstrip() for tail in tails))
-            if all(map(str.strip, tails))
-            else ()
-        )
+        if all(map(str.strip, tails)):
+            self.ends = tuple(dict.fromkeys(map(str.rstrip, tails)))
         self.borders += (self._header.strip(),)
-        if self.ends:
-            self._learn_ends_of_calls()
-        if not self._template.is_marked and self.ends:
+        if not self.ends:
+            return
+        self._learn_ends_of_calls()
+        if not self._template.is_marked:
             opener = text[parts[0][1] : text.index("RrR")].strip()
             shared = commonprefix([self._header.strip(), opener])  # noqa: RUF071  strings, not paths
             opener = shared if shared in self._added else opener
             self.borders += (self._beginning(TALK[:2]), opener, self._beginning(TWO_CALLS))
 
     def _learn_ends_of_calls(self) -> None:
-        """Learn what ends turns with calls alone, as gpt-oss's "<|call|>".
+        """Learns what ends turns with calls alone, as gpt-oss's "<|call|>".
 
         A token that DeepSeek R1's template writes behind one call stands between two calls: it is
         no stop.
@@ -244,17 +237,15 @@ class Turns:
             if "NnN" in call and "RrR" not in call:
                 tokens = (token for token in self._added if call.endswith(token))
                 behind = call.rpartition("VvV")[2].lstrip("\"'}]) \n")
-                ends.append(
-                    None if call.endswith(self.ends) else max(tokens, key=len, default=behind)
-                )
+                end = max(tokens, key=len, default=behind)
+                ends.append(None if call.endswith(self.ends) else end)
         for end in sorted({end for end in ends if end}):
             self._ends_of_calls[end] = end in self._added and {*ends} == {end}
             if not self._ends_of_calls[end]:
                 _warn_of_calls(str(self._template.file), end)
 
     def _beginning(self, messages: list[dict]) -> str:
-        """Returns the text that begins the last message: a header, or the token that ends the
-        message before it.
+        """Returns the text that begins the last message: a header, or the token before it.
 
         Mistral's templates write "[/INST]" behind a question, and "[/TOOL_RESULTS]" behind a tool's
         result.
@@ -267,50 +258,49 @@ class Turns:
         if self._header and self._header in text[start:stop]:
             return self._header.strip()
         before = text[:start].rpartition(messages[-2]["content"])[2]
-        return max(
-            (token for token in self._added if token in before),
-            key=before.rfind,
-            default=before.strip(),
-        )
+        tokens = [token for token in self._added if token in before]
+        return max(tokens, key=before.rfind, default=before.strip())
 
 
 @functools.cache  # once in a run, which opens a template several times
 def _warn_of_calls(file: str, end: str) -> None:
     logger.warning(
         "chat template %s ends a turn with one call by %r, at which generation does not stop: the "
-        "model does not learn "
-        "to stop behind such a call", file, end,
-    )  # fmt: skip
+        "model does not learn to stop behind such a call",
+        file,
+        end,
+    )
 
 
 def _before_answers(messages: list[dict]) -> list[tuple[str, bool]]:
     """Returns for each message of the assistant the role before it, and whether it calls tools."""
     roles = ["", *(message["role"] for message in messages)]
-    both = zip(roles, messages)
     return [
         (role, bool(message.get("tool_calls")))
-        for role, message in both
+        for role, message in zip(roles, messages)
         if message["role"] == "assistant"
     ]
 
 
-def _same(words: str, text: str) -> int:
+def _same(text: str, second: str) -> int:
     """Returns how many characters both begin with, up to the end of a tag or a line.
 
     "<think>" and "<table>" share none.
     """
-    same = commonprefix([words, text])  # noqa: RUF071  strings, not paths
-    return (
-        len(same) if len(same) == len(words) else max(same.rfind(end) for end in ENDS_OF_WORDS) + 1
-    )
+    same = commonprefix([text, second])  # noqa: RUF071  strings, not paths
+    if len(same) == len(text):
+        return len(same)
+    return max(same.rfind(end) for end in ENDS_OF_WORDS) + 1
 
 
 def _answers(text: str, parts: list[Turn]) -> list[tuple[str, str, str]]:
-    """Returns both answers of TALK in three: the text before the answer's word, the word, and the
-    text behind it."""
-    found, start = [], 0
+    """Returns both answers of TALK, each as the text before its word, the word, the text behind."""
+    answers, start = [], 0
     for word, stop in (("AaA", text.find("RrR")), ("BbB", len(text))):
         inside = [part for part in parts if start <= part[0] and part[1] <= stop]
-        found += [text[inside[0][0] : inside[-1][1]].partition(word)] if inside else []
         start = stop
-    return [answer for answer in found if answer[1]]
+        if inside:
+            before, word, behind = text[inside[0][0] : inside[-1][1]].partition(word)
+            if word:
+                answers.append((before, word, behind))
+    return answers

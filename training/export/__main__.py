@@ -1,5 +1,7 @@
-"""Writes weights for other programs to open: `python -m training.export runs/default/step_00000300
-OUT`."""
+"""Writes weights for other programs to open.
+
+`python -m training.export runs/default/step_00000300 OUT`
+"""
 
 import sys
 
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from model import ModelConfig
 from training.checkpoint import pieces
 from training.checkpoint.carried import Carried, read_carried
 from training.checkpoint.manifest import WEIGHTS
@@ -67,65 +70,32 @@ def export(
     rope_scaling: str | None = None,
     merge: bool = False,
 ) -> str:
-    """Write config.json, model.safetensors and their companions; returns a line that says what was
-    written.
+    """Writes config.json, model.safetensors and their companions; returns a line about them.
 
     Raises UserError if `target` is not empty or is being made by another process, the weights are
     damaged or not finite in `dtype`, no other program computes this model, or `merge` is not as the
     source needs it.
     """
     if has_adapters(source) and not merge:
-        raise UserError(
-            f"{source} holds adapters, as peft reads them; --merge writes whole weights with them"
-        )
+        holds = f"{source} holds adapters, as peft reads them"
+        raise UserError(f"{holds}; --merge writes whole weights with them")
     if merge and not has_adapters(source):
         raise UserError(f"--merge has no effect on {source}, which holds no adapters; drop it")
     target, config = Path(os.path.abspath(target)), shape_of_weights(source)
-    if own := [kind.name for kind in config.kinds if kind.gates_per_head]:
-        raise UserError(
-            f"{source} attends by {own[0]}, which neither transformers nor vLLM computes; give "
-            "others"
-        )
+    for kind in config.kinds:
+        if kind.gates_per_head:
+            attends = f"{source} attends by {kind.name}"
+            raise UserError(f"{attends}, which neither transformers nor vLLM computes; give others")
     if rope_scaling is not None:
         config = extend(config, rope_scaling)
-    shapes = parameter_shapes(config)
     folders = folders_of(source)
-    beside = next(
-        (folder for folder in folders if (folder / "tokenizer.json").is_file()), folders[-1]
-    )
-    companions = read_companions(beside / "tokenizer.json", folders)
+    has_tokenizer = (folder for folder in folders if (folder / "tokenizer.json").is_file())
+    tokenizer = next(has_tokenizer, folders[-1]) / "tokenizer.json"
+    companions = read_companions(tokenizer, folders)
     companions = companions.joined(read_beside_weights(folders, rope_scaling is not None))
+    carried = carried_of(folders[-1], rope_scaling)
     with making(target) as folder:
-        weights, carried = load_model_weights(source, shapes), carried_of(folders[-1], rope_scaling)
-        in_files = {name: carried.in_files(name, shape) for name, shape in shapes.items()}
-        exact = {
-            name for name, declared in config.parameters().items() if declared.is_exact_in_files
-        }
-        dtypes = {name: torch.float32 if name in exact else dtype for name in shapes}
-        kinds = {
-            each: (dtypes[name], shape) for name in shapes for each, shape in in_files[name].items()
-        }
-        kinds |= {
-            name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in carried.tensors.items()
-        }
-        header = pieces.header_of(pieces.aligned(kinds))
-        entries = pieces.read_entries(header, folder / WEIGHTS)
-        with naming(folder / WEIGHTS), (folder / WEIGHTS).open("wb") as file:
-            file.write(header)
-            for name, weight in weights:
-                if not weight.to(dtype).isfinite().all():
-                    raise UserError(
-                        f"{name_in_file(name, carried.prefix)} is not finite in {dtype}; choose "
-                        "another --dtype"
-                    )
-                parts = weight.to(dtypes[name]).view(len(in_files[name]), -1)
-                for each, part in zip(in_files[name], parts):
-                    file.seek(entries[each].start)
-                    file.write(pieces.bytes_of(part))
-            for name, tensor in carried.tensors.items():
-                file.seek(entries[name].start)
-                file.write(pieces.bytes_of(tensor))
-            size = file.seek(0, os.SEEK_END)
+        size = _write_weights(folder / WEIGHTS, source, config, carried, dtype)
         content = carried.config_json(to_config_json(config), companions.settings, dtype)
         files = {
             **reaching(config.max_position_embeddings, companions.files),
@@ -134,23 +104,53 @@ def export(
         }
         for name, companion in files.items():
             write_file(folder / name, companion)
-    others = (
-        f", and {len(carried.tensors)} tensors that are not trained, as they were"
-        if carried.tensors
-        else ""
-    )
+    weights = f"{config.num_parameters():,} parameters of {config.model_type}, {dtype}"
+    if carried.tensors:
+        weights += f", and {len(carried.tensors)} tensors that are not trained, as they were"
     written = ", ".join(map(printable, sorted(files)))
     if content.get("text_config", content).get(MTP_LAYERS) == 0:
         written += f"; no tensors of mtp: {MTP_LAYERS} is 0, and a GGUF is made with --no-mtp"
     if carried.settings:
         written += f"; settings that are not read, as they were: {', '.join(carried.settings)}"
-    if absent := left_out(folders, files):
+    absent = left_out(folders, files)
+    if absent:
         written += f"; left out: {', '.join(absent)}"
-    return (
-        f"{printable(target)}: {config.num_parameters():,} parameters of {config.model_type}, "
-        f"{dtype}{others}, "
-        f"{size / 1e9:.2f} GB in {WEIGHTS}; {written}"
-    )
+    return f"{printable(target)}: {weights}, {size / 1e9:.2f} GB in {WEIGHTS}; {written}"
+
+
+def _write_weights(
+    path: Path, source: Path, config: ModelConfig, carried: Carried, dtype: torch.dtype
+) -> int:
+    """Writes model.safetensors, a parameter at a time; returns its bytes.
+
+    Raises UserError if a weight is not finite in `dtype`.
+    """
+    shapes, declared = parameter_shapes(config), config.parameters()
+    tensors: dict = {}  # dtype and shape of each tensor of the file
+    in_file, dtypes = {}, {}
+    for name, shape in shapes.items():
+        in_file[name] = carried.in_files(name, shape)
+        is_exact = name in declared and declared[name].is_exact_in_files
+        dtypes[name] = torch.float32 if is_exact else dtype
+        tensors |= {part: (dtypes[name], shape) for part, shape in in_file[name].items()}
+    for name, tensor in carried.tensors.items():
+        tensors[name] = tensor.dtype, tuple(tensor.shape)
+    header = pieces.header_of(pieces.aligned(tensors))
+    entries = pieces.read_entries(header, path)
+    with naming(path), path.open("wb") as file:
+        file.write(header)
+        for name, weight in load_model_weights(source, shapes):
+            if not weight.to(dtype).isfinite().all():
+                theirs = name_in_file(name, carried.prefix)
+                raise UserError(f"{theirs} is not finite in {dtype}; choose another --dtype")
+            parts = weight.to(dtypes[name]).view(len(in_file[name]), -1)
+            for part, tensor in zip(in_file[name], parts):
+                file.seek(entries[part].start)
+                file.write(pieces.bytes_of(tensor))
+        for name, tensor in carried.tensors.items():
+            file.seek(entries[name].start)
+            file.write(pieces.bytes_of(tensor))
+        return file.seek(0, os.SEEK_END)
 
 
 def carried_of(folder: Path, rope_scaling: str | None) -> Carried:
@@ -159,19 +159,18 @@ def carried_of(folder: Path, rope_scaling: str | None) -> Carried:
 
 
 def reaching(length: int, files: dict[str, bytes]) -> dict[str, bytes]:
-    """Returns companions whose tokenizer_config.json declares texts of `length` tokens at least:
-    vLLM takes no longer.
+    """Returns companions whose tokenizer_config.json declares texts of `length` tokens at least.
 
-    A file that declares nothing, or cannot be read, stays as it is.
+    vLLM takes no longer texts than are declared. A file that declares nothing, or cannot be read,
+    stays as it is.
     """
     name = "tokenizer_config.json"
     with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
         content = json.loads(files[name])
         if 0 < content["model_max_length"] < length:
             content["model_max_length"] = length
-            return files | {
-                name: (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-            }
+            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+            return files | {name: text.encode()}
     return files
 
 

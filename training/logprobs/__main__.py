@@ -1,5 +1,7 @@
-"""Stores log-probabilities of a corpus: `python -m training.logprobs MODEL OUT --data pairs.jsonl
---objective dpo`."""
+"""Stores log-probabilities of a corpus.
+
+`python -m training.logprobs MODEL OUT --data pairs.jsonl --objective dpo`
+"""
 
 import sys
 
@@ -47,41 +49,36 @@ logger = logging.getLogger(__name__)
 def log_probabilities(
     run: Callable[..., torch.Tensor], documents: Store, context_length: int, device: torch.device
 ) -> np.ndarray:
-    """Returns the log-probability of each token of all documents, in their order; 0 of what is no
-    target.
+    """Returns the log-probability of each token of all documents, in their order.
 
-    Documents longer than `context_length` have NaN, with which no step is taken.
+    It is 0 for what is no target, and NaN in documents longer than `context_length`, with which no
+    step is taken.
 
     Args:
         run: takes input ids, targets, documents and the number of targets; returns
-        log-probabilities [1, T], or
-            several numbers of each token, [1, T, N].
+        log-probabilities [1, T], or several numbers of each token, [1, T, N].
     """
-    packing, starts = (
-        BestFitPacking(documents.lengths, context_length, seed=0),
-        np.cumsum(documents.lengths),
-    )
-    values, count = np.zeros(0, np.float32), int(starts[-1])
-    starts = starts - documents.lengths
-    for index in Progress(
-        range(packing.sequences_per_epoch), desc="log-probabilities", unit="sequence"
-    ):
+    packing = BestFitPacking(documents.lengths, context_length, seed=0)
+    starts = np.cumsum(documents.lengths) - documents.lengths
+    values = np.zeros(0, np.float32)
+    sequences = range(packing.sequences_per_epoch)
+    for index in Progress(sequences, desc="log-probabilities", unit="sequence"):
         spans, position = packing.spans(0, index), 0
         batch = make_batch(documents, [spans], context_length)
         if not batch.num_valid_tokens:
             continue
-        given = (x.to(device) for x in (batch.input_ids, batch.targets))
-        found = run(*given, batch.documents, batch.num_valid_tokens)[0].float().cpu().numpy()
-        if not np.isfinite(found).all():
+        ids, targets = batch.input_ids.to(device), batch.targets.to(device)
+        scores = run(ids, targets, batch.documents, batch.num_valid_tokens)[0].float().cpu().numpy()
+        if not np.isfinite(scores).all():
             raise UserError(
                 "some log-probabilities are no numbers: the weights are damaged, or too large for "
                 "this dtype"
             )
         if not len(values):
-            values = np.zeros((count, *found.shape[1:]), np.float32)
+            values = np.zeros((int(documents.lengths.sum()), *scores.shape[1:]), np.float32)
         for document, _, stop in longest_first(spans):
             first = int(starts[document])
-            values[first + 1 : first + stop] = found[position : position + stop - 1]
+            values[first + 1 : first + stop] = scores[position : position + stop - 1]
             position += stop
     if not len(values):
         raise UserError("the data have no token to be predicted; give others")
@@ -90,58 +87,23 @@ def log_probabilities(
 
 
 def score(flags: LogProbsFlags, folder: Path, world: World) -> None:
-    """Writes the log-probabilities into `folder`, which gets the name `flags.out` when it is
-    whole."""
+    """Writes the log-probabilities into `folder`, which is named `flags.out` when it is whole."""
     opened = open_folder(flags, world)
     if flags.rope_scaling is not None:
         opened = replace(opened, shape=extend(opened.shape, flags.rope_scaling))
     tokenizer, attention = opened.tokenizer, attention_in_words(opened.shape, opened.kinds)
     if flags.chat_template:
         tokenizer = open_tokenizer(flags.tokenizer or opened.tokenizer.name, flags.chat_template)
-    rows = text_reader(flags.objective, tokenizer.eos_id, flags.context_length)
-    has_reasoning = flags.chat_reasoning is not None
-    reading = Reading(
-        flags.chat_reasoning, None, flags.columns, flags.bad_rows, rows, has_reasoning
-    )
-    stores = open_stores(
-        flags.data, tokenizer, opened.shape.vocab_size, reading, flags.validation_data
-    )
-    in_memory = [each for each in stores if isinstance(each, TokenStore)]
-    if len(in_memory) < len(stores):
-        raise UserError(
-            "prepared sets have no log-probabilities beside them; give the rows that they were "
-            "made of"
-        )
-    refuse_twice(
-        stores[: len(flags.data)], stores[len(flags.data) :], are_given=True
-    )  # as the run would
+    stores = _read_data(flags, tokenizer, opened.shape.vocab_size)
     documents = join(stores)
-    count, longest = (
-        int((documents.lengths > flags.context_length).sum()),
-        f"{documents.lengths.max():,}",
-    )
-    if count == len(documents.lengths):
-        raise UserError(
-            f"all documents are longer than --context_length {flags.context_length:,}, up to "
-            f"{longest}; raise it"
-        )
-    if count:
-        logger.warning(
-            "data: %d documents are longer than a sequence, the longest has %s tokens: train with "
-            "--overlong drop",
-            count, longest,
-        )  # fmt: skip
-    warn_beyond(
-        opened.shape,
-        int(documents.lengths[documents.lengths <= flags.context_length].max()),
-        command="",
-    )
+    longest = _longest_that_fits(documents, flags.context_length)
+    warn_beyond(opened.shape, longest, command="")
     model = load(opened, flags.context_length, 0, world, flags.memory_budget)
-
-    counts = list[int]()
+    count = 0
 
     def run(ids, targets, packed, num_targets):
-        counts.append(num_targets)
+        nonlocal count
+        count += num_targets
         if flags.top_k is not None:
             hidden_BTD = model(ids, documents=packed, return_hidden_states=True).hidden_states
             return top_log_probs(model, hidden_BTD, targets, flags.top_k)
@@ -149,13 +111,48 @@ def score(flags: LogProbsFlags, folder: Path, world: World) -> None:
         return model(ids, targets=targets, return_log_probs=True, **known).log_probs
 
     values = log_probabilities(run, documents, flags.context_length, world.device)
-    identities = [each.text_identity for each in in_memory]
+    identities = [part.text_identity for part in stores]
     store(folder, values, digest_of(flags.checkpoint), attention, tokenizer.identity, identities)
-    own = values if flags.top_k is None else values[:, 0]
-    print(
-        f"{flags.out}: {sum(counts):,} targets, "
-        f"{-np.nansum(own, dtype=np.float64) / sum(counts):.4f} nats each"
+    log_probs = values if flags.top_k is None else values[:, 0]
+    nats = -np.nansum(log_probs, dtype=np.float64) / count
+    print(f"{flags.out}: {count:,} targets, {nats:.4f} nats each")
+
+
+def _read_data(flags: LogProbsFlags, tokenizer, vocab_size: int) -> list[TokenStore]:
+    reading = Reading(
+        reasoning=flags.chat_reasoning,
+        columns=flags.columns,
+        bad_rows=flags.bad_rows,
+        rows=text_reader(flags.objective, tokenizer.eos_id, flags.context_length),
+        needs_chats=flags.chat_reasoning is not None,
     )
+    stores = open_stores(flags.data, tokenizer, vocab_size, reading, flags.validation_data)
+    in_memory = [store for store in stores if isinstance(store, TokenStore)]
+    if len(in_memory) < len(stores):
+        none = "prepared sets have no log-probabilities beside them"
+        raise UserError(f"{none}; give the rows that they were made of")
+    count = len(flags.data)
+    refuse_twice(stores[:count], stores[count:], are_given=True)  # as the run would
+    return in_memory
+
+
+def _longest_that_fits(documents: Store, context_length: int) -> int:
+    """Returns the tokens of the longest document that fits. Raises UserError if none does."""
+    lengths = documents.lengths
+    fits = lengths <= context_length
+    if not fits.any():
+        raise UserError(
+            f"all documents are longer than --context_length {context_length:,}, up to "
+            f"{lengths.max():,}; raise it"
+        )
+    if not fits.all():
+        logger.warning(
+            "data: %d documents are longer than a sequence, the longest has %s tokens: train with "
+            "--overlong drop",
+            (~fits).sum(),
+            f"{lengths.max():,}",
+        )
+    return int(lengths[fits].max())
 
 
 @command
