@@ -23,10 +23,7 @@ KERNELS_TO_COMPILE = [
     for heads in _HEADS
     for name, constants in (
         ("_convolution_kernel", {"BLOCK_T": 16}),
-        *(
-            ("_convolution_backward_kernel", _BACKWARD | {"CHANNELS": n})
-            for n in (heads["HEADS"] * 128, 8192)
-        ),
+        ("_convolution_backward_kernel", _BACKWARD | {"CHANNELS": 8192}),
     )
 ]
 G, H, K, V = 2, 3, 32, 16

@@ -1,6 +1,7 @@
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ _CONSTANTS = {
     "scale_ptr": None, "gradient_ptr": None,
     "IGNORE_INDEX": -100, "SOFTCAP": None, "HAS_STATISTICS": False, "VECTOR": module.VECTOR,
 }  # fmt: skip
+_GRADIENT_IN_PLACE = {"logits_ptr": "*bf16", "gradient_ptr": "*bf16"}
 
 
 def _row_kernel(pointers: dict, itemsize: int = 2, **constants) -> KernelToCompile:
@@ -34,15 +36,14 @@ def _row_kernel(pointers: dict, itemsize: int = 2, **constants) -> KernelToCompi
     num_warps = configuration.pop("num_warps")
     constants = {**_CONSTANTS, **configuration, **constants}
     constants = {name: value for name, value in constants.items() if name not in pointers}
-    return KernelToCompile("_cross_entropy_kernel", {**_ROW, **pointers}, constants, num_warps)
+    kernel = KernelToCompile("_cross_entropy_kernel", {**_ROW, **pointers}, constants, num_warps)
+    return kernel if pointers == _GRADIENT_IN_PLACE else replace(kernel, most_capability=80)
 
 
 KERNELS_TO_COMPILE = [
-    _row_kernel({"logits_ptr": "*bf16", "gradient_ptr": "*bf16"}),
+    _row_kernel(_GRADIENT_IN_PLACE),
     _row_kernel({"logits_ptr": "*bf16"}),
-    _row_kernel(
-        {"logits_ptr": "*bf16", "gradient_ptr": "*bf16", "scale_ptr": "*fp32"}, HAS_STATISTICS=True
-    ),
+    _row_kernel(_GRADIENT_IN_PLACE | {"scale_ptr": "*fp32"}, HAS_STATISTICS=True),
     _row_kernel(
         {p: "*fp32" for p in ("logits_ptr", "gradient_ptr", "scale_ptr")}, itemsize=4, SOFTCAP=30.0
     ),

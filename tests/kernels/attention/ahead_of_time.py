@@ -68,86 +68,50 @@ WINDOWS = {"G": 8, "K": 128, "KEYS": 32}
 ROWS = {"H": 32, "K": 128, "BLOCK": 32}
 WIDE = {"G": 4, "K": 256}  # Qwen3.5-4B's
 GATHER_WIDE = GATHER | WIDE | {"CHUNK": 1024}
+AMPERE, HOPPER = 80, 90
+WIDE_TILE = {"num_warps": 8, "num_stages": 2}
+DEEP_TILE = {"num_warps": 8, "num_stages": 3}
+
+
+def kernels_of_the_band():
+    """Yields each tile for the GPUs that launch it, and each branch of a kernel in one tile.
+
+    A branch is compiled for Ampere, where shared memory is smaller and registers spill first.
+    Windows of released models are exact and end within a block.
+    """
+    narrow = BAND_NARROW | {"SHORT": 12, "EXACT": True}
+    shared = BAND | {"BLOCK_T": 32, "SHARED": True}
+    shared = {name: value for name, value in shared.items() if value is not None}
+    for name, adds in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": True})):
+        overwrites = dict.fromkeys(adds, False)
+        exact = BAND | {"BLOCK_T": 32, "SHORT": 12, "EXACT": True} | overwrites
+        for gpu, tile, rows in ((AMPERE, WIDE_TILE, 32), (HOPPER, DEEP_TILE, 64)):
+            yield name, BAND | {"BLOCK_T": 32} | adds, tile, gpu
+            yield name, narrow | {"BLOCK_T": rows} | overwrites, {"num_stages": 2}, gpu
+        yield name, exact, WIDE_TILE, AMPERE
+        yield name, shared | overwrites, WIDE_TILE, AMPERE
+    yield "_band_forward_kernel", BAND | WIDE | {"BLOCK_T": 32}, WIDE_TILE, HOPPER
+    name, alone = "_band_dkv_kernel", {"EXTRA": False}
+    yield name, BAND_KEYS | alone, {"num_stages": 3}
+    yield name, BAND_KEYS | EXACT_KEYS | {"SHORT": 12}, {"num_stages": 3}, AMPERE
+    extra = {"EXTRA": True, "dk_ptr": None, "dv_ptr": None}
+    yield name, BAND_KEYS | extra, {"num_stages": 3}, AMPERE
+    yield name, BAND_KEYS | WIDE | {"BLOCK_T": 16} | alone, WIDE_TILE, HOPPER
+
+
 KERNELS_TO_COMPILE = {
     "sparse.gather": [
         ("_gather_forward_kernel", GATHER, {"num_stages": 3}),
         ("_gather_backward_kernel", GATHER | {"CHUNK": 1024}, {"num_stages": 3}),
-        ("_gather_backward_kernel", GATHER_WIDE, {"num_warps": 8, "num_stages": 3}, 90),
-        (
-            "_gather_backward_kernel",
-            GATHER_WIDE | {"BLOCK_T": 4},
-            {"num_warps": 8, "num_stages": 2},
-            80,
-        ),
+        ("_gather_backward_kernel", GATHER_WIDE, DEEP_TILE, HOPPER),
+        ("_gather_backward_kernel", GATHER_WIDE | {"BLOCK_T": 4}, WIDE_TILE, AMPERE),
     ],
     "sparse.combine": [
         ("_combine_kernel", HEADS | LISTS | {"BLOCK_T": 4, "WEIGHTED": True}, {}),
-        ("_combine_kernel", UNWEIGHTED, {}),
+        ("_combine_kernel", UNWEIGHTED, {}, AMPERE),
         ("_add_partials_kernel", {"BLOCK": 64, "K": 128, "PART": 2048}, {}),
     ],
-    "sparse.band": [
-        *(
-            (
-                name,
-                BAND | {"BLOCK_T": 32, "EXACT": is_exact, "SHORT": short, **more},
-                {"num_warps": 8, "num_stages": stages},
-                gpu,
-            )
-            for is_exact, short in ((False, 0), (True, 0), (True, 12))
-            for name, more in (
-                ("_band_forward_kernel", {}),
-                ("_band_dq_kernel", {"ADD": not is_exact}),
-            )
-            for gpu, stages in ((80, 2), (90, 3))
-        ),
-        *(
-            (
-                name,
-                BAND_NARROW | {"BLOCK_T": rows, "EXACT": is_exact, **more},
-                {"num_stages": 2},
-                gpu,
-            )
-            for is_exact in (False, True)
-            for name, more in (
-                ("_band_forward_kernel", {}),
-                ("_band_dq_kernel", {"ADD": not is_exact}),
-            )
-            for gpu, rows in ((80, 32), (90, 64))
-        ),
-        *(
-            (
-                name,
-                {n: x for n, x in BAND.items() if x is not None}
-                | {"BLOCK_T": 32, "SHARED": True, **more},
-                {"num_warps": 8, "num_stages": stages},
-                gpu,
-            )
-            for name, more in (("_band_forward_kernel", {}), ("_band_dq_kernel", {"ADD": False}))
-            for gpu, stages in ((80, 2), (90, 3))
-        ),
-        ("_band_dkv_kernel", BAND_KEYS | {"EXTRA": False}, {"num_stages": 3}),
-        (
-            "_band_dkv_kernel",
-            BAND_KEYS | {"EXTRA": True, "dk_ptr": None, "dv_ptr": None},
-            {"num_stages": 3},
-        ),
-        (
-            "_band_forward_kernel",
-            BAND | WIDE | {"BLOCK_T": 32},
-            {"num_warps": 8, "num_stages": 2},
-            90,
-        ),
-        (
-            "_band_dkv_kernel",
-            BAND_KEYS | WIDE | {"BLOCK_T": 16, "EXTRA": False},
-            {"num_warps": 8, "num_stages": 2},
-            90,
-        ),
-        *(
-            ("_band_dkv_kernel", BAND_KEYS | EXACT_KEYS | {"SHORT": short}, {"num_stages": 3})
-            for short in (0, 12)
-        ),
-    ],
+    "sparse.band": [*kernels_of_the_band()],
     "nsa.compression": [
         ("_pool_windows_kernel", WINDOWS | {"BLOCK_W": 16}, {}),
         ("_unpool_kernel", WINDOWS | {"BLOCK_T": 32}, {}),
@@ -160,24 +124,11 @@ KERNELS_TO_COMPILE = {
     ],
     "sparse.selection": [
         ("_round_keys_kernel", {"K": 128, "BLOCK": 64, "KEYS": 32}, {}),
-        ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 2}, 80),
-        ("_scores_kernel", SCORES | {"QUERIES": 1}, {"num_warps": 8, "num_stages": 4}, 90),
-        ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 2}, 80),
-        ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 4}, 90),
-        (
-            "_scores_kernel",
-            SCORES | {"QUERIES": 1, "SHARED": True},
-            {"num_warps": 8, "num_stages": 2},
-            80,
-        ),
-        (
-            "_scores_kernel",
-            SCORES | {"QUERIES": 4, "SHARED": True},
-            {"num_warps": 8, "num_stages": 4},
-            90,
-        ),
+        ("_scores_kernel", SCORES | {"QUERIES": 4}, WIDE_TILE, AMPERE),
+        ("_scores_kernel", SCORES | {"QUERIES": 4}, {"num_warps": 8, "num_stages": 4}, HOPPER),
+        ("_scores_kernel", SCORES | {"QUERIES": 1, "SHARED": True}, WIDE_TILE, AMPERE),
         ("_top_kernel", TOP | {"OF_CHUNKS": True}, {"num_warps": 1}),
-        ("_top_kernel", TOP | {"OF_CHUNKS": False}, {"num_warps": 1}),
+        ("_top_kernel", TOP | {"OF_CHUNKS": False}, {"num_warps": 1}, AMPERE),
     ],
     "nsa.window_scores": [("_window_scores_kernel", HEADS | WINDOW_SCORES, {"num_stages": 3})],
 }
