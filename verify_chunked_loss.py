@@ -29,10 +29,11 @@ from kernels.attention.documents import find_documents
 from kernels.config import ModelConfig
 from kernels.cross_entropy import cross_entropy
 from kernels.gated_mlp import GatedMLPPart
+from kernels.head_loss import IGNORE_INDEX, NextToken
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.parts import LayerParts
 from kernels.qkv_attention import AttentionPart
-from model import IGNORE_INDEX, MODEL_SIZES, Transformer
+from model import MODEL_SIZES, Transformer
 
 VOCAB_SIZE = MODEL_SIZES["4B"].vocab_size
 SWITCH_BYTES = (
@@ -71,7 +72,8 @@ def small_config(vocab_size: int, **changes):
 def run_model(model: Transformer, ids: Tensor, labels: Tensor) -> None:
     # Documents of 512 tokens let attention take little time.
     documents = find_documents(torch.arange(ids.shape[1])[None] // 512)
-    model(ids, labels, documents=documents).loss.backward()
+    loss = NextToken.from_labels(labels, documents)
+    model(ids, documents, loss).loss.backward()
     model.zero_grad()
 
 
@@ -237,7 +239,8 @@ def accumulation(device: torch.device) -> Iterator[Check]:
         model.zero_grad()
         total = torch.zeros((), device=device)
         for rows in torch.arange(8, device=device).chunk(micro_batches):
-            loss = model(ids[rows], labels[rows], denominator=num_valid_tokens).loss
+            head_loss = NextToken.from_labels(labels[rows], denominator=num_valid_tokens)
+            loss = model(ids[rows], loss=head_loss).loss
             loss.backward()
             total += loss.detach()
         return [total, model.embed_tokens.weight.grad, model.output_weight.grad]

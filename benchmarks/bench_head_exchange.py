@@ -23,9 +23,10 @@ from benchmarks.common import (
     time_interleaved,
 )
 from kernels.attention import KINDS
+from kernels.context import Context, Rotations
 from kernels.head_exchange import HeadExchange
 from kernels.rope import RotaryTables
-from model import MODEL_SIZES, Attention, Context, Rotations
+from model import MODEL_SIZES, Attention
 from training.parallel.world import World, join_world
 
 all_to_all = torch.distributed.all_to_all_single

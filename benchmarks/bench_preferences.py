@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import peer_model, print_json, print_table
+from kernels.head_loss import NextToken
 from model import MODEL_SIZES, ModelConfig
 from training.data.loader import PROMPT, Batch, make_batch, prompts_of
 from training.data.sources import Document
@@ -179,15 +180,9 @@ def ours(setting: str, arguments: argparse.Namespace, world: World) -> dict:
 
     @torch.no_grad()
     def reference() -> None:
-        known = {
-            "documents": batch.documents,
-            "num_targets": batch.num_valid_tokens,
-            "denominator": 1.0,
-        }
+        loss = NextToken(targets, denominator=1.0, num_targets=batch.num_valid_tokens)
         with products_in_bf16(model):
-            found.append(
-                model(ids, targets=targets, return_log_probs=True, **known).log_probs[0, :-1]
-            )
+            found.append(model(ids, batch.documents, loss).log_probs[0, :-1])
 
     reference_seconds = [timed(reference, world.device) for _ in range(2 - bool(apart))][
         -1

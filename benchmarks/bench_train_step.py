@@ -68,7 +68,8 @@ from benchmarks.common import peer_model, print_json, print_table
 from kernels.attention.documents import all_segments, find_documents
 from kernels.attention.full import FULL
 from kernels.attention.window import Window
-from model import IGNORE_INDEX, MODEL_SIZES, ModelConfig
+from kernels.head_loss import IGNORE_INDEX
+from model import MODEL_SIZES, ModelConfig
 from training.checkpoint.files import SPARE_BYTES
 from training.checkpoint.pieces import SAVING_BYTES
 from training.checkpoint.saver import Saver

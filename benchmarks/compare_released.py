@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import model as model_file
 from benchmarks.common import print_json, print_table
+from kernels.head_loss import NextToken
 from model import Transformer
 from training.checkpoint.weights import load_model_weights
 from training.families.config_json import from_config_json
@@ -43,7 +44,8 @@ def compare(folder: Path, num_tokens: int) -> tuple[list[list[str]], float]:
         dict(load_model_weights(folder, {name: p.shape for name, p in ours.named_parameters()}))
     )
     ids = torch.tensor([tokenizer(Path(model_file.__file__).read_text())["input_ids"][:num_tokens]])
-    their_result, our_result = theirs(ids, labels=ids), ours(ids, ids, return_logits=True)
+    their_result = theirs(ids, labels=ids)
+    our_result = ours(ids, loss=NextToken.from_labels(ids), return_logits=True)
     loss_difference = float(abs(their_result.loss - our_result.loss))
     rows = [
         ["tokens, largest logit", f"{ids.shape[1]:,}, {our_result.logits.abs().max():.1f}"],

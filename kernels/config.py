@@ -13,13 +13,9 @@ from typing import Any
 from .experts.part import ExpertsPart
 from .gated_delta_net import DeltaNet
 from .gated_mlp import GatedMLPPart
-from .linear_cross_entropy import WORDS_MULTIPLE
 from .parts import BlockForm, LayerParts, MixerKind, Parameter
 from .qkv_attention import AttentionPart
 from .rope import RopeScaling
-
-# Above this size the projected logits are never materialised (GB = 2**30 bytes).
-CHUNKED_LOSS_THRESHOLD_BYTES = 10 * 2**30
 
 
 @dataclass(frozen=True)
@@ -134,28 +130,6 @@ class ModelConfig:
         and vocabulary."""
         layers = tuple(parts.shard(ranks) for parts in self.layers)
         return replace(self, vocab_size=self.vocab_size // ranks, layers=layers)
-
-    def projected_logits_bytes(self, num_tokens: int, bytes_per_logit: int = 2) -> int:
-        """Size of the [num_tokens, V] logits that the standard loss materialises."""
-        return num_tokens * self.vocab_size * bytes_per_logit
-
-    def uses_chunked_loss(
-        self, num_tokens: int, bytes_per_logit: int = 2, loss_impl: str = "auto"
-    ) -> bool:
-        """The switch: chunked above `CHUNKED_LOSS_THRESHOLD_BYTES`, unless `loss_impl` is "chunked"
-        or "standard".
-
-        Chunked too where the vocabulary is no multiple of 8: products with whole logits take twice
-        as long.
-        """
-        if loss_impl != "auto":
-            return loss_impl == "chunked"
-        is_odd = self.vocab_size % WORDS_MULTIPLE != 0
-        return (
-            is_odd
-            or self.projected_logits_bytes(num_tokens, bytes_per_logit)
-            > CHUNKED_LOSS_THRESHOLD_BYTES
-        )
 
     def layer_parameters(self, layer: int) -> dict[str, Parameter]:
         """The parameters of a block by their names in it, in the model's order."""

@@ -14,6 +14,7 @@ from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window
 from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
+from kernels.head_loss import NextToken, Scored, log_loss_choice
 from kernels.rope import LinearScaling, Llama3Scaling, RotaryTables, YarnScaling, rope_frequencies
 from model import MODEL_SIZES, KeyValueCache, ModelOutput, Transformer
 from tests.shapes import reshape
@@ -120,7 +121,7 @@ def test_chunked_and_standard_losses_agree(denominator):
     labels = torch.where(tokens(2, 65, seed=1, high=4) == 0, -100, ids)
     for loss_impl in ("chunked", "standard"):
         model = build(loss_impl=loss_impl)
-        loss = model(ids, labels, denominator=denominator).loss
+        loss = model(ids, loss=NextToken.from_labels(labels, denominator=denominator)).loss
         loss.backward()
         losses.append(loss)
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -129,10 +130,11 @@ def test_chunked_and_standard_losses_agree(denominator):
 
 
 def test_loss_choice_is_logged_once(caplog):
-    model = build(replace(TINY, rms_norm_eps=1.25e-6))  # no other test has logged this config
-    with caplog.at_level(logging.INFO, logger="model"):
+    model = build()
+    log_loss_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="kernels.head_loss"):
         for _ in range(2):
-            model(tokens(1, 16), tokens(1, 16))
+            model(tokens(1, 16), loss=NextToken.from_labels(tokens(1, 16)))
     assert [r.getMessage().startswith("loss: standard (16 tokens") for r in caplog.records] == [
         True
     ]
@@ -142,9 +144,9 @@ def test_packed_documents_equal_separate_ones():
     model = build()
     ids = tokens(2, 48)
     documents = find_documents(torch.tensor([[0] * 10 + [1] * 1 + [2] * 37, [4] * 48]))
-    packed = model(ids, documents=documents, return_hidden_states=True).hidden_states
+    packed = model(ids, documents).hidden_states
     for row, start, stop in [(0, 0, 10), (0, 10, 11), (0, 11, 48), (1, 0, 48)]:
-        alone = model(ids[row : row + 1, start:stop], return_hidden_states=True).hidden_states
+        alone = model(ids[row : row + 1, start:stop]).hidden_states
         torch.testing.assert_close(packed[row : row + 1, start:stop], alone, rtol=1e-4, atol=1e-5)
 
 
@@ -190,16 +192,19 @@ def test_a_shared_prompt_equals_separate_rows(kind):
         ([[(100, 70, 1), (2, 4, 6)], [(130, 30, 1, 2)]], 200),
     ):  # fmt: skip
         (ids, targets, documents, prompts), separate = shared_and_separate(groups, width)
-        options = {"documents": find_documents(documents, prompts), "denominator": 10.0}
+        documents = find_documents(documents, prompts)
         expected, whole, placed = (build(config) for _ in range(3))
         apply_execution(
             placed,
             Execution((Placement("gpu", "recompute"), Placement("gpu", "gpu")), heads_at_a_time=1),
         )
-        losses = [expected(*row[:1], targets=row[1], denominator=10.0).loss for row in separate]
+        losses = [
+            expected(ids, loss=NextToken(targets, denominator=10.0)).loss
+            for ids, targets in separate
+        ]
         sum(losses).backward()
         for model in (whole, placed):
-            loss = model(ids, targets=targets, **options).loss
+            loss = model(ids, documents, NextToken(targets, denominator=10.0)).loss
             loss.backward()
             torch.testing.assert_close(loss, sum(losses), rtol=1e-6, atol=0)
             for ours, theirs in zip(model.parameters(), expected.parameters()):
@@ -226,11 +231,11 @@ def test_no_token_is_trained_to_predict_the_next_document(loss_impl):
     documents = find_documents(torch.tensor([[0] * 5 + [1] * 7, [3] * 12]))
     labels = ids.clone()
     labels[0, 5] = -100  # the second document's first token
-    expected = model(ids, labels, documents=documents).loss
-    assert torch.equal(model(ids, ids, documents=documents).loss, expected)
+    expected = model(ids, documents, NextToken.from_labels(labels, documents)).loss
+    assert torch.equal(model(ids, documents, NextToken.from_labels(ids, documents)).loss, expected)
     targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-    assert torch.equal(model(ids, targets=targets, documents=documents).loss, expected)
-    logits_too = model(ids, targets=targets, documents=documents, return_logits=True)
+    assert torch.equal(model(ids, documents, NextToken(targets)).loss, expected)
+    logits_too = model(ids, documents, NextToken(targets), return_logits=True)
     torch.testing.assert_close(logits_too.loss, expected)
 
 
@@ -244,13 +249,13 @@ def test_the_loss_gathers_no_rows_where_every_position_has_a_target(monkeypatch)
     )
     for rows in (1, 3):
         model, ids = build(loss_impl="chunked"), tokens(rows, 12)
-        model(ids, ids).loss.backward()
+        model(ids, loss=NextToken.from_labels(ids)).loss.backward()
         targets, whole = (
             F.pad(ids[:, 1:], (0, 1), value=-100),
             find_documents(torch.zeros_like(ids)),
         )
         for documents in (None, whole):
-            model(ids, targets=targets, documents=documents).loss.backward()
+            model(ids, documents, NextToken(targets)).loss.backward()
     assert gathered == [None] * 6
 
 
@@ -266,23 +271,19 @@ def test_a_share_of_a_sequence_has_a_target_at_its_last_position(loss_impl, retu
     shares, losses = [batch.slice(rank, 3) for rank in range(3)], []
     assert batch.documents.are_whole and not any(share.documents.are_whole for share in shares)
     for share in shares:
-        output = model(
-            share.input_ids, targets=share.targets, documents=share.documents, denominator=22,
-            return_logits=return_logits,
-        )  # fmt: skip
+        loss = NextToken(share.targets, denominator=22)
+        output = model(share.input_ids, share.documents, loss, return_logits=return_logits)
         losses.append(output.loss)
-    torch.testing.assert_close(sum(losses), model(ids, ids).loss)
+    torch.testing.assert_close(sum(losses), model(ids, loss=NextToken.from_labels(ids)).loss)
 
 
-def test_targets_exclude_labels_and_have_none_at_the_end():
+def test_the_last_position_has_no_target():
     model, ids = build(), tokens(1, 8)
     documents = find_documents(torch.zeros_like(ids))
-    with pytest.raises(ValueError, match="either labels or targets"):
-        model(ids, ids, targets=ids)
     with pytest.raises(ValueError, match="documents must have input_ids' shape"):
-        model(ids[:, :4], documents=documents)
+        model(ids[:, :4], documents)
     with pytest.raises(RuntimeError, match="-100 at the last position"):
-        model(ids, targets=ids)
+        model(ids, loss=NextToken(ids))
 
 
 def test_fsdp_leaves_documents_on_the_cpu():
@@ -344,14 +345,12 @@ def test_rotary_cache_survives_meta_construction_moves_and_growth(device):
     model.load_state_dict(reference.state_dict())
     short, long = tokens(1, 8), tokens(1, 40)
     for ids in (short, long, short):  # within the cached length, past it, within it again
-        expected = build()(ids, return_hidden_states=True).hidden_states
-        torch.testing.assert_close(
-            model(ids, return_hidden_states=True).hidden_states, expected, rtol=0, atol=0
-        )
+        expected = build()(ids).hidden_states
+        torch.testing.assert_close(model(ids).hidden_states, expected, rtol=0, atol=0)
     model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    moved = model(tokens(1, 80).to(device), return_hidden_states=True).hidden_states
+    moved = model(tokens(1, 80).to(device)).hidden_states
     assert moved.device.type == device.type
-    expected = build()(tokens(1, 80), return_hidden_states=True).hidden_states
+    expected = build()(tokens(1, 80)).hidden_states
     tolerance = 0.1 if device.type == "cuda" else 1e-6
     torch.testing.assert_close(moved.float().cpu(), expected, rtol=0, atol=tolerance)
     cache, device = model.rotary, moved.device  # this device has its index
@@ -433,7 +432,7 @@ def test_caches_refuse_documents_and_chunks():
     with pytest.raises(ValueError, match="one document"):
         model(
             ids,
-            documents=find_documents(torch.zeros_like(ids)),
+            find_documents(torch.zeros_like(ids)),
             caches=[KeyValueCache(8) for _ in model.layers],
         )
 
@@ -454,20 +453,21 @@ def test_hooks_of_norms_see_the_gradients_of_their_results(kind):
         norm = model.layers[0].post_attention_layernorm
         norm.impl = impl
         getattr(norm, f"register_{kind}_hook")(see)
-        model(tokens(1, 9), labels=tokens(1, 9)).loss.backward()
+        model(tokens(1, 9), loss=NextToken.from_labels(tokens(1, 9))).loss.backward()
     assert len(found["torch"]) == 1
     torch.testing.assert_close(found["triton"], found["torch"])
 
 
 def test_output_has_only_what_was_asked_for():
     model, ids = build(), tokens(1, 8)
-    assert tree_leaves(model(ids)) == [None] * 3 or tree_leaves(model(ids)) == []
-    output = model(ids, ids, return_logits=True, return_hidden_states=True)
+    (hidden,) = [x for x in tree_leaves(model(ids)) if x is not None]
+    output = model(ids, loss=NextToken.from_labels(ids), return_logits=True)
     assert isinstance(output, ModelOutput) and output.logits.shape == (1, 8, 256)
-    torch.testing.assert_close(F.linear(output.hidden_states, model.output_weight), output.logits)
+    assert output.hidden_states is None and not output.log_probs.requires_grad
+    torch.testing.assert_close(F.linear(hidden, model.output_weight), output.logits)
     torch.testing.assert_close(output.loss, F.cross_entropy(output.logits[0, :-1], ids[0, 1:]))
-    with pytest.raises(ValueError, match="labels must have input_ids' shape"):
-        model(ids, ids[:, :-1])
+    with pytest.raises(ValueError, match="targets must have input_ids' shape"):
+        model(ids, loss=NextToken.from_labels(ids[:, :-1]))
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -496,11 +496,11 @@ class SquaredSums:
         return value.detach() + entropy.sum(), -gradient
 
 
-@pytest.mark.parametrize("given", ["labels", "targets", "logits"])
+@pytest.mark.parametrize("return_logits", [False, True])
 @pytest.mark.parametrize("loss_impl", ["chunked", "standard"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_objective_of_log_probabilities_is_differentiated_through_its_weights(
-    tied, loss_impl, given
+    tied, loss_impl, return_logits
 ):
     config = replace(
         MODEL_SIZES["tiny"], num_hidden_layers=2, tie_word_embeddings=tied, initializer_range=0.1
@@ -520,9 +520,8 @@ def test_an_objective_of_log_probabilities_is_differentiated_through_its_weights
     wanted = torch.autograd.grad(exact, list(model.parameters()))
 
     model.loss_impl = loss_impl
-    options = {"labels": labels} if given == "labels" else {"targets": targets}
-    options["return_logits"] = given == "logits"
-    found = model(ids, objective=SquaredSums(), return_log_probs=True, **options)
+    scored = Scored(SquaredSums(), targets)
+    found = model(ids, loss=scored, return_logits=return_logits)
     torch.testing.assert_close(found.log_probs, chosen.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(
         found.loss.detach(), (exact + entropy.sum()).detach(), rtol=1e-5, atol=0
@@ -535,11 +534,12 @@ def test_an_objective_of_log_probabilities_is_differentiated_through_its_weights
         )
     with torch.no_grad():
         torch.testing.assert_close(
-            model(ids, objective=SquaredSums(), **options).loss, found.loss.detach()
+            model(ids, loss=scored, return_logits=return_logits).loss, found.loss.detach()
         )
 
     weights = torch.randn(2, 9)
-    found = model(ids, weights=weights, denominator=3, **options).loss
+    weighted = NextToken(targets, weights, denominator=3)
+    found = model(ids, loss=weighted, return_logits=return_logits).loss
     expected = torch.autograd.grad(
         -(chosen_of(model, ids, targets) * weights).sum() / 3, list(model.parameters())
     )

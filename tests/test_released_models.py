@@ -18,6 +18,7 @@ from kernels.attention.nsa.nsa import NSA
 from kernels.attention.window import Window
 from kernels.experts.part import ExpertsPart
 from kernels.gated_delta_net import DeltaNet
+from kernels.head_loss import NextToken
 from kernels.rope import YarnScaling
 from model import MODEL_SIZES, Transformer
 from tests import wrappers
@@ -216,7 +217,7 @@ def test_equals_transformers(name, tmp_path):
         if execution is not None:
             apply_execution(ours, execution)
         ours.zero_grad()
-        output = ours(ids, ids, return_logits=True)
+        output = ours(ids, loss=NextToken.from_labels(ids), return_logits=True)
         output.loss.backward()
         torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=1e-4)
         torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
@@ -413,7 +414,8 @@ def test_random_configurations_equal_transformers(model_type, tmp_path):
         )
         total.backward()
         documents = find_documents((torch.arange(100)[None] >= 70).long())
-        output = ours(ids, ids, documents=documents, return_logits=True, denominator=1.0)
+        loss = NextToken.from_labels(ids, documents, denominator=1.0)
+        output = ours(ids, documents, loss, return_logits=True)
         output.loss.backward()
         logits = torch.cat([each.logits for each in expected], 1)
         torch.testing.assert_close(output.logits, logits, rtol=1e-4, atol=1e-4, msg=f"{settings}")
@@ -526,7 +528,8 @@ def loss_and_gradients(state, config, device, dtype, execution):
     if execution is not None:
         apply_execution(model, execution, 2**26)
     ids = torch.randint(131, (1, 2000), generator=torch.Generator().manual_seed(1)).to(device)
-    loss = model(ids, ids, documents=find_documents((torch.arange(2000)[None] >= 700).long())).loss
+    documents = find_documents((torch.arange(2000)[None] >= 700).long())
+    loss = model(ids, documents, NextToken.from_labels(ids, documents)).loss
     loss.backward()
     return float(loss.detach()), {
         name: p.grad.cpu().float() for name, p in model.named_parameters()

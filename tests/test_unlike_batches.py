@@ -18,6 +18,7 @@ from kernels.attention import NSA, Sparse, Window
 from kernels.attention.attend import attention
 from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL
+from kernels.head_loss import NextToken
 from model import Transformer
 from tests.shapes import model_of, reshape
 from training.memory.cost_model import Step
@@ -136,7 +137,7 @@ def run(model, micro_batches):
     total = 0.0
     for ids, documents in micro_batches:
         documents = None if documents is None else find_documents(documents)
-        loss = model(ids, ids, documents=documents, denominator=B * T).loss
+        loss = model(ids, documents, NextToken.from_labels(ids, documents, denominator=B * T)).loss
         loss.backward()
         total += loss.item()
     return total, {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -247,7 +248,8 @@ def train(kinds, tied, execution, dtype, state_format):
 
     def loss_of(batch):
         [(ids, documents)] = batched(batch)
-        return model(ids, ids, documents=find_documents(documents), denominator=B * T).loss
+        packed = find_documents(documents)
+        return model(ids, packed, NextToken.from_labels(ids, packed, denominator=B * T)).loss
 
     for number, batches in enumerate([(LONG, SHORT), (SHORT,), (LONG, LONG, SHORT)]):
         if number:

@@ -5,16 +5,14 @@ import importlib
 import itertools
 import re
 import runpy
-from dataclasses import replace
 
 import pytest
 import torch
 
-import model
 import verify_chunked_loss
-from kernels import config
+from kernels import head_loss
 from kernels.cross_entropy import cross_entropy
-from verify_chunked_loss import accumulation, equivalence, main, memory, switch
+from verify_chunked_loss import VOCAB_SIZE, accumulation, equivalence, main, memory, switch
 
 SMALL_VOCAB = 512
 
@@ -24,7 +22,7 @@ def small_switch(monkeypatch):
     """The part `switch` with a small vocabulary, and the threshold at the same number of tokens."""
     scale = SMALL_VOCAB / verify_chunked_loss.VOCAB_SIZE
     monkeypatch.setattr(
-        config, "CHUNKED_LOSS_THRESHOLD_BYTES", config.CHUNKED_LOSS_THRESHOLD_BYTES * scale
+        head_loss, "CHUNKED_LOSS_THRESHOLD_BYTES", head_loss.CHUNKED_LOSS_THRESHOLD_BYTES * scale
     )
     return functools.partial(switch, vocab_size=SMALL_VOCAB, switch_bytes=scaled(10))
 
@@ -69,14 +67,14 @@ def scaled(gigabytes):
 def test_a_switch_elsewhere_fails(monkeypatch, small_switch, capsys, gigabytes, checks):
     """A switch at 1 GB chunks the short run; at 12 GB it leaves the long run whole. The
     configuration shows both."""
-    monkeypatch.setattr(config, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
+    monkeypatch.setattr(head_loss, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
     assert main((first(small_switch, checks),)) == 1
     assert " 3 failed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("gigabytes", [9.999, 10.001])
 def test_a_switch_nearby_fails(monkeypatch, small_switch, gigabytes):
-    monkeypatch.setattr(config, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
+    monkeypatch.setattr(head_loss, "CHUNKED_LOSS_THRESHOLD_BYTES", scaled(gigabytes))
     assert next(small_switch(torch.device("cpu"))).verdict == "FAIL"
 
 
@@ -86,12 +84,13 @@ def test_a_model_that_counts_other_bytes_per_logit_than_its_configuration_fails(
 ):
     """Only the model's own call counts wrongly, always so many; the configuration alone would
     answer rightly."""
-    sound = model.ModelConfig.uses_chunked_loss
+    sound = head_loss.uses_chunked_loss
 
-    def wrong(config, num_tokens, bytes_per_logit=None, loss_impl="auto"):
-        return sound(config, num_tokens, 2 if bytes_per_logit is None else num_bytes, loss_impl)
+    def wrong(vocab_size, num_tokens, bytes_per_logit=None, loss_impl="auto"):
+        size = 2 if bytes_per_logit is None else num_bytes
+        return sound(vocab_size, num_tokens, size, loss_impl)
 
-    monkeypatch.setattr(model.ModelConfig, "uses_chunked_loss", wrong)
+    monkeypatch.setattr(head_loss, "uses_chunked_loss", wrong)
     borders = itertools.islice(small_switch(torch.device("cpu")), 2)
     assert [check.verdict for check in borders] == [
         "pass" if num_bytes == size else "FAIL" for size in (2, 4)
@@ -108,18 +107,19 @@ def test_the_border_with_the_whole_vocabulary_takes_no_memory():
 
 
 def test_sizes_of_the_switch_are_the_owners():
-    config = model.MODEL_SIZES["4B"]
-    sizes = {n: f"{config.projected_logits_bytes(n) / 2**30:.2f}" for n in (4096, 40_000, 131_072)}
+    uses_chunked_loss = functools.partial(head_loss.uses_chunked_loss, VOCAB_SIZE)
+    sizes = {
+        n: f"{head_loss.projected_logits_bytes(VOCAB_SIZE, n) / 2**30:.2f}"
+        for n in (4096, 40_000, 131_072)
+    }
     assert sizes == {4096: "1.16", 40_000: "11.32", 131_072: "37.09"}
-    assert [config.uses_chunked_loss(n) for n in sizes] == [False, True, True]
+    assert [uses_chunked_loss(n) for n in sizes] == [False, True, True]
     borders = ((35_335, 2), (17_667, 4))
-    assert not any(config.uses_chunked_loss(n, size) for n, size in borders)
-    assert all(config.uses_chunked_loss(n + 1, size) for n, size in borders)
-    assert config.uses_chunked_loss(1, loss_impl="chunked")
-    assert replace(config, vocab_size=100_278).uses_chunked_loss(
-        1
-    )  # OLMo 3's, which 8 does not divide
-    assert not config.uses_chunked_loss(10**6, loss_impl="standard")
+    assert not any(uses_chunked_loss(n, size) for n, size in borders)
+    assert all(uses_chunked_loss(n + 1, size) for n, size in borders)
+    assert uses_chunked_loss(1, loss_impl="chunked")
+    assert head_loss.uses_chunked_loss(100_278, 1)  # OLMo 3's words, which 8 does not divide
+    assert not uses_chunked_loss(10**6, loss_impl="standard")
 
 
 @pytest.mark.parametrize("broken", ["hidden gradient", "head gradient"])
@@ -159,9 +159,9 @@ def test_a_head_gradient_summed_in_bf16_fails(monkeypatch, capsys):
 def test_a_mean_of_means_fails(monkeypatch, capsys):
     """The broken accumulation forgets `num_valid_tokens`: each micro-batch divides by its own
     count."""
-    sound = model.linear_cross_entropy
+    sound = head_loss.linear_cross_entropy
     monkeypatch.setattr(
-        model, "linear_cross_entropy", lambda *a, denominator, **options: sound(*a, **options)
+        head_loss, "linear_cross_entropy", lambda *a, denominator, **options: sound(*a, **options)
     )
     assert main((accumulation,)) == 1
     assert "FAIL" in capsys.readouterr().out
@@ -171,7 +171,7 @@ def test_full_logits_behind_the_chunked_loss_fail(monkeypatch, small_switch, cap
     def full_logits(hidden, head, targets, linear, num_valid_tokens, **options):
         return cross_entropy(linear(hidden, head), targets, **options)
 
-    monkeypatch.setattr(model, "linear_cross_entropy", full_logits)
+    monkeypatch.setattr(head_loss, "linear_cross_entropy", full_logits)
     assert main((small_switch,)) == 1
     out = capsys.readouterr().out
     assert "should_chunk=True\n  standard loss used" in out and "FAIL" in out

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from benchmarks.common import parse_flags, print_json, print_table
 from benchmarks.experiments.package_corpus import package_texts
 from kernels.fp8 import FP8_LINEAR, FP8_TYPE
+from kernels.head_loss import NextToken
 from kernels.linear import PLAIN, Linear
 from kernels.mixed import Mixed
 from model import Transformer
@@ -202,7 +203,7 @@ def measure(
     model.zero_grad(set_to_none=True)
     losses, divergences, logits, rows = [], [], [], sum(map(len, batches))
     for i, ids in enumerate(batches):
-        result = model(ids, ids, return_log_probs=True, return_logits=True)
+        result = model(ids, loss=NextToken.from_labels(ids), return_logits=True)
         (result.loss * (len(ids) / rows)).backward()
         losses.append(-result.log_probs[:, :-1].detach().float().flatten())
         logits.append(result.logits[:, :-1].detach().flatten(0, 1))

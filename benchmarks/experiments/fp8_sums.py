@@ -22,6 +22,7 @@ from benchmarks.common import parse_flags, print_json, print_table, time_interle
 from benchmarks.experiments.fp8_error import read_batches, use
 from kernels import torch_internals
 from kernels.fp8 import FP8, FP8_LINEAR, Factor
+from kernels.head_loss import NextToken
 from model import Transformer
 from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
 
@@ -154,7 +155,7 @@ def trained_terms(folder: Path, device: torch.device) -> Statistics:
     RECORDS.clear()
     use(model, lambda layer, name: Recording(label=f"{name} {layer}"))
     for ids in read_batches(folder, 64, 512, device)[:2]:
-        model(ids, ids).loss.backward()
+        model(ids, loss=NextToken.from_labels(ids)).loss.backward()
     by_kind: dict[str, list[dict[str, float]]] = defaultdict(list)
     for name, entries in RECORDS.items():
         by_kind[name.rsplit(" ", 1)[0]] += entries

@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks.common import parse_flags, print_json, print_table
 from benchmarks.experiments.fp8_error import MODEL, every, settings, use
 from benchmarks.experiments.package_corpus import package_texts
+from kernels.head_loss import NextToken
 from kernels.linear import PLAIN
 from model import Transformer
 from training.checkpoint.files import tokenizer_of
@@ -62,7 +63,9 @@ def draw(
 
 @torch.no_grad()
 def validate(model: Transformer, batches: list[Tensor]) -> float:
-    return float(torch.stack([model(ids, ids).loss for ids in batches]).mean())
+    return float(
+        torch.stack([model(ids, loss=NextToken.from_labels(ids)).loss for ids in batches]).mean()
+    )
 
 
 def train(
@@ -83,7 +86,7 @@ def train(
     losses, began = [], time.perf_counter()
     for step in range(steps):
         ids = draw(tokens[0], rows, length, (seed, step), device)
-        loss = model(ids, ids).loss
+        loss = model(ids, loss=NextToken.from_labels(ids)).loss
         loss.backward()
         _, loss = optimizer.clip_grad_norm(1.0, loss.detach())
         rate = warmup_cosine(

@@ -29,12 +29,12 @@ class Routing:
 
     Args:
         coefficient: of the loss; 0: there is none.
-        is_padding: bool [N], on any device; None: no token is padding.
+        is_padding: bool [N] or [B, T], on any device; None: no token is padding.
     """
 
     def __init__(self, coefficient: float = 0.0, is_padding: Tensor | None = None):
         self.coefficient = coefficient
-        self.is_padding = is_padding
+        self.is_padding = None if is_padding is None else is_padding.flatten()
         self.per_token = 1
         self.counts: dict[int, Tensor] = {}  # by layer: rows that go to each expert, [E]
         self.sums: dict[int, Tensor] = {}  # by layer: sums of probabilities, float32 [E]

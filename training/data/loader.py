@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.attention.documents import Documents, find_documents
-from model import IGNORE_INDEX
+from kernels.head_loss import IGNORE_INDEX
 from training.data.packing import BestFitPacking, Packing, Span, Stream, deal, padding_lengths
 from training.data.tokens import PROMPT, Store
 from training.host.errors import UserError

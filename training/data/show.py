@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from model import IGNORE_INDEX
+from kernels.head_loss import IGNORE_INDEX
 from training.data.loader import PackedLoader, longest_first, make_batch
 from training.data.packing import Span
 from training.data.sources import RowReader

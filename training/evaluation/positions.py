@@ -31,7 +31,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from model import IGNORE_INDEX, Transformer
+from kernels.head_loss import IGNORE_INDEX
+from model import Transformer
 from training.data.tokens import Store
 from training.generate.inference import token_losses
 
@@ -80,9 +81,7 @@ def losses_of(model: Transformer, ids_BT: np.ndarray) -> np.ndarray:
     """Losses float32 [B, T - 1] of the tokens at positions 1 to T - 1; each row is a document."""
     ids = torch.from_numpy(ids_BT.astype(np.int64))
     targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
-    hidden = model(
-        ids.to(model.embed_tokens.weight.device), return_hidden_states=True
-    ).hidden_states
+    hidden = model(ids.to(model.embed_tokens.weight.device)).hidden_states
     return token_losses(model, hidden, targets).view(ids.shape)[:, :-1].numpy()
 
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from kernels.attention import KINDS
 from kernels.attention.cache import cache_capacity
 from kernels.attention.libraries import choose_backend
+from kernels.head_loss import IGNORE_INDEX
 from kernels.parts import MixerKind
-from model import IGNORE_INDEX, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from training.checkpoint.files import load_trainer_state, tokenizer_of
 from training.checkpoint.weights import (
     Found,

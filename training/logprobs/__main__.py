@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kernels.head_loss import NextToken
 from training.checkpoint.weights import shape_of_weights
 from training.data.chat import open_tokenizer
 from training.data.corpus import open_stores, refuse_twice
@@ -105,10 +106,10 @@ def score(flags: LogProbsFlags, folder: Path, world: World) -> None:
         nonlocal count
         count += num_targets
         if flags.top_k is not None:
-            hidden_BTD = model(ids, documents=packed, return_hidden_states=True).hidden_states
+            hidden_BTD = model(ids, packed).hidden_states
             return top_log_probs(model, hidden_BTD, targets, flags.top_k)
-        known = {"documents": packed, "num_targets": num_targets, "denominator": 1.0}
-        return model(ids, targets=targets, return_log_probs=True, **known).log_probs
+        loss = NextToken(targets, denominator=1.0, num_targets=num_targets)
+        return model(ids, packed, loss).log_probs
 
     values = log_probabilities(run, documents, flags.context_length, world.device)
     identities = [part.text_identity for part in stores]

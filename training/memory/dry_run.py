@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from kernels.common import BODIES
+from kernels.context import Context, Rotations
 from kernels.head_exchange import HeadExchange, RanksOnMeta
 from kernels.linear import Linear
 from kernels.parts import LayerParts, Work
 from kernels.tensor_parallel import TensorRanks
-from model import Context, ModelConfig, Rotations, Transformer
+from model import ModelConfig, Transformer
 from training.families.trained import Trained
 from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import WHOLE, Execution, Placement

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kernels.head_loss import projected_logits_bytes
 from model import ModelConfig
 from training.checkpoint.files import SPARE_BYTES
 from training.host.errors import UserError
@@ -424,7 +425,7 @@ def report_comparison(step: Step, machine: Machine, budget: str | None) -> dict:
     for way, execution in ways.items():
         gpu_bytes = machine.gpu_bytes if execution else planned_bytes
         for at in map(step.at, COMPARED_CONTEXTS):
-            logits = machine.model.projected_logits_bytes(at.tokens)
+            logits = projected_logits_bytes(machine.model.vocab_size, at.tokens)
             row: dict[str, Any] = {
                 "way": way,
                 "context_length": at.context_length,

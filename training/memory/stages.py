@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from kernels.head_loss import projected_logits_bytes
 from kernels.linear_cross_entropy import logits_bytes
 from kernels.parts import LayerParts
 from training.host.sizes import MIB
@@ -239,7 +240,9 @@ class Stages:
             inputs = 2 if step.batch_size > 1 and step.num_ranks == 1 else 1
             return logits + step.head_gradient * 4 // size + inputs * step.input_bytes
         return (
-            shard.projected_logits_bytes(step.tokens, size) + step.head_gradient + step.input_bytes
+            projected_logits_bytes(shard.vocab_size, step.tokens, size)
+            + step.head_gradient
+            + step.input_bytes
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from kernels.config import ModelConfig
+from kernels.head_loss import uses_chunked_loss
 from kernels.parts import LayerParts, MixerKind
 from training.data.packing import deal
 from training.families.trained import ALL, Trained
@@ -324,7 +325,9 @@ class StepShape:
 
     def uses_chunked_loss(self, execution: Execution) -> bool:
         """Whether an execution takes the chunked loss for a micro-batch of this step."""
-        return self.shard.uses_chunked_loss(self.tokens, self.element_size, execution.loss_impl)
+        return uses_chunked_loss(
+            self.shard.vocab_size, self.tokens, self.element_size, execution.loss_impl
+        )
 
     def waiting_weights(self, execution: Execution) -> list[int]:
         """Returns bytes of blocks' weights that wait on the host, then of the head (L) and of the

@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from model import IGNORE_INDEX
+from kernels.head_loss import IGNORE_INDEX
 from training.data.loader import Batch
 from training.objectives.scored import Objective, Scored, Terms, mean_of
 

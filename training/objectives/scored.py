@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model import IGNORE_INDEX
+from kernels.head_loss import IGNORE_INDEX
 from training.data.loader import Answers, Batch
 from training.memory.step import Scoring
 from training.parallel.world import World
@@ -157,7 +157,7 @@ def differentiate(
 
 
 class Minimised:
-    """An objective over one micro-batch, as `model.Transformer.forward` takes it. Afterwards it has
+    """An objective over one micro-batch, as `kernels.head_loss.Scored` takes it. Afterwards it has
     `terms`."""
 
     def __init__(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from kernels.head_loss import NextToken, Scored, TopK
 from model import ModelOutput, Transformer
 from training.data.loader import Batch
 from training.families.lora import without_adapters
@@ -40,15 +41,13 @@ def run_model(
     have some. A `denominator` of None is the number of its targets.
     """
     input_ids, targets = (_sent(x, world.device) for x in (batch.input_ids, batch.targets))
-    known: dict = {
-        "targets": targets,
-        "documents": batch.documents,
-        "num_targets": batch.num_valid_tokens,
-    }
+    num_targets = batch.num_valid_tokens
     if objective is None:
         columns_BT = {} if batch.answers is None else batch.answers.to(world.device).columns_BT
-        known |= {"weights": columns_BT.get("weight"), "teacher": teacher_of(columns_BT)}
-        output = model(input_ids, denominator=denominator, **known)
+        loss = NextToken(targets, columns_BT.get("weight"), denominator, num_targets)
+        if teacher := teacher_of(columns_BT):
+            loss = TopK(targets, loss.weights, denominator, num_targets, teacher=teacher)
+        output = model(input_ids, batch.documents, loss)
         if all_terms is not None and output.expert_load is not None:
             all_terms.append(terms_of_experts(output))
         return output.loss
@@ -62,11 +61,10 @@ def run_model(
         objective.needs_reference and "reference" not in batch.answers.columns_BT
     ):  # it is the base of adapters
         with torch.no_grad(), without_adapters(model):
-            reference_BT = model(
-                input_ids, denominator=1.0, return_log_probs=True, **known
-            ).log_probs
+            reference = NextToken(targets, denominator=1.0, num_targets=num_targets)
+            reference_BT = model(input_ids, batch.documents, reference).log_probs
     minimised = Minimised(objective, batch, denominator, world.device, group, reference_BT)
-    output = model(input_ids, objective=minimised, **known)
+    output = model(input_ids, batch.documents, Scored(minimised, targets, num_targets))
     if all_terms is not None:
         terms = terms_of_experts(output) if output.expert_load is not None else Terms()
         means, largest = (

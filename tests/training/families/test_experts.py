@@ -13,6 +13,7 @@ import train
 from kernels.compact_adamw import GROUP
 from kernels.experts.part import ExpertsPart
 from kernels.gated_mlp import GatedMLPPart
+from kernels.head_loss import NextToken
 from model import MODEL_SIZES, Transformer
 from tests.runs import GIB, arguments, metrics, only_resume
 from tests.shapes import model_of
@@ -83,7 +84,7 @@ def test_the_auxiliary_loss_equals_transformers_wherever_activations_are():
     for placements in ((WHOLE,) * 3, placed):
         apply_execution(ours, Execution(placements, 32, 1))
         ours.zero_grad()
-        output = ours(ids, ids)
+        output = ours(ids, loss=NextToken.from_labels(ids))
         (3 * output.loss).backward()
         torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(
@@ -96,7 +97,8 @@ def test_the_auxiliary_loss_equals_transformers_wherever_activations_are():
         output.expert_load.sum(1), torch.full((2,), 3.0 * 180)
     )
     with torch.no_grad():
-        assert ours(ids, ids).loss < output.loss - 0.5  # a validation's loss has no such part
+        validation = ours(ids, loss=NextToken.from_labels(ids)).loss
+        assert validation < output.loss - 0.5  # has no such part
 
 
 def test_padding_is_no_text_to_the_auxiliary_loss():
@@ -119,7 +121,7 @@ def test_padding_is_no_text_to_the_auxiliary_loss():
     for placement in (WHOLE, Placement("gpu")):
         apply_execution(ours, Execution((placement,) * 3, 32, 1))
         ours.zero_grad()
-        output = ours(batch.input_ids, targets=batch.targets, documents=batch.documents)
+        output = ours(batch.input_ids, batch.documents, NextToken(batch.targets))
         output.loss.backward()
         torch.testing.assert_close(output.loss, expected.loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(
@@ -565,7 +567,7 @@ def test_no_gradient_goes_to_an_expert_without_tokens():
         model.layers[0].mlp.gate.weight[4] = -100 * model.layers[0].mlp.gate.weight[:4].abs().sum(0)
     model.layers[0].post_attention_layernorm.weight.data.abs_()
     order = torch.randperm(6)
-    output = model(ids, ids)
+    output = model(ids, loss=NextToken.from_labels(ids))
     output.loss.backward()
     idle = (output.expert_load[0] == 0).nonzero().flatten().tolist()
     experts = model.layers[0].mlp.experts
@@ -575,4 +577,4 @@ def test_no_gradient_goes_to_an_expert_without_tokens():
         for block in model.layers:
             for parameter in block.mlp.parameters():
                 parameter.copy_(parameter[order].clone())
-    torch.testing.assert_close(model(ids, ids).loss, output.loss)
+    torch.testing.assert_close(model(ids, loss=NextToken.from_labels(ids)).loss, output.loss)

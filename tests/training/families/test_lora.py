@@ -10,6 +10,7 @@ import torch
 from kernels.attention.documents import find_documents
 from kernels.experts.part import ExpertsPart
 from kernels.gated_mlp import GatedMLPPart
+from kernels.head_loss import NextToken
 from kernels.lora import LORA
 from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
@@ -149,7 +150,7 @@ def test_losses_and_gradients_are_pefts(name, execution):
     optimizers = [torch.optim.SGD(each.values(), lr=0.1) for each in (reference, parameters)]
     for ids in batches(10):
         expected = theirs(input_ids=ids, labels=ids).loss
-        loss = model(ids, ids).loss
+        loss = model(ids, loss=NextToken.from_labels(ids)).loss
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
         for optimizer, each in zip(optimizers, (expected, loss)):
             optimizer.zero_grad()
@@ -179,7 +180,10 @@ def test_ten_steps_of_adamw_are_pefts(ratio):
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1)
     found, expected = [], []
     for ids in batches(10):
-        loss, loss_of_reference = model(ids, ids).loss, theirs(input_ids=ids, labels=ids).loss
+        loss, loss_of_reference = (
+            model(ids, loss=NextToken.from_labels(ids)).loss,
+            theirs(input_ids=ids, labels=ids).loss,
+        )
         for each, losses in ((loss, found), (loss_of_reference, expected)):
             each.backward()
             losses.append(float(each.detach()))
@@ -198,14 +202,17 @@ def test_packed_documents_and_the_chunked_loss_are_as_one_by_one():
         [17, 3, 21],
         torch.randint(131, (1, 41), generator=torch.Generator().manual_seed(1)),
     )
-    losses = [model(part, part, denominator=1.0).loss for part in ids.split(lengths, dim=1)]
+    losses = [
+        model(part, loss=NextToken.from_labels(part, denominator=1.0)).loss
+        for part in ids.split(lengths, dim=1)
+    ]
     sum(losses).backward()
     expected = [p.grad for p in model.parameters() if p.requires_grad]
     model.zero_grad()
     apply_execution(model, EXECUTIONS["tiles, heads at a time"])
     model.loss_impl = "chunked"
     documents = find_documents(torch.arange(3).repeat_interleave(torch.tensor(lengths))[None])
-    loss = model(ids, ids, documents=documents, denominator=1.0).loss
+    loss = model(ids, documents, NextToken.from_labels(ids, documents, denominator=1.0)).loss
     loss.backward()
     torch.testing.assert_close(loss, sum(losses))
     for found, exact in zip([p.grad for p in model.parameters() if p.requires_grad], expected):
@@ -252,13 +259,13 @@ def train_placed(tied, place, bits=16, round_to=16):
     apply_execution(model, execution, arena.arena_bytes(execution), optimizer.homes)
     losses = []
     for ids in batches(4):
-        loss = model(ids, ids).loss
+        loss = model(ids, loss=NextToken.from_labels(ids)).loss
         loss.backward()
         losses.append(float(loss.detach()))
         optimizer.clip_grad_norm(1.0)
         optimizer.step(1e-2)
         with torch.no_grad():
-            losses.append(float(model(ids, ids).loss))
+            losses.append(float(model(ids, loss=NextToken.from_labels(ids)).loss))
     return losses, {name: weight.clone() for name, weight in optimizer.weights().items()}
 
 
@@ -319,7 +326,7 @@ def loss_and_gradients(execution, device, dtype):
     lengths = torch.tensor([700, 3, 250, 71])
     ids = torch.randint(256, (1, 1024), generator=cpu).to(device)
     documents = find_documents(torch.arange(4).repeat_interleave(lengths)[None])
-    loss = model(ids, ids, documents=documents).loss
+    loss = model(ids, documents, NextToken.from_labels(ids, documents)).loss
     loss.backward()
     return loss.detach().cpu(), {
         n: p.grad.cpu().float() for n, p in model.named_parameters() if p.requires_grad

@@ -16,6 +16,7 @@ from kernels.attention import NSA, Sparse, Window
 from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL
 from kernels.attention.libraries import KERNELS
+from kernels.head_loss import NextToken
 from model import MODEL_SIZES, Transformer
 from tests.optimizers import make_optimizer
 from tests.ranks import run_ranks
@@ -106,7 +107,7 @@ def run(model, packed=False):
     ids, documents = make_batch(packed)
     for tokens in (ids.flip(0, 1), ids):
         model.zero_grad()
-        loss = model(tokens, tokens, documents=documents).loss
+        loss = model(tokens, documents, NextToken.from_labels(tokens, documents)).loss
         loss.backward()
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -206,7 +207,7 @@ def test_what_is_kept_does_not_run_again(heads_at_a_time, monkeypatch):
     def count(placements, mlp_tile_size):
         model = build(placements, mlp_tile_size=mlp_tile_size, heads_at_a_time=heads_at_a_time)
         ids, _ = make_batch(packed=False)
-        loss = model(ids, ids).loss
+        loss = model(ids, loss=NextToken.from_labels(ids)).loss
         calls.update(attention=0, mlp=0)
         loss.backward()
         return calls["attention"] / (
@@ -248,13 +249,13 @@ def kept_bytes(placements, **options):
     """What forward leaves, but for the arena; and how much of the arena it uses."""
     model = build(placements, **options)
     ids, _ = make_batch(packed=False)
-    model(ids, ids).loss.backward()  # RoPE's tables are there
+    model(ids, loss=NextToken.from_labels(ids)).loss.backward()  # RoPE's tables are there
     placed = engine(model)
     arena_storage = (
         None if placed.copies is None else placed.copies.arena._bytes.untyped_storage()._cdata
     )
     with LiveBytes() as live:
-        loss = model(ids, ids).loss
+        loss = model(ids, loss=NextToken.from_labels(ids)).loss
     live.storages.pop(arena_storage, None)
     total = live.total()
     loss.backward()
@@ -281,7 +282,7 @@ def test_nothing_grows_over_twenty_steps():
     ids, documents = make_batch(packed=True)
     seen = []
     for step in range(20):
-        model(ids, ids, documents=documents).loss.backward()
+        model(ids, documents, NextToken.from_labels(ids, documents)).loss.backward()
         optimizer.step(1e-3)
         if step % 4 == 3:
             gc.collect()
@@ -304,7 +305,10 @@ def test_validation_and_generation_keep_nothing(placements):
     ids, documents = make_batch(packed=True)
     plain, placed = build(), build(placements, heads_at_a_time=1)
     with torch.no_grad():
-        losses = [model(ids, ids, documents=documents).loss for model in (plain, placed)]
+        losses = [
+            model(ids, documents, NextToken.from_labels(ids, documents)).loss
+            for model in (plain, placed)
+        ]
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     assert torch.equal(plain.generate(ids[:1], 5), placed.generate(ids[:1], 5))
     assert not engine(placed).copies.slots
@@ -336,14 +340,14 @@ def test_weights_of_two_blocks_visit_at_a_time(name, ends):
         parameter.register_post_accumulate_grad_hook(lambda _: seen.append(resident(model)))
     ids, documents = make_batch(packed=True)
     for _ in range(2):
-        model(ids, ids, documents=documents).loss.backward()
+        model(ids, documents, NextToken.from_labels(ids, documents)).loss.backward()
         assert resident(model) == own
     visiting = (
         1 if name == "whole beside weights" else 2
     )  # beside a whole block no others' weights visit
     assert max(seen) == own + visiting * block and len(seen) > 2 * 4 * 11
     with torch.no_grad():
-        model(ids, ids, documents=documents)
+        model(ids, documents, NextToken.from_labels(ids, documents))
     assert resident(model) == own and max(seen) <= own + 2 * block
 
 
@@ -356,14 +360,17 @@ def test_weights_that_changed_since_a_broken_pass_are_fetched_anew(ends):
     ids, _ = make_batch(packed=False)
     handle = model.layers[0].mlp.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model(ids, ids)
+        model(ids, loss=NextToken.from_labels(ids))
     handle.remove()
     assert resident(model)
     with torch.no_grad():
         for own, parameter in zip(model.parameters(), expected.parameters()):
             for changed in (homes[own], parameter) if own in homes else ():
                 changed.mul_(1.5)
-        assert torch.equal(model(ids, ids).loss, expected(ids, ids).loss)
+        assert torch.equal(
+            model(ids, loss=NextToken.from_labels(ids)).loss,
+            expected(ids, loss=NextToken.from_labels(ids)).loss,
+        )
     assert all(map(torch.equal, run(model), run(expected)))
 
 
@@ -422,7 +429,8 @@ def run_sparsely(*kinds, placements=(WHOLE,) * 4, heads_at_a_time=None):
     ids = torch.randint(256, (2, 220), generator=torch.Generator().manual_seed(0))
     documents = torch.zeros_like(ids)
     documents[1, 90:] = 1
-    loss = model(ids, ids, documents=find_documents(documents)).loss
+    packed = find_documents(documents)
+    loss = model(ids, packed, NextToken.from_labels(ids, packed)).loss
     loss.backward()
     return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -450,11 +458,14 @@ def test_an_execution_says_how_layers_attend():
     that they have."""
     mixed = (Window(64), SPARSE) * 2
     model, ids = build(), torch.randint(256, (1, 220), generator=torch.Generator().manual_seed(0))
-    own, expected = model(ids, ids).loss, build(kinds=mixed)(ids, ids).loss
+    own, expected = (
+        model(ids, loss=NextToken.from_labels(ids)).loss,
+        build(kinds=mixed)(ids, loss=NextToken.from_labels(ids)).loss,
+    )
     apply_execution(model, Execution((WHOLE,) * 4, kinds=mixed))
-    assert model(ids, ids).loss == expected != own
+    assert model(ids, loss=NextToken.from_labels(ids)).loss == expected != own
     apply_execution(model, Execution((WHOLE,) * 4))
-    assert model(ids, ids).loss == own
+    assert model(ids, loss=NextToken.from_labels(ids)).loss == own
     for kinds, asked in (((FULL,), NATIVE), ((NATIVE,), SPARSE)):
         with pytest.raises(
             ValueError, match=f"own attention is {kinds[0].name} has no parameters for {asked.name}"
@@ -498,7 +509,7 @@ def test_sparse_attention_with_all_blocks_is_dense():
 def test_second_derivatives_are_refused(heads_at_a_time):
     model = build([Placement()] * 4, heads_at_a_time=heads_at_a_time)
     ids, _ = make_batch(packed=False)
-    loss = model(ids, return_hidden_states=True).hidden_states.square().sum()
+    loss = model(ids).hidden_states.square().sum()
     with pytest.raises(RuntimeError, match="no second derivative"):
         loss.backward(create_graph=True)
 
@@ -506,7 +517,7 @@ def test_second_derivatives_are_refused(heads_at_a_time):
 def test_a_second_forward_before_backward_is_refused():
     model = build(UNIFORM["host host"])
     ids, _ = make_batch(packed=False)
-    outputs = [model(ids, return_hidden_states=True).hidden_states.sum() for _ in range(2)]
+    outputs = [model(ids).hidden_states.sum() for _ in range(2)]
     outputs[1].backward(retain_graph=True)
     for output in outputs:
         with pytest.raises(RuntimeError, match="block 3 went forward or backward again"):
@@ -522,7 +533,7 @@ def test_a_pass_after_one_that_was_broken_off(placements):
     ids, _ = make_batch(packed=False)
     handle = model.layers[2].self_attn.o_proj.weight.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model(ids.roll(7), ids).loss.backward()
+        model(ids.roll(7), loss=NextToken.from_labels(ids)).loss.backward()
     handle.remove()
     assert all(map(torch.equal, run(model), expected))
 
@@ -583,7 +594,7 @@ def compare_sharded(world: World) -> None:
         ids, documents = make_batch(packed=True)
         for shift in range(2):  # gradients add up
             tokens = ids.roll(2 * shift + world.rank, dims=1)
-            model(tokens, tokens, documents=documents).loss.backward()
+            model(tokens, documents, NextToken.from_labels(tokens, documents)).loss.backward()
         return torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
 
     expected = gradients(None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.attention.documents import find_documents
+from kernels.head_loss import NextToken
 from model import MODEL_SIZES, Transformer
 from tests.gpu import free_memory
 from tests.optimizers import make_optimizer
@@ -51,7 +52,7 @@ def test_placements_agree_on_a_gpu():
     def gradients(model):
         for tokens in (ids.flip(1), ids.roll(5), ids):
             model.zero_grad()
-            loss = model(tokens, tokens, documents=documents).loss
+            loss = model(tokens, documents, NextToken.from_labels(tokens, documents)).loss
             loss.backward()
         return float(loss.detach()), {n: p.grad.float() for n, p in model.named_parameters()}
 
@@ -87,7 +88,7 @@ def test_whole_blocks_agree_with_placed_ones_on_a_gpu():
     def gradients(*placements):
         placements *= SMALL.num_hidden_layers // len(placements)
         model = build_on_gpu(SMALL, 8192, Execution(placements, attention_backend="flash"))
-        loss = model(ids, ids).loss
+        loss = model(ids, loss=NextToken.from_labels(ids)).loss
         loss.backward()
         return loss.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters()])
 
@@ -175,13 +176,13 @@ def test_visiting_weights_train_alike_on_a_gpu(state_format, ends, tied):
         optimizer._update = update_late if late == "update" else update
         for shift in range(4):
             for tokens in (ids.roll(shift), ids.flip(1)[:, : 1000 + shift]):
-                loss = model(tokens, tokens).loss
+                loss = model(tokens, loss=NextToken.from_labels(tokens)).loss
                 loss.backward()
                 losses.append(float(loss.detach()))
             optimizer.clip_grad_norm(1.0)
             optimizer.step(1e-3)
             with torch.no_grad():  # right after the update
-                losses.append(float(model(ids, ids).loss))
+                losses.append(float(model(ids, loss=NextToken.from_labels(ids)).loss))
         return losses, torch.cat(
             [weight.detach().flatten().cpu().float() for weight in optimizer.weights().values()]
         )
@@ -214,7 +215,7 @@ def test_weights_on_the_host_free_the_gpus_memory():
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             ids = torch.randint(config.vocab_size, (1, tokens), device="cuda")
-            model(ids, ids).loss.backward()
+            model(ids, loss=NextToken.from_labels(ids)).loss.backward()
             optimizer.step(1e-4)
         block = sum(parameter.nbytes for parameter in model.layers[0].parameters())
         return built, torch.cuda.max_memory_allocated() - before, block
@@ -240,7 +241,7 @@ def test_nothing_grows_over_fifty_steps_on_a_gpu(weights):
     ids = torch.randint(1024, (1, 4096), device="cuda")
     seen = []
     for _ in range(50):
-        model(ids, ids).loss.backward()
+        model(ids, loss=NextToken.from_labels(ids)).loss.backward()
         optimizer.step(1e-4)
         torch.cuda.synchronize()
         torch.empty(
@@ -297,6 +298,7 @@ def measured_peak(config, tokens, execution, documents=None):
         documents = (torch.arange(tokens)[None] > 1_000).long()
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        model(ids, ids, documents=find_documents(documents)).loss.backward()
+        packed = find_documents(documents)
+        model(ids, packed, NextToken.from_labels(ids, packed)).loss.backward()
         optimizer.step(1e-4)
     return torch.cuda.max_memory_allocated() - before

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kernels.head_loss import NextToken, Scored
 from model import MODEL_SIZES, Transformer
 from tests.training.data.templates import CHATML
 from tests.training.data.test_tokenizer import write_tokenizer
@@ -186,9 +187,7 @@ def compare_losses(flags, store, sequences, apart, sequences_apart, context_leng
         spans = [[(i, 0, int(each.lengths[i])) for i in row] for row in rows]
         batch, objective = make_batch(each, spans, context_length), choose(flags, context_length)
         objective = Minimised(objective, batch, objective.count(batch), torch.device("cpu"))
-        loss = model(
-            batch.input_ids, targets=batch.targets, documents=batch.documents, objective=objective
-        ).loss
+        loss = model(batch.input_ids, batch.documents, Scored(objective, batch.targets)).loss
         found.append(
             (loss, torch.autograd.grad(loss, [*model.parameters()]), batch, objective.terms.means)
         )
@@ -427,9 +426,7 @@ def test_rollouts_of_one_prompt_are_one_document_while_they_fit(tmp_path):
     model = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=1)).requires_grad_(False)
 
     def run(ids, targets, packed, _):
-        return model(
-            ids, targets=targets, documents=packed, denominator=1.0, return_log_probs=True
-        ).log_probs
+        return model(ids, packed, NextToken(targets, denominator=1.0)).log_probs
 
     found, wanted = (
         log_probabilities(run, each, 9, torch.device("cpu")) for each in (store, apart)
@@ -709,9 +706,9 @@ def test_a_weight_near_0_and_one_of_0_have_the_same_loss(tmp_path):
         batch = make_batch(store, spans, 16)
         torch.manual_seed(0)
         model = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=1))
-        known = {"documents": batch.documents, "num_targets": batch.num_valid_tokens}
         weights = batch.answers.columns_BT["weight"]
-        losses.append(model(batch.input_ids, targets=batch.targets, weights=weights, **known).loss)
+        loss = NextToken(batch.targets, weights, num_targets=batch.num_valid_tokens)
+        losses.append(model(batch.input_ids, batch.documents, loss).loss)
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
 
 

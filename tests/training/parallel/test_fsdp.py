@@ -11,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kernels.attention.documents import find_documents
 from kernels.attention.full import FULL
 from kernels.gated_delta_net import DeltaNet
+from kernels.head_loss import NextToken
 from model import MODEL_SIZES, Transformer
 from tests.ranks import run_ranks
 from tests.shapes import model_of, reshape
@@ -93,7 +94,8 @@ def make_batch(device):
 
 
 def loss_and_gradients(model, ids, documents):
-    loss = model(ids, ids, documents=find_documents(documents), denominator=1000).loss
+    packed = find_documents(documents)
+    loss = model(ids, packed, NextToken.from_labels(ids, packed, denominator=1000)).loss
     loss.backward()
     gradients = {
         name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).double()
@@ -189,7 +191,7 @@ def differences_of_stages() -> dict[str, float]:
     )
     recorder, ids = Recorder(model, optimizer, counter), torch.arange(T)[None]
     with counter, recorder.hooked():
-        model(ids, ids, denominator=1.0).loss.backward()
+        model(ids, loss=NextToken.from_labels(ids, denominator=1.0)).loss.backward()
         recorder.end_backward()
         optimizer.clip_grad_norm(1.0)
         optimizer.step(0.0)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import train
 from kernels.attention import Window
 from kernels.attention.full import FULL
+from kernels.head_loss import NextToken
 from model import MODEL_SIZES
 from tests.ranks import run_ranks
 from tests.runs import arguments, metrics, only_resume, weights
@@ -134,7 +135,10 @@ def check_logits(world: World) -> None:
     torch.distributed.broadcast(ids, src=0)
     shared, alone = build(case, world), build(case, World(0, 1, world.device))
     for labels in (None, ids):
-        found, expected = (model(ids, labels, return_logits=True) for model in (shared, alone))
+        found, expected = (
+            model(ids, loss=NextToken.from_labels(labels), return_logits=True)
+            for model in (shared, alone)
+        )
         torch.testing.assert_close(found.logits, expected.logits)
     torch.testing.assert_close(found.loss, expected.loss)
     assert torch.equal(shared.generate(ids, 3), alone.generate(ids, 3))

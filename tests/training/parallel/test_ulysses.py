@@ -19,12 +19,13 @@ import torch.distributed as dist
 import train
 from kernels.attention import NSA, Sparse, Window
 from kernels.attention.full import FULL
+from kernels.context import Context, Rotations
 from kernels.experts.part import ExpertsPart
 from kernels.gated_delta_net import DeltaNet
 from kernels.head_exchange import HeadExchange, RanksOnMeta
 from kernels.parts import AttentionKind
 from kernels.rope import YarnScaling
-from model import MODEL_SIZES, Attention, Context, Rotations, Transformer
+from model import MODEL_SIZES, Attention, Transformer
 from tests.ranks import run_ranks
 from tests.runs import arguments, losses, metrics, only_resume, weights, weights_of_another_shape
 from tests.shapes import model_of
@@ -405,8 +406,8 @@ def check_loss_choice(world: World) -> None:
     own_logits = 2 * case.T // world.context_size * 256 * 4  # bytes of 2 sequences of float32
     for threshold, is_chunked in ((own_logits, False), (own_logits - 1, True)):
         with (
-            mock.patch("kernels.config.CHUNKED_LOSS_THRESHOLD_BYTES", threshold),
-            mock.patch("model.log_loss_choice") as log,
+            mock.patch("kernels.head_loss.CHUNKED_LOSS_THRESHOLD_BYTES", threshold),
+            mock.patch("kernels.head_loss.log_loss_choice") as log,
         ):
             loss_and_gradients(case, world, batch_size=2)
         assert {call.args[0] for call in log.call_args_list} == {is_chunked}

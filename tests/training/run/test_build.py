@@ -12,6 +12,7 @@ import training.optim.formats
 from kernels.attention import NSA, Window
 from kernels.attention.full import FULL
 from kernels.fp8 import FP8
+from kernels.head_loss import NextToken
 from kernels.linear import PLAIN
 from kernels.lora import LoRA
 from kernels.mixed import Mixed
@@ -101,10 +102,10 @@ def test_blocks_maps_say_what_the_heads_is():
     assert re.search("linear maps +fp8, head fp8; costs some loss", str(plans[with_head]))
     model = Transformer(MODEL_SIZES["tiny"])
     ids = torch.randint(256, (1, 32))
-    losses = [model(ids, ids).loss]
+    losses = [model(ids, loss=NextToken.from_labels(ids)).loss]
     for linear in (with_head, FP8()):
         apply_execution(model, Execution((WHOLE,) * len(model.layers), linear=linear))
-        losses.append(model(ids, ids).loss)
+        losses.append(model(ids, loss=NextToken.from_labels(ids)).loss)
     assert len({loss.item() for loss in losses}) == 3 and model.linear == PLAIN
     torch.testing.assert_close(torch.stack(losses[1:]), losses[0].expand(2), rtol=1e-2, atol=0)
 
@@ -226,10 +227,10 @@ def test_a_run_starts_from_files_with_weights_on_the_host(monkeypatch, tmp_path)
     assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     ids = torch.arange(64)[None]
     with torch.no_grad():
-        loss = model(ids, ids).loss
+        loss = model(ids, loss=NextToken.from_labels(ids)).loss
         expected = Transformer(shape)
         expected.load_state_dict(weights)
-        torch.testing.assert_close(loss, expected(ids, ids).loss)
+        torch.testing.assert_close(loss, expected(ids, loss=NextToken.from_labels(ids)).loss)
 
 
 def compare_with_a_prediction(world):

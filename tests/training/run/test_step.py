@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-import model as model_file
+from kernels import head_loss
 from kernels.fp8 import FP8
-from model import IGNORE_INDEX, MODEL_SIZES, Transformer
+from kernels.head_loss import IGNORE_INDEX
+from model import MODEL_SIZES, Transformer
 from tests.training.data.test_packing import EOS, make_documents
 from training.data.loader import make_batch
 from training.data.tokens import TokenStore
@@ -20,13 +21,13 @@ from training.run.stopping import Stopped
 def test_the_chunked_loss_need_not_count_targets_on_the_gpu(monkeypatch):
     """The batch has counted them. A count on the GPU would make the host wait once per
     micro-batch."""
-    told, loss = [], model_file.linear_cross_entropy
+    told, loss = [], head_loss.linear_cross_entropy
 
     def recording(*args, **kwargs):
         told.append(kwargs["num_valid_tokens"])
         return loss(*args, **kwargs)
 
-    monkeypatch.setattr(model_file, "linear_cross_entropy", recording)
+    monkeypatch.setattr(head_loss, "linear_cross_entropy", recording)
     model = Transformer(replace(MODEL_SIZES["tiny"], num_hidden_layers=1))
     model.loss_impl = "chunked"
     store = TokenStore(make_documents([5, 17]), EOS)
