@@ -134,11 +134,8 @@ def check_logits(world: World) -> None:
     case, ids = Case(8, 4, 64, ONE, (AGAIN, HOST)), torch.randint(256, (2, 40))
     torch.distributed.broadcast(ids, src=0)
     shared, alone = build(case, world), build(case, World(0, 1, world.device))
-    for labels in (None, ids):
-        found, expected = (
-            model(ids, loss=NextToken.from_labels(labels), return_logits=True)
-            for model in (shared, alone)
-        )
+    for loss in (None, NextToken.from_labels(ids)):
+        found, expected = (model(ids, loss=loss, return_logits=True) for model in (shared, alone))
         torch.testing.assert_close(found.logits, expected.logits)
     torch.testing.assert_close(found.loss, expected.loss)
     assert torch.equal(shared.generate(ids, 3), alone.generate(ids, 3))
