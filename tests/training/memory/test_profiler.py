@@ -25,6 +25,7 @@ from kernels.fp8 import FP8
 from kernels.gated_delta_net import DeltaNet
 from kernels.gated_mlp import GatedMLPPart
 from kernels.head_exchange import HeadExchange
+from kernels.head_loss import NextToken
 from kernels.linear_cross_entropy import logits_bytes
 from kernels.lora import LORA, LoRA
 from kernels.parts import part_of
@@ -124,7 +125,7 @@ class SharedBench(Bench):
         for block in self.model.layers:
             block.mixer.exchange = HeadExchange(dist.group.WORLD)
         hook = self.model.register_forward_pre_hook(
-            lambda model, args, kwargs: ((ids,), {"targets": ids, "documents": documents}),
+            lambda model, args, kwargs: ((ids,), {"loss": NextToken(ids), "documents": documents}),
             with_kwargs=True,
         )
         super()._run(step, ids, recorder)
