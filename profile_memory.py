@@ -50,7 +50,6 @@ from training.host.files import check_can_write, replace_file
 from training.host.processes import command
 from training.host.sizes import GIB, available_host_bytes, budget_of_machine, gib, parse_bytes
 from training.memory.contexts import draw_contexts, plan_contexts
-from training.memory.cost_model import Step
 from training.memory.kinds import check_head_dim
 from training.memory.machine import (
     DRIVER_BYTES,
@@ -71,7 +70,7 @@ from training.memory.reports import (
     report_max_context,
     report_step,
 )
-from training.memory.step import PackedDocuments, Scoring
+from training.memory.step import PackedDocuments, Scoring, Step
 from training.objectives.choose import choose, text_reader
 from training.objectives.flags import ObjectiveFlags
 from training.objectives.scored import scoring

@@ -82,7 +82,7 @@ from training.families.config_json import to_config_json
 from training.families.flags import LORA_BITS, LORA_TARGETS
 from training.host.files import size_on_disk
 from training.host.sizes import GIB
-from training.memory.cost_model import forward_flops
+from training.memory.cost_model import forward_flops, step_seconds
 from training.memory.flags import LINEARS
 from training.memory.planner import Plan, make_plan
 from training.memory.step import PackedDocuments
@@ -390,7 +390,7 @@ def measure(
     pinned = plan.host_bytes if plan else 0
     if plan:
         predicted = statistics.mean(
-            plan.step.at(length, documents_of(ranks)).seconds(plan.execution, plan.rates)
+            step_seconds(plan.step.at(length, documents_of(ranks)), plan.execution, plan.rates)
             for ranks in timed
         )
     own = [batch for ranks in timed for batch in ranks[world.data_rank]]

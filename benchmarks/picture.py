@@ -14,7 +14,7 @@ from training.host.sizes import parse_bytes
 from training.memory.execution import Execution
 from training.memory.profiler import MeasuredStage, draw_stages
 from training.memory.reports import compared_executions
-from training.memory.stages import Stage
+from training.memory.stages import Stage, Stages
 from training.plots.curves import save_picture
 from training.run.build import step_on_meta
 
@@ -44,7 +44,7 @@ def stages_of_peer() -> list[Stage]:
     """
     model = MODEL_SIZES["4B"]
     step = step_on_meta(model, 131_072, given=Execution(attention_backend="cudnn"))
-    stages = step.stages(compared_executions(step)["checkpointing, chunked loss"])
+    stages = Stages(step, compared_executions(step)["checkpointing, chunked loss"])
     moments = 4 * model.num_parameters()
     absent = (
         step.element_size * step.tokens * (model.parts(0).mlp.intermediate_size + model.hidden_size)

@@ -27,11 +27,12 @@ from training.checkpoint.weights import shape_of_weights
 from training.families.config_json import to_config_json
 from training.host.sizes import budget_of_machine
 from training.memory import reports
-from training.memory.cost_model import forward_flops
+from training.memory.cost_model import forward_flops, fullest_stage, pinned_bytes, step_seconds
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.planner import find_max_context, has_plan, make_plan
 from training.memory.profiler import GIB
+from training.memory.stages import Stages
 from training.objectives.scored import TOKEN_BYTES
 from training.parallel.world import World
 from training.run.build import step_on_meta
@@ -151,7 +152,7 @@ def test_classic_choices(tmp_path, flag, placement):
     ]
     written = run_main(tmp_path, "--device", "cpu", f"{flag}gradient_checkpointing", *flags)
     step = cudnn_step("0.6B", 8192, micro_batches=2)
-    stages = step.stages(Execution((placement,) * 28))
+    stages = Stages(step, Execution((placement,) * 28))
     assert [stage["categories"] for stage in written["predicted"]] == [
         stage.categories for stage in stages
     ]
@@ -676,7 +677,7 @@ def test_with_and_without_on_several_gpus(small, tmp_path):
     step = step_on_meta(shape, CONTEXTS[1], num_gpus=4, context_parallel_size=2)
     [row] = [row for row in written["compared"] if row["way"] == "checkpointing, chunked loss"][1:]
     execution = Execution((Placement(),) * 6, loss_impl="chunked", attention_backend="cudnn")
-    assert row["peak"] == step.peak(execution).bytes
+    assert row["peak"] == fullest_stage(step, execution).bytes
     assert row["logits"] == CONTEXTS[1] // 2 * 2 * 151_936
 
 
@@ -696,10 +697,10 @@ def test_with_and_without(small, tmp_path, capsys):
         }
         for way, choices in ways.items():
             row = rows[way, context_length]
-            assert row["peak"] == step.peak(choices).bytes and row["host"] == step.host_bytes(
-                choices
-            )
-            assert row["predicted_seconds"] == step.seconds(choices, H200)
+            assert row["peak"] == fullest_stage(step, choices).bytes and row[
+                "host"
+            ] == pinned_bytes(step, choices)
+            assert row["predicted_seconds"] == step_seconds(step, choices, H200)
             assert row["logits"] == 2 * context_length * 151_936
     out = capsys.readouterr().out
     for context_length, size in written["smallest_gpu_gib"].items():
@@ -830,7 +831,7 @@ class DryBench:
         DryBench.built += 1
 
     def measure(self, step, execution):
-        if step.peak(execution).bytes > DryBench.limit:
+        if fullest_stage(step, execution).bytes > DryBench.limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried")
         return run_dry(step, replace(execution, attention_backend="cpu"))[0]
 

@@ -21,11 +21,10 @@ from kernels.attention.full import FULL
 from kernels.head_loss import NextToken
 from model import Transformer
 from tests.shapes import model_of, reshape
-from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import apply_execution
 from training.memory.planner import Plan
-from training.memory.step import PackedDocuments
+from training.memory.step import PackedDocuments, Step
 from training.optim.adamw import MasterAdamW
 
 B, T = 2, 288  # rows and tokens of a micro-batch

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from training.host.sizes import GIB
-from training.memory.cost_model import Step
+from training.memory.cost_model import fullest_stage
 from training.memory.execution import Placement
 from training.memory.machine import Rates
 from training.memory.planner import Plan, find_max_context, make_plan
+from training.memory.step import Step
 from training.plots.curves import save_picture
 
 SHORTEST_DRAWN = 4096
@@ -45,7 +46,7 @@ def draw_contexts(path: Path, title: str, plans: dict[int, Plan]) -> None:
     memory, seconds = figure.subplots(1, 2)
     plan = next(iter(plans.values()))
     usual = {
-        n: p.step.peak(p.step.unplanned(Placement(), loss_impl="chunked")).bytes
+        n: fullest_stage(p.step, p.step.unplanned(Placement(), loss_impl="chunked")).bytes
         for n, p in plans.items()
     }
     memory.plot(

@@ -5,7 +5,7 @@ the work that parts declare in their own files to seconds, phase by phase, see `
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kernels.parts import MixerKind
 from model import ModelConfig
@@ -14,43 +14,35 @@ from training.memory.dry_run import sent_bytes
 from training.memory.execution import Execution
 from training.memory.machine import Rates
 from training.memory.stages import Stage, Stages
-from training.memory.step import StepShape
-from training.memory.timeline import Phase, timeline
+from training.memory.step import Step
+from training.memory.timeline import timeline
 
 
-class Step(StepShape):
-    """A training step of a model, with its bytes and seconds under any execution."""
+def arena_bytes(step: Step, execution: Execution) -> int:
+    """Returns the bytes of the pinned arena that `apply_execution` needs, with every slot
+    aligned."""
+    total = 0
+    for (placement, parts), count in Counter(zip(execution.placements, step.parts)).items():
+        slots = int(placement.input == "host")
+        if placement.results == "host":
+            slots += parts.mixer.kind.branches
+        total += count * (sum(sent_bytes(step, placement, parts)) + 2 * SLOT_ALIGNMENT * slots)
+    return total
 
-    def arena_bytes(self, execution: Execution) -> int:
-        """Returns the bytes of the pinned arena that `apply_placement` needs, with every slot
-        aligned."""
-        total = 0
-        for (placement, parts), count in Counter(zip(execution.placements, self.parts)).items():
-            slots = (placement.input == "host") + (
-                placement.results == "host"
-            ) * parts.mixer.kind.branches
-            total += count * (sum(sent_bytes(self, placement, parts)) + 2 * SLOT_ALIGNMENT * slots)
-        return total
 
-    def host_bytes(self, execution: Execution) -> int:
-        """Returns the bytes of pinned host memory, for activations and for the optimizer."""
-        return self.arena_bytes(execution) + self.inventory(execution).host
+def pinned_bytes(step: Step, execution: Execution) -> int:
+    """Returns the bytes of pinned host memory, for activations and for the optimizer."""
+    return arena_bytes(step, execution) + step.inventory(execution).host
 
-    def peak(self, execution: Execution) -> Stage:
-        """Returns the fullest stage."""
-        return max(self.stages(execution), key=lambda stage: stage.bytes)
 
-    def stages(self, execution: Execution) -> Iterator[Stage]:
-        """Returns the stages of a step in order."""
-        return iter(Stages(self, execution))
+def fullest_stage(step: Step, execution: Execution) -> Stage:
+    """Returns the stage with the most bytes."""
+    return max(Stages(step, execution), key=lambda stage: stage.bytes)
 
-    def timeline(self, execution: Execution, rates: Rates) -> list[Phase]:
-        """Returns the phases of a step in order."""
-        return timeline(self, execution, rates)
 
-    def seconds(self, execution: Execution, rates: Rates) -> float:
-        """Returns the seconds of one whole step, its update included."""
-        return sum(phase.times * phase.seconds for phase in self.timeline(execution, rates))
+def step_seconds(step: Step, execution: Execution, rates: Rates) -> float:
+    """Returns the seconds of one whole step, its update included."""
+    return sum(phase.times * phase.seconds for phase in timeline(step, execution, rates))
 
 
 def forward_flops(

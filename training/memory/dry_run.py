@@ -30,7 +30,7 @@ from training.families.trained import Trained
 from training.host.torch_internals import TorchDispatchMode
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.placement import apply_execution
-from training.memory.step import StepShape
+from training.memory.step import Step
 
 # tokens: half of it is more than the largest piece in which anything but an MLP is computed
 LONG = 65_536
@@ -83,7 +83,7 @@ class BlockBytes(NamedTuple):
 
 
 def block_bytes(
-    step: StepShape, execution: Execution, placement: Placement, parts: LayerParts
+    step: Step, execution: Execution, placement: Placement, parts: LayerParts
 ) -> BlockBytes:
     """Returns the bytes of a block of a step, with its kept results and the gradient of its output,
     but no input."""
@@ -135,7 +135,7 @@ def _block_bytes(
     )
 
 
-def results_bytes(step: StepShape, parts: LayerParts) -> tuple[int, int]:
+def results_bytes(step: Step, parts: LayerParts) -> tuple[int, int]:
     """Returns the bytes of the mixer's results, which a block can keep, and of its choices, which
     it always keeps."""
     return _results_bytes(parts, step.tokens, step.element_size)
@@ -146,7 +146,7 @@ def _results_bytes(parts: LayerParts, tokens: int, element_size: int) -> tuple[i
     return parts.mixer.results_bytes(tokens, element_size)
 
 
-def sent_bytes(step: StepShape, placement: Placement, parts: LayerParts) -> tuple[int, int]:
+def sent_bytes(step: Step, placement: Placement, parts: LayerParts) -> tuple[int, int]:
     """Returns the bytes that a block sends to the host: its input, results of attention."""
     return (
         step.input_bytes if placement.input == "host" else 0,
@@ -155,7 +155,7 @@ def sent_bytes(step: StepShape, placement: Placement, parts: LayerParts) -> tupl
 
 
 def waiting_bytes(
-    step: StepShape, execution: Execution, placement: Placement, parts: LayerParts
+    step: Step, execution: Execution, placement: Placement, parts: LayerParts
 ) -> tuple[int, int, int]:
     """Returns the bytes that a block keeps on the GPU for backward: its input, of attention and of
     the MLP."""
@@ -170,7 +170,7 @@ def waiting_bytes(
     )
 
 
-def work(step: StepShape, execution: Execution, parts: LayerParts) -> list[Work]:
+def work(step: Step, execution: Execution, parts: LayerParts) -> list[Work]:
     """Returns the work of the linear maps in a block's mixer and in its MLP under an execution."""
     sizes, is_skippable = (
         (step.tokens, step.shard.hidden_size, step.element_size),

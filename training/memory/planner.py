@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from training.checkpoint.pieces import SAVING_BYTES
 from training.host.errors import UserError
 from training.host.sizes import gib
-from training.memory.cost_model import Step
+from training.memory.cost_model import arena_bytes, fullest_stage, pinned_bytes, step_seconds
 from training.memory.execution import Execution, Placement
 from training.memory.kinds import describe
 from training.memory.machine import ASSUMED_NETWORK, H200, Rates
 from training.memory.stages import Stage, Stages
+from training.memory.step import Step
 from training.optim.formats import STATE_FORMATS
 
 # A plan's predicted peak must stay below budget / HEADROOM. The 4% cover allocator fragmentation
@@ -52,21 +53,21 @@ class Plan:
 
     @functools.cached_property
     def peak(self) -> Stage:
-        return self.step.peak(self.execution)
+        return fullest_stage(self.step, self.execution)
 
     @property
     def host_bytes(self) -> int:
-        return self.step.host_bytes(self.execution)
+        return pinned_bytes(self.step, self.execution)
 
     @property
     def arena_bytes(self) -> int:
         """Bytes of the arena that `apply_placement` needs. The optimizer makes an arena of its
         own."""
-        return self.step.arena_bytes(self.execution)
+        return arena_bytes(self.step, self.execution)
 
     @property
     def seconds(self) -> float:
-        return self.step.seconds(self.execution, self.rates)
+        return step_seconds(self.step, self.execution, self.rates)
 
     def __str__(self) -> str:
         execution, placements, sharing = (
@@ -330,7 +331,7 @@ class _Search:
         L, least = self.step.layers, math.inf
 
         def cost(execution: Execution) -> float:
-            return _cost(self.step, execution, self.step.seconds(execution, rates))
+            return _cost(self.step, execution, step_seconds(self.step, execution, rates))
 
         for base in self.layouts():
             roomy_here = (
@@ -347,7 +348,7 @@ class _Search:
                 if found and "host" in inputs and cost(_placed(base, inputs, L)) >= least:
                     continue
                 execution = self.keep(base, inputs, next(reversed(found), None))
-                found[execution] = self.step.seconds(execution, rates)
+                found[execution] = step_seconds(self.step, execution, rates)
                 least = min(least, cost(execution))
                 if all(placement.results == "gpu" for placement in execution.placements):
                     break
@@ -368,12 +369,12 @@ class _Search:
             return replace(execution, gpu_state_bytes=execution.gpu_state_bytes + parts * part)
 
         most = more(_largest(STATE_PARTS - 1, lambda parts: self.fits(more(parts))))
-        return min(execution, most, key=lambda each: self.step.seconds(each, rates))
+        return min(execution, most, key=lambda each: step_seconds(self.step, each, rates))
 
     def fits(self, execution: Execution) -> bool:
         """Whether an execution fits. Stops at the first stage that is too full: most executions do
         not fit."""
-        if self.step.host_bytes(execution) > self.host_bytes:
+        if pinned_bytes(self.step, execution) > self.host_bytes:
             return False
         stages = Stages(self.step, execution)
         likely_first = itertools.chain(stages.from_loss(), stages.forward())
@@ -449,7 +450,7 @@ class _Search:
 
         def has_room(num_ways: int) -> bool:
             execution = _placed(base, _inputs(L, recomputed, num_ways - 1))
-            return self.step.host_bytes(execution) <= self.host_bytes
+            return pinned_bytes(self.step, execution) <= self.host_bytes
 
         return _largest(L - recomputed + 1, has_room)
 

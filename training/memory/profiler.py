@@ -1,6 +1,6 @@
 """The profiler measures the memory and seconds of a training step, by stages and by categories.
 
-Hooks on the model split a step into the stages of cost_model.Step, so each measured stage has a
+Hooks on the model split a step into the stages of `stages.Stages`, so each measured stage has a
 predicted one. Known tensors have their category: parameters, gradients, optimizer state, blocks'
 inputs, the gradients that flow between blocks, and attention outputs that placed blocks keep. All
 other bytes are booked on the part of the block that ran between two readings of the allocator:
@@ -24,10 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from kernels.head_loss import NextToken
 from training.host.sizes import GIB
-from training.memory.cost_model import Step
+from training.memory.cost_model import arena_bytes
 from training.memory.execution import Execution
 from training.memory.placement import apply_execution
 from training.memory.stages import Stage
+from training.memory.step import Step
 from training.memory.timeline import Phase, draw_phases
 from training.optim.adamw import MasterAdamW
 from training.plots.curves import save_picture
@@ -349,8 +350,8 @@ class Bench:
         )
         if step.context_length > LONGEST_REPEATED:
             self._warm_up(step, execution, ids)
-        arena_bytes = step.arena_bytes(execution)
-        apply_execution(self.model, execution, arena_bytes, self.optimizer.homes)
+        arena = arena_bytes(step, execution)
+        apply_execution(self.model, execution, arena, self.optimizer.homes)
         seconds = 0.0
         if step.context_length <= LONGEST_REPEATED:
             self._run(step, ids)
@@ -364,7 +365,7 @@ class Bench:
         with recorder.hooked():
             self._run(step, ids, recorder)
         seconds = seconds or counter.seconds(start, counter.mark())
-        host_bytes = arena_bytes + self.optimizer.inventory.host
+        host_bytes = arena + self.optimizer.inventory.host
         return Measurement(
             recorder.measured(), seconds, host_bytes, counter.alloc_retries() - retries
         )

@@ -23,7 +23,7 @@ from training.checkpoint.files import SPARE_BYTES
 from training.host.errors import UserError
 from training.host.sizes import GIB, PROCESS_BYTES, SYSTEM_BYTES, gib, parse_bytes
 from training.memory import profiler
-from training.memory.cost_model import Step, forward_flops
+from training.memory.cost_model import forward_flops, fullest_stage, pinned_bytes, step_seconds
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates
 from training.memory.planner import (
@@ -34,7 +34,9 @@ from training.memory.planner import (
     has_plan,
     make_plan,
 )
-from training.memory.timeline import format_timeline
+from training.memory.stages import Stages
+from training.memory.step import Step
+from training.memory.timeline import format_timeline, timeline
 from training.optim.formats import bytes_saved
 
 COMPARED_CONTEXTS = (32_768, 65_536, 131_072, 262_144)
@@ -156,7 +158,7 @@ def report_step(
     shown, execution = step, plan.execution
     if part is not None:
         shown, execution = part, profiler.thin(execution, part.layers)
-    predicted, measured = list(shown.stages(execution)), None
+    predicted, measured = list(Stages(shown, execution)), None
     if build_bench:
         measured = _measure(shown, execution, machine, build_bench, f"{about}\n{plan}")
         answer["fits"] = True
@@ -169,7 +171,7 @@ def report_step(
         _print_measured(summary)
     is_planned = flags.gradient_checkpointing is None
     title = f"plan for {describe_budgets(*machine.limits[:2])}" if is_planned else "nothing planned"
-    phases = step.timeline(plan.execution, plan.rates)
+    phases = timeline(step, plan.execution, plan.rates)
     print(f"{about}\n{title}:\n{plan}\n\n{format_timeline(phases)}")
     stages = predicted, measured.stages if measured else None
     if flags.stages:
@@ -197,7 +199,10 @@ def _measure(
         sys.stdout.flush()  # measuring may take minutes
         return build_bench(step, execution).measure(step, execution)
     except torch.OutOfMemoryError:
-        table, peak = profiler.format_table(list(step.stages(execution))), step.peak(execution)
+        table, peak = (
+            profiler.format_table(list(Stages(step, execution))),
+            fullest_stage(step, execution),
+        )
         print(f"{about}\npredicted, not measured (out of memory):\n{table}")
         raise UserError(
             f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of "
@@ -211,11 +216,11 @@ def _summarize(
 ) -> dict:
     """Returns the peak, host memory and seconds of a step, predicted and, where it was measured,
     measured."""
-    peak = step.peak(execution)
+    peak = fullest_stage(step, execution)
     summary = {
         "predicted_peak": peak.bytes, "predicted_peak_stage": peak.name,
-        "predicted_host": step.host_bytes(execution),
-        "predicted_seconds": step.seconds(execution, machine.rates),
+        "predicted_host": pinned_bytes(step, execution),
+        "predicted_seconds": step_seconds(step, execution, machine.rates),
     }  # fmt: skip
     if measured:
         summary |= {

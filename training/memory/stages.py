@@ -12,7 +12,7 @@ from kernels.parts import LayerParts
 from training.host.sizes import MIB
 from training.memory.dry_run import BlockBytes, block_bytes, sent_bytes, waiting_bytes
 from training.memory.execution import Execution, Placement
-from training.memory.step import StepShape
+from training.memory.step import Step
 
 LIBRARY_BYTES = 160 * MIB  # cuBLAS workspaces and the small tensors that nothing below counts
 
@@ -41,7 +41,7 @@ class Stages:
     embedding.
     """
 
-    def __init__(self, step: StepShape, execution: Execution):
+    def __init__(self, step: Step, execution: Execution):
         self.step, self.execution, self.optimizer = step, execution, step.inventory(execution)
         self.weights, self.visits = (
             step.waiting_weights(execution),
@@ -251,7 +251,7 @@ def _add(bytes_of: tuple[int, int, int], more: tuple[int, int, int]) -> tuple[in
     return bytes_of[0] + more[0], bytes_of[1] + more[1], bytes_of[2] + more[2]
 
 
-def embedding_sums(step: StepShape) -> int:
+def embedding_sums(step: Step) -> int:
     """Returns the bytes of the embedding's float32 gradients, each summed over up to ten tokens of
     a word."""
     return (

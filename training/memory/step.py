@@ -109,7 +109,7 @@ class Scoring:
 
 
 @dataclass(eq=False, repr=False)
-class StepShape:
+class Step:
     """A training step of a model, with its bytes and seconds under any execution."""
 
     shard: ModelConfig  # one rank's part of the model

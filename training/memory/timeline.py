@@ -16,7 +16,7 @@ from kernels.qkv_attention import AttentionPart
 from training.memory.dry_run import sent_bytes, work
 from training.memory.execution import Execution
 from training.memory.machine import Rates
-from training.memory.step import PackedDocuments, StepShape
+from training.memory.step import PackedDocuments, Step
 
 # Share of the link's rate at which state on the host is updated beside forward, whose kernels its
 # kernels wait for.
@@ -40,7 +40,7 @@ class Phase:
     times: int = 1  # in a step, one after another
 
 
-def timeline(step: StepShape, execution: Execution, rates: Rates) -> list[Phase]:
+def timeline(step: Step, execution: Execution, rates: Rates) -> list[Phase]:
     """Returns the phases of one whole step, its update included."""
     return _Timeline(step, execution, rates).phases()
 
@@ -48,7 +48,7 @@ def timeline(step: StepShape, execution: Execution, rates: Rates) -> list[Phase]
 class _LayerSeconds:
     """Seconds of each layer's work under any placements: a search derives them once."""
 
-    def __init__(self, step: StepShape, execution: Execution, rates: Rates):
+    def __init__(self, step: Step, execution: Execution, rates: Rates):
         self.step, self.rates, self.layers, self.parts = step, rates, step.layers, step.parts
         self.heads_at_a_time = execution.heads_at_a_time
         unpacked = step.inventory(execution).unpacked
@@ -160,7 +160,7 @@ class _LayerSeconds:
 
 
 class _Timeline:
-    def __init__(self, step: StepShape, execution: Execution, rates: Rates):
+    def __init__(self, step: Step, execution: Execution, rates: Rates):
         self.step, self.execution, self.rates = step, execution, rates
         self.layers, self.placements, self.parts = step.layers, execution.placements, step.parts
         self.needed, self.each = execution.needed, _layer_seconds(step, execution, rates)
@@ -376,7 +376,7 @@ def _sum(seconds: Iterable[dict[str, float]]) -> dict[str, float]:
     return total
 
 
-def _layer_seconds(step: StepShape, execution: Execution, rates: Rates) -> _LayerSeconds:
+def _layer_seconds(step: Step, execution: Execution, rates: Rates) -> _LayerSeconds:
     """Returns seconds of each layer's work, derived once for all placements."""
     sizes = execution.heads_at_a_time, execution.mlp_tile_size
     key = (execution.attention_backend, execution.linear, *sizes, *rates.items())
@@ -450,7 +450,7 @@ def _shown(phases: list[Phase]) -> tuple[list[Phase], list[str]]:
 
 
 def attention_seconds(
-    step: StepShape,
+    step: Step,
     execution: Execution,
     attention: AttentionPart,
     documents: PackedDocuments,
@@ -471,7 +471,7 @@ def attention_seconds(
     return forward, choice, backward
 
 
-def _steps(step: StepShape, execution: Execution, attention: AttentionPart) -> int:
+def _steps(step: Step, execution: Execution, attention: AttentionPart) -> int:
     """Returns the groups of key/value heads that attend one after another."""
     own_heads = attention.heads[1] // step.num_ranks
     return own_heads // (execution.heads_at_a_time or own_heads)

@@ -22,7 +22,6 @@ from training.checkpoint.state import load_state, load_weights, read_weights
 from training.families.trained import ALL, Trained
 from training.host.errors import UserError
 from training.host.sizes import available_host_bytes, gib
-from training.memory.cost_model import Step
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.machine import (
     Rates,
@@ -35,7 +34,8 @@ from training.memory.machine import (
 from training.memory.placement import allocate, apply_execution
 from training.memory.planner import Plan, has_plan, make_plan
 from training.memory.profiler import Bench, format_table
-from training.memory.step import PackedDocuments, Scoring
+from training.memory.stages import Stages
+from training.memory.step import PackedDocuments, Scoring, Step
 from training.optim.adamw import MasterAdamW
 from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.tensor import share_matrices
@@ -246,7 +246,7 @@ def explain_out_of_memory(recipe: Recipe, plan: Plan, device: torch.device) -> s
         )
     except UserError as error:  # its message names the largest context, or what is free
         fitting = str(error)
-    table = format_table(list(plan.step.stages(plan.execution)))
+    table = format_table(list(Stages(plan.step, plan.execution)))
     return f"predicted for the step as it was placed:\n{table}\n{fitting}"
 
 

@@ -20,9 +20,10 @@ from training.checkpoint.state import load_weights
 from training.families.config_json import from_config_json
 from training.families.flags import LORA_TARGETS
 from training.families.lora import PARTS, Adapters, adapter_names
-from training.memory.cost_model import Step
+from training.memory.cost_model import arena_bytes
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import allocate, apply_execution
+from training.memory.step import Step
 from training.optim.adamw import MasterAdamW
 from training.optim.formats import frozen_format
 from training.optim.quantized import quantize
@@ -256,7 +257,7 @@ def train_placed(tied, place, bits=16, round_to=16):
     arena = Step(
         config, model.named_parameters(), 61, batch_size=4, given=execution, trained=adapters
     )
-    apply_execution(model, execution, arena.arena_bytes(execution), optimizer.homes)
+    apply_execution(model, execution, arena_bytes(arena, execution), optimizer.homes)
     losses = []
     for ids in batches(4):
         loss = model(ids, loss=NextToken.from_labels(ids)).loss

@@ -20,13 +20,14 @@ from kernels.qkv_attention import AttentionPart
 from model import MODEL_SIZES, Transformer
 from training.families.lora import Adapters
 from training.families.trained import ALL
-from training.memory.cost_model import Step, forward_flops
+from training.memory.cost_model import forward_flops, fullest_stage, pinned_bytes, step_seconds
 from training.memory.dry_run import results_bytes
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import H200
 from training.memory.planner import Plan, _Search, find_max_context
-from training.memory.step import PackedDocuments, Scoring
-from training.memory.timeline import UPDATE_BESIDE_FORWARD, attention_seconds
+from training.memory.stages import Stages
+from training.memory.step import PackedDocuments, Scoring, Step
+from training.memory.timeline import UPDATE_BESIDE_FORWARD, attention_seconds, timeline
 from training.optim.inventory import NUM_SLOTS
 from training.parallel.world import World, make_mesh
 from training.run.build import model_on_meta, step_on_meta
@@ -52,8 +53,8 @@ def test_today_measured():
     whose peak is less)."""
     step = step_of(MODEL_SIZES["4B"], 131_072, documents=PackedDocuments.one_each(131_072, 1))
     execution = Execution((Placement(),) * 36)
-    assert step.peak(execution).bytes / GIB == pytest.approx(94.3, rel=0.02)
-    assert step.seconds(execution, H200) == pytest.approx(47.2, rel=0.05)
+    assert fullest_stage(step, execution).bytes / GIB == pytest.approx(94.3, rel=0.02)
+    assert step_seconds(step, execution, H200) == pytest.approx(47.2, rel=0.05)
 
 
 def test_a_rank_waits_for_the_one_with_most_pairs():
@@ -151,9 +152,9 @@ def test_short_documents_take_less_time_and_room(heads_at_a_time):
     attention *= 1 / H200["full forward"] + 2.5 / H200["full backward"]
     calls = 1 / H200["full calls forward"] + 1 / H200["full calls backward"]
     calls *= 36 * 32 * (8 if heads_at_a_time else 1)
-    saved = whole.seconds(execution, H200) - short.seconds(execution, H200)
+    saved = step_seconds(whole, execution, H200) - step_seconds(short, execution, H200)
     assert saved == pytest.approx(31 / 32 * attention - calls, rel=0.02)
-    assert short.peak(execution).bytes < whole.peak(execution).bytes
+    assert fullest_stage(short, execution).bytes < fullest_stage(whole, execution).bytes
 
 
 @pytest.mark.parametrize(
@@ -174,8 +175,8 @@ def test_ranks_that_share_a_sequence_share_its_work(num_ranks, size, heads_at_a_
     update = alone.inventory(execution).updated_here / H200["memory"]
     exchange = 2 * sent[size] * 131_072 / num_ranks * (num_ranks - 1) / num_ranks / H200["gpu link"]
     waits = 3 * exchange * (1.01 if heads_at_a_time else 1)  # smaller launches
-    expected = (alone.seconds(execution, H200) - update) / num_ranks + update + waits
-    assert shared.seconds(execution, H200) == pytest.approx(expected, rel=1e-6)
+    expected = (step_seconds(alone, execution, H200) - update) / num_ranks + update + waits
+    assert step_seconds(shared, execution, H200) == pytest.approx(expected, rel=1e-6)
     assert num_ranks * shared.input_bytes == alone.input_bytes
     of_all, of_one = (results_bytes(step, step.parts[0])[0] for step in (alone, shared))
     assert num_ranks * of_one == pytest.approx(of_all, rel=0.006)  # a document keeps no last state
@@ -200,8 +201,8 @@ def test_what_fsdp_sends_hides_behind_long_sequences():
         (131_072, (2 + 4) * embedding),
     ):
         step = step_on_meta(MODEL_SIZES["4B"], context_length, num_gpus=8)
-        alone = step.seconds(execution, rates | {"gpu link": math.inf})
-        waits = step.seconds(execution, rates) - alone
+        alone = step_seconds(step, execution, rates | {"gpu link": math.inf})
+        waits = step_seconds(step, execution, rates) - alone
         assert sent - (alone if context_length == 512 else 0) <= waits <= sent * 1.001
 
 
@@ -217,18 +218,18 @@ def test_fsdp_over_machines_waits_for_the_network():
         one, two = (
             step_on_meta(MODEL_SIZES["4B"], 512, num_gpus=num_gpus, num_machines=n) for n in (1, 2)
         )
-        assert one.peak(execution) == two.peak(execution)
+        assert fullest_stage(one, execution) == fullest_stage(two, execution)
         sent = (
             (2 + 2 + 4) * byte - 2 * embedding
         ) / num_gpus  # gathered twice, the embedding once; summed in float32
-        compute = one.seconds(execution, rates | {"gpu link": math.inf})
-        assert sent - compute <= two.seconds(execution, rates) - compute <= sent * 1.001
-        assert two.seconds(execution, rates) > 2 * one.seconds(execution, rates)
-        assert two.seconds(execution, rates | {"network": math.inf}) == one.seconds(
-            execution, rates
+        compute = step_seconds(one, execution, rates | {"gpu link": math.inf})
+        assert sent - compute <= step_seconds(two, execution, rates) - compute <= sent * 1.001
+        assert step_seconds(two, execution, rates) > 2 * step_seconds(one, execution, rates)
+        assert step_seconds(two, execution, rates | {"network": math.inf}) == step_seconds(
+            one, execution, rates
         )
-    assert two.seconds(execution, H200) == one.seconds(
-        execution, H200
+    assert step_seconds(two, execution, H200) == step_seconds(
+        one, execution, H200
     )  # eight adapters of 25 GB/s against NVLink
     row = "over 2 machines, 5.0 GB/s per GPU between them"
     assert f"{row}, measured" in str(Plan(two, execution, rates=rates))
@@ -258,22 +259,25 @@ def test_copies_of_the_weights_sum_gradients_between_machines():
     )  # s: of a byte; of all shards
     embedding = 151_936 * 2560 / parameters
     expected = (2 + 2 + 4) * gathered - 2 * embedding * gathered + summed
-    compute = two.seconds(execution, rates | {"gpu link": math.inf, "network": math.inf})
-    assert expected - compute <= two.seconds(execution, rates) - compute <= expected * 1.001
+    compute = step_seconds(two, execution, rates | {"gpu link": math.inf, "network": math.inf})
+    assert expected - compute <= step_seconds(two, execution, rates) - compute <= expected * 1.001
     one_of_four, four = (
         step_on_meta(MODEL_SIZES["4B"], 512, 1, 4, **options, replicate=n) for n in (1, 2)
     )
-    assert four.seconds(execution, rates) < 0.7 * one_of_four.seconds(execution, rates)
-    assert four.peak(execution).bytes <= one_of_four.peak(execution).bytes + 8 * parameters / 8
-    assert two.seconds(execution, rates | {"network": H200["gpu link"]}) == inside.seconds(
-        execution, rates
+    assert step_seconds(four, execution, rates) < 0.7 * step_seconds(one_of_four, execution, rates)
+    assert (
+        fullest_stage(four, execution).bytes
+        <= fullest_stage(one_of_four, execution).bytes + 8 * parameters / 8
+    )
+    assert step_seconds(two, execution, rates | {"network": H200["gpu link"]}) == step_seconds(
+        inside, execution, rates
     )
     wide = step_on_meta(
         MODEL_SIZES["4B"], 512, num_gpus=32, num_machines=4, replicate=2
     )  # a copy per two machines
-    assert wide.seconds(execution, rates) > two.seconds(execution, rates)
+    assert step_seconds(wide, execution, rates) > step_seconds(two, execution, rates)
     # The float32 sums over copies stay beside the gradients until backward ends.
-    idle = [step.peak(execution).idle for step in (one, two)]
+    idle = [fullest_stage(step, execution).idle for step in (one, two)]
     assert idle[1] - idle[0] >= 4 * parameters / 8
     row = r"copies of the weights +2, each sharded over 8\n"
     assert re.search(row, str(Plan(two, execution))) and not re.search(
@@ -291,8 +295,8 @@ def test_ranks_that_share_matrices_share_products_and_attention(tensor_ranks, he
     alone = step_of(config, 131_072)
     shared = step_of(config, 131_072, tensor_ranks=tensor_ranks)
     sums = 36 * 5 * 2 * alone.input_bytes * (1 - 1 / tensor_ranks) / rates["gpu link"]
-    expected = alone.seconds(execution, rates) / tensor_ranks + sums
-    assert shared.seconds(execution, rates) == pytest.approx(expected, rel=1e-6)
+    expected = step_seconds(alone, execution, rates) / tensor_ranks + sums
+    assert step_seconds(shared, execution, rates) == pytest.approx(expected, rel=1e-6)
     assert shared.input_bytes == alone.input_bytes
     assert (
         tensor_ranks * results_bytes(shared, shared.parts[0])[0]
@@ -335,7 +339,7 @@ def test_a_step_takes_as_long_as_its_gradients_on_the_link(micro_batches):
     execution = Execution((Placement(),) * 36, gpu_state_bytes=0)
     elements, update = 4.02e9, step.inventory(execution).host / H200["link"]
     link_bytes = 2 * elements if micro_batches == 1 else 4 * elements * (2 * micro_batches - 1)
-    assert step.seconds(execution, H200) - update > 0.99 * link_bytes / H200["link"]
+    assert step_seconds(step, execution, H200) - update > 0.99 * link_bytes / H200["link"]
 
 
 VISITS, PAIR = (
@@ -350,7 +354,7 @@ def parameter_bytes_by_stage(placements, size="4B", **options):
     execution = Execution(
         tuple(placements), 8192, 1, gpu_state_bytes=0, state_format="compact", **options
     )
-    return {stage.name: stage.categories["parameters"] for stage in step.stages(execution)}
+    return {stage.name: stage.categories["parameters"] for stage in Stages(step, execution)}
 
 
 def test_weights_of_two_blocks_visit_at_once():
@@ -422,8 +426,8 @@ def test_weights_that_visit_free_the_gpu_and_take_the_host(size, micro_batches, 
     for count in range(0, L + 1, 4):
         placements = (replace(place, weights="host"),) * count + (place,) * (L - count)
         execution = Execution(placements, 8192, 1, gpu_state_bytes=0, state_format=state_format)
-        stages.append([stage.bytes for stage in step.stages(execution)])
-        host.append(step.host_bytes(execution))
+        stages.append([stage.bytes for stage in Stages(step, execution)])
+        host.append(pinned_bytes(step, execution))
     slots = (
         NUM_SLOTS * 2 * (2**23 + 3 * config.hidden_size)
     )  # room for pieces of weights, of each format
@@ -440,7 +444,7 @@ def test_gradients_that_stay_are_the_embeddings_and_the_heads():
     embedding's after it."""
     step = step_of(MODEL_SIZES["8B"], 8192, state_format="compact")
     execution = Execution((VISITS,) * 36, 8192, 1, state_format="compact")
-    gradients = {stage.name: stage.categories["gradients"] for stage in step.stages(execution)}
+    gradients = {stage.name: stage.categories["gradients"] for stage in Stages(step, execution)}
     assert gradients["loss"] == 0  # the loss has it
     for layer in (30, 0):
         assert gradients[f"backward of layer {layer}, MLP"] == pytest.approx(
@@ -482,13 +486,15 @@ def test_a_slow_link_makes_blocks_wait_for_their_weights(placements, runs, ends)
     update = (8.125 * 18 * BLOCK + (6.125 + visits * 2) * head) / 1e9
     more = 1 / UPDATE_BESIDE_FORWARD - 1
     update += more * 8.125 * (18 * BLOCK + head) / 1e9
-    assert step.seconds(execution, rates) == pytest.approx(forward + backward + update, rel=0.02)
+    assert step_seconds(step, execution, rates) == pytest.approx(
+        forward + backward + update, rel=0.02
+    )
     twice = step_of(MODEL_SIZES["4B"], 512, micro_batches=2, state_format="compact")
     # Float32 sums of gradients leave, and come and leave again in the second backward: longer than
     # weights take.
     sums = 4 * 4_022_468_096 / 1e9
     expected = 2 * forward + sums + 2 * sums + update + (1 + more) * sums / 2
-    assert twice.seconds(execution, rates) == pytest.approx(expected, rel=0.02)
+    assert step_seconds(twice, execution, rates) == pytest.approx(expected, rel=0.02)
 
 
 def test_weights_come_while_long_sequences_are_computed():
@@ -509,7 +515,7 @@ def test_weights_come_while_long_sequences_are_computed():
         )
         for place in ("gpu", "host")
     )
-    waits = step.seconds(away, H200) - step.seconds(there, H200)
+    waits = step_seconds(step, away, H200) - step_seconds(step, there, H200)
     first = (step.head + BLOCK) / (2 * 4_022_468_096)
     assert waits == pytest.approx(
         (0.01 * 36 + 2 + first * 36 / UPDATE_BESIDE_FORWARD) * BLOCK / H200["link"], rel=1e-2
@@ -535,8 +541,8 @@ def test_a_long_kernel_holds_the_update_up():
         Execution(tuple(places), 32_768, heads, gpu_state_bytes=49.07 * GIB, state_format="compact")
         for heads in (None, 1)
     )
-    assert step.seconds(at_once, H200) == pytest.approx(16.5, rel=0.02)
-    assert step.seconds(by_head, H200) < 15
+    assert step_seconds(step, at_once, H200) == pytest.approx(16.5, rel=0.02)
+    assert step_seconds(step, by_head, H200) < 15
 
 
 def test_a_head_that_is_not_the_embedding_is_gathered_too():
@@ -561,14 +567,14 @@ def check_that_the_reduction_keeps_its_memory(step, unsharded):
     s of 4.1.
     """
     execution = Execution((Placement(),) * step.layers)
-    stages = list(step.stages(execution))
+    stages = list(Stages(step, execution))
     made = 4 * sum(shard.numel() for _, shard in step.named_parameters)
     assert stages[0].categories["gradients"] == 0 and stages[0].idle >= made
     assert stages[-1].categories["gradients"] == made and stages[-1].idle == stages[0].idle - made
     fullest = max(stage.bytes for stage in stages)
     assert _Search(step, fullest + stages[0].idle, 0).fits(execution)
     assert not _Search(step, fullest, 0).fits(execution)
-    assert all(stage.idle == 0 for stage in unsharded.stages(execution))
+    assert all(stage.idle == 0 for stage in Stages(unsharded, execution))
 
 
 @pytest.mark.parametrize("placement", [Placement("gpu", "gpu"), WHOLE], ids=["placed", "whole"])
@@ -593,7 +599,7 @@ def test_adapters_spare_the_products_of_weights_gradients(size, placement):
     again = 0 if placement.is_whole else forward
     expected = 2 * 32_768 * matrices / H200["products"] + updates[0] - updates[1]
     expected -= 36 * (forward + backward + again) / H200["adapters"]
-    saved = full.seconds(placed[0], H200) - lora.seconds(placed[1], H200)
+    saved = step_seconds(full, placed[0], H200) - step_seconds(lora, placed[1], H200)
     assert saved == pytest.approx(expected, rel=1e-6)
     assert lora.trained_elements == sum(
         p.numel() for _, p in lora.named_parameters if p.requires_grad
@@ -608,7 +614,7 @@ def test_objectives_run_a_chunked_head_twice_and_the_base_beside_adapters(loss_i
     given = Execution(loss_impl=loss_impl, linear=LORA)
     without = step_on_meta(base, T, micro_batches=4, given=given, trained=adapters)
     execution = replace(given, placements=(WHOLE,) * 36)
-    phases = {phase.name: phase for phase in without.timeline(execution, H200)}
+    phases = {phase.name: phase for phase in timeline(without, execution, H200)}
     forward = sum(
         seconds for rate, seconds in phases["forward"].compute.items() if rate != "adapters"
     )
@@ -616,11 +622,13 @@ def test_objectives_run_a_chunked_head_twice_and_the_base_beside_adapters(loss_i
     for passes in (0, 1):
         step = copy.copy(without)
         step.scoring = Scoring(1, passes, 45)
-        more = step.seconds(execution, H200) - without.seconds(execution, H200)
+        more = step_seconds(step, execution, H200) - step_seconds(without, execution, H200)
         assert more == pytest.approx(
             4 * ((loss_impl == "chunked") * head + passes * (forward + head)), rel=1e-6
         )
-        assert step.peak(execution).bytes - without.peak(execution).bytes == 45 * T
+        assert (
+            fullest_stage(step, execution).bytes - fullest_stage(without, execution).bytes == 45 * T
+        )
 
 
 def test_a_recipe_tells_its_plan_what_its_objective_takes():
@@ -646,7 +654,7 @@ def test_layers_without_adapters_have_no_traffic_of_them():
     step = step_on_meta(
         config, 4096, given=Execution(linear=LORA), trained=Adapters(4, 8.0, ("q_proj",))
     )
-    forward = step.timeline(step.unplanned(Placement()), H200)[0]
+    forward = timeline(step, step.unplanned(Placement()), H200)[0]
     assert forward.compute["adapters"] == pytest.approx(
         2 * 4096 * (2560 + 2 * 16 * 256) / H200["adapters"]
     )

@@ -16,11 +16,11 @@ from tests.gpu import free_memory
 from tests.optimizers import make_optimizer
 from tests.training.memory.test_placement import engine, send_home
 from training.checkpoint.state import load_weights
-from training.memory.cost_model import Step
+from training.memory.cost_model import arena_bytes, fullest_stage
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import allocate, apply_execution
 from training.memory.planner import make_plan
-from training.memory.step import PackedDocuments
+from training.memory.step import PackedDocuments, Step
 from training.optim.adamw import MasterAdamW
 from training.optim.inventory import NUM_SLOTS
 from training.parallel.fsdp import initial_weights
@@ -37,7 +37,7 @@ def build_on_gpu(config, tokens, execution=None):
     if execution is None:
         return model
     step = Step(config, model.named_parameters(), tokens)
-    apply_execution(model, execution, step.arena_bytes(execution), send_home(model, execution))
+    apply_execution(model, execution, arena_bytes(step, execution), send_home(model, execution))
     return model
 
 
@@ -126,8 +126,8 @@ def build_with_optimizer(config, tokens, execution, accumulate=True):
     optimizer = MasterAdamW(model.named_parameters(), inventory)
     load_weights(optimizer, initial_weights(model, seed=0))
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
-    arena_bytes = Step(config, model.named_parameters(), tokens).arena_bytes(execution)
-    apply_execution(model, execution, arena_bytes, optimizer.homes)
+    step = Step(config, model.named_parameters(), tokens)
+    apply_execution(model, execution, arena_bytes(step, execution), optimizer.homes)
     return model, optimizer
 
 
@@ -278,7 +278,7 @@ def test_peak_is_as_predicted(name, length):
     with torch.device("meta"):
         parameters = list(Transformer(config).to(torch.bfloat16).named_parameters())
     documents = PackedDocuments(length, ((length, tokens / length + 1),))
-    predicted = Step(config, parameters, tokens, documents=documents).peak(execution)
+    predicted = fullest_stage(Step(config, parameters, tokens, documents=documents), execution)
     measured = measured_peak(
         config, tokens, execution, (torch.arange(tokens)[None] + length - 1001) // length
     )

@@ -11,7 +11,7 @@ from kernels.lora import LORA
 from model import MODEL_SIZES
 from tests.training.memory.test_cost_model import step_of
 from training.families.lora import Adapters
-from training.memory.cost_model import Step
+from training.memory.cost_model import fullest_stage, step_seconds
 from training.memory.execution import WHOLE, Execution
 from training.memory.machine import H200
 from training.memory.planner import (
@@ -23,7 +23,7 @@ from training.memory.planner import (
     has_plan,
     make_plan,
 )
-from training.memory.step import PackedDocuments
+from training.memory.step import PackedDocuments, Step
 from training.optim.formats import frozen_format
 from training.run.build import step_on_meta
 
@@ -39,7 +39,7 @@ def test_contexts_that_must_fit(context, gib):
     step = step_of(MODEL_SIZES["4B"], context)
     plan = make_plan(step, gib * GIB, HOST)
     assert plan.peak.bytes * LEAST_HEADROOM <= gib * GIB and plan.host_bytes <= HOST
-    assert plan.peak == step.peak(plan.execution) and plan.arena_bytes <= plan.host_bytes
+    assert plan.peak == fullest_stage(step, plan.execution) and plan.arena_bytes <= plan.host_bytes
     assert len(plan.execution.placements) == 36
     rows = str(plan).splitlines()
     assert f"predicted GPU peak     {plan.peak.bytes / GIB:.2f} GiB, in {plan.peak.name}" in rows
@@ -64,7 +64,7 @@ def test_blocks_stay_whole_where_memory_is_plenty():
     attention = 36 * 4 * 4096 * (8192 * 8193 // 2)
     compute = flops / H200["products"]
     compute += attention * (1 / H200["full forward"] + 2.5 / H200["full backward"])
-    assert step.seconds(plan.execution, H200 | {"memory": math.inf}) == pytest.approx(compute)
+    assert step_seconds(step, plan.execution, H200 | {"memory": math.inf}) == pytest.approx(compute)
     assert plan.seconds < 1.2 * compute
 
     plans = [make_plan(step, gib * GIB, HOST) for gib in (64, 72, 80)]

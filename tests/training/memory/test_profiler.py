@@ -39,7 +39,7 @@ from training.families.config_json import in_family
 from training.families.flags import LORA_TARGETS
 from training.families.lora import Adapters
 from training.memory import profiler, stages
-from training.memory.cost_model import Step
+from training.memory.cost_model import fullest_stage, pinned_bytes
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.profiler import (
     CATEGORIES,
@@ -53,8 +53,8 @@ from training.memory.profiler import (
     format_table,
     thin,
 )
-from training.memory.stages import Stage
-from training.memory.step import PackedDocuments
+from training.memory.stages import Stage, Stages
+from training.memory.step import PackedDocuments, Step
 from training.memory.timeline import Phase
 from training.optim.adamw import MasterAdamW
 from training.optim.formats import QuantizedState, frozen_format
@@ -504,7 +504,7 @@ def check_stages_of_ranks(num_ranks, step, execution, dry_run):
 
 
 def check_stages(step, execution, measured):
-    predicted = list(step.stages(execution))
+    predicted = list(Stages(step, execution))
     assert [stage.name for stage in measured.stages] == [stage.name for stage in predicted]
     top = max(predicted, key=lambda stage: stage.bytes)
     for ours, real in zip(predicted, measured.stages):
@@ -519,7 +519,7 @@ def check_stages(step, execution, measured):
         assert (
             abs(top.categories.get(category, 0) - at_peak.categories[category]) < 0.03 * top.bytes
         ), category
-    assert measured.host_bytes >= step.host_bytes(execution)
+    assert measured.host_bytes >= pinned_bytes(step, execution)
 
 
 VARIANTS = {
@@ -540,8 +540,8 @@ def test_peaks_of_other_models_and_steps(variant, placement, dry_run):
     step = step_of(size, context_length, **options)
     execution = replace(step.given, placements=(placement,) * step.layers)
     [measured] = dry_run(step, execution)
-    assert step.peak(execution).bytes == pytest.approx(measured.peak.bytes, rel=0.02)
-    assert step.peak(execution).name == measured.peak.name
+    assert fullest_stage(step, execution).bytes == pytest.approx(measured.peak.bytes, rel=0.02)
+    assert fullest_stage(step, execution).name == measured.peak.name
 
 
 PAIRED = Placement("host"), Placement("recompute"), Placement("host")
@@ -598,7 +598,7 @@ def test_one_model_under_one_placement_after_another(dry_run):
     alone = [dry_run(step, one)[0] for one in execution]
     in_turn = dry_run(step, *execution, execution[0], warm_up=True)
     assert [m.stages for m in in_turn] == [m.stages for m in (*alone, alone[0])]
-    assert in_turn[0].host_bytes >= step.host_bytes(execution[0]) > 0 == in_turn[1].host_bytes
+    assert in_turn[0].host_bytes >= pinned_bytes(step, execution[0]) > 0 == in_turn[1].host_bytes
 
 
 def test_what_a_broken_off_step_leaves_is_cleared():
@@ -764,7 +764,7 @@ def test_fewer_layers():
         )
     whole, part = step_of("4B", 1024), step_of("4B", 1024, num_hidden_layers=6)
     stages = [
-        MeasuredStage(stage.name, stage.categories, 0, 1.0) for stage in part.stages(execution)
+        MeasuredStage(stage.name, stage.categories, 0, 1.0) for stage in Stages(part, execution)
     ]
     seconds = extrapolate(Measurement(stages, 0, 0, 0), part, whole)
     assert seconds == pytest.approx(3 + 6 * 18 + whole.parameter_bytes / part.parameter_bytes)

@@ -17,12 +17,11 @@ from tests.ranks import run_ranks
 from tests.shapes import model_of, reshape
 from tests.storage_counter import StorageCounter
 from training.families.lora import Adapters
-from training.memory.cost_model import Step
 from training.memory.execution import Execution, Placement
 from training.memory.placement import apply_execution
 from training.memory.profiler import Reading, Recorder
-from training.memory.stages import LIBRARY_BYTES
-from training.memory.step import PackedDocuments
+from training.memory.stages import LIBRARY_BYTES, Stages
+from training.memory.step import PackedDocuments, Step
 from training.optim.adamw import MasterAdamW
 from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.world import World, make_mesh
@@ -196,7 +195,7 @@ def differences_of_stages() -> dict[str, float]:
         optimizer.clip_grad_norm(1.0)
         optimizer.step(0.0)
         recorder.end_stage("update")
-    pairs = zip(step.stages(execution), recorder.measured(), strict=True)
+    pairs = zip(Stages(step, execution), recorder.measured(), strict=True)
     elements = config.layer_matrix_parameters()
     return {ours.name: (ours.bytes - LIBRARY_BYTES - real.bytes) / elements for ours, real in pairs}
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import train
 from tests.ranks import run_ranks
 from tests.runs import arguments, losses, metrics, only_resume, weights_of_another_shape
-from training.memory.cost_model import Step
+from training.memory.step import Step
 from training.parallel.world import World, make_mesh
 
 ROOT = Path(__file__).parents[3]

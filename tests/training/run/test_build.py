@@ -21,12 +21,15 @@ from tests.ranks import run_ranks
 from tests.shapes import reshape
 from tests.storage_counter import StorageCounter
 from training.checkpoint.weights import find_weights
+from training.memory.cost_model import pinned_bytes, step_seconds
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.placement import apply_execution
 from training.memory.planner import Plan, find_max_context, make_plan
 from training.memory.profiler import format_table
+from training.memory.stages import Stages
 from training.memory.step import PackedDocuments
+from training.memory.timeline import timeline
 from training.parallel.world import World
 from training.run import build as run
 from training.run.build import build_bench, model_on_meta, plan_memory, step_of, step_on_meta
@@ -90,7 +93,7 @@ def test_blocks_maps_say_what_the_heads_is():
     for linear in (FP8(), FP8WithHead(), LoRA(FP8WithHead())):
         plans[linear] = Plan(step, step.unplanned(Placement(), linear=linear), rates=H200)
     loss = {
-        linear: plan.step.timeline(plan.execution, H200)[1].seconds
+        linear: timeline(plan.step, plan.execution, H200)[1].seconds
         for linear, plan in plans.items()
     }
     with_head, adapted = [*plans][1:]
@@ -125,7 +128,7 @@ def test_a_plan_counts_products_that_stay_in_bf16():
     plain, alone, all_three, backward = (plan.seconds for plan in plans.values())
     assert alone == all_three
     # y is a third of the products, and would take two thirds of its time in FP8.
-    timelines = [plan.step.timeline(plan.execution, H200) for plan in plans.values()]
+    timelines = [timeline(plan.step, plan.execution, H200) for plan in plans.values()]
     forward, backwards = ([phases[i].compute["products"] for phases in timelines] for i in (0, 2))
     assert forward[3] == forward[0] and backwards[3] == backwards[1] < backwards[0]
     assert alone < backward < plain
@@ -254,9 +257,9 @@ def compare_with_a_prediction(world):
             execution = replace(
                 real.given, placements=(placement,) * 3, gpu_state_bytes=gpu_state_bytes
             )
-            assert list(real.stages(execution)) == list(predicted.stages(execution))
-            assert real.host_bytes(execution) == predicted.host_bytes(execution)
-            assert real.seconds(execution, H200) == predicted.seconds(execution, H200)
+            assert list(Stages(real, execution)) == list(Stages(predicted, execution))
+            assert pinned_bytes(real, execution) == pinned_bytes(predicted, execution)
+            assert step_seconds(real, execution, H200) == step_seconds(predicted, execution, H200)
 
 
 @pytest.mark.parametrize(
@@ -388,7 +391,7 @@ def test_out_of_memory_names_a_plan_that_fits(settings, advice, gib, pretended_g
     else:
         assert "\nforward of layers " in text  # equal layers share a row
     table, fits = (
-        format_table(list(plan.step.stages(plan.execution))),
+        format_table(list(Stages(plan.step, plan.execution))),
         make_plan(plan.step, gib * GIB, 60 * GIB),
     )
     assert (
