@@ -61,7 +61,8 @@ from training.memory.machine import (
     parse_gpu,
     scale_rates,
 )
-from training.memory.planner import Plan, find_max_context, has_plan, make_plan
+from training.memory.plan import Plan
+from training.memory.planner import find_max_context, has_plan, make_plan
 from training.memory.reports import (
     Epoch,
     Machine,

@@ -84,7 +84,8 @@ from training.host.files import size_on_disk
 from training.host.sizes import GIB
 from training.memory.cost_model import forward_flops, step_seconds
 from training.memory.flags import LINEARS
-from training.memory.planner import Plan, make_plan
+from training.memory.plan import Plan
+from training.memory.planner import make_plan
 from training.memory.step import PackedDocuments
 from training.optim.adamw import MasterAdamW
 from training.optim.flags import OPTIMIZER_STATES, PEAK_LEARNING_RATE

@@ -35,7 +35,7 @@ from training.generate.inference import open_tokenizer
 from training.host.errors import UserError
 from training.memory.cost_model import forward_flops
 from training.memory.execution import WHOLE, Placement
-from training.memory.planner import Plan
+from training.memory.plan import Plan
 from training.optim.adamw import MasterAdamW
 from training.run.build import step_of
 from training.run.recipe import resolve_memory_budget

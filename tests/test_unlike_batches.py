@@ -23,7 +23,7 @@ from model import Transformer
 from tests.shapes import model_of, reshape
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import apply_execution
-from training.memory.planner import Plan
+from training.memory.plan import Plan
 from training.memory.step import PackedDocuments, Step
 from training.optim.adamw import MasterAdamW
 

@@ -9,7 +9,8 @@ from training.host.sizes import GIB
 from training.memory.cost_model import fullest_stage
 from training.memory.execution import Placement
 from training.memory.machine import Rates
-from training.memory.planner import Plan, find_max_context, make_plan
+from training.memory.plan import Plan
+from training.memory.planner import find_max_context, make_plan
 from training.memory.step import Step
 from training.plots.curves import save_picture
 

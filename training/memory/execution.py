@@ -119,6 +119,11 @@ class Execution:
         """Places of each block's weights."""
         return tuple(placement.weights for placement in self.placements)
 
+    @property
+    def num_visiting(self) -> int:
+        """Blocks whose weights wait on the host."""
+        return self.places_of_weights.count("host")
+
     @functools.cached_property
     def needed(self) -> list[list[tuple[int, str]]]:
         """What backward needs to rebuild each block, see `needed_for_backward`."""

@@ -7,16 +7,15 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from training.checkpoint.pieces import SAVING_BYTES
 from training.host.errors import UserError
 from training.host.sizes import gib
-from training.memory.cost_model import arena_bytes, fullest_stage, pinned_bytes, step_seconds
+from training.memory.cost_model import pinned_bytes, step_seconds
 from training.memory.execution import Execution, Placement
-from training.memory.kinds import describe
-from training.memory.machine import ASSUMED_NETWORK, H200, Rates
-from training.memory.stages import Stage, Stages
+from training.memory.machine import H200, Rates
+from training.memory.plan import Plan
+from training.memory.stages import Stages
 from training.memory.step import Step
 from training.optim.formats import STATE_FORMATS
 
@@ -36,185 +35,59 @@ STATE_PARTS = 16
 _CONTEXT_MULTIPLE = 1024  # tokens: the precision to which the largest context is found
 
 
-@dataclass(frozen=True)
-class Plan:
-    """An execution of a step, with its predicted bytes and seconds, and the budgets and rates it
-    was made for."""
-
-    step: Step
-    execution: Execution
-    gpu_budget: float = math.inf  # bytes that the allocator may reserve
-    host_budget: float = math.inf  # bytes that may be pinned
-    rates: Rates = field(default_factory=lambda: H200)
-    why: str = ""  # the reason for the format of the optimizer's state, where the planner chose it
-    compared: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds per step with each attention kernel, if several
-
-    @functools.cached_property
-    def peak(self) -> Stage:
-        return fullest_stage(self.step, self.execution)
-
-    @property
-    def host_bytes(self) -> int:
-        return pinned_bytes(self.step, self.execution)
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes of the arena that `apply_placement` needs. The optimizer makes an arena of its
-        own."""
-        return arena_bytes(self.step, self.execution)
-
-    @property
-    def seconds(self) -> float:
-        return step_seconds(self.step, self.execution, self.rates)
-
-    def __str__(self) -> str:
-        execution, placements, sharing = (
-            self.execution,
-            self.execution.placements,
-            self.step.num_ranks,
-        )
-        copies, num_shards = self.step.num_copies, self.step.num_shards
-        axes = {"data": max(1, copies * num_shards // sharing), "context": sharing}
-        axes |= {"tensor": self.step.tensor_ranks} if self.step.tensor_ranks > 1 else {}
-        sizes = " x ".join(map(str, axes.values()))
-        rows = (
-            [(f"GPUs, {' x '.join(axes)}", f"{sizes}; below, of each")]
-            if math.prod(axes.values()) > 1
-            else []
-        )
-        if copies > 1:
-            rows.append(
-                (
-                    "copies of the weights",
-                    f"{copies}, each sharded over {num_shards * self.step.tensor_ranks}",
-                )
-            )
-        if (machines := self.step.num_machines) > 1:
-            network = self.rates["network"]
-            source = "assumed" if network == ASSUMED_NETWORK else "measured"
-            title = "FSDP" if copies == 1 else "FSDP and copies"
-            rows.append(
-                (
-                    title,
-                    f"over {machines} machines, {network / 1e9:.1f} GB/s per GPU between them, "
-                    f"{source}",
-                )
-            )
-        for title, name in (
-            ("layer inputs", "input"),
-            ("attention outputs", "results"),
-            ("weights", "weights"),
-        ):
-            places = Counter(getattr(p, name) for p in placements)
-            ends = (
-                ", embedding and head too" if name == "weights" and execution.ends == "host" else ""
-            )
-            if name != "weights" or ends or "host" in places:
-                rows.append(
-                    (title, ", ".join(f"{count} {place}" for place, count in places.items()) + ends)
-                )
-        num_whole = sum(p.is_whole for p in placements)
-        rows.append(("blocks kept whole", str(num_whole)))
-        on_gpu = execution.gpu_state_bytes
-        if math.isinf(on_gpu) and _num_visiting(execution):
-            on_gpu = self.step.inventory(execution).gpu_state
-        state = {math.inf: "GPU", 0: "host"}.get(
-            on_gpu
-        ) or f"up to {gib(on_gpu)} on the GPU, the rest on the host"
-        state += (
-            f", {execution.state_format}"
-            if self.why or execution.state_format != STATE_FORMATS[0]
-            else ""
-        )
-        state += f" (auto: {self.why})" if self.why else ""
-        if num_whole < len(placements):
-            heads = (
-                "one key/value head at a time" if execution.heads_at_a_time else "all heads at once"
-            )
-            tiles = (
-                f"{execution.mlp_tile_size} rows at a time"
-                if execution.mlp_tile_size
-                else "all rows at once"
-            )
-            rows += [("attention", heads), ("MLP", tiles)]
-        rows += [("attends to", describe(execution.kinds or self.step.shard.kinds))]
-        rows += [*self.step.trained.described(self.step.shard), *execution.frozen.described]
-        rows += [("linear maps", names)] if (names := execution.maps_in_words) else []
-        if self.compared:
-            compared = ", ".join(
-                f"{name} {seconds:.2f} s" for name, seconds in self.compared.items()
-            )
-            rows.append(
-                (
-                    "attention kernel",
-                    f"{execution.attention_backend} (auto: a step takes {compared})",
-                )
-            )
-        rows += [("loss", execution.loss_impl), ("optimizer state", state)]
-        rows += [("predicted GPU peak", f"{gib(self.peak.bytes)}, in {self.peak.name}")]
-        rows += [(f"  {name}", gib(size)) for name, size in self.peak.categories.items() if size]
-        rows += [("  and idle in FSDP's stream", gib(self.peak.idle))] if self.peak.idle else []
-        rows += [("predicted host memory", f"{gib(self.host_bytes)}, pinned")]
-        rows += [
-            ("  and while saving", gib(SAVING_BYTES)),
-            ("predicted step", f"{self.seconds:.1f} s"),
-        ]
-        width = max(len(title) for title, _ in rows)
-        return "\n".join(f"{title:<{width}}  {value}" for title, value in rows)
-
-
 def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H200) -> Plan:
     """Returns the plan of the fewest predicted seconds within the bytes of the GPU and of pinned
     host memory.
 
-    Raises:
-        UserError: no plan fits, and the message names the batch size and the context that would; or
-        a document is
-            longer than some layer's attention takes.
+    Raises UserError if no plan fits, with the batch size and the context that would, or if a
+    document is longer than some layer's attention takes.
     """
     if step.has_too_long_document:
         raise UserError(
             f"attention to chosen blocks takes documents of up to {step.longest_document:,} "
-            "tokens, and context_length "
-            f"{step.context_length:,} has longer ones; lower it, or use attention_type full"
+            f"tokens, and context_length {step.context_length:,} has longer ones; lower it, or use "
+            "attention_type full"
         )
     for waiting, headroom in itertools.product(_waiting(step), (HEADROOM, LEAST_HEADROOM)):
         search = _Search(step, gpu_bytes / headroom, host_bytes, waiting)
-        if found := search.found(rates):
-            execution, why = _choose(step, found)
-            return Plan(
-                step, search.with_more_state(execution, rates), gpu_bytes, host_bytes, rates, why
-            )
-    budgets = gpu_bytes, host_bytes
+        if seconds := search.candidates(rates):
+            execution, why = _choose(step, seconds)
+            execution = search.with_more_state(execution, rates)
+            return Plan(step, execution, gpu_bytes, host_bytes, rates, why)
+    raise UserError(_why_no_plan(step, (gpu_bytes, host_bytes)))
+
+
+def _why_no_plan(step: Step, budgets: tuple[float, float]) -> str:
+    """Returns a refusal of a step, with changes that fit: a smaller format of the optimizer's
+    state, a smaller batch, a shorter context."""
     length = f"context_length {step.context_length}"
     if step.batch_size > 1:
         length += f" with batch_size {step.batch_size}"
     length += f" does not fit into {describe_budgets(*budgets)}"
     first, *_, smallest = STATE_FORMATS
-    helps = step.given.state_format == first and has_plan(step.with_format(smallest), *budgets)
-    advice = f"; give optimizer_state {smallest}" if helps else ""
+    advice = ""
+    if step.given.state_format == first and has_plan(step.with_format(smallest), *budgets):
+        advice = f"; give optimizer_state {smallest}"
     fewer = _largest(step.batch_size - 1, lambda n: has_plan(step.with_batch(n), *budgets))
     largest = find_max_context(step if fewer else step.with_batch(1), *budgets)
     if fewer:
-        lower = f"lower batch_size to {fewer}" + f", or context_length to {largest}" * (largest > 0)
-        raise UserError(f"{length}{advice}; {'or ' if advice else ''}{lower}")
+        lower = f"lower batch_size to {fewer}"
+        if largest:
+            lower += f", or context_length to {largest}"
+        return f"{length}{advice}; {'or ' if advice else ''}{lower}"
     if largest:
-        now, alone = f" in {first}" if advice else "", " with batch_size 1" * (step.batch_size > 1)
-        raise UserError(f"{length}{advice}; the largest that does{now} is {largest}{alone}")
+        which = f"the largest that does in {first}" if advice else "the largest that does"
+        alone = " with batch_size 1" if step.batch_size > 1 else ""
+        return f"{length}{advice}; {which} is {largest}{alone}"
     least = step.with_format(_formats(step)[-1])
     state = f"its optimizer's state {gib(step.inventory(least.given).gpu_state)} of either"
-    parameters = (
-        f"its parameters take {gib(step.parameter_bytes)} of "
-        f"{'either' if step.can_visit else 'the GPU'}"
-    )
+    budget = "either" if step.can_visit else "the GPU"
+    parameters = f"its parameters take {gib(step.parameter_bytes)} of {budget}"
     if step.can_visit and step.given.loss_impl == "standard":
         parameters += ", but embedding and head of the GPU with loss_impl standard"
-    raise UserError(
+    return (
         f"the model does not fit into {describe_budgets(*budgets)} at {_CONTEXT_MULTIPLE} tokens "
-        "of context and "
-        f"batch_size 1: {parameters}, {state}{advice}"
+        f"of context and batch_size 1: {parameters}, {state}{advice}"
     )
 
 
@@ -276,9 +149,8 @@ def find_max_context(step: Step, gpu_bytes: float, host_bytes: float) -> int:
         return not _has_room(step.at(multiple * _CONTEXT_MULTIPLE), layout, gpu_bytes, host_bytes)
 
     longest = 0
-    for layout in _least_layouts(
-        step.at(_CONTEXT_MULTIPLE)
-    ):  # a short context has a layout for each loss
+    # a short context has a layout for each loss
+    for layout in _least_layouts(step.at(_CONTEXT_MULTIPLE)):
         too_long = longest + 1
         while not is_too_long(layout, too_long):
             longest, too_long = too_long, 2 * too_long
@@ -318,58 +190,51 @@ class _Search:
     host_bytes: float
     waiting: Sequence[int] = (0,)
 
-    def found(self, rates: Rates) -> dict[Execution, float]:
+    def candidates(self, rates: Rates) -> dict[Execution, float]:
         """Returns executions that fit, with their seconds: the fastest by layout and number of
         inputs on the host.
 
-        Leaves out what cannot be faster. A layout without room for all inputs and attention outputs
-        on the GPU is at best as fast as with that room. Once all attention outputs stay there, more
-        inputs on the host only take time. If they stay there with all weights on the GPU, no
-        weights wait on the host.
+        Leaves out what cannot be faster. A layout without space for all inputs and attention
+        outputs on the GPU is at best as fast as with that space. Once all attention outputs stay
+        there, more inputs on the host only take time. If they stay there with all weights on the
+        GPU, no weights wait on the host.
         """
-        found: dict[Execution, float] = {}
+        seconds: dict[Execution, float] = {}
         L, least = self.step.layers, math.inf
 
         def cost(execution: Execution) -> float:
             return _cost(self.step, execution, step_seconds(self.step, execution, rates))
 
         for base in self.layouts():
-            roomy_here = (
-                e
-                for e in found
-                if all((p.input, p.results) == ("gpu", "gpu") for p in e.placements)
-            )
-            if _num_visiting(base) and not all(map(_num_visiting, roomy_here)):
+            if base.num_visiting and any(map(_keeps_all_there, seconds)):
                 break
-            roomy = _placed(base, ["gpu"] * L, L)
-            if found and cost(roomy) >= least and not self.fits(roomy):
+            on_gpu = _placed(base, ["gpu"] * L, L)
+            if seconds and cost(on_gpu) >= least and not self.fits(on_gpu):
                 continue
             for inputs in self.fastest_inputs(base):
-                if found and "host" in inputs and cost(_placed(base, inputs, L)) >= least:
+                if seconds and "host" in inputs and cost(_placed(base, inputs, L)) >= least:
                     continue
-                execution = self.keep(base, inputs, next(reversed(found), None))
-                found[execution] = step_seconds(self.step, execution, rates)
+                execution = self.keep(base, inputs, next(reversed(seconds), None))
+                seconds[execution] = step_seconds(self.step, execution, rates)
                 least = min(least, cost(execution))
                 if all(placement.results == "gpu" for placement in execution.placements):
                     break
-        return found
+        return seconds
 
     def with_more_state(self, execution: Execution, rates: Rates) -> Execution:
-        """Returns an execution with all the optimizer's state on the GPU for which it has room, if
+        """Returns an execution with all the optimizer's state on the GPU for which it has space, if
         that saves time."""
-        if math.isinf(execution.gpu_state_bytes) or _num_visiting(execution):
+        if math.isinf(execution.gpu_state_bytes) or execution.num_visiting:
             return execution
-        part = (
-            self.step.inventory(replace(execution, gpu_state_bytes=math.inf)).gpu_state
-            / 4
-            / STATE_PARTS
-        )
+        state = self.step.inventory(replace(execution, gpu_state_bytes=math.inf)).gpu_state
+        part = state / 4 / STATE_PARTS
 
-        def more(parts: int) -> Execution:
+        def with_parts(parts: int) -> Execution:
             return replace(execution, gpu_state_bytes=execution.gpu_state_bytes + parts * part)
 
-        most = more(_largest(STATE_PARTS - 1, lambda parts: self.fits(more(parts))))
-        return min(execution, most, key=lambda each: step_seconds(self.step, each, rates))
+        parts = _largest(STATE_PARTS - 1, lambda parts: self.fits(with_parts(parts)))
+        both = execution, with_parts(parts)
+        return min(both, key=lambda candidate: step_seconds(self.step, candidate, rates))
 
     def fits(self, execution: Execution) -> bool:
         """Whether an execution fits. Stops at the first stage that is too full: most executions do
@@ -388,27 +253,30 @@ class _Search:
         and share on the GPU, heads at a time, and the loss.
         """
         step, given, L = self.step, self.step.given, self.step.layers
-        of_all = math.inf, 0.75, 0.5, 0.25, 0
         ends = step.shard.num_ends
         # Tiles cost no time, and save one matrix product that a placed block otherwise recomputes.
         tile_size = max(parts.mlp.tile_size for parts in {*step.parts})
-        of_ends = math.inf, *(i / ends for i in reversed(range(ends)))  # embedding and head
+        can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
         for num, state_format in itertools.product(self.waiting, _formats(step)):
-            can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
-            losses = ("auto", "chunked") if can_choose else (given.loss_impl,)
             weights = (_placement(weights="host"),) * min(num, L) + (_placement(),) * (L - num)
             base = replace(
                 given, placements=weights, mlp_tile_size=tile_size, state_format=state_format
             )
+            losses = ["auto", "chunked"] if can_choose else [given.loss_impl]
+            # shares of the optimizer's state on the GPU; with weights of blocks on the host, only
+            # state of embedding and head can be there
+            shares = [math.inf, 0.75, 0.5, 0.25, 0]
             if num > L:
-                losses, base = ("chunked",), replace(base, loss_impl="chunked", ends="host")
-            shares = of_all if num == 0 else of_ends if num <= L else (0,)
+                base, losses = replace(base, loss_impl="chunked", ends="host"), ["chunked"]
+                shares = [0]
+            elif num > 0:
+                shares = [math.inf, *(i / ends for i in reversed(range(ends)))]
             for share, heads, loss_impl in itertools.product(
                 shares, _heads_at_a_time(step), losses
             ):
-                on_gpu = (
-                    share if math.isinf(share) else share * step.inventory(base).gpu_state
-                )  # inf * 0 is NaN
+                on_gpu = share  # inf * 0 is NaN
+                if math.isfinite(share):
+                    on_gpu = share * step.inventory(base).gpu_state
                 yield replace(
                     base, gpu_state_bytes=on_gpu, heads_at_a_time=heads, loss_impl=loss_impl
                 )
@@ -421,9 +289,8 @@ class _Search:
             return []
         recomputed = half - _largest(half, lambda fewer: self.has_room(base, half - fewer))
         ways = self.inputs_within_host(base, recomputed)
-        return ways[
-            bisect.bisect_left(ways, True, key=lambda inputs: self.fits(_placed(base, inputs))) :
-        ]
+        first = bisect.bisect_left(ways, True, key=lambda way: self.fits(_placed(base, way)))
+        return ways[first:]
 
     def has_room(self, base: Execution, recomputed: int) -> bool:
         """Whether an execution fits in any of the ways of `inputs_within_host`. If any does, the
@@ -456,7 +323,7 @@ class _Search:
 
     def keep(
         self, base: Execution, inputs: Sequence[str], near: Execution | None = None
-    ) -> Execution:  # fmt: skip
+    ) -> Execution:
         """Returns `base` with these inputs, all outputs that fit, on the GPU first; whole blocks
         last.
 
@@ -465,7 +332,7 @@ class _Search:
 
         def most(
             limit: int, place: Callable[[int], Execution], guess: int | None = None
-        ) -> Execution:  # fmt: skip
+        ) -> Execution:
             return place(_largest(limit, lambda n: self.fits(place(n)), guess))
 
         L = self.step.layers
@@ -475,14 +342,19 @@ class _Search:
         kept = most(L, lambda n: _placed(base, inputs, n), results["gpu"])
         on_gpu = sum(placement.results == "gpu" for placement in kept.placements)
         if on_gpu == L and set(inputs) == {"gpu"}:
-            limit = 0 if base.frozen.holds_weight else L - _num_visiting(base)
+            limit = 0 if base.frozen.holds_weight else L - base.num_visiting
             return most(limit, lambda n: _placed(base, inputs, L, whole=n))
         return most(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n), results["host"])
 
 
-_placement = functools.cache(
-    Placement
-)  # a search makes the same few placements many thousand times
+# A search makes the same few placements many thousand times.
+_placement = functools.cache(Placement)
+
+
+def _keeps_all_there(execution: Execution) -> bool:
+    """Whether all inputs, attention outputs and weights stay on the GPU."""
+    places = {(placement.input, placement.results) for placement in execution.placements}
+    return places == {("gpu", "gpu")} and not execution.num_visiting
 
 
 @functools.cache
@@ -499,7 +371,7 @@ def _inputs(layers: int, recomputed: int, on_host: int) -> tuple[str, ...]:
 
 def _placed(
     base: Execution, inputs: Sequence[str], on_gpu: int = 0, on_host: int = 0, whole: int = 0
-) -> Execution:  # fmt: skip
+) -> Execution:
     """Returns `base` with places of inputs and of so many outputs, and the last `whole` blocks
     whole."""
     L = len(inputs)
@@ -527,17 +399,11 @@ def _waiting(step: Step) -> list[Sequence[int]]:
     ]
 
 
-def _num_visiting(execution: Execution) -> int:
-    """Returns the number of blocks whose weights wait on the host."""
-    return execution.places_of_weights.count("host")
-
-
 def _cost(step: Step, execution: Execution, seconds: float) -> float:
     """Returns the seconds of an execution, and more where state or weights on the host must save
     OFFLOAD_SAVES."""
-    return seconds / (
-        1 - OFFLOAD_SAVES * ((step.inventory(execution).host > 0) + (_num_visiting(execution) > 0))
-    )
+    offloads = (step.inventory(execution).host > 0) + (execution.num_visiting > 0)
+    return seconds / (1 - OFFLOAD_SAVES * offloads)
 
 
 def _largest(limit: int, holds: Callable[[int], bool], guess: int | None = None) -> int:

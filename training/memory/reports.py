@@ -26,9 +26,9 @@ from training.memory import profiler
 from training.memory.cost_model import forward_flops, fullest_stage, pinned_bytes, step_seconds
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import Rates
+from training.memory.plan import Plan
 from training.memory.planner import (
     LEAST_HEADROOM,
-    Plan,
     describe_budgets,
     find_max_context,
     has_plan,

@@ -21,9 +21,8 @@ from training.memory.step import PackedDocuments, Step
 # Share of the link's rate at which state on the host is updated beside forward, whose kernels its
 # kernels wait for.
 UPDATE_BESIDE_FORWARD = 0.8
-PLACED_IS_LONGER = (
-    0.01  # share of time that smaller launches add where some heads are attended at a time
-)
+# share of time that smaller launches add where some heads are attended at a time
+PLACED_IS_LONGER = 0.01
 COPIES_COST = 0.01  # share of the copies' time that kernels beside them lose
 
 
@@ -32,10 +31,8 @@ class Phase:
     """A part of a step."""
 
     name: str
-    seconds: float  # from start to end, where copies that compute does not hide count
-    compute: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds of kernels by the name of their work
+    seconds: float  # from start to end, with copies that kernels do not hide
+    compute: dict[str, float] = field(default_factory=dict)  # seconds of kernels by their work
     link: float = 0.0  # seconds of copies to and from other memory beside them
     times: int = 1  # in a step, one after another
 
@@ -63,32 +60,30 @@ class _LayerSeconds:
             for mixer in self.mixers
         }
         self.attending = [self.seconds_of[parts.mixer] for parts in self.parts]
-        of_parts = {parts: work(step, execution, parts) for parts in {*self.parts}}
+        works = {parts: work(step, execution, parts) for parts in {*self.parts}}
         self.linear = execution.linear
-        self.work = [of_parts[parts] for parts in self.parts]
+        self.work = [works[parts] for parts in self.parts]
         # q, k and v go to other ranks, and attention's output comes back.
-        sent = 2 * step.element_size * step.tokens * (1 - 1 / step.num_ranks)
-        sizes = ((H + G) * K for H, G, K in (parts.mixer.heads for parts in self.parts))
-        self.exchange = [size * sent / rates["gpu link"] for size in sizes]
+        sent = 2 * step.element_size * step.tokens * (1 - 1 / step.num_ranks) / rates["gpu link"]
+        heads = [parts.mixer.heads for parts in self.parts]
+        self.exchange = [(H + G) * K * sent for H, G, K in heads]
+        # in forward
         self.attention = [
-            forward + more for (forward, _, _), more in zip(self.attending, self.exchange)
-        ]  # in forward
+            forward + exchange for (forward, _, _), exchange in zip(self.attending, self.exchange)
+        ]
         # Ranks that share matrices sum hidden states after attention and after the MLP; backward
         # sums their gradients.
         self.reduction = 2 * step.input_bytes * (1 - 1 / step.tensor_ranks) / rates["gpu link"]
         # Seconds of parameters that were added to a layer, in forward and in backward, by the name
         # of their rate.
-        unit = step.element_size * step.tokens
-        self.added = [
-            tuple(
-                {rate: unit * size / rates[rate] for rate, size in sizes.items()}
-                for sizes in traffic
-            )
-            for traffic in step.traffic
-        ]
+        self.added = [tuple(map(self._added, traffic)) for traffic in step.traffic]
         # Seconds of each layer's matrix products in forward.
         self.products = [*map(self._products, self.work)]
         self.again = functools.cache(self._again)
+
+    def _added(self, sizes: dict[str, float]) -> dict[str, float]:
+        unit = self.step.element_size * self.step.tokens
+        return {rate: unit * size / self.rates[rate] for rate, size in sizes.items()}
 
     def _products(self, parts: list[Work]) -> float:
         return sum(part.matrix_flops / self._rates(part)[0] for part in parts)
@@ -141,10 +136,8 @@ class _LayerSeconds:
         The block is rebuilt from the input of block `start`. Blocks `kept` have their results.
         """
         _, mlp = self.work[layer]
-        before, blocks = (
-            range(start, layer),
-            range(start, layer + 1),
-        )  # blocks before run again for this block's input
+        # blocks before run again for this block's input
+        before, blocks = range(start, layer), range(start, layer + 1)
         attention = sum(self.attention[i] for i in blocks if i not in kept)
         if not self.heads_at_a_time:  # kept outputs are exchanged again
             attention += sum(self.exchange[i] for i in kept)
@@ -159,111 +152,152 @@ class _LayerSeconds:
         }
 
 
+@dataclass(frozen=True)
+class _Sharding:
+    """Seconds of FSDP2's exchanges between ranks."""
+
+    ends: float  # share of embedding and head in the parameters
+    gather: float  # to gather all parameters
+    add: float  # to sum the gradients of all ranks
+    add_copies: float  # to sum the gradients of copies of the weights
+
+
 class _Timeline:
     def __init__(self, step: Step, execution: Execution, rates: Rates):
         self.step, self.execution, self.rates = step, execution, rates
         self.layers, self.placements, self.parts = step.layers, execution.placements, step.parts
-        self.needed, self.each = execution.needed, _layer_seconds(step, execution, rates)
+        self.needed, self.by_layer = execution.needed, _layer_seconds(step, execution, rates)
         self.placed = [i for i in range(self.layers) if not self.placements[i].is_whole]
-        self.longer = 1 + (
-            PLACED_IS_LONGER * len(self.placed) / self.layers if execution.heads_at_a_time else 0
-        )
-
-    def forward(self, with_added: bool = True) -> dict[str, float]:
-        """Returns the seconds of kernels in forward of all blocks, by their work."""
-        return {
-            **{work: self.longer * seconds for work, seconds in self.each.forward.items()},
-            **_sum(forward for forward, _ in self.each.added if with_added),
-            "sums over ranks": 2 * self.layers * self.each.reduction,
-        }
-
-    def backward(self) -> dict[str, float]:
-        """Returns the seconds of kernels in backward of all blocks, by their work."""
-        once = {work: self.longer * seconds for work, seconds in self.each.backward.items()}
-        once["sums over ranks"] = 2 * self.layers * self.each.reduction
-        again = map(self._again, self.placed)
-        return _sum([once, *(backward for _, backward in self.each.added), *again])
-
-    def _again(self, layer: int) -> dict[str, float]:
-        """Returns seconds in which backward computes again what a placed block did not keep."""
-        (start, _), *results = self.needed[layer]
-        return self.each.again(start, layer, tuple(i for i, _ in results))
+        self.longer = 1.0
+        if execution.heads_at_a_time:
+            self.longer += PLACED_IS_LONGER * len(self.placed) / self.layers
+        link = rates["link"]
+        seconds_sent = functools.cache(lambda *block: sum(sent_bytes(step, *block)) / link)
+        # seconds in which each block's activations leave for the host, or come back
+        self.sent = [*map(seconds_sent, self.placements, self.parts)]
+        # seconds in which weights come: of each block, of the head, of the embedding
+        self.weights = [size / link for size in step.waiting_weights(execution)]
+        self.sharding = self._sharding()
+        self.kernels = self.forward()
+        self.forward_seconds = self._forward_seconds()
 
     def phases(self) -> list[Phase]:
         """Returns the phases, in the order of a step; the reference's, which comes first, is the
         last."""
-        step, rates, L, link = self.step, self.rates, self.layers, self.rates["link"]
-        forward, backward, loss = self.forward(), self.backward(), self._loss()
-        reference = self.forward(with_added=False) | {"loss": self._head()}
-        # Most blocks are equal.
-        seconds_sent = functools.cache(lambda *block: sum(sent_bytes(step, *block)) / link)
-        sent = [*map(seconds_sent, self.placements, self.parts)]
-        weights = [
-            size / link for size in step.waiting_weights(self.execution)
-        ]  # the last: the embedding's
-        waits, beside = (
-            [size / link for size in sizes] for sizes in step.fetched_bytes(self.execution)
-        )
-        copies = sum(sent) + sum(weights[:L])
-        # A block's copies have the time of one block: only one block's tensors leave, or come back,
-        # at a time. In forward, the next block's weights come as activations leave. The head's come
-        # beside the last block.
-        each, each_back = sum(forward.values()) / L, sum(backward.values()) / L
-        seconds = (
-            weights[-1] + weights[0] + sum(max(each, *both) for both in zip(sent, weights[1:]))
-        )
-        back = sum(
-            wait + max(each_back, out + more) for wait, out, more in zip(waits, sent, beside)
-        )
-        for i, _ in self.needed[L - 1][:1] if weights[L] else ():
-            loss = max(loss, weights[i])
-        ends, gather, add, sums = self._sharding()
-        seconds = max(seconds, copies + (1 - ends) * gather)
-        alone = max(
-            sum(reference.values()), sum(weights), (1 - ends) * gather
-        )  # nothing is kept for backward
-        back = max(back, copies + (1 - ends) * (gather + add))
-        last = max(back, copies + (1 - ends) * (gather + add + sums))
+        return [
+            self._forward_phase(),
+            self._loss_phase(),
+            *self._backward_phases(),
+            *self._exchanges(),
+            self._update_phase(),
+            self._reference_phase(),
+        ]
+
+    def forward(self, with_added: bool = True) -> dict[str, float]:
+        """Returns the seconds of kernels in forward of all blocks, by their work."""
+        return {
+            **{work: self.longer * seconds for work, seconds in self.by_layer.forward.items()},
+            **_sum(forward for forward, _ in self.by_layer.added if with_added),
+            "sums over ranks": 2 * self.layers * self.by_layer.reduction,
+        }
+
+    def backward(self) -> dict[str, float]:
+        """Returns the seconds of kernels in backward of all blocks, by their work."""
+        once = {work: self.longer * seconds for work, seconds in self.by_layer.backward.items()}
+        once["sums over ranks"] = 2 * self.layers * self.by_layer.reduction
+        again = map(self._again, self.placed)
+        return _sum([once, *(backward for _, backward in self.by_layer.added), *again])
+
+    def _again(self, layer: int) -> dict[str, float]:
+        """Returns seconds in which backward computes again what a placed block did not keep."""
+        (start, _), *results = self.needed[layer]
+        return self.by_layer.again(start, layer, tuple(i for i, _ in results))
+
+    @property
+    def _copies(self) -> float:
+        """Seconds in which all blocks' activations leave and their weights come."""
+        return sum(self.sent) + sum(self.weights[: self.layers])
+
+    def _beside_blocks(self, seconds: float) -> float:
+        """Returns the blocks' part of an exchange between ranks, which goes on beside their
+        kernels."""
+        return (1 - self.sharding.ends) * seconds
+
+    def _forward_seconds(self) -> float:
+        """Returns the seconds of forward with the copies that kernels do not hide.
+
+        A block's copies have the time of one block: only one block's tensors leave at a time. The
+        next block's weights come as activations leave. The head's come beside the last block.
+        """
+        block = sum(self.kernels.values()) / self.layers
+        seconds = self.weights[-1] + self.weights[0]
+        seconds += sum(max(block, *both) for both in zip(self.sent, self.weights[1:]))
+        return max(seconds, self._copies + self._beside_blocks(self.sharding.gather))
+
+    def _forward_phase(self) -> Phase:
+        seconds = self.forward_seconds + COPIES_COST * self._copies
+        return Phase("forward", seconds, self.kernels, self._copies, self.step.micro_batches)
+
+    def _loss_phase(self) -> Phase:
+        """Returns the loss, beside which weights come that backward needs first."""
+        loss = self._loss()
+        if self.weights[self.layers]:
+            for first, _ in self.needed[-1][:1]:
+                loss = max(loss, self.weights[first])
+        return Phase("loss", loss, {"loss": loss}, times=self.step.micro_batches)
+
+    def _backward_phases(self) -> list[Phase]:
+        """Returns backward of later micro-batches, and of the one in which gradients leave."""
+        step, kernels, copies, sharding = self.step, self.backward(), self._copies, self.sharding
+        link = self.rates["link"]
+        block = sum(kernels.values()) / self.layers
+        seconds = 0.0
+        for sent, wait, beside in zip(self.sent, *step.fetched_bytes(self.execution)):
+            seconds += wait / link + max(block, sent + beside / link)
+        exchanged = sharding.gather + sharding.add
+        seconds = max(seconds, copies + self._beside_blocks(exchanged))
+        last = max(seconds, copies + self._beside_blocks(exchanged + sharding.add_copies))
         # Gradients leave for the host in the first micro-batch. In each later one, the sums come
         # back and leave again. With copies of the weights they leave in the last alone.
-        gradients = step.inventory(self.execution).leaving_gradients / link
-        moved = 2 * gradients if step.num_copies == 1 else 0
+        leaving = step.inventory(self.execution).leaving_gradients / link
+        moved = 2 * leaving if step.num_copies == 1 else 0
         begun, added = self._gradient_sums()
-        update, fetched = self._update(seconds, sum(weights), sum(sent))
-        on_gpu = {"update": step.inventory(self.execution).updated_here / rates["memory"]}
-        count = step.micro_batches
         return [
-            Phase("forward", seconds + COPIES_COST * copies, forward, copies, count),
-            Phase("loss", loss, {"loss": loss}, times=count),
             Phase(
                 "gradients of later micro-batches",
-                max(back, moved) + added,
-                backward | {"sums": added},
+                max(seconds, moved) + added,
+                kernels | {"sums": added},
                 copies + moved,
-                count - 1,
+                step.micro_batches - 1,
             ),
             Phase(
-                "backward",
-                max(last, gradients) + begun,
-                backward | {"sums": begun},
-                copies + gradients,
-            ),
-            Phase(
-                "embedding and head between ranks",
-                ends * (gather + add),
-                link=ends * (gather + add),
-                times=count,
-            ),
-            Phase("sums of embedding and head between copies", ends * sums, link=ends * sums),
-            Phase("update", update, on_gpu, fetched),
-            Phase(
-                "forward without backward",
-                alone,
-                reference,
-                sum(weights),
-                count * step.scoring.forward_passes,
+                "backward", max(last, leaving) + begun, kernels | {"sums": begun}, copies + leaving
             ),
         ]
+
+    def _exchanges(self) -> list[Phase]:
+        """Returns the exchanges between ranks that no kernels run beside."""
+        sharding = self.sharding
+        seconds = sharding.ends * (sharding.gather + sharding.add)
+        sums = sharding.ends * sharding.add_copies
+        ends, count = "embedding and head between", self.step.micro_batches
+        return [
+            Phase(f"{ends} ranks", seconds, link=seconds, times=count),
+            Phase(f"sums of {ends} copies", sums, link=sums),
+        ]
+
+    def _update_phase(self) -> Phase:
+        update, fetched = self._update(self.forward_seconds, sum(self.weights), sum(self.sent))
+        on_gpu = self.step.inventory(self.execution).updated_here / self.rates["memory"]
+        return Phase("update", update, {"update": on_gpu}, fetched)
+
+    def _reference_phase(self) -> Phase:
+        """Returns forward without a backward, for which nothing is kept."""
+        kernels = self.forward(with_added=False) | {"loss": self._head()}
+        weights, gather = sum(self.weights), self._beside_blocks(self.sharding.gather)
+        seconds = max(sum(kernels.values()), weights, gather)
+        times = self.step.micro_batches * self.step.scoring.forward_passes
+        return Phase("forward without backward", seconds, kernels, weights, times)
 
     def _gradient_sums(self) -> tuple[float, float]:
         """Returns the seconds in which the GPU begins the sums of a step's gradients, and adds to
@@ -274,8 +308,8 @@ class _Timeline:
         """
         if self.step.micro_batches == 1:
             return 0.0, 0.0
-        whole = self.step.inventory(self.execution).gpu_gradients / self.rates["memory"]
-        return 2.5 * whole, 3.5 * whole
+        once = self.step.inventory(self.execution).gpu_gradients / self.rates["memory"]
+        return 2.5 * once, 3.5 * once
 
     def _loss(self) -> float:
         again = self.step.scoring.head_passes * self.step.uses_chunked_loss(self.execution)
@@ -284,18 +318,11 @@ class _Timeline:
 
     def _head(self) -> float:
         """Returns the seconds of the head's product in forward."""
-        step = self.step
-        return (
-            2
-            * step.tokens
-            * step.head
-            / step.element_size
-            / self.rates[self.execution.linear.head.rate]
-        )
+        flops = 2 * self.step.tokens * self.step.head / self.step.element_size
+        return flops / self.rates[self.execution.linear.head.rate]
 
-    def _sharding(self) -> tuple[float, float, float, float]:
-        """Returns the share of embedding and head, and the seconds to gather all parameters, to add
-        up, to sum copies.
+    def _sharding(self) -> _Sharding:
+        """Returns the seconds of exchanges between ranks.
 
         FSDP2 gathers parameters and sums float32 gradients while other blocks compute. Embedding
         and head are gathered before anything runs and stay until backward. Their gradients are
@@ -303,22 +330,19 @@ class _Timeline:
         copies. Other machines send to all its GPUs at once.
         """
         step, shard, rates = self.step, self.step.shard, self.rates
-        elements, ranks = step.elements, step.num_shards or 1
+        elements, trained, ranks = step.elements, step.trained_elements, step.num_shards or 1
         apart = min(step.num_copies, step.num_machines)  # copies that share no machine
+        # seconds to exchange one byte of each element
         between_machines = elements * (step.num_machines // apart - 1) / ranks / rates["network"]
-        byte = max(
-            elements * (1 - 1 / ranks) / rates["gpu link"], between_machines
-        )  # seconds, 1 byte each
-        gather, add = step.element_size * byte, 4 * byte * step.trained_elements / elements
-        ends = shard.vocab_size * shard.hidden_size / elements * shard.num_ends
+        byte = max(elements * (1 - 1 / ranks) / rates["gpu link"], between_machines)
         # Copies sum their float32 shards, there and back, in the last backward. It is counted after
         # the other exchange, although both overlap where they go by different links.
         link = rates["network" if apart > 1 else "gpu link"]
-        return (
-            ends,
-            gather,
-            add,
-            4 * 2 * (1 - 1 / step.num_copies) * step.trained_elements / ranks / link,
+        return _Sharding(
+            ends=shard.vocab_size * shard.hidden_size / elements * shard.num_ends,
+            gather=step.element_size * byte,
+            add=4 * byte * trained / elements,
+            add_copies=4 * 2 * (1 - 1 / step.num_copies) * trained / ranks / link,
         )
 
     def _update(self, forward: float, weights: float, sent: float) -> tuple[float, float]:
@@ -331,23 +355,19 @@ class _Timeline:
         """
         step, inventory = self.step, self.step.inventory(self.execution)
         link = self.rates["link"] * (1 if step.num_shards else UPDATE_BESIDE_FORWARD)
-        fetched, returned = (
-            inventory.updated / link,
-            (inventory.updated - inventory.leaving_gradients) / link,
-        )
+        fetched = inventory.updated / link
+        returned = (inventory.updated - inventory.leaving_gradients) / link
         update = inventory.updated_here / self.rates["memory"]
         if step.num_shards:
             return update + fetched, fetched
         # Nothing runs before the embedding and the first block are updated.
         on_gpu = inventory.gpu_gradients / (inventory.gpu_gradients + inventory.leaving_gradients)
         head, block = max(0, step.head_share - on_gpu), step.layer_shares[0]
-        first = (
-            fetched * (head + block) / (max(1 - on_gpu, block) or 1)
-        )  # nothing is fetched if all stays
+        away = max(1 - on_gpu, block) or 1  # 1: all stays, and nothing is fetched
+        first = min(fetched, fetched * (head + block) / away)
         forward -= self._held(inventory.gpu_slots / link)
-        return update + max(
-            min(first, fetched), fetched + weights - forward, returned + sent - forward
-        ), fetched
+        waits = max(first, fetched + weights - forward, returned + sent - forward)
+        return update + waits, fetched
 
     def _held(self, filled: float) -> float:
         """Returns the seconds of forward in which no state comes or goes.
@@ -355,23 +375,22 @@ class _Timeline:
         While attention's kernel fills the GPU no piece is updated, and in `filled` seconds the
         slots of pieces are full. One document and one group of heads are a kernel.
         """
-        documents = self.each.documents
-        pairs, held = sum(count * length**2 for length, count in documents.lengths), 0.0
-        for mixer, layers in self.each.mixers.items():
+        lengths, held = self.by_layer.documents.lengths, 0.0
+        pairs = sum(count * length**2 for length, count in lengths)
+        for mixer, layers in self.by_layer.mixers.items():
             steps = _steps(self.step, self.execution, mixer)
-            forward, _, _ = self.each.seconds_of[mixer]
-            for length, count in documents.lengths:
-                held += (
-                    layers * count * steps * max(0.0, forward * length**2 / pairs / steps - filled)
-                )
+            forward, _, _ = self.by_layer.seconds_of[mixer]
+            for length, count in lengths:
+                kernel = forward * length**2 / pairs / steps
+                held += layers * count * steps * max(0.0, kernel - filled)
         return held
 
 
 def _sum(seconds: Iterable[dict[str, float]]) -> dict[str, float]:
     """Returns sums by name."""
     total: dict[str, float] = {}
-    for each in seconds:
-        for name, amount in each.items():
+    for amounts in seconds:
+        for name, amount in amounts.items():
             total[name] = total.get(name, 0.0) + amount
     return total
 
@@ -393,13 +412,14 @@ def format_timeline(phases: list[Phase]) -> str:
     for phase in shown:
         seconds = phase.seconds, *(phase.compute.get(work, 0.0) for work in works), phase.link
         name = phase.name + (f", {phase.times} times" if phase.times > 1 else "")
-        rows.append([name, *(f"{phase.times * each:.3f}" if each else "" for each in seconds)])
+        cells = [f"{phase.times * once:.3f}" if once else "" for once in seconds]
+        rows.append([name, *cells])
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join(
-        f"{row[0]:<{widths[0]}}"
-        + "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:]))
-        for row in rows
-    )
+    lines = []
+    for name, *cells in rows:
+        columns = [f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:])]
+        lines.append(f"{name:<{widths[0]}}" + "".join(columns))
+    return "\n".join(lines)
 
 
 def draw_phases(axes, phases: list[Phase]) -> None:
@@ -412,41 +432,27 @@ def draw_phases(axes, phases: list[Phase]) -> None:
         for name, seconds in phase.compute.items():
             if seconds:
                 label = None if name in axes.get_legend_handles_labels()[1] else name
-                axes.barh(
-                    "kernels",
-                    phase.times * seconds,
-                    left=at,
-                    color=f"C{works.index(name)}",
-                    label=label,
-                )
+                look = {"color": f"C{works.index(name)}", "label": label}
+                axes.barh("kernels", phase.times * seconds, left=at, **look)
             at += phase.times * seconds
         axes.barh("copies", phase.times * phase.link, left=start, color="0.6")
         axes.axvline(start, color="k", linewidth=0.8)
-        if (
-            phase is shown[-1] or phase.times * phase.seconds > total / 25
-        ):  # names of short phases would overlap
-            axes.annotate(
-                f" {phase.name}",
-                (start, 1.0),
-                xycoords=("data", "axes fraction"),
-                fontsize=8,
-                va="bottom",
-            )
+        # names of short phases would overlap
+        if phase is shown[-1] or phase.times * phase.seconds > total / 25:
+            place = {"xycoords": ("data", "axes fraction"), "va": "bottom"}
+            axes.annotate(f" {phase.name}", (start, 1.0), fontsize=8, **place)
         start += phase.times * phase.seconds
-    axes.set(
-        xlabel="seconds, predicted; the update's copies go on beside the next forward",
-        ylim=(-0.6, 1.6),
-    )
+    label = "seconds, predicted; the update's copies go on beside the next forward"
+    axes.set(xlabel=label, ylim=(-0.6, 1.6))
 
 
 def _shown(phases: list[Phase]) -> tuple[list[Phase], list[str]]:
     """Returns the phases that take time, and the names of their work."""
     shown = [phase for phase in phases if phase.times * phase.seconds > 0]
-    return shown, [
-        *dict.fromkeys(
-            work for phase in shown for work, seconds in phase.compute.items() if seconds
-        )
-    ]
+    works: dict[str, None] = {}
+    for phase in shown:
+        works |= dict.fromkeys(work for work, seconds in phase.compute.items() if seconds)
+    return shown, [*works]
 
 
 def attention_seconds(
@@ -473,5 +479,5 @@ def attention_seconds(
 
 def _steps(step: Step, execution: Execution, attention: AttentionPart) -> int:
     """Returns the groups of key/value heads that attend one after another."""
-    own_heads = attention.heads[1] // step.num_ranks
-    return own_heads // (execution.heads_at_a_time or own_heads)
+    heads = attention.heads[1] // step.num_ranks
+    return heads // (execution.heads_at_a_time or heads)

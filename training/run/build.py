@@ -32,7 +32,8 @@ from training.memory.machine import (
     measure_rates,
 )
 from training.memory.placement import allocate, apply_execution
-from training.memory.planner import Plan, has_plan, make_plan
+from training.memory.plan import Plan
+from training.memory.planner import has_plan, make_plan
 from training.memory.profiler import Bench, format_table
 from training.memory.stages import Stages
 from training.memory.step import PackedDocuments, Scoring, Step

@@ -23,7 +23,7 @@ from training.host.errors import UserError, program
 from training.host.files import check_can_write, read_file, replace_file, without_folders
 from training.host.processes import line_of
 from training.memory.machine import find_gpu
-from training.memory.planner import Plan
+from training.memory.plan import Plan
 from training.parallel.world import World
 from training.plots.panels import loss_in_words, parse_line
 from training.run.settings import TrainConfig

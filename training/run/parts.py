@@ -24,7 +24,7 @@ from training.host.errors import UserError
 from training.host.files import size_on_disk
 from training.host.sizes import GIB
 from training.memory.placement import products_in_bf16
-from training.memory.planner import Plan
+from training.memory.plan import Plan
 from training.optim.adamw import MasterAdamW
 from training.optim.formats import bytes_saved
 from training.parallel.world import World

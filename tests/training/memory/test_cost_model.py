@@ -24,7 +24,8 @@ from training.memory.cost_model import forward_flops, fullest_stage, pinned_byte
 from training.memory.dry_run import results_bytes
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import H200
-from training.memory.planner import Plan, _Search, find_max_context
+from training.memory.plan import Plan
+from training.memory.planner import _Search, find_max_context
 from training.memory.stages import Stages
 from training.memory.step import PackedDocuments, Scoring, Step
 from training.memory.timeline import UPDATE_BESIDE_FORWARD, attention_seconds, timeline

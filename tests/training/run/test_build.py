@@ -25,7 +25,8 @@ from training.memory.cost_model import pinned_bytes, step_seconds
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import GPUS, H200, scale_rates
 from training.memory.placement import apply_execution
-from training.memory.planner import Plan, find_max_context, make_plan
+from training.memory.plan import Plan
+from training.memory.planner import find_max_context, make_plan
 from training.memory.profiler import format_table
 from training.memory.stages import Stages
 from training.memory.step import PackedDocuments
