@@ -28,6 +28,26 @@ from .libraries import Kernel
 _MERGED = 1024  # tokens that are merged at a time, in float32
 
 
+class _Document(NamedTuple):
+    """A document's first token and the one past its last, and its prompt's; `end` is 0 without a
+    prompt. Tokens are counted through all rows."""
+
+    start: int
+    stop: int
+    first: int
+    end: int
+
+
+def _read_documents(table: bytes, T: int) -> list[_Document]:
+    """Returns the documents of `table_as_bytes`, in rows of T tokens."""
+    documents = []
+    for row, *tokens in torch.frombuffer(bytearray(table), dtype=torch.long).view(-1, 5).tolist():
+        has_prompt = tokens[3] > 0
+        start, stop, first, end = (row * T + token for token in tokens)
+        documents.append(_Document(start, stop, first * has_prompt, end * has_prompt))
+    return documents
+
+
 class _Call(NamedTuple):
     """Prompts whose answers attend to them in one call. Tokens are counted through all rows."""
 
@@ -36,6 +56,16 @@ class _Call(NamedTuple):
     begins_k: Tensor  # where each prompt begins in the call, and their tokens, int32 on the device
     begins_q: Tensor  # the same of answers
     is_alone: bool
+
+    @property
+    def lengths_q(self) -> tuple[Tensor, int]:
+        """Where each prompt's answers begin, and the most tokens of one prompt's answers."""
+        return self.begins_q, max(map(_length, self.answers))
+
+    @property
+    def keys(self) -> tuple[Tensor, int]:
+        """Where prompts begin, and the tokens of the longest."""
+        return self.begins_k, max(map(_length, self.prompts))
 
 
 def _calls(q: Tensor, segments: Tensor, kernel: Kernel) -> list[_Call]:
@@ -48,30 +78,29 @@ def _calls(q: Tensor, segments: Tensor, kernel: Kernel) -> list[_Call]:
 def _cached_calls(
     documents: bytes, T: int, longest_together: float, device: torch.device
 ) -> list[_Call]:
-    groups: dict[int, tuple[slice, slice]] = {}  # prompt and answers, by the prompt's first token
-    for row, _, stop, start, end in (
-        torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 5).tolist()
-    ):
-        if end:
-            start, end, stop = (row * T + token for token in (start, end, stop))
-            groups[start] = slice(start, end), slice(end, stop)
+    # prompt and all of its answers, by the prompt's first token
+    groups: dict[int, tuple[slice, slice]] = {}
+    for document in _read_documents(documents, T):
+        if document.end:
+            first, end = document.first, document.end
+            groups[first] = slice(first, end), slice(end, document.stop)
     parts: list[list[tuple[slice, slice]]] = []
-    room = 0  # tokens that the last call can still take
-    for group in groups.values():
-        tokens, is_alone = group[1].stop - group[0].start, _length(group[0]) > longest_together
-        if is_alone or tokens > room:
+    left = 0  # tokens that the last call can still take
+    for prompt, answers in groups.values():
+        tokens, is_alone = answers.stop - prompt.start, _length(prompt) > longest_together
+        if is_alone or tokens > left:
             parts.append([])
-            room = TOGETHER_TOKENS
-        parts[-1].append(group)
-        room = 0 if is_alone else room - tokens
+            left = TOGETHER_TOKENS
+        parts[-1].append((prompt, answers))
+        left = 0 if is_alone else left - tokens
     calls = []
     for part in parts:
-        prompts, answers = [prompt for prompt, _ in part], [answers for _, answers in part]
-        begins = [[0, *itertools.accumulate(map(_length, slices))] for slices in (prompts, answers)]
+        prompts, answers_of = [prompt for prompt, _ in part], [answers for _, answers in part]
+        both = prompts, answers_of
+        begins = [[0, *itertools.accumulate(map(_length, slices))] for slices in both]
         begins_k, begins_q = torch.tensor(begins, dtype=torch.int32).to(device, non_blocking=True)
-        calls.append(
-            _Call(prompts, answers, begins_k, begins_q, _length(prompts[0]) > longest_together)
-        )
+        is_alone = _length(prompts[0]) > longest_together
+        calls.append(_Call(prompts, answers_of, begins_k, begins_q, is_alone))
     return calls
 
 
@@ -95,25 +124,33 @@ def attend_to_prompts(
     the rest."""
     calls = _calls(q, segments, kernel)
     q, k, v, out, lse = (x.flatten(0, 1) for x in (q, k, v, out, lse))
-    for prompts, answers, begins_k, begins_q, is_alone in calls:
-        own = _joined(q, answers), _joined(k, prompts), _joined(v, prompts)
-        if is_alone:
-            out_n, lse_n = (x[0] for x in kernel.forward(*(x[None] for x in own), causal=False))
-        else:
-            keys = begins_k, max(map(_length, prompts))
-            out_n, lse_n = kernel.forward_together(
-                *own, begins_q, max(map(_length, answers)), keys=keys
-            )
-        for (tokens, of_out), (_, of_lse) in zip(
-            _with_rows(out_n, answers), _with_rows(lse_n.T, answers)
+    for call in calls:
+        out_n, lse_n = _attend(kernel, call, q, k, v)
+        for (tokens, part), (_, part_lse) in zip(
+            _with_rows(out_n, call.answers), _with_rows(lse_n.T, call.answers)
         ):
-            places = zip(*(x.split(_MERGED) for x in (out[tokens], lse[tokens], of_out, of_lse)))
-            for place, place_lse, more, more_lse in places:
-                total = torch.logaddexp(place_lse, more_lse)
-                before, share = ((x - total).exp()[..., None] for x in (place_lse, more_lse))
-                place.copy_(before * place + share * more)
-                place_lse.copy_(total)
-        del own, out_n, lse_n, of_out, of_lse  # before the next call's are made
+            _merge(out[tokens], lse[tokens], part, part_lse)
+        del out_n, lse_n, part, part_lse  # before the next call's are made
+
+
+def _attend(kernel: Kernel, call: _Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns what the answers of a call see of their prompts: out [N, H, K] and lse [H, N]."""
+    qkv = _joined(q, call.answers), _joined(k, call.prompts), _joined(v, call.prompts)
+    if call.is_alone:
+        out, lse = kernel.forward(*(x[None] for x in qkv), causal=False)
+        return out[0], lse[0]
+    return kernel.forward_together(*qkv, *call.lengths_q, keys=call.keys)
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merges a part of attention, [N, H, K] with log-sum-exps [N, H], into another, some tokens at
+    a time."""
+    tensors = (x.split(_MERGED) for x in (out, lse, part, part_lse))
+    for out_n, lse_n, part_n, part_lse_n in zip(*tensors):
+        total = torch.logaddexp(lse_n, part_lse_n)
+        share, part_share = ((x - total).exp()[..., None] for x in (lse_n, part_lse_n))
+        out_n.copy_(share * out_n + part_share * part_n)
+        lse_n.copy_(total)
 
 
 def add_gradients_of_prompts(
@@ -125,32 +162,28 @@ def add_gradients_of_prompts(
     calls = _calls(q, segments, kernel)
     dout, q, k, v, out, lse = (x.flatten(0, 1) for x in (dout, q, k, v, out, lse))
     totals = [x.flatten(0, 1) for x in gradients]
-    for prompts, answers, begins_k, begins_q, is_alone in calls:
-        parts = answers, answers, prompts, prompts, answers
-        own = [_joined(x, slices) for x, slices in zip((dout, q, k, v, out), parts)]
-        lse_n = _joined(lse, answers).T.contiguous()
-        if is_alone:
-            made = [
-                x[0] for x in kernel.backward(*(x[None] for x in own), lse_n[None], causal=False)
-            ]
+    for call in calls:
+        parts = call.answers, call.answers, call.prompts, call.prompts, call.answers
+        tensors = [_joined(x, slices) for x, slices in zip((dout, q, k, v, out), parts)]
+        lse_n = _joined(lse, call.answers).T.contiguous()
+        if call.is_alone:
+            batched = kernel.backward(*(x[None] for x in tensors), lse_n[None], causal=False)
+            added = [x[0] for x in batched]
+            del batched
         else:
-            keys = begins_k, max(map(_length, prompts))
-            made = kernel.backward_together(
-                *own, lse_n, begins_q, max(map(_length, answers)), keys=keys
-            )
-        for total, gradient, slices in zip(totals, made, (answers, prompts, prompts)):
+            added = kernel.backward_together(*tensors, lse_n, *call.lengths_q, keys=call.keys)
+        for total, gradient, slices in zip(totals, added, parts[1:4]):
             for tokens, rows in _with_rows(gradient, slices):
                 total[tokens] += rows
-        del own, made, gradient, rows  # before the next call's are made
+        del tensors, added, gradient, rows  # before the next call's are made
 
 
 class Copies(NamedTuple):
     """Documents with copies of the last tokens of their prompts before them, all in one row;
     answers come last."""
 
-    rows: (
-        Tensor  # [N] the token of each place, counted through all rows of the batch, on the device
-    )
+    # [N] the token of each place, counted through all rows of the batch, on the device
+    rows: Tensor
     # int64 [S, 3], the documents with their copies; [S, 5] if answers see what is not copied
     segments: Tensor
     places: Tensor  # [B T] the place of each token, its copies' aside, on the device
@@ -174,8 +207,9 @@ class Copies(NamedTuple):
         for tokens, places in self.copies:
             copies.setdefault((tokens.start, tokens.stop), []).append(y[0, places])
         for (start, stop), parts in copies.items():
-            own = total[start:stop]
-            own.copy_(sum(parts, own.to(torch.promote_types(y.dtype, torch.float32))))
+            tokens = total[start:stop]
+            dtype = torch.promote_types(y.dtype, torch.float32)
+            tokens.copy_(sum(parts, tokens.to(dtype)))
         return total.unflatten(0, like.shape[:2])
 
     def without_copies(self, y: Tensor) -> Tensor:
@@ -192,8 +226,8 @@ def copies_of(
 
     Args:
         copied: a kind whose method of this name says how many tokens of a prompt are copied, or the
-        most tokens. continue_prompts: whether the first answer follows its prompt itself, not a
-        copy.
+            most tokens.
+        continue_prompts: whether the first answer follows its prompt itself, not a copy.
     """
     return _cached_copies(
         table_as_bytes(segments), *x.shape[:2], copied, continue_prompts, x.device
@@ -202,57 +236,70 @@ def copies_of(
 
 @functools.lru_cache(maxsize=16)
 def _cached_copies(
-    documents: bytes,
+    table: bytes,
     B: int,
     T: int,
     copied: MixerKind | int,
     continue_prompts: bool,
     device: torch.device,
 ) -> Copies:
-    table = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, 5).tolist()
-    answers = [(row * T + start, row * T + stop, row * T + first, row * T + end)
-               for row, start, stop, first, end in table if end]  # fmt: skip
-    before = [(row * T + start, row * T + stop) for row, start, stop, _, end in table if not end]
+    documents = _read_documents(table, T)
+    answers = [document for document in documents if document.end]
+    before = [document[:2] for document in documents if not document.end]
     if continue_prompts:
-        continued = {(first, end) for _, _, first, end in answers}
-        before = [document for document in before if document not in continued]
-    parts, stops, copies = [torch.arange(*document) for document in before], [], []
-    prompt_places, seen = (
-        dict[int, int](),
-        [(0, 0)] * len(before),
-    )  # places of prompts, and of what is seen of them
+        prompts = {answer[2:] for answer in answers}
+        before = [document for document in before if document not in prompts]
+    tokens = [torch.arange(*document) for document in before]
     stops = [*itertools.accumulate(stop - start for start, stop in before)]
     num_before = stops[-1] if stops else 0
+    seen = [(0, 0)] * len(before)  # places of what each document sees of its prompt
+    prompt_places: dict[int, int] = {}
+    copies: list[tuple[slice, slice]] = []
     for start, stop, first, end in answers:
-        place = stops[-1] if stops else 0
-        prompt = end - first
+        place, prompt = stops[-1] if stops else 0, end - first
         if continue_prompts and start == end:
-            tail = prompt
+            tail, sees = prompt, False
             prompt_places[first] = place
         else:
-            tail = min(copied, prompt) if isinstance(copied, int) else copied.copied(prompt)
+            tail, sees = _copied_tokens(copied, prompt)
             copies.append((slice(end - tail, end), slice(place, place + tail)))
-        sees = not isinstance(copied, int) and copied.sees_uncopied and tail < prompt
-        seen.append(
-            (prompt_places[first], prompt_places[first] + prompt - tail) if sees else (0, 0)
-        )
-        parts += [torch.arange(end - tail, end), torch.arange(start, stop)]
+        seen.append((0, 0))
+        if sees:
+            seen[-1] = prompt_places[first], prompt_places[first] + prompt - tail
+        tokens += [torch.arange(end - tail, end), torch.arange(start, stop)]
         stops.append(place + tail + stop - start)
-    rows = torch.cat(parts)
-    is_copy = torch.zeros(len(rows), dtype=torch.bool)
-    for _, there in copies:
-        is_copy[there] = True
-    places = torch.empty(B * T, dtype=torch.long)
-    places[rows[~is_copy]] = torch.arange(len(rows))[~is_copy]
-    segments = torch.tensor([(0, *bounds, *own) for *bounds, own in zip([0, *stops], stops, seen)])
-    segments = segments if any(map(any, seen)) else segments[:, :3]
-    numbers = (
-        [] if continue_prompts else [before.index((first, end)) for _, _, first, end in answers]
-    )
-    prompts = torch.tensor(numbers, dtype=torch.long)
+    rows = torch.cat(tokens)
+    segments = torch.tensor([(0, *row) for row in zip([0, *stops], stops, *zip(*seen))])
+    numbers: list[int] = []
+    if not continue_prompts:
+        numbers = [before.index(answer[2:]) for answer in answers]
     return Copies(
-        rows.to(device), segments, places.to(device), copies, num_before, prompts.to(device)
+        rows.to(device),
+        segments if any(map(any, seen)) else segments[:, :3],
+        _places(rows, copies, B * T).to(device),
+        copies,
+        num_before,
+        torch.tensor(numbers, dtype=torch.long).to(device),
     )
+
+
+def _copied_tokens(copied: MixerKind | int, prompt: int) -> tuple[int, bool]:
+    """Returns how many tokens of a prompt are copied, and whether its answers see the others in
+    their place."""
+    if isinstance(copied, int):
+        return min(copied, prompt), False
+    tail = copied.copied(prompt)
+    return tail, copied.sees_uncopied and tail < prompt
+
+
+def _places(rows: Tensor, copies: list[tuple[slice, slice]], num_tokens: int) -> Tensor:
+    """Returns the place of each token, its copies' aside."""
+    is_copy = torch.zeros(len(rows), dtype=torch.bool)
+    for _, copy_places in copies:
+        is_copy[copy_places] = True
+    places = torch.empty(num_tokens, dtype=torch.long)
+    places[rows[~is_copy]] = torch.arange(len(rows))[~is_copy]
+    return places
 
 
 def copies_for(kind: AttentionKind, q: Tensor, segments: Tensor | None) -> Copies | None:

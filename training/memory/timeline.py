@@ -8,7 +8,7 @@ share one link.
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kernels.parts import Work
@@ -81,7 +81,8 @@ class _LayerSeconds:
         self.products = [*map(self._products, self.work)]
         self.again = functools.cache(self._again)
 
-    def _added(self, sizes: dict[str, float]) -> dict[str, float]:
+    def _added(self, sizes: Mapping[str, float]) -> dict[str, float]:
+        """Returns seconds by rate, from elements per token."""
         unit = self.step.element_size * self.step.tokens
         return {rate: unit * size / self.rates[rate] for rate, size in sizes.items()}
 

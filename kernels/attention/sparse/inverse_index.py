@@ -20,9 +20,8 @@ from torch import Tensor
 
 from .layout import EMPTY, Layout
 
-SORT_BYTES = (
-    37  # bytes per entry of a sort: keys and places before and after it, and the sort's own copies
-)
+# bytes per entry of a sort: keys and places before and after it, and the sort's own copies
+SORT_BYTES = 37
 
 
 class InverseIndex(NamedTuple):
@@ -48,44 +47,40 @@ def build_inverse_index(
     if not token_ranges:
         return []
     num_ranges, rows, device = len(token_ranges), len(heads) * layout.num_blocks, blocks.device
-    N, _, S = blocks.shape
+    S = blocks.shape[2]
     range_tokens = len(token_ranges[0])
     lists = blocks[:, heads.start : heads.stop].transpose(0, 1)  # [heads, tokens, selected]
-    # Rows are counted through all ranges. An entry that names no block gets the number behind the
-    # last row's.
-    first_row = (
-        torch.arange(N, device=device) // range_tokens * rows
-        + layout.first_block[layout.token_block]
-    )
-    first_row = (
-        first_row + torch.arange(len(heads), device=device)[:, None] * layout.num_blocks
-    )  # [heads, tokens]
-    dtype = (
-        torch.int16 if num_ranges * rows < 2**15 else torch.int32
-    )  # two bytes sort in half the passes of four
-    no_row = torch.full((), num_ranges * rows, dtype=dtype, device=device)
-    row = torch.where(lists == EMPTY, no_row, first_row[:, :, None].to(dtype) + lists)
-    if layout.shared is not None:
-        to_shared = (layout.shared.first - layout.first_block)[layout.token_block, None].to(
-            dtype
-        )  # [tokens, 1]
-        row += torch.where(lists < layout.shared.count[layout.token_block, None], to_shared, 0)
+    row = _rows(lists, layout, range_tokens, num_ranges * rows)
     row, entries = row.flatten().sort(stable=True)
-    limits = torch.arange(num_ranges * rows + 1, dtype=dtype, device=device)
-    first_entry = (
-        torch.searchsorted(row, limits, out_int32=True).unfold(0, rows + 1, rows).contiguous()
-    )
+    limits = torch.arange(num_ranges * rows + 1, dtype=row.dtype, device=device)
+    bounds = torch.searchsorted(row, limits, out_int32=True)
+    first_entry = bounds.unfold(0, rows + 1, rows).contiguous()  # [ranges, rows + 1]
 
     row_items = (first_entry.diff() + (chunk - 1)) // chunk
     first_item = F.pad(row_items.cumsum(1, dtype=torch.int32), (1, 0))
     most_items = rows + len(heads) * range_tokens * S // chunk
-    items = (
-        torch.arange(most_items, dtype=torch.int32, device=device)
-        .expand(num_ranges, -1)
-        .contiguous()
-    )
+    items = torch.arange(most_items, dtype=torch.int32, device=device)
+    items = items.expand(num_ranges, -1).contiguous()
     item_row = torch.searchsorted(first_item[:, 1:].contiguous(), items, right=True, out_int32=True)
     entries = entries.int()
-    return [
-        InverseIndex(entries, *tables, chunk) for tables in zip(first_entry, first_item, item_row)
-    ]
+    tables = zip(first_entry, first_item, item_row)
+    return [InverseIndex(entries, *range_tables, chunk) for range_tables in tables]
+
+
+def _rows(lists: Tensor, layout: Layout, range_tokens: int, num_rows: int) -> Tensor:
+    """Returns the row of each entry of lists [heads, tokens, selected], counted through all ranges;
+    `num_rows` for an entry that names no block."""
+    heads, N, _ = lists.shape
+    tokens, head = (torch.arange(n, device=lists.device) for n in (N, heads))
+    rows_before = tokens // range_tokens * (heads * layout.num_blocks)
+    first_row = rows_before + layout.first_block[layout.token_block]
+    first_row = first_row + head[:, None] * layout.num_blocks  # [heads, tokens]
+    # two bytes sort in half the passes of four
+    dtype = torch.int16 if num_rows < 2**15 else torch.int32
+    no_row = torch.full((), num_rows, dtype=dtype, device=lists.device)
+    row = torch.where(lists == EMPTY, no_row, first_row[:, :, None].to(dtype) + lists)
+    if layout.shared is not None:
+        to_shared = (layout.shared.first - layout.first_block)[layout.token_block, None]
+        is_shared = lists < layout.shared.count[layout.token_block, None]
+        row += torch.where(is_shared, to_shared.to(dtype), 0)
+    return row

@@ -70,6 +70,22 @@ def make_layout(q: Tensor, segments: Tensor | None, block_size: int, window: int
     return _cached_layout(q.shape[0], q.shape[1], as_bytes(segments), q.device, block_size, window)
 
 
+class _Documents(NamedTuple):
+    """Tables of the documents in order, [documents] int64 each."""
+
+    start: Tensor  # first token
+    length: Tensor  # tokens
+    num_blocks: Tensor
+    first_block: Tensor  # the first of its own blocks
+    before: Tensor  # blocks of another document that it begins with
+    origin: Tensor  # the first block that it begins with: its own, or another document's
+    num_extra: Tensor  # extra chunks of its first block, see `Layout`
+
+    def to(self, device: torch.device) -> "_Documents":
+        """Returns the tables on a device, in one copy."""
+        return _Documents(*torch.stack(self).to(device))
+
+
 def build_layout(
     B: int, T: int, documents: bytes | None, device: torch.device, block_size: int, window: int,
     prompts: Tensor | None = None,
@@ -79,54 +95,29 @@ def build_layout(
     `prompts` are the first token of what each document goes on from, and one past the last, int64
     [documents, 2] in their order: whole blocks of a document, whose first token it is. Both are
     equal where there are none.
+
+    Raises ValueError for a document of more than LONGEST_DOCUMENT blocks.
     """
-    start, length = document_bounds(B, T, documents)
     window_blocks = -(-window // block_size)
-    num_blocks = (length + block_size - 1) // block_size  # [documents]
-    before = (
-        torch.zeros_like(start)
-        if prompts is None
-        else (prompts[:, 1] - prompts[:, 0]) // block_size
-    )
-    if (num_blocks + before).max() > LONGEST_DOCUMENT:
-        limit = f"{LONGEST_DOCUMENT} blocks of {block_size} tokens"
-        raise ValueError(
-            f"sparse attention takes documents of up to {limit}, got one of {int(length.max())} "
-            "tokens"
-        )
-    num_extra = (num_blocks + window_blocks - 1) // window_blocks - (before == 0).long()
-    own_first = num_blocks.cumsum(0) - num_blocks
-    origin = own_first  # the first block that each document begins with
-    if prompts is not None:
-        document = torch.searchsorted(start, prompts[:, 0].contiguous(), right=True) - 1
-        origin = torch.where(before > 0, own_first[document], own_first)
-    total, total_extra = int(num_blocks.sum()), int(num_extra.sum())
-    of_block, index_of_block = _repeat(num_blocks, total)
-    index_of_block = (index_of_block + before[of_block]).int()
-    firsts = origin[of_block].tolist()
-    in_windows = _seen_in_windows(start, length, before, origin, block_size, window_blocks)
+    tables = _tables(*document_bounds(B, T, documents), block_size, window_blocks, prompts)
+    total, total_extra = int(tables.num_blocks.sum()), int(tables.num_extra.sum())
+    document, index = _repeat(tables.num_blocks, total)
+    index_of_block = (index + tables.before[document]).int()
+    firsts = tables.origin[document].tolist()
+    in_windows = _seen_in_windows(tables, block_size, window_blocks)
     # One small copy goes to the device, which computes everything below.
-    table = torch.stack([start, length, num_blocks, own_first, num_extra, before, origin]).to(
-        device
-    )
-    start, length, num_blocks, own_first, num_extra, before, origin = table
-    document, index = _repeat(num_blocks, total)
-    block_start = start[document] + index * block_size
-    document_stop = (start + length)[document]
-    token_document, token_index = _repeat(length, B * T)
-    extra_document, extra_index = _repeat(num_extra, total_extra)
-    chunk = window_blocks * block_size
-    extra_start = (
-        start[extra_document] + (extra_index + (before == 0).long()[extra_document]) * chunk
-    )
-    extra_stop = torch.minimum(extra_start + chunk, (start + length)[extra_document])
-    extra = torch.cat(
-        [torch.stack([origin[extra_document], extra_start, extra_stop]), in_windows.to(device)], 1
-    )
+    tables, in_windows = tables.to(device), in_windows.to(device)
+    document, index = _repeat(tables.num_blocks, total)
+    block_start = tables.start[document] + index * block_size
+    document_stop = (tables.start + tables.length)[document]
+    token_document, token_index = _repeat(tables.length, B * T)
+    token_block = tables.first_block[token_document] + token_index // block_size
+    extra = _extra_chunks(tables, total_extra, window_blocks * block_size)
+    extra = torch.cat([extra, in_windows], 1)
     extra_block, extra_start, extra_stop = extra[:, extra[0].argsort(stable=True)].contiguous()
-    shared = (
-        None if prompts is None else Shared(before[document].int(), origin[document].int(), firsts)
-    )
+    shared = None
+    if prompts is not None:
+        shared = Shared(tables.before[document].int(), tables.origin[document].int(), firsts)
     return Layout(
         num_tokens=B * T,
         num_blocks=total,
@@ -136,15 +127,48 @@ def build_layout(
         index_of_block=index_of_block,
         block_start=block_start.int(),
         block_stop=torch.minimum(block_start + block_size, document_stop).int(),
-        first_block=(own_first - before)[document].int(),
+        first_block=(tables.first_block - tables.before)[document].int(),
         document_stop=document_stop.int(),
-        token_block=(own_first[token_document] + token_index // block_size).int(),
+        token_block=token_block.int(),
         extra_block=extra_block.int(),
         extra_start=extra_start.int(),
         extra_stop=extra_stop.int(),
         first_extra=torch.searchsorted(extra_block, torch.arange(total + 1, device=device)).int(),
         shared=shared,
     )
+
+
+def _tables(
+    start: Tensor, length: Tensor, block_size: int, window_blocks: int, prompts: Tensor | None
+) -> _Documents:
+    """Returns the tables of documents by their first tokens and lengths; other arguments as in
+    `build_layout`."""
+    num_blocks = (length + block_size - 1) // block_size
+    first_block = num_blocks.cumsum(0) - num_blocks
+    before, origin = torch.zeros_like(start), first_block
+    if prompts is not None:
+        before = (prompts[:, 1] - prompts[:, 0]) // block_size
+        document = torch.searchsorted(start, prompts[:, 0].contiguous(), right=True) - 1
+        origin = torch.where(before > 0, first_block[document], first_block)
+    if (num_blocks + before).max() > LONGEST_DOCUMENT:
+        limit = f"{LONGEST_DOCUMENT} blocks of {block_size} tokens"
+        raise ValueError(
+            f"sparse attention takes documents of up to {limit}, got one of {int(length.max())} "
+            "tokens"
+        )
+    num_extra = (num_blocks + window_blocks - 1) // window_blocks - (before == 0).long()
+    return _Documents(start, length, num_blocks, first_block, before, origin, num_extra)
+
+
+def _extra_chunks(tables: _Documents, count: int, chunk_tokens: int) -> Tensor:
+    """Returns the extra chunks of documents' first blocks: block, start and stop, int64
+    [3, count]."""
+    document, index = _repeat(tables.num_extra, count)
+    # A document that begins by itself has its first chunk of queries with its first block.
+    index = index + (tables.before == 0).long()[document]
+    start = tables.start[document] + index * chunk_tokens
+    stop = torch.minimum(start + chunk_tokens, (tables.start + tables.length)[document])
+    return torch.stack([tables.origin[document], start, stop])
 
 
 def _repeat(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -155,21 +179,20 @@ def _repeat(counts: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return document, position - (stop - counts)[document]
 
 
-def _seen_in_windows(start, length, before, origin, block_size: int, window_blocks: int) -> Tensor:
+def _seen_in_windows(tables: _Documents, block_size: int, window_blocks: int) -> Tensor:
     """Returns which queries have blocks of another document in their window: block, start and stop,
     int64 [3, items].
 
     After 5 blocks and with a window of 3, tokens of block 5 see the blocks 3 and 4, tokens of block
     6 see block 4.
     """
-    found = [
-        (first + block, begin, begin + min(tokens, (block + window_blocks - count) * block_size))
-        for begin, tokens, count, first in zip(
-            *(x.tolist() for x in (start, length, before, origin))
-        )
-        for block in range(max(1, count - window_blocks + 1), count)
-    ]
-    return torch.tensor(found, dtype=torch.long).view(-1, 3).T
+    items: list[tuple[int, int, int]] = []
+    columns = tables.start, tables.length, tables.before, tables.origin
+    for start, length, before, origin in zip(*(column.tolist() for column in columns)):
+        for block in range(max(1, before - window_blocks + 1), before):
+            tokens = min(length, (block + window_blocks - before) * block_size)
+            items.append((origin + block, start, start + tokens))
+    return torch.tensor(items, dtype=torch.long).view(-1, 3).T
 
 
 _cached_layout = functools.lru_cache(maxsize=4)(build_layout)
@@ -191,11 +214,8 @@ def normalise_lists(blocks_BTGS: Tensor, layout: Layout) -> Tensor:
     """
     B, T = blocks_BTGS.shape[:2]
     first_local = first_local_block(layout).view(B, T, 1, 1)
-    blocks = (
-        torch.where((blocks_BTGS >= 1) & (blocks_BTGS < first_local), blocks_BTGS, EMPTY)
-        .sort(-1)
-        .values
-    )
+    can_choose = (blocks_BTGS >= 1) & (blocks_BTGS < first_local)
+    blocks = torch.where(can_choose, blocks_BTGS, EMPTY).sort(-1).values
     duplicate = torch.zeros_like(blocks, dtype=torch.bool)
     duplicate[..., 1:] = blocks[..., 1:] == blocks[..., :-1]
     return blocks.masked_fill_(duplicate, EMPTY).sort(-1).values.to(torch.int16)
