@@ -20,11 +20,10 @@ MASKS = f"a message's {', '.join(TRAINED)} say whether it is trained on: {RENAME
 
 
 def entries(value: Any) -> list[dict]:
-    """Returns the tables of a list of datasets, each with the settings of a type that is a
-    table."""
+    """Returns the tables of a list of datasets; a type that is a table adds its settings."""
     listed = value if isinstance(value, list) else []
-    tables = [each for each in listed if isinstance(each, dict)]
-    return [each | _as_table(each.get("type")) for each in tables]
+    tables = [entry for entry in listed if isinstance(entry, dict)]
+    return [table | _as_table(table.get("type")) for table in tables]
 
 
 def _as_table(value: Any) -> dict:
@@ -48,8 +47,7 @@ def column(name: str, value: Any, objective: str) -> str | None:
 
 
 def why_left_out(name: str, value: Any) -> str | None:
-    """Returns why a setting is left out: "" where rows are read so anyway, None of other
-    settings."""
+    """Returns why a setting is left out: "" where rows are read so anyway; None if it is not."""
     if is_unset(value) or (name == "split" and value == "train"):
         return ""
     if name == "message_property_mappings":
@@ -68,11 +66,10 @@ def why_left_out(name: str, value: Any) -> str | None:
 
 
 def _are_native(mapping: Any) -> bool:
-    """Whether messages have names that are read: role or from, content or value, and others as they
-    are."""
+    """Whether messages have names that are read: role or from, content or value."""
     if not isinstance(mapping, dict):
         return False
-    return all(each in (name, NAMES_OF_SHAREGPT.get(name)) for name, each in mapping.items())
+    return all(theirs in (ours, NAMES_OF_SHAREGPT.get(ours)) for ours, theirs in mapping.items())
 
 
 def _are_known(roles: Any) -> bool:
@@ -81,6 +78,6 @@ def _are_known(roles: Any) -> bool:
         return False
     for ours, theirs in roles.items():
         listed = theirs if isinstance(theirs, list) else [theirs]
-        if any(ROLES.get(str(each), each) != ours for each in listed):
+        if any(ROLES.get(str(role), role) != ours for role in listed):
             return False
     return True

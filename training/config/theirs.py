@@ -43,11 +43,9 @@ def is_unset(value: object) -> bool:
 
 
 def read_theirs(file: Path) -> Theirs:
-    """Raises UserError for a file that cannot be read, holds no settings, or has another form."""
-    text = read_file(file, "give a config in YAML, JSON or TOML", TOML_BYTES).decode(
-        "utf-8-sig", errors="replace"
-    )
-    content = _parse(text, file)
+    """Reads a config. Raises UserError for a file of another form, or without settings."""
+    raw = read_file(file, "give a config in YAML, JSON or TOML", TOML_BYTES)
+    content = _parse(raw.decode("utf-8-sig", errors="replace"), file)
     if not _is_small(content):
         raise UserError(
             f"{file} has more than {MOST_VALUES} values, or one within itself; give a config of a "
@@ -63,10 +61,10 @@ def read_theirs(file: Path) -> Theirs:
 
 def trainer_of(values: dict[str, Any]) -> str:
     """Returns the trainer with the most names among the settings; "" if no name is told."""
-    counts = {
-        trainer: sum(any(fnmatchcase(key, each) for key in values) for each in names.split())
-        for trainer, names in NAMES["told_by"].items()
-    }
+    counts = {}
+    for trainer, patterns in NAMES["told_by"].items():
+        told = [any(fnmatchcase(key, pattern) for key in values) for pattern in patterns.split()]
+        counts[trainer] = sum(told)
     most = max(counts, key=lambda trainer: counts[trainer])
     return most if counts[most] else ""
 
@@ -109,11 +107,11 @@ def _spelled(content: dict) -> dict:
         if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict):
             kind = value.get("rope_type", value.get("type"))
             numbers = value.get("factor"), value.get("original_max_position_embeddings")
-            given = (f"{float(each):g}" for each in numbers if isinstance(each, int | float))
-            spelled["rope_scaling"] = ":".join([str(kind), *given])
+            words = [f"{float(number):g}" for number in numbers if isinstance(number, int | float)]
+            spelled["rope_scaling"] = ":".join([str(kind), *words])
         elif name in ("report_to", "logger"):
             reports = value if isinstance(value, list) else [value]
-            spelled[name] = {str(each): True for each in reports if not is_unset(each)}
+            spelled[name] = {str(report): True for report in reports if not is_unset(report)}
         elif isinstance(value, dict):
             spelled[name] = _spelled(value)
         else:
@@ -122,15 +120,15 @@ def _spelled(content: dict) -> dict:
 
 
 def _without_references(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns values with each ${trainer.project_name} of OmegaConf replaced by that setting's
-    value."""
+    """Returns values with OmegaConf's references, such as ${trainer.project_name}, replaced."""
+
+    def value_of(reference: re.Match) -> str:
+        return str(values.get(reference[1], reference[0]))
 
     def resolved(value: Any) -> Any:
         for _ in range(3):  # a reference may lead to another
             if isinstance(value, str):
-                value = re.sub(
-                    r"\$\{([\w.]+)\}", lambda found: str(values.get(found[1], found[0])), value
-                )
+                value = re.sub(r"\$\{([\w.]+)\}", value_of, value)
         return value
 
     return {name: resolved(value) for name, value in values.items()}

@@ -1,5 +1,7 @@
-"""Translates a config of another trainer into settings of train.py, as TOML, with what is left out
-and why."""
+"""Translates a config of another trainer into settings of train.py, as TOML.
+
+It says what is left out, and why.
+"""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +27,7 @@ from training.host.other_trainers import BY_VALUE, NAMES, meaning
 from training.objectives.flags import CLIPPED_OBJECTIVES, ROLLOUT_OBJECTIVES
 from training.run.settings import TrainConfig
 
-NAMES_HERE = [each.name for each in fields(TrainConfig)]
+NAMES_HERE = [field.name for field in fields(TrainConfig)]
 DATA = ("data", "validation_data")
 SAID_BY_FALSE = {*NAMES["said_by_false"]["names"].split()}
 # Zero says something of these flags.
@@ -77,16 +79,14 @@ def translate(theirs: Theirs) -> Translation:
 
 
 def _rank_of_name(name: str) -> int:
-    """Returns 1 for names whose value may ask for another flag than usual: plain settings come
-    first."""
+    """Returns 0 for plain settings; more for names whose value may ask for another flag."""
     end = name.rpartition(".")[2]
-    by_value = [each for names in BY_VALUE.values() for each in names.split()]
+    by_value = " ".join(BY_VALUE.values()).split()
     return by_value.index(end) + 1 if end in by_value else 0
 
 
 def _flag_of(name: str) -> tuple[str | None, str | None]:
-    """Returns (flag, reason why there is none) of a setting's name; a name that decides by its
-    value has a flag."""
+    """Returns a setting's flag, or the reason why it has none."""
     end = name.rpartition(".")[2]
     for flag, names in BY_VALUE.items():
         if {name, end} & {*names.split()}:
@@ -106,61 +106,55 @@ def _translate_one(translation: Translation, name: str, value: Any) -> None:
     elif is_of_one or (is_off(value) and (is_unset(value) or not {name, end} & SAID_BY_FALSE)):
         translation.off.append(name)
     elif why is not None:
-        _leave(
-            translation,
-            f"{name} = {_shown(value)}",
-            why.format(python=program(), torchrun=program("torchrun")),
-        )
+        why = why.format(python=program(), torchrun=program("torchrun"))
+        _leave(translation, f"{name} = {_shown(value)}", why)
     elif flag is None:
         translation.unknown.append(f"{name} = {_shown(value)}")
     else:
-        try:
-            outcome = (
-                READERS[flag](name, value, translation.theirs)
-                if flag in READERS
-                else plain(flag, value)
-            )
-        except (TypeError, ValueError, OverflowError):
-            outcome = Outcome(note=f"{flag} takes no such value")
-        if outcome.value is not None:
-            _set(translation, outcome.flag or flag, outcome, name, value)
-        elif outcome.note:
-            if flag == "objective":
-                translation.lost = f"{name} = {_shown(value)}"
-            _leave(translation, f"{name} = {_shown(value)}", outcome.note)
+        _translate_value(translation, flag, name, value)
+
+
+def _translate_value(translation: Translation, flag: str, name: str, value: Any) -> None:
+    try:
+        if flag in READERS:
+            outcome = READERS[flag](name, value, translation.theirs)
         else:
-            translation.off.append(name)
+            outcome = plain(flag, value)
+    except (TypeError, ValueError, OverflowError):
+        outcome = Outcome(note=f"{flag} takes no such value")
+    if outcome.value is not None:
+        _set(translation, outcome.flag or flag, outcome, name, value)
+    elif outcome.note:
+        if flag == "objective":
+            translation.lost = f"{name} = {_shown(value)}"
+        _leave(translation, f"{name} = {_shown(value)}", outcome.note)
+    else:
+        translation.off.append(name)
 
 
 def _set(translation: Translation, flag: str, outcome: Outcome, name: str, value: Any) -> None:
     """Keeps a flag's value, unless another setting said it, or our reader refuses it."""
-    if flag in translation.values:
-        joined = (
-            flag in ("data", "validation_data", "columns")
-            and outcome.value != translation.values[flag]
-        )
-        if flag == "columns" and joined:
-            translation.values[flag] += f",{outcome.value}"
-        elif joined:
-            translation.values[flag] = [*translation.values[flag], *outcome.value]
-        if joined:
-            translation.notes[flag] += f"; {name} = {_shown(value)}" + (
-                f": {outcome.note}" if outcome.note else ""
-            )
-        elif outcome.value != translation.values[flag]:
-            said = f"{flag} is set by {translation.notes[flag].partition(':')[0]}"
-            _leave(translation, f"{name} = {_shown(value)}", said)
+    values, notes = translation.values, translation.notes
+    setting, note = f"{name} = {_shown(value)}", f": {outcome.note}" if outcome.note else ""
+    if flag in values:
+        if outcome.value == values[flag]:
+            notes[flag] += f", {name}"
+        elif flag == "columns":
+            values[flag] += f",{outcome.value}"
+            notes[flag] += f"; {setting}{note}"
+        elif flag in DATA:
+            values[flag] = [*values[flag], *outcome.value]
+            notes[flag] += f"; {setting}{note}"
         else:
-            translation.notes[flag] += f", {name}"
+            _leave(translation, setting, f"{flag} is set by {notes[flag].partition(':')[0]}")
         return
     try:
         given_flags(TrainConfig, as_words({flag: outcome.value}, NAMES_HERE), "train.py")
     except UserError as error:
-        _leave(translation, f"{name} = {_shown(value)}", str(error))
+        _leave(translation, setting, str(error))
         return
-    translation.values[flag] = outcome.value
-    shown = "" if outcome.value == value else f" = {_shown(value)}"
-    translation.notes[flag] = f"{name}{shown}" + (f": {outcome.note}" if outcome.note else "")
+    values[flag] = outcome.value
+    notes[flag] = (name if outcome.value == value else setting) + note
     if outcome.first and outcome.first not in translation.firsts:
         translation.firsts.append(outcome.first)
 
@@ -178,25 +172,20 @@ def _add_adapters(translation: Translation) -> None:
     if "lora" not in translation.values:
         translation.values["lora"] = rank("lora", True, translation.theirs).value
         translation.notes["lora"] = f"the default of {trainer}" if trainer else "as asked"
-    if "lora_alpha" not in translation.values and (
-        "alpha" in row or is_rank_stabilized(translation.theirs)
-    ):
+    has_alpha = "alpha" in row or is_rank_stabilized(translation.theirs)
+    if "lora_alpha" not in translation.values and has_alpha:
         usual = row.get("alpha", 2 * translation.values["lora"])
         outcome = alpha("lora_alpha", usual, translation.theirs)
         translation.values["lora_alpha"] = outcome.value
-        translation.notes["lora_alpha"] = (
-            f"the default of {trainer} is {usual}; {outcome.note}".removesuffix("; ")
-        )
-    if (
-        str(translation.theirs.get("adapter", "")).lower() == "qlora"
-        and "lora_bits" not in translation.values
-    ):
+        note = f"the default of {trainer} is {usual}; {outcome.note}"
+        translation.notes["lora_alpha"] = note.removesuffix("; ")
+    is_qlora = str(translation.theirs.get("adapter", "")).lower() == "qlora"
+    if is_qlora and "lora_bits" not in translation.values:
         translation.values["lora_bits"], translation.notes["lora_bits"] = 4, "adapter = qlora"
 
 
 def _add_guesses(translation: Translation) -> None:
-    """Adds the objective that the settings are of, where the trainer's script names it and not its
-    file."""
+    """Adds the objective that the settings are of, where TRL's script names it, not its file."""
     is_told = "objective" in translation.values or translation.lost
     if translation.theirs.trainer != "TRL" or is_told:
         return
@@ -211,25 +200,19 @@ def _add_guesses(translation: Translation) -> None:
 
 
 def _add_rows(translation: Translation) -> None:
-    """Adds what entries of datasets say of their rows: names of fields, a template, and why the
-    rest is left out."""
+    """Adds what entries of datasets say of their rows: names of fields, and a template."""
     objective = str(translation.values.get("objective", ""))
     named: dict[str, Any] = {}
-    lists = [
-        (name, value)
-        for name, value in translation.theirs.values.items()
-        if _flag_of(name)[0] in DATA
-    ]
-    for where, entry in ((name, entry) for name, value in lists for entry in entries(value)):
-        for name, value in entry.items():
+    for where, datasets in translation.theirs.values.items():
+        if _flag_of(where)[0] not in DATA:
+            continue
+        for name, value in (item for entry in entries(datasets) for item in entry.items()):
             setting, ours = f"{where}: {name}", column(str(name), value, objective)
+            columns = translation.values.get("columns", "").split(",")
             if ours and named.setdefault(ours, value) != value:
-                _leave(
-                    translation,
-                    f"{setting} = {_shown(value)}",
-                    f"columns has {ours}={named[ours]} already",
-                )
-            elif ours and f"{ours}={value}" not in translation.values.get("columns", "").split(","):
+                known = f"columns has {ours}={named[ours]} already"
+                _leave(translation, f"{setting} = {_shown(value)}", known)
+            elif ours and f"{ours}={value}" not in columns:
                 _set(translation, "columns", Outcome(f"{ours}={value}"), setting, value)
             elif name == "chat_template" and not is_off(value):
                 _translate_one(translation, "chat_template", value)
@@ -238,56 +221,47 @@ def _add_rows(translation: Translation) -> None:
 
 
 def _add_defaults(translation: Translation) -> None:
-    """Adds what their trainer does where the file says nothing, and train.py would do something
-    else."""
-    trainer, objective = translation.theirs.trainer, translation.values.get("objective", "")
-    defaults = NAMES["defaults"].get(trainer, {}) | NAMES["defaults_of_objectives"].get(
-        trainer, {}
-    ).get(objective, {})
-    if (
-        trainer and objective in CLIPPED_OBJECTIVES
-    ):  # theirs has one limit for both sides, and for every objective
-        defaults |= {"clip_low": 0.2, "clip_high": translation.values.get("clip_low", 0.2)}
-    if trainer == "TRL" and has_nll(translation.theirs):
-        defaults |= {"nll_weight": 1.0}
-    if trainer == "TRL" and "lora" in translation.values:
-        defaults |= {"lora_targets": "q_proj,v_proj"}  # peft's for every family that is read here
-    if trainer == "axolotl" and "max_steps" in translation.values:
-        defaults |= {"warmup_steps": min(3 * translation.values["max_steps"] // 100, 100)}
-    if (peaks := NAMES["learning_rates"].get(trainer)) and not (translation.lost and not objective):
-        kinds = [objective, "adapters" if "lora" in translation.values else "weights"]
-        defaults["learning_rate"] = next(
-            peaks[kind] for kind in (*kinds, "weights") if kind in peaks
-        )
+    """Adds their trainer's defaults, where the file says nothing and train.py has others."""
+    values, theirs = translation.values, translation.theirs
+    trainer, objective = theirs.trainer, values.get("objective", "")
+    of_objectives = NAMES["defaults_of_objectives"].get(trainer, {})
+    defaults = NAMES["defaults"].get(trainer, {}) | of_objectives.get(objective, {})
+    if trainer and objective in CLIPPED_OBJECTIVES:  # theirs has one limit for both sides
+        defaults |= {"clip_low": 0.2, "clip_high": values.get("clip_low", 0.2)}
+    if trainer == "TRL" and has_nll(theirs):
+        defaults["nll_weight"] = 1.0
+    if trainer == "TRL" and "lora" in values:
+        defaults["lora_targets"] = "q_proj,v_proj"  # peft's for every family that is read here
+    if trainer == "axolotl" and "max_steps" in values:
+        defaults["warmup_steps"] = min(3 * values["max_steps"] // 100, 100)
+    peaks = NAMES["learning_rates"].get(trainer)
+    if peaks and (objective or not translation.lost):
+        kinds = (objective, "adapters" if "lora" in values else "weights", "weights")
+        defaults["learning_rate"] = next(peaks[kind] for kind in kinds if kind in peaks)
+    said = {*values}
+    if "max_steps" in values:
+        said.add("epochs")
+    if any("warmup" in name for name in theirs.values):  # a share of steps may be left out
+        said.add("warmup_steps")
+    if "max_length" in theirs.values or objective in ROLLOUT_OBJECTIVES:
+        said.add("context_length")  # rollouts' lengths are settings of their own
     for flag, value in defaults.items():
-        is_said = flag in translation.values or (
-            flag == "epochs" and "max_steps" in translation.values
-        )
-        if (
-            flag == "warmup_steps"
-        ):  # a share of steps that the data settle is among what is left out
-            is_said = is_said or any("warmup" in name for name in translation.theirs.values)
-        if flag == "context_length":  # rollouts' lengths are settings of their own
-            is_unlimited = "max_length" in translation.theirs.values
-            is_said = is_said or is_unlimited or objective in ROLLOUT_OBJECTIVES
-        if not is_said:
-            translation.values[flag] = value
+        if flag not in said:
+            values[flag] = value
             translation.notes[flag] = f"the default of {trainer}"
 
 
 def _drop_without_effect(translation: Translation) -> None:
-    """Leaves out settings that train.py would refuse beside others, or notes why it would refuse
-    them all."""
+    """Leaves out settings that train.py refuses beside others, or notes why it refuses all."""
     while True:
         try:
-            given = given_flags(TrainConfig, as_words(translation.values, NAMES_HERE), "train.py")
-            refuse(TrainConfig(**given), given, TrainConfig.rules)
+            flags = given_flags(TrainConfig, as_words(translation.values, NAMES_HERE), "train.py")
+            refuse(TrainConfig(**flags), flags, TrainConfig.rules)
             return
         except UserError as error:
             flag = str(error).partition(" has no effect ")[0]
-            if (
-                flag not in translation.values or flag == "objective"
-            ):  # another one would be trained
+            # Without its objective a run would train another one.
+            if flag not in translation.values or flag == "objective":
                 translation.refused = str(error)
                 return
             value, note = translation.values.pop(flag), translation.notes.pop(flag)
@@ -305,22 +279,16 @@ def _drop_one_goal(translation: Translation) -> None:
 
 
 def as_toml(translation: Translation, target: str) -> str:
-    """Returns the settings as TOML, below comments that say where they come from, and above what is
-    left out."""
-    return (
-        "\n".join([*_head(translation, target), "", *_settings(translation), *_rest(translation)])
-        + "\n"
-    )
+    """Returns the settings as TOML, with comments on their origin and on what is left out."""
+    head, settings = _head(translation, target), _settings(translation)
+    return "\n".join([*head, "", *settings, *_rest(translation)]) + "\n"
 
 
 def _head(translation: Translation, target: str) -> Iterator[str]:
     theirs = translation.theirs
-    told = (
-        f"a config of {theirs.trainer}"
-        if theirs.trainer
-        else "a config of no trainer that is known here"
-    )
-    yield f"# From {theirs.file}, {told}. Train: {program()} train.py --config {target}"
+    trainer = theirs.trainer or "no trainer that is known here"
+    command = f"{program()} train.py --config {target}"
+    yield f"# From {theirs.file}, a config of {trainer}. Train: {command}"
     for command in translation.firsts:
         yield f"# First: {command}"
     if not {"init_from", "model_size"} & translation.values.keys():
@@ -328,19 +296,21 @@ def _head(translation: Translation, target: str) -> Iterator[str]:
     if "data" not in translation.values:
         yield "# No data are named: give data; else the sources of Python's library are read"
     if "context_length" not in translation.values:
-        yield f"# No length is named: give context_length; {TrainConfig.context_length} tokens by default"
+        length = f"{TrainConfig.context_length} tokens by default"
+        yield f"# No length is named: give context_length; {length}"
     if translation.lost and "objective" not in translation.values:
         lost = _one_line(translation.lost)
-        yield f"# Their loss is none of these here: {lost}; next tokens are trained, or give objective"
+        cure = "next tokens are trained, or give objective"
+        yield f"# Their loss is none of these here: {lost}; {cure}"
     if translation.refused:
         yield f"# train.py refuses these settings as they are: {_one_line(translation.refused)}"
 
 
 def _settings(translation: Translation) -> Iterator[str]:
-    in_order = (each.name for members in grouped(TrainConfig).values() for each in members)
-    for name in in_order:
-        if name in translation.values:
-            yield f"{name} = {_toml(translation.values[name])}  # {_one_line(translation.notes[name])}"
+    for members in grouped(TrainConfig).values():
+        for name in (member.name for member in members if member.name in translation.values):
+            note = _one_line(translation.notes[name])
+            yield f"{name} = {_toml(translation.values[name])}  # {note}"
 
 
 def _rest(translation: Translation) -> Iterator[str]:
@@ -367,9 +337,7 @@ def _one_line(text: str) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(
-        value, str
-    ):  # JSON's escapes are TOML's, but for the one character that JSON leaves as it is
+    if isinstance(value, str):  # JSON's escapes are TOML's, but for one character
         return json.dumps(value).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
         return "true" if value else "false"

@@ -1,5 +1,4 @@
-"""Translates values: what a setting of another trainer is as a value of a flag here, or why it is
-left out.
+"""Translates a value of another trainer's setting into a flag's value, or says why not.
 
 A function per flag whose value differs from theirs; other values are taken as they are, in the
 flag's own type.
@@ -9,7 +8,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from os.path import expanduser
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -22,7 +20,8 @@ from training.host.other_trainers import NAMES
 from training.run.settings import TrainConfig
 
 ON, OFF = ("true", "yes", "on"), ("false", "no", "off")
-TYPES = {each.name: next(iter(get_args(each.type)), each.type) for each in fields(TrainConfig)}
+TYPES = {field.name: next(iter(get_args(field.type)), field.type) for field in fields(TrainConfig)}
+FILES = (".json", ".jsonl", ".parquet", ".csv", ".txt", ".jinja")  # no names on the Hub
 MOST_RANK = 2**13  # that lora takes
 MEASURED = "the fastest attention kernel is measured; attention_backend names one"
 PLANNED = "a plan decides what is computed again; gradient_checkpointing = true takes its place"
@@ -54,11 +53,9 @@ def plain(flag: str, value: Any) -> Outcome:
             return Outcome(float(value))
         if kind is int:
             number = float(str(value).replace("_", ""))
-            return (
-                Outcome(int(number))
-                if number == int(number)
-                else Outcome(note=f"{flag} is a whole number")
-            )
+            if number == int(number):
+                return Outcome(int(number))
+            return Outcome(note=f"{flag} is a whole number")
     except (TypeError, ValueError, OverflowError):
         return Outcome(note=f"{flag} is a number")
     if kind is bool:
@@ -68,10 +65,8 @@ def plain(flag: str, value: Any) -> Outcome:
 
 def in_words(flag: str, value: Any) -> str | None:
     """Returns the flag's value for a word of theirs, by other_trainers.toml."""
-    word = str(value).lower()
-    return next(
-        (ours for ours, theirs in NAMES["words"][flag].items() if word in theirs.split()), None
-    )
+    words = NAMES["words"][flag].items()
+    return next((ours for ours, theirs in words if str(value).lower() in theirs.split()), None)
 
 
 def word(flag: str, why: str) -> Callable[[str, Any, Theirs], Outcome]:
@@ -79,11 +74,9 @@ def word(flag: str, why: str) -> Callable[[str, Any, Theirs], Outcome]:
 
     def read(name: str, value: Any, theirs: Theirs) -> Outcome:
         meant = in_words(flag, value)
-        return (
-            Outcome(note=f"{why}: {', '.join(NAMES['words'][flag])}")
-            if meant is None
-            else Outcome(meant)
-        )
+        if meant is None:
+            return Outcome(note=f"{why}: {', '.join(NAMES['words'][flag])}")
+        return Outcome(meant)
 
     return read
 
@@ -92,13 +85,11 @@ def word(flag: str, why: str) -> Callable[[str, Any, Theirs], Outcome]:
 
 
 def folder(name: str, value: Any, theirs: Theirs) -> Outcome:
-    """A model's folder: a name on the Hugging Face Hub is downloaded into a folder of its last
-    part."""
+    """Reads a model's folder; a name on the Hugging Face Hub is downloaded into a folder."""
     outcome = _downloaded(str(value), "")
     if name.endswith("hf_assets_path") and not is_on(theirs.get("initial_load_in_hf")):
-        return outcome._replace(
-            flag="tokenizer", note="torchtitan draws the weights; init_from reads this folder's"
-        )
+        note = "torchtitan draws the weights; init_from reads this folder's"
+        return outcome._replace(flag="tokenizer", note=note)
     return outcome
 
 
@@ -118,72 +109,53 @@ def _expanded(path: str) -> str:
 
 
 def _downloaded(path: str, option: str) -> Outcome:
-    is_of_the_hub = (
-        re.fullmatch(r"[\w.-]+/[\w.-]+", path)
-        and not Path(path).exists()
-        and not path.startswith(".")
-    )
-    if not is_of_the_hub or Path(path).suffix in (
-        ".json",
-        ".jsonl",
-        ".parquet",
-        ".csv",
-        ".txt",
-        ".jinja",
-    ):
+    """Returns a path; a name on the Hub with the command that downloads it."""
+    is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith(".")
+    if not is_name or Path(path).exists() or Path(path).suffix in FILES:
         return Outcome(_expanded(path))
     local = path.split("/")[1]
     return Outcome(local, first=hub_download(f"{path} {option}--local-dir {local}"))
 
 
 def paths(name: str, value: Any, theirs: Theirs) -> Outcome:
-    """Files and folders of data, from names, lists of names, or lists of tables with a path or
-    data_files."""
+    """Reads files and folders of data: a name, names, or tables with a path or data_files."""
     if name.rpartition(".")[2] == "dataset_dir":
         return Outcome(note="the folder in which names of datasets are looked up")
     if theirs.trainer == "torchtitan" and "/" not in str(value):
-        return Outcome(
-            note="a name that torchtitan knows; data are files and folders of this machine"
-        )
-    listed = value if isinstance(value, list) else str(value).split(",")
-    found: list[Outcome] = []
+        note = "a name that torchtitan knows; data are files and folders of this machine"
+        return Outcome(note=note)
+    datasets: list[Outcome] = []
     unread: dict[str, None] = {}
-    for each in listed:
-        entry = each if isinstance(each, dict) else {"path": str(each).strip()}
-        files = entry.get("data_files") or entry.get("path") or entry.get("dataset")
-        unread |= dict.fromkeys(map(str, filter(partial(_is_unread, entry), entry)))
+    for entry in value if isinstance(value, list) else str(value).split(","):
+        table = entry if isinstance(entry, dict) else {"path": str(entry).strip()}
+        files = table.get("data_files") or table.get("path") or table.get("dataset")
+        unread |= dict.fromkeys(str(name) for name in table if _is_unread(table, name))
         for file in files if isinstance(files, list) else [files]:
-            found.append(_dataset(str(file), theirs))
-    notes = [each.note for each in found if each.note]
+            datasets.append(_dataset(str(file), theirs))
+    notes = dict.fromkeys(dataset.note for dataset in datasets if dataset.note)
     if unread:
-        notes.append(
-            f"rows are told by their fields, and all are read: {', '.join(unread)} left out"
-        )
-    firsts = dict.fromkeys(each.first for each in found if each.first)
-    return Outcome(
-        [each.value for each in found], "; ".join(dict.fromkeys(notes)), " && ".join(firsts)
-    )
+        names = ", ".join(unread)
+        notes[f"rows are told by their fields, and all are read: {names} left out"] = None
+    firsts = dict.fromkeys(dataset.first for dataset in datasets if dataset.first)
+    paths = [dataset.value for dataset in datasets]
+    return Outcome(paths, "; ".join(notes), " && ".join(firsts))
 
 
 def _is_unread(entry: dict, name: str) -> bool:
-    """Whether a setting of an entry is neither the place of its rows nor what translate.py says
-    more of."""
-    is_named = (
-        column(name, entry[name], "") is not None or why_left_out(name, entry[name]) is not None
-    )
-    return name not in PLACES and not is_named and name != "chat_template"
+    """Whether neither this file nor translate.py reads a setting of an entry."""
+    if name in PLACES or name == "chat_template":
+        return False
+    return column(name, entry[name], "") is None and why_left_out(name, entry[name]) is None
 
 
 def _dataset(name: str, theirs: Theirs) -> Outcome:
-    """A dataset by its file, by a name on the Hub, or by a name in LLaMA-Factory's
-    dataset_info.json."""
+    """Reads a dataset: its file, a name on the Hub, or a name of LLaMA-Factory's."""
     name, _, count = name.partition("#") if theirs.trainer == "ms-swift" else (name, "", "")
     note = f"all of {name}, not {count} rows" if count else ""
     if theirs.trainer == "LLaMA-Factory" and "/" not in name and not Path(name).exists():
         where = str(theirs.get("dataset_dir", "data"))
-        return Outcome(
-            f"{where}/{name}.json", f"{where}/dataset_info.json names the file of {name}"
-        )
+        note = f"{where}/dataset_info.json names the file of {name}"
+        return Outcome(f"{where}/{name}.json", note)
     downloaded = _downloaded(name, "--repo-type dataset ")
     return downloaded._replace(note=note)
 
@@ -238,15 +210,15 @@ def share_held_out(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def adapters_of(theirs: Theirs) -> dict | None:
-    """Returns the row of the trainer's adapters if the settings ask for adapters; None: every
-    weight is trained."""
+    """Returns the row of the trainer's adapters; None: the settings ask for none."""
     row = NAMES["adapters"].get(theirs.trainer, {})
     if "switch" not in row:
         asks = is_on(theirs.get("use_peft")) or theirs.get("lora_rank") or theirs.get("lora.rank")
         return row if asks else None
-    given = [value for name in row["switch"].split() if (value := theirs.get(name)) is not None]
-    asked = str(given[0] if given else row.get("default", "")).lower()
-    return row if "lora" in asked or asked in ("true", "dora") else None
+    values = [theirs.get(name) for name in row["switch"].split()]
+    value = next((value for value in values if value is not None), row.get("default", ""))
+    word = str(value).lower()
+    return row if "lora" in word or word in ("true", "dora") else None
 
 
 def rank(name: str, value: Any, theirs: Theirs) -> Outcome:
@@ -255,9 +227,11 @@ def rank(name: str, value: Any, theirs: Theirs) -> Outcome:
         return Outcome(note="every weight is trained" if str(value).isdecimal() else "")
     if not isinstance(value, bool | str) or str(value).isdecimal():
         return Outcome(int(value))
-    given = (theirs.get(each) for each in ("lora_r", "lora_rank", "lora_dim"))
-    numbers = [each for each in given if type(each) is int and 0 < each <= MOST_RANK]
-    return Outcome(numbers[0] if numbers else row.get("rank", 8))
+    for setting in ("lora_r", "lora_rank", "lora_dim"):
+        number = theirs.get(setting)
+        if type(number) is int and 0 < number <= MOST_RANK:
+            return Outcome(number)
+    return Outcome(row.get("rank", 8))
 
 
 def alpha(name: str, value: Any, theirs: Theirs) -> Outcome:
@@ -265,9 +239,8 @@ def alpha(name: str, value: Any, theirs: Theirs) -> Outcome:
         return Outcome(note="every weight is trained")
     number, rank_of_adapters = float(value), rank("lora", True, theirs).value
     if is_rank_stabilized(theirs):
-        return Outcome(
-            number * math.sqrt(rank_of_adapters), "of rsLoRA: theirs x the root of the rank"
-        )
+        scaled = number * math.sqrt(rank_of_adapters)
+        return Outcome(scaled, "of rsLoRA: theirs x the root of the rank")
     return Outcome(number)
 
 
@@ -280,22 +253,19 @@ def targets(name: str, value: Any, theirs: Theirs) -> Outcome:
         return Outcome(note="every weight is trained")
     if is_on(value) or value in ("all", "all-linear", ["all-linear"], ["all"]):
         return Outcome("all-linear")
-    names = [
-        str(each).strip() for each in (value if isinstance(value, list) else str(value).split(","))
-    ]
-    known = [each for each in names if each in TARGETS]
-    others = [each for each in names if each not in TARGETS]
+    listed = value if isinstance(value, list) else str(value).split(",")
+    names = [str(name).strip() for name in listed]
+    known = [name for name in names if name in TARGETS]
+    unknown = ", ".join(name for name in names if name not in TARGETS)
     if not known:
         return Outcome(note=f"lora_targets are of {', '.join(TARGETS)}; default: all-linear")
-    return Outcome(",".join(known), f"without {', '.join(others)}, of no block" if others else "")
+    return Outcome(",".join(known), f"without {unknown}, of no block" if unknown else "")
 
 
 def bits(name: str, value: Any, theirs: Theirs) -> Outcome:
     end = name.rpartition(".")[2]
-    number = {"load_in_4bit": 4, "load_in_8bit": 8, "qlora": 4}.get(end) or (
-        value if value in (4, 8) else None
-    )
-    if number is None:
+    number = {"load_in_4bit": 4, "load_in_8bit": 8, "qlora": 4}.get(end, value)
+    if number not in (4, 8):
         return Outcome(note="lora_bits is 16, 8 or 4")
     if adapters_of(theirs) is None:
         return Outcome(note="weights that are trained are bf16 beside float32 masters")
@@ -331,52 +301,44 @@ def schedule(name: str, value: Any, theirs: Theirs) -> Outcome:
     end = name.rpartition(".")[2]
     if end == "min_lr":
         peak = theirs.get("learning_rate", theirs.get("lr"))
-        return (
-            Outcome(float(value) / float(peak))
-            if peak
-            else Outcome(note="a share of learning_rate is to be given")
-        )
+        if not peak:
+            return Outcome(note="a share of learning_rate is to be given")
+        return Outcome(float(value) / float(peak))
     if end.startswith(("min_", "cosine_min")):
         return Outcome(float(value))
     kind = str(value).lower()
     if kind.startswith("cosine_") and "min_lr" in kind:  # settings of their own say where it ends
         return Outcome()
-    ratio = next(
-        (float(share) for share, kinds in NAMES["schedules"].items() if kind in kinds.split()), None
-    )
-    if ratio is None:
-        return Outcome(note="the learning rate rises for warmup_steps and falls by a cosine")
-    return Outcome(ratio, "" if ratio or kind == "cosine" else "by a cosine here")
+    for ratio, kinds in NAMES["schedules"].items():
+        if kind in kinds.split():
+            is_said = float(ratio) or kind == "cosine"
+            return Outcome(float(ratio), "" if is_said else "by a cosine here")
+    return Outcome(note="the learning rate rises for warmup_steps and falls by a cosine")
 
 
 def optimizer(name: str, value: Any, theirs: Theirs) -> Outcome:
     meant = in_words("optimizer_state", value)
     if meant is None:
         return Outcome(note="the optimizer is AdamW with betas of 0.9 and 0.95")
-    if meant == "compact" and adapters_of(theirs) is None:
+    if meant != "compact":
+        return Outcome()
+    if adapters_of(theirs) is None:
         return Outcome("compact")
-    return (
-        Outcome(note="adapters' state is small, and float32") if meant == "compact" else Outcome()
-    )
+    return Outcome(note="adapters' state is small, and float32")
 
 
 def all_sequences(name: str, value: Any, theirs: Theirs) -> Outcome:
-    """Sequences in a step of all GPUs, as micro-batches of one."""
-    whole, local = (
-        int(value),
-        theirs.get("local_batch_size", theirs.get("micro_batch_size_per_gpu")),
-    )
-    if whole < 1:
+    """Reads sequences in a step of all GPUs, as micro-batches of one GPU."""
+    total = int(value)
+    local = theirs.get("local_batch_size", theirs.get("micro_batch_size_per_gpu"))
+    if total < 1:
         return Outcome()
     gpus = int(theirs.get("n_gpus_per_node", 1)) * int(theirs.get("nnodes", 1))
     if local is None:
-        return Outcome(note=f"{whole} / (batch_size x GPUs) is gradient_accumulation_steps")
-    count = max(1, whole // (int(local) * gpus))
-    return Outcome(
-        count,
-        f"on {gpus} GPU{'s' * (gpus > 1)}: {whole} / ({local} x {gpus})",
-        flag="gradient_accumulation_steps",
-    )
+        return Outcome(note=f"{total} / (batch_size x GPUs) is gradient_accumulation_steps")
+    count = max(1, total // (int(local) * gpus))
+    note = f"on {gpus} GPU{'s' * (gpus > 1)}: {total} / ({local} x {gpus})"
+    return Outcome(count, note, flag="gradient_accumulation_steps")
 
 
 def sequences(name: str, value: Any, theirs: Theirs) -> Outcome:
@@ -385,12 +347,9 @@ def sequences(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def micro_batches(name: str, value: Any, theirs: Theirs) -> Outcome:
-    is_of_all = name.rpartition(".")[2] == "global_batch_size"
-    return (
-        all_sequences(name, value, theirs)
-        if is_of_all
-        else plain("gradient_accumulation_steps", value)
-    )
+    if name.rpartition(".")[2] == "global_batch_size":
+        return all_sequences(name, value, theirs)
+    return plain("gradient_accumulation_steps", value)
 
 
 def length(name: str, value: Any, theirs: Theirs) -> Outcome:
@@ -398,20 +357,16 @@ def length(name: str, value: Any, theirs: Theirs) -> Outcome:
     if name.rpartition(".")[2] in ("max_prompt_length", "max_response_length"):
         if question is None or answer is None:
             return Outcome(note="context_length is of a prompt with its answer")
-        return Outcome(
-            int(question) + int(answer), f"{question} of a prompt and {answer} of an answer"
-        )
+        note = f"{question} of a prompt and {answer} of an answer"
+        return Outcome(int(question) + int(answer), note)
     return plain("context_length", value)
 
 
 def objective(name: str, value: Any, theirs: Theirs) -> Outcome:
-    if name.rpartition(".")[2] in ("importance_sampling_level", "stage") and str(value) in (
-        "token",
-        "sft",
-        "pt",
-    ):
+    is_detail = name.rpartition(".")[2] in ("importance_sampling_level", "stage")
+    if is_detail and str(value) in ("token", "sft", "pt"):
         return Outcome()
-    kinds = [each for each in value if each != "sft"] if isinstance(value, list) else [value]
+    kinds = [kind for kind in value if kind != "sft"] if isinstance(value, list) else [value]
     meant = in_words("objective", kinds[0]) if len(kinds) == 1 else None
     if meant is None:
         return Outcome(note=f"objective is one of {', '.join(NAMES['words']['objective'])}")
@@ -425,8 +380,10 @@ def has_nll(theirs: Theirs) -> bool:
 
 
 def nll(name: str, value: Any, theirs: Theirs) -> Outcome:
-    """The weight of the chosen answers' loss: 0.5 of loss_type [sigmoid, sft] with loss_weights
-    [1.0, 0.5]."""
+    """Reads the weight of the chosen answers' loss.
+
+    It is 0.5 of loss_type [sigmoid, sft] with loss_weights [1.0, 0.5].
+    """
     if name.rpartition(".")[2] != "loss_weights":
         return plain("nll_weight", value)
     if not has_nll(theirs) or len(value) != 2:
@@ -451,8 +408,7 @@ def beta(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 
 def interval(flag: str, why: str) -> Callable[[str, Any, Theirs], Outcome]:
-    """Returns a function that reads steps between validations or checkpoints; theirs may be words,
-    or a share."""
+    """Returns a function that reads steps between validations, which may be words or a share."""
 
     def read(name: str, value: Any, theirs: Theirs) -> Outcome:
         if str(value).lower() == "steps":
@@ -476,26 +432,22 @@ def saves(name: str, value: Any, theirs: Theirs) -> Outcome:
 
 def going_on(name: str, value: Any, theirs: Theirs) -> Outcome:
     meant = in_words("resume", value)
-    return (
-        Outcome(meant)
-        if meant
-        else Outcome(note="checkpoints of other trainers: init_from takes their weights")
-    )
+    if not meant:
+        return Outcome(note="checkpoints of other trainers: init_from takes their weights")
+    return Outcome(meant)
 
 
 def project(name: str, value: Any, theirs: Theirs) -> Outcome:
-    named = (
-        theirs.get("wandb_project")
-        or theirs.get("trackio_project_name")
-        or theirs.get("project_name")
-    )
-    return Outcome(str(named or "fathom") if is_on(value) else str(value))
+    if not is_on(value):
+        return Outcome(str(value))
+    names = map(theirs.get, ("wandb_project", "trackio_project_name", "project_name"))
+    return Outcome(str(next(filter(None, names), "fathom")))
 
 
 def switch(name: str, value: Any, theirs: Theirs) -> Outcome:
-    return (
-        Outcome(True) if is_on(value) else Outcome(note="event files go to output_dir/tensorboard")
-    )
+    if is_on(value):
+        return Outcome(True)
+    return Outcome(note="event files go to output_dir/tensorboard")
 
 
 def minutes(name: str, value: Any, theirs: Theirs) -> Outcome:

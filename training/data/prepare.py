@@ -53,6 +53,7 @@ from training.data.sources import (
     say_left_out,
 )
 from training.data.template import template_hash
+from training.data.tokenizer import ByteTokenizer, FileTokenizer
 from training.host.errors import UserError, as_json
 from training.host.files import flush, only_run_in, read_json, space_on, write_file
 from training.host.processes import DISK_ERRORS
@@ -82,10 +83,23 @@ class Extent(NamedTuple):
         return self.stop - self.start
 
 
+class Tokenizing(NamedTuple):
+    """A tokenizer, all that names it, and the flags by which a worker opens it."""
+
+    opened: FileTokenizer | ByteTokenizer
+    identity: str
+    path: str
+    chat_template: str | None
+
+
 def prepare(
-    source: Path, out: Path, tokenizer: str, workers: int = 1, reading: Reading = DEFAULT,
+    source: Path,
+    out: Path,
+    tokenizer: str,
+    workers: int = 1,
+    reading: Reading = DEFAULT,
     chat_template: str | None = None,
-) -> dict:  # fmt: skip
+) -> dict:
     """Makes a prepared set of `source`, a file or a folder, in the folder `out`; returns its index.
 
     Parts with rows that cannot be read are made without them. Where such rows are refused, no part
@@ -96,17 +110,15 @@ def prepare(
     identity = f"{opened.identity}{opened.eos_id}{getattr(opened, 'special_tokens', '')}"
     with contextlib.suppress(UserError):  # texts need no template
         identity += str(template_hash(opened))
-    if out.is_dir() and any(
-        file.suffix != ".json" and is_data(file, reading) for file in out.iterdir()
-    ):
-        raise UserError(
-            f"{out} has text in it, which its set would hide from --data; choose another folder"
-        )
+    for file in out.iterdir() if out.is_dir() else ():
+        if file.suffix != ".json" and is_data(file, reading):
+            raise UserError(
+                f"{out} has text in it, which its set would hide from --data; choose another folder"
+            )
+    tokenizing = Tokenizing(opened, identity, tokenizer, chat_template)
     with interrupted_by_signals(), only_run_in(out):
         try:
-            return _prepare_in(
-                out, source, files, (opened, identity, tokenizer, chat_template), reading, workers
-            )
+            return _prepare_in(out, source, files, tokenizing, reading, workers)
         except KeyboardInterrupt:
             for file in out.iterdir():
                 if OURS.fullmatch(file.name) and file.suffix == ".new":
@@ -115,18 +127,24 @@ def prepare(
 
 
 def _prepare_in(
-    out: Path, source: Path, files: list[Path], tokenizing: tuple, reading: Reading, workers: int
+    out: Path,
+    source: Path,
+    files: list[Path],
+    tokenizing: Tokenizing,
+    reading: Reading,
+    workers: int,
 ) -> dict:
-    """Makes the set of `prepare` in its locked folder; `tokenizing` is (tokenizer, all that names
-    it, its flags)."""
-    opened, identity, *flags = tokenizing
-    parts = _find_parts(files, identity, reading)
-    done = {name: summary for name in parts if (summary := _read_part(out / name)) is not None}
+    """Makes the set of `prepare` in its locked folder."""
+    opened = tokenizing.opened
+    parts = _find_parts(files, tokenizing.identity, reading)
+    summaries = {name: _read_part(out / name) for name in parts}
+    done = {name: summary for name, summary in summaries.items() if summary is not None}
     if reading.bad_rows != "drop":
         _settle_bad_rows(parts, done, reading)
     if os.path.lexists(out / INDEX):
         _check_is_earlier(out, opened, source, reading)
-    _make_parts(parts, done, out, (flags[0], reading, flags[1]), workers)
+    settings = tokenizing.path, reading, tokenizing.chat_template
+    _make_parts(parts, done, out, settings, workers)
     _settle_bad_rows(parts, done, reading)
     kept = [{"name": name, **done[name]} for name in parts if done[name]["documents"]]
     if os.path.lexists(out / INDEX):
@@ -142,15 +160,18 @@ def _prepare_in(
     if not kept:
         raise UserError(f"{source} has no text; give a path that holds some")
     index = {
-        "format": FORMAT, "tokenizer": opened.identity, "tokenizer_name": opened.name,
+        "format": FORMAT,
+        "tokenizer": opened.identity,
+        "tokenizer_name": opened.name,
         "eos_id": opened.eos_id,
-        "are_samples": any(part["are_samples"] for part in kept), "source": str(source),
+        "are_samples": any(part["are_samples"] for part in kept),
+        "source": str(source),
         "columns": reading.renames,
         "reasoning": reading.reasoning or "template",
         "chat_template": template_hash(opened) if has_chats else None,
         **{name: sum(part[name] for part in kept) for name in ("documents", "tokens", "targets")},
         "parts": kept,
-    }  # fmt: skip
+    }
     index["sha256"] = hash_of_index(index)
     flush(out)
     _write(out / INDEX, json.dumps(index, indent=1).encode())
@@ -190,21 +211,20 @@ def _settle_bad_rows(parts: Iterable[str], done: dict[str, dict], reading: Readi
 
 
 def _find_parts(files: list[Path], identity: str, reading: Reading) -> dict[str, list[Extent]]:
-    """Returns the parts by their names. Shows progress: .jsonl files are read for the ends of their
-    lines."""
+    """Returns the parts by their names. Shows progress: ends of lines are looked for."""
     parts = {}
     total = sum(file.stat().st_size for file in files)
-    with Progress(
-        total=total, unit="B", unit_scale=True, desc="finding lines", leave=False
-    ) as progress:
+    bar = {"unit": "B", "unit_scale": True, "desc": "finding lines", "leave": False}
+    with Progress(total=total, **bar) as progress:
         for extents in _plan(files):
             content = {
                 "format": FORMAT,
                 "meaning": MEANING,
                 "pieces": extents,
                 "identity": identity,
+                "reasoning": reading.reasoning or "template",
+                "columns": reading.renames,
             }
-            content |= {"reasoning": reading.reasoning or "template", "columns": reading.renames}
             parts[f"part-{hashlib.sha256(canonical(content)).hexdigest()[:16]}"] = extents
             progress.update(sum(extent.num_bytes for extent in extents))
     return parts
@@ -212,7 +232,7 @@ def _find_parts(files: list[Path], identity: str, reading: Reading) -> dict[str,
 
 def _plan(files: list[Path]) -> Iterator[list[Extent]]:
     """Yields the parts, each some whole text files, or some whole rows of one file."""
-    whole: list[Extent] = []
+    texts: list[Extent] = []
     for file in files:
         status = file.stat()
         extent = Extent(str(file), status.st_size, status.st_mtime_ns, 0, status.st_size, 0)
@@ -220,17 +240,16 @@ def _plan(files: list[Path]) -> Iterator[list[Extent]]:
             for start, stop, line in cut_rows(file, PART_BYTES):
                 yield [extent._replace(start=start, stop=stop, line=line)]
             continue
-        whole.append(extent)
-        if sum(each.size for each in whole) >= PART_BYTES or len(whole) == 1000:
-            yield whole
-            whole = []
-    if whole:
-        yield whole
+        texts.append(extent)
+        if sum(text.size for text in texts) >= PART_BYTES or len(texts) == 1000:
+            yield texts
+            texts = []
+    if texts:
+        yield texts
 
 
 def _read_part(path: Path) -> dict | None:
-    """Returns a part's summary, or None if the part is not complete, or its .json is damaged or
-    edited."""
+    """Returns a part's summary; None if the part is not complete, or its .json was changed."""
     try:
         content = read_json(path.with_suffix(".json"))
         if not is_summary(content):
@@ -249,12 +268,13 @@ def _has_changed(extent: Extent) -> bool:
 
 
 def _make_parts(
-    parts: dict[str, list[Extent]], done: dict[str, dict], out: Path,
+    parts: dict[str, list[Extent]],
+    done: dict[str, dict],
+    out: Path,
     settings: tuple[str, Reading, str | None],
     workers: int,
-) -> None:  # fmt: skip
-    """Makes the parts that are not done, in parallel and with a progress bar, and adds their
-    summaries to `done`."""
+) -> None:
+    """Makes the parts that are not done, in parallel, and adds their summaries to `done`."""
     missing = [name for name in parts if name not in done]
     if not missing:
         return
@@ -273,38 +293,31 @@ def _make_parts(
             limits = "raise the limits of processes and open files (ulimit -u, ulimit -n)"
             cure = f"make /dev/shm writable, make room in it, or {limits}"
             raise UserError(f"cannot start worker processes: {error}; {cure}") from None
-        before = sum(sizes[name] for name in done)
-        progress = stack.enter_context(
-            Progress(
-                total=sum(sizes.values()),
-                initial=before,
-                unit="B",
-                unit_scale=True,
-                desc="tokenizing",
-            )
-        )
+        size = {"total": sum(sizes.values()), "initial": sum(sizes[name] for name in done)}
+        bar = {"unit": "B", "unit_scale": True, "desc": "tokenizing"}
+        progress = stack.enter_context(Progress(**size, **bar))
         try:
             for task in as_completed(tasks):
                 if task.cancelled():
                     continue
-                done[tasks[task]] = task.result()
-                if settings[1].bad_rows != "drop" and done[tasks[task]]["bad"]["count"]:
-                    for other in tasks:
-                        other.cancel()
+                name, summary = tasks[task], task.result()
+                done[name] = summary
+                if settings[1].bad_rows != "drop" and summary["bad"]["count"]:
+                    for waiting in tasks:
+                        waiting.cancel()
                 progress.set_postfix(tokens=f"{sum(part['tokens'] for part in done.values()):,}")
-                progress.update(sizes[tasks[task]])
+                progress.update(sizes[name])
         except BrokenProcessPool:
             cure = "the same command with fewer --workers goes on"
             raise UserError(f"a worker was killed, as when memory runs out: {cure}") from None
 
 
-def _end_workers(others: set) -> Callable[..., None]:
-    """Returns an exit of a context that kills processes which began in it, all but `others`, after
-    an interrupt."""
+def _end_workers(earlier: set) -> Callable[..., None]:
+    """Returns an exit of a context that kills its processes, not `earlier` ones, if interrupted."""
 
     def end(kind: type | None, *_) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt):
-            for process in {*multiprocessing.active_children()} - others:
+            for process in {*multiprocessing.active_children()} - earlier:
                 process.kill()
 
     return end
@@ -315,16 +328,16 @@ _reader: DocumentReader | None = None  # a worker's
 
 def _open_reader(path: str, reading: Reading, chat_template: str | None) -> None:
     global _reader
-    if (parent := multiprocessing.parent_process()) is not None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
         # Ctrl-C ends the worker. KeyboardInterrupt would end the part at hand, and the worker would
         # begin the next.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         # A pipe that the parent holds closes when the parent ends. The system then sends SIGIO,
         # which ends the worker also in a library call that does not return.
         fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(
-            parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC
-        )
+        flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
         if not parent.is_alive():
             os._exit(1)
     tokenizer = open_tokenizer(path, chat_template)
@@ -342,22 +355,22 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
         with _cleared(path.with_suffix(".tokens.new")).open("wb") as stream:
             for number, extent in enumerate(extents):
                 if _has_changed(extent):
-                    raise UserError(
-                        f"{extent.path} has changed since the command began: start it again, it "
-                        "goes on"
-                    )
-                for document in _reader.read(
-                    Path(extent.path), extent.start, extent.stop, extent.line
-                ):
+                    changed = f"{extent.path} has changed since the command began"
+                    raise UserError(f"{changed}: start it again, it goes on")
+                path_of_text = Path(extent.path)
+                documents = _reader.read(path_of_text, extent.start, extent.stop, extent.line)
+                for document in documents:
                     tokens = document.tokens.astype(TOKEN)
                     largest = max(largest, int(tokens.max(initial=0)))
                     if document.masked is not None:
                         are_samples = True
                         tokens |= np.where(document.masked, MASKED, 0).astype(TOKEN)
-                    tokens = tokens if document.is_complete else np.concatenate([tokens, eos_id])
+                    if not document.is_complete:
+                        tokens = np.concatenate([tokens, eos_id])
                     stream.write(tokens.data)
                     digest.update(tokens.data)
-                    end, targets = end + len(tokens), targets + int((tokens[1:] < MASKED).sum())
+                    end += len(tokens)
+                    targets += int((tokens[1:] < MASKED).sum())
                     rows.append((end, number, document.line))
             stream.flush()
             os.fsync(stream.fileno())
@@ -367,21 +380,24 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
     table = np.array(rows, dtype=DOCUMENT).reshape(-1, 3).tobytes()
     _write(path.with_suffix(".documents"), table)
     summary = {
-        "documents": len(rows), "tokens": end, "targets": targets, "largest_id": largest,
+        "documents": len(rows),
+        "tokens": end,
+        "targets": targets,
+        "largest_id": largest,
         "are_samples": are_samples,
-        "found": _reader.found, "left_out": _reader.left_out,
+        "found": _reader.found,
+        "left_out": _reader.left_out,
         "bad": dataclasses.asdict(_reader.bad),
         "used": sorted(_reader.used),
         "sha256": {".tokens": digest.hexdigest(), ".documents": hashlib.sha256(table).hexdigest()},
-    }  # fmt: skip
+    }
     content = {"pieces": extents, "summary": summary, "sha256": hash_of_part(extents, summary)}
     _write(path.with_suffix(".json"), json.dumps(content).encode())
     return summary
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file and rename it when it is on the disk, so that it is complete or absent. Raises
-    UserError."""
+    """Writes a file that is complete or absent, by a rename. Raises UserError."""
     new = file.with_name(file.name + ".new")
     try:
         write_file(_cleared(new), content)
@@ -406,8 +422,7 @@ def _why_not_written(file: Path, error: OSError) -> str:
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """Returns the lengths of documents as a table by powers of two, with bars for their shares of
-    the tokens."""
+    """Returns the lengths of documents as a table by powers of two, with bars of tokens."""
     exponents = np.log2(lengths).astype(int)
     quantiles = np.quantile(lengths, [0.5, 0.95]).astype(int)
     counts = f"{len(lengths):,} documents, {lengths.sum():,} tokens"
@@ -419,7 +434,6 @@ def histogram(lengths: np.ndarray) -> str:
         inside = lengths[exponents == exponent]
         share = inside.sum() / lengths.sum()
         span = f"{2**exponent:,} to {2 ** (exponent + 1) - 1:,}"
-        lines.append(
-            f"{span:>25} {len(inside):>12,} {share:>14.1%} {'#' * round(50 * share)}".rstrip()
-        )
+        bar = "#" * round(50 * share)
+        lines.append(f"{span:>25} {len(inside):>12,} {share:>14.1%} {bar}".rstrip())
     return "\n".join(lines)

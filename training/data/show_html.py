@@ -1,5 +1,4 @@
-"""A batch as a page of HTML: `--show_batch batch.html`. Each document is a box, in which targets
-are coloured."""
+"""A batch as a page of HTML, for `--show_batch batch.html`: targets are coloured."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,20 +11,23 @@ SHOWN_ON_A_PAGE = 20_000  # characters of one stretch of targets, or of masked t
 STYLE = """
 mark { background: var(--target); color: inherit; border-bottom: 1px solid var(--target-line); }
 .bar { display: flex; height: 1.1rem; border: 1px solid var(--line); margin: .4rem 0; }
-.bar > div { border-right: 1px solid var(--page); background: var(--line); min-width: 1px; box-sizing: border-box; }
+.bar > div { border-right: 1px solid var(--page); background: var(--line); min-width: 1px;
+  box-sizing: border-box; }
 .bar > div > div { height: 100%; background: var(--target-line); }
-.bar > .padding { background: repeating-linear-gradient(45deg, transparent 0 4px, var(--line) 4px 5px); }
+.bar > .padding { background:
+  repeating-linear-gradient(45deg, transparent 0 4px, var(--line) 4px 5px); }
 """
 EXPLANATION = """
-<p><mark>Marked text is trained on</mark>: the model learns to predict these tokens. The text around them is only read.
-A bar has a sequence's documents side by side, as wide as they are long, in <b>green</b> the share of each that is
-trained on; the hatched rest is padding. Documents of a sequence do not see each other.</p>
+<p><mark>Marked text is trained on</mark>: the model learns to predict these tokens. The text around
+them is only read. A bar has a sequence's documents side by side, as wide as they are long, in
+<b>green</b> the share of each that is trained on; the hatched rest is padding. Documents of a
+sequence do not see each other.</p>
 """
 
 
 def write_batch(path: Path, sequences: Sequence[ShownSequence]) -> None:
-    """Write the sequences of `read_batch` as a page that needs no other file."""
-    body = EXPLANATION + "\n".join(_sequence(one) for one in sequences)
+    """Writes the sequences of `read_batch` as a page that needs no other file."""
+    body = EXPLANATION + "\n".join(map(_sequence, sequences))
     replace_file(path, page("What a run is trained on", body, STYLE))
 
 

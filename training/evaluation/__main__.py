@@ -1,5 +1,4 @@
-"""Evaluate how a model uses its context: loss by position, loss on tokens that need it, needles by
-length and depth.
+"""Evaluates how a model uses its context: losses by position and of tokens that need it, needles.
 
 `python -m training.evaluation FOLDER` takes a checkpoint, or weights in Hugging Face's form.
 positions.py defines the losses, needle.py the needles, answers.py what --objective judges.
@@ -60,8 +59,7 @@ SHORT_CONTEXT = 4096  # LongPPL's, as the defaults of margin and ceiling
 
 @dataclass
 class RunSettings:
-    """Settings of the checkpoint's run that say which texts it held out. Somebody may have edited
-    them."""
+    """Settings of the checkpoint's run that say which texts it held out. They may be edited."""
 
     validation_fraction: float = flag(help="share of the tokens", least=SMALLEST, most=1 - SMALLEST)
     seed: int = flag(help="drew the held-out texts")
@@ -77,48 +75,38 @@ class RunSettings:
 def settings_of(opened: Opened) -> RunSettings | None:
     if not opened.settings:
         return None
-    names = [each.name for each in fields(RunSettings)]
-    given = {
-        name: value for name in names if (value := opened.settings.get(name)) not in (None, [])
-    }
+    names = [field.name for field in fields(RunSettings)]
+    saved = {name: opened.settings.get(name) for name in names}
+    saved = {name: value for name, value in saved.items() if value not in (None, [])}
     with refused_as_user_error(f"{opened.folder}/trainer.json is damaged, give another folder: "):
-        return read_flags(RunSettings, as_words(given, names), "")
+        return read_flags(RunSettings, as_words(saved, names), "")
 
 
 class Questions(NamedTuple):
-    """Everything that a model is asked, made before its weights are read; the longest pieces come
-    first."""
+    """Everything that a model is asked, made before its weights are read."""
 
-    pieces: list[positions.Piece]
+    pieces: list[positions.Piece]  # the longest first
     short_context: int
     samples: list[Samples]
 
 
 def context_length_of(flags: EvaluationFlags, opened: Opened) -> int:
     """Returns the tokens that are read at most."""
-    settings, declared = (
-        settings_of(opened),
-        min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT),
-    )
+    settings = settings_of(opened)
+    declared = min(opened.shape.max_position_embeddings, LARGEST_DEFAULT_CONTEXT)
     return flags.context_length or (settings and settings.context_length) or declared
 
 
 def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Questions:
-    """Raises UserError for data that cannot be read, and where no text or needle is as long as
-    asked."""
+    """Makes texts and needles. Raises UserError for data that cannot be read, or are too short."""
     settings, context_length = settings_of(opened), context_length_of(flags, opened)
-    lengths = flags.lengths or [
-        max(2, context_length // 4),
-        max(2, context_length // 2),
-        context_length,
-    ]
+    lengths = flags.lengths or [max(2, context_length // part) for part in (4, 2, 1)]
     budget = memory_budget(flags.memory_budget, world.device)
     check_memory(opened.shape, max(lengths) if flags.samples else 0, world.device, budget)
     pieces, samples = [], []
     if flags.sequences:
-        pieces = positions.longest_pieces(
-            open_texts(flags, opened, settings), context_length, flags.sequences
-        )
+        texts = open_texts(flags, opened, settings)
+        pieces = positions.longest_pieces(texts, context_length, flags.sequences)
         if not pieces:
             raise UserError(
                 "no document of the data has a token to be predicted (prompts do not count); give "
@@ -126,11 +114,10 @@ def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Ques
             )
     short = flags.short_context or max(2, min(SHORT_CONTEXT, context_length // 4))
     if flags.short_context is not None and len(pieces[0].ids) <= short:
-        has = (
+        raise UserError(
             f"no text is longer than short_context {short}, the longest has {len(pieces[0].ids)} "
-            "tokens"
+            "tokens; lower it, or give longer --data and a larger --context_length"
         )
-        raise UserError(f"{has}; lower it, or give longer --data and a larger --context_length")
     if flags.samples:
         samples = [
             Samples(length, opened.tokenizer, flags.seed, flags.samples)
@@ -143,51 +130,49 @@ def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Ques
 
 
 def open_texts(flags: EvaluationFlags, opened: Opened, settings: RunSettings | None) -> Store:
-    own = settings.validation_data if settings and not flags.data else []
-    paths, of = (
-        flags.data or own or (settings.data if settings else []),
-        flags if flags.data else settings,
-    )
-    reading = Reading(settings.chat_reasoning if settings else None)
-    if of:
-        reading = reading._replace(suffixes=of.suffixes, columns=of.columns, bad_rows=of.bad_rows)
-    if not flags.data and settings is None:
+    """Opens the texts of --data, else those that the checkpoint's run has held out."""
+    source: EvaluationFlags | RunSettings | None = flags if flags.data else settings
+    held_out = settings.validation_data if settings and not flags.data else []
+    reading, paths = Reading(settings.chat_reasoning if settings else None), list[str]()
+    if source:
+        paths = held_out or source.data
+        reading = reading._replace(
+            suffixes=source.suffixes, columns=source.columns, bad_rows=source.bad_rows
+        )
+    else:
         logger.warning(
             "data: Python's standard library, because %s is of no run; --data reads others",
             opened.folder,
         )
     store = join(open_stores(paths, opened.tokenizer, opened.shape.vocab_size, reading))
-    if flags.data or own or settings is None:
+    if flags.data or held_out or settings is None:
         return store
-    trained_on, held_out = split(store, settings.validation_fraction, settings.seed)
+    trained_on, tail = split(store, settings.validation_fraction, settings.seed)
     if trained_on.identity != opened.corpus_crc32:
         raise UserError(
             f"the data of {opened.folder}'s run have changed: which it held out is not known; give "
             "--data"
         )
-    return held_out
+    return tail
 
 
 def evaluator_losses(
     flags: EvaluationFlags, opened: Opened, questions: Questions, world: World
 ) -> tuple[positions.Losses, positions.Losses]:
-    """The losses of --evaluator, which has the memory before the judged model and attends as it was
-    trained."""
-    assert flags.evaluator is not None, (
-        "without it the judged model says which tokens need the context"
-    )
-    other = open_folder(ModelFlags(flags.evaluator, tokenizer=flags.tokenizer), world)
-    if other.tokenizer.identity != opened.tokenizer.identity:
+    """Returns the losses of --evaluator, as it was trained to attend.
+
+    It has the memory before the judged model.
+    """
+    assert flags.evaluator is not None, "else the judged model tells which tokens need context"
+    evaluator = open_folder(ModelFlags(flags.evaluator, tokenizer=flags.tokenizer), world)
+    if evaluator.tokenizer.identity != opened.tokenizer.identity:
         raise UserError(
             f"evaluator {flags.evaluator} has another tokenizer: its tokens are not this model's"
         )
-    verify_weights(
-        opened.folder
-    )  # `load` does so as well, but only after the evaluator has read everything
-    model = load(other, len(questions.pieces[0].ids), 0, world, flags.memory_budget)
-    return positions.read_all(
-        model, Progress(questions.pieces, desc="evaluator", unit="text"), questions.short_context
-    )
+    verify_weights(opened.folder)  # `load` does so, but after the evaluator has read everything
+    model = load(evaluator, len(questions.pieces[0].ids), 0, world, flags.memory_budget)
+    bar = Progress(questions.pieces, desc="evaluator", unit="text")
+    return positions.read_all(model, bar, questions.short_context)
 
 
 @dataclass
@@ -201,10 +186,9 @@ class Evaluation:
 
 
 def evaluate(
-    flags: EvaluationFlags, opened: Opened, questions: Questions, world: World, found: Evaluation
+    flags: EvaluationFlags, opened: Opened, questions: Questions, world: World, result: Evaluation
 ) -> None:
-    """Add the answers to `found` one after the other, so that an error in the needles leaves it the
-    losses."""
+    """Adds answers to `result` one after the other: an error in the needles leaves the losses."""
     theirs = evaluator_losses(flags, opened, questions, world) if flags.evaluator else None
     gc.collect()  # the evaluator's weights are gone before the model's are read
     if world.device.type == "cuda":
@@ -217,17 +201,17 @@ def evaluate(
         bar = Progress(questions.pieces, desc="loss", unit="text")
         long, short = positions.read_all(model, bar, None if theirs else questions.short_context)
         their_long, their_short = theirs or (long, short)
-        found.loss_by_position = positions.by_position(questions.pieces, long)
+        result.loss_by_position = positions.by_position(questions.pieces, long)
         limits = questions.short_context, flags.margin, flags.ceiling
-        found.key_tokens = positions.key_token_losses(
+        result.key_tokens = positions.key_token_losses(
             questions.pieces, long, their_long, their_short, *limits
         )
-    asked = sum(samples.count for samples in questions.samples if samples.size)
-    with Progress(total=asked, desc="needles", unit="sample", disable=not asked) as bar:
+    total = sum(samples.count for samples in questions.samples if samples.size)
+    with Progress(total=total, desc="needles", unit="sample", disable=not total) as bar:
         for samples in questions.samples:
             bar.set_postfix_str(f"{samples.length:,} tokens")
             answer = lambda ids, count: [*write(model, ids, count, opened.stop_ids)]  # noqa: E731
-            found.tasks.append(judge(answer, samples, bar.update))
+            result.tasks.append(judge(answer, samples, bar.update))
 
 
 def format_needles(results: Sequence[Result]) -> str:
@@ -238,28 +222,25 @@ def format_needles(results: Sequence[Result]) -> str:
         rows[f"depth {depth:.0%}"] = [(result.by_depth or {}).get(depth) for result in results]
     for name, scores in rows.items():
         if any(score is not None for score in scores):
-            lines.append(
-                f"{name:<28}" + "".join(f"{'-':>9}" if s is None else f"{s:9.2f}" for s in scores)
-            )
+            shown = ("-" if score is None else f"{score:.2f}" for score in scores)
+            lines.append(f"{name:<28}" + "".join(f"{score:>9}" for score in shown))
     if None in rows["all depths"]:
         lines.append("-: too short for a needle with this tokenizer")
     return "\n".join(lines)
 
 
 def read_earlier(files: Sequence[Path]) -> list[tuple[str, dict]]:
-    """(name of its folder, content) of each evaluation.json."""
+    """Returns the name of its folder, and the content, of each evaluation.json."""
     earlier = [(file.absolute().parent.name, read_json(file)) for file in files]
     for file, (_, content) in zip(files, earlier):
         try:
-            content["tasks"] = [
-                row for row in content["tasks"] if row["task"] == "needle"
-            ]  # earlier versions had more
-            numbers = [
-                row[name]
-                for row in content["loss_by_position"]
-                for name in ("first", "last", "loss")
-            ]
-            numbers += [row[name] or 0 for row in content["tasks"] for name in ("length", "score")]
+            # Earlier versions had more tasks.
+            content["tasks"] = [row for row in content["tasks"] if row["task"] == "needle"]
+            numbers = []
+            for row in content["loss_by_position"]:
+                numbers += [row["first"], row["last"], row["loss"]]
+            for row in content["tasks"]:
+                numbers += [row["length"] or 0, row["score"] or 0]
             if not (math.isfinite(math.fsum(numbers)) and min(numbers, default=0) >= 0):
                 raise ValueError
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
@@ -277,42 +258,35 @@ def draw(folder: Path, content: dict, earlier: Sequence[tuple[str, dict]], unit:
 
     curves = [(folder.absolute().name, content), *earlier]
     if content["loss_by_position"]:
-        draw_losses(
-            folder / "loss_by_position.png",
-            [(name, one["loss_by_position"]) for name, one in curves],
-            unit,
-        )
-    if rows := [row for row in content["tasks"] if row["by_depth"]]:
-        draw_needles(folder / "needles.png", [(name, one["tasks"]) for name, one in curves])
+        losses = [(name, result["loss_by_position"]) for name, result in curves]
+        draw_losses(folder / "loss_by_position.png", losses, unit)
+    rows = [row for row in content["tasks"] if row["by_depth"]]
+    if rows:
+        draw_needles(folder / "needles.png", [(name, result["tasks"]) for name, result in curves])
         draw_depths(folder / "needle_depths.png", rows)
 
 
 def report(
-    flags: EvaluationFlags, found: Evaluation, is_complete: bool, earlier: list[tuple], unit: str
+    flags: EvaluationFlags, result: Evaluation, is_complete: bool, earlier: list[tuple], unit: str
 ) -> None:
-    """Write JSON, print the tables, draw the pictures. Losses are per `unit`: token or byte."""
-    content = {
-        "settings": vars(flags),
-        "torch": torch.__version__,
-        **asdict(found),
-        "is_complete": is_complete,
-    }
-    columns = [
-        (name, {row["first"]: row["loss"] for row in one["loss_by_position"]})
-        for name, one in earlier
-    ]
-    tables = (
-        [positions.format_positions(found.loss_by_position, columns, unit)]
-        if found.loss_by_position
-        else []
-    )
-    if found.key_tokens:
-        tables.append(positions.format_key_tokens(found.key_tokens, flags.margin, flags.ceiling))
-    if found.tasks:
-        tables.append(format_needles(found.tasks))
-    if found.answers:
-        tables.append("\n".join(f"{name:<28}{value:9.4f}" for name, value in found.answers.items()))
+    """Writes JSON, prints the tables, draws the pictures. Losses are per `unit`: token or byte."""
+    tables = []
+    if result.loss_by_position:
+        columns = []
+        for name, content in earlier:
+            losses = {row["first"]: row["loss"] for row in content["loss_by_position"]}
+            columns.append((name, losses))
+        tables.append(positions.format_positions(result.loss_by_position, columns, unit))
+    if result.key_tokens:
+        tables.append(positions.format_key_tokens(result.key_tokens, flags.margin, flags.ceiling))
+    if result.tasks:
+        tables.append(format_needles(result.tasks))
+    if result.answers:
+        lines = [f"{name:<28}{value:9.4f}" for name, value in result.answers.items()]
+        tables.append("\n".join(lines))
     if flags.output_dir:
+        head = {"settings": vars(flags), "torch": torch.__version__}
+        content = head | asdict(result) | {"is_complete": is_complete}
         text = json.dumps(content, indent=1, default=str)
         replace_file(flags.output_dir / "evaluation.json", text + "\n")
     print("\n\n".join(tables))
@@ -326,9 +300,7 @@ def main(argv: list[str]) -> None:
     flags = read_evaluation_flags(argv)
     if not flags.sequences and not flags.samples:
         raise UserError("sequences 0 and samples 0 leave nothing to evaluate; give one of them")
-    shape_of_weights(
-        flags.checkpoint
-    )  # refuses a folder without a model, before anything else is looked at
+    shape_of_weights(flags.checkpoint)  # refuses a folder without a model before all else
     earlier = read_earlier(flags.beside)
     if flags.output_dir:
         check_can_write_into(flags.output_dir, "evaluation.json", "--output_dir")
@@ -343,14 +315,14 @@ def main(argv: list[str]) -> None:
             report(flags, Evaluation(answers=answers), True, [], "")
             return
         questions = make_questions(flags, opened, world)
-        found = Evaluation()
+        result = Evaluation()
         try:
             with interrupted_by_signals(), mending_out_of_memory():
-                evaluate(flags, opened, questions, world, found)
-        finally:  # also of an evaluation that ends early, as when memory runs out in the needles
-            if found.loss_by_position or found.tasks:
+                evaluate(flags, opened, questions, world, result)
+        finally:  # reports an evaluation that ends early, too, as when memory runs out in needles
+            if result.loss_by_position or result.tasks:
                 unit = "byte" if opened.tokenizer.name == "bytes" else "token"
-                report(flags, found, len(found.tasks) == len(questions.samples), earlier, unit)
+                report(flags, result, len(result.tasks) == len(questions.samples), earlier, unit)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Judges answers by an objective: loss, and metrics such as accuracy and margin of pairs, as a
-validation of training.
+"""Judges answers by an objective, as a validation of training: loss, accuracy, margin of pairs.
 
 Whole weights are judged beside the reference in --reference_logprobs, and so are adapters, which
 are read merged.
@@ -22,21 +21,24 @@ from training.run.step import validate
 def judge_answers(
     flags: EvaluationFlags, opened: Opened, context_length: int, reasoning: str | None, world: World
 ) -> dict[str, float]:
-    """Returns the loss of the rows of --data, and the objective's metrics, by name; `reasoning` as
-    in ChatTemplate."""
-    asked = ObjectiveFlags(
+    """Returns the loss of the rows of --data, and the objective's metrics, by name.
+
+    Args:
+        reasoning: see ChatTemplate.
+    """
+    objective = ObjectiveFlags(
         objective=flags.objective, beta=flags.beta, reference_logprobs=flags.reference_logprobs
     )
-    rows = row_reader(asked, opened.tokenizer.eos_id, context_length)
-    stored = stored_of(
-        asked, opened.tokenizer, None, None
-    )  # refuses others' before minutes of reading
+    rows = row_reader(objective, opened.tokenizer.eos_id, context_length)
+    # Numbers of another model are refused before minutes of reading.
+    stored = stored_of(objective, opened.tokenizer, None, None)
     reading = Reading(reasoning, columns=flags.columns, bad_rows=flags.bad_rows, rows=rows)
     stores = open_stores(flags.data, opened.tokenizer, opened.shape.vocab_size, reading)
     in_memory = [store for store in stores if isinstance(store, TokenStore)]
-    complete(asked, context_length, opened.shape.vocab_size, stored, in_memory)
+    complete(objective, context_length, opened.shape.vocab_size, stored, in_memory)
     store = join(stores)
-    if (longest := int(store.lengths.max())) > context_length:
+    longest = int(store.lengths.max())
+    if longest > context_length:
         raise UserError(
             f"the longest document has {longest:,} tokens; raise --context_length "
             f"{context_length:,}"
@@ -47,5 +49,7 @@ def judge_answers(
     batches = Progress(
         validation_batches(store, context_length, 1), total=total, desc="answers", unit="sequence"
     )
-    loss, metrics = validate(model, batches, world, lambda: False, choose(asked, context_length))
+    loss, metrics = validate(
+        model, batches, world, lambda: False, choose(objective, context_length)
+    )
     return {"loss": loss, **metrics}

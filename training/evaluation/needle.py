@@ -1,5 +1,4 @@
-"""A needle in a haystack: one sentence with a number in repeated filler, and at the end the
-question for the number.
+"""A needle in a haystack: a sentence with a number in repeated filler, and a question for it.
 
 A prompt ends with the start of the answer, as in RULER (arXiv 2404.06654): a model without chat
 tuning continues it. The score is the share of samples whose number the model writes. Nothing is
@@ -18,21 +17,23 @@ import numpy as np
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # place of a needle in its text: 0 at the start, 1 at the end
 FILLER = (
-    "The river runs past the old mill.", "A boat waits at the pier.", "The wind is mild today.",
-    "We walk up the hill and rest.", "Someone left the gate open.",
+    "The river runs past the old mill.",
+    "A boat waits at the pier.",
+    "The wind is mild today.",
+    "We walk up the hill and rest.",
+    "Someone left the gate open.",
     "It will rain before the evening.",
-)  # fmt: skip
+)
 WORDS = Path(__file__).with_name("words.txt").read_text()
 ADJECTIVES, NOUNS = (part.split() for part in WORDS.split("\n\n"))
 
 
 class Sample(NamedTuple):
-    """A prompt's ids int64 [T], the tokens that the model may write at most, and the number that it
-    should write."""
+    """A prompt, and the answer to it."""
 
-    ids: np.ndarray
-    new_tokens: int
-    number: str
+    ids: np.ndarray  # int64 [T]
+    new_tokens: int  # the model may write so many at most
+    number: str  # the model should write it
 
     @property
     def num_tokens(self) -> int:
@@ -46,13 +47,8 @@ class Samples:
     """
 
     def __init__(self, length: int, tokenizer, seed: int, count: int):
-        self.length, self.tokenizer, self.seed, self.count, self.size = (
-            length,
-            tokenizer,
-            seed,
-            count,
-            0,
-        )
+        self.length, self.tokenizer = length, tokenizer
+        self.seed, self.count, self.size = seed, count, 0
         if any(self._make(1, index).num_tokens > length for index in range(count)):
             return
         small, large = (self._make(size, 0).num_tokens for size in (1, 54))
@@ -67,33 +63,29 @@ class Samples:
         key = f"{ADJECTIVES[kind // len(NOUNS)]}-{NOUNS[kind % len(NOUNS)]}-{10 + end}"
         number = str(draw.randrange(1_000_000, 10_000_000))
         sentences = [FILLER[i % len(FILLER)] for i in range(size)]
-        sentences.insert(
-            round(DEPTHS[index % len(DEPTHS)] * size), f"The magic number of {key} is {number}."
-        )
+        place = round(DEPTHS[index % len(DEPTHS)] * size)
+        sentences.insert(place, f"The magic number of {key} is {number}.")
         prompt = (
             f"Remember the magic numbers in this text.\n\n{' '.join(sentences)}\n\n"
             f"Question: What is the magic number of {key}?\nAnswer: The magic number of {key} is"
         )
-        answer = len(
-            self.tokenizer.encode(f" {number}")
-        )  # a model may write a quarter more, and four
+        # A model may write a quarter more, and four.
+        answer = len(self.tokenizer.encode(f" {number}"))
         return Sample(self.tokenizer.encode_from_start(prompt), answer + answer // 4 + 4, number)
 
     def make(self, index: int) -> Sample:
-        """Sample `index`. It depends on the seed and not on other samples; it is made smaller until
-        it fits."""
+        """Makes a sample by the seed and its index alone, smaller until it fits."""
         size = self.size
-        while (
-            sample := self._make(size, index)
-        ).num_tokens > self.length:  # __init__ saw that one sentence fits
+        sample = self._make(size, index)
+        while sample.num_tokens > self.length:  # __init__ saw that one sentence fits
             size = max(1, size - max(1, size // 200))
+            sample = self._make(size, index)
         return sample
 
 
 @dataclass
 class Result:
-    """The score at a length: the mean over samples, and for each depth. None: the length is too
-    short."""
+    """The score at a length: the mean over samples, and for each depth; None: it is too short."""
 
     task: str  # always "needle"; files of earlier versions have others
     length: int
@@ -109,14 +101,13 @@ def judge(answer: Callable, samples: Samples, tick: Callable[[], None] = lambda:
     """
     if samples.size == 0:
         return Result("needle", samples.length, 0, None)
-    found_at: dict[float, list[bool]] = defaultdict(list)
+    hits_by_depth: dict[float, list[bool]] = defaultdict(list)
     for index in range(samples.count):
         sample = samples.make(index)
         written = samples.tokenizer.decode(answer(sample.ids, sample.new_tokens))
-        found_at[DEPTHS[index % len(DEPTHS)]].append(
-            sample.number in re.findall(r"[a-z0-9]+", written.lower())
-        )
+        is_hit = sample.number in re.findall(r"[a-z0-9]+", written.lower())
+        hits_by_depth[DEPTHS[index % len(DEPTHS)]].append(is_hit)
         tick()
-    by_depth = {depth: sum(found) / len(found) for depth, found in sorted(found_at.items())}
-    mean = sum(map(sum, found_at.values())) / samples.count
+    by_depth = {depth: sum(hits) / len(hits) for depth, hits in sorted(hits_by_depth.items())}
+    mean = sum(map(sum, hits_by_depth.values())) / samples.count
     return Result("needle", samples.length, samples.count, mean, by_depth)

@@ -1,5 +1,4 @@
-"""Pictures of an evaluation: loss by position, needles by length, and by depth. Needs
-Matplotlib."""
+"""Pictures of an evaluation, by Matplotlib: loss by position, needles by length and depth."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from training.plots.curves import as_label, save_picture
 
 
 def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]], unit: str = "token") -> None:
-    """Draw loss per `unit` by position, a curve for each (name, rows of an evaluation's JSON)."""
+    """Draws loss per `unit` by position, a curve for each (name, rows of an evaluation's JSON)."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for name, rows in curves:
@@ -28,7 +27,7 @@ def draw_losses(path: Path, curves: Sequence[tuple[str, list[dict]]], unit: str 
 
 
 def _finish(figure: Figure, path: Path, numbers: Iterable[float]) -> None:
-    """Save curves over a logarithmic axis, which names `numbers` in full: "4,096", not 2^12."""
+    """Saves curves over a logarithmic axis, which names `numbers` in full: "4,096", not 2^12."""
     [axes] = figure.axes
     axes.set_xscale("log", base=2)
     ticks = sorted(numbers)
@@ -42,8 +41,7 @@ def _finish(figure: Figure, path: Path, numbers: Iterable[float]) -> None:
 
 
 def interval(share: float, samples: int) -> tuple[float, float]:
-    """Returns Wilson's 95% interval of a share that so many samples have; for 0 of 20 it is (0,
-    0.16)."""
+    """Returns Wilson's 95% interval of a share of samples; for 0 of 20 it is (0, 0.16)."""
     if not samples:  # an evaluation.json without them
         return share, share
     z = 1.96
@@ -54,12 +52,12 @@ def interval(share: float, samples: int) -> tuple[float, float]:
 
 
 def draw_needles(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
-    """Draw score by length with its 95% interval, a curve for each (name, rows of an evaluation's
-    JSON)."""
+    """Draws score by length with its 95% interval, a curve for each name and rows of JSON."""
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.subplots()
     for name, rows in curves:
-        if rows := [row for row in rows if row["score"] is not None]:
+        rows = [row for row in rows if row["score"] is not None]
+        if rows:
             lengths, scores = ([row[column] for row in rows] for column in ("length", "score"))
             ends = [interval(row["score"], row.get("samples", 0)) for row in rows]
             bars = [[abs(end - score) for end, score in zip(side, scores)] for side in zip(*ends)]
@@ -75,24 +73,21 @@ def draw_needles(path: Path, curves: Sequence[tuple[str, list[dict]]]) -> None:
 
 
 def ink_on(color: Sequence[float]) -> str:
-    """Returns black or white, whichever has more contrast on a colour (red, green, blue, alpha),
-    each 0 to 1.
+    """Returns black or white, whichever has more contrast on a colour.
 
-    The contrast is WCAG's: (lighter + 0.05) / (darker + 0.05) of two relative luminances.
+    A colour is red, green, blue and alpha, each 0 to 1. The contrast is WCAG's: (lighter + 0.05) /
+    (darker + 0.05) of two relative luminances.
     """
     red, green, blue = (
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in color[:3]
     )
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-    is_dark = (
-        1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 and color[3] > 0
-    )  # no colour: the page's white
-    return "white" if is_dark else "black"
+    is_dark = 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05
+    return "white" if is_dark and color[3] > 0 else "black"  # no colour: the page's white
 
 
 def draw_depths(path: Path, rows: Sequence[dict]) -> None:
-    """Draw a heat map of depth and length; `rows` of an evaluation's JSON, which all have
-    depths."""
+    """Draws a heat map of depth and length, of rows of JSON that all have depths."""
     figure = Figure(figsize=(5, 3.5), layout="constrained")
     axes = figure.subplots()
     depths = sorted({depth for row in rows for depth in row["by_depth"]}, key=float)
@@ -104,8 +99,7 @@ def draw_depths(path: Path, rows: Sequence[dict]) -> None:
     for y, row in enumerate(scores):
         for x, value in enumerate(row):
             shown = "-" if math.isnan(value) else f"{value:.2f}"
-            axes.text(
-                x, y, shown, ha="center", va="center", color=ink_on(tuple(image.to_rgba(value)))
-            )
+            color = ink_on(tuple(image.to_rgba(value)))
+            axes.text(x, y, shown, ha="center", va="center", color=color)
     figure.colorbar(image, ax=axes, label="score")
     save_picture(figure, path)

@@ -50,14 +50,12 @@ class Piece(NamedTuple):
 
     @property
     def is_target(self) -> np.ndarray:
-        """Whether the tokens at positions 1 to T - 1 count, bool [T - 1]; nothing predicts the
-        first token."""
+        """Whether tokens count, bool [T - 1], from the second on: nothing predicts the first."""
         return ~self.is_masked[1:]
 
 
 def longest_pieces(store: Store, context_length: int, count: int) -> list[Piece]:
-    """Returns the `count` longest pieces of documents that are cut every `context_length` tokens,
-    longest first.
+    """Returns the longest pieces of documents that are cut every `context_length` tokens.
 
     Each piece is read as a separate document, without the token that ends the document. Among
     pieces of one length the starts of documents come first: a book does not take the place of all
@@ -78,7 +76,10 @@ def longest_pieces(store: Store, context_length: int, count: int) -> list[Piece]
 
 @torch.no_grad()
 def losses_of(model: Transformer, ids_BT: np.ndarray) -> np.ndarray:
-    """Losses float32 [B, T - 1] of the tokens at positions 1 to T - 1; each row is a document."""
+    """Returns losses of the tokens at positions 1 to T - 1, float32 [B, T - 1].
+
+    Each row is a document.
+    """
     ids = torch.from_numpy(ids_BT.astype(np.int64))
     targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
     hidden = model(ids.to(model.embed_tokens.weight.device)).hidden_states
@@ -86,11 +87,11 @@ def losses_of(model: Transformer, ids_BT: np.ndarray) -> np.ndarray:
 
 
 def windows(length: int, short: int) -> Iterator[tuple[int, int]]:
-    """(start of a window of `short` tokens, first position that it gives), for positions `short` to
-    length - 1.
+    """Yields the start of a window of `short` tokens, and the first position that it gives.
 
-    Each window gives its last quarter, the last window what is left. Length 20 and short 8, for
-    example: windows start at 2, 4, 6, 8, 10, 12 and give positions 8 and 9, 10 and 11, and so on.
+    Windows give positions `short` to length - 1. Each window gives its last quarter, the last
+    window what is left. Length 20 and short 8, for example: windows start at 2, 4, 6, 8, 10, 12 and
+    give positions 8 and 9, 10 and 11, and so on.
     """
     quarter = max(1, short // 4)
     for first in range(short, length, quarter):
@@ -98,16 +99,17 @@ def windows(length: int, short: int) -> Iterator[tuple[int, int]]:
 
 
 def short_losses_of(model: Transformer, ids: np.ndarray, short: int) -> np.ndarray:
-    """Losses float32 [T - short] of the tokens at positions `short` to T - 1, each given fewer than
-    `short` tokens.
+    """Returns losses of the tokens at positions `short` to T - 1, float32 [T - short].
 
-    Windows are read in batches with about as many tokens as the whole document.
+    Each token is given fewer than `short` tokens. Windows are read in batches with about as many
+    tokens as the whole document.
     """
     places = [*windows(len(ids), short)]
     at_a_time, parts = max(1, len(ids) // short), []
-    for some in (places[i : i + at_a_time] for i in range(0, len(places), at_a_time)):
-        losses = losses_of(model, np.stack([ids[start : start + short] for start, _ in some]))
-        parts += [row[first - start - 1 :] for row, (start, first) in zip(losses, some)]
+    for i in range(0, len(places), at_a_time):
+        batch = places[i : i + at_a_time]
+        losses = losses_of(model, np.stack([ids[start : start + short] for start, _ in batch]))
+        parts += [row[first - start - 1 :] for row, (start, first) in zip(losses, batch)]
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
 
@@ -122,28 +124,28 @@ class Bucket:
 
 
 def by_position(pieces: Sequence[Piece], losses: Losses) -> list[Bucket]:
-    """Group the targets of all pieces by position, in powers of two; `losses` are the pieces'
-    `losses_of`, [T - 1]."""
+    """Groups the targets of all pieces by position, in powers of two.
+
+    Args:
+        losses: `losses_of` each piece, [T - 1].
+    """
     positions = np.concatenate([1 + piece.is_target.nonzero()[0] for piece in pieces])
-    values = np.concatenate([x[piece.is_target] for piece, x in zip(pieces, losses)]).astype(
-        np.float64
-    )
+    values = np.concatenate([x[piece.is_target] for piece, x in zip(pieces, losses)])
     first = np.where(positions < FIRST_BUCKET, 0, 2 ** np.log2(positions).astype(np.int64))
     buckets = []
     for start in np.unique(first).tolist():
-        here = first == start
-        buckets.append(
-            Bucket(
-                start, max(2 * start, FIRST_BUCKET) - 1, int(here.sum()), float(values[here].mean())
-            )
-        )
+        inside = values[first == start]
+        last = max(2 * start, FIRST_BUCKET) - 1
+        buckets.append(Bucket(start, last, len(inside), float(inside.mean(dtype=np.float64))))
     return buckets
 
 
 @dataclass
 class KeyTokens:
-    """Key tokens: how many, and mean losses in nats given the long and the short context (the
-    evaluator's)."""
+    """Key tokens: their number, and mean losses in nats given the long and the short context.
+
+    The losses given the short context are the evaluator's.
+    """
 
     tokens: int  # targets past `short_context`, key tokens or not
     key_tokens: int
@@ -156,11 +158,17 @@ class KeyTokens:
 
 
 def key_token_losses(
-    pieces: Sequence[Piece], long: Losses, evaluator_long: Losses, evaluator_short: Losses,
-    short_context: int, margin: float, ceiling: float,
-) -> KeyTokens | None:  # fmt: skip
-    """The judged model's losses on the evaluator's key tokens. None: no piece has a target past the
-    short context.
+    pieces: Sequence[Piece],
+    long: Losses,
+    evaluator_long: Losses,
+    evaluator_short: Losses,
+    short_context: int,
+    margin: float,
+    ceiling: float,
+) -> KeyTokens | None:
+    """Returns the judged model's losses on the evaluator's key tokens.
+
+    Returns None if no piece has a target past the short context.
 
     Args:
         long, evaluator_long: `losses_of` each piece, by the judged model and by the evaluator.
@@ -168,21 +176,24 @@ def key_token_losses(
     """
     past = slice(short_context - 1, None)
     is_target = np.concatenate([piece.is_target[past] for piece in pieces])
-    own, theirs = (
-        np.concatenate([x[past] for x in losses])[is_target] for losses in (long, evaluator_long)
-    )
+    judged = np.concatenate([x[past] for x in long])[is_target].astype(np.float64)
+    theirs = np.concatenate([x[past] for x in evaluator_long])[is_target]
     short = np.concatenate(evaluator_short)[is_target]
-    if not len(own):
+    if not len(judged):
         return None
-    key = (short - theirs > margin) & (theirs < ceiling)
-    of_all = [float(losses.mean(dtype=np.float64)) for losses in (own, short)]
-    found = KeyTokens(len(own), int(key.sum()), short_context, *of_all)
-    if key.any():
-        found.long, found.short = (
-            float(losses[key].mean(dtype=np.float64)) for losses in (own, short)
-        )
-        found.long_ppl = math.exp(found.long)
-    return found
+    is_key = (short - theirs > margin) & (theirs < ceiling)
+    short = short.astype(np.float64)
+    losses = KeyTokens(
+        tokens=len(judged),
+        key_tokens=int(is_key.sum()),
+        short_context=short_context,
+        long_of_all=float(judged.mean()),
+        short_of_all=float(short.mean()),
+    )
+    if is_key.any():
+        losses.long, losses.short = float(judged[is_key].mean()), float(short[is_key].mean())
+        losses.long_ppl = math.exp(losses.long)
+    return losses
 
 
 def read_all(
@@ -201,29 +212,33 @@ def format_positions(
     earlier: Sequence[tuple[str, dict[int, float]]] = (),
     unit: str = "token",
 ) -> str:
-    """A table of losses per `unit`. `earlier` results, (name, first position -> loss), are further
-    columns."""
+    """Returns a table of losses per `unit`.
+
+    Args:
+        earlier: further columns, each a name and losses by first position.
+    """
     lines = [f"loss, nats per {unit}, by the number of {unit}s before it"]
     names = "".join(f"{name:>14}" for name, _ in earlier)
     lines.append(f"{'positions':>22}{unit + 's':>12}{'loss':>9}{names}")
     for bucket in buckets:
-        others = (losses.get(bucket.first) for _, losses in earlier)
-        columns = "".join(f"{'-':>14}" if loss is None else f"{loss:14.4f}" for loss in others)
+        beside = (losses.get(bucket.first) for _, losses in earlier)
+        shown = ("-" if loss is None else f"{loss:.4f}" for loss in beside)
+        columns = "".join(f"{loss:>14}" for loss in shown)
         where = f"{bucket.first:,} to {bucket.last:,}"
         lines.append(f"{where:>22}{bucket.tokens:>12,}{bucket.loss:9.4f}{columns}")
     return "\n".join(lines)
 
 
-def format_key_tokens(found: KeyTokens, margin: float, ceiling: float) -> str:
+def format_key_tokens(losses: KeyTokens, margin: float, ceiling: float) -> str:
     lines = [
         "tokens that need the context (LongPPL, arXiv 2410.23771): the loss falls by more than "
-        f"{margin:g} nats from "
-        f"{found.short_context:,} tokens of context to all of it, to less than {ceiling:g}",
-        f"{found.key_tokens:,} of {found.tokens:,} tokens past {found.short_context:,}",
-        f"all of these        {found.long_of_all:8.4f} nats; with the short context "
-        f"{found.short_of_all:.4f}",
+        f"{margin:g} nats from {losses.short_context:,} tokens of context to all of it, to less "
+        f"than {ceiling:g}",
+        f"{losses.key_tokens:,} of {losses.tokens:,} tokens past {losses.short_context:,}",
+        f"all of these        {losses.long_of_all:8.4f} nats; with the short context "
+        f"{losses.short_of_all:.4f}",
     ]
-    if found.long is not None:
-        short = f"with the short context {found.short:.4f}; LongPPL {found.long_ppl:.3f}"
-        lines.append(f"tokens that need it {found.long:8.4f} nats; {short}")
+    if losses.long is not None:
+        short = f"with the short context {losses.short:.4f}; LongPPL {losses.long_ppl:.3f}"
+        lines.append(f"tokens that need it {losses.long:8.4f} nats; {short}")
     return "\n".join(lines)

@@ -1,5 +1,4 @@
-"""Opens a trained model to read and to write with; training.evaluation and training.generate share
-it.
+"""Opens a trained model to read and to write with.
 
 Weights, keys and values that do not fit the memory budget are refused before a weight is read. A
 forward takes little beyond them: the MLP works on some rows at a time, attention to long texts on
@@ -61,17 +60,13 @@ class Opened:
     settings: dict  # the run's that saved the folder; empty for weights from elsewhere
     kinds: tuple[MixerKind, ...]  # how each layer attends
     tokenizer: ByteTokenizer | FileTokenizer
-    stop_ids: frozenset[
-        int
-    ]  # end what the model writes: the tokenizer's end of text, and the folder's eos_token_id
+    stop_ids: frozenset[int]  # the tokenizer's end of text, and the folder's eos_token_id
     weights: Found
-    corpus_crc32: (
-        int | None
-    )  # identity of the documents that its run was trained on; None where no run made it
+    corpus_crc32: int | None  # identity of the documents of its run; None where no run made it
 
 
 def open_folder(flags: ModelFlags, world: World) -> Opened:
-    """Read what is small: config.json, headers of weights, the run's settings, the tokenizer.
+    """Reads what is small: config.json, headers of weights, the run's settings, the tokenizer.
 
     Raises UserError for what does not fit.
     """
@@ -84,40 +79,35 @@ def open_folder(flags: ModelFlags, world: World) -> Opened:
     kinds = attention_of(flags, shape, settings, world.device)
     tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
     tokenizer.has_template_flag = hasattr(flags, "chat_template")
-    weights = find_all(
-        folder, parameter_shapes(shape)
-    )  # refuses weights that are not whole before data are read
-    return Opened(
-        folder, shape, settings, kinds, tokenizer, _stop_ids(folder, tokenizer), weights, corpus
-    )
+    # Weights that are not whole are refused before data are read.
+    weights = find_all(folder, parameter_shapes(shape))
+    stop_ids = _stop_ids(folder, tokenizer)
+    return Opened(folder, shape, settings, kinds, tokenizer, stop_ids, weights, corpus)
 
 
 def attention_of(
     flags: ModelFlags, shape: ModelConfig, settings: dict, device: torch.device
 ) -> tuple[MixerKind, ...]:
-    """Returns how each layer attends, by the flags and else by the settings that the model was
-    trained with."""
-    own = shape.kinds[0]
-    saved = {
-        name: value
-        for name in ("attention_type", *FLAGS)
-        if (value := settings.get(name)) is not None
-    }
-    with refused_as_user_error(
-        f"trainer.json of {flags.checkpoint}: "
-    ):  # somebody may have edited it
+    """Returns how each layer attends, by the flags, else by the settings of the model's run."""
+    first = shape.kinds[0]
+    names = ("attention_type", *FLAGS)
+    saved = {name: settings[name] for name in names if settings.get(name) is not None}
+    # Somebody may have edited the file.
+    with refused_as_user_error(f"trainer.json of {flags.checkpoint}: "):
         saved = given_flags(ModelFlags, ["a checkpoint", *as_words(saved, [*saved])], "")
-    trained = saved.get("attention_type", own.name if own.name in ATTENTION_TYPES else "full")
-    asked = flags.attention_type or trained
-    if bool(KINDS[asked].gates_per_head) != bool(own.gates_per_head):
-        gated = own.name if own.gates_per_head else asked
-        has = f"has {'' if own.gates_per_head else 'no '}gates of {gated}"
-        raise UserError(f"attention_type {asked} is not this model's: it {has}; drop the flag")
-    found = Namespace(attention_type=asked, context_length=None)
-    for name in FLAGS:
-        given = getattr(flags, name)
-        setattr(found, name, saved.get(name) if given is None and asked == trained else given)
-    kinds = kinds_of(found, shape)
+    name_of_shape = first.name if first.name in ATTENTION_TYPES else "full"
+    trained = saved.get("attention_type", name_of_shape)
+    name = flags.attention_type or trained
+    if bool(KINDS[name].gates_per_head) != bool(first.gates_per_head):
+        has = f"has gates of {first.name}" if first.gates_per_head else f"has no gates of {name}"
+        raise UserError(f"attention_type {name} is not this model's: it {has}; drop the flag")
+    chosen = Namespace(attention_type=name, context_length=None)
+    for flag in FLAGS:
+        value = getattr(flags, flag)
+        if value is None and name == trained:
+            value = saved.get(flag)
+        setattr(chosen, flag, value)
+    kinds = kinds_of(chosen, shape)
     check_head_dim(kinds, shape.attention.head_dim, device)
     return kinds
 
@@ -125,8 +115,7 @@ def attention_of(
 def open_tokenizer(
     name: str | None, folder: Path, vocab_size: int
 ) -> ByteTokenizer | FileTokenizer:
-    """Returns the tokenizer of that name; None: the tokenizer that the folder's weights were
-    trained with.
+    """Returns the tokenizer of that name; None: the folder's weights were trained with it.
 
     Raises UserError if the folder names none, or words have ids that the model lacks. Added tokens
     may have them, as Gemma 3's for images.
@@ -143,13 +132,11 @@ def open_tokenizer(
 
 def _stop_ids(folder: Path, tokenizer: ByteTokenizer | FileTokenizer) -> frozenset[int]:
     ids: list = [tokenizer.eos_id]
-    for file in (
-        each / name
-        for each in folders_of(folder)
-        for name in ("config.json", "generation_config.json")
-    ):
-        given = token_ids(read_json(file)).get("eos_token_id") if file.is_file() else None
-        ids += given if isinstance(given, list) else [given]
+    for path in folders_of(folder):
+        for name in ("config.json", "generation_config.json"):
+            if (path / name).is_file():
+                stops = token_ids(read_json(path / name)).get("eos_token_id")
+                ids += stops if isinstance(stops, list) else [stops]
     return frozenset(i for i in ids if isinstance(i, int))
 
 
@@ -157,8 +144,7 @@ def _stop_ids(folder: Path, tokenizer: ByteTokenizer | FileTokenizer) -> frozens
 
 
 def memory_budget(text: str | None, device: torch.device) -> int:
-    """Returns the bytes of a --memory_budget; None: what is free. Raises UserError for more than
-    that."""
+    """Returns the bytes of a --memory_budget; None: what is free. Raises UserError for more."""
     if device.type == "cuda":
         return gpu_budget(text or "auto", device)
     free = available_host_bytes()
@@ -175,14 +161,16 @@ def dtype_on(device: torch.device) -> torch.dtype:
 
 
 def check_memory(shape: ModelConfig, cached: int, device: torch.device, budget: int) -> str:
-    """Returns what weights and a cache of `cached` tokens take, in words. Raises UserError if it is
-    above `budget`."""
+    """Returns what weights and a cache of `cached` tokens take, in words.
+
+    Raises UserError if it is above `budget`.
+    """
     size = dtype_on(device).itemsize
     weight_bytes = size * shape.num_parameters()
-    held = sum(cache_capacity(cached, kind.reach) for kind in shape.kinds if kind.has_keys)
+    tokens = sum(cache_capacity(cached, kind.reach) for kind in shape.kinds if kind.has_keys)
     attention = shape.attention
     elements_per_token = 2 * attention.num_key_value_heads * attention.head_dim
-    cache_bytes = size * elements_per_token * held
+    cache_bytes = size * elements_per_token * tokens
     takes = f"the weights take {gib(weight_bytes)}"
     if cached:
         takes += f", keys and values of {cached:,} tokens {gib(cache_bytes)}"
@@ -195,7 +183,8 @@ def check_memory(shape: ModelConfig, cached: int, device: torch.device, budget: 
 
 def warn_beyond(shape: ModelConfig, longest: int, command: str = "training.export ") -> None:
     """Warns of texts that go past the declared context; `command` is as in `beyond`."""
-    if text := beyond(shape, shape.max_position_embeddings, longest, command):
+    text = beyond(shape, shape.max_position_embeddings, longest, command)
+    if text:
         logger.warning("positions: %s", text)
 
 
@@ -209,15 +198,14 @@ def load(
 
     Args:
         tokens: length of the longest forward.
-        cached: tokens of the longest text that is read and written with a key/value cache; 0: none
-        is. budget_text: the --memory_budget, to which a GPU's memory is capped.
+        cached: tokens of the longest text with a key/value cache; 0: there is none.
+        budget_text: the --memory_budget, to which a GPU's memory is capped.
     """
     device, shape = world.device, opened.shape
     dtype, budget = dtype_on(device), memory_budget(budget_text, device)
     takes = check_memory(shape, cached, device, budget)
-    weights = load_model_weights(
-        opened.folder, parameter_shapes(shape), opened.weights
-    )  # reads no tensor yet
+    # No tensor is read yet.
+    weights = load_model_weights(opened.folder, parameter_shapes(shape), opened.weights)
     logger.info("memory: %s, of %s", takes, gib(budget))
     if device.type == "cuda":
         cap_gpu_memory(budget, device)
@@ -225,9 +213,8 @@ def load(
         model = Transformer(shape)
     model = model.cast(dtype).to_empty(device=device).requires_grad_(False)
     copy_weights(model, weights)
-    model.rotations(
-        max(tokens, cached), device
-    )  # once: writing past a prompt would make them anew, twice as long
+    # Made once: writing past a prompt would make them anew, twice as long.
+    model.rotations(max(tokens, cached), device)
     set_kinds(model, opened.kinds)
     for layer, block in enumerate(model.layers):
         block.mixer.backend = choose_backend("auto", device)
@@ -244,11 +231,10 @@ def mending_out_of_memory() -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and not is_out_of_host_memory(error):
             raise
         first = (str(error).strip().splitlines() or ["out of host memory."])[0]
-        advice = (
-            "Give shorter texts, fewer new tokens or a larger --memory_budget, or end what else "
-            "runs here"
-        )
-        raise UserError(f"{first} {advice}") from None
+        raise UserError(
+            f"{first} Give shorter texts, fewer new tokens or a larger --memory_budget, or end "
+            "what else runs here"
+        ) from None
 
 
 # Reading and writing
@@ -256,17 +242,18 @@ def mending_out_of_memory() -> Iterator[None]:
 
 @torch.no_grad()
 def token_losses(model: Transformer, hidden_BTD: Tensor, targets: Tensor) -> Tensor:
-    """Returns the loss of each token, float32 [B * T] on the CPU, 0 without a target. Few logits
-    exist at a time.
+    """Returns the loss of each token, float32 [B * T] on the CPU, 0 without a target.
 
-    `hidden_BTD` is what the head gets, already normalised; `targets` are ids, int64 [B, T].
+    Few logits exist at a time.
+
+    Args:
+        hidden_BTD: the head's input, already normalised.
+        targets: ids, int64 [B, T].
     """
     num_rows = max(1, LOSS_BYTES // ((hidden_BTD.element_size() + 8) * model.config.vocab_size))
+    parts = hidden_BTD.flatten(0, 1).split(num_rows)
     losses = []
-    for x, y in zip(
-        hidden_BTD.flatten(0, 1).split(num_rows),
-        targets.flatten().to(hidden_BTD.device).split(num_rows),
-    ):
+    for x, y in zip(parts, targets.flatten().to(hidden_BTD.device).split(num_rows)):
         logits = F.linear(x, model.output_weight).float()
         losses.append(F.cross_entropy(logits, y, ignore_index=IGNORE_INDEX, reduction="none").cpu())
     return torch.cat(losses)
@@ -274,22 +261,21 @@ def token_losses(model: Transformer, hidden_BTD: Tensor, targets: Tensor) -> Ten
 
 @torch.no_grad()
 def top_log_probs(model: Transformer, hidden_BTD: Tensor, targets: Tensor, k: int) -> Tensor:
-    """Returns the log-probability of each target, the ids of the k likeliest words, and their
-    log-probabilities.
+    """Returns log-probabilities of each target and of the k likeliest words, with their ids.
 
-    The result is [B, T, 1 + 2 k], float32 on the CPU, 0 without a target. Arguments are as in
-    `token_losses`.
+    The result is [B, T, 1 + 2 k], float32 on the CPU, 0 without a target: the target's, k ids, and
+    k log-probabilities. Arguments are as in `token_losses`.
     """
     hidden, targets = hidden_BTD.flatten(0, 1), targets.to(hidden_BTD.device)
-    found = torch.zeros(len(hidden), 1 + 2 * k)
+    result = torch.zeros(len(hidden), 1 + 2 * k)
     num_rows = max(1, LOSS_BYTES // ((hidden.element_size() + 8) * model.config.vocab_size))
     for rows in (targets.flatten() != IGNORE_INDEX).nonzero()[:, 0].split(num_rows):
         logits = F.linear(hidden[rows], model.output_weight).float()
         log_sum_exp = logits.logsumexp(-1, keepdim=True)
         values, ids = logits.topk(k)
-        own = logits.gather(1, targets.flatten()[rows, None]) - log_sum_exp
-        found[rows.cpu()] = torch.cat([own, ids.float(), values - log_sum_exp], 1).cpu()
-    return found.view(*hidden_BTD.shape[:2], -1)
+        log_probs = logits.gather(1, targets.flatten()[rows, None]) - log_sum_exp
+        result[rows.cpu()] = torch.cat([log_probs, ids.float(), values - log_sum_exp], 1).cpu()
+    return result.view(*hidden_BTD.shape[:2], -1)
 
 
 def write(
@@ -299,8 +285,10 @@ def write(
     stop_ids: frozenset[int] = frozenset(),
     **options,
 ) -> Iterator[int]:
-    """Yields the tokens after `ids`, up to the first of `stop_ids`, which is left out; options as
-    in `next_tokens`."""
+    """Yields the tokens after `ids`, up to the first of `stop_ids`, which is left out.
+
+    Options are as in `next_tokens`.
+    """
     prompt = torch.as_tensor([int(i) for i in ids]).to(model.embed_tokens.weight.device)[None]
     for next_ids in model.next_tokens(prompt, max_new_tokens, **options):
         token = int(next_ids)

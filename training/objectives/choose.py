@@ -25,17 +25,17 @@ def choose(flags: ObjectiveFlags, context_length: int) -> Objective | None:
     """Returns the objective; None: the loss of next tokens, with or without weights."""
     name, beta = flags.objective, flags.beta
     if name in PAIR_OBJECTIVES:
-        margin = (0.5 if flags.margin is None else flags.margin) if name == "simpo" else 0.0
+        margin = 0.0
+        if name == "simpo":
+            margin = 0.5 if flags.margin is None else flags.margin
         beta = beta or (2.0 if name == "simpo" else 0.1)
         return Preference(name, beta, flags.label_smoothing, flags.nll_weight, margin)
     if name == "kto":
         return KTO(beta or 0.1, flags.desirable_weight, flags.undesirable_weight)
     if name in ROLLOUT_OBJECTIVES:
         low, high = CLIPS.get(name, (0.2, 0.2))
-        low, high = (
-            default if given is None else given
-            for given, default in ((flags.clip_low, low), (flags.clip_high, high))
-        )
+        low = low if flags.clip_low is None else flags.clip_low
+        high = high if flags.clip_high is None else flags.clip_high
         return Rollout(name, beta or 0.0, low, high, flags.truncation or 1.0, context_length)
     return None
 
@@ -67,11 +67,9 @@ def row_reader(
 
 
 def text_reader(objective: str, eos_id: int, context_length: int) -> RowReader | None:
-    """Returns the reader of an objective's texts, which need not have log-probabilities beside
-    them."""
-    return row_reader(
-        ObjectiveFlags(objective=objective, old_logprobs="elsewhere"), eos_id, context_length
-    )
+    """Returns the reader of an objective's texts, beside which log-probabilities may lack."""
+    flags = ObjectiveFlags(objective=objective, old_logprobs="elsewhere")
+    return row_reader(flags, eos_id, context_length)
 
 
 def stored_of(
@@ -81,59 +79,58 @@ def stored_of(
 
     Args:
         start: the folder of weights that a run starts from; None: it goes on from a checkpoint, and
-        what is stored was
-            compared when it started.
+        what is stored was compared when it started.
         attention: stored.attention_in_words the run; None: any, as in an evaluation.
     """
-    found = {
-        column: Stored.read(folder)
-        for column, folder in (
-            ("reference", flags.reference_logprobs), ("old", flags.old_logprobs),
-            (TEACHER, flags.teacher_logprobs)
-        )
-        if folder
-    }  # fmt: skip
-    for column, stored in found.items():
-        if column == TEACHER and not stored.top_k:
-            raise UserError(
-                f"{stored.folder} was made without --top_k; make it anew with that, such as "
-                "--top_k 16"
-            )
-        # Rollouts that follow others keep the reference of the first, whatever was trained since.
-        is_any = column == TEACHER or (
-            column == "reference" and flags.objective in ROLLOUT_OBJECTIVES
-        )
-        stored.check(tokenizer.identity, *((None, None) if is_any else (start, attention)))
-    return found
+    folders = {
+        "reference": flags.reference_logprobs,
+        "old": flags.old_logprobs,
+        TEACHER: flags.teacher_logprobs,
+    }
+    stored = {column: Stored.read(folder) for column, folder in folders.items() if folder}
+    for column, numbers in stored.items():
+        if column == TEACHER and not numbers.top_k:
+            cure = "make it anew with that, such as --top_k 16"
+            raise UserError(f"{numbers.folder} was made without --top_k; {cure}")
+        # Later rollouts keep the reference of the first, whatever was trained since.
+        is_first = column == "reference" and flags.objective in ROLLOUT_OBJECTIVES
+        if column == TEACHER or is_first:
+            numbers.check(tokenizer.identity, None, None)
+        else:
+            numbers.check(tokenizer.identity, start, attention)
+    return stored
 
 
 def complete(
-    flags: ObjectiveFlags, context_length: int, vocab_size: int, found: dict[str, Stored],
+    flags: ObjectiveFlags,
+    context_length: int,
+    vocab_size: int,
+    stored: dict[str, Stored],
     stores: Sequence[TokenStore],
     is_shown: bool = False,
-) -> None:  # fmt: skip
-    """Gives documents the columns that their rows lack: advantages of groups, and what `stored_of`
-    has found.
+) -> None:
+    """Gives documents the columns that their rows lack: advantages of groups, stored numbers.
 
     Args:
+        stored: see `stored_of`.
         is_shown: the data are only looked at: rewards and groups stay, and a warning takes the
         place of a refusal.
     """
     if flags.objective in ROLLOUT_OBJECTIVES:
         give_advantages(stores, flags.objective != "dr_grpo", keep_rewards=is_shown)
-    if why := _without_effect(flags, stores):
-        if not is_shown:
-            raise UserError(why)
+    why = _without_effect(flags, stores)
+    if why and not is_shown:
+        raise UserError(why)
+    if why:
         logger.warning("data: %s", why)
-    for column, stored in found.items():
-        stored.give(stores, column, context_length, vocab_size)
+    for column, numbers in stored.items():
+        numbers.give(stores, column, context_length, vocab_size)
 
 
 def _without_effect(flags: ObjectiveFlags, stores: Sequence[TokenStore]) -> str | None:
     """Returns why a run learns nothing of the rows; None if it does."""
-    if flags.objective in ("weighted", "distill") and not any(
-        store.column("weight").any() for store in stores
-    ):
+    is_weighted = flags.objective in ("weighted", "distill")
+    if is_weighted and not any(store.column("weight").any() for store in stores):
         return "all weights are 0, so nothing is learnt; give others"
     if flags.objective not in ROLLOUT_OBJECTIVES:
         return None
@@ -146,27 +143,27 @@ def _without_effect(flags: ObjectiveFlags, stores: Sequence[TokenStore]) -> str 
 
 def give_advantages(stores: Sequence[TokenStore], scaled: bool, keep_rewards: bool = False) -> None:
     """Makes advantages of rewards, over the groups of all stores."""
-    own = [store for store in stores if "reward" in store.columns and len(store.lengths)]
-    if not own:
+    stores = [store for store in stores if "reward" in store.columns and len(store.lengths)]
+    if not stores:
         return
-    lasts = [_last_tokens(store) for store in own]
+    lasts = [_last_tokens(store) for store in stores]
     rewards, groups = (
-        np.concatenate([store.column(name)[places] for store, places in zip(own, lasts)])
+        np.concatenate([store.column(name)[places] for store, places in zip(stores, lasts)])
         for name in ("reward", "group")
     )
     values = advantages(rewards, groups, scaled)
     _, firsts, place = np.unique(groups, return_index=True, return_inverse=True)
     is_equal = np.bincount(place, rewards != rewards[firsts][place]) == 0
     values[is_equal[place]] = 0  # not a rounding error
-    if count := int(is_equal.sum()):
+    if is_equal.any():
         logger.warning(
             "data: %d of %d groups have one answer, or answers of one reward: their advantages are "
             "0",
-            count, len(is_equal),
-        )  # fmt: skip
-    for store, places, part in zip(
-        own, lasts, np.split(values, np.cumsum([*map(len, lasts)])[:-1])
-    ):
+            is_equal.sum(),
+            len(is_equal),
+        )
+    borders = np.cumsum([*map(len, lasts)])[:-1]
+    for store, places, part in zip(stores, lasts, np.split(values, borders)):
         store.add_column("advantage", np.repeat(part, np.diff(places, prepend=-1)))
         for name in () if keep_rewards else ("reward", "group"):
             store.drop_column(name)

@@ -54,10 +54,10 @@ class KTO(Objective):
         is_own, is_desirable = values["answer"] == OWN, values["label"] > 0
         weight = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)
         gain = self.beta * torch.where(is_desirable, x - self.kl, self.kl - x)
-        reward, means = (
-            self.beta * x.detach(),
-            {"kl": mean_of(x.detach(), values["answer"] == OTHER)},
-        )
-        means["reward_chosen"] = mean_of(reward, is_own & is_desirable)
-        means["reward_rejected"] = mean_of(reward, is_own & ~is_desirable)
+        reward = self.beta * x.detach()
+        means = {
+            "kl": mean_of(x.detach(), values["answer"] == OTHER),
+            "reward_chosen": mean_of(reward, is_own & is_desirable),
+            "reward_rejected": mean_of(reward, is_own & ~is_desirable),
+        }
         return Terms(by_answer=torch.where(is_own, weight * gain.neg().sigmoid(), 0), means=means)

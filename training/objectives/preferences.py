@@ -49,8 +49,8 @@ class Preference(Objective):
 
     def __call__(self, scored: Scored) -> Terms:
         lengths = scored.lengths
-        own = scored.sum(scored.log_probs_BT)  # [A]
-        x = own
+        log_probs = scored.sum(scored.log_probs_BT)  # [A]
+        x = log_probs
         if self.needs_reference:
             assert scored.reference_BT is not None, "the recipe has looked for a reference"
             x = scored.sum(
@@ -63,7 +63,7 @@ class Preference(Objective):
         losses = self._losses(x, rejected)
         nll_weight = 1.0 if self.name == "orpo" else self.nll_weight
         if nll_weight:
-            losses = losses - nll_weight * own / lengths
+            losses = losses - nll_weight * log_probs / lengths
         rewards = self.beta * x.detach(), self.beta * rejected.detach()
         means = {
             "accuracy": mean_of(rewards[0] > rewards[1], is_pair),

@@ -51,8 +51,7 @@ class Rollout(Objective):
         return self.beta > 0
 
     def count(self, batch: Batch) -> float:
-        """Returns the number of answers, of tokens, or of tokens that answers of full length would
-        have."""
+        """Returns the number of answers, of tokens, or of tokens in answers of full length."""
         assert batch.answers is not None
         if self.name not in (*BY_ANSWER, "dr_grpo"):
             return float((batch.targets != IGNORE_INDEX).sum())
@@ -67,9 +66,8 @@ class Rollout(Objective):
         share = 1 / lengths[scored.answers.index_BT] if self.name in BY_ANSWER else 1.0
         factor: Tensor | float = 1.0
         if "written" in scored.answers.columns_BT:
-            factor = (
-                (scored.column("old") - scored.column("written")).exp().clamp(max=self.truncation)
-            )
+            ratio = (scored.column("old") - scored.column("written")).exp()
+            factor = ratio.clamp(max=self.truncation)
         terms = Terms()
         if self.name == "gspo":
             means = [scored.sum(x) / lengths for x in (moved, factor * advantage)]
@@ -81,9 +79,8 @@ class Rollout(Objective):
             terms.means["clip_share"] = mean_of(is_clipped, is_target)
         if self.needs_reference:
             assert scored.reference_BT is not None, "the recipe has looked for a reference"
-            ahead = torch.where(is_target, scored.reference_BT - scored.log_probs_BT, 0).clamp(
-                max=LARGEST_EXPONENT
-            )
+            ahead = torch.where(is_target, scored.reference_BT - scored.log_probs_BT, 0)
+            ahead = ahead.clamp(max=LARGEST_EXPONENT)
             divergence = ahead.expm1() - ahead
             terms.means["kl"] = mean_of(divergence, is_target)
             penalty = self.beta * divergence * share

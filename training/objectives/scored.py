@@ -21,16 +21,14 @@ from training.parallel.world import World
 
 
 class _SumByAnswer(torch.autograd.Function):
-    """Sums x [B, T] over the tokens of each answer, [A], and over the ranks that share the
-    sequences."""
+    """Sums x [B, T] over the tokens of each answer, [A], and over ranks that share sequences."""
 
     @staticmethod
     def forward(ctx, x_BT, index_BT, num_answers, group):
         ctx.save_for_backward(index_BT)
         places = torch.arange(num_answers + 1, device=x_BT.device)
-        offsets = torch.searchsorted(
-            index_BT.flatten(), places
-        )  # where each answer begins: indices ascend
+        # Beginning of each answer: indices ascend.
+        offsets = torch.searchsorted(index_BT.flatten(), places)
         sums = torch.segment_reduce(x_BT.flatten(), "sum", offsets=offsets, unsafe=True)
         if group is not None:
             dist.all_reduce(sums, group=group)
@@ -44,8 +42,7 @@ class _SumByAnswer(torch.autograd.Function):
 
 @dataclass
 class Scored:
-    """A micro-batch whose targets have log-probabilities, float64. A is the number of documents,
-    padding included."""
+    """A micro-batch whose targets have log-probabilities, float64; A documents with padding."""
 
     log_probs_BT: Tensor  # 0 where there is no target
     is_target_BT: Tensor
@@ -56,9 +53,8 @@ class Scored:
 
     def sum(self, x_BT: Tensor) -> Tensor:
         """Sums over the tokens of each answer, [A]."""
-        return _SumByAnswer.apply(
-            x_BT, self.answers.index_BT, len(self.answers.values["answer"]), self.group
-        )
+        num_answers = len(self.answers.values["answer"])
+        return _SumByAnswer.apply(x_BT, self.answers.index_BT, num_answers, self.group)
 
     @property
     def lengths(self) -> Tensor:
@@ -83,7 +79,8 @@ class Terms:
         by_token: [B, T], 0 where there is no target; None: there is no such part.
         by_answer: [A], 0 of documents that have no such loss.
         means: numerator and denominator of each metric, [] both, to be added up over micro-batches
-        and ranks. largest: [] by name.
+        and ranks.
+        largest: [] by name, of which the largest counts.
     """
 
     by_token: Tensor | None = None
@@ -109,8 +106,7 @@ class Objective(ABC):
 
     @abstractmethod
     def count(self, batch: Batch) -> float:
-        """Returns what a whole micro-batch, of all ranks that share it, adds to the denominator of
-        the step's loss."""
+        """Returns what a micro-batch of all ranks adds to the denominator of the step's loss."""
 
     @abstractmethod
     def __call__(self, scored: Scored) -> Terms:
@@ -122,8 +118,7 @@ TOKEN_BYTES = 45
 
 
 def scoring(objective: Objective | None, has_adapters: bool) -> Scoring:
-    """Returns what an objective takes, with the base's pass where it is the reference of
-    adapters."""
+    """Returns what an objective takes, with the pass of a base that is adapters' reference."""
     if objective is None:
         return Scoring()
     passes = 1 + (objective.needs_reference and has_adapters)  # to score the answers
@@ -133,8 +128,7 @@ def scoring(objective: Objective | None, has_adapters: bool) -> Scoring:
 def differentiate(
     objective: Callable[[Scored], Terms], scored: Scored, denominator: float
 ) -> tuple[Tensor, Tensor, Terms]:
-    """Returns the loss [], minus its derivative by each log-probability, float32 [B, T], and the
-    terms.
+    """Returns the loss [], minus its derivatives by log-probabilities [B, T], and the terms.
 
     Ranks that share sequences have the losses of all answers and of their own tokens. A loss of
     answers is divided by the number of ranks, so that the sum over ranks is the loss; its
@@ -157,13 +151,17 @@ def differentiate(
 
 
 class Minimised:
-    """An objective over one micro-batch, as `kernels.head_loss.Scored` takes it. Afterwards it has
-    `terms`."""
+    """An objective over one micro-batch, as kernels/head_loss.py takes it; then it has `terms`."""
 
     def __init__(
-        self, objective: Objective, batch: Batch, denominator: float, device: torch.device,
-        group: dist.ProcessGroup | None = None, reference_BT: Tensor | None = None,
-    ):  # fmt: skip
+        self,
+        objective: Objective,
+        batch: Batch,
+        denominator: float,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        reference_BT: Tensor | None = None,
+    ):
         assert batch.answers is not None, "an objective has answers"
         self.objective, self.denominator, self.group = objective, denominator, group
         self.answers, self.reads_entropy = batch.answers.to(device), objective.reads_entropy
@@ -175,9 +173,13 @@ class Minimised:
     def __call__(self, log_probs_BT: Tensor, entropy_BT: Tensor | None) -> tuple[Tensor, Tensor]:
         reference_BT = None if self.reference_BT is None else self.reference_BT.double()
         scored = Scored(
-            log_probs_BT.double(), self.is_target_BT, self.answers, reference_BT, entropy_BT,
-            self.group
-        )  # fmt: skip
+            log_probs_BT=log_probs_BT.double(),
+            is_target_BT=self.is_target_BT,
+            answers=self.answers,
+            reference_BT=reference_BT,
+            entropy_BT=entropy_BT,
+            group=self.group,
+        )
         value, weights, terms = differentiate(self.objective, scored, self.denominator)
         # Detached, so that no graph stays.
         means = {name: (a.detach(), b.detach()) for name, (a, b) in terms.means.items()}
@@ -192,17 +194,14 @@ def collect(all_terms: list[Terms], world: World) -> dict[str, float]:
     if not all_terms or not all_terms[0].means:
         return {}
     means, largest = all_terms[0].means.keys(), all_terms[0].largest.keys()
-    sums = torch.stack(
-        [torch.stack([x for name in means for x in terms.means[name]]) for terms in all_terms]
-    ).sum(0)
-    numbers = world.sum(*sums.tolist())
-    found = {name: a / b if b else 0.0 for name, a, b in zip(means, numbers[::2], numbers[1::2])}
+    parts = [torch.stack([x for name in means for x in terms.means[name]]) for terms in all_terms]
+    numbers = world.sum(*torch.stack(parts).sum(0).tolist())
+    metrics = {name: a / b if b else 0.0 for name, a, b in zip(means, numbers[::2], numbers[1::2])}
     if largest:
-        tops = torch.stack(
-            [torch.stack([terms.largest[name] for name in largest]) for terms in all_terms]
-        ).amax(0)
-        found |= dict(zip(largest, world.sum(*tops.tolist(), operation=dist.ReduceOp.MAX)))
-    return found
+        parts = [torch.stack([terms.largest[name] for name in largest]) for terms in all_terms]
+        tops = torch.stack(parts).amax(0).tolist()
+        metrics |= dict(zip(largest, world.sum(*tops, operation=dist.ReduceOp.MAX)))
+    return metrics
 
 
 def mean_of(x: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,4 @@
-"""Log-probabilities of a corpus under a model, in a folder that `python -m training.logprobs`
-makes.
+"""Log-probabilities of a corpus under a model, in a folder that training.logprobs makes.
 
 logprobs.f32 has float32 for each token of the documents, in their order, 0 for what is no target.
 With --top_k the ids of the likeliest words and their log-probabilities follow each number, in
@@ -10,7 +9,7 @@ refused.
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +31,7 @@ INDEX, VALUES, FORMAT = "logprobs.json", "logprobs.f32", "fathom logprobs 2"
 
 
 def digest_of(folder: str | Path) -> str:
-    """Returns a digest of a folder's weights: of the headers, two rows of each tensor, and all of
-    its adapters."""
+    """Returns a digest of a folder's weights: headers, two rows of each tensor, all adapters."""
     if not has_adapters(folder):
         return f"{fingerprint(Path(folder)):08x}"
     _, base = read_adapters(folder)
@@ -41,8 +39,7 @@ def digest_of(folder: str | Path) -> str:
 
 
 def attention_in_words(model: ModelConfig, kinds: Sequence[MixerKind]) -> str:
-    """Returns how a model attends, and a digest of all beside its weights that changes its
-    log-probabilities."""
+    """Returns how a model attends, with a digest of all beside weights that changes its output."""
     exact = *kinds, replace(model, max_position_embeddings=1)
     scaling = "" if model.rope_scaling is None else f", {model.rope_scaling}"
     return f"{describe(kinds)}{scaling} ({zlib.crc32(repr(exact).encode()):08x})"
@@ -56,9 +53,7 @@ class Stored:
     weights: str  # digest_of their model's
     attention: str  # attention_in_words their model
     tokenizer: str  # its identity
-    documents: list[
-        int
-    ]  # text_identity of the stores, which tells tokens and masks, and so the chat template
+    documents: list[int]  # text_identity of the stores: tokens and masks
     tokens: int
     crc32: int
     top_k: int = 0  # likeliest words of each target
@@ -75,10 +70,10 @@ class Stored:
         try:
             if index.pop("format") != FORMAT:
                 raise TypeError
-            made = cls(Path(folder), **index)
-            if [*map(type, vars(made).values())][1:] != [str, str, str, list, int, int, int]:
+            stored = cls(Path(folder), **index)
+            if [*map(type, vars(stored).values())][1:] != [str, str, str, list, int, int, int]:
                 raise TypeError
-            return made
+            return stored
         except (TypeError, KeyError):
             raise UserError(
                 f"{file} is damaged, or of another version; make the folder anew"
@@ -86,13 +81,17 @@ class Stored:
 
     @property
     def word_bytes(self) -> int:
-        """Bytes that a teacher's words take per token of a step: columns, the same as one tensor,
-        and ids as int64."""
+        """Bytes of a teacher's words per token of a step.
+
+        They are columns, the same as one tensor, and ids as int64.
+        """
         return 16 + (8 + 8 + 8 + 4) * self.top_k
 
     def check(self, tokenizer: str, start: str | Path | None, attention: str | None) -> None:
-        """Refuses another model's or tokenizer's; `start` None is any weights, `attention` None any
-        attention."""
+        """Refuses another model's or tokenizer's numbers.
+
+        With `start` None any weights are taken, with `attention` None any attention.
+        """
         anew = f"make it anew by `{program()} -m training.logprobs`"
         if self.tokenizer != tokenizer:
             raise UserError(
@@ -105,16 +104,16 @@ class Stored:
                 f"{attention}; {anew} with this "
                 "run's --attention_type, its settings and --rope_scaling"
             )
-        if start is not None and self.weights != (found := digest_of(start)):
+        digest = self.weights if start is None else digest_of(start)
+        if digest != self.weights:
             raise UserError(
-                f"{self.folder} is of weights {self.weights}, and {start} has {found}; {anew}"
+                f"{self.folder} is of weights {self.weights}, and {start} has {digest}; {anew}"
             )
 
     def give(
         self, stores: Sequence[TokenStore], column: str, context_length: int, vocab_size: int
     ) -> None:
-        """Gives documents log-probabilities as a column, or ids and log-probabilities of a
-        teacher's words.
+        """Gives documents log-probabilities as a column, or a teacher's words as columns.
 
         Raises UserError for numbers of other documents, and a file that is damaged, has words that
         the model lacks, or was made with a shorter context_length.
@@ -122,11 +121,22 @@ class Stored:
         if self.documents != [store.text_identity for store in stores]:
             raise UserError(
                 f"{self.folder} is of other documents, or of the same by another chat template or "
-                "objective: it needs "
-                "the same --data, --validation_data and --context_length, with their settings; "
-                "make it anew by "
-                f"`{program()} -m training.logprobs`"
+                "objective: it needs the same --data, --validation_data and --context_length, with "
+                f"their settings; make it anew by `{program()} -m training.logprobs`"
             )
+        values = self._read_values()
+        names = {column: 0}
+        if column == TEACHER:
+            names = {f"{TEACHER} {i}": i for i in range(1, values.shape[1])}
+        self._check_numbers(values, vocab_size if column == TEACHER else None)
+        for store in stores:
+            part, values = np.split(values, [int(store.lengths.sum())])
+            self._check_documents(part[:, 0], store.lengths, context_length)
+            for name, place in names.items():
+                store.add_column(name, np.ascontiguousarray(part[:, place]))
+
+    def _read_values(self) -> np.ndarray:
+        """Returns float32 [tokens, 1 + 2 top_k]."""
         width = 1 + 2 * self.top_k
         content = read_file(self.folder / VALUES, "make the folder anew")
         if len(content) != 4 * self.tokens * width or zlib.crc32(content) != self.crc32:
@@ -134,39 +144,33 @@ class Stored:
                 f"{self.folder / VALUES} is damaged: its size or CRC-32 is another; make the "
                 "folder anew"
             )
-        values, first = np.frombuffer(content, "<f4").astype(np.float32).reshape(-1, width), 0
-        self._check_numbers(values, vocab_size if column == TEACHER else None)
-        names = {column: 0} if column != TEACHER else {f"{TEACHER} {i}": i for i in range(1, width)}
-        for store in stores:
-            stop = first + int(store.lengths.sum())
-            starts = first + np.cumsum(store.lengths) - store.lengths
-            fits = store.lengths <= context_length  # others are left out, or refused
-            is_nan = np.isnan(values[starts, 0])
-            if (is_nan != np.logical_or.reduceat(np.isnan(values[:stop, 0]), starts)).any():
-                raise UserError(
-                    f"{self.folder / VALUES} has NaN in the midst of a document: make the folder "
-                    "anew"
-                )
-            if (lacks := fits & is_nan).any():
-                longest = f"{store.lengths[lacks].max():,}"
-                raise UserError(
-                    f"{self.folder} was made with a --context_length into which {lacks.sum():,} "
-                    "documents did not fit, "
-                    f"the longest of {longest} tokens; make it anew with --context_length "
-                    f"{context_length}"
-                )
-            for name, place in names.items():
-                store.add_column(name, np.ascontiguousarray(values[first:stop, place]))
-            first = stop
+        return np.frombuffer(content, "<f4").astype(np.float32).reshape(-1, width)
+
+    def _check_documents(self, values: np.ndarray, lengths: np.ndarray, context_length: int):
+        """Refuses documents that have NaN in part, or throughout although they fit."""
+        starts = np.cumsum(lengths) - lengths
+        is_nan = np.isnan(values[starts])
+        if (is_nan != np.logical_or.reduceat(np.isnan(values), starts)).any():
+            raise UserError(
+                f"{self.folder / VALUES} has NaN in the midst of a document: make the folder anew"
+            )
+        lacks = is_nan & (lengths <= context_length)  # longer ones are left out, or refused
+        if lacks.any():
+            raise UserError(
+                f"{self.folder} was made with a --context_length into which {lacks.sum():,} "
+                f"documents did not fit, the longest of {lengths[lacks].max():,} tokens; make it "
+                f"anew with --context_length {context_length}"
+            )
 
     def _check_numbers(self, values: np.ndarray, vocab_size: int | None) -> None:
-        """Refuses what no log-probabilities and no words are. A document that did not fit has NaN
-        throughout.
+        """Refuses numbers that are no log-probabilities or ids of words.
 
-        `values` are [tokens, width]; `vocab_size` is None if the words are not read.
+        A document that did not fit has NaN throughout. `values` are [tokens, width]; `vocab_size`
+        is None if the words are not read.
         """
-        made = values[~np.isnan(values).all(1)]
-        ids, logprobs = made[:, 1 : 1 + self.top_k], np.delete(made, slice(1, 1 + self.top_k), 1)
+        known = values[~np.isnan(values).all(1)]
+        ids = known[:, 1 : 1 + self.top_k]
+        logprobs = np.delete(known, slice(1, 1 + self.top_k), 1)
         wrong = logprobs[~((logprobs >= LEAST_LOGPROB) & (logprobs <= MOST_LOGPROB))]
         if len(wrong):
             what = f"{self.folder / VALUES} has {wrong[0]:g} in the place of a log-probability"
@@ -179,20 +183,20 @@ class Stored:
                 f"{self.folder / VALUES} has {wrong[0]:g} in the place of an id: make the folder "
                 "anew"
             )
-        if (largest := int(ids.max())) >= vocab_size:
-            few = (
-                f"{self.folder} has words of ids up to {largest:,}, the model has a vocab_size of "
-                f"{vocab_size:,}"
-            )
+        largest = int(ids.max())
+        if largest >= vocab_size:
             raise UserError(
-                f"{few}; make it with a smaller --top_k, or train a model of the teacher's "
-                "vocab_size"
+                f"{self.folder} has words of ids up to {largest:,}, the model has a vocab_size of "
+                f"{vocab_size:,}; make it with a smaller --top_k, or train a model of the "
+                "teacher's vocab_size"
             )
 
 
 def teacher_of(columns_BT: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Returns ids, int64, and log-probabilities of a teacher's words, [B, T, k] both, of a
-    micro-batch's columns."""
+    """Returns ids, int64, and log-probabilities of a teacher's words, [B, T, k] both.
+
+    Returns None if a micro-batch's columns have none.
+    """
     count = sum(name.startswith(TEACHER) for name in columns_BT)
     if not count:
         return None
@@ -211,13 +215,17 @@ def store(
     """Writes a folder that Stored reads; logprobs.json last."""
     content = values.astype("<f4").tobytes()
     top_k = values.shape[1] // 2 if values.ndim == 2 else 0
-    made = Stored(
-        folder, weights, attention, tokenizer, documents, len(values), zlib.crc32(content), top_k
-    )
+    index = {
+        "format": FORMAT,
+        "weights": weights,
+        "attention": attention,
+        "tokenizer": tokenizer,
+        "documents": documents,
+        "tokens": len(values),
+        "crc32": zlib.crc32(content),
+        "top_k": top_k,
+    }
     make_folder(folder)
     (folder / INDEX).unlink(missing_ok=True)
     write_file(folder / VALUES, content)
-    index = {"format": FORMAT} | {
-        name: value for name, value in asdict(made).items() if name != "folder"
-    }
     replace_file(folder / INDEX, json.dumps(index, indent=1) + "\n")

@@ -1,5 +1,4 @@
-"""Draws curves of runs with Matplotlib, and writes pictures and their labels. panels.py says which
-curves there are."""
+"""Draws curves of runs with Matplotlib; panels.py says which curves there are."""
 
 import logging
 from pathlib import Path
@@ -24,16 +23,12 @@ def draw_run(run: Path, rows: list[dict]) -> Path:
 def draw_runs(path: Path, runs: list[Path]) -> None:
     """Draws several runs, each in its colour, into one picture."""
     by_name = {name: (read_metrics(run), settings_of(run)) for name, run in names_of(runs).items()}
-    _draw(
-        path,
-        " and ".join(by_name) if len(by_name) < 4 else f"{len(by_name)} runs",
-        panels_of_runs(by_name),
-    )
+    title = " and ".join(by_name) if len(by_name) < 4 else f"{len(by_name)} runs"
+    _draw(path, title, panels_of_runs(by_name))
 
 
 def names_of(runs: list[Path]) -> dict[str, Path]:
-    """Returns the folders by the shortest ends of their paths that differ: one/a and two/a are
-    "one/a", "two/a"."""
+    """Returns the folders by the shortest ends of their paths that differ, as "one/a", "two/a"."""
     absolute = [run.absolute() for run in runs]
     longest = max(len(run.parts) for run in absolute)
     for count in range(1, longest + 1):
@@ -46,8 +41,10 @@ def names_of(runs: list[Path]) -> dict[str, Path]:
 def title_of(run: Path, settings: dict) -> str:
     """Returns the name of a run's folder, and which model is trained: "default: tiny"."""
     model = settings.get("model_size") or settings.get("init_from")
-    shown = Path(model).name if isinstance(model, str) else ""
-    return ": ".join(filter(None, (run.absolute().name, shown or ("tiny" if settings else ""))))
+    name = Path(model).name if isinstance(model, str) else ""
+    if settings and not name:
+        name = "tiny"
+    return ": ".join(filter(None, (run.absolute().name, name)))
 
 
 def _draw(path: Path, title: str, panels: list[Panel]) -> None:
@@ -99,20 +96,20 @@ def save_picture(figure, path: Path) -> None:
 
 
 def as_label(name: str) -> str:
-    """Returns a folder's name as Matplotlib shows it: "$x^$" is no formula, bytes that are no text
-    are escaped.
+    """Returns a folder's name as Matplotlib shows it: "$x^$" is no formula.
 
-    A space goes before "_", with which Matplotlib's own labels begin: it leaves these out of
-    legends.
+    Bytes that are no text are escaped. A space goes before "_": Matplotlib leaves labels that begin
+    so out of legends.
     """
     shown = name.encode(errors="backslashreplace").decode().replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def draw_at_end(run: Path) -> None:
-    """Draw a finished run that is long enough; without Matplotlib say how to install it."""
+    """Draws a finished run that is long enough; without Matplotlib says how to install it."""
     try:
-        if len(rows := read_metrics(run)) < FEWEST_STEPS:
+        rows = read_metrics(run)
+        if len(rows) < FEWEST_STEPS:
             return
         if is_installed("matplotlib"):
             logger.info("curves: %s", draw_run(run, rows))

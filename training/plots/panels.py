@@ -1,5 +1,4 @@
-"""Curves of runs as plain numbers: what a picture and a page draw, panel by panel, of the rows of
-metrics.jsonl."""
+"""Curves of runs as plain numbers, panel by panel, from the rows of metrics.jsonl."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,10 +14,8 @@ STEPS_PER_SMOOTHED = 20  # the smoothed loss is a mean over a twentieth of the r
 FEWEST_WITH_OUTLIERS = 4  # values of a curve
 TRAINING, VALIDATION, WITHOUT_PADDING = "training", "validation", "without padding"
 GRADIENT_NORM, MFU = "gradient norm, before clipping", "model FLOP utilisation"
-TEXTS_SPEED, PADDED_SPEED = (
-    "tokens per second, without padding",
-    "tokens per second, padding included",
-)
+TEXTS_SPEED = "tokens per second, without padding"
+PADDED_SPEED = "tokens per second, padding included"
 ROBUST = {GRADIENT_NORM, MFU, TEXTS_SPEED, PADDED_SPEED}  # panels whose outliers leave the axis
 # Curves of one panel, each with its name in the legend; the panel's label stands beside its axis.
 OBJECTIVES_PANELS: dict[str, dict[str, str]] = {
@@ -74,24 +71,24 @@ class Panel:
         values = [value for curve in self.curves for value in curve.values]
         low = min(values, default=0.0) if self.low is None else self.low
         high = max(values, default=1.0) if self.high is None else self.high
-        margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+        margin = _margin(low, high)
         return low - margin * (self.low is None), high + margin * (self.high is None or high == low)
 
 
 def read_metrics(run: Path) -> list[dict]:
-    """Returns the lines of a run's metrics.jsonl without damaged ones. Raises UserError where there
-    is none."""
+    """Returns the lines of a run's metrics.jsonl without damaged ones.
+
+    Raises UserError where there is none.
+    """
     file = run / "metrics.jsonl"
-    near = sorted(
-        other.parent
-        for other in (run.parent / file.name, *run.glob(f"*/{file.name}"))
-        if other.is_file()
-    )
+    near = [run.parent / file.name, *run.glob(f"*/{file.name}")]
+    runs = sorted(path.parent for path in near if path.is_file())
     advice = "give the output_dir of a run"
-    if near:
-        advice += f", as {near[0]}"
+    if runs:
+        advice += f", as {runs[0]}"
     lines = read_file(file, advice).decode(errors="replace").splitlines()
-    if not (rows := [row for line in lines if (row := parse_line(line))]):
+    rows = [row for row in map(parse_line, lines) if row]
+    if not rows:
         raise UserError(f"{file} has no step yet; give the output_dir of a run")
     return rows
 
@@ -116,8 +113,7 @@ def points(rows: Iterable[dict], name: str) -> tuple[list[int], list[float]]:
 
 
 def settings_of(run: Path) -> dict:
-    """Returns the settings in a run's config.json; none if there is no such file, or a damaged
-    one."""
+    """Returns the settings in a run's config.json; none if it is missing or damaged."""
     try:
         return read_json(run / "config.json")
     except UserError:
@@ -125,8 +121,10 @@ def settings_of(run: Path) -> dict:
 
 
 def objective_of(settings: dict) -> str | None:
-    """Returns the objective of a run's settings; None if they do not tell. Runs before 0.6.0 had
-    next_token alone."""
+    """Returns the objective of a run's settings; None if they do not tell.
+
+    Runs before 0.6.0 had next_token alone.
+    """
     objective = settings.get("objective", "next_token" if settings else None)
     return objective if isinstance(objective, str) else None
 
@@ -137,8 +135,7 @@ def loss_in_words(objective: str | None) -> str:
 
 
 def unit_of(settings: dict) -> str:
-    """Returns what a loss is a mean of: "nats per token" or byte; "" of objectives, which have
-    units of their own."""
+    """Returns a loss's unit: "nats per token" or byte; "" for objectives, whose units differ."""
     objective, tokenizer = objective_of(settings), settings.get("tokenizer")
     if objective not in (None, "next_token"):
         return ""
@@ -167,8 +164,10 @@ def panels_of(rows: list[dict], settings: dict) -> list[Panel]:
 
 
 def panels_of_runs(runs: dict[str, tuple[list[dict], dict]]) -> list[Panel]:
-    """Returns panels of several runs, by name their rows and settings. Each run has a curve of its
-    own colour.
+    """Returns panels of several runs, each of which has a curve of its own colour.
+
+    Args:
+        runs: rows and settings of each run, by its name.
 
     Validations are dots in the colour of their run. A panel is there if a run has its numbers.
     """
@@ -191,8 +190,7 @@ def panels_of_runs(runs: dict[str, tuple[list[dict], dict]]) -> list[Panel]:
 
 
 def _beside_other_runs(curves: list[Curve]) -> list[Curve]:
-    """Returns the curves of a run that stand beside other runs, without raw ones behind them; a
-    second is dashed."""
+    """Returns the curves of a run that stand beside other runs; a second line is dashed."""
     kept = [curve for curve in curves if curve.kind in ("line", "dots")]
     lines = [curve for curve in kept if curve.kind == "line"]
     for curve in lines[1:]:
@@ -201,8 +199,7 @@ def _beside_other_runs(curves: list[Curve]) -> list[Curve]:
 
 
 def with_peaks(rows: list[dict]) -> list[dict]:
-    """Returns rows whose "peak" is the largest number of "peak_memory_gib", a list with a number
-    for each rank."""
+    """Returns rows whose "peak" is the largest of "peak_memory_gib", a list by rank."""
     with_number = list[dict]()
     for row in rows:
         peaks = row.get("peak_memory_gib")
@@ -233,54 +230,58 @@ def _loss_panel(rows: list[dict], label: str) -> Panel:
         curves.append(Curve(TRAINING, steps, losses))
     elif losses:
         curves.append(Curve(TRAINING, steps, losses, "faint"))
-        num_steps = round(
-            span * (steps[-1] - steps[0] + 1) / len(steps)
-        )  # a page of a long run has some rows alone
-        curves.append(
-            Curve(f"{TRAINING}, mean of {num_steps} steps", steps, _smoothed(losses, span))
-        )
+        # A page of a long run has some rows alone.
+        num_steps = round(span * (steps[-1] - steps[0] + 1) / len(steps))
+        label_of_mean = f"{TRAINING}, mean of {num_steps} steps"
+        curves.append(Curve(label_of_mean, steps, _smoothed(losses, span)))
     validations = points(rows, "validation_loss")
     if validations[0]:
         curves.append(Curve(VALIDATION, *validations, kind="dots", color=1))
     panel = Panel(label, curves)
-    spikes = points([row for row in rows if row.get("is_spike")], "loss")
-    if spikes[0]:
-        calm = points([row for row in rows if not row.get("is_spike")], "loss")[1] + validations[1]
-        low, high = min(calm, default=min(losses)), max(calm, default=max(losses))
-        if max(spikes[1]) > (ceiling := high + 0.25 * (high - low)):
-            panel.high, panel.outside = (
-                high + 0.3 * (high - low),
-                sum(value > ceiling for value in spikes[1]),
-            )
-        shown = [min(value, ceiling) for value in spikes[1]]
-        most = f", up to {max(spikes[1]):.4g}" if panel.outside else ""
-        curves.append(Curve(f"spike{most}", spikes[0], shown, "crosses", 3))
+    _add_spikes(panel, rows, validations[1])
     panel.left_out = [row["step"] for row in rows if row.get("loss", 0) is None]
     return panel
 
 
+def _add_spikes(panel: Panel, rows: list[dict], validations: list[float]) -> None:
+    steps, spikes = points([row for row in rows if row.get("is_spike")], "loss")
+    if not spikes:
+        return
+    _, calm = points([row for row in rows if not row.get("is_spike")], "loss")
+    calm = calm + validations or spikes
+    low, high = min(calm), max(calm)
+    ceiling = high + 0.25 * (high - low)
+    panel.outside = sum(value > ceiling for value in spikes)
+    label = "spike"
+    if panel.outside:
+        panel.high = high + 0.3 * (high - low)
+        label += f", up to {max(spikes):.4g}"
+    shown = [min(value, ceiling) for value in spikes]
+    panel.curves.append(Curve(label, steps, shown, "crosses", 3))
+
+
 def _smoothed(values: list[float], span: int) -> list[float]:
-    """Returns means of each value and those before it, `span` in all: of 1, 3, 5 and span 2 they
-    are 1, 2, 4."""
+    """Returns means of `span` values that end at each: 1, 2, 4 for 1, 3, 5 and span 2."""
     sums = [0.0, *accumulate(values)]
     return [(sums[end] - sums[max(0, end - span)]) / min(span, end) for end in range(1, len(sums))]
 
 
 def _speed_panel(rows: list[dict]) -> Panel:
-    """Returns the speed of texts' own tokens, beside it with padding if there is some. Earlier runs
-    have only that."""
-    own, padded = points(rows, "text_tokens_per_second"), points(rows, "tokens_per_second")
-    if not own[0]:
+    """Returns the speed without padding, and beside it with padding if there is some.
+
+    Earlier runs have only the latter.
+    """
+    texts, padded = points(rows, "text_tokens_per_second"), points(rows, "tokens_per_second")
+    if not texts[0]:
         return _robust(_panel(rows, PADDED_SPEED, {"tokens_per_second": TRAINING}))
-    curves = [Curve(WITHOUT_PADDING, *own)]
-    if sum(padded[1][-len(own[1]) :]) > 1.005 * sum(own[1]):
+    curves = [Curve(WITHOUT_PADDING, *texts)]
+    if sum(padded[1][-len(texts[1]) :]) > 1.005 * sum(texts[1]):
         curves.append(Curve("padding included", *padded, kind="faint", color=1))
     return _robust(Panel(TEXTS_SPEED, curves))
 
 
 def _robust(panel: Panel) -> Panel:
-    """Sets limits without a curve's few outliers: a slow first step does not flatten the other
-    ones.
+    """Sets limits without a curve's few outliers, such as a slow first step.
 
     The highest and the lowest hundredth of the values may be outliers, of each at least one value.
     They are if they are further from the others than these from each other: of 300, 8950, 9000,
@@ -295,12 +296,16 @@ def _robust(panel: Panel) -> Panel:
         lows.append(max(ordered[0], low - height))
         highs.append(min(ordered[-1], high + height))
     if lows:
-        panel.low, panel.high = _with_margin(min(lows), max(highs))
+        low, high = min(lows), max(highs)
+        margin = _margin(low, high)
+        panel.low, panel.high = low - margin, high + margin
+        if low >= 0:
+            panel.low = max(0.0, panel.low)
         values = [value for curve in panel.curves for value in curve.values]
         panel.outside = sum(not panel.low <= value <= panel.high for value in values)
     return panel
 
 
-def _with_margin(low: float, high: float) -> tuple[float, float]:
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return (max(0.0, low - margin) if low >= 0 else low - margin), high + margin
+def _margin(low: float, high: float) -> float:
+    """Returns what an axis has beyond its values on either side."""
+    return 0.05 * (high - low) or 0.05 * abs(high) or 1.0

@@ -9,16 +9,17 @@ from training.plots.panels import Curve, Panel
 
 WIDTH, HEIGHT = 420, 200  # size of the axes, in units of the drawing
 LEFT, BOTTOM, TOP, RIGHT = 58, 22, 8, 12  # around the axes
-MOST_POINTS = (
-    400  # limit of a polyline; longer ones keep the lowest and the highest value of each stretch
-)
+MOST_POINTS = 400  # of a polyline; longer lines keep the lowest and highest value of a stretch
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
+# Attributes of a line, by a curve's kind.
+STYLES = {"faint": ' opacity=".4" stroke-width=".8"', "dashed": ' stroke-dasharray="4 3"'}
 STYLE = """
 .panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(24rem, 1fr)); gap: 1rem; }
 figure { margin: 0; } figcaption { font-size: .85rem; font-weight: 600; overflow-wrap: anywhere; }
 figure svg { width: 100%; height: auto; display: block; }
 figure text { font: 11px system-ui, sans-serif; fill: var(--faint); }
-figure .frame { fill: none; stroke: var(--line); } figure .grid { stroke: var(--line); stroke-width: .5; }
+figure .frame { fill: none; stroke: var(--line); }
+figure .grid { stroke: var(--line); stroke-width: .5; }
 .legend { font-size: .78rem; } .legend span { margin-right: .9rem; white-space: nowrap; }
 .legend b { font-weight: 700; }
 """
@@ -30,8 +31,7 @@ def draw_panels(panels: Sequence[Panel]) -> str:
 
 
 def ticks_between(low: float, high: float, most: int, are_whole: bool = False) -> list[float]:
-    """Returns round numbers from low to high, at most `most`: 0.3 to 1.1 and 5 give 0.4, 0.6, 0.8
-    and 1."""
+    """Returns round numbers from low to high: 0.4, 0.6, 0.8, 1 for 0.3 to 1.1 and `most` 5."""
     if not low < high:
         return [low]
     raw = (high - low) / most
@@ -44,13 +44,13 @@ def ticks_between(low: float, high: float, most: int, are_whole: bool = False) -
 
 
 def labels_of(ticks: list[float]) -> list[str]:
-    """Returns the numbers of an axis with the digits that tell each from the next: 0.69305 and
-    0.69310, or 2e-05."""
+    """Returns the numbers of an axis with the digits that tell each from the next.
+
+    They are 0.69305 and 0.69310, for example, or 2e-05.
+    """
     largest = max(map(abs, ticks)) or 1.0
     gap = min((after - before for before, after in pairwise(ticks)), default=largest / 1000)
-    first, last = (
-        math.floor(math.log10(size) + 1e-9) for size in (largest, gap)
-    )  # places of digits
+    first, last = (math.floor(math.log10(size) + 1e-9) for size in (largest, gap))
     if -4 < first < 7:
         return [f"{value:,.{max(0, -last)}f}" for value in ticks]
     return [f"{value:.{first - last + 1}g}" for value in ticks]
@@ -72,21 +72,15 @@ def _draw_panel(panel: Panel) -> str:
     for value, label in zip(heights, labels_of(heights)):
         _, y = place(first, value)
         lines.append(f'<line class="grid" x1="0" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        labels.append(
-            f'<text x="{LEFT - 5}" y="{TOP + y + 4:.1f}" text-anchor="end">{label}</text>'
-        )
+        labels.append(_text(LEFT - 5, TOP + y + 4, "end", label))
     steps = ticks_between(first, last, 6, are_whole=True)
     for step, label in zip(steps, labels_of(steps)):
         x, _ = place(step, low)
-        labels.append(
-            f'<text x="{LEFT + x:.1f}" y="{TOP + HEIGHT + 15}" text-anchor="middle">{label}</text>'
-        )
+        labels.append(_text(LEFT + x, TOP + HEIGHT + 15, "middle", label))
     for step in panel.left_out:
         x, _ = place(step, low)
-        lines.append(
-            f'<line stroke="{COLORS[3]}" stroke-width=".5" x1="{x:.1f}" x2="{x:.1f}" y1="0" '
-            f'y2="{HEIGHT}"/>'
-        )
+        ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{HEIGHT}"'
+        lines.append(f'<line stroke="{COLORS[3]}" stroke-width=".5" {ends}/>')
     lines += [_draw_curve(curve, place) for curve in panel.curves]
     # An inner drawing cuts off what is beyond its edges.
     inner = f'<svg x="{LEFT}" y="{TOP}" width="{WIDTH}" height="{HEIGHT}">{"".join(lines)}</svg>'
@@ -97,35 +91,35 @@ def _draw_panel(panel: Panel) -> str:
     )
 
 
+def _text(x: float, y: float, anchor: str, label: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{label}</text>'
+
+
 def _draw_curve(curve: Curve, place) -> str:
-    color, places = COLORS[curve.color % len(COLORS)], [place(*point) for point in _thinned(curve)]
-    shapes = list[str]()
+    color = COLORS[curve.color % len(COLORS)]
+    places = [place(*point) for point in _thinned(curve)]
     if curve.kind == "crosses":
         return "".join(
             f'<path stroke="{color}" d="M{x - 4:.1f},{y - 4:.1f}l8,8m0,-8l-8,8"/>'
             for x, y in places
         )
     text = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    more = {"faint": ' opacity=".4" stroke-width=".8"', "dashed": ' stroke-dasharray="4 3"'}.get(
-        curve.kind, ""
-    )
-    shapes.append(f'<polyline fill="none" stroke="{color}"{more} points="{text}"/>')
+    style = STYLES.get(curve.kind, "")
+    shapes = [f'<polyline fill="none" stroke="{color}"{style} points="{text}"/>']
     if curve.kind == "dots" or len(places) < 30:  # a point alone is no line
         shapes += [f'<circle fill="{color}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places]
     return "".join(shapes)
 
 
 def _thinned(curve: Curve) -> list[tuple[float, float]]:
-    """Returns at most MOST_POINTS points: of each stretch the lowest and the highest one, in their
-    order."""
+    """Returns at most MOST_POINTS points: the lowest and the highest of each stretch, in order."""
     points = [*zip(curve.steps, curve.values)]
     if len(points) <= MOST_POINTS or curve.kind == "crosses":
         return points
-    stretches, kept = MOST_POINTS // 2, list[tuple[float, float]]()
-    for number in range(stretches):
-        stretch = points[
-            number * len(points) // stretches : (number + 1) * len(points) // stretches
-        ]
+    kept = list[tuple[float, float]]()
+    borders = [i * len(points) // (MOST_POINTS // 2) for i in range(MOST_POINTS // 2 + 1)]
+    for start, stop in pairwise(borders):
+        stretch = points[start:stop]
         lowest, highest = (choose(stretch, key=lambda point: point[1]) for choose in (min, max))
         kept += sorted({lowest, highest})
     return kept
