@@ -162,7 +162,7 @@ def _tiled_mlp_backward(
         linear.forward(x_tile, factors[0], out=gate)
         linear.forward(x_tile, factors[1], out=up)
         backward.run(x_tile, gate, up, d_output[tile], None if d_x is None else d_x[tile], d_hidden)
-        del x_tile
+        del x_tile, gate, up, d_hidden
     del backward, buffers, factors  # before the casts, whose results need memory
     d_tensors = [total.to(t.dtype) for total, t in zip(totals, tensors) if total is not None]
     return d_tensors if d_x is None else [d_x, *d_tensors]
