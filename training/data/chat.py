@@ -80,9 +80,11 @@ class ChatTemplate:
         if not self._templates:
             has_flag = tokenizer.has_template_flag
             usual = ", for a base model --chat_template chatml," if has_flag else ""
-            cure = f"give {'--chat_template' if has_flag else '--tokenizer a folder that has one'}"
-            lacks = f"{tokenizer.folder} has none: add chat_template.jinja, or {cure}"
-            raise UserError(f"chats need a chat template{usual} and {lacks}")
+            raise UserError(
+                f"chats need a chat template{usual} and {tokenizer.folder} has none: add "
+                "chat_template.jinja, or give "
+                f"{'--chat_template' if has_flag else '--tokenizer a folder that has one'}"
+            )
         name = self._choose(has_tools=False) or self._choose(has_tools=True)
         if name is None:
             self._refuse_unnamed()
@@ -169,10 +171,9 @@ class ChatTemplate:
 
     def _refuse_unnamed(self) -> NoReturn:
         names = ", ".join(sorted(self._templates))[:100]
-        cure = 'add chat_template.jinja, which is "default"'
         raise UserError(
             f'{self._tokenizer.folder} has the chat templates {names}, and none that is "default": '
-            f"{cure}"
+            'add chat_template.jinja, which is "default"'
         )
 
     def _variables(self, name: str, values) -> tuple[dict, set[str]]:
@@ -187,20 +188,18 @@ class ChatTemplate:
         read, unread = dict[str, object](), set[str]()
         for key, value in values.items():
             if isinstance(value, str) and value.strip().lower() in ("true", "false"):
-                what = f'"{VARIABLES}" has "{str(key)[:40]}": {json.dumps(value)}'
                 raise UserError(
-                    f"{what}, a text, which templates take for true; write {value.strip().lower()}"
+                    f'"{VARIABLES}" has "{str(key)[:40]}": {json.dumps(value)}, a text, which '
+                    f"templates take for true; write {value.strip().lower()}"
                 )
             if key in template.variables and key not in ARGUMENTS:
                 read |= {key: value} if value is not None else {}
             elif key in SWITCHES and value is not None:
                 unread.add(key)
             elif value not in EMPTY:
-                has = (
-                    f'has "{VARIABLES}" beside "messages", where "{str(key)[:40]}" would be ignored'
-                )
                 raise UserError(
-                    f"{has}: chat template {template.file} reads no such variable; remove it"
+                    f'has "{VARIABLES}" beside "messages", where "{str(key)[:40]}" would be '
+                    f"ignored: chat template {template.file} reads no such variable; remove it"
                 )
         return read, unread
 
@@ -240,8 +239,10 @@ def _unread_of_row(fields: dict, messages: list[dict]) -> set[str]:
         if lost.is_answer:
             raise UserError(f"{has}; {cure_of(name)}, or remove it")
         if is_open and is_of_a_last_answer(name):
-            cure = "write it as the last message if it answers the question there, or remove it"
-            raise UserError(f"{has}; {cure}")
+            raise UserError(
+                f"{has}; write it as the last message if it answers the question there, or remove "
+                "it"
+            )
         unread.add(name)
     return unread
 

@@ -333,8 +333,10 @@ def _next_record(rows: Iterator[list[str]], where: str) -> list[str] | None:
     try:
         return next((values for values in rows if values), None)
     except csv.Error as error:
-        cure = 'a field with quotes stands between quotes, and has "" for each'
-        raise UserError(f"{where}: not CSV ({error}); {cure}") from None
+        raise UserError(
+            f'{where}: not CSV ({error}); a field with quotes stands between quotes, and has "" '
+            "for each"
+        ) from None
 
 
 class _LinesOfRows:
@@ -421,9 +423,9 @@ def _batches_of(table, groups: list[int], columns: list[str] | None, file: Path)
         if size > MOST * group.num_rows:
             raise _too_long(f"a row of {file}, row group {i},")
         if size > max(LEAST_OF_A_BOMB, MOST_RATIO * file.stat().st_size):
-            what = f"{size:,} bytes in less than a {MOST_RATIO}th, as no text is compressed"
             raise UserError(
-                f"{file}, row group {i}, has {what}; write it again, or leave it out of --data"
+                f"{file}, row group {i}, has {size:,} bytes in less than a {MOST_RATIO}th, as no "
+                "text is compressed; write it again, or leave it out of --data"
             )
         # Any number of rows may have the same value, which a group stores once.
         rows = max(1, min(BATCH, BATCH_BYTES // max(1, size)))

@@ -45,8 +45,10 @@ def open_stores(
     def open_store(path: str | None, files: list[Path]) -> TokenStore | PreparedStore:
         if path is not None and is_prepared(Path(path)):
             if reading.rows is not None:
-                no_rows = f"{path} is a prepared set, which holds no rows of an --objective"
-                raise UserError(f"{no_rows}; give the rows")
+                raise UserError(
+                    f"{path} is a prepared set, which holds no rows of an --objective; give the "
+                    "rows"
+                )
             return PreparedStore(Path(path), tokenizer, vocab_size)
         documents: Iterable[Document] = read_documents(
             path, tokenizer, vocab_size, reading, unused, files
@@ -192,8 +194,10 @@ def pack(
             packings.append(ConcatenatedPacking(lengths, context_length, seed))
     has_best_fit = any(isinstance(packing, BestFitPacking) for packing in packings)
     if overlong is not None and not has_best_fit:
-        why = "overlong has no effect where documents are concatenated"
-        raise UserError(f"{why}; drop it, or --packing best_fit of train.py")
+        raise UserError(
+            "overlong has no effect where documents are concatenated; drop it, or --packing "
+            "best_fit of train.py"
+        )
     return MixedPacking(packings, firsts[:-1], weights) if weights else packings[0]
 
 

@@ -82,8 +82,9 @@ def recognise(row: object) -> tuple[Form, dict]:
         that it is not trained on.
     """
     if not isinstance(row, dict):
-        what = f"is not an object but a {type(row).__name__}"
-        raise UserError(f"{what}; known are objects with {KNOWN}")
+        raise UserError(
+            f"is not an object but a {type(row).__name__}; known are objects with {KNOWN}"
+        )
     _refuse_preferences(row)
     form = next((form for form in FORMS if form.is_of(row)), None)
     if form is None:
@@ -143,8 +144,9 @@ def _refuse_unknown(row: dict) -> NoReturn:
     names = []
     for name, value in [*row.items()][:20]:
         names.append(f'"{str(name)[:30]}"{" (null)" if value is None else ""}')
-    has = f"has the fields {', '.join(names) or 'none'}"
-    raise UserError(f"{has}; known are {KNOWN}; {_cure_of_names(row)}")
+    raise UserError(
+        f"has the fields {', '.join(names) or 'none'}; known are {KNOWN}; {_cure_of_names(row)}"
+    )
 
 
 def is_row(row: object) -> bool:
@@ -169,9 +171,10 @@ def parse_columns(text: str | None, fields: Collection[str] = ()) -> dict[str, s
     known = COLUMNS.union(fields)
     is_once = len(columns) == len({*columns.values()}) == len(pairs)
     if not is_once or "" in columns or not known.issuperset(columns.values()):
-        wanted = "columns must name each field once, as prompt=question,completion=answer"
-        names = f"before each = stands one of {', '.join(sorted(known))}"
-        raise UserError(f"{wanted}: got {str(text)[:50]!r}; {names}")
+        raise UserError(
+            "columns must name each field once, as prompt=question,completion=answer: got "
+            f"{str(text)[:50]!r}; before each = stands one of {', '.join(sorted(known))}"
+        )
     return columns
 
 
@@ -250,8 +253,9 @@ def _chat_in(text: object, name: str) -> list | None:
     except (ValueError, RecursionError):
         if not MESSAGES.match(text):
             return None
-        has = f'has messages in "{name}" that are no JSON, as of pandas'
-        raise UserError(f"{has}; write them by json.dumps") from None
+        raise UserError(
+            f'has messages in "{name}" that are no JSON, as of pandas; write them by json.dumps'
+        ) from None
     fields = {"role", "content"}, {"role", "tool_calls"}, {*SHAREGPT}
     for value in values:
         if not isinstance(value, dict) or not any(names <= value.keys() for names in fields):
@@ -327,9 +331,10 @@ def _refuse_without_output(row: dict) -> None:
     answer = next((name for name in ANSWERED if isinstance(row.get(name), str)), None)
     if answer and "output" not in row and isinstance(row["instruction"], str):
         shown = next((f",input={name}" for name in SHOWN_WITH if name in row), "")
-        columns = f"output={answer}{'' if row.get('input') else shown}"
-        needs = 'needs strings "instruction" and "output"'
-        raise UserError(f"{needs}; --columns {columns} reads such rows")
+        raise UserError(
+            'needs strings "instruction" and "output"; --columns '
+            f"output={answer}{'' if row.get('input') else shown} reads such rows"
+        )
 
 
 def _is_read(row: dict, columns: str) -> bool:
@@ -367,8 +372,9 @@ def parsed(value, what: str, kind: str = "a list of objects"):
         return json.loads(value or "null")
     except (ValueError, RecursionError):
         if MESSAGES.match(value):
-            why = "has messages that are no JSON, as of pandas"
-            raise UserError(f"{what} {why}; write them by json.dumps") from None
+            raise UserError(
+                f"{what} has messages that are no JSON, as of pandas; write them by json.dumps"
+            ) from None
         raise UserError(f"{what} must be {kind}, or JSON of one") from None
 
 
@@ -393,8 +399,9 @@ def _message(turn, what: str) -> dict:
     if SHAREGPT.keys() <= keys and keys.isdisjoint(SHAREGPT.values()):
         turn = {SHAREGPT.get(name, name): value for name, value in turn.items()}
     elif "role" not in keys:
-        wanted = 'an object with "role" and "content", or "from" and "value"'
-        raise UserError(f"{what} must be {wanted}")
+        raise UserError(
+            f'{what} must be an object with "role" and "content", or "from" and "value"'
+        )
     content = turn.get("content")
     for name in CONTENTS:
         if turn.get(name) and turn[name] != content:
@@ -441,8 +448,9 @@ def _from_pair(row: dict) -> dict:
             cure += f" by --columns prompt={question},completion={answer}"
         if name in ("history", "input"):
             cure += f"; --columns instruction={question},output={answer} reads it"
-        has = f'has "{name}" beside "{question}" and "{answer}", where it would be ignored'
-        raise UserError(f"{has}; {cure}")
+        raise UserError(
+            f'has "{name}" beside "{question}" and "{answer}", where it would be ignored; {cure}'
+        )
     prompt, completion, system = row[question], row[answer], row.get("system")
     if not isinstance(prompt, str) or not isinstance(completion, str):
         raise UserError(f'needs strings "{question}" and "{answer}"')
@@ -461,8 +469,9 @@ def _from_alpaca(row: dict) -> dict:
     if output is None:
         raise NothingToLearn("rows without text")
     if not all(isinstance(text, str) for text in (instruction, shown, output, system)):
-        beside = 'and "input" and "system" if it has them'
-        raise UserError(f'needs strings "instruction" and "output", {beside}')
+        raise UserError(
+            'needs strings "instruction" and "output", and "input" and "system" if it has them'
+        )
     messages = [*chat_of_question(row, "instruction"), message_of("assistant", output)]
     if row.get("history"):  # Alpaca's text has no place for it
         return {"messages": messages}
@@ -492,8 +501,9 @@ def _history_of(row: dict) -> list[dict]:
     for pair in history if isinstance(history, list) else [history]:
         is_pair = isinstance(pair, list) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
-            wanted = "a list of pairs, each of an instruction and an output"
-            raise UserError(f'has a "history" that is not {wanted}')
+            raise UserError(
+                'has a "history" that is not a list of pairs, each of an instruction and an output'
+            )
         messages += map(message_of, ("user", "assistant"), pair)
     return messages
 

@@ -257,13 +257,12 @@ class PackedLoader:
         needed = self.batch_size * gradient_accumulation_steps * self.world_size
         if needed <= self.sequences_per_epoch:
             return
-        steps = f"gradient_accumulation_steps {gradient_accumulation_steps}"
-        sizes = f"batch_size {self.batch_size} x {steps} x {self.world_size} ranks"
-        taken = f"{needed} sequences of {self.packing.context_length} tokens ({sizes})"
-        cure = "lower --gradient_accumulation_steps, --batch_size or --context_length"
         raise UserError(
-            f"one step takes {taken}, the corpus has {self.sequences_per_epoch}; {cure}, or give "
-            "more --data"
+            f"one step takes {needed} sequences of {self.packing.context_length} tokens "
+            f"(batch_size {self.batch_size} x gradient_accumulation_steps "
+            f"{gradient_accumulation_steps} x {self.world_size} ranks), the corpus has "
+            f"{self.sequences_per_epoch}; lower --gradient_accumulation_steps, --batch_size or "
+            "--context_length, or give more --data"
         )
 
     def next_step(self, micro_batches: int = 1) -> list[Batch]:
@@ -326,10 +325,10 @@ def check_same_data(state: dict, ours: dict) -> None:
         change = f"the checkpoint's data has {name} {state.get(name)}, this run {value}"
         if name in DOCUMENTS:
             change = f"{DOCUMENTS[name]} have changed since the checkpoint"
-        data = "--data, --validation_data, their settings and stored log-probabilities"
         raise UserError(
-            f"cannot resume: {change}; resume with the same {data}, --tokenizer, --context_length "
-            "and --seed, or start another run from the checkpoint's weights by --init_from"
+            f"cannot resume: {change}; resume with the same --data, --validation_data, their "
+            "settings and stored log-probabilities, --tokenizer, --context_length and --seed, or "
+            "start another run from the checkpoint's weights by --init_from"
         )
 
 
@@ -379,6 +378,7 @@ def check_can_validate(store: Store, context_length: int, limit: int) -> None:
     """Raises UserError if no sequence of `validation_batches` has a target."""
     batches = validation_batches(store, context_length, 1, limit=limit)
     if not any(batch.num_valid_tokens for batch in batches):
-        none = f"the first {limit} held-out sequences have no token to be predicted"
-        cure = "raise --validation_sequences, or give 0, or other --validation_data"
-        raise UserError(f"{none}; {cure}")
+        raise UserError(
+            f"the first {limit} held-out sequences have no token to be predicted; raise "
+            "--validation_sequences, or give 0, or other --validation_data"
+        )

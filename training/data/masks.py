@@ -63,12 +63,14 @@ def says_trained(fields: dict, what: str) -> bool | None:
         if value is None:
             continue
         if not _is_number(value) or value not in (0, 1):
-            wanted = "it must be true, false, 1 or 0"
-            raise UserError(f'{what} has "{name}": {as_json(value)}; {wanted}')
+            raise UserError(
+                f'{what} has "{name}": {as_json(value)}; it must be true, false, 1 or 0'
+            )
         answers.add(bool(value) == trained)
     if len(answers) > 1:
-        both = "that it is trained on, and that it is not"
-        raise UserError(f"{what} says {both}: {', '.join(FLAGS)} must agree")
+        raise UserError(
+            f"{what} says that it is trained on, and that it is not: {', '.join(FLAGS)} must agree"
+        )
     return answers.pop() if answers else None
 
 
@@ -82,9 +84,10 @@ def refuse_unknown_flags(fields: dict, what: str, known: Collection[str]) -> Non
         if name in known or value is None or is_text:
             continue
         if FLAG_WORDS.search(name) or _may_be_flag(name, value):
-            has = f'{what} has "{name[:40]}": {as_json(value)}, which is not known here'
-            cure = f"remove it, or name it as one of {', '.join(FLAGS)} if it is a mask"
-            raise UserError(f"{has}; {cure}")
+            raise UserError(
+                f'{what} has "{name[:40]}": {as_json(value)}, which is not known here; remove it, '
+                f"or name it as one of {', '.join(FLAGS)} if it is a mask"
+            )
 
 
 def refuse_masked(row: dict, cure: str = "remove it") -> None:

@@ -57,8 +57,10 @@ def check_messages(messages, forms: Forms = Forms()) -> tuple[list[dict], list[b
         if role == "assistant":
             trained.append(is_trained is not False)
         elif calls or thought or is_trained:
-            has = "has tool_calls, reasoning or a weight, which only the assistant's have"
-            raise UserError(f"{what} {has}; remove it")
+            raise UserError(
+                f"{what} has tool_calls, reasoning or a weight, which only the assistant's have; "
+                "remove it"
+            )
         message = {name: value for name, value in message.items() if name not in FLAGS}
         is_blank = not (message["content"].strip() or calls or thought)
         is_empty |= role in ("user", "assistant") and is_blank and not _has_other_words(message)
@@ -78,11 +80,12 @@ def _check_order(role: object, before: str, what: str) -> None:
     if role not in ROLES:
         raise UserError(f"{what} has a role that is not known; known are {', '.join(ROLES)}")
     if role == "tool" and before not in ("tool", CALLS_IN_FIELDS, CALLS_IN_CONTENT):
-        cure = 'give its calls as "tool_calls", or this message the role user'
-        raise UserError(f"{what} follows {before}, which calls no tool; {cure}")
+        raise UserError(
+            f'{what} follows {before}, which calls no tool; give its calls as "tool_calls", or '
+            "this message the role user"
+        )
     if role != "tool" and before == CALLS_IN_FIELDS:
-        result = "where there should be the result, of role tool"
-        raise UserError(f"{what} follows {before}, {result}")
+        raise UserError(f"{what} follows {before}, where there should be the result, of role tool")
 
 
 def _in_one_form(message: dict, forms: Forms, what: str) -> dict:
@@ -109,8 +112,9 @@ def _with_calls(message: dict, forms: Forms, what: str) -> dict:
     if not function_names(calls, f'{what}: "tool_calls"'):
         return message
     if INLINE_CALL in message["content"]:
-        both = f"has calls in tool_calls, and {INLINE_CALL} in its content"
-        raise UserError(f"{what} {both}; keep one of both")
+        raise UserError(
+            f"{what} has calls in tool_calls, and {INLINE_CALL} in its content; keep one of both"
+        )
     checked = []
     for call in calls or ():
         refuse_unknown_flags(call, f"a call of {what}", ("arguments",))
@@ -131,8 +135,10 @@ def _as_object(arguments, forms: Forms, what: str):
         except (ValueError, RecursionError):
             content = None
     if not isinstance(content, dict):
-        wanted = "they must be an object, or JSON of one: {} for none"
-        raise UserError(f'{what} has "arguments": {as_json(arguments)}; {wanted}')
+        raise UserError(
+            f'{what} has "arguments": {as_json(arguments)}; they must be an object, or JSON of '
+            "one: {} for none"
+        )
     return arguments if forms.text_arguments else content
 
 
@@ -153,8 +159,10 @@ def _with_reasoning(message: dict, thinking: str, forms: Forms, what: str) -> di
     if inline := THINKING.match(message["content"]):
         written = inline[1].strip()
         if thought and written not in ("", thought.strip()):
-            both = "has reasoning in a field, and other reasoning in its content"
-            raise UserError(f"{what} {both}; keep one of both")
+            raise UserError(
+                f"{what} has reasoning in a field, and other reasoning in its content; keep one of "
+                "both"
+            )
         if not thought or (written and not forms.reads_reasoning):
             return message  # the content has it all
         message["content"] = message["content"][inline.end() :]
@@ -189,8 +197,10 @@ def _join_parts(content, what: str) -> tuple[str, str]:
         kind = str(part.get("type")) if isinstance(part, dict) else ""
         is_read = kind == "text" or (kind == "thinking" and not joined["text"])
         if not is_read or not isinstance(part.get(kind), str):
-            wanted = 'a string, or parts {"type": "text", "text": ...}'
-            raise UserError(f"{what} has a content that is no text: {wanted}")
+            raise UserError(
+                f'{what} has a content that is no text: a string, or parts {{"type": "text", '
+                '"text": ...}'
+            )
         refuse_unknown_flags(part, f"a part of {what}", ())
         _refuse_other_words(part, kind, f"a part of {what}")
         joined[kind] += part[kind]
@@ -203,8 +213,9 @@ def _refuse_other_words(part: dict, kind: str, what: str) -> None:
         if name in ("type", kind) or describes(name) or value in EMPTY:
             continue
         for _, text in texts_in(name, value):
-            has = f'{what} has "{name[:40]}": {text[:40]!r}, which is not read'
-            raise UserError(f"{has}; {cure_of(name)}")
+            raise UserError(
+                f'{what} has "{name[:40]}": {text[:40]!r}, which is not read; {cure_of(name)}'
+            )
 
 
 def in_parts(message: dict) -> dict:

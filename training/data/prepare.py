@@ -199,8 +199,10 @@ def _check_is_earlier(out: Path, tokenizer, source: Path, reading: Reading) -> N
     }
     for name, value in settings.items():
         if earlier.get(name, value) != value:
-            theirs = f"{out} has another set in it, of {name} {as_json(earlier[name], 100)}"
-            raise UserError(f"{theirs}, this one's is {as_json(value, 100)}; choose another folder")
+            raise UserError(
+                f"{out} has another set in it, of {name} {as_json(earlier[name], 100)}, this one's "
+                f"is {as_json(value, 100)}; choose another folder"
+            )
 
 
 def _settle_bad_rows(parts: Iterable[str], done: dict[str, dict], reading: Reading) -> None:
@@ -355,8 +357,10 @@ def _make_part(path: Path, extents: list[Extent]) -> dict:
         with _cleared(path.with_suffix(".tokens.new")).open("wb") as stream:
             for number, extent in enumerate(extents):
                 if _has_changed(extent):
-                    changed = f"{extent.path} has changed since the command began"
-                    raise UserError(f"{changed}: start it again, it goes on")
+                    raise UserError(
+                        f"{extent.path} has changed since the command began: start it again, it "
+                        "goes on"
+                    )
                 path_of_text = Path(extent.path)
                 documents = _reader.read(path_of_text, extent.start, extent.stop, extent.line)
                 for document in documents:

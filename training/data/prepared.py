@@ -105,8 +105,9 @@ def _check_tokenizer(folder: Path, index: dict, tokenizer) -> None:
     template = index.get("chat_template")
     if template and template != template_hash(tokenizer):
         flag = "--chat_template" if tokenizer.has_template_flag else "--tokenizer"
-        another = f"{was} another chat template than this run's"
-        raise UserError(f"{another}; give {flag} as then, or {AGAIN}")
+        raise UserError(
+            f"{was} another chat template than this run's; give {flag} as then, or {AGAIN}"
+        )
 
 
 class PreparedStore(Store):

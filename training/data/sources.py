@@ -158,12 +158,16 @@ class Reading(NamedTuple):
         flags = {"suffixes": self.suffixes, "columns": self.columns} | about_rows
         flags = {name: value for name, value in flags.items() if value}
         if flags and not paths:
-            cure = "drop it (prepare has a flag of its own)"
-            raise UserError(f"{next(iter(flags))} has no effect on prepared sets; {cure}")
+            raise UserError(
+                f"{next(iter(flags))} has no effect on prepared sets; drop it (prepare has a flag "
+                "of its own)"
+            )
         have_rows = {suffix_of(path) in CONTAINERS if path.is_file() else None for path in paths}
         if self.suffixes and have_rows == {True}:
-            whose = f"{paths[0]}, whose rows are read whatever they are"
-            raise UserError(f"suffixes has no effect on {whose}; drop it")
+            raise UserError(
+                f"suffixes has no effect on {paths[0]}, whose rows are read whatever they are; "
+                "drop it"
+            )
         for name in flags:
             if name in about_rows and have_rows == {False}:
                 raise UserError(f"{name} has no effect on {paths[0]}, a text without rows; drop it")
@@ -197,8 +201,10 @@ class BadRows:
         rows = "that row"
         if count != "1":
             rows = f"the {count} rows that cannot be read, at {where}"
-        cure = f"mend {rows}, or give --bad_rows drop to leave out such rows"
-        raise UserError(f"{self.places[0]}: {self.why}; {cure}")
+        raise UserError(
+            f"{self.places[0]}: {self.why}; mend {rows}, or give --bad_rows drop to leave out such "
+            "rows"
+        )
 
 
 def read_documents(
@@ -241,8 +247,10 @@ def read_documents(
         unused -= reader.used
     if is_empty:
         where = path or "Python's standard library"
-        none = f"no text in any {', '.join(_kinds(reading))} file"
-        raise UserError(f"{where} has nothing to read: {none}; give other --data")
+        raise UserError(
+            f"{where} has nothing to read: no text in any {', '.join(_kinds(reading))} file; give "
+            "other --data"
+        )
 
 
 def refuse_unused(unused: set[str]) -> None:
@@ -297,8 +305,9 @@ def find_files(path: Path, reading: Reading = DEFAULT) -> list[Path]:
         _warn_of_other_kinds(path, sorted({*walked}.difference(files)))
         files = _without_held_out(path, files)
     elif not path.is_file():  # a pipe would be waited for
-        why = "it is no regular file; give --data a file or a folder"
-        raise UserError(f"cannot read {path}: {why}")
+        raise UserError(
+            f"cannot read {path}: it is no regular file; give --data a file or a folder"
+        )
     elif suffix_of(path) not in _kinds(reading):
         _refuse_kind(path, reading)
     check_packages(files)
@@ -309,15 +318,19 @@ def _walk(path: Path) -> list[Path]:
     """Returns all files in a folder; of datasets that were saved, one split's."""
 
     def refuse(error: OSError):
-        cure = "make it readable, or give other --data"
-        raise UserError(f"cannot read {error.filename}: {error.strerror}; {cure}")
+        raise UserError(
+            f"cannot read {error.filename}: {error.strerror}; make it readable, or give other "
+            "--data"
+        )
 
     files: list[Path] = []
     for root, folders, names in os.walk(path, onerror=refuse):
         for name in folders:
             if Path(root, name).is_symlink():
-                link = f"{Path(root, name)} is a link to a folder, which is not followed"
-                raise UserError(f"{link}; give its target to --data")
+                raise UserError(
+                    f"{Path(root, name)} is a link to a folder, which is not followed; give its "
+                    "target to --data"
+                )
         if {"state.json", "dataset_info.json"} <= {*names}:
             names = _files_of_saved(Path(root))
         if "dataset_dict.json" in names:
@@ -392,8 +405,10 @@ def _suffixes_of_texts(suffixes: str | None) -> list[str]:
     taken = {*CONTAINERS, *COMPRESSIONS, *TO_TEXT}
     for name in names:
         if not re.fullmatch(r"\.[^./\s]+", name) or name in taken:
-            wanted = "suffixes must be of text files, with commas between them, as .rs,.c"
-            raise UserError(f"{wanted}: got {name[:30]!r}")
+            raise UserError(
+                "suffixes must be of text files, with commas between them, as .rs,.c: got "
+                f"{name[:30]!r}"
+            )
     return names
 
 
@@ -433,8 +448,10 @@ def _files_of_saved(folder: Path) -> list[str]:
     for path in paths:
         file = inside(folder, path, state)
         if not file.is_file():
-            missing = f"{file.name[:100]} of its state.json is missing"
-            raise UserError(f"{folder} is not whole: {missing}; save it again")
+            raise UserError(
+                f"{folder} is not whole: {file.name[:100]} of its state.json is missing; save it "
+                "again"
+            )
         names.append(file.name)
     caches = {file.name for file in folder.glob("*.arrow")}.difference(names)
     if caches:
@@ -453,8 +470,9 @@ def _choose_split(folder: Path) -> list[str]:
     if len(splits) == 1:
         return splits
     if "train" not in splits:
-        has = f"{folder} has the splits {', '.join(splits)}"
-        raise UserError(f"{has}; give --data the folder of one")
+        raise UserError(
+            f"{folder} has the splits {', '.join(splits)}; give --data the folder of one"
+        )
     left_out = ", ".join(split for split in splits if split != "train")
     logger.warning("data: %s: split train is read; left out: %s", folder, left_out)
     return ["train"]
@@ -634,10 +652,11 @@ class DocumentReader:
             if lost is None or not lost.is_answer:
                 continue
             if ANSWERS.isdisjoint(self._columns.values()):
-                beside = f"has {json.dumps(name[:40])} beside its answer: {lost.text[:40]!r}"
-                leave_out = f"give --columns {columns} to leave it out"
-                cure = f"write it into the prompt or the answer, or {leave_out}"
-                raise UserError(f"{beside}, which would be ignored; {cure}")
+                raise UserError(
+                    f"has {json.dumps(name[:40])} beside its answer: {lost.text[:40]!r}, which "
+                    "would be ignored; write it into the prompt or the answer, or give --columns "
+                    f"{columns} to leave it out"
+                )
             self._unread.add(f'the field "{name[:40]}" of rows')
 
     def _encode_text(self, text: str) -> Document:
@@ -685,6 +704,7 @@ def _decode(raw: bytes, where: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        byte = f"byte {raw[error.start]:#04x} at offset {error.start}"
-        cure = "convert it, or leave it out of --data"
-        raise UserError(f"{where} is not UTF-8: {byte}; {cure}") from None
+        raise UserError(
+            f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}; convert "
+            "it, or leave it out of --data"
+        ) from None

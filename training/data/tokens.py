@@ -218,8 +218,10 @@ class JoinedStore(_View):
         self.columns = stores[0].columns
         if any(set(store.columns) != set(self.columns) for store in stores):
             first = " and ".join(self.columns) or "none"
-            differing = f"the first path of data has columns {first}, another one has not"
-            raise UserError(f"{differing}; give rows of one form")
+            raise UserError(
+                f"the first path of data has columns {first}, another one has not; give rows of "
+                "one form"
+            )
 
     def _find(self, document: int) -> tuple[Store, int, int]:
         index = int(np.searchsorted(self._ends, document, side="right"))

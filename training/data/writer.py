@@ -86,10 +86,11 @@ class ChatWriter:
             message, name, value = messages[int(path[0])], str(path[-1]), _at(messages, path)
             lost = find_lost_of_message(name, value, said_by(message))
             if lost and lost.is_answer:
-                where = f"message {int(path[0]) + 1} ({message['role']})"
-                has = f"{where} has {json.dumps(name[:40])}: {lost.text[:40]!r}"
-                what = f"which chat template {self.template.file} does not write"
-                raise UserError(f"{has}, {what}; {cure_of(name)}, or remove it")
+                raise UserError(
+                    f"message {int(path[0]) + 1} ({message['role']}) has {json.dumps(name[:40])}: "
+                    f"{lost.text[:40]!r}, which chat template {self.template.file} does not write; "
+                    f"{cure_of(name)}, or remove it"
+                )
             if lost or not texts_in(name, value):
                 unread.add(name)
         return unread
@@ -153,8 +154,10 @@ class ChatWriter:
     def _check_one_turn_each(self, turns: list[Turn], messages: list[dict]) -> None:
         """Refuses to put turns of one rendering into another if answers and turns differ."""
         if len(turns) != sum(message["role"] == "assistant" for message in messages):
-            marks = f"chat template {self.template.file} marks other turns than one for each answer"
-            raise UserError(f"{marks}: --chat_reasoning keep cannot be obeyed; drop it")
+            raise UserError(
+                f"chat template {self.template.file} marks other turns than one for each answer: "
+                "--chat_reasoning keep cannot be obeyed; drop it"
+            )
 
     def _check_shown(
         self, messages: list[dict], tools: list | None, text: str, turns: list[Turn]
@@ -233,8 +236,9 @@ class ChatWriter:
     def _refuse_lost(self, part: str, where: str, value: str) -> NoReturn:
         lost = f"chat template {self.template.file} does not write the {part} of {where}"
         inline = "write it into the content as the model does, " if part == "reasoning" else ""
-        cure = f"{inline}remove it, or give a --tokenizer whose template does"
-        raise UserError(f"{lost}: {value[:40]!r}; {cure}")
+        raise UserError(
+            f"{lost}: {value[:40]!r}; {inline}remove it, or give a --tokenizer whose template does"
+        )
 
     def _with_end_of(self, turn: str, body: str) -> str:
         """Returns `body`, another rendering of a turn, with the end of `turn`.
@@ -259,8 +263,9 @@ class ChatWriter:
             raise UserError("escaped NUL or lone surrogate in the messages; remove it")
         for border in self.turns.borders:
             if border in value:
-                begins = "which begins or ends turns; remove it"
-                raise UserError(f"a message has {border!r} in it, {begins}")
+                raise UserError(
+                    f"a message has {border!r} in it, which begins or ends turns; remove it"
+                )
 
 
 def _last_question(messages: list[dict]) -> int:

@@ -124,8 +124,10 @@ def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Ques
             for length in sorted({*lengths})
         ]
         if not samples[-1].size:
-            fits = f"no needle fits {max(lengths)} tokens of this tokenizer"
-            raise UserError(f"{fits}; give larger --lengths, or --samples 0")
+            raise UserError(
+                f"no needle fits {max(lengths)} tokens of this tokenizer; give larger --lengths, "
+                "or --samples 0"
+            )
     return Questions(pieces, short, samples)
 
 

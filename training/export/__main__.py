@@ -77,15 +77,18 @@ def export(
     source needs it.
     """
     if has_adapters(source) and not merge:
-        holds = f"{source} holds adapters, as peft reads them"
-        raise UserError(f"{holds}; --merge writes whole weights with them")
+        raise UserError(
+            f"{source} holds adapters, as peft reads them; --merge writes whole weights with them"
+        )
     if merge and not has_adapters(source):
         raise UserError(f"--merge has no effect on {source}, which holds no adapters; drop it")
     target, config = Path(os.path.abspath(target)), shape_of_weights(source)
     for kind in config.kinds:
         if kind.gates_per_head:
-            attends = f"{source} attends by {kind.name}"
-            raise UserError(f"{attends}, which neither transformers nor vLLM computes; give others")
+            raise UserError(
+                f"{source} attends by {kind.name}, which neither transformers nor vLLM computes; "
+                "give others"
+            )
     if rope_scaling is not None:
         config = extend(config, rope_scaling)
     folders = folders_of(source)

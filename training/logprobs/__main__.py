@@ -130,8 +130,10 @@ def _read_data(flags: LogProbsFlags, tokenizer, vocab_size: int) -> list[TokenSt
     stores = open_stores(flags.data, tokenizer, vocab_size, reading, flags.validation_data)
     in_memory = [store for store in stores if isinstance(store, TokenStore)]
     if len(in_memory) < len(stores):
-        none = "prepared sets have no log-probabilities beside them"
-        raise UserError(f"{none}; give the rows that they were made of")
+        raise UserError(
+            "prepared sets have no log-probabilities beside them; give the rows that they were "
+            "made of"
+        )
     count = len(flags.data)
     refuse_twice(stores[:count], stores[count:], are_given=True)  # as the run would
     return in_memory

@@ -90,8 +90,10 @@ def stored_of(
     stored = {column: Stored.read(folder) for column, folder in folders.items() if folder}
     for column, numbers in stored.items():
         if column == TEACHER and not numbers.top_k:
-            cure = "make it anew with that, such as --top_k 16"
-            raise UserError(f"{numbers.folder} was made without --top_k; {cure}")
+            raise UserError(
+                f"{numbers.folder} was made without --top_k; make it anew with that, such as "
+                "--top_k 16"
+            )
         # Later rollouts keep the reference of the first, whatever was trained since.
         is_first = column == "reference" and flags.objective in ROLLOUT_OBJECTIVES
         if column == TEACHER or is_first:

@@ -153,8 +153,9 @@ def _log_prob_of_token(value, token, choices, name: str):
         if isinstance(choices, list) and token in choices[: len(value)]:
             return value[choices.index(token)]
         if len(value) != 1:
-            has = f'"{name}" has {len(value)} numbers for a token'
-            raise UserError(f"{has}; give that of the sampled one")
+            raise UserError(
+                f'"{name}" has {len(value)} numbers for a token; give that of the sampled one'
+            )
         return value[0]
     if not isinstance(value, dict):
         return value

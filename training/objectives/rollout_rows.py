@@ -78,8 +78,10 @@ class RolloutRow:
     def put(self, values: list[float], name: str) -> np.ndarray:
         """Returns values at the completion's tokens and 0 elsewhere, float32 [N]."""
         if len(values) != len(self.places):
-            both = f"{len(values)} numbers, the completion {len(self.places)} tokens"
-            raise UserError(f'"{name}" has {both}; give ids of both')
+            raise UserError(
+                f'"{name}" has {len(values)} numbers, the completion {len(self.places)} tokens; '
+                "give ids of both"
+            )
         column = np.zeros(len(self.tokens), np.float32)
         column[self.places] = values
         return column
@@ -123,8 +125,9 @@ class Rollouts(AnswerReader):
         row, names = rename_rollout(needs(row), self._columns.get("old_logprobs") == "written")
         form = self._form(row, names)
         if row.get("outputs"):
-            cure = "write a row for each answer, with the prompt and a reward"
-            raise UserError(f'has "outputs"; {cure}')
+            raise UserError(
+                'has "outputs"; write a row for each answer, with the prompt and a reward'
+            )
         if row.get("completion_ids") is not None:
             rollout = self._from_ids(row, names)
         else:
@@ -167,8 +170,9 @@ class Rollouts(AnswerReader):
         if len(mask) == len(prompt) + len(completion) and not mask[: len(prompt)].any():
             mask = mask[len(prompt) :]  # of both
         if len(mask) != len(completion) or not np.isin(mask, (0, 1)).all():
-            wanted = f"{len(completion)} numbers, 0 or 1, as many as {name_of_ids}"
-            raise UserError(f'"{name}" must be {wanted}')
+            raise UserError(
+                f'"{name}" must be {len(completion)} numbers, 0 or 1, as many as {name_of_ids}'
+            )
         if not len(prompt):
             raise NothingToLearn("rollouts without a prompt")
         return RolloutRow(
@@ -192,8 +196,9 @@ class Rollouts(AnswerReader):
             document = Document(np.full(1, self._eos_id, np.uint32), np.ones(1, bool))
             row |= {name: [] for name in self._columns}
         if row.get("completion_mask") is not None:
-            has = 'has "completion_mask" without "completion_ids"'
-            raise UserError(f"{has}, whose tokens it counts")
+            raise UserError(
+                'has "completion_mask" without "completion_ids", whose tokens it counts'
+            )
         tokens, masked = document.tokens, document.masked
         assert masked is not None
         begin = len(tokens) if masked.all() else _find_begin(sample, tokens, encode)
@@ -214,8 +219,9 @@ class Rollouts(AnswerReader):
             targets = placed[~rollout.masked]
             wrong = targets[(targets < LEAST_LOGPROB) | (targets > MOST_LOGPROB)]
             if len(wrong):
-                limits = f"{LEAST_LOGPROB:g} to 0"
-                raise UserError(f'"{name}" must be log-probabilities, {limits}, got {wrong[0]:g}')
+                raise UserError(
+                    f'"{name}" must be log-probabilities, {LEAST_LOGPROB:g} to 0, got {wrong[0]:g}'
+                )
             if not self._may_lack:
                 columns[column] = placed
         return columns
@@ -249,8 +255,10 @@ class Rollouts(AnswerReader):
             lacking, cure = ("advantage", "") if is_null else ("reward", '; or give "advantage"')
             needs(row, lacking, cure=cure, theirs=rollout.names)
         if self._has_advantages not in (None, has_advantage):
-            has = 'has one of "advantage" and "reward", and rows before it the other'
-            raise UserError(f"{has}; give one in all rows")
+            raise UserError(
+                'has one of "advantage" and "reward", and rows before it the other; give one in '
+                "all rows"
+            )
         self._has_advantages = has_advantage
         name = rollout.name("advantage")
         if isinstance(advantage, list):
@@ -272,8 +280,9 @@ class Rollouts(AnswerReader):
         has_name = group is not None
         if self._has_groups not in (None, has_name):
             has = "has" if has_name else "needs"
-            cure = "name a group in all rows, or in none"
-            raise UserError(f'{has} "group", unlike rows before it; {cure}')
+            raise UserError(
+                f'{has} "group", unlike rows before it; name a group in all rows, or in none'
+            )
         self._has_groups = has_name
         count = len(self._groups)
         key = group if has_name else _OfPrompt((prompt,))

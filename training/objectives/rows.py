@@ -89,9 +89,10 @@ def _cut(prompt, chosen, rejected) -> tuple:
     if prompt is not None and not (are_lists and isinstance(prompt, str)):
         return prompt, chosen, rejected
     if not are_lists:
-        needed = 'needs a "prompt" beside "chosen" and "rejected", unless these are lists of'
-        cure = "--columns prompt=NAME renames, or write there what both texts begin with"
-        raise UserError(f"{needed} messages; {cure}")
+        raise UserError(
+            'needs a "prompt" beside "chosen" and "rejected", unless these are lists of messages; '
+            "--columns prompt=NAME renames, or write there what both texts begin with"
+        )
     both = [*zip(without_nulls(chosen), without_nulls(rejected))]
     differing = (i for i, (first, second) in enumerate(both) if first != second)
     length = next(differing, len(both) - 1)  # each has an answer
@@ -127,8 +128,9 @@ class Labelled(AnswerReader):
     def __call__(self, row: object, encode: Encode) -> tuple[str, Document]:
         row = needs(row)
         if {"completions", "labels"} <= row.keys():
-            judges = 'judges the steps of an answer ("completions")'
-            raise UserError(f"{judges}, which no --objective reads")
+            raise UserError(
+                'judges the steps of an answer ("completions"), which no --objective reads'
+            )
         row = as_answer(with_label(row), tuple(QUESTIONS))
         question = ["prompt"] if answer_field(row) == "completion" else []
         row = needs(row, *question, "completion", "label")

@@ -82,12 +82,14 @@ def sample_of(row: dict, fields: frozenset[str], completion) -> dict:
         if said[: len(asked)] == asked:
             completion = completion[len(asked) :]  # a whole chat
         elif asked and said[:1] == asked[-1:]:
-            has = 'has an answer that begins with the last message of its "prompt"'
-            raise UserError(f"{has}; give one of both")
+            raise UserError(
+                'has an answer that begins with the last message of its "prompt"; give one of both'
+            )
     shown = [name for name in SHOWN_WITH if row.get(name) not in EMPTY]
     if shown and field != "completion":  # forms.py would name columns that the row lacks
-        cure = "write it into the question, or remove it"
-        raise UserError(f'has "{shown[0]}", which is not read; {cure}')
+        raise UserError(
+            f'has "{shown[0]}", which is not read; write it into the question, or remove it'
+        )
     left_out = fields.union(CHATS) - {"prompt", "tools"}
     kept = {name: value for name, value in row.items() if name not in left_out}
     return kept | {field: completion}
@@ -103,8 +105,10 @@ def _refuse_other_chats(row: dict, fields: frozenset[str]) -> None:
         for turn in turns:
             text = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
             if isinstance(text, str) and json.dumps(text.strip())[1:-1] not in texts:
-                has = f'has "{name}" with a message that neither prompt nor answers have'
-                raise UserError(f"{has}; remove one of both")
+                raise UserError(
+                    f'has "{name}" with a message that neither prompt nor answers have; remove one '
+                    "of both"
+                )
 
 
 def without_nulls(messages: list) -> list:
@@ -204,8 +208,10 @@ def needs(row: object, *names: str, cure: str = "", theirs: dict[str, str] | Non
         return row
     for name in missing:
         if name in row:
-            has = f'needs "{name}" for this --objective, and has null there; give it a value'
-            raise UserError(f"{has}, or --columns {name}=NAME renames{cure}")
+            raise UserError(
+                f'needs "{name}" for this --objective, and has null there; give it a value, or '
+                f"--columns {name}=NAME renames{cure}"
+            )
     fields = ", ".join(f'"{str((theirs or {}).get(name, name))[:30]}"' for name in [*row][:20])
     lacks = f"needs {' and '.join(map(json.dumps, missing))} for this --objective"
     columns = ",".join(f"{name}=NAME" for name in missing)

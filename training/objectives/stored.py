@@ -173,8 +173,10 @@ class Stored:
         logprobs = np.delete(known, slice(1, 1 + self.top_k), 1)
         wrong = logprobs[~((logprobs >= LEAST_LOGPROB) & (logprobs <= MOST_LOGPROB))]
         if len(wrong):
-            what = f"{self.folder / VALUES} has {wrong[0]:g} in the place of a log-probability"
-            raise UserError(f"{what}, {LEAST_LOGPROB:g} to 0: make the folder anew")
+            raise UserError(
+                f"{self.folder / VALUES} has {wrong[0]:g} in the place of a log-probability, "
+                f"{LEAST_LOGPROB:g} to 0: make the folder anew"
+            )
         if vocab_size is None or not ids.size:
             return
         wrong = ids[~((ids >= 0) & (ids == np.floor(ids)) & (ids < LARGEST_ID))]
