@@ -668,11 +668,12 @@ class AttentionPart:
     module: ClassVar[str] = "self_attn"
 
     def __post_init__(self):
-        named = ("num_attention_heads", "num_key_value_heads", "head_dim")
-        for name, size in zip(named, self.heads):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
         H, G, K = self.heads
+        if min(self.heads) < 1:
+            raise ValueError(
+                "num_attention_heads, num_key_value_heads and head_dim must be at least 1, got "
+                f"{H}, {G} and {K}"
+            )
         if H % G:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads ({G}), got {H}"

@@ -5,9 +5,10 @@ by name. It is written for transformers to make the same model, and only if it i
 model that was written.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from kernels.attention import KINDS
@@ -87,9 +88,11 @@ def to_config_json(config: ModelConfig) -> dict:
     content = _write(config, FAMILIES[config.model_type])
     config = _layer_by_layer(config)
     try:
-        lost = dict.fromkeys(_differences(config, _layer_by_layer(from_config_json(content))))
-        if lost:
-            raise ValueError(", ".join(lost))
+        read = _layer_by_layer(from_config_json(content))
+        if read != config:
+            ours, theirs = _fields_as_text(config), _fields_as_text(read)
+            lost = [text for text in ours if text not in theirs]
+            raise ValueError(", ".join(lost) or "the order of layers")
     except ValueError as error:
         cannot_say = (
             f"model_type {config.model_type!r} has no config.json for these kinds of layers or "
@@ -106,20 +109,15 @@ def _layer_by_layer(config: ModelConfig) -> ModelConfig:
     return replace(config, layers=tuple(config.all_parts()), attention_multiplier=multiplier)
 
 
-def _differences(ours: Any, read: Any, name: str = "model") -> Iterator[str]:
-    """Yields the fields, within fields and layers too, that differ from what was read back, each
-    with its value."""
-    if ours == read:
-        return
-    if isinstance(ours, tuple):
-        for part, part_read in zip(ours, read):
-            yield from _differences(part, part_read, name)
-    elif is_dataclass(ours) and fields(ours) and type(ours) is type(read) and name != "kind":
-        for field in fields(ours):
-            values = getattr(ours, field.name), getattr(read, field.name)
-            yield from _differences(*values, field.name)
-    else:
-        yield f"{name} {ours!r:.80}"
+def _fields_as_text(config: ModelConfig) -> dict[str, None]:
+    """Returns each field with its value, of the model, its blocks and the parts of its layers."""
+    described: tuple[Any, ...] = config, config.block, *itertools.chain(*config.layers)
+    return {
+        f"{field.name} {getattr(part, field.name)!r:.80}": None
+        for part in described
+        for field in fields(part)
+        if field.name not in ("layers", "block")
+    }
 
 
 def _write(config: ModelConfig, family: Family) -> dict:

@@ -216,10 +216,10 @@ def load(
     # Made once: writing past a prompt would make them anew, twice as long.
     model.rotations(max(tokens, cached), device)
     set_kinds(model, opened.kinds)
-    for layer, block in enumerate(model.layers):
+    for block in model.layers:
         block.mixer.backend = choose_backend("auto", device)
         block.mixer.heads_at_a_time = 1 if tokens >= LONG_TEXT and shape.attends_in_groups else None
-        block.mlp.tile_size = shape.parts(layer).mlp.tile_size
+        block.mlp.tile_size = block.mlp.part.tile_size
     return model
 
 

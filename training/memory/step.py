@@ -166,9 +166,6 @@ class Step:
         self.prices: dict[tuple, Any] = {}  # what `timeline.py` derives for all placements
         self.layers = shard.num_hidden_layers
         self.head = self.element_size * shard.vocab_size * shard.hidden_size  # bytes
-        self.norms_per_layer = sum(
-            name.endswith("layernorm.weight") for name in shard.layer_parameters(0)
-        )
         rows = inventory((), "gpu", math.inf, "float32").rows
         has_gradient = (
             rows[0].gradient_dtype is not None
@@ -283,7 +280,7 @@ class Step:
     @functools.cached_property
     def parts(self) -> tuple[LayerParts, ...]:
         """The parts of each layer, whose attention is of this step's kind."""
-        return _parts(self.shard, self.kinds)
+        return tuple(self.shard.all_parts(self.kinds))
 
     @functools.cached_property
     def input_bytes(self) -> int:
@@ -365,8 +362,3 @@ class Step:
                 beside[i] += weights[then] * (then not in {*present, runs})
                 present = {runs, then}
         return waits, beside
-
-
-@functools.cache
-def _parts(shard: ModelConfig, kinds: tuple[MixerKind, ...]) -> tuple[LayerParts, ...]:
-    return tuple(shard.all_parts(kinds))

@@ -96,10 +96,10 @@ class _LayerSeconds:
     @functools.cached_property
     def moves(self) -> list[float]:
         """Seconds of each layer's operations that only read and write memory, in forward."""
-        step, shard = self.step, self.step.shard
-        # Two norms of a block, two sums and their copies read and write nine hidden states, other
-        # norms two each, and two multipliers four.
-        hidden_states = 9 + 2 * (step.norms_per_layer - 2) + 4 * (shard.block.multiplier != 1)
+        step, block = self.step, self.step.shard.block
+        # Two norms of a block, two sums and their copies read and write nine hidden states, two
+        # norms more four, and two multipliers four.
+        hidden_states = 9 + 4 * (block.before and block.after) + 4 * (block.multiplier != 1)
         moved = [sum(part.elementwise_bytes for part in parts) for parts in self.work]
         return [(hidden_states * step.input_bytes + size) / self.rates["memory"] for size in moved]
 

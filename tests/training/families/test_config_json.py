@@ -501,7 +501,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes():
                               rf"{', '.join(FAMILIES)}"),
     ({"model_type": "llama"}, "model_type 'llama' has no config.json for .*: qk_norm 'head'$"),
     ({"has_biases": True}, "model_type 'qwen3' has no config.json for .*: has_biases True$"),
-    ({"after": True, "logits_scaling": 2.0}, "for .*: after True, logits_scaling 2.0$"),
+    ({"after": True, "logits_scaling": 2.0}, "for .*: logits_scaling 2.0, after True$"),
     ({"initializer_range": 0.0}, "for .*: initializer_range is 0.0; it must be as 0.02 is$"),
     ({"kinds": (NSA(selected_blocks=8),)}, r"for .*: kind NSA.selected_blocks=8"),
 ])  # fmt: skip
