@@ -26,6 +26,7 @@ import json
 import math
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from training.data.packing import Packing
 from training.data.prepared import is_prepared
 from training.data.sources import Reading
 from training.data.tokens import Selection, Store, join, split
+from training.families.decide import Source, shape_with
 from training.families.flags import LORA_BITS
 from training.families.lora import Adapters
 from training.families.rope import beyond, extend
@@ -50,6 +52,7 @@ from training.host.files import check_can_write, replace_file
 from training.host.processes import command
 from training.host.sizes import GIB, available_host_bytes, budget_of_machine, gib, parse_bytes
 from training.memory.contexts import draw_contexts, plan_contexts
+from training.memory.decide import StepRecipe, decide_step
 from training.memory.kinds import check_head_dim
 from training.memory.machine import (
     DRIVER_BYTES,
@@ -72,21 +75,13 @@ from training.memory.reports import (
     report_step,
 )
 from training.memory.step import PackedDocuments, Scoring, Step
-from training.objectives.choose import choose, text_reader
+from training.objectives.decide import choose, text_reader
 from training.objectives.flags import ObjectiveFlags
 from training.objectives.scored import scoring
 from training.optim.quantized import check_library
 from training.parallel.world import World, check_replicate, join_world
 from training.run.build import build_bench, step_on_meta, without_plan
-from training.run.recipe import (
-    Source,
-    StepRecipe,
-    backend_of,
-    check_linear,
-    choose_tokenizer,
-    decide_step,
-    shape_with,
-)
+from training.run.decide import choose_tokenizer
 from training.run.settings import TrainConfig
 
 MOST_HOST_GB = 4096  # host memory that is tried where a step does not fit
@@ -150,26 +145,27 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
             import_optional("matplotlib.figure", f"--{name}")
 
 
-def carried_bytes(recipe: StepRecipe) -> int:
+def carried_bytes(folder: str | None) -> int:
     """Returns the bytes that a checkpoint of every weight carries untrained from --init_from, if
     that is whole."""
-    folder = recipe.config.init_from
     with suppress(UserError):  # config.json alone is enough for a prediction
         return read_carried(Path(folder)).num_bytes if folder else 0
     return 0
 
 
-def choose_machine(recipe: StepRecipe, memory_budget: str | None, world: World) -> Machine:
+def choose_machine(
+    flags: ProfileFlags, recipe: StepRecipe, memory_budget: str | None, world: World
+) -> Machine:
     """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an
     H200."""
-    flags, model, kinds = recipe.config, recipe.model, recipe.kinds
-    check_linear(recipe, world.device)
+    model, kinds = recipe.model, recipe.kinds
+    recipe.check_linear(world.device)
     host = parse_bytes(flags.host_memory, "host_memory") if flags.host_memory else None, flags.nproc
     check_head_dim(
         kinds, model.attention.head_dim, torch.device("cuda") if flags.gpu else world.device
     )
     if world.device.type == "cuda":
-        given = recipe.execution(backend_of(flags, world.device))
+        given = recipe.execution(recipe.backend(world.device))
         gpu_bytes, part = (
             gpu_budget(memory_budget or "auto", world.device),
             model.shard(flags.tensor_parallel_size),
@@ -232,17 +228,17 @@ def host_limit(flags: ProfileFlags, default: float) -> float:
 # The step, and the data
 
 
-def scoring_of(recipe: StepRecipe) -> Scoring:
+def scoring_of(flags: ProfileFlags, recipe: StepRecipe) -> Scoring:
     """Returns what the loss of --objective takes."""
-    flags = recipe.config
     objective = choose(ObjectiveFlags(objective=flags.objective, beta=flags.beta), flags.lengths[0])
     return scoring(objective, isinstance(recipe.trained, Adapters))
 
 
-def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]:
+def make_step(
+    flags: ProfileFlags, recipe: StepRecipe, machine: Machine
+) -> tuple[Step, Epoch | None]:
     """Returns the step that the flags ask for, and an epoch of --data; without, of one document per
     sequence."""
-    flags = recipe.config
     num_gpus = flags.nproc * flags.nnodes
     mesh = num_gpus, flags.context_parallel_size, flags.tensor_parallel_size, flags.nnodes
     step = step_on_meta(
@@ -252,7 +248,7 @@ def make_step(recipe: StepRecipe, machine: Machine) -> tuple[Step, Epoch | None]
         *mesh,
         flags.replicate,
         recipe.trained,
-        scoring_of(recipe),
+        scoring_of(flags, recipe),
     )
     if not flags.data:
         return step, None
@@ -324,7 +320,7 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
         recipe = decide(changed)
         refuse(changed, (), changed.rules)
         if changed.attention_type != flags.attention_type:
-            machine = choose_machine(recipe, flags.memory_budget, world)
+            machine = choose_machine(changed, recipe, flags.memory_budget, world)
         given = recipe.execution(machine.given.attention_backend)
         machine = dataclasses.replace(
             machine, given=given, host_bytes=host_limit(changed, machine.host_bytes)
@@ -334,7 +330,7 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
         )
         dropped = (f"drop --{name}" for name, value in values.items() if value is None)
         words = ", ".join([*filter(None, [given_words]), *dropped])
-        step, _ = make_step(recipe, machine)
+        step, _ = make_step(changed, recipe, machine)
         if has_plan(step, *machine.limits[:2]):  # make_plan would look for what to say
             return {words: make_plan(step, *machine.limits)}
     return {}
@@ -348,67 +344,111 @@ def find_changes(flags: ProfileFlags, machine: Machine, world: World) -> dict[st
     adapters or their fewest bits, the least host memory that is enough, 2, 4 or 8 times as many
     GPUs that share each sequence, and the longest context that fits.
     """
-    base: dict[str, Any] = {}
+    base: dict[str, Any] = {}  # changes that all others come on top of
     if flags.gradient_checkpointing is not None:
-        base = {"gradient_checkpointing": None}
-        if found := change(flags, machine, world, **base):
-            return found
-    found, batch = {}, flags.batch_size
-    for fewer in (n for n in range(batch - 1, 0, -1) if batch % n == 0):
-        times = flags.gradient_accumulation_steps * batch // fewer
-        found = found or change(
-            flags, machine, world, **base, batch_size=fewer, gradient_accumulation_steps=times
-        )
-    if batch > 1 and not found:
+        base["gradient_checkpointing"] = None
+        if plans := change(flags, machine, world, **base):
+            return plans
+    attempt = functools.partial(change, flags, machine, world, **base)
+    plans = fewer_sequences(flags, attempt)
+    if flags.batch_size > 1 and not plans:
         base["batch_size"] = 1
-    step, _ = make_step(decide(dataclasses.replace(flags, **base)), machine)
+        attempt = functools.partial(attempt, batch_size=1)
     if flags.attention_type != "full":
-        found |= change(flags, machine, world, **base, attention_type="full")
+        plans |= attempt(attention_type="full")
     if flags.optimizer_state == "float32":
-        found |= change(flags, machine, world, **base, optimizer_state="compact")
-    adapters = base | {"lora": OFFERED_RANK}
-    adapters |= {"optimizer_state": "auto"} if flags.optimizer_state == "compact" else {}
-    adapters |= {"rope_scaling": None} if flags.rope_scaling else {}
-    takes_adapters = (
-        flags.lora is None and not machine.model.kinds[0].gates_per_head
-    )  # these would stay random
-    for bits in ({}, {"lora_bits": 4}) if takes_adapters else ():
-        found |= change(flags, machine, world, **adapters, **bits)
-    fewer_bits = (bits for bits in LORA_BITS if flags.lora is not None and bits < flags.lora_bits)
-    found |= next(
-        filter(
-            None, (change(flags, machine, world, **base, lora_bits=bits) for bits in fewer_bits)
-        ),
-        {},
+        plans |= attempt(optimizer_state="compact")
+    adapters = offered_adapters(flags, machine)
+    if adapters:
+        plans |= attempt(**adapters)
+        plans |= attempt(**adapters, lora_bits=4)
+    if flags.lora is not None:
+        plans |= fewer_bits(flags, attempt)
+    if math.isfinite(machine.host_bytes):
+        plans |= more_host_memory(flags, base, machine, attempt)
+    plans |= more_gpus(flags, machine, attempt)
+    ways = [base]
+    if adapters and not plans:
+        ways.append(base | adapters)
+    for way in ways:
+        if longest := longest_context(dataclasses.replace(flags, **way), machine):
+            plans |= change(flags, machine, world, **way, context_length=longest)
+    return plans
+
+
+Attempt = Callable[..., dict[str, Plan]]  # `change` on top of some changes
+
+
+def fewer_sequences(flags: ProfileFlags, attempt: Attempt) -> dict[str, Plan]:
+    """Returns the most sequences at a time that fit, with as many in a step."""
+    batch_size = flags.batch_size
+    for fewer in range(batch_size - 1, 0, -1):
+        if batch_size % fewer == 0:
+            times = flags.gradient_accumulation_steps * batch_size // fewer
+            if plans := attempt(batch_size=fewer, gradient_accumulation_steps=times):
+                return plans
+    return {}
+
+
+def offered_adapters(flags: ProfileFlags, machine: Machine) -> dict[str, Any]:
+    """Returns the flags that train adapters in place of every weight; {}: there are adapters, or
+    gates of attention would stay random beside them."""
+    if flags.lora is not None or machine.model.kinds[0].gates_per_head:
+        return {}
+    adapters: dict[str, Any] = {"lora": OFFERED_RANK}
+    if flags.optimizer_state == "compact":
+        adapters["optimizer_state"] = "auto"
+    if flags.rope_scaling:
+        adapters["rope_scaling"] = None
+    return adapters
+
+
+def fewer_bits(flags: ProfileFlags, attempt: Attempt) -> dict[str, Plan]:
+    """Returns the most bits of frozen matrices that fit."""
+    for bits in LORA_BITS:
+        if bits < flags.lora_bits and (plans := attempt(lora_bits=bits)):
+            return plans
+    return {}
+
+
+def more_host_memory(
+    flags: ProfileFlags, base: dict[str, Any], machine: Machine, attempt: Attempt
+) -> dict[str, Plan]:
+    """Returns the least host memory that is enough."""
+    changed = dataclasses.replace(flags, **base)
+    step, _ = make_step(changed, decide(changed), machine)
+    sizes = range(int(machine.host_bytes / GIB) + 1, MOST_HOST_GB)
+    enough = bisect.bisect_left(
+        sizes, True, key=lambda size: has_plan(step, machine.gpu_bytes, size * GIB)
     )
-    host_gib = machine.host_bytes / GIB
-    if math.isfinite(host_gib):
-        sizes = range(int(host_gib) + 1, MOST_HOST_GB)
-        enough = bisect.bisect_left(
-            sizes, True, key=lambda size: has_plan(step, machine.gpu_bytes, size * GIB)
-        )
-        if enough < len(sizes):
-            found |= change(flags, machine, world, **base, **host_flag(flags, sizes[enough] * GIB))
+    if enough == len(sizes):
+        return {}
+    return attempt(**host_flag(flags, sizes[enough] * GIB))
+
+
+def more_gpus(flags: ProfileFlags, machine: Machine, attempt: Attempt) -> dict[str, Plan]:
+    """Returns the fewest GPUs that are enough if they share each sequence."""
     for times in (2, 4, 8):
-        mesh = {
+        mesh: dict[str, Any] = {
             "nproc": times * flags.nproc,
             "context_parallel_size": times * flags.context_parallel_size,
         }
-        mesh |= {"lora_bits": 16} if flags.lora_bits < 16 else {}  # several GPUs take no other
-        is_shared = (
-            math.isfinite(host_gib) and not flags.host_memory
-        )  # --host_memory is of all processes anyway
-        share = {"host_budget": f"{int(host_gib / times)}GB"} if is_shared else {}
-        if shared := change(flags, machine, world, **base, **mesh, **share):
-            found |= shared
-            break
-    for way in (base, adapters) if takes_adapters and not found else (base,):
-        recipe = decide(dataclasses.replace(flags, **way))
-        given = recipe.execution(machine.given.attention_backend)
-        step, _ = make_step(recipe, dataclasses.replace(machine, given=given))
-        if longest := find_max_context(step, machine.gpu_bytes, machine.host_bytes):
-            found |= change(flags, machine, world, **way, context_length=longest)
-    return found
+        if flags.lora_bits < 16:  # several GPUs take no other
+            mesh["lora_bits"] = 16
+        # --host_memory is of all processes anyway.
+        if math.isfinite(machine.host_bytes) and not flags.host_memory:
+            mesh["host_budget"] = f"{int(machine.host_bytes / GIB / times)}GB"
+        if plans := attempt(**mesh):
+            return plans
+    return {}
+
+
+def longest_context(flags: ProfileFlags, machine: Machine) -> int:
+    """Returns the tokens of the longest sequence that fits; 0: none does."""
+    recipe = decide(flags)
+    execution = recipe.execution(machine.given.attention_backend)
+    step, _ = make_step(flags, recipe, dataclasses.replace(machine, given=execution))
+    return find_max_context(step, machine.gpu_bytes, machine.host_bytes)
 
 
 def host_flag(flags: ProfileFlags, num_bytes: float) -> dict[str, str]:
@@ -462,8 +502,9 @@ def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan)
 # The answer
 
 
-def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World) -> dict:
-    flags = recipe.config
+def report(
+    flags: ProfileFlags, recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
+) -> dict:
     about = f"machine: {machine.description}; attention kernel {machine.given.attention_backend}\n"
     if (gpus := flags.nproc * flags.nnodes) > 1:
         about += f"{gpus} GPUs, predicted only: memory is of one GPU, host memory of its process\n"
@@ -471,7 +512,7 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
         f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} "
         "parameters"
     )
-    step, epoch = make_step(recipe, machine)
+    step, epoch = make_step(flags, recipe, machine)
     if flags.init_from and not (flags.compare or flags.find_max_context):
         longest = step.documents.longest if step.documents else step.context_length
         extends = "training.export " if flags.lora else ""  # adapters need an extended base
@@ -487,7 +528,11 @@ def report(recipe: StepRecipe, machine: Machine, can_measure: bool, world: World
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
         part = step_on_meta(
-            shape, *flags.lengths, machine.given, trained=recipe.trained, scoring=scoring_of(recipe)
+            shape,
+            *flags.lengths,
+            machine.given,
+            trained=recipe.trained,
+            scoring=scoring_of(flags, recipe),
         )
     plan, fits = choose_plan(step, machine, flags.gradient_checkpointing)
     if fits and flags.gradient_checkpointing is None:
@@ -534,9 +579,10 @@ def main(argv: list[str]) -> int:
         recipe = decide(flags)
         check_flags(flags, recipe.model.num_hidden_layers, can_measure)
         # In a comparison memory_budget is the budget of the planned way only.
-        machine = choose_machine(recipe, None if flags.compare else flags.memory_budget, world)
-        machine = dataclasses.replace(machine, carried_bytes=carried_bytes(recipe))
-        results = report(recipe, machine, can_measure, world)
+        memory_budget = None if flags.compare else flags.memory_budget
+        machine = choose_machine(flags, recipe, memory_budget, world)
+        machine = dataclasses.replace(machine, carried_bytes=carried_bytes(flags.init_from))
+        results = report(flags, recipe, machine, can_measure, world)
     if flags.json:
         settings = {
             name: value for name, value in vars(flags).items() if not isinstance(value, Path)

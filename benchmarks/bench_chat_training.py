@@ -25,7 +25,7 @@ from training.data.corpus import load_corpus
 from training.data.loader import PackedLoader
 from training.data.sources import find_files
 from training.data.tokenizer import load_tokenizer
-from training.run.recipe import choose_model
+from training.run.decide import choose_model
 from training.run.settings import TrainConfig
 
 WAYS = ("packed", "alone")

@@ -26,7 +26,8 @@ from training.families.names import name_in_file
 from training.memory.step import PackedDocuments
 from training.parallel.world import join_world
 from training.run.build import build_model
-from training.run.recipe import check_machine, choose_model, recipe_of
+from training.run.decide import choose_model, recipe_of
+from training.run.recipe import check_machine
 from training.run.settings import TrainConfig
 
 SHARD_BYTES = 4 * 2**30

@@ -40,7 +40,8 @@ from training.memory.step import PackedDocuments
 from training.optim.flags import OPTIMIZER_STATES
 from training.parallel.world import World, join_world
 from training.run.build import build
-from training.run.recipe import check_machine, choose_model, recipe_of
+from training.run.decide import choose_model, recipe_of
+from training.run.recipe import check_machine
 from training.run.settings import TrainConfig
 from training.run.step import train_step
 

@@ -91,8 +91,9 @@ from training.optim.adamw import MasterAdamW
 from training.optim.flags import OPTIMIZER_STATES, PEAK_LEARNING_RATE
 from training.parallel.world import World, join_world
 from training.run.build import build
+from training.run.decide import choose_model, recipe_of
 from training.run.metrics import peak_flops
-from training.run.recipe import Recipe, check_machine, choose_model, recipe_of
+from training.run.recipe import Recipe, check_machine
 from training.run.settings import TrainConfig
 from training.run.step import train_step
 from training.run.stopping import Stopping
@@ -467,7 +468,6 @@ def our_step(
     """(function that makes one step from its micro-batches and returns the loss, the plan, the
     optimizer)."""
     recipe = recipe_of_setting(setting, arguments, world)
-    settings = recipe.config
     check_machine(recipe, world)  # raises on a CPU
     documents = max(map(documents_of, steps), key=lambda documents: documents.longest)
     with (
@@ -477,11 +477,11 @@ def our_step(
     ):
         model, optimizer, plan = build(recipe, documents, world)
     stopping = Stopping(
-        [], world, model.layers, settings.gradient_accumulation_steps, world.min(plan.seconds)[0]
+        [], world, model.layers, recipe.batch.micro_batches, world.min(plan.seconds)[0]
     )
 
     def step(batches: list[Batch], before_update: Callable[[], None] = lambda: None) -> float:
-        rate, norm = PEAK_LEARNING_RATE, settings.max_grad_norm
+        rate, norm = PEAK_LEARNING_RATE, recipe.optim.max_grad_norm
         with stopping.looking():
             return train_step(model, optimizer, batches, world, rate, norm, before_update)[0]
 

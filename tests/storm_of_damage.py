@@ -21,7 +21,7 @@ from tests.runs import SMALL
 from training.checkpoint.manifest import MANIFEST, MODEL_FILES, verify_checkpoint, verify_weights
 from training.host.errors import UserError
 from training.parallel.world import join_world
-from training.run import recipe
+from training.run import decide
 
 ROOT = Path(__file__).parents[1]
 SECTOR = 512
@@ -70,8 +70,8 @@ def storm_of_damage(folder: Path, count: int, seed: int) -> dict[str, int]:
                 passed_over: dict[Path, str] = {}
                 with pytest.MonkeyPatch.context() as patch:
                     note = lambda _, path, why, into=passed_over: into.update({path: why})  # noqa: E731
-                    patch.setattr(recipe.logger, "warning", note)
-                    start = recipe.decide(given, world)
+                    patch.setattr(decide.logger, "warning", note)
+                    start = decide.decide(given, world).start
             assert start.checkpoint == older and name in passed_over[newer], (
                 name,
                 how,

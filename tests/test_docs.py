@@ -20,7 +20,6 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 import docs.flags
 import kernels
-import train
 from benchmarks import picture
 from benchmarks.claims import CLAIMS
 from docs.flags import COMMANDS, PAGE, page
@@ -30,7 +29,7 @@ from tests.runs import SMALL
 from training.families.rows import FAMILIES, WRAPPERS
 from training.flags import given_flags, refuse
 from training.run import settings
-from training.run.settings import TrainConfig
+from training.run.settings import TrainConfig, check_config
 
 ROOT = Path(__file__).parents[1]
 GUIDES = [
@@ -143,7 +142,7 @@ def test_each_command_takes_its_flags(page, monkeypatch, parse_only):
         else:
             given = given_flags(kind, words, name)
             check = (
-                train.check_config
+                check_config
                 if kind is TrainConfig
                 else partial(refuse, rules=getattr(kind, "rules", ()))
             )

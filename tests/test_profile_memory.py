@@ -36,8 +36,8 @@ from training.memory.stages import Stages
 from training.objectives.scored import TOKEN_BYTES
 from training.parallel.world import World
 from training.run.build import step_on_meta
+from training.run.decide import recipe_of
 from training.run.parts import checkpoint_bytes
-from training.run.recipe import recipe_of
 from training.run.settings import TrainConfig
 
 
@@ -841,7 +841,7 @@ def pretended_gpu(monkeypatch, dry_run):  # noqa: F811
     """Answers everything that a GPU is asked; returns the caps that its memory gets."""
     world = World(0, 1, torch.device("cuda", 0))
     monkeypatch.setattr(profile_memory, "join_world", lambda device: contextlib.nullcontext(world))
-    monkeypatch.setattr("training.run.recipe.choose_backend", lambda requested, device: "cudnn")
+    monkeypatch.setattr("training.memory.decide.choose_backend", lambda requested, device: "cudnn")
     monkeypatch.setattr(profile_memory, "measure_rates", lambda *_: H200)
     monkeypatch.setattr(profile_memory, "available_host_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(profile_memory, "build_bench", DryBench)

@@ -35,7 +35,7 @@ from training.memory.placement import apply_execution
 from training.memory.step import PackedDocuments
 from training.parallel.world import World
 from training.run.build import build
-from training.run.recipe import decide
+from training.run.decide import decide
 
 SIZES = {"vocab_size": 131, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2}
 LLAMA3 = {

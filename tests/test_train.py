@@ -34,12 +34,12 @@ from tests.runs import (
 from training.generate.inference import open_tokenizer
 from training.host.errors import UserError
 from training.memory.cost_model import forward_flops
+from training.memory.decide import decide_memory_budget
 from training.memory.execution import WHOLE, Placement
 from training.memory.plan import Plan
 from training.optim.adamw import MasterAdamW
 from training.run.build import step_of
-from training.run.recipe import resolve_memory_budget
-from training.run.settings import TrainConfig, given_settings
+from training.run.settings import TrainConfig, check_config, given_settings
 
 
 def test_trains_validates_saves_and_samples(corpus, tmp_path, caplog):
@@ -317,7 +317,7 @@ def test_every_recipe_is_valid():
     assert {"tiny", "4b_32k", "4b_131k"} <= {p.stem for p in recipes}
     for recipe in recipes:
         given = given_settings(["--config", str(recipe)])
-        train.check_config(TrainConfig(**given), given)
+        check_config(TrainConfig(**given), given)
 
 
 def test_the_default_batch_is_one_sequence_where_sequences_are_long():
@@ -390,7 +390,7 @@ def test_a_steps_seconds_hold_one_update(corpus, tmp_path, monkeypatch):
 
 
 def test_a_cpu_has_no_plan(corpus, tmp_path):
-    assert resolve_memory_budget(TrainConfig(), torch.device("cpu")) is None
+    assert decide_memory_budget(TrainConfig(), torch.device("cpu")) is None
     assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
     assert json.loads((tmp_path / "run" / "config.json").read_text())["memory_budget"] is None
 

@@ -32,7 +32,7 @@ from training.generate.inference import _stop_ids
 from training.host.errors import UserError
 from training.run import parts
 from training.run.parts import log_sample
-from training.run.settings import TrainConfig
+from training.run.recipe import Start
 
 TURN = (  # has the mark of an assistant's
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eot_id|>{% endgeneration %}"
@@ -202,9 +202,12 @@ def test_a_sample_goes_on_from_a_document(tmp_path, monkeypatch, caplog, row, pr
     monkeypatch.setattr(parts, "products_in_bf16", lambda _: contextlib.nullcontext())
     world = SimpleNamespace(device=torch.device("cpu"), sum=lambda value: [value])
     log_sample(SimpleNamespace(
-        held_out=held_out, recipe=SimpleNamespace(tokenizer=tokenizer),
+        held_out=held_out,
+        recipe=SimpleNamespace(
+            tokenizer=tokenizer, start=Start(), schedule=SimpleNamespace(sample_tokens=9)
+        ),
         optimizer=SimpleNamespace(homes={}),
-        world=world, config=TrainConfig(sample_tokens=9),
+        world=world,
         model=SimpleNamespace(next_tokens=next_tokens),
         stopping=SimpleNamespace(is_asked=lambda: False), report=None,
     ))  # fmt: skip

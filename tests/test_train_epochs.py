@@ -17,8 +17,8 @@ from training.data.tokenizer import ByteTokenizer
 from training.flags import LARGE
 from training.host.errors import UserError
 from training.parallel.world import World
-from training.run.recipe import count_steps, recipe_of
-from training.run.resume import Progress
+from training.run.decide import recipe_of
+from training.run.schedule import Progress, count_steps
 from training.run.settings import TrainConfig
 
 SETTINGS = {"context_length": 32, "batch_size": 2, "warmup_steps": 0}
@@ -49,10 +49,9 @@ def loader_of(texts, config, ranks=1, **settings):
 
 def count(config, loader, given=(), cosine_steps=LARGE, **progress):
     start = Progress(config.max_steps or LARGE, cosine_steps, **progress)
-    recipe = recipe_of(
-        config, MODEL_SIZES["tiny"], World(0, 1, torch.device("cpu")), given=given, progress=start
-    )
-    return count_steps(recipe, loader)
+    world = World(0, 1, torch.device("cpu"))
+    recipe = recipe_of(config, MODEL_SIZES["tiny"], world, given=frozenset(given))
+    return count_steps(recipe.schedule, start, loader, recipe.batch.micro_batches, None)
 
 
 def steps_of(config, loader, **progress):

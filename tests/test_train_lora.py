@@ -24,13 +24,14 @@ from training.checkpoint.weights import (
 )
 from training.evaluation import __main__ as evaluation
 from training.export.__main__ import main as export_main
+from training.families.decide import Source
 from training.families.flags import LORA_TARGETS
 from training.families.lora import Adapters, read_adapters, to_adapter_config
 from training.generate import __main__ as generate
 from training.host import errors
 from training.host.errors import UserError, pip_install
 from training.optim.quantized import quantize
-from training.run.recipe import Source, adapters_found
+from training.run.decide import adapters_found
 from training.run.settings import TrainConfig
 
 RANK = 3

@@ -16,15 +16,17 @@ from tests.runs import (
     weights_of_another_shape,
 )
 from tests.training.data.test_tokenizer import write_tokenizer
-from training.run import recipe
+from training.run import decide
 
 
 def test_refusals_come_before_the_data(corpus, tmp_path, monkeypatch, capsys):
     assert train.main(arguments(corpus, tmp_path / "run", steps=1)) == 0
     assert train.main(arguments(corpus, tmp_path / "weights", "--save", "model", steps=1)) == 0
-    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
     monkeypatch.setattr(
-        recipe, "verify_checkpoint", lambda *_: pytest.fail("checksums were computed")
+        "training.data.decide.load_corpus", lambda *_, **__: pytest.fail("the data were read")
+    )
+    monkeypatch.setattr(
+        decide, "verify_checkpoint", lambda *_: pytest.fail("checksums were computed")
     )
     start = weights_of_another_shape(tmp_path / "start")
     config = json.loads((start / "config.json").read_text())
@@ -307,10 +309,12 @@ def test_a_plan_that_cannot_be_is_refused_before_the_data_are_read(
 ):
     """A 4B on a pretended GPU of 24 GiB: the error names the longest context for documents of any
     length."""
-    monkeypatch.setattr("training.run.recipe.resolve_memory_budget", lambda config, device: "24GB")
+    monkeypatch.setattr("training.run.decide.decide_memory_budget", lambda config, device: "24GB")
     monkeypatch.setattr(train, "check_machine", lambda recipe, world: None)
     monkeypatch.setattr("training.run.build.gpu_budget", lambda text, device: 24 * GIB)
-    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
+    monkeypatch.setattr(
+        "training.data.decide.load_corpus", lambda *_, **__: pytest.fail("the data were read")
+    )
     flags = [
         "--model_size", "4B", "--context_length", str(2**21), "--host_budget", "64GB",
         "--attention_backend", "cpu",

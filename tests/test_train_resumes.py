@@ -34,10 +34,10 @@ from training.checkpoint.files import SPARE_BYTES, load_trainer_state
 from training.families.config_json import from_config_json, to_config_json
 from training.optim.adamw import warmup_cosine
 from training.parallel.world import World
-from training.run import recipe, resume
+from training.run import decide, resume
+from training.run.decide import recipe_of
 from training.run.parts import checkpoint_bytes
-from training.run.recipe import recipe_of
-from training.run.settings import TrainConfig
+from training.run.settings import TrainConfig, check_config
 
 
 def test_resume_equals_an_uninterrupted_run(corpus, tmp_path):
@@ -170,7 +170,7 @@ def test_a_run_of_int8_goes_on_with_another_linear_map(
 
 
 def test_resume_of_a_finished_run_goes_on(corpus, tmp_path, monkeypatch):
-    for part in (recipe, resume):
+    for part in (decide, resume):
         monkeypatch.setattr(part, "DEFAULT_STEPS", 2)
     command = [a for a in arguments(corpus, tmp_path / "run") if a not in ("--max_steps", "4")]
     assert train.main(command) == 0
@@ -289,7 +289,7 @@ def test_a_given_flag_replaces_the_saved_ones_that_it_contradicts():
 
     def inherit(saved, given, device=cuda):
         config = TrainConfig(**resume.inherited_settings(saved, given, device))
-        train.check_config(config, given)
+        check_config(config, given)
         default = TrainConfig()
         return {
             f.name: value
@@ -367,7 +367,9 @@ def test_resume_refuses_another_tokenizer_before_the_data(
     write_tokenizer(file, special="</s>")
     capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
+        patch.setattr(
+            "training.data.decide.load_corpus", lambda *_, **__: pytest.fail("the data were read")
+        )
         for extra in ([], ["--tokenizer", "bytes"]):
             assert train.main(only_resume(run, "--max_steps", "2", *extra)) == 1
             expected = f"was trained with tokenizer {hashlib.sha256(content).hexdigest()[:12]}"

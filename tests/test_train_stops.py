@@ -28,8 +28,8 @@ from training.host.errors import UserError
 from training.optim.adamw import MasterAdamW
 from training.parallel.world import World
 from training.run import parts, step, stopping
-from training.run.recipe import decide, recipe_of
-from training.run.resume import Progress
+from training.run.decide import decide, decide_launch, recipe_of
+from training.run.schedule import Progress
 from training.run.settings import TrainConfig, given_settings
 from training.run.stopping import LOOKS_BEHIND, Stopping, promise_shutdown
 
@@ -423,7 +423,9 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
     monkeypatch.setattr(
         files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free)
     )
-    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
+    monkeypatch.setattr(
+        "training.data.decide.load_corpus", lambda *_, **__: pytest.fail("the data were read")
+    )
     command = arguments(corpus, run, "--model_size", "0.6B", "--checkpoint_interval", "2")
     assert train.main(command) == 1
     assert (
@@ -439,7 +441,7 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
     world = World(0, 1, torch.device("cpu"))
     recipe = recipe_of(TrainConfig(output_dir=str(run), save="model"), MODEL_SIZES["tiny"], world)
     with pytest.raises(UserError, match=r"free some space, choose another --output_dir$"):
-        parts.check_disk(recipe, Progress(max_steps=8, step=4), 1000)
+        parts.check_disk(recipe.saving, Progress(max_steps=8, step=4), True, 1000)
     shutil.rmtree(run)
     free = 2 * parts.checkpoint_bytes(recipe_of(TrainConfig(), MODEL_SIZES["tiny"], world), world)
     monkeypatch.setattr(
@@ -475,7 +477,7 @@ def test_ranks_go_on_from_one_checkpoint(corpus, tmp_path):
 
 
 def run_in_rank(world, corpus, run, *flags):
-    return train.train(given_settings(arguments(corpus, run, *flags)), world)
+    return train.train(decide_launch(given_settings(arguments(corpus, run, *flags))), world)
 
 
 def stop_one_rank_and_start_unlike_ranks(world, corpus, folder):

@@ -129,77 +129,101 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
     Raises UserError for a flag or key that is unknown or missing, or has a value that it does not
     take.
     """
-    places = "".join(f" {each.name}" for each in fields(kind) if each.metadata["positional"])
-    parser = Parser(
-        prog=program,
-        usage=f"%(prog)s{places} [--flag value ...]",
-        description=kind.__doc__,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file with the same names as the flags"
-    )
-    spelled: dict[str, str] = {}  # each flag by its name in underscores alone
-    for title, members in grouped(kind).items():
-        section = parser.add_argument_group(title) if title else parser
-        for each in members:
-            spelled |= {
-                _underscored(option): option
-                for option in _add_argument(section, each).option_strings
-            }
-    by_place = f"; without a name, by their place: {program}{places}" * bool(places)
-    names = ["config", *(each.name for each in fields(kind) if not each.metadata["positional"])]
+    command = CommandLine(kind, program)
+    values = command.parse(argv)
+    if (path := values.pop("config", None)) is not None:
+        values = command.parse_file(path) | values
+    for each in fields(kind):
+        if each.name in values:
+            values[each.name] = _checked(each, values[each.name])
+        elif _is_needed(each):
+            raise UserError(f"{each.name} is missing: {each.metadata['help']}")
+    _refuse_shares(kind, values)
+    return values
 
-    def parse(words: list[str]) -> dict[str, typing.Any]:
-        cut = [word.partition("=") for word in words]
-        options = {*spelled, "--config", "--help"}
-        strange = [word for word in words if re.match("--[a-zA-Z_]", word)]
-        if strange := [
-            word for word in strange if _underscored(word.partition("=")[0]) not in options
-        ]:
-            raise UserError(_unknown("flag", strange, names, kind) + by_place)
-        words = [
-            spelled.get(_underscored(name), name) + equals + value for name, equals, value in cut
-        ]
-        arguments, unknown = parser.parse_known_intermixed_args(words)
-        if unknown and unknown[0].lower() in ("true", "false"):
-            raise UserError(
-                f"{unknown[0]!r} stands behind a switch, which has no value: give --NAME, or "
-                "--no-NAME"
-            )
-        if unknown and not unknown[0].startswith("-") and not unknown[0].endswith(SETTINGS):
-            raise UserError(
-                f"{unknown[0][:80]!r} has no flag before it; give {program}{places} [--flag value "
-                "...]"
-            )
+
+def _is_needed(each: Field) -> bool:
+    return each.default is each.default_factory is MISSING
+
+
+class CommandLine:
+    """Reads the words of a command line: the flags of the dataclass `kind`, and --config."""
+
+    def __init__(self, kind: type, program: str):
+        self._kind = kind
+        positional = [each.name for each in fields(kind) if each.metadata["positional"]]
+        places = "".join(f" {name}" for name in positional)
+        self._call = f"{program}{places}"
+        self._by_place = f"; without a name, by their place: {self._call}" if places else ""
+        self._positional = positional
+        self._names = [each.name for each in fields(kind) if not each.metadata["positional"]]
+        self._parser = Parser(
+            prog=program,
+            usage=f"%(prog)s{places} [--flag value ...]",
+            description=kind.__doc__,
+            allow_abbrev=False,
+        )
+        self._parser.add_argument(
+            "--config", metavar="FILE", help="TOML file with the same names as the flags"
+        )
+        self._spelled: dict[str, str] = {}  # each flag by its name in underscores alone
+        for title, members in grouped(kind).items():
+            section = self._parser.add_argument_group(title) if title else self._parser
+            for each in members:
+                for option in _add_argument(section, each).option_strings:
+                    self._spelled[_underscored(option)] = option
+
+    def parse(self, words: list[str]) -> dict[str, typing.Any]:
+        """Returns the values of words, and of "config" if they have that."""
+        arguments, unknown = self._parser.parse_known_intermixed_args(self._spell(words))
         if unknown:
-            raise UserError(_unknown("flag", unknown[:1], names, kind) + by_place)
-        values = vars(arguments)
-        missing = [
-            each.name
-            for each in fields(kind)
-            if each.metadata["positional"] and values[each.name] == []
-        ]
+            self._refuse_word(unknown[0])
         return {
             name: value
-            for name, value in values.items()
-            if value is not None and name not in missing
+            for name, value in vars(arguments).items()
+            # A positional list is empty where a file gives it, or nothing does.
+            if value is not None and not (name in self._positional and value == [])
         }
 
-    given = parse(argv)
-    if (path := given.pop("config", None)) is not None:
+    def parse_file(self, path: str) -> dict[str, typing.Any]:
+        """Returns the values of a TOML file."""
         _check_word("config", path)
         try:
-            given = parse(as_words(_read_toml(Path(path), kind), names[1:], kind, path)) | given
+            words = as_words(_read_toml(Path(path), self._kind), self._names, self._kind, path)
+            return self.parse(words)
         except (ValueError, RecursionError) as error:  # also a UserError
             raise UserError(f"--config {path}: {error}") from None
-    for each in fields(kind):
-        if each.name in given:
-            given[each.name] = _checked(each, given[each.name])
-        elif each.default is each.default_factory is MISSING:
-            raise UserError(f"{each.name} is missing: {each.metadata['help']}")
-    _refuse_shares(kind, given)
-    return given
+
+    def _spell(self, words: list[str]) -> list[str]:
+        """Returns the words with each flag as argparse knows it. Raises UserError for others."""
+        options = {*self._spelled, "--config", "--help"}
+        cut = [word.partition("=") for word in words]
+        unknown = [
+            word
+            for word, (name, _, _) in zip(words, cut)
+            if re.match("--[a-zA-Z_]", word) and _underscored(name) not in options
+        ]
+        if unknown:
+            raise self._unknown(unknown)
+        return [
+            self._spelled.get(_underscored(name), name) + equals + value
+            for name, equals, value in cut
+        ]
+
+    def _refuse_word(self, word: str) -> typing.NoReturn:
+        if word.lower() in ("true", "false"):
+            raise UserError(
+                f"{word!r} stands behind a switch, which has no value: give --NAME, or --no-NAME"
+            )
+        if not word.startswith("-") and not word.endswith(SETTINGS):
+            raise UserError(
+                f"{word[:80]!r} has no flag before it; give {self._call} [--flag value ...]"
+            )
+        raise self._unknown([word])
+
+    def _unknown(self, words: list[str]) -> UserError:
+        names = ["config", *self._names]
+        return UserError(_unknown("flag", words, names, self._kind) + self._by_place)
 
 
 def answer_early(

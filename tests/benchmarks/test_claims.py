@@ -52,8 +52,8 @@ def test_the_settings_of_a_step_are_a_run_of_train(claim, monkeypatch):
         found = bench_train_step.recipe_of_setting(setting, arguments, world)
         assert found.memory_budget == setting.split("+")[0]
         linear = [name for name in setting.split("+") if name in ("fp8", "fp8-all")]
-        assert found.config.linear == (linear or ["bf16"])[0]
-        assert found.config.attention_type == ("sparse" if "sparse" in setting else "full")
+        assert found.linear_name == (linear or ["bf16"])[0]
+        assert found.attention_type == ("sparse" if "sparse" in setting else "full")
         assert found.memory_budget == "auto" or found.host_budget is not None
 
 

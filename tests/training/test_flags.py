@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import pytest
 
-import train
 from kernels.attention import KINDS
 from kernels.attention.libraries import BACKENDS
 from kernels.common import IMPLEMENTATIONS
@@ -40,7 +39,7 @@ from training.memory.flags import ATTENTION_TYPES, GPU_BACKENDS, LINEARS
 from training.memory.flags import IMPLEMENTATIONS as WORDS_OF_KERNELS
 from training.plots.__main__ import PlotsFlags
 from training.run.profile_flags import FOR_ONE_STEP, ProfileFlags, read_profile_flags
-from training.run.settings import TrainConfig, given_settings
+from training.run.settings import TrainConfig, check_config, given_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -786,7 +785,7 @@ def test_every_flag_without_effect_is_known_and_every_rule_refuses(command):
             UserError, match="has no effect " if rule.idle else f"^{re.escape(expected)}"
         ):
             if kind is TrainConfig:
-                train.check_config(kind(**given), given, rules)
+                check_config(kind(**given), given, rules)
             else:
                 read_flags(kind, words.split(), "")
 
@@ -810,7 +809,7 @@ def test_every_flag_without_effect_is_known_and_every_rule_refuses(command):
 )
 def test_flags_with_an_effect_are_taken(words):
     given = given_flags(TrainConfig, words.split(), "train.py")
-    train.check_config(TrainConfig(**given), given)
+    check_config(TrainConfig(**given), given)
 
 
 def test_a_huge_file_of_settings_takes_no_memory(tmp_path):
@@ -826,7 +825,7 @@ def test_a_setting_of_the_run_before_may_have_no_effect():
     config = TrainConfig(
         resume="yes", validation_sequences=0, validation_interval=7, max_steps=9, warmup_steps=20
     )
-    train.check_config(config, ["resume", "validation_sequences", "max_steps"])
+    check_config(config, ["resume", "validation_sequences", "max_steps"])
 
 
 def test_a_program_of_several_commands(capsys):

@@ -12,7 +12,7 @@ from training.evaluation.flags import EvaluationFlags
 from training.generate.inference import Opened, load, warn_beyond
 from training.host.errors import UserError
 from training.host.progress import Progress
-from training.objectives.choose import choose, complete, row_reader, stored_of
+from training.objectives.decide import decide_aim
 from training.objectives.flags import ObjectiveFlags
 from training.parallel.world import World
 from training.run.step import validate
@@ -29,13 +29,14 @@ def judge_answers(
     objective = ObjectiveFlags(
         objective=flags.objective, beta=flags.beta, reference_logprobs=flags.reference_logprobs
     )
-    rows = row_reader(objective, opened.tokenizer.eos_id, context_length)
-    # Numbers of another model are refused before minutes of reading.
-    stored = stored_of(objective, opened.tokenizer, None, None)
+    aim = decide_aim(objective, context_length)
+    rows = aim.reader(opened.tokenizer.eos_id)
+    # Log-probabilities of something else are refused before minutes of reading.
+    stored = aim.read_stored(opened.tokenizer.identity, None, None)
     reading = Reading(reasoning, columns=flags.columns, bad_rows=flags.bad_rows, rows=rows)
     stores = open_stores(flags.data, opened.tokenizer, opened.shape.vocab_size, reading)
     in_memory = [store for store in stores if isinstance(store, TokenStore)]
-    complete(objective, context_length, opened.shape.vocab_size, stored, in_memory)
+    aim.complete(in_memory, opened.shape.vocab_size, stored)
     store = join(stores)
     longest = int(store.lengths.max())
     if longest > context_length:
@@ -49,7 +50,5 @@ def judge_answers(
     batches = Progress(
         validation_batches(store, context_length, 1), total=total, desc="answers", unit="sequence"
     )
-    loss, metrics = validate(
-        model, batches, world, lambda: False, choose(objective, context_length)
-    )
+    loss, metrics = validate(model, batches, world, lambda: False, aim.objective)
     return {"loss": loss, **metrics}

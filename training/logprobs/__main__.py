@@ -39,7 +39,7 @@ from training.host.errors import UserError
 from training.host.files import making
 from training.host.processes import command
 from training.host.progress import Progress
-from training.objectives.choose import text_reader
+from training.objectives.decide import text_reader
 from training.objectives.stored import INDEX, attention_in_words, digest_of, store
 from training.parallel.world import World, join_world
 

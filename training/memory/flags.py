@@ -34,6 +34,11 @@ class BatchFlags:
     )
     gradient_accumulation_steps: int = flag(1, "micro-batches in a step", least=1, most=2**20)
 
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """(tokens in a sequence, sequences in a micro-batch, micro-batches in a step)."""
+        return self.context_length, self.batch_size, self.gradient_accumulation_steps
+
 
 @dataclass
 class AttentionFlags:

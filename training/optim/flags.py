@@ -1,9 +1,12 @@
 """Flags of the optimizer and of the learning rate's schedule, and which of them have no effect. No
 torch is imported here: --help is to be quick."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from training.flags import SMALLEST, Rule, flag
+from training.host.errors import UserError
 
 OPTIMIZER_STATES = ("auto", "float32", "compact")  # training.optim.formats; auto: a plan chooses
 DEFAULT_STEPS = 300
@@ -65,15 +68,37 @@ STEP_RULES = (
         lambda s: s.lora and s.optimizer_state == "compact",
     ),
 )
+WITHIN_WARMUP = Rule(
+    "final_learning_rate_ratio",
+    "where the run ends with its warm-up; lower warmup_steps, or drop it",
+    lambda s: s.steps is not None and s.warmup_steps >= s.steps,
+)
 RUN_RULES = (
     Rule(
         "max_steps",
         "with epochs, which say how many steps there are; drop one",
         lambda s: s.epochs is not None,
     ),
-    Rule(
-        "final_learning_rate_ratio",
-        "where the run ends with its warm-up; lower warmup_steps, or drop it",
-        lambda s: s.steps is not None and s.warmup_steps >= s.steps,
-    ),
+    WITHIN_WARMUP,
 )
+
+
+class HasSteps(Protocol):
+    """The flags of a run, or its schedule."""
+
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def warmup_steps(self) -> int: ...
+    @property
+    def goal(self) -> str: ...
+
+
+def check_warmup(run: HasSteps, given: Iterable[str]) -> None:
+    """Raises UserError for a warm-up, if it was given, that is longer than the run."""
+    if "warmup_steps" in given and run.steps is not None and run.warmup_steps > run.steps:
+        what = (
+            f"warmup_steps {run.warmup_steps} is longer than the run of {run.steps} steps, which "
+            "would never reach its peak learning rate"
+        )
+        raise UserError(f"{what}; lower it, or raise {run.goal}")

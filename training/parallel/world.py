@@ -120,6 +120,16 @@ class World:
         return values[0]
 
 
+def check_same_on_all_ranks(ours: dict, world: World) -> None:
+    """Refuse settings or data, by name, that differ from the main rank's."""
+    for name, value in world.broadcast(ours).items():
+        if ours[name] != value:
+            raise UserError(
+                f"{name} is {ours[name]} on rank {world.rank} and {value} on rank 0; start all "
+                "ranks alike"
+            )
+
+
 def make_mesh(
     device_type: str, size: int, context_parallel_size: int = 1, tensor_parallel_size: int = 1
 ) -> DeviceMesh:

@@ -42,7 +42,7 @@ from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
-from training.run.recipe import Recipe, backend_of
+from training.run.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -54,17 +54,25 @@ def step_of(
     recipe: Recipe, model: Transformer, world: World, documents: PackedDocuments | None
 ) -> Step:
     """The step that the settings ask for; `documents` are None where they are not known yet."""
-    config = recipe.config
-    lengths = config.context_length, config.batch_size, config.gradient_accumulation_steps
-    given = recipe.execution(backend_of(config, world.device))
-    num_shards = world.data_size * world.context_size // world.replicate if world.size > 1 else 0
+    batch, num_shards = recipe.batch, 0
+    if world.size > 1:
+        num_shards = world.data_size * world.context_size // world.replicate
     return Step(
-        model.shard, model.named_parameters(), *lengths, documents, given,
-        num_ranks=config.context_parallel_size,
-        num_shards=num_shards, tensor_ranks=config.tensor_parallel_size,
+        model.shard,
+        model.named_parameters(),
+        batch.context_length,
+        batch.batch_size,
+        batch.micro_batches,
+        documents,
+        recipe.execution(recipe.backend(world.device)),
+        num_ranks=recipe.context_ranks,
+        num_shards=num_shards,
+        tensor_ranks=recipe.tensor_ranks,
         num_machines=world.num_machines,
-        num_copies=world.replicate, trained=recipe.trained, scoring=recipe.scoring,
-    )  # fmt: skip
+        num_copies=world.replicate,
+        trained=recipe.trained,
+        scoring=recipe.scoring,
+    )
 
 
 def step_on_meta(
@@ -136,10 +144,11 @@ def check_fits(recipe: Recipe, world: World) -> None:
     """
     if recipe.memory_budget is None:
         return
-    config, model = recipe.config, model_on_meta(recipe.model, world, recipe.trained)
-    if message := without_plan(model.shard, config.context_parallel_size):
+    model = model_on_meta(recipe.model, world, recipe.trained)
+    if message := without_plan(model.shard, recipe.context_ranks):
         raise UserError(f"{message}; give --gradient_checkpointing, without --memory_budget")
-    short = PackedDocuments(longest=1, lengths=((1, config.batch_size * config.context_length),))
+    tokens = recipe.batch.batch_size * recipe.batch.context_length
+    short = PackedDocuments(longest=1, lengths=((1, tokens),))
     step, budgets = step_of(recipe, model, world, short), memory_budgets(recipe, world)
     if not has_plan(step, *budgets):
         make_plan(step, *budgets)  # raises the error that says why
@@ -167,18 +176,16 @@ def plan_memory(
     """
     step = step_of(recipe, model, world, documents)
     if recipe.memory_budget is None:
-        return Plan(
-            step, step.unplanned(Placement() if recipe.config.gradient_checkpointing else WHOLE)
-        )
+        return Plan(step, step.unplanned(Placement() if recipe.recomputes_blocks else WHOLE))
     budgets, given = memory_budgets(recipe, world), step.given
-    length = recipe.config.context_length
+    length = recipe.batch.context_length
     rates = measure_rates(
         model.shard, given.attention_backend, world.device, length, given.kinds, given.linear
     )
     if world.num_machines > 1:
         rates["network"] = measure_network(dist.group.WORLD, world.num_machines, world.device)
     rates = dict(zip(rates, world.min(*rates.values())))
-    others = measure_flash_attn_4(step, world) if recipe.config.attention_backend == "auto" else {}
+    others = measure_flash_attn_4(step, world) if recipe.attention_backend == "auto" else {}
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)
     if others:
@@ -279,18 +286,20 @@ def build_model(
 ) -> tuple[Transformer, MasterAdamW, Plan]:
     """A model and its optimizer, with weights that are not set yet, and the plan that both
     follow."""
-    config, model = recipe.config, model_on_meta(recipe.model, world, recipe.trained)
+    model = model_on_meta(recipe.model, world, recipe.trained)
     plan = plan_memory(recipe, model, world, documents)
-    accumulate = config.gradient_accumulation_steps > 1
+    accumulate = recipe.batch.micro_batches > 1
     inventory = inventory_of(model.named_parameters(), plan.execution, accumulate=accumulate)
     allocate(model, inventory, world.device)
     optimizer = MasterAdamW(
-        model.named_parameters(), inventory, weight_decay=config.weight_decay,
+        model.named_parameters(),
+        inventory,
+        weight_decay=recipe.optim.weight_decay,
         impl=plan.execution.impl,
-        rate_ratios={"lora_B.weight": config.lora_plus or 1.0},
-    )  # fmt: skip
+        rate_ratios=recipe.optim.rate_ratios,
+    )
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
-    for block in model.layers if config.compile else ():
+    for block in model.layers if recipe.compiles_blocks else ():
         block.forward = torch.compile(block.forward)
     apply_execution(model, plan.execution, plan.arena_bytes, optimizer.homes)
     return model, optimizer, plan
@@ -302,15 +311,16 @@ def build(
     """Model, optimizer and plan, with all of their state from the checkpoint, or weights of the
     source, or fresh."""
     model, optimizer, plan = build_model(recipe, world, documents)
-    if recipe.checkpoint:
-        load_state(optimizer, recipe.checkpoint)
-        restore_rng(recipe.checkpoint)
-    elif recipe.source:
-        for part in recipe.source.fresh:  # these stay if the weights have none
-            load_weights(optimizer, initial_weights(model, recipe.config.seed, only=part))
-        read_weights(optimizer, recipe.weights)
+    start = recipe.start
+    if start.checkpoint:
+        load_state(optimizer, start.checkpoint)
+        restore_rng(start.checkpoint)
+    elif start.source:
+        for part in start.source.fresh:  # these stay if the weights have none
+            load_weights(optimizer, initial_weights(model, start.seed, only=part))
+        read_weights(optimizer, start.weights)
     else:
-        load_weights(optimizer, initial_weights(model, recipe.config.seed))
+        load_weights(optimizer, initial_weights(model, start.seed))
     return model, optimizer, plan
 
 

@@ -2,7 +2,6 @@
 writers."""
 
 import contextlib
-import dataclasses
 import importlib
 import json
 import logging
@@ -18,7 +17,6 @@ import torch
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from model import ModelConfig
 from training.host.errors import UserError, program
 from training.host.files import check_can_write, read_file, replace_file, without_folders
 from training.host.processes import line_of
@@ -26,7 +24,8 @@ from training.memory.machine import find_gpu
 from training.memory.plan import Plan
 from training.parallel.world import World
 from training.plots.panels import loss_in_words, parse_line
-from training.run.settings import TrainConfig
+from training.run.recipe import Outputs, Recipe
+from training.run.settings import differing
 
 logger = logging.getLogger(__name__)
 FILE_ONLY = logging.getLogger(f"{__name__}.file_only")  # lines for --log_file alone
@@ -40,16 +39,22 @@ TRACKERS = {
 Writer = Callable[[dict], None]
 
 
-def describe(settings: dict, model: ModelConfig, plan: Plan, world: World) -> None:
-    logger.info("config: %s", json.dumps(differing(settings)))
+def describe(recipe: Recipe, record: dict, plan: Plan, world: World) -> None:
+    """Logs the settings of a `record` that differ from the defaults, the model and the device."""
+    logger.info("config: %s", json.dumps(differing(record)))
     logger.info(
         "model: %s, %s parameters; attention: %s, kernel: %s; device: %s x %d (data x context x "
         "tensor: %d x %d x %d)",
-        settings["model_size"] or model.model_type, f"{model.num_parameters():,}",
-        settings["attention_type"],
-        plan.execution.attention_backend, world.device.type, world.size,
-        world.data_size, world.context_size, world.tensor_size,
-    )  # fmt: skip
+        recipe.model_name,
+        f"{recipe.model.num_parameters():,}",
+        recipe.attention_type,
+        plan.execution.attention_backend,
+        world.device.type,
+        world.size,
+        world.data_size,
+        world.context_size,
+        world.tensor_size,
+    )
     if names := plan.execution.maps_in_words:
         logger.info("linear maps: %s", names)
     if world.device.type == "cuda":
@@ -58,25 +63,6 @@ def describe(settings: dict, model: ModelConfig, plan: Plan, world: World) -> No
             "plans"
         )
         logger.info("the first step takes longer than others: it also waits %s", waits)
-
-
-def differing(settings: dict) -> dict:
-    """Returns the settings that a run of the same model, adapters and context length does not have
-    by default."""
-    names = "model_size", "init_from", "lora", "context_length"  # other defaults follow from these
-    usual = TrainConfig(**{name: settings[name] for name in names})
-    defaults = dataclasses.asdict(usual) | {name: getattr(TrainConfig(), name) for name in names}
-    found = {
-        "model_size": "tiny",
-        "tokenizer": "bytes",
-        "memory_budget": "auto",
-        "optimizer_state": "float32",
-    }
-    defaults["max_steps"] = usual.steps
-    return {
-        name: value for name, value in settings.items()
-        if value not in (defaults[name], found.get(name, defaults[name]))
-    }  # fmt: skip
 
 
 # Metrics of objectives in the line of a step, in this order, and their formats; z: no minus before
@@ -264,26 +250,28 @@ def set_aside(path: Path) -> None:
         logger.info("%s of an earlier run is kept as %s", path, earlier.name)
 
 
-def open_metrics(settings: dict, from_step: int, stack: contextlib.ExitStack) -> "Metrics":
-    """Write the resolved settings into output_dir, and open metrics.jsonl beside them, and what
+def open_metrics(
+    outputs: Outputs, record: dict, from_step: int, stack: contextlib.ExitStack
+) -> "Metrics":
+    """Write the settings of a run into its folder, and open metrics.jsonl beside them, and what
     else gets metrics.
 
     The end of `stack` ends the runs of trackers. Raises UserError.
     """
-    folder = Path(settings["output_dir"])
+    folder = outputs.folder
     try:
-        replace_file(folder / "config.json", json.dumps(settings, indent=2) + "\n")
-        if settings["resume"] == "no":
+        replace_file(folder / "config.json", json.dumps(record, indent=2) + "\n")
+        if not outputs.goes_on:
             set_aside(folder / "metrics.jsonl")
         writers = {"metrics.jsonl": jsonl_writer(folder / "metrics.jsonl", from_step)}
     except OSError as error:
         raise UserError(
             f"output_dir {folder} cannot be written to: {error}; choose another"
         ) from None
-    if settings["tensorboard"]:
+    if outputs.tensorboard:
         writers["TensorBoard"] = tensorboard_writer(folder / "tensorboard", from_step)
-    for package in filter(settings.get, TRACKERS):
-        writers[TRACKERS[package]] = tracker_writer(package, settings, stack)
+    for package in outputs.projects:
+        writers[TRACKERS[package]] = tracker_writer(package, outputs, record, stack)
     return Metrics(writers)
 
 
@@ -361,7 +349,9 @@ def tensorboard_writer(folder: Path, from_step: int) -> Writer:
     return write
 
 
-def tracker_writer(package: str, settings: dict, stack: contextlib.ExitStack) -> Writer:
+def tracker_writer(
+    package: str, outputs: Outputs, record: dict, stack: contextlib.ExitStack
+) -> Writer:
     """Sends metrics, and settings without folders, to wandb or trackio.
 
     A resumed run goes on in its run, which output_dir/*_id names.
@@ -369,16 +359,18 @@ def tracker_writer(package: str, settings: dict, stack: contextlib.ExitStack) ->
     Raises UserError if the package cannot be imported or started, as without a login, or that file
     cannot be read.
     """
-    folder, project, is_wandb = settings["output_dir"], settings[package], package == "wandb"
-    name, file = "id" if is_wandb else "name", Path(folder, f"{package}_id")  # names a run
+    folder, project, is_wandb = outputs.folder, outputs.projects[package], package == "wandb"
+    name, file = "id" if is_wandb else "name", folder / f"{package}_id"  # names a run
     earlier = None
-    if settings["resume"] != "no" and file.exists():
+    if outputs.goes_on and file.exists():
         earlier = read_file(file, "delete it").decode(errors="replace").strip() or None
-    own = {"dir": folder, "allow_val_change": True} if is_wandb else {}
+    options: dict = {"project": project, name: earlier, "resume": "allow"}
+    if is_wandb:
+        options |= {"dir": str(folder), "allow_val_change": True}
     try:
         tracker = importlib.import_module(package)  # optional
-        config = {key: without_folders(value) for key, value in settings.items()}
-        run = tracker.init(project=project, config=config, resume="allow", **{name: earlier}, **own)
+        config = {key: without_folders(value) for key, value in record.items()}
+        run = tracker.init(config=config, **options)
         if is_wandb:  # its own count of steps would drop what a resumed run repeats
             run.define_metric("*", step_metric="step")
         replace_file(file, f"{getattr(run, name)}\n")

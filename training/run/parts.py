@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from model import Transformer
+from training.checkpoint.decide import Interval, Saving
 from training.checkpoint.files import SPARE_BYTES, check_room, checkpoints
-from training.checkpoint.flags import KEPT_CHECKPOINTS
 from training.checkpoint.ranks import failing_together
 from training.checkpoint.saver import Saver
 from training.data.chat import stop_ids
@@ -28,12 +28,13 @@ from training.memory.plan import Plan
 from training.optim.adamw import MasterAdamW
 from training.optim.formats import bytes_saved
 from training.parallel.world import World
-from training.run.metrics import Display, Metrics, differing
+from training.run.metrics import Display, Metrics
 from training.run.recipe import Recipe
 from training.run.report import NAME as REPORT
 from training.run.report import About, RecentWarnings, Report
-from training.run.resume import Progress, after_a_stop, state_to_save, tokens_per_step
-from training.run.settings import TrainConfig
+from training.run.resume import after_a_stop, state_to_save
+from training.run.schedule import Progress
+from training.run.settings import differing
 from training.run.stopping import Stopping, promise_shutdown
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,14 @@ class Run:
     recent_losses: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=100))
 
     @property
-    def config(self) -> TrainConfig:
-        return self.recipe.config
+    def record(self) -> dict:
+        """The settings by name, with what data and plan have settled."""
+        return self.recipe.record(self.progress.max_steps, self.plan.execution.state_format)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step on all ranks, padding included."""
+        return self.recipe.batch.tokens * self.world.data_size
 
     def before_update(self) -> None:
         """Wait for what an update may change only then."""
@@ -81,20 +88,27 @@ class Run:
 
     def save(self) -> None:
         step, world = self.progress.step, self.world
-        if self.config.save == "none" or self.saved == step:
+        saving = self.recipe.saving
+        if not saving.is_on or self.saved == step:
             return
         self.saved, self.saved_at = step, time.monotonic()
+        state = None
+        if saving.contents == "full":
+            state = self.optimizer.state_dict()
         self.saver.begin(
-            step, weights=self.optimizer.weights(frozen=self.recipe.trained.is_whole),
-            model_config=to_config_json(self.recipe.model), exact=self.recipe.model.exact,
-            optimizer_state=self.optimizer.state_dict() if self.config.save == "full" else None,
+            step,
+            weights=self.optimizer.weights(frozen=self.recipe.trained.is_whole),
+            model_config=to_config_json(self.recipe.model),
+            exact=self.recipe.model.exact,
+            optimizer_state=state,
             trainer_state=state_to_save(
-                self.recipe.settings(self.progress.max_steps, self.plan.execution.state_format),
+                self.record,
                 self.progress,
-                tokens_per_step(self.config, world), world.data_size,
+                self.step_tokens,
+                world.data_size,
                 self.recipe.tokenizer.identity,
             ),
-        )  # fmt: skip
+        )
 
     def read_together(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields this rank's batches, as many on each rank. If a rank cannot read its next one, all
@@ -119,7 +133,7 @@ class Run:
                 :10
             ]
         )
-        if self.progress.skipped < self.config.skip_nonfinite_steps:
+        if self.progress.skipped < self.recipe.optim.most_skipped:
             self.progress.skipped += 1
             logger.warning("step %d: %s, left out; documents: %s", step, error, sources)
             return
@@ -137,13 +151,17 @@ class Run:
     def promise_shutdown_once(self, seconds: float) -> None:
         """Say how long the run goes on after a signal, as soon as a step of so many seconds
         tells."""
-        taken = self.progress.step - self.recipe.progress.step
+        taken = self.progress.step - self.recipe.start.progress.step
         if taken == 2 or (taken == 1 and seconds > LONG_FIRST_STEP_SECONDS):
             size = checkpoint_bytes(self.recipe, self.world, self.plan.execution.state_format)
             save_seconds = self.saver.seconds or size / SAVED_BYTES_PER_SECOND
-            promise_shutdown(
-                self.stopping.look_seconds, save_seconds if self.config.save != "none" else 0.0
-            )
+            if not self.recipe.saving.is_on:
+                save_seconds = 0.0
+            promise_shutdown(self.stopping.look_seconds, save_seconds)
+
+    def after_a_stop(self, last: Path | None) -> str:
+        """Returns what to do after the run was stopped with this last checkpoint."""
+        return after_a_stop(self.recipe.saving, self.recipe.flags_to_go_on, last, self.world)
 
     def save_after_error(self) -> None:
         """Save the steps that were done, if this rank is the only one: other ranks would wait in a
@@ -154,7 +172,7 @@ class Run:
                 self.save()
                 if self.progress.step:
                     saved = self.saver.output_dir / f"step_{self.progress.step:08d}"
-                    logger.info(after_a_stop(self.config, self.recipe.given, saved, self.world))
+                    logger.info(self.after_a_stop(saved))
             except (
                 Exception
             ) as error:  # a GPU may answer no more; the first error is the one to show
@@ -165,23 +183,25 @@ def open_report(run: Run, warnings: RecentWarnings, stack: contextlib.ExitStack)
     """Begin the page of a run, on the main rank; the end of `stack` writes the last one."""
     if run.metrics is None:
         return
-    config, world, model, plan = run.config, run.world, run.recipe.model, run.plan
-    settings = run.recipe.settings(run.progress.max_steps, plan.execution.state_format)
-    settings |= {"memory_budget": run.recipe.memory_budget}
+    recipe, world, plan = run.recipe, run.world, run.plan
+    record = run.record | {"memory_budget": recipe.memory_budget}
     facts = {
-        "model": f"{settings['model_size'] or model.model_type}, {model.num_parameters():,} "
-        "parameters",
-        "objective": config.objective,
-        "data": ", ".join(config.data) or "sources of Python's standard library",
-        "a step": f"{tokens_per_step(config, world):,} tokens, padding included",
+        "model": f"{recipe.model_name}, {recipe.model.num_parameters():,} parameters",
+        "objective": recipe.aim.name,
+        "data": ", ".join(recipe.data.paths) or "sources of Python's standard library",
+        "a step": f"{run.step_tokens:,} tokens, padding included",
         "device": f"{world.device.type} x {world.size}",
     }
     about = About(
-        settings, differing(settings), facts,
-        str(plan) if run.recipe.memory_budget is not None else "",
-        run.loader.store.lengths, config.context_length, run.progress.max_steps,
-    )  # fmt: skip
-    run.report = Report(Path(config.output_dir), about, run.progress.step, warnings)
+        record,
+        differing(record),
+        facts,
+        str(plan) if recipe.memory_budget is not None else "",
+        run.loader.store.lengths,
+        recipe.batch.context_length,
+        run.progress.max_steps,
+    )
+    run.report = Report(recipe.saving.output_dir, about, run.progress.step, warnings)
     run.metrics.add(REPORT, run.report.write)
     stack.push(run.report.finish)
 
@@ -189,12 +209,12 @@ def open_report(run: Run, warnings: RecentWarnings, stack: contextlib.ExitStack)
 # Checkpoints, and the disk
 
 
-def is_save_due(recipe: Recipe, step: int, since_save: float, has_failed: bool) -> bool:
+def is_save_due(interval: Interval, step: int, since_save: float, has_failed: bool) -> bool:
     """Whether a checkpoint is due after a step, if the last one was begun `since_save` seconds ago,
     or has failed."""
-    steps, seconds = recipe.save_interval
-    is_time = 0 < seconds < since_save or (has_failed and since_save > RETRY_SECONDS)
-    return is_time or (steps > 0 and step % steps == 0)
+    if 0 < interval.seconds < since_save or (has_failed and since_save > RETRY_SECONDS):
+        return True
+    return interval.steps > 0 and step % interval.steps == 0
 
 
 def checkpoint_bytes(recipe: Recipe, world: World, planned: str | None = None) -> int:
@@ -206,37 +226,40 @@ def checkpoint_bytes(recipe: Recipe, world: World, planned: str | None = None) -
     """
     numbers, is_cuda = recipe.trained.elements(recipe.model), world.device.type == "cuda"
     state_format = planned or recipe.state_format
-    if (
-        state_format == "auto"
-    ):  # until the plan is made, which may choose compact, the least is counted
+    # Until the plan is made, which may choose compact, the least is counted.
+    if state_format == "auto":
         state_format = "compact" if recipe.memory_budget else "float32"
     is_half, weight_bytes = is_cuda and world.size == 1, 2 if is_cuda else 4
-    saved_format = state_format if recipe.config.save == "full" else None
+    saved_format = state_format if recipe.saving.contents == "full" else None
     tensors = bytes_saved(numbers, saved_format, is_half=is_half, weight_bytes=weight_bytes)
-    return tensors + recipe.carried.num_bytes + SPARE_BYTES
+    return tensors + recipe.start.carried.num_bytes + SPARE_BYTES
 
 
-def check_disk(recipe: Recipe, progress: Progress, size: int) -> None:
+def check_disk(saving: Saving, progress: Progress, validates: bool, size: int) -> None:
     """Refuse a run for two of whose checkpoints, of `size` bytes, the disk has no room.
 
     Two are the last one and the one that takes its place. Checkpoints of the steps so far count as
     free: the run deletes them.
+
+    Args:
+        validates: whether the best checkpoint by a validation's loss is kept as well.
     """
-    config, (steps, seconds) = recipe.config, recipe.save_interval
-    output_dir = Path(config.output_dir)
-    found = checkpoints(output_dir, progress.step)
+    earlier = checkpoints(saving.output_dir, progress.step)
     # Without a step left, a validation that was cut short is made up for.
     steps_left = max(1, progress.max_steps - progress.step)
-    saves = steps_left if seconds else 1 + (steps_left - 1) // (steps or steps_left)
-    kept = (config.keep_checkpoints or KEPT_CHECKPOINTS) + (config.validation_sequences != 0) + 1
+    saves = steps_left
+    if not saving.interval.seconds:
+        saves = 1 + (steps_left - 1) // (saving.interval.steps or steps_left)
+    kept = saving.kept + validates + 1
     for least in (2, kept):
+        needed = min(least, saves + len(earlier)) * size
         try:
-            check_room(output_dir, min(least, saves + len(found)) * size, size_on_disk(found))
+            check_room(saving.output_dir, needed, size_on_disk(earlier))
         except OSError as error:
             if least == 2:
-                or_else = "choose another --output_dir" + ", or --save model" * (
-                    config.save == "full"
-                )
+                or_else = "choose another --output_dir"
+                if saving.contents == "full":
+                    or_else += ", or --save model"
                 raise UserError(f"{error.strerror}; free some space, {or_else}") from None
             logger.warning(
                 "%s: old checkpoints will be deleted before new ones are complete", error.strerror
@@ -275,12 +298,12 @@ def log_sample(run: Run) -> None:
             "sample: each token fetches %.1f GiB of weights from the host; --sample_tokens 0: none",
             fetched,
         )
-    generator = torch.Generator(run.world.device).manual_seed(run.config.seed)
+    generator = torch.Generator(run.world.device).manual_seed(run.recipe.start.seed)
     ids_BT = torch.from_numpy(prompt).to(run.world.device)[None]
     # Each layer and length would be compiled anew.
     with torch.compiler.set_stance("force_eager"), products_in_bf16(run.model):
         for next_B1 in run.model.next_tokens(
-            ids_BT, run.config.sample_tokens, temperature=0.8, generator=generator
+            ids_BT, run.recipe.schedule.sample_tokens, temperature=0.8, generator=generator
         ):
             if any(run.world.sum(int(next_B1) in stops)):
                 break

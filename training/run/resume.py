@@ -2,8 +2,7 @@
 
 import dataclasses
 import logging
-import shlex
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os.path import realpath
 from pathlib import Path
@@ -11,15 +10,19 @@ from pathlib import Path
 import torch
 
 import kernels
+from training.checkpoint.decide import Saving
 from training.checkpoint.files import checkpoints, latest_checkpoint, load_trainer_state, step_of
 from training.checkpoint.manifest import OPTIMIZER
 from training.data.loader import check_same_data
+from training.families.decide import start_from
 from training.flags import LARGE, as_words, given_flags
 from training.host.errors import UserError, program, whole_number
+from training.memory.decide import Batch
 from training.memory.flags import REMOVED
-from training.optim.adamw import warmup_cosine
+from training.optim.decide import decide_learning_rate
 from training.optim.flags import DEFAULT_STEPS
 from training.parallel.world import World
+from training.run.schedule import Progress
 from training.run.settings import TrainConfig, check_config
 
 logger = logging.getLogger(__name__)
@@ -44,36 +47,14 @@ REPLACED |= {"epochs": ("max_steps",), "max_steps": ("epochs",)}
 
 
 @dataclass
-class Progress:
-    """How far a run has come, after a step that was taken. A step that is dropped half way leaves
-    it alone."""
-
-    max_steps: int = 0  # the run's last step; with epochs LARGE until `count_steps` knows it
-    cosine_steps: int = 0  # steps from the run's first to the end of the learning rate's cosine
-    step: int = 0
-    tokens: int = 0
-    loader: dict = field(default_factory=dict)  # the loader's state: its position in the data
-    validation_loss: float | None = None  # the last that was measured
-    skipped: int = 0  # steps that were not finite and were left out
-    unvalidated: int | None = (
-        None  # the last step, if a signal or an error cut its validation short
-    )
-
-    @property
-    def is_complete(self) -> bool:
-        return self.step >= self.max_steps
-
-
-@dataclass
-class Start:
-    """The settings of a run, and the place where it starts."""
+class Resolved:
+    """The settings of a run with what it inherits, and the place where it starts."""
 
     config: TrainConfig
     progress: Progress
     tokenizer: str | None = None  # identity of the tokenizer that the checkpoint was trained with
-    changes: list[str] = field(
-        default_factory=list
-    )  # a line for each setting that is not what it was
+    # A line for each setting that is not what it was.
+    changes: list[str] = field(default_factory=list)
 
 
 def how_to_go_on(found: list[Path]) -> str:
@@ -91,28 +72,21 @@ def how_to_go_on(found: list[Path]) -> str:
     )
 
 
-def start_from(checkpoint: str | Path) -> str:
-    return f"start from its weights with --init_from {checkpoint} and another --output_dir"
-
-
-def after_a_stop(config: TrainConfig, given: Iterable[str], last: Path | None, world: World) -> str:
+def after_a_stop(saving: Saving, flags: Sequence[str], last: Path | None, world: World) -> str:
     """Returns what to do after a run that was stopped: the command that goes on, if its last
     checkpoint can be resumed.
 
-    `given` are the names of settings that flags and --config gave: a checkpoint has all but a few
-    of them.
+    `flags` are the words of flags that a checkpoint does not have.
     """
-    if config.save == "none":
+    if not saving.is_on:
         return "nothing is saved, as --save none asks: the same command starts anew"
     if last is None:
         return "no step was done and nothing is saved: the same command starts anew"
-    if config.save == "model":
+    if saving.contents == "model":
         return f"the weights are saved: {start_from(last)}"
-    starts = [program("torchrun"), *_sizes_of_torchrun(world)] if world.size > 1 else [program()]
-    kept = [name for name in NOT_INHERITED if name in given and name not in DROPPED_TO_GO_ON]
-    flags = [
-        word for name in kept for word in (f"--{name}", shlex.quote(str(getattr(config, name))))
-    ]
+    starts = [program()]
+    if world.size > 1:
+        starts = [program("torchrun"), *_sizes_of_torchrun(world)]
     return f"to go on: {' '.join([*starts, 'train.py', '--resume', *flags])}"
 
 
@@ -126,15 +100,16 @@ def _sizes_of_torchrun(world: World) -> list[str]:
     return [f"--nproc_per_node={local}", *nodes]
 
 
-def resume(checkpoint: Path, given: dict, world: World) -> Start:
-    """Makes a start from a checkpoint, with its settings changed by the given ones.
+def resume(checkpoint: Path, given: dict, world: World) -> Resolved:
+    """Resolves the settings of a run that goes on from a checkpoint: its own, changed by the given
+    ones.
 
     Without --max_steps or --epochs a run that was stopped keeps the number it had. A finished one
     gets DEFAULT_STEPS more at its last learning rate, and with --resume auto none.
     """
     if not (checkpoint / OPTIMIZER).is_file():
-        found = checkpoints(checkpoint.parent, step_of(checkpoint) or 0)
-        raise UserError(f"{checkpoint} cannot be resumed: {how_to_go_on(found)}")
+        earlier = checkpoints(checkpoint.parent, step_of(checkpoint) or 0)
+        raise UserError(f"{checkpoint} cannot be resumed: {how_to_go_on(earlier)}")
     state = load_state(checkpoint)
     if state["ignored"]:
         logger.info(
@@ -142,8 +117,9 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
             ", ".join(name[:80] for name in state["ignored"]),
         )
     refuse_other_weights(checkpoint, state["settings"], given.get("init_from"))
-    progress = Progress(**{each.name: state[each.name] for each in dataclasses.fields(Progress)})
-    step, saved = progress.step, state["settings"] | {"max_steps": progress.max_steps}
+    names = [each.name for each in dataclasses.fields(Progress)]
+    progress = Progress(**{name: state[name] for name in names})
+    saved = state["settings"] | {"max_steps": progress.max_steps}
     before = TrainConfig(**saved)
     if given.get("optimizer_state") == "auto":  # the run before has chosen
         given = given | {"optimizer_state": saved["optimizer_state"]}
@@ -153,44 +129,58 @@ def resume(checkpoint: Path, given: dict, world: World) -> Start:
             f"linear {REMOVED_LINEAR}: {checkpoint} was trained with it, and no version after 0.6.0 "
             "has it; give --linear fp8 to go on"
         )
-    if (
-        not {"max_steps", "epochs"} & {*given}
-        and progress.max_steps <= step
-        and values["resume"] == "yes"
-    ):
-        values |= {"max_steps": step + DEFAULT_STEPS, "epochs": None}
+    says_steps = "max_steps" in given or "epochs" in given
+    if progress.is_complete and not says_steps and values["resume"] == "yes":
+        values |= {"max_steps": progress.step + DEFAULT_STEPS, "epochs": None}
     config = TrainConfig(**values)
     progress.max_steps = config.max_steps or LARGE
-    if progress.max_steps <= step and config.resume == "yes":
+    check_goes_on(config, given, before, checkpoint, progress)
+    check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
+    changes = spell_changes(before, config, state, world)
+    cosine_steps = progress.cosine_steps
+    # `count_steps` sets another number for epochs.
+    progress.cosine_steps = given.get("max_steps", cosine_steps)
+    changes += spell_rates(before, cosine_steps, config, progress)
+    return Resolved(config, progress, state["tokenizer"], changes)
+
+
+def check_goes_on(
+    config: TrainConfig, given: dict, before: TrainConfig, checkpoint: Path, progress: Progress
+) -> None:
+    """Refuse settings of a resumed run that leave no step, contradict each other, or train other
+    parameters."""
+    if progress.is_complete and config.resume == "yes":
         goal, value = config.goal, getattr(config, config.goal)
         raise UserError(
-            f"{checkpoint} is at step {step}, {goal} is {value:g}; raise {goal} to go on"
+            f"{checkpoint} is at step {progress.step}, {goal} is {value:g}; raise {goal} to go on"
         )
     check_config(config, given, TrainConfig.rules)
     if config.freeze_routers != before.freeze_routers:
-        was = (
-            f"{checkpoint} was trained with {'frozen' if before.freeze_routers else 'trained'} "
-            "routers"
-        )
+        routers = "frozen" if before.freeze_routers else "trained"
+        was = f"{checkpoint} was trained with {routers} routers"
         raise UserError(
             f"freeze_routers {config.freeze_routers}: {was}; drop it, or {start_from(checkpoint)}"
         )
-    check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
-    changes = spell_changes(before, config, state, world)
-    rates = [learning_rate_of(number, before, progress.cosine_steps) for number in (step, step + 1)]
-    progress.cosine_steps = given.get(
-        "max_steps", progress.cosine_steps
-    )  # `count_steps` sets another for epochs
-    rate = learning_rate_of(step + 1, config, progress.cosine_steps)
+
+
+def spell_rates(
+    before: TrainConfig, cosine_steps: int, config: TrainConfig, progress: Progress
+) -> list[str]:
+    """Returns a line on the learning rate, where it is held or jumps.
+
+    `cosine_steps` are those of the run before, and `progress` has those of the run that goes on.
+    """
+    step = progress.step
+    earlier = decide_learning_rate(before)
+    last, expected = earlier.at(step, cosine_steps), earlier.at(step + 1, cosine_steps)
+    rate = decide_learning_rate(config).at(step + 1, progress.cosine_steps)
     if step >= progress.cosine_steps:
-        changes.append(
+        return [
             f"learning rate: held at {rate:.3g}, where its cosine ended; --max_steps stretches it"
-        )
-    elif rate != rates[1]:
-        changes.append(
-            f"learning rate: {rates[0]:.3g} in step {step} -> {rate:.3g} in step {step + 1}"
-        )
-    return Start(config, progress, state["tokenizer"], changes)
+        ]
+    if rate != expected:
+        return [f"learning rate: {last:.3g} in step {step} -> {rate:.3g} in step {step + 1}"]
+    return []
 
 
 def refuse_other_weights(checkpoint: Path, saved: dict, asked: str | None) -> None:
@@ -315,28 +305,9 @@ def spell_changes(before: TrainConfig, config: TrainConfig, state: dict, world: 
         for name, value in dataclasses.asdict(config).items()
         if name not in NOT_INHERITED and value not in (getattr(before, name), LARGE)
     ]
-    tokens, ranks = state["tokens_per_step"], state["ranks"]
-    if tokens != tokens_per_step(config, world):
+    tokens = Batch(*config.lengths).tokens * world.data_size
+    tokens_before, ranks = state["tokens_per_step"], state["ranks"]
+    if tokens_before != tokens:
         because = f" ({ranks} -> {world.data_size} ranks)" if ranks != world.data_size else ""
-        lines.append(f"tokens a step: {tokens:,} -> {tokens_per_step(config, world):,}{because}")
+        lines.append(f"tokens a step: {tokens_before:,} -> {tokens:,}{because}")
     return lines
-
-
-def tokens_per_step(config: TrainConfig, world: World) -> int:
-    return (
-        config.context_length
-        * config.batch_size
-        * config.gradient_accumulation_steps
-        * world.data_size
-    )
-
-
-def learning_rate_of(step: int, config: TrainConfig, cosine_steps: int) -> float:
-    """The learning rate of a step. Steps count from 1; a step after `cosine_steps` has the cosine's
-    last rate."""
-    assert config.learning_rate is not None, "TrainConfig fills it in"
-    return warmup_cosine(
-        step - 1, learning_rate=config.learning_rate, warmup_steps=config.warmup_steps,
-        max_steps=cosine_steps,
-        final_ratio=config.final_learning_rate_ratio,
-    )  # fmt: skip

@@ -6,7 +6,7 @@ Each room has the flags that it decides by, and their rules; here they are joine
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from os.path import realpath
 from pathlib import Path
@@ -179,10 +179,24 @@ def check_config(
                 "writes"
             )
             raise UserError(f"{why}; give another {name}")
-    steps = config.steps
-    if "warmup_steps" in given and steps is not None and config.warmup_steps > steps:
-        what = (
-            f"warmup_steps {config.warmup_steps} is longer than the run of {steps} steps, which "
-            "would never reach its peak learning rate"
-        )
-        raise UserError(f"{what}; lower it, or raise {config.goal}")
+    optim.check_warmup(config, given)
+
+
+def differing(record: dict) -> dict:
+    """Returns the settings that a run of the same model, adapters and context length does not have
+    by default."""
+    names = "model_size", "init_from", "lora", "context_length"  # other defaults follow from these
+    usual = TrainConfig(**{name: record[name] for name in names})
+    defaults = asdict(usual) | {name: getattr(TrainConfig(), name) for name in names}
+    defaults["max_steps"] = usual.steps
+    resolved = {
+        "model_size": "tiny",
+        "tokenizer": "bytes",
+        "memory_budget": "auto",
+        "optimizer_state": "float32",
+    }
+    return {
+        name: value
+        for name, value in record.items()
+        if value not in (defaults[name], resolved.get(name, defaults[name]))
+    }

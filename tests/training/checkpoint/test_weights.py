@@ -241,7 +241,9 @@ def test_damaged_weights_are_refused_by_every_command(name, tmp_path, monkeypatc
         '"rope_theta": '
     )  # 1 becomes 5
     damage(bad / name, digit if name == "config.json" else -2)
-    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
+    monkeypatch.setattr(
+        "training.data.decide.load_corpus", lambda *_, **__: pytest.fail("the data were read")
+    )
     monkeypatch.setattr(
         evaluation.positions, "read_all", lambda *_: pytest.fail("the texts were read")
     )
@@ -295,7 +297,9 @@ def test_weights_that_are_not_finite_are_refused_by_name_by_every_command(
     folder.mkdir()
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(to_config_json(MODEL_SIZES["tiny"])))
-    monkeypatch.setattr(train, "load_corpus", lambda *_, **__: pytest.fail("the data were read"))
+    monkeypatch.setattr(
+        "training.data.decide.load_corpus", lambda *_, **__: pytest.fail("the data were read")
+    )
     data, cpu, context = ("--data", str(text)), ("--device", "cpu"), ("--context_length", "64")
     for main, argv in [
         (train.main, ["--init_from", str(folder), *data, *cpu, *context, "--output_dir", str(out)]),

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-import train
 from training.config.__main__ import main
 from training.flags import given_flags
 from training.host import errors
-from training.run.settings import TrainConfig
+from training.run.settings import TrainConfig, check_config
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
@@ -216,7 +215,7 @@ def test_a_config_becomes_settings_that_train_reads(trainer, tmp_path, capsys, m
     given = given_flags(TrainConfig, ["--config", str(ours)], "train.py")
     assert given == values
     monkeypatch.setattr("training.run.settings.import_optional", lambda *_: None)
-    train.check_config(TrainConfig(**given), given)
+    check_config(TrainConfig(**given), given)
     names = re.findall(r"^\s*([a-z]\w+)(?=:| = )", text, re.MULTILINE)
     assert len(names) > 8 and [name for name in names if f"{name}" not in printed] == []
 

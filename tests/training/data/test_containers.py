@@ -23,7 +23,7 @@ from training.data.prepare import prepare
 from training.data.sources import Reading
 from training.data.tokenizer import ByteTokenizer
 from training.host.errors import UserError
-from training.objectives.choose import row_reader
+from training.objectives.decide import decide_aim
 from training.objectives.flags import ObjectiveFlags
 
 BYTES = ByteTokenizer()
@@ -223,7 +223,7 @@ def test_fields_of_csv_are_texts_numbers_truths_and_lists(tmp_path):
 ])  # fmt: skip
 def test_an_objective_reads_csv(tmp_path, objective, header, rows, columns):
     (tmp_path / "a.csv").write_text("\n".join([header, *rows]))
-    reader = row_reader(ObjectiveFlags(objective=objective), 0, 1)
+    reader = decide_aim(ObjectiveFlags(objective=objective), 1).reader(0)
     [store] = open_stores([str(tmp_path)], BYTES, 256, Reading(rows=reader))
     assert {name: {*store.column(name).tolist()} for name in columns} == columns
 

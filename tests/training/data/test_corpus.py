@@ -15,7 +15,7 @@ from training.data.packing import BestFitPacking, ConcatenatedPacking, MixedPack
 from training.data.show import show_batch
 from training.data.sources import Reading
 from training.data.tokenizer import ByteTokenizer
-from training.objectives.choose import text_reader
+from training.objectives.decide import text_reader
 
 BYTES = ByteTokenizer()
 

@@ -13,7 +13,7 @@ from training.data.corpus import open_stores
 from training.data.sources import Reading, read_documents
 from training.data.tokenizer import ByteTokenizer
 from training.host.errors import UserError
-from training.objectives.choose import row_reader
+from training.objectives.decide import decide_aim
 from training.objectives.flags import ObjectiveFlags
 
 BYTES = ByteTokenizer()
@@ -227,7 +227,7 @@ def test_a_missing_template_is_no_bad_row(tmp_path):
 def test_a_row_that_is_nested_too_deeply_for_python_is_refused_by_its_line(tmp_path):
     """JSON is read to a depth that functions which follow its values do not reach."""
     row = {"prompt_ids": [1], "completion_ids": [2], "old_logprobs": [-1], "advantage": 1}
-    reading = Reading(rows=row_reader(ObjectiveFlags(objective="grpo"), 0, 64))
+    reading = Reading(rows=decide_aim(ObjectiveFlags(objective="grpo"), 64).reader(0))
     for depth in range(930, 1000):
         text = json.dumps({**row, "prompt_ids": "deep"}).replace(
             '"deep"', "[" * depth + "]" * depth

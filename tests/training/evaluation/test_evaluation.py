@@ -24,11 +24,11 @@ from training.evaluation import pictures, positions
 from training.evaluation.__main__ import main
 from training.evaluation.flags import read_evaluation_flags
 from training.families.config_json import to_config_json
+from training.families.decide import shape_with
 from training.host import errors
 from training.host.errors import UserError, pip_install
 from training.host.files import only_run_in, only_writer_of
 from training.parallel.fsdp import copy_weights, initial_weights
-from training.run.recipe import shape_with
 
 
 @pytest.fixture(scope="module")

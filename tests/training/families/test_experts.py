@@ -31,6 +31,7 @@ from training.data.sources import Document
 from training.data.tokens import TokenStore
 from training.export.__main__ import main as export_main
 from training.families.config_json import from_config_json, to_config_json
+from training.families.decide import decide_trained
 from training.families.lora import Adapters, read_adapters, to_adapter_config
 from training.families.names import name_in_file
 from training.families.trained import ALL, WithoutRouters
@@ -43,7 +44,7 @@ from training.memory.planner import make_plan
 from training.parallel.tensor import check_matrix_sharing
 from training.parallel.world import World
 from training.run.build import step_on_meta
-from training.run.recipe import decide, trained_of
+from training.run.decide import decide
 from training.run.settings import TrainConfig, check_config
 
 SIZES = {
@@ -221,7 +222,7 @@ def test_plans_count_no_state_of_frozen_routers():
         with pytest.raises(UserError, match=message):
             settings = TrainConfig(freeze_routers=True, init_from="base", **flags)
             check_config(settings, ["freeze_routers"])
-            trained_of(settings, MODEL_SIZES["tiny"])
+            decide_trained(settings, MODEL_SIZES["tiny"])
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from training.optim.inventory import NUM_SLOTS
 from training.parallel.world import World, make_mesh
 from training.run.build import model_on_meta, step_on_meta
 from training.run.build import step_of as step_of_run
-from training.run.recipe import recipe_of
+from training.run.decide import recipe_of
 from training.run.settings import TrainConfig
 
 GIB = 2**30

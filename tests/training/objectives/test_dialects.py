@@ -12,7 +12,7 @@ from training.data.corpus import open_stores
 from training.data.sources import Reading, is_data
 from training.data.tokenizer import ByteTokenizer, load_tokenizer
 from training.host.errors import UserError
-from training.objectives.choose import complete, row_reader
+from training.objectives.decide import decide_aim
 from training.objectives.flags import ObjectiveFlags
 
 BYTES = ByteTokenizer()
@@ -28,7 +28,7 @@ def chatml(tmp_path_factory):
 
 def read(tmp_path, tokenizer, rows, **flags):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reader = row_reader(ObjectiveFlags(**flags), tokenizer.eos_id, 1000)
+    reader = decide_aim(ObjectiveFlags(**flags), 1000).reader(tokenizer.eos_id)
     [store] = open_stores([str(tmp_path / "a.jsonl")], tokenizer, 600, Reading(rows=reader))
     return store
 
@@ -135,7 +135,7 @@ def test_judgements_of_pairs_are_counted_and_reasoning_is_not_lost(tmp_path, cha
 def test_the_columns_of_a_refused_system_message_read_it(tmp_path, chatml):
     wanted = content(read(tmp_path, chatml, [WITH_SYSTEM], objective="simpo"))
     (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "hi", "system_prompt": "be", **TEXTS}))
-    reader = row_reader(ObjectiveFlags(objective="simpo"), chatml.eos_id, 1000)
+    reader = decide_aim(ObjectiveFlags(objective="simpo"), 1000).reader(chatml.eos_id)
     reading = Reading(rows=reader, columns="instruction=prompt,system=system_prompt")
     [store] = open_stores([str(tmp_path / "b.jsonl")], chatml, 600, reading)
     assert content(store) == wanted
@@ -209,7 +209,7 @@ def test_rollouts_of_others(tmp_path, row, same):
     wanted = content(read(tmp_path, BYTES, [same], objective="grpo"))
     assert content(read(tmp_path, BYTES, [row], objective="grpo")) == wanted
     (tmp_path / "b.json").write_text(json.dumps([row]))
-    reading = Reading(rows=row_reader(ObjectiveFlags(objective="grpo"), 0, 9))
+    reading = Reading(rows=decide_aim(ObjectiveFlags(objective="grpo"), 9).reader(0))
     assert is_data(tmp_path / "b.json", reading)
 
 
@@ -229,7 +229,7 @@ def test_rows_of_equal_prompts_form_groups_whose_number_is_said(tmp_path, caplog
     with caplog.at_level("INFO"):
         store = read(tmp_path, BYTES, rows, objective="dr_grpo")
     assert 'data: rows without "group": 2 groups of equal prompts' in caplog.text
-    complete(ObjectiveFlags(objective="dr_grpo"), 9, 256, {}, [store])
+    decide_aim(ObjectiveFlags(objective="dr_grpo"), 9).complete([store], 256, {})
     assert {*store.column("advantage").tolist()} == {-0.5, 0.5}
     with pytest.raises(UserError, match='has "group", unlike rows before it'):
         read(tmp_path, BYTES, [*rows, rows[0] | {"group": 1}], objective="dr_grpo")
@@ -238,7 +238,7 @@ def test_rows_of_equal_prompts_form_groups_whose_number_is_said(tmp_path, caplog
 def test_large_rewards_that_are_near_each_other_differ(tmp_path):
     rows = [OURS | {"advantage": None, "reward": reward} for reward in (1e8 + 1, 1e8)]
     store = read(tmp_path, BYTES, rows, objective="grpo")
-    complete(ObjectiveFlags(objective="grpo"), 9, 256, {}, [store])
+    decide_aim(ObjectiveFlags(objective="grpo"), 9).complete([store], 256, {})
     values = store.column("advantage")
     assert values.dtype == np.float32 and values[-1] == -values[2] == pytest.approx(
         -(0.5**0.5), abs=1e-3

@@ -13,6 +13,7 @@ from tests.shapes import model_of
 from training.data.loader import PROMPT, make_batch
 from training.data.sources import Document
 from training.data.tokens import TokenStore
+from training.families.decide import Source
 from training.families.lora import ADAPTER_CONFIG, Adapters
 from training.objectives.kto import KTO
 from training.objectives.preferences import Preference
@@ -21,7 +22,7 @@ from training.objectives.rollouts import Rollout
 from training.objectives.scored import collect
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
-from training.run.recipe import Source, adapters_found
+from training.run.decide import adapters_found
 from training.run.settings import TrainConfig, check_config
 from training.run.step import beside_step, count_losses, run_model, validate
 

@@ -26,7 +26,7 @@ from training.host.errors import UserError
 from training.host.files import making
 from training.logprobs import __main__ as logprobs
 from training.logprobs.__main__ import log_probabilities
-from training.objectives.choose import choose, complete, row_reader, stored_of
+from training.objectives.decide import choose, decide_aim
 from training.objectives.flags import ObjectiveFlags
 from training.objectives.rows import Labelled, Pairs
 from training.objectives.scored import Minimised
@@ -41,13 +41,14 @@ ASKS, SAYS = {"role": "user", "content": "hi"}, {"role": "assistant", "content":
 def read(tmp_path, rows, context_length=1, columns=None, **flags):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = ObjectiveFlags(**flags)
-    reading = Reading(columns=columns, rows=row_reader(found, 0, context_length))
+    reading = Reading(columns=columns, rows=decide_aim(found, context_length).reader(0))
     [store] = open_stores([str(tmp_path / "a.jsonl")], BYTES, 256, reading)
     return store, found
 
 
 def finish(flags, context_length, stores, start=None):
-    complete(flags, context_length, 256, stored_of(flags, BYTES, start, None), stores)
+    aim = decide_aim(flags, context_length)
+    aim.complete(stores, 256, aim.read_stored(BYTES.identity, start, None))
 
 
 def texts_of(store, document):
@@ -300,7 +301,7 @@ def test_what_rows_of_one_answer_would_ignore_is_refused(tmp_path, objective):
 def test_an_objective_reads_no_texts(tmp_path, caplog):
     (tmp_path / "README.md").write_text("of the pairs beside it")
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}')
-    reading = Reading(rows=row_reader(ObjectiveFlags(objective="simpo"), 0, 8))
+    reading = Reading(rows=decide_aim(ObjectiveFlags(objective="simpo"), 8).reader(0))
     [store] = open_stores([str(tmp_path)], BYTES, 256, reading)
     assert len(store.lengths) == 1 and "left out files of other kinds" in caplog.text
     with pytest.raises(UserError, match="objective reads rows"):
@@ -347,7 +348,7 @@ def test_log_probabilities_that_are_not_read_are_said(tmp_path, caplog):
     rows = [IDS | {"ref_logprobs": [-1, -1, -1], "advantage": 1}] * 2
     (tmp_path / "a.json").write_text(json.dumps(rows))
     for has_adapters in (False, True):
-        reader = row_reader(ObjectiveFlags("grpo", 0.1), 0, 16, has_adapters)
+        reader = decide_aim(ObjectiveFlags("grpo", 0.1), 16, has_adapters).reader(0)
         with caplog.at_level("INFO"):
             [store] = open_stores([str(tmp_path)], BYTES, 256, Reading(rows=reader))
         assert ("reference" in store.columns) != has_adapters
@@ -505,7 +506,7 @@ def test_chats_that_go_on_with_a_users_message_share_what_stands_before_it(tmp_p
         chat = [dict(zip(names, each)) for each in texts]
         rows.append({"prompt": chat[:1], "completion": chat[1:], "advantage": 1.0})
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reader = row_reader(ObjectiveFlags("grpo", old_logprobs="any"), tokenizer.eos_id, 1000)
+    reader = decide_aim(ObjectiveFlags("grpo", old_logprobs="any"), 1000).reader(tokenizer.eos_id)
     [store] = open_stores(
         [str(tmp_path / "a.jsonl")], tokenizer, tokenizer.vocab_size, Reading(rows=reader)
     )
@@ -538,7 +539,7 @@ def test_a_tokenizer_that_joins_a_prompt_with_an_answer_leaves_them_one_prompt(t
         )
         rows.append({"prompt": f"what is {i % 6} h"} | answers | others[objective])
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    reader = row_reader(ObjectiveFlags(objective, old_logprobs="any"), tokenizer.eos_id, 1)
+    reader = decide_aim(ObjectiveFlags(objective, old_logprobs="any"), 1).reader(tokenizer.eos_id)
     [store] = open_stores(
         [str(tmp_path / "a.jsonl")], tokenizer, tokenizer.vocab_size, Reading(rows=reader)
     )
@@ -626,7 +627,7 @@ def test_rollouts_of_tables(tmp_path, suffix):
     from pyarrow import parquet
 
     row = IDS | {"advantage": 0.5, "completion_mask": [1, 0, 1]}
-    reading = Reading(rows=row_reader(ObjectiveFlags(objective="grpo"), 0, 9))
+    reading = Reading(rows=decide_aim(ObjectiveFlags(objective="grpo"), 9).reader(0))
     for rows in (
         [row, row | {"advantage": -0.5}, row | {"prompt_ids": [66]}],
         [row | {"token_mask": [1, 0, 1]}],

@@ -13,7 +13,7 @@ from tests.runs import arguments, losses, weights_of_another_shape
 from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
 from training.logprobs import __main__ as logprobs
 from training.parallel.world import World
-from training.run.recipe import decide
+from training.run.decide import decide
 
 K = 8
 

@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 from tests.shapes import reshape
 from tests.storage_counter import StorageCounter
 from training.checkpoint.weights import find_weights
+from training.families.decide import Source
 from training.memory.cost_model import pinned_bytes, step_seconds
 from training.memory.execution import WHOLE, Execution, Placement
 from training.memory.machine import GPUS, H200, scale_rates
@@ -34,7 +35,8 @@ from training.memory.timeline import timeline
 from training.parallel.world import World
 from training.run import build as run
 from training.run.build import build_bench, model_on_meta, plan_memory, step_of, step_on_meta
-from training.run.recipe import Source, recipe_of
+from training.run.decide import recipe_of
+from training.run.recipe import Start
 from training.run.settings import TrainConfig
 
 GIB = 2**30
@@ -224,7 +226,7 @@ def test_a_run_starts_from_files_with_weights_on_the_host(monkeypatch, tmp_path)
     monkeypatch.setattr(run, "plan_memory", plan_memory)
     config = TrainConfig(context_length=64, init_from=str(tmp_path), optimizer_state="compact")
     found = find_weights(tmp_path, {name: weight.shape for name, weight in weights.items()})
-    recipe = recipe_of(config, shape, world, source=Source.read(tmp_path), weights=found)
+    recipe = recipe_of(config, shape, world, Start(source=Source.read(tmp_path), weights=found))
     model, optimizer, _ = run.build(recipe, PackedDocuments.one_each(64, 1), world)
     assert [bool(nbytes) for nbytes in resident(model)] == [False, True, False]
     found = optimizer.weights()
@@ -318,7 +320,7 @@ def plan_beside_flash_attn_4(monkeypatch, measured, version="4.0.0b36", **settin
         return {name: measured * rate for name, rate in rates.items() if " " in name}
 
     monkeypatch.setattr(
-        "training.run.recipe.choose_backend", lambda name, _: "cudnn" if name == "auto" else name
+        "training.memory.decide.choose_backend", lambda name, _: "cudnn" if name == "auto" else name
     )
     monkeypatch.setattr(run, "measure_attention", measure_attention)
     monkeypatch.setattr(run, "memory_budgets", lambda *_: (100 * GIB, 60 * GIB))

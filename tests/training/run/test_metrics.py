@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,6 @@ from training.run.metrics import (
     Display,
     Metrics,
     also_logged_into,
-    differing,
     is_spike,
     jsonl_writer,
     open_metrics,
@@ -30,7 +29,8 @@ from training.run.metrics import (
     summed_metrics,
     tensorboard_writer,
 )
-from training.run.settings import TrainConfig, check_config
+from training.run.recipe import Outputs
+from training.run.settings import TrainConfig, check_config, differing
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,11 @@ def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path,
         "log_file": "/home/alice/log",
     }
     settings = asdict(TrainConfig(output_dir=str(tmp_path / "run"), wandb="p", **paths))
+    outputs = Outputs(tmp_path / "run", False, False, {"wandb": "p"})
     (tmp_path / "run").mkdir()
-    for resume, error in (("no", None), ("yes", ValueError("a defect"))):
+    for goes_on, error in ((False, None), (True, ValueError("a defect"))):
         with contextlib.suppress(ValueError), contextlib.ExitStack() as stack:
-            metrics = open_metrics(settings | {"resume": resume}, 0, stack)
+            metrics = open_metrics(replace(outputs, goes_on=goes_on), settings, 0, stack)
             metrics.write(step=1, loss=2.5, peak_memory_gib=[1.0, 3.0], selected_blocks="8")
             if error:
                 raise error
@@ -212,16 +213,17 @@ def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path,
         UserError,
         match=r"^--wandb closed: no login; log in with `.*/wandb login`, set WANDB_MODE=off",
     ):
-        open_metrics(settings | {"wandb": "closed"}, 0, contextlib.ExitStack())
-    file, resumed = tmp_path / "run" / "wandb_id", settings | {"resume": "yes"}
+        closed = replace(outputs, projects={"wandb": "closed"})
+        open_metrics(closed, settings, 0, contextlib.ExitStack())
+    file, resumed = tmp_path / "run" / "wandb_id", replace(outputs, goes_on=True)
     file.write_bytes(b"r\xff\n")  # edited, or damaged
     with contextlib.ExitStack() as stack:
-        open_metrics(resumed, 0, stack)
+        open_metrics(resumed, settings, 0, stack)
     assert wandb.calls[-3][1]["id"] == "r\ufffd"
     file.unlink()
     file.mkdir()
     with pytest.raises(UserError, match=r"wandb_id: it is no regular file; delete it$"):
-        open_metrics(resumed, 0, contextlib.ExitStack())
+        open_metrics(resumed, settings, 0, contextlib.ExitStack())
 
 
 def test_trackio_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path, monkeypatch):
@@ -239,15 +241,17 @@ def test_trackio_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path, monkeypatc
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
     settings = asdict(TrainConfig(output_dir=str(tmp_path), trackio="p", seed=3))
-    for resume, step in (("no", 1), ("yes", 2)):
+    outputs = Outputs(tmp_path, False, False, {"trackio": "p"})
+    for goes_on, step in ((False, 1), (True, 2)):
         with contextlib.ExitStack() as stack:
-            metrics = open_metrics(settings | {"resume": resume}, step - 1, stack)
+            metrics = open_metrics(replace(outputs, goes_on=goes_on), settings, step - 1, stack)
             metrics.write(step=step, loss=2.5, peak_memory_gib=[1.0, 3.0], selected_blocks="8")
     numbers = {"loss": 2.5, "peak_memory_gib": 3.0}
     first, second = ("p", None, 3, "allow"), ("p", "sunset-0", 3, "allow")
     assert calls == [first, (numbers, 1), "finished", second, (numbers, 2), "finished"]
     with pytest.raises(UserError, match=r"^--trackio closed: no disk; drop it$"):
-        open_metrics(settings | {"trackio": "closed"}, 0, contextlib.ExitStack())
+        closed = replace(outputs, projects={"trackio": "closed"})
+        open_metrics(closed, settings, 0, contextlib.ExitStack())
 
 
 def test_packages_that_are_missing_are_refused_at_the_start(tmp_path, monkeypatch):

@@ -14,21 +14,18 @@ from kernels.mixed import Mixed
 from model import MODEL_SIZES
 from tests.runs import SPARSE, arguments, only_resume, weights_of_another_shape
 from tests.shapes import reshape
+from training.checkpoint import decide as checkpoint
+from training.families.decide import decide_trained
 from training.families.flags import DELTA_NET_TARGETS, LORA_TARGETS
 from training.host.errors import UserError
+from training.memory import decide as memory
 from training.memory import kinds
+from training.memory.decide import decide_memory_budget, decide_step
+from training.optim.decide import check_lora_bits, state_format_of
 from training.parallel.world import World
-from training.run import recipe
-from training.run.recipe import (
-    check_linear,
-    check_lora_bits,
-    check_machine,
-    decide_step,
-    recipe_of,
-    resolve_memory_budget,
-    state_format_of,
-    trained_of,
-)
+from training.run import decide
+from training.run.decide import recipe_of
+from training.run.recipe import check_machine
 from training.run.settings import TrainConfig
 
 
@@ -40,13 +37,13 @@ from training.run.settings import TrainConfig
 ])  # fmt: skip
 def test_adapters_are_of_the_models_projections(size, given, targets):
     config = TrainConfig(lora=2, lora_targets=given)
-    assert trained_of(config, MODEL_SIZES[size]).targets == targets
+    assert decide_trained(config, MODEL_SIZES[size]).targets == targets
     for unknown, message in (
         ("out_proj", "lora_targets out_proj: this model has"),
         ("", "targets among"),
     ):
         with pytest.raises(UserError, match=message):
-            trained_of(replace(config, lora_targets=unknown), MODEL_SIZES["tiny"])
+            decide_trained(replace(config, lora_targets=unknown), MODEL_SIZES["tiny"])
 
 
 def test_gated_delta_nets_are_not_compiled():
@@ -68,16 +65,16 @@ def test_a_run_is_decided_once(corpus, tmp_path, monkeypatch):
             module, name, lambda *a, **k: counts.update([name]) or function(*a, **k)
         )
 
-    for name in (
-        "trained_of",
-        "choose_model",
-        "find_weights",
-        "kinds_of",
-        "parse_interval",
-        "open_tokenizer",
+    for module, name in (
+        (memory, "decide_trained"),
+        (decide, "choose_model"),
+        (decide, "find_weights"),
+        (memory, "kinds_of"),
+        (checkpoint, "parse_interval"),
+        (decide, "open_tokenizer"),
+        (kinds, "numbers_by_layer"),
     ):
-        count(recipe, name)
-    count(kinds, "numbers_by_layer")
+        count(module, name)
     base, run = weights_of_another_shape(tmp_path / "base"), tmp_path / "run"
     flags = ["--init_from", str(base), "--lora", "2", "--lora_targets", "v_proj,q_proj", *SPARSE]
     flags += ["--selected_blocks", "4", "--validation_sequences", "2", "--checkpoint_interval", "1"]
@@ -102,7 +99,7 @@ def test_a_recipe_stays_as_it_is():
     ({"compile": True}, None),
 ])  # fmt: skip
 def test_a_gpu_has_a_plan_unless_a_flag_replaces_it(settings, expected):
-    assert resolve_memory_budget(TrainConfig(**settings), torch.device("cuda")) == expected
+    assert decide_memory_budget(TrainConfig(**settings), torch.device("cuda")) == expected
 
 
 def test_the_reference_kernels_have_no_plan(monkeypatch):
@@ -119,16 +116,15 @@ def test_the_reference_kernels_have_no_plan(monkeypatch):
 
 
 def test_compact_state_is_refused_where_rows_are_no_groups():
-    config = TrainConfig(optimizer_state="compact")
-    assert state_format_of(config, 1024) == "compact"
-    assert state_format_of(TrainConfig(), 100) == "float32"
-    assert state_format_of(TrainConfig(), 1024) == "auto"
-    assert state_format_of(TrainConfig(lora=4), 1024) == "float32"
+    assert state_format_of("compact", 1024, has_adapters=False) == "compact"
+    assert state_format_of("auto", 100, has_adapters=False) == "float32"
+    assert state_format_of("auto", 1024, has_adapters=False) == "auto"
+    assert state_format_of("auto", 1024, has_adapters=True) == "float32"
     with pytest.raises(
         ValueError,
         match="compact has no effect on rows of 100, which is no multiple of 32; drop it",
     ):
-        state_format_of(config, 100)
+        state_format_of("compact", 100, has_adapters=False)
 
 
 def test_quantized_weights_are_refused_where_they_cannot_be():
@@ -154,7 +150,7 @@ def test_quantized_weights_are_refused_where_they_cannot_be():
 
 def test_fp8_is_refused_where_it_cannot_run(monkeypatch):
     size, cuda = MODEL_SIZES["0.6B"], torch.device("cuda")
-    check = lambda size, **flags: check_linear(decide_step(TrainConfig(**flags), size, 1), cuda)  # noqa: E731
+    check = lambda size, **flags: decide_step(TrainConfig(**flags), size, 1).check_linear(cuda)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(
         ValueError, match=r"^linear fp8: FP8 needs compute capability 8.9 .*, cuda is older; use"
@@ -185,7 +181,7 @@ def test_a_forward_of_8_bits_differs_from_stored_log_probabilities(tmp_path, cap
     given |= {"objective": "dpo", "reference_logprobs": "y"}
     for linear, is_other in (("bf16", False), ("fp8", False), ("fp8-all", True)):
         caplog.clear()
-        recipe.decide({**given, "linear": linear}, World(0, 1, torch.device("cpu")))
+        decide.decide({**given, "linear": linear}, World(0, 1, torch.device("cpu")))
         assert (f"this run's have linear {linear}, and differ" in caplog.text) == is_other
 
 
@@ -199,7 +195,7 @@ def test_copies_of_prompts_are_said(tmp_path, caplog):
         caplog.clear()
         given = {"objective": objective, "attention_type": kind, "context_length": 16_384}
         given |= {"data": ["x"], "output_dir": str(tmp_path)}
-        recipe.decide(given, World(0, 1, torch.device("cpu")))
+        decide.decide(given, World(0, 1, torch.device("cpu")))
         assert (
             f"objective: layers of {kind} copy prompts before answers" in caplog.text
         ) == is_said
