@@ -88,20 +88,22 @@ class Tensors(NamedTuple):
     weight: Tensor | None  # gets the new master, rounded; None: the master is the weight
 
 
-def _dtypes(each: Tensors) -> tuple[torch.dtype | None, ...]:
-    """Returns the dtypes of a parameter's tensors. Raises ValueError for tensors that do not fit
-    together."""
-    found = [tensor for tensor in each if tensor is not None]
-    is_flat = len({len(tensor) for tensor in found}) == 1 and all(
-        tensor.is_contiguous() for tensor in found
-    )
-    if not is_flat or {tensor.dtype for tensor in each[1:4]} != {torch.float32}:
+def _dtypes(parameter: Tensors) -> tuple[torch.dtype | None, ...]:
+    """Returns the dtypes of a parameter's tensors, in order.
+
+    Raises ValueError for tensors that do not fit together.
+    """
+    tensors = [tensor for tensor in parameter if tensor is not None]
+    is_flat = all(tensor.is_contiguous() for tensor in tensors)
+    has_one_length = len({len(tensor) for tensor in tensors}) == 1
+    has_float_state = {tensor.dtype for tensor in parameter[1:4]} == {torch.float32}
+    if not (is_flat and has_one_length and has_float_state):
         raise ValueError(
             "gradient, master, both moments and weight must be contiguous and as long as each "
             "other, and master and moments float32, got "
-            f"{', '.join(f'{tensor.dtype} {list(tensor.shape)}' for tensor in found)}"
+            f"{', '.join(f'{tensor.dtype} {list(tensor.shape)}' for tensor in tensors)}"
         )
-    return tuple(None if tensor is None else tensor.dtype for tensor in each)
+    return tuple(None if tensor is None else tensor.dtype for tensor in parameter)
 
 
 def adamw(
@@ -117,14 +119,14 @@ def adamw(
 
     Raises ValueError for tensors that do not fit together: a kernel would write past their ends.
     """
-    if len({_dtypes(each) for each in parameters}) > 1:
+    if len({*map(_dtypes, parameters)}) > 1:
         raise ValueError(
             "the gradients of parameters that are updated together must have one dtype, and the "
             "weights"
         )
     numbers = gradient_scale, lr, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps
-    first, *others = parameters
-    if not others:
+    first = parameters[0]
+    if len(parameters) == 1:
         grid = (triton.cdiv(first.master.numel(), BLOCK),)
         gradient, *state, weight = first
         _adamw_kernel[grid](
@@ -132,12 +134,11 @@ def adamw(
         )
         return
     rows = [
-        (each.master.numel(), *(0 if tensor is None else tensor.data_ptr() for tensor in each))
-        for each in parameters
+        (tensors.master.numel(), *(0 if x is None else x.data_ptr() for x in tensors))
+        for tensors in parameters
     ]
-    table = torch.tensor(rows, pin_memory=first.master.is_cuda).to(
-        first.master.device, non_blocking=True
-    )
+    is_on_gpu = first.master.is_cuda
+    table = torch.tensor(rows, pin_memory=is_on_gpu).to(first.master.device, non_blocking=True)
     weight_dtype = None if first.weight is None else TRITON_DTYPES[first.weight.dtype]
     _adamw_of_several_kernel[(len(rows), PROGRAMS)](
         table, bias_corrections, *numbers, BLOCK=BLOCK,

@@ -190,9 +190,9 @@ def _loss(
     shift_labels=None,
 ):
     if not isinstance(model.lm_head, nn.Linear):
-        found = type(model.lm_head).__name__
         raise ValueError(
-            f"the fused loss reads lm_head's weight, but lm_head is now a {found}; use loss=False"
+            "the fused loss reads lm_head's weight, but lm_head is now a "
+            f"{type(model.lm_head).__name__}; use loss=False"
         )
     if shift_labels is None:
         shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
@@ -236,13 +236,14 @@ def _causal_lm_forward(original, impl: str):
         all_logits = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if labels is None or not all_logits:
             return original(self, **inputs, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
-        asked = kwargs.pop("return_dict", None)
-        return_dict = self.config.return_dict if asked is None else asked
+        return_dict = kwargs.pop("return_dict", None)
+        if return_dict is None:
+            return_dict = self.config.return_dict
         loss_arguments = {name: kwargs.pop(name) for name in LOSS_ARGUMENTS if name in kwargs}
         if balance is not None:
-            asked = kwargs.pop("output_router_logits", None)
             config = self.config.get_text_config()
-            kwargs["output_router_logits"] = config.output_router_logits if asked is None else asked
+            if kwargs.get("output_router_logits") is None:
+                kwargs["output_router_logits"] = config.output_router_logits
         outputs = self.model(**inputs, **kwargs, return_dict=True)
         results = {
             name: getattr(outputs, name)
@@ -292,6 +293,24 @@ def _replacement(module: nn.Module, model_type: str, activation: str, impl: str)
     return None
 
 
+def _type_and_activation(model: nn.Module) -> tuple[str, str]:
+    """Returns a text model's type and activation. Raises ValueError for others than are known."""
+    config: Any = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type in WRAPPERS:
+        config = config.get_text_config()
+        model_type = config.model_type
+    if model_type not in MODEL_TYPES:
+        known = ", ".join((*MODEL_TYPES, *WRAPPERS))
+        raise ValueError(f"apply_to knows the model types {known}, got {model_type!r}")
+    activation = config.hidden_activation if model_type in GEMMA else config.hidden_act
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"the activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+        )
+    return model_type, activation
+
+
 def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict[str, int]:
     """Replaces norms, RoPE, MLPs, experts, the delta rule and the loss of a Hugging Face model
     instance, in place.
@@ -316,42 +335,27 @@ def apply_to(model: nn.Module, *, impl: str = "auto", loss: bool = True) -> dict
     module that already has a forward of its own, for instance from an earlier `apply_to`. The model
     is then unchanged.
     """
-    config: Any = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
-    if model_type in WRAPPERS:
-        config = config.get_text_config()
-        model_type = config.model_type
-    if model_type not in MODEL_TYPES:
-        known = ", ".join((*MODEL_TYPES, *WRAPPERS))
-        raise ValueError(f"apply_to knows the model types {known}, got {model_type!r}")
-    activation = config.hidden_activation if model_type in GEMMA else config.hidden_act
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"the activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-        )
-
+    model_type, activation = _type_and_activation(model)
     replacements = []
     for module in model.modules():
         if replacement := _replacement(module, model_type, activation, impl):
-            replacements.append((replacement[0], module, replacement[1]))
+            replacements.append((module, *replacement))
         elif loss and "lm_head" in dict(module.named_children()):
-            if module.loss_function.__name__ != "ForCausalLMLoss":
-                name = module.loss_function.__name__
+            name = module.loss_function.__name__
+            if name != "ForCausalLMLoss":
                 raise ValueError(f"the model's loss is {name}, not ForCausalLMLoss; use loss=False")
-            replacements.append(("loss", module, _causal_lm_forward(type(module).forward, impl)))
-    for _, module, _ in replacements:
+            forward = _causal_lm_forward(type(module).forward, impl)
+            replacements.append((module, "loss", forward))
+    for module, _, _ in replacements:
         if "forward" in vars(module):
             raise ValueError(
                 f"{type(module).__name__} already has a forward of its own, from an earlier "
                 "apply_to, accelerate or use_kernels; apply_to goes once, and before them"
             )
 
-    for _, module, forward in replacements:
+    for module, _, forward in replacements:
         module.forward = MethodType(forward, module)
-    counts = dict(Counter(what for what, _, _ in replacements))
-    logger.info(
-        "%s: replaced %s",
-        type(model).__name__,
-        ", ".join(f"{n} {what}" for what, n in counts.items()),
-    )
+    counts = dict(Counter(kind for _, kind, _ in replacements))
+    shown = ", ".join(f"{number} {kind}" for kind, number in counts.items())
+    logger.info("%s: replaced %s", type(model).__name__, shown)
     return counts

@@ -1,13 +1,11 @@
-"""AdamW on optimizer state of 4.1 bytes per parameter beside a bf16 weight (FlashOptim, arXiv
-2602.23349).
+"""AdamW on optimizer state of 4.1 bytes per parameter beside a bf16 weight.
 
-    master       a bf16 weight and an int16 correction: the master's bits M are weight << 16, plus
-    the correction
-                 weight = (M + 0x8000) >> 16 is the master rounded to nearest, ties away from zero
-    exp_avg      int8 codes of m / s by softsign: code = round(127 y) with y = 2x / (1 + |x|) and x
-    = m / s
-                 m = s y / (2 - |y|) with y = code / 127
-    exp_avg_sq   uint8 codes of u = sqrt(v): code = round(255 u / t); v = (t code / 255)^2
+    master      a bf16 weight and an int16 correction: the master's bits M are
+                (weight << 16) + correction; weight = (M + 0x8000) >> 16 is the master rounded to
+                nearest, ties away from zero
+    exp_avg     int8 codes of x = m / s by softsign: code = round(127 y), y = 2x / (1 + |x|);
+                m = s y / (2 - |y|) with y = code / 127
+    exp_avg_sq  uint8 codes of u = sqrt(v): code = round(255 u / t); v = (t code / 255)^2
 
 s and t are bfloat16, the largest |m| and the largest u of GROUP neighbouring elements, rounded as a
 weight is. A group of zeros has the scale 0. A group of moments below 2^-126 becomes 0. Ties to even
@@ -23,6 +21,8 @@ The update is torch.optim.AdamW's, by the new moments before they are rounded to
     weight -= lr weight_decay weight
     m += (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
     weight -= lr m / c1 / (sqrt(v) / sqrt(c2) + eps)    with the bias corrections c = 1 - beta^steps
+
+Method: FlashOptim, arXiv 2602.23349.
 """
 
 import torch
@@ -118,20 +118,22 @@ def compact_adamw_reference(
 
 @triton.jit
 def _widened(high):
-    """Float32 numbers whose upper halves are the bf16 numbers with the bits `high`, int16."""
+    """Returns float32 numbers whose upper halves are the bits `high`, int16, of bf16 numbers."""
     return (high.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _rounded_bits(x):
-    """Bits of float32 numbers rounded to bf16, ties away from zero, as int32."""
+    """Returns the bits of float32 numbers rounded to bf16, ties away from zero, as int32."""
     return (x.to(tl.int32, bitcast=True) + 0x8000) >> 16
 
 
 @triton.jit
 def _inverse(high):
-    """Inverses of the scales with the bits `high`; 1 for 0 and denormal numbers, whose inverse may
-    be infinite."""
+    """Returns the inverses of the scales with the bits `high`.
+
+    It is 1 for 0 and denormal numbers, whose inverse may be infinite.
+    """
     return 1 / tl.where(high >= 0x0080, _widened(high), 1.0)
 
 
@@ -144,9 +146,9 @@ def _compact_adamw_kernel(
     """Updates PROGRAM_GROUPS groups. bf16 weights and scales come as int16."""
     # [PROGRAM_GROUPS]
     groups = tl.program_id(0).to(tl.int64) * PROGRAM_GROUPS + tl.arange(0, PROGRAM_GROUPS)
-    here = groups < num_groups
+    is_group = groups < num_groups
     offsets = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [PROGRAM_GROUPS, GROUP]
-    mask = here[:, None]
+    mask = is_group[:, None]
 
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0)
     if correction_ptr is not None:
@@ -154,9 +156,9 @@ def _compact_adamw_kernel(
         bits = (weight.to(tl.int32) << 16) + correction.to(tl.int32)
         weight = bits.to(tl.float32, bitcast=True)
     y = tl.load(codes_ptr + offsets, mask=mask, other=0).to(tl.float32) * (1 / 127)
-    s = _widened(tl.load(scale_ptr + groups, mask=here, other=0))
+    s = _widened(tl.load(scale_ptr + groups, mask=is_group, other=0))
     u = tl.load(codes_sq_ptr + offsets, mask=mask, other=0).to(tl.float32) * (1 / 255)
-    t = _widened(tl.load(scale_sq_ptr + groups, mask=here, other=0))
+    t = _widened(tl.load(scale_sq_ptr + groups, mask=is_group, other=0))
     gradient = tl.load(gradient_ptr + offsets, mask=mask, other=0).to(tl.float32) * gradient_scale
     step_size = lr / tl.load(bias_corrections_ptr)
     inverse_root = 1 / tl.sqrt_rn(tl.load(bias_corrections_ptr + 1))
@@ -181,13 +183,13 @@ def _compact_adamw_kernel(
         tl.store(weight_ptr + offsets, weight, mask=mask)
 
     high = _rounded_bits(tl.max(tl.abs(m), axis=1))  # [PROGRAM_GROUPS]
-    tl.store(scale_ptr + groups, high.to(tl.int16), mask=here)
+    tl.store(scale_ptr + groups, high.to(tl.int16), mask=is_group)
     x = m * _inverse(high)[:, None]
     codes = tl.floor(127 * (2 * x / (1 + tl.abs(x))) + 0.5)
     tl.store(codes_ptr + offsets, tl.minimum(tl.maximum(codes, -127), 127).to(tl.int8), mask=mask)
 
     high = _rounded_bits(tl.max(u, axis=1))
-    tl.store(scale_sq_ptr + groups, high.to(tl.int16), mask=here)
+    tl.store(scale_sq_ptr + groups, high.to(tl.int16), mask=is_group)
     x = u * _inverse(high)[:, None]
     # Cut to integers below.
     codes = tl.maximum(tl.minimum(255 * x + 0.5, 255), tl.where(u > 0, 1.0, 0.0))

@@ -19,6 +19,7 @@ bits.
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -125,11 +126,10 @@ def _walk_down(
     eps, scale, CHANNELS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, STRIPS: tl.constexpr,
     STRIP: tl.constexpr, NORMALISE: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):  # fmt: skip
-    """Walks down STRIPS strips of one head, of which a document starts in one or, without
-    HAS_STARTS, in none.
+    """Walks down STRIPS strips of one head. Documents start in them only with HAS_STARTS.
 
-    x_0 to x_3 are a token and those before it; owed_1 to owed_3 the gradients that later tokens owe
-    to them.
+    x_0 to x_3 are a token and the three before it. owed_1 to owed_3 are the gradients that later
+    tokens owe to these three.
     """
     weight = weight_ptr + tl.arange(0, K) * 4
     w_0 = tl.load(weight).to(tl.float32)[None, :]
@@ -223,20 +223,25 @@ def _convolution_backward_kernel(
         )  # fmt: skip
 
 
-def _groups(
-    xs: Sequence[Tensor], G: int, H: int, K: int
-) -> list[tuple[int, int, int, int, float, bool]]:
-    """Returns the tensor, the first channel there, heads, head width, factor and whether there is a
-    norm.
+class _Heads(NamedTuple):
+    """Queries, keys or values among the channels."""
 
-    Rows are of queries, keys and values, which are in one tensor or in three.
-    """
+    tensor: int  # index of the tensor that has them
+    channel: int  # their first channel in that tensor
+    num_heads: int
+    width: int
+    scale: float  # factor of the results
+    is_normalised: bool
+
+
+def _heads(xs: Sequence[Tensor], G: int, H: int, K: int) -> list[_Heads]:
+    """Returns queries, keys and values, which are in one tensor or in three."""
     V = (sum(x.shape[-1] for x in xs) - 2 * G * K) // H
     places = [(0, 0), (0, G * K), (0, 2 * G * K)] if len(xs) == 1 else [(0, 0), (1, 0), (2, 0)]
     return [
-        (*places[0], G, K, K**-0.5, True),
-        (*places[1], G, K, 1.0, True),
-        (*places[2], H, V, 1.0, False),
+        _Heads(*places[0], G, K, K**-0.5, True),
+        _Heads(*places[1], G, K, 1.0, True),
+        _Heads(*places[2], H, V, 1.0, False),
     ]
 
 
@@ -248,8 +253,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def _empty_outputs(xs, G, H, K):
     return tuple(
-        xs[0].new_empty(*xs[0].shape[:2], heads, width)
-        for *_, heads, width, _, _ in _groups(xs, G, H, K)
+        xs[0].new_empty(*xs[0].shape[:2], heads.num_heads, heads.width)
+        for heads in _heads(xs, G, H, K)
     )
 
 
@@ -258,13 +263,15 @@ def _forward(
     xs: list[Tensor], weight: Tensor, G: int, H: int, K: int, segments: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     xs, weights = [*map(_rows, xs)], weight.contiguous().split([x.shape[2] for x in xs])
-    (B, T, _) = xs[0].shape
+    B, T, _ = xs[0].shape
     outs = _empty_outputs(xs, G, H, K)
     positions = _positions(B, T, as_bytes(segments), xs[0].device)
-    for out, (i, channel, heads, width, scale, is_normalised) in zip(outs, _groups(xs, G, H, K)):
-        _convolution_kernel[(heads * triton.cdiv(B * T, BLOCK_T),)](
-            xs[i][..., channel:], weights[i][channel:], positions, out, B * T, xs[i].stride(1), EPS,
-            scale, HEADS=heads, K=width, BLOCK_T=BLOCK_T, NORMALISE=is_normalised, num_warps=4,
+    for out, heads in zip(outs, _heads(xs, G, H, K)):
+        x = xs[heads.tensor][..., heads.channel :]
+        weight = weights[heads.tensor][heads.channel :]
+        _convolution_kernel[(heads.num_heads * triton.cdiv(B * T, BLOCK_T),)](
+            x, weight, positions, out, B * T, x.stride(1), EPS, heads.scale, HEADS=heads.num_heads,
+            K=heads.width, BLOCK_T=BLOCK_T, NORMALISE=heads.is_normalised, num_warps=4,
         )  # fmt: skip
     return outs
 
@@ -284,19 +291,19 @@ def _backward(
 ) -> list[Tensor]:
     """Returns the gradients of xs and of the weight."""
     xs, weights = [*map(_rows, xs)], weight.contiguous().split([x.shape[2] for x in xs])
-    (B, T, _) = xs[0].shape
-    blocks = triton.cdiv(xs[0].shape[0] * xs[0].shape[1], STRIPS * STRIP)
+    B, T, _ = xs[0].shape
+    blocks = triton.cdiv(B * T, STRIPS * STRIP)
     dxs = [x.new_empty(x.shape) for x in xs]
     partials = [x.new_empty(blocks, x.shape[2], WIDTH, dtype=torch.float32) for x in xs]
     positions = _positions(B, T, as_bytes(segments), xs[0].device)
-    for d_out, (i, channel, heads, width, scale, is_normalised) in zip(
-        d_outs, _groups(xs, G, H, K)
-    ):
-        _convolution_backward_kernel[(heads * blocks,)](
+    for d_out, heads in zip(d_outs, _heads(xs, G, H, K)):
+        i, channel = heads.tensor, heads.channel
+        _convolution_backward_kernel[(heads.num_heads * blocks,)](
             d_out.contiguous(), xs[i][..., channel:], weights[i][channel:], positions,
-            dxs[i][..., channel:], partials[i][:, channel:], B * T, xs[i].stride(1), EPS, scale,
-            CHANNELS=xs[i].shape[2], HEADS=heads, K=width, STRIPS=STRIPS, STRIP=STRIP,
-            NORMALISE=is_normalised, BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
+            dxs[i][..., channel:], partials[i][:, channel:], B * T, xs[i].stride(1), EPS,
+            heads.scale, CHANNELS=xs[i].shape[2], HEADS=heads.num_heads, K=heads.width, STRIPS=STRIPS,
+            STRIP=STRIP, NORMALISE=heads.is_normalised,
+            BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
         )  # fmt: skip
     return [*dxs, torch.cat([partial.sum(0) for partial in partials]).to(weight.dtype)]
 
@@ -319,8 +326,7 @@ def qkv_convolution(
     x_BTC: Tensor | Sequence[Tensor], weight_CW: Tensor, G: int, H: int, K: int, *,
     segments: Tensor | None = None, impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Convolution of queries, keys and values with SiLU, per document, and the norm of queries and
-    keys.
+    """Convolves queries, keys and values, per document, with SiLU; normalises queries and keys.
 
     Args:
         x_BTC: [batch, tokens, channels]: G query heads of width K, G key heads of width K, H value

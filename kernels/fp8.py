@@ -1,11 +1,11 @@
-"""Linear maps in FP8: all three products, y = x weight^T, dx = dy weight and d_weight = dy^T x,
-have factors of 8 bits.
+"""Linear maps in FP8: y = x weight^T, dx = dy weight and d_weight = dy^T x of 8-bit factors.
 
 Each row of a matrix is scaled by a power of two. With m_i the largest magnitude of row i, and 448
 the largest number of float8_e4m3fn,
 
-    scales[i] = the least power of two with m_i <= 448 * scales[i],  values[i, j] = round(x[i, j] /
-    scales[i]) (a b^T)[i, j] = a.scales[i] * b.scales[j] * sum_k a.values[i, k] * b.values[j, k]
+    scales[i] = the least power of two with m_i <= 448 * scales[i]
+    values[i, j] = round(x[i, j] / scales[i])
+    (a b^T)[i, j] = a.scales[i] * b.scales[j] * sum_k a.values[i, k] * b.values[j, k]
 
 A product that sums over rows, dx over the weight's and d_weight over tokens, takes a transposed
 factor with one scale:
@@ -49,14 +49,12 @@ SHAPE_MULTIPLE = 16  # widths of matrices that the GPUs' products take
 LONGEST_ROW = 32_768  # elements; a row lives in one program's registers
 LEAST_SCALE = 2.0**-126  # a row of zeros has it
 _TILE_M, _TILE_K = 128, 64  # rows and columns that are transposed at once
-_ROWS_ADDED = (
-    8192  # rows of a product that is added to another: it exists for so many rows at a time
-)
+# Rows of a product that is added to another: it exists for so many rows at a time.
+_ROWS_ADDED = 8192
 # elements of a row, of whose three gradients registers hold all; longer ones are spilled
 _LONGEST_HELD = 20_480
-ROWS_SUMMED = (
-    16_384  # most that one product sums for a weight's gradient; a multiple of SHAPE_MULTIPLE
-)
+# Most that one product sums for a weight's gradient; a multiple of SHAPE_MULTIPLE.
+ROWS_SUMMED = 16_384
 
 
 class Factor(NamedTuple):
@@ -69,9 +67,8 @@ class Factor(NamedTuple):
 
 def quantize_rows_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch with the contract of `quantize_rows`."""
-    largest = (
-        x.float().abs().nan_to_num(0, torch.inf).amax(1, keepdim=True)
-    )  # NaN has no part in it
+    # NaN has no part in it.
+    largest = x.float().abs().nan_to_num(0, torch.inf).amax(1, keepdim=True)
     bits = (largest * (1 / LARGEST)).clamp(min=LEAST_SCALE).view(torch.int32)
     scales = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)  # rounds up to a power of two
     return (x.float() * (1 / scales)).to(FP8_TYPE).contiguous(), scales
@@ -108,15 +105,16 @@ def _quantize(parts, values_ptr, scales_ptr, row, K: tl.constexpr, WIDTHS: tl.co
 def _quantize_rows_kernel(
     x_ptr, values_ptr, scales_ptr, row_stride, K: tl.constexpr, WIDTHS: tl.constexpr
 ):
-    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTHS[0])
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTHS[0])
     x = tl.load(x_ptr + row * row_stride + columns, mask=columns < K, other=0.0)
     _quantize((x,), values_ptr, scales_ptr, row, K, WIDTHS)
 
 
 @triton.jit
 def _quantize_activation_kernel(
-    gate_ptr, up_ptr, values_ptr, scales_ptr, gate_stride, up_stride,
-    F: tl.constexpr, WIDTHS: tl.constexpr, ACTIVATION: tl.constexpr,
+    gate_ptr, up_ptr, values_ptr, scales_ptr, gate_stride, up_stride, F: tl.constexpr,
+    WIDTHS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Quantizes one row of act(gate) * up, which is first rounded to gate's dtype."""
     row, hidden = tl.program_id(0).to(tl.int64), ()
@@ -134,13 +132,15 @@ def _quantize_activation_kernel(
 @triton.jit
 def _quantize_activation_gradients_kernel(
     gate_ptr, up_ptr, d_hidden_ptr, d_gate_ptr, d_up_ptr, hidden_ptr, d_gate_scales_ptr,
-    d_up_scales_ptr,
-    hidden_scales_ptr, gate_stride, up_stride, F: tl.constexpr, WIDTHS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    d_up_scales_ptr, hidden_scales_ptr, gate_stride, up_stride, F: tl.constexpr,
+    WIDTHS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Quantizes one row of the gradients of gate and up, and of act(gate) * up, after the same
     rounding."""
-    row, d_gate, d_up, hidden = tl.program_id(0).to(tl.int64), (), (), ()
+    row = tl.program_id(0).to(tl.int64)
+    d_gate = ()
+    d_up = ()
+    hidden = ()
     for i in tl.static_range(len(WIDTHS)):
         columns = i * WIDTHS[0] + tl.arange(0, WIDTHS[i])
         gate = tl.load(gate_ptr + row * gate_stride + columns, mask=columns < F, other=0.0).to(
@@ -183,9 +183,8 @@ def _transpose_kernel(
     scales = tl.load(scales_ptr + rows, mask=rows < M, other=0.0) * tl.math.div_rn(
         1.0, tl.load(largest_ptr)
     )
-    values = tl.trans(
-        (values * scales[:, None]).to(tl.float8e4nv, fp_downcast_rounding="rtne")
-    )  # [TILE_K, TILE_M]
+    # [TILE_K, TILE_M]
+    values = tl.trans((values * scales[:, None]).to(tl.float8e4nv, fp_downcast_rounding="rtne"))
     mask = (columns < K)[:, None] & (rows < output_columns)[None, :]
     tl.store(output_ptr + columns[:, None] * output_columns + rows[None, :], values, mask=mask)
 
@@ -223,7 +222,8 @@ def _widths(columns: int) -> dict[str, Any]:
 
 @operation("fathom::quantize_activation", lambda gate, up, activation: _empty_quantized(gate))
 def _quantize_activation(gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    (M, F), (values, scales) = gate.shape, _empty_quantized(gate)
+    M, F = gate.shape
+    values, scales = _empty_quantized(gate)
     _quantize_activation_kernel[(M,)](
         gate,
         up,
@@ -238,7 +238,7 @@ def _quantize_activation(gate: Tensor, up: Tensor, activation: str) -> tuple[Ten
     return values, scales
 
 
-def _three_empty(d_hidden, *others):
+def _three_empty(d_hidden, *rest):
     return [tensor for _ in range(3) for tensor in _empty_quantized(d_hidden)]
 
 
@@ -247,13 +247,13 @@ def _quantize_activation_gradients(
     d_hidden: Tensor, gate: Tensor, up: Tensor, activation: str
 ) -> list[Tensor]:
     """Returns values and scales of d_gate, of d_up, and of act(gate) * up."""
-    (M, F), made = gate.shape, _three_empty(d_hidden)
+    M, F = gate.shape
+    factors = _three_empty(d_hidden)
     _quantize_activation_gradients_kernel[(M,)](
-        gate, up, d_hidden, *made[::2], *made[1::2], gate.stride(0), up.stride(0), F=F,
-        ACTIVATION=activation,
-        maxnreg=128, **_widths(F),
+        gate, up, d_hidden, *factors[::2], *factors[1::2], gate.stride(0), up.stride(0), F=F,
+        ACTIVATION=activation, maxnreg=128, **_widths(F),
     )  # fmt: skip
-    return made
+    return factors
 
 
 def _empty_transposed(values: Tensor) -> Tensor:
@@ -311,16 +311,12 @@ def _product(a: Factor, b: Factor, out: Tensor | None = None) -> Tensor:
             )
         scales = a.scales, b.scales
         if a.scales.dim() != b.scales.dim():
-            scales = tuple(each.scales.expand(len(each.values), 1).contiguous() for each in (a, b))
+            scales = tuple(x.scales.expand(len(x.values), 1).contiguous() for x in (a, b))
         return torch_internals.scaled_mm(
-            a.values, b.values.t(), scales[0], scales[1] if scales[1].dim() == 0 else scales[1].t(),
+            a.values, b.values.t(), scales[0], scales[1].t(),
             out_dtype=a.dtype if out is None else out.dtype, out=out, use_fast_accum=False,
         )  # fmt: skip
-    product = (
-        (a.values.float() @ b.values.float().t())
-        * a.scales
-        * (b.scales.t() if b.scales.dim() else b.scales)
-    )
+    product = (a.values.float() @ b.values.float().t()) * a.scales * b.scales.t()
     return product.to(a.dtype) if out is None else out.copy_(product)
 
 
@@ -358,8 +354,8 @@ class FP8(InPieces):
     ) -> list[Factor]:
         if not on_triton or gate.shape[1] > _LONGEST_HELD:
             return super().activation_gradients(d_hidden, gate, up, activation, on_triton, in_place)
-        made = iter(_quantize_activation_gradients(d_hidden, gate, up, activation))
-        return [Factor(values, scales, gate.dtype) for values, scales in zip(made, made)]
+        tensors = iter(_quantize_activation_gradients(d_hidden, gate, up, activation))
+        return [Factor(values, scales, gate.dtype) for values, scales in zip(tensors, tensors)]
 
     def kept(self, x: Factor) -> tuple[Tensor, ...]:
         return x.values, x.scales
@@ -393,9 +389,7 @@ class FP8(InPieces):
         if out is not None and accumulate:
             for i in rounds(parts, out):
                 rows = slice(i * ROWS_SUMMED, (i + 1) * ROWS_SUMMED)
-                dy_rows, x_rows = (
-                    Factor(each.values[:, rows], each.scales, each.dtype) for each in (dy_t, x_t)
-                )
+                dy_rows, x_rows = (f._replace(values=f.values[:, rows]) for f in (dy_t, x_t))
                 out += _product(dy_rows, x_rows)  # rounded to 16 bits, the sum is not
             return out
         if parts == 1:

@@ -91,23 +91,17 @@ def _gated_activation_backward_kernel(
         tl.store(output_ptr + offsets, (value * up).to(dtype), mask=mask)
 
 
-def _launch(kernel, gate, up, *others, activation):
-    """Runs `kernel` over gate and up, [rows, F] with rows of any spacing, and over `others`, [rows,
-    F] contiguous."""
+def _launch(kernel, gate, up, *tensors, activation):
+    """Runs `kernel` over gate and up, [rows, F] with rows of any spacing, and over `tensors`,
+    [rows, F] contiguous."""
     if gate.is_meta:
         return
     rows, columns = gate.shape
     block = min(BLOCK_SIZE, triton.next_power_of_2(columns))
     kernel[(rows * triton.cdiv(columns, block),)](
-        gate,
-        up,
-        *others,
-        gate.stride(0),
-        up.stride(0),
-        F=columns,
-        BLOCK_F=block,
+        gate, up, *tensors, gate.stride(0), up.stride(0), F=columns, BLOCK_F=block,
         ACTIVATION=activation,
-    )
+    )  # fmt: skip
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -186,9 +180,8 @@ def activated(
     """Returns act(gate) * up, written into `out`, which may be gate, if it is given. No graph is
     made of it then."""
     if out is None:
-        return (_gated_activation if on_triton else gated_activation_reference)(
-            gate, up, activation
-        )
+        function = _gated_activation if on_triton else gated_activation_reference
+        return function(gate, up, activation)
     if on_triton:
         _launch(_gated_activation_forward_kernel, gate, up, out, activation=activation)
         return out
@@ -252,6 +245,7 @@ def sigmoid_gated(gate: Tensor, x: Tensor, *, impl: str = "auto") -> Tensor:
 
 
 def gated_activation(gate: Tensor, up: Tensor, activation: str, impl: str) -> Tensor:
+    """Returns act(gate) * up by the name of an activation; arguments and errors as in `swiglu`."""
     if gate.shape != up.shape or gate.dtype != up.dtype:
         raise ValueError(f"gate and up must be of one shape and dtype, got {shown(gate, up)}")
     return activated(gate, up, activation, use_triton(impl, gate))

@@ -107,17 +107,14 @@ class _Parts:
         """Sends parts, and receives as many, of other ranks. Nobody may read these before
         `wait`."""
         self.sent, self.works = sent, []
-        others = [i for i in range(self.group.size()) if i != self.rank]
-        if not received[0].is_meta:
-            pairs = [
-                pair
-                for i in others
-                for pair in ((dist.isend, sent[i], i), (dist.irecv, received[i], i))
-            ]
-            operations = [
-                dist.P2POp(way, part, group=self.group, group_peer=i) for way, part, i in pairs
-            ]
-            self.works = dist.batch_isend_irecv(operations)
+        if received[0].is_meta:
+            return
+        operations = []
+        for i in range(self.group.size()):
+            if i != self.rank:
+                for way, part in ((dist.isend, sent[i]), (dist.irecv, received[i])):
+                    operations.append(dist.P2POp(way, part, group=self.group, group_peer=i))
+        self.works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> None:
         for work in self.works:
@@ -151,10 +148,10 @@ class _PartsReceived(torch.autograd.Function):
     back."""
 
     @staticmethod
-    def forward(ctx, received, own, parts):
+    def forward(ctx, received, local_part, parts):
         parts.wait()
         ctx.parts = parts
-        received[parts.rank].copy_(own)
+        received[parts.rank].copy_(local_part)
         return received.view_as(received)
 
     @staticmethod
@@ -220,7 +217,9 @@ class HeadExchange:
         assert self.group is not None, "one rank has no other to send to"
         flight = _Parts(self.group)
         received = _PartsSent.apply(flight, *parts)
-        return lambda own: _PartsReceived.apply(received, own, flight).movedim(0, 1).flatten(1, 2)
+        return lambda local_part: (
+            _PartsReceived.apply(received, local_part, flight).movedim(0, 1).flatten(1, 2)
+        )
 
     def to_tokens(self, x_BTHK: Tensor) -> Tensor:
         """Turns [B, T, heads / N, K] into [B, T / N, heads, K]: undoes `to_heads`, if that repeated

@@ -33,8 +33,8 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tens
     if not runs_as_on_gpu(a) and a.dtype != out.dtype:
         count = max(1, COPIED_ELEMENTS // max(1, a.shape[1]))
         if len(a) > count:  # a chunk of 4,096 rows of logits has 2.3 GiB in float32
-            for rows, of_out in zip(a.split(count), out.split(count)):
-                _product(rows, b, of_out, accumulate)
+            for a_rows, out_rows in zip(a.split(count), out.split(count)):
+                _product(a_rows, b, out_rows, accumulate)
             return out
         a, b = a.to(out.dtype), b.to(out.dtype)
     out_dtype = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
@@ -58,9 +58,8 @@ class Linear(Part):
     """
 
     name = "bf16"  # in flags
-    rate = weight_rate = (
-        "products"  # names of the measured rates of y and dx, and of weights' gradients
-    )
+    # Names of the measured rates of y and dx, and of weights' gradients.
+    rate = weight_rate = "products"
     trains_matrices = True  # whether matrices have gradients; if not, adapters have
 
     @property
@@ -199,13 +198,15 @@ class InPieces(Linear):
 class _Maps(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part, count, x, *parameters):
-        weights, biases = parameters[:count], parameters[count:] or [None] * count
+        weights = parameters[:count]
+        biases = parameters[count:] or [None] * count
         factor = part.factor(x)
-        kept = (
-            part.kept(factor) if any(ctx.needs_input_grad[3 : 3 + count]) else ()
-        )  # frozen weights need no input
+        # Frozen weights need no input.
+        kept = part.kept(factor) if any(ctx.needs_input_grad[3 : 3 + count]) else ()
         ctx.save_for_backward(*weights, *kept)
-        ctx.part, ctx.dtype, ctx.count = part, x.dtype, count
+        ctx.part = part
+        ctx.dtype = x.dtype
+        ctx.count = count
         return tuple(
             part.forward(factor, part.factor(weight), bias) for weight, bias in zip(weights, biases)
         )
@@ -214,13 +215,13 @@ class _Maps(torch.autograd.Function):
     @first_derivative
     def backward(ctx, *gradients):
         tensors = ctx.saved_tensors  # checkpointing gives them once
-        weights, kept = tensors[: ctx.count], tensors[ctx.count :]
-        part, (_, _, needs_x, *needs) = ctx.part, ctx.needs_input_grad
-        dx, d_weights, d_biases = (
-            None,
-            [],
-            [dy.sum(0) if n else None for dy, n in zip(gradients, needs[ctx.count :])],
-        )
+        weights = tensors[: ctx.count]
+        kept = tensors[ctx.count :]
+        part = ctx.part
+        _, _, needs_x, *needs = ctx.needs_input_grad
+        dx = None
+        d_weights = []
+        d_biases = [dy.sum(0) if n else None for dy, n in zip(gradients, needs[ctx.count :])]
         x_t = part.transpose(part.restored(kept, ctx.dtype)) if kept else None
         for dy, weight, needs_weight in zip(gradients, weights, needs):
             factor = part.factor(dy)

@@ -56,17 +56,15 @@ class LoRA(Linear):
     """Products with adapted weights; other weights are multiplied as `base` does. `Linear`
     describes the methods."""
 
-    base: Linear = (
-        PLAIN  # multiplies by frozen matrices; adapters are multiplied in their own dtype
-    )
+    # Multiplies by frozen matrices; adapters are multiplied in their own dtype.
+    base: Linear = PLAIN
 
     trains_matrices = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        frozen = self.base.name.replace(
-            f", d_weight {self.products[2].name}", ""
-        )  # frozen matrices have no gradient
+        # Frozen matrices have no gradient.
+        frozen = self.base.name.replace(f", d_weight {self.products[2].name}", "")
         return "lora" if self.base == PLAIN else f"lora on {frozen}"
 
     @property
@@ -88,7 +86,8 @@ class LoRA(Linear):
         self, x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor] = ()
     ) -> list[Tensor]:
         (x,) = cast_by_autocast(x)
-        factor, outputs = self.factor(x.detach().flatten(0, -2)), []
+        factor = self.factor(x.detach().flatten(0, -2))
+        outputs = []
         for weight, bias in zip(weights, biases or [None] * len(weights)):
             if isinstance(weight, Tensor):
                 outputs.append(self.base(x, weight, bias))
@@ -116,9 +115,8 @@ class LoRA(Linear):
         self, x: Both, xa: Tensor, weight: Both, bias: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
         """Returns x W^T + (x A^T) B^T + bias, given x A^T."""
-        if (
-            self.products[0] == PLAIN
-        ):  # the product with W is added, and has the time to read the adapter's term
+        # The product with W is added, and has the time to read the adapter's term.
+        if self.products[0] == PLAIN:
             return PLAIN.forward(xa, weight.raw.b, bias, out=out).addmm_(
                 x.raw, weight.raw.matrix.t()
             )
@@ -168,7 +166,8 @@ class _Map(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx, dy):
-        (x, xa, matrix, a, b), part = ctx.saved_tensors, ctx.part
+        x, xa, matrix, a, b = ctx.saved_tensors
+        part = ctx.part
         _, _, needs_x, needs_bias, _, needs_a, needs_b = ctx.needs_input_grad
         dyb = dy @ b  # [M, r]
         dx = None
@@ -196,11 +195,9 @@ def adapted(projection: nn.Module, matrix: Tensor | None = None) -> Weight:
     matrix = local(projection.weight if matrix is None else matrix)
     if not getattr(projection, "lora_scale", 0):
         return matrix
-    a, b, scale = (
-        local(projection.lora_A.weight),
-        local(projection.lora_B.weight),
-        projection.lora_scale,
-    )
+    a = local(projection.lora_A.weight)
+    b = local(projection.lora_B.weight)
+    scale = projection.lora_scale
     return adapt(matrix, a, b if scale == 1 else b * scale)
 
 

@@ -1,9 +1,8 @@
-"""Root-mean-square normalisation of the last dimension in one launch, of the input or of input +
-residual; with a gate.
+"""Root-mean-square normalisation in one launch, of the input or of input + residual; with a gate.
 
-    total = input + residual                          rounded to the input's dtype, as PyTorch
-    rounds it normed = total * rstd * (weight + weight_offset)  with rstd = 1 / sqrt(mean(total^2) +
-    eps) output = normed * silu(gate)                      normed itself without a gate
+    total = input + residual                          rounded to the input's dtype, as by PyTorch
+    normed = total * rstd * (weight + weight_offset)  with rstd = 1 / sqrt(mean(total^2) + eps)
+    output = normed * silu(gate)                      normed itself without a gate
 
 Backward, with x_hat = total * rstd, d_normed = d_output * silu(gate) and g = d_normed * (weight +
 weight_offset):
@@ -201,7 +200,7 @@ def _empty_gradients(weight, gate):
 
 @operation(
     "fathom::rms_norm_backward",
-    lambda dx, d_normed, d_total, x, *given: _empty_gradients(*given[:2]),
+    lambda dx, d_normed, d_total, x, weight, gate, *options: _empty_gradients(weight, gate),
     mutates=["dx"],
 )
 def _backward(
@@ -218,7 +217,9 @@ def _backward(
     num_programs = min(PROGRAMS_PER_SM * num_sms, triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]))
     d_weight, d_gate = _empty_gradients(weight, gate)
     partial = x.new_empty(num_programs, x.shape[-1], dtype=torch.float32)
-    stages = 1 if blocks["BLOCK_D"] > BACKWARD_BLOCK else 4 if gate is None else 3
+    stages = 4 if gate is None else 3
+    if blocks["BLOCK_D"] > BACKWARD_BLOCK:
+        stages = 1
     _rms_norm_backward_kernel[(num_programs,)](
         d_normed.contiguous(), _contiguous(d_total), rows, _contiguous(gate), weight.contiguous(),
         rstd, dx, None if gate is None else d_gate, partial, rstd.numel(), rows.stride(0),
@@ -234,7 +235,6 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)  # saves the zeros that autograd would make for an unused total
     ctx.save_for_backward(input if residual is None else total, weight, gate, rstd)
     ctx.has_residual = residual is not None
-    ctx.has_gate = gate is not None
 
 
 def _gradients(ctx, d_normed, d_total, d_rstd):
@@ -245,16 +245,11 @@ def _gradients(ctx, d_normed, d_total, d_rstd):
     d_total = d_total if ctx.has_residual else None
     if d_normed is None:
         return d_total, d_total, *[None] * 6
-    x, *others = ctx.saved_tensors
+    x, weight, gate, rstd = ctx.saved_tensors
     dx = d_normed if ctx.read_once and d_normed.is_contiguous() else x.new_empty(x.shape)
-    d_weight, d_gate = _backward(dx, d_normed, d_total, x, *others, ctx.weight_offset)
-    return (
-        dx,
-        dx if ctx.has_residual else None,
-        d_gate if ctx.has_gate else None,
-        d_weight,
-        *[None] * 4,
-    )
+    d_weight, d_gate = _backward(dx, d_normed, d_total, x, weight, gate, rstd, ctx.weight_offset)
+    d_residual = dx if ctx.has_residual else None
+    return dx, d_residual, None if gate is None else d_gate, d_weight, *[None] * 4
 
 
 _forward.register_autograd(_gradients, setup_context=_setup_context)

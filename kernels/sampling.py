@@ -17,9 +17,8 @@ def choose_tokens(
     probabilities_BV = (logits_BV / temperature).softmax(-1)
     if top_p < 1:
         sorted_BV, order_BV = probabilities_BV.sort(-1, descending=True)
-        likelier_BV = (
-            sorted_BV.cumsum(-1) - sorted_BV
-        )  # the share of all tokens before it in this order
+        # The share of all tokens before it in this order.
+        likelier_BV = sorted_BV.cumsum(-1) - sorted_BV
         kept_BV = sorted_BV.masked_fill(likelier_BV >= top_p, 0)
         probabilities_BV = torch.zeros_like(kept_BV).scatter(-1, order_BV, kept_BV)
     return torch.multinomial(probabilities_BV, 1, generator=generator)

@@ -68,8 +68,7 @@ class TensorRanks:
 
     Args:
         group: N ranks; rank i has the i-th N-th of each matrix. None: a rank by itself with whole
-        matrices, whose
-            tensors pass `enter`, `leave` and `gather` unchanged.
+            matrices, whose tensors pass `enter`, `leave` and `gather` unchanged.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):

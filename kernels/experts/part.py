@@ -68,7 +68,7 @@ class ExpertsPart:
         return 4 * self.per_token * num_tokens
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
-        (E, F, D) = (self.num_experts, self.intermediate_size, hidden_size)
+        E, F, D = (self.num_experts, self.intermediate_size, hidden_size)
         active = self.per_token / self.num_experts
         shared = self.shared.parameters(D) if self.shared else {}
         return {

@@ -78,9 +78,8 @@ class StateFormat(ABC):
     """
 
     parameter_dtype: torch.dtype
-    holds_weight: ClassVar[bool] = (
-        False  # whether a frozen weight is in the kept tensors, and not in the parameter
-    )
+    # Whether a frozen weight is in the kept tensors, and not in the parameter.
+    holds_weight: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -170,9 +169,8 @@ class Float32State(StateFormat):
             adamw(tensors, update.bias_corrections, update.gradient_scale, **options)
             return
         for gradient, *state, weight in tensors:
-            scaled = gradient.to(torch.float32, copy=True).mul_(
-                update.gradient_scale
-            )  # the kernel takes one dtype
+            # The kernel takes one dtype.
+            scaled = gradient.to(torch.float32, copy=True).mul_(update.gradient_scale)
             master, *moments = ([tensor] for tensor in state)
             fused_adamw_(
                 master,
@@ -230,11 +228,9 @@ class CompactState(StateFormat):
     ) -> None:
         compact_adamw(
             parameter, state.get("correction"), state["exp_avg"], state["exp_avg_scale"],
-            state["exp_avg_sq"],
-            state["exp_avg_sq_scale"], gradient, update.bias_corrections, update.gradient_scale,
-            lr=update.learning_rate, beta1=BETA1, beta2=BETA2, weight_decay=update.weight_decay,
-            eps=EPS,
-            impl=update.impl,
+            state["exp_avg_sq"], state["exp_avg_sq_scale"], gradient, update.bias_corrections,
+            update.gradient_scale, lr=update.learning_rate, beta1=BETA1, beta2=BETA2,
+            weight_decay=update.weight_decay, eps=EPS, impl=update.impl,
         )  # fmt: skip
 
 
@@ -345,7 +341,8 @@ def bytes_saved(
     Args:
         state_format: of the matrices, which are nearly all elements; None: weights alone are saved.
         is_half: weights are halves of masters, as on one GPU; else float32 masters are in the
-        state. weight_bytes: per element.
+            state.
+        weight_bytes: per element.
     """
     if state_format is None:
         return weight_bytes * numel

@@ -40,12 +40,10 @@ class Row:
     name: str  # in the model
     numel: int  # on this rank
     copies: int  # ranks that have the same elements, this one included
-    format: (
-        StateFormat  # the tensors that are kept for it: masters and moments, or a quantized weight
-    )
-    gradient_dtype: (
-        torch.dtype | None
-    )  # in which its gradient waits for the update; None: the parameter is frozen
+    # The tensors that are kept for it: masters and moments, or a quantized weight.
+    format: StateFormat
+    # In which its gradient waits for the update; None: the parameter is frozen.
+    gradient_dtype: torch.dtype | None
     state_on_host: bool  # whether the kept tensors are in pinned host memory
     weight_on_host: bool  # whether its weight is there as well, and visits the GPU
 
@@ -117,20 +115,19 @@ class Inventory:
     def of(
         cls, named_parameters: Iterable[tuple[str, Tensor]], *, accumulate: bool = True,
         gpu_state_bytes: float = math.inf, state_format: str = "float32",
-        host_weights: Collection[str] = (),
-        frozen: StateFormat = FROZEN,
+        host_weights: Collection[str] = (), frozen: StateFormat = FROZEN,
     ) -> "Inventory":  # fmt: skip
         """Decides where the state of each parameter lives, and in which format.
 
         Args:
             named_parameters: the model's. Those that take no gradient have no state.
             gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters
-            in their order; the
-                rest lives in pinned host memory. State of `host_weights` is never on the GPU, and
-                does not count.
+                in their order; the rest lives in pinned host memory. State of `host_weights` is
+                never on the GPU, and does not count.
             state_format: "float32" or "compact", see `training.optim.formats`.
             host_weights: names of the parameters whose weights live in pinned host memory, as their
-            state does. frozen: format of the blocks' frozen matrices.
+                state does.
+            frozen: format of the blocks' frozen matrices.
 
         Raises ValueError for weights on the host or quantized of sharded parameters; a name that is
         no parameter's.

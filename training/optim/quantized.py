@@ -58,9 +58,8 @@ class Quantized(NamedTuple):
         )
         dequantize = library.dequantize_blockwise if self.bits == 8 else library.dequantize_4bit
         if self.bits == 4:
-            codes = codes.view(
-                -1, 1
-            )  # the library's shape; [1, n] it takes for a transposed matrix
+            # The library's shape; [1, n] it takes for a transposed matrix.
+            codes = codes.view(-1, 1)
         if flat.is_cuda:
             dequantize(codes, state, out=flat)
         else:  # the library writes into a given tensor on GPUs alone
