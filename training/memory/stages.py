@@ -85,7 +85,7 @@ class Stages:
         positions = step.num_ranks + (step.is_packed or step.num_ranks > 1)
         return {
             "parameters": step.parameter_bytes - sum(self.optimizer.waiting.values()),
-            "optimizer": self.optimizer.gpu_state + self.optimizer.gpu_room,
+            "optimizer": self.optimizer.gpu_state + self.optimizer.gpu_scratch,
             # cos and sin: cached for whole sequences, and at the positions of packed documents or
             # of a rank's tokens. Some layers may have their own. 64 bytes per token: token ids,
             # labels, losses.

@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kernels.common import use_triton
 from training.host.torch_internals import dtensor_like
 from training.optim.formats import BETA1, BETA2, Home, Kept, QuantizedState, StateFormat, Update
 from training.optim.inventory import SMALL_ELEMENTS, Inventory, Row, local_view
@@ -84,36 +83,35 @@ class State:
         return not self.row.is_visiting or self.parameter.untyped_storage().nbytes() > 0
 
     def slices(self, piece: slice) -> dict[str, Tensor]:
-        """The part of the tensors for some elements of the parameter; also of gradient and host
-        weight, if any."""
-        gradient = {} if self.gradient is None else {"gradient": self.gradient[piece]}
-        weight = {} if self.home is None else {"weight": local_view(self.home)[piece]}
-        groups = {name: kept.group for name, kept in self.format.kept.items()}
-        parts = {
-            name: t[piece.start // groups[name] : piece.stop // groups[name]]
-            for name, t in self.tensors.items()
-        }
-        return parts | gradient | weight
+        """Returns the part of the tensors, gradient and host weight for some elements of the
+        parameter."""
+        parts = {}
+        for name, kept in self.format.kept.items():
+            groups = slice(piece.start // kept.group, piece.stop // kept.group)
+            parts[name] = self.tensors[name][groups]
+        if self.gradient is not None:
+            parts["gradient"] = self.gradient[piece]
+        if self.home is not None:
+            parts["weight"] = local_view(self.home)[piece]
+        return parts
 
     @torch.no_grad()
     def write(self, piece: slice, values: dict[str, Tensor]) -> None:
-        """Set values of some elements, see `StateFormat.write`."""
+        """Sets values of some elements, see `StateFormat.write`."""
         values = {key: value.float() for key, value in values.items()}
         self.format.write(self.slices(piece), local_view(self.weight)[piece], values)
 
     def saved(self) -> dict[str, Tensor]:
-        """References to the state in the parameter's shape, sharded as it is; a float32 weight is
-        its own master."""
-        is_master = self.parameter.dtype == torch.float32
-        own = (
-            {"master": _like(self.parameter, local_view(self.weight), Kept(torch.float32))}
-            if is_master
-            else {}
-        )
-        return own | {
+        """Returns the state in the parameter's shape and sharding; a float32 weight is its own
+        master."""
+        saved = {
             name: _like(self.parameter, self.tensors[name], kept)
             for name, kept in self.format.kept.items()
         }
+        if self.parameter.dtype == torch.float32:
+            master = _like(self.parameter, local_view(self.weight), Kept(torch.float32))
+            saved = {"master": master} | saved
+        return saved
 
 
 class MasterAdamW:
@@ -153,8 +151,8 @@ class MasterAdamW:
         self.late: deque[tuple[State, int, slice]] = deque()
         # Whether the next forward queues them, see `update_beside_forward`.
         self.queues_in_forward = False
-        # Scratch in which a piece is added to a sum on the host.
-        self.room = torch.empty(inventory.room, device=device)
+        # A piece of a gradient is added here to its sum on the host.
+        self.scratch = torch.empty(inventory.scratch, device=device)
         self.arena = inventory.arena(device)
 
         # The hooks refer to the optimizer weakly: Python cannot free a cycle that goes through a
@@ -187,13 +185,9 @@ class MasterAdamW:
         self.scale = 1.0  # factor of the gradients in the next update
 
     def _state(
-        self,
-        row: Row,
-        parameter: nn.Parameter,
-        decay: float,
-        ratio: float,
+        self, row: Row, parameter: nn.Parameter, decay: float, ratio: float,
         pieces: list[tuple[int, slice]],
-    ) -> State:
+    ) -> State:  # fmt: skip
         """Returns a parameter's state, all zeros but for its masters; a visiting weight loses its
         memory."""
         empty: Callable[..., Tensor] = functools.partial(torch.empty, device=self.device)
@@ -217,44 +211,44 @@ class MasterAdamW:
 
     @torch.no_grad()
     def take_gradient(self, name: str) -> None:
-        """Add the gradient that backward has just made to the sum since the last update."""
+        """Adds the gradient that backward has just made to the sum since the last update."""
         state = self.states[name]
-        made = local_view(state.parameter.grad)
-        first = not state.arrived
+        gradient = local_view(state.parameter.grad)
         state.parameter.grad = None
-        assert first or self.accumulate, (
+        is_first = not state.arrived
+        assert is_first or self.accumulate, (
             "a second gradient before the update: accumulate must be True"
         )
         state.arrived = True
-        if state.row.state_on_host:  # `room` is no longer read once `made` is written
-            self.ring.send_gradient(made, functools.partial(self._add_on_host, state, made, first))
-            return
-        if state.gradient is None:
-            gradient = made.float() if self.accumulate else made
+        if state.row.state_on_host:  # the scratch is no longer read once `gradient` is written
+            send = functools.partial(self._add_on_host, state, gradient, is_first)
+            self.ring.send_gradient(gradient, send)
+        elif state.gradient is not None:
+            state.gradient.add_(gradient)
+        else:
+            total = gradient.float() if self.accumulate else gradient
             # FSDP's gradients of a layer are views of one tensor: a copy does not keep all of it
             # alive.
-            is_view = gradient.untyped_storage().nbytes() > gradient.nbytes
-            state.gradient = gradient.clone() if is_view else gradient
-        else:
-            state.gradient.add_(made)
+            is_view = total.untyped_storage().nbytes() > total.nbytes
+            state.gradient = total.clone() if is_view else total
 
-    def _add_on_host(self, state: State, made: Tensor, first: bool) -> None:
-        """Add a gradient to its sum on the host, and take the sum's norm, piece by piece on the
+    def _add_on_host(self, state: State, gradient: Tensor, is_first: bool) -> None:
+        """Adds a gradient to its sum on the host, and takes the sum's norm, piece by piece on the
         current stream."""
         assert state.gradient is not None
         for index, piece in state.pieces:
-            total, host = made[piece], state.gradient[piece]
+            total, host_total = gradient[piece], state.gradient[piece]
             if self.accumulate:
-                room = self.room[: len(total)]
-                total = (
-                    room.copy_(total) if first else room.copy_(host, non_blocking=True).add_(total)
-                )
+                scratch = self.scratch[: len(total)]
+                if is_first:
+                    total = scratch.copy_(total)
+                else:
+                    total = scratch.copy_(host_total, non_blocking=True).add_(total)
             torch.linalg.vector_norm(total, dtype=torch.float32, out=self.norms[index])
-            host.copy_(total, non_blocking=True)
+            host_total.copy_(total, non_blocking=True)
 
     def zero_grad(self) -> None:
-        """Drop all gradients since the last update, after a backward that failed half way as
-        well."""
+        """Drops all gradients since the last update, also after a backward that failed half way."""
         self.ring.let_go(0)  # after this wait the norms of gradients that were leaving are written
         self.norms.zero_()
         self.scale = 1.0
@@ -265,10 +259,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float, *values: Tensor) -> list[float]:
-        """Have the next `step` scale all gradients to a global norm of at most `max_norm`.
+        """Makes the next `step` scale all gradients to a global norm of at most `max_norm`.
 
-        Returns [the norm before, each of `values` [] summed over the ranks]: one collective, and
-        one wait, serve all.
+        Returns the norm before, and each of `values` [] summed over the ranks. One collective and
+        one wait serve all of them.
         """
         for state in self.states.values():
             if state.arrived and state.gradient is not None and not state.row.state_on_host:
@@ -276,7 +270,7 @@ class MasterAdamW:
                     torch.linalg.vector_norm(
                         state.gradient[piece], dtype=torch.float32, out=self.norms[index]
                     )
-        # The norms taken there are written.
+        # Norms that were taken on the outward stream are written before they are read.
         self.ring.device_module.current_stream().wait_stream(self.ring.outward)
         squares = (self.norms.double().square() / self.copies).sum()
         sums = torch.stack([squares, *(value.double() for value in values)])
@@ -288,13 +282,13 @@ class MasterAdamW:
         return [norm, *summed]
 
     def update_beside_forward(self, parts: Sequence[nn.Module]) -> None:
-        """Have `step` leave updates of state on the host to the next forward, which hides their
+        """Makes `step` leave updates of state on the host to the next forward, which hides their
         copies.
 
         The model's `parts` run in this order. Each waits for its own parameters and the next
-        part's, which may be fetched beside it, and the last waits for all. A head that is none of
-        them is fetched beside the last but one. Sharded parameters are still updated in `step`:
-        FSDP2 gathers them before their part runs.
+        part's, which may be fetched beside it. The last part waits for all parameters. An untied
+        head is fetched with the last block. Sharded parameters are still updated in `step`: FSDP2
+        gathers them before their part runs.
         """
         is_sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters.values())
         parts = parts[-1:] if is_sharded else parts
@@ -302,34 +296,31 @@ class MasterAdamW:
         optimizer = weakref.proxy(self)
         hooks = [parts[-1].register_forward_pre_hook(lambda *_: optimizer.end_update())]
         head = self.homes.keys() - {parameter for part in parts for parameter in part.parameters()}
+        trained = (state for state in self.states.values() if state.is_trained)
+        on_host = [state for state in trained if state.row.state_on_host]
         for pair in itertools.pairwise(parts):
             awaited = {parameter for part in pair for parameter in part.parameters()}
-            awaited |= head if pair[1] is parts[-1] else set()
-            on_host = (
-                state
-                for state in self.states.values()
-                if state.row.state_on_host and state.is_trained
-            )
+            if pair[1] is parts[-1]:
+                awaited |= head
             states = [state for state in on_host if state.parameter in awaited]
-            for last in states[-1:]:
-                hooks.append(
-                    pair[0].register_forward_pre_hook(
-                        lambda *_, last=last: optimizer.wait_for_update(last)
-                    )
-                )
+            if states:
+                wait = functools.partial(optimizer.wait_for_update, states[-1])
+                hooks.append(pair[0].register_forward_pre_hook(lambda *_, wait=wait: wait()))
         for hook in hooks:
             weakref.finalize(self, hook.remove)
 
     def wait_for_update(self, state: State) -> None:
-        """Have kernels queued from now on wait until `state`, and all states before it, are
+        """Makes kernels queued from now on wait until `state`, and all states before it, are
         updated."""
         self._queue_updates(state.pieces[-1][0])
         state.updated.wait()
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Update masters and parameters, and drop gradients; after `update_beside_forward`, host
-        state later."""
+        """Updates masters and parameters, and drops gradients.
+
+        After `update_beside_forward`, state on the host is updated by the next forward.
+        """
         self.end_update()
         self.ring.device_module.current_stream().wait_stream(self.ring.outward)  # `norms` are free
         self.ring.open()
@@ -341,12 +332,9 @@ class MasterAdamW:
             learning_rate, 0.0, self.scale, self.steps, self.corrections, self.impl
         )
         arrived = [state for state in self.states.values() if state.arrived]
-        self.late += [
-            (state, *piece)
-            for state in arrived
-            if state.row.state_on_host
-            for piece in state.pieces
-        ]
+        for state in arrived:
+            if state.row.state_on_host:
+                self.late += [(state, *piece) for piece in state.pieces]
         self._update_here([state for state in arrived if not state.row.state_on_host])
         # The host has all gradients, and the state that the last step sent back.
         self.ring.follow()
@@ -356,8 +344,8 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _queue_updates(self, until: float = math.inf) -> None:
-        """Queue the late updates of the pieces up to that number. After an error the next call goes
-        on where it was."""
+        """Queues the late updates of the pieces up to that number. After an error the next call goes
+        on where this one ended."""
         while self.late and self.late[0][1] <= until:
             state, index, piece = self.late[0]
             update = functools.partial(self._update, state, piece)
@@ -367,26 +355,23 @@ class MasterAdamW:
                 state.updated.record(self.ring.outward)
 
     def _update_here(self, states: list[State]) -> None:
-        """Update states on the GPU: by Triton whole, small ones together; by PyTorch in pieces,
-        which it copies."""
-        on_triton = use_triton(self.impl, self.norms)
-        small = dict[tuple, list[State]]()
+        """Updates states on the GPU; small ones that are alike go together, in one launch."""
+        groups: dict[tuple, list[State]] = defaultdict(list)
         for state in states:
-            if on_triton and state.row.numel <= SMALL_ELEMENTS:
-                alike = state.format, state.weight_decay, state.rate_ratio, state.row.gradient_dtype
-                small.setdefault(alike, []).append(state)
-                continue
-            for piece in [slice(0, state.row.numel)] if on_triton else state.row.pieces:
-                self._update(state, piece, state.slices(piece))
-        for group in small.values():
+            row = state.row
+            alike: tuple = row.format, state.weight_decay, state.rate_ratio, row.gradient_dtype
+            if row.numel > SMALL_ELEMENTS:
+                alike = (row.name,)
+            groups[alike].append(state)
+        for group in groups.values():
             pieces = [
                 (state.tensors, local_view(state.parameter), state.gradient) for state in group
             ]
             group[0].format.update_together(pieces, self._update_of(group[0]))
 
     def _update(self, state: State, piece: slice, tensors: dict[str, Tensor]) -> None:
-        """Update one piece; `tensors`, which are its state, gradient and host weight, are on the
-        parameter's device."""
+        """Updates one piece of state from the host; `tensors`, which are its state, gradient and
+        host weight, are on the parameter's device."""
         weight = local_view(state.parameter)[piece] if state.home is None else tensors["weight"]
         state.format.update(tensors, weight, tensors["gradient"], self._update_of(state))
 
@@ -396,17 +381,16 @@ class MasterAdamW:
         return self.update._replace(weight_decay=state.weight_decay, learning_rate=rate)
 
     def end_update(self) -> None:
-        """Queue what is left of an update: later kernels find it done, and may write over gradients
-        that have left."""
+        """Queues what is left of an update: later kernels find it done, and may write over
+        gradients that have left."""
         self._queue_updates()
         self.ring.let_go(0)
         self.ring.close()
 
     def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
-        """References to the trained weights by name, to save: parameters, or tensors of their shape
-        on the host.
+        """Returns the trained weights by name, to save: parameters, or host tensors of their shape.
 
-        With `frozen` to all weights.
+        With `frozen`, all weights.
         """
         self.end_update()
         self.ring.device_module.synchronize()
@@ -415,8 +399,8 @@ class MasterAdamW:
         }
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """References to the state by name, to save. Where there is no "master", the parameter has a
-        part of it."""
+        """Returns the state by name, to save. Where it has no "master", the parameter holds a part
+        of the master."""
         self.end_update()
         self.ring.device_module.synchronize()
         trained = {name: state for name, state in self.states.items() if state.is_trained}
@@ -430,7 +414,7 @@ class MasterAdamW:
             "parameters": [s.parameter for s in states if s.is_here],
             "gradients": [s.parameter.grad for s in states]
             + [gradient for gradient, _ in self.ring.leaving],
-            "optimizer": [self.room, *self.ring.tensors()],
+            "optimizer": [self.scratch, *self.ring.tensors()],
         }
         for state in states:
             if not state.row.state_on_host:
@@ -439,15 +423,17 @@ class MasterAdamW:
                 )
                 tensors["gradients"].append(state.gradient)
         return {
-            group: [tensor for tensor in found if tensor is not None]
-            for group, found in tensors.items()
+            group: [tensor for tensor in members if tensor is not None]
+            for group, members in tensors.items()
         }
 
 
 @torch.no_grad()
 def _like(parameter: nn.Parameter, flat: Tensor, kept: Kept) -> Tensor:
-    """`flat` in the parameter's shape and sharding but for the last dimension: [6, 2] for a group
-    of 32 and [6, 64]."""
+    """Returns `flat` in the parameter's shape and sharding but for the last dimension.
+
+    For groups of 32 and a parameter [6, 64] it is [6, 2].
+    """
     if not isinstance(parameter, DTensor):
         return flat.view(kept.shape(parameter.shape))
     local = flat.view(kept.shape(parameter.to_local().shape))
@@ -457,8 +443,10 @@ def _like(parameter: nn.Parameter, flat: Tensor, kept: Kept) -> Tensor:
 def warmup_cosine(
     step: int, *, learning_rate: float, warmup_steps: int, max_steps: int, final_ratio: float
 ) -> float:
-    """Learning rate of step 0 .. max_steps-1: linear warm-up, then a cosine down to `final_ratio`
-    of the peak."""
+    """Returns the learning rate of a step, 0 to max_steps - 1.
+
+    It rises linearly, then falls by a cosine to `final_ratio` of the peak.
+    """
     if step < warmup_steps:
         return learning_rate * (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, max_steps - 1 - warmup_steps)

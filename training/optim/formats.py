@@ -47,14 +47,14 @@ class Kept(NamedTuple):
     group: int = 1
 
     def num_bytes(self, numel: int) -> int:
-        """Bytes of the tensor for so many elements of a parameter."""
+        """Returns the bytes of the tensor for so many elements of a parameter."""
         return numel // self.group * self.dtype.itemsize
 
     def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the tensor for a parameter's: for groups of 32 and [6, 64] it is (6, 2)."""
-        return (
-            (*parameter[:-1], parameter[-1] // self.group) if self.group > 1 else tuple(parameter)
-        )
+        """Returns the tensor's shape for a parameter's: for groups of 32 and [6, 64] it is (6, 2)."""
+        if self.group == 1:
+            return tuple(parameter)
+        return (*parameter[:-1], parameter[-1] // self.group)
 
 
 class Update(NamedTuple):
@@ -282,9 +282,9 @@ class QuantizedState(FrozenState):
 
     def write(self, state: dict[str, Tensor], parameter: Tensor, values: dict[str, Tensor]) -> None:
         if "master" in values:
-            made = quantize(values["master"], self.bits)
-            state["codes"].copy_(made.codes)
-            state["scales"].copy_(made.scales)
+            quantized = quantize(values["master"], self.bits)
+            state["codes"].copy_(quantized.codes)
+            state["scales"].copy_(quantized.scales)
 
 
 FROZEN = FrozenState(torch.bfloat16)
@@ -308,11 +308,10 @@ def format_with(
 
 
 def format_of(parameter: Tensor, state_format: str, frozen: StateFormat = FROZEN) -> StateFormat:
-    """Returns the format of one parameter's state, which a parameter that takes no gradient does
-    not have.
+    """Returns a parameter's state format: `frozen`, in its own dtype, if it takes no gradient.
 
     In "compact", matrices whose rows are groups on every rank are compact. All other state is
-    small, and float32. A frozen parameter has the format `frozen`, in its own dtype.
+    small, and float32.
     """
     if state_format not in STATE_FORMATS:
         raise ValueError(f"a format is {' or '.join(STATE_FORMATS)}, got {state_format}")

@@ -42,10 +42,10 @@ class Row:
     copies: int  # ranks that have the same elements, this one included
     # The tensors that are kept for it: masters and moments, or a quantized weight.
     format: StateFormat
-    # In which its gradient waits for the update; None: the parameter is frozen.
+    # The dtype in which its gradient waits for the update; None: the parameter is frozen.
     gradient_dtype: torch.dtype | None
-    state_on_host: bool  # whether the kept tensors are in pinned host memory
-    weight_on_host: bool  # whether its weight is there as well, and visits the GPU
+    state_on_host: bool = False  # whether the kept tensors are in pinned host memory
+    weight_on_host: bool = False  # whether its weight is there as well, and visits the GPU
 
     @property
     def block(self) -> int | None:
@@ -91,8 +91,10 @@ class Row:
 
     @functools.cached_property
     def host_bytes(self) -> int:
-        given = self.format, self.gradient_dtype, self.weight_on_host
-        return _host_bytes(*given, self.numel) if self.state_on_host else 0
+        """Bytes of `tensors`, each from a multiple of SLOT_ALIGNMENT; 0 if they are on the GPU."""
+        if not self.state_on_host:
+            return 0
+        return _host_bytes(self.format, self.gradient_dtype, self.weight_on_host, self.numel)
 
     @functools.cached_property
     def with_state_on_host(self) -> "Row":
@@ -143,22 +145,11 @@ class Inventory:
                 raise ValueError(
                     "weights of sharded parameters stay on the GPU, in bf16; place them there"
                 )
-            dtype = (
-                (torch.float32 if accumulate else parameter.dtype)
-                if parameter.requires_grad
-                else None
-            )
-            rows.append(
-                Row(
-                    name,
-                    _local(parameter).numel(),
-                    _num_copies(parameter),
-                    format,
-                    dtype,
-                    False,
-                    False,
-                )
-            )
+            gradient_dtype = None
+            if parameter.requires_grad:
+                gradient_dtype = torch.float32 if accumulate else parameter.dtype
+            numel = _local(parameter).numel()
+            rows.append(Row(name, numel, _num_copies(parameter), format, gradient_dtype))
         return cls(tuple(rows), accumulate).placed(gpu_state_bytes, host_weights)
 
     def placed(self, gpu_state_bytes: float, host_weights: Collection[str]) -> "Inventory":
@@ -288,7 +279,7 @@ class Inventory:
         )
 
     @functools.cached_property
-    def room(self) -> int:
+    def scratch(self) -> int:
         """Elements of the largest piece of a gradient that is added, in float32, to a sum on the
         host."""
         rows = (
@@ -297,9 +288,9 @@ class Inventory:
         return max((min(PIECE_ELEMENTS, row.numel) for row in rows), default=0)
 
     @property
-    def gpu_room(self) -> int:
-        """Bytes of `room`."""
-        return 4 * self.room
+    def gpu_scratch(self) -> int:
+        """Bytes of `scratch`."""
+        return 4 * self.scratch
 
 
 def _on_host(
@@ -325,8 +316,8 @@ def _host_bytes(
 def block_of(name: str) -> int | None:
     """Returns the number of the transformer block that a parameter belongs to: 3 for
     layers.3.mlp.up_proj.weight."""
-    found = re.match(r"layers\.(\d+)\.", name)
-    return int(found[1]) if found else None
+    match = re.match(r"layers\.(\d+)\.", name)
+    return int(match[1]) if match else None
 
 
 @torch.no_grad()

@@ -45,14 +45,14 @@ class Ring:
         self.leaving: deque[tuple[Tensor, torch.Event]] = deque()
 
     def open(self) -> None:
-        """Allocate the slots."""
+        """Allocates the slots."""
         empty = functools.partial(torch.empty, device=self.device)
         for format, (most, kept) in self.sizes.items():
-            made = (allocate(kept, most, empty) for _ in range(NUM_SLOTS))
-            self.slots[format] = deque((tensors, self.device_module.Event()) for tensors in made)
+            slots = (allocate(kept, most, empty) for _ in range(NUM_SLOTS))
+            self.slots[format] = deque((slot, self.device_module.Event()) for slot in slots)
 
     def follow(self) -> None:
-        """Have pieces wait for what is queued on the compute stream."""
+        """Makes pieces wait for what is queued on the compute stream."""
         self.inward.wait_stream(self.device_module.current_stream())
         self.updating.wait_stream(self.device_module.current_stream())
 
@@ -62,12 +62,12 @@ class Ring:
         host: dict[str, Tensor],
         update: Callable[[dict[str, Tensor]], None],
     ) -> None:
-        """Bring a piece's tensors to the GPU, call `update` with them there, and send all but the
+        """Brings a piece's tensors to the GPU, calls `update` with them, and sends all but the
         gradient back."""
         slots = self.slots[format]
-        room, left = slots[0]
+        slot, left = slots[0]
         slots.rotate(-1)
-        tensors = {key: room[key][: len(part)] for key, part in host.items()}
+        tensors = {key: slot[key][: len(part)] for key, part in host.items()}
         with self.device_module.stream(self.inward):
             self.inward.wait_event(left)  # the slot is free
             for key, part in host.items():
@@ -83,8 +83,8 @@ class Ring:
             left.record()
 
     def close(self) -> None:
-        """Free the slots. Kernels queued later find all pieces on the host again, and may reuse the
-        slots' memory."""
+        """Frees the slots. Kernels queued later find all pieces on the host again, and may reuse
+        the slots' memory."""
         if self.slots:
             self.device_module.current_stream().wait_stream(self.outward)
             self.slots.clear()
@@ -98,18 +98,17 @@ class Ring:
             for tensor in tensors.values()
         )
 
-    def send_gradient(self, made: Tensor, send: Callable[[], None]) -> None:
-        """Call `send`, which copies the gradient `made` to the host, on the outward stream while
-        backward goes on."""
+    def send_gradient(self, gradient: Tensor, send: Callable[[], None]) -> None:
+        """Calls `send`, which copies a gradient to the host, on the outward stream while backward
+        goes on."""
         self.outward.wait_stream(self.device_module.current_stream())
         with self.device_module.stream(self.outward):
             send()
-            self.leaving.append((made, self.outward.record_event()))
+            self.leaving.append((gradient, self.outward.record_event()))
         self.let_go(self.leaving_limit)
 
     def let_go(self, num_bytes: int) -> None:
-        """Wait on the compute stream until at most `num_bytes` of gradients are on their way to the
-        host.
+        """Makes the compute stream wait until at most `num_bytes` of gradients are on their way.
 
         Kernels queued after the wait may write over the memory of the gradients that have left.
         FSDP2's kernels may as well: both of its streams wait for the compute stream, and either may

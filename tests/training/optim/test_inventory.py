@@ -50,7 +50,7 @@ def test_bytes_are_predicted(dtype, state_format, accumulate, placement, host_we
     )
     assert predicted.gpu_state == size(t for state in on_gpu for t in state.tensors.values())
     assert predicted.gpu_gradients == size(state.gradient for state in on_gpu)
-    assert predicted.gpu_room == optimizer.room.nbytes and not optimizer.ring.slots
+    assert predicted.gpu_scratch == optimizer.scratch.nbytes and not optimizer.ring.slots
     host = size(t for state in on_host for t in (*state.tensors.values(), state.gradient))
     host += size(optimizer.homes.values())
     assert 0 <= predicted.host - host < 14 * 512 and (predicted.host > 0) == bool(on_host)
@@ -127,7 +127,7 @@ def test_bytes_of_4b(monkeypatch):
     assert one.host / 2**30 == pytest.approx(
         52.4, abs=0.1
     ) and several.host / 2**30 == pytest.approx(59.9, abs=0.1)
-    assert one.gpu_state == one.gpu_gradients == 0 and (one.gpu_room, one.gpu_slots) == (
+    assert one.gpu_state == one.gpu_gradients == 0 and (one.gpu_scratch, one.gpu_slots) == (
         0,
         NUM_SLOTS * 14 * 2**23,
     )
@@ -138,7 +138,7 @@ def test_bytes_of_4b(monkeypatch):
     assert half.gpu_state / 12 + half.host / 14 == pytest.approx(elements, rel=1e-4)
     compact = one_batch(state_format="compact")
     assert compact.gpu_state == pytest.approx(4.125 * elements, rel=1e-3)
-    assert not compact.gpu_room and not compact.gpu_slots
+    assert not compact.gpu_scratch and not compact.gpu_slots
     on_host = [
         Inventory.of(parameters, accumulate=a, gpu_state_bytes=0, state_format="compact")
         for a in (False, True)
@@ -146,7 +146,7 @@ def test_bytes_of_4b(monkeypatch):
     slots = [
         NUM_SLOTS * (2**23 * (4.125 + gradient) + 2560 * (12 + gradient)) for gradient in (2, 4)
     ]
-    assert [(each.gpu_room, each.gpu_slots) for each in on_host] == [
+    assert [(each.gpu_scratch, each.gpu_slots) for each in on_host] == [
         (0, slots[0]),
         (2**23 * 4, slots[1]),
     ]

@@ -186,7 +186,7 @@ def differences_of_stages() -> dict[str, float]:
     )
     state = [tensor for state in optimizer.states.values() for tensor in state.tensors.values()]
     counter = LivingBytes(
-        [*state, optimizer.room, *(parameter.to_local() for parameter in model.parameters())]
+        [*state, optimizer.scratch, *(parameter.to_local() for parameter in model.parameters())]
     )
     recorder, ids = Recorder(model, optimizer, counter), torch.arange(T)[None]
     with counter, recorder.hooked():
