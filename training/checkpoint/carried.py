@@ -1,5 +1,4 @@
-"""Carries what a run does not train from the folder that it starts from into its checkpoints and
-exports.
+"""Carries what a run does not train from its starting folder into its checkpoints and exports.
 
 The files of a model of text and images hold a text model and others: a vision tower, a projector,
 heads that predict several tokens. A run trains the text model. What it writes is the whole model:
@@ -69,7 +68,7 @@ class Carried:
     settings: dict = field(default_factory=dict)
     # Whether files have one tensor for all experts of a layer, not one for each.
     joins_experts: bool = False
-    # Each tensor's open file, and place in it.
+    # The open file of each tensor, and the tensor's place in it.
     places: dict[str, tuple[IO[bytes], Entry]] = field(default_factory=dict)
 
     @property
@@ -90,17 +89,15 @@ class Carried:
     def in_files(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Returns the tensors that files have of a parameter, in the order of its elements, with
         their shapes."""
-        found = {} if self.joins_experts else by_expert(name, shape)
-        return {
-            name_in_file(each, self.prefix): size for each, size in (found or {name: shape}).items()
-        }
+        tensors = {} if self.joins_experts else by_expert(name, shape)
+        tensors = tensors or {name: shape}
+        return {name_in_file(key, self.prefix): size for key, size in tensors.items()}
 
     def beside_adapters(self) -> "Carried":
-        """The same for adapters, whose base keeps its tensors. peft has names of transformers'
-        modules."""
-        return replace(
-            self, tensors={}, places={}, prefix=WRAPPED_PREFIX if self.config else PREFIX
-        )
+        """Returns the same for adapters, whose base keeps its tensors. peft has names of
+        transformers' modules."""
+        prefix = WRAPPED_PREFIX if self.config else PREFIX
+        return replace(self, tensors={}, places={}, prefix=prefix)
 
     def extended(self) -> "Carried":
         """Returns the same for a model whose context was extended, without settings made for the
@@ -119,14 +116,10 @@ class Carried:
             known = generation_settings(self.config)
             settings = {name: value for name, value in settings.items() if known.get(name) != value}
             if to_config_json(from_config_json(self.config)) != model_config:
-                kept = {name: text[name] for name in text if name not in ROTARY_SETTINGS}
-                text = kept | {
-                    name: model_config[name] for name in model_config if name not in TOKEN_IDS
-                }
-            content = {
-                **self.config,
-                "text_config": _in_dtype(text, dtype) if {*DTYPE_SETTINGS} & {*text} else text,
-            }
+                text = _without(text, ROTARY_SETTINGS) | _without(model_config, TOKEN_IDS)
+            if {*DTYPE_SETTINGS} & {*text}:
+                text = _in_dtype(text, dtype)
+            content = {**self.config, "text_config": text}
         return _in_dtype({**content, **settings}, dtype)
 
 
@@ -141,16 +134,16 @@ def read_carried(folder: Path) -> Carried:
     prefix, joins_experts = PREFIX, False
     for file in weight_files(folder):
         entries = open_entries(file)
-        others = {name: entry for name, entry in entries.items() if name_of(name) is None}
-        if others:
+        untrained = {name: entry for name, entry in entries.items() if name_of(name) is None}
+        if untrained:
             opened = file.open("rb", buffering=0)
             content = np.memmap(file, mode="r")
-            places |= {name: (opened, entry) for name, entry in others.items()}
-            tensors |= {name: _view(content, entry) for name, entry in others.items()}
+            places |= {name: (opened, entry) for name, entry in untrained.items()}
+            tensors |= {name: _view(content, entry) for name, entry in untrained.items()}
         prefix = next(
             (key.removesuffix(EMBEDDING) for key in entries if name_of(key) == EMBEDDING), prefix
         )
-        joins_experts |= any(map(EXPERTS.fullmatch, entries.keys() - others.keys()))
+        joins_experts |= any(map(EXPERTS.fullmatch, entries.keys() - untrained.keys()))
     config = without_places(read_json(folder / "config.json"))
     text = config["text_config"] if is_wrapper(config) else config
     if not any(name.startswith(MTP) for name in tensors) and _has_mtp(config):
@@ -193,5 +186,5 @@ def _view(content: np.memmap, entry: Entry) -> Tensor:
 
 
 def _in_dtype(content: dict, dtype: torch.dtype) -> dict:
-    others = _without(content, DTYPE_SETTINGS)
-    return {**others, "torch_dtype": str(dtype).removeprefix("torch.")}
+    kept = _without(content, DTYPE_SETTINGS)
+    return {**kept, "torch_dtype": str(dtype).removeprefix("torch.")}

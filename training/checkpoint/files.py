@@ -2,12 +2,10 @@
 Face tools.
 
 output_dir/step_00000100/
-    model.safetensors, config.json   the weights under Hugging Face's names; of a run with adapters
-    alone
-                                     adapter_model.safetensors and adapter_config.json, as peft has
-                                     them
+    model.safetensors, config.json   the weights under Hugging Face's names; adapters alone are in
+                                     adapter_model.safetensors and adapter_config.json, as by peft
     optimizer.safetensors            the optimizer's state, by any number of ranks for any other
-    number trainer.json                     step and the trainer's state
+    trainer.json                     step and the trainer's state
     rng_0.json, rng_1.json, ...      random generators, a file for each rank
     manifest.json                    sizes and checksums of all files above, written last
 
@@ -45,7 +43,7 @@ SPARE_BYTES = 64 * 2**20  # room for everything in a checkpoint but tensors
 
 
 def check_is_for_a_run(output_dir: Path) -> None:
-    """Refuse a folder of weights, of a checkpoint, or of another program: a run would replace its
+    """Refuses a folder of weights, of a checkpoint, or of another program: a run would replace its
     config.json."""
     # Stands for a config.json that is missing, or that a kill cut short.
     content = {"output_dir": ""}
@@ -62,17 +60,20 @@ def check_is_for_a_run(output_dir: Path) -> None:
 
 
 def check_is_shared(output_dir: Path) -> None:
-    """Refuse a folder that is another one on another rank, as on machines with their own disks. All
-    ranks call this."""
+    """Refuses a folder that is another one on another rank, as on machines with their own disks.
+
+    All ranks call this.
+    """
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return
-    # A leftover, if it stays.
-    made = Path(tempfile.mkdtemp(".tmp", ".step_", output_dir)) if rank == 0 else None
-    [name, *_] = all_gather(made and made.name)
+    folder = None
+    if rank == 0:  # a leftover, if it stays
+        folder = Path(tempfile.mkdtemp(".tmp", ".step_", output_dir))
+    name, *_ = all_gather(folder and folder.name)
     sees = all_gather((output_dir / name).is_dir())
-    if made:
-        made.rmdir()
+    if folder:
+        folder.rmdir()
     if not all(sees):
         raise UserError(
             f"output_dir {output_dir} of rank {sees.index(False)} is not the folder that rank 0 "
@@ -81,23 +82,28 @@ def check_is_shared(output_dir: Path) -> None:
 
 
 def step_of(path: Path) -> int | None:
-    """The step in the name of a checkpoint's folder; None for other names, such as
+    """Returns the step in the name of a checkpoint's folder; None for other names, such as
     step_00000020_best."""
     match = re.fullmatch(r"step_([0-9]{8,})", path.name)
     return int(match[1]) if match else None
 
 
 def checkpoints(output_dir: Path, up_to: float = math.inf) -> list[Path]:
-    """Folders with names of checkpoints, by step. A run gives its own step as `up_to`: later ones
-    are not its own."""
-    found = output_dir.iterdir() if output_dir.is_dir() else ()
-    steps = {path: step for path in found if (step := step_of(path)) is not None and step <= up_to}
-    return sorted(steps, key=steps.__getitem__)
+    """Returns the folders with names of checkpoints, by step.
+
+    Ignores checkpoints of steps after `up_to`: a later run may have left them.
+    """
+    paths = output_dir.iterdir() if output_dir.is_dir() else ()
+    steps = {path: step_of(path) for path in paths}
+    numbered = {path: step for path, step in steps.items() if step is not None and step <= up_to}
+    return sorted(numbered, key=numbered.__getitem__)
 
 
 def latest_checkpoint(output_dir: Path, passed_over: dict[Path, str]) -> Path | None:
-    """The newest checkpoint without visible damage, or None; `passed_over` says why others are not
-    looked at."""
+    """Returns the newest checkpoint without visible damage, or None.
+
+    Skips the paths in `passed_over`, and adds damaged ones with the reason.
+    """
     for path in reversed(checkpoints(output_dir)):
         if path not in passed_over:
             try:
@@ -113,8 +119,10 @@ def latest_checkpoint(output_dir: Path, passed_over: dict[Path, str]) -> Path | 
 
 
 def load_trainer_state(path: str | Path) -> dict:
-    """The trainer_state that was saved, and "step". Raises UserError for a damaged or edited
-    trainer.json."""
+    """Returns the trainer_state that was saved, and "step".
+
+    Raises UserError for a damaged or edited trainer.json.
+    """
     file = Path(path, "trainer.json")
     trainer = read_json(file)
     check_beside(file.parent, ["trainer.json"])
@@ -129,8 +137,10 @@ def load_trainer_state(path: str | Path) -> dict:
 
 
 def tokenizer_of(folder: Path) -> str:
-    """Path of the folder's tokenizer.json, or of its base's; or "bytes" of a run on bytes or a
-    model of 256 ids."""
+    """Returns the path of the folder's tokenizer.json, or of its base's.
+
+    Returns "bytes" for a run on bytes, or a model of 256 ids.
+    """
     if (folder / "tokenizer.json").is_file():
         return str(folder / "tokenizer.json")
     if (folder / "trainer.json").is_file() and load_trainer_state(folder).get(
@@ -149,7 +159,7 @@ def tokenizer_of(folder: Path) -> str:
 
 
 def rng_state() -> dict:
-    """This rank's random generators: Python, NumPy, torch's CPU and current CUDA device."""
+    """Returns the state of this rank's generators: Python, NumPy, torch's CPU and CUDA device."""
     numpy = np.random.get_state(legacy=False)
     state = numpy["state"]
     return {
@@ -167,8 +177,10 @@ def rng_state() -> dict:
 
 
 def restore_rng(path: Path) -> bool:
-    """Set this rank's random generators as at saving; False if the checkpoint, saved by fewer
-    ranks, has no state."""
+    """Sets this rank's random generators as at saving.
+
+    Returns False if the checkpoint, saved by fewer ranks, has no state for this rank.
+    """
     file = path / f"rng_{rank_and_world_size()[0]}.json"
     if not file.is_file():
         return False
@@ -183,7 +195,7 @@ def restore_rng(path: Path) -> bool:
 
 
 def check_room(output_dir: Path, needed: int, given_back: int = 0) -> None:
-    """Raise OSError if the disk has less than `needed` bytes free, counting `given_back` bytes of
+    """Raises OSError if the disk has less than `needed` bytes free, counting `given_back` bytes of
     old files as free."""
     free = shutil.disk_usage(output_dir).free + given_back
     if free < needed:
@@ -195,7 +207,7 @@ def check_room(output_dir: Path, needed: int, given_back: int = 0) -> None:
 
 
 def put_in_place(temporary: Path, final: Path) -> None:
-    """Rename a complete checkpoint to its place; a checkpoint of the same step is replaced.
+    """Renames a complete checkpoint to its place; a checkpoint of the same step is replaced.
 
     `clear_leftovers` gives the replaced checkpoint its name back if an error or a kill comes
     between the two renames.
@@ -211,27 +223,25 @@ def put_in_place(temporary: Path, final: Path) -> None:
 
 
 def delete_old(newest: Path, keep: int) -> None:
-    """Delete checkpoints before `newest`, but for the best and the last `keep`, `newest` included.
+    """Deletes checkpoints before `newest`, but for the best and the last `keep`, `newest` included.
 
-    The newest one with an optimizer's state stays as well: a run with --save model has no other to
-    resume from.
+    The newest checkpoint with an optimizer's state stays as well: a run with --save model can
+    resume from no other.
     """
-    own = checkpoints(newest.parent, step_of(newest) or 0)
-    best = _best(own)
-    resumable = next((path for path in reversed(own) if os.path.isfile(path / OPTIMIZER)), None)
-    for path in own[:-keep]:
-        if path not in (best, resumable):
+    paths = checkpoints(newest.parent, step_of(newest) or 0)
+    resumable = [path for path in paths if os.path.isfile(path / OPTIMIZER)]
+    kept = {_best(paths), *resumable[-1:], *paths[-keep:]}
+    for path in paths:
+        if path not in kept:
             _delete_checkpoint(path)
 
 
 def make_room(output_dir: Path, needed: int, last: Path | None) -> None:
-    """Delete checkpoints before `last`, the oldest first and the best at the end, until `needed`
+    """Deletes checkpoints before `last`, the oldest first and the best at the end, until `needed`
     bytes are free."""
-    older = (
-        [path for path in checkpoints(output_dir, step_of(last) or 0) if path != last]
-        if last
-        else []
-    )
+    older = []
+    if last:
+        older = [path for path in checkpoints(output_dir, step_of(last) or 0) if path != last]
     best = _best(older)
     for path in sorted(older, key=lambda path: path == best):
         if shutil.disk_usage(output_dir).free < needed:
@@ -245,22 +255,20 @@ def make_room(output_dir: Path, needed: int, last: Path | None) -> None:
 
 
 def _best(paths: list[Path]) -> Path | None:
-    """The first of the paths with the lowest validation loss; None if none has a finite one."""
+    """Returns the first path with the lowest validation loss; None if none has a finite loss."""
     losses = {}
     for path in paths:
         with contextlib.suppress(UserError):
             loss = load_trainer_state(path).get("validation_loss")
             if isinstance(loss, float) and math.isfinite(loss):
                 losses[path] = loss
-    return min(losses, key=lambda path: losses[path], default=None)
+    return min(losses, key=losses.__getitem__, default=None)
 
 
 def _delete_checkpoint(path: Path) -> None:
-    """Rename a checkpoint and delete it: if that is interrupted, the rest does not count as a
-    checkpoint.
+    """Renames a checkpoint and deletes it: a rest that an interruption leaves is no checkpoint.
 
-    Names are flushed before and after: a loss of power leaves the newer checkpoint, for which this
-    one goes.
+    Names are flushed before and after: a loss of power leaves the newer checkpoint.
     """
     try:
         flush(path.parent)
@@ -272,11 +280,10 @@ def _delete_checkpoint(path: Path) -> None:
 
 
 def clear_leftovers(output_dir: Path) -> None:
-    """Delete what killed saves and interrupted deletions left; bring back a checkpoint that was not
-    yet replaced.
+    """Deletes what killed saves and interrupted deletions left.
 
-    Names are flushed before: a loss of power does not bring back the name of what is deleted, or of
-    nothing newer.
+    A checkpoint that was not yet replaced gets its name back. Names are flushed before files are
+    deleted: a loss of power does not bring back the name of a deleted folder.
     """
     leftovers = [path for path in output_dir.glob(".step_*.tmp") if LEFTOVER.fullmatch(path.name)]
     if not leftovers:

@@ -3,11 +3,11 @@ checkpoint.
 
     format_version
     files    name -> [bytes, CRC-32]; for a file of tensors the CRC-32 is its header's
-    blocks   file of tensors -> [[tensor's name, offset, shape, CRC-32 of the elements in order],
-    ...], a piece each crc32    of all the above
+    blocks   file of tensors -> for each piece [tensor's name, offset, shape, CRC-32 of its elements]
+    crc32    CRC-32 of all the above
 
-Checksums are computed from the memory that is written, as it is written. Ranks share the pieces out
-to compare them, on a file system that all of them see.
+Checksums are computed from the memory that is written, as it is written. To compare them, each rank
+reads some of the pieces, on a file system that all ranks see.
 """
 
 import json
@@ -65,15 +65,15 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def write_manifest(
-    folder: Path, shares: list[tuple[dict[str, list[int]], dict[str, list]]]
+    folder: Path, written: list[tuple[dict[str, list[int]], dict[str, list]]]
 ) -> None:
-    """Write the manifest of the files that all ranks have written; `shares` are each rank's (files,
+    """Writes the manifest of the files that all ranks have written, from each rank's (files,
     blocks)."""
     manifest: dict = {"format_version": FORMAT_VERSION, "files": {}, "blocks": {}}
-    for files, blocks in shares:
+    for files, blocks in written:
         manifest["files"] |= files
-        for file, more in blocks.items():
-            manifest["blocks"].setdefault(file, []).extend(more)
+        for file, rows in blocks.items():
+            manifest["blocks"].setdefault(file, []).extend(rows)
     manifest["crc32"] = zlib.crc32(json.dumps(manifest).encode())
     write_file(folder / MANIFEST, json.dumps(manifest).encode())
 
@@ -81,8 +81,7 @@ def write_manifest(
 def check_files(
     path: Path, names: Collection[str] | None = None
 ) -> list[tuple[Entry, Piece, int | None]]:
-    """Compare sizes, small files and headers of tensors with the manifest: damage that is seen in
-    milliseconds.
+    """Compares sizes, small files and headers of tensors with the manifest, in milliseconds.
 
     Looks at the files `names`; None: all. Returns (whole tensor, piece, CRC-32) of each piece,
     still to be compared. Raises UserError, one line that names the file, as all functions here do.
@@ -110,44 +109,49 @@ def check_files(
         if name == ADAPTER_CONFIG and zlib.crc32(read_file(file, "use another checkpoint")) != crc:
             _check_edited(path)
             continue
-        if (found := file.stat().st_size) != size:
-            raise UserError(f"checkpoint {path}: {name} is truncated or changed: {found} bytes, "
-                            f"saved with {size}; use another checkpoint")  # fmt: skip
+        if (file_size := file.stat().st_size) != size:
+            raise UserError(
+                f"checkpoint {path}: {name} is truncated or changed: {file_size} bytes, saved with "
+                f"{size}; use another checkpoint"
+            )
         content = read_file(file, "use another checkpoint") if blocks is None else read_header(file)
         if zlib.crc32(content) != crc:
             raise _corrupted(path, name)
         if blocks is not None:
-            entries = read_entries(content, file)
-            if any(
-                t not in entries or len(entries[t].shape) != len(shape) for t, _, shape, _ in blocks
-            ):
-                raise _corrupted(path, name)
-            written = sum(
-                math.prod(shape) * entries[tensor].dtype.itemsize for tensor, _, shape, _ in blocks
-            )
-            if missing := size - len(content) - written:
-                raise UserError(
-                    f"checkpoint {path}: {missing} bytes of {name} were written by nobody"
-                )
-            pieces += [
-                (entries[t], Piece(t, tuple(at), tuple(shape)), crc) for t, at, shape, crc in blocks
-            ]
+            pieces += _checked_pieces(path, file, content, blocks)
+    return pieces
+
+
+def _checked_pieces(
+    path: Path, file: Path, header: bytes, blocks: list[list]
+) -> list[tuple[Entry, Piece, int | None]]:
+    """Returns the pieces of a checkpoint's file of tensors, whose `blocks` the manifest has."""
+    entries = read_entries(header, file)
+    pieces: list[tuple[Entry, Piece, int | None]] = []
+    missing = file.stat().st_size - len(header)
+    for tensor, offset, shape, crc in blocks:
+        entry = entries.get(tensor)
+        if entry is None or len(entry.shape) != len(shape):
+            raise _corrupted(path, file.name)
+        missing -= math.prod(shape) * entry.dtype.itemsize
+        pieces.append((entry, Piece(tensor, tuple(offset), tuple(shape)), crc))
+    if missing:
+        raise UserError(f"checkpoint {path}: {missing} bytes of {file.name} were written by nobody")
     return pieces
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Compare every byte of a checkpoint with its manifest. All ranks call this."""
+    """Compares every byte of a checkpoint with its manifest. All ranks call this."""
     with failing_together():
         _compare(path, check_files(path))
 
 
 def verify_weights(path: str | Path, entries: dict[str, Entry] | None = None) -> None:
-    """Compare weights and config.json with the manifest beside them, if there is one. All ranks
-    call this.
+    """Compares weights and config.json with the manifest beside them, if there is one.
 
-    The other files of a checkpoint may change. Adapters are verified together with the weights that
-    they adapt. `path` is a folder, or a file of weights in it. Without a manifest the weights
-    `entries` must be finite.
+    All ranks call this. The other files of a checkpoint may change. Adapters are verified together
+    with the weights that they adapt. `path` is a folder, or a file of weights in it. Without a
+    manifest the weights `entries` must be finite.
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     entries = entries or {}
@@ -162,8 +166,7 @@ def verify_weights(path: str | Path, entries: dict[str, Entry] | None = None) ->
 
 
 def verify_base(folder: Path, entries: dict[str, Entry]) -> None:
-    """Compare the weights that a folder's adapters adapt with their manifest, and with what the run
-    saved of them.
+    """Compares the weights that a folder's adapters adapt with their manifest and with config.json.
 
     All ranks call this. Folders of peft's have nothing to compare.
     """
@@ -175,7 +178,7 @@ def verify_base(folder: Path, entries: dict[str, Entry]) -> None:
 
 
 def _check_edited(folder: Path) -> None:
-    """Refuse an adapter_config.json that differs from the saved one in more than the place of the
+    """Refuses an adapter_config.json that differs from the saved file in more than the place of the
     base."""
     adapters, base = read_adapters(folder)
     _check_settings(folder, adapters, base)
@@ -185,12 +188,12 @@ def _check_edited(folder: Path) -> None:
 
 
 def _check_settings(folder: Path, adapters: Adapters, base: Path) -> None:
-    """Compare adapters and base with what the run saved of them in config.json."""
+    """Compares adapters and base with what the run saved of them in config.json."""
     saved = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    for name, found in settings_beside(adapters, base).items():
-        if saved.get(name) not in (None, found):
+    for name, setting in settings_beside(adapters, base).items():
+        if saved.get(name) not in (None, setting):
             raise UserError(
-                f"{folder} was trained with {name} {saved[name]!s:.150}, and now has {found}: "
+                f"{folder} was trained with {name} {saved[name]!s:.150}, and now has {setting}: "
                 f"{ADAPTER_CONFIG} or the weights in {base} have changed; bring back those that it "
                 "was trained with"
             )
@@ -211,28 +214,27 @@ def fingerprint(folder: Path) -> int:
         header = read_header(file)
         crc = zlib.crc32(header, crc)
         for entry in read_entries(header, file).values():
-            rows, *others = entry.shape or (0,)
+            rows, *row_shape = entry.shape or (0,)
             for row in sorted({0, rows // 2}) if rows else ():
-                piece = Piece(entry.name, (row, *(0 for _ in others)), (1, *others))
+                piece = Piece(entry.name, (row, *[0] * len(row_shape)), (1, *row_shape))
                 crc = zlib.crc32(piece.crc32(entry).to_bytes(4, "little"), crc)
     return crc
 
 
 def check_beside(folder: Path, names: Collection[str]) -> list[tuple[Entry, Piece, int | None]]:
-    """`check_files` for the `names` that are there, if there is a manifest beside them.
+    """Does `check_files` for the `names` that exist, if there is a manifest beside them.
 
     A manifest of another program, or of a checkpoint from before 2026-11-22, is passed over.
     """
     manifest = read_json(folder / MANIFEST) if (folder / MANIFEST).exists() else {}
-    is_ours = "format_version" in manifest or "crc32" in manifest
-    return (
-        check_files(folder, [name for name in names if (folder / name).exists()]) if is_ours else []
-    )
+    if manifest.keys().isdisjoint(("format_version", "crc32")):
+        return []
+    return check_files(folder, [name for name in names if (folder / name).exists()])
 
 
 def _compare(path: Path, pieces: list[tuple[Entry, Piece, int | None]]) -> None:
-    """Compare each piece with its CRC-32; None: its elements must be finite. Ranks share the pieces
-    out."""
+    """Compares each piece with its CRC-32; None: its elements must be finite. Each rank compares
+    some pieces."""
     rank, world_size = rank_and_world_size()
 
     def compare(item: tuple[Entry, Piece, int | None]) -> None:

@@ -80,9 +80,14 @@ class Piece:
     offset: tuple[int, ...]  # index of the first element
     shape: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, entry: Entry) -> "Piece":
+        """Returns the piece that is all of a tensor in a file."""
+        return cls(entry.name, (0,) * len(entry.shape), entry.shape)
+
     def in_groups(self, group: int, unit: int) -> "Piece":
-        """The box of whole groups of a row around this piece, in a tensor with one number for
-        `unit` elements of a row.
+        """Returns the box of whole groups of a row around this piece, in a tensor with one number
+        for `unit` elements of a row.
 
         Columns 40 to 69 are in groups of 32 columns 32 to 95, and columns 1 and 2 of a tensor of
         one number for each.
@@ -98,8 +103,8 @@ class Piece:
     def in_parts(
         self, entry: Entry, content: memoryview
     ) -> Iterator[tuple[Entry, "Piece", memoryview]]:
-        """Yields the piece's tensors in files, each with the piece of it and its share of the
-        piece's elements.
+        """Yields the tensors in files that this piece consists of, the piece of each, and its bytes
+        of `content`.
 
         A piece of a tensor in parts holds some of them whole.
         """
@@ -112,24 +117,19 @@ class Piece:
         assert self.shape[1:] == entry.shape[1:] and len(content) % size == 0, f"{self} cuts parts"
         for i in range(len(content) // size):
             part = entry.parts[first + i]
-            yield (
-                part,
-                Piece(part.name, (0,) * len(part.shape), part.shape),
-                content[i * size : (i + 1) * size],
-            )
+            yield part, Piece.whole(part), content[i * size : (i + 1) * size]
 
     def runs(self, entry: Entry) -> Iterator[tuple[int, int]]:
-        """(first byte in the file, bytes) of each contiguous run, in the order of the piece's
-        elements.
+        """Yields (first byte in the file, bytes) of each contiguous run, in the elements' order.
 
         Rows 2 and 3, columns 4 to 7 of a tensor [8, 10] of 2-byte elements at byte 100: (148, 8),
         (168, 8).
         """
-        whole, size = entry.shape, entry.dtype.itemsize
-        strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+        size = entry.dtype.itemsize
+        strides = [math.prod(entry.shape[dim + 1 :]) for dim in range(len(entry.shape))]
         # Elements follow one another behind the last dimension that the piece does not have in
         # full.
-        cut = max((dim for dim, n in enumerate(self.shape) if n != whole[dim]), default=0)
+        cut = max((dim for dim, n in enumerate(self.shape) if n != entry.shape[dim]), default=0)
         length = math.prod(self.shape[cut:])
         ranges = (range(first, first + n) for first, n in zip(self.offset[:cut], self.shape))
         for index in itertools.product(*ranges):
@@ -139,15 +139,15 @@ class Piece:
             yield entry.start + element * size, length * size
 
     def write(self, file: DirectFile, entry: Entry, content: memoryview) -> None:
-        """Put the piece's elements, contiguous in `content`, into the file."""
+        """Puts the piece's elements, contiguous in `content`, into the file."""
         for start, length in self.runs(entry):
             file.write(content[:length], start)
             content = content[length:]
 
     def read(self, entry: Entry, content: memoryview) -> None:
-        """Fill `content` with the piece's elements."""
-        for part, piece, share in self.in_parts(entry, content):
-            piece.read_whole(part, share)
+        """Fills `content` with the piece's elements."""
+        for part, piece, part_content in self.in_parts(entry, content):
+            piece.read_whole(part, part_content)
 
     def read_whole(self, entry: Entry, content: memoryview) -> None:
         """Fills `content` from an entry without parts."""
@@ -172,23 +172,22 @@ class Piece:
                 start, run = start + count, run[count:]
 
     def content(self, entry: Entry) -> Tensor:
-        """The piece's elements in the file."""
+        """Returns the piece's elements in the file."""
         content = torch.empty(self.shape, dtype=entry.dtype)
         self.read(entry, bytes_of(content))
         return content
 
     def crc32(self, entry: Entry) -> int:
-        """The checksum of the piece's elements in the file."""
+        """Returns the CRC-32 of the piece's elements in the file."""
         return zlib.crc32(bytes_of(self.content(entry)))
 
 
 @torch.no_grad()
 def read_tensors(entries: dict[str, Entry], tensors: dict[str, Tensor]) -> None:
-    """Fill tensors and DTensors of any dtype and device from the entries of the same names, each
-    rank its own part.
+    """Fills tensors and DTensors of any dtype and device from the entries of the same names.
 
-    No tensor has a second copy: at most IO_THREADS pieces exist twice. Elements that are not finite
-    are refused.
+    Each rank reads its own part. No tensor has a second copy: at most IO_THREADS pieces exist
+    twice. Elements that are not finite are refused.
     """
 
     def read(piece_and_part: tuple[Piece, Tensor]) -> None:
@@ -211,8 +210,8 @@ def read_pieces(
     tensors: dict[str, Tensor],
     use: Callable[[Piece, Tensor, Tensor], None],
 ) -> None:
-    """Call use(piece, this rank's elements, the file's) for pieces of CONVERTED_BYTES of `tensors`,
-    on several threads.
+    """Calls use(piece, this rank's elements, the file's) for pieces of CONVERTED_BYTES, on several
+    threads.
 
     The file's elements are on the CPU, in the file's dtype, and finite.
     """
@@ -227,8 +226,8 @@ def read_pieces(
 
 
 def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """A safetensors file up to its data: the header's length in 8 little-endian bytes, then the
-    header in JSON.
+    """Returns a safetensors file up to its data: the header's length in 8 little-endian bytes, then
+    the header in JSON.
 
     `tensors` are (dtype, shape) by name. Each tensor's data_offsets count from the end of the
     header, which is padded with spaces to a multiple of 8 bytes: two tensors of 24 and 66 bytes
@@ -252,13 +251,15 @@ def header_of(tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
 def aligned(
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The same with larger elements first: in a file, each tensor then starts at a multiple of its
-    element's size."""
+    """Returns tensors in the order in which a file has them, larger elements first.
+
+    Each tensor then starts at a multiple of its element's size.
+    """
     return dict(sorted(tensors.items(), key=lambda tensor: -tensor[1][0].itemsize))
 
 
 def flat(state: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The optimizer's state by its names in optimizer.safetensors: norm.weight.exp_avg."""
+    """Returns the optimizer's state by names in optimizer.safetensors: norm.weight.exp_avg."""
     return {
         f"{name}.{key}": tensor
         for name, tensors in state.items()
@@ -267,38 +268,42 @@ def flat(state: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def read_entries(header: bytes, file: Path) -> dict[str, Entry]:
-    """Tensors that the header of `file` lists, by name. Refuses tensors of other dtypes than
-    DTYPES."""
-    entries = {}
+    """Returns the tensors that the header of `file` lists, by name.
+
+    Raises UserError for other dtypes than DTYPES, and for a damaged header.
+    """
     try:
-        for name, value in json.loads(header[8:]).items():
-            if name != "__metadata__":
-                if (dtype := value["dtype"]) not in DTYPES:
-                    raise UserError(
-                        f"{file}: {name} is of dtype {dtype!s:.20}, tensors must be of "
-                        f"{', '.join(DTYPES)}"
-                    )
-                shape = tuple(map(operator.index, value["shape"]))
-                start, end = value["data_offsets"]
-                entries[name] = Entry(
-                    file, DTYPES[dtype], shape, len(header) + operator.index(start), name
-                )
-                if (
-                    min(start, *shape, 0) < 0
-                    or end - start != math.prod(shape) * DTYPES[dtype].itemsize
-                ):
-                    raise ValueError(name)
+        header_json = json.loads(header[8:])
+        return {
+            name: _entry(name, value, len(header), file)
+            for name, value in header_json.items()
+            if name != "__metadata__"
+        }
     except UserError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(
             f"{file} is damaged: its header describes no tensors; use another checkpoint"
         ) from None
-    return entries
+
+
+def _entry(name: str, value: dict, data_start: int, file: Path) -> Entry:
+    """Returns the tensor that a value in a header describes. Raises ValueError for wrong sizes."""
+    if value["dtype"] not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise UserError(
+            f"{file}: {name} is of dtype {value['dtype']!s:.20}, tensors must be of {known}"
+        )
+    dtype = DTYPES[value["dtype"]]
+    shape = tuple(map(operator.index, value["shape"]))
+    start, end = map(operator.index, value["data_offsets"])
+    if min(start, *shape, 0) < 0 or end - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(name)
+    return Entry(file, dtype, shape, data_start + start, name)
 
 
 def read_header(file: Path) -> bytes:
-    """A safetensors file up to its data."""
+    """Returns a safetensors file up to its data. Raises UserError if it cannot be read."""
     refusal = UserError(
         f"{file} is missing, truncated or no safetensors file; copy or download it anew"
     )
@@ -316,8 +321,10 @@ def read_header(file: Path) -> bytes:
 
 
 def open_entries(file: Path) -> dict[str, Entry]:
-    """The tensors in a safetensors file. The library checks that offsets, shapes and the file's
-    size agree."""
+    """Returns the tensors in a safetensors file, by name.
+
+    The library checks that offsets, shapes and the file's size agree.
+    """
     try:
         # Before the library maps the file: SIGBUS would end it at an unreadable sector.
         header = read_header(file)
@@ -333,8 +340,10 @@ def open_entries(file: Path) -> dict[str, Entry]:
 def local_pieces(
     tensors: dict[str, Tensor], piece_bytes: int | None = None
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """This rank's parts, in pieces of at most `piece_bytes`, default PIECE_BYTES, or one row, with
-    views of them."""
+    """Yields this rank's pieces of tensors, and views of their elements.
+
+    A piece has at most `piece_bytes`, by default PIECE_BYTES, or one row.
+    """
     for name, tensor in tensors.items():
         local, offset = tensor.detach(), (0,) * tensor.ndim
         if isinstance(tensor, DTensor):
@@ -352,7 +361,7 @@ def local_pieces(
 
 
 def pieces_of(entries: dict[str, Entry]) -> Iterator[tuple[Entry, Piece]]:
-    """The pieces of whole tensors in files."""
+    """Yields the pieces of whole tensors in files."""
     shapes = {
         name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         for name, entry in entries.items()
@@ -361,13 +370,14 @@ def pieces_of(entries: dict[str, Entry]) -> Iterator[tuple[Entry, Piece]]:
 
 
 def check_finite(content: Tensor, entry: Entry) -> None:
-    """Raise UserError unless all elements of a CPU tensor, a piece of `entry`, are finite."""
-    if not is_finite(content):
-        whole = (
-            (part, Piece(part.name, (0,) * len(part.shape), part.shape)) for part in entry.parts
-        )
-        found = next((part for part, piece in whole if not is_finite(piece.content(part))), entry)
-        raise UserError(f"{found.name} in {found.file} is not finite; give other weights")
+    """Raises UserError unless all elements of a CPU tensor, a piece of `entry`, are finite."""
+    if is_finite(content):
+        return
+    for part in entry.parts:
+        if not is_finite(Piece.whole(part).content(part)):
+            entry = part
+            break
+    raise UserError(f"{entry.name} in {entry.file} is not finite; give other weights")
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -388,11 +398,10 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def is_written_here(tensor: Tensor, rank: int) -> bool:
-    """Whether this rank writes its part. Where several ranks have the same part, the first of them
-    does.
+    """Whether this rank writes its part of a tensor: of ranks with the same part, the first does.
 
-    A DTensor on a mesh of some ranks is the same on the meshes of all others, and the mesh with
-    rank 0 writes it.
+    A DTensor on a mesh of some ranks is the same on all such meshes, and the mesh with rank 0
+    writes it.
     """
     if not isinstance(tensor, DTensor):
         return rank == 0
@@ -405,12 +414,14 @@ def is_written_here(tensor: Tensor, rank: int) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Returns the memory of a contiguous CPU tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def in_threads(function: Callable, values: Iterable) -> list:
-    """The function's results, IO_THREADS at a time. Copies, checksums, reads and writes let go of
-    Python's lock."""
+    """Returns the function's results for all values, IO_THREADS at a time.
+
+    Copies, checksums, reads and writes let go of Python's lock.
+    """
     with ThreadPoolExecutor(IO_THREADS) as pool:
         return list(pool.map(function, values))
