@@ -48,6 +48,7 @@ from training.host.errors import UserError
 from training.host.files import flush, make_folder, shown_as, write_file
 
 logger = logging.getLogger(__name__)
+Kind = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor in a file
 # A thread that runs Python gives its lock after so long to a thread that waits for it. A save's
 # threads ask for the lock ten times for each piece: with Python's own 5 ms, a thread that runs
 # Python all the time halves their rate.
@@ -124,7 +125,7 @@ class Saver:
         optimizer_state: dict[str, dict[str, Tensor]] | None, trainer_state: dict,
         exact: Collection[str] = (),
     ) -> None:  # fmt: skip
-        """Start to write output_dir/step_<step>, once the save before has ended.
+        """Starts to write output_dir/step_<step>, once the save before has ended.
 
         Args:
             weights: parameter name -> tensor or DTensor, the same names in the same order on every
@@ -140,87 +141,99 @@ class Saver:
                 checkpoint is best.
         """
         self.wait()
-        rank, _ = rank_and_world_size()
-        carried = self.companions.carried
-        small = {f"rng_{rank}.json": _json(rng_state())}
-        if rank == 0:
-            small |= self.companions.files
-            first = next(iter(weights.values()))
-            dtype = torch.bfloat16 if first.is_cuda else first.dtype
-            content = carried.config_json(model_config, self.companions.settings, dtype)
-            small["config.json"] = _json(content, indent=2)
-            small["trainer.json"] = _json({"step": step, "trainer_state": trainer_state}, indent=2)
-        weights_file = ADAPTER_WEIGHTS if all(ADAPTERS in name for name in weights) else WEIGHTS
-        files = {weights_file: weights | carried.tensors}
-        if optimizer_state is not None:
-            files[OPTIMIZER] = pieces.flat(optimizer_state)
         self._step = step
-        self._small = small
+        self._small = self._small_files(model_config, weights, trainer_state)
         self._headers = {}
         self._pieces = []
         self._is_current = True
-        for file, tensors in files.items():
-            is_weights = file == weights_file
-            shapes = {name: {name: tuple(tensor.shape)} for name, tensor in tensors.items()}
-            if is_weights:
-                shapes |= {
-                    name: carried.in_files(name, tuple(weight.shape))
-                    for name, weight in weights.items()
-                }
-            kinds = {
-                each: (_dtype_of(tensor, is_weights and name not in exact), shape)
-                for name, tensor in tensors.items()
-                for each, shape in shapes[name].items()
-            }
-            header = pieces.header_of(pieces.aligned(kinds) if is_weights else kinds)
-            size = len(header) + sum(
-                math.prod(shape) * dtype.itemsize for dtype, shape in kinds.values()
-            )
-            self._headers[file] = header, size
-            entries = pieces.read_entries(header, Path(file))
-            own = {
-                name: tensor
-                for name, tensor in tensors.items()
-                if pieces.is_written_here(tensor, rank)
-            }
-            places = {
-                name: Entry.joined(
-                    name, tuple(tensor.shape), [entries[each] for each in shapes[name]]
-                )
-                for name, tensor in own.items()
-            }
-            self._pieces += [
-                (places[piece.name], piece, part) for piece, part in pieces.local_pieces(own)
-            ]
+        weights_file = ADAPTER_WEIGHTS if all(ADAPTERS in name for name in weights) else WEIGHTS
+        self._plan_weights(weights_file, weights, exact)
+        if optimizer_state is not None:
+            tensors = pieces.flat(optimizer_state)
+            kinds = {name: {name: _kind_of(tensor)} for name, tensor in tensors.items()}
+            self._plan_file(OPTIMIZER, tensors, kinds, is_aligned=False)
         self._stage(max((part.nbytes for *_, part in self._pieces if part.is_cuda), default=0))
         self._start()
 
+    def _small_files(
+        self, model_config: dict, weights: dict[str, Tensor], trainer_state: dict
+    ) -> dict[str, bytes]:
+        """Returns the files of this rank that hold no tensors."""
+        rank, _ = rank_and_world_size()
+        files = {f"rng_{rank}.json": _json(rng_state())}
+        if rank > 0:
+            return files
+        first = next(iter(weights.values()))
+        dtype = torch.bfloat16 if first.is_cuda else first.dtype
+        settings = self.companions.settings
+        config = self.companions.carried.config_json(model_config, settings, dtype)
+        trainer = {"step": self._step, "trainer_state": trainer_state}
+        files |= self.companions.files
+        files["config.json"] = _json(config, indent=2)
+        files["trainer.json"] = _json(trainer, indent=2)
+        return files
+
+    def _plan_weights(self, file: str, weights: dict[str, Tensor], exact: Collection[str]) -> None:
+        """Plans a file of weights and of what is carried. All but `exact` weights are rounded."""
+        carried = self.companions.carried
+        kinds = {name: {name: _kind_of(tensor)} for name, tensor in carried.tensors.items()}
+        for name, weight in weights.items():
+            dtype, shape = _kind_of(weight)
+            if name not in exact and isinstance(weight, DTensor) and weight.is_cuda:
+                dtype = torch.bfloat16
+            in_file = carried.in_files(name, shape)
+            kinds[name] = {key: (dtype, part_shape) for key, part_shape in in_file.items()}
+        self._plan_file(file, weights | carried.tensors, kinds, is_aligned=True)
+
+    def _plan_file(
+        self, file: str, tensors: dict[str, Tensor], kinds: dict[str, dict[str, Kind]], *,
+        is_aligned: bool,
+    ) -> None:  # fmt: skip
+        """Plans a file's header, and the pieces of `tensors` that this rank writes.
+
+        Args:
+            kinds: by tensor, the names that the file has for it, with dtypes and shapes.
+            is_aligned: whether each tensor starts at a multiple of its element's size.
+        """
+        rank, _ = rank_and_world_size()
+        in_file = {key: kind for name in tensors for key, kind in kinds[name].items()}
+        header = pieces.header_of(pieces.aligned(in_file) if is_aligned else in_file)
+        data_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in in_file.values())
+        self._headers[file] = header, len(header) + data_bytes
+        entries = pieces.read_entries(header, Path(file))
+        for name, tensor in tensors.items():
+            if pieces.is_written_here(tensor, rank):
+                parts = [entries[key] for key in kinds[name]]
+                place = Entry.joined(name, tuple(tensor.shape), parts)
+                for piece, elements in pieces.local_pieces({name: tensor}):
+                    self._pieces.append((place, piece, elements))
+
     def before_update(self) -> None:
-        """Wait until this rank's share of the state that `begin` was given has been read."""
+        """Waits until this rank's part of the state that `begin` was given has been read."""
         if self._thread is not None:
             self._read.wait()
         self._is_current = False
 
     def wait(self) -> None:
-        """Wait for the end of the save that is going on, if any. `error` says whether it failed."""
+        """Waits for the end of a save that is going on. `error` says whether it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
-    def finish(self, is_asked: Callable[[], bool] = lambda: False) -> None:
-        """Wait for the last save, and try it again for a while if the disk refused it and the state
-        has not changed.
+    def finish(self, gives_up: Callable[[], bool] = lambda: False) -> None:
+        """Waits for the last save. While the disk refuses it and the state has not changed, it is
+        tried again.
 
         Raises the save's error; a disk that refuses for good is a UserError.
 
         Args:
-            is_asked: whether to give up, the same on all ranks; called once a second.
+            gives_up: whether to try no more, the same on all ranks; called once a second.
         """
         self.wait()
         for left in range(ATTEMPTS - 1, 0, -1):
-            # A limit of files stays.
-            waits = isinstance(self.error, OSError) and self.error.errno != errno.EFBIG
-            if not waits or not self._is_current:
+            # A limit of the size of files stays: another try would meet it as well.
+            may_pass = isinstance(self.error, OSError) and self.error.errno != errno.EFBIG
+            if not may_pass or not self._is_current:
                 break
             logger.warning(
                 "the checkpoint is tried again in %.0f s, at most %d times; a signal, as of Ctrl-C "
@@ -229,7 +242,7 @@ class Saver:
             )  # fmt: skip
             for _ in range(int(SECONDS_BETWEEN)):
                 time.sleep(1)
-                if is_asked():
+                if gives_up():
                     raise UserError(
                         f"the last checkpoint is given up, as a signal asked: {self.error}"
                     )
@@ -249,7 +262,7 @@ class Saver:
         self._thread.start()
 
     def _stage(self, num_bytes: int) -> None:
-        """Make a pinned buffer of that size for each writing thread, and a stream for the copies to
+        """Makes a pinned buffer of that size for each writing thread, and a stream for copies to
         them."""
         if num_bytes > self._staging_bytes:
             self._stream = torch.cuda.Stream()
@@ -292,10 +305,10 @@ class Saver:
                 for file, content in self._small.items():
                     sizes[file] = write_file(temporary / file, content)
                 checksums = self._write_pieces(temporary)
-            shares = all_gather((sizes, checksums), self.group)
+            written = all_gather((sizes, checksums), self.group)
             with failing_together(self.group), shown_as(final, temporary):
                 if rank == 0:
-                    write_manifest(temporary, shares)
+                    write_manifest(temporary, written)
                     put_in_place(temporary, final)
                     delete_old(final, self.keep)
         except BaseException:
@@ -306,7 +319,10 @@ class Saver:
         return final
 
     def _write_pieces(self, folder: Path) -> dict[str, list]:
-        """Write this rank's pieces and flush them; returns file -> the manifest's "blocks"."""
+        """Writes this rank's pieces and flushes them.
+
+        Returns rows of the manifest's "blocks" by file.
+        """
         files = {file: DirectFile(folder / file) for file in self._headers}
         checksums: dict[str, list] = {file: [] for file in self._headers}
 
@@ -324,11 +340,10 @@ class Saver:
                         f"{entry.name} is not finite: no checkpoint of step {self._step} is written"
                     )
                 content = pieces.bytes_of(on_host.to(entry.dtype))
-                for each, box, share in piece.in_parts(entry, content):
-                    box.write(files[each.file.name], each, share)
-                    checksums[each.file.name].append(
-                        [each.name, box.offset, box.shape, zlib.crc32(share)]
-                    )
+                for tensor, box, elements in piece.in_parts(entry, content):
+                    box.write(files[tensor.file.name], tensor, elements)
+                    row = [tensor.name, box.offset, box.shape, zlib.crc32(elements)]
+                    checksums[tensor.file.name].append(row)
             finally:
                 if staging is not None:
                     self._staging.put(staging)
@@ -365,7 +380,7 @@ class Saver:
         raise OSError(errno.ESTALE, what)  # the run's end waits for it, as for a full disk
 
     def _fetch(self, part: Tensor, staging: Tensor) -> Tensor:
-        """A copy of a GPU's tensor in pinned memory."""
+        """Returns a copy of a GPU's tensor in pinned memory."""
         assert self._stream is not None
         on_host = staging[: part.nbytes].view(part.dtype).view(part.shape)
         with torch.cuda.stream(self._stream):
@@ -379,13 +394,8 @@ def _crc32(content: Tensor) -> int:
     return zlib.crc32(pieces.bytes_of(content))
 
 
-def _dtype_of(tensor: Tensor, is_rounded: bool) -> torch.dtype:
-    """The dtype in which a tensor is written: a rounded shard on a GPU in bf16."""
-    return (
-        torch.bfloat16
-        if is_rounded and isinstance(tensor, DTensor) and tensor.is_cuda
-        else tensor.dtype
-    )
+def _kind_of(tensor: Tensor) -> Kind:
+    return tensor.dtype, tuple(tensor.shape)
 
 
 def _json(content: dict, indent: int | None = None) -> bytes:

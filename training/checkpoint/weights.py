@@ -7,7 +7,6 @@ weights.
 """
 
 import contextlib
-import itertools
 import json
 import logging
 from collections.abc import Collection, Iterator, Sequence
@@ -81,7 +80,7 @@ WRITTEN_ANEW = (
 READABLE = "make it readable, or move it elsewhere"
 TOKENIZER_ADVICE = "give --tokenizer the path of a tokenizer.json"
 # Entry of each weight by name, and the adapters beside it.
-Found = tuple[dict[str, Entry], Adapters | None]
+Located = tuple[dict[str, Entry], Adapters | None]
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,10 @@ class Companions:
     settings: dict = field(default_factory=dict)
     carried: Carried = NOTHING
 
-    def joined(self, others: "Companions") -> "Companions":
-        """Both files and settings together, and what the others carry."""
+    def joined(self, companions: "Companions") -> "Companions":
+        """Returns these with files, settings and carried tensors of others, which come first."""
         return Companions(
-            self.files | others.files, self.settings | others.settings, others.carried
+            self.files | companions.files, self.settings | companions.settings, companions.carried
         )
 
     def stopping_at(self, ids: Collection[int]) -> "Companions":
@@ -106,8 +105,8 @@ class Companions:
 
     @property
     def stops(self) -> list[int]:
-        """The ids at which these say that a model stops: generation_config.json's, or if it has
-        none config.json's."""
+        """The ids at which a model stops: generation_config.json's, or if it has none
+        config.json's."""
         return self._stops_of(self._generation()) or self._stops_of(self.settings)
 
     def with_stops(self, stops: list[int]) -> "Companions":
@@ -145,12 +144,14 @@ class Companions:
     @staticmethod
     def _stops_of(content: dict | None) -> list[int]:
         value = (content or {}).get("eos_token_id")
-        stops = value if isinstance(value, list) else [] if value is None else [value]
+        if value is None:
+            return []
+        stops = value if isinstance(value, list) else [value]
         if not all(type(number) is int for number in stops):
-            is_wrong = (
-                f"eos_token_id is {value!r:.80}; it must be a token's number, or a list of numbers"
+            raise UserError(
+                f"eos_token_id is {value!r:.80}; it must be a token's number, or a list of "
+                "numbers: mend generation_config.json or config.json"
             )
-            raise UserError(f"{is_wrong}: mend generation_config.json or config.json")
         return stops
 
 
@@ -160,8 +161,7 @@ NO_COMPANIONS = Companions()
 def find_weights(
     path: str | Path, expected: dict[str, tuple[int, ...]], *, may_lack: Collection[str] = ()
 ) -> dict[str, Entry]:
-    """A model's weights in their files by our names, with names and shapes checked from the files'
-    headers.
+    """Returns a model's weights in their files by our names; checks names and shapes in headers.
 
     Nothing larger is read, but for the copy of a tied head; `verify_weights` compares the bytes.
     Parts of the model that are not trained are passed over (`carried`).
@@ -179,28 +179,64 @@ def find_weights(
             does not fit.
     """
     path = Path(path)
-    found: dict[str, Entry] = {}
+    entries = _trained_entries(path)
+    for part in may_lack:
+        if not any(part in name for name in entries):
+            expected = {name: shape for name, shape in expected.items() if part not in name}
+    # The tensors that these files have of each weight: one, or one for each expert.
+    in_files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in expected.items():
+        tensors = by_expert(name, shape)
+        in_files[name] = {name: shape} if entries.keys().isdisjoint(tensors) else tensors
+    shapes = {name: shape for tensors in in_files.values() for name, shape in tensors.items()}
+    tied_copy = None
+    if "lm_head.weight" not in expected:
+        tied_copy = entries.pop("lm_head.weight", None)
+    _check_shapes(path, entries, shapes)
+    if tied_copy and not _are_equal(tied_copy, entries["embed_tokens.weight"]):
+        raise UserError(
+            f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the "
+            "embedding; set tie_word_embeddings to false in its config.json, or give other weights"
+        )
+    weights = {}
+    for name, shape in expected.items():
+        parts = [entries[key] for key in in_files[name]]
+        weights[name] = Entry.joined(name_in_file(name), tuple(shape), parts)
+    return weights
+
+
+def _trained_entries(path: Path) -> dict[str, Entry]:
+    """Returns the text model's tensors in files by our names, with adapters' if there are some.
+
+    Raises UserError for a tensor that stands twice, or holds no floating-point numbers.
+    """
+    entries: dict[str, Entry] = {}
     for file in _weight_files(path):
         for key, entry in pieces.open_entries(file).items():
-            if (name := name_of(key)) is None:
+            name = name_of(key)
+            if name is None:
                 continue
-            if name in found:
+            if name in entries:
                 raise UserError(
-                    f"{path} has {key} twice, also in {found[name].file.name}; give another folder"
+                    f"{path} has {key} twice, also in {entries[name].file.name}; give another "
+                    "folder"
                 )
             if not entry.dtype.is_floating_point:
-                fitting = ", ".join(
-                    name for dtype, name in pieces.DTYPE_NAMES.items() if dtype.is_floating_point
-                )
+                dtypes = pieces.DTYPE_NAMES.items()
+                fitting = ", ".join(shown for dtype, shown in dtypes if dtype.is_floating_point)
                 raise UserError(
                     f"{file}: {key} is of dtype {pieces.DTYPE_NAMES[entry.dtype]}, weights must be "
                     f"of {fitting}"
                 )
             if not name.endswith(NOT_WEIGHTS):
-                found[name] = entry
-    for part in may_lack:
-        if not any(part in name for name in found):
-            expected = {name: shape for name, shape in expected.items() if part not in name}
+                entries[name] = entry
+    return entries
+
+
+def _check_shapes(
+    path: Path, entries: dict[str, Entry], expected: dict[str, tuple[int, ...]]
+) -> None:
+    """Raises UserError unless files have the expected tensors, by our names, and no others."""
     another = f"checkpoint {path} is of another size"
     hint = "choose a folder whose tensors are those that its config.json declares"
     if has_adapters(path):
@@ -208,56 +244,38 @@ def find_weights(
             "choose adapters of the text model's blocks alone, all alike, and the base that "
             f"{ADAPTER_CONFIG} names"
         )
-    # The tensors that these files have of each weight.
-    in_files: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in expected.items():
-        each = by_expert(name, shape)
-        in_files[name] = {name: shape} if found.keys().isdisjoint(each) else each
-    for name, shape in (item for tensors in in_files.values() for item in tensors.items()):
-        if name not in found:
+        if name not in entries:
             raise UserError(
                 f"{another}: it has no {name_in_file(name)}, this model needs it; {hint}"
             )
-        if found[name].shape != tuple(shape):
-            raise UserError(f"{another}: {found[name].name} has shape {list(found[name].shape)}, "
-                             f"this model needs {list(shape)}; {hint}")  # fmt: skip
-    tied_copy = found.pop("lm_head.weight", None) if "lm_head.weight" not in expected else None
-    known = {*itertools.chain(*in_files.values())}
-    for name in (name for name in found if name not in known):
-        raise UserError(f"{another}: it has {found[name].name}, this model does not; {hint}")
-    if tied_copy and not _are_equal(tied_copy, found["embed_tokens.weight"]):
-        has = (
-            f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the "
-            "embedding"
-        )
-        raise UserError(
-            f"{has}; set tie_word_embeddings to false in its config.json, or give other weights"
-        )
-    return {
-        name: Entry.joined(
-            name_in_file(name), tuple(shape), [found[each] for each in in_files[name]]
-        )
-        for name, shape in expected.items()
-    }
+        entry = entries[name]
+        if entry.shape != tuple(shape):
+            raise UserError(
+                f"{another}: {entry.name} has shape {list(entry.shape)}, this model needs "
+                f"{list(shape)}; {hint}"
+            )
+    for name, entry in entries.items():
+        if name not in expected:
+            raise UserError(f"{another}: it has {entry.name}, this model does not; {hint}")
 
 
-def find_all(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Found:
-    """Looks for the weights of a folder. Raises what `find_weights` does."""
+def find_all(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Located:
+    """Returns a folder's weights and its adapters. Raises what `find_weights` does."""
     adapters = read_adapters(path)[0] if has_adapters(path) else None
     return find_weights(path, expected | (adapters.shapes(expected) if adapters else {})), adapters
 
 
 def load_model_weights(
-    path: str | Path, expected: dict[str, tuple[int, ...]], found: Found | None = None
+    path: str | Path, expected: dict[str, tuple[int, ...]], located: Located | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(our name, whole CPU tensor in the file's dtype) of each weight, read one at a time. All
-    ranks call this.
+    """Yields (our name, whole CPU tensor in the file's dtype) of each weight, read one at a time.
 
-    Weights of a folder of adapters are merged, in float32. Adapters that were trained beside
-    matrices in 8 or 4 bits are added to these, which are bf16. This call itself does
-    `verify_weights`, and `find_all` if its result is not given as `found`, and raises what they do.
+    All ranks call this. Weights of a folder of adapters are merged, in float32. Adapters that were
+    trained beside matrices in 8 or 4 bits are added to these, which are bf16. This call itself does
+    `verify_weights`, and `find_all` if its result `located` is not given, and raises what they do.
     """
-    entries, adapters = found or find_all(path, expected)
+    entries, adapters = located or find_all(path, expected)
     bits = read_frozen_bits(path) if adapters else 16
     if bits < 16:
         check_library(f"{path}, whose adapters were trained beside {bits} bits per weight,")
@@ -271,15 +289,20 @@ def load_model_weights(
 
 
 def shape_of_weights(folder: str | Path) -> ModelConfig:
-    """The model that the config.json of a checkpoint or of a Hugging Face folder declares, or
-    UserError."""
+    """Returns the model that the config.json of a checkpoint or a Hugging Face folder declares.
+
+    Raises UserError for other folders.
+    """
     path = Path(folder) / "config.json"
     if has_adapters(folder) and not path.is_file():
         return shape_of_weights(read_adapters(folder)[1])
-    found = sorted(Path(folder).glob("step_[0-9]*[0-9]"))
-    if found or path.with_name("metrics.jsonl").is_file():
-        which = f"give a checkpoint in it, as {found[-1]}" if found else "it has no checkpoint yet"
-        raise UserError(f"{folder} is the output_dir of a run; {which}")
+    checkpoints = sorted(Path(folder).glob("step_[0-9]*[0-9]"))
+    if checkpoints:
+        raise UserError(
+            f"{folder} is the output_dir of a run; give a checkpoint in it, as {checkpoints[-1]}"
+        )
+    if path.with_name("metrics.jsonl").is_file():
+        raise UserError(f"{folder} is the output_dir of a run; it has no checkpoint yet")
     if Path(folder).is_file():
         raise UserError(
             f"{folder} is a file; give the folder of config.json and model.safetensors, as "
@@ -293,34 +316,35 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
 
 
 def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of a whole model, by our names and in the model's order."""
+    """Returns the shape of each parameter of a whole model, by our names and in the model's order."""
     return {name: parameter.shape for name, parameter in shape.parameters().items()}
 
 
 def read_companions(tokenizer: Path, weights: Sequence[Path] = ()) -> Companions:
-    """The files and settings that go along with weights, from the folder of this tokenizer.json,
-    which may be missing.
+    """Returns files and settings that go along with weights, from the folder of this tokenizer.json.
 
-    `weights` are that folder and another. The first that has a model's own file or setting gives
-    it.
+    The file may be missing. `weights` are its folder and another. The first folder that has a
+    model's own file or setting gives it.
     """
     folders = weights or [tokenizer.parent]
-    found = [_read_from(folder, folder == tokenizer.parent) for folder in folders]
-    files = {name: content for each in reversed(found) for name, content in each.files.items()}
-    settings = {name: value for each in reversed(found) for name, value in each.settings.items()}
+    companions = [_read_from(folder, folder == tokenizer.parent) for folder in folders]
+    files: dict[str, bytes] = {}
+    settings: dict = {}
+    for companion in reversed(companions):
+        files |= companion.files
+        settings |= companion.settings
     if tokenizer.is_file():
         files["tokenizer.json"] = read_file(tokenizer, TOKENIZER_ADVICE, JSON_BYTES)
-    stops = next((each.stops for each in found if each.stops), [])
+    stops = next((companion.stops for companion in companions if companion.stops), [])
     return Companions(files, settings).with_stops(stops)
 
 
 def _read_from(folder: Path, has_tokenizer: bool) -> Companions:
     files = _read_files(folder, COMPANIONS if has_tokenizer else COMPANIONS_OF_MODELS)
-    files = _with_all_templates(folder, files) if has_tokenizer else files
-    is_there = (folder / "config.json").is_file()
-    return Companions(
-        files, generation_settings(read_json(folder / "config.json")) if is_there else {}
-    )
+    if has_tokenizer:
+        files = _with_all_templates(folder, files)
+    config = folder / "config.json"
+    return Companions(files, generation_settings(read_json(config)) if config.is_file() else {})
 
 
 def _with_all_templates(folder: Path, files: dict[str, bytes]) -> dict[str, bytes]:
@@ -333,7 +357,7 @@ def _with_all_templates(folder: Path, files: dict[str, bytes]) -> dict[str, byte
     if not sources:
         return files
     named = {name.removesuffix(".jinja"): source for name, source in sources.items()}
-    others = {name: content for name, content in files.items() if name != TEMPLATE}
+    kept = {name: content for name, content in files.items() if name != TEMPLATE}
     if TEMPLATE in files:
         named = {"default": files[TEMPLATE]} | named
     with refused_as_user_error(f"{TOKENIZER_CONFIG} or a chat template in {folder} is damaged: "):
@@ -343,7 +367,7 @@ def _with_all_templates(folder: Path, files: dict[str, bytes]) -> dict[str, byte
         config["chat_template"] = [
             {"name": name, "template": source.decode()} for name, source in named.items()
         ]
-    return others | {TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+    return kept | {TOKENIZER_CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def read_beside_weights(weights: Sequence[Path], is_extended: bool = False) -> Companions:
@@ -353,37 +377,32 @@ def read_beside_weights(weights: Sequence[Path], is_extended: bool = False) -> C
     Weights of an extended context have no PARAMS, which declares the context before.
     """
     patterns = [name for name in COMPANIONS_OF_WEIGHTS if not (is_extended and name == PARAMS)]
-    files = [_read_files(folder, patterns) for folder in weights]
-    return Companions(
-        {name: content for found in reversed(files) for name, content in found.items()}
-    )
+    files: dict[str, bytes] = {}
+    for folder in reversed(weights):
+        files |= _read_files(folder, patterns)
+    return Companions(files)
 
 
 def left_out(weights: Sequence[Path], written: Collection[str]) -> list[str]:
     """Returns what the folders of weights have beside what was written, such as onnx/ and
     pytorch_model.bin."""
-    paths = [
-        path for folder in weights for path in folder.iterdir() if not path.name.startswith(".")
-    ]
-    others = [
-        path
-        for path in paths
-        if path.name not in written and not _is_among(path.name, WRITTEN_ANEW)
-    ]
-    return sorted({printable(path.name) + "/" * path.is_dir() for path in others})
+    names = set()
+    for path in (path for folder in weights for path in folder.iterdir()):
+        is_written = path.name in written or _is_among(path.name, [".*", *WRITTEN_ANEW])
+        if not is_written:
+            names.add(printable(path.name) + "/" * path.is_dir())
+    return sorted(names)
 
 
 def _read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
     paths = folder.iterdir() if folder.is_dir() else ()
-    present = [path for path in paths if _is_among(path.name, patterns) and path.is_file()]
-    present = [
-        path for path in present if path.name in patterns or path.stat().st_size <= JSON_BYTES
-    ]
-    files = {path.name: read_file(path, READABLE, JSON_BYTES) for path in sorted(present)}
-    return {
-        name: _without_places(file) if name.endswith("_config.json") else file
-        for name, file in files.items()
-    }
+    files = {}
+    for path in sorted(path for path in paths if _is_among(path.name, patterns)):
+        if path.is_file() and (path.name in patterns or path.stat().st_size <= JSON_BYTES):
+            content = read_file(path, READABLE, JSON_BYTES)
+            has_places = path.name.endswith("_config.json")
+            files[path.name] = _without_places(content) if has_places else content
+    return files
 
 
 def _without_places(file: bytes) -> bytes:
@@ -405,7 +424,7 @@ def _is_among(name: str, patterns: Sequence[str]) -> bool:
 
 
 def folders_of(path: Path) -> list[Path]:
-    """The folder, and if it is of adapters the folder of the weights that they adapt."""
+    """Returns the folder, and for adapters the folder of the weights that they adapt."""
     return [path, read_adapters(path)[1]] if has_adapters(path) else [path]
 
 
@@ -416,20 +435,20 @@ def _weight_files(path: Path) -> list[Path]:
     return weight_files(folders_of(path)[-1]) + adapters
 
 
-def _are_equal(one: Entry, other: Entry) -> bool:
+def _are_equal(left: Entry, right: Entry) -> bool:
     """Whether two tensors in files are equal, read a piece at a time. Refuses elements that are not
     finite."""
 
     def equal(entry_and_piece: tuple[Entry, Piece]) -> bool:
         _, piece = entry_and_piece
-        contents = piece.content(one), piece.content(other)
-        for content, entry in zip(contents, (one, other)):
+        contents = [piece.content(entry) for entry in (left, right)]
+        for content, entry in zip(contents, (left, right)):
             pieces.check_finite(content, entry)
         return torch.equal(*contents)
 
-    return one.shape == other.shape and all(
-        pieces.in_threads(equal, pieces.pieces_of({one.name: one}))
-    )
+    if left.shape != right.shape:
+        return False
+    return all(pieces.in_threads(equal, pieces.pieces_of({left.name: left})))
 
 
 def _read_weight(entry: Entry) -> Tensor:
@@ -441,8 +460,10 @@ def _read_weight(entry: Entry) -> Tensor:
 def _read_merged(
     name: str, entries: dict[str, Entry], adapters: Adapters | None, bits: int
 ) -> Tensor:
-    """Returns a weight, in float32 with its adapter if it has one. A block's matrix is rounded to
-    `bits` before."""
+    """Returns a weight, with its adapter merged in float32, if it has an adapter.
+
+    A block's matrix is rounded to `bits` before.
+    """
     weight = _read_weight(entries[name])
     if bits < 16 and is_quantized(name, weight.shape):
         quantized = quantize(weight.float().view(-1), bits)
@@ -450,4 +471,4 @@ def _read_merged(
         quantized.write_into(weight)
     if adapters is None or not (place := adapters.place_of(name, weight.shape)):
         return weight
-    return adapters.merge(weight, *(_read_weight(entries[each]) for each in adapter_names(place)))
+    return adapters.merge(weight, *(_read_weight(entries[key]) for key in adapter_names(place)))

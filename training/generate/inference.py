@@ -24,7 +24,7 @@ from kernels.parts import MixerKind
 from model import ModelConfig, Transformer
 from training.checkpoint.files import load_trainer_state, tokenizer_of
 from training.checkpoint.weights import (
-    Found,
+    Located,
     find_all,
     folders_of,
     load_model_weights,
@@ -61,7 +61,7 @@ class Opened:
     kinds: tuple[MixerKind, ...]  # how each layer attends
     tokenizer: ByteTokenizer | FileTokenizer
     stop_ids: frozenset[int]  # the tokenizer's end of text, and the folder's eos_token_id
-    weights: Found
+    weights: Located
     corpus_crc32: int | None  # identity of the documents of its run; None where no run made it
 
 
