@@ -22,8 +22,9 @@ def all_gather(value, group: dist.ProcessGroup | None = None) -> list:
 
 @contextlib.contextmanager
 def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Have all ranks leave the block together, all with an error if one had one: nobody waits for a
-    rank that is gone.
+    """Makes all ranks leave the block together, with an error if any rank had one.
+
+    So no rank waits for a rank that is gone.
 
     A rank without an error of its own raises an OSError or UserError as the failing rank did, else
     a RuntimeError.

@@ -316,12 +316,12 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
 
 
 def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each parameter of a whole model, by our names and in the model's order."""
+    """Returns the shape of each parameter of a whole model, by our names, in the model's order."""
     return {name: parameter.shape for name, parameter in shape.parameters().items()}
 
 
 def read_companions(tokenizer: Path, weights: Sequence[Path] = ()) -> Companions:
-    """Returns files and settings that go along with weights, from the folder of this tokenizer.json.
+    """Returns files and settings that go along with weights, from a tokenizer.json's folder.
 
     The file may be missing. `weights` are its folder and another. The first folder that has a
     model's own file or setting gives it.

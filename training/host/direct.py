@@ -40,7 +40,7 @@ class DirectFile:
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
 
     def write(self, content: memoryview, start: int) -> None:
-        """Put the bytes at `start`. Of 300,000 bytes at 5,000, those from 8,192 to 303,103 go past
+        """Puts the bytes at `start`. Of 300,000 bytes at 5,000, those from 8,192 to 303,103 go past
         the cache."""
         with naming(self._path):
             self._write_all(content, start)
@@ -67,7 +67,7 @@ class DirectFile:
         _write(self._cached, content[last - start :], last)
 
     def close(self) -> None:
-        """Close the file. No thread may write to it any more."""
+        """Closes the file. No thread may write to it any more."""
         for descriptor in (self._cached, self._direct):
             if descriptor is not None:
                 os.close(descriptor)

@@ -43,7 +43,7 @@ def printable(text: str | Path) -> str:
     A byte of a name that is no UTF-8, such as 0xff, is shown as \\udcff.
     """
     encodable = str(text).encode(errors="backslashreplace").decode()
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in encodable)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in encodable)
 
 
 def program(name: str = "python") -> str:
@@ -116,14 +116,14 @@ def import_with_variables(package: str, prefix: str) -> None:
             f"the Python at {sys.executable} has no package {package}; {make}"
         ) from None
     except ValueError as error:
-        given = ", ".join(
+        variables = ", ".join(
             f"{name}={value[:40]}" for name, value in os.environ.items() if name.startswith(prefix)
         )
-        if not given:
+        if not variables:
             raise
         why = " ".join(str(error).split())[:100]
         raise UserError(
-            f"{package} refuses {given} of the environment ({why}); unset it, or mend it"
+            f"{package} refuses {variables} of the environment ({why}); unset it, or mend it"
         ) from None
 
 
@@ -149,10 +149,9 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 
 @contextmanager
 def refused_as_user_error(prefix: str = "") -> Iterator[None]:
-    """Turn a ValueError into a UserError with `prefix` and the same words, for code that checks the
-    user's values.
+    """Turns a ValueError into a UserError with `prefix` and the same words.
 
-    A RecursionError, which JSON nested too deeply ends in, becomes one as well.
+    A RecursionError becomes a UserError as well: JSON that is nested too deeply raises it.
     """
     try:
         yield

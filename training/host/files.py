@@ -35,7 +35,7 @@ JSON_BYTES = 2**28
 
 
 def check_working_directory() -> None:
-    """Refuse a working directory that was deleted: no relative path is found from it."""
+    """Refuses a working directory that was deleted: no relative path is found from it."""
     try:
         os.getcwd()
     except OSError as error:
@@ -45,8 +45,10 @@ def check_working_directory() -> None:
 
 
 def check_can_write(file: Path, flag: str) -> None:
-    """Refuse, with the name of `flag`, a file that a command could not write at its end. Leaves one
-    there as it is."""
+    """Refuses, with the name of `flag`, a file that a command could not write at its end.
+
+    A file that exists stays as it is.
+    """
     exists = os.path.lexists(file)
     try:
         # A pipe would be waited for.
@@ -76,13 +78,12 @@ def hub_name(folder: str | Path) -> str | None:
 
 
 def without_folders(value: object) -> object:
-    """Returns a setting for others to read: names in the place of paths, which may hold a user's
-    name.
+    """Returns a setting to publish: names in the place of paths, which may hold a user's name.
 
-    Weights in the Hub's cache have their name there. A list is changed item by item.
+    Weights in the Hub's cache get their name on the Hub. A list is changed item by item.
     """
     if isinstance(value, list):
-        return [without_folders(each) for each in value]
+        return [without_folders(item) for item in value]
     if not isinstance(value, str) or os.sep not in value:
         return value
     return hub_name(value) or printable(Path(value).name or value)
@@ -115,15 +116,14 @@ def did_you_mean(path: Path) -> str:
     """Returns a hint, for the end of an error, at a path that differs from a wrong path by the case
     of its name."""
     with contextlib.suppress(OSError):
-        for other in path.parent.iterdir():
-            if other.name.lower() == path.name.lower() and other.name != path.name:
-                return f"; did you mean {other}?"
+        for sibling in path.parent.iterdir():
+            if sibling.name.lower() == path.name.lower() and sibling.name != path.name:
+                return f"; did you mean {sibling}?"
     return ""
 
 
 def check_paths(settings: Mapping[str, typing.Any]) -> None:
-    """Refuse data and weights that lead nowhere, by the names of flags, before anything takes
-    time."""
+    """Refuses paths of data and weights that do not exist, by the names of their flags."""
     for name in ("init_from", "checkpoint"):
         if settings.get(name):
             check_weights_exist(Path(settings[name]))
@@ -133,8 +133,7 @@ def check_paths(settings: Mapping[str, typing.Any]) -> None:
 
 
 def check_data_exists(path: Path, name: str = "data") -> None:
-    """Refuse a path of the flag `name` that leads nowhere; a name of the Hub is told how to
-    download it."""
+    """Refuses a path of the flag `name` that does not exist; says how to download a Hub's data."""
     if path.exists():
         return
     parts = str(path).split(",")
@@ -148,8 +147,7 @@ def check_data_exists(path: Path, name: str = "data") -> None:
 
 
 def check_weights_exist(folder: Path) -> None:
-    """Refuse a folder of weights that does not exist; a name of the Hub is told how to download
-    it."""
+    """Refuses a folder of weights that does not exist; says how to download a Hub's model."""
     if not folder.exists():
         raise UserError(f"{folder} does not exist; {which_weights(folder)}")
 
@@ -205,9 +203,9 @@ def is_deep(content: dict) -> bool:
     not come to an end."""
     level: list[dict | list] = [content]
     for _ in range(DEEPEST):
-        values = (
-            value for each in level for value in (each.values() if isinstance(each, dict) else each)
-        )
+        values: list = []
+        for container in level:
+            values += container.values() if isinstance(container, dict) else container
         level = [value for value in values if isinstance(value, dict | list)]
     return bool(level)
 
@@ -252,8 +250,7 @@ def space_on(path: Path) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and its parents where they are missing, on the disk as well: a loss of power
-    leaves them."""
+    """Makes a folder and its missing parents, and flushes them: a loss of power leaves them."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -263,8 +260,10 @@ def make_folder(folder: Path) -> None:
 
 
 def write_file(file: Path, content: bytes, size: int | None = None) -> list[int]:
-    """Write and flush a file, made longer if `size` is given. Returns [bytes of the file, CRC-32 of
-    the content]."""
+    """Writes and flushes a file, made longer if `size` is given.
+
+    Returns [bytes of the file, CRC-32 of the content].
+    """
     size = len(content) if size is None else size
     with naming(file), file.open("wb") as opened:
         opened.write(content)
@@ -276,11 +275,10 @@ def write_file(file: Path, content: bytes, size: int | None = None) -> list[int]
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Gives a path to write to, which is flushed and becomes `file` at the end: a kill leaves the
-    earlier file whole.
+    """Gives a path to write to, which is flushed and becomes `file` at the end.
 
-    Each call has a path of its own. Links, devices, pipes and files of read-only folders are
-    written to in place.
+    A kill leaves the earlier file whole. Each call has a path of its own. Links, devices, pipes and
+    files of read-only folders are written to in place.
     """
     if (
         file.is_symlink()
@@ -302,7 +300,7 @@ def replacing(file: Path) -> Iterator[Path]:
 
 
 def replace_file(file: Path, content: str) -> None:
-    """Write a small file as a whole; see `replacing`."""
+    """Writes a small file as a whole; see `replacing`."""
     with replacing(file) as temporary:
         temporary.write_bytes(content.encode())
 
@@ -431,8 +429,7 @@ def size_on_disk(folders: list[Path]) -> int:
 
 @contextlib.contextmanager
 def only_run_in(folder: Path, shown: Path | None = None, mark: str = "") -> Iterator[None]:
-    """Make the folder, and lock it while this context lasts. The end of the process ends the lock
-    as well.
+    """Makes the folder, and locks it while this context lasts, or until the process ends.
 
     Raises UserError if another process has the lock, or the folder cannot be written to.
 
@@ -457,9 +454,9 @@ def only_run_in(folder: Path, shown: Path | None = None, mark: str = "") -> Iter
                 raise BlockingIOError
         except (BlockingIOError, FileNotFoundError):
             match = LOCK_CONTENT.match(file.read(LOCK_BYTES))
-            other = f"another run, process {match[1].decode()}," if match else "another run"
+            run = f"another run, process {match[1].decode()}," if match else "another run"
             raise UserError(
-                f"{other} writes into {shown}: wait for its end, or choose another folder"
+                f"{run} writes into {shown}: wait for its end, or choose another folder"
             ) from None
         except OSError as error:
             logger.warning(
@@ -479,8 +476,8 @@ def only_run_in(folder: Path, shown: Path | None = None, mark: str = "") -> Iter
 
 @contextlib.contextmanager
 def only_writer_of(folder: Path) -> Iterator[None]:
-    """Locks a folder that is there while this context lasts, without a file in it. `only_run_in`
-    has another lock.
+    """Locks an existing folder while this context lasts, without a file in it. `only_run_in` has
+    another lock.
 
     Raises UserError if another process has the lock.
     """
@@ -489,8 +486,10 @@ def only_writer_of(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            other = f"another process of this command writes into {folder}"
-            raise UserError(f"{other}: wait for its end, or choose another folder") from None
+            raise UserError(
+                f"another process of this command writes into {folder}: wait for its end, or "
+                "choose another folder"
+            ) from None
         except OSError as error:
             logger.warning(
                 "%s has no locks (%s): take care that nothing else writes there", folder, error

@@ -94,7 +94,7 @@ class HostCopies:
         self.to_gpu = self.device_module.Stream()
 
     def begin_pass(self) -> None:
-        """Give out the whole arena anew: the tensors of the last forward were fetched, or are not
+        """Gives out the whole arena anew: the tensors of the last forward were fetched, or are not
         needed any more."""
         self.finish_sending()
         self.finish_fetching()
@@ -109,7 +109,7 @@ class HostCopies:
         self.leaving[key] = tensors, self.to_host.record_event()
 
     def finish_sending(self, but: int | None = None) -> None:
-        """Release the tensors that were sent, other than block `but`'s.
+        """Releases the tensors that were sent, other than block `but`'s.
 
         Kernels queued later wait for the copies: they may reuse the memory.
         """
@@ -130,7 +130,7 @@ class HostCopies:
         return tensors
 
     def finish_fetching(self) -> None:
-        """Make kernels queued from now on wait for all fetches. Only they may use or free the
+        """Makes kernels queued from now on wait for all fetches. Only they may use or free the
         fetched tensors."""
         self.device_module.current_stream().wait_stream(self.to_gpu)
 

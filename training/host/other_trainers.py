@@ -20,8 +20,7 @@ ABSENT: dict[str, str] = {row["names"]: row["why"] for row in NAMES["absent"]}
 
 
 class Meaning(NamedTuple):
-    """What a name stands for: a flag, or a reason why there is none. Both are None for a name that
-    nobody knows."""
+    """Meaning of a name: a flag, or the reason why there is none; both None for an unknown name."""
 
     flag: str | None = None
     why: str | None = None
@@ -47,15 +46,16 @@ def meaning(name: str, flags: Collection[str], absent: Mapping[str, str] = ABSEN
             if near := difflib.get_close_matches(end, flags, 1, LEAST_NEAR):
                 return Meaning(flag=near[0])
             for names, why in absent.items():
-                if any("*" in each and fnmatchcase(end, each) for each in names.split()):
+                if any("*" in pattern and fnmatchcase(end, pattern) for pattern in names.split()):
                     return Meaning(why=why)
     return Meaning()
 
 
 def _exactly(name: str, flags: Collection[str], absent: Mapping[str, str]) -> Meaning | None:
     usual = [ours for ours, theirs in USUAL_NAMES.items() if name in theirs.split()]
-    if there := [ours for ours in usual if ours in flags]:
-        return Meaning(flag=there[0])
+    for flag in usual:
+        if flag in flags:
+            return Meaning(flag=flag)
     for names, why in absent.items():
         if name in names.split():
             return Meaning(why=why)

@@ -28,14 +28,14 @@ DISK_ERRORS = errno.ENOSPC, errno.EDQUOT, errno.EIO
 
 
 def line_of(error: BaseException) -> str | None:
-    """Returns the line to show for an error that the user can mend, below its notes; None: a defect
-    has a traceback.
+    """Returns the line to show for an error that the user can mend, below its notes.
 
-    Users can mend bad input, files that the system refuses, and memory that ran out.
+    Users can mend bad input, files that the system refuses, and memory that ran out. Returns None
+    for a defect, which has a traceback.
     """
     if is_out_of_host_memory(error):
-        asked = (str(error).strip().splitlines() or ["MemoryError"])[0][:300]
-        left = f"{available_host_bytes() / GIB:.1f} GB are left to this process ({asked})"
+        message = (str(error).strip().splitlines() or ["MemoryError"])[0][:300]
+        left = f"{available_host_bytes() / GIB:.1f} GB are left to this process ({message})"
         cure = "lower --host_budget or --batch_size, or end what else runs here"
         return f"error: out of host memory, of which {left}; {cure}"
     if isinstance(error, UserError):
@@ -77,7 +77,7 @@ def line_of(error: BaseException) -> str | None:
 
 
 def show_error(error: BaseException, is_main: bool) -> None:
-    """Print the error that ends this process, and have torchrun repeat it in its summary.
+    """Prints the error that ends this process, and lets torchrun repeat it in its summary.
 
     Errors of other ranks than the main rank wait for twice GRACE_SECONDS, and are shown only if
     nothing ends the rank meanwhile: often every rank fails alike, and one message is enough. So do
@@ -98,7 +98,7 @@ def show_error(error: BaseException, is_main: bool) -> None:
 
 
 def open_standard_files() -> None:
-    """Open /dev/null in place of closed standard files: another file would get their number, and
+    """Opens /dev/null in place of closed standard files: another file would get their number, and
     then their text."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -168,7 +168,7 @@ class _Lasting:
 
 @contextmanager
 def outliving_its_output() -> Iterator[None]:
-    """Let prints fail in silence: a closed terminal, a pipe without a reader, or a full disk under
+    """Lets prints fail in silence: a closed terminal, a pipe without a reader, or a full disk under
     a log."""
     with redirect_stdout(_Lasting(sys.stdout)), redirect_stderr(_Lasting(sys.stderr)):  # type: ignore[type-var]
         yield
@@ -199,12 +199,8 @@ class Watchdog:
     def _bark(self, seconds: float) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         frames = sys._current_frames().items()
-        stacks = (
-            f"thread {names.get(each, each)}:\n" + "".join(traceback.format_stack(at))
-            for each, at in frames
-        )
-        said = (
-            f"nothing has ended for {seconds:.0f} s; what the threads of this process "
-            f"do:\n{''.join(stacks)}"
-        )
-        print(said, file=sys.__stderr__, flush=True)
+        report = f"nothing has ended for {seconds:.0f} s; what the threads of this process do:\n"
+        for thread, frame in frames:
+            report += f"thread {names.get(thread, thread)}:\n"
+            report += "".join(traceback.format_stack(frame))
+        print(report, file=sys.__stderr__, flush=True)

@@ -32,8 +32,8 @@ def interrupted_by_signals() -> Iterator[None]:
     numbers = [number for number in ENDING_SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
 
     def interrupt(number: int, _) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
+        for ignored in numbers:
+            signal.signal(ignored, signal.SIG_IGN)
         raise Signalled(number)
 
     try:

@@ -13,7 +13,7 @@ LIMITS = {"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": "passive"}
 
 
 def limit_spinning(device: str) -> None:
-    """Set LIMITS in the environment, if no GPU computes and the user has set nothing of the kind.
+    """Sets LIMITS in the environment, if no GPU computes and the user has set nothing of the kind.
 
     It must be called before torch is imported. Two threads on two busy cores spun for three
     quarters of a run's time.

@@ -43,7 +43,7 @@ def dtensor_like(sharded: DTensor, local: Tensor, shape: tuple[int, ...] | None 
 
 
 def set_timeout(group: ProcessGroup, seconds: float) -> None:
-    """Have collectives of the group, from now on, fail where a rank waits so long for another
+    """Makes collectives of the group, from now on, fail where a rank waits so long for another
     (2.0)."""
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 

@@ -13,7 +13,7 @@ from training.parallel.world import World
 def shard_model(
     model: nn.Module, blocks: nn.ModuleList, world: World, compute_dtype: torch.dtype | None = None
 ) -> None:
-    """Shard a model by FSDP2, each transformer block a group and the rest another; gradient sums
+    """Shards a model by FSDP2, each transformer block a group and the rest another; gradient sums
     are float32.
 
     Gradients are summed over ranks, and over copies, not averaged: the loss is divided by all
@@ -76,7 +76,7 @@ def local_part(parameter: Tensor, full: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy full tensors, the same on every rank, into the parameters of these names; those may be
+    """Copies full tensors, the same on every rank, into the parameters of these names; those may be
     sharded."""
     parameters = dict(model.named_parameters())
     for name, full in weights:

@@ -14,7 +14,7 @@ from training.parallel.world import World
 
 
 def share_matrices(model: nn.Module, world: World) -> None:
-    """Let the ranks of `world`'s tensor axis share the matrices of a model.Transformer, made for
+    """Lets the ranks of `world`'s tensor axis share the matrices of a model.Transformer, made for
     them on "meta".
 
     Its parameters become DTensors with the shapes of initial weights and checkpoints. FSDP2 must
@@ -35,18 +35,18 @@ def share_matrices(model: nn.Module, world: World) -> None:
         for key, part in [*module.named_parameters(recurse=False)]:
             dim = declared[f"{name}.{key}"].shared_dim
             placement = Replicate() if dim is None else Shard(dim)
-            whole = DTensor.from_local(part.detach(), mesh, [placement], run_check=False)
-            module.register_parameter(key, nn.Parameter(whole))
+            sharded = DTensor.from_local(part.detach(), mesh, [placement], run_check=False)
+            module.register_parameter(key, nn.Parameter(sharded))
 
 
 def check_matrix_sharing(size: int, model_config: ModelConfig) -> None:
-    """Raise UserError, with the sizes that can, unless so many ranks can share each of a model's
+    """Raises UserError, with the sizes that can, unless so many ranks can share each of a model's
     matrices equally."""
     layers = model_config.all_parts()
     kept_whole = (part.kept_whole for parts in layers for part in parts if part.kept_whole)
-    if size > 1 and (whole := next(kept_whole, None)):
+    if size > 1 and (indivisible := next(kept_whole, None)):
         raise UserError(
-            f"tensor_parallel_size {size} would part {whole}; use context_parallel_size"
+            f"tensor_parallel_size {size} would part {indivisible}; use context_parallel_size"
         )
     named = dict.fromkeys(
         size for parts in layers for part in parts for size in part.shared_sizes().items()

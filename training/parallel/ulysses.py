@@ -14,7 +14,7 @@ from training.parallel.world import World
 
 
 def share_sequences(model: nn.Module, world: World) -> None:
-    """Let the blocks of a model.Transformer attend over sequences that the ranks of `world`'s
+    """Lets the blocks of a model.Transformer attend over sequences that the ranks of `world`'s
     context axis share."""
     assert world.mesh is not None, "one process shares nothing"
     exchange = HeadExchange(world.mesh.get_group("context")) if world.context_size > 1 else None
@@ -25,7 +25,7 @@ def share_sequences(model: nn.Module, world: World) -> None:
 def check_sharing(
     size: int, model_config: ModelConfig, kinds: Sequence[MixerKind] = (), tensor_size: int = 1
 ) -> None:
-    """Raise UserError, with the sizes that can, unless `size` ranks can share the heads of each
+    """Raises UserError, with the sizes that can, unless `size` ranks can share the heads of each
     sequence equally.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -90,7 +90,7 @@ class World:
     def sum(
         self, *values: float, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> list[float]:
-        """Each value summed over the ranks, in float64."""
+        """Returns each value summed over the ranks, in float64."""
         if self.size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -98,11 +98,11 @@ class World:
         return tensor.tolist()
 
     def min(self, *values: float) -> list[float]:
-        """Each value's least over the ranks, in float64."""
+        """Returns each value's least over the ranks, in float64."""
         return self.sum(*values, operation=dist.ReduceOp.MIN)
 
     def limit_waits(self, seconds: float) -> None:
-        """Have collectives fail, from now on, where a rank waits so long for another."""
+        """Makes collectives fail, from now on, where a rank waits so long for another."""
         if self.mesh is not None:
             for group in (
                 dist.group.WORLD,
@@ -112,7 +112,7 @@ class World:
                 set_timeout(group, seconds)
 
     def broadcast(self, value):
-        """The main rank's value, on every rank; it may be anything that pickles."""
+        """Returns the main rank's value, on every rank; it may be anything that pickles."""
         if self.size == 1:
             return value
         values = [value]
@@ -133,8 +133,8 @@ def check_same_on_all_ranks(ours: dict, world: World) -> None:
 def make_mesh(
     device_type: str, size: int, context_parallel_size: int = 1, tensor_parallel_size: int = 1
 ) -> DeviceMesh:
-    """The mesh of `World`. Neighbouring ranks, on one machine, share matrices first and sequences
-    second."""
+    """Returns the mesh of `World`. Neighbouring ranks, on one machine, share matrices first and
+    sequences second."""
     shape = (
         size // (context_parallel_size * tensor_parallel_size),
         context_parallel_size,
@@ -166,7 +166,7 @@ def check_sizes(
 
 
 def check_replicate(size: int, local_size: int, tensor_parallel_size: int, replicate: int) -> None:
-    """Raise UserError unless so many copies of the weights have equally many processes, and whole
+    """Raises UserError unless so many copies of the weights have equally many processes, and whole
     machines or parts."""
     if size % (replicate * tensor_parallel_size):
         raise UserError(
@@ -183,7 +183,7 @@ def check_replicate(size: int, local_size: int, tensor_parallel_size: int, repli
 
 
 def choose_device(device: str, local_rank: int, local_size: int) -> torch.device:
-    """This process's device, made the current one."""
+    """Returns this process's device, and makes it the current device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
             "--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check "
@@ -204,7 +204,16 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
     return place
 
 
-def read_environment() -> tuple[int, int, int, int]:
+class Launched(NamedTuple):
+    """This process among the processes that torchrun starts."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def read_environment() -> Launched:
     """Returns torchrun's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without torchrun 0, 1,
     0 and 1.
 
@@ -212,23 +221,23 @@ def read_environment() -> tuple[int, int, int, int]:
     exist.
     """
     defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    found = {name: whole_number(name, default) for name, default in defaults.items()}
-    rank, size, local_rank, local_size = found.values()
+    values = {name: whole_number(name, default) for name, default in defaults.items()}
+    rank, size, local_rank, local_size = launched = Launched(*values.values())
     if not (local_rank <= rank < size and local_rank < local_size <= size):
-        shown = ", ".join(f"{name} {value}" for name, value in found.items())
+        shown = ", ".join(f"{name} {value}" for name, value in values.items())
         raise UserError(
             f"{shown} in the environment do not fit: a rank is below the number of ranks; start by "
             "torchrun, or unset them"
         )
-    return rank, size, local_rank, local_size
+    return launched
 
 
 @contextmanager
 def join_world(
     device: str, context_parallel_size: int = 1, tensor_parallel_size: int = 1, replicate: int = 1
 ) -> Iterator[World]:
-    """Join the process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or make a world
-    of one process.
+    """Joins the process group that torchrun announced (NCCL on GPUs, gloo on CPUs), or makes a
+    world of one process.
 
     A rank that fails shows its error, and all ranks end within seconds. One exception: where a rank
     is killed that was alone on its machine, or alone in a PID namespace as of a container, other
@@ -244,48 +253,67 @@ def join_world(
     """
     # Before CUDA starts: less fragmentation.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    rank, size, local_rank, local_size = read_environment()
-    given = {
+    launched = read_environment()
+    sizes = {
         "context_parallel_size": context_parallel_size,
         "tensor_parallel_size": tensor_parallel_size, "replicate": replicate,
     }  # fmt: skip
-    check_sizes(size, local_size, *given.values())
-    place = choose_device(device, local_rank, local_size)
+    check_sizes(launched.size, launched.local_size, *sizes.values())
+    place = choose_device(device, launched.local_rank, launched.local_size)
     left = threading.Event()
     warn_of_slurm()
-    if size == 1:
+    if launched.size == 1:
         if "TORCHELASTIC_RUN_ID" in os.environ:
-            threading.Thread(target=end_with, args=([], os.getppid(), left), daemon=True).start()
-        yield World(rank, size, place)
+            end_in_thread([], left)
+        yield World(launched.rank, launched.size, place)
         left.set()
         return
-    ranks = meet(rank, size, place, given)
-    namespace = own_namespace()
-    neighbours = [
-        pid for pid, theirs, _ in ranks[rank - local_rank :][:local_size] if theirs == namespace
-    ]
-    machines = Machines() if size > len(neighbours) else None
-    threading.Thread(
-        target=end_with, args=(neighbours, os.getppid(), left, machines), daemon=True
-    ).start()
-    try:
-        for name in given:
-            if len(sizes := {theirs[name] for _, _, theirs in ranks}) > 1:
-                raise UserError(f"ranks differ in {name}: {sorted(sizes)}; start all ranks alike")
-        mesh = make_mesh(place.type, size, context_parallel_size, tensor_parallel_size)
-        world = World(rank, size, place, mesh, replicate)
+    with joined_group(launched, place, sizes, left):
+        mesh = make_mesh(place.type, launched.size, context_parallel_size, tensor_parallel_size)
+        world = World(launched.rank, launched.size, place, mesh, replicate)
         world.limit_waits(START_SECONDS)
         yield world
         dist.barrier()  # no rank ends while another is still at work
+
+
+@contextmanager
+def joined_group(
+    launched: Launched, place: torch.device, sizes: dict[str, int], left: threading.Event
+) -> Iterator[None]:
+    """Has the process group while this context lasts; an error in it ends all ranks.
+
+    Sets `left` at the end. Raises UserError, on all ranks, if they have other `sizes`.
+    """
+    ranks = meet(launched.rank, launched.size, place, sizes)
+    first = launched.rank - launched.local_rank
+    machine = ranks[first:][: launched.local_size]
+    namespace = own_namespace()
+    neighbours = [pid for pid, pid_namespace, _ in machine if pid_namespace == namespace]
+    machines = Machines() if launched.size > len(neighbours) else None
+    end_in_thread(neighbours, left, machines)
+    try:
+        for name in sizes:
+            numbers = {rank_sizes[name] for _, _, rank_sizes in ranks}
+            if len(numbers) > 1:
+                raise UserError(f"ranks differ in {name}: {sorted(numbers)}; start all ranks alike")
+        yield
     except Exception as error:
-        end_by(error, rank == 0, machines)
+        end_by(error, launched.rank == 0, machines)
     left.set()
     gc.collect()  # frees objects that refer to the group: gloo may abort where any are left
     dist.destroy_process_group()
 
 
+def end_in_thread(
+    pids: list[int], left: threading.Event, machines: "Machines | None" = None
+) -> None:
+    """Runs `end_with` in a thread, for the process that started this one."""
+    arguments = pids, os.getppid(), left, machines
+    threading.Thread(target=end_with, args=arguments, daemon=True).start()
+
+
 def warn_of_slurm() -> None:
-    """Say that a task of several runs alone, where nothing has told the tasks of each other."""
+    """Warns that a task of several runs alone, where nothing has told the tasks of each other."""
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if (
         "WORLD_SIZE" not in os.environ
@@ -301,14 +329,14 @@ def warn_of_slurm() -> None:
 
 
 def own_namespace() -> str:
-    """The PID namespace: in a container, a number means another process than outside."""
+    """Returns the PID namespace: in a container, a number means another process than outside."""
     return os.readlink("/proc/self/ns/pid")
 
 
 def meet(
-    rank: int, size: int, place: torch.device, given: dict[str, int]
+    rank: int, size: int, place: torch.device, sizes: dict[str, int]
 ) -> list[tuple[int, str, dict[str, int]]]:
-    """Joins the process group; returns (process, its PID namespace, `given`) of each rank.
+    """Joins the process group; returns (process, its PID namespace, `sizes`) of each rank.
 
     Raises:
         UserError: torchrun has not said where to meet. Where ranks do not come, the process ends
@@ -334,7 +362,7 @@ def meet(
         dist.init_process_group(
             "nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=start
         )
-        dist.all_gather_object(ranks, (os.getpid(), own_namespace(), given))
+        dist.all_gather_object(ranks, (os.getpid(), own_namespace(), sizes))
     except RuntimeError as error:
         why = str(error).splitlines()[0][:300]
         end_by(
@@ -370,9 +398,9 @@ class Machines:
 
 
 def end_with(
-    pids: list[int], parent: int, left: threading.Event, machines: Machines | None = None
+    pids: list[int], parent: int, left: threading.Event, machines: Machines | None
 ) -> None:
-    """End this process once `parent`, a process in `pids` or a rank of another machine has ended,
+    """Ends this process once `parent`, a process in `pids` or a rank of another machine has ended,
     unless `left` is set.
 
     `parent` is the launcher: a rank that outlived it would write checkpoints while a new run writes
@@ -402,7 +430,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def warn_of_stopped(pids: list[int]) -> None:
-    """Name this machine's stopped ranks; only the first rank that runs prints."""
+    """Names this machine's stopped ranks; only the first rank that runs prints."""
     stopped = {pid: local_rank for local_rank, pid in enumerate(pids) if is_stopped(pid)}
     first = next((pid for pid in pids if pid not in stopped), None)
     for pid, local_rank in stopped.items() if first == os.getpid() else ():
@@ -414,7 +442,7 @@ def warn_of_stopped(pids: list[int]) -> None:
 
 
 def end_by(error: Exception, is_main: bool, machines: Machines | None = None) -> NoReturn:
-    """Show the error that ended this rank, and exit without destructors, which may wait for other
+    """Shows the error that ended this rank, and exits without destructors, which may wait for other
     ranks."""
     show_error(error, is_main)
     sys.stdout.flush()
