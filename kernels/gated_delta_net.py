@@ -1,5 +1,4 @@
-"""Gated delta net: a mixer that remembers a state per value head, not keys and values (arXiv
-2412.06464).
+"""Gated delta net (arXiv 2412.06464): a mixer that remembers a state per value head, not keys.
 
 The layer's input is x. There are G key heads of width K and H value heads of width V.
 
@@ -7,8 +6,7 @@ The layer's input is x. There are G key heads of width K and H value heads of wi
     g       = -exp(A_log) softplus(x W_a^T + dt_bias)                         log decay, float32
     beta    = sigmoid(x W_b^T)                                                strength, float32
     o       = delta rule of q, k, v, g and beta                               `delta_rule`
-    out     = (norm(o) silu(x W_z^T)) W_out^T                                 norm of each value
-    head
+    out     = (norm(o) silu(x W_z^T)) W_out^T                                 norm of each head's o
 
 A_log, dt_bias and the norm's weight stay float32 beside matrices in bf16: a rounded A_log is
 another decay.
@@ -39,9 +37,8 @@ from .linear import PLAIN, Linear
 from .parts import Adapted, AttentionFlops, MixerKind, Parameter, Weight, Work
 from .rms_norm import rms_norm, rms_norm_reference
 
-BACKWARD_FLOPS = (
-    3.0  # times forward's, in the delta rule: states and chunks' matrices are made again
-)
+# Times forward's, in the delta rule: states and chunks' matrices are made again.
+BACKWARD_FLOPS = 3.0
 
 
 class DeltaNetParameters(NamedTuple):
@@ -99,9 +96,11 @@ class DeltaRule(MixerKind):
             F.normalize(torch.randn(1, T, G, K, device=device), dim=-1).bfloat16() for _ in range(2)
         )
         v = torch.randn(1, T, H, V, device=device, dtype=torch.bfloat16)
-        g, beta = -torch.rand(1, T, H, device=device), torch.rand(1, T, H, device=device)
+        g = -torch.rand(1, T, H, device=device)
+        beta = torch.rand(1, T, H, device=device)
         tensors = [x.requires_grad_() for x in (q, k, v, g, beta)]
-        out, flops = delta_rule(*tensors), self.flops(T, H, G, K)
+        out = delta_rule(*tensors)
+        flops = self.flops(T, H, G, K)
         forward = seconds(lambda: delta_rule(*(x.detach() for x in tensors)))
         backward = seconds(lambda: torch.autograd.grad(out, tensors, v, retain_graph=True))
         return {
@@ -130,8 +129,7 @@ class DeltaNet:
         if self.num_value_heads % self.num_key_heads:
             raise ValueError(
                 "linear_num_value_heads must be a multiple of linear_num_key_heads "
-                f"({self.num_key_heads}), got "
-                f"{self.num_value_heads}"
+                f"({self.num_key_heads}), got {self.num_value_heads}"
             )
 
     @property
@@ -211,15 +209,14 @@ class DeltaNet:
         self, num_tokens: int, element_size: int, *, num_ranks: int = 1, **options
     ) -> dict[str, int]:
         """Has no use for attention's other `options`."""
-        own, num_tokens = self.of_rank(num_ranks), num_tokens * num_ranks
-        _, forward, backward = delta_rule_bytes(num_tokens, *own.sizes[1:], element_size)
-        convolution = convolution_workspace(num_tokens, own.channels)
-        names = (
-            "fathom::delta_rule",
-            "fathom::delta_rule_backward",
-            "fathom::qkv_convolution_backward",
-        )
-        return dict(zip(names, (forward, backward, convolution)))
+        shard = self.of_rank(num_ranks)
+        num_tokens *= num_ranks
+        _, forward, backward = delta_rule_bytes(num_tokens, *shard.sizes[1:], element_size)
+        return {
+            "fathom::delta_rule": forward,
+            "fathom::delta_rule_backward": backward,
+            "fathom::qkv_convolution_backward": convolution_workspace(num_tokens, shard.channels),
+        }
 
     def linear_work(
         self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
@@ -239,17 +236,15 @@ class StateCache:
         self.state: Tensor | None = None  # [B, H, K, V] float32
         self.rows: Tensor | None = None  # [B, 3, C], zeros before the first token
 
-    def joined(self, x_BTC: Tensor) -> Tensor:
-        """Returns inputs of the convolution behind the three before them, and remembers the last
-        three."""
-        before = (
-            x_BTC.new_zeros(len(x_BTC), WIDTH - 1, x_BTC.shape[-1])
-            if self.rows is None
-            else self.rows
-        )
-        joined = torch.cat([before, x_BTC], 1)
-        self.length, self.rows = self.length + x_BTC.shape[1], joined[:, 1 - WIDTH :]
-        return joined
+    def append(self, x_BTC: Tensor) -> Tensor:
+        """Returns inputs of the convolution behind the three rows before them, and keeps the last
+        three rows."""
+        if self.rows is None:
+            self.rows = x_BTC.new_zeros(len(x_BTC), WIDTH - 1, x_BTC.shape[-1])
+        rows = torch.cat([self.rows, x_BTC], 1)
+        self.length += x_BTC.shape[1]
+        self.rows = rows[:, 1 - WIDTH :]
+        return rows
 
 
 def gated_delta_net_reference(
@@ -269,9 +264,8 @@ def gated_delta_net_reference(
 def _decay_and_strength(a: Tensor, b: Tensor, p: DeltaNetParameters) -> tuple[Tensor, Tensor]:
     """Returns g and beta [B, T, H], float32 or wider."""
     dtype = sum_dtype(a)
-    return -p.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + p.dt_bias.to(dtype)), b.sigmoid().to(
-        dtype
-    )
+    g = -p.A_log.to(dtype).exp() * F.softplus(a.to(dtype) + p.dt_bias.to(dtype))
+    return g, b.sigmoid().to(dtype)
 
 
 def _rows_by_rank(weight: Weight, part: DeltaNet, ranks: int) -> list[Weight]:
@@ -292,71 +286,39 @@ def _project_to_heads(
     Returns a function that projects to this rank's channels beside that, and waits: [B, T / N, D]
     to [B, T, C / N].
     """
-    rows, own = _rows_by_rank(weight, part, exchange.size), exchange.rank
-    parts = [None if rank == own else linear(x_BTD, of_rank) for rank, of_rank in enumerate(rows)]
+    rows = _rows_by_rank(weight, part, exchange.size)
+    local_rows = rows[exchange.rank]
+    rows[exchange.rank] = None
+    parts = [None if weight is None else linear(x_BTD, weight) for weight in rows]
     receive = exchange.start_parts_to_heads(parts)
-    return lambda: receive(linear(x_BTD, rows[own]))
+    return lambda: receive(linear(x_BTD, local_rows))
 
 
 def gated_delta_net(
     x_BTD: Tensor, parameters: DeltaNetParameters, part: DeltaNet, segments: Tensor | None = None,
-    *,
-    cache: StateCache | None = None, exchange: HeadExchange | None = None, linear: Linear = PLAIN,
-    impl: str = "auto",
+    *, cache: StateCache | None = None, exchange: HeadExchange | None = None,
+    linear: Linear = PLAIN, impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Runs a gated delta net from a layer's input to its output projection, [B, T, D] to [B, T, D].
 
     Args:
         segments: the documents, see `kernels.attention.documents.Documents`; None: each batch row
-        is one document. cache: continues the tokens that it has seen, one document per row, and
-        sees these; None: nothing before. exchange: between ranks that share each sequence. x and
-        the result are of this rank's tokens, `segments` of
-            whole sequences. None: each rank has its own sequences.
+            is one document.
+        cache: continues the tokens that it has seen, one document per row, and sees these; None:
+            nothing before.
+        exchange: between ranks that share each sequence. x and the result are of this rank's
+            tokens, `segments` of whole sequences. None: each rank has its own sequences.
         linear: the linear map of the projections to q, k, v and z, and of the output projection.
 
     Raises ValueError for what `qkv_convolution` and `delta_rule` refuse, and ranks that do not
     divide the key heads.
     """
     p, exchange = parameters, exchange or HeadExchange(None)
-    G, H, K, _ = part.of_rank(exchange.size).sizes
-    if is_shared := exchange.size > 1:
-        receive_qkv = _project_to_heads(x_BTD, p.qkv, part, exchange, linear)
-    a, b = PLAIN.maps(x_BTD, [p.a, p.b])
-    g, beta = _decay_and_strength(a, b, p)
-    qkv: Tensor | list[Tensor]
-    if is_shared:
-        receive_gates = exchange.start_to_heads(torch.stack([g, beta], -1))
-        qkv, convolution = (
-            receive_qkv(),
-            _rows_by_rank(p.convolution, part, exchange.size)[exchange.rank],
-        )
-        g, beta = receive_gates().unbind(-1)
-        del receive_gates, receive_qkv
-    elif cache is not None or has_prompts(segments):
-        qkv, convolution = linear(x_BTD, p.qkv), p.convolution
-    else:  # apart: the largest tensor of a layer would leave holes in memory where no other fits
-        qkv, convolution = linear.maps(x_BTD, p.qkv.split(part.columns)), p.convolution
-    convolve = functools.partial(qkv_convolution, weight_CW=convolution, G=G, H=H, K=K, impl=impl)
-    if has_prompts(segments):
-        inputs = [qkv, g, beta]
-        del qkv, g, beta
-        out = _with_prompts(inputs, convolve, segments, impl)
-    elif cache is None:
-        q, k, v = convolve(qkv, segments=segments)
-        del qkv
-        out = delta_rule(q, k, v, g, beta, segments=segments, impl=impl)
-        del q, k, v, g, beta
-    else:
-        q, k, v = (x[:, WIDTH - 1 :] for x in convolve(cache.joined(qkv)))
-        out, cache.state = delta_rule(
-            q, k, v, g, beta, initial_state=cache.state, with_state=True, impl=impl
-        )
-        del qkv, q, k, v, g, beta
-    receive = exchange.start_to_tokens(out)  # type: ignore[arg-type]
+    out = _run_heads(x_BTD, p, part, segments, cache, exchange, linear, impl)
+    receive = exchange.start_to_tokens(out)
     del out
-    z = linear(
-        x_BTD, p.z
-    )  # beside the exchange; and backward frees its gradient before the rule's backward
+    # Beside the exchange; and backward frees its gradient before the rule's backward.
+    z = linear(x_BTD, p.z)
     out = receive()
     del receive
     normed = rms_norm(out, p.norm, p.eps, gate=z.view(out.shape), read_once=True, impl=impl)
@@ -364,27 +326,63 @@ def gated_delta_net(
     return linear(normed.flatten(2), p.out)  # type: ignore[union-attr]
 
 
-def _with_prompts(inputs: list[Tensor], convolve: Callable, segments: Tensor, impl: str) -> Tensor:
-    """Returns the delta rule's output [B, T, H, V] of documents that may go on from prompts;
-    empties `inputs`.
+def _run_heads(
+    x_BTD: Tensor, p: DeltaNetParameters, part: DeltaNet, segments: Tensor | None,
+    cache: StateCache | None, exchange: HeadExchange, linear: Linear, impl: str,
+) -> Tensor:  # fmt: skip
+    """Returns the delta rule's output for this rank's heads of all tokens, [B, T, H / N, V]."""
+    G, H, K, _ = part.of_rank(exchange.size).sizes
+    convolution = p.convolution
+    if is_shared := exchange.size > 1:
+        receive_qkv = _project_to_heads(x_BTD, p.qkv, part, exchange, linear)
+    a, b = PLAIN.maps(x_BTD, [p.a, p.b])
+    g, beta = _decay_and_strength(a, b, p)
+    qkv: Tensor | list[Tensor]
+    if is_shared:
+        receive_gates = exchange.start_to_heads(torch.stack([g, beta], -1))
+        qkv = receive_qkv()
+        convolution = _rows_by_rank(convolution, part, exchange.size)[exchange.rank]
+        g, beta = receive_gates().unbind(-1)
+        del receive_gates, receive_qkv
+    elif cache is not None or has_prompts(segments):
+        qkv = linear(x_BTD, p.qkv)
+    else:  # apart: the largest tensor of a layer would leave holes in memory where no other fits
+        qkv = linear.maps(x_BTD, p.qkv.split(part.columns))
+    convolve = functools.partial(qkv_convolution, weight_CW=convolution, G=G, H=H, K=K, impl=impl)
+    if has_prompts(segments):
+        inputs = [qkv, g, beta]
+        del qkv, g, beta
+        return _with_prompts(inputs, convolve, segments, impl)
+    if cache is None:
+        q, k, v = convolve(qkv, segments=segments)
+        del qkv
+        return delta_rule(q, k, v, g, beta, segments=segments, impl=impl)  # type: ignore[return-value]
+    q, k, v = (x[:, WIDTH - 1 :] for x in convolve(cache.append(qkv)))
+    out, cache.state = delta_rule(
+        q, k, v, g, beta, initial_state=cache.state, with_state=True, impl=impl
+    )
+    return out
 
-    `inputs` are rows before the convolution [B, T, C], g and beta [B, T, H]. Before each answer
-    stand copies of its prompt's last three tokens, which the convolution reads. Without strength
-    and decay they leave the state as it is:
-    the prompt's last state, from which all of its answers start.
+
+def _with_prompts(inputs: list[Tensor], convolve: Callable, segments: Tensor, impl: str) -> Tensor:
+    """Returns the delta rule's output [B, T, H, V] of documents that may go on from prompts.
+
+    `inputs` are rows before the convolution [B, T, C], g and beta [B, T, H]; the list is emptied.
+    Before each answer stand copies of its prompt's last three tokens, which the convolution reads.
+    Without strength and decay they leave the state as it is: the prompt's last state, from which
+    all of its answers start.
     """
     like = inputs[0].new_empty(()).expand(inputs[0].shape[:2])
     copies = copies_of(like, segments, WIDTH - 1)
     beta, g = (Expand.apply(inputs.pop(), copies, True) for _ in range(2))
     q, k, v = convolve(Expand.apply(inputs.pop(), copies), segments=copies.segments)
     documents, first = copies.segments, copies.num_before
-    of_answers = documents[:, 1] >= first
-    before, answers = (
-        [x[:, part] for x in (q, k, v, g, beta)] for part in (slice(first), slice(first, None))
-    )
-    out, states = delta_rule(*before, segments=documents[~of_answers], with_state=True, impl=impl)
-    own = documents[of_answers] - torch.tensor([0, first, first])
-    out_of_answers = delta_rule(
-        *answers, segments=own, initial_state=states[copies.prompts], impl=impl
-    )
-    return Drop.apply(torch.cat([out, out_of_answers], 1), copies, like)
+    is_answer = documents[:, 1] >= first
+    before = [x[:, :first] for x in (q, k, v, g, beta)]
+    out, states = delta_rule(*before, segments=documents[~is_answer], with_state=True, impl=impl)
+    answers = [x[:, first:] for x in (q, k, v, g, beta)]
+    answer_out = delta_rule(
+        *answers, segments=documents[is_answer] - torch.tensor([0, first, first]),
+        initial_state=states[copies.prompts], impl=impl,
+    )  # fmt: skip
+    return Drop.apply(torch.cat([out, answer_out], 1), copies, like)
