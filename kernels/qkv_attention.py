@@ -16,6 +16,7 @@ heads, 2 ranks and n = 1, the first step has heads 0 and 4. A rank keeps attenti
 own tokens, and log-sum-exps and lists for its own heads.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,14 +43,12 @@ class QKVParameters(NamedTuple):
 
     weights: list[Weight]  # q's [H K, D], k's [G K, D] and v's [G K, D]
     biases: list[Tensor]  # [H K], [G K] and [G K], or none
-    norms: list[
-        Tensor
-    ]  # RMSNorm weights of q and of k: [K] both, for each head; [H K] and [G K], for all; or none
+    # RMSNorm weights of q and of k: [K] both, for each head; [H K] and [G K], for all; or none.
+    norms: list[Tensor]
     eps: float  # added to mean squares under the norms' roots
     head_dim: int
-    has_output_gate: bool = (
-        False  # q's weight is [2 H K, D]: for each head, K rows of q, then K rows of a gate
-    )
+    # The weight of q is [2 H K, D]: for each head, K rows of q, then K rows of a gate.
+    has_output_gate: bool = False
     rotary_dim: int | None = None  # elements of a head that are rotated; None: all
 
     @property
@@ -62,22 +61,20 @@ class QKVParameters(NamedTuple):
         some."""
         if not self.has_output_gate:
             return self, []
-        (q, gate), of_biases = _alternate(self.weights[0], self.head_dim), []
-        own = self._replace(weights=[q, *self.weights[1:]], has_output_gate=False)
-        if self.biases:
-            bias, *of_biases = _alternate(self.biases[0], self.head_dim)
-            own = own._replace(biases=[bias, *self.biases[1:]])
-        return own, [gate, *of_biases]
+        q, gate = _alternate(self.weights[0], self.head_dim)
+        parameters = self._replace(weights=[q, *self.weights[1:]], has_output_gate=False)
+        if not self.biases:
+            return parameters, [gate]
+        q_bias, gate_bias = _alternate(self.biases[0], self.head_dim)
+        return parameters._replace(biases=[q_bias, *self.biases[1:]]), [gate, gate_bias]
 
     def with_one_query_head(self) -> "QKVParameters":
         """Returns the same parameters, with only the first head in the weight, bias and norm of
         q."""
-        parts, count = (
-            (self.weights, self.biases, self.norms),
-            self.head_dim * (1 + self.has_output_gate),
-        )
+        count = self.head_dim * (1 + self.has_output_gate)
         weights, biases, norms = (
-            [rows[:count] for rows in of_qkv[:1]] + of_qkv[1:] for of_qkv in parts
+            [rows[:count] for rows in tensors[:1]] + tensors[1:]
+            for tensors in (self.weights, self.biases, self.norms)
         )
         return self._replace(weights=weights, biases=biases, norms=norms)
 
@@ -100,18 +97,17 @@ def _normalise(heads: Tensor, weight: Tensor, eps: float, impl: str) -> Tensor:
 
 def _normalise_and_rotate(
     q: Tensor, k: Tensor, norms: Sequence[Tensor], eps: float, cos: Tensor | None,
-    sin: Tensor | None, impl: str,
-    rotary_dim: int | None = None,
+    sin: Tensor | None, impl: str, rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if norms:
-        q, k = _normalise(q, norms[0], eps, impl), _normalise(k, norms[1], eps, impl)
+        q = _normalise(q, norms[0], eps, impl)
+        k = _normalise(k, norms[1], eps, impl)
     return (q, k) if cos is None else rope(q, k, cos, sin, rotary_dim=rotary_dim, impl=impl)
 
 
 def project_heads(
     x_BTD: Tensor, parameters: QKVParameters, cos: Tensor | None, sin: Tensor | None,
-    linear: Linear = PLAIN,
-    impl: str = "auto",
+    linear: Linear = PLAIN, impl: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Returns q [B, T, H, K], k and v [B, T, G, K], normalised and rotated, and logits of the
     output's gate, if any."""
@@ -166,7 +162,7 @@ def _rows_of_step(parameters: Sequence[Tensor], step: int, division: _Division) 
 
 
 def _weight_of_step(tensors: Sequence[Tensor], step: int, division: _Division) -> Weight:
-    """Returns one step's rows of the q, k and v projections, whose `tensors` are as `_joined`
+    """Returns one step's rows of the q, k and v projections, whose `tensors` are as `_fused`
     returns them."""
     rows = [_rows_of_step(tensors[start : start + 3], step, division) for start in (0, 4)]
     return weight_of([rows[0]] if len(tensors) == 3 else [rows[0], tensors[3], rows[1]])
@@ -186,15 +182,17 @@ class _Gradients:
         dims: Sequence[int | None],
         division: _Division,
     ):
-        self.dims, self.division, self.dtypes = dims, division, [tensor.dtype for tensor in tensors]
-        self.gradients = [
-            None
-            if not needed
-            else torch.zeros_like(tensor, dtype=sum_dtype(tensor))
-            if dim is None
-            else torch.empty_like(tensor)
-            for tensor, needed, dim in zip(tensors, needs, dims)
-        ]
+        self.dims = dims
+        self.division = division
+        self.dtypes = [tensor.dtype for tensor in tensors]
+        self.gradients: list[Tensor | None] = []
+        for tensor, needed, dim in zip(tensors, needs, dims):
+            gradient = None
+            if needed and dim is None:
+                gradient = torch.zeros_like(tensor, dtype=sum_dtype(tensor))
+            elif needed:
+                gradient = torch.empty_like(tensor)
+            self.gradients.append(gradient)
 
     @property
     def needed(self) -> bool:
@@ -215,7 +213,7 @@ class _Gradients:
         return [None if d is None else d.to(dtype) for d, dtype in zip(self.gradients, self.dtypes)]
 
 
-def _joined(weights: Sequence[Weight]) -> list[Tensor]:
+def _fused(weights: Sequence[Weight]) -> list[Tensor]:
     """Returns the tensors of the q, k and v projections: three matrices and, if some are adapted,
     one A and three B's.
 
@@ -225,11 +223,13 @@ def _joined(weights: Sequence[Weight]) -> list[Tensor]:
     adapted = [weight for weight in weights if isinstance(weight, Adapted)]
     if not adapted:
         return [*weights]
-    bs, before, rank = [], 0, sum(len(weight.a) for weight in adapted)
+    bs = []
+    before = 0
+    rank = sum(len(weight.a) for weight in adapted)
     for weight in weights:
-        own = weight.b if isinstance(weight, Adapted) else weight.new_empty(len(weight), 0)
-        bs.append(F.pad(own, (before, rank - before - own.shape[1])))
-        before += own.shape[1]
+        b = weight.b if isinstance(weight, Adapted) else weight.new_empty(len(weight), 0)
+        bs.append(F.pad(b, (before, rank - before - b.shape[1])))
+        before += b.shape[1]
     return [
         *(tensors_of(weight)[0] for weight in weights),
         torch.cat([weight.a for weight in adapted]),
@@ -254,32 +254,15 @@ def _split_heads(
     return [q, k, heads[2].contiguous()]
 
 
-def _unjoined(parts: Sequence[Tensor | None], lengths: list[int]) -> list[Tensor | None]:
-    """Returns what a step's weight has, matrix, A and B, for each of the tensors that `_joined`
+def _parts_of_step(parts: Sequence[Tensor | None], lengths: list[int]) -> list[Tensor | None]:
+    """Returns what a step's weight has, matrix, A and B, for each of the tensors that `_fused`
     returns."""
     by_rows = [[None] * 3 if part is None else [*part.split(lengths)] for part in parts[::2]]
     return [*by_rows[0], *parts[1:2], *(by_rows[1] if len(parts) > 1 else ())]
 
 
-def _fake_results(
-    x,
-    weights,
-    biases,
-    norms,
-    eps,
-    head_dim,
-    cos,
-    sin,
-    segments,
-    lists,
-    kind,
-    linear,
-    backend,
-    on_triton,
-    impl,
-    n,
-    group_name,
-):
+def _fake_results(x, weights, biases, norms, eps, head_dim, *options):
+    _, _, _, lists, kind, *_, n, group_name = options
     exchange, _, _ = _divide(len(weights[1]) // head_dim, n, group_name)
     return _empty_results(x, weights, head_dim, lists, part_of(kind), exchange.size)
 
@@ -289,45 +272,56 @@ def _fake_results(
 )
 def _qkv_attention(
     x: Tensor, weights: list[Tensor], biases: list[Tensor], norms: list[Tensor], eps: float,
-    head_dim: int,
-    cos: Tensor | None, sin: Tensor | None, segments: Tensor | None, lists: Tensor | None,
-    kind: int, linear: int,
-    backend: str, on_triton: bool, impl: str, n: int, group_name: str | None,
+    head_dim: int, cos: Tensor | None, sin: Tensor | None, segments: Tensor | None,
+    lists: Tensor | None, kind: int, linear: int, backend: str, on_triton: bool, impl: str, n: int,
+    group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x [B, T, D] -> outputs [branches, B, T, H, K], log-sum-exps [branches, B, T, H] and lists [B,
     T, G, blocks].
 
-    `weights` are as `_joined` returns them. Biases and norms may be empty. If `lists` is None,
+    `weights` are as `_fused` returns them. Biases and norms may be empty. If `lists` is None,
     lists are chosen here. In a group of N ranks, x and outputs are of this rank's T tokens and all
     heads; log-sum-exps and lists are of all T N tokens and this rank's heads.
     """
-    own_kind, product, K = part_of(kind), part_of(linear), head_dim
-    exchange, all_heads, own_heads = _divide(len(weights[1]) // K, n, group_name)
-    out, lse, chosen = _empty_results(x, weights, K, lists, own_kind, exchange.size)
-    for step in rounds(own_heads.steps, x):
-        rows, bias = (
-            _weight_of_step(weights, step, all_heads),
-            _rows_of_step(biases, step, all_heads),
-        )
-        factors = product.factor(x.flatten(0, 1)), product.factor(rows)
-        qkv = product.forward(*factors, bias).unflatten(0, x.shape[:2])
-        del rows, bias, factors
-        heads = _split_heads(qkv, norms, eps, n * exchange.size, cos, sin, K, impl)
+    exchange, all_heads, rank_heads = _divide(len(weights[1]) // head_dim, n, group_name)
+    results = _empty_results(x, weights, head_dim, lists, part_of(kind), exchange.size)
+    for step in rounds(rank_heads.steps, x):
+        qkv = _project_step(x, weights, biases, part_of(linear), step, all_heads)
+        heads = _split_heads(qkv, norms, eps, n * exchange.size, cos, sin, head_dim, impl)
         del qkv
         q, k, v = (exchange.to_heads(heads.pop(0)) for _ in range(3))
-        lists_n = own_heads.take(lists, step)
-        *results, chosen_n = torch.ops.fathom.attend(
-            q, k, v, segments, lists_n, kind, backend, on_triton
+        step_lists = rank_heads.take(lists, step)
+        step_results = torch.ops.fathom.attend(
+            q, k, v, segments, step_lists, kind, backend, on_triton
         )
-        outs, lses = results[: own_kind.branches], results[own_kind.branches :]
         del q, k, v
-        for branch in range(own_kind.branches):
-            all_heads.put(out[branch], step, exchange.to_tokens(outs[branch]))
-            own_heads.put(lse[branch], step, lses[branch])
-        if chosen.numel():
-            own_heads.put(chosen, step, chosen_n)
-        del results, outs, lses, lists_n, chosen_n  # before the next step's are made
-    return out, lse, chosen
+        _put_results(results, step_results, step, exchange, all_heads, rank_heads)
+        del step_results, step_lists  # before the next step's are made
+    return results
+
+
+def _project_step(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor], linear: Linear, step: int,
+    division: _Division,
+) -> Tensor:  # fmt: skip
+    """Projects x [B, T, D] to one step's heads of q, k and v, [B, T, (R + 2) n K]."""
+    weight = linear.factor(_weight_of_step(weights, step, division))
+    bias = _rows_of_step(biases, step, division)
+    return linear.forward(linear.factor(x.flatten(0, 1)), weight, bias).unflatten(0, x.shape[:2])
+
+
+def _put_results(
+    results: tuple[Tensor, Tensor, Tensor], step_results: Sequence[Tensor], step: int,
+    exchange: HeadExchange, all_heads: _Division, rank_heads: _Division,
+) -> None:  # fmt: skip
+    """Writes a step's outputs, log-sum-exps and lists into those of all heads."""
+    outs, lses, lists = results
+    branches = len(outs)
+    for branch in range(branches):
+        all_heads.put(outs[branch], step, exchange.to_tokens(step_results[branch]))
+        rank_heads.put(lses[branch], step, step_results[branches + branch])
+    if lists.numel():
+        rank_heads.put(lists, step, step_results[-1])
 
 
 def _empty_results(
@@ -335,18 +329,11 @@ def _empty_results(
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, T, _ = x.shape
     H, G = len(weights[0]) // K, len(weights[1]) // K
+    blocks = kind.list_length if lists is None else 0
     return (
         x.new_empty(kind.branches, B, T, H, K),
-        x.new_empty(
-            kind.branches,
-            B,
-            T * ranks,
-            H // ranks,
-            dtype=sum_dtype(x),
-        ),
-        x.new_empty(
-            B, T * ranks, G // ranks, kind.list_length if lists is None else 0, dtype=torch.int16
-        ),
+        x.new_empty(kind.branches, B, T * ranks, H // ranks, dtype=sum_dtype(x)),
+        x.new_empty(B, T * ranks, G // ranks, blocks, dtype=torch.int16),
     )
 
 
@@ -362,9 +349,8 @@ class _Options(NamedTuple):
     impl: str
     n: int  # key/value heads of a rank in one step
     group_name: str | None
-    counts: tuple[
-        int, ...
-    ]  # tensors of the output projection, of q's, k's and v's weights, biases, norms
+    # Tensors of the output projection, of q's, k's and v's weights, biases, norms.
+    counts: tuple[int, ...]
 
     def split(self, parameters: Sequence) -> Iterator[list]:
         """Yields the tensors of each of `counts`."""
@@ -382,8 +368,7 @@ class _QKVAttention(torch.autograd.Function):
         kind, linear = options.kind, options.linear
         outs, lses, lists = torch.ops.fathom.qkv_attention(
             x, weights, biases, norms, options.eps, options.head_dim, cos, sin, segments, None,
-            kind.number,
-            linear.number, options.backend, options.on_triton, options.impl, options.n,
+            kind.number, linear.number, options.backend, options.on_triton, options.impl, options.n,
             options.group_name,
         )  # fmt: skip
         ctx.save_for_backward(x, gates, cos, sin, lists, outs, lses, *parameters)
@@ -399,10 +384,10 @@ class _QKVAttention(torch.autograd.Function):
                 "attention some heads at a time has no second derivative (create_graph=True)"
             )
         steps = _Backward(ctx, dy)
-        for step in rounds(steps.own_heads.steps, dy):
+        for step in rounds(steps.rank_heads.steps, dy):
             steps.run(step)
         parameters = steps.d_o, steps.d_weights, steps.d_biases, steps.d_norms
-        d_parameters = [gradient for of_part in parameters for gradient in of_part.finished()]
+        d_parameters = [gradient for part in parameters for gradient in part.finished()]
         return steps.dx_rows.view_as(dy), steps.d_gates, *[None] * 4, *d_parameters
 
 
@@ -414,20 +399,24 @@ class _Backward:
         x, self.gates, self.cos, self.sin, self.lists, self.outs, self.lses, *parameters = (
             ctx.saved_tensors
         )
-        self.segments, self.options, self.batch = ctx.segments, ctx.options, x.shape[:2]
-        self.x_rows, self.dy_rows = x.flatten(0, 1), dy.flatten(0, 1)
-        options, self.linear, self.kind = ctx.options, ctx.options.linear, ctx.options.kind
+        self.segments = ctx.segments
+        self.options = ctx.options
+        self.batch = x.shape[:2]
+        self.x_rows = x.flatten(0, 1)
+        self.dy_rows = dy.flatten(0, 1)
+        options = ctx.options
+        self.linear = ctx.options.linear
+        self.kind = ctx.options.kind
         self.o_tensors, self.weights, self.biases, norms = options.split(parameters)
         self.norms = [weight.detach().requires_grad_() for weight in norms]
-        self.exchange, self.all_heads, self.own_heads = _divide(
+        self.exchange, self.all_heads, self.rank_heads = _divide(
             len(self.weights[1]) // options.head_dim, options.n, options.group_name
         )
         self.needs_o, needs, needs_biases, _ = options.split(
             ctx.needs_input_grad[-len(parameters) :]
         )
-        self.needs_rows = [
-            any(needs[part]) for part in (slice(3), slice(3, 4), slice(4, None))
-        ]  # matrix, A, B
+        # Matrix, A, B.
+        self.needs_rows = [any(needs[part]) for part in (slice(3), slice(3, 4), slice(4, None))]
         needs = [*self.needs_rows[:1] * 3, *needs[3:]]
         self.dx_rows = torch.zeros_like(self.x_rows)
         self.d_o = _Gradients(self.o_tensors, self.needs_o, (1, 1, None), self.all_heads)
@@ -453,49 +442,41 @@ class _Backward:
     def _through_attention(self, step: int, weight_factor: Factor):
         """Returns q, k and v before norms, the graph's edges after RoPE, and gradients there and of
         gates, if any."""
-        options, to_heads = self.options, self.exchange.to_heads
-        outs, gates = (
-            [self.all_heads.take(out, step) for out in self.outs],
-            self.all_heads.take(self.gates, step),
-        )
+        options = self.options
+        to_heads = self.exchange.to_heads
+        outs = [self.all_heads.take(out, step) for out in self.outs]
+        gates = self.all_heads.take(self.gates, step)
         d_out = to_heads(self._through_output(step, outs, gates).view(outs[0].shape))
-        outs, gates = [to_heads(out) for out in outs], None if gates is None else to_heads(gates)
-        lses, lists = (
-            [self.own_heads.take(lse, step) for lse in self.lses],
-            self.own_heads.take(self.lists, step),
-        )
+        outs = [to_heads(out) for out in outs]
+        gates = None if gates is None else to_heads(gates)
+        lses = [self.rank_heads.take(lse, step) for lse in self.lses]
+        lists = self.rank_heads.take(self.lists, step)
         bias = _rows_of_step(self.biases, step, self.all_heads)
         qkv = self.linear.forward(self.linear.factor(self.x_rows), weight_factor, bias)
         qkv = qkv.unflatten(0, self.batch).requires_grad_()
         with torch.enable_grad():
             heads = _split_heads(
                 qkv, self.norms, options.eps, options.n * self.exchange.size, self.cos, self.sin,
-                options.head_dim,
-                options.impl,
+                options.head_dim, options.impl,
             )  # fmt: skip
         edges = [torch.autograd.graph.get_gradient_edge(head) for head in heads]
         q, k, v = (to_heads(heads.pop(0).detach()) for _ in range(3))
-        kept = gates, outs, lses, lists, self.segments
-        return (
-            qkv,
-            edges,
-            [
-                *attend_backward(
-                    d_out, q, k, v, *kept, self.kind, options.backend, options.on_triton
-                )
-            ],
-        )
+        d_heads = attend_backward(
+            d_out, q, k, v, gates, outs, lses, lists, self.segments, self.kind, options.backend,
+            options.on_triton,
+        )  # fmt: skip
+        return qkv, edges, [*d_heads]
 
     def _through_output(self, step: int, outs: list[Tensor], gates: Tensor | None) -> Tensor:
         """Returns the gradient of attention's output, [B T, R n K], and adds to the output
         projection's."""
         columns = [self.all_heads.take(tensor, step, 1) for tensor in self.o_tensors[:2]]
-        linear, weight = (
-            self.linear,
-            weight_of([*columns, *self.o_tensors[2:]]),
-        )  # an adapter's B is of all steps
+        # An adapter has one B for all steps.
+        linear = self.linear
+        weight = weight_of([*columns, *self.o_tensors[2:]])
         output = self.kind.output(outs, gates, self.options.on_triton).flatten(0, 1).flatten(1)
-        dy, output = linear.factor(self.dy_rows), linear.factor(output)
+        dy = linear.factor(self.dy_rows)
+        output = linear.factor(output)
         factors_t = linear.transpose(dy), linear.transpose(output)
         self.d_o.add(step, linear.weight_gradients(*factors_t, weight, self.needs_o))
         del output, factors_t  # before the result is made
@@ -505,25 +486,25 @@ class _Backward:
         self, step: int, d_qkv_rows: Tensor, weight: Weight, weight_factor: Factor
     ) -> None:
         """Adds to the gradients of the input, and of the q, k and v projections."""
-        linear, d_qkv = self.linear, self.linear.factor(d_qkv_rows)
+        linear = self.linear
+        d_qkv = self.linear.factor(d_qkv_rows)
         linear.input_gradient(
             d_qkv, linear.transpose(weight_factor), out=self.dx_rows, accumulate=True
         )
         factors_t = linear.transpose(d_qkv), linear.transpose(linear.factor(self.x_rows))
         parts = linear.weight_gradients(*factors_t, weight, self.needs_rows)
-        lengths = [len(rows) // self.own_heads.steps for rows in self.weights[:3]]
-        self.d_weights.add(step, _unjoined(parts, lengths))
+        lengths = [len(rows) // self.rank_heads.steps for rows in self.weights[:3]]
+        self.d_weights.add(step, _parts_of_step(parts, lengths))
         if self.d_biases.needed:
             self.d_biases.add(step, d_qkv_rows.sum(0).split(lengths))
 
 
 def qkv_attention(
     x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None,
-    sin: Tensor | None,
-    segments: Tensor | None = None, *, kind: AttentionKind = FULL, gates: Tensor | None = None,
-    heads_at_a_time: int | None = None, exchange: HeadExchange | None = None,
-    linear: Linear = PLAIN,
-    backend: str = "auto", impl: str = "auto",
+    sin: Tensor | None, segments: Tensor | None = None, *, kind: AttentionKind = FULL,
+    gates: Tensor | None = None, heads_at_a_time: int | None = None,
+    exchange: HeadExchange | None = None, linear: Linear = PLAIN, backend: str = "auto",
+    impl: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Projects to q, k and v, normalises and rotates q and k, attends causally, and applies the
     output projection.
@@ -535,105 +516,104 @@ def qkv_attention(
         segments, backend: as in `kernels.attention.attend.attention`.
         kind: what a token attends to.
         gates: logits [B, T, H, gates_per_head], for a kind that has gates.
-        heads_at_a_time: key/value heads per step, a divisor of G; if N ranks share each sequence,
-        of G / N. None: all
-            at once, and backward projects nothing again.
+        heads_at_a_time: key/value heads per step, a divisor of G / N for N ranks that share each
+            sequence. None: all at once, and backward projects nothing again.
         exchange: the exchange between ranks that share each sequence. x_BTD, cos, sin and gates are
-        then of this
-            rank's tokens, segments of whole sequences. None: nothing is shared.
+            then of this rank's tokens, segments of whole sequences. None: nothing is shared.
         linear: the linear map of all projections.
 
     Raises:
         ValueError: heads_at_a_time does not divide a rank's key/value heads, or the ranks do not
-        divide all of them;
-            an exchange would separate query heads that choose blocks together; heads_at_a_time with
-            norms of all heads; inputs that `kind` does not take, as for `attention`.
+            divide all of them; an exchange would separate query heads that choose blocks together;
+            heads_at_a_time with norms of all heads; inputs that `kind` does not take, as for
+            `attention`.
         RuntimeError: in backward, create_graph=True.
     """
     exchange = exchange or HeadExchange(None)
     if heads_at_a_time is None:
-        parameters, output_gate = parameters.parted()
-        receive = [
-            exchange.start_to_heads(x)
-            for x in project_heads(x_BTD, parameters, cos, sin, linear, impl)[:3]
-        ]
-        q, k, v = (receive.pop(0)() for _ in range(3))
-        gates = None if gates is None else exchange.to_heads(gates)
-        if kind.list_length and q.shape[2] // k.shape[2] != parameters.group:
-            raise ValueError(
-                "query heads of one key/value head choose blocks together; share between fewer "
-                "ranks"
-            )
-        out = attention(q, k, v, segments, kind=kind, gates=gates, backend=backend, impl=impl)
-        del q, k, v  # before the projections are made
-        receive_out = exchange.start_to_tokens(out)
-        del out
-        # Beside the exchange; and backward frees the gate's gradient before attention's backward.
-        gate = linear(x_BTD, *output_gate) if output_gate else None
-        out = receive_out()
-        del receive_out
-        return linear(
-            gated(out, None if gate is None else gate.view(out.shape), impl).flatten(2), o_weight
-        )
+        return _all_heads(
+            x_BTD, parameters, o_weight, cos, sin, segments, kind, gates, exchange, linear,
+            backend, impl,
+        )  # fmt: skip
     return _some_heads_at_a_time(
-        x_BTD,
-        parameters,
-        o_weight,
-        cos,
-        sin,
-        segments,
-        kind,
-        gates,
-        heads_at_a_time,
-        exchange,
-        linear,
-        backend,
-        impl,
-    )
+        x_BTD, parameters, o_weight, cos, sin, segments, kind, gates, heads_at_a_time, exchange,
+        linear, backend, impl,
+    )  # fmt: skip
+
+
+def _all_heads(
+    x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None,
+    sin: Tensor | None, segments: Tensor | None, kind: AttentionKind, gates: Tensor | None,
+    exchange: HeadExchange, linear: Linear, backend: str, impl: str,
+) -> Tensor:  # fmt: skip
+    """Runs `qkv_attention` with all heads at once."""
+    parameters, output_gate = parameters.parted()
+    heads = project_heads(x_BTD, parameters, cos, sin, linear, impl)[:3]
+    receive = [exchange.start_to_heads(x) for x in heads]
+    del heads
+    q, k, v = (receive.pop(0)() for _ in range(3))
+    gates = None if gates is None else exchange.to_heads(gates)
+    if kind.list_length and q.shape[2] // k.shape[2] != parameters.group:
+        raise ValueError(
+            "query heads of one key/value head choose blocks together; share between fewer ranks"
+        )
+    out = attention(q, k, v, segments, kind=kind, gates=gates, backend=backend, impl=impl)
+    del q, k, v  # before the projections are made
+    receive_out = exchange.start_to_tokens(out)
+    del out
+    # Beside the exchange; and backward frees the gate's gradient before attention's backward.
+    gate = linear(x_BTD, *output_gate) if output_gate else None
+    out = receive_out()
+    del receive_out
+    out = gated(out, None if gate is None else gate.view(out.shape), impl)
+    return linear(out.flatten(2), o_weight)
 
 
 def _some_heads_at_a_time(
     x_BTD: Tensor, parameters: QKVParameters, o_weight: Weight, cos: Tensor | None,
-    sin: Tensor | None,
-    segments: Tensor | None, kind: AttentionKind, gates: Tensor | None, n: int,
-    exchange: HeadExchange,
-    linear: Linear, backend: str, impl: str,
+    sin: Tensor | None, segments: Tensor | None, kind: AttentionKind, gates: Tensor | None, n: int,
+    exchange: HeadExchange, linear: Linear, backend: str, impl: str,
 ) -> Tensor:  # fmt: skip
     """Checks the arguments of `qkv_attention` with n heads at a time, and applies `_QKVAttention`
     to them."""
-    weights, biases, norms, eps, K, has_output_gate, rotary_dim = parameters
-    G = len(weights[1]) // K
-    own = G // exchange.size
-    if G % exchange.size:
+    on_triton = _check_steps(x_BTD, parameters, segments, kind, gates, n, exchange.size, impl)
+    group_name = None if exchange.group is None else exchange.group.group_name
+    tensors = tensors_of(o_weight), _fused(parameters.weights), parameters.biases, parameters.norms
+    options = _Options(
+        parameters.eps, parameters.head_dim, kind, linear, choose_backend(backend, x_BTD.device),
+        on_triton, impl, n, group_name, tuple(map(len, tensors)),
+    )  # fmt: skip
+    flat = itertools.chain(*tensors)
+    return _QKVAttention.apply(x_BTD, gates, cos, sin, segments, options, *flat)
+
+
+def _check_steps(
+    x_BTD: Tensor, parameters: QKVParameters, segments: Tensor | None, kind: AttentionKind,
+    gates: Tensor | None, n: int, num_ranks: int, impl: str,
+) -> bool:  # fmt: skip
+    """Returns `on_triton`, see `AttentionKind.check`. Raises ValueError for what cannot run n heads
+    at a time."""
+    weights, _, norms, _, K, has_output_gate, rotary_dim = parameters
+    H, G = len(weights[0]) // K, len(weights[1]) // K
+    if G % num_ranks:
         raise ValueError(
-            f"{exchange.size} ranks do not divide the {G} key/value heads; attend by all heads at "
-            "once"
+            f"{num_ranks} ranks do not divide the {G} key/value heads; attend by all heads at once"
         )
     if (norms and len(norms[0]) > K) or has_output_gate or rotary_dim:
-        which = "a norm of all heads together, an output gate, or rotation of a part of each head"
-        raise ValueError(f"{which} needs all heads at once, not heads_at_a_time")
-    if n < 1 or own % n:
-        raise ValueError(f"heads_at_a_time must divide a rank's {own} key/value heads, got {n}")
+        raise ValueError(
+            "a norm of all heads together, an output gate, or rotation of a part of each head "
+            "needs all heads at once, not heads_at_a_time"
+        )
+    if n < 1 or G // num_ranks % n:
+        raise ValueError(
+            f"heads_at_a_time must divide a rank's {G // num_ranks} key/value heads, got {n}"
+        )
     B, T, _ = x_BTD.shape
-    H = len(weights[0]) // K
-
-    def of_step(heads: int) -> Tensor:
-        """Returns a tensor of the shape and dtype of one step's q, k or v, without memory of its
-        own."""
-        return x_BTD.new_empty(()).expand(B, T * exchange.size, heads * n // G, K)
-
-    k = of_step(G)
-    on_triton = kind.check(of_step(H), k, k, segments, impl)
+    # Tensors of the shapes and dtype of a step's q, and of its k or v, without memory of their own.
+    empty = x_BTD.new_empty(())
+    q, k = (empty.expand(B, T * num_ranks, heads * n // G, K) for heads in (H, G))
     check_gates(gates, kind, (B, T, H))
-    group_name = None if exchange.group is None else exchange.group.group_name
-    o_tensors, joined = tensors_of(o_weight), _joined(weights)
-    options = _Options(
-        eps, K, kind, linear, choose_backend(backend, x_BTD.device), on_triton, impl, n, group_name,
-        (len(o_tensors), len(joined), len(biases), len(norms)),
-    )  # fmt: skip
-    return _QKVAttention.apply(
-        x_BTD, gates, cos, sin, segments, options, *o_tensors, *joined, *biases, *norms
-    )
+    return kind.check(q, k, k, segments, impl)
 
 
 @dataclass(frozen=True)
@@ -764,8 +744,7 @@ class AttentionPart:
 
     def inside_bytes(
         self, num_tokens: int, element_size: int, *, backend: str, context_length: int,
-        longest: int | None = None,
-        heads_at_a_time: int | None = None, num_ranks: int = 1,
+        longest: int | None = None, heads_at_a_time: int | None = None, num_ranks: int = 1,
         prompts: Iterable[tuple[float, float, float, float]] = (),
     ) -> dict[str, int]:  # fmt: skip
         (H, G, K), N = self.heads, num_ranks
@@ -793,7 +772,8 @@ class AttentionPart:
             }
         # q, k and v in a row with copies, and results; then also the results' gradient, and dq, dk
         # and dv.
-        q, kv = H * K * element_size, 2 * G * K * element_size
+        q = H * K * element_size
+        kv = 2 * G * K * element_size
         forward, backward = (tokens * (n * (q + kv) + declared.results) for n in (1, 2))
         return {
             "fathom::attend": declared.forward + forward,
@@ -805,7 +785,8 @@ class AttentionPart:
         is_skippable: bool = True,
     ) -> Work:  # fmt: skip
         """Counts the projections: `AttentionKind.flops` has attention's own operations."""
-        q, k = self.num_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        q = self.num_heads * self.head_dim
+        k = self.num_key_value_heads * self.head_dim
         flops = (
             2 * hidden_size * ((2 + self.has_output_gate) * q + 2 * k + self.num_gates) * num_tokens
         )
