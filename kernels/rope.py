@@ -55,6 +55,16 @@ def rope_reference(
     return rotate(q_BTHK, factor), rotate(k_BTGK)
 
 
+@triton.jit
+def _store_rotated(out, first, second, cos, sin, mask, HALF: tl.constexpr):
+    """Stores the rotated halves of heads; `out` points to the first half."""
+    dtype = out.dtype.element_ty
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    tl.store(out, (first * cos - second * sin).to(dtype), mask=mask)
+    tl.store(out + HALF, (second * cos + first * sin).to(dtype), mask=mask)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _rope_kernel(
     q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, T, q_stride_b, q_stride_t, q_stride_h,
@@ -73,8 +83,10 @@ def _rope_kernel(
     k_mask = (g < G) & (columns < HALF)[None, :]  # [BLOCK_G, BLOCK_HALF]
 
     # All loads come before the first use, so that a program waits for memory once.
-    q = q_ptr + b * q_stride_b + t * q_stride_t + h * q_stride_h + columns[None, :]
-    k = k_ptr + b * k_stride_b + t * k_stride_t + g * k_stride_g + columns[None, :]
+    q_rows = q_ptr + b * q_stride_b + t * q_stride_t + h * q_stride_h
+    k_rows = k_ptr + b * k_stride_b + t * k_stride_t + g * k_stride_g
+    q = q_rows + columns[None, :]
+    k = k_rows + columns[None, :]
     q_first = tl.load(q, mask=q_mask, other=0.0)
     q_second = tl.load(q + HALF, mask=q_mask, other=0.0)
     k_first = tl.load(k, mask=k_mask, other=0.0)
@@ -86,42 +98,24 @@ def _rope_kernel(
     sin = tl.load(sin_ptr + table, mask=columns < HALF, other=0.0).to(tl.float32)[None, :]
     if INVERSE:
         sin = -sin
-
-    q_out = q_out_ptr + token * (H * K) + h * K + columns[None, :]
-    k_out = k_out_ptr + token * (G * K) + g * K + columns[None, :]
-    dtype = q_first.dtype
     if WIDTH > HALF:
         factor = tl.load(cos_ptr + b * table_stride_b + t * WIDTH + HALF)
         q_first = q_first.to(tl.float32) * factor
         q_second = q_second.to(tl.float32) * factor
-    tl.store(
-        q_out, (q_first.to(tl.float32) * cos - q_second.to(tl.float32) * sin).to(dtype), mask=q_mask
-    )
-    tl.store(
-        q_out + HALF,
-        (q_second.to(tl.float32) * cos + q_first.to(tl.float32) * sin).to(dtype),
-        mask=q_mask,
-    )
-    tl.store(
-        k_out, (k_first.to(tl.float32) * cos - k_second.to(tl.float32) * sin).to(dtype), mask=k_mask
-    )
-    tl.store(
-        k_out + HALF,
-        (k_second.to(tl.float32) * cos + k_first.to(tl.float32) * sin).to(dtype),
-        mask=k_mask,
-    )
+    q_out = q_out_ptr + token * (H * K) + h * K
+    k_out = k_out_ptr + token * (G * K) + g * K
+    _store_rotated(q_out + columns[None, :], q_first, q_second, cos, sin, q_mask, HALF)
+    _store_rotated(k_out + columns[None, :], k_first, k_second, cos, sin, k_mask, HALF)
     if K > 2 * HALF:
         rest = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]  # [1, BLOCK_REST]
-        q_rest = tl.load(
-            q_ptr + b * q_stride_b + t * q_stride_t + h * q_stride_h + rest, (h < H) & (rest < K)
-        )
-        k_rest = tl.load(
-            k_ptr + b * k_stride_b + t * k_stride_t + g * k_stride_g + rest, (g < G) & (rest < K)
-        )
+        q_rest_mask = (h < H) & (rest < K)
+        k_rest_mask = (g < G) & (rest < K)
+        q_rest = tl.load(q_rows + rest, q_rest_mask)
+        k_rest = tl.load(k_rows + rest, k_rest_mask)
         if WIDTH > HALF:
-            q_rest = (q_rest.to(tl.float32) * factor).to(dtype)
-        tl.store(q_out_ptr + token * (H * K) + h * K + rest, q_rest, (h < H) & (rest < K))
-        tl.store(k_out_ptr + token * (G * K) + g * K + rest, k_rest, (g < G) & (rest < K))
+            q_rest = (q_rest.to(tl.float32) * factor).to(q_out_ptr.dtype.element_ty)
+        tl.store(q_out + rest, q_rest, q_rest_mask)
+        tl.store(k_out + rest, k_rest, k_rest_mask)
 
 
 @operation("fathom::rope", lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)))

@@ -145,6 +145,17 @@ def _gathered(ptr, order_ptr, places, stop, K: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _load_columns(rows, k, D: tl.constexpr, DEPTH: tl.constexpr):
+    """Returns columns k to k + DEPTH - 1 of rows of D elements, zeros past the end."""
+    depth = k + tl.arange(0, DEPTH)
+    if D % DEPTH == 0:
+        columns = tl.load(rows + depth[None, :])
+    else:
+        columns = tl.load(rows + depth[None, :], mask=(depth < D)[None, :], other=0.0)
+    return columns
+
+
+@triton.jit
 def _add_low_rank(
     total, low_d, factor_d, first, row, column, RANK: tl.constexpr, STEP: tl.constexpr,
     TRANSPOSED: tl.constexpr
@@ -184,10 +195,7 @@ def _gate_up_kernel(
         up = tl.zeros([ROWS, COLUMNS], tl.float32)
         row = expert * (2 * F) + column
         for k in range(0, D, DEPTH):
-            depth = k + tl.arange(0, DEPTH)
-            x = tl.load(x_rows + depth[None, :]) if D % DEPTH == 0 else tl.load(
-                x_rows + depth[None, :], mask=(depth < D)[None, :], other=0.0
-            )  # fmt: skip
+            x = _load_columns(x_rows, k, D, DEPTH)
             gate = tl.dot(x, tl.trans(gate_up_d.load([row, k])), gate, input_precision="ieee")
             up = tl.dot(x, tl.trans(gate_up_d.load([row + F, k])), up, input_precision="ieee")
         gate = _add_low_rank(gate, low_d, factor_d, first, row, 0, RANK, STEP, False)
@@ -228,10 +236,7 @@ def _narrow_kernel(
         _, rows = _gathered(rows_ptr, order_ptr, places, stop, K, D)
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(0, D, DEPTH):
-            depth = k + tl.arange(0, DEPTH)
-            x = tl.load(rows + depth[None, :]) if D % DEPTH == 0 else tl.load(
-                rows + depth[None, :], mask=(depth < D)[None, :], other=0.0
-            )  # fmt: skip
+            x = _load_columns(rows, k, D, DEPTH)
             weight = tl.trans(weight_d.load([expert * WIDTH + column, k]))
             total = tl.dot(x, weight, total, input_precision="ieee")
         out = out_ptr + places.to(tl.int64)[:, None] * WIDTH + columns[None, :]
@@ -340,10 +345,7 @@ def _d_hidden_kernel(
         weight = tl.load(weights_ptr + entries).to(tl.float32)[:, None]
         d = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in range(0, D, DEPTH):
-            depth = k + tl.arange(0, DEPTH)
-            dy = tl.load(dy_rows + depth[None, :]) if D % DEPTH == 0 else tl.load(
-                dy_rows + depth[None, :], mask=(depth < D)[None, :], other=0.0
-            )  # fmt: skip
+            dy = _load_columns(dy_rows, k, D, DEPTH)
             d = tl.dot(dy, down_d.load([expert * D + k, column]), d, input_precision="ieee")
         d = _add_low_rank(d, low_d, factor_d, first, expert * RANK, column, RANK, STEP, True)
 
