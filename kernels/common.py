@@ -96,14 +96,15 @@ def shown(*tensors: torch.Tensor) -> str:
 
 
 def runs_as_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on a GPU, or on the meta device, where no kernel runs and any size is
-    taken."""
+    """Whether a tensor is on a GPU, or on the meta device, where no kernel runs."""
     return tensor.is_cuda or tensor.is_meta
 
 
 def rounds(number: int, tensor: torch.Tensor) -> range:
-    """Returns the rounds of a loop over a tensor; on the meta device the first two: later ones take
-    as much memory."""
+    """Returns the rounds of a loop over a tensor.
+
+    On the meta device these are the first two: later rounds take as much memory.
+    """
     return range(min(number, 2) if tensor.is_meta else number)
 
 

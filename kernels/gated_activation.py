@@ -177,8 +177,8 @@ _gated_activation.register_autograd(
 def activated(
     gate: Tensor, up: Tensor, activation: str, on_triton: bool, out: Tensor | None = None
 ) -> Tensor:
-    """Returns act(gate) * up, written into `out`, which may be gate, if it is given. No graph is
-    made of it then."""
+    """Returns act(gate) * up. With `out`, which may be gate, it is written there, without a
+    graph."""
     if out is None:
         function = _gated_activation if on_triton else gated_activation_reference
         return function(gate, up, activation)

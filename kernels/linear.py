@@ -97,7 +97,7 @@ class Linear(Part):
         ]
 
     def factor(self, x: Any) -> Factor:
-        """Returns x [M, K], an input or a weight, in the form in which products multiply it."""
+        """Returns x [M, K], an input or a weight, as the operand that products multiply."""
         return x
 
     def activated(

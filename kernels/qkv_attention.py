@@ -1,5 +1,6 @@
-"""Attention of a transformer block, from its input to its output projection, all heads at once or
-some at a time.
+"""Attention of a transformer block, from its input to its output projection.
+
+All heads run at once, or some at a time.
 
 Some heads at a time, each step projects the input to n of the G key/value heads and their query
 heads, normalises and rotates them, and attends. q, k, v and their gradients then take n / G of
@@ -217,8 +218,8 @@ def _fused(weights: Sequence[Weight]) -> list[Tensor]:
     """Returns the tensors of the q, k and v projections: three matrices and, if some are adapted,
     one A and three B's.
 
-    A [3 r, D] holds all A's, and each B [N, 3 r] is zero in the columns of the others. Rows of the
-    B's are divided into steps as rows of the matrices are.
+    A [3 r, D] holds the A of each projection. Each B [N, 3 r] is zero in the columns of the other
+    projections' A. Steps divide the rows of a B as they divide the rows of a matrix.
     """
     adapted = [weight for weight in weights if isinstance(weight, Adapted)]
     if not adapted:
@@ -247,8 +248,8 @@ def _split_heads(
     K: int,
     impl: str,
 ) -> list[Tensor]:
-    """[B, T, (R + 2) n K] -> q [B, T, R n, K], k and v [B, T, n, K], with q and k normalised and
-    rotated."""
+    """Splits [B, T, (R + 2) n K] into q [B, T, R n, K], k and v [B, T, n, K]; normalises and
+    rotates q and k."""
     heads = qkv.unflatten(-1, (-1, K)).split([qkv.shape[-1] // K - 2 * n, n, n], dim=2)
     q, k = _normalise_and_rotate(heads[0], heads[1], norms, eps, cos, sin, impl)
     return [q, k, heads[2].contiguous()]
@@ -276,8 +277,8 @@ def _qkv_attention(
     lists: Tensor | None, kind: int, linear: int, backend: str, on_triton: bool, impl: str, n: int,
     group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [B, T, D] -> outputs [branches, B, T, H, K], log-sum-exps [branches, B, T, H] and lists [B,
-    T, G, blocks].
+    """Returns outputs [branches, B, T, H, K], log-sum-exps [branches, B, T, H] and lists [B, T, G,
+    blocks] for x [B, T, D].
 
     `weights` are as `_fused` returns them. Biases and norms may be empty. If `lists` is None,
     lists are chosen here. In a group of N ranks, x and outputs are of this rank's T tokens and all

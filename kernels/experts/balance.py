@@ -1,5 +1,4 @@
-"""Load of each expert in a forward, and the auxiliary loss, which is least where experts share
-tokens evenly.
+"""Load of each expert in a forward, and the auxiliary loss, which is least for even loads.
 
 Let c_e be the number of rows that go to expert e, and p_e the sum of its probabilities, over the R
 rows of all layers. A row is a token of text: padding counts nowhere.
@@ -8,10 +7,10 @@ rows of all layers. A row is a token of text: padding counts nowhere.
 
 Its derivative by a row's probability of e is coefficient E c_e / R^2. The c_e of later layers are
 known after forward alone: forward adds the loss's value, and backward of each layer's logits adds
-its derivative. So layers whose activations are computed again need nothing that they do not have.
+its derivative. A layer whose activations are computed again needs nothing beside them.
 
-The loss is of one micro-batch, as transformers computes it: other splits into micro-batches have
-another.
+The loss is of one micro-batch, as transformers computes it. Another split into micro-batches has
+another loss.
 
 Method: Fedus et al., Switch Transformers, arXiv 2101.03961.
 """

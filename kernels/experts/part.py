@@ -89,10 +89,10 @@ class ExpertsPart:
         self, num_tokens: int, hidden_size: int, element_size: int, *, tile_size: int | None = None,
         is_skippable: bool = True,
     ) -> Work:  # fmt: skip
-        """Backward in tiles computes gate and up again, and spares a second forward if that may
-        skip the experts.
+        """Counts the products of router and experts.
 
-        Beside the products, rows of each of a token's experts are read, and their sum is written.
+        Backward in tiles computes gate and up again. It spares a second forward that may skip the
+        experts. Beside the products, rows of each of a token's experts are read, and their sum is written.
         """
         entries = self.per_token * num_tokens
         widths = (

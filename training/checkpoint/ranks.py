@@ -13,7 +13,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def all_gather(value, group: dist.ProcessGroup | None = None) -> list:
-    """Every rank's value; anything that pickles."""
+    """Returns every rank's value, which may be anything that pickles."""
     values = [value] * rank_and_world_size()[1]
     if dist.is_initialized():
         dist.all_gather_object(values, value, group)

@@ -344,7 +344,7 @@ def making(folder: Path) -> Iterator[Path]:
                     f"{folder} cannot be made: {error.strerror}; give another folder"
                 ) from None
             raise
-        # Not earlier: another process would begin to fill a folder without a lock.
+        # The lock stays until now: another process would begin to fill a folder without it.
         (folder / LOCK).unlink()
         flush(folder)
         flush(folder.parent)

@@ -84,7 +84,7 @@ class StateFormat(ABC):
     @property
     @abstractmethod
     def kept(self) -> dict[str, Kept]:
-        """Name -> dtype and group of each tensor that is kept."""
+        """Dtype and group of each tensor that is kept, by name."""
 
     @abstractmethod
     def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:

@@ -49,10 +49,9 @@ def _shard(
 
 
 def initial_weights(model: nn.Module, seed: int, only: str = "") -> Iterator[tuple[str, Tensor]]:
-    """(name, full float32 tensor) of each parameter, sharded or not, drawn one at a time, the same
-    on every rank.
+    """Yields (name, full float32 tensor) of each parameter, sharded or not, the same on every rank.
 
-    Parameters without `only` in their names are left out.
+    They are drawn one at a time. Parameters without `only` in their names are left out.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -64,8 +63,8 @@ def initial_weights(model: nn.Module, seed: int, only: str = "") -> Iterator[tup
 
 
 def local_part(parameter: Tensor, full: Tensor) -> Tensor:
-    """This rank's part of a full tensor that every rank has; all of it if `parameter` is not
-    sharded."""
+    """Returns this rank's part of a full tensor that every rank has; all of it if `parameter` is
+    not sharded."""
     if not isinstance(parameter, DTensor):
         return full
     mesh = parameter.device_mesh

@@ -2,7 +2,6 @@
 with the parts."""
 
 import logging
-import math
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -10,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from kernels.tensor_parallel import TensorRanks
 from model import ModelConfig
 from training.host.errors import UserError
-from training.parallel.world import World
+from training.parallel.world import World, common_divisors
 
 
 def share_matrices(model: nn.Module, world: World) -> None:
@@ -52,11 +51,10 @@ def check_matrix_sharing(size: int, model_config: ModelConfig) -> None:
         size for parts in layers for part in parts for size in part.shared_sizes().items()
     )
     sizes = [*named, ("vocab_size", model_config.vocab_size)]
-    common = math.gcd(*(number for _, number in sizes))
-    if common % size:
-        divisors = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    divisors = common_divisors(number for _, number in sizes)
+    if size not in divisors:
         *words, last = (f"{name} {number}" for name, number in sizes)
         raise UserError(
             f"tensor_parallel_size {size} must divide the model's {', '.join(words)} and {last}; "
-            f"give one of {divisors}"
+            f"give one of {', '.join(map(str, divisors))}"
         )

@@ -1,7 +1,6 @@
 """Lets the ranks that share each sequence attend over it; `kernels/head_exchange.py` exchanges
 tokens for heads."""
 
-import math
 from collections.abc import Sequence
 
 from torch import nn
@@ -10,7 +9,7 @@ from kernels.head_exchange import HeadExchange
 from kernels.parts import MixerKind
 from model import ModelConfig
 from training.host.errors import UserError
-from training.parallel.world import World
+from training.parallel.world import World, common_divisors
 
 
 def share_sequences(model: nn.Module, world: World) -> None:
@@ -36,10 +35,10 @@ def check_sharing(
     whose = "the model's" if tensor_size == 1 else "a rank's"
     mixers = [parts.mixer for parts in model_config.shard(tensor_size).all_parts(kinds)]
     counts = dict.fromkeys(heads for mixer in mixers for heads in mixer.heads_to_share().items())
-    common = math.gcd(*(number for _, number in counts))
-    if common % size:
+    divisors = common_divisors(number for _, number in counts)
+    if size not in divisors:
         named = " and ".join(f"{number} {kind}" for kind, number in counts)
-        divisors = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise UserError(
-            f"context_parallel_size {size} must divide {whose} {named}; give one of {divisors}"
+            f"context_parallel_size {size} must divide {whose} {named}; give one of "
+            f"{', '.join(map(str, divisors))}"
         )

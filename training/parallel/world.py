@@ -4,10 +4,11 @@ ranks."""
 import datetime
 import functools
 import gc
+import math
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +181,12 @@ def check_replicate(size: int, local_size: int, tensor_parallel_size: int, repli
             f"that none of the copies lies on a machine and a half; give {machines} for a copy per "
             "machine"
         )
+
+
+def common_divisors(numbers: Iterable[int]) -> list[int]:
+    """Returns the numbers that divide all of `numbers`, ascending: [1, 2, 4] for 8 and 12."""
+    largest = math.gcd(*numbers)
+    return [n for n in range(1, largest + 1) if largest % n == 0]
 
 
 def choose_device(device: str, local_rank: int, local_size: int) -> torch.device:
