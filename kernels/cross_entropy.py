@@ -718,8 +718,7 @@ def cross_entropy(
         target: [...] int64 labels in [0, V), or `ignore_index`.
         reduction: "mean", "sum" or "none".
         ignore_index: rows with this label have a loss and a gradient of 0.
-        softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 does
-            (arXiv:2408.00118).
+        softcap: replaces logits by softcap * tanh(logits / softcap), as Gemma 2 (arXiv:2408.00118).
         weights: [...], multiply the rows' losses and gradients: any finite numbers, as fractions, 0
             and below. They are not differentiated, and do not change `denominator`'s default.
         denominator: divides the sum for "mean": a positive number or tensor of one element, such as
@@ -750,7 +749,6 @@ def cross_entropy(
     rows = logits.reshape(-1, logits.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     options = RowOptions(ignore_index, softcap, on_triton)
-    # Before the gradient overwrites the logits.
     entropies = _entropies(rows.detach(), labels, group_name, *options) if return_entropy else None
     if inplace and torch.is_grad_enabled() and logits.requires_grad:
         # The stored gradient is scaled, and backward leaves it alone. In float16, 1 / tokens would

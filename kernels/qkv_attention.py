@@ -613,8 +613,9 @@ def _check_steps(
     # Tensors of the shapes and dtype of a step's q, and of its k or v, without memory of their own.
     empty = x_BTD.new_empty(())
     q, k = (empty.expand(B, T * num_ranks, heads * n // G, K) for heads in (H, G))
+    on_triton = kind.check(q, k, k, segments, impl)
     check_gates(gates, kind, (B, T, H))
-    return kind.check(q, k, k, segments, impl)
+    return on_triton
 
 
 @dataclass(frozen=True)
