@@ -224,8 +224,8 @@ def _add_defaults(translation: Translation) -> None:
     """Adds their trainer's defaults, where the file says nothing and train.py has others."""
     values, theirs = translation.values, translation.theirs
     trainer, objective = theirs.trainer, values.get("objective", "")
-    of_objectives = NAMES["defaults_of_objectives"].get(trainer, {})
-    defaults = NAMES["defaults"].get(trainer, {}) | of_objectives.get(objective, {})
+    by_objective = NAMES["defaults_of_objectives"].get(trainer, {})
+    defaults = NAMES["defaults"].get(trainer, {}) | by_objective.get(objective, {})
     if trainer and objective in CLIPPED_OBJECTIVES:  # theirs has one limit for both sides
         defaults |= {"clip_low": 0.2, "clip_high": values.get("clip_low", 0.2)}
     if trainer == "TRL" and has_nll(theirs):

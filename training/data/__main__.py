@@ -67,9 +67,12 @@ def main(argv: list[str]) -> int:
     try:
         workers = flags.workers or len(os.sched_getaffinity(0))
         reading = Reading(
-            flags.chat_reasoning, flags.suffixes, flags.columns, flags.bad_rows,
+            reasoning=flags.chat_reasoning,
+            suffixes=flags.suffixes,
+            columns=flags.columns,
+            bad_rows=flags.bad_rows,
             needs_chats=flags.chat_reasoning is not None,
-        )  # fmt: skip
+        )
         prepare(flags.source, flags.out, flags.tokenizer, workers, reading, flags.chat_template)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from here", file=sys.stderr)

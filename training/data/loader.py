@@ -72,7 +72,7 @@ class Batch:
         return list((Counter(self.documents.lengths) - Counter(self.padding)).elements())
 
     def slice(self, rank: int, size: int) -> "Batch":
-        """Returns the shard of `rank` if `size` ranks share each sequence: [B, T / size] neighbours.
+        """Returns a rank's shard, [B, T / size] neighbours, if `size` ranks share each sequence.
 
         With 8 tokens and 4 ranks, rank 1 has positions 2 and 3. The documents describe whole
         sequences: each rank attends over whole sequences with some of the heads. Sequences are

@@ -28,7 +28,7 @@ class Forms(NamedTuple):
     result_tag: str = ""  # "tool_response", where results of tools are written in <tool_response>
 
 
-def check_messages(messages, forms: Forms = Forms()) -> tuple[list[dict], list[bool]]:  # noqa: B008  immutable
+def check_messages(messages, forms: Forms) -> tuple[list[dict], list[bool]]:
     """Checks the messages of a chat, and brings them into the form that templates read.
 
     Each content is one string, and reasoning has one name. Results of tools follow a message that

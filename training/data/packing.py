@@ -248,7 +248,8 @@ MIX_PERIOD = 10_000
 class MixedPacking:
     """Takes sequences of several packings in turn, as often as their weights say.
 
-    A packing that ends begins anew. An epoch has as many sequences as the epochs of all packings together.
+    A packing that ends begins anew. An epoch has as many sequences as the epochs of all packings
+    together.
 
     Args:
         packings: packings of the same context_length.

@@ -52,7 +52,7 @@ def show_batch(
     Targets stand between [[ and ]], in green if `color` is set. Of a sequence the first documents
     are shown, and the others counted. `reader` is as in `read_batch`.
     """
-    lines = list[str]()
+    lines: list[str] = []
     before, after = (f"{GREEN}[[", f"]]{END}") if color else ("[[", "]]")
     for sequence in read_batch(loader, tokenizer, SHOWN, reader):
         lines.append(sequence.title)
@@ -119,7 +119,7 @@ class _Texts:
             texts = [(texts[0][0], "")]
         shown = ShownDocument(title, len(ids), count, [])
         for part, heading in texts:
-            before = list[int]()
+            before: list[int] = []
             for kind, group in groupby(range(part.start, part.stop), is_target.__getitem__):
                 stretch = [ids[i] for i in group]
                 text = self._shown(stretch, before)

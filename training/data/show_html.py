@@ -38,7 +38,7 @@ def _sequence(sequence: ShownSequence) -> str:
 
 def _bar(sequence: ShownSequence) -> str:
     """Returns a bar as long as the sequence: documents with their targets, then padding."""
-    parts = list[str]()
+    parts: list[str] = []
     for document in sequence.documents:
         targets = 100 * document.num_targets / max(1, document.num_tokens)
         tip = f'title="{escaped(document.title)}"'

@@ -97,7 +97,7 @@ class Document:
 class RowReader(Protocol):
     """Reads the rows of an objective, whose fields differ from those that forms.py knows."""
 
-    others: ClassVar[frozenset[str]] = frozenset()  # names of other programs that it reads, too
+    foreign: ClassVar[frozenset[str]] = frozenset()  # names of other programs that it reads, too
 
     @property
     def fields(self) -> frozenset[str]:
@@ -432,7 +432,7 @@ def is_data(file: Path, reading: Reading = DEFAULT) -> bool:
         if isinstance(row, BrokenRow):
             row = dict.fromkeys(row.names, "")
         row = rename(row, reading.renames)
-        names = reading.rows.fields | reading.rows.others if reading.rows else frozenset()
+        names = reading.rows.fields | reading.rows.foreign if reading.rows else frozenset()
         return is_row(row) or (isinstance(row, dict) and len(row.keys() & names) > 1)
     return False
 

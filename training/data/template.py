@@ -94,7 +94,7 @@ class Template:
         return "".join(parts), turns
 
     def learn_forms(self) -> None:
-        """Find out how the template reads reasoning, calls and results of tools."""
+        """Finds out how the template reads reasoning, calls and results of tools."""
         thinks, thinks_in_parts = self._reads_reasoning()
         self.forms = Forms(reads_reasoning=thinks, thinks_in_parts=thinks_in_parts)
         forms = itertools.product((False, True), (False, True), (TWO_CALLS, ONE_CALL))

@@ -168,8 +168,8 @@ class _Columns:
     """Numbers of tokens, by name, as they come: float32, or float64 where a document's are."""
 
     def __init__(self):
-        self.values = dict[str, bytearray]()
-        self._dtypes = dict[str, np.dtype]()
+        self.values: dict[str, bytearray] = {}
+        self._dtypes: dict[str, np.dtype] = {}
 
     def add(self, columns: dict[str, np.ndarray], length: int) -> None:
         for name, column in columns.items():

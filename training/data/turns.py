@@ -64,7 +64,7 @@ class Turns:
         self._headers: dict[str, Header | None] = {}  # by the role of the message before an answer
         self.ends = tuple[str, ...]()
         # Ends of turns that call, and whether generation stops there.
-        self._ends_of_calls = dict[str, bool]()
+        self._ends_of_calls: dict[str, bool] = {}
         self.borders: tuple[str, ...] = (OPEN, CLOSE)
         text, parts = template.cut(TALK)
         answers, is_once = _answers(text, parts), len(re.findall("QqQ|AaA|RrR|BbB", text)) == 4
@@ -217,7 +217,7 @@ class Turns:
         self._learn_ends_of_calls()
         if not self._template.is_marked:
             opener = text[parts[0][1] : text.index("RrR")].strip()
-            shared = commonprefix([self._header.strip(), opener])  # noqa: RUF071  strings, not paths
+            shared = commonprefix([self._header.strip(), opener])  # noqa: RUF071  no paths
             opener = shared if shared in self._added else opener
             self.borders += (self._beginning(TALK[:2]), opener, self._beginning(TWO_CALLS))
 

@@ -81,8 +81,7 @@ def decoded(tokens: Iterable[int], tokenizer) -> Iterator[str]:
 
 
 def generate(flags: GenerateFlags, opened: Opened, prompts: list[list[int]], world: World) -> None:
-    """Print what the model writes after each prompt, token by token; several files' texts under the
-    files' names."""
+    """Prints what the model writes after each prompt, token by token, under the files' names."""
     longest = max(map(len, prompts))
     warn_beyond(opened.shape, longest + flags.max_new_tokens)
     model = load(opened, longest, longest + flags.max_new_tokens, world, flags.memory_budget)
@@ -90,10 +89,14 @@ def generate(flags: GenerateFlags, opened: Opened, prompts: list[list[int]], wor
         if len(prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}==> {flags.file[number]} <==")
         tokens = write(
-            model, ids, flags.max_new_tokens, opened.stop_ids, temperature=flags.temperature,
+            model,
+            ids,
+            flags.max_new_tokens,
+            opened.stop_ids,
+            temperature=flags.temperature,
             top_p=flags.top_p or 1.0,
             generator=torch.Generator(world.device).manual_seed(flags.seed or 0),
-        )  # fmt: skip
+        )
         for text in decoded(tokens, opened.tokenizer):
             print(text, end="", flush=True)
         print()

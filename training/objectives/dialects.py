@@ -87,7 +87,7 @@ def rename_rollout(row: dict, reads_engine: bool) -> tuple[dict, dict[str, str]]
 
 def _with_prompts_of_verl(row: dict) -> tuple[dict, dict[str, str]]:
     """Returns a row whose "prompts" and "responses", or "input" and "output", have our names."""
-    names = dict[str, str]()
+    names: dict[str, str] = {}
     for theirs, ours in (("prompts", "prompt"), ("responses", "completion")):
         value = row.get(theirs)
         if isinstance(value, list) and all(isinstance(x, int | float) for x in value):

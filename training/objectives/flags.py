@@ -19,13 +19,15 @@ class ObjectiveFlags:
     objective: str = flag(
         "next_token",
         "what is minimised: the loss of next tokens, with weights of rows, or of pairs or rollouts",
-        OBJECTIVES, group="objective",
-    )  # fmt: skip
+        OBJECTIVES,
+        group="objective",
+    )
     beta: float | None = flag(
         None,
         "weight of the reference, in rollouts of the KL to it; default: 0.1, simpo 2.0, rollouts 0",
-        least=0.0, most=1e6,
-    )  # fmt: skip
+        least=0.0,
+        most=1e6,
+    )
     label_smoothing: float = flag(
         0.0, "dpo, simpo: share of pairs that are taken to be swapped", least=0.0, most=0.5
     )
@@ -67,8 +69,9 @@ class ObjectiveFlags:
         None,
         "with old_logprobs: most weight of a token for old over the rows' own; default: rows' are "
         "not read",
-        least=SMALLEST, most=1e6,
-    )  # fmt: skip
+        least=SMALLEST,
+        most=1e6,
+    )
 
 
 def _is_beside(names: tuple[str, ...]):

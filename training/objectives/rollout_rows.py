@@ -115,7 +115,7 @@ class Rollouts(AnswerReader):
         super().__init__(eos_id, context_length)
         self._columns, self._may_lack = columns, may_lack
         # Number of a group, and hash of its prompt, by its name; by the hash where rows name none.
-        self._groups = dict[object, tuple[int, int | None]]()
+        self._groups: dict[object, tuple[int, int | None]] = {}
         self._groups_of_prompts = 0
         # Whether rows name groups, and have advantages; None: no such row was read.
         self._has_groups: bool | None = None

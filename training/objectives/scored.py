@@ -90,7 +90,7 @@ class Terms:
 
 
 class Objective(ABC):
-    """What a step minimises, of answers that have log-probabilities."""
+    """A formula that a step minimises, of answers that have log-probabilities."""
 
     reads_entropy: ClassVar[bool] = False
     reads_step: ClassVar[bool] = False  # its loss depends on its metrics of the whole step

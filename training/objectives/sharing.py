@@ -27,7 +27,7 @@ class AnswerReader(RowReader):
     A prompt and its answers are at most `context_length` tokens, unless one row is longer.
     """
 
-    others: ClassVar[frozenset[str]] = NAMES
+    foreign: ClassVar[frozenset[str]] = NAMES
 
     def __init__(self, eos_id: int, context_length: int):
         self._eos_id, self._context_length = eos_id, context_length
@@ -42,7 +42,7 @@ class AnswerReader(RowReader):
 
         There are two at least if there are two rows, for one to be held out.
         """
-        rows_by_prompt = dict[bytes, list[Document]]()
+        rows_by_prompt: dict[bytes, list[Document]] = {}
         for row in documents:
             prompt = row.tokens[: _shareable(row) + 1].tobytes()
             rows_by_prompt.setdefault(prompt, []).append(row)
@@ -78,10 +78,10 @@ def sample_of(row: dict, fields: frozenset[str], completion) -> dict:
     prompt, field = row.get("prompt"), answer_field(row)
     _refuse_other_chats(row, fields)
     if isinstance(prompt, list) and isinstance(completion, list):
-        asked, said = without_nulls(prompt), without_nulls(completion)
-        if said[: len(asked)] == asked:
-            completion = completion[len(asked) :]  # a whole chat
-        elif asked and said[:1] == asked[-1:]:
+        before, said = without_nulls(prompt), without_nulls(completion)
+        if said[: len(before)] == before:
+            completion = completion[len(before) :]  # a whole chat
+        elif before and said[:1] == before[-1:]:
             raise UserError(
                 'has an answer that begins with the last message of its "prompt"; give one of both'
             )

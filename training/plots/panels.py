@@ -200,7 +200,7 @@ def _beside_other_runs(curves: list[Curve]) -> list[Curve]:
 
 def with_peaks(rows: list[dict]) -> list[dict]:
     """Returns rows whose "peak" is the largest of "peak_memory_gib", a list by rank."""
-    with_number = list[dict]()
+    with_number: list[dict] = []
     for row in rows:
         peaks = row.get("peak_memory_gib")
         numbers = [*filter(is_number, peaks)] if isinstance(peaks, list) else []
@@ -210,7 +210,7 @@ def with_peaks(rows: list[dict]) -> list[dict]:
 
 
 def _panel(rows: list[dict], label: str, names: dict[str, str], low: float | None = None) -> Panel:
-    curves = list[Curve]()
+    curves: list[Curve] = []
     for number, (name, shown) in enumerate(names.items()):
         steps, values = points(rows, name)
         if steps:

@@ -67,7 +67,7 @@ def _draw_panel(panel: Panel) -> str:
         return WIDTH * (step - first) / (last - first), HEIGHT * (high - value) / (high - low)
 
     lines = [f'<rect class="frame" x="0" y="0" width="{WIDTH}" height="{HEIGHT}"/>']
-    labels = list[str]()
+    labels: list[str] = []
     heights = ticks_between(low, high, 6)
     for value, label in zip(heights, labels_of(heights)):
         _, y = place(first, value)
@@ -116,7 +116,7 @@ def _thinned(curve: Curve) -> list[tuple[float, float]]:
     points = [*zip(curve.steps, curve.values)]
     if len(points) <= MOST_POINTS or curve.kind == "crosses":
         return points
-    kept = list[tuple[float, float]]()
+    kept: list[tuple[float, float]] = []
     borders = [i * len(points) // (MOST_POINTS // 2) for i in range(MOST_POINTS // 2 + 1)]
     for start, stop in pairwise(borders):
         stretch = points[start:stop]
