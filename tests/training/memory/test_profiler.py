@@ -143,11 +143,7 @@ def run_dry(step, *executions, warm_up=False):
     """Measurements under one choice after another, of one model and optimizer; a step to warm up
     takes as long."""
     first, run = executions[0], Bench._run
-    with (
-        pytest.MonkeyPatch.context() as monkeypatch,
-        torch.device("meta"),
-        StorageCounter() as counter,
-    ):
+    with pytest.MonkeyPatch.context() as monkeypatch, StorageCounter() as counter:
         if not warm_up:
             monkeypatch.setattr(
                 Bench, "_run", lambda *step: run(*step) if isinstance(step[-1], Recorder) else None
@@ -165,7 +161,8 @@ def run_dry(step, *executions, warm_up=False):
 
         monkeypatch.setattr("training.memory.placement.PinnedArena", FakeArena)
         monkeypatch.setattr("training.optim.inventory.PinnedArena", FakeArena)
-        model = model_of(step).cast(torch.bfloat16)
+        with torch.device("meta"):
+            model = model_of(step).cast(torch.bfloat16)
         for module in model.modules() if step.tensor_ranks > 1 else ():
             if hasattr(module, "tensor_ranks"):
                 module.tensor_ranks = TensorRanks(dist.group.WORLD)
