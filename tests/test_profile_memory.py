@@ -215,19 +215,20 @@ def answer_of(tmp_path, capsys, *flags):
     return out.splitlines()[0], rows
 
 
-def test_a_step_that_does_not_fit_names_the_changes_that_would(nothing_is_faster, tmp_path, capsys):
-    flags = "--gpu", "4090", "--optimizer_state", "float32", "--host_budget", "48GB"
+def test_a_step_that_does_not_fit_names_the_changes_that_would(
+    nine_layers, nothing_is_faster, tmp_path, capsys
+):
+    budgets = "--memory_budget", "15GB", "--host_budget", "8GB"
+    flags = "--gpu", "4090", "--optimizer_state", "float32", *budgets
     first, rows = answer_of(tmp_path, capsys, *flags)
-    assert (
-        first == "does not fit: 131,072 tokens into 22.99 GiB of GPU and 48.00 GiB of host memory"
+    assert first == "does not fit: 131,072 tokens into 15.00 GiB of GPU and 8.00 GiB of host memory"
+    gpu, rates = 15 * GIB, scale_rates(GPUS["RTX4090"], "flash")
+    step = step_of("4B", 131_072, backend="flash", state_format="float32", num_hidden_layers=9)
+    host = 8 + bisect.bisect_left(
+        range(8, 50), True, key=lambda size: has_plan(step, gpu, size * GIB)
     )
-    gpu, rates = GPUS["RTX4090"].memory_bytes - GIB, scale_rates(GPUS["RTX4090"], "flash")
-    step = step_of("4B", 131_072, backend="flash", state_format="float32")
-    host = 48 + bisect.bisect_left(
-        range(48, 200), True, key=lambda size: has_plan(step, gpu, size * GIB)
-    )
-    longest = find_max_context(step, gpu, 48 * GIB)
-    sharing = "--nproc 2 --context_parallel_size 2 --host_budget 24GB"
+    longest = find_max_context(step, gpu, 8 * GIB)
+    sharing = "--nproc 2 --context_parallel_size 2 --host_budget 4GB"
     compact = "--optimizer_state compact"
     adapters = ["--lora 16", "--lora 16 --lora_bits 4"]
     assert [*rows] == [
@@ -243,7 +244,7 @@ def test_a_step_that_does_not_fit_names_the_changes_that_would(nothing_is_faster
     )
     for words in rows:  # the command says that it fits
         given = (
-            [*flags[:4], *words.split()] if "--host_budget" in words else [*flags, *words.split()]
+            [*flags[:-2], *words.split()] if "--host_budget" in words else [*flags, *words.split()]
         )
         given = [*flags[:2], *flags[4:], *words.split()] if words == compact else given
         assert run_main(tmp_path, *given)["answer"]["seconds"] == rows[words]["seconds"]
@@ -406,10 +407,11 @@ def test_what_would_be_faster(tmp_path, capsys):
         assert words == shown_words and numbers == pytest.approx(shown_numbers, rel=0.02)
 
 
-def test_smaller_micro_batches_are_named_where_they_are_faster(tmp_path):
+def test_smaller_micro_batches_are_named_where_they_are_faster(nine_layers, tmp_path):
     """More blocks of the 4B are kept whole in smaller ones; all of the 0.6B's are in any."""
     flags = "--gpu", "H200", "--host_memory", "256GB", "--context_length", "16384"
-    [row] = run_main(tmp_path, *flags, "--batch_size", "8")["answer"]["faster"]
+    little = "--batch_size", "8", "--memory_budget", "36GB"
+    [row] = run_main(tmp_path, *flags, *little)["answer"]["faster"]
     assert row["flags"] == "--batch_size 2 --gradient_accumulation_steps 4"
     assert not run_main(tmp_path, *flags, "--batch_size", "2", "--model_size", "0.6B")["answer"][
         "faster"
