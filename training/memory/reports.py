@@ -10,8 +10,7 @@ import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +33,7 @@ from training.memory.planner import (
     has_plan,
     make_plan,
 )
-from training.memory.stages import Stages
+from training.memory.stages import Stage, Stages
 from training.memory.step import Step
 from training.memory.timeline import format_timeline, timeline
 from training.optim.formats import bytes_saved
@@ -76,21 +75,20 @@ class Machine:
         """Print the host memory of a process and of the machine, if that is known, and a
         checkpoint's bytes on disk."""
         if self.host_memory:
-            whole = plan.host_bytes + PROCESS_BYTES
-            shares = f"{gib(plan.host_bytes)} pinned, about {gib(whole)} of the whole process"
-            total = (self.processes * whole + SYSTEM_BYTES) / GIB
+            process = plan.host_bytes + PROCESS_BYTES
+            shares = f"{gib(plan.host_bytes)} pinned, about {gib(process)} of the whole process"
+            total = (self.processes * process + SYSTEM_BYTES) / GIB
             print(f"host memory: {shares}, {total:.2f} of {gib(self.host_memory)} of the machine")
         print(f"disk: {gib(self.checkpoint_bytes(plan))} per checkpoint; a run needs room for two")
 
     def checkpoint_bytes(self, plan: Plan) -> int:
         """Returns the bytes on disk of a checkpoint of a planned run, to resume from."""
-        step = plan.step
-        numel, carried = (
-            step.trained.elements(self.model),
-            self.carried_bytes if step.trained.is_whole else 0,
-        )
-        saved = bytes_saved(numel, plan.execution.state_format, is_half=step.num_shards == 0)
-        return saved + carried + SPARE_BYTES
+        step, state_format = plan.step, plan.execution.state_format
+        elements = step.trained.elements(self.model)
+        num_bytes = bytes_saved(elements, state_format, is_half=step.num_shards == 0)
+        if step.trained.is_whole:
+            num_bytes += self.carried_bytes
+        return num_bytes + SPARE_BYTES
 
 
 @dataclass(frozen=True)
@@ -143,9 +141,9 @@ def report_step(
     if not fits:
         if plan is None and not changes:
             make_plan(step, *machine.limits)  # raises and says why
-        length = f"{step.context_length:,} tokens" + f" x batch_size {step.batch_size}" * (
-            step.batch_size > 1
-        )
+        length = f"{step.context_length:,} tokens"
+        if step.batch_size > 1:
+            length += f" x batch_size {step.batch_size}"
         print(f"does not fit: {length} into {describe_budgets(*machine.limits[:2])}")
         title = "what would, the cheapest change first, predicted:"
         answer["would_fit"] = _print_changes(title, changes, machine, epoch)
@@ -163,31 +161,41 @@ def report_step(
         measured = _measure(shown, execution, machine, build_bench, f"{about}\n{plan}")
         answer["fits"] = True
     summary = _summarize(shown, execution, machine, measured)
+    if measured and part is not None:
+        print(f"below, {part.layers} of the {step.layers} layers:")
+        summary["extrapolated_seconds"] = profiler.extrapolate(measured, shown, step)
+        summary["predicted_seconds_of_all_layers"] = plan.seconds
     if measured:
-        if part is not None:
-            print(f"below, {part.layers} of the {step.layers} layers:")
-            summary["extrapolated_seconds"] = profiler.extrapolate(measured, shown, step)
-            summary["predicted_seconds_of_all_layers"] = plan.seconds
         _print_measured(summary)
-    is_planned = flags.gradient_checkpointing is None
-    title = f"plan for {describe_budgets(*machine.limits[:2])}" if is_planned else "nothing planned"
-    phases = timeline(step, plan.execution, plan.rates)
-    print(f"{about}\n{title}:\n{plan}\n\n{format_timeline(phases)}")
-    stages = predicted, measured.stages if measured else None
-    if flags.stages:
-        print("\n" + profiler.format_table(*stages, flags.stages == "all"))
-    if flags.timeline:
-        profiler.draw_timeline(
-            flags.timeline, phases, *stages, machine.gpu_bytes if is_planned else None
-        )
-    written = [side and [dataclasses.asdict(stage) for stage in side] for side in stages]
-    results = {
+    _print_plan(plan, machine, flags, about, predicted, measured.stages if measured else None)
+    return {
         "answer": answer,
         "plan": str(plan),
         "execution": dataclasses.asdict(execution),
         "summary": summary,
+        "predicted": [*map(dataclasses.asdict, predicted)],
+        "measured": [*map(dataclasses.asdict, measured.stages)] if measured else None,
     }
-    return results | dict(zip(("predicted", "measured"), written))
+
+
+def _print_plan(
+    plan: Plan,
+    machine: Machine,
+    flags,
+    about: str,
+    predicted: list[Stage],
+    measured: Sequence[profiler.MeasuredStage] | None,
+) -> None:
+    """Prints the plan, its timeline, and stages as flags ask."""
+    title, limit = "nothing planned", None
+    if flags.gradient_checkpointing is None:
+        title, limit = f"plan for {describe_budgets(*machine.limits[:2])}", machine.gpu_bytes
+    phases = timeline(plan.step, plan.execution, plan.rates)
+    print(f"{about}\n{title}:\n{plan}\n\n{format_timeline(phases)}")
+    if flags.stages:
+        print("\n" + profiler.format_table(predicted, measured, flags.stages == "all"))
+    if flags.timeline:
+        profiler.draw_timeline(flags.timeline, phases, predicted, measured, limit)
 
 
 def _measure(
@@ -204,10 +212,9 @@ def _measure(
             fullest_stage(step, execution),
         )
         print(f"{about}\npredicted, not measured (out of memory):\n{table}")
+        what = f"a peak of {gib(peak.bytes)} is predicted, in {peak.name}"
         raise UserError(
-            f"out of memory: a peak of {gib(peak.bytes)} is predicted, in {peak.name}, of "
-            f"{gib(machine.gpu_bytes)} "
-            "that are free"
+            f"out of memory: {what}, of {gib(machine.gpu_bytes)} that are free"
         ) from None
 
 
@@ -235,11 +242,8 @@ def _summarize(
 
 def _speed(plan: Plan) -> dict[str, float]:
     """Returns a plan's seconds and tokens per second, by the names of the answer."""
-    sequences = _sequences(plan.step)
-    return {
-        "seconds": plan.seconds,
-        "tokens_per_second": sequences * plan.step.context_length / plan.seconds,
-    }
+    tokens = _sequences(plan.step) * plan.step.context_length
+    return {"seconds": plan.seconds, "tokens_per_second": tokens / plan.seconds}
 
 
 def _padding(epoch: Epoch | None) -> str:
@@ -254,11 +258,8 @@ def _duration(seconds: float) -> str:
 
 def _sequences(step: Step) -> int:
     """Returns the sequences of a whole step, on all GPUs."""
-    return (
-        step.batch_size
-        * step.micro_batches
-        * max(1, step.num_copies * step.num_shards // step.num_ranks)
-    )
+    groups = max(1, step.num_copies * step.num_shards // step.num_ranks)
+    return step.batch_size * step.micro_batches * groups
 
 
 def _print_changes(
@@ -275,25 +276,16 @@ def _print_changes(
             **_speed(plan),
             "host_bytes": plan.host_bytes,
             "costs": costs,
+            "checkpoint_bytes": machine.checkpoint_bytes(plan),
         }
-        row["checkpoint_bytes"] = machine.checkpoint_bytes(plan)
-        speed = (
-            f"{row['seconds']:8.1f} s per step, {row['tokens_per_second']:,.0f} "
-            f"tokens/s{_padding(epoch)}"
-        )
-        if (
-            epoch and epoch.context_length == plan.step.context_length
-        ):  # the data are packed anew at others
+        tokens = f"{row['tokens_per_second']:,.0f} tokens/s{_padding(epoch)}"
+        speed = f"{row['seconds']:8.1f} s per step, {tokens}"
+        # the data are packed anew at another context
+        if epoch and epoch.context_length == plan.step.context_length:
             row["hours_per_epoch"] = epoch.seconds(plan) / 3600
             speed += f", {_duration(epoch.seconds(plan))} per epoch"
-        print(
-            "; ".join(
-                [
-                    f"  {words:<{width}}  {speed}, {gib(row['checkpoint_bytes'])} per checkpoint",
-                    *costs,
-                ]
-            )
-        )
+        disk = f"{gib(row['checkpoint_bytes'])} per checkpoint"
+        print("; ".join([f"  {words:<{width}}  {speed}, {disk}", *costs]))
         rows.append(row)
     return rows
 
@@ -302,52 +294,48 @@ def _print_answer(
     plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None
 ) -> dict[str, float]:
     """Print what a step takes, and how long; returns that for JSON."""
-    step, answer = (
-        plan.step,
-        {"peak": plan.peak.bytes, "host_bytes": plan.host_bytes, **_speed(plan)},
-    )
+    answer = {"peak": plan.peak.bytes, "host_bytes": plan.host_bytes, **_speed(plan)}
     answer["checkpoint_bytes"] = machine.checkpoint_bytes(plan)
     host = gib(plan.host_bytes)
     if math.isfinite(machine.host_bytes):
         host = f"{plan.host_bytes / GIB:.2f} of {gib(machine.host_bytes)}"
-    memory = (
-        f"{plan.peak.bytes / GIB:.2f} of {gib(machine.gpu_bytes)} of GPU memory, {host} of host "
-        "memory"
-    )
-    print(f"{'fits' if fits else 'as it is'}: predicted {memory}")
+    gpu = f"{plan.peak.bytes / GIB:.2f} of {gib(machine.gpu_bytes)} of GPU memory"
+    print(f"{'fits' if fits else 'as it is'}: predicted {gpu}, {host} of host memory")
     machine.print_host(plan)
-    speed = (
-        f"step: {answer['seconds']:.2f} s, {answer['tokens_per_second']:,.0f} "
-        f"tokens/s{_padding(epoch)}"
-    )
+    tokens = f"{answer['tokens_per_second']:,.0f} tokens/s{_padding(epoch)}"
+    speed = f"step: {answer['seconds']:.2f} s, {tokens}"
     if machine.flops:
-        assert step.documents is not None
-        model, kinds = machine.model, step.given.kinds
-        trains_matrices = step.given.linear.trains_matrices
-        flops_of = functools.partial(
-            forward_flops, model, kinds=kinds, trains_matrices=trains_matrices
-        )
-        forward = sum(count * flops_of([round(n)]) for n, count in step.documents.lengths)
-        for prompt, answers, tokens, count in step.documents.prompts:
-            forward += count * flops_of(
-                [], prompts=[(round(prompt), round(answers), round(tokens))]
-            )
-        flops = 3 * step.micro_batches * forward / (step.num_ranks * step.tensor_ranks)
-        answer["mfu"] = flops / plan.seconds / machine.flops
+        answer["mfu"] = _model_flops(plan, machine) / plan.seconds / machine.flops
         speed += f", MFU {answer['mfu']:.0%}"
-    hours = 1e9 / answer["tokens_per_second"] / 3600
-    answer["hours_per_billion_tokens"] = hours
-    print(speed + ("" if epoch else f"; {_duration(3600 * hours)} per billion tokens"))
-    if epoch:
-        answer |= dataclasses.asdict(epoch) | {"hours_per_epoch": epoch.seconds(plan) / 3600}
-        sequences = (
-            f"{epoch.sequences:,} sequence{'s' * (epoch.sequences != 1)}, {epoch.filled:.1%} filled"
-        )
-        print(
-            f"data: {epoch.tokens:,} training tokens in {sequences}: "
-            f"{_duration(epoch.seconds(plan))} per epoch"
-        )
+    answer["hours_per_billion_tokens"] = 1e9 / answer["tokens_per_second"] / 3600
+    if epoch is None:
+        billion = _duration(3600 * answer["hours_per_billion_tokens"])
+        print(f"{speed}; {billion} per billion tokens")
+        return answer
+    print(speed)
+    answer |= dataclasses.asdict(epoch) | {"hours_per_epoch": epoch.seconds(plan) / 3600}
+    count = f"{epoch.sequences:,} sequence{'s' * (epoch.sequences != 1)}, {epoch.filled:.1%} filled"
+    duration = f"{_duration(epoch.seconds(plan))} per epoch"
+    print(f"data: {epoch.tokens:,} training tokens in {count}: {duration}")
     return answer
+
+
+def _model_flops(plan: Plan, machine: Machine) -> float:
+    """Returns the floating-point operations of a step on one GPU, without recomputed
+    activations."""
+    step = plan.step
+    assert step.documents is not None
+    flops = functools.partial(
+        forward_flops,
+        machine.model,
+        kinds=step.given.kinds,
+        trains_matrices=step.given.linear.trains_matrices,
+    )
+    forward = sum(count * flops([round(length)]) for length, count in step.documents.lengths)
+    for prompt, answers, tokens, count in step.documents.prompts:
+        group = round(prompt), round(answers), round(tokens)
+        forward += count * flops([], prompts=[group])
+    return 3 * step.micro_batches * forward / (step.num_ranks * step.tensor_ranks)
 
 
 def _print_measured(summary: dict) -> None:
@@ -380,19 +368,16 @@ def _print_measured(summary: dict) -> None:
 
 def report_max_context(step: Step, machine: Machine) -> dict:
     """Print the longest context that is predicted to fit. Raises UserError for none."""
-    predicted = find_max_context(step, machine.gpu_bytes, machine.host_bytes)
-    plan = make_plan(
-        step.at(predicted or step.context_length), *machine.limits
-    )  # raises where none fits
-    print(f"predicted: {predicted:,} tokens in {describe_budgets(*machine.limits[:2])}")
+    longest = find_max_context(step, machine.gpu_bytes, machine.host_bytes)
+    plan = make_plan(step.at(longest or step.context_length), *machine.limits)  # raises for none
+    print(f"predicted: {longest:,} tokens in {describe_budgets(*machine.limits[:2])}")
     machine.print_host(plan)
     print(plan)
-    results = {
-        "predicted_context": predicted,
+    return {
+        "predicted_context": longest,
         "plan": str(plan),
         "execution": dataclasses.asdict(plan.execution),
     }
-    return results
 
 
 # Comparison
@@ -428,31 +413,14 @@ def report_comparison(step: Step, machine: Machine, budget: str | None) -> dict:
     print(f"{'predicted, GiB':<33}" + "".join(f"{name:>10}" for name in columns))
     rows = []
     for way, execution in ways.items():
-        gpu_bytes = machine.gpu_bytes if execution else planned_bytes
-        for at in map(step.at, COMPARED_CONTEXTS):
-            logits = projected_logits_bytes(machine.model.vocab_size, at.tokens)
-            row: dict[str, Any] = {
-                "way": way,
-                "context_length": at.context_length,
-                "logits": logits,
-            }
-            limits = gpu_bytes, machine.host_bytes, machine.rates
-            with suppress(UserError):  # no plan
-                plan = Plan(at, execution, *limits) if execution else make_plan(at, *limits)
-                row |= {
-                    "peak": plan.peak.bytes,
-                    "host": plan.host_bytes,
-                    "predicted_seconds": plan.seconds,
-                }
-            cells = [f"{at.context_length:,}"]
-            for name in ("logits", "peak", "host", "predicted_seconds"):
-                if name in row:
-                    cells.append(
-                        f"{row[name]:.1f}" if "seconds" in name else f"{row[name] / GIB:.2f}"
-                    )
-            cells += ["no plan"] * ("peak" not in row)
-            print(f"{way:<33}" + "".join(f"{cell:>10}" for cell in cells))
-            rows.append(row)
+        limits = planned_bytes, machine.host_bytes, machine.rates
+        for longer in map(step.at, COMPARED_CONTEXTS):
+            plan = None
+            if execution:
+                plan = Plan(longer, execution, *machine.limits)
+            elif has_plan(longer, *limits[:2]):
+                plan = make_plan(longer, *limits)
+            rows.append(_print_compared(way, longer, machine.model, plan))
     print(
         "\nthe smallest GPU memory in which each context fits, whatever has to move or to be "
         "computed again:"
@@ -463,15 +431,30 @@ def report_comparison(step: Step, machine: Machine, budget: str | None) -> dict:
     return {"compared": rows, "smallest_gpu_gib": smallest}
 
 
+def _print_compared(way: str, step: Step, model: ModelConfig, plan: Plan | None) -> dict[str, Any]:
+    """Print a row of the comparison; returns it for JSON."""
+    logits = projected_logits_bytes(model.vocab_size, step.tokens)
+    row: dict[str, Any] = {"way": way, "context_length": step.context_length, "logits": logits}
+    cells = [f"{step.context_length:,}", f"{logits / GIB:.2f}"]
+    if plan is None:
+        cells.append("no plan")
+    else:
+        peak, host, seconds = plan.peak.bytes, plan.host_bytes, plan.seconds
+        row |= {"peak": peak, "host": host, "predicted_seconds": seconds}
+        cells += [f"{peak / GIB:.2f}", f"{host / GIB:.2f}", f"{seconds:.1f}"]
+    print(f"{way:<33}" + "".join(f"{cell:>10}" for cell in cells))
+    return row
+
+
 def smallest_gpus(step: Step, host_bytes: float) -> dict[int, float]:
     """Returns the smallest GPU memory for each compared context, in steps of 0.5 GiB; inf if the
     host is too small."""
     halves = range(2 * LARGEST_GPU_GIB)
 
-    def smallest(at: Step) -> float:
+    def smallest(longer: Step) -> float:
         fitting = bisect.bisect_left(
-            halves, True, key=lambda n: has_plan(at, n * GIB / 2, host_bytes)
+            halves, True, key=lambda n: has_plan(longer, n * GIB / 2, host_bytes)
         )
         return fitting / 2 if fitting < len(halves) else math.inf
 
-    return {at.context_length: smallest(at) for at in map(step.at, COMPARED_CONTEXTS)}
+    return {length: smallest(step.at(length)) for length in COMPARED_CONTEXTS}
