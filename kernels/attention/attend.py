@@ -22,14 +22,14 @@ def _no_lists(k: Tensor) -> Tensor:
 
 
 def _fake_results(q, k, v, segments, lists, kind, backend, on_triton):
-    own, dtype = part_of(kind), torch.promote_types(q.dtype, torch.float32)
-    outs = [q.new_empty(q.shape) for _ in range(own.branches)]
-    chosen = (
-        k.new_empty(*k.shape[:3], own.list_length, dtype=torch.int16)
+    attention, dtype = part_of(kind), torch.promote_types(q.dtype, torch.float32)
+    outs = [q.new_empty(q.shape) for _ in range(attention.branches)]
+    chosen_lists = (
+        k.new_empty(*k.shape[:3], attention.list_length, dtype=torch.int16)
         if lists is None
         else _no_lists(k)
     )
-    return [*outs, *(q.new_empty(q.shape[:3], dtype=dtype) for _ in outs), chosen]
+    return [*outs, *(q.new_empty(q.shape[:3], dtype=dtype) for _ in outs), chosen_lists]
 
 
 @operation("fathom::attend", _fake_results, keepable="results", chooses="lists")
@@ -47,16 +47,15 @@ def _attend(
     Args:
         kind: the kind's number, see `kernels.parts.Part`.
     """
-    own, copies = part_of(kind), copies_for(part_of(kind), q, segments)
+    attention, copies = part_of(kind), copies_for(part_of(kind), q, segments)
     if copies is None:
-        outs, lses, chosen = own.forward(q, k, v, segments, lists, backend, on_triton)
+        outs, lses, chosen = attention.forward(q, k, v, segments, lists, backend, on_triton)
     else:
-        given = (
-            *map(copies.expand, (q, k, v)),
-            copies.segments,
-            None if lists is None else copies.expand(lists),
+        q_n, k_n, v_n = map(copies.expand, (q, k, v))
+        lists_n = None if lists is None else copies.expand(lists)
+        outs, lses, chosen = attention.forward(
+            q_n, k_n, v_n, copies.segments, lists_n, backend, on_triton
         )
-        outs, lses, chosen = own.forward(*given, backend, on_triton)
         outs, lses = [copies.drop(x, q) for x in outs], [copies.drop(x, q) for x in lses]
         chosen = None if chosen is None else copies.drop(chosen, q)
     return [*outs, *lses, chosen if lists is None and chosen is not None else _no_lists(k)]
@@ -64,7 +63,7 @@ def _attend(
 
 @operation(
     "fathom::attend_backward",
-    lambda _, *given: [x.new_empty(x.shape) for x in given[:4] if x is not None],
+    lambda _, *inputs: [x.new_empty(x.shape) for x in inputs[:4] if x is not None],
 )
 def _attend_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor | None, outs: list[Tensor],
@@ -82,10 +81,10 @@ def _backward(kind, dout, q, k, v, gates, outs, lses, lists, segments, backend, 
     copies = copies_for(kind, q, segments)
     if copies is None:
         return kind.backward(dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton)
-    given = [None if x is None else copies.expand(x) for x in (q, k, v, gates)]
+    inputs = [None if x is None else copies.expand(x) for x in (q, k, v, gates)]
     kept = [copies.expand(x) for x in outs], [copies.expand(x) for x in lses], copies.expand(lists)
     dout = copies.without_copies(copies.expand(dout))
-    dq, dk, dv, *d_gates = kind.backward(dout, *given, *kept, copies.segments, backend, on_triton)
+    dq, dk, dv, *d_gates = kind.backward(dout, *inputs, *kept, copies.segments, backend, on_triton)
     return [
         copies.drop(dq, q),
         copies.add(dk, q),
@@ -140,10 +139,10 @@ def check_gates(gates: Tensor | None, kind: AttentionKind, shape: Sequence[int])
     """Raises ValueError unless there are gates for queries [B, T, H, K] of `shape` (B, T, H), if
     the kind has any."""
     if kind.gates_per_head and (gates is None or gates.shape != (*shape, kind.gates_per_head)):
-        given = None if gates is None else tuple(gates.shape)
+        gates_shape = None if gates is None else tuple(gates.shape)
         raise ValueError(
             f"gates must be [B, T, H, {kind.gates_per_head}] for (B, T, H) {tuple(shape)}, got "
-            f"{given}"
+            f"{gates_shape}"
         )
 
 

@@ -12,6 +12,7 @@ Documents may go on from another one, their prompt, as prompts.py describes.
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -53,26 +54,19 @@ class Documents:
         """Tokens of the longest document, with its prompt."""
         if self.segments is None or not has_prompts(self.segments):
             return max(self.lengths)
-        return int(
-            (
-                self.segments[:, 2]
-                - self.segments[:, 1]
-                + self.segments[:, 4]
-                - self.segments[:, 3]
-            ).max()
-        )
+        return int((self.segments[:, 2::2].sum(1) - self.segments[:, 1::2].sum(1)).max())
 
     @property
     def prompts(self) -> list[tuple[int, int, int]]:
         """Tokens of each prompt, the number of its answers, and their tokens."""
-        found: dict[tuple[int, ...], list[int]] = {}
+        lengths_of: dict[tuple[int, ...], list[int]] = {}
         if self.segments is not None and has_prompts(self.segments):
             for row, start, stop, first, last in self.segments.tolist():
                 if last:
-                    found.setdefault((row, first, last), []).append(stop - start)
+                    lengths_of.setdefault((row, first, last), []).append(stop - start)
         return [
             (last - first, len(lengths), sum(lengths))
-            for (_, first, last), lengths in found.items()
+            for (_, first, last), lengths in lengths_of.items()
         ]
 
     @property
@@ -90,18 +84,18 @@ class Documents:
         table = torch.cat([table, padding])
         table = table[table[:, 0].argsort(stable=True)]
         positions_BT = torch.cat([self.positions_BT, torch.arange(count).expand(B, -1)], 1)
-        is_padding_BT = (
-            torch.zeros(B, T, dtype=torch.bool)
-            if self.is_padding_BT is None
-            else self.is_padding_BT
-        )
+        is_padding_BT = self.is_padding_BT
+        if is_padding_BT is None:
+            is_padding_BT = torch.zeros(B, T, dtype=torch.bool)
         is_padding_BT = torch.cat([is_padding_BT, torch.ones(B, count, dtype=torch.bool)], 1)
         return Documents(table, positions_BT, (table[:, 2] - table[:, 1]).tolist(), is_padding_BT)
 
-    def share(self, own: slice) -> "Documents":
+    def share(self, positions: slice) -> "Documents":
         """Returns what a rank has of whole sequences, of which it takes the positions `own`."""
-        is_padding_BT = None if self.is_padding_BT is None else self.is_padding_BT[:, own]
-        return replace(self, positions_BT=self.positions_BT[:, own], is_padding_BT=is_padding_BT)
+        is_padding_BT = None if self.is_padding_BT is None else self.is_padding_BT[:, positions]
+        return replace(
+            self, positions_BT=self.positions_BT[:, positions], is_padding_BT=is_padding_BT
+        )
 
 
 def find_documents(document_ids: Tensor, prompt_ids: Tensor | None = None) -> Documents:
@@ -139,19 +133,21 @@ def find_documents(document_ids: Tensor, prompt_ids: Tensor | None = None) -> Do
 def _with_prompts(segments: Tensor, ids_BT: Tensor, prompts_BT: Tensor) -> Tensor:
     """Returns segments with two more columns, see `Documents`; arguments as in `find_documents`."""
     ids, prompts = (x[segments[:, 0], segments[:, 1]] for x in (ids_BT, prompts_BT))
-    found: list[tuple[int, ...]] = []
-    for (row, start, stop), own, prompt in zip(segments.tolist(), ids.tolist(), prompts.tolist()):
-        last = found[-1] if found and found[-1][0] == row else (row, 0, 0, 0, 0)
+    rows: list[tuple[int, ...]] = []
+    for (row, start, stop), document, prompt in zip(
+        segments.tolist(), ids.tolist(), prompts.tolist()
+    ):
+        last = rows[-1] if rows and rows[-1][0] == row else (row, 0, 0, 0, 0)
         begin, end = last[1:3] if last[4] == 0 else last[3:]
-        if own == prompt:
+        if document == prompt:
             begin = end = 0
         elif start == 0 or ids_BT[row, begin] != prompt:
             raise ValueError(
-                f"document {own} of row {row} must follow its prompt, {prompt}, or another answer "
+                f"document {document} of row {row} must follow its prompt, {prompt}, or another answer "
                 "to it"
             )
-        found.append((row, start, stop, begin, end))
-    return torch.tensor(found)
+        rows.append((row, start, stop, begin, end))
+    return torch.tensor(rows)
 
 
 def has_prompts(segments: Tensor | None) -> bool:
@@ -176,16 +172,16 @@ def split_by_length(segments: Tensor, T: int, long_from: int) -> tuple[Tensor, l
     """
     lengths = segments[:, 2::2].sum(1) - segments[:, 1::2].sum(1)
     long = segments[lengths >= long_from]
-    spans: list[list[list[int]]] = []
+    chains: list[list[list[int]]] = []
     for document in sorted((long[:, 1:] + T * long[:, :1]).tolist()):
-        if not spans or spans[-1][-1][1] != document[0]:
-            spans.append([])
-        spans[-1].append(document)
-    return segments[lengths < long_from, :3], [
-        Span(first, span[-1][1], F.pad(torch.tensor(span) - first, (1, 0)))
-        for span in spans
-        for first in [span[0][0]]
-    ]
+        if not chains or chains[-1][-1][1] != document[0]:
+            chains.append([])
+        chains[-1].append(document)
+    spans = []
+    for chain in chains:
+        first, stop = chain[0][0], chain[-1][1]
+        spans.append(Span(first, stop, F.pad(torch.tensor(chain) - first, (1, 0))))
+    return segments[lengths < long_from, :3], spans
 
 
 class Call(NamedTuple):
@@ -198,9 +194,8 @@ class Call(NamedTuple):
     # of one document each.
     ends: tuple[int, ...] = ()
     offsets: Tensor | None = None  # 0 and `ends`, int32 on the device
-    longest: int = (
-        0  # tokens of the longest document that attends together, rounded up, see `_longest`
-    )
+    # tokens of the longest document that attends together, rounded up, see `_longest`
+    longest: int = 0
 
 
 def divide(
@@ -236,14 +231,9 @@ def join_rows(calls: Iterable[Call], T: int) -> list[Call]:
     joined: list[Call] = []
     for call in calls:
         is_row = not call.ends and call.stop - call.start == T
-        if (
-            is_row
-            and joined
-            and not joined[-1].ends
-            and joined[-1].stop == call.start
-            and is_rows(joined[-1], T)
-        ):
-            joined[-1] = Call(joined[-1].start, call.stop)
+        last = joined[-1] if joined else None
+        if is_row and last and not last.ends and last.stop == call.start and is_rows(last, T):
+            joined[-1] = Call(last.start, call.stop)
         else:
             joined.append(call)
     return joined
@@ -279,12 +269,10 @@ def table_as_bytes(table: Tensor) -> bytes:
 
 def from_bytes(documents: bytes | None, B: int, T: int, columns: int = 3) -> Tensor:
     """Returns the segments of which `as_bytes` made `documents`; the rows, if it is None."""
-    given = (
-        None
-        if documents is None
-        else torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, columns)
-    )
-    return all_segments(given, B, T)
+    segments = None
+    if documents is not None:
+        segments = torch.frombuffer(bytearray(documents), dtype=torch.long).view(-1, columns)
+    return all_segments(segments, B, T)
 
 
 def document_bounds(B: int, T: int, documents: bytes | None) -> tuple[Tensor, Tensor]:
@@ -325,22 +313,16 @@ def _document_calls(
     documents: bytes, T: int, longest_together: float, most_tokens: int, device: torch.device
 ) -> tuple[Call, ...]:
     first, length = document_bounds(0, T, documents)
-    calls = join_rows(
-        divide(zip(first.tolist(), (first + length).tolist()), longest_together, most_tokens), T
-    )
+    bounds = zip(first.tolist(), (first + length).tolist())
+    calls = join_rows(divide(bounds, longest_together, most_tokens), T)
     # One copy to the device serves all calls, and the host does not wait for it.
-    offsets = torch.tensor(
-        [i for call in calls if call.ends for i in (0, *call.ends)], dtype=torch.int32
-    )
-    parts = iter(
-        offsets.to(device, non_blocking=True).split(
-            [1 + len(call.ends) for call in calls if call.ends]
-        )
-    )
-    return tuple(
-        call._replace(offsets=next(parts), longest=_longest(call)) if call.ends else call
-        for call in calls
-    )
+    together = [i for i, call in enumerate(calls) if call.ends]
+    offsets = [(0, *calls[i].ends) for i in together]
+    table = torch.tensor([*itertools.chain(*offsets)], dtype=torch.int32)
+    parts = table.to(device, non_blocking=True).split([*map(len, offsets)])
+    for i, part in zip(together, parts):
+        calls[i] = calls[i]._replace(offsets=part, longest=_longest(calls[i]))
+    return tuple(calls)
 
 
 def _longest(call: Call) -> int:

@@ -281,13 +281,14 @@ class Full(AttentionKind):
     def footprint(
         self, T, H, G, K, *, element_size=2, backend="auto", context_length=None, longest=None
     ):
-        of_q, of_k = H * K * element_size, G * K * element_size
+        q_bytes, k_bytes = H * K * element_size, G * K * element_size
         row = context_length or T
-        backward = backward_workspace(backend, T, of_q, of_k, row, longest, num_key_value_heads=G)
-        of_call = (
-            0 if longest is None else T * of_q
-        )  # its output, before it is copied to the output of all documents
-        return AttentionBytes(of_q + 4 * H, 0, of_call, backward)
+        backward = backward_workspace(
+            backend, T, q_bytes, k_bytes, row, longest, num_key_value_heads=G
+        )
+        # a call's output, before it is copied to the output of all documents
+        call_bytes = 0 if longest is None else T * q_bytes
+        return AttentionBytes(q_bytes + 4 * H, 0, call_bytes, backward)
 
     def flops(self, length, H, G, K):
         forward = attention_flops(H, K, length * (length + 1) / 2)
@@ -304,8 +305,8 @@ class Full(AttentionKind):
         alone = [pair for pair in lengths if pair[0] > longest]
         together = [pair for pair in lengths if pair[0] <= longest]
         flops = attention_flops(H, K, sum(count * n * (n + 1) / 2 for n, count in alone))
-        of_together = sum(count * together_pairs(n * (n + 1) / 2, n) for n, count in together)
-        amounts = {"full": flops, "together": attention_flops(H, K, of_together)}
+        pairs = sum(count * together_pairs(n * (n + 1) / 2, n) for n, count in together)
+        amounts = {"full": flops, "together": attention_flops(H, K, pairs)}
         for prompt, _, tokens, count in prompts:
             amounts["full" if prompt > longest else "together"] += attention_flops(
                 H, K, count * prompt * tokens

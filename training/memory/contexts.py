@@ -72,11 +72,11 @@ def draw_contexts(path: Path, title: str, plans: dict[int, Plan]) -> None:
     memory.set(ylabel="GiB", title="memory of a step", ylim=(0, None))
     memory.legend(fontsize=8)
     seconds.plot([*plans], [p.seconds for p in plans.values()], "C2", marker="o")
-    for tokens, each in plans.items():
-        text = f"{each.seconds:.3g} s" if each.seconds < 1000 else f"{each.seconds:,.0f} s"
+    for tokens, plan in plans.items():
+        text = f"{plan.seconds:.3g} s" if plan.seconds < 1000 else f"{plan.seconds:,.0f} s"
         # Right below its point, where neither the rising curve nor an axis is.
         seconds.annotate(
-            text, (tokens, each.seconds), xytext=(6, -3), textcoords="offset points", va="top"
+            text, (tokens, plan.seconds), xytext=(6, -3), textcoords="offset points", va="top"
         )
     seconds.set(ylabel="s", title="seconds of a step", yscale="log")
     for axes in (memory, seconds):

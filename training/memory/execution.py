@@ -41,9 +41,9 @@ class Placement:
     )
 
     def __post_init__(self):
-        others = {"rest": ("gpu", "recompute"), "weights": ("gpu", "host")}
+        allowed = {"rest": ("gpu", "recompute"), "weights": ("gpu", "host")}
         for name, place in vars(self).items():
-            places = others.get(name, PLACES)
+            places = allowed.get(name, PLACES)
             if place not in places:
                 raise ValueError(
                     f"{name} must be placed in one of {', '.join(places)}, got {place!r}"

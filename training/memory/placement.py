@@ -100,10 +100,10 @@ def set_kinds(model: nn.Module, kinds: Sequence[MixerKind]) -> None:
     """Set how each block attends; (): as configured. Raises ValueError for a kind that needs other
     gates."""
     for block, kind in zip(model.layers, kinds or model.config.kinds):
-        own = block.mixer.kind
-        if (kind.gates_per_head, kind.has_keys) != (own.gates_per_head, own.has_keys):
+        trained = block.mixer.kind
+        if (kind.gates_per_head, kind.has_keys) != (trained.gates_per_head, trained.has_keys):
             raise ValueError(
-                f"a layer whose own attention is {own.name} has no parameters for {kind.name}"
+                f"a layer whose own attention is {trained.name} has no parameters for {kind.name}"
             )
         block.mixer.kind = kind
 

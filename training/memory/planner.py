@@ -343,7 +343,7 @@ class _Search:
         on_gpu = sum(placement.results == "gpu" for placement in kept.placements)
         if on_gpu == L and set(inputs) == {"gpu"}:
             limit = 0 if base.frozen.holds_weight else L - base.num_visiting
-            return most(limit, lambda n: _placed(base, inputs, L, whole=n))
+            return most(limit, lambda n: _placed(base, inputs, L, num_whole=n))
         return most(L - on_gpu, lambda n: _placed(base, inputs, on_gpu, n), results["host"])
 
 
@@ -370,13 +370,13 @@ def _inputs(layers: int, recomputed: int, on_host: int) -> tuple[str, ...]:
 
 
 def _placed(
-    base: Execution, inputs: Sequence[str], on_gpu: int = 0, on_host: int = 0, whole: int = 0
+    base: Execution, inputs: Sequence[str], on_gpu: int = 0, on_host: int = 0, num_whole: int = 0
 ) -> Execution:
     """Returns `base` with places of inputs and of so many outputs, and the last `whole` blocks
     whole."""
     L = len(inputs)
     results = ["recompute"] * (L - on_gpu - on_host) + ["host"] * on_host + ["gpu"] * on_gpu
-    rest = ["recompute"] * (L - whole) + ["gpu"] * whole
+    rest = ["recompute"] * (L - num_whole) + ["gpu"] * num_whole
     weights = base.places_of_weights
     return replace(base, placements=tuple(map(_placement, inputs, results, rest, weights)))
 

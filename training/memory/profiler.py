@@ -454,10 +454,10 @@ def thin(execution: Execution, layers: int) -> Execution:
     )
 
 
-def extrapolate(measured: Measurement, part: Step, whole: Step) -> float:
+def extrapolate(measured: Measurement, part: Step, step: Step) -> float:
     """Returns seconds of a step of all layers: stages are scaled by layers, the update by bytes of
     parameters."""
-    layers, parameters = whole.layers / part.layers, whole.parameter_bytes / part.parameter_bytes
+    layers, parameters = step.layers / part.layers, step.parameter_bytes / part.parameter_bytes
     scales = (
         layers if "of layer" in s.name else parameters if s.name == "update" else 1
         for s in measured.stages
@@ -536,18 +536,18 @@ def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
     return [list(row) for run in runs for row in zip(*run)]
 
 
-def _are_equal(one: Stage, other: Stage) -> bool:
+def _are_equal(first: Stage, second: Stage) -> bool:
     """Whether two layers' stages may share a row: nearly equal bytes, and seconds that differ by
     10% at most."""
     sizes, tolerance = (
-        [(one.categories.get(name, 0), other.categories.get(name, 0)) for name in CATEGORIES],
+        [(first.categories.get(name, 0), second.categories.get(name, 0)) for name in CATEGORIES],
         GIB / 1000,
     )
-    if isinstance(one, MeasuredStage) and isinstance(other, MeasuredStage):
-        sizes, tolerance = [*sizes, (one.reserved, other.reserved)], 0.01 * one.bytes
-        if abs(one.seconds - other.seconds) > max(0.1 * one.seconds, 1e-3):
+    if isinstance(first, MeasuredStage) and isinstance(second, MeasuredStage):
+        sizes, tolerance = [*sizes, (first.reserved, second.reserved)], 0.01 * first.bytes
+        if abs(first.seconds - second.seconds) > max(0.1 * first.seconds, 1e-3):
             return False
-    same_part = _NUMBER.sub("", one.name) == _NUMBER.sub("", other.name)
+    same_part = _NUMBER.sub("", first.name) == _NUMBER.sub("", second.name)
     return same_part and all(abs(a - b) <= tolerance for a, b in sizes)
 
 

@@ -43,10 +43,8 @@ class Stages:
 
     def __init__(self, step: Step, execution: Execution):
         self.step, self.execution, self.optimizer = step, execution, step.inventory(execution)
-        self.weights, self.visits = (
-            step.waiting_weights(execution),
-            step.visiting_weights(execution),
-        )
+        self.weights = step.waiting_weights(execution)
+        self.visits = step.visiting_weights(execution)
         self.blocks = [*zip(execution.placements, step.parts)]
         self.needed = execution.needed
         size_of = functools.cache(self._sizes)  # most blocks are equal
@@ -109,7 +107,7 @@ class Stages:
         step, always, on_gpu = self.step, self.always, self.optimizer.gpu_gradients
         ready = 1 if step.micro_batches > 1 and step.num_copies == 1 else ready
         inputs, attention, mlp = _add(self.before[layer], block)
-        absent = step.absent.get(name, 0)
+        absent = step.not_gathered_bytes.get(name, 0)
         visiting = sum(self.visits[i] for i in running) if self.any_visits else 0
         idle = step.idle_bytes + absent + int(on_gpu * (1 - ready)) if step.num_shards else 0
         categories = {
@@ -131,11 +129,8 @@ class Stages:
         # An update goes on beside forward. Of several, that is the first, before gradients exist.
         # The others may have the last gradients that backward before made.
         late = 0 if step.num_shards else self.optimizer.gpu_slots
-        late = (
-            max(self._leaving(1), late - self.optimizer.gpu_gradients)
-            if step.micro_batches > 1
-            else late
-        )
+        if step.micro_batches > 1:
+            late = max(self._leaving(1), late - self.optimizer.gpu_gradients)
         first = (-1, 0) if self.weights[-1] else ()
         # Ranks that share the embedding have both the rows of their own words and the sum over the
         # ranks.
@@ -143,10 +138,8 @@ class Stages:
             "embedding", 0, block=(x * min(2, step.tensor_ranks), 0, 0), running=first, slots=late
         )
         last_placed = max((i for i in range(L) if not self.blocks[i][0].is_whole), default=None)
-        sent = (
-            0,
-            0,
-        )  # bytes that the placed block before still sends to the host; the last one waits for its own
+        # bytes that the placed block before still sends to the host; the last one waits for its own
+        sent = 0, 0
         for layer, (placement, *_) in enumerate(self.blocks):
             attention, mlp = self.block_bytes[layer][0]
             sizes, two = (x + sent[0], attention + sent[1], mlp), (layer, layer + 1)
@@ -159,45 +152,44 @@ class Stages:
     def _backward(self) -> Iterator[Stage]:
         step, optimizer, weights, L = self.step, self.optimizer, self.weights, self.step.layers
         # A separate head's gradient is ready after the loss. If head and embedding are one matrix,
-        # it waits.
+        # it waits for the embedding's.
         separate = step.shard.num_ends - 1
-        waiting, ready = (1 - separate) * step.head_gradient, separate * step.head_share
-        # Shares of the parameters. Gradients of `gone` have left for the host, of `stays` none do.
-        gone = ready * optimizer.rows[-1].state_on_host
+        waiting = (1 - separate) * step.head_gradient
+        # Shares of the parameters: those with a gradient, those whose gradients have left for the
+        # host, and those whose gradients stay on the GPU.
+        ready_share = separate * step.head_share
+        offloaded_share = ready_share * optimizer.rows[-1].state_on_host
         # Compute waits until a large head's gradient has left.
-        waited = gone * (step.last_bytes > optimizer.leaving_limit)
+        waited = offloaded_share * (step.last_bytes > optimizer.leaving_limit)
+        visiting = (share for share, size in zip(step.layer_shares, weights) if size)
         embedding = step.head_share * (weights[L] > 0)
-        stays = (
-            1
-            - sum(share for share, size in zip(step.layer_shares, weights) if size)
-            - embedding
-            - gone
-        )
-        stays = stays if stays > 1e-9 else math.inf  # all of them leave: a share of none is none
-        here = ready
+        resident_share = 1 - sum(visiting) - embedding - offloaded_share
+        if resident_share <= 1e-9:  # all of them leave: a share of none is none
+            resident_share = math.inf
         for layer in reversed(range(L)):
+            share = step.layer_shares[layer]
             for part, sizes in zip(("MLP", "attention"), self.block_bytes[layer][1:]):
-                here += step.layer_shares[layer] * (part == "attention" and not step.num_shards)
-                gone += step.layer_shares[layer] * (part == "attention" and weights[layer] > 0)
-                gradients = waiting + self._leaving(here - waited)
-                name, on_gpu = f"backward of layer {layer}, {part}", (here - gone) / stays
+                if part == "attention":
+                    ready_share += share * (not step.num_shards)
+                    offloaded_share += share * (weights[layer] > 0)
+                gradients = waiting + self._leaving(ready_share - waited)
+                on_gpu = (ready_share - offloaded_share) / resident_share
                 block = _add((step.input_bytes, *sizes), (*self._fetched(layer), 0))
+                name = f"backward of layer {layer}, {part}"
                 yield self._stage(name, layer, on_gpu, gradients, block, self._running(layer))
-            here += step.layer_shares[layer] * (
-                step.num_shards > 0
-            )  # FSDP2 sums them once a block has all
+            ready_share += share * (step.num_shards > 0)  # FSDP2 sums them once a block has all
         # The embedding's gradient, as it is made.
         gradients = waiting + step.head_gradient + self._leaving(1)
         if step.num_shards and step.tensor_ranks > 1:  # autograd adds two DTensors into a third
             gradients += waiting
         gradients += embedding_sums(step) if step.head_gradient else 0
-        on_gpu = 1 - step.head_share / stays * (weights[-1] == 0)
+        on_gpu = 1 - step.head_share / resident_share * (weights[-1] == 0)
         yield self._stage("backward of embedding", 0, on_gpu, gradients, (step.input_bytes, 0, 0))
 
-    def _leaving(self, made: float) -> int:
+    def _leaving(self, share: float) -> int:
         """Returns the bytes of gradients on their way to the host once this share of them is
         made."""
-        return min(self.optimizer.leaving_limit, int(self.optimizer.leaving_made * made))
+        return min(self.optimizer.leaving_limit, int(self.optimizer.leaving_made * share))
 
     def _fetched(self, layer: int) -> tuple[int, int]:
         """Returns the bytes that come back from the host in backward of a block: inputs, and
@@ -208,23 +200,19 @@ class Stages:
         """
         if not self.any_sent:
             return 0, 0
-        fetched = {"input": 0, "results": 0}
-        for i, name in (
-            {*self.needed[layer], *self.needed[max(layer - 1, 0)]} if self.needed[layer] else ()
-        ):
+        fetched, needed = {"input": 0, "results": 0}, set()
+        if self.needed[layer]:
+            needed = {*self.needed[layer], *self.needed[max(layer - 1, 0)]}
+        for i, name in needed:
             if i < layer:
                 fetched[name] += self.sent[i][name == "results"]
         return fetched["input"], fetched["results"]
 
     def _running(self, layer: int) -> set[int]:
         """Returns the blocks whose weights visit in backward of a block."""
-        if not self.any_visits:
+        if not self.any_visits or not self.needed[layer]:
             return set()
-        return (
-            {layer, *(i for i, _ in self.needed[max(layer - 1, 0)][:1])}
-            if self.needed[layer]
-            else set()
-        )
+        return {layer, *(i for i, _ in self.needed[max(layer - 1, 0)][:1])}
 
     def _loss_bytes(self) -> int:
         """Returns the bytes of the logits that exist at a time, and of the gradients of the head
@@ -239,21 +227,17 @@ class Stages:
             # side.
             inputs = 2 if step.batch_size > 1 and step.num_ranks == 1 else 1
             return logits + step.head_gradient * 4 // size + inputs * step.input_bytes
-        return (
-            projected_logits_bytes(shard.vocab_size, step.tokens, size)
-            + step.head_gradient
-            + step.input_bytes
-        )
+        logits = projected_logits_bytes(shard.vocab_size, step.tokens, size)
+        return logits + step.head_gradient + step.input_bytes
 
 
-def _add(bytes_of: tuple[int, int, int], more: tuple[int, int, int]) -> tuple[int, int, int]:
+def _add(block: tuple[int, int, int], added: tuple[int, int, int]) -> tuple[int, int, int]:
     """Returns sums of bytes of inputs, of attention and of the MLP."""
-    return bytes_of[0] + more[0], bytes_of[1] + more[1], bytes_of[2] + more[2]
+    return block[0] + added[0], block[1] + added[1], block[2] + added[2]
 
 
 def embedding_sums(step: Step) -> int:
     """Returns the bytes of the embedding's float32 gradients, each summed over up to ten tokens of
     a word."""
-    return (
-        4 * step.shard.hidden_size * (min(step.tokens, step.shard.vocab_size) + step.tokens // 10)
-    )
+    sums = min(step.tokens, step.shard.vocab_size) + step.tokens // 10
+    return 4 * step.shard.hidden_size * sums

@@ -27,9 +27,8 @@ class PackedDocuments:
     """The documents of one rank's micro-batch, as a histogram of their lengths."""
 
     longest: int  # tokens of the longest document that may come
-    lengths: tuple[
-        tuple[float, float], ...
-    ]  # (tokens, average number of such documents in a micro-batch)
+    # (tokens, average number of such documents in a micro-batch)
+    lengths: tuple[tuple[float, float], ...]
     # (tokens, answers, tokens of all answers, average number) of prompts; `lengths` has prompts and
     # answers as well.
     prompts: tuple[tuple[float, float, float, float], ...] = ()
@@ -77,24 +76,22 @@ class PackedDocuments:
         step = batch_size * num_ranks * micro_batches
         used = (sequences.max() + 1) // step * step
         pairs = lengths * (lengths + 1) / 2
-        of_sequence = np.bincount(sequences, weights=pairs)[:used].reshape(-1, step)
+        pairs_of_sequences = np.bincount(sequences, weights=pairs)[:used].reshape(-1, step)
         # [micro-batches of the epoch, sequences, ranks]: numbers of sequences
-        dealt = deal(of_sequence, num_ranks) + np.arange(0, used, step)[:, None, None]
+        dealt = deal(pairs_of_sequences, num_ranks) + np.arange(0, used, step)[:, None, None]
         dealt = dealt.reshape(-1, batch_size, num_ranks)
-        slowest = of_sequence.reshape(-1)[dealt].sum(1).argmax(1)
+        slowest = pairs_of_sequences.reshape(-1)[dealt].sum(1).argmax(1)
         counts = np.zeros(sequences.max() + 1)
         np.add.at(counts, dealt[np.arange(len(dealt)), :, slowest], 1 / len(dealt))
         bins = np.ceil(LENGTHS_PER_OCTAVE * np.log2(lengths)).astype(np.int64)
-        in_bin, pairs_in_bin = (
-            np.bincount(bins, weights=counts[sequences] * of) for of in (1, pairs)
-        )
-        found = in_bin.nonzero()[0]
-        typical = (
-            np.sqrt(2 * pairs_in_bin[found] / in_bin[found] + 0.25) - 0.5
-        )  # n with n (n + 1) / 2 pairs
+        in_bin = np.bincount(bins, weights=counts[sequences])
+        pairs_in_bin = np.bincount(bins, weights=counts[sequences] * pairs)
+        filled = in_bin.nonzero()[0]
+        # n with n (n + 1) / 2 pairs
+        typical = np.sqrt(2 * pairs_in_bin[filled] / in_bin[filled] + 0.25) - 0.5
         # Rounded, so that documents of 2,048 tokens each are not of 2,048.0000000001, which other
         # kernels attend to.
-        return cls(longest, tuple(zip(typical.round(6).tolist(), in_bin[found].tolist())))
+        return cls(longest, tuple(zip(typical.round(6).tolist(), in_bin[filled].tolist())))
 
 
 @dataclass(frozen=True)
@@ -113,9 +110,8 @@ class Step:
     """A training step of a model, with its bytes and seconds under any execution."""
 
     shard: ModelConfig  # one rank's part of the model
-    named_parameters: Iterable[
-        tuple[str, Tensor]
-    ]  # on any device; where FSDP2 shards them, DTensors or shards
+    # on any device; where FSDP2 shards them, DTensors or shards
+    named_parameters: Iterable[tuple[str, Tensor]]
     # Lengths and numbers are of one rank, or of the ranks that share sequences.
     context_length: int
     batch_size: int = 1
@@ -129,16 +125,12 @@ class Step:
     given: Execution = Execution()
     element_size: int = 2  # bytes per element of an activation
     num_ranks: int = 1  # ranks that share each sequence, a divisor of the key/value heads
-    num_shards: int = (
-        0  # ranks over which FSDP2 shards each parameter; 1 where all share matrices; 0: no FSDP2
-    )
+    # ranks over which FSDP2 shards each parameter; 1 where all share matrices; 0: no FSDP2
+    num_shards: int = 0
     tensor_ranks: int = 1  # ranks that share each matrix
-    num_machines: int = (
-        1  # machines of equally many ranks; ranks of one share sequences and matrices
-    )
-    num_copies: int = (
-        1  # copies of the sharded parameters, on machines of their own where there are enough
-    )
+    num_machines: int = 1  # machines of equally many ranks; ranks of one share sequences, matrices
+    # copies of the sharded parameters, on machines of their own where there are enough
+    num_copies: int = 1
     trained: Trained = ALL
     scoring: Scoring = Scoring()  # work of the loss beyond the loss of next tokens
 
@@ -167,9 +159,8 @@ class Step:
         self.layers = shard.num_hidden_layers
         self.head = self.element_size * shard.vocab_size * shard.hidden_size  # bytes
         rows = inventory((), "gpu", math.inf, "float32").rows
-        has_gradient = (
-            rows[0].gradient_dtype is not None
-        )  # the embedding's, and all other matrices'
+        # the embedding's gradient, and all other matrices'
+        has_gradient = rows[0].gradient_dtype is not None
         # Elements in all, and shares of the trained ones.
         self.elements, self.trained_elements = shard.num_parameters(), self.trained.elements(shard)
         in_layers = (self.trained.layer_elements(shard, layer) for layer in range(self.layers))
@@ -181,9 +172,8 @@ class Step:
         self.traffic = [self.trained.traffic(shard, layer) for layer in range(self.layers)]
         self.last_bytes = self.element_size * rows[-1].numel  # a separate head's, on one rank
         self.parameter_bytes = sum(row.stored_bytes for row in rows)
-        self.absent: dict[
-            str, int
-        ] = {}  # bytes of `parameter_bytes` that FSDP2 does not hold, by stages' names
+        # bytes of `parameter_bytes` that FSDP2 has not gathered, by the name of the stage
+        self.not_gathered_bytes: dict[str, int] = {}
         if self.num_shards:
             self._count_gathered(rows, has_gradient)
 
@@ -200,25 +190,22 @@ class Step:
         elements = max(map(shard.layer_matrix_parameters, range(L)))
         block, summed = self.element_size * elements, has_gradient * 4 * elements
         gradients = has_gradient * block + summed
-        self.parameter_bytes += (
-            shard.num_ends * self.head + (shard.num_ends - 1) * self.head_gradient
-        )
+        self.parameter_bytes += shard.num_ends * self.head
+        self.parameter_bytes += (shard.num_ends - 1) * self.head_gradient
         self.parameter_bytes += 2 * block + gradients
-        self.absent = {f"forward of layer {layer}": gradients for layer in range(L)}
-        self.absent |= {"loss": block + gradients} | dict.fromkeys(
-            ("embedding", "update"), 2 * block + gradients
-        )
-        self.absent |= {
-            f"backward of layer {L - 1}, {part}": summed for part in ("MLP", "attention")
-        }
+        not_gathered = {f"forward of layer {layer}": gradients for layer in range(L)}
+        not_gathered |= {"loss": block + gradients}
+        not_gathered |= dict.fromkeys(("embedding", "update"), 2 * block + gradients)
+        for part in ("MLP", "attention"):
+            not_gathered[f"backward of layer {L - 1}, {part}"] = summed
+        self.not_gathered_bytes = not_gathered
         # The stream that gathers has had two blocks in forward, as they arrived. On its reduction
         # stream FSDP2 allocates the gradients' shards and the float32 tensor that it sums. That
         # tensor is larger for the embedding and a separate head than for a block.
         head_elements = self.head // self.element_size * shard.num_ends
         self.idle_bytes = block + has_gradient * 4 * max(0, head_elements - elements)
-        if (
-            self.num_copies > 1
-        ):  # FSDP2 keeps the sums of copies until the last backward, beside the gradients
+        # FSDP2 keeps the sums of copies until the last backward, beside the gradients.
+        if self.num_copies > 1:
             self.idle_bytes += 4 * sum(row.numel for row in rows if row.gradient_dtype)
 
     def at(self, context_length: int, documents: PackedDocuments | None = None) -> Self:
@@ -236,8 +223,8 @@ class Step:
             times = batch_size / self.batch_size
             lengths = tuple((length, count * times) for length, count in documents.lengths)
             prompts = tuple(
-                (P, answers, tokens, count * times)
-                for P, answers, tokens, count in documents.prompts
+                (tokens, answers, answer_tokens, count * times)
+                for tokens, answers, answer_tokens, count in documents.prompts
             )
             documents = PackedDocuments(documents.longest, lengths, prompts)
         return self._with(batch_size=batch_size, documents=documents)
@@ -300,15 +287,11 @@ class Step:
     def unplanned(self, placement: Placement, **changes: Any) -> Execution:
         """Returns an execution that nobody searched: blocks placed alike, and float32 state unless
         asked otherwise."""
-        placement = (
-            Placement() if placement.is_whole and self.given.frozen.holds_weight else placement
-        )
-        given = (
-            replace(self.given, state_format="float32")
-            if self.given.state_format == "auto"
-            else self.given
-        )
-        return replace(given, placements=(placement,) * self.layers, **changes)
+        if placement.is_whole and self.given.frozen.holds_weight:
+            placement = Placement()
+        if self.given.state_format == "auto":
+            changes = {"state_format": "float32"} | changes
+        return replace(self.given, placements=(placement,) * self.layers, **changes)
 
     @property
     def can_visit(self) -> bool:
@@ -337,9 +320,8 @@ class Step:
         return self._by_block(execution, self.inventory(execution).visiting)
 
     def _by_block(self, execution: Execution, sizes: Mapping[int | None, int]) -> list[int]:
-        return [sizes.get(i, 0) for i in range(self.layers)] + 2 * [
-            self.head * (execution.ends == "host")
-        ]
+        head = self.head if execution.ends == "host" else 0
+        return [*(sizes.get(i, 0) for i in range(self.layers)), head, head]
 
     def fetched_bytes(self, execution: Execution) -> tuple[list[int], list[int]]:
         """Returns the bytes of weights that backward of each block waits for, and that arrive
@@ -353,7 +335,7 @@ class Step:
         weights = self.waiting_weights(execution)
         waits, beside = [0] * self.layers, [0] * self.layers
         needed = execution.needed if any(weights) else []
-        starts = {i: each[0][0] for i, each in enumerate(needed) if each}
+        starts = {i: block[0][0] for i, block in enumerate(needed) if block}
         present = {starts.get(self.layers - 1)} if weights[-1] else set()
         for i in reversed(starts):
             for runs in range(starts[i], i + 1):

@@ -59,9 +59,8 @@ BLOCK_SIZE, LOCAL_TOKENS = (
 )  # tokens of a block, and of the selected branch's two local blocks
 FORCED_BLOCKS = 3  # the first block and the two local blocks
 SCORES_BYTES = 2**29  # bytes of the scores that exist at a time, about
-WORKSPACE_BYTES = (
-    7 * 2**28
-)  # holds one key/value head's slots at 131,072 tokens, 13 chosen blocks: 1.65 GiB
+# holds one key/value head's slots at 131,072 tokens, 13 chosen blocks: 1.65 GiB
+WORKSPACE_BYTES = 7 * 2**28
 
 
 # Reference, for one document: queries q [T, H, K] are the last T of its S tokens. A branch gives
@@ -87,12 +86,10 @@ def nsa_attention_reference(
     (B, T), S = q_BTHK.shape[:2], k_BSGK.shape[1]
     out = torch.empty_like(q_BTHK)
     for row, start, stop in all_segments(segments, B, S).tolist():
-        here = row, slice(max(0, start - S + T), stop - S + T)
-        of_document = q_BTHK[here], k_BSGK[row, start:stop], v_BSGK[row, start:stop]
-        lists = selected_blocks - FORCED_BLOCKS if blocks is None else blocks[here]
-        out[here] = gated_sum_reference(
-            branches_reference(*of_document, lists, window)[:BRANCHES], gates_BTHC[here]
-        )
+        queries, keys = (row, slice(max(0, start - S + T), stop - S + T)), (row, slice(start, stop))
+        lists = selected_blocks - FORCED_BLOCKS if blocks is None else blocks[queries]
+        outs = branches_reference(q_BTHK[queries], k_BSGK[keys], v_BSGK[keys], lists, window)
+        out[queries] = gated_sum_reference(outs[:BRANCHES], gates_BTHC[queries])
     return out
 
 
@@ -101,24 +98,22 @@ def branches_reference(
 ) -> list[Tensor]:
     """Returns the branches' outputs, their log-sum-exps, and the lists; `lists` may be a number of
     blocks to choose."""
-    key = torch.arange(
-        len(k), device=q.device
-    )  # positions of the keys [S] and of the queries [T, 1, 1]
+    # positions of the keys [S] and of the queries [T, 1, 1]
+    key = torch.arange(len(k), device=q.device)
     token = key[len(k) - len(q) :, None, None]
-    block, own, is_earlier = key // BLOCK_SIZE, token // BLOCK_SIZE, key <= token
+    key_block, token_block, is_earlier = key // BLOCK_SIZE, token // BLOCK_SIZE, key <= token
     keys, values = pool_windows_reference(k), pool_windows_reference(v)
-    last = (
-        torch.arange(len(keys), device=q.device) * WINDOW_STRIDE + WINDOW_KEYS - 1
-    )  # each window's last token
+    # each window's last token
+    last = torch.arange(len(keys), device=q.device) * WINDOW_STRIDE + WINDOW_KEYS - 1
     compressed, lse = _attend(q, keys, values, token >= last)
     if isinstance(lists, int):
         with torch.no_grad():
-            scores = window_scores_reference(
-                q, keys, lse, own[:, 0, 0] - 1, -(-len(k) // BLOCK_SIZE)
-            )
+            first_local, num_blocks = token_block[:, 0, 0] - 1, -(-len(k) // BLOCK_SIZE)
+            scores = window_scores_reference(q, keys, lse, first_local, num_blocks)
             lists = top_blocks_reference(scores, lists)
-    is_listed = (lists[..., None] == block).any(2)  # [T, G, S]
-    selected = _attend(q, k, v, is_earlier & ((block == 0) | (block >= own - 1) | is_listed))
+    is_listed = (lists[..., None] == key_block).any(2)  # [T, G, S]
+    is_forced = (key_block == 0) | (key_block >= token_block - 1)
+    selected = _attend(q, k, v, is_earlier & (is_forced | is_listed))
     in_window = _attend(q, k, v, is_earlier & (key > token - window))
     outs, lses = zip((compressed, lse), selected, in_window)
     return [*outs, *lses, lists]
@@ -141,13 +136,11 @@ class NSA(AttentionKind):
     """Native sparse attention, for documents of all lengths. Raises ValueError for too few selected
     blocks."""
 
-    selected_blocks: int = (
-        16  # blocks of 64 tokens, the first and the two local ones included; at least 4
-    )
+    # blocks of 64 tokens, the first and the two local ones included; at least 4
+    selected_blocks: int = 16
     window: int = 512  # tokens of the window branch, a multiple of 64
-    workspace_bytes: int = (
-        WORKSPACE_BYTES  # tiles and slots at a time; with fewer, launches are more and smaller
-    )
+    # tiles and slots at a time; with fewer bytes, launches are more and smaller
+    workspace_bytes: int = WORKSPACE_BYTES
     name: ClassVar[str] = "nsa"
     gpu_head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
     takes: ClassVar[tuple[str, ...]] = ("selected_blocks",)
@@ -220,14 +213,14 @@ class NSA(AttentionKind):
         return [out.view(shape) for out in outs], [lse.view(shape[:3]) for lse in lses], lists
 
     def _reference_forward(self, q, k, v, segments, lists):
-        whole: list[Tensor] = []
+        results: list[Tensor] = []
         for row, start, stop in all_segments(segments, *q.shape[:2]).tolist():
-            here = row, slice(start, stop)
-            given = self.list_length if lists is None else lists[here]
-            parts = branches_reference(q[here], k[here], v[here], given, self.window)
-            whole = whole or [part.new_empty(*q.shape[:2], *part.shape[1:]) for part in parts]
-            put(parts, [x[here] for x in whole])
-        return whole[:BRANCHES], whole[BRANCHES:-1], whole[-1]
+            tokens = row, slice(start, stop)
+            blocks = self.list_length if lists is None else lists[tokens]
+            parts = branches_reference(q[tokens], k[tokens], v[tokens], blocks, self.window)
+            results = results or [part.new_empty(*q.shape[:2], *part.shape[1:]) for part in parts]
+            put(parts, [x[tokens] for x in results])
+        return results[:BRANCHES], results[BRANCHES:-1], results[-1]
 
     def backward(self, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton):
         """Takes one branch after the other, so that only one branch's d_out exists. Each adds to
@@ -251,13 +244,14 @@ class NSA(AttentionKind):
         band_dkv(d_out, q, k, v, lses[2], delta, None, dk, dv, in_window, range(k.shape[1]))
         del d_out, delta  # before the next branch's d_out is made
         d_out = gate_backward(dout, outs[1], gates, 1, d_gates)
-        own = outs[1], lses[1], lists, layout, self.workspace_bytes
-        sparse_backward(d_out, q, k, v, *own, add_to=(dq, dk, dv))
+        selected = outs[1], lses[1], lists, layout, self.workspace_bytes
+        sparse_backward(d_out, q, k, v, *selected, add_to=(dq, dk, dv))
         del d_out
         d_out = gate_backward(dout, outs[0], gates, 0, d_gates)
         pooled_k, pooled_v = (pool_windows(x, windows) for x in (k, v))
-        kept = outs[0], lses[0], windows, backend, self.workspace_bytes
-        add_unpooled(dk, dv, compressed_backward(d_out, q, pooled_k, pooled_v, *kept, dq), windows)
+        compressed = outs[0], lses[0], windows, backend, self.workspace_bytes
+        pooled = compressed_backward(d_out, q, pooled_k, pooled_v, *compressed, dq)
+        add_unpooled(dk, dv, pooled, windows)
         return [x.view(shape) for x, shape in zip((dq, dk, dv, d_gates), shapes)]
 
     def output(self, outs, gates, on_triton):
@@ -279,22 +273,17 @@ class NSA(AttentionKind):
         selected_forward, selected_backward = sparse_workspace(
             T, H, G, K, self.selected, element_size
         )
-        windows, longest_windows = (
-            T // WINDOW_STRIDE,
-            None if longest is None else longest // WINDOW_STRIDE,
-        )
-        row_windows = (context_length or T) // WINDOW_STRIDE
-        of_a_head = head_bytes(backend, windows, row_windows, longest_windows, K, element_size)
-        heads = heads_at_a_time(H, G, of_a_head, self.workspace_bytes)
-        pooled, head = (
-            windows * G * K * element_size,
-            T * K * element_size,
-        )  # keys of all windows, one query head
+        windows, row_windows = T // WINDOW_STRIDE, (context_length or T) // WINDOW_STRIDE
+        longest_windows = None if longest is None else longest // WINDOW_STRIDE
+        one_head = head_bytes(backend, windows, row_windows, longest_windows, K, element_size)
+        heads = heads_at_a_time(H, G, one_head, self.workspace_bytes)
+        # keys of all windows, one query head
+        pooled, head = windows * G * K * element_size, T * K * element_size
         compressed = 2 * pooled + 2 * heads * head
         blocks = -(-T // BLOCK_SIZE), BLOCK_SIZE, LOCAL_TOKENS // BLOCK_SIZE
         scores = scores_bytes(*blocks, G, self.list_length, SCORES_BYTES)
         sums = 8 * windows * G * K  # float32 gradients of pooled keys and values
-        compressed_backward = 2 * pooled + sums + heads * of_a_head
+        compressed_backward = 2 * pooled + sums + heads * one_head
         result = H * K * element_size + 4 * H
         forward = max(
             H * head,
@@ -310,11 +299,8 @@ class NSA(AttentionKind):
         # Each query of tile n sees n + 1 windows. Tiles have 16 queries, but the last tile may have
         # fewer.
         pairs = WINDOW_STRIDE * num_windows * (num_windows + 1) // 2
-        pairs -= (
-            num_windows * (WINDOW_STRIDE * (num_windows + 1) + WINDOW_STRIDE - 1 - length)
-            if num_windows
-            else 0
-        )
+        missing = WINDOW_STRIDE * (num_windows + 1) + WINDOW_STRIDE - 1 - length
+        pairs -= num_windows * missing
         compressed = attention_flops(H, K, pairs)
         candidates = sum_to(num_blocks - LOCAL_TOKENS // BLOCK_SIZE)
         choice = BLOCK_SIZE // WINDOW_STRIDE * candidates * product // BLOCK_SIZE

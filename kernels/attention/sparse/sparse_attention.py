@@ -85,14 +85,12 @@ def visible_keys(
     in_band = (block_BT[:, None, :] == 0) | (
         block_BT[:, None, :] > block_BT[:, :, None] - window // block_size
     )
-    num_blocks = (
-        int(block_BT.max()) + 1
-    )  # blocks of the longest document; EMPTY goes to one column more
+    # blocks of the longest document; EMPTY goes to one column more
+    num_blocks = int(block_BT.max()) + 1
     chosen = torch.zeros(B, T, G, num_blocks + 1, dtype=torch.bool, device=q.device)
     chosen = chosen.scatter_(-1, blocks_BTGS.long().clamp(max=num_blocks), True)[..., :num_blocks]
-    in_lists = chosen.gather(-1, block_BT[:, None, None, :].expand(B, T, G, T)).permute(
-        0, 2, 1, 3
-    )  # [B, G, T, T]
+    in_lists = chosen.gather(-1, block_BT[:, None, None, :].expand(B, T, G, T))
+    in_lists = in_lists.permute(0, 2, 1, 3)  # [B, G, T, T]
     return (is_earlier[:, None] & (in_band[:, None] | in_lists))[:, :, None]
 
 
@@ -144,8 +142,7 @@ def sparse_backward(
     add_to: Sequence[Tensor] | None = None,
     into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Returns dq, dk and dv: the tensors of `add_to`, added to; the tensors of `into`, written to;
-    or new ones."""
+    """Returns dq, dk and dv. Adds to `add_to`, or writes to `into`, or allocates."""
     (N, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
     config = config or backward_config(q)
     dq, dk, dv = add_to or into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
@@ -153,8 +150,8 @@ def sparse_backward(
     for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
         total = torch.zeros(2, len(heads), N, K, dtype=torch.float32, device=q.device)
         if add_to is not None:
-            for sums, before in zip(total, (dk, dv)):
-                sums.copy_(before[:, heads.start : heads.stop].transpose(0, 1))
+            for sums, gradient in zip(total, (dk, dv)):
+                sums.copy_(gradient[:, heads.start : heads.stop].transpose(0, 1))
         indices = build_inverse_index(
             blocks, layout, heads, token_ranges, item_tokens(config, q, k, layout.block_size)
         )
@@ -185,16 +182,12 @@ def _divide_batch(
     """Returns segments that attend to everything, if any, and spans of others with their tables,
     which layers share."""
     short, spans = split_by_length(from_bytes(documents, B, T, columns), T, kind.dense_below)
-    sizes, long = (device, kind.block_size, kind.window), list[tuple[Span, Layout]]()
+    sizes, layouts = (device, kind.block_size, kind.window), []
     for span in spans:
         prompts = span.segments[:, 3:] if has_prompts(span.segments) else None
-        long.append(
-            (
-                span,
-                build_layout(1, span.stop - span.start, as_bytes(span.segments), *sizes, prompts),
-            )
-        )
-    return short if len(short) else None, long
+        documents, tokens = as_bytes(span.segments), span.stop - span.start
+        layouts.append(build_layout(1, tokens, documents, *sizes, prompts))
+    return short if len(short) else None, [*zip(spans, layouts)]
 
 
 @dataclass(frozen=True)
@@ -205,12 +198,10 @@ class Sparse(AttentionKind):
     selected_blocks: int = 32  # the most that a token chooses
     block_size: int = 64  # tokens per block of keys: 32 or 64
     window: int = 512  # tokens, a multiple of block_size
-    dense_below: int = (
-        8192  # tokens; a document that is shorter attends to everything, whatever it is packed with
-    )
-    workspace_bytes: int = (
-        WORKSPACE_BYTES  # slots at a time; with fewer, launches are more and smaller
-    )
+    # tokens; a shorter document attends to everything, whatever it is packed with
+    dense_below: int = 8192
+    # slots at a time; with fewer bytes, launches are more and smaller
+    workspace_bytes: int = WORKSPACE_BYTES
     name: ClassVar[str] = "sparse"
     gpu_head_dims: ClassVar[tuple[int, ...]] = WIDE_HEAD_DIMS
     takes: ClassVar[tuple[str, ...]] = ("selected_blocks", "dense_below")
@@ -338,13 +329,11 @@ class Sparse(AttentionKind):
     ):
         """Counts the T tokens as one long document. If documents are packed, it takes the maximum
         with short ones."""
-        lengths = {
-            "element_size": element_size,
-            "backend": backend,
-            "context_length": context_length,
-        }
-        of_short = None if longest is None else min(longest, self.dense_below - 1)
-        full = FULL.footprint(T, H, G, K, **lengths, longest=of_short)
+        options = {"element_size": element_size, "backend": backend}
+        options |= {"context_length": context_length}
+        if longest is not None:
+            options |= {"longest": min(longest, self.dense_below - 1)}
+        full = FULL.footprint(T, H, G, K, **options)
         if (longest or context_length or T) < self.dense_below:
             return full
         forward, backward = sparse_workspace(T, H, G, K, self, element_size)
@@ -355,39 +344,36 @@ class Sparse(AttentionKind):
         return AttentionBytes(full.results, 2 * G * self.selected_blocks, forward, backward)
 
     def flops(self, length, H, G, K):
-        return (
-            FULL.flops(length, H, G, K)
-            if length < self.dense_below
-            else sparse_flops(length, H, G, K, self)
-        )
+        if length < self.dense_below:
+            return FULL.flops(length, H, G, K)
+        return sparse_flops(length, H, G, K, self)
 
     def work(self, lengths, H, G, K, *, backend, steps, is_packed=True, prompts=()):
         lengths = self.with_copies(lengths, prompts)
         short = [pair for pair in lengths if pair[0] < self.dense_below]
         long = [pair for pair in lengths if pair[0] >= self.dense_below]
         options = {"backend": backend, "steps": steps, "is_packed": is_packed}
-        parts = zip(FULL.work(short, H, G, K, **options), super().work(long, H, G, K, **options))
-        return AttentionWork(*(of_short | of_long for of_short, of_long in parts))
+        full, chosen = FULL.work(short, H, G, K, **options), super().work(long, H, G, K, **options)
+        return AttentionWork(*(amounts | chosen[i] for i, amounts in enumerate(full)))
 
     def rates_with(self, backend, native, head_dim):
-        own = WIDE_RATES if head_dim > max(HEAD_DIMS) else self.h200_rates
-        return FULL.rates_with(backend, native, head_dim) | own
+        chosen = WIDE_RATES if head_dim > max(HEAD_DIMS) else self.h200_rates
+        return FULL.rates_with(backend, native, head_dim) | chosen
 
     def measure_rates(self, H, G, K, context_length, backend, seconds, device):
         """Measures attention at 65,536 tokens, the choice at the context's length, and both past
         131,072 tokens."""
         rates = FULL.measure_rates(H, G, K, context_length, backend, seconds, device)
-        whole, long = (
-            dataclasses.replace(self, dense_below=0),
-            max(16_384, min(context_length, 1_048_576)),
-        )
-        h, g = (H, G) if long <= 131_072 else (H // G, 1)
-        rates |= whole.rates_at(
-            65_536 if long <= 131_072 else long, h, g, K, backend, seconds, device
-        )
-        choice = max(1, whole.flops(long, h, g, K).choice)  # 0 where none is chosen
-        q, k = (torch.randn(1, long, n, K, device=device, dtype=torch.bfloat16) for n in (h, g))
-        return rates | {"sparse choice": choice / seconds(lambda: whole.choose(q, k, None, True))}
+        sparse = dataclasses.replace(self, dense_below=0)
+        length = tokens = max(16_384, min(context_length, 1_048_576))
+        if length <= 131_072:
+            length = 65_536
+        else:
+            H, G = H // G, 1
+        rates |= sparse.rates_at(length, H, G, K, backend, seconds, device)
+        choice = max(1, sparse.flops(tokens, H, G, K).choice)  # 0 where none is chosen
+        q, k = (torch.randn(1, tokens, n, K, device=device, dtype=torch.bfloat16) for n in (H, G))
+        return rates | {"sparse choice": choice / seconds(lambda: sparse.choose(q, k, None, True))}
 
 
 def check_inputs(q, k, v, segments, block_size, window, impl, head_dims=HEAD_DIMS) -> bool:
@@ -478,23 +464,21 @@ def _scored_pairs(T: int, kind: Sparse, group: int) -> float:
     if not kind.selected_blocks:
         return 0
     blocks, size = kind.window // kind.block_size, kind.block_size
-    of_all, of_close, of_early = (
+    pairs, close, early = (
         sum_to(max(0, -(-min(T, end) // size) - blocks)) for end in (T, LATE, EARLY)
     )
     queries = queries_per_token(group, look_from(0))
-    return queries * of_early + (of_close - of_early) + (of_all - of_close) / 2
+    return queries * early + (close - early) + (pairs - close) / 2
 
 
 def sparse_flops(T: int, H: int, G: int, K: int, kind: Sparse) -> AttentionFlops:
     """Floating-point operations of one document of T tokens that attends to chosen blocks."""
     gathered, band = _pairs(T, kind)
-    product = (
-        2 * kind.block_size * kind.block_size * K
-    )  # one head, one block of queries, one block of keys
+    # one head, one block of queries, one block of keys
+    product = 2 * kind.block_size * kind.block_size * K
     choice = _scored_pairs(T, kind, H // G) * product * G
-    return AttentionFlops(
-        2 * (gathered + band) * product * H, choice, (5 * gathered + 7 * band) * product * H
-    )
+    forward, backward = 2 * (gathered + band), 5 * gathered + 7 * band
+    return AttentionFlops(forward * product * H, choice, backward * product * H)
 
 
 def choice_bytes(T: int, G: int, K: int, kind: Sparse, element_size: int) -> int:
@@ -502,9 +486,8 @@ def choice_bytes(T: int, G: int, K: int, kind: Sparse, element_size: int) -> int
     if not _pairs(T, kind)[0]:
         return 0
     num_blocks = -(-T // kind.block_size)
-    keys = (
-        num_blocks * kind.block_size * G * K * element_size
-    )  # FP8 takes half; means of two keys are half as many
+    # FP8 takes half; means of two keys are half as many
+    keys = num_blocks * kind.block_size * G * K * element_size
     sizes = num_blocks, kind.block_size, kind.window // kind.block_size, G, kind.selected_blocks
     scores = scores_bytes(*sizes, SCORES_BYTES, WAVE)
     return scores + (keys if T <= LATE else keys * 3 // 2)
@@ -530,10 +513,7 @@ def sparse_workspace(
     items = heads * num_blocks + heads * tokens * S // chunk
     partials = 8 * items * block_size * K  # float32 dk and dv of each item
     slots_of_dq = slots - 4 * heads * tokens * S * group  # no log-sum-exps
-    sorting, totals = (
-        SORT_BYTES * entries,
-        delta + 8 * heads * T * K,
-    )  # float32 dk and dv of all tokens
-    return max(slots + 4 * entries, sorting), totals + max(
-        slots_of_dq + 4 * entries + partials, sorting
-    )
+    sorting = SORT_BYTES * entries
+    totals = delta + 8 * heads * T * K  # float32 dk and dv of all tokens
+    forward = max(slots + 4 * entries, sorting)
+    return forward, totals + max(slots_of_dq + 4 * entries + partials, sorting)
