@@ -66,10 +66,11 @@ class Trace(NamedTuple):
 
     moments: list[Moment]
     alive: list[int]  # bytes of living tensors at each moment
-    # Bytes after forward, in all and of attention; then of the block as it is in backward: of
-    # attention beside the gradient of the output, and of the MLP as its backward ends, with what
-    # else attention's backward does not need.
-    marks: list[int]
+    kept: int  # bytes after forward
+    attention_kept: int  # bytes of attention among these
+    attention_rebuilt: int  # bytes of attention in backward, beside the output's gradient
+    # bytes of the MLP as its backward ends, with what else attention's backward does not need
+    mlp_gradients: int
 
 
 class BlockBytes(NamedTuple):
@@ -87,11 +88,11 @@ def block_bytes(
 ) -> BlockBytes:
     """Returns the bytes of a block of a step, with its kept results and the gradient of its output,
     but no input."""
-    whole = placement.is_whole
+    is_whole = placement.is_whole
     setting = Setting(
-        step.shard, parts, whole, placement.results != "recompute",
-        None if whole or not parts.mixer.works_in_groups else execution.heads_at_a_time,
-        None if whole else execution.mlp_tile_size, execution.linear, step.trained, step.element_size,
+        step.shard, parts, is_whole, placement.results != "recompute",
+        None if is_whole or not parts.mixer.works_in_groups else execution.heads_at_a_time,
+        None if is_whole else execution.mlp_tile_size, execution.linear, step.trained, step.element_size,
         step.num_ranks,
         step.tensor_ranks,
     )  # fmt: skip
@@ -111,27 +112,27 @@ def _block_bytes(
         longest=longest,
         heads_at_a_time=setting.heads_at_a_time, num_ranks=setting.num_ranks, prompts=prompts,
     )  # fmt: skip
-    moments, alive, (kept, of_attention, attention, mlp) = trace(setting, tokens)
+    traced = trace(setting, tokens)
     dy = setting.element_size * setting.shard.hidden_size * tokens
 
     def fullest(phase: str) -> tuple[int, bool]:
         sizes = (
             (size + inside.get(moment.operation, 0), moment.in_mlp)
-            for moment, size in zip(moments, alive)
+            for moment, size in zip(traced.moments, traced.alive)
             if moment.phase == phase
         )
         return max(sizes)
 
-    (forward, in_mlp), (backward, runs_mlp), (last, _) = map(
-        fullest, ("forward", "MLP", "attention")
-    )
+    forward, in_mlp = fullest("forward")
+    backward, runs_mlp = fullest("MLP")
+    last, _ = fullest("attention")
+    kept, rebuilt, gradients = traced.attention_kept, traced.attention_rebuilt, traced.mlp_gradients
     return BlockBytes(
-        (of_attention, forward - of_attention) if in_mlp else (forward, 0),
-        (attention, backward - attention)
-        if runs_mlp
-        else (backward - dy, dy),  # or attention runs again
-        (last - mlp, mlp),
-        (of_attention, kept - of_attention),
+        forward=(kept, forward - kept) if in_mlp else (forward, 0),
+        # or attention runs again, beside the output's gradient alone
+        mlp_backward=(rebuilt, backward - rebuilt) if runs_mlp else (backward - dy, dy),
+        attention_backward=(last - gradients, gradients),
+        kept=(kept, traced.kept - kept),
     )
 
 
@@ -172,10 +173,8 @@ def waiting_bytes(
 
 def work(step: Step, execution: Execution, parts: LayerParts) -> list[Work]:
     """Returns the work of the linear maps in a block's mixer and in its MLP under an execution."""
-    sizes, is_skippable = (
-        (step.tokens, step.shard.hidden_size, step.element_size),
-        not step.shard.block.after,
-    )
+    sizes = step.tokens, step.shard.hidden_size, step.element_size
+    is_skippable = not step.shard.block.after
     return [
         part.linear_work(*sizes, tile_size=execution.mlp_tile_size, is_skippable=is_skippable)
         for part in parts
@@ -188,23 +187,23 @@ def trace(setting: Setting, tokens: int) -> Trace:
     most = max(LONG, 4 * (setting.mlp_tile_size or 0))
     if tokens <= most:
         return _run(setting, tokens)
-    (moments, *short), (_, *long) = _run(setting, most // 2), _run(setting, most)
+    short, long = _run(setting, most // 2), _run(setting, most)
     times = tokens / (most // 2) - 1
-    alive, marks = (
-        [round(a + (b - a) * times) for a, b in zip(*pair)] for pair in zip(short, long)
-    )
-    return Trace(moments, alive, marks)
+
+    def extended(in_short: int, in_long: int) -> int:
+        return round(in_short + (in_long - in_short) * times)
+
+    alive = [*map(extended, short.alive, long.alive)]
+    return Trace(short.moments, alive, *map(extended, short[2:], long[2:]))
 
 
 @functools.lru_cache(maxsize=256)
 def _run(setting: Setting, tokens: int) -> Trace:
     """Runs a block on the meta device, as the only block of a model."""
     shape = replace(setting.shard, num_hidden_layers=1, vocab_size=1, layers=(setting.parts,))
-    placement = (
-        WHOLE
-        if setting.is_whole
-        else Placement("gpu", "gpu" if setting.keeps_results else "recompute")
-    )
+    placement = Placement("gpu", "gpu" if setting.keeps_results else "recompute")
+    if setting.is_whole:
+        placement = WHOLE
     execution = Execution((placement,), setting.mlp_tile_size, setting.heads_at_a_time)
     with torch.device("meta"), torch.enable_grad():
         model = Transformer(shape).cast(DTYPES[setting.element_size])
@@ -232,9 +231,8 @@ class StorageCounter(TorchDispatchMode):
     def __init__(self, existing: Iterable[Tensor]):
         super().__init__()
         self.known = weakref.WeakSet(x.untyped_storage() for x in existing)
-        self.allocated = self.elsewhere = (
-            0  # bytes in all, and bytes of gradients that a step counts
-        )
+        self.allocated = 0  # bytes of all living tensors
+        self.elsewhere = 0  # bytes of gradients among them that a step counts
         self.phase, self.in_mlp = "forward", False
         self.moments: list[Moment] = []
         self.alive: list[int] = []
@@ -275,16 +273,13 @@ class _End(torch.autograd.Function):
 
 def _follow(block: nn.Module, x: Tensor, context: Context, counter: StorageCounter) -> Trace:
     """Runs a block forward and backward, and has the counter know where it is."""
-    attention, mlp = (
-        [],
-        [],
-    )  # bytes of attention as the MLP begins, the last time in backward; of the MLP as it ends
+    attention: list[int] = []  # bytes of attention as the MLP begins, the last time in backward
+    mlp: list[int] = []  # bytes of the MLP as its backward ends
 
     def enter_mlp(module: nn.Module, inputs: tuple[Tensor]) -> None:
         attended, counter.in_mlp = inputs[0], True
-        attention.append(
-            counter.allocated - attended.nbytes - (0 if counter.phase == "forward" else x.nbytes)
-        )
+        gradient_bytes = 0 if counter.phase == "forward" else x.nbytes
+        attention.append(counter.allocated - attended.nbytes - gradient_bytes)
         if attended.requires_grad:
             attended.register_hook(leave_mlp)
 
@@ -304,4 +299,11 @@ def _follow(block: nn.Module, x: Tensor, context: Context, counter: StorageCount
     end = _End.apply(y)
     del y
     end.backward()
-    return Trace(counter.moments, counter.alive, [kept, attention[0], attention[-1], mlp[-1]])
+    return Trace(
+        counter.moments,
+        counter.alive,
+        kept=kept,
+        attention_kept=attention[0],
+        attention_rebuilt=attention[-1],
+        mlp_gradients=mlp[-1],
+    )

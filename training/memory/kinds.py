@@ -59,43 +59,36 @@ def kinds_of(flags, config) -> tuple[MixerKind, ...]:
     Raises UserError for a value out of range, or a flag without effect.
     """
     kind = KINDS[flags.attention_type]
-    given = {name: value for name in FLAGS if (value := getattr(flags, name)) is not None}
-    for name in given:
+    settings = {name: value for name in FLAGS if (value := getattr(flags, name)) is not None}
+    for name in settings:
         if name not in kind.takes:
             raise UserError(
                 f"{name} has no effect with attention_type {kind.name}; drop it, or use sparse"
             )
-    values = [
-        {name: value for name, value in given.items() if name != "selected_blocks"}
-    ] * config.num_hidden_layers
-    if "selected_blocks" in given:
-        numbers = numbers_by_layer("selected_blocks", str(given["selected_blocks"]), len(values))
-        values = [
-            {**of_layer, "selected_blocks": number} for of_layer, number in zip(values, numbers)
-        ]
+    layers = [settings] * config.num_hidden_layers
+    if "selected_blocks" in settings:
+        text = str(settings["selected_blocks"])
+        numbers = numbers_by_layer("selected_blocks", text, len(layers))
+        layers = [settings | {"selected_blocks": number} for number in numbers]
     with refused_as_user_error():
-        asked = [kind(**of_layer) for of_layer in values]
-    if flags.context_length is not None and asked[0] != asked[0].for_longest(flags.context_length):
-        shorter = (
-            f"documents shorter than dense_below {getattr(asked[0], 'dense_below', 0)} attend to "
-            "everything"
-        )
+        kinds = [kind(**values) for values in layers]
+    longest = flags.context_length
+    if longest is not None and kinds[0] != kinds[0].for_longest(longest):
+        below = getattr(kinds[0], "dense_below", 0)
         raise UserError(
-            f"attention_type {kind.name} has no effect at context_length {flags.context_length}: "
-            f"{shorter}; raise the "
-            "one, lower the other, or use full"
+            f"attention_type {kind.name} has no effect at context_length {longest}: documents "
+            f"shorter than dense_below {below} attend to everything; raise the one, lower the "
+            "other, or use full"
         )
-    is_asked = [type(own) in (Full, kind) for own in config.kinds]
-    if kind is not Full and not any(is_asked):
-        own = ", ".join(sorted({own.name for own in config.kinds}))
+    is_set = [type(trained) in (Full, kind) for trained in config.kinds]
+    if kind is not Full and not any(is_set):
+        names = ", ".join(sorted({trained.name for trained in config.kinds}))
         raise UserError(
             f"attention_type {kind.name} has no effect on a model whose layers all attend by "
-            f"{own}; drop it, or give a "
-            "model with layers that attend to everything"
+            f"{names}; drop it, or give a model with layers that attend to everything"
         )
-    return tuple(
-        mine if of_flags else own for mine, of_flags, own in zip(asked, is_asked, config.kinds)
-    )
+    choices = zip(is_set, kinds, config.kinds)
+    return tuple(flagged if obeys else trained for obeys, flagged, trained in choices)
 
 
 def check_head_dim(kinds: Sequence[MixerKind], head_dim: int, device: torch.device) -> None:
@@ -111,7 +104,7 @@ def describe(kinds: Sequence[MixerKind]) -> str:
     layers."""
     lines = []
     for name in dict.fromkeys(kind.name for kind in kinds):
-        own = [kind for kind in kinds if kind.name == name]
-        line = own[0].describe(spell_by_layer([kind.selected_blocks for kind in own]))
-        lines.append(line if len(own) == len(kinds) else f"{len(own)} layers: {line}")
+        alike = [kind for kind in kinds if kind.name == name]
+        line = alike[0].describe(spell_by_layer([kind.selected_blocks for kind in alike]))
+        lines.append(line if len(alike) == len(kinds) else f"{len(alike)} layers: {line}")
     return "; ".join(lines)

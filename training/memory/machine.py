@@ -109,22 +109,20 @@ def measure_rates(
     flops = 2 * len(x) * weight.numel()
     rates[PLAIN.rate] = flops / _seconds(lambda: x @ weight)
     y, dx, d_weight = linear.products
-    for each in {y, dx} - {PLAIN}:
-        rates[each.rate] = _measure_products(each, x, weight, hidden)
+    for product in {y, dx} - {PLAIN}:
+        rates[product.rate] = _measure_products(product, x, weight, hidden)
     if d_weight != PLAIN:
-        made = d_weight.factor(hidden), d_weight.factor(x)
+        factors = d_weight.factor(hidden), d_weight.factor(x)
         rates[d_weight.weight_rate] = flops / _seconds(
-            lambda: d_weight.weight_gradient(*map(d_weight.transpose, made))
+            lambda: d_weight.weight_gradient(*map(d_weight.transpose, factors))
         )
     for mlp in {parts.mlp for parts in shard.all_parts()}:
         rates |= mlp.measure_rates(shard.hidden_size, _seconds, device)
     rates["adapters"] = rates["memory"]
     if isinstance(linear, LoRA):
         a, b = x.new_zeros(16, x.shape[1]), x.new_zeros(hidden.shape[1], 16)
-        adapted, factors_t = (
-            Adapted(weight.t(), a, b),
-            (LORA.factor(hidden.t()), LORA.factor(x.t())),
-        )
+        adapted = Adapted(weight.t(), a, b)
+        factors_t = LORA.factor(hidden.t()), LORA.factor(x.t())
 
         def use_adapter() -> None:
             torch.mm(x @ a.t(), b.t(), out=hidden)
@@ -188,13 +186,13 @@ def measure_network(group: dist.ProcessGroup, num_machines: int, device: torch.d
     """Returns bytes/s each way per GPU between machines of equally many ranks. All ranks of `group`
     call this."""
     part = torch.empty(_GATHERED_BYTES // group.size(), dtype=torch.uint8, device=device)
-    whole = torch.empty(len(part) * group.size(), dtype=torch.uint8, device=device)
+    gathered = torch.empty(len(part) * group.size(), dtype=torch.uint8, device=device)
     wait = torch.get_device_module(device).synchronize
     for repeats in (1, 5):  # NCCL connects in the first
         wait()
         start = time.perf_counter()
         for _ in range(repeats):
-            dist.all_gather_into_tensor(whole, part, group=group)
+            dist.all_gather_into_tensor(gathered, part, group=group)
         wait()
         seconds = (time.perf_counter() - start) / repeats
     return (
@@ -386,50 +384,61 @@ def parse_gpu(text: str) -> tuple[str, GPU]:
         UserError: neither a name of the table nor a size from DRIVER_BYTES to the largest GPU's; a
         GPU without bf16.
     """
-    (asked, size), found = _read_name(text), {}
+    short_name, size = _read_name(text)
+    named = {}
     for name, gpu in GPUS.items():
-        own, _ = _read_name(name)
-        if own == asked and (size is None or abs(gpu.memory_bytes / GIB / size - 1) < _ROUNDED):
-            found[name] = gpu
-    if found:
-        return max(found.items(), key=lambda item: item[1].memory_bytes)
-    if maker := next(
-        (maker for maker, names in _OTHER_MAKERS.items() if re.fullmatch(names, asked)), None
-    ):
-        others = f"{maker} GPUs and accelerators are not supported"
-        raise UserError(f"gpu {text[:80]}: {others}; give one of NVIDIA's, as {', '.join(_USUAL)}")
-    if re.fullmatch(_WITHOUT_BF16, asked) or "quadro" in text.lower():
+        if _read_name(name)[0] == short_name and _has_size(gpu, size):
+            named[name] = gpu
+    if named:
+        return max(named.items(), key=lambda item: item[1].memory_bytes)
+    for maker, names in _OTHER_MAKERS.items():
+        if re.fullmatch(names, short_name):
+            why = f"{maker} GPUs and accelerators are not supported"
+            raise UserError(f"gpu {text[:80]}: {why}; give one of NVIDIA's, as {', '.join(_USUAL)}")
+    if re.fullmatch(_WITHOUT_BF16, short_name) or "quadro" in text.lower():
         raise UserError(
             f"{text[:80]} has no bf16, in which Fathom trains on a GPU; give an Ampere GPU or a "
             "newer one"
         )
     with suppress(UserError):
-        num_bytes = parse_bytes(text)
-        large = {
-            name: gpu for name, gpu in GPUS.items() if gpu.memory_bytes > (1 - _ROUNDED) * num_bytes
-        }
-        if large and num_bytes > DRIVER_BYTES:
-            slowest = min(large, key=lambda name: large[name].flops)
-            name = f"{text} (assumed: {slowest}, the slowest known GPU with as much)"
-            return name, replace(large[slowest], memory_bytes=num_bytes)
-    if counted := re.fullmatch(
-        r"([1-9]\d?) ?[x*] ?(.{2,40})|(.{,40}\d.{,40}?) ?[x*:] ?([1-9]\d?)", text.strip()
-    ):
-        number, one = counted[1] or counted[4], counted[2] or counted[3]
-        parse_gpu(one)  # refuses others by their name
-        raise UserError(
-            f"gpu names one GPU, got {text[:80]!r}; give --gpu {shlex.quote(one)} --nproc {number}"
-        )
-    names = {_read_name(name)[0]: name for name in GPUS}
-    near = " or ".join(
-        names[short] for short in difflib.get_close_matches(asked, names, cutoff=0.65)
-    )
+        if slowest := _slowest_with(parse_bytes(text)):
+            name, gpu = slowest
+            return f"{text} (assumed: {name}, the slowest known GPU with as much)", gpu
+    _refuse_several(text)
+    names_by_short = {_read_name(name)[0]: name for name in GPUS}
+    near = difflib.get_close_matches(short_name, names_by_short, cutoff=0.65)
+    meant = f", did you mean {' or '.join(names_by_short[short] for short in near)}" if near else ""
     most = max(gpu.memory_bytes for gpu in GPUS.values()) / GIB
     raise UserError(
-        f"no GPU {text[:80]!r} in the table{near and f', did you mean {near}'}; give one of "
-        f"{', '.join(GPUS)}; or a "
-        f"size above 1GB and up to {most:.0f}GB, such as 24GB"
+        f"no GPU {text[:80]!r} in the table{meant}; give one of {', '.join(GPUS)}; or a size above "
+        f"1GB and up to {most:.0f}GB, such as 24GB"
     )
+
+
+def _has_size(gpu: GPU, gigabytes: int | None) -> bool:
+    """Whether a GPU has about so much memory; None: any."""
+    return gigabytes is None or abs(gpu.memory_bytes / GIB / gigabytes - 1) < _ROUNDED
+
+
+def _slowest_with(num_bytes: int) -> tuple[str, GPU] | None:
+    """Returns the slowest GPU of the table with so much memory, cut to it, if there is one."""
+    enough = (1 - _ROUNDED) * num_bytes
+    large = {name: gpu for name, gpu in GPUS.items() if gpu.memory_bytes > enough}
+    if not large or num_bytes <= DRIVER_BYTES:
+        return None
+    name = min(large, key=lambda name: large[name].flops)
+    return name, replace(large[name], memory_bytes=num_bytes)
+
+
+def _refuse_several(text: str) -> None:
+    """Raises UserError for a text that names several GPUs, such as "2x4090"."""
+    several = r"([1-9]\d?) ?[x*] ?(.{2,40})|(.{,40}\d.{,40}?) ?[x*:] ?([1-9]\d?)"
+    if match := re.fullmatch(several, text.strip()):
+        number, name = match[1] or match[4], match[2] or match[3]
+        parse_gpu(name)  # refuses others by their name
+        raise UserError(
+            f"gpu names one GPU, got {text[:80]!r}; give --gpu {shlex.quote(name)} --nproc {number}"
+        )
 
 
 def _read_name(text: str) -> tuple[str, int | None]:

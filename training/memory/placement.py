@@ -203,8 +203,10 @@ class _PlacedBlocks:
         placed = [i for i, placement in enumerate(placements) if not placement.is_whole]
         self.first, self.last = min(placed, default=None), max(placed, default=None)
         self.copies = None if arena is None else HostCopies(arena)
-        own = [{p: homes[p] for p in block.parameters() if p in homes} for block in blocks]
-        visiting: dict[int, Homes] = {i: of_block for i, of_block in enumerate(own) if of_block}
+        visiting: dict[int, Homes] = {}
+        for layer, block in enumerate(blocks):
+            if block_homes := {p: homes[p] for p in block.parameters() if p in homes}:
+                visiting[layer] = block_homes
         self.weights = VisitingWeights(visiting, next(blocks.parameters()).device)
         # By (layer, name): tensors of each call. Names are "input" and the roles of
         # kernels.common.Keepable.
@@ -244,11 +246,9 @@ class _PlacedBlocks:
             self.kept_calls.clear()
         self._keep(layer, "input", (x_BTD,))
         intercepted = self.placements[layer].results != "recompute" or self.skips
-        keeping = (
-            _Interception(keep=functools.partial(self._keep, layer))
-            if intercepted
-            else nullcontext()
-        )
+        keeping: AbstractContextManager = nullcontext()
+        if intercepted:
+            keeping = _Interception(keep=functools.partial(self._keep, layer))
         with self.weights.visit(layer, layer + 1), keeping:
             y_BTD = self.forwards[layer](x_BTD, context)
         if self.copies is not None:  # its own copies go on beside the next block
@@ -258,9 +258,8 @@ class _PlacedBlocks:
     def backward(self, layer: int, dy_BTD: Tensor, context) -> Tensor:
         """Rebuild the block and run backward through its graph. Returns dx_BTD; parameters get
         their gradients."""
-        self._fetch(
-            layer
-        )  # only for the last block: otherwise the backward of block layer + 1 began these copies
+        # Only for the last block: otherwise the backward of block layer + 1 began these copies.
+        self._fetch(layer)
         if self.copies is not None:
             self.copies.finish_fetching()
         if layer > 0:
@@ -269,11 +268,8 @@ class _PlacedBlocks:
         with self.weights.visit(layer, self._start(layer - 1)):
             with torch.enable_grad():
                 y_BTD = self._rebuild(layer, x_BTD, context, self.skips)
-            for name in (
-                "input",
-                "results",
-                "choices",
-            ):  # the graph frees each kept tensor once it has used it
+            # The graph frees each kept tensor once it has used it.
+            for name in ("input", "results", "choices"):
                 self.on_gpu.pop((layer, name), None)
             root = torch.autograd.graph.get_gradient_edge(y_BTD)
             del y_BTD  # backward does not need it
@@ -328,12 +324,8 @@ class _PlacedBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BTD, blocks, layer, context):
         blocks.passes[layer] += 1
-        ctx.blocks, ctx.layer, ctx.context, ctx.number = (
-            blocks,
-            layer,
-            context,
-            blocks.passes[layer],
-        )
+        ctx.blocks, ctx.layer, ctx.context = blocks, layer, context
+        ctx.number = blocks.passes[layer]
         return blocks.forward(layer, x_BTD, context)
 
     @staticmethod
@@ -406,11 +398,11 @@ class _Interception(TorchDispatchMode):
                 args = (*args[:choice], *kept["choices"], *args[choice + 1 :])
             results = func(*args, **(kwargs or {}))
             results = [results] if isinstance(results, Tensor) else [*results]
-            made = {"choices": [results.pop()]} if len(roles) == 2 else {}
-            made[roles[0]] = results
+            by_role = {"choices": [results.pop()]} if len(roles) == 2 else {}
+            by_role[roles[0]] = results
             for role in roles:
-                self.keep(role, made[role])
-            kept = made | kept
+                self.keep(role, by_role[role])
+            kept = by_role | kept
         results = [result for role in roles for result in kept[role]]
         return results[0] if len(results) == 1 else tuple(results)
 
