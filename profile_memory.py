@@ -527,10 +527,11 @@ def report(
     part = None
     if flags.num_layers is not None:
         shape = dataclasses.replace(machine.model, num_hidden_layers=flags.num_layers)
+        kinds = machine.given.kinds[: flags.num_layers]
         part = step_on_meta(
             shape,
             *flags.lengths,
-            machine.given,
+            dataclasses.replace(machine.given, kinds=kinds),
             trained=recipe.trained,
             scoring=scoring_of(flags, recipe),
         )
