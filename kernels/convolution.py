@@ -301,8 +301,8 @@ def _backward(
         _convolution_backward_kernel[(heads.num_heads * blocks,)](
             d_out.contiguous(), xs[i][..., channel:], weights[i][channel:], positions,
             dxs[i][..., channel:], partials[i][:, channel:], B * T, xs[i].stride(1), EPS,
-            heads.scale, CHANNELS=xs[i].shape[2], HEADS=heads.num_heads, K=heads.width, STRIPS=STRIPS,
-            STRIP=STRIP, NORMALISE=heads.is_normalised,
+            heads.scale, CHANNELS=xs[i].shape[2], HEADS=heads.num_heads, K=heads.width,
+            STRIPS=STRIPS, STRIP=STRIP, NORMALISE=heads.is_normalised,
             BLOCK=triton.next_power_of_2(STRIPS * STRIP + 3), num_warps=4,
         )  # fmt: skip
     return [*dxs, torch.cat([partial.sum(0) for partial in partials]).to(weight.dtype)]

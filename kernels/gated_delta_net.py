@@ -356,7 +356,8 @@ def _run_heads(
     if cache is None:
         q, k, v = convolve(qkv, segments=segments)
         del qkv
-        return delta_rule(q, k, v, g, beta, segments=segments, impl=impl)  # type: ignore[return-value]
+        out: Any = delta_rule(q, k, v, g, beta, segments=segments, impl=impl)
+        return out
     q, k, v = (x[:, WIDTH - 1 :] for x in convolve(cache.append(qkv)))
     out, cache.state = delta_rule(
         q, k, v, g, beta, initial_state=cache.state, with_state=True, impl=impl

@@ -183,7 +183,7 @@ class _Backward:
         self, x: Factor | None, gate: Tensor, up: Tensor, d_output: Tensor, d_x: Tensor | None,
         d_hidden: Tensor | None = None,
     ) -> list[list[Tensor | None]]:  # fmt: skip
-        """Returns the gradients of the weights' tensors; writes the gradient of x into d_x, if given.
+        """Returns the gradients of the weights' tensors; writes x's gradient into d_x, if given.
 
         `d_hidden` is scratch for the gradient of the hidden rows; with it, gate and up are
         overwritten. x may be None where neither gate's nor up's weight has a gradient.

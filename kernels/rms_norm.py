@@ -291,8 +291,10 @@ def rms_norm(
         if tensor is not None and (tensor.shape, tensor.dtype) != (input.shape, input.dtype):
             raise ValueError(f"{name} must be {shown(input)} as the input is, got {shown(tensor)}")
     if not use_triton(impl, input):
-        options = {"weight_offset": weight_offset, "cast_before_weight": cast_before_weight}
-        return rms_norm_reference(input, weight, eps, residual=residual, gate=gate, **options)  # type: ignore
+        return rms_norm_reference(
+            input, weight, eps, residual=residual, gate=gate, weight_offset=weight_offset,
+            cast_before_weight=cast_before_weight,
+        )  # fmt: skip
     if input.shape[-1] > LARGEST_ROW and not input.is_meta:
         raise ValueError(
             f"rms_norm's kernel takes rows of up to {LARGEST_ROW} elements, got {input.shape[-1]}"

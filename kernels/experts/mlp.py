@@ -158,10 +158,9 @@ def _empty_totals(
     tensors: Sequence[Tensor], needs: Sequence[bool], num_tiles: int
 ) -> list[Tensor | None]:
     """Makes the gradients of matrices that `needs` asks for; several tiles add up in float32."""
+    dtype = torch.float32 if num_tiles > 1 else None
     return [
-        torch.empty_like(tensor, dtype=torch.float32 if num_tiles > 1 else tensor.dtype)
-        if needed
-        else None
+        torch.empty_like(tensor, dtype=dtype) if needed else None
         for tensor, needed in zip(tensors, needs)
     ]
 

@@ -92,7 +92,8 @@ class ExpertsPart:
         """Counts the products of router and experts.
 
         Backward in tiles computes gate and up again. It spares a second forward that may skip the
-        experts. Beside the products, rows of each of a token's experts are read, and their sum is written.
+        experts. Beside the products, rows of each of a token's experts are read, and their sum is
+        written.
         """
         entries = self.per_token * num_tokens
         widths = (

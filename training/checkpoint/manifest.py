@@ -3,7 +3,7 @@ checkpoint.
 
     format_version
     files    name -> [bytes, CRC-32]; for a file of tensors the CRC-32 is its header's
-    blocks   file of tensors -> for each piece [tensor's name, offset, shape, CRC-32 of its elements]
+    blocks   file of tensors -> for each piece [tensor's name, offset, shape, elements' CRC-32]
     crc32    CRC-32 of all the above
 
 Checksums are computed from the memory that is written, as it is written. To compare them, each rank

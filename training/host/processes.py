@@ -170,7 +170,9 @@ class _Lasting:
 def outliving_its_output() -> Iterator[None]:
     """Lets prints fail in silence: a closed terminal, a pipe without a reader, or a full disk under
     a log."""
-    with redirect_stdout(_Lasting(sys.stdout)), redirect_stderr(_Lasting(sys.stderr)):  # type: ignore[type-var]
+    output: typing.Any = _Lasting(sys.stdout)
+    errors: typing.Any = _Lasting(sys.stderr)
+    with redirect_stdout(output), redirect_stderr(errors):
         yield
 
 

@@ -344,8 +344,10 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _queue_updates(self, until: float = math.inf) -> None:
-        """Queues the late updates of the pieces up to that number. After an error the next call goes
-        on where this one ended."""
+        """Queues the late updates of the pieces up to that number.
+
+        After an error the next call goes on where this one ended.
+        """
         while self.late and self.late[0][1] <= until:
             state, index, piece = self.late[0]
             update = functools.partial(self._update, state, piece)

@@ -51,7 +51,7 @@ class Kept(NamedTuple):
         return numel // self.group * self.dtype.itemsize
 
     def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
-        """Returns the tensor's shape for a parameter's: for groups of 32 and [6, 64] it is (6, 2)."""
+        """Returns the tensor's shape for a parameter's: (6, 2) for groups of 32 and [6, 64]."""
         if self.group == 1:
             return tuple(parameter)
         return (*parameter[:-1], parameter[-1] // self.group)
