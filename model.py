@@ -43,8 +43,6 @@ from kernels.rms_norm import rms_norm
 from kernels.sampling import choose_tokens
 from kernels.tensor_parallel import local
 
-GATES = ".g_proj."  # in the names of the gates' parameters
-
 
 def linear_map(declared: dict[str, Parameter], name: str) -> nn.Linear:
     """Returns the linear map whose weight [rows, columns] a part declares by its name, with a bias
@@ -228,6 +226,7 @@ class Experts(nn.Module, Knobs):
         self.experts = nn.ParameterDict(
             [(name, torch.empty(declared[f"experts.{name}"].shape)) for name in names]
         )
+        self.experts.base_layer = nn.Module()  # has gate_up_proj's adapter, where peft has it
         if part.shared:
             self.shared_expert = GatedMLP(config, part.shared, layer)
             self.shared_expert.skippable = False  # the gradient of its gate needs its result
@@ -243,11 +242,8 @@ class Experts(nn.Module, Knobs):
         )
         if routing is not None:
             routing.note(self.layer, logits_NE, experts_Nk)
-        inner = getattr(
-            self.experts, "base_layer", self.experts
-        )  # has gate_up_proj's adapter, where peft has it
         gate_up, down = (
-            adapted(inner, self.experts["gate_up_proj"]),
+            adapted(self.experts.base_layer, self.experts["gate_up_proj"]),
             adapted(self.experts, self.experts["down_proj"]),
         )
         y_ND = expert_mlp(

@@ -115,10 +115,9 @@ def main() -> None:
         if flags.drop_cache:
             forget(flags.folder)
         torch.get_device_module(world.device).synchronize()
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         with watching_memory() as peak:
             began = time.perf_counter()
-            read_weights(optimizer, find_weights(flags.folder, shapes))
+            read_weights(optimizer, find_weights(flags.folder, model.declared))
             torch.get_device_module(world.device).synchronize()
             seconds = time.perf_counter() - began
         size = sum(file.stat().st_size for file in flags.folder.glob("*.safetensors"))

@@ -40,9 +40,7 @@ def compare(folder: Path, num_tokens: int) -> tuple[list[list[str]], float]:
         folder, dtype=torch.float32, attn_implementation="sdpa"
     )
     ours = Transformer(from_config_json(json.loads((folder / "config.json").read_text())))
-    ours.load_state_dict(
-        dict(load_model_weights(folder, {name: p.shape for name, p in ours.named_parameters()}))
-    )
+    ours.load_state_dict(dict(load_model_weights(folder, ours.declared)))
     ids = torch.tensor([tokenizer(Path(model_file.__file__).read_text())["input_ids"][:num_tokens]])
     their_result = theirs(ids, labels=ids)
     our_result = ours(ids, loss=NextToken.from_labels(ids), return_logits=True)

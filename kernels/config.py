@@ -5,15 +5,16 @@ Sizes have the letters of `model.py`: D hidden_size, H query heads, G key/value 
 intermediate_size, V vocab_size.
 """
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .experts.part import ExpertsPart
 from .gated_delta_net import DeltaNet
 from .gated_mlp import GatedMLPPart
-from .parts import BlockForm, LayerParts, MixerKind, Parameter
+from .parts import BlockForm, Fused, LayerParts, MixerKind, Parameter
 from .qkv_attention import AttentionPart
 from .rope import RopeScaling
 
@@ -49,6 +50,8 @@ class ModelConfig:
     # Only declared, for Hugging Face's tools; no length is refused here.
     max_position_embeddings: int = 40_960
     model_type: str = "qwen3"  # the family's name in config.json, see training/families/rows.py
+    # Tensors in files that hold several parameters of a block, each with these parameters' names.
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = field(default=(), repr=False)
 
     def __post_init__(self):
         sizes = "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"
@@ -133,6 +136,13 @@ class ModelConfig:
 
     def layer_parameters(self, layer: int) -> dict[str, Parameter]:
         """The parameters of a block by their names in it, in the model's order."""
+        return self._blocks[layer]
+
+    @functools.cached_property
+    def _blocks(self) -> list[dict[str, Parameter]]:
+        return [*map(self._block_parameters, range(self.num_hidden_layers))]
+
+    def _block_parameters(self, layer: int) -> dict[str, Parameter]:
         D, before, after = self.hidden_size, self.block.before, self.block.after
         norm, parts = Parameter((D,), "neutral"), self.parts(layer)
         mixer, mlp = (
@@ -146,17 +156,27 @@ class ModelConfig:
             **mlp,
             "post_feedforward_layernorm.weight": after and norm,
         }
-        return {name: parameter for name, parameter in declared.items() if parameter}
+        parameters = {
+            name: replace(parameter, block=layer)
+            for name, parameter in declared.items()
+            if parameter
+        }
+        for tensor, names in self.fused:
+            first_row, num_rows = 0, sum(parameters[name].shape[0] for name in names)
+            for name in names:
+                place = Fused(tensor, num_rows, first_row)
+                parameters[name] = replace(parameters[name], fused=place)
+                first_row += parameters[name].shape[0]
+        return parameters
 
     def parameters(self) -> dict[str, Parameter]:
         """All parameters by name, in the model's order; a tied head is not among them."""
         table, D = Parameter((self.vocab_size, self.hidden_size), shared_dim=0), self.hidden_size
-        blocks = enumerate(map(self.layer_parameters, range(self.num_hidden_layers)))
         return {
             "embed_tokens.weight": table,
             **{
                 f"layers.{i}.{name}": parameter
-                for i, block in blocks
+                for i, block in enumerate(self._blocks)
                 for name, parameter in block.items()
             },
             "norm.weight": Parameter((D,), "neutral"),
@@ -171,9 +191,9 @@ class ModelConfig:
     def maps(self, layer: int) -> dict[str, tuple[int, ...]]:
         """Rows and columns of the matrices of a block's linear maps, by projection."""
         return {
-            name.split(".")[-2]: p.shape
-            for name, p in self.layer_parameters(layer).items()
-            if p.is_map
+            parameter.target: parameter.shape
+            for parameter in self.layer_parameters(layer).values()
+            if parameter.role == "map" and parameter.target
         }
 
     def layer_matrix_parameters(self, layer: int = 0) -> int:

@@ -13,7 +13,7 @@ class Declared(nn.Module):
     """Mixin of a decoder."""
 
     config: ModelConfig
-    declared: dict[str, Parameter]  # by name, of the whole decoder
+    declared: dict[str, Parameter]  # by name, of the whole decoder and its adapters
 
     @torch.no_grad()
     def initialize_parameter(
@@ -24,18 +24,16 @@ class Declared(nn.Module):
 
         Matrices that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2.
         Gates of attention start near 1/2, as in flash-linear-attention: a small matrix and no bias.
-        An adapter, which no part declares, starts as in peft: A is uniform within 1 / sqrt(width),
-        B is zero.
+        Adapters start as in peft: A is uniform within 1 / sqrt(width), B is zero.
         """
-        declared = self.declared.get(name)
-        start = declared.start if declared else "adapter"
+        start = self.declared[name].start
         if start in ("neutral", "one"):
             tensor.fill_(1.0 - self.config.block.offset * (start == "neutral"))
         elif start == "decay":
             tensor.uniform_(0.01, 16, generator=generator).log_()
-        elif start == "zero" or name.endswith("lora_B.weight"):
+        elif start == "zero":
             tensor.zero_()
-        elif start == "adapter":
+        elif start == "uniform":
             bound = tensor.shape[-1] ** -0.5
             tensor.uniform_(-bound, bound, generator=generator)
         else:
@@ -44,11 +42,7 @@ class Declared(nn.Module):
 
     def cast(self, dtype: torch.dtype, *, only_frozen: bool = False) -> Self:
         """Casts the parameters but those declared exact, or of these the frozen ones alone."""
-        exact = {
-            id(p)
-            for name, p in self.named_parameters()
-            if name in self.declared and self.declared[name].is_exact
-        }
+        exact = {id(p) for name, p in self.named_parameters() if self.declared[name].is_exact}
         return self._apply(
             lambda p: p if id(p) in exact or (only_frozen and p.requires_grad) else p.to(dtype),
             recurse=True,

@@ -179,20 +179,22 @@ class DeltaNet:
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
         _, H, _, V = self.sizes
-        map_qkv, map_z = (
-            Parameter((rows, hidden_size), is_map=True) for rows in (self.channels, H * V)
-        )
-        of_heads = Parameter((H, hidden_size))
+        D, widths = hidden_size, {"in_proj_qkv": self.channels, "in_proj_z": H * V}
+        maps = {
+            f"{name}.weight": Parameter((rows, D), role="map", target=name)
+            for name, rows in widths.items()
+        }
+        by_head = {
+            f"{name}.weight": Parameter((H, D), target=name) for name in ("in_proj_b", "in_proj_a")
+        }
         return {
             "dt_bias": Parameter((H,), "one", is_exact=True),
             "A_log": Parameter((H,), "decay", is_exact=True, is_exact_in_files=True),
-            "in_proj_qkv.weight": map_qkv,
-            "in_proj_z.weight": map_z,
-            "in_proj_b.weight": of_heads,
-            "in_proj_a.weight": of_heads,
+            **maps,
+            **by_head,
             "conv1d.weight": Parameter((self.channels, 1, WIDTH)),
             "norm.weight": Parameter((V,), "one", is_exact=True, is_exact_in_files=True),
-            "out_proj.weight": Parameter((hidden_size, H * V), "residual", is_map=True),
+            "out_proj.weight": Parameter((D, H * V), "residual", role="map", target="out_proj"),
         }
 
     def shared_sizes(self) -> dict[str, int]:

@@ -354,11 +354,13 @@ class GatedMLPPart:
         return 0
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
-        into = Parameter((self.intermediate_size, hidden_size), shared_dim=0, is_map=True)
-        down = Parameter(
-            (hidden_size, self.intermediate_size), "residual", shared_dim=1, is_map=True
+        F, D = self.intermediate_size, hidden_size
+        gate, up = (
+            Parameter((F, D), shared_dim=0, role="map", target=name)
+            for name in ("gate_proj", "up_proj")
         )
-        return {"gate_proj.weight": into, "up_proj.weight": into, "down_proj.weight": down}
+        down = Parameter((D, F), "residual", shared_dim=1, role="map", target="down_proj")
+        return {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down}
 
     def shared_sizes(self) -> dict[str, int]:
         return {"intermediate_size": self.intermediate_size}

@@ -89,26 +89,43 @@ def weight_of(tensors: Sequence[Tensor]) -> Weight:
     return tensors[0] if len(tensors) == 1 else Adapted(*tensors)
 
 
+class Fused(NamedTuple):
+    """Rows of a tensor in files that holds several parameters of a block, one below the other."""
+
+    tensor: str  # its name in the block: self_attn.qkv_proj.weight
+    num_rows: int  # the whole tensor's
+    first_row: int  # the parameter's
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that a part of a layer declares."""
+    """A parameter of a model, with all that its name would be asked for. Parts of layers declare
+    theirs, and adapters their factors."""
 
     shape: tuple[int, ...]  # of one rank
     # Its initial values: "normal"; "residual", normal and smaller, of matrices that write into the
     # residual stream; "neutral", with which a norm changes no scale; "zero"; "one"; "decay",
-    # logarithms of 0.01 to 16.
+    # logarithms of 0.01 to 16; "uniform" within 1 / sqrt(columns).
     start: str = "normal"
     shared_dim: int | None = (
         None  # the dimension that tensor-parallel ranks share; None: each rank has all of it
     )
-    is_map: bool = (
-        False  # whether it is the matrix of a linear map, which adapters and FP8 apply to
-    )
+    # "map": the matrix of a linear map, which FP8 applies to. "router": it scores experts.
+    # "shared_gate": it weighs the expert that all tokens go through. "gate": it weighs branches of
+    # attention. "adapter": a factor of an adapter. "": all others.
+    role: str = ""
+    block: int | None = None  # number of its transformer block; None: it is in none
+    target: str | None = None  # the word in --lora_targets that adapts it; None: it has no adapter
+    adapter_path: str = ""  # from its module to its adapter's, such as ".inner"
+    takes_lora_plus: bool = False  # whether --lora_plus multiplies its learning rate
     is_exact: bool = False  # whether it stays float32 where the others are bf16
     is_exact_in_files: bool = False  # whether released files have it in float32 as well
     active: float = (
         1.0  # share of its elements that one token is multiplied by, such as 8 of 128 experts'
     )
+    # Matrices of each expert, one below the other. Files may have a tensor for each in its place.
+    matrices: tuple[str, ...] = ()
+    fused: Fused | None = None  # its place in files that hold it in a larger tensor
 
     @property
     def numel(self) -> int:
@@ -119,6 +136,21 @@ class Parameter:
         """Whether it is a matrix, or one for each expert. A convolution of channels by themselves
         has [C, 1, W]."""
         return len(self.shape) > 1 and 1 not in self.shape[1:-1]
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies to it: to no norm and no bias."""
+        return len(self.shape) > 1
+
+    @property
+    def may_quantize(self) -> bool:
+        """Whether it has fewer bits where a model's frozen matrices do. What decides between
+        experts stays exact."""
+        return (
+            self.block is not None
+            and self.is_matrix
+            and self.role not in ("router", "shared_gate", "adapter")
+        )
 
 
 class LayerPart(Protocol):

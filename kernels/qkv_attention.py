@@ -707,17 +707,19 @@ class AttentionPart:
             ("k_proj", G),
             ("v_proj", G),
         ):
-            found[f"{name}.weight"] = Parameter((heads * K, hidden_size), shared_dim=0, is_map=True)
+            found[f"{name}.weight"] = Parameter(
+                (heads * K, hidden_size), shared_dim=0, role="map", target=name
+            )
             if self.has_biases:
                 found[f"{name}.bias"] = Parameter((heads * K,), "zero", shared_dim=0)
         found["o_proj.weight"] = Parameter(
-            (hidden_size, H * K), "residual", shared_dim=1, is_map=True
+            (hidden_size, H * K), "residual", shared_dim=1, role="map", target="o_proj"
         )
         norms = zip(("q_norm.weight", "k_norm.weight"), self.norm_sizes)
         found |= {name: Parameter((size,), "neutral") for name, size in norms if size}
         if n := self.num_gates:
-            found |= {"g_proj.weight": Parameter((n, hidden_size), shared_dim=0)}
-            found |= {"g_proj.bias": Parameter((n,), "zero", shared_dim=0)}
+            found["g_proj.weight"] = Parameter((n, hidden_size), shared_dim=0, role="gate")
+            found["g_proj.bias"] = Parameter((n,), "zero", shared_dim=0, role="gate")
         return found
 
     def shared_sizes(self) -> dict[str, int]:

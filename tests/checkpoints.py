@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels.parts import Parameter
 from training.checkpoint.saver import Saver
 
 
@@ -18,6 +19,12 @@ def save_checkpoint(output_dir, step: int, keep: int = 2, **state) -> Path:
     saver.begin(step, **state)
     saver.finish()
     return saver.last
+
+
+def parameters_of(shapes) -> dict[str, Parameter]:
+    """Returns parameters that have a shape, and nothing else that is known; `shapes` may be
+    tensors."""
+    return {name: Parameter(tuple(getattr(s, "shape", s))) for name, s in shapes.items()}
 
 
 def damage(file: Path, place: int = -5) -> None:

@@ -124,7 +124,7 @@ def full(state):
     }
 
 
-def make_optimizer(named_parameters, *, weight_decay=0.1, rate_ratios=None, impl="auto", **placed):
+def make_optimizer(named_parameters, *, weight_decay=0.1, lora_plus=1.0, impl="auto", **placed):
     """Returns an optimizer of named parameters; `placed` are arguments of Inventory.of."""
     named = dict(named_parameters)
     inventory = Inventory.of(named.items(), **placed)
@@ -132,6 +132,6 @@ def make_optimizer(named_parameters, *, weight_decay=0.1, rate_ratios=None, impl
         named.items(),
         inventory,
         weight_decay=weight_decay,
-        rate_ratios=rate_ratios or {},
+        lora_plus=lora_plus,
         impl=impl,
     )

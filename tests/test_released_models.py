@@ -197,8 +197,7 @@ def release(name, folder):
 def load(folder):
     config = from_config_json(json.loads((folder / "config.json").read_text()))
     model = Transformer(config)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    model.load_state_dict(dict(load_model_weights(folder, shapes)))
+    model.load_state_dict(dict(load_model_weights(folder, model.declared)))
     return model
 
 

@@ -19,7 +19,6 @@ from training.checkpoint import weights as weights_module
 from training.checkpoint.weights import (
     find_weights,
     load_model_weights,
-    parameter_shapes,
     shape_of_weights,
 )
 from training.evaluation import __main__ as evaluation
@@ -95,8 +94,7 @@ def ours(folder):
     """The decoder with the adapters of a folder beside its frozen weights."""
     model = Transformer(shape_of_weights(folder))
     read_adapters(folder)[0].prepare(model)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    entries = find_weights(folder, shapes)
+    entries = find_weights(folder, model.declared)
     model.load_state_dict(
         {name: weights_module._read_weight(entry) for name, entry in entries.items()}
     )
@@ -116,7 +114,7 @@ def test_a_checkpoint_holds_adapters_and_their_state_alone(run, base):
     folder, last = run / "step_00000003", run / "step_00000006"
     names = {name.removeprefix("base_model.model.model.") for name in adapters_in(folder)}
     shape = shape_of_weights(base)
-    assert names == Adapters(RANK, 2 * RANK).shapes(parameter_shapes(shape)).keys()
+    assert names == Adapters(RANK, 2 * RANK).added(shape.parameters()).keys()
     assert not (folder / "model.safetensors").exists() and not equal(
         adapters_in(folder), adapters_in(last)
     )
@@ -200,7 +198,7 @@ def test_adapters_are_added_to_the_weights_that_they_were_trained_beside(
     (exact / "manifest.json").unlink()
     config = json.loads((exact / "config.json").read_text())
     (exact / "config.json").write_text(json.dumps(config | {"frozen_bits": 16}))
-    shapes = parameter_shapes(shape_of_weights(folder))
+    shapes = shape_of_weights(folder).parameters()
     base, on_4_bits, on_bf16 = (
         dict(load_model_weights(each, shapes)) for each in (base_of_groups, folder, exact)
     )
@@ -242,7 +240,7 @@ def test_peft_opens_a_checkpoint_and_computes_the_same(run, base):
         model(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4
     )
     merged = Transformer(shape_of_weights(folder))
-    merged.load_state_dict(dict(load_model_weights(folder, parameter_shapes(merged.config))))
+    merged.load_state_dict(dict(load_model_weights(folder, merged.config.parameters())))
     torch.testing.assert_close(
         merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4
     )

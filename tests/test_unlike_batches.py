@@ -229,7 +229,8 @@ def train(kinds, tied, execution, dtype, state_format):
     model = build(kinds, tied).to(dtype)
     placed = replace(execution, state_format=state_format)
     optimizer = MasterAdamW(
-        model.named_parameters(), inventory_of(model.named_parameters(), placed, accumulate=True)
+        model.named_parameters(),
+        inventory_of(model.named_parameters(), model.declared, placed, accumulate=True),
     )
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
     documents = PackedDocuments(T, ((T, 1.0), (24, 6.0)))

@@ -28,7 +28,7 @@ from kernels.linear import PLAIN, Linear
 from kernels.mixed import Mixed
 from model import Transformer
 from training.checkpoint.files import tokenizer_of
-from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
+from training.checkpoint.weights import load_model_weights, shape_of_weights
 from training.data.tokenizer import load_tokenizer
 from training.memory.placement import set_linear
 
@@ -259,7 +259,7 @@ def main() -> None:
     folder, device = arguments.model, arguments.device
     shape = shape_of_weights(folder)
     model = Transformer(shape)
-    model.load_state_dict(dict(load_model_weights(folder, parameter_shapes(shape))))
+    model.load_state_dict(dict(load_model_weights(folder, shape.parameters())))
     model = model.to(device).cast(torch.bfloat16) if device.type == "cuda" else model.float()
     batches = read_batches(
         folder,

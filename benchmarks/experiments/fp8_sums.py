@@ -24,7 +24,7 @@ from kernels import torch_internals
 from kernels.fp8 import FP8, FP8_LINEAR, Factor
 from kernels.head_loss import NextToken
 from model import Transformer
-from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
+from training.checkpoint.weights import load_model_weights, shape_of_weights
 
 MEANS = {"0": (0.0, 0.0), "0.5 and 0.1": (0.5, 0.1), "1 and 0.3": (1.0, 0.3), "3 and 1": (3.0, 1.0)}
 GPU_ROWS = 131_072
@@ -150,7 +150,7 @@ def trained_terms(folder: Path, device: torch.device) -> Statistics:
     layers, and the worst."""
     shape = shape_of_weights(folder)
     model = Transformer(shape)
-    model.load_state_dict(dict(load_model_weights(folder, parameter_shapes(shape))))
+    model.load_state_dict(dict(load_model_weights(folder, shape.parameters())))
     model = model.to(device).cast(torch.bfloat16)
     RECORDS.clear()
     use(model, lambda layer, name: Recording(label=f"{name} {layer}"))

@@ -28,7 +28,7 @@ from kernels.linear import PLAIN
 from model import Transformer
 from training.checkpoint.files import tokenizer_of
 from training.checkpoint.state import load_weights
-from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
+from training.checkpoint.weights import load_model_weights, shape_of_weights
 from training.data.tokenizer import load_tokenizer
 from training.memory.execution import WHOLE, Execution
 from training.memory.placement import apply_execution
@@ -79,7 +79,7 @@ def train(
     apply_execution(model, Execution((WHOLE,) * shape.num_hidden_layers))
     optimizer = MasterAdamW(model.named_parameters())
     drawn = initial_weights(model, seed) if arguments.from_scratch else None
-    load_weights(optimizer, drawn or load_model_weights(arguments.model, parameter_shapes(shape)))
+    load_weights(optimizer, drawn or load_model_weights(arguments.model, shape.parameters()))
     choice = settings(shape.num_hidden_layers)[name]
     use(model, choice)
     rows, length, steps = arguments.batch_size, arguments.context_length, arguments.steps

@@ -71,15 +71,24 @@ class ExpertsPart:
         E, F, D = (self.num_experts, self.intermediate_size, hidden_size)
         active = self.per_token / self.num_experts
         shared = self.shared.parameters(D) if self.shared else {}
+        gate = Parameter((1, D), role="shared_gate", target="shared_expert_gate")
+        down = Parameter(
+            (E, D, F), "residual", target="experts", active=active, matrices=("down_proj",)
+        )
+        # peft has the first of a module's two adapters in its base_layer.
+        matrices, path = ("gate_proj", "up_proj"), ".base_layer"
+        gate_up = replace(
+            down, shape=(E, 2 * F, D), start="normal", matrices=matrices, adapter_path=path
+        )
         return {
-            "gate.weight": Parameter((E, D)),
-            "experts.gate_up_proj": Parameter((E, 2 * F, D), active=active),
-            "experts.down_proj": Parameter((E, D, F), "residual", active=active),
+            "gate.weight": Parameter((E, D), role="router", target="gate"),
+            "experts.gate_up_proj": gate_up,
+            "experts.down_proj": down,
             **{
                 f"shared_expert.{name}": replace(parameter, shared_dim=None)
                 for name, parameter in shared.items()
             },
-            **({"shared_expert_gate.weight": Parameter((1, D))} if shared else {}),
+            **({"shared_expert_gate.weight": gate} if shared else {}),
         }
 
     def shared_sizes(self) -> dict[str, int]:

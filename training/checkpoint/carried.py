@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.parts import Parameter
 from training.checkpoint.manifest import weight_files
 from training.checkpoint.pieces import Entry, Piece, bytes_of, open_entries
 from training.families.config_json import (
@@ -30,7 +31,7 @@ from training.families.config_json import (
     to_config_json,
     unread_settings,
 )
-from training.families.names import EXPERTS, by_expert, name_in_file, name_of
+from training.families.names import Rows, in_files, name_in_file, name_of
 from training.families.rope import ROTARY_SETTINGS
 from training.families.rows import (
     HAVE_MTP,
@@ -86,12 +87,13 @@ class Carried:
         piece.read_from(file, entry, bytes_of(content))
         return content
 
-    def in_files(self, name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Returns the tensors that files have of a parameter, in the order of its elements, with
-        their shapes."""
-        tensors = {} if self.joins_experts else by_expert(name, shape)
-        tensors = tensors or {name: shape}
-        return {name_in_file(key, self.prefix): size for key, size in tensors.items()}
+    def in_files(self, name: str, parameter: Parameter) -> list[Rows]:
+        """Returns where files have a parameter, in the order of its elements."""
+        is_adapter = parameter.role == "adapter"
+        return [
+            rows._replace(tensor=name_in_file(rows.tensor, self.prefix, is_adapter))
+            for rows in in_files(name, parameter, by_expert=not self.joins_experts)
+        ]
 
     def beside_adapters(self) -> "Carried":
         """Returns the same for adapters, whose base keeps its tensors. peft has names of
@@ -131,7 +133,7 @@ def read_carried(folder: Path) -> Carried:
     config.json."""
     tensors: dict[str, Tensor] = {}
     places: dict[str, tuple[IO[bytes], Entry]] = {}
-    prefix, joins_experts = PREFIX, False
+    prefix, names = PREFIX, set[str | None]()
     for file in weight_files(folder):
         entries = open_entries(file)
         untrained = {name: entry for name, entry in entries.items() if name_of(name) is None}
@@ -143,9 +145,11 @@ def read_carried(folder: Path) -> Carried:
         prefix = next(
             (key.removesuffix(EMBEDDING) for key in entries if name_of(key) == EMBEDDING), prefix
         )
-        joins_experts |= any(map(EXPERTS.fullmatch, entries.keys() - untrained.keys()))
+        names |= {name_of(name) for name in entries}
     config = without_places(read_json(folder / "config.json"))
     text = config["text_config"] if is_wrapper(config) else config
+    parameters = from_config_json(config).parameters().items()
+    joins_experts = any(parameter.matrices and name in names for name, parameter in parameters)
     if not any(name.startswith(MTP) for name in tensors) and _has_mtp(config):
         text[MTP_LAYERS] = 0
     if "auto_map" in config:

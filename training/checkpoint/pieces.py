@@ -12,7 +12,7 @@ import math
 import operator
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from training.families.names import Rows
 from training.host.direct import BUFFER_BYTES, DirectFile
 from training.host.errors import UserError
 from training.host.torch_internals import compute_local_shape_and_global_offset
@@ -46,7 +47,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 @dataclass(frozen=True)
 class Entry:
     """A whole tensor in a file, or in `parts`: tensors of equal size, whose elements follow one
-    another."""
+    another, or one larger tensor, whose rows it is from `first_row` on."""
 
     file: Path
     dtype: torch.dtype
@@ -54,11 +55,18 @@ class Entry:
     start: int  # first byte in the file
     name: str = ""  # in the file
     parts: tuple["Entry", ...] = ()
+    first_row: int = 0
 
     @classmethod
-    def joined(cls, name: str, shape: tuple[int, ...], parts: Sequence["Entry"]) -> "Entry":
-        """Returns the tensor of this shape that `parts` are, in order; the only part if it is that
-        tensor."""
+    def joined(
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        rows: Sequence[Rows],
+        entries: Mapping[str, "Entry"],
+    ) -> "Entry":
+        """Returns the tensor of this shape whose elements are these rows of `entries`, in order."""
+        parts = [entries[part.tensor] for part in rows]
         first = parts[0]
         if len({part.dtype for part in parts}) > 1:
             raise UserError(
@@ -68,7 +76,7 @@ class Entry:
         return (
             first
             if first.shape == shape
-            else cls(first.file, first.dtype, shape, first.start, name, tuple(parts))
+            else cls(first.file, first.dtype, shape, first.start, name, tuple(parts), rows[0].first)
         )
 
 
@@ -106,10 +114,14 @@ class Piece:
         """Yields the tensors in files that this piece consists of, the piece of each, and its bytes
         of `content`.
 
-        A piece of a tensor in parts holds some of them whole.
+        A piece of a tensor in several parts holds some of them whole.
         """
         if not entry.parts:
             yield entry, self, content
+            return
+        if len(entry.parts) == 1:
+            part, (row, *columns) = entry.parts[0], self.offset
+            yield part, Piece(part.name, (entry.first_row + row, *columns), self.shape), content
             return
         numel = math.prod(entry.shape) // len(entry.parts)
         first = self.offset[0] * math.prod(entry.shape[1:]) // numel

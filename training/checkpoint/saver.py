@@ -21,14 +21,16 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from kernels.parts import Parameter
 from training.checkpoint import pieces
 from training.checkpoint.files import (
     SPARE_BYTES,
@@ -42,13 +44,13 @@ from training.checkpoint.manifest import OPTIMIZER, WEIGHTS, write_manifest
 from training.checkpoint.pieces import Entry, Piece
 from training.checkpoint.ranks import all_gather, failing_together, rank_and_world_size
 from training.checkpoint.weights import NO_COMPANIONS, Companions
-from training.families.lora import ADAPTER_WEIGHTS, ADAPTERS
+from training.families.lora import ADAPTER_WEIGHTS
+from training.families.names import Rows
 from training.host.direct import DirectFile
 from training.host.errors import UserError
 from training.host.files import flush, make_folder, shown_as, write_file
 
 logger = logging.getLogger(__name__)
-Kind = tuple[torch.dtype, tuple[int, ...]]  # dtype and shape of a tensor in a file
 # A thread that runs Python gives its lock after so long to a thread that waits for it. A save's
 # threads ask for the lock ten times for each piece: with Python's own 5 ms, a thread that runs
 # Python all the time halves their rate.
@@ -123,7 +125,7 @@ class Saver:
     def begin(
         self, step: int, *, weights: dict[str, Tensor], model_config: dict,
         optimizer_state: dict[str, dict[str, Tensor]] | None, trainer_state: dict,
-        exact: Collection[str] = (),
+        declared: Mapping[str, Parameter] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Starts to write output_dir/step_<step>, once the save before has ended.
 
@@ -131,8 +133,8 @@ class Saver:
             weights: parameter name -> tensor or DTensor, the same names in the same order on every
                 rank: a model's or its adapters'. On several GPUs float32 shards are rounded to
                 bf16, in which the model computes.
-            exact: names of weights that are not rounded, as the model computes with them in
-                float32.
+            declared: what the weights are, by name; a weight without has its shape alone. Exact
+                ones are not rounded, as the model computes with them in float32.
             model_config: written as config.json, with the companions' settings and the weights'
                 dtype.
             optimizer_state: from `MasterAdamW.state_dict`; None: the checkpoint cannot be resumed
@@ -146,12 +148,11 @@ class Saver:
         self._headers = {}
         self._pieces = []
         self._is_current = True
-        weights_file = ADAPTER_WEIGHTS if all(ADAPTERS in name for name in weights) else WEIGHTS
-        self._plan_weights(weights_file, weights, exact)
+        self._plan_weights(weights, declared)
         if optimizer_state is not None:
             tensors = pieces.flat(optimizer_state)
-            kinds = {name: {name: _kind_of(tensor)} for name, tensor in tensors.items()}
-            self._plan_file(OPTIMIZER, tensors, kinds, is_aligned=False)
+            dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+            self._plan_file(OPTIMIZER, tensors, _places_of(tensors), dtypes, is_aligned=False)
         self._stage(max((part.nbytes for *_, part in self._pieces if part.is_cuda), default=0))
         self._start()
 
@@ -173,38 +174,44 @@ class Saver:
         files["trainer.json"] = _json(trainer, indent=2)
         return files
 
-    def _plan_weights(self, file: str, weights: dict[str, Tensor], exact: Collection[str]) -> None:
-        """Plans a file of weights and of what is carried. All but `exact` weights are rounded."""
+    def _plan_weights(self, weights: dict[str, Tensor], declared: Mapping[str, Parameter]) -> None:
+        """Plans the file of weights and of what is carried. All but exact weights are rounded."""
         carried = self.companions.carried
-        kinds = {name: {name: _kind_of(tensor)} for name, tensor in carried.tensors.items()}
+        tensors = weights | carried.tensors
+        places = _places_of(carried.tensors)
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        roles = set[str]()
         for name, weight in weights.items():
-            dtype, shape = _kind_of(weight)
-            if name not in exact and isinstance(weight, DTensor) and weight.is_cuda:
-                dtype = torch.bfloat16
-            in_file = carried.in_files(name, shape)
-            kinds[name] = {key: (dtype, part_shape) for key, part_shape in in_file.items()}
-        self._plan_file(file, weights | carried.tensors, kinds, is_aligned=True)
+            parameter = declared.get(name) or Parameter(tuple(weight.shape))
+            roles.add(parameter.role)
+            places[name] = carried.in_files(name, parameter)
+            if not parameter.is_exact and isinstance(weight, DTensor) and weight.is_cuda:
+                dtypes[name] = torch.bfloat16
+        file = ADAPTER_WEIGHTS if roles == {"adapter"} else WEIGHTS
+        self._plan_file(file, tensors, places, dtypes, is_aligned=True)
 
     def _plan_file(
-        self, file: str, tensors: dict[str, Tensor], kinds: dict[str, dict[str, Kind]], *,
-        is_aligned: bool,
+        self, file: str, tensors: dict[str, Tensor], places: dict[str, list[Rows]],
+        dtypes: dict[str, torch.dtype], *, is_aligned: bool,
     ) -> None:  # fmt: skip
         """Plans a file's header, and the pieces of `tensors` that this rank writes.
 
         Args:
-            kinds: by tensor, the names that the file has for it, with dtypes and shapes.
+            places: where the file has each tensor.
+            dtypes: of each tensor in the file.
             is_aligned: whether each tensor starts at a multiple of its element's size.
         """
         rank, _ = rank_and_world_size()
-        in_file = {key: kind for name in tensors for key, kind in kinds[name].items()}
+        in_file = {
+            rows.tensor: (dtypes[name], rows.shape) for name in tensors for rows in places[name]
+        }
         header = pieces.header_of(pieces.aligned(in_file) if is_aligned else in_file)
         data_bytes = sum(math.prod(shape) * dtype.itemsize for dtype, shape in in_file.values())
         self._headers[file] = header, len(header) + data_bytes
         entries = pieces.read_entries(header, Path(file))
         for name, tensor in tensors.items():
             if pieces.is_written_here(tensor, rank):
-                parts = [entries[key] for key in kinds[name]]
-                place = Entry.joined(name, tuple(tensor.shape), parts)
+                place = Entry.joined(name, tuple(tensor.shape), places[name], entries)
                 for piece, elements in pieces.local_pieces({name: tensor}):
                     self._pieces.append((place, piece, elements))
 
@@ -394,8 +401,9 @@ def _crc32(content: Tensor) -> int:
     return zlib.crc32(pieces.bytes_of(content))
 
 
-def _kind_of(tensor: Tensor) -> Kind:
-    return tensor.dtype, tuple(tensor.shape)
+def _places_of(tensors: dict[str, Tensor]) -> dict[str, list[Rows]]:
+    """Returns the places in a file of tensors that it has under their own names."""
+    return {name: [Rows(name, tuple(tensor.shape))] for name, tensor in tensors.items()}
 
 
 def _json(content: dict, indent: int | None = None) -> bytes:

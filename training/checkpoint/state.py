@@ -52,8 +52,8 @@ def read_weights(optimizer: MasterAdamW, entries: dict[str, Entry]) -> None:
 def load_state(optimizer: MasterAdamW, checkpoint: Path) -> None:
     """Reads state and weights from a verified checkpoint. All ranks call this, as
     `load_optimizer_state`."""
-    shapes = {name: tuple(parameter.shape) for name, parameter in optimizer.parameters.items()}
-    weights = functools.cache(lambda: find_weights(checkpoint, shapes))
+    declared = {row.name: row.declared for row in optimizer.inventory}
+    weights = functools.cache(lambda: find_weights(checkpoint, declared))
     states = optimizer.states
     saved = optimizer.state_dict()
     converted = set()

@@ -9,7 +9,7 @@ weights.
 import contextlib
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels.parts import Parameter
 from model import ModelConfig
 from training.checkpoint import pieces
 from training.checkpoint.carried import NOTHING, Carried
@@ -27,12 +28,11 @@ from training.families.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     Adapters,
-    adapter_names,
     has_adapters,
     read_adapters,
     read_frozen_bits,
 )
-from training.families.names import NOT_WEIGHTS, by_expert, name_in_file, name_of
+from training.families.names import NOT_WEIGHTS, Rows, in_files, name_in_file, name_of
 from training.families.rows import GENERATION, TOKEN_IDS, generation_settings
 from training.host.errors import UserError, printable, refused_as_user_error
 from training.host.files import (
@@ -44,7 +44,7 @@ from training.host.files import (
     which_weights,
     without_places,
 )
-from training.optim.quantized import check_library, is_quantized, quantize
+from training.optim.quantized import check_library, quantize
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ NO_COMPANIONS = Companions()
 
 
 def find_weights(
-    path: str | Path, expected: dict[str, tuple[int, ...]], *, may_lack: Collection[str] = ()
+    path: str | Path, expected: Mapping[str, Parameter], *, may_lack: Collection[str] = ()
 ) -> dict[str, Entry]:
     """Returns a model's weights in their files by our names; checks names and shapes in headers.
 
@@ -169,10 +169,9 @@ def find_weights(
     Args:
         path: a checkpoint, a folder from Hugging Face (one file or shards), a folder of adapters,
             or a .safetensors file.
-        expected: our parameter name -> full shape. Without lm_head.weight the model is tied: a copy
+        expected: whole parameters by our names. Without lm_head.weight the model is tied: a copy
             of the embedding under that name is accepted and dropped.
-        may_lack: parts of names, such as ".g_proj.": expected weights that the files may be all
-            without.
+        may_lack: roles, such as "gate", whose weights the files may be all without.
 
     Raises:
         UserError: one line naming the file that is missing or truncated, or the first weight that
@@ -180,28 +179,31 @@ def find_weights(
     """
     path = Path(path)
     entries = _trained_entries(path)
-    for part in may_lack:
-        if not any(part in name for name in entries):
-            expected = {name: shape for name, shape in expected.items() if part not in name}
-    # The tensors that these files have of each weight: one, or one for each expert.
-    in_files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in expected.items():
-        tensors = by_expert(name, shape)
-        in_files[name] = {name: shape} if entries.keys().isdisjoint(tensors) else tensors
-    shapes = {name: shape for tensors in in_files.values() for name, shape in tensors.items()}
+    for role in may_lack:
+        names = {name for name, parameter in expected.items() if parameter.role == role}
+        if names.isdisjoint(entries):
+            expected = {name: expected[name] for name in expected if name not in names}
+    places: dict[str, list[Rows]] = {}  # of each weight in these files
+    tensors: dict[str, Parameter] = {}  # that the files should have
+    for name, parameter in expected.items():
+        rows = in_files(name, parameter, by_expert=True)
+        if not any(part.tensor in entries for part in rows):
+            rows = in_files(name, parameter, by_expert=False)
+        places[name] = rows
+        tensors |= {part.tensor: replace(parameter, shape=part.shape) for part in rows}
     tied_copy = None
     if "lm_head.weight" not in expected:
         tied_copy = entries.pop("lm_head.weight", None)
-    _check_shapes(path, entries, shapes)
+    _check_shapes(path, entries, tensors)
     if tied_copy and not _are_equal(tied_copy, entries["embed_tokens.weight"]):
         raise UserError(
             f"checkpoint {path} has an lm_head.weight of its own, this model ties it to the "
             "embedding; set tie_word_embeddings to false in its config.json, or give other weights"
         )
     weights = {}
-    for name, shape in expected.items():
-        parts = [entries[key] for key in in_files[name]]
-        weights[name] = Entry.joined(name_in_file(name), tuple(shape), parts)
+    for name, parameter in expected.items():
+        in_file = name_in_file(name, is_adapter=parameter.role == "adapter")
+        weights[name] = Entry.joined(in_file, parameter.shape, places[name], entries)
     return weights
 
 
@@ -233,9 +235,7 @@ def _trained_entries(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _check_shapes(
-    path: Path, entries: dict[str, Entry], expected: dict[str, tuple[int, ...]]
-) -> None:
+def _check_shapes(path: Path, entries: dict[str, Entry], expected: dict[str, Parameter]) -> None:
     """Raises UserError unless files have the expected tensors, by our names, and no others."""
     another = f"checkpoint {path} is of another size"
     hint = "choose a folder whose tensors are those that its config.json declares"
@@ -244,30 +244,29 @@ def _check_shapes(
             "choose adapters of the text model's blocks alone, all alike, and the base that "
             f"{ADAPTER_CONFIG} names"
         )
-    for name, shape in expected.items():
+    for name, parameter in expected.items():
         if name not in entries:
-            raise UserError(
-                f"{another}: it has no {name_in_file(name)}, this model needs it; {hint}"
-            )
+            lacking = name_in_file(name, is_adapter=parameter.role == "adapter")
+            raise UserError(f"{another}: it has no {lacking}, this model needs it; {hint}")
         entry = entries[name]
-        if entry.shape != tuple(shape):
+        if entry.shape != parameter.shape:
             raise UserError(
                 f"{another}: {entry.name} has shape {list(entry.shape)}, this model needs "
-                f"{list(shape)}; {hint}"
+                f"{list(parameter.shape)}; {hint}"
             )
     for name, entry in entries.items():
         if name not in expected:
             raise UserError(f"{another}: it has {entry.name}, this model does not; {hint}")
 
 
-def find_all(path: str | Path, expected: dict[str, tuple[int, ...]]) -> Located:
+def find_all(path: str | Path, expected: dict[str, Parameter]) -> Located:
     """Returns a folder's weights and its adapters. Raises what `find_weights` does."""
     adapters = read_adapters(path)[0] if has_adapters(path) else None
-    return find_weights(path, expected | (adapters.shapes(expected) if adapters else {})), adapters
+    return find_weights(path, expected | (adapters.added(expected) if adapters else {})), adapters
 
 
 def load_model_weights(
-    path: str | Path, expected: dict[str, tuple[int, ...]], located: Located | None = None
+    path: str | Path, expected: dict[str, Parameter], located: Located | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields (our name, whole CPU tensor in the file's dtype) of each weight, read one at a time.
 
@@ -285,7 +284,10 @@ def load_model_weights(
             bits,
         )
     verify_weights(path)
-    return ((name, _read_merged(name, entries, adapters, bits)) for name in expected)
+    return (
+        (name, _read_merged(name, parameter, entries, adapters, bits))
+        for name, parameter in expected.items()
+    )
 
 
 def shape_of_weights(folder: str | Path) -> ModelConfig:
@@ -313,11 +315,6 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
         raise UserError(f"{folder} has no config.json; {which_weights(Path(folder))}")
     with refused_as_user_error(f"cannot take {path}: "):
         return from_config_json(read_json(path))
-
-
-def parameter_shapes(shape: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each parameter of a whole model, by our names, in the model's order."""
-    return {name: parameter.shape for name, parameter in shape.parameters().items()}
 
 
 def read_companions(tokenizer: Path, weights: Sequence[Path] = ()) -> Companions:
@@ -458,17 +455,18 @@ def _read_weight(entry: Entry) -> Tensor:
 
 
 def _read_merged(
-    name: str, entries: dict[str, Entry], adapters: Adapters | None, bits: int
+    name: str, parameter: Parameter, entries: dict[str, Entry], adapters: Adapters | None, bits: int
 ) -> Tensor:
     """Returns a weight, with its adapter merged in float32, if it has an adapter.
 
     A block's matrix is rounded to `bits` before.
     """
     weight = _read_weight(entries[name])
-    if bits < 16 and is_quantized(name, weight.shape):
+    if bits < 16 and parameter.may_quantize:
         quantized = quantize(weight.float().view(-1), bits)
         weight = weight.bfloat16()
         quantized.write_into(weight)
-    if adapters is None or not (place := adapters.place_of(name, weight.shape)):
+    factors = adapters.factors(name, parameter) if adapters else {}
+    if adapters is None or not factors:
         return weight
-    return adapters.merge(weight, *(_read_weight(entries[key]) for key in adapter_names(place)))
+    return adapters.merge(weight, *(_read_weight(entries[key]) for key in factors))

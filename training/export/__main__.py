@@ -26,7 +26,6 @@ from training.checkpoint.weights import (
     folders_of,
     left_out,
     load_model_weights,
-    parameter_shapes,
     read_beside_weights,
     read_companions,
     shape_of_weights,
@@ -128,28 +127,27 @@ def _write_weights(
 
     Raises UserError if a weight is not finite in `dtype`.
     """
-    shapes, declared = parameter_shapes(config), config.parameters()
+    declared = config.parameters()
     tensors: dict = {}  # dtype and shape of each tensor of the file
-    in_file, dtypes = {}, {}
-    for name, shape in shapes.items():
-        in_file[name] = carried.in_files(name, shape)
-        is_exact = name in declared and declared[name].is_exact_in_files
-        dtypes[name] = torch.float32 if is_exact else dtype
-        tensors |= {part: (dtypes[name], shape) for part, shape in in_file[name].items()}
+    places, dtypes = {}, {}
+    for name, parameter in declared.items():
+        places[name] = carried.in_files(name, parameter)
+        dtypes[name] = torch.float32 if parameter.is_exact_in_files else dtype
+        tensors |= {rows.tensor: (dtypes[name], rows.shape) for rows in places[name]}
     for name, tensor in carried.tensors.items():
         tensors[name] = tensor.dtype, tuple(tensor.shape)
     header = pieces.header_of(pieces.aligned(tensors))
     entries = pieces.read_entries(header, path)
     with naming(path), path.open("wb") as file:
         file.write(header)
-        for name, weight in load_model_weights(source, shapes):
+        for name, weight in load_model_weights(source, declared):
             if not weight.to(dtype).isfinite().all():
                 theirs = name_in_file(name, carried.prefix)
                 raise UserError(f"{theirs} is not finite in {dtype}; choose another --dtype")
-            parts = weight.to(dtypes[name]).view(len(in_file[name]), -1)
-            for part, tensor in zip(in_file[name], parts):
-                file.seek(entries[part].start)
-                file.write(pieces.bytes_of(tensor))
+            content = weight.to(dtypes[name])
+            for rows, part in zip(places[name], content.view(len(places[name]), -1)):
+                file.seek(entries[rows.tensor].start + rows.first * content[0].nbytes)
+                file.write(pieces.bytes_of(part))
         for name, tensor in carried.tensors.items():
             file.seek(entries[name].start)
             file.write(pieces.bytes_of(tensor))

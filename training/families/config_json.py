@@ -72,7 +72,7 @@ def in_family(config: ModelConfig, model_type: str) -> ModelConfig:
     if family.scales_embedding:
         changes["embedding_multiplier"] = config.hidden_size**0.5
     config = config.with_attention(**{**ATTENTION, **family.attention})
-    return replace(config, model_type=model_type, **changes)
+    return replace(config, model_type=model_type, fused=family.fused, **changes)
 
 
 def to_config_json(config: ModelConfig) -> dict:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernels.attention import KINDS
-from model import GATES, ModelConfig
+from model import ModelConfig
 from training.families.flags import EXPERTS_TARGETS, READ_TARGETS, TARGETS, WeightFlags
 from training.families.lora import (
     ADAPTER_CONFIG,
-    ADAPTERS,
     Adapters,
     has_adapters,
     read_adapters,
@@ -45,8 +44,8 @@ class Source:
 
     @property
     def fresh(self) -> tuple[str, ...]:
-        """Substrings of parameter names that the folder may lack; they are initialised."""
-        return (GATES,) if self.adapters else (GATES, ADAPTERS)
+        """Roles of parameters that the folder may lack; they are initialised."""
+        return ("gate",) if self.adapters else ("gate", "adapter")
 
 
 def start_from(checkpoint: str | Path) -> str:

@@ -11,11 +11,12 @@ Method: Hu et al., LoRA, arXiv 2106.09685.
 """
 
 import contextlib
+import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -26,9 +27,9 @@ from torch import Tensor, nn
 from kernels.config import ModelConfig
 from kernels.linear import PLAIN, Linear
 from kernels.lora import LoRA, adapt, merged
+from kernels.parts import Parameter
 from training.families.config_json import from_config_json
 from training.families.flags import (
-    DELTA_NET_TARGETS,
     EXPERTS_TARGETS,
     LORA_BITS,
     LORA_TARGETS,
@@ -42,10 +43,6 @@ from training.host.files import read_json
 from training.host.sizes import check_sizes
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-ADAPTERS = ".lora_"  # in the names of adapters' parameters
-# peft wraps a module once for each parameter with an adapter. gate_up_proj's is inside, under this
-# name.
-INNER = ".base_layer"
 FROZEN_BITS = (
     "frozen_bits"  # in config.json: bits of the frozen matrices that adapters were trained beside
 )
@@ -72,15 +69,6 @@ JOINED = r".*\.gate_up_proj"
 PATTERNS = "rank_pattern", "alpha_pattern"
 NAMES_TARGETS = "target_modules", "exclude_modules", "target_parameters"
 OURS = {BASE, "r", "lora_alpha", *NAMES_TARGETS, *PATTERNS}
-# A projection's part of the block.
-MLP_TARGETS = *LORA_TARGETS[4:], EXPERTS_TARGETS[0]
-PARTS = {**dict.fromkeys(LORA_TARGETS[:4], "self_attn"), **dict.fromkeys(MLP_TARGETS, "mlp")}
-PARTS |= dict.fromkeys(DELTA_NET_TARGETS, "linear_attn")
-# The projection of each parameter that target_parameters names.
-PARAMETERS = {f"mlp.{name}.weight": name for name, part in PARTS.items() if part == "mlp"}
-PARAMETERS |= {f"mlp.shared_expert.{name}.weight": name for name in LORA_TARGETS[4:]}
-EXPERTS = {f"mlp.experts.{name}": EXPERTS_TARGETS[1] for name in ("gate_up_proj", "down_proj")}
-PARAMETERS |= EXPERTS
 
 
 class _Rooted(torch.autograd.Function):
@@ -136,22 +124,17 @@ class Adapters(Trained):
 
     def prepare(self, model: nn.Module) -> None:
         model.requires_grad_(False)
+        added = self.added(model.declared)
         for name, parameter in [*model.named_parameters()]:
-            if place := self.place_of(name, parameter.shape):
-                if place.endswith(INNER):
-                    model.get_submodule(place.removesuffix(INNER)).base_layer = nn.Module()
-                projection, ((rank, K), (N, _)) = (
-                    model.get_submodule(place),
-                    self._factors(name, parameter.shape),
-                )
+            for factor in self.factors(name, model.declared[name]):
+                module, attribute, _ = factor.rsplit(".", 2)
+                projection, (rows, columns) = model.get_submodule(module), added[factor].shape
                 options = {"bias": False, "device": parameter.device, "dtype": parameter.dtype}
-                projection.lora_A, projection.lora_B = (
-                    nn.Linear(K, rank, **options),
-                    nn.Linear(rank, N, **options),
-                )
+                setattr(projection, attribute, nn.Linear(columns, rows, **options))
                 projection.lora_scale = self.scale
+        model.declared |= added
         for name, parameter in model.named_parameters():
-            if ADAPTERS in name and not parameter.is_meta:
+            if name in added and not parameter.is_meta:
                 model.initialize_parameter(name, parameter)
         for block in model.layers:
             block.mixer.linear = block.mlp.linear = self.linear(PLAIN)
@@ -160,18 +143,18 @@ class Adapters(Trained):
             lambda module, inputs, x_BTD: _Rooted.apply(x_BTD, root)
         )
 
-    def place_of(self, name: str, shape: Sequence[int]) -> str | None:
-        """Returns the module that has a parameter's adapter; None: it has none."""
-        if len(shape) < 2 or not name.startswith("layers.") or target_of(name) not in self.targets:
-            return None
-        return name.rpartition(".")[0] + INNER * name.endswith(".experts.gate_up_proj")
-
-    def _factors(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns the shapes of A and B beside a matrix of this name and shape, or beside all
-        experts'."""
-        *E, N, K = shape
-        rank = math.prod(E, start=self.rank * (self.joined if name.endswith("gate_up_proj") else 1))
-        return (rank, K), (N, rank)
+    def factors(self, name: str, parameter: Parameter) -> dict[str, Parameter]:
+        """Returns A and B of a parameter's adapter by their names, one pair for all experts; none
+        if it has no adapter."""
+        if parameter.target not in self.targets:
+            return {}
+        *experts, N, K = parameter.shape
+        is_joined = len(parameter.matrices) > 1
+        rank = math.prod(experts, start=self.rank * (self.joined if is_joined else 1))
+        a = Parameter((rank, K), "uniform", role="adapter", block=parameter.block)
+        b = replace(a, shape=(N, rank), start="zero", takes_lora_plus=True)
+        module = name.rpartition(".")[0] + parameter.adapter_path
+        return {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
 
     def linear(self, base: Linear) -> Linear:
         return LoRA(base)
@@ -180,7 +163,7 @@ class Adapters(Trained):
         return sum(self.layer_elements(shard, layer) for layer in range(shard.num_hidden_layers))
 
     def layer_elements(self, shard: ModelConfig, layer: int) -> int:
-        return sum(map(math.prod, self.shapes(_matrices(shard, layer)).values()))
+        return sum(factor.numel for factor in self.added(shard.layer_parameters(layer)).values())
 
     def traffic(self, shard: ModelConfig, layer: int) -> tuple[dict[str, int], dict[str, int]]:
         """Forward reads x and writes y. Backward reads dy, writes dx, and reads both factors of
@@ -190,8 +173,8 @@ class Adapters(Trained):
         in several experts.
         """
         forward = backward = 0
-        for name, parameter in shard.layer_parameters(layer).items():
-            if parameter.is_matrix and self.place_of(f"layers.{layer}.{name}", parameter.shape):
+        for parameter in shard.layer_parameters(layer).values():
+            if parameter.target in self.targets:
                 *E, N, K = parameter.shape
                 times = round(parameter.active * math.prod(E))
                 forward += times * (K if E else N + K)
@@ -202,43 +185,18 @@ class Adapters(Trained):
         trained = f"{self.elements(shard):,} parameters of {shard.num_parameters():,}"
         return [("adapters", f"rank {self.rank}, in {', '.join(self.targets)}: {trained}")]
 
-    def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, shape in matrices.items():
-            if place := self.place_of(name, shape):
-                shapes |= dict(zip(adapter_names(place), self._factors(name, shape)))
-        return shapes
+    def added(self, declared: dict[str, Parameter]) -> dict[str, Parameter]:
+        factors = itertools.starmap(self.factors, declared.items())
+        return {name: factor for pair in factors for name, factor in pair.items()}
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Returns a matrix with its adapter, in float32."""
         return merged(adapt(weight.float(), a.float(), self.scale * b.float()))
 
 
-def target_of(name: str) -> str:
-    """Returns the target that a parameter belongs to: q_proj for layers.0.self_attn.q_proj.weight,
-    or experts."""
-    return name.split(".")[-2]
-
-
 def targets_in(shard: ModelConfig) -> set[str]:
     """Returns the projections of a model that may have adapters."""
-    matrices = (
-        name for layer in range(shard.num_hidden_layers) for name in _matrices(shard, layer)
-    )
-    return {target_of(name) for name in matrices} & {*TARGETS}
-
-
-def adapter_names(place: str) -> tuple[str, str]:
-    """Returns the names of A and B of the adapter in a module."""
-    return f"{place}.lora_A.weight", f"{place}.lora_B.weight"
-
-
-def _matrices(shard: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"layers.{layer}.{name}": p.shape
-        for name, p in shard.layer_parameters(layer).items()
-        if p.is_matrix
-    }
+    return {*TARGETS} & {parameter.target for parameter in shard.parameters().values()}
 
 
 @contextlib.contextmanager
@@ -260,14 +218,19 @@ def to_adapter_config(adapters: Adapters, base: Path) -> dict:
     peft takes gate_proj for experts' there, even if no layer of the model has any.
     """
     content = read_json(base / "config.json")
-    shape, parameters = from_config_json(content), list[str]()
+    # The words of --lora_targets by the parameters that target_parameters names.
+    shape, by_parameter = from_config_json(content), dict[str, str | None]()
     if "num_experts" in FAMILIES[shape.model_type].defaults:
-        layers = map(shape.layer_parameters, range(shape.num_hidden_layers))
-        names = dict.fromkeys(name for layer in layers for name in layer if name in PARAMETERS)
-        parameters = [name for name in names if PARAMETERS[name] in adapters.targets]
-    targets: list | str = [
-        name for name in adapters.targets if name not in {PARAMETERS[each] for each in parameters}
-    ]
+        words = {*adapters.targets} & {*TARGETS}
+        for layer in range(shape.num_hidden_layers):
+            mlp = shape.parts(layer).mlp
+            by_parameter |= {
+                f"{mlp.module}.{name}": parameter.target
+                for name, parameter in mlp.parameters(shape.hidden_size).items()
+                if parameter.target in words
+            }
+    parameters = [*by_parameter]
+    targets: list | str = [name for name in adapters.targets if name not in by_parameter.values()]
     if targets and is_wrapper(content):  # a vision tower has projections of the same names
         targets = rf"{re.escape(WRAPPED_PREFIX)}layers\.\d+\.\w+\.({'|'.join(targets)})"
     return {
@@ -301,7 +264,7 @@ def read_frozen_bits(folder: str | Path) -> int:
     return bits
 
 
-def adapted_matrices(content: dict, matrices: Iterable[str], prefix: str) -> set[str]:
+def adapted_matrices(content: dict, matrices: dict[str, Parameter], prefix: str) -> set[str]:
     """Returns the matrices that peft adapts by an adapter_config.json, in a model whose names begin
     with `prefix`.
 
@@ -314,9 +277,9 @@ def adapted_matrices(content: dict, matrices: Iterable[str], prefix: str) -> set
     targets, excluded, parameters = (content[name] for name in NAMES_TARGETS)
     every = isinstance(targets, str) and targets.lower() == "all-linear"
     adapted = set()
-    for name in matrices:
+    for name, parameter in matrices.items():
         module = f"{prefix}{name.removesuffix('.weight')}" if name.endswith(".weight") else None
-        is_named = target_of(name) not in EXPERTS_TARGETS if every else _is_named(module, targets)
+        is_named = parameter.target not in EXPERTS_TARGETS if every else _is_named(module, targets)
         if (module and is_named and not _is_named(module, excluded)) or _is_named(
             prefix + name, parameters
         ):
@@ -365,20 +328,17 @@ def targets_named(content: dict, folder: Path, base: Path) -> tuple[tuple[str, .
     ]
     if wrong:
         return (), wrong
-    layers = [_matrices(shape, layer) for layer in range(shape.num_hidden_layers)]
-    matrices = [
-        name for layer in layers for name in layer if target_of(name) in (*TARGETS, *READ_TARGETS)
-    ]
+    matrices = {name: p for name, p in shape.parameters().items() if p.target is not None}
     adapted: set[str] = set()
     with contextlib.suppress(re.error, OverflowError, RecursionError):
         prefixes = _prefixes_in(folder) if is_wrapper(config) else [PREFIX]
         found = [adapted_matrices(content, matrices, prefix) for prefix in prefixes]
         adapted = found[0] or max(found, key=len)
-    targets = tuple({target_of(name) for name in adapted})
+    targets = tuple({p.target for name, p in matrices.items() if name in adapted and p.target})
     shown = [f"{name} {value!r:.80}" for name, value in values.items()] or ["no target_modules"]
     if not targets:
         return (), shown
-    missed = [name for name in matrices if target_of(name) in targets and name not in adapted]
+    missed = [name for name, p in matrices.items() if p.target in targets and name not in adapted]
     if missed:
         place = missed[0].removesuffix(".weight")
         return targets, [*shown, f"no {place}.lora_A, whose like is adapted elsewhere,"]

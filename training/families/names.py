@@ -5,8 +5,9 @@ lm_head.weight has none.
 """
 
 import re
+from typing import NamedTuple
 
-from training.families.lora import ADAPTERS
+from kernels.parts import Parameter
 from training.families.rows import PREFIX
 
 PEFT_PREFIX = "base_model.model."  # begins adapters' names in peft's files
@@ -16,35 +17,44 @@ NOT_WEIGHTS = "rotary_emb.inv_freq"  # tables in older files of Llama
 TEXT_MODEL = re.compile(r"^(model\.language_model\.|language_model\.)?(model\.)?")
 NOT_TRAINED = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual|mtp)\.")
 
-# A parameter of all experts. Files may have a matrix for each expert in its place, in the order of
-# its elements.
-EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
-OF_EACH_EXPERT = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+class Rows(NamedTuple):
+    """Rows of a tensor in files, which hold a parameter or a part of it."""
+
+    tensor: str  # the tensor's name
+    shape: tuple[int, ...]  # the tensor's
+    first: int = 0
 
 
-def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Returns the matrices of each expert that files may have in place of a parameter of all, with
-    their shapes.
+def in_files(name: str, parameter: Parameter, by_expert: bool) -> list[Rows]:
+    """Returns where files have a parameter, in the order of its elements, by our names of tensors.
 
-    For layers.0.mlp.experts.down_proj of [2, 8, 4] these are
-    layers.0.mlp.experts.0.down_proj.weight [8, 4] and layers.0.mlp.experts.1.down_proj.weight [8,
-    4]. Other parameters have none.
+    With `by_expert` files have a tensor for each matrix of each expert. These are
+    layers.0.mlp.experts.0.down_proj.weight [8, 4] and layers.0.mlp.experts.1.down_proj.weight
+    [8, 4] in place of layers.0.mlp.experts.down_proj [2, 8, 4].
     """
-    if not (found := EXPERTS.fullmatch(name)):
-        return {}
-    each = OF_EACH_EXPERT[found[2]]
-    rows = shape[1] // len(each), shape[2]
-    return {
-        f"{found[1]}{expert}.{matrix}.weight": rows for expert in range(shape[0]) for matrix in each
-    }
+    shape, matrices = parameter.shape, parameter.matrices
+    if fused := parameter.fused:
+        tensor = f"layers.{parameter.block}.{fused.tensor}"
+        return [Rows(tensor, (fused.num_rows, *shape[1:]), fused.first_row)]
+    if not (by_expert and matrices):
+        return [Rows(name, shape)]
+    module, _, _ = name.rpartition(".")
+    num_experts, num_rows, num_columns = shape
+    matrix_shape = num_rows // len(matrices), num_columns
+    return [
+        Rows(f"{module}.{expert}.{matrix}.weight", matrix_shape)
+        for expert in range(num_experts)
+        for matrix in matrices
+    ]
 
 
-def name_in_file(name: str, prefix: str = PREFIX) -> str:
+def name_in_file(name: str, prefix: str = PREFIX, is_adapter: bool = False) -> str:
     """Returns a weight's name in Hugging Face's files, or an adapter's in peft's.
 
     Older files have "language_model.model." as their prefix, and language_model.lm_head.weight.
     """
-    if ADAPTERS in name:
+    if is_adapter:
         return f"{PEFT_PREFIX}{prefix}{name}"
     if name == "lm_head.weight":
         return f"language_model.{name}" if prefix.startswith("language_model.") else name

@@ -32,6 +32,8 @@ class Family:
     names: dict = field(
         default_factory=dict
     )  # config.json's names for settings that most families call otherwise
+    # Tensors in files that hold several parameters of a block, by names in the block.
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     scales_embedding: bool = False  # whether embedding_multiplier is sqrt(hidden_size)
     class_name: str | None = (
         None  # the beginning of transformers' class; None: the model_type with a capital

@@ -8,6 +8,7 @@ from torch import nn
 
 from kernels.config import ModelConfig
 from kernels.linear import Linear
+from kernels.parts import Parameter
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,8 +36,8 @@ class Trained:
         """Returns the trained elements of a block's matrices."""
         return shard.layer_matrix_parameters(layer)
 
-    def shapes(self, matrices: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of added parameters by name, from the shapes of the model's."""
+    def added(self, declared: dict[str, Parameter]) -> dict[str, Parameter]:
+        """Returns the parameters that are added to a model's, or to a block's, by name."""
         return {}
 
     def traffic(self, shard: ModelConfig, layer: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -77,8 +78,8 @@ class WithoutRouters(Trained):
 
 
 def _router_elements(shard: ModelConfig, layer: int) -> int:
-    router = shard.layer_parameters(layer).get("mlp.gate.weight")
-    return router.numel if router else 0
+    parameters = shard.layer_parameters(layer).values()
+    return sum(parameter.numel for parameter in parameters if parameter.role == "router")
 
 
 ALL = Trained()

@@ -28,7 +28,6 @@ from training.checkpoint.weights import (
     find_all,
     folders_of,
     load_model_weights,
-    parameter_shapes,
     shape_of_weights,
 )
 from training.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
@@ -80,7 +79,7 @@ def open_folder(flags: ModelFlags, world: World) -> Opened:
     tokenizer = open_tokenizer(flags.tokenizer, folder, shape.vocab_size)
     tokenizer.has_template_flag = hasattr(flags, "chat_template")
     # Weights that are not whole are refused before data are read.
-    weights = find_all(folder, parameter_shapes(shape))
+    weights = find_all(folder, shape.parameters())
     stop_ids = _stop_ids(folder, tokenizer)
     return Opened(folder, shape, settings, kinds, tokenizer, stop_ids, weights, corpus)
 
@@ -205,7 +204,7 @@ def load(
     dtype, budget = dtype_on(device), memory_budget(budget_text, device)
     takes = check_memory(shape, cached, device, budget)
     # No tensor is read yet.
-    weights = load_model_weights(opened.folder, parameter_shapes(shape), opened.weights)
+    weights = load_model_weights(opened.folder, shape.parameters(), opened.weights)
     logger.info("memory: %s, of %s", takes, gib(budget))
     if device.type == "cuda":
         cap_gpu_memory(budget, device)

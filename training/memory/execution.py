@@ -6,13 +6,13 @@ The planner searches executions, the cost model prices them, and the plan prints
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from kernels.linear import PLAIN, Linear
-from kernels.parts import MixerKind
+from kernels.parts import MixerKind, Parameter
 from training.memory.flags import LOSSES
 from training.optim.formats import FROZEN, StateFormat
 from training.optim.inventory import Inventory
@@ -140,31 +140,31 @@ class Execution:
 
 
 def inventory_of(
-    named_parameters: Iterable[tuple[str, Tensor]], execution: Execution, *, accumulate: bool
-) -> Inventory:
+    named_parameters: Iterable[tuple[str, Tensor]], declared: Mapping[str, Parameter],
+    execution: Execution, *,
+    accumulate: bool,
+) -> Inventory:  # fmt: skip
     """Returns what each parameter of a model.Transformer is on this rank under an execution, see
     `Inventory.of`."""
-    named = [*named_parameters]
-    places = execution.places_of_weights
     return Inventory.of(
-        named, accumulate=accumulate, gpu_state_bytes=execution.gpu_state_bytes,
+        named_parameters, declared, accumulate=accumulate,
+        gpu_state_bytes=execution.gpu_state_bytes,
         state_format=execution.state_format,
-        host_weights=host_weights([name for name, _ in named], places, execution.ends),
+        host_weights=host_weights(declared, execution.places_of_weights, execution.ends),
         frozen=execution.frozen,
     )  # fmt: skip
 
 
-def host_weights(names: Iterable[str], places: Sequence[str], ends: str) -> list[str]:
+def host_weights(declared: Mapping[str, Parameter], places: Sequence[str], ends: str) -> list[str]:
     """Returns names of weights on the host, by the `places` of each block's and `ends` of embedding
     and head."""
-    blocks = {f"layers.{i}" for i, place in enumerate(places) if place == "host"}
-    away = blocks | ({"embed_tokens", "lm_head"} if ends == "host" else set())
-    # The first two parts of layers.3.mlp.up_proj.weight name its block, the first part of
-    # lm_head.weight the head.
+    away: set[int | None] = {block for block, place in enumerate(places) if place == "host"}
+    if ends == "host":
+        away.add(None)
     return [
         name
-        for name in names
-        if not away.isdisjoint((name.split(".")[0], ".".join(name.split(".")[:2])))
+        for name, parameter in declared.items()
+        if parameter.block in away and (parameter.block is not None or parameter.is_matrix)
     ]
 
 

@@ -136,17 +136,19 @@ class Step:
 
     def __post_init__(self):
         shard, self.named_parameters = self.shard, list(self.named_parameters)
-        names = [name for name, _ in self.named_parameters]
+        declared = shard.parameters()
+        declared |= self.trained.added(declared)
         on_gpus = replace(self.given, placements=(), ends="gpu", gpu_state_bytes=math.inf)
 
         @functools.cache
         def on_gpu(state_format: str) -> Inventory:
             execution = replace(on_gpus, state_format=state_format)
-            return inventory_of(self.named_parameters, execution, accumulate=self.micro_batches > 1)
+            accumulate = self.micro_batches > 1
+            return inventory_of(self.named_parameters, declared, execution, accumulate=accumulate)
 
         @functools.cache
         def away(places: tuple[str, ...], ends: str) -> set[str]:
-            return {*host_weights(names, places, ends)}
+            return {*host_weights(declared, places, ends)}
 
         @functools.cache
         def inventory(

@@ -21,9 +21,8 @@ import itertools
 import math
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -124,14 +123,14 @@ class MasterAdamW:
         inventory: where state and weights live, and in which formats, for these parameters; None:
             in float32 on the GPU. Visiting weights lose their memory on the GPU, whose content
             becomes the weight. UserError where the host does not let so much be pinned.
-        rate_ratios: factors of the learning rate of some parameters, by the end of their names.
+        lora_plus: factor of the learning rate of parameters that declare it.
         impl: Triton kernels or their PyTorch references, a name in kernels.common.IMPLEMENTATIONS.
     """
 
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]],
-        inventory: Inventory | None = None, *, weight_decay: float = 0.1,
-        rate_ratios: Mapping[str, float] = MappingProxyType({}), impl: str = "auto",
+        inventory: Inventory | None = None, *, weight_decay: float = 0.1, lora_plus: float = 1.0,
+        impl: str = "auto",
     ):  # fmt: skip
         self.parameters = dict(named_parameters)
         self.inventory = inventory = inventory or Inventory.of(self.parameters.items())
@@ -162,8 +161,8 @@ class MasterAdamW:
         indices = itertools.count()
         for row, parameter in zip(inventory, parameters):
             pieces = [(next(indices), piece) for piece in row.pieces]
-            decay = weight_decay if parameter.ndim >= 2 else 0.0
-            ratio = math.prod(ratio for end, ratio in rate_ratios.items() if row.name.endswith(end))
+            decay = weight_decay if row.declared.decays else 0.0
+            ratio = lora_plus if row.declared.takes_lora_plus else 1.0
             self.states[row.name] = state = self._state(row, parameter, decay, ratio, pieces)
             if state.is_trained:
                 hook = parameter.register_post_accumulate_grad_hook(

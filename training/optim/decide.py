@@ -8,7 +8,6 @@ from training.host.errors import UserError
 from training.optim.adamw import warmup_cosine
 from training.optim.flags import OptimizerFlags
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
-from training.optim.quantized import is_quantized
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class OptimRecipe:
 
     learning_rate: LearningRate
     weight_decay: float
-    rate_ratios: dict[str, float]  # learning rates over the others', by the end of a name
+    lora_plus: float  # factor of the learning rate of adapters' B
     max_grad_norm: float  # limit of the global norm, to which gradients are scaled down
     most_skipped: int  # steps without a finite loss or gradient that may be left out
 
@@ -46,7 +45,7 @@ def decide_optim(flags: OptimizerFlags) -> OptimRecipe:
     return OptimRecipe(
         decide_learning_rate(flags),
         flags.weight_decay,
-        {"lora_B.weight": flags.lora_plus or 1.0},
+        flags.lora_plus or 1.0,
         flags.max_grad_norm,
         flags.skip_nonfinite_steps,
     )
@@ -84,7 +83,7 @@ def check_lora_bits(bits: int, model: ModelConfig, num_gpus: int) -> None:
         )
     for name, parameter in model.parameters().items():
         columns = parameter.shape[-1]
-        if is_quantized(name, parameter.shape) and columns % QUANTIZED_GROUP:
+        if parameter.may_quantize and columns % QUANTIZED_GROUP:
             matrix = f"{name.removesuffix('.weight')} has {columns} columns"
             needs = f"lora_bits {bits} needs rows of whole groups of {QUANTIZED_GROUP}"
             raise UserError(f"{needs}, and {matrix}; give lora_bits 16")

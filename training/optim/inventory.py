@@ -7,18 +7,18 @@ on the meta device will do.
 
 import functools
 import math
-import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from kernels.parts import Parameter
 from training.host.memory import SLOT_ALIGNMENT, PinnedArena
 from training.optim.formats import FROZEN, Kept, StateFormat, format_of
-from training.optim.quantized import is_quantized
 
 # 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's
 # group.
@@ -38,6 +38,7 @@ class Row:
     """One parameter on this rank: its size, its format, and where its weight and state live."""
 
     name: str  # in the model
+    declared: Parameter
     numel: int  # on this rank
     copies: int  # ranks that have the same elements, this one included
     # The tensors that are kept for it: masters and moments, or a quantized weight.
@@ -50,7 +51,7 @@ class Row:
     @property
     def block(self) -> int | None:
         """Number of the transformer block that the parameter belongs to."""
-        return block_of(self.name)
+        return self.declared.block
 
     @property
     def pieces(self) -> list[slice]:
@@ -115,7 +116,8 @@ class Inventory:
 
     @classmethod
     def of(
-        cls, named_parameters: Iterable[tuple[str, Tensor]], *, accumulate: bool = True,
+        cls, named_parameters: Iterable[tuple[str, Tensor]],
+        declared: Mapping[str, Parameter] = MappingProxyType({}), *, accumulate: bool = True,
         gpu_state_bytes: float = math.inf, state_format: str = "float32",
         host_weights: Collection[str] = (), frozen: StateFormat = FROZEN,
     ) -> "Inventory":  # fmt: skip
@@ -123,6 +125,7 @@ class Inventory:
 
         Args:
             named_parameters: the model's. Those that take no gradient have no state.
+            declared: what they are, by name; a parameter without has its shape alone.
             gpu_state_bytes: limit on the masters and moments that stay on the GPU, whole parameters
                 in their order; the rest lives in pinned host memory. State of `host_weights` is
                 never on the GPU, and does not count.
@@ -138,9 +141,8 @@ class Inventory:
         if unknown := {*host_weights} - named.keys():
             raise ValueError(f"{', '.join(sorted(unknown))}: no parameters of these names")
         for name, parameter in named.items():
-            format = format_of(
-                parameter, state_format, frozen if is_quantized(name, parameter.shape) else FROZEN
-            )
+            facts = declared.get(name) or Parameter(tuple(parameter.shape))
+            format = format_of(parameter, state_format, frozen if facts.may_quantize else FROZEN)
             if (name in host_weights or format.holds_weight) and isinstance(parameter, DTensor):
                 raise ValueError(
                     "weights of sharded parameters stay on the GPU, in bf16; place them there"
@@ -149,7 +151,7 @@ class Inventory:
             if parameter.requires_grad:
                 gradient_dtype = torch.float32 if accumulate else parameter.dtype
             numel = _local(parameter).numel()
-            rows.append(Row(name, numel, _num_copies(parameter), format, gradient_dtype))
+            rows.append(Row(name, facts, numel, _num_copies(parameter), format, gradient_dtype))
         return cls(tuple(rows), accumulate).placed(gpu_state_bytes, host_weights)
 
     def placed(self, gpu_state_bytes: float, host_weights: Collection[str]) -> "Inventory":
@@ -310,14 +312,6 @@ def _host_bytes(
         kept.num_bytes(numel) for kept in _on_host(format, gradient_dtype, weight_on_host).values()
     )
     return sum(-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in sizes)
-
-
-@functools.cache
-def block_of(name: str) -> int | None:
-    """Returns the number of the transformer block that a parameter belongs to: 3 for
-    layers.3.mlp.up_proj.weight."""
-    match = re.match(r"layers\.(\d+)\.", name)
-    return int(match[1]) if match else None
 
 
 @torch.no_grad()

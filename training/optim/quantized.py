@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import logging
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,13 +19,6 @@ from training.host.errors import UserError, is_installed, pip_install
 
 GROUP = 64  # elements that share a scale
 LEAST_VERSION = 0, 50  # older ones may not run on the current stream
-
-
-def is_quantized(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter has fewer bits where a model's frozen matrices do: matrices of blocks,
-    but not of gates."""
-    is_matrix = len(shape) == 2 or (len(shape) == 3 and shape[1] > 1)  # [E, N, K]: of each expert
-    return is_matrix and name.startswith("layers.") and not name.endswith("gate.weight")
 
 
 class Quantized(NamedTuple):

@@ -48,15 +48,18 @@ def _shard(
     fully_shard(module, mesh=world.fsdp_mesh, mp_policy=policy, ignored_params=ignored, **options)
 
 
-def initial_weights(model: nn.Module, seed: int, only: str = "") -> Iterator[tuple[str, Tensor]]:
+def initial_weights(
+    model: nn.Module, seed: int, role: str | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, full float32 tensor) of each parameter, sharded or not, the same on every rank.
 
-    They are drawn one at a time. Parameters without `only` in their names are left out.
+    They are drawn one at a time. Parameters of another role are left out; None: none are.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    named = ((name, parameter) for name, parameter in model.named_parameters() if only in name)
-    for name, parameter in named:
+    for name, parameter in model.named_parameters():
+        if role not in (None, model.declared[name].role):
+            continue
         full = torch.empty(parameter.shape, dtype=torch.float32, device=device)
         model.initialize_parameter(name, full, generator)
         yield name, full

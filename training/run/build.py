@@ -289,14 +289,16 @@ def build_model(
     model = model_on_meta(recipe.model, world, recipe.trained)
     plan = plan_memory(recipe, model, world, documents)
     accumulate = recipe.batch.micro_batches > 1
-    inventory = inventory_of(model.named_parameters(), plan.execution, accumulate=accumulate)
+    inventory = inventory_of(
+        model.named_parameters(), model.declared, plan.execution, accumulate=accumulate
+    )
     allocate(model, inventory, world.device)
     optimizer = MasterAdamW(
         model.named_parameters(),
         inventory,
         weight_decay=recipe.optim.weight_decay,
         impl=plan.execution.impl,
-        rate_ratios=recipe.optim.rate_ratios,
+        lora_plus=recipe.optim.lora_plus,
     )
     optimizer.update_beside_forward([model.embed_tokens, *model.layers, model.norm])
     for block in model.layers if recipe.compiles_blocks else ():
@@ -316,8 +318,8 @@ def build(
         load_state(optimizer, start.checkpoint)
         restore_rng(start.checkpoint)
     elif start.source:
-        for part in start.source.fresh:  # these stay if the weights have none
-            load_weights(optimizer, initial_weights(model, start.seed, only=part))
+        for role in start.source.fresh:  # these stay if the weights have none
+            load_weights(optimizer, initial_weights(model, start.seed, role))
         read_weights(optimizer, start.weights)
     else:
         load_weights(optimizer, initial_weights(model, start.seed))
@@ -327,7 +329,9 @@ def build(
 def build_bench(step: Step, execution: Execution, world: World) -> Bench:
     gc.collect()  # frees the memory of an earlier bench
     model = model_on_meta(step.shard, world, step.trained)
-    inventory = inventory_of(model.named_parameters(), execution, accumulate=step.micro_batches > 1)
+    inventory = inventory_of(
+        model.named_parameters(), model.declared, execution, accumulate=step.micro_batches > 1
+    )
     allocate(model, inventory, world.device)
     optimizer = MasterAdamW(model.named_parameters(), inventory, impl=execution.impl)
     load_weights(optimizer, initial_weights(model, seed=0))

@@ -18,7 +18,7 @@ from training.checkpoint.decide import decide_saving
 from training.checkpoint.files import checkpoints, latest_checkpoint, tokenizer_of
 from training.checkpoint.manifest import verify_base, verify_checkpoint
 from training.checkpoint.pieces import Entry
-from training.checkpoint.weights import find_weights, parameter_shapes, shape_of_weights
+from training.checkpoint.weights import find_weights, shape_of_weights
 from training.data.decide import (
     Tokenizer,
     check_new_tokens,
@@ -364,9 +364,9 @@ def weights_of(recipe: Recipe) -> dict:
     carried: Carried = NOTHING
     # A batch is shown without weights.
     if start.source and not recipe.data.only_shows:
-        shapes = parameter_shapes(recipe.model)
-        shapes |= trained.shapes(shapes)
-        weights = find_weights(start.source.folder, shapes, may_lack=start.source.fresh)
+        parameters = recipe.model.parameters()
+        parameters |= trained.added(parameters)
+        weights = find_weights(start.source.folder, parameters, may_lack=start.source.fresh)
         carried = read_carried(start.source.base)
         if not trained.is_whole:
             carried = carried.beside_adapters()

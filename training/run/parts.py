@@ -99,7 +99,7 @@ class Run:
             step,
             weights=self.optimizer.weights(frozen=self.recipe.trained.is_whole),
             model_config=to_config_json(self.recipe.model),
-            exact=self.recipe.model.exact,
+            declared=self.model.declared,
             optimizer_state=state,
             trainer_state=state_to_save(
                 self.record,

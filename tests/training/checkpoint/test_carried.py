@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from model import MODEL_SIZES
 from tests.checkpoints import damage
 from tests.ranks import run_ranks
 from tests.runs import arguments, losses, only_resume
@@ -22,12 +23,12 @@ from training.checkpoint.saver import Saver
 from training.checkpoint.weights import (
     Companions,
     load_model_weights,
-    parameter_shapes,
     shape_of_weights,
 )
 from training.evaluation import __main__ as evaluation
 from training.export.__main__ import DTYPES
 from training.export.__main__ import main as export_main
+from training.families.config_json import to_config_json
 from training.families.names import name_in_file, name_of
 from training.families.rope import extend
 from training.families.rows import PREFIX, WRAPPED_PREFIX
@@ -52,9 +53,7 @@ def export(source, target, *extra):
 def text_weights(folder):
     """Returns a folder's trained weights by our names, in float32."""
     shape = shape_of_weights(folder)
-    return {
-        name: weight.float() for name, weight in load_model_weights(folder, parameter_shapes(shape))
-    }
+    return {name: weight.float() for name, weight in load_model_weights(folder, shape.parameters())}
 
 
 def logits(folder, weights):
@@ -184,7 +183,7 @@ def test_two_ranks_write_each_tensor_once(tmp_path):
         "model.visual.scale": torch.randn(1, dtype=torch.float16),
     }  # fmt: skip
     save_file(tensors, source / "model.safetensors")
-    (source / "config.json").write_text("{}")
+    (source / "config.json").write_text(json.dumps(to_config_json(MODEL_SIZES["tiny"])))
     run_ranks(2, save_on_two_ranks, tmp_path)
     verify_checkpoint(tmp_path / "run/step_00000001")
     found = load_file(tmp_path / "run/step_00000001/model.safetensors")

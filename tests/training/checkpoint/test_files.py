@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.checkpoints import damage, save_checkpoint, unreadable
+from tests.checkpoints import damage, parameters_of, save_checkpoint, unreadable
 from tests.ranks import run_ranks
 from training.checkpoint import pieces, saver
 from training.checkpoint.files import (
@@ -105,7 +105,7 @@ def test_round_trip_in_one_process(tmp_path, dtype):
     verify_checkpoint(path)
     other = Model(2, dtype)
     embedding = other.embed_tokens.weight
-    copy_weights(other, load_model_weights(path, {n: p.shape for n, p in other.named_parameters()}))
+    copy_weights(other, load_model_weights(path, parameters_of(dict(other.named_parameters()))))
     assert_same_state(weights_of(other), weights_of(model))
     assert other.embed_tokens.weight is embedding
     state = optimizer_state_of(model, value=-1.0)
@@ -432,7 +432,7 @@ def save_sharded(world, folder):
 def load_sharded(world, folder):
     for placements in ([Shard(0)], [Replicate()]):
         model = shard(Model(2), world.fsdp_mesh, placements)
-        shapes = {n: p.shape for n, p in model.named_parameters()}
+        shapes = parameters_of(dict(model.named_parameters()))
         copy_weights(model, load_model_weights(folder / "run" / "step_00000003", shapes))
         state = optimizer_state_of(model, value=-1.0)
         load_optimizer_state(folder / "run" / "step_00000003", state)
@@ -518,7 +518,7 @@ def test_saved_by_two_ranks_loaded_by_one_and_three(tmp_path):
         "files"
     ].keys()
     model = Model(2)
-    copy_weights(model, load_model_weights(path, {n: p.shape for n, p in model.named_parameters()}))
+    copy_weights(model, load_model_weights(path, parameters_of(dict(model.named_parameters()))))
     assert_same_state(weights_of(model), weights_of(Model(1)))
     state = optimizer_state_of(model, value=-1.0)
     load_optimizer_state(path, state)

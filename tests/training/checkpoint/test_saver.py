@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from kernels.parts import Parameter
 from tests.checkpoints import save_checkpoint
 from tests.optimizers import Layer, make_optimizer
 from tests.ranks import run_ranks
@@ -144,7 +145,7 @@ def test_shards_on_gpus_are_rounded_but_for_exact_weights(tmp_path, monkeypatch)
                 1,
                 weights=weights,
                 optimizer_state=None,
-                exact={"layers.0.linear_attn.A_log"},
+                declared={"layers.0.linear_attn.A_log": Parameter((4,), is_exact=True)},
             )
     finally:
         dist.destroy_process_group()

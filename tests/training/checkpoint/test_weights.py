@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import train
+from kernels.experts.part import ExpertsPart
+from kernels.parts import Parameter
 from model import MODEL_SIZES, Transformer
-from tests.checkpoints import damage, save_checkpoint, unreadable
+from tests.checkpoints import damage, parameters_of, save_checkpoint, unreadable
 from tests.training.checkpoint.test_files import Model, assert_same_state, save, weights_of
 from training.checkpoint import weights as weights_module
 from training.checkpoint.carried import read_carried
@@ -24,7 +27,7 @@ from training.checkpoint.saver import Saver
 from training.checkpoint.weights import Companions, find_weights, load_model_weights
 from training.evaluation import __main__ as evaluation
 from training.export.__main__ import main as export_main
-from training.families.config_json import to_config_json
+from training.families.config_json import in_family, to_config_json
 from training.generate import __main__ as generate
 from training.host.errors import UserError
 
@@ -65,9 +68,7 @@ def test_files_are_hugging_faces(tmp_path):
         assert_same_state(reloaded.state_dict(), theirs.state_dict())
         for shard_size in ("1GB", "4KB"):
             theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard_size)
-            found = dict(
-                load_model_weights(tmp_path / "theirs", {name: p.shape for name, p in ours.items()})
-            )
+            found = dict(load_model_weights(tmp_path / "theirs", parameters_of(ours)))
             assert_same_state(found, ours)
             assert (tmp_path / "theirs" / "model.safetensors.index.json").exists() == (
                 shard_size == "4KB"
@@ -77,19 +78,19 @@ def test_files_are_hugging_faces(tmp_path):
 
 def test_weights_of_another_size(tmp_path):
     path = save(tmp_path, 1)
-    shapes = {"embed_tokens.weight": (11, 6), "norm.weight": (6,)}
+    shapes = parameters_of({"embed_tokens.weight": (11, 6), "norm.weight": (6,)})
     assert dict(load_model_weights(path, shapes)).keys() == shapes.keys()
     assert dict(load_model_weights(path / "model.safetensors", shapes)).keys() == shapes.keys()
     with pytest.raises(
         ValueError, match=r"model\.norm\.weight has shape \[6\], this model needs \[8\]; choose"
     ):
-        load_model_weights(path, {**shapes, "norm.weight": (8,)})
+        load_model_weights(path, {**shapes, "norm.weight": Parameter((8,))})
     with pytest.raises(
         ValueError, match=r"it has no model\.layers\.0\.mlp\.up_proj\.weight, this model needs it"
     ):
-        load_model_weights(path, {**shapes, "layers.0.mlp.up_proj.weight": (1, 2)})
+        load_model_weights(path, {**shapes, "layers.0.mlp.up_proj.weight": Parameter((1, 2))})
     with pytest.raises(ValueError, match=r"it has model\.norm\.weight, this model does not"):
-        load_model_weights(path, {"embed_tokens.weight": (11, 6)})
+        load_model_weights(path, parameters_of({"embed_tokens.weight": (11, 6)}))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_a_tensor_that_no_model_has_is_named_as_in_its_file(name, tmp_path):
         {"model.norm.weight": torch.ones(4), name: torch.ones(4)}, tmp_path / "model.safetensors"
     )
     with pytest.raises(UserError, match=f"it has {re.escape(name)}, this model does not"):
-        find_weights(tmp_path, {"norm.weight": (4,)})
+        find_weights(tmp_path, parameters_of({"norm.weight": (4,)}))
 
 
 def test_copy_of_a_tied_head_is_dropped_and_another_head_refused(tmp_path):
@@ -108,22 +109,24 @@ def test_copy_of_a_tied_head_is_dropped_and_another_head_refused(tmp_path):
     embedding = torch.randn(3, 2)
     save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}, file)
     assert_same_state(
-        dict(load_model_weights(file, {"embed_tokens.weight": (3, 2)})),
+        dict(load_model_weights(file, parameters_of({"embed_tokens.weight": (3, 2)}))),
         {"embed_tokens.weight": embedding},
     )
     save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1}, file)
     with pytest.raises(
         ValueError, match="weight of its own, this model ties it to the embedding; set tie_word"
     ):
-        load_model_weights(file, {"embed_tokens.weight": (3, 2)})
+        load_model_weights(file, parameters_of({"embed_tokens.weight": (3, 2)}))
     untied = dict(
-        load_model_weights(file, {"embed_tokens.weight": (3, 2), "lm_head.weight": (3, 2)})
+        load_model_weights(
+            file, parameters_of({"embed_tokens.weight": (3, 2), "lm_head.weight": (3, 2)})
+        )
     )
     assert torch.equal(untied["lm_head.weight"], embedding + 1)
 
 
 def test_weights_that_cannot_be_read(tmp_path):
-    shapes = {name: p.shape for name, p in weights_of(Model()).items()}
+    shapes = parameters_of(weights_of(Model()))
     with pytest.raises(ValueError, match="nowhere does not exist"):
         load_model_weights(tmp_path / "nowhere", shapes)
     with pytest.raises(
@@ -160,7 +163,7 @@ def test_an_index_names_files_of_its_folder(shard, tmp_path):
         json.dumps({"weight_map": {"model.norm.weight": shard}})
     )
     with pytest.raises(ValueError, match="which is no file of its folder"):
-        load_model_weights(tmp_path, {"norm.weight": (8,)})
+        load_model_weights(tmp_path, parameters_of({"norm.weight": (8,)}))
 
 
 def test_a_fingerprint_is_of_the_models_own_files(tmp_path):
@@ -194,7 +197,8 @@ def test_a_fingerprint_is_of_the_models_own_files(tmp_path):
 def test_weights_that_no_decoder_here_reads(tmp_path):
     """Quantized ones, one that two files have, and a header that would fill memory; older files'
     tables are dropped."""
-    file, embedding = tmp_path / "model.safetensors", {"embed_tokens.weight": (3, 2)}
+    file = tmp_path / "model.safetensors"
+    embedding = parameters_of({"embed_tokens.weight": (3, 2)})
     weights = {
         "model.embed_tokens.weight": torch.zeros(3, 2),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2),
@@ -319,7 +323,7 @@ def test_weights_that_are_not_finite_are_refused_by_name_by_every_command(
 
 def test_only_the_header_is_read_before_the_check(tmp_path, monkeypatch):
     path = save(tmp_path, 1)
-    shapes = {name: p.shape for name, p in weights_of(Model()).items()}
+    shapes = parameters_of(weights_of(Model()))
     reads = []
     real = weights_module._read_weight
     monkeypatch.setattr(
@@ -335,10 +339,17 @@ def test_files_have_experts_apart_or_together(tmp_path):
     """A checkpoint has the form of the folder that it comes from; each expert's matrices are read
     into their places."""
     E, D, F = 3, 4, 6
-    names = {"norm.weight": (D,), "layers.0.mlp.experts.gate_up_proj": (E, 2 * F, D)}
-    names |= {"layers.0.mlp.experts.down_proj": (E, D, F)}
-    together = {name: torch.randn(shape).bfloat16() for name, shape in names.items()}
-    gate_up, down = ([*together.values()][i] for i in (1, 2))
+    [parts] = MODEL_SIZES["tiny"].layers
+    layers = (replace(parts, mlp=ExpertsPart(E, 1, F)),)
+    tiny = replace(MODEL_SIZES["tiny"], hidden_size=D, num_hidden_layers=1, layers=layers)
+    config = in_family(tiny, "qwen3_moe")
+    names = {
+        "norm.weight",
+        *(f"layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")),
+    }
+    declared = {name: p for name, p in config.parameters().items() if name in names}
+    together = {name: torch.randn(p.shape).bfloat16() for name, p in declared.items()}
+    gate_up, down = ([*together.values()][i] for i in (0, 1))
     apart = {"model.norm.weight": together["norm.weight"]}
     for e in range(E):
         each = {"gate_proj": gate_up[e, :F], "up_proj": gate_up[e, F:], "down_proj": down[e]}
@@ -359,19 +370,23 @@ def test_files_have_experts_apart_or_together(tmp_path):
             )
         places = {name: f"{i}.safetensors" for i in range(2) for name in sorted(tensors)[i::2]}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-        (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
-        assert_same_state(dict(load_model_weights(folder, names)), together)
+        (folder / "config.json").write_text(json.dumps(to_config_json(config)))
+        assert_same_state(dict(load_model_weights(folder, declared)), together)
         companions = Companions(carried=read_carried(folder))
         for dtype in (torch.float32, torch.bfloat16):
             state = {name: weight.to(dtype) for name, weight in together.items()}
             saver = Saver(folder / str(dtype), 1, companions=companions)
-            saver.begin(1, weights=state, model_config={}, optimizer_state={}, trainer_state={})
+            saver.begin(
+                1, weights=state, declared=declared, model_config={}, optimizer_state={},
+                trainer_state={},
+            )  # fmt: skip
             saver.finish()
             written = {name: weight.to(dtype) for name, weight in tensors.items()}
             assert_same_state(load_file(saver.last / "model.safetensors"), written)
             verify_checkpoint(saver.last)
-            assert_same_state(dict(load_model_weights(saver.last, names)), state)
-    wider = {**names, "layers.0.mlp.experts.gate_up_proj": (E + 1, 2 * F, D)}
+            assert_same_state(dict(load_model_weights(saver.last, declared)), state)
+    name = "layers.0.mlp.experts.gate_up_proj"
+    wider = {**declared, name: replace(declared[name], shape=(E + 1, 2 * F, D))}
     with pytest.raises(
         UserError,
         match=r"it has no model\.layers\.0\.mlp\.experts\.3\.gate_proj\.weight, this model",
@@ -387,4 +402,4 @@ def test_files_have_experts_apart_or_together(tmp_path):
     with pytest.raises(
         UserError, match=r"5 others of model\.layers\.0\.mlp\.experts\.gate_up_proj are of"
     ):
-        load_model_weights(tmp_path, names)
+        load_model_weights(tmp_path, declared)

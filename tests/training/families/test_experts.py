@@ -23,7 +23,6 @@ from training.checkpoint.weights import (
     _read_weight,
     find_weights,
     load_model_weights,
-    parameter_shapes,
     shape_of_weights,
 )
 from training.data.loader import make_batch
@@ -300,9 +299,7 @@ def test_a_run_writes_the_form_that_it_reads(form, released, corpus, tmp_path, c
     ids = torch.randint(256, (1, 50), generator=torch.Generator().manual_seed(1))
     shape = from_config_json(json.loads((last / "config.json").read_text()))
     ours = Transformer(shape)
-    ours.load_state_dict(
-        dict(load_model_weights(last, {n: p.shape for n, p in ours.named_parameters()}))
-    )
+    ours.load_state_dict(dict(load_model_weights(last, ours.declared)))
     assert train.main(arguments(corpus, tmp_path / "once", *start, steps=2)) == 0
     assert all(torch.equal(saved[name], x) for name, x in load_file(once / WEIGHTS).items())
     if form == "apart":
@@ -370,7 +367,7 @@ def test_an_expert_that_is_not_finite_is_named_with_its_file(released, tmp_path)
     tensors = load_file(damaged)
     tensors[name][3, 4] = float("nan")
     save_file(tensors, tmp_path / damaged.name)
-    shapes = parameter_shapes(shape_of_weights(tmp_path))
+    shapes = shape_of_weights(tmp_path).parameters()
     with pytest.raises(UserError, match=f"{name} in {tmp_path / damaged.name} is not finite"):
         dict(load_model_weights(tmp_path, shapes))
 
@@ -450,12 +447,12 @@ def test_peft_opens_adapters_of_routers_experts_and_mlps_beside_them(released, c
     assert (expected - unlike).abs().max() > 0.1
     shape, adapters = shape_of_weights(folder), read_adapters(folder)[0]
     merged, model = Transformer(shape), Transformer(shape)
-    merged.load_state_dict(dict(load_model_weights(folder, parameter_shapes(shape))))
+    merged.load_state_dict(dict(load_model_weights(folder, shape.parameters())))
     torch.testing.assert_close(
         merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4
     )
     adapters.prepare(model)
-    entries = find_weights(folder, {name: p.shape for name, p in model.named_parameters()})
+    entries = find_weights(folder, model.declared)
     model.load_state_dict({name: _read_weight(entry) for name, entry in entries.items()})
     torch.testing.assert_close(
         model(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-4
@@ -490,14 +487,14 @@ def test_peft_takes_mlps_for_mlps_where_no_layer_has_experts(tmp_path):
     )
     model.save_pretrained(base)
     shape, adapters = shape_of_weights(base), Adapters(4, 8.0)
-    sizes = adapters.shapes(parameter_shapes(shape))
+    factors = adapters.added(shape.parameters())
     save_file(
-        {name_in_file(n): 0.1 * torch.randn(s) for n, s in sizes.items()},
+        {name_in_file(n, is_adapter=True): 0.1 * torch.randn(p.shape) for n, p in factors.items()},
         tmp_path / "adapter_model.safetensors",
     )
     (tmp_path / "adapter_config.json").write_text(json.dumps(to_adapter_config(adapters, base)))
     merged, ids = Transformer(shape), torch.arange(30)[None]
-    merged.load_state_dict(dict(load_model_weights(tmp_path, parameter_shapes(shape))))
+    merged.load_state_dict(dict(load_model_weights(tmp_path, shape.parameters())))
     expected = peft.PeftModel.from_pretrained(model, tmp_path)(ids).logits
     torch.testing.assert_close(
         merged(ids, return_logits=True).logits, expected, rtol=1e-4, atol=1e-5
@@ -541,7 +538,7 @@ def test_adapters_that_peft_joins_are_trained_on(released, corpus, tmp_path):
     for folder in (tmp_path / "peft", tmp_path / "run/step_00000002"):
         shape = shape_of_weights(folder)
         merged = Transformer(shape)
-        merged.load_state_dict(dict(load_model_weights(folder, parameter_shapes(shape))))
+        merged.load_state_dict(dict(load_model_weights(folder, shape.parameters())))
         found.append(merged(ids, return_logits=True).logits)
         expected = peft.PeftModel.from_pretrained(theirs(), folder)(ids).logits
         torch.testing.assert_close(found[-1], expected, rtol=1e-4, atol=1e-4)

@@ -19,7 +19,7 @@ from tests.shapes import reshape
 from training.checkpoint.state import load_weights
 from training.families.config_json import from_config_json
 from training.families.flags import LORA_TARGETS
-from training.families.lora import PARTS, Adapters, adapter_names
+from training.families.lora import Adapters
 from training.memory.cost_model import arena_bytes
 from training.memory.execution import WHOLE, Execution, Placement, inventory_of
 from training.memory.placement import allocate, apply_execution
@@ -80,7 +80,7 @@ def adapter_config(adapters, has_experts):
     names = [
         f"mlp.{name}.weight"
         for name in adapters.targets
-        if PARTS.get(name) == "mlp" and has_experts
+        if name in ("gate_proj", "up_proj", "down_proj", "gate") and has_experts
     ]
     modules = [name for name in adapters.targets if f"mlp.{name}.weight" not in names]
     if "experts" in modules:
@@ -172,7 +172,7 @@ def test_ten_steps_of_adamw_are_pefts(ratio):
     theirs = peft_model("Llama")
     model = ours_like(theirs, "Llama")
     apply_execution(model, EXECUTIONS["tiles, heads at a time"])
-    optimizer = make_optimizer(model.named_parameters(), rate_ratios={"lora_B.weight": ratio})
+    optimizer = make_optimizer(model.named_parameters(), declared=model.declared, lora_plus=ratio)
     named = [(n, p) for n, p in theirs.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for n, p in named if f"lora_{side}" in n], "lr": rate}
@@ -236,7 +236,7 @@ def train_placed(tied, place, bits=16, round_to=16):
     with torch.device("meta"):
         model = Transformer(config)
     adapters.prepare(model)
-    inventory = inventory_of(model.named_parameters(), execution, accumulate=True)
+    inventory = inventory_of(model.named_parameters(), model.declared, execution, accumulate=True)
     on_host = sum(row.weight_on_host for row in inventory)
     assert on_host == (len(inventory.rows) - 1 if place == "host" else 0)  # the last norm's stays
     assert sum(row.format.holds_weight for row in inventory) == (
@@ -353,8 +353,8 @@ def test_merged_weights_are_pefts_to_rounding():
         expected = dict(theirs.merge_and_unload().named_parameters())
         adapters, weights = FORMS[name][2], dict(model.named_parameters())
         for path, weight in model.named_parameters():
-            if place := adapters.place_of(path, weight.shape):
-                found = adapters.merge(weight, *(weights[each] for each in adapter_names(place)))
+            if factors := adapters.factors(path, model.declared[path]):
+                found = adapters.merge(weight, *(weights[factor] for factor in factors))
                 torch.testing.assert_close(found, expected[f"model.{path}"], rtol=1e-6, atol=1e-6)
 
 

@@ -12,7 +12,7 @@ import train
 from model import Transformer
 from tests.runs import arguments
 from tests.wrappers import release, whole_model
-from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
+from training.checkpoint.weights import load_model_weights, shape_of_weights
 from training.export.__main__ import main as export
 from training.families.lora import read_adapters
 from training.host.errors import UserError
@@ -87,7 +87,7 @@ def edit(folder, **changes):
 
 def merged_logits(folder):
     model = Transformer(shape_of_weights(folder))
-    model.load_state_dict(dict(load_model_weights(folder, parameter_shapes(model.config))))
+    model.load_state_dict(dict(load_model_weights(folder, model.config.parameters())))
     return model(IDS, return_logits=True).logits
 
 

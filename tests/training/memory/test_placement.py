@@ -81,7 +81,7 @@ def build(placements=None, dtype=torch.float32, mlp_tile_size=None, kinds=(FULL,
 def send_home(model, execution):
     """Move the weights that live on the host there, as the optimizer does; returns them by
     parameter."""
-    inventory = inventory_of(model.named_parameters(), execution, accumulate=True)
+    inventory = inventory_of(model.named_parameters(), model.declared, execution, accumulate=True)
     parameters = [model.get_parameter(row.name) for row in inventory if row.weight_on_host]
     arena = PinnedArena(sum(p.nbytes + 512 for p in parameters), model.embed_tokens.weight.device)
     homes = {p: arena.allocate(p.shape, p.dtype).copy_(p.detach()) for p in parameters}
@@ -587,7 +587,9 @@ def compare_sharded(world: World) -> None:
             {"loss_impl": "chunked", "ends": "host"},
         ):
             with pytest.raises(ValueError, match="sharded parameters stay on the GPU"):
-                inventory_of(model.named_parameters(), Execution(**there), accumulate=True)
+                inventory_of(
+                    model.named_parameters(), model.declared, Execution(**there), accumulate=True
+                )
         model.to_empty(device=world.device)
         copy_weights(model, initial_weights(model, seed=0))
         if placements is not None:

@@ -121,7 +121,9 @@ def build_with_optimizer(config, tokens, execution, accumulate=True):
     torch.manual_seed(0)
     with torch.device("meta"):
         model = Transformer(config).to(torch.bfloat16)
-    inventory = inventory_of(model.named_parameters(), execution, accumulate=accumulate)
+    inventory = inventory_of(
+        model.named_parameters(), model.declared, execution, accumulate=accumulate
+    )
     allocate(model, inventory, torch.device("cuda"))
     optimizer = MasterAdamW(model.named_parameters(), inventory)
     load_weights(optimizer, initial_weights(model, seed=0))

@@ -166,7 +166,9 @@ def run_dry(step, *executions, warm_up=False):
         for module in model.modules() if step.tensor_ranks > 1 else ():
             if hasattr(module, "tensor_ranks"):
                 module.tensor_ranks = TensorRanks(dist.group.WORLD)
-        inventory = inventory_of(model.named_parameters(), first, accumulate=step.micro_batches > 1)
+        inventory = inventory_of(
+            model.named_parameters(), model.declared, first, accumulate=step.micro_batches > 1
+        )
         counter.watch([model.get_parameter(row.name) for row in inventory if row.is_visiting])
         optimizer = MasterAdamW(model.named_parameters(), inventory, impl="torch")
         bench = (Bench if step.num_ranks == 1 else SharedBench)(model, optimizer)

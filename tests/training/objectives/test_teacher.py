@@ -10,7 +10,7 @@ import torch
 import train
 from model import Transformer
 from tests.runs import arguments, losses, weights_of_another_shape
-from training.checkpoint.weights import load_model_weights, parameter_shapes, shape_of_weights
+from training.checkpoint.weights import load_model_weights, shape_of_weights
 from training.logprobs import __main__ as logprobs
 from training.parallel.world import World
 from training.run.decide import decide
@@ -102,7 +102,7 @@ def test_what_is_stored_are_the_likeliest_words(tmp_path, k):
     values = np.fromfile(tmp_path / "out" / "logprobs.f32", "<f4").reshape(12, 1 + 2 * k)
     shape = shape_of_weights(folder)
     model = Transformer(shape)
-    model.load_state_dict(dict(load_model_weights(folder, parameter_shapes(shape))), strict=False)
+    model.load_state_dict(dict(load_model_weights(folder, shape.parameters())), strict=False)
     ids = torch.tensor([[*b"one and two", 0]])
     wanted, words = model(ids, return_logits=True).logits[0].log_softmax(-1).topk(k)
     assert (values[1:, 1 : 1 + k] == words[:-1].numpy()).all() and (values[0] == 0).all()

@@ -13,6 +13,7 @@ import training.checkpoint.state
 import training.optim.adamw
 import training.optim.formats
 import training.optim.inventory
+from tests.checkpoints import parameters_of
 from tests.gpu import free_memory
 from tests.optimizers import (
     DTYPES,
@@ -241,7 +242,7 @@ def test_masters_start_from_float32_weights_and_files(
         {f"model.{n}": weight.cpu() for n, weight in weights.items()},
         tmp_path / "model.safetensors",
     )
-    entries = find_weights(tmp_path, WIDE)
+    entries = find_weights(tmp_path, parameters_of(WIDE))
     options = {
         "state_format": state_format,
         "host_weights": host_weights,

@@ -19,7 +19,7 @@ from tests.optimizers import (
     make_parameters,
 )
 from tests.optimizers import small_pieces as small_pieces  # a fixture of all tests here
-from training.optim.inventory import NUM_SLOTS, Inventory, block_of
+from training.optim.inventory import NUM_SLOTS, Inventory
 
 
 @DTYPES
@@ -160,10 +160,10 @@ def test_bytes_of_a_block_of_the_4b_on_the_host(state_format, bytes_each, monkey
     with torch.device("meta"):
         model = Transformer(MODEL_SIZES["4B"]).to(torch.bfloat16)
     parameters, block = list(model.named_parameters()), list(model.layers[0].parameters())
-    names = [name for name, _ in parameters if block_of(name) == 0]
+    names = [name for name, declared in model.declared.items() if declared.block == 0]
     elements, matrices = (sum(p.numel() for p in block if p.ndim >= least) for least in (0, 2))
     predicted = functools.partial(
-        Inventory.of, parameters, accumulate=False, state_format=state_format
+        Inventory.of, parameters, model.declared, accumulate=False, state_format=state_format
     )
     gpu, one = predicted(), predicted(host_weights=names)
     state = bytes_each * matrices + 12 * (elements - matrices)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from kernels.parts import Parameter
 from tests.optimizers import make_optimizer
 from tests.packages import needs
 from training.checkpoint.pieces import read_entries, read_header
@@ -90,7 +91,11 @@ def test_an_optimizer_keeps_reads_and_lends_them(bits, on_host, device, tmp_path
         for n, w in weights.items()
     }
     matrices = [parameters["layers.0.first"], parameters["layers.1.second"]]
-    options = {"frozen": frozen_format(bits), "host_weights": [*parameters] if on_host else ()}
+    blocks = {"layers.0.first": 0, "layers.1.second": 1}
+    options = {
+        "frozen": frozen_format(bits), "host_weights": [*parameters] if on_host else (),
+        "declared": {name: Parameter(shape, block=blocks.get(name)) for name, shape in SHAPES.items()},
+    }  # fmt: skip
     predicted = Inventory.of(parameters.items(), accumulate=False, **options)
     optimizer = make_optimizer(parameters, accumulate=False, **options)
     assert not any(matrix.untyped_storage().nbytes() for matrix in matrices)

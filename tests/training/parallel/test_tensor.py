@@ -123,7 +123,7 @@ def check_streamed_weights(world: World, folder: Path) -> None:
         )
     torch.distributed.barrier()
     with mock.patch("training.checkpoint.pieces.PIECE_BYTES", 2**9):
-        read_tensors(find_weights(folder, shapes), dict(model.named_parameters()))
+        read_tensors(find_weights(folder, model.declared), dict(model.named_parameters()))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.detach().full_tensor(), released[name].float()), name
 

@@ -225,7 +225,7 @@ def test_a_run_starts_from_files_with_weights_on_the_host(monkeypatch, tmp_path)
 
     monkeypatch.setattr(run, "plan_memory", plan_memory)
     config = TrainConfig(context_length=64, init_from=str(tmp_path), optimizer_state="compact")
-    found = find_weights(tmp_path, {name: weight.shape for name, weight in weights.items()})
+    found = find_weights(tmp_path, shape.parameters())
     recipe = recipe_of(config, shape, world, Start(source=Source.read(tmp_path), weights=found))
     model, optimizer, _ = run.build(recipe, PackedDocuments.one_each(64, 1), world)
     assert [bool(nbytes) for nbytes in resident(model)] == [False, True, False]
