@@ -251,19 +251,17 @@ def test_a_step_that_does_not_fit_names_the_changes_that_would(
     assert capsys.readouterr().out.count("fits: predicted ") == len(rows)
 
 
-@pytest.mark.parametrize(("size", "length", "most"), [("14B", 32_768, 43), ("8B", 102_400, 175)])
-def test_adapters_are_offered_where_every_weight_does_not_fit(
-    size, length, most, nothing_is_faster, tmp_path, capsys
-):
+def test_adapters_are_offered_where_every_weight_does_not_fit(nothing_is_faster, tmp_path, capsys):
+    """An 8B at 102,400 tokens, on a card that trains its adapters alone."""
     flags = (
         "--gpu",
         "4090",
         "--host_memory",
         "64GB",
         "--model_size",
-        size,
+        "8B",
         "--context_length",
-        str(length),
+        "102400",
     )
     _, rows = answer_of(tmp_path, capsys, *flags)
     of_adapters, of_bits, *others = rows
@@ -272,7 +270,7 @@ def test_adapters_are_offered_where_every_weight_does_not_fit(
     assert rows[of_adapters]["costs"] == ["trains adapters alone, which costs some loss"]
     assert rows[of_bits]["costs"] == [*rows[of_adapters]["costs"], "fewer bits cost some loss"]
     answer = run_main(tmp_path, *flags, *of_adapters.split())["answer"]
-    assert answer["seconds"] == rows[of_adapters]["seconds"] < most
+    assert answer["seconds"] == rows[of_adapters]["seconds"] < 175
     assert 50 * answer["checkpoint_bytes"] < rows[others[0]]["checkpoint_bytes"]
     assert "optimizer state        host\n" in capsys.readouterr().out
 
