@@ -184,7 +184,7 @@ def recipe_of(
     for_gpus = [
         name for name in ("memory_budget", "host_budget") if getattr(config, name) is not None
     ]
-    projects = {name: project for name in TRACKERS if (project := getattr(config, name))}
+    trackers = {name: value for name in TRACKERS if (value := getattr(config, name))}
     assert config.validation_sequences is not None, "TrainConfig fills it in"
     return Recipe(
         **vars(step),
@@ -208,9 +208,7 @@ def recipe_of(
         optim=decide_optim(config),
         schedule=decide_schedule(config, given),
         saving=decide_saving(config),
-        outputs=Outputs(
-            Path(config.output_dir), config.resume != "no", config.tensorboard, projects
-        ),
+        outputs=Outputs(Path(config.output_dir), config.resume != "no", trackers),
         start=start,
         settings=asdict(config),
         flags_to_go_on=flags_to_go_on(config, given),

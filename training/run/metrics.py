@@ -10,6 +10,8 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -32,10 +34,6 @@ FILE_ONLY = logging.getLogger(f"{__name__}.file_only")  # lines for --log_file a
 FILE_ONLY.propagate = False
 FILE_ONLY.addHandler(logging.NullHandler())
 SECONDS_BETWEEN_LINES = 1.0
-TRACKERS = {
-    "wandb": "Weights & Biases",
-    "trackio": "Trackio",
-}  # settings that are packages, and their names
 Writer = Callable[[dict], None]
 
 
@@ -268,10 +266,9 @@ def open_metrics(
         raise UserError(
             f"output_dir {folder} cannot be written to: {error}; choose another"
         ) from None
-    if outputs.tensorboard:
-        writers["TensorBoard"] = tensorboard_writer(folder / "tensorboard", from_step)
-    for package in outputs.projects:
-        writers[TRACKERS[package]] = tracker_writer(package, outputs, record, stack)
+    for name in outputs.trackers:
+        tracker = TRACKERS[name]
+        writers[tracker.title] = tracker.open(outputs, record, from_step, stack)
     return Metrics(writers)
 
 
@@ -332,14 +329,16 @@ def jsonl_writer(path: Path, from_step: int) -> Writer:
     return write
 
 
-def tensorboard_writer(folder: Path, from_step: int) -> Writer:
+def tensorboard_writer(
+    outputs: Outputs, record: dict, from_step: int, stack: contextlib.ExitStack
+) -> Writer:
     """Writes TensorBoard's event files. A resumed run takes the place of the steps after
     `from_step`."""
     from torch.utils.tensorboard import (
         SummaryWriter,
     )  # needs the package tensorboard, which is optional
 
-    events = SummaryWriter(str(folder), purge_step=from_step + 1)
+    events = SummaryWriter(str(outputs.folder / "tensorboard"), purge_step=from_step + 1)
 
     def write(values: dict) -> None:
         for name, number in numbers(values).items():
@@ -350,7 +349,7 @@ def tensorboard_writer(folder: Path, from_step: int) -> Writer:
 
 
 def tracker_writer(
-    package: str, outputs: Outputs, record: dict, stack: contextlib.ExitStack
+    package: str, outputs: Outputs, record: dict, from_step: int, stack: contextlib.ExitStack
 ) -> Writer:
     """Sends metrics, and settings without folders, to wandb or trackio.
 
@@ -359,7 +358,7 @@ def tracker_writer(
     Raises UserError if the package cannot be imported or started, as without a login, or that file
     cannot be read.
     """
-    folder, project, is_wandb = outputs.folder, outputs.projects[package], package == "wandb"
+    folder, project, is_wandb = outputs.folder, outputs.trackers[package], package == "wandb"
     name, file = "id" if is_wandb else "name", folder / f"{package}_id"  # names a run
     earlier = None
     if outputs.goes_on and file.exists():
@@ -395,10 +394,29 @@ def tracker_writer(
             sync = (
                 f"; `{program('wandb')} sync` sends what is in {folder}/wandb" if is_wandb else ""
             )
-            logger.warning("%s: %s%s", TRACKERS[package], error, sync)
+            logger.warning("%s: %s%s", TRACKERS[package].title, error, sync)
 
     stack.push(finish)
     return write
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A program that gets metrics beside metrics.jsonl.
+
+    `open` takes the arguments of `open_metrics`, and returns a writer.
+    """
+
+    title: str
+    open: Callable[[Outputs, dict, int, contextlib.ExitStack], Writer]
+
+
+# By the names of their flags. The flag's value is in `Outputs.trackers`.
+TRACKERS = {
+    "tensorboard": Tracker("TensorBoard", tensorboard_writer),
+    "wandb": Tracker("Weights & Biases", partial(tracker_writer, "wandb")),
+    "trackio": Tracker("Trackio", partial(tracker_writer, "trackio")),
+}
 
 
 def numbers(values: dict) -> dict[str, float]:

@@ -56,8 +56,7 @@ class Outputs:
 
     folder: Path
     goes_on: bool  # the run that is in the folder; False: it is refused
-    tensorboard: bool
-    projects: dict[str, str]  # of trackers, by the package's name
+    trackers: dict[str, bool | str]  # values of their flags, such as a project, by flags' names
 
 
 @dataclass(frozen=True)

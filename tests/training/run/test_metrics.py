@@ -27,7 +27,6 @@ from training.run.metrics import (
     own_amounts,
     set_aside,
     summed_metrics,
-    tensorboard_writer,
 )
 from training.run.recipe import Outputs
 from training.run.settings import TrainConfig, check_config, differing
@@ -134,15 +133,15 @@ def test_tensorboard_gets_the_numbers(tmp_path, monkeypatch):
         return writer
 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=make))
-    write = tensorboard_writer(tmp_path / "tensorboard", from_step=4)
-    write(
-        {
-            "step": 5,
-            "loss": 2.5,
-            "peak_memory_gib": [1.0, 3.0],
-            "selected_blocks": "8",
-            "validation_loss": None,
-        }
+    metrics = open_metrics(
+        Outputs(tmp_path, True, {"tensorboard": True}), {}, 4, contextlib.ExitStack()
+    )
+    metrics.write(
+        step=5,
+        loss=2.5,
+        peak_memory_gib=[1.0, 3.0],
+        selected_blocks="8",
+        validation_loss=None,
     )
     assert calls == [
         (str(tmp_path / "tensorboard"), 5),
@@ -183,7 +182,7 @@ def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path,
         "log_file": "/home/alice/log",
     }
     settings = asdict(TrainConfig(output_dir=str(tmp_path / "run"), wandb="p", **paths))
-    outputs = Outputs(tmp_path / "run", False, False, {"wandb": "p"})
+    outputs = Outputs(tmp_path / "run", False, {"wandb": "p"})
     (tmp_path / "run").mkdir()
     for goes_on, error in ((False, None), (True, ValueError("a defect"))):
         with contextlib.suppress(ValueError), contextlib.ExitStack() as stack:
@@ -213,7 +212,7 @@ def test_weights_and_biases_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path,
         UserError,
         match=r"^--wandb closed: no login; log in with `.*/wandb login`, set WANDB_MODE=off",
     ):
-        closed = replace(outputs, projects={"wandb": "closed"})
+        closed = replace(outputs, trackers={"wandb": "closed"})
         open_metrics(closed, settings, 0, contextlib.ExitStack())
     file, resumed = tmp_path / "run" / "wandb_id", replace(outputs, goes_on=True)
     file.write_bytes(b"r\xff\n")  # edited, or damaged
@@ -241,7 +240,7 @@ def test_trackio_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path, monkeypatc
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(init=init))
     settings = asdict(TrainConfig(output_dir=str(tmp_path), trackio="p", seed=3))
-    outputs = Outputs(tmp_path, False, False, {"trackio": "p"})
+    outputs = Outputs(tmp_path, False, {"trackio": "p"})
     for goes_on, step in ((False, 1), (True, 2)):
         with contextlib.ExitStack() as stack:
             metrics = open_metrics(replace(outputs, goes_on=goes_on), settings, step - 1, stack)
@@ -250,7 +249,7 @@ def test_trackio_gets_the_numbers_and_a_resumed_run_goes_on(tmp_path, monkeypatc
     first, second = ("p", None, 3, "allow"), ("p", "sunset-0", 3, "allow")
     assert calls == [first, (numbers, 1), "finished", second, (numbers, 2), "finished"]
     with pytest.raises(UserError, match=r"^--trackio closed: no disk; drop it$"):
-        closed = replace(outputs, projects={"trackio": "closed"})
+        closed = replace(outputs, trackers={"trackio": "closed"})
         open_metrics(closed, settings, 0, contextlib.ExitStack())
 
 
