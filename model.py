@@ -436,7 +436,7 @@ class Transformer(Declared, ContextMaker, Knobs):
 
         Args:
             top_p: sampled from the most likely tokens that have this share of the probability
-            together, at least one.
+                together, at least one.
 
         Yields:
             The next token of each row as it is known, int64 [B, 1].

@@ -499,10 +499,10 @@ class AttentionKind(MixerKind):
     Arguments with one meaning in all methods:
         q [B, T, H, K], k and v [B, T, G, K]: queries, keys and values after rotary positions.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the
-        last token);
-            None: each batch row is one document.
+            last token); None: each batch row is one document.
         lists: the blocks of keys that each token chose, int16 [B, T, G, `list_length`], by index in
-        their document. backend: a name in `kernels.attention.libraries.BACKENDS`, but not "auto".
+            their document.
+        backend: a name in `kernels.attention.libraries.BACKENDS`, but not "auto".
         on_triton: whether Triton's kernels run.
     """
 

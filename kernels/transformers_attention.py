@@ -49,9 +49,8 @@ def register_attention(
     Raises:
         ImportError: transformers is missing, or older than 5.
         ValueError: options that `Sparse` refuses. In a model's forward: sliding windows, soft caps,
-        attention sinks,
-            dropout, attention that is not causal, returned probabilities, masks of pairs, static
-            caches, or a model that does not hand its positions to attention.
+            attention sinks, dropout, attention that is not causal, returned probabilities, masks of
+            pairs, static caches, or a model that does not hand its positions to attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 

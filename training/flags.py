@@ -50,14 +50,15 @@ def flag(
 
     Args:
         default: value of a flag that is not given; `list` stands for an empty list. Without it the
-        flag must be given. choices: words or numbers that the flag takes.
+            flag must be given.
+        choices: words or numbers that the flag takes.
         least, most: range of a number, or of each number of a list.
         bare: value of a flag that stands without a value.
         positional: given by place, without the name, and not in a file; of a list one or more.
         group: title in --help, also of the fields below up to the next title.
         tokens: a number of tokens, which may be written 128k or 1M.
         share_of: attribute of the command's object, a number: 0.1 is refused with what a tenth of
-        it is.
+            it is.
     """
     metadata = {
         "help": help,

@@ -158,23 +158,21 @@ def attention(
         q_BTHK: queries [B, T, H, K]; bfloat16 or float16 on CUDA, any floating dtype on a CPU.
         k_BTGK, v_BTGK: keys and values [B, T, G, K], G a divisor of H.
         segments: the documents, int64 [S, 3] on the CPU, rows (batch row, first token, one past the
-        last token) that
-            cover every token once, or five columns, see `kernels.attention.documents.Documents`;
-            None: each batch row is one document.
+            last token) that cover every token once, or five columns, see
+            `kernels.attention.documents.Documents`; None: each batch row is one document.
         kind: what a token attends to.
         gates: logits [B, T, H, gates_per_head], for a kind that has gates.
         lists: blocks [B, T, G, blocks] by index in their document, in place of the kind's own
-        choice; their order does
-            not matter. Duplicates, and blocks that a token cannot choose, are dropped.
+            choice; their order does not matter. Duplicates, and blocks that a token cannot choose,
+            are dropped.
         backend: the library's kernel for attention to everything, see
-        `kernels.attention.libraries.choose_backend`.
+            `kernels.attention.libraries.choose_backend`.
 
     Returns [B, T, H, K] in q's dtype.
 
     Raises:
         ValueError: an H that is not a multiple of G, shapes or a dtype that no kernel takes, an
-        unavailable backend,
-            lists for a kind without a choice or for documents with prompts.
+            unavailable backend, lists for a kind without a choice or for documents with prompts.
         RuntimeError: in backward, create_graph=True.
     """
     on_triton = kind.check(q_BTHK, k_BTGK, v_BTGK, segments, impl)
@@ -197,10 +195,10 @@ def packed_attention(
 
     Args:
         q: queries [N, H, K], tokens of all documents; without `cu_seqlens`, rows of one document
-        each, [B, T, H, K]. k, v: keys and values [N, G, K] or [B, T, G, K], G a divisor of H.
+            each, [B, T, H, K].
+        k, v: keys and values [N, G, K] or [B, T, G, K], G a divisor of H.
         cu_seqlens: integers [documents + 1]: 0, and where each document ends. The host reads them;
-        a tensor on the CPU
-            spares it a wait for the GPU.
+            a tensor on the CPU spares it a wait for the GPU.
         kind: `Full()`, `Window(window)` or `Sparse(selected_blocks=...)`.
 
     Returns q's shape and dtype. Scores are scaled by 1 / sqrt(K). Raises as `attention`, and

@@ -107,7 +107,7 @@ def find_documents(document_ids: Tensor, prompt_ids: Tensor | None = None) -> Do
 
     Raises:
         ValueError: ids that decrease within a row; an answer that follows neither its prompt nor
-        its prompt's answer.
+            its prompt's answer.
     """
     ids_BT = document_ids.cpu()
     B, T = ids_BT.shape

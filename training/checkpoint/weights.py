@@ -169,8 +169,8 @@ def find_weights(
     Args:
         path: a checkpoint, a folder from Hugging Face (one file or shards), a folder of adapters,
             or a .safetensors file.
-        expected: whole parameters by our names. Without lm_head.weight the model is tied: a copy
-            of the embedding under that name is accepted and dropped.
+        expected: whole parameters by our names. Without lm_head.weight the model is tied: a copy of
+            the embedding under that name is accepted and dropped.
         may_lack: roles, such as "gate", whose weights the files may be all without.
 
     Raises:

@@ -59,8 +59,8 @@ class ChatTemplate:
     Args:
         tokenizer: a FileTokenizer; see read_templates for the files.
         reasoning: treatment of the reasoning in turns before the last user message. "template":
-        left to the template; Qwen3's drops it. "drop": removed. "keep": each turn is rendered as if
-        its user message were the last one.
+            left to the template; Qwen3's drops it. "drop": removed. "keep": each turn is rendered
+            as if its user message were the last one.
 
     Attributes:
         unread: fields of the last chat that the template does not write, such as "source".
@@ -114,9 +114,9 @@ class ChatTemplate:
 
         Args:
             record: {"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}. A message of
-            the assistant that says so, as by "weight": 0 or "loss": false, has no targets; see
-            says_trained. "chat_template_kwargs" are variables of the template, and "beside" the
-            row's fields that no form has.
+                the assistant that says so, as by "weight": 0 or "loss": false, has no targets; see
+                says_trained. "chat_template_kwargs" are variables of the template, and "beside" the
+                row's fields that no form has.
 
         Raises:
             UserError: the messages are not a chat; the template refuses them, or leaves out a part

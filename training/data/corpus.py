@@ -164,9 +164,9 @@ def pack(
     Args:
         train: the training documents of the joined stores.
         kind: "best_fit", "concatenate", or None: best_fit for data with samples, which must not be
-        cut.
+            cut.
         overlong: what best_fit does with documents longer than context_length: "drop", "split", or
-        None: refuse them.
+            None: refuse them.
         may_be_short: documents that are shorter than one sequence, all together, are no error.
     """
     groups, firsts = [stores], np.array([0, len(train.documents)])

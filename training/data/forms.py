@@ -79,7 +79,7 @@ def recognise(row: object) -> tuple[Form, dict]:
     Raises:
         UserError: the row has no field that decides, or fields of two forms, or values that its
         form does not take. NothingToLearn: the row has no value in the field that decides, or says
-        that it is not trained on.
+            that it is not trained on.
     """
     if not isinstance(row, dict):
         raise UserError(

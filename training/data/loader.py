@@ -26,7 +26,7 @@ class Answers:
     Attributes:
         index_BT: int64 [B, T], the document of each token, counted over all rows with padding.
         values: float32 [documents], numbers of a document's last token, by the names of
-        Store.columns; NaN for padding.
+            Store.columns; NaN for padding.
         columns_BT: float32 [B, T], numbers of the target at a position; 0 where there is none.
     """
 
@@ -126,8 +126,8 @@ class _Rows:
     """Arrays of a batch, [B, T] each, which are filled row by row.
 
     Attributes:
-        num_texts: documents of each row that are not padding.
-        padding: tokens of each document of padding.
+        num_texts: documents of each row that are not padding. padding: tokens of each document of
+            padding.
     """
 
     def __init__(self, store: Store, shape: tuple[int, int]):
@@ -220,7 +220,7 @@ class PackedLoader:
         rank, world_size: this process in the data-parallel group.
         read_ahead: make the next step's batches in a thread, while the present step is trained.
         identity: what else must be the same in a resumed run, beside the packing's identity and the
-        store's.
+            store's.
 
     Attributes:
         next_sequence: the position in the global order, over all epochs and ranks.

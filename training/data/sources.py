@@ -80,8 +80,8 @@ class Document:
         is_complete: the tokens have an end of their own, a chat's; else an end-of-text id follows.
         line: number of the line in a .jsonl file, or of the row in a table; 0: the whole file.
         columns: numbers of the tokens that an objective reads, float32 or float64 [N], by name; see
-        training/objectives/rows.py. Where "answer" changes, another text begins: it does not see
-        the text before, and is not cut from it.
+            training/objectives/rows.py. Where "answer" changes, another text begins: it does not
+            see the text before, and is not cut from it.
         prompt: a hash of its row's prompt, for answers to one prompt to be held out together.
     """
 
@@ -219,7 +219,7 @@ def read_documents(
 
     Args:
         path: a file, or a folder, whose subfolders are searched, too, in sorted order. None: the
-        sources of Python's standard library on this machine.
+            sources of Python's standard library on this machine.
         unused: Reading.awaited; what a row has is taken out.
         files: those that find_files has found at the path, if it was asked before.
 
@@ -487,10 +487,10 @@ class DocumentReader:
         reading: what rows mean, and whether reading ends soon after a row that cannot be read.
 
     Attributes:
-        found: how many documents of each form were made, by words for the log.
-        left_out: files and rows from which nothing can be learnt: by what they are, [their number,
-        the first's place]. bad: rows that cannot be read.
-        used: names of columns that rows have had, and AS_CHATS if one was a chat.
+        found: how many documents of each form were made, by words for the log. left_out: files and
+            rows from which nothing can be learnt: by what they are, [their number, the first's
+            place]. bad: rows that cannot be read. used: names of columns that rows have had, and
+            AS_CHATS if one was a chat.
     """
 
     def __init__(self, tokenizer, vocab_size: int, reading: Reading = DEFAULT):

@@ -239,7 +239,7 @@ class Selection(_View):
     Args:
         documents: int64 [N], their numbers in `store`.
         part: (start, stop) of the positions that are selected of each document; None: the whole
-        documents.
+            documents.
     """
 
     def __init__(self, store: Store, documents: np.ndarray, part: tuple[int, int] | None = None):

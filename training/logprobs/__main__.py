@@ -57,7 +57,7 @@ def log_probabilities(
 
     Args:
         run: takes input ids, targets, documents and the number of targets; returns
-        log-probabilities [1, T], or several numbers of each token, [1, T, N].
+            log-probabilities [1, T], or several numbers of each token, [1, T, N].
     """
     packing = BestFitPacking(documents.lengths, context_length, seed=0)
     starts = np.cumsum(documents.lengths) - documents.lengths

@@ -382,7 +382,7 @@ def parse_gpu(text: str) -> tuple[str, GPU]:
 
     Raises:
         UserError: neither a name of the table nor a size from DRIVER_BYTES to the largest GPU's; a
-        GPU without bf16.
+            GPU without bf16.
     """
     short_name, size = _read_name(text)
     named = {}

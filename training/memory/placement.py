@@ -67,8 +67,7 @@ def apply_execution(
     Raises:
         UserError: the host does not let that much be pinned.
         ValueError: embedding or head with a home but not on the host, or the reverse; see
-        `apply_placement` and
-            `set_kinds`.
+            `apply_placement` and `set_kinds`.
     """
     model.loss_impl = execution.loss_impl
     for module in model.modules():
@@ -140,19 +139,19 @@ def apply_placement(
 
     Args:
         blocks: the model's blocks, called as block(x_BTD, context), in this order. FSDP2 may shard
-        them. A forward
-            pass with gradients must have its backward before the next such pass begins.
+            them. A forward pass with gradients must have its backward before the next such pass
+            begins.
         placements: one per block. `Placement()` for all is gradient checkpointing as commonly
-        understood. arena: pinned memory for everything placed on the "host".
+            understood.
+        arena: pinned memory for everything placed on the "host".
         skips: whether to keep choices in forward, and to leave out skippable operations in
-        backward. False for compiled
-            blocks, whose operations cannot be seen.
+            backward. False for compiled blocks, whose operations cannot be seen.
         homes: weights of the blocks that have them on the "host", and quantized weights of blocks
-        that are not whole.
+            that are not whole.
 
     Raises:
         ValueError: placements that do not fit the blocks, the homes or each other, or need an
-        arena.
+            arena.
     """
     if len(placements) != len(blocks):
         raise ValueError(f"{len(blocks)} blocks need as many placements, got {len(placements)}")
@@ -353,11 +352,11 @@ class _Interception(TorchDispatchMode):
 
     Args:
         keep: called for each keepable operation with a role, "results" or "choices", and the
-        tensors of the call. kept: tensors of each call that was kept, by role.
+            tensors of the call.
+        kept: tensors of each call that was kept, by role.
         skips: whether skippable operations return anything of the first argument's shape, and do
-        not run. Sums and
-            products with what they return do not run either: they would take memory for a result
-            that nobody reads.
+            not run. Sums and products with what they return do not run either: they would take
+            memory for a result that nobody reads.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class PackedDocuments:
             sequences: int [N], the number of each document's sequence in the epoch.
             longest: tokens of the longest document that any epoch may have.
             batch_size, num_ranks, micro_batches: of a step, whose sequences `packing.deal` gives
-            out to ranks.
+                out to ranks.
         """
         step = batch_size * num_ranks * micro_batches
         used = (sequences.max() + 1) // step * step

@@ -88,7 +88,7 @@ class Aim:
         Args:
             tokenizer: the identity of the run's tokenizer.
             start: the folder of weights that a run starts from; None: it goes on from a checkpoint,
-            and what is stored was compared when it started.
+                and what is stored was compared when it started.
             attention: stored.attention_in_words the run; None: any, as in an evaluation.
         """
         stored = {column: Stored.read(folder) for column, folder in self.folders.items()}
@@ -118,7 +118,7 @@ class Aim:
 
         Args:
             is_shown: the data are only looked at: rewards and groups stay, and a warning takes the
-            place of a refusal.
+                place of a refusal.
         """
         if self.has_rollouts:
             give_advantages(stores, self.name != "dr_grpo", keep_rewards=is_shown)

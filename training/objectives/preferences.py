@@ -4,12 +4,12 @@ of the data.
 With c and r the sums of log-probabilities of both answers, beside a reference's C and R, and means
 over their tokens written c', r':
 
-    DPO     -log sigmoid(beta ((c - C) - (r - R)))                      arXiv 2305.18290; label
-    smoothing as in cDPO IPO     ((c' - C') - (r' - R') - 1 / (2 beta))^2                    arXiv
-    2310.12036, of means as in TRL SimPO   -log sigmoid(beta (c' - r') - margin)
-    arXiv 2405.14734
-    ORPO    -c' - beta log sigmoid(log odds(c') - log odds(r'))         arXiv 2403.07691; odds(x) =
-    e^x / (1 - e^x)
+    DPO     -log sigmoid(beta ((c - C) - (r - R)))               arXiv 2305.18290
+    IPO     ((c' - C') - (r' - R') - 1 / (2 beta))^2             arXiv 2310.12036
+    SimPO   -log sigmoid(beta (c' - r') - margin)                arXiv 2405.14734
+    ORPO    -c' - beta log sigmoid(log odds(c') - log odds(r'))  arXiv 2403.07691
+
+Label smoothing is as in cDPO. IPO is of means, as in TRL. odds(x) = e^x / (1 - e^x).
 
 To DPO, IPO and SimPO `nll_weight` times -c' may be added. The mean over the pairs of a step is its
 loss. TRL's ORPO has the mean log-probability of prompts and answers, over all tokens of a

@@ -3,13 +3,15 @@
 With the ratio q = exp(log p - old) of a token, its advantage A, and clip(q) within [1 - clip_low, 1
 + clip_high]:
 
-    grpo                 -min(q A, clip(q) A)                  mean over each answer, then over
-    answers; 2402.03300 dapo                 the same                              mean over all
-    tokens; 2503.14476 dr_grpo              the same                              sum over tokens /
-    (answers x context_length); 2503.20783 gspo                 the same of s = exp(mean of log q)
-    mean over answers; 2507.18071 cispo                -min(q, 1 + clip_high) A log p        mean
-    over all tokens, min without gradient; 2506.13585 importance_sampling  -q A
-    mean over all tokens
+    grpo                 -min(q A, clip(q) A)                mean over answers of each one's mean
+    dapo                 the same                            mean over all tokens
+    dr_grpo              the same                            sum / (answers x context_length)
+    gspo                 the same of s = exp(mean of log q)  mean over answers
+    cispo                -min(q, 1 + clip_high) A log p      mean over all tokens; min is a constant
+    importance_sampling  -q A                                mean over all tokens
+
+The first five are of arXiv 2402.03300, 2503.14476, 2503.20783, 2507.18071 and 2506.13585, in this
+order.
 
 `beta` times exp(R - log p) - (R - log p) - 1 is added to each token's loss, R being the reference's
 log-probability. Where the rollouts have log-probabilities of the engine that wrote them beside the

@@ -79,7 +79,7 @@ class Terms:
         by_token: [B, T], 0 where there is no target; None: there is no such part.
         by_answer: [A], 0 of documents that have no such loss.
         means: numerator and denominator of each metric, [] both, to be added up over micro-batches
-        and ranks.
+            and ranks.
         largest: [] by name, of which the largest counts.
     """
 

@@ -86,8 +86,9 @@ def step_on_meta(
 
     Args:
         num_gpus: the step is the first GPU's of so many, which need not exist; no GPU gets more by
-        torch.chunk. context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and
-        each matrix. num_machines: machines that have equally many of the GPUs.
+            torch.chunk.
+        context_parallel_size, tensor_parallel_size: GPUs that share each sequence, and each matrix.
+        num_machines: machines that have equally many of the GPUs.
         replicate: copies of the weights.
         scoring: what the loss takes more than the next tokens' does.
     """

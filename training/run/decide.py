@@ -382,7 +382,7 @@ def choose_model(config: TrainConfig, resumed: Path | None = None) -> ModelConfi
 
     Args:
         resumed: the checkpoint to go on from; None: the run starts, from the weights of --init_from
-        if it has them.
+            if it has them.
     """
     size = MODEL_SIZES[config.model_size or "tiny"]
     folder = resumed or config.init_from

@@ -81,7 +81,7 @@ class Display(contextlib.ExitStack):
 
     Args:
         unit: what the loss of next tokens is a mean of, such as "nats per token"; "": of other
-        objectives.
+            objectives.
     """
 
     def __init__(
@@ -278,8 +278,7 @@ class Metrics:
 
     Args:
         writers: by name; each takes the metrics of a step. A writer that fails by more than an
-        OSError gets no more. Of
-            failures in a row the first is said.
+            OSError gets no more. Of failures in a row the first is said.
     """
 
     def __init__(self, writers: dict[str, Writer]):

@@ -155,7 +155,8 @@ def check_config(
 
     Args:
         given: names of the flags that were given. A resumed run has its other settings from the run
-        before. rules: RUN_RULES, or all of TrainConfig.rules once the start of the run is known.
+            before.
+        rules: RUN_RULES, or all of TrainConfig.rules once the start of the run is known.
     """
     refuse(config, given, rules)
     for package, module in (

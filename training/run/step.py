@@ -139,8 +139,7 @@ def train_step(
 
     Args:
         batches: of whole sequences; ranks that share sequences have the same ones, and each takes
-        its part. []: this
-            rank could not read its batches.
+            its part. []: this rank could not read its batches.
         before_update: called ahead of the update, as `Saver.before_update`.
         objective: what is minimised; None: the loss of the next tokens.
     """

@@ -42,7 +42,8 @@ def build_inverse_index(
     Args:
         blocks: the lists [tokens of all documents, G, selected] int16.
         token_ranges: ranges of one length that cover all tokens in order; the last may be shorter.
-        []: no index. chunk: most entries of an item.
+            []: no index.
+        chunk: most entries of an item.
     """
     if not token_ranges:
         return []

@@ -490,9 +490,8 @@ def choose_blocks(
 
     Args:
         score: score(query_blocks, width) returns scores [G, len(query_blocks) * block_size, width]
-        float32, valid for
-            candidates alone, 1 <= j < left; and the largest of each CHUNK of candidates [..., width
-            // CHUNK], valid for chunks that have one.
+            float32, valid for candidates alone, 1 <= j < left; and the largest of each CHUNK of
+            candidates [..., width // CHUNK], valid for chunks that have one.
     """
     _, G, selected = chosen.shape
     widest = score_width(layout, range(layout.num_blocks))
