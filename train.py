@@ -77,7 +77,9 @@ from training.run.metrics import (
     own_amounts,
     summed_metrics,
 )
-from training.run.parts import (
+from training.run.recipe import Recipe, check_is_free, check_machine, verify_start
+from training.run.report import recorded_warnings
+from training.run.running import (
     Run,
     check_disk,
     checkpoint_bytes,
@@ -85,11 +87,9 @@ from training.run.parts import (
     log_sample,
     open_report,
 )
-from training.run.recipe import Recipe, check_is_free, check_machine, verify_start
-from training.run.report import recorded_warnings
 from training.run.schedule import Progress, Schedule, count_steps
-from training.run.step import NoTarget, NotFinite, NotRead, train_step, validate
 from training.run.stopping import Stopped, Stopping, exit_with, stop_signals
+from training.run.train_step import NoTarget, NotFinite, NotRead, train_step, validate
 
 logger = logging.getLogger("train")
 

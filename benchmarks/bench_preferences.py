@@ -43,7 +43,7 @@ from training.run.build import build
 from training.run.decide import choose_model, recipe_of
 from training.run.recipe import check_machine
 from training.run.settings import TrainConfig
-from training.run.step import train_step
+from training.run.train_step import train_step
 
 # So low a rate leaves the loss at ln 2. With 1e-6 it was 0 in the second step, and gradients were
 # zeros, which a GPU multiplies faster, since it draws less power.

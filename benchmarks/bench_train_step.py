@@ -95,8 +95,8 @@ from training.run.decide import choose_model, recipe_of
 from training.run.metrics import peak_flops
 from training.run.recipe import Recipe, check_machine
 from training.run.settings import TrainConfig
-from training.run.step import train_step
 from training.run.stopping import Stopping
+from training.run.train_step import train_step
 
 PEERS = {"peer", "titan"}
 LONGEST_REPEATED, WARM_UP_TOKENS = 131_072, 16_384

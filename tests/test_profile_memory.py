@@ -37,7 +37,7 @@ from training.objectives.scored import TOKEN_BYTES
 from training.parallel.world import World
 from training.run.build import step_on_meta
 from training.run.decide import recipe_of
-from training.run.parts import checkpoint_bytes
+from training.run.running import checkpoint_bytes
 from training.run.settings import TrainConfig
 
 

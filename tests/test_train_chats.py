@@ -30,9 +30,9 @@ from training.data.tokens import TokenStore
 from training.families.rows import token_ids
 from training.generate.inference import _stop_ids
 from training.host.errors import UserError
-from training.run import parts
-from training.run.parts import log_sample
+from training.run import running
 from training.run.recipe import Start
+from training.run.running import log_sample
 
 TURN = (  # has the mark of an assistant's
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|eot_id|>{% endgeneration %}"
@@ -199,7 +199,7 @@ def test_a_sample_goes_on_from_a_document(tmp_path, monkeypatch, caplog, row, pr
         asked.append(ids[0].tolist())
         yield from (torch.tensor([[token]]) for token in (256, stop, 256))
 
-    monkeypatch.setattr(parts, "products_in_bf16", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(running, "products_in_bf16", lambda _: contextlib.nullcontext())
     world = SimpleNamespace(device=torch.device("cpu"), sum=lambda value: [value])
     log_sample(SimpleNamespace(
         held_out=held_out,

@@ -36,7 +36,7 @@ from training.optim.adamw import warmup_cosine
 from training.parallel.world import World
 from training.run import decide, resume
 from training.run.decide import recipe_of
-from training.run.parts import checkpoint_bytes
+from training.run.running import checkpoint_bytes
 from training.run.settings import TrainConfig, check_config
 
 
@@ -58,7 +58,7 @@ def test_wider_mlps_in_some_layers_train_and_resume(corpus, tmp_path, monkeypatc
     shape = reshape(MODEL_SIZES["tiny"], mlps=(usual, usual, usual, wider))
     monkeypatch.setitem(MODEL_SIZES, "tiny", shape)
     monkeypatch.setattr(
-        "training.run.parts.to_config_json",
+        "training.run.running.to_config_json",
         lambda config: to_config_json(reshape(config, mlps=(usual,))),
     )
     monkeypatch.setattr(

@@ -27,7 +27,7 @@ from training.data import __main__ as data_command
 from training.host.errors import UserError
 from training.optim.adamw import MasterAdamW
 from training.parallel.world import World
-from training.run import parts, step, stopping
+from training.run import running, stopping, train_step
 from training.run.decide import decide, decide_launch, recipe_of
 from training.run.schedule import Progress
 from training.run.settings import TrainConfig, given_settings
@@ -303,13 +303,13 @@ def test_a_run_outlives_who_reads_its_output(corpus, tmp_path, monkeypatch):
 
 def not_finite_in(steps, monkeypatch):
     """Makes the loss of these calls, counted from 1, NaN."""
-    run_model, calls = step.run_model, []
+    run_model, calls = train_step.run_model, []
 
     def failing(*args):
         calls.append(1)
         return run_model(*args) * (math.nan if len(calls) in steps else 1.0)
 
-    monkeypatch.setattr(step, "run_model", failing)
+    monkeypatch.setattr(train_step, "run_model", failing)
 
 
 def test_a_loss_that_is_not_finite_saves_what_was_before(corpus, tmp_path, monkeypatch, capsys):
@@ -441,9 +441,9 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
     world = World(0, 1, torch.device("cpu"))
     recipe = recipe_of(TrainConfig(output_dir=str(run), save="model"), MODEL_SIZES["tiny"], world)
     with pytest.raises(UserError, match=r"free some space, choose another --output_dir$"):
-        parts.check_disk(recipe.saving, Progress(max_steps=8, step=4), True, 1000)
+        running.check_disk(recipe.saving, Progress(max_steps=8, step=4), True, 1000)
     shutil.rmtree(run)
-    free = 2 * parts.checkpoint_bytes(recipe_of(TrainConfig(), MODEL_SIZES["tiny"], world), world)
+    free = 2 * running.checkpoint_bytes(recipe_of(TrainConfig(), MODEL_SIZES["tiny"], world), world)
     monkeypatch.setattr(
         files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free)
     )
@@ -454,7 +454,7 @@ def test_room_on_the_disk_is_looked_at_first(corpus, tmp_path, monkeypatch, caps
 def test_a_save_that_fails_does_not_end_the_run(corpus, tmp_path, monkeypatch, caplog):
     """The next save is complete, and leaves nothing of the failed one."""
     run, write = tmp_path / "run", Piece.write
-    monkeypatch.setattr(parts, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(running, "RETRY_SECONDS", 0)
 
     def no_room(piece, *args):
         if not caplog.messages:
@@ -510,14 +510,14 @@ def test_ranks_stop_together_and_refuse_other_settings(corpus, tmp_path):
 
 
 def test_a_hang_shows_where_it_is_and_a_spike_is_told(corpus, tmp_path, monkeypatch, capfd, caplog):
-    run_model = step.run_model
+    run_model = train_step.run_model
 
     def slow(*args):
         time.sleep(0.5)
         return run_model(*args)
 
     monkeypatch.setattr(stopping, "HANG_SECONDS", 0.2)
-    monkeypatch.setattr(step, "run_model", slow)
+    monkeypatch.setattr(train_step, "run_model", slow)
     monkeypatch.setattr(train, "is_spike", lambda loss, recent: len(recent) == 1)
     assert (
         train.main(arguments(corpus, tmp_path / "run", "--validation_sequences", "0", steps=2)) == 0

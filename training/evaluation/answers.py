@@ -15,7 +15,7 @@ from training.host.progress import Progress
 from training.objectives.decide import decide_aim
 from training.objectives.flags import ObjectiveFlags
 from training.parallel.world import World
-from training.run.step import validate
+from training.run.train_step import validate
 
 
 def judge_answers(

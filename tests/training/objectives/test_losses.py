@@ -24,7 +24,7 @@ from training.parallel.ulysses import share_sequences
 from training.parallel.world import World
 from training.run.decide import adapters_found
 from training.run.settings import TrainConfig, check_config
-from training.run.step import beside_step, count_losses, run_model, validate
+from training.run.train_step import beside_step, count_losses, run_model, validate
 
 CPU = World(0, 1, torch.device("cpu"))
 CONFIG = model_of(64, 32, 48, 1, 4, 2, 16, initializer_range=0.2)

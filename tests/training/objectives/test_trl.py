@@ -26,7 +26,7 @@ from training.data.tokens import TokenStore
 from training.objectives.scored import Objective
 from training.objectives.sharing import beside_answer_of
 from training.parallel.world import World
-from training.run.step import beside_step, count_losses, run_model
+from training.run.train_step import beside_step, count_losses, run_model
 
 FOUND = json.loads(RECORDED.read_text())
 

@@ -24,7 +24,7 @@ from training.parallel.fsdp import initial_weights, shard_model
 from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import share_sequences
 from training.parallel.world import World, check_replicate, make_mesh
-from training.run.step import train_step
+from training.run.train_step import train_step
 
 # Layouts of four ranks: (ranks that share a sequence, ranks that share a matrix, copies of the
 # weights).

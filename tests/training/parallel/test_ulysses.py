@@ -40,7 +40,7 @@ from training.parallel.fsdp import copy_weights, initial_weights, shard_model
 from training.parallel.tensor import share_matrices
 from training.parallel.ulysses import check_sharing, share_sequences
 from training.parallel.world import World, make_mesh
-from training.run.step import run_model
+from training.run.train_step import run_model
 
 ROOT = Path(__file__).parents[3]
 SEQUENCES = 4  # sequences per step, over all ranks

@@ -14,8 +14,8 @@ from training.data.loader import make_batch
 from training.data.tokens import TokenStore
 from training.memory.placement import set_linear
 from training.parallel.world import World
-from training.run.step import run_model, validate
 from training.run.stopping import Stopped
+from training.run.train_step import run_model, validate
 
 
 def test_the_chunked_loss_need_not_count_targets_on_the_gpu(monkeypatch):
