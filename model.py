@@ -136,9 +136,8 @@ class Attention(nn.Module, Knobs):
                 exchange=None if cache is not None else self.exchange,
                 backend=self.backend,
             )  # fmt: skip
-            if (
-                cache is not None
-            ):  # a whole prompt: keys and values once more, with one query head that is not used
+            # a whole prompt: keys and values once more, with one query head that is not used
+            if cache is not None:
                 one_head = qkv.with_one_query_head()
                 cache.append(*project_heads(x_BTD, one_head, cos, sin, linear, impl)[1:3])
             return ranks.leave(attended_BTD)
@@ -409,9 +408,8 @@ class Transformer(Declared, ContextMaker, Knobs):
     def embed(self, input_ids: Tensor) -> Tensor:
         """Returns the first block's input."""
         x_BTD, multiplier = self.embed_tokens(input_ids), self.shard.embedding_multiplier
-        return (
-            x_BTD if multiplier == 1 else x_BTD * torch.tensor(multiplier, dtype=x_BTD.dtype)
-        )  # rounds as Gemma does
+        # rounds as Gemma does
+        return x_BTD if multiplier == 1 else x_BTD * torch.tensor(multiplier, dtype=x_BTD.dtype)
 
     def head_input(self, x_BTD: Tensor) -> Tensor:
         """Returns the head's input: the final norm of the last block's output, divided by

@@ -85,9 +85,8 @@ from training.run.decide import choose_tokenizer
 from training.run.settings import TrainConfig
 
 MOST_HOST_GB = 4096  # host memory that is tried where a step does not fit
-SOLD_GB = sorted(
-    [2**n for n in range(4, 13)] + [3 * 2**n for n in range(3, 12)]
-)  # host memory of machines: 16, 24, 32
+# host memory of machines: 16, 24, 32
+SOLD_GB = sorted([2**n for n in range(4, 13)] + [3 * 2**n for n in range(3, 12)])
 OFFERED_RANK = 16  # adapters of this rank are offered where every weight does not fit
 MOST_LAYERS = 256  # a plan for more would take minutes
 
@@ -253,9 +252,8 @@ def make_step(
     if not flags.data:
         return step, None
     reading = Reading(None, flags.suffixes, flags.columns, flags.bad_rows)
-    joined = (
-        0 if flags.objective == "next_token" else step.context_length
-    )  # answers to a prompt, up to so many tokens
+    # answers to a prompt, up to so many tokens
+    joined = 0 if flags.objective == "next_token" else step.context_length
     texts = (
         (*flags.data,), choose_tokenizer(flags, None), flags.chat_template,
         machine.model.vocab_size, reading,
@@ -291,9 +289,8 @@ def open_data(
     training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:
         what = f"tokenizing {', '.join(texts)} with {tokenizer_path}"
-        hint = "; a prepared set is quicker (docs/data.md)" * (
-            objective == "next_token"
-        )  # others read rows
+        # others read rows
+        hint = "; a prepared set is quicker (docs/data.md)" * (objective == "next_token")
         print(f"{what}{hint}", file=sys.stderr, flush=True)
     tokenizer = open_tokenizer(tokenizer_path, chat_template)
     rows = text_reader(objective, tokenizer.eos_id, context_length)
@@ -473,17 +470,15 @@ def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan)
     if flags.lora is not None and flags.lora_bits > 4:
         found |= change(flags, machine, world, lora_bits=4)
     if math.isfinite(machine.host_bytes):
-        step = plan.step.with_format(
-            plan.execution.state_format
-        )  # auto might need more, for float32 state
+        # auto might need more, for float32 state
+        step = plan.step.with_format(plan.execution.state_format)
         roomy = make_plan(step, machine.gpu_bytes, math.inf, machine.rates)
         found |= change(flags, machine, world, **host_flag(flags, roomy.host_bytes))
     if flags.attention_type == "full" and world.device.type == "cpu":
         found |= change(flags, machine, world, attention_type="sparse")
     splits: dict[str, Plan] = {}
-    for n in (
-        (2, 4, 8) if not plan.step.shard.has_experts else ()
-    ):  # experts' auxiliary loss is of a micro-batch
+    # experts' auxiliary loss is of a micro-batch
+    for n in (2, 4, 8) if not plan.step.shard.has_experts else ():
         if flags.batch_size % n == 0:
             sizes = {"batch_size": flags.batch_size // n}
             sizes["gradient_accumulation_steps"] = n * flags.gradient_accumulation_steps
@@ -593,18 +588,17 @@ def main(argv: list[str]) -> int:
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),
         }
+        # dtypes
         written = json.dumps(
             {"settings": settings, "environment": environment, **results}, default=str
-        )  # dtypes
-        finite = json.loads(
-            written, parse_constant=lambda infinite: None
-        )  # JSON does not know infinity
+        )
+        # JSON does not know infinity
+        finite = json.loads(written, parse_constant=lambda infinite: None)
         replace_file(flags.json, json.dumps(finite) + "\n")
     return 0 if results.get("answer", {}).get("fits", True) else 1
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGPIPE, signal.SIG_DFL
-    )  # `python profile_memory.py | head` ends as `head` does
+    # `python profile_memory.py | head` ends as `head` does
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

@@ -36,13 +36,13 @@ from kernels.qkv_attention import AttentionPart
 from model import MODEL_SIZES, Transformer
 
 VOCAB_SIZE = MODEL_SIZES["4B"].vocab_size
-SWITCH_BYTES = (
-    10 * 2**30
-)  # the contract; written out, because the code under test must not be asked
+# the contract; written out, because the code under test must not be asked
+SWITCH_BYTES = 10 * 2**30
+# measured
 COSTS = {
     "cpu": "2 GiB of memory, and about a minute of two free cores",
     "cuda": "10 GiB of GPU memory",
-}  # measured
+}
 RESULTS = ("loss", "hidden gradient", "head gradient")
 
 
@@ -128,17 +128,15 @@ def switch(
         )
         ids = torch.randint(vocab_size, (1, length), device=device)
         labels, note = ids, "every token has a label"
-        if (
-            should_chunk and device.type == "cpu"
-        ):  # labels on all tokens would take most of two minutes
+        # labels on all tokens would take most of two minutes
+        if should_chunk and device.type == "cpu":
             labels, note = (
                 ids.masked_fill(torch.arange(length) % 8 > 0, IGNORE_INDEX),
                 "one token in 8 has a label",
             )
         rows = observed_logits_rows(model, ids, labels)
-        used = (
-            "standard" if rows == length - 1 else "chunked"
-        )  # the last position has no target and no logits
+        # the last position has no target and no logits
+        used = "standard" if rows == length - 1 else "chunked"
         print(
             f"  {used} loss used: the largest logits tensor seen in forward and backward was "
             f"[{rows}, {vocab_size}]"
@@ -226,9 +224,8 @@ def accumulation(device: torch.device) -> Iterator[Check]:
     config = small_config(1009, tie_word_embeddings=False)
     model = Transformer(config).to(device)
     model.loss_impl = "chunked"
-    model.layers = (
-        nn.ModuleList()
-    )  # attention has no float32 kernel on GPUs; the loss is checked without blocks
+    # attention has no float32 kernel on GPUs; the loss is checked without blocks
+    model.layers = nn.ModuleList()
     ids = torch.randint(config.vocab_size, (8, 129), device=device)
     labels = ids.clone()
     for row in range(8):
@@ -288,9 +285,8 @@ def memory(device: torch.device) -> Iterator[Check]:
 
 def main(parts=(switch, equivalence, accumulation, memory)) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's messages
-    os.environ.setdefault(
-        "THP_MEM_ALLOC_ENABLE", "1"
-    )  # huge pages: small ones take half of the time on a CPU
+    # huge pages: small ones take half of the time on a CPU
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"device: {torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}")
     print(f"this takes {COSTS[device.type]}\n", flush=True)

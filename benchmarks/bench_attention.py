@@ -32,9 +32,8 @@ from kernels.attention.libraries import choose_backend
 from kernels.attention.sparse.sparse_attention import Sparse
 from kernels.attention.window import Window, window_reference
 
-Attend = Callable[
-    [Tensor, Tensor, Tensor], Tensor
-]  # q [B, T, H, K], k and v [B, T, G, K] to [B, T, H, K]
+# q [B, T, H, K], k and v [B, T, G, K] to [B, T, H, K]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def main() -> None:
@@ -127,9 +126,8 @@ def windows(window: int, backends: list[str], device: torch.device) -> dict[str,
         def is_visible(b, h, q_index, k_index):
             return (k_index <= q_index) & (q_index - k_index < window)
 
-        return torch.compile(create_block_mask)(
-            is_visible, None, None, T, T, device=device
-        )  # without the T x T matrix
+        # without the T x T matrix
+        return torch.compile(create_block_mask)(is_visible, None, None, T, T, device=device)
 
     def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

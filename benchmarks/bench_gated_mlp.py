@@ -62,9 +62,8 @@ def bench_activation(
         "eager": (eager, [gate, up]),
         "torch.compile": (compiled(eager, device), [gate, up]),
     }
-    if module := liger(
-        name, device
-    ):  # Liger's backward writes over gate and up, so it gets its own copies
+    # Liger's backward writes over gate and up, so it gets its own copies
+    if module := liger(name, device):
         own = [x.detach().clone().requires_grad_() for x in (gate, up)]
         implementations["Liger"] = (getattr(module, function_name).apply, own)
     return compare_with_copy(
@@ -104,9 +103,8 @@ def bench_mlp(tokens: int, D: int, width: int, device: torch.device) -> dict:
             )
             return F.linear(hidden, down_weight)
 
-        def liger_tiled(
-            x, *weights
-        ):  # LigerTiledSwiGLUMLP calls it like this; weight gradients go into .grad
+        # LigerTiledSwiGLUMLP calls it like this; weight gradients go into .grad
+        def liger_tiled(x, *weights):
             shards = math.ceil(tokens / D)
             return tiled_module.apply_tiled_mlp(
                 lambda _, x: liger_untiled(x, *weights), None, x, shards, weights

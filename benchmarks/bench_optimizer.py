@@ -166,9 +166,8 @@ def measure_pieces(numel: int, repeats: int, device: torch.device) -> dict[str, 
             times[name].append(time_once(update, device))
         for num_bytes, copy in copies.items():
             times[num_bytes].append(time_once(copy, device))
-    ms = {
-        name: statistics.median(values[2:]) for name, values in times.items()
-    }  # without the warm-up
+    # without the warm-up
+    ms = {name: statistics.median(values[2:]) for name, values in times.items()}
     return {
         name: {
             "ms": ms[name],

@@ -185,9 +185,8 @@ def ours(setting: str, arguments: argparse.Namespace, world: World) -> dict:
         with products_in_bf16(model):
             found.append(model(ids, batch.documents, loss).log_probs[0, :-1])
 
-    reference_seconds = [timed(reference, world.device) for _ in range(2 - bool(apart))][
-        -1
-    ]  # the first one compiles
+    # the first one compiles
+    reference_seconds = [timed(reference, world.device) for _ in range(2 - bool(apart))][-1]
     if arguments.lora is None:
         store.add_column("reference", np.append(np.float32(0), found[-1].float().cpu().numpy()))
         batch = make_batch(store, [[(0, 0, length)]], length)

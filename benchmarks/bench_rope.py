@@ -62,9 +62,8 @@ def check(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     q, k = q.requires_grad_(), k.requires_grad_()
     found = rope(q, k, cos, sin)
     exact = rope_reference(q.double(), k.double(), cos, sin)
-    gradients = torch.autograd.grad(
-        found, [q, k], [x.detach() for x in found]
-    )  # turned back: q and k themselves
+    # turned back: q and k themselves
+    gradients = torch.autograd.grad(found, [q, k], [x.detach() for x in found])
     require_close("rope", (*found, *gradients), (*exact, q, k), 1e-2)
 
 

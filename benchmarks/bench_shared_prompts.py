@@ -87,9 +87,8 @@ def compare(mixer, prompt: int, count: int, length: int, device: torch.device) -
     return dict(zip(names, [*ms.values(), ms["shared"] / ms["apart"], *gib, *errors]))
 
 
-Step = Callable[
-    [], tuple[Tensor, Tensor]
-]  # makes the output of the answers, and the gradient of the input
+# makes the output of the answers, and the gradient of the input
+Step = Callable[[], tuple[Tensor, Tensor]]
 
 
 def shared_step(

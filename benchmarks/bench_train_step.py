@@ -364,9 +364,8 @@ def measure(
         for ranks in steps:
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            losses.append(
-                round(step(ranks[world.data_rank]), 3)
-            )  # has waited for all but our update
+            # has waited for all but our update
+            losses.append(round(step(ranks[world.data_rank]), 3))
             began, returned = returned, time.perf_counter()
             every.append(returned - began)
             peaks.append(torch.cuda.max_memory_allocated() if on_gpu else 0)
@@ -636,10 +635,8 @@ def titan_loss(
     for block in model.layers.values():
         block.compile(backend=backend, fullgraph=True)
     loss_of = torch.compile(cross_entropy_loss, backend=backend)
-    return (
-        model,
-        lambda ids: loss_of(model(ids)[:, :-1], ids[:, 1:]) / ids[:, 1:].numel(),
-    )  # a sum of all tokens'
+    # a sum of all tokens'
+    return (model, lambda ids: loss_of(model(ids)[:, :-1], ids[:, 1:]) / ids[:, 1:].numel())
 
 
 def use_fla() -> None:

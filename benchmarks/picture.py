@@ -23,9 +23,10 @@ PEER = "peer"
 
 
 def main(argv: list[str]) -> None:
+    # no flags
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args(
         argv
-    )  # no flags
+    )
     draw_picture()
 
 

@@ -13,16 +13,14 @@ from fathom_kernels import LinearCrossEntropyLoss, cross_entropy, linear_cross_e
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-hidden = torch.randn(
-    2, 128, 64, device=device, requires_grad=True
-)  # [B, T, D], as the model's last layer gives them
+# [B, T, D], as the model's last layer gives them
+hidden = torch.randn(2, 128, 64, device=device, requires_grad=True)
 head = torch.nn.Linear(64, 4096, bias=False, device=device)  # [V, D]
 labels = torch.randint(4096, (2, 128), device=device)
 labels[:, :16] = -100  # not trained on
 
-plain = F.cross_entropy(
-    head(hidden).flatten(0, 1), labels.flatten()
-)  # holds [256, 4096] logits, and their gradient
+# holds [256, 4096] logits, and their gradient
+plain = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten())
 given = cross_entropy(head(hidden), labels)  # the same loss from logits
 fused = linear_cross_entropy(hidden, head.weight, labels, chunk_size=64)  # [64, 4096] at a time
 module = LinearCrossEntropyLoss(softcap=30.0, chunk_size=64)

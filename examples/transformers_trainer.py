@@ -26,9 +26,8 @@ documents = [
     for start in torch.randint(200, (64,)).tolist()
 ]
 
-fathom_kernels.register_attention(
-    selected_blocks=2, window=64, block_size=32, dense_below=128
-)  # sizes of a toy
+# sizes of a toy
+fathom_kernels.register_attention(selected_blocks=2, window=64, block_size=32, dense_below=128)
 config = Qwen3Config(
     vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
     num_attention_heads=4,

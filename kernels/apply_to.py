@@ -35,18 +35,12 @@ MODEL_TYPES = (
 )  # fmt: skip
 WRAPPERS = ("qwen3_5", "qwen3_5_moe")  # beside images: the text model inside is of a type above
 GEMMA = ("gemma2", "gemma3_text")
-OFFSET = (
-    *GEMMA,
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-)  # their files hold the weights of norms minus 1
+# their files hold the weights of norms minus 1
+OFFSET = (*GEMMA, "qwen3_5_text", "qwen3_5_moe_text")
 ROUNDED_AFTER_WEIGHT = (*OFFSET, "olmo2", "olmo3")
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-LOSS_ARGUMENTS = (
-    "num_items_in_batch",
-    "ignore_index",
-    "shift_labels",
-)  # keywords that transformers' loss takes
+# keywords that transformers' loss takes
+LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
 # Functions that make a forward are cached, so that all layers share it and torch.compile traces it
 # once.
@@ -219,9 +213,10 @@ def _causal_lm_forward(original, impl: str):
         next(n for n in innermost.__code__.co_names if n.endswith("CausalLMOutputWithPast"))
     ]
     balance = names.get("load_balancing_loss_func")  # a mixture's loss that balances its experts
+    # before 5.24
     cache_name = (
         "cache" if "cache" in inspect.signature(innermost).parameters else "past_key_values"
-    )  # before 5.24
+    )
 
     @functools.wraps(original)
     def forward(

@@ -86,7 +86,8 @@ def first_derivative(backward: Callable) -> Callable:
 
 
 def sum_dtype(x: torch.Tensor) -> torch.dtype:
-    """Returns the dtype in which sums of a tensor's elements are made: float32, or its own float64."""
+    """Returns the dtype in which sums of a tensor's elements are made: float32, or its own
+    float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

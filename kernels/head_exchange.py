@@ -58,10 +58,8 @@ class _Flight:
     def wait(self) -> None:
         if self.work is not None:
             self.work.wait()
-        del (
-            self.sent,
-            self.work,
-        )  # the work would hold what was received as long as the graph holds this flight
+        # the work would hold what was received as long as the graph holds this flight
+        del (self.sent, self.work)
 
 
 class _Sent(torch.autograd.Function):

@@ -73,9 +73,8 @@ class Adapted:
         return Adapted(self.matrix.t(), self.b.t(), self.a.t())
 
 
-Weight: TypeAlias = (
-    Tensor | Adapted
-)  # a linear map's; only `kernels.lora.LoRA` multiplies by adapted weights
+# a linear map's; only `kernels.lora.LoRA` multiplies by adapted weights
+Weight: TypeAlias = Tensor | Adapted
 
 
 def tensors_of(weight: Weight) -> list[Tensor]:

@@ -21,11 +21,8 @@ from .torch_internals import version_of
 
 # Keywords of transformers' attention functions that change the result
 REFUSED = ("sliding_window", "softcap", "s_aux", "position_bias", "cache", "output_attentions")
-_last: tuple = (
-    (),
-    (),
-    None,
-)  # the tensors that segments were found from, their versions, the segments
+# the tensors that segments were found from, their versions, the segments
+_last: tuple = ((), (), None)
 
 
 def register_attention(
@@ -123,9 +120,8 @@ def _attend(
             "known"
         )
     segments = find_segments(B, T, position_ids, cu_seq_lens_q, attention_mask)
-    if (
-        scaling is not None and abs(scaling * K**0.5 - 1) > 1e-6
-    ):  # `attention` scales by 1 / sqrt(K)
+    # `attention` scales by 1 / sqrt(K)
+    if scaling is not None and abs(scaling * K**0.5 - 1) > 1e-6:
         query = query * (scaling * K**0.5)
     q, k, v = (x.transpose(1, 2).contiguous() for x in (query, key, value))
     return attention(q, k, v, segments, kind=kind, backend=backend, impl=impl), None

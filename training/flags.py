@@ -81,9 +81,8 @@ class Rule(typing.NamedTuple):
     )
     # end of the message "NAME has no effect ...", or all of it; {name} stands for a setting's value
     why: str
-    when: Callable[
-        [typing.Any], object
-    ]  # takes an object of the dataclass; the row holds if the result is true
+    # takes an object of the dataclass; the row holds if the result is true
+    when: Callable[[typing.Any], object]
 
 
 def refuse(flags, given: Iterable[str], rules: Iterable[Rule]) -> None:
@@ -390,10 +389,8 @@ def _reader(each: Field, element: type) -> Callable[[str], str | int | float]:
             meant = f"; did you mean {element(number)}?" if is_likely and number is not None else ""
             raise ArgumentTypeError(f"{word[:80]!r} is not a {kind}{meant}") from None
         if choices and value not in choices:
-            names = (
-                word.lower(),
-                word.lower().rpartition("/")[2].removeprefix("qwen3-"),
-            )  # sizes of Qwen3 have no prefix
+            # sizes of Qwen3 have no prefix
+            names = (word.lower(), word.lower().rpartition("/")[2].removeprefix("qwen3-"))
             elsewhere = WORDS.get(each.name, {}).items()
             likely = [one for one in choices if str(one).lower() in names]
             likely += [
@@ -561,9 +558,8 @@ def _unknown(what: str, words: Sequence[str], names: list[str], kind: type | Non
         else:
             shown = word if dashes else repr(word)
             meant.append(f"{shown}; did you mean {likely}?" if known.flag else shown)
-    if (
-        len(reasons) > MOST_REASONS and what == "key"
-    ):  # a command that is named in the message gives them
+    # a command that is named in the message gives them
+    if len(reasons) > MOST_REASONS and what == "key":
         reasons = {"": [theirs for each in reasons.values() for theirs in each]}
     there_is_no = []
     for why, theirs in reasons.items():

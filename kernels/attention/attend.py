@@ -100,9 +100,8 @@ def attend_backward(
 ) -> Sequence[Tensor]:  # fmt: skip
     """Returns dq, dk, dv and, if there are gates, their gradient. Arguments are as in
     `AttentionKind.backward`."""
-    if (
-        kind.gpu_head_dims and not on_triton
-    ):  # a reference, which may call autograd: not inside an operation
+    # a reference, which may call autograd: not inside an operation
+    if kind.gpu_head_dims and not on_triton:
         return _backward(
             kind, dout, q, k, v, gates, outs, lses, lists, segments, backend, on_triton
         )

@@ -432,8 +432,7 @@ def backward_workspace(
         padded = rounded_length(longest, max(1, kernel.length_step // position_tokens))
         copies = 4 if padded * position_tokens <= _LONGEST_COPIED or num_key_value_heads == 1 else 2
         alone = (row + copies * (q_bytes + k_bytes)) * padded
-        if (
-            longest >= context_length and position_tokens == 1
-        ):  # else positions of all rows are in one row
+        # else positions of all rows are in one row
+        if longest >= context_length and position_tokens == 1:
             alone = max(alone, (row + q_bytes + 2 * k_bytes) * (num_tokens - context_length))
     return max(at_once, together, alone)

@@ -23,9 +23,8 @@ def attend_written_out(
         q.shape[-1]
     )
     sees = is_visible.any(-1, keepdim=True)
-    scores = scores.masked_fill(
-        ~is_visible & sees, float("-inf")
-    )  # a query without a key sees all, not infinities
+    # a query without a key sees all, not infinities
+    scores = scores.masked_fill(~is_visible & sees, float("-inf"))
     out = torch.einsum("bgrts,bsgk->btgrk", scores.softmax(-1).where(sees, 0), v).flatten(2, 3)
     lse = scores.logsumexp(-1).where(sees[..., 0], 0).permute(0, 3, 1, 2).flatten(2)
     return out, lse.to(torch.promote_types(lse.dtype, torch.float32))

@@ -453,9 +453,8 @@ def _read_arrow(
     arrow = import_optional("pyarrow", str(file))
     with file.open("rb") as stream:
         stream.seek(-min(len(END_OF_ARROW), file.stat().st_size), io.SEEK_END)
-        if (
-            stream.read() != END_OF_ARROW
-        ):  # pyarrow takes the end of a file for the end of its table
+        # pyarrow takes the end of a file for the end of its table
+        if stream.read() != END_OF_ARROW:
             raise EOFError("no end of an Arrow stream")
     with arrow.OSFile(str(file)) as opened, arrow.ipc.open_stream(opened) as table:
         columns = _columns(table.schema.names, fields) or table.schema.names
@@ -465,9 +464,8 @@ def _read_arrow(
                 "compression"
             )
         for batch in table:
-            batch.validate(
-                full=True
-            )  # else damaged offsets would be followed to anywhere in memory
+            # else damaged offsets would be followed to anywhere in memory
+            batch.validate(full=True)
             yield from _rows_of([batch.select(columns)], file, first)
             first += batch.num_rows
 

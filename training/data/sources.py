@@ -52,9 +52,8 @@ from training.host.files import check_data_exists, inside, read_file, read_json
 
 logger = logging.getLogger(__name__)
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows' editors begin files so
-SPLIT = re.compile(
-    r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?:[-_./]|$)"
-)  # in names of files of rows
+# in names of files of rows
+SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev|eval)(?:[-_./]|$)")
 UNREAD_FIELD = "field of chats "  # what is left out of chats: before a field's name
 AS_CHATS = ", as chats"  # in the log, behind a form that a chat template wrote
 SHOWN = 8  # suffixes of files, or fields of chats, that are left out

@@ -43,10 +43,8 @@ from training.families.rows import (
 from training.host.sizes import MOST_EXPERTS, check_sizes
 
 DTYPE_SETTINGS = "dtype", "torch_dtype"
-LOCAL_SETTINGS = (
-    "_name_or_path",
-    "auto_map",
-)  # a folder, and code in files of a folder, that others do not have
+# a folder, and code in files of a folder, that others do not have
+LOCAL_SETTINGS = ("_name_or_path", "auto_map")
 # Settings that are read in every family, or written anew.
 KNOWN = (
     *NEEDED, *DEFAULTS, *TAKEN, *TOKEN_IDS, *ROTARY_SETTINGS, *DTYPE_SETTINGS, *LOCAL_SETTINGS,
@@ -230,9 +228,8 @@ def _read(content: dict) -> ModelConfig:
         )
         raise ValueError(NOT_COMPUTED.format(refused_type))
     family = FAMILIES[model_type]
-    if (
-        "num_experts" in family.defaults and "num_local_experts" in content
-    ):  # transformers' newer name
+    # transformers' newer name
+    if "num_experts" in family.defaults and "num_local_experts" in content:
         content = {"num_experts": content["num_local_experts"], **content}
     content = family.complete(content)
     check_sizes(content)

@@ -14,10 +14,8 @@ ROTARY_SETTINGS = (  # in config.json
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
     "original_max_position_embeddings",
 )  # fmt: skip
-QWEN3_DECLARES, QWEN3_LENGTH = (
-    40_960,
-    32_768,
-)  # tokens: with room for an answer, and what its positions were made for
+# tokens: with room for an answer, and what its positions were made for
+QWEN3_DECLARES, QWEN3_LENGTH = (40_960, 32_768)
 
 
 def write_rope(config: ModelConfig, family: Family) -> dict:

@@ -16,22 +16,17 @@ class Family:
     # AttentionPart's fields of `ATTENTION` that differ from the values there.
     attention: dict = field(default_factory=dict)
     block: BlockForm = BlockForm()  # its multiplier is a model's own
-    defaults: dict = field(
-        default_factory=dict
-    )  # transformers' values for settings that config.json leaves out
-    fixed: dict = field(
-        default_factory=dict
-    )  # settings written with these values, and refused with others
-    constants: dict = field(
-        default_factory=dict
-    )  # settings with these values, whatever config.json says
+    # transformers' values for settings that config.json leaves out
+    defaults: dict = field(default_factory=dict)
+    # settings written with these values, and refused with others
+    fixed: dict = field(default_factory=dict)
+    # settings with these values, whatever config.json says
+    constants: dict = field(default_factory=dict)
     rope: dict = field(default_factory=dict)  # rotary settings, if config.json has none
-    fixed_rope: dict = field(
-        default_factory=dict
-    )  # rotary settings written with these values, refused with others
-    names: dict = field(
-        default_factory=dict
-    )  # config.json's names for settings that most families call otherwise
+    # rotary settings written with these values, refused with others
+    fixed_rope: dict = field(default_factory=dict)
+    # config.json's names for settings that most families call otherwise
+    names: dict = field(default_factory=dict)
     # Tensors in files that hold several parameters of a block, by names in the block.
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     scales_embedding: bool = False  # whether embedding_multiplier is sqrt(hidden_size)
@@ -85,9 +80,8 @@ SOME_FAMILIES = {
     "sliding_window_pattern", "rope_local_base_freq", "no_rope_layers", "no_rope_layer_interval",
     "full_attention_interval", "linear_conv_kernel_dim", "attn_output_gate",
 }  # fmt: skip
-SOME_FAMILIES_ROPE = {
-    "llama_4_scaling_beta"
-}  # the same of rotary settings; families that name them need them
+# the same of rotary settings; families that name them need them
+SOME_FAMILIES_ROPE = {"llama_4_scaling_beta"}
 NO_BIASES = {"attention_bias": False}  # one setting for q, k, v and o
 QWEN35_ATTENTION = {"qk_norm": "head", "has_output_gate": True}
 QWEN35_BLOCK = BlockForm(offset=1.0, cast=False)
@@ -269,10 +263,8 @@ WRAPPERS = {family.wrapper: model_type for model_type, family in FAMILIES.items(
 # it says.
 MTP_LAYERS = "mtp_num_hidden_layers"
 HAVE_MTP = "qwen3_5_text", "qwen3_5_moe_text"  # families
-PREFIX, WRAPPED_PREFIX = (
-    "model.",
-    "model.language_model.",
-)  # transformers' names of text models, alone and inside
+# transformers' names of text models, alone and inside
+PREFIX, WRAPPED_PREFIX = ("model.", "model.language_model.")
 OLDER_PREFIX = "language_model.model."  # of text models inside, in transformers 4
 
 

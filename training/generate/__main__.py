@@ -58,9 +58,8 @@ def read_prompts(flags: GenerateFlags) -> list[str]:
 
 def _decode(raw: bytes, where: str) -> str:
     try:
-        return raw.decode("utf-8").removeprefix(
-            "\ufeff"
-        )  # a mark of Windows' editors, which no model is trained on
+        # a mark of Windows' editors, which no model is trained on
+        return raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}"
@@ -108,9 +107,8 @@ def main(argv: list[str]) -> None:
     flags = read_generate_flags(argv)
     if flags.system is not None:
         _decode(os.fsencode(flags.system), "--system")
-    shape_of_weights(
-        flags.checkpoint
-    )  # refuses a folder without a model, before standard input is waited for
+    # refuses a folder without a model, before standard input is waited for
+    shape_of_weights(flags.checkpoint)
     texts = read_prompts(flags)
     with join_world(flags.device) as world, mending_out_of_memory():
         opened = open_folder(flags, world)

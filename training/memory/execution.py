@@ -77,9 +77,8 @@ class Execution:
     heads_at_a_time: int | None = (
         None  # key/value heads that attend at a time; None, and in whole blocks: all
     )
-    gpu_state_bytes: float = (
-        math.inf
-    )  # masters and moments that stay on the GPU, see `Inventory.of`
+    # masters and moments that stay on the GPU, see `Inventory.of`
+    gpu_state_bytes: float = math.inf
     state_format: str = (
         "float32"  # the optimizer's, see training.optim.formats; "auto": not chosen yet
     )

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 from training.flags import Rule, flag
 
 ATTENTION_TYPES = ("full", "sparse", "nsa")  # kinds of attention that a flag can ask for
-GPU_BACKENDS = (
-    "auto",
-    "cudnn",
-    "flash",
-    "flash-attn-4",
-)  # kernels.attention.libraries.BACKENDS but cpu
+# kernels.attention.libraries.BACKENDS but cpu
+GPU_BACKENDS = ("auto", "cudnn", "flash", "flash-attn-4")
 LOSSES = ("auto", "chunked", "standard")
 LINEARS = ("bf16", "fp8", "fp8-all")  # names of kernels.mixed.linear_maps
 IMPLEMENTATIONS = ("auto", "triton", "torch")  # kernels.common.IMPLEMENTATIONS

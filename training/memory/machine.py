@@ -75,12 +75,8 @@ def cap_gpu_memory(num_bytes: int, device: torch.device) -> None:
 # exchange heads, including the copies that order the heads. "network": bytes each way per GPU to
 # other hosts.
 Rates = dict[str, float]
-_BYTES: Rates = {
-    "memory": 4.2e12,
-    "adapters": 4.2e12,
-    "link": 50e9,
-    "gpu link": 170e9,
-}  # measured on an H200
+# measured on an H200
+_BYTES: Rates = {"memory": 4.2e12, "adapters": 4.2e12, "link": 50e9, "gpu link": 170e9}
 ASSUMED_NETWORK = 25e9  # bytes/s: an adapter of 200 Gbit/s per GPU
 _GATHERED_BYTES = 2**28
 # FLOP/s
@@ -92,8 +88,8 @@ def measure_rates(
     kinds: Sequence[MixerKind] = (),
     linear: Linear = PLAIN,
 ) -> Rates:  # fmt: skip
-    """Measures the rates of this GPU at the shapes of a rank's shard of a model. On a CPU: returns an H200's
-    rates.
+    """Measures the rates of this GPU at the shapes of a rank's shard of a model. On a CPU: returns
+    an H200's rates.
 
     The measurement takes 2 to 6 GiB of the GPU for the 4B. Of layers whose kinds of attention have
     one name, the most common setting is measured. Rates of linear maps have the making of factors
@@ -195,9 +191,8 @@ def measure_network(group: dist.ProcessGroup, num_machines: int, device: torch.d
             dist.all_gather_into_tensor(gathered, part, group=group)
         wait()
         seconds = (time.perf_counter() - start) / repeats
-    return (
-        (num_machines - 1) * len(part) / seconds
-    )  # a machine's ranks share what comes from other machines
+    # a machine's ranks share what comes from other machines
+    return (num_machines - 1) * len(part) / seconds
 
 
 def _copy_rates(device: torch.device) -> Rates:
@@ -255,9 +250,8 @@ def _seconds_between(work: Callable[[], object], products: Callable[[], object])
         work()
         stop.record()
     stop.synchronize()
-    return (
-        sum(start.elapsed_time(stop) for start, stop in spans[2:]) / len(spans[2:]) / 1000
-    )  # the first heat it up
+    # the first heat it up
+    return sum(start.elapsed_time(stop) for start, stop in spans[2:]) / len(spans[2:]) / 1000
 
 
 # GPUs by data sheet

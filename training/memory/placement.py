@@ -210,9 +210,8 @@ class _PlacedBlocks:
         # By (layer, name): tensors of each call. Names are "input" and the roles of
         # kernels.common.Keepable.
         self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}
-        self.kept_calls: Counter = (
-            Counter()
-        )  # by (layer, name): calls of `_keep` in the last forward
+        # by (layer, name): calls of `_keep` in the last forward
+        self.kept_calls: Counter = Counter()
         self.passes = [0] * len(blocks)
 
     def embed(self, forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
@@ -366,9 +365,8 @@ class _Interception(TorchDispatchMode):
         super().__init__()
         self.keep, self.skips = keep, skips
         self.kept = {role: list(calls) for role, calls in (kept or {}).items()}
-        self.skipped: WeakSet[torch.UntypedStorage] = (
-            WeakSet()
-        )  # storages of results without values
+        # storages of results without values
+        self.skipped: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def _reads_skipped(self, args: tuple) -> bool:
         return any(isinstance(x, Tensor) and x.untyped_storage() in self.skipped for x in args)

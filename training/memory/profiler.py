@@ -119,12 +119,10 @@ class Recorder:
         self.model, self.optimizer, self.counter = model, optimizer, counter
         placed = [block.forward.func.__self__ for block in model.layers if "forward" in vars(block)]
         self.placed = placed[0] if placed else None  # None: all blocks are whole
-        self.known: WeakKeyDictionary[torch.UntypedStorage, str] = (
-            WeakKeyDictionary()
-        )  # living storage: category
-        self.booked: defaultdict[Any, Counter] = defaultdict(
-            Counter
-        )  # part of the model: bytes by category
+        # living storage: category
+        self.known: WeakKeyDictionary[torch.UntypedStorage, str] = WeakKeyDictionary()
+        # part of the model: bytes by category
+        self.booked: defaultdict[Any, Counter] = defaultdict(Counter)
         self.held: Counter = Counter()
         self.stages: dict[str, tuple[Counter, int]] = {}
         self.spans: defaultdict[str, list[tuple]] = defaultdict(list)
@@ -168,9 +166,8 @@ class Recorder:
         try:
             yield
         finally:
-            for hook in (
-                self.hooks
-            ):  # of tensors, too: a broken-off backward's graph would hold this recorder for good
+            # of tensors, too: a broken-off backward's graph would hold this recorder for good
+            for hook in self.hooks:
                 hook.remove()
 
     def end_stage(self, name: str) -> None:
@@ -236,9 +233,8 @@ class Recorder:
         if attended.requires_grad:  # part of a graph, so backward comes back to it
             self.hooks.append(attended.register_hook(end_backward))
         self._read()
-        self.booked[self.owner]["attention"] -= (
-            attended.nbytes
-        )  # made by attention, kept by the MLP
+        # made by attention, kept by the MLP
+        self.booked[self.owner]["attention"] -= attended.nbytes
         self.booked[self.owner]["MLP"] += attended.nbytes
         self.category = "MLP"
         self._read()
@@ -246,9 +242,8 @@ class Recorder:
     def _leave_block(self, layer: int, y: Tensor) -> None:
         self._know("layer inputs", y)
         self.end_stage(f"forward of layer {layer}")
-        if (
-            self.placed and not self.placed.placements[layer].is_whole
-        ):  # the tensors that it keeps are known
+        # the tensors that it keeps are known
+        if self.placed and not self.placed.placements[layer].is_whole:
             self.booked.pop(layer, None)
         self._run(layer + 1, "layer inputs")
 
@@ -342,9 +337,8 @@ class Bench:
         """
         self.clear()
         counter = counter or CudaCounter()
-        self.model.rotations(
-            step.context_length, self.device
-        )  # early, so that they count as workspace
+        # early, so that they count as workspace
+        self.model.rotations(step.context_length, self.device)
         ids = torch.randint(
             step.shard.vocab_size, (step.batch_size, step.context_length), device=self.device
         )
@@ -568,9 +562,8 @@ def draw_timeline(
     axes.set(
         ylabel="GiB, peak of each stage", title="GPU memory along a step, categories as predicted"
     )
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(1, 1), fontsize=8
-    )  # beside the axes: it would hide the budget
+    # beside the axes: it would hide the budget
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)
     save_picture(figure, path)
 
 

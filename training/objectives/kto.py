@@ -47,9 +47,10 @@ class KTO(Objective):
 
     def __call__(self, scored: Scored) -> Terms:
         assert scored.reference_BT is not None, "the recipe has looked for a reference"
+        # [A]
         x = scored.sum(
             scored.log_probs_BT - torch.where(scored.is_target_BT, scored.reference_BT, 0)
-        )  # [A]
+        )
         values = scored.answers.values
         is_own, is_desirable = values["answer"] == OWN, values["label"] > 0
         weight = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)

@@ -31,10 +31,8 @@ from training.host.torch_internals import fused_adamw_
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 from training.optim.quantized import Quantized, quantize
 
-STATE_FORMATS = (
-    "float32",
-    "compact",
-)  # formats of trained parameters, from the most bytes to the least
+# formats of trained parameters, from the most bytes to the least
+STATE_FORMATS = ("float32", "compact")
 Home = Tensor | Quantized  # a weight between visits to the GPU
 BETA1, BETA2, EPS = 0.9, 0.95, 1e-8  # of AdamW
 

@@ -199,9 +199,8 @@ def plan_memory(
         ]
         compared = {each.execution.attention_backend: each.seconds for each in plans}
         plan = dataclasses.replace(min(plans, key=lambda each: each.seconds), compared=compared)
-    plan = dataclasses.replace(
-        plan, execution=world.broadcast(plan.execution)
-    )  # unequal shards might plan unequally
+    # unequal shards might plan unequally
+    plan = dataclasses.replace(plan, execution=world.broadcast(plan.execution))
     cap_gpu_memory(int(plan.gpu_budget), world.device)
     logger.info("plan for %s of GPU and %s of host memory:\n%s", *map(gib, budgets), plan)
     return plan

@@ -293,9 +293,8 @@ class Metrics:
                 write(values)
                 self._failing.discard(name)
             except Exception as error:
-                may_end = isinstance(
-                    error, OSError
-                )  # such as a full disk, which may have room later
+                # such as a full disk, which may have room later
+                may_end = isinstance(error, OSError)
                 if name not in self._failing or not may_end:
                     logger.warning(
                         "step %s cannot be written to %s: %s", values["step"], name, error
@@ -333,9 +332,8 @@ def tensorboard_writer(
 ) -> Writer:
     """Writes TensorBoard's event files. A resumed run takes the place of the steps after
     `from_step`."""
-    from torch.utils.tensorboard import (
-        SummaryWriter,
-    )  # needs the package tensorboard, which is optional
+    # needs the package tensorboard, which is optional
+    from torch.utils.tensorboard import SummaryWriter
 
     events = SummaryWriter(str(outputs.folder / "tensorboard"), purge_step=from_step + 1)
 

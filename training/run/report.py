@@ -118,9 +118,8 @@ class Report:
 
     def __init__(self, folder: Path, about: About, first_step: int, warnings: RecentWarnings):
         self._file, self._about, self._warnings = folder / NAME, about, warnings
-        self._lengths = lengths_in_html(
-            about.lengths, about.context_length
-        )  # once: there may be millions
+        # once: there may be millions
+        self._lengths = lengths_in_html(about.lengths, about.context_length)
         self.sample: tuple[str, str] | None = None
         self._rows = list[dict]()
         if first_step:
@@ -319,9 +318,8 @@ def lengths_in_html(lengths: np.ndarray, context_length: int) -> str:
         f"{int(lengths.max(initial=0)):,}; "
         f"a sequence has {context_length:,} tokens, and {beyond:,} documents are longer."
     )
-    power = np.ceil(np.log2(np.maximum(lengths, 1))).astype(
-        np.int64
-    )  # a document of 129 to 256 tokens has 8
+    # a document of 129 to 256 tokens has 8
+    power = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64)
     counts, sums = np.bincount(power), np.bincount(power, lengths)
     rows = list[str]()
     for number in counts.nonzero()[0].tolist():

@@ -126,7 +126,8 @@ def resume(checkpoint: Path, given: dict, world: World) -> Resolved:
     values = inherited_settings(saved, given, world.device)
     if values["linear"] == REMOVED_LINEAR:
         raise UserError(
-            f"linear {REMOVED_LINEAR}: {checkpoint} was trained with it, and no version after 0.6.0 "
+            f"linear {REMOVED_LINEAR}: {checkpoint} was trained with it, and no version after "
+            "0.6.0 "
             "has it; give --linear fp8 to go on"
         )
     says_steps = "max_steps" in given or "epochs" in given
@@ -235,10 +236,8 @@ def load_state(checkpoint: Path) -> dict:
     absent = {"skipped": 0, "unvalidated": None, "version": "", "validation_loss": None}
     state = absent | load_trainer_state(checkpoint)
     known = [each.name for each in dataclasses.fields(TrainConfig)]
-    unnamed = {
-        "optimizer_state": "float32",
-        "linear": "bf16",
-    }  # settings of checkpoints before 2026-11-25
+    # settings of checkpoints before 2026-11-25
+    unnamed = {"optimizer_state": "float32", "linear": "bf16"}
     try:
         for name, kind in STATE.items():
             if not isinstance(state.get(name), kind) or isinstance(state.get(name), bool):

@@ -142,9 +142,8 @@ class TrainConfig(
             )
 
 
-given_settings = partial(
-    given_flags, TrainConfig, program="train.py"
-)  # the settings of flags and --config, by name
+# the settings of flags and --config, by name
+given_settings = partial(given_flags, TrainConfig, program="train.py")
 
 
 def check_config(

@@ -127,9 +127,8 @@ class Stopping:
         self.step_seconds = seconds  # predicted, then the main rank's last step
         self.look_seconds = 0.0  # from a signal to the end of the last step, at most
         self.watchdog = Watchdog()
-        self._num_blocks = (
-            2 * len(blocks) * micro_batches
-        )  # forwards and backwards of blocks in a step
+        # forwards and backwards of blocks in a step
+        self._num_blocks = 2 * len(blocks) * micro_batches
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._every = 0  # forwards and backwards from one look to the next; 0: nobody looks
         self._passed, self._last, self._longest = 0, 0.0, 0.0
@@ -257,9 +256,8 @@ def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
         SHUTDOWN_SECONDS,
         f", and torch {torch.__version__} has no --shutdown-timeout: a newer torch has",
     )
-    if hasattr(
-        LaunchConfig, "shutdown_timeout"
-    ):  # the flag is not shown to workers, the environment is
+    # the flag is not shown to workers, the environment is
+    if hasattr(LaunchConfig, "shutdown_timeout"):
         for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):
             timeout = whole_number(name, timeout)
         advice = f": start it with --shutdown-timeout {needed + 60}, unless you did"

@@ -57,9 +57,8 @@ def run_model(
         world.mesh.get_group("context") if world.mesh and world.context_size > 1 else None,
     )
     assert batch.answers is not None, "an objective has answers"
-    if (
-        objective.needs_reference and "reference" not in batch.answers.columns_BT
-    ):  # it is the base of adapters
+    # it is the base of adapters
+    if objective.needs_reference and "reference" not in batch.answers.columns_BT:
         with torch.no_grad(), without_adapters(model):
             reference = NextToken(targets, denominator=1.0, num_targets=num_targets)
             reference_BT = model(input_ids, batch.documents, reference).log_probs
@@ -153,9 +152,8 @@ def train_step(
     try:
         objective = beside_step(model, batches, world, objective)
         for batch in batches:
-            if (
-                world.replicate > 1
-            ):  # FSDP2 adds up each copy's gradients, and sums over copies once per step
+            # FSDP2 adds up each copy's gradients, and sums over copies once per step
+            if world.replicate > 1:
                 model.set_requires_all_reduce(batch is batches[-1])
             loss = run_model(model, batch, world, num_valid, objective, all_terms)
             loss.backward()

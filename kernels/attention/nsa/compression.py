@@ -43,9 +43,8 @@ class Windows(NamedTuple):
     # batch rows that the library's kernel gets, of one document each or, with segments, a single
     # row
     rows: int
-    segments: (
-        Tensor | None
-    )  # the row's documents, int64 [S, 3], counted in windows; None: each row is one document
+    # the row's documents, int64 [S, 3], counted in windows; None: each row is one document
+    segments: Tensor | None
     window_start: Tensor  # [windows] int32: a window's first token
     first_window: Tensor  # [tokens] int32: the first window of a token's document
     windows_of_token: (
@@ -74,13 +73,11 @@ def _make_windows(B: int, T: int, documents: bytes | None, device: torch.device)
 
     start, stop, first, count = torch.stack([start, start + length, first, count]).to(device)
     window = torch.arange(num_windows, device=device)
-    document = torch.searchsorted(
-        first + count, window, right=True
-    )  # skips documents without windows
+    # skips documents without windows
+    document = torch.searchsorted(first + count, window, right=True)
     window_start = start[document] + (window - first[document]) * WINDOW_STRIDE
-    tile = (
-        window_start[:, None] + WINDOW_KEYS - 1 + torch.arange(WINDOW_STRIDE, device=device)
-    )  # [windows, 16]
+    # [windows, 16]
+    tile = window_start[:, None] + WINDOW_KEYS - 1 + torch.arange(WINDOW_STRIDE, device=device)
     token = torch.arange(B * T, device=device)
     document_of_token = torch.searchsorted(start, token, right=True) - 1
     first_window, index = first[document_of_token], token - start[document_of_token]

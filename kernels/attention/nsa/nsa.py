@@ -53,10 +53,8 @@ from .compression import (
 from .gates import BRANCHES, gate_backward, gated_sum, gated_sum_reference
 from .window_scores import score_windows, window_scores_reference
 
-BLOCK_SIZE, LOCAL_TOKENS = (
-    64,
-    128,
-)  # tokens of a block, and of the selected branch's two local blocks
+# tokens of a block, and of the selected branch's two local blocks
+BLOCK_SIZE, LOCAL_TOKENS = (64, 128)
 FORCED_BLOCKS = 3  # the first block and the two local blocks
 SCORES_BYTES = 2**29  # bytes of the scores that exist at a time, about
 # holds one key/value head's slots at 131,072 tokens, 13 chosen blocks: 1.65 GiB

@@ -70,16 +70,13 @@ def _window_scores_kernel(
     columns = tl.arange(0, K)
     q_rows = (token.to(tl.int64) * G + head) * GROUP + r
     mask = (token < stop) & (r < GROUP)
-    q = tl.load(
-        q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0
-    )  # [ROWS, K]
+    # [ROWS, K]
+    q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)
     scale *= LOG2_E
-    lse = (
-        tl.load(lse_ptr + q_rows, mask=mask, other=float("inf")) * LOG2_E
-    )  # Heads of padding add 0.
-    first_row = (
-        head * num_windows + tl.load(first_window_ptr + query_block) - 1
-    )  # Block j begins with window 4 j - 1.
+    # Heads of padding add 0.
+    lse = tl.load(lse_ptr + q_rows, mask=mask, other=float("inf")) * LOG2_E
+    # Block j begins with window 4 j - 1.
+    first_row = head * num_windows + tl.load(first_window_ptr + query_block) - 1
     q_t = tl.trans(q)  # [K, ROWS]
     score_rows = (
         head * (tl.num_programs(0) * BLOCK_T) + tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)

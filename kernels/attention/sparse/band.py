@@ -270,9 +270,10 @@ def _band_dq_kernel(
             SHARED,
         )
         visible = key[None, :] > token[:, None] - (WINDOW * BLOCK - SHORT)
+        # [ROWS, BLOCK]
         p = tl.where(
             visible, tl.exp2(matmul(q, tl.trans(k)) * (scale * LOG2_E) - lse[:, None]), 0.0
-        )  # [ROWS, BLOCK]
+        )
         dq += matmul((p * (matmul(dout, tl.trans(v)) - delta[:, None])).to(q.dtype), k)
     for i in range(whole, own):
         block = tl.where(i < left, 0, i)
@@ -337,13 +338,11 @@ def _add_queries(
     offsets = rows[:, None] * K + columns[None, :]
     q = tl.load(q_ptr + offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
     dout = tl.load(dout_ptr + offsets, mask=mask[:, None], other=0.0)
-    lse = tl.load(
-        lse_ptr + rows, mask=mask, other=float("inf")
-    )  # Rows of padding have probability 0.
+    # Rows of padding have probability 0.
+    lse = tl.load(lse_ptr + rows, mask=mask, other=float("inf"))
     delta = tl.load(delta_ptr + rows, mask=mask, other=0.0)
-    p = tl.exp2(
-        matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :]
-    )  # [BLOCK, ROWS]
+    # [BLOCK, ROWS]
+    p = tl.exp2(matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :])
     if CAUSAL:
         p = tl.where(key[:, None] <= token[None, :], p, 0.0)
     if REACH is not None:

@@ -41,11 +41,12 @@ def _combine_kernel(
         block = tl.load(
             blocks_ptr + token_head[:, None] * S + s, mask=mask[:, None] & (s < S), other=EMPTY
         )
+        # [ROWS, BLOCK_S]
         slot_lse = tl.load(
             slot_lse_ptr + (list_rows[:, None] * S + s) * GROUP + r[:, None],
             mask=block != EMPTY,
             other=float("-inf"),
-        )  # [ROWS, BLOCK_S]
+        )
         band_lse = tl.load(lse_ptr + rows, mask=mask, other=0.0)
         maximum = tl.maximum(tl.max(slot_lse, 1), band_lse)
         band_part = tl.exp2((band_lse - maximum) * LOG2_E)

@@ -42,13 +42,11 @@ def attend_to_cache(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, kind) -> Ten
     (B, S, G, K), block_size = k_BSGK.shape, kind.block_size
     q_BHK, device = q_BTHK.squeeze(1), q_BTHK.device
     blocks = choose_for_last_token(q_BHK, k_BSGK, kind)
-    left = max(
-        1, (S - 1) // block_size - kind.window // block_size + 1
-    )  # the window's first block besides block 0
+    # the window's first block besides block 0
+    left = max(1, (S - 1) // block_size - kind.window // block_size + 1)
     band = (0, min(S, block_size)), (left * block_size, max(S, left * block_size))
-    chosen = (blocks[..., None] * block_size + torch.arange(block_size, device=device)).flatten(
-        2
-    )  # [B, G, tokens]
+    # [B, G, tokens]
+    chosen = (blocks[..., None] * block_size + torch.arange(block_size, device=device)).flatten(2)
     visible = torch.cat(
         [*(torch.arange(*part, device=device).expand(B, G, -1) for part in band), chosen], dim=-1
     )

@@ -119,9 +119,8 @@ def _gather_forward_kernel(
             GROUP_PAD,
             BLOCK_T,
         )
-        q = tl.load(
-            q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0
-        )  # [ROWS, K]
+        # [ROWS, K]
+        q = tl.load(q_ptr + q_rows[:, None] * K + columns[None, :], mask=mask[:, None], other=0.0)
         scores = matmul(q, tl.trans(k)) * (scale * LOG2_E)  # [ROWS, BLOCK]
         maximum = tl.max(scores, 1)
         p = tl.exp2(scores - maximum[:, None])
@@ -182,13 +181,11 @@ def _gather_backward_kernel(
         q_offsets = q_rows[:, None] * K + columns[None, :]
         q = tl.load(q_ptr + q_offsets, mask=mask[:, None], other=0.0)  # [ROWS, K]
         dout = tl.load(dout_ptr + q_offsets, mask=mask[:, None], other=0.0)
-        lse = tl.load(
-            lse_ptr + q_rows, mask=mask, other=float("inf")
-        )  # Rows of padding have probability 0.
+        # Rows of padding have probability 0.
+        lse = tl.load(lse_ptr + q_rows, mask=mask, other=float("inf"))
         delta = tl.load(delta_ptr + q_rows, mask=mask, other=0.0)
-        p = tl.exp2(
-            matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :]
-        )  # [BLOCK, ROWS]
+        # [BLOCK, ROWS]
+        p = tl.exp2(matmul(k, tl.trans(q)) * (scale * LOG2_E) - (lse * LOG2_E)[None, :])
         dv += matmul(p.to(dout.dtype), dout)
         dp = matmul(v, tl.trans(dout))  # [BLOCK, ROWS]
         ds = (p * (dp - delta[None, :]) * scale).to(q.dtype)

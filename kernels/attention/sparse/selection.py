@@ -31,10 +31,8 @@ CHUNK = 16  # neighbouring blocks that the first round takes together
 # tokens x key/value heads that the 132 multiprocessors of an H100 or H200 score at once: 264
 # programs
 WAVE = 33_792
-TOPK_ELEMENTS, WARP_ELEMENTS = (
-    256,
-    1024,
-)  # scores per program that chooses (or one row, if longer); most per warp
+# scores per program that chooses (or one row, if longer); most per warp
+TOPK_ELEMENTS, WARP_ELEMENTS = (256, 1024)
 
 
 class ScoresConfig(NamedTuple):
@@ -205,9 +203,8 @@ def _scores_kernel(
     stop = tl.load(document_stop_ptr + own_block)
     row, columns = first + tl.arange(0, ROWS) // QUERIES, tl.arange(0, K)
     inside = (row < stop_index) & (start + row < stop)
-    address = (
-        q_ptr + ((start + row)[:, None] * G + head) * GROUP * K + columns[None, :]
-    )  # [ROWS, K]
+    # [ROWS, K]
+    address = q_ptr + ((start + row)[:, None] * G + head) * GROUP * K + columns[None, :]
     if QUERIES == 1:
         q = tl.zeros([ROWS, K], tl.float32)
         for r in tl.static_range(GROUP):
@@ -222,9 +219,8 @@ def _scores_kernel(
         q = q / tl.maximum(largest, 1e-30)[:, None] * LARGEST_FP8
     q = q.to(keys_ptr.dtype.element_ty)
     token = first + tl.arange(0, TOKENS)
-    left = tl.where(
-        (token < stop_index) & (start + token < stop), token // BLOCK - WINDOW + 1, 0
-    )  # [TOKENS]
+    # [TOKENS]
+    left = tl.where((token < stop_index) & (start + token < stop), token // BLOCK - WINDOW + 1, 0)
     last = tl.max(left, 0)
     first_key = (head * num_blocks + first_block) * KEYS
     score_row = head * num_tokens + token - before
@@ -304,9 +300,8 @@ def _top_kernel(
     # or above `lowest`.
     unresolved = tl.max(reached, 0) > S
     while unresolved:
-        middle = (lowest | highest) - (
-            (lowest ^ highest) >> 1
-        )  # their mean, rounded up; a sum would overflow
+        # their mean, rounded up; a sum would overflow
+        middle = (lowest | highest) - ((lowest ^ highest) >> 1)
         count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
         enough = count >= S
         lowest = tl.where(enough, middle, lowest)
@@ -314,9 +309,8 @@ def _top_kernel(
         highest = tl.where(enough, highest, middle - 1)
         unresolved = tl.max(((reached > S) & (lowest < highest)).to(tl.int32), 0) > 0
     chosen = is_candidate & (key >= lowest[:, None])
-    if (
-        tl.max(reached, 0) > S
-    ):  # Some row has more than S: among keys equal to the lowest the first are taken.
+    # Some row has more than S: among keys equal to the lowest the first are taken.
+    if tl.max(reached, 0) > S:
         above = key > lowest[:, None]
         equal = chosen & (key == lowest[:, None])
         room = S - tl.sum(above.to(tl.int32), 1)
@@ -355,9 +349,8 @@ class Part(NamedTuple):
     """Query blocks of one document that are scored by one launch."""
 
     first_block: int  # the document's, as `Layout.first_block`
-    shared: tuple[
-        int, int
-    ]  # how many blocks of another document it begins with, and the first of them
+    # how many blocks of another document it begins with, and the first of them
+    shared: tuple[int, int]
     blocks: range
     look: Look
 
@@ -427,9 +420,8 @@ def top_blocks(
     (num_heads, num_queries, width), (_, G, S) = scores.shape, blocks.shape
     chunks = torch.full((num_heads, num_queries, S), EMPTY, dtype=torch.int16, device=blocks.device)
     tables = layout.block_start, layout.block_stop, layout.first_block
-    of_chunks = 2 ** (
-        max(7, (width // CHUNK - 1).bit_length()) | 1
-    )  # 128, 512, 2,048: few, as each is compiled
+    # 128, 512, 2,048: few, as each is compiled
+    of_chunks = 2 ** (max(7, (width // CHUNK - 1).bit_length()) | 1)
     for of, chosen, columns in (
         (maxima, chunks, of_chunks),
         (scores, blocks, triton.next_power_of_2(S) * CHUNK),

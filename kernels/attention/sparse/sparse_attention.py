@@ -62,14 +62,10 @@ from .selection import (
 
 BLOCK_SIZES, HEAD_DIMS, LARGEST_GROUP = (32, 64), (64, 128), 16
 WIDE_HEAD_DIMS, WIDE_SHARED_MEMORY = (*HEAD_DIMS, 256), 160 * 1024
-WIDE_RATES = {
-    "sparse forward": 127e12,
-    "sparse choice": 829e12,
-    "sparse backward": 163e12,
-}  # heads of 256, an H100
-WORKSPACE_BYTES = (
-    9 * 2**28
-)  # holds half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
+# heads of 256, an H100
+WIDE_RATES = {"sparse forward": 127e12, "sparse choice": 829e12, "sparse backward": 163e12}
+# holds half of one key/value head's slots at 131,072 tokens, 32 blocks: 2.03 GiB
+WORKSPACE_BYTES = 9 * 2**28
 SCORES_BYTES = (
     WORKSPACE_BYTES  # limit on scores that exist at a time: no more than the slots after them
 )
@@ -445,9 +441,8 @@ def scores_bytes(
 def _pairs(T: int, kind: Sparse) -> tuple[int, int]:
     """Returns how many pairs (block of queries, block of keys) are chosen, and in the band."""
     num_blocks, window_blocks = -(-T // kind.block_size), kind.window // kind.block_size
-    with_first_block = max(
-        0, num_blocks - window_blocks
-    )  # blocks of queries whose window begins after block 0
+    # blocks of queries whose window begins after block 0
+    with_first_block = max(0, num_blocks - window_blocks)
     return sum_to(with_first_block, kind.selected_blocks), sum_to(
         num_blocks + 1, window_blocks
     ) + with_first_block
