@@ -121,9 +121,8 @@ def full_forward(
     for call in calls:
         tokens = slice(call.start, call.stop)
         if call.offsets is not None:
-            out_n, lse_n = kernel.forward_together(
-                q[tokens], k[tokens], v[tokens], call.offsets, call.longest
-            )
+            qkv = (x[tokens] for x in (q, k, v))
+            out_n, lse_n = kernel.forward_together(*qkv, call.offsets, call.longest)
             put((out_n, lse_n.T), (out[tokens], lse[tokens]))
             del out_n, lse_n  # before the next call's are made
         elif is_rows(call, T):
@@ -131,13 +130,22 @@ def full_forward(
             places = {"out": _rows(out[tokens], T), "lse": _rows(lse[tokens], T)}
             _forward_rows(kernel, *rows, **places)
         else:
-            padded = _padded_length(call, kernel, position_tokens)
-            for heads, groups in _head_groups(call, q, k, padded, position_tokens):
-                tensors = q[:, heads], k[:, groups], v[:, groups]
-                windows = (_window(x, call.start, padded) for x in tensors)
-                places = {"out": out[None, tokens, heads], "lse": lse[None, tokens, heads]}
-                _forward_rows(kernel, *windows, **places)
+            _forward_alone(kernel, call, q, k, v, (out[tokens], lse[tokens]), position_tokens)
     return results
+
+
+def _forward_alone(
+    kernel: Kernel, call: Call, q: Tensor, k: Tensor, v: Tensor, places: tuple[Tensor, Tensor],
+    position_tokens: int,
+) -> None:  # fmt: skip
+    """Writes out and lse of a document that attends alone to `places`; q, k and v [N, heads, K] are
+    of all tokens."""
+    out, lse = places
+    padded = _padded_length(call, kernel, position_tokens)
+    for heads, groups in _head_groups(call, q, k, padded, position_tokens):
+        parts = q[:, heads], k[:, groups], v[:, groups]
+        windows = (_window(x, call.start, padded) for x in parts)
+        _forward_rows(kernel, *windows, out=out[None, :, heads], lse=lse[None, :, heads])
 
 
 def _forward_rows(

@@ -242,14 +242,13 @@ class NSA(AttentionKind):
         band_dkv(d_out, q, k, v, lses[2], delta, None, dk, dv, in_window, range(k.shape[1]))
         del d_out, delta  # before the next branch's d_out is made
         d_out = gate_backward(dout, outs[1], gates, 1, d_gates)
-        selected = outs[1], lses[1], lists, layout, self.workspace_bytes
-        sparse_backward(d_out, q, k, v, *selected, add_to=(dq, dk, dv))
+        size = self.workspace_bytes
+        sparse_backward(d_out, q, k, v, outs[1], lses[1], lists, layout, size, add_to=(dq, dk, dv))
         del d_out
         d_out = gate_backward(dout, outs[0], gates, 0, d_gates)
         pooled_k, pooled_v = (pool_windows(x, windows) for x in (k, v))
-        compressed = outs[0], lses[0], windows, backend, self.workspace_bytes
-        pooled = compressed_backward(d_out, q, pooled_k, pooled_v, *compressed, dq)
-        add_unpooled(dk, dv, pooled, windows)
+        kept = outs[0], lses[0], windows, backend, size
+        add_unpooled(dk, dv, compressed_backward(d_out, q, pooled_k, pooled_v, *kept, dq), windows)
         return [x.view(shape) for x, shape in zip((dq, dk, dv, d_gates), shapes)]
 
     def output(self, outs, gates, on_triton):
