@@ -45,13 +45,18 @@ from kernels.tensor_parallel import local
 
 
 def linear_map(declared: dict[str, Parameter], name: str) -> nn.Linear:
-    """Returns the linear map whose weight [rows, columns] a part declares by its name, with a bias
-    if the part declares that as well."""
+    """Returns a linear map of the shape that a part declares, with a bias if it declares one."""
     rows, columns = declared[f"{name}.weight"].shape
     return nn.Linear(columns, rows, bias=f"{name}.bias" in declared)
 
 
 class RMSNorm(nn.Module, Knobs):
+    """Divides by the root mean square, and multiplies by the weight, to which `offset` is added.
+
+    With a residual, it normalises the sum, and returns the sum as well. `read_once` says that
+    backward may overwrite the result's gradient, see `rms_norm`.
+    """
+
     def __init__(self, size: int, config: ModelConfig):
         super().__init__()
         self.eps, self.offset = config.rms_norm_eps, config.block.offset
@@ -59,19 +64,18 @@ class RMSNorm(nn.Module, Knobs):
         self.weight = nn.Parameter(torch.full((size,), 1 - self.offset))
 
     def forward(self, x: Tensor, residual: Tensor | None = None):
-        # Hooks may read the result's gradient, or keep it.
-        is_seen = bool(self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
+        # Hooks are readers too: they may keep the result or its gradient.
+        has_hooks = bool(self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
         return rms_norm(
             x, local(self.weight), self.eps, residual=residual, weight_offset=self.offset,
-            cast_before_weight=self.casts_first, read_once=self.read_once and not is_seen,
+            cast_before_weight=self.casts_first, read_once=self.read_once and not has_hooks,
             impl=self.impl,
         )  # fmt: skip
 
 
 class Embedding(nn.Embedding, Knobs):
     def reset_parameters(self) -> None:
-        """Leaves a weight on the meta device alone: PyTorch would import its compiler, a second, to
-        draw nothing."""
+        """Draws a weight that has data: on meta, PyTorch would import its compiler for a second."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -95,7 +99,7 @@ class Attention(nn.Module, Knobs):
         self.kind: Any = part.kind  # an AttentionKind; set from outside
 
     def qkv_parameters(self) -> QKVParameters:
-        """This rank's part of the projections to q, k and v, and the norms of their heads."""
+        """Returns this rank's projections to q, k and v, and the norms of their heads."""
         projections, norms = (self.q_proj, self.k_proj, self.v_proj), (self.q_norm, self.k_norm)
         return QKVParameters(
             [adapted(projection) for projection in projections],
@@ -113,8 +117,7 @@ class Attention(nn.Module, Knobs):
         return rotations.windowed if self.is_windowed else rotations.full
 
     def _scale(self, norm: RMSNorm) -> Tensor:
-        """Returns what a norm of heads multiplies by: its weight; in float32 where it rounds only
-        after the weight."""
+        """Returns the factor of a norm of heads: its weight, in float32 unless it casts first."""
         weight = local(norm.weight)
         return weight if norm.casts_first else weight.float() + norm.offset
 
@@ -136,10 +139,11 @@ class Attention(nn.Module, Knobs):
                 exchange=None if cache is not None else self.exchange,
                 backend=self.backend,
             )  # fmt: skip
-            # a whole prompt: keys and values once more, with one query head that is not used
             if cache is not None:
+                # Keys and values of the prompt once more; the one query head is not used.
                 one_head = qkv.with_one_query_head()
-                cache.append(*project_heads(x_BTD, one_head, cos, sin, linear, impl)[1:3])
+                _, k_BTGK, v_BTGK, *_ = project_heads(x_BTD, one_head, cos, sin, linear, impl)
+                cache.append(k_BTGK, v_BTGK)
             return ranks.leave(attended_BTD)
         q_BTHK, *new, output_gate = project_heads(x_BTD, qkv, cos, sin, linear, impl)
         attended_BTHK = gated(kind.decode(q_BTHK, *cache.append(*new), gates), output_gate, impl)
@@ -194,7 +198,8 @@ class GatedMLP(nn.Module, Knobs):
     def __init__(self, config: ModelConfig, part: GatedMLPPart, layer: int):
         super().__init__()
         self.part = part
-        self.skippable = not config.block.after  # whether no gradient depends on the result
+        # Whether no gradient depends on the result: a norm after the MLP would read it.
+        self.skippable = not config.block.after
         declared = part.parameters(config.hidden_size)
         self.gate_proj, self.up_proj, self.down_proj = (
             linear_map(declared, name) for name in ("gate_proj", "up_proj", "down_proj")
@@ -213,17 +218,19 @@ class GatedMLP(nn.Module, Knobs):
 
 
 class Experts(nn.Module, Knobs):
-    """A router, and the MLPs of all experts, in the MLP's place. A token goes through a few of
-    them."""
+    """A router, and the MLPs of all experts. A token goes through the few that its router names."""
 
     def __init__(self, config: ModelConfig, part: ExpertsPart, layer: int):
         super().__init__()
         self.part, self.layer, self.skippable = part, layer, not config.block.after
         declared = part.parameters(config.hidden_size)
         self.gate = linear_map(declared, "gate")
-        names = "gate_up_proj", "down_proj"  # in this order; a dictionary would be sorted
+        # Pairs keep this order; a dictionary would be sorted.
         self.experts = nn.ParameterDict(
-            [(name, torch.empty(declared[f"experts.{name}"].shape)) for name in names]
+            [
+                (name, torch.empty(declared[f"experts.{name}"].shape))
+                for name in ("gate_up_proj", "down_proj")
+            ]
         )
         self.experts.base_layer = nn.Module()  # has gate_up_proj's adapter, where peft has it
         if part.shared:
@@ -241,10 +248,8 @@ class Experts(nn.Module, Knobs):
         )
         if routing is not None:
             routing.note(self.layer, logits_NE, experts_Nk)
-        gate_up, down = (
-            adapted(self.experts.base_layer, self.experts["gate_up_proj"]),
-            adapted(self.experts, self.experts["down_proj"]),
-        )
+        gate_up = adapted(self.experts.base_layer, self.experts["gate_up_proj"])
+        down = adapted(self.experts, self.experts["down_proj"])
         y_ND = expert_mlp(
             x_ND, gate_up, down, experts_Nk, weights_Nk,
             tile_size=self.tile_size, skippable=self.skippable, impl=self.impl,
@@ -287,11 +292,11 @@ class Block(nn.Module):
 
     @property
     def mlp_norm(self) -> RMSNorm | None:
-        """The norm of what the MLP reads."""
+        """The norm before the MLP."""
         return self.pre_feedforward_layernorm if self.form.after else self.post_attention_layernorm
 
     def forward(self, x_BTD: Tensor, context: Context) -> Tensor:
-        # No name holds what attention reads, so that it is freed once attention has read it.
+        # No name holds the mixer's input, so that it is freed once the mixer has read it.
         before, multiplier = self.input_layernorm or nn.Identity(), self.form.multiplier
         attended_BTD = scaled(self.mixer(before(x_BTD), context), multiplier)
         if self.form.after:
@@ -308,7 +313,7 @@ class Block(nn.Module):
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """x times a scalar of the family; x itself where it has none."""
+    """Returns x times a scalar of the family; x itself, not a copy, if the scalar is 1."""
     return x if factor == 1 else x * factor
 
 
@@ -352,9 +357,8 @@ class Transformer(Declared, ContextMaker, Knobs):
     @property
     def output_weight(self) -> Tensor:
         """The head's matrix [V, D], or this rank's part of it."""
-        return local(
-            (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight
-        )
+        module = self.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        return local(module.weight)
 
     def forward(
         self,
@@ -408,17 +412,19 @@ class Transformer(Declared, ContextMaker, Knobs):
     def embed(self, input_ids: Tensor) -> Tensor:
         """Returns the first block's input."""
         x_BTD, multiplier = self.embed_tokens(input_ids), self.shard.embedding_multiplier
-        # rounds as Gemma does
-        return x_BTD if multiplier == 1 else x_BTD * torch.tensor(multiplier, dtype=x_BTD.dtype)
+        if multiplier == 1:
+            return x_BTD
+        return x_BTD * torch.tensor(multiplier, dtype=x_BTD.dtype)  # rounds as Gemma does
 
     def head_input(self, x_BTD: Tensor) -> Tensor:
-        """Returns the head's input: the final norm of the last block's output, divided by
-        `logits_scaling`."""
+        """Returns the final norm of the last block's output, divided by `logits_scaling`."""
         return scaled(self.norm(x_BTD), 1 / self.shard.logits_scaling)
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, **options) -> Tensor:
-        """`input_ids` [B, T >= 1] and what `next_tokens` yields after them, int64 [B, T +
-        max_new_tokens]."""
+        """Returns `input_ids` [B, T >= 1] and the tokens that `next_tokens` yields after them.
+
+        The result is int64 [B, T + max_new_tokens]. Other arguments are as in `next_tokens`.
+        """
         return torch.cat(
             [input_ids, *self.next_tokens(input_ids, max_new_tokens, **options)], dim=1
         )
@@ -429,12 +435,13 @@ class Transformer(Declared, ContextMaker, Knobs):
         top_p: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:  # fmt: skip
-        """Continue `input_ids` [B, T >= 1] with a key/value cache; greedy at temperature 0, else
-        sampled.
+        """Continues `input_ids` [B, T >= 1] with a key/value cache.
+
+        Each token is the likeliest one at temperature 0, else it is sampled.
 
         Args:
-            top_p: sampled from the most likely tokens that have this share of the probability
-                together, at least one.
+            top_p: samples among the most likely tokens whose probabilities sum to at least this
+                share.
 
         Yields:
             The next token of each row as it is known, int64 [B, 1].

@@ -97,8 +97,7 @@ logger = logging.getLogger("train")
 @command
 @outliving_its_output()
 def main(argv: list[str]) -> int:
-    """Returns the exit status: 0 of a finished run, 1 after an error, 128 + the number of a signal
-    that stopped it."""
+    """Returns the exit status: 0 at the end, 1 after an error, 128 + the signal that stopped it."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     launch = decide_launch(given_settings(argv))
     with (
@@ -109,15 +108,14 @@ def main(argv: list[str]) -> int:
             logging.disable(logging.WARNING)
         try:
             return train(launch, world)
-        except KeyboardInterrupt:  # before the steps, in which `stop_signals` notes them
-            there = f"--resume goes on from a checkpoint in {launch.output_dir}, if there is one"
-            logger.info("interrupted: %s; otherwise the same command starts anew", there)
+        except KeyboardInterrupt:  # during the steps, `stop_signals` notes Ctrl-C instead
+            advice = f"--resume goes on from a checkpoint in {launch.output_dir}, if there is one"
+            logger.info("interrupted: %s; otherwise the same command starts anew", advice)
             raise
 
 
 def train(launch: Launch, world: World) -> int:
-    """A run, from the checks to the final checkpoint and a sample; returns the process's exit
-    status."""
+    """Runs from the checks to the final checkpoint and a sample; returns the exit status."""
     with contextlib.ExitStack() as stack:
         if not launch.only_shows:
             if world.is_main:
@@ -153,7 +151,7 @@ def train(launch: Launch, world: World) -> int:
 
 
 def finish_again(recipe: Recipe, world: World) -> None:
-    """Do what a kill at the end of the run may have left undone."""
+    """Draws the curves and deletes old checkpoints, which a kill may have left undone."""
     saving, start = recipe.saving, recipe.start
     logger.info(
         "%s is of the last of %d steps: nothing is left to do",
@@ -167,7 +165,7 @@ def finish_again(recipe: Recipe, world: World) -> None:
 
 
 def show(recipe: Recipe, world: World) -> None:
-    """Print the batch that a run would begin with, or go on with, or write it as a page."""
+    """Prints the next batch of the run, or writes it as a page."""
     file, rows = recipe.data.show_batch, recipe.reading.rows
     loader, _ = open_data(recipe, world)
     if not world.is_main:
@@ -180,7 +178,7 @@ def show(recipe: Recipe, world: World) -> None:
 
 
 def set_up(recipe: Recipe, world: World, stack: contextlib.ExitStack) -> Run:
-    """Make all that a run needs. No other run writes to its output_dir until `stack` is closed."""
+    """Makes all that a run needs; what must end with the run is pushed to `stack`."""
     checkpoint_size = check_before_data(recipe, world)
     loader, held_out = open_data(recipe, world)
     progress = count_steps(
@@ -236,7 +234,7 @@ def check_before_data(recipe: Recipe, world: World) -> int:
     check_fits(recipe, world)
     check_paths({"data": recipe.data.paths, "validation_data": recipe.data.held_out_paths})
     for folder in recipe.aim.folders.values():
-        Stored.read(folder)  # refuses a folder that holds none
+        Stored.read(folder)  # refuses a folder without stored log-probabilities
     check_is_free(recipe.outputs)
     verify_start(recipe.start)
     size = checkpoint_bytes(recipe, world)
@@ -245,7 +243,7 @@ def check_before_data(recipe: Recipe, world: World) -> int:
 
 
 def check_room_to_save(recipe: Recipe, world: World, progress: Progress, size: int) -> None:
-    """Refuses a disk without room for checkpoints of `size` bytes, if this rank saves some."""
+    """Refuses a disk that is too full for checkpoints of `size` bytes, if this rank saves."""
     if world.is_main and recipe.saving.is_on:
         validates = recipe.schedule.validation_sequences != 0
         check_disk(recipe.saving, progress, validates, size)
@@ -275,10 +273,9 @@ def watch_signals(
 
 
 def freeze_garbage(stack: contextlib.ExitStack) -> None:
-    """Leaves all objects so far out of garbage collections until `stack` is closed.
+    """Leaves all present objects out of garbage collections until `stack` is closed.
 
-    A full collection would look at all that was imported, and the ranks would wait for the rank in
-    it.
+    A full collection looks at every object; all ranks would wait for the rank that collects.
     """
     gc.collect()
     gc.freeze()
@@ -286,8 +283,7 @@ def freeze_garbage(stack: contextlib.ExitStack) -> None:
 
 
 def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
-    """The files and settings that go along with weights: the tokenizer's, its chat template,
-    adapters'."""
+    """Returns the files and settings that go along with weights, such as the tokenizer's."""
     tokenizer, start, companions = recipe.tokenizer, recipe.start, NO_COMPANIONS
     weights = folders_of(start.source.folder) if start.source else []
     if tokenizer.name != "bytes":
@@ -297,7 +293,7 @@ def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
         companions = companions.stopping_at(stop_ids(tokenizer, loader.store.are_samples))
     elif weights:
         trained_on = ""
-        with contextlib.suppress(UserError):  # words, whose tokenizer is not there
+        with contextlib.suppress(UserError):  # the folder has no tokenizer
             trained_on = tokenizer_of(weights[0])
         if trained_on == "bytes":
             companions = read_companions(weights[0] / "tokenizer.json", weights)
@@ -312,14 +308,13 @@ def companions_of(recipe: Recipe, loader: PackedLoader) -> Companions:
 
 
 def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
-    """Returns (loader of training batches at the run's place in the data, store of held-out
-    documents)."""
+    """Returns the loader of training batches, where the run goes on, and the held-out documents."""
     data, start = recipe.data, recipe.start
     vocab_size = recipe.model.vocab_size
     stored: dict[str, Stored] = {}
-    if data.only_shows:  # the tokenizer's words are shown, whatever the model has
+    if data.only_shows:  # all of the tokenizer's tokens may be shown, whatever the model's size
         vocab_size = max(vocab_size, recipe.tokenizer.vocab_size)
-    else:  # refuses log-probabilities of something else before minutes of reading
+    else:  # refuses log-probabilities of another model or corpus before minutes of reading
         stored = read_stored(recipe)
     finish = partial(
         recipe.aim.complete, vocab_size=vocab_size, stored=stored, is_shown=data.is_shown
@@ -340,7 +335,7 @@ def open_data(recipe: Recipe, world: World) -> tuple[PackedLoader, Store]:
 
 
 def read_stored(recipe: Recipe) -> dict[str, Stored]:
-    """Returns the stored log-probabilities that a run reads, by columns."""
+    """Returns the stored log-probabilities that the objective reads, by the data's columns."""
     start = recipe.start
     folder = str(start.source.folder) if start.source and not start.checkpoint else None
     attention = attention_in_words(recipe.model, recipe.kinds)
@@ -351,16 +346,16 @@ def read_stored(recipe: Recipe) -> dict[str, Stored]:
 
 
 def take_step(run: Run) -> dict | None:
-    """The next step. Returns its metrics; None if the run was asked to end, and the step was
-    dropped."""
+    """Takes the next step; returns its metrics, or None if a signal ended it before its update."""
     step, began = run.progress.step + 1, time.perf_counter()
     run.stopping.watch()
     batches: list[Batch] = []
-    unread = None
+    read_error = None
     try:
         batches = run.loader.next_step(run.recipe.batch.micro_batches)
     except Exception as error:
-        unread = error  # `train_step` tells the other ranks
+        # Without batches, `train_step` raises NotRead on all ranks.
+        read_error = error
     rate = run.recipe.optim.learning_rate.at(step, run.progress.cosine_steps)
     values = {"step": step, "learning_rate": rate, "epoch": run.loader.epoch, "loss": None}
     try:
@@ -377,8 +372,8 @@ def take_step(run: Run) -> dict | None:
     except NotRead:
         run.save()
         with failing_together():
-            if unread is not None:
-                raise unread from None
+            if read_error is not None:
+                raise read_error from None
     except torch.OutOfMemoryError as error:
         error.add_note(explain_out_of_memory(run.recipe, run.plan, run.world.device))
         raise
@@ -410,7 +405,7 @@ def update_weights(run: Run, batches: list[Batch], step: int, rate: float) -> di
 
 
 def count_step(run: Run, step: int, seconds: float) -> dict:
-    """Notes that a step was taken, in so many seconds; returns its tokens and its speed."""
+    """Adds a step that took `seconds` to the run's progress; returns its tokens and its speed."""
     run.stopping.note_step(seconds)
     if step == run.recipe.start.progress.step + 1:
         run.world.limit_waits(60 * (run.recipe.wait_minutes or COLLECTIVE_TIMEOUT))
@@ -427,7 +422,7 @@ def count_step(run: Run, step: int, seconds: float) -> dict:
 
 
 def amounts_of(run: Run, batches: list[Batch]) -> list[float]:
-    """Returns this rank's part of what the ranks sum up after a step."""
+    """Returns this rank's amounts, such as of operations, which ranks sum after a step."""
     recipe = run.recipe
     text_tokens, flops = 0, 0.0
     for batch in batches:
@@ -447,8 +442,7 @@ def amounts_of(run: Run, batches: list[Batch]) -> list[float]:
 
 
 def validate_if_due(run: Run, values: dict) -> None:
-    """Add a validation loss to a step's metrics if a validation is due, and nobody asks the run to
-    end."""
+    """Adds a validation loss to a step's metrics if a validation is due."""
     schedule = run.recipe.schedule
     is_due = run.progress.is_complete or schedule.validates_after(run.progress.step)
     if is_due and schedule.validation_sequences:
@@ -461,8 +455,10 @@ def validate_if_due(run: Run, values: dict) -> None:
 
 
 def add_validation(run: Run, values: dict) -> None:
-    """Validate, and add the loss to `values`. What a signal or an error cuts short, the checkpoint
-    says is owed."""
+    """Validates, and adds the loss to `values`.
+
+    If a signal or an error cuts the validation short, the next checkpoint says that it is owed.
+    """
     world, step, began = run.world, run.progress.step, time.monotonic()
     batch = run.recipe.batch
     run.progress.unvalidated = step
@@ -497,12 +493,12 @@ def add_validation(run: Run, values: dict) -> None:
 
 
 def owes_validation(schedule: Schedule, progress: Progress) -> bool:
+    """Whether a validation was cut short, and this run still validates."""
     return progress.unvalidated is not None and bool(schedule.validation_sequences)
 
 
 def make_up_validation(run: Run) -> None:
-    """Validate the step that the run goes on from. The last step's checkpoint is written anew, with
-    the loss."""
+    """Validates the step that the run goes on from, and writes a last checkpoint with the loss."""
     values: dict = {"step": run.progress.step}
     add_validation(run, values)
     if "validation_loss" in values:
@@ -515,8 +511,10 @@ def make_up_validation(run: Run) -> None:
 
 
 def save_if_due(run: Run, values: dict) -> None:
-    """Write and show a step's metrics; begin a checkpoint if the run ends, or one is due by the
-    main rank's clock."""
+    """Writes and shows a step's metrics; begins a checkpoint if one is due, or the run ends.
+
+    The main rank's clock says what is due, and all ranks agree on it.
+    """
     step, seconds = run.progress.step, values["seconds"]
     since_save, has_failed = time.monotonic() - run.saved_at, run.saver.error is not None
     is_due = is_save_due(run.recipe.saving.interval, step, since_save, has_failed)
@@ -534,7 +532,7 @@ def save_if_due(run: Run, values: dict) -> None:
 
 
 def end(run: Run) -> int:
-    """Save the last checkpoint and log a sample; returns the process's exit status."""
+    """Saves the last checkpoint and logs a sample; returns the process's exit status."""
     schedule, step = run.recipe.schedule, run.progress.step
     run.display.close()
     if run.stopped:
@@ -548,8 +546,8 @@ def end(run: Run) -> int:
         draw_at_end(run.recipe.saving.output_dir)
     if run.stopped and (not run.progress.is_complete or owes_validation(schedule, run.progress)):
         number = run.stopping.first_signal()
-        stopped = f"{number.name}: stopped after step {step} of {run.progress.max_steps}"
-        logger.info(stopped)
+        last_step = run.progress.max_steps
+        logger.info("%s: stopped after step %d of %d", number.name, step, last_step)
         logger.info(run.after_a_stop(run.saver.last))
         return 128 + number
     return 0
