@@ -264,8 +264,7 @@ def _causal_lm_forward(original, impl: str):
 
 
 def _replacement(module: nn.Module, model_type: str, activation: str, impl: str):
-    """Returns the kind of a module of a text model and its new forward; None for a module that
-    stays."""
+    """Returns the kind of a text model's module and its new forward; None if it keeps its own."""
     class_name = type(module).__name__
     original = type(module).forward
     if "Vision" in class_name:

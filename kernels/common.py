@@ -1,5 +1,4 @@
-"""The choice between Triton and the PyTorch reference, and what operations declare to activation
-checkpointing."""
+"""The choice of Triton or the PyTorch reference, and what operations declare to checkpointing."""
 
 import functools
 import inspect
@@ -138,8 +137,10 @@ def use_triton(impl: str, tensor: torch.Tensor) -> bool:
 
 
 def cast_by_autocast(*tensors: torch.Tensor | None) -> tuple:
-    """Casts arguments of a custom operation as autocast casts the arguments of F.linear. None stays
-    None."""
+    """Casts arguments of a custom operation as autocast casts the arguments of F.linear.
+
+    None stays None.
+    """
     device = next(tensor.device.type for tensor in tensors if tensor is not None)
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -150,8 +151,7 @@ def cast_by_autocast(*tensors: torch.Tensor | None) -> tuple:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """Returns x as descriptors take it: contiguous, and from an address that is a multiple of
-    16."""
+    """Returns x as descriptors take it: contiguous, from an address that is a multiple of 16."""
     x = x.contiguous()
     return x if x.is_meta or x.data_ptr() % 16 == 0 else x.clone()
 

@@ -37,8 +37,10 @@ PROGRAM_GROUPS = 32  # groups of one program: each thread has 8 elements, 16 byt
 
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the bf16 weight and the int16 correction of float32 masters. 0x3F818000: 0x3F82 and
-    -0x8000."""
+    """Splits float32 masters into bf16 weights and int16 corrections.
+
+    0x3F818000 becomes 0x3F82 and -0x8000.
+    """
     bits = master.view(torch.int32)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
@@ -74,8 +76,7 @@ def decode_exp_avg_sq(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns values [n] over the largest of their group, [n / GROUP, GROUP], and these scales in
-    bf16."""
+    """Returns values [n] over their group's largest, and the scales [n / GROUP] in bf16."""
     groups = values.view(-1, GROUP)
     scale, _ = split_master(groups.abs().amax(1))
     is_normal = scale >= torch.finfo(torch.bfloat16).tiny

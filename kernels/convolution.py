@@ -102,8 +102,7 @@ def _convolution_kernel(
 
 @triton.jit
 def _d_total(d_out, x_0, x_1, x_2, x_3, w_0, w_1, w_2, w_3, eps, scale, NORMALISE: tl.constexpr):
-    """Returns the gradient of the sum over taps of a row [STRIPS, K]; x_3 is three tokens before
-    x_0."""
+    """Returns the gradient of a row's sum over taps, [STRIPS, K]; x_3 is three tokens earlier."""
     total = w_3 * x_0 + w_2 * x_1 + w_1 * x_2 + w_0 * x_3
     sigmoid = _sigmoid(total)
     y = total * sigmoid
@@ -359,6 +358,5 @@ def qkv_convolution(
 
 
 def convolution_workspace(num_tokens: int, channels: int) -> int:
-    """Returns the bytes that backward takes inside, for partial sums of the gradient of the
-    weight."""
+    """Returns the bytes of backward's partial sums of the weight's gradient."""
     return 4 * WIDTH * channels * -(-num_tokens // (STRIPS * STRIP))

@@ -207,8 +207,10 @@ def _store_ignored(
     gradient_ptr, statistics_ptr, offsets, num_rows, num_columns, HAS_STATISTICS: tl.constexpr,
     BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Stores statistics and a gradient of 0. `offsets` are the columns of a block, [BLOCK/VECTOR,
-    VECTOR]."""
+    """Stores statistics and a gradient of 0.
+
+    `offsets` are the columns of a block, [BLOCK/VECTOR, VECTOR].
+    """
     if not HAS_STATISTICS:
         for i in tl.static_range(3):
             tl.store(statistics_ptr + i * num_rows, 0.0)
@@ -372,8 +374,7 @@ def _entropy_kernel(
     logits_ptr, logits_stride, statistics_ptr, out_ptr, num_rows, num_columns,
     SOFTCAP: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Stores the sum of exp(z - m) (z - m) over a row's columns, for the maximum m of the whole
-    row."""
+    """Stores the sum of exp(z - m) (z - m) over a row's columns; m is the row's maximum."""
     row = tl.program_id(0).to(tl.int64)
     maximum = tl.load(statistics_ptr + row)
     # [BLOCK/VECTOR, VECTOR]
@@ -795,8 +796,10 @@ def check_targets(
     logits: Tensor, target: Tensor, reduction: str, ignore_index: int, softcap: float | None,
     weights: Tensor | None, denominator: float | Tensor | None,
 ) -> Targets:  # fmt: skip
-    """Returns the targets for logits, or for their hidden states. Raises ValueError as the losses
-    do."""
+    """Returns the targets for logits, or for their hidden states.
+
+    Raises ValueError as the losses do.
+    """
     if target.shape != logits.shape[:-1]:
         raise ValueError(f"target must be {list(logits.shape[:-1])}, got {list(target.shape)}")
     if target.is_floating_point() or target.dtype == torch.bool:

@@ -135,8 +135,7 @@ def _quantize_activation_gradients_kernel(
     d_up_scales_ptr, hidden_scales_ptr, gate_stride, up_stride, F: tl.constexpr,
     WIDTHS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes one row of the gradients of gate and up, and of act(gate) * up, after the same
-    rounding."""
+    """Quantizes a row of gate's and up's gradients, and of act(gate) * up, all rounded alike."""
     row = tl.program_id(0).to(tl.int64)
     d_gate = ()
     d_up = ()

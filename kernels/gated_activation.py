@@ -105,8 +105,7 @@ def _launch(kernel, gate, up, *tensors, activation):
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """Views `x` as [rows, F] with contiguous rows, without a copy for halves of a fused
-    projection."""
+    """Views `x` as [rows, F] with contiguous rows, without a copy for half of a projection."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -177,8 +176,10 @@ _gated_activation.register_autograd(
 def activated(
     gate: Tensor, up: Tensor, activation: str, on_triton: bool, out: Tensor | None = None
 ) -> Tensor:
-    """Returns act(gate) * up. With `out`, which may be gate, it is written there, without a
-    graph."""
+    """Returns act(gate) * up.
+
+    With `out`, which may be gate, it is written there, without a graph.
+    """
     if out is None:
         function = _gated_activation if on_triton else gated_activation_reference
         return function(gate, up, activation)
@@ -233,14 +234,18 @@ def swiglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, *, impl: str = "auto") -> Tensor:
-    """Returns gelu(gate) * up, GELU in the tanh form that Gemma uses; arguments and errors as in
-    `swiglu`."""
+    """Returns gelu(gate) * up, GELU in Gemma's tanh form.
+
+    Arguments and errors are as in `swiglu`.
+    """
     return gated_activation(gate, up, "gelu_tanh", impl)
 
 
 def sigmoid_gated(gate: Tensor, x: Tensor, *, impl: str = "auto") -> Tensor:
-    """Returns sigmoid(gate) * x, as attention with an output gate does; arguments and errors as in
-    `swiglu`."""
+    """Returns sigmoid(gate) * x, the product of an output gate.
+
+    Arguments and errors are as in `swiglu`.
+    """
     return gated_activation(gate, x, "sigmoid", impl)
 
 

@@ -230,8 +230,7 @@ class DeltaNet:
 
 
 class StateCache:
-    """Keeps the states of a gated delta net, and the last inputs of its convolution, for later
-    tokens."""
+    """Keeps a gated delta net's states, and its convolution's last inputs, for later tokens."""
 
     def __init__(self):
         self.length = 0  # tokens seen so far
@@ -252,8 +251,7 @@ class StateCache:
 def gated_delta_net_reference(
     x_BTD: Tensor, parameters: DeltaNetParameters, part: DeltaNet, segments: Tensor | None = None
 ) -> Tensor:
-    """Plain PyTorch with the contract of `gated_delta_net`, token by token; float64 stays
-    float64."""
+    """Runs `gated_delta_net` in plain PyTorch, token by token; float64 stays float64."""
     (G, H, K, _), p = part.sizes, parameters
     qkv, z, b, a = (F.linear(x_BTD, weight) for weight in (p.qkv, p.z, p.b, p.a))
     q, k, v = qkv_convolution_reference(qkv, p.convolution, G, H, K, segments=segments)
@@ -271,8 +269,7 @@ def _decay_and_strength(a: Tensor, b: Tensor, p: DeltaNetParameters) -> tuple[Te
 
 
 def _rows_by_rank(weight: Weight, part: DeltaNet, ranks: int) -> list[Weight]:
-    """Returns the rows of each rank's heads, in q, in k and in v, of a weight whose rows are
-    channels."""
+    """Returns the rows of each rank's heads in q, k and v, of a weight with a row per channel."""
     if isinstance(weight, Adapted):
         matrices, bs = (_rows_by_rank(rows, part, ranks) for rows in (weight.matrix, weight.b))
         return [Adapted(matrix, weight.a, b) for matrix, b in zip(matrices, bs)]  # type: ignore[arg-type]

@@ -20,8 +20,7 @@ from .torch_internals import resolve_process_group
 
 
 class RanksOnMeta:
-    """Stands for a process group of so many ranks where tensors have no data, and nothing is
-    sent."""
+    """Stands for a process group of so many ranks where tensors have no data: nothing is sent."""
 
     NAME = " ranks on meta"
 
@@ -63,8 +62,10 @@ class _Flight:
 
 
 class _Sent(torch.autograd.Function):
-    """Starts an exchange. Its backward waits for the exchange that `_Received` starts in
-    backward."""
+    """Starts an exchange.
+
+    Its backward waits for the exchange that `_Received` starts in backward.
+    """
 
     @staticmethod
     def forward(ctx, x, flight, group):
@@ -79,8 +80,10 @@ class _Sent(torch.autograd.Function):
 
 
 class _Received(torch.autograd.Function):
-    """Waits for an exchange. It is its own transpose: backward starts another one, of the
-    gradient."""
+    """Waits for an exchange.
+
+    It is its own transpose: backward starts another one, of the gradient.
+    """
 
     @staticmethod
     def forward(ctx, received, flight, group):
@@ -102,8 +105,10 @@ class _Parts:
         self.group, self.rank = group, group.rank()
 
     def start(self, sent: Sequence[Tensor | None], received: Sequence[Tensor]) -> None:
-        """Sends parts, and receives as many, of other ranks. Nobody may read these before
-        `wait`."""
+        """Sends parts, and receives as many, of other ranks.
+
+        Nobody may read these before `wait`.
+        """
         self.sent, self.works = sent, []
         if received[0].is_meta:
             return
@@ -142,8 +147,10 @@ class _PartsSent(torch.autograd.Function):
 
 
 class _PartsReceived(torch.autograd.Function):
-    """Waits for parts, and adds this rank's own. Backward sends the gradients of the others
-    back."""
+    """Waits for parts, and adds this rank's own.
+
+    Backward sends the gradients of the others back.
+    """
 
     @staticmethod
     def forward(ctx, received, local_part, parts):
@@ -179,8 +186,7 @@ class HeadExchange:
         self.size, self.rank = (1, 0) if group is None else (group.size(), group.rank())
 
     def _send(self, x: Tensor) -> Callable[[], Tensor]:
-        """Sends part i of x [N, ...] to rank i; returns a function that waits for what this rank
-        receives."""
+        """Sends part i of x [N, ...] to rank i; returns a function that waits for what arrives."""
         flight = _Flight()
         received = _Sent.apply(x, flight, self.group)
         return lambda: _Received.apply(received, flight, self.group)
@@ -225,8 +231,7 @@ class HeadExchange:
         return self.start_to_tokens(x_BTHK)()
 
     def start_to_tokens(self, x_BTHK: Tensor) -> Callable[[], Tensor]:
-        """Starts `to_tokens`, and returns a function that waits for its result; see
-        `start_to_heads`."""
+        """Starts `to_tokens`; returns a function that waits for its result, as `start_to_heads`."""
         if self.group is None:
             return lambda: x_BTHK
         receive = self._send(x_BTHK.unflatten(1, (self.size, -1)).movedim(1, 0))

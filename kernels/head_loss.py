@@ -177,10 +177,10 @@ class TopK(NextToken):
 
     def __call__(self, hidden_BTD: Tensor, head: OutputHead) -> LossOutput:
         targets = trained_targets(self.targets, hidden_BTD, head)
-        T = targets.shape[1]
-        ids, log_probs = (x[:, :T] for x in self.teacher)
+        length = targets.shape[1]  # T, or T - 1 if the last position has no target
+        ids, log_probs = (x[:, :length] for x in self.teacher)
         details = top_k_divergence(
-            hidden_BTD[:, :T], head.weight, targets, ids, log_probs,
+            hidden_BTD[:, :length], head.weight, targets, ids, log_probs,
             weights=self.weights_of(targets), denominator=self.denominator,
             num_valid_tokens=self.num_targets, linear=head.linear, impl=head.impl,
         )  # fmt: skip
@@ -237,8 +237,7 @@ class Scored:
 
 
 class _Valued(torch.autograd.Function):
-    """Returns `value`, whose gradient goes to `surrogate`: a sum of another size, but of the same
-    derivatives."""
+    """Returns `value` with the gradient of `surrogate`, another sum with the same derivatives."""
 
     @staticmethod
     def forward(ctx, surrogate, value):

@@ -26,8 +26,10 @@ COPIED_ELEMENTS = 2**24  # elements of a matrix that a CPU copies into another d
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tensor:
-    """Returns a @ b, or writes or adds it to `out` in out's dtype: cuBLAS adds 16-bit products in
-    float32."""
+    """Returns a @ b, or writes or adds it to `out` in out's dtype.
+
+    cuBLAS adds 16-bit products in float32.
+    """
     if out is None:
         return a @ b
     if not runs_as_on_gpu(a) and a.dtype != out.dtype:
@@ -91,7 +93,9 @@ class Linear(Part):
         self, x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor] = ()
     ) -> list[Tensor]:
         """Maps x [..., K] by each weight [N_i, K] and bias [N_i], if there are biases.
-        Differentiable."""
+
+        Differentiable.
+        """
         return [
             self(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights))
         ]
@@ -133,8 +137,7 @@ class Linear(Part):
         return (x,)
 
     def restored(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Factor:
-        """Returns the factor of an input, of the tensors that `kept` returned; `dtype` is the
-        input's."""
+        """Returns the factor of an input of this dtype from the tensors that `kept` returned."""
         return tensors[0]
 
     def forward(
@@ -160,8 +163,10 @@ class Linear(Part):
     def weight_gradient(
         self, dy_t: Factor, x_t: Factor, *, out: Tensor | None = None, accumulate: bool = False
     ) -> Tensor:
-        """Returns dy^T x, [N, K], for dy_t [N, M] and x_t [K, M]; `out` as in `input_gradient`, or
-        float32."""
+        """Returns dy^T x, [N, K], for dy_t [N, M] and x_t [K, M].
+
+        `out` is as in `input_gradient`, or float32.
+        """
         return _product(dy_t, x_t.t(), out, accumulate)
 
     def weight_gradients(

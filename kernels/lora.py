@@ -215,8 +215,7 @@ def adapt(matrix: Tensor, a: Tensor, b: Tensor) -> Adapted:
 
 
 def merged(weight: Adapted) -> Tensor:
-    """Returns W + B A, [N, K] or of all experts, summed in float32 and rounded once to W's
-    dtype."""
+    """Returns W + B A, [N, K] or of all experts, summed in float32, rounded once to W's dtype."""
     dtype = sum_dtype(weight.matrix)
     product = torch.addmm if weight.matrix.ndim == 2 else torch.baddbmm
     return product(weight.matrix.to(dtype), weight.b.to(dtype), weight.a.to(dtype)).to(

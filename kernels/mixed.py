@@ -36,8 +36,10 @@ def _never(linear: Linear) -> Factor:
 
 @dataclass(frozen=True)
 class Mixed(InPieces):
-    """A map whose products are made by three maps. `kernels.linear.Linear` describes the
-    methods."""
+    """A map whose products are made by three maps.
+
+    `kernels.linear.Linear` describes the methods.
+    """
 
     y: Linear = PLAIN
     dx: Linear = PLAIN

@@ -160,8 +160,7 @@ class LayerPart(Protocol):
 
     @property
     def kept_whole(self) -> str | None:
-        """Name of what tensor-parallel ranks would part; None: they can share all of its
-        matrices."""
+        """Name of what tensor-parallel ranks cannot share; None: they can share all matrices."""
 
     def __hash__(self) -> int:
         """Hashes by value: descriptions are keys of caches."""
@@ -170,8 +169,7 @@ class LayerPart(Protocol):
         """Returns the part's parameters by their names in it, in the order of the module's."""
 
     def shared_sizes(self) -> dict[str, int]:
-        """Returns the sizes that tensor-parallel ranks must divide, by their names in
-        config.json."""
+        """Returns the sizes that tensor-parallel ranks must divide, by their config.json names."""
 
     def shard(self, ranks: int) -> "LayerPart":
         """Returns the part of each of `ranks` that share the matrices."""
@@ -200,12 +198,10 @@ class MLPPart(LayerPart, Protocol):
     def measure_rates(
         self, hidden_size: int, seconds: Callable[..., float], device: torch.device
     ) -> dict[str, float]:
-        """Measures the rates of this GPU that only this part has, FLOP/s by their names in
-        `linear_work`."""
+        """Measures the rates that only this part has, in FLOP/s by their names in `linear_work`."""
 
     def choice_bytes(self, num_tokens: int) -> int:
-        """Returns the bytes of choices, such as of experts, which a block always keeps for
-        backward."""
+        """Returns the bytes of choices, such as of experts, which every block keeps."""
 
 
 class MixerPart(LayerPart, Protocol):
@@ -233,8 +229,7 @@ class MixerPart(LayerPart, Protocol):
         names for people."""
 
     def results_bytes(self, num_tokens: int, element_size: int) -> tuple[int, int]:
-        """Returns the bytes of the results that a block can keep, and of choices, which it always
-        keeps."""
+        """Returns the bytes of results that a block can keep, and of choices that it must keep."""
 
     def inside_bytes(
         self, num_tokens: int, element_size: int, *, backend: str, context_length: int,
@@ -378,8 +373,7 @@ class MixerKind(Part, ABC):
         return math.inf
 
     def check_heads(self, head_dim: int) -> None:
-        """Raises ValueError if there are no kernels on a GPU for attention's heads of
-        `head_dim`."""
+        """Raises ValueError if a GPU has no kernels for attention's heads of `head_dim`."""
         if self.gpu_head_dims and head_dim not in self.gpu_head_dims:
             has = f"attention_type {self.name} has GPU kernels for head_dim {self.gpu_head_dims}"
             raise ValueError(f"{has}, not for {head_dim}; use full")
@@ -390,8 +384,7 @@ class MixerKind(Part, ABC):
         as "64x2,32"."""
 
     def for_longest(self, longest: int) -> "MixerKind":
-        """Returns the cheapest kind that computes the same for documents of up to `longest`
-        tokens."""
+        """Returns the cheapest kind with equal results for documents of up to `longest` tokens."""
         return self
 
     @abstractmethod
@@ -413,8 +406,7 @@ class MixerKind(Part, ABC):
         lengths: Iterable[tuple[float, float]],
         prompts: Iterable[tuple[float, float, float, float]],
     ) -> list[tuple[float, float]]:
-        """Returns documents, as for `work`, with the documents that attend in place of prompts and
-        answers."""
+        """Returns the documents of `work`, with documents that stand for prompts and answers."""
         found = [*lengths]
         for prompt, answers, tokens, count in prompts:
             own, copied = tokens / answers, self.copied(round(prompt))
@@ -427,8 +419,7 @@ class MixerKind(Part, ABC):
     def prompt_flops(
         self, prompt: int, answers: int, tokens: int, H: int, G: int, K: int
     ) -> AttentionFlops:
-        """Returns the floating-point operations of a prompt's answers beyond documents of these
-        lengths."""
+        """Returns the FLOP of a prompt's answers beyond documents of these lengths."""
         documents = self.with_copies((), [(prompt, answers, tokens, 1)])
         flops = (
             [count * n for n in self.flops(round(length), H, G, K)] for length, count in documents
@@ -443,8 +434,10 @@ class MixerKind(Part, ABC):
         K: int,
         prompts: Iterable[tuple[int, int, int]] = (),
     ) -> float:
-        """Returns forward's floating-point operations without choices of blocks; `prompts` as in
-        `Documents`."""
+        """Returns forward's FLOP without choices of blocks.
+
+        `prompts` are as in `Documents`.
+        """
         flops = {length: self.flops(length, H, G, K).forward for length in {*lengths}}
         of_prompts = (self.prompt_flops(*prompt, H, G, K).forward for prompt in prompts)
         return sum(flops[length] for length in lengths) + sum(of_prompts)
@@ -526,17 +519,17 @@ class AttentionKind(MixerKind):
         lses: Sequence[Tensor], lists: Tensor | None, segments: Tensor | None, backend: str,
         on_triton: bool,
     ) -> Sequence[Tensor]:  # fmt: skip
-        """Returns dq, dk, dv and, if there are gates, their gradient, from what `forward`
-        returned."""
+        """Returns dq, dk, dv and, if there are gates, their gradient, from `forward`'s results."""
 
     def normalise_lists(self, lists: Tensor, q: Tensor, segments: Tensor | None) -> Tensor:
-        """Returns a caller's lists as `backward` takes them, without blocks that their token cannot
-        choose."""
+        """Returns a caller's lists for `backward`, without blocks that a token cannot choose."""
         raise ValueError(f"{self.name} attention chooses no blocks of keys; give no lists")
 
     def output(self, outs: Sequence[Tensor], gates: Tensor | None, on_triton: bool) -> Tensor:
-        """Returns attention's output [B, T, H, K] from the branches' outputs and gates [B, T, H,
-        gates_per_head]."""
+        """Returns attention's output [B, T, H, K] from its branches' outputs.
+
+        Gates are [B, T, H, gates_per_head].
+        """
         return outs[0]
 
     @abstractmethod
@@ -549,8 +542,10 @@ class AttentionKind(MixerKind):
         self, T: int, H: int, G: int, K: int, *, element_size: int = 2, backend: str = "auto",
         context_length: int | None = None, longest: int | None = None,
     ) -> AttentionBytes:  # fmt: skip
-        """Returns the bytes that T tokens take; `context_length` (None: T) and `longest` as in
-        `backward_workspace`."""
+        """Returns the bytes that T tokens take.
+
+        `context_length` (None: T) and `longest` are as in `backward_workspace`.
+        """
 
     def rates_at(
         self,
@@ -573,8 +568,7 @@ class AttentionKind(MixerKind):
         self, T: int, H: int, G: int, K: int, backend: str, seconds: Callable[..., float],
         device: torch.device, segments: Tensor | None = None,
     ) -> tuple[float, float]:  # fmt: skip
-        """Returns the seconds of one forward, without the choice, and of one backward over T random
-        tokens."""
+        """Returns the seconds of a forward, without the choice, and a backward over T tokens."""
         q, k, v = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16) for n in (H, G, G))
         gates = (
             torch.randn(1, T, H, self.gates_per_head, device=device, dtype=q.dtype)

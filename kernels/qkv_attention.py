@@ -58,8 +58,7 @@ class QKVParameters(NamedTuple):
         return len(self.weights[0]) // len(self.weights[1]) // (1 + self.has_output_gate)
 
     def parted(self) -> tuple["QKVParameters", list]:
-        """Returns the parameters of q, k and v alone, and the gate's weight and bias, if there are
-        some."""
+        """Returns the parameters of q, k and v alone, and the gate's weight and bias, if any."""
         if not self.has_output_gate:
             return self, []
         q, gate = _alternate(self.weights[0], self.head_dim)
@@ -70,8 +69,7 @@ class QKVParameters(NamedTuple):
         return parameters._replace(biases=[q_bias, *self.biases[1:]]), [gate, gate_bias]
 
     def with_one_query_head(self) -> "QKVParameters":
-        """Returns the same parameters, with only the first head in the weight, bias and norm of
-        q."""
+        """Returns these parameters with only the first head in q's weight, bias and norm."""
         count = self.head_dim * (1 + self.has_output_gate)
         weights, biases, norms = (
             [rows[:count] for rows in tensors[:1]] + tensors[1:]
@@ -256,8 +254,7 @@ def _split_heads(
 
 
 def _parts_of_step(parts: Sequence[Tensor | None], lengths: list[int]) -> list[Tensor | None]:
-    """Returns what a step's weight has, matrix, A and B, for each of the tensors that `_fused`
-    returns."""
+    """Returns a step's weight (matrix, A and B) for each of the tensors that `_fused` returns."""
     by_rows = [[None] * 3 if part is None else [*part.split(lengths)] for part in parts[::2]]
     return [*by_rows[0], *parts[1:2], *(by_rows[1] if len(parts) > 1 else ())]
 
@@ -393,8 +390,10 @@ class _QKVAttention(torch.autograd.Function):
 
 
 class _Backward:
-    """Backward of `_QKVAttention`, step by step. Tensors of a step are freed where its methods
-    return."""
+    """Backward of `_QKVAttention`, step by step.
+
+    Tensors of a step are freed where its methods return.
+    """
 
     def __init__(self, ctx, dy: Tensor):
         x, self.gates, self.cos, self.sin, self.lists, self.outs, self.lses, *parameters = (
@@ -469,8 +468,10 @@ class _Backward:
         return qkv, edges, [*d_heads]
 
     def _through_output(self, step: int, outs: list[Tensor], gates: Tensor | None) -> Tensor:
-        """Returns the gradient of attention's output, [B T, R n K], and adds to the output
-        projection's."""
+        """Returns the gradient of attention's output, [B T, R n K].
+
+        Adds to the output projection's gradient.
+        """
         columns = [self.all_heads.take(tensor, step, 1) for tensor in self.o_tensors[:2]]
         # An adapter has one B for all steps.
         linear = self.linear
@@ -676,8 +677,7 @@ class AttentionPart:
 
     @property
     def works_in_groups(self) -> bool:
-        """Whether `heads_at_a_time` may be less than all: heads are normalised, rotated and left as
-        wholes."""
+        """Whether heads may be computed apart: norm and rotation take each head as a whole."""
         return self.qk_norm != "width" and not self.has_output_gate and self.rotary_dim is None
 
     @property

@@ -175,8 +175,10 @@ def _forward(
     input: Tensor, residual: Tensor | None, gate: Tensor | None, weight: Tensor, eps: float,
     weight_offset: float, cast_before_weight: bool, read_once: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns normed, total (empty without a residual) and rstd. Only backward reads
-    `read_once`."""
+    """Returns normed, total (empty without a residual) and rstd.
+
+    Only backward reads `read_once`.
+    """
     x = (
         _evenly_spaced_rows(input)
         if residual is None

@@ -350,8 +350,7 @@ def rope_frequencies(
     scaling: RopeScaling | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Returns the turn of each pair from one token to the next, radians, float64 [rotary_dim /
-    2]."""
+    """Returns each pair's turn from one token to the next, radians, float64 [rotary_dim / 2]."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim
     frequencies = theta**-exponents
     return frequencies if scaling is None else scaling.scale(frequencies, theta)

@@ -80,8 +80,10 @@ class TensorRanks:
         return x if self.group is None else _Enter.apply(x, self.group.group_name)
 
     def leave(self, x: Tensor, skippable: bool = False) -> Tensor:
-        """Returns the sum of x over ranks, in its dtype; see `kernels.common.operation` for
-        `skippable`."""
+        """Returns the sum of x over ranks, in its dtype.
+
+        `skippable` is as in `kernels.common.operation`.
+        """
         if self.group is None:
             return x
         return (_skippable_sum if skippable else _sum)(x, self.group.group_name)

@@ -88,8 +88,10 @@ def _run_chunk(
 
 
 def _empty_outputs(input, linear_weight, needs_input, needs_weight):
-    """Makes each row's loss, and gradients: the input's has its dtype, all else is float32 or
-    wider."""
+    """Makes each row's loss, and gradients.
+
+    The input's gradient has its dtype, all else is float32 or wider.
+    """
     losses = input.new_empty(len(input), dtype=sum_dtype(input))
     d_weight = losses.new_empty(linear_weight.shape if needs_weight else 0)
     return losses, input.new_empty(input.shape if needs_input else 0), d_weight

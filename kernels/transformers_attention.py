@@ -130,8 +130,7 @@ def _attend(
 def _decode(
     query: Tensor, key: Tensor, value: Tensor, is_token: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Attends from the last T of S tokens to all before them and to themselves; returns [B, H, T,
-    K]."""
+    """Attends from the last T of S tokens to all tokens up to each; returns [B, H, T, K]."""
     T, S = query.shape[2], key.shape[2]
     mask = None
     if T > 1 or is_token is not None:
@@ -146,8 +145,10 @@ def _decode(
 def _segments(
     B: int, T: int, position_ids: Tensor | None, cu_seq_lens: Tensor | None, is_token: Tensor | None
 ) -> Tensor | None:
-    """Returns the documents, see `attention`. All layers of a forward share them: the host waits
-    once."""
+    """Returns the documents, see `attention`.
+
+    All layers of a forward share them: the host waits once.
+    """
     global _last
     tensors = position_ids, cu_seq_lens, is_token
     versions = [None if x is None else version_of(x) for x in tensors]

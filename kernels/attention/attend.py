@@ -98,8 +98,10 @@ def attend_backward(
     lses: Sequence[Tensor], lists: Tensor, segments: Tensor | None, kind: AttentionKind,
     backend: str, on_triton: bool,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Returns dq, dk, dv and, if there are gates, their gradient. Arguments are as in
-    `AttentionKind.backward`."""
+    """Returns dq, dk, dv and, if there are gates, their gradient.
+
+    Arguments are as in `AttentionKind.backward`.
+    """
     # a reference, which may call autograd: not inside an operation
     if kind.gpu_head_dims and not on_triton:
         return _backward(
@@ -131,7 +133,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, gates, segments, lists, *results = ctx.saved_tensors
         outs, lses = results[: len(results) // 2], results[len(results) // 2 :]
         gradients = attend_backward(dout, q, k, v, gates, outs, lses, lists, segments, *ctx.options)
-        return *gradients, *[None] * (9 - len(gradients))
+        num_inputs = len(ctx.needs_input_grad)
+        return *gradients, *[None] * (num_inputs - len(gradients))
 
 
 def check_gates(gates: Tensor | None, kind: AttentionKind, shape: Sequence[int]) -> None:

@@ -5,8 +5,10 @@ from torch import Tensor
 
 
 def cache_capacity(max_length: int, reach: int | None) -> int:
-    """Returns the tokens that the cache of a layer has memory for; arguments as in
-    `KeyValueCache`."""
+    """Returns the tokens that a layer's cache can hold.
+
+    Arguments are as in `KeyValueCache`.
+    """
     return max_length if reach is None else min(max_length, 2 * reach)
 
 

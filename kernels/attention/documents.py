@@ -258,8 +258,7 @@ def all_segments(segments: Tensor | None, B: int, T: int) -> Tensor:
 
 
 def as_bytes(segments: Tensor | None) -> bytes | None:
-    """Returns segments without prompts as bytes: unlike a tensor, they can be the key of a
-    cache."""
+    """Returns segments without prompts as bytes, which can be the key of a cache."""
     return None if segments is None else table_as_bytes(segments[:, :3])
 
 
@@ -327,8 +326,7 @@ def _document_calls(
 
 
 def _longest(call: Call) -> int:
-    """Returns the tokens of the longest document in whole tiles, at least two: one tile has other
-    kernels."""
+    """Returns the longest document's tokens in whole tiles, at least two: one has other kernels."""
     longest = max(stop - start for start, stop in zip((0, *call.ends), call.ends))
     return max(2 * _TILE, -(-longest // _TILE) * _TILE)
 

@@ -49,8 +49,10 @@ BACKWARD_FLOPS = 2.5
 def attention_reference(
     q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, segments: Tensor | None = None
 ) -> Tensor:
-    """Attention with the T x T matrix written out, in the inputs' dtype. Arguments are as in
-    `attention`."""
+    """Attention with the T x T matrix written out, in the inputs' dtype.
+
+    Arguments are as in `attention`.
+    """
     is_earlier, _ = within_documents(q_BTHK, segments)
     return attend_written_out(q_BTHK, k_BTGK, v_BTGK, is_earlier[:, None, None])[0]
 
@@ -151,8 +153,10 @@ def _forward_alone(
 def _forward_rows(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor
 ) -> None:
-    """Writes to out [B, T, H, K] and lse [B, T, H] of rows of a document each; q, k and v may have
-    padding."""
+    """Writes out [B, T, H, K] and lse [B, T, H], for one document a row.
+
+    q, k and v may have padding.
+    """
     out_n, lse_n = kernel.forward(q, k, v)
     T = out.shape[1]
     put((out_n[:, :T], lse_n.transpose(1, 2)[:, :T]), (out, lse))
@@ -163,8 +167,10 @@ def full_backward(
     segments: Tensor | None, backend: str,
     position_tokens: int = 1, into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Returns dq, dk and dv from what `full_forward` returned; `into` are all three, as in
-    `full_forward`."""
+    """Returns dq, dk and dv from the results of `full_forward`.
+
+    `into` has tensors for all three, as in `full_forward`.
+    """
     (B, T), kernel = q.shape[:2], KERNELS[backend]
     dout = dout.contiguous()
     if segments is None:

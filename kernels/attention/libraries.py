@@ -126,8 +126,7 @@ def _flash_lengths(
 
 
 def _window_sides(window: int | None) -> dict[str, int]:
-    """Returns FlashAttention's arguments for a window, which count tokens before a token and after
-    it."""
+    """Returns FlashAttention's arguments for a window: tokens before a token, and after it."""
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 

@@ -1,5 +1,4 @@
-"""Attention with every score written out, in the inputs' dtype: what the references of all kinds
-share."""
+"""Attention with every score written out, in the inputs' dtype, for the references of all kinds."""
 
 import math
 

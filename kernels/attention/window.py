@@ -36,8 +36,7 @@ FLASH_HEAD_DIMS = tuple(range(8, 257, 8))  # head widths of FlashAttention-2
 def window_reference(
     q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, window: int, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output [B, T, H, K] and the log-sum-exp [B, T, H], with the T x T matrix written
-    out."""
+    """Returns out [B, T, H, K] and log-sum-exp [B, T, H], with the T x T matrix written out."""
     return attend_written_out(q_BTHK, k_BTGK, v_BTGK, keys_in_window(q_BTHK, window, segments))
 
 

@@ -144,8 +144,7 @@ def _chunk_kernel(
     q_ptr, k_ptr, g_ptr, beta_ptr, gates_ptr, inverse_ptr, scores_ptr, chunks_ptr, G: tl.constexpr,
     R: tl.constexpr, K: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gates, (I + A)^-1 and the scores of one chunk for the value heads of one key
-    head."""
+    """Writes one chunk's gates, (I + A)^-1 and scores, for the value heads of one key head."""
     chunk = tl.program_id(0).to(tl.int64)
     key_head = tl.program_id(1)
     start = tl.load(chunks_ptr + 2 * chunk)
@@ -195,8 +194,7 @@ def _pointers(matrix, row, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLU
 def load_block(
     matrix, row, column, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, stop=None
 ):
-    """Returns [ROWS, COLUMNS] of a matrix of WIDTH columns; by pointer, zeros from row `stop`
-    on."""
+    """Returns [ROWS, COLUMNS] of a matrix of WIDTH columns; by pointer, rows from `stop` are 0."""
     if not isinstance(matrix, tl.tensor):
         return matrix.load([row.to(tl.int32), column])
     elif stop is None:
@@ -346,8 +344,7 @@ def _launch_chunks(
 def prepared(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, stretches: list[Stretch]
 ) -> Iterator[tuple[Stretch, Chunks, list[Callable]]]:
-    """Yields each stretch, its chunks' matrices, and launches that make the next stretch's
-    matrices."""
+    """Yields each stretch, its chunks' matrices, and launches that make the next matrices."""
     chunks = _empty_chunks(k, v, stretches[0])
     _launch_chunks(q, k, g, beta, stretches[0], chunks)
     for stretch, following in itertools.pairwise(stretches):

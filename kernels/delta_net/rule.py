@@ -49,16 +49,14 @@ def delta_rule_reference(
     q_BTGK: Tensor, k_BTGK: Tensor, v_BTHV: Tensor, g_BTH: Tensor, beta_BTH: Tensor, *,
     segments: Tensor | None = None, initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Runs the recurrence in plain PyTorch, with the contract of `delta_rule`; float64 stays
-    float64."""
+    """Runs the recurrence in plain PyTorch, as `delta_rule` promises; float64 stays float64."""
     return _by_document(
         _recurrence, q_BTGK, k_BTGK, v_BTHV, g_BTH, beta_BTH, segments, initial_state
     )
 
 
 def _recurrence(q, k, v, g, beta, state):
-    """Runs one document: q, k [T, H, K], v [T, H, V], g and beta [T, H], and the state [H, K,
-    V]."""
+    """Runs one document: q, k [T, H, K], v [T, H, V], g, beta [T, H], and the state [H, K, V]."""
     outs = []
     for q_t, k_t, v_t, decay_t, beta_t in zip(q, k, v, g.exp(), beta):
         state = decay_t[:, None, None] * state

@@ -71,8 +71,7 @@ class Adapters(NamedTuple):
 def expert_mlp_reference(
     x: Tensor, gate_up: Weight, down: Weight, experts: Tensor, weights: Tensor
 ) -> Tensor:
-    """A loop over experts in plain PyTorch, with the contract of `expert_mlp`; float64 stays
-    float64."""
+    """Loops over experts in plain PyTorch, as `expert_mlp` promises; float64 stays float64."""
     dtype = sum_dtype(x)
     rows = x.new_zeros(*experts.shape, x.shape[1])
     for e in range(len(down)):
@@ -216,7 +215,7 @@ class _TileProducts:
         self.gate_up_term: LowRank | None = None  # b_in v
         self.d_hidden_term: LowRank | None = None  # a_out^T e
         if adapters:
-            self.places = by_place(groups)
+            self.sorted_groups = by_place(groups)  # for rows that are sorted by expert
             self.gate_up_term = LowRank(narrow(x, adapters.a_in, groups), adapters.b_in)
             narrowed = narrow(dy, adapters.b_out.mT.contiguous(), groups)
             self.d_hidden_term = LowRank(narrowed, adapters.a_out)
@@ -253,25 +252,29 @@ class _TileProducts:
         return d_weights
 
     def _take_hidden(self, hidden: Tensor) -> None:
-        """Makes the gradients of a_out and b_out from w h, by place."""
+        """Makes the gradients of a_out and b_out from w h, whose rows are sorted by expert."""
         if self.adapters is None or self.d_hidden_term is None:
             return
         _, _, d_a_out, d_b_out = self.d_adapters
         if d_a_out is not None:
             rows = self.d_hidden_term.rows
-            weight_gradient(hidden, rows, self.places, d_a_out, transposed=True, add=self.add)
+            weight_gradient(
+                hidden, rows, self.sorted_groups, d_a_out, transposed=True, add=self.add
+            )
         if d_b_out is not None:
-            narrowed = narrow(hidden, self.adapters.a_out, self.places)
+            narrowed = narrow(hidden, self.adapters.a_out, self.sorted_groups)
             weight_gradient(self.dy, narrowed, self.groups, d_b_out, add=self.add)
 
     def _take_pair(self, d_pair: Tensor) -> LowRank | None:
-        """Makes a_in's and b_in's gradients from the pair's, by place. Returns dx's second term."""
+        """Makes a_in's and b_in's gradients from (d_gate, d_up). Returns dx's adapter term."""
         if self.adapters is None or self.gate_up_term is None:
             return None
         d_a_in, d_b_in, *_ = self.d_adapters
         if d_b_in is not None:
-            weight_gradient(d_pair, self.gate_up_term.rows, self.places, d_b_in, add=self.add)
-        narrowed = narrow(d_pair, self.adapters.b_in.mT.contiguous(), self.places)
+            weight_gradient(
+                d_pair, self.gate_up_term.rows, self.sorted_groups, d_b_in, add=self.add
+            )
+        narrowed = narrow(d_pair, self.adapters.b_in.mT.contiguous(), self.sorted_groups)
         if d_a_in is not None:
             weight_gradient(self.x, narrowed, self.groups, d_a_in, transposed=True, add=self.add)
         return LowRank(narrowed, self.adapters.a_in)

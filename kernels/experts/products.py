@@ -98,15 +98,14 @@ class Groups(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """A product's second term: rows [N k, r] by place, times a matrix of each expert as the first
-    term's."""
+    """An adapter's term of a product: each row times the weight of its expert."""
 
-    rows: Tensor
+    rows: Tensor  # [N k, r], sorted by expert
     weight: Tensor  # [E, M, r]; transposed [E, r, M]
 
 
 def by_place(groups: Groups) -> Groups:
-    """Returns the groups of rows that are by place already."""
+    """Returns the groups for rows that are sorted by expert already."""
     return groups._replace(
         order=torch.arange(len(groups.order), dtype=torch.int32, device=groups.order.device)
     )
@@ -138,8 +137,7 @@ def _tile(tiles_ptr, number):
 
 @triton.jit
 def _gathered(ptr, order_ptr, places, stop, K: tl.constexpr, D: tl.constexpr):
-    """Returns the entries of places, and pointers to their tokens' rows; to any token's past
-    `stop`."""
+    """Returns the entries of places, and pointers to their tokens' rows; any row past `stop`."""
     entries = tl.load(order_ptr + places, mask=places < stop, other=0)
     return entries, ptr + (entries // K).to(tl.int64)[:, None] * D
 
@@ -160,8 +158,10 @@ def _add_low_rank(
     total, low_d, factor_d, first, row, column, RANK: tl.constexpr, STEP: tl.constexpr,
     TRANSPOSED: tl.constexpr
 ):  # fmt: skip
-    """Adds rows from `first` on times the matrix that begins in `row`; past the rank one factor has
-    zeros."""
+    """Adds rows from `first` on times the matrix that begins in `row`.
+
+    Past the rank one factor has zeros.
+    """
     if RANK > 0:
         # Unrolled, its buffers would stand beside each other.
         for k in tl.range(0, RANK, STEP, num_stages=1):
@@ -460,7 +460,10 @@ def _low_rank(low: LowRank | None, columns: int, transposed: bool) -> dict:
 
 
 def narrow(rows: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-    """Returns tokens' rows [N, D] times weight [E, r, D], by place, [N k, r]."""
+    """Returns tokens' rows [N, D] times weight [E, r, D] of each entry's expert.
+
+    The result is [N k, r], sorted by expert.
+    """
     D, r = rows.shape[1], weight.shape[1]
     out = rows.new_empty(len(groups.order), r)
     if not rows.is_meta:

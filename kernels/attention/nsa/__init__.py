@@ -1,2 +1,1 @@
-"""Native sparse attention: nsa.py puts the other files together, ../README.md has the
-mathematics."""
+"""Native sparse attention, which nsa.py puts together; ../README.md has the mathematics."""

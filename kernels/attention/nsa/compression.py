@@ -36,8 +36,10 @@ BLOCK_T = 32  # tokens per program of _unpool_kernel
 
 
 class Windows(NamedTuple):
-    """Tables of the windows and tiles of packed documents. Both are counted through all
-    documents."""
+    """Tables of the windows and tiles of packed documents.
+
+    Both are counted through all documents.
+    """
 
     num_windows: int
     # batch rows that the library's kernel gets, of one document each or, with segments, a single
@@ -187,8 +189,7 @@ def _rows_kernel(
 
 
 def pool_windows(x: Tensor, windows: Windows) -> Tensor:
-    """Returns the windows' means [G, windows, K] of keys or values x [tokens, G, K], in their
-    dtype."""
+    """Returns windows' means [G, windows, K] of keys or values x [tokens, G, K], in x's dtype."""
     _, G, K = x.shape
     pooled = x.new_empty(G, windows.num_windows, K)
     if windows.num_windows:
@@ -248,8 +249,7 @@ def to_tiles(x: Tensor, heads: range, units: int, windows: Windows) -> Tensor:
 
 
 def _lse_to_tiles(lse: Tensor, heads: range, units: int, windows: Windows) -> Tensor:
-    """[tokens, H] -> [rows, windows of a row, 16 * heads]; places past a document's end never
-    attend."""
+    """[tokens, H] -> [rows, windows of a row, 16 * heads]; places past a document never attend."""
     token = windows.token_of_tile.long()
     in_tiles = lse[token.clamp(min=0), heads.start : heads.stop].masked_fill_(
         token[:, None] < 0, _NEVER_ATTENDS
@@ -298,8 +298,7 @@ def head_ranges(
 
 
 def _windows_first(pooled: Tensor, groups: range, windows: Windows) -> Tensor:
-    """[G, windows, K] -> [rows, windows of a row, groups, K], a view of the key/value heads
-    `groups`."""
+    """[G, windows, K] -> [rows, windows of a row, groups, K], a view of the heads `groups`."""
     some = pooled[groups.start : groups.stop]
     return some.unflatten(1, (windows.rows, -1)).permute(1, 2, 0, 3)
 

@@ -122,8 +122,10 @@ def branches_reference(
 
 @operation("fathom::nsa_gated_sum", lambda outs, *_: outs[0].new_empty(outs[0].shape))
 def _nsa_gated_sum(outs: list[Tensor], gates: Tensor, triton_kernels: bool) -> Tensor:
-    """Returns the gated sum [B, T, H, K] of three outs [B, T, H, K]; gates are logits [B, T, H,
-    3]."""
+    """Returns the gated sum [B, T, H, K] of three outs.
+
+    Gates are logits [B, T, H, 3].
+    """
     if not triton_kernels:
         return gated_sum_reference(outs, gates)
     return gated_sum([flat(out) for out in outs], flat(gates)).view(outs[0].shape)
@@ -131,8 +133,10 @@ def _nsa_gated_sum(outs: list[Tensor], gates: Tensor, triton_kernels: bool) -> T
 
 @dataclass(frozen=True)
 class NSA(AttentionKind):
-    """Native sparse attention, for documents of all lengths. Raises ValueError for too few selected
-    blocks."""
+    """Native sparse attention, for documents of all lengths.
+
+    Raises ValueError for too few selected blocks.
+    """
 
     # blocks of 64 tokens, the first and the two local ones included; at least 4
     selected_blocks: int = 16
@@ -307,8 +311,7 @@ class NSA(AttentionKind):
         return AttentionFlops(compressed + selected.forward + 2 * in_window, choice, backward)
 
     def work(self, lengths, H, G, K, *, backend, steps, is_packed=True, prompts=()):
-        """Adds the compressed branch's calls of a library's kernel, one for each long packed
-        document."""
+        """Adds the compressed branch's library calls, one for each long packed document."""
         lengths = self.with_copies(lengths, prompts)
         work = super().work(lengths, H, G, K, backend=backend, steps=steps)
         calls = FULL.work(lengths, H, G, K, backend=backend, steps=steps, is_packed=is_packed)
@@ -340,6 +343,5 @@ def _layout(q: Tensor, segments: Tensor | None) -> Layout:
 
 
 def _window_layout(layout: Layout, window: int) -> Layout:
-    """Returns the layout of the window branch: exact windows of another length differ in one number
-    alone."""
+    """Returns the window branch's layout: its number of window blocks alone differs."""
     return layout._replace(window_blocks=window // BLOCK_SIZE)

@@ -55,8 +55,10 @@ def _window_scores_kernel(
     CHUNK: tl.constexpr,
     LARGEST_EXPONENT: tl.constexpr,
 ):  # fmt: skip
-    """Computes what `score_windows` returns. Tokens of a tile's rows are fast: a thread sums over
-    heads."""
+    """Computes what `score_windows` returns.
+
+    Tokens of a tile's rows are fast: a thread sums over heads.
+    """
     tiles: tl.constexpr = BLOCK // BLOCK_T
     query_block = first_query_block + tl.program_id(0) // tiles
     head = tl.program_id(1).to(tl.int64)

@@ -1,2 +1,1 @@
-"""Block-sparse attention: sparse_attention.py puts the other files together, ../README.md has the
-mathematics."""
+"""Block-sparse attention, put together by sparse_attention.py; ../README.md has the formulas."""

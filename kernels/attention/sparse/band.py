@@ -119,8 +119,7 @@ def _load_shared(
     BLOCK_T: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Returns how many blocks of another document a program's document begins with, and where they
-    start."""
+    """Returns how many blocks a program's document shares with another, and where they start."""
     if SHARED:
         block = tl.program_id(0) // (BLOCK // BLOCK_T)
         first = tl.load(first_shared_ptr + block)

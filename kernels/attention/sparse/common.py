@@ -1,5 +1,4 @@
-"""Helpers that the kernels of this folder share: the rows of a tile, matrix products, a step of a
-softmax."""
+"""Helpers of this folder's kernels: the rows of a tile, matrix products, a step of a softmax."""
 
 import os
 from typing import Any, NamedTuple

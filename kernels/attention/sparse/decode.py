@@ -18,8 +18,7 @@ BLOCKS_AT_A_TIME = 1024  # blocks that are scored at a time
 
 
 def choose_for_last_token(q_BHK: Tensor, k_BSGK: Tensor, kind) -> Tensor:
-    """Returns the list [B, G, blocks] int64, ascending, of the last of S tokens, whose queries are
-    q_BHK."""
+    """Returns the blocks [B, G, blocks] int64, ascending, of the last of S tokens."""
     (B, S, G, _), size = k_BSGK.shape, kind.block_size
     own = (S - 1) // size
     left = own - kind.window // size + 1  # the window's first block

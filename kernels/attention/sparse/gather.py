@@ -232,8 +232,7 @@ def gather_forward(
     layout: Layout,
     heads: range, tokens: range, config: TileConfig,
 ) -> None:  # fmt: skip
-    """Fills `slots` [heads, tokens, selected, group, K] and `slot_lse` [heads, tokens, selected,
-    group]."""
+    """Fills `slots` [heads, tokens, selected, group, K], and `slot_lse` without the last size."""
     tensors = q, k, v, slots, slot_lse
     _launch(_gather_forward_kernel, config, q, k, tensors, slots, index, layout, heads, tokens)
 

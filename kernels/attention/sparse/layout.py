@@ -141,8 +141,10 @@ def build_layout(
 def _tables(
     start: Tensor, length: Tensor, block_size: int, window_blocks: int, prompts: Tensor | None
 ) -> _Documents:
-    """Returns the tables of documents by their first tokens and lengths; other arguments as in
-    `build_layout`."""
+    """Returns tables of documents by first tokens and lengths.
+
+    Other arguments are as in `build_layout`.
+    """
     num_blocks = (length + block_size - 1) // block_size
     first_block = num_blocks.cumsum(0) - num_blocks
     before, origin = torch.zeros_like(start), first_block

@@ -71,8 +71,10 @@ def look_from(position: int) -> Look:
 
 
 def scoring_queries(q: Tensor, G: int, look: Look, dtype: torch.dtype) -> Tensor:
-    """Returns queries as `dtype` rounds them, [tokens, G, H / G, K], or [tokens, G, 1, K]; for q
-    [tokens, H, K]."""
+    """Returns the queries that score blocks, rounded to `dtype`, for q [tokens, H, K].
+
+    The result is [tokens, G, H / G, K], or [tokens, G, 1, K] if the look takes mean queries.
+    """
     queries = q.to(torch.promote_types(q.dtype, torch.float32)).unflatten(1, (G, -1))
     queries = queries.mean(2, keepdim=True) if look.mean_query else queries
     if dtype == FP8:

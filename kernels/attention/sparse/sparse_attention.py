@@ -158,7 +158,7 @@ def sparse_backward(
             )
             combine(dq, slots, blocks, heads, tokens)
             add_partials(total, partial, index.first_item, layout)
-            del slots, partial  # before the next range's are made
+            del slots, partial  # frees them before the next range allocates its buffers
         del indices
         if len(layout.extra_block):
             add_partials(total, *band_dkv_extra(dout, q, k, v, lse, delta, layout, heads), layout)
@@ -231,8 +231,7 @@ class Sparse(AttentionKind):
         return normalise_lists(lists, make_layout(q, segments, self.block_size, self.window))
 
     def copied(self, prompt):
-        """Returns the tokens after the last whole block; all, if answers may attend to
-        everything."""
+        """Returns the tokens after the last whole block; all if answers may see everything."""
         return prompt if prompt < self.dense_below else prompt % self.block_size
 
     def for_longest(self, longest):
@@ -373,8 +372,10 @@ class Sparse(AttentionKind):
 
 
 def check_inputs(q, k, v, segments, block_size, window, impl, head_dims=HEAD_DIMS) -> bool:
-    """Returns whether Triton's kernels run, see `use_triton`. Raises ValueError for unsupported
-    inputs."""
+    """Returns whether Triton's kernels run, see `use_triton`.
+
+    Raises ValueError for unsupported inputs.
+    """
     check_shapes(q, k, v, segments)
     (_, _, H, K), G = q.shape, k.shape[2]
     if block_size not in BLOCK_SIZES:
@@ -413,8 +414,7 @@ def check_inputs(q, k, v, segments, block_size, window, impl, head_dims=HEAD_DIM
 
 
 def slot_bytes_per_token(group: int, K: int, selected: int, element_size: int) -> int:
-    """Returns the bytes of a token's slots in one key/value head: partial outputs (or dq) and
-    log-sum-exps."""
+    """Returns the bytes of a token's slots in one key/value head, with log-sum-exps."""
     return selected * group * (K * element_size + 4)
 
 
@@ -427,8 +427,10 @@ def scores_bytes(
     workspace_bytes: int,
     wave: int = 1,
 ) -> int:
-    """Returns the bytes of the scores that exist at a time; the last two arguments are as in
-    `blocks_at_a_time`."""
+    """Returns the bytes of scores that exist at a time.
+
+    The last two arguments are as in `blocks_at_a_time`.
+    """
     block_bytes = (
         block_size * G * query_bytes(score_columns(num_blocks - 1, window_blocks), selected)
     )
@@ -492,8 +494,7 @@ def choice_bytes(T: int, G: int, K: int, kind: Sparse, element_size: int) -> int
 def sparse_workspace(
     T: int, H: int, G: int, K: int, kind: Sparse, element_size: int = 2
 ) -> tuple[int, int]:
-    """Returns the bytes of forward and of backward for one document of T tokens, without tables by
-    block."""
+    """Returns the bytes of forward and backward for one document of T tokens, without tables."""
     S, block_size, group = kind.selected_blocks, kind.block_size, H // G
     num_blocks = -(-T // block_size)
     delta = 4 * T * H
