@@ -92,8 +92,7 @@ MOST_LAYERS = 256  # a plan for more would take minutes
 
 
 def decide(flags: ProfileFlags) -> StepRecipe:
-    """Decides a step as `decide_step`, and refuses numbers of GPUs for which no prediction is
-    made."""
+    """Decides a step as `decide_step`; refuses numbers of GPUs that have no prediction."""
     context, tensor, num_gpus = (
         flags.context_parallel_size,
         flags.tensor_parallel_size,
@@ -155,8 +154,7 @@ def carried_bytes(folder: str | None) -> int:
 def choose_machine(
     flags: ProfileFlags, recipe: StepRecipe, memory_budget: str | None, world: World
 ) -> Machine:
-    """The machine to plan for: the GPU at hand, or the one that --gpu names; without either an
-    H200."""
+    """Returns the machine to plan for: the GPU at hand, the GPU of --gpu, or else an H200."""
     model, kinds = recipe.model, recipe.kinds
     recipe.check_linear(world.device)
     host = parse_bytes(flags.host_memory, "host_memory") if flags.host_memory else None, flags.nproc
@@ -236,8 +234,7 @@ def scoring_of(flags: ProfileFlags, recipe: StepRecipe) -> Scoring:
 def make_step(
     flags: ProfileFlags, recipe: StepRecipe, machine: Machine
 ) -> tuple[Step, Epoch | None]:
-    """Returns the step that the flags ask for, and an epoch of --data; without, of one document per
-    sequence."""
+    """Returns the step that flags ask for, with an epoch of --data, or a document per sequence."""
     num_gpus = flags.nproc * flags.nnodes
     mesh = num_gpus, flags.context_parallel_size, flags.tensor_parallel_size, flags.nnodes
     step = step_on_meta(
@@ -300,8 +297,7 @@ def open_data(
 
 @functools.cache
 def pack_data(texts: tuple, context_length: int, overlong: str | None) -> tuple[Selection, Packing]:
-    """Returns the documents that `open_data` makes of the arguments `texts`, and their
-    sequences."""
+    """Returns the documents and sequences that `open_data` makes of the arguments `texts`."""
     train, stores = open_data(*texts)
     return train, pack(train, stores, context_length, TrainConfig.seed, overlong=overlong)
 

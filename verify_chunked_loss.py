@@ -78,8 +78,7 @@ def run_model(model: Transformer, ids: Tensor, labels: Tensor) -> None:
 
 
 def observed_logits_rows(model: Transformer, ids: Tensor, labels: Tensor) -> int:
-    """Returns the rows of the largest [rows, V] tensor that any operation takes, by the profiler's
-    records."""
+    """Returns the rows of the largest [rows, V] tensor of any operation, from the profiler."""
     with profile(record_shapes=True) as recorded:
         run_model(model, ids, labels)
     shapes = (shape for event in recorded.function_events for shape in event.input_shapes)
@@ -218,8 +217,7 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def accumulation(device: torch.device) -> Iterator[Check]:
-    """Compares unequal sequences in 4 and in 8 micro-batches with one batch: a mean of means would
-    show."""
+    """Compares unequal sequences in 4 and 8 micro-batches with one batch, by a true mean."""
     torch.manual_seed(0)
     config = small_config(1009, tie_word_embeddings=False)
     model = Transformer(config).to(device)

@@ -211,6 +211,7 @@ class CommandLine:
         ]
 
     def _refuse_word(self, word: str) -> typing.NoReturn:
+        """Raises UserError for a word that argparse left over: it is neither a flag nor a value."""
         if word.lower() in ("true", "false"):
             raise UserError(
                 f"{word!r} stands behind a switch, which has no value: give --NAME, or --no-NAME"
@@ -301,20 +302,25 @@ def flattened(values: dict, tables: str = "") -> dict[str, typing.Any]:
 
 
 def grouped(kind: type) -> dict[str, list[Field]]:
-    """Returns the fields of a command by the title that --help gives them; "" holds what stands
-    above any title.
+    """Returns the fields of a command by their titles in --help; "" has fields above any title.
 
-    A field that a class declares anew keeps the title that it has in the class below.
+    A field that a class declares anew without a title keeps the title that its base gave it.
     """
     groups: dict[str, list[Field]] = {}
-    title = ""
-    for each in fields(kind):
-        own = (vars(base).get("__dataclass_fields__", {}).get(each.name) for base in kind.__mro__)
-        title = next(
-            (found.metadata["group"] for found in own if found and found.metadata["group"]), title
-        )
-        groups.setdefault(title, []).append(each)
+    title = ""  # a field without a title continues the group of the field before it
+    for entry in fields(kind):
+        title = _title_of(kind, entry.name) or title
+        groups.setdefault(title, []).append(entry)
     return groups
+
+
+def _title_of(kind: type, name: str) -> str:
+    """Returns the title that a class or the nearest of its bases gives a field; "" if none does."""
+    for base in kind.__mro__:
+        declared = vars(base).get("__dataclass_fields__", {}).get(name)
+        if declared and declared.metadata["group"]:
+            return declared.metadata["group"]
+    return ""
 
 
 class Parser(ArgumentParser):
@@ -446,8 +452,7 @@ def _likely_number(word: str) -> float | None:
 
 
 def _refuse_shares(kind: type, given: dict[str, typing.Any]) -> None:
-    """Refuse a share in place of a whole number, as --warmup_steps 0.1, and name the number that is
-    meant."""
+    """Refuses a share in place of a number, as --warmup_steps 0.1, and names the number meant."""
     for each in fields(kind):
         share = given.get(each.name)
         if each.metadata["share_of"] is None or not isinstance(share, float):
@@ -475,8 +480,10 @@ def _element(each: Field) -> typing.Any:
 
 
 def _checked(each: Field, value):
-    """Returns the value, with words as paths where the field has paths; a value out of range raises
-    UserError."""
+    """Returns the value, with words as paths if the field has paths.
+
+    Raises UserError for a value out of range.
+    """
     if value == []:
         raise UserError(f"{each.name} is --, which argparse takes for nothing; give another value")
     if isinstance(value, list):
@@ -502,8 +509,10 @@ def _settings_in(text: str) -> dict[str, typing.Any]:
 
 
 def _read_toml(path: Path, kind: type) -> dict[str, typing.Any]:
-    """Returns the keys of a file; raises ValueError for a file that is no TOML, and names YAML and
-    JSON."""
+    """Returns the keys of a file.
+
+    Raises ValueError for a file that is no TOML, and names YAML and JSON.
+    """
     text = read_file(path, "give --config a TOML file", TOML_BYTES).decode("utf-8-sig")
     if path.suffix.lower() in ROWS and any(each.name == "data" for each in fields(kind)):
         raise UserError(

@@ -129,8 +129,10 @@ NOTHING = Carried()
 
 
 def read_carried(folder: Path) -> Carried:
-    """Returns what a folder of whole weights holds beside a text model. Reads headers and
-    config.json."""
+    """Returns what a folder of whole weights holds beside a text model.
+
+    Reads headers and config.json.
+    """
     tensors: dict[str, Tensor] = {}
     places: dict[str, tuple[IO[bytes], Entry]] = {}
     prefix, names = PREFIX, set[str | None]()

@@ -40,8 +40,10 @@ def decide_saving(flags: CheckpointFlags) -> Saving:
 
 
 def parse_interval(text: str) -> Interval:
-    """Returns 200 steps for "200", and 1,800 seconds for "30min". Raises UserError for other
-    texts."""
+    """Returns 200 steps for "200", and 1,800 seconds for "30min".
+
+    Raises UserError for other texts.
+    """
     match = re.fullmatch(r"(\d{1,9})|(\d{1,6}(?:\.\d{1,6})?)min", text)
     if match is None:
         raise UserError(

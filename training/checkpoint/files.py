@@ -43,8 +43,7 @@ SPARE_BYTES = 64 * 2**20  # room for everything in a checkpoint but tensors
 
 
 def check_is_for_a_run(output_dir: Path) -> None:
-    """Refuses a folder of weights, of a checkpoint, or of another program: a run would replace its
-    config.json."""
+    """Refuses a folder of weights, of a checkpoint, or with another program's config.json."""
     # Stands for a config.json that is missing, or that a kill cut short.
     content = {"output_dir": ""}
     with contextlib.suppress(UserError):
@@ -82,8 +81,7 @@ def check_is_shared(output_dir: Path) -> None:
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the step in the name of a checkpoint's folder; None for other names, such as
-    step_00000020_best."""
+    """Returns the step in a checkpoint folder's name; None for other names, as step_20_best."""
     match = re.fullmatch(r"step_([0-9]{8,})", path.name)
     return int(match[1]) if match else None
 

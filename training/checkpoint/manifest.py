@@ -67,8 +67,7 @@ def weight_files(path: Path) -> list[Path]:
 def write_manifest(
     folder: Path, written: list[tuple[dict[str, list[int]], dict[str, list]]]
 ) -> None:
-    """Writes the manifest of the files that all ranks have written, from each rank's (files,
-    blocks)."""
+    """Writes the manifest of all ranks' files, from each rank's (files, blocks)."""
     manifest: dict = {"format_version": FORMAT_VERSION, "files": {}, "blocks": {}}
     for files, blocks in written:
         manifest["files"] |= files
@@ -178,8 +177,7 @@ def verify_base(folder: Path, entries: dict[str, Entry]) -> None:
 
 
 def _check_edited(folder: Path) -> None:
-    """Refuses an adapter_config.json that differs from the saved file in more than the place of the
-    base."""
+    """Refuses an adapter_config.json that differs from the saved file beyond its base's path."""
     adapters, base = read_adapters(folder)
     _check_settings(folder, adapters, base)
     saved = to_adapter_config(adapters, base)

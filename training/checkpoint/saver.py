@@ -269,8 +269,7 @@ class Saver:
         self._thread.start()
 
     def _stage(self, num_bytes: int) -> None:
-        """Makes a pinned buffer of that size for each writing thread, and a stream for copies to
-        them."""
+        """Makes a pinned buffer of that size per writing thread, and a stream for its copies."""
         if num_bytes > self._staging_bytes:
             self._stream = torch.cuda.Stream()
             self._staging = queue.SimpleQueue()

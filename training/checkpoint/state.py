@@ -50,8 +50,10 @@ def read_weights(optimizer: MasterAdamW, entries: dict[str, Entry]) -> None:
 
 @torch.no_grad()
 def load_state(optimizer: MasterAdamW, checkpoint: Path) -> None:
-    """Reads state and weights from a verified checkpoint. All ranks call this, as
-    `load_optimizer_state`."""
+    """Reads state and weights from a verified checkpoint.
+
+    All ranks call this, as `load_optimizer_state`.
+    """
     declared = {row.name: row.declared for row in optimizer.inventory}
     weights = functools.cache(lambda: find_weights(checkpoint, declared))
     states = optimizer.states
@@ -164,8 +166,7 @@ def _elements(state: State, part: Tensor) -> slice:
 def _convert(
     optimizer: MasterAdamW, name: str, stored: dict[str, Entry], weight: Entry, done: set[str]
 ) -> None:
-    """Sets the values of one parameter but those in `done`, from the weight and the state that are
-    `stored`."""
+    """Sets a parameter's values but those in `done`, from the weight and state in `stored`."""
     state = optimizer.states[name]
     parameter = state.weight
     master = Kept(torch.float32 if "master" in stored else torch.bfloat16)

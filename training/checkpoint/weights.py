@@ -105,8 +105,7 @@ class Companions:
 
     @property
     def stops(self) -> list[int]:
-        """The ids at which a model stops: generation_config.json's, or if it has none
-        config.json's."""
+        """Returns the ids at which a model stops: generation_config.json's, else config.json's."""
         return self._stops_of(self._generation()) or self._stops_of(self.settings)
 
     def with_stops(self, stops: list[int]) -> "Companions":
@@ -208,7 +207,9 @@ def find_weights(
 
 
 def _trained_entries(path: Path) -> dict[str, Entry]:
-    """Returns the text model's tensors in files by our names, with adapters' if there are some.
+    """Returns where files have the tensors of the text model and its adapters, by model.py's names.
+
+    Tensors of parts that are not trained, such as an image encoder, are left out.
 
     Raises UserError for a tensor that stands twice, or holds no floating-point numbers.
     """
@@ -381,8 +382,7 @@ def read_beside_weights(weights: Sequence[Path], is_extended: bool = False) -> C
 
 
 def left_out(weights: Sequence[Path], written: Collection[str]) -> list[str]:
-    """Returns what the folders of weights have beside what was written, such as onnx/ and
-    pytorch_model.bin."""
+    """Returns what weights' folders have beside written files, such as onnx/."""
     names = set()
     for path in (path for folder in weights for path in folder.iterdir()):
         is_written = path.name in written or _is_among(path.name, [".*", *WRITTEN_ANEW])
@@ -426,15 +426,16 @@ def folders_of(path: Path) -> list[Path]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Returns a model's files as `weight_files` does, with adapters behind the weights that they
-    adapt."""
+    """Returns a model's files as `weight_files`, adapters behind the weights that they adapt."""
     adapters = [path / ADAPTER_WEIGHTS] if has_adapters(path) else []
     return weight_files(folders_of(path)[-1]) + adapters
 
 
 def _are_equal(left: Entry, right: Entry) -> bool:
-    """Whether two tensors in files are equal, read a piece at a time. Refuses elements that are not
-    finite."""
+    """Whether two tensors in files are equal, read a piece at a time.
+
+    Refuses elements that are not finite.
+    """
 
     def equal(entry_and_piece: tuple[Entry, Piece]) -> bool:
         _, piece = entry_and_piece

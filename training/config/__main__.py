@@ -14,8 +14,7 @@ from training.host.processes import command
 
 @dataclass
 class ConfigFlags:
-    """Print a config of axolotl, LLaMA-Factory, ms-swift, torchtitan, TRL or verl as settings of
-    train.py."""
+    """Print a config of axolotl, LLaMA-Factory, ms-swift, torchtitan, TRL or verl for train.py."""
 
     file: Path = flag(help="their YAML, JSON or TOML", positional=True)
     out: Path | None = flag(None, "a file in place of standard output", positional=True)

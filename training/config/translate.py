@@ -86,10 +86,13 @@ def _rank_of_name(name: str) -> int:
 
 
 def _flag_of(name: str) -> tuple[str | None, str | None]:
-    """Returns a setting's flag, or the reason why it has none."""
-    end = name.rpartition(".")[2]
-    for flag, names in BY_VALUE.items():
-        if {name, end} & {*names.split()}:
+    """Returns the flag of another trainer's setting, or the reason why it has none.
+
+    Both are None for a setting that is unknown.
+    """
+    last_word = name.rpartition(".")[2]
+    for flag, their_names in BY_VALUE.items():  # settings whose value may ask for another flag
+        if not {name, last_word}.isdisjoint(their_names.split()):
             return flag, None
     if name in NAMES_HERE:
         return name, None

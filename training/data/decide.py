@@ -103,8 +103,7 @@ def decide_data(
 
 
 def open_tokenizer(path: str | None, template: str | None, checkpoint: Path | None) -> Tokenizer:
-    """Opens a tokenizer with --chat_template, or with the checkpoint's copy if that file has
-    gone."""
+    """Opens a tokenizer with --chat_template, or with the checkpoint's copy if that is gone."""
     if template not in (None, "chatml") and checkpoint and not exists(template):
         template = str(checkpoint / "chat_template.jinja")
     return open_with_template(path, template)

@@ -189,9 +189,12 @@ def columns_of(form: Form) -> str:
 
 
 def rename(row: object, columns: dict[str, str]) -> object:
-    """Returns a row with the names of parse_columns. A field that has such a name is left out.
+    """Returns a row whose fields have the names that forms know.
 
-    Where an answer is named, fields that a question may be shown with are left out, too.
+    If `columns` names an answer, fields that a question is shown with (`SHOWN_WITH`) are left out.
+
+    Args:
+        columns: names that forms know, by names in the data, as `parse_columns` returns them.
     """
     if not isinstance(row, dict) or columns.keys().isdisjoint(row):
         return row

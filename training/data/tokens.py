@@ -312,7 +312,11 @@ def _cut_document(
 
 
 def _draw(lengths: np.ndarray, allowed: int, seed: int) -> np.ndarray:
-    """Draws numbers of lengths whose sum is at most `allowed`; the shortest if none fits."""
+    """Draws documents at random for as long as their lengths sum to at most `allowed`.
+
+    Returns indices into `lengths`; the shortest document alone if none fits. Documents are drawn
+    `AT_ONCE` at a time. A document that no longer fits is passed over.
+    """
     order, shortest = np.random.default_rng(seed).permutation(len(lengths)), lengths.min()
     held_out = []
     for i in range(0, len(order), AT_ONCE):

@@ -94,8 +94,8 @@ def find_lost(name: str, value: object, said: list[str]) -> Lost | None:
     """Returns the words of a row's field that are not `said`; None if there are none."""
     texts = texts_in(name, value)
     may_answer = is_of_answers(name) and not _is_setting(name, value)
-    telling = [text for near, text in texts if not describes(near)]
-    text = _first_lost(telling or [text for _, text in texts], said)
+    content = [text for key, text in texts if not describes(key)]
+    text = _first_lost(content or [text for _, text in texts], said)
     return Lost(text, may_answer) if text else None
 
 
@@ -132,17 +132,22 @@ def parts_of_answers(name: str, value: object) -> Iterator[str]:
 
 
 def _parts_within(name: str, value: object) -> Iterator[str]:
+    """Yields all texts of a field that its name or its type makes a part of an answer.
+
+    The fields within any other field are looked at in the same way, also in JSON.
+    """
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
     if is_of_answers(name):
         if not _is_setting(name, value):
             texts = texts_in(name, value)
-            is_medium = not MEDIA.isdisjoint(words_of(name))  # its name is all that there is of it
-            telling = [text for near, text in texts if is_medium or not describes(near)]
-            yield from telling or [text for _, text in texts]
+            # A medium may have only fields that describe, such as its URL.
+            is_medium = not MEDIA.isdisjoint(words_of(name))
+            content = [text for key, text in texts if is_medium or not describes(key)]
+            yield from content or [text for _, text in texts]
     elif isinstance(value, dict) and _is_thought(str(value.get("type"))):
-        yield from (text for near, text in texts_in("", value) if not describes(near))
+        yield from (text for key, text in texts_in("", value) if not describes(key))
     elif isinstance(value, dict):
         for key, part in value.items():
             yield from _parts_within(str(key), part)

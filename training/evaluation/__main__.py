@@ -190,23 +190,30 @@ class Evaluation:
 def evaluate(
     flags: EvaluationFlags, opened: Opened, questions: Questions, world: World, result: Evaluation
 ) -> None:
-    """Adds answers to `result` one after the other: an error in the needles leaves the losses."""
-    theirs = evaluator_losses(flags, opened, questions, world) if flags.evaluator else None
-    gc.collect()  # the evaluator's weights are gone before the model's are read
+    """Adds answers to `result` one after the other: an error in the needles leaves the losses.
+
+    Needs of context are judged by the losses of --evaluator, else by the model's own.
+    """
+    evaluated = evaluator_losses(flags, opened, questions, world) if flags.evaluator else None
+    gc.collect()  # frees the evaluator's weights before the model's are read
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
-    cached = max((samples.length for samples in questions.samples if samples.size), default=0)
-    longest = max([cached, *(len(piece.ids) for piece in questions.pieces)])
+    # Samples of size 0 are too short for a needle, and are not asked.
+    longest_sample = max(
+        (samples.length for samples in questions.samples if samples.size), default=0
+    )
+    longest = max([longest_sample, *(len(piece.ids) for piece in questions.pieces)])
     warn_beyond(opened.shape, longest)
-    model = load(opened, longest, cached, world, flags.memory_budget)
+    model = load(opened, longest, longest_sample, world, flags.memory_budget)
     if questions.pieces:
         bar = Progress(questions.pieces, desc="loss", unit="text")
-        long, short = positions.read_all(model, bar, None if theirs else questions.short_context)
-        their_long, their_short = theirs or (long, short)
-        result.loss_by_position = positions.by_position(questions.pieces, long)
+        short_context = None if evaluated else questions.short_context
+        long_losses, short_losses = positions.read_all(model, bar, short_context)
+        judge_long, judge_short = evaluated or (long_losses, short_losses)
+        result.loss_by_position = positions.by_position(questions.pieces, long_losses)
         limits = questions.short_context, flags.margin, flags.ceiling
         result.key_tokens = positions.key_token_losses(
-            questions.pieces, long, their_long, their_short, *limits
+            questions.pieces, long_losses, judge_long, judge_short, *limits
         )
     total = sum(samples.count for samples in questions.samples if samples.size)
     with Progress(total=total, desc="needles", unit="sample", disable=not total) as bar:

@@ -16,8 +16,7 @@ JUDGES = "next_token", *PAIR_OBJECTIVES, "kto"
 
 @dataclass
 class EvaluationFlags(ModelFlags):
-    """Judge what a model makes of its context: losses by position, and needles by length and
-    depth."""
+    """Judge what a model makes of its context: losses by position, needles by length and depth."""
 
     context_length: int | None = flag(
         None,

@@ -51,9 +51,10 @@ class Samples:
         self.seed, self.count, self.size = seed, count, 0
         if any(self._make(1, index).num_tokens > length for index in range(count)):
             return
+        # A line through the tokens of two sizes predicts the size that has `length` tokens.
         small, large = (self._make(size, 0).num_tokens for size in (1, 54))
-        self.size = 1 + int((length - small) * 53 / (large - small))
-        # The two sizes above may have shorter words than a long text: correct what they predict.
+        self.size = 1 + int((length - small) * (54 - 1) / (large - small))
+        # A long text may have longer words than the two: correct what they predict.
         while self.size > 1 and (excess := self._make(self.size, 0).num_tokens - length) > 0:
             self.size = max(1, self.size - max(1, int(self.size * excess / length)))
 

@@ -208,8 +208,7 @@ def from_config_json(content: dict) -> ModelConfig:
 
 
 def _read(content: dict) -> ModelConfig:
-    """Returns the model for `from_config_json`, which then checks the types and ranges of
-    values."""
+    """Returns the model for `from_config_json`, which then checks values' types and ranges."""
     if is_wrapper(content):
         outer = {
             name: content[name]

@@ -176,8 +176,7 @@ def shape_with_gates(
     is_resumed: bool,
     has_adapters: bool,
 ) -> ModelConfig:
-    """Returns the shape that a folder declares, with gates of --attention_type if that kind has
-    some."""
+    """Returns the shape that a folder declares, with gates if --attention_type has some."""
     trained, requested = shape.kinds[0], KINDS[attention_type]
     if bool(trained.gates_per_head) == bool(requested.gates_per_head):
         return shape

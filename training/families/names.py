@@ -62,6 +62,5 @@ def name_in_file(name: str, prefix: str = PREFIX, is_adapter: bool = False) -> s
 
 
 def name_of(key: str) -> str | None:
-    """Returns our name of a tensor in a file; None if it belongs to a part of the model that is not
-    trained."""
+    """Returns our name of a tensor in a file; None if it belongs to a part that is not trained."""
     return None if NOT_TRAINED.match(key) else TEXT_MODEL.sub("", key.removeprefix(PEFT_PREFIX))

@@ -1,5 +1,4 @@
-"""Rotary settings of config.json, in and out, and `extend`: weights at longer contexts
-(--rope_scaling)."""
+"""Rotary settings of config.json, read and written, and `extend` for longer contexts."""
 
 import math
 import re

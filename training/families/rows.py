@@ -43,8 +43,7 @@ class Family:
         return {name: value for name, value in content.items() if name not in absent}
 
     def complete(self, content: dict) -> dict:
-        """Returns config.json's settings by the names that most families have, and what it leaves
-        out."""
+        """Returns config.json's settings by the usual names, and the names that it leaves out."""
         content = {**DEFAULTS, **self.defaults, **self.own(content), **self.constants}
         return content | {name: content.get(theirs) for name, theirs in self.names.items()}
 
@@ -269,8 +268,7 @@ OLDER_PREFIX = "language_model.model."  # of text models inside, in transformers
 
 
 def is_wrapper(content: dict) -> bool:
-    """Whether a config.json is of a model of text and images, with its text model's settings in
-    `text_config`."""
+    """Whether a config.json is of text and images, with its text model in `text_config`."""
     return content.get("model_type") in (*WRAPPERS,) and "text_config" in content
 
 
@@ -296,8 +294,7 @@ def token_ids(content: dict) -> dict:
 
 
 def generation_settings(content: dict) -> dict:
-    """Returns the token ids and the other settings of generation that a config.json names, as
-    `token_ids`."""
+    """Returns the token ids and other settings of generation in a config.json, as `token_ids`."""
     return _of_whole_or_text(content, (*TOKEN_IDS, *GENERATION))
 
 

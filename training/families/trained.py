@@ -54,8 +54,7 @@ class Trained:
 
 @dataclass(frozen=True, repr=False)
 class WithoutRouters(Trained):
-    """Trains every parameter but the matrices of routers, so that tokens go on to similar
-    experts."""
+    """Trains all but the routers' matrices, so that tokens go on to similar experts."""
 
     def __repr__(self) -> str:
         return "no adapters, and with frozen routers"

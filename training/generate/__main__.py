@@ -38,8 +38,10 @@ from training.parallel.world import World, join_world
 
 
 def read_prompts(flags: GenerateFlags) -> list[str]:
-    """Returns the argument, the files' content, or standard input. Raises UserError for an empty
-    text."""
+    """Returns the argument, the files' content, or standard input.
+
+    Raises UserError for an empty text.
+    """
     if flags.prompt is not None:
         raw = {"the prompt": os.fsencode(flags.prompt)}
     elif flags.file:

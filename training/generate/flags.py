@@ -1,5 +1,7 @@
-"""Flags of the commands that open a trained model, and of training.generate. No torch is imported
-here."""
+"""Flags of the commands that open a trained model, and of training.generate.
+
+No torch is imported here.
+"""
 
 from dataclasses import dataclass
 from functools import partial

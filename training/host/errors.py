@@ -47,8 +47,7 @@ def printable(text: str | Path) -> str:
 
 
 def program(name: str = "python") -> str:
-    """Returns a program of this environment as the pages call it: .venv/bin/python, and
-    .venv/bin/hf."""
+    """Returns a program of this environment as the pages call it, such as .venv/bin/python."""
     path = Path(sys.executable) if name == "python" else Path(sys.executable).with_name(name)
     with suppress(ValueError, OSError):  # it is elsewhere, or the working directory is deleted
         path = path.relative_to(Path.cwd())
@@ -68,8 +67,7 @@ def hub_download(arguments: str) -> str:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found; a folder of that name, such as wandb's logs, is no
-    package."""
+    """Whether a package can be found; a folder of that name, such as wandb's logs, is none."""
     try:
         spec = find_spec(package)
     except Exception as error:

@@ -1,5 +1,4 @@
-"""Small files, read and written with errors of one line; files and folders that are complete or
-absent."""
+"""Small files with errors of one line; files and folders that are complete or absent."""
 
 import contextlib
 import errno
@@ -62,8 +61,7 @@ def check_can_write(file: Path, flag: str) -> None:
 
 
 def check_can_write_into(folder: Path, name: str, flag: str) -> None:
-    """Makes a folder for a file that a command writes at its end, or refuses it with the name of
-    `flag`."""
+    """Makes a folder for the file that a command writes at its end, or refuses it by `flag`."""
     try:
         make_folder(folder)
     except (OSError, ValueError) as error:

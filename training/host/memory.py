@@ -118,8 +118,7 @@ class HostCopies:
             self.device_module.current_stream().wait_event(left)
 
     def fetch(self, key: tuple[int, str, int]) -> list[Tensor]:
-        """Returns tensors on the device that hold what was sent once `finish_fetching` has been
-        called."""
+        """Returns tensors on the device that hold what was sent, after `finish_fetching`."""
         slots = self.slots[key]
         tensors = [
             torch.empty(slot.shape, dtype=slot.dtype, device=self.arena.device) for slot in slots

@@ -1,5 +1,4 @@
-"""Ends of a process: errors of one line, outputs without a reader, hangs with the stacks of all
-threads."""
+"""Ends of a process: errors of one line, outputs without a reader, hangs with all stacks."""
 
 import errno
 import functools
@@ -145,8 +144,10 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
 
 
 class _Lasting:
-    """A text stream that drops whatever it cannot write. None: a stream that was closed when Python
-    started."""
+    """A text stream that drops whatever it cannot write.
+
+    None: a stream that was closed when Python started.
+    """
 
     def __init__(self, stream: typing.TextIO | None):
         self._stream = stream or open(os.devnull, "w")  # noqa: SIM115

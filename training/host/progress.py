@@ -15,8 +15,10 @@ LINE = (
 
 
 class Progress(tqdm):
-    """Takes tqdm's arguments. A file has a line at the start, and one every
-    SECONDS_BETWEEN_LINES."""
+    """Takes tqdm's arguments.
+
+    A file has a line at the start, and one every SECONDS_BETWEEN_LINES.
+    """
 
     def __init__(self, *arguments, **options):
         self._is_bar = sys.stderr.isatty()

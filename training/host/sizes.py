@@ -1,5 +1,4 @@
-"""Sizes of memory: how they are written, and how much of the host's memory is left to this
-process."""
+"""Sizes of memory: how they are written, and how much of the host is left to this process."""
 
 import math
 import re

@@ -43,8 +43,7 @@ def dtensor_like(sharded: DTensor, local: Tensor, shape: tuple[int, ...] | None 
 
 
 def set_timeout(group: ProcessGroup, seconds: float) -> None:
-    """Makes collectives of the group, from now on, fail where a rank waits so long for another
-    (2.0)."""
+    """Makes the group's collectives fail, from now on, if a rank waits so long for another."""
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 

@@ -1,5 +1,4 @@
-"""Draws memory and seconds of planned steps against their context: `profile_memory.py --picture
-card.png`."""
+"""Draws memory and seconds of steps by their context: `profile_memory.py --picture card.png`."""
 
 import math
 from collections.abc import Iterable

@@ -19,8 +19,7 @@ from training.memory.timeline import timeline
 
 
 def arena_bytes(step: Step, execution: Execution) -> int:
-    """Returns the bytes of the pinned arena that `apply_execution` needs, with every slot
-    aligned."""
+    """Returns the bytes of `apply_execution`'s pinned arena, with every slot aligned."""
     total = 0
     for (placement, parts), count in Counter(zip(execution.placements, step.parts)).items():
         slots = int(placement.input == "host")

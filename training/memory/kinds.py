@@ -41,8 +41,7 @@ def numbers_by_layer(name: str, text: str, layers: int) -> list[int]:
 
 
 def spell_by_layer(numbers: Sequence[int]) -> str:
-    """Returns the short text for `numbers_by_layer`: [64, 64, 32, 32] is "64x2,32", and [32, 32] is
-    "32"."""
+    """Returns `numbers_by_layer`'s short text: "64x2" for [64, 64], "32" for [32, 32]."""
     runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
     before = [f"{number}x{count}" if count > 1 else str(number) for number, count in runs[:-1]]
     return ",".join([*before, str(runs[-1][0])])
@@ -92,16 +91,14 @@ def kinds_of(flags, config) -> tuple[MixerKind, ...]:
 
 
 def check_head_dim(kinds: Sequence[MixerKind], head_dim: int, device: torch.device) -> None:
-    """Raises UserError if the device is a GPU, and some kind has no kernels there for heads of
-    `head_dim`."""
+    """Raises UserError if the device is a GPU without kernels of some kind for such heads."""
     with refused_as_user_error():
         for kind in kinds if device.type == "cuda" else ():
             kind.check_heads(head_dim)
 
 
 def describe(kinds: Sequence[MixerKind]) -> str:
-    """Returns a text for people on how the layers attend: each kind once, in the order of the
-    layers."""
+    """Returns how the layers attend, for people: each kind once, in the order of the layers."""
     lines = []
     for name in dict.fromkeys(kind.name for kind in kinds):
         alike = [kind for kind in kinds if kind.name == name]

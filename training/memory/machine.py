@@ -138,20 +138,23 @@ def measure_attention(
     context_length: int,
     kinds: Sequence[MixerKind] = (),
 ) -> Rates:
-    """Measures what `measure_rates` does of attention, on a GPU. Arguments are the same."""
+    """Measures the rates of attention alone, on a GPU. Arguments are as in `measure_rates`.
+
+    Each measurement stands between matrix products, as in a model: the GPU's clock is then as low
+    as theirs leave it.
+    """
     backend, rates = choose_backend(attention_backend, device), Rates()
     x, weight = _factors(shard, device)
-    product, times = (
-        x @ weight,
-        65_536 * shard.layer_active_parameters(0) // (len(x) * weight.numel()),
-    )
+    product = x @ weight
+    # Products with as much work as a layer's matrices have at 65,536 tokens.
+    count = 65_536 * shard.layer_active_parameters(0) // (len(x) * weight.numel())
 
-    def layer() -> None:
-        for _ in range(times):
+    def run_products() -> None:
+        for _ in range(count):
             torch.mm(x, weight, out=product)
 
     def seconds(work: Callable[[], object], *, in_a_row: bool = False) -> float:
-        return _seconds(work) if in_a_row else _seconds_between(work, layer)
+        return _seconds(work) if in_a_row else _seconds_between(work, run_products)
 
     mixers = Counter(parts.mixer for parts in shard.all_parts(kinds))
     most_common = {mixer.kind.name: mixer for mixer, _ in reversed(mixers.most_common())}
@@ -436,8 +439,7 @@ def _refuse_several(text: str) -> None:
 
 
 def _read_name(text: str) -> tuple[str, int | None]:
-    """Returns a GPU's short name and its gigabytes, if named: ("a100", 40) for "NVIDIA
-    A100-SXM4-40GB"."""
+    """Returns a GPU's short name and gigabytes, if named: "NVIDIA A100-40GB" is ("a100", 40)."""
     text = re.sub(r"generation|blackwell|(workstation|server) edition", "", text.lower())
     size = re.search(r"(?<=[a-z0-9][- ])(\d{1,4}) ?gi?b?\b", text)
     if size:

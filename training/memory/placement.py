@@ -40,8 +40,7 @@ ELEMENTWISE = {"aten::add.Tensor", "aten::mul.Tensor"}
 
 
 def allocate(model: nn.Module, inventory: Inventory, device: torch.device) -> None:
-    """Give a model.Transformer on the meta device memory on `device` for all weights but visiting
-    ones."""
+    """Gives a model on the meta device memory on `device`, for all but visiting weights."""
     visiting = {row.name for row in inventory if row.is_visiting}
     if not visiting:
         model.to_empty(device=device)
@@ -96,8 +95,10 @@ def apply_execution(
 
 
 def set_kinds(model: nn.Module, kinds: Sequence[MixerKind]) -> None:
-    """Set how each block attends; (): as configured. Raises ValueError for a kind that needs other
-    gates."""
+    """Set how each block attends; (): as configured.
+
+    Raises ValueError for a kind that needs other gates.
+    """
     for block, kind in zip(model.layers, kinds or model.config.kinds):
         trained = block.mixer.kind
         if (kind.gates_per_head, kind.has_keys) != (trained.gates_per_head, trained.has_keys):
@@ -189,8 +190,7 @@ def apply_placement(
 
 
 class _PlacedBlocks:
-    """The blocks' own forwards, and the tensors that placed blocks keep between forward and
-    backward."""
+    """The blocks' own forwards, and the tensors that placed blocks keep until backward."""
 
     def __init__(
         self, blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None,
@@ -227,8 +227,10 @@ class _PlacedBlocks:
         return self.weights.visit(last, self._start(last - 1) if torch.is_grad_enabled() else None)
 
     def run(self, layer: int, x_BTD: Tensor, context) -> Tensor:
-        if layer == self.first and -1 not in self.weights.homes:
-            # an update may have come since a pass that was broken off left weights here
+        """Runs a block as one autograd function; without gradients, in a visit of its weights."""
+        embedding_visits = -1 in self.weights.homes  # then `embed` begins the pass
+        if layer == self.first and not embedding_visits:
+            # A pass that was broken off left weights on the GPU, which may be older than an update.
             self.weights.free()
         if not torch.is_grad_enabled():
             with self.weights.visit(layer, layer + 1):
@@ -275,8 +277,7 @@ class _PlacedBlocks:
         return x_BTD.grad
 
     def _start(self, layer: int) -> int | None:
-        """Returns the first block that runs again for the backward of block `layer`; None: there is
-        none."""
+        """Returns the first block that runs again for the backward of `layer`; None: none does."""
         needed = needed_for_backward(self.placements, layer) if layer >= 0 else []
         return needed[0][0] if needed else None
 

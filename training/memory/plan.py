@@ -1,5 +1,4 @@
-"""A plan: an execution of a step with the budgets and rates it was made for, and its text for
-people."""
+"""A plan: a step's execution with the budgets and rates it was made for, and its text."""
 
 import functools
 import math
@@ -44,8 +43,10 @@ class Plan:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of the arena that `apply_execution` needs. The optimizer makes an arena of its
-        own."""
+        """Bytes of the arena that `apply_execution` needs.
+
+        The optimizer makes an arena of its own.
+        """
         return arena_bytes(self.step, self.execution)
 
     @property
@@ -93,8 +94,7 @@ def _ranks(plan: Plan) -> Rows:
 
 
 def _places(execution: Execution) -> Rows:
-    """Returns the blocks by the place of each part; weights have a row where some are on the
-    host."""
+    """Returns the blocks by the place of each part; weights have a row if some are on the host."""
     placements = execution.placements
     rows = [
         ("layer inputs", _count(placement.input for placement in placements)),

@@ -119,14 +119,12 @@ def _choose(step: Step, seconds: dict[Execution, float]) -> tuple[Execution, str
 
 
 def _formats(step: Step) -> tuple[str, ...]:
-    """Returns the formats that the optimizer's state may have; the last takes the least of both
-    budgets."""
+    """Returns formats that optimizer state may have; the last takes the least of both budgets."""
     return STATE_FORMATS if step.given.state_format == "auto" else (step.given.state_format,)
 
 
 def _heads_at_a_time(step: Step) -> tuple[int | None, ...]:
-    """Returns the key/value heads that attention may work on at a time; the last takes the least
-    memory."""
+    """Returns the key/value heads of attention at a time; the last takes the least memory."""
     return (None, 1) if step.shard.attends_in_groups else (None,)
 
 
@@ -324,15 +322,16 @@ class _Search:
     def keep(
         self, base: Execution, inputs: Sequence[str], near: Execution | None = None
     ) -> Execution:
-        """Returns `base` with these inputs, all outputs that fit, on the GPU first; whole blocks
-        last.
+        """Returns `base` with these places of inputs, and as many kept outputs as fit.
 
-        About as many outputs fit as in `near`, where the search begins.
+        Outputs are kept on the GPU, then on the host. If the GPU keeps all inputs and outputs,
+        as many blocks as fit are kept whole. The search begins at the numbers of outputs in `near`.
         """
 
         def most(
             limit: int, place: Callable[[int], Execution], guess: int | None = None
         ) -> Execution:
+            """Returns the execution that places the most blocks, up to `limit`, and fits."""
             return place(_largest(limit, lambda n: self.fits(place(n)), guess))
 
         L = self.step.layers
@@ -372,8 +371,7 @@ def _inputs(layers: int, recomputed: int, on_host: int) -> tuple[str, ...]:
 def _placed(
     base: Execution, inputs: Sequence[str], on_gpu: int = 0, on_host: int = 0, num_whole: int = 0
 ) -> Execution:
-    """Returns `base` with places of inputs and of so many outputs, and the last `whole` blocks
-    whole."""
+    """Returns `base` with these inputs, so many outputs, and the last `whole` blocks whole."""
     L = len(inputs)
     results = ["recompute"] * (L - on_gpu - on_host) + ["host"] * on_host + ["gpu"] * on_gpu
     rest = ["recompute"] * (L - num_whole) + ["gpu"] * num_whole
@@ -400,8 +398,7 @@ def _waiting(step: Step) -> list[Sequence[int]]:
 
 
 def _cost(step: Step, execution: Execution, seconds: float) -> float:
-    """Returns the seconds of an execution, and more where state or weights on the host must save
-    OFFLOAD_SAVES."""
+    """Returns an execution's seconds, and more if its use of the host must save OFFLOAD_SAVES."""
     offloads = (step.inventory(execution).host > 0) + (execution.num_visiting > 0)
     return seconds / (1 - OFFLOAD_SAVES * offloads)
 

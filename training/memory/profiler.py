@@ -51,8 +51,7 @@ LONGEST_REPEATED = 32_768
 
 @dataclass(frozen=True)
 class MeasuredStage(Stage):
-    """A stage as measured: bytes by category at its fullest moment, the most bytes reserved, and
-    seconds."""
+    """A stage as measured: its bytes at the peak by category, most bytes reserved, and seconds."""
 
     reserved: int
     seconds: float
@@ -277,8 +276,7 @@ class Recorder:
         self.peak, self.reserved = Counter(self.held), 0
 
     def _read(self) -> None:
-        """Read the counter: book what changed since the last reading, and update the stage's
-        peak."""
+        """Reads the counter: books changes since the last reading, and updates the peak."""
         allocated, peak, reserved = self.counter.read()
         self.reserved = max(self.reserved, reserved)
         if peak > self.peak.total():
@@ -317,8 +315,7 @@ class Recorder:
 
 
 class Bench:
-    """A model.Transformer and its optimizer, whose step is measured under one execution after
-    another."""
+    """A model.Transformer and its optimizer, whose step is measured under several executions."""
 
     def __init__(self, model: nn.Module, optimizer: MasterAdamW):
         self.model, self.optimizer, self.device = model, optimizer, model.embed_tokens.weight.device
@@ -365,8 +362,7 @@ class Bench:
         )
 
     def _warm_up(self, step: Step, execution: Execution, ids: Tensor) -> None:
-        """Run two steps of one layer of each way to run, which compiles kernels for the shapes of
-        `step`."""
+        """Runs two steps of one layer of each way to run, which compiles the kernels of `step`."""
         layers, kinds = self.model.layers, execution.kinds or self.model.config.kinds
         on_gpu = [
             replace(p, input="gpu", results=p.results.replace("host", "gpu"))
@@ -398,8 +394,7 @@ class Bench:
             recorder.end_stage("update")
 
     def clear(self) -> None:
-        """Remove the placements from the model, and free everything that a broken-off step has
-        left."""
+        """Removes placements from the model, and frees what a broken-off step has left."""
         for part in (self.model.embed_tokens, *self.model.layers):
             vars(part).pop("forward", None)
         self.model.head_visit = nullcontext

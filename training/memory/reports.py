@@ -201,8 +201,10 @@ def _print_plan(
 def _measure(
     step: Step, execution: Execution, machine: Machine, build_bench: BuildBench, about: str
 ) -> profiler.Measurement:
-    """Returns a step as measured. Where it runs out of memory, prints what was predicted and raises
-    UserError."""
+    """Returns a step as measured.
+
+    Where it runs out of memory, prints what was predicted and raises UserError.
+    """
     try:
         sys.stdout.flush()  # measuring may take minutes
         return build_bench(step, execution).measure(step, execution)
@@ -221,8 +223,7 @@ def _measure(
 def _summarize(
     step: Step, execution: Execution, machine: Machine, measured: profiler.Measurement | None
 ) -> dict:
-    """Returns the peak, host memory and seconds of a step, predicted and, where it was measured,
-    measured."""
+    """Returns a step's peak, host memory and seconds, as predicted and, if measured, measured."""
     peak = fullest_stage(step, execution)
     summary = {
         "predicted_peak": peak.bytes, "predicted_peak_stage": peak.name,

@@ -317,8 +317,7 @@ class Step:
         return self._by_block(execution, self.inventory(execution).waiting)
 
     def visiting_weights(self, execution: Execution) -> list[int]:
-        """Returns the bytes of weights that are on the GPU only during a visit, in the order of
-        `waiting_weights`."""
+        """Returns the bytes of weights that visit the GPU, in the order of `waiting_weights`."""
         return self._by_block(execution, self.inventory(execution).visiting)
 
     def _by_block(self, execution: Execution, sizes: Mapping[int | None, int]) -> list[int]:

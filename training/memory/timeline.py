@@ -183,8 +183,7 @@ class _Timeline:
         self.forward_seconds = self._forward_seconds()
 
     def phases(self) -> list[Phase]:
-        """Returns the phases, in the order of a step; the reference's, which comes first, is the
-        last."""
+        """Returns the phases in the order of a step; the reference's, which runs first, is last."""
         return [
             self._forward_phase(),
             self._loss_phase(),
@@ -220,8 +219,7 @@ class _Timeline:
         return sum(self.sent) + sum(self.weights[: self.layers])
 
     def _beside_blocks(self, seconds: float) -> float:
-        """Returns the blocks' part of an exchange between ranks, which goes on beside their
-        kernels."""
+        """Returns the part of an exchange between ranks that goes on beside the blocks' kernels."""
         return (1 - self.sharding.ends) * seconds
 
     def _forward_seconds(self) -> float:
@@ -463,8 +461,7 @@ def attention_seconds(
     documents: PackedDocuments,
     rates: Rates,
 ) -> tuple[float, float, float]:
-    """Returns the seconds of one layer: of forward, of choosing blocks of keys (once per step), of
-    backward."""
+    """Returns a layer's seconds: forward, choice of key blocks (once per step), backward."""
     H, G, K = attention.heads
     work = attention.kind.work(
         documents.lengths, H // step.num_ranks, G // step.num_ranks, K,

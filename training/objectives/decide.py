@@ -1,5 +1,4 @@
-"""Decides what a run minimises: the objective, the reader of its rows, and what their columns
-lack."""
+"""Decides what a run minimises: the objective, its rows' reader, and columns they lack."""
 
 import logging
 from collections.abc import Sequence
@@ -146,8 +145,10 @@ class Aim:
 
 
 def decide_aim(flags: ObjectiveFlags, context_length: int, has_adapters: bool = False) -> Aim:
-    """Returns what the flags ask for. The base of adapters is the reference, where none is
-    stored."""
+    """Returns what the flags ask for.
+
+    The base of adapters is the reference, where none is stored.
+    """
     stored = {
         "reference": flags.reference_logprobs,
         "old": flags.old_logprobs,
@@ -166,8 +167,7 @@ def decide_aim(flags: ObjectiveFlags, context_length: int, has_adapters: bool = 
 
 
 def text_reader(objective: str, eos_id: int, context_length: int) -> RowReader | None:
-    """Returns the reader of an objective's texts, which need not have log-probabilities beside
-    them."""
+    """Returns the reader of an objective's texts, which may lack log-probabilities."""
     flags = ObjectiveFlags(objective=objective, old_logprobs="elsewhere")
     return decide_aim(flags, context_length).reader(eos_id)
 

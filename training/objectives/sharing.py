@@ -70,23 +70,29 @@ def with_answer(document: Document, number: float) -> Document:
 
 
 def sample_of(row: dict, fields: frozenset[str], completion) -> dict:
-    """Returns a row of forms.py of the prompt, one answer, and all that is not in `fields`.
+    """Returns a row with the prompt and one answer, which `forms.recognise` reads.
 
-    So forms.py refuses what it would ignore. Chats beside a prompt repeat it, as "messages" in
-    UltraFeedback.
+    Fields that are not in `fields` stay, so that `recognise` refuses what it does not read. Chats
+    beside a prompt are left out: they repeat it, as "messages" in UltraFeedback.
+
+    Raises UserError for a row whose answer cannot be told from its prompt, or that has a field
+    which a question is shown with.
     """
     prompt, field = row.get("prompt"), answer_field(row)
     _refuse_other_chats(row, fields)
     if isinstance(prompt, list) and isinstance(completion, list):
-        before, said = without_nulls(prompt), without_nulls(completion)
-        if said[: len(before)] == before:
-            completion = completion[len(before) :]  # a whole chat
-        elif before and said[:1] == before[-1:]:
+        asked_messages, answer_messages = without_nulls(prompt), without_nulls(completion)
+        if (
+            answer_messages[: len(asked_messages)] == asked_messages
+        ):  # the answer repeats the prompt
+            completion = completion[len(asked_messages) :]
+        elif asked_messages and answer_messages[:1] == asked_messages[-1:]:
             raise UserError(
                 'has an answer that begins with the last message of its "prompt"; give one of both'
             )
     shown = [name for name in SHOWN_WITH if row.get(name) not in EMPTY]
-    if shown and field != "completion":  # forms.py would name columns that the row lacks
+    # A completion is left to `recognise`: of other answers it would name columns the row lacks.
+    if shown and field != "completion":
         raise UserError(
             f'has "{shown[0]}", which is not read; write it into the question, or remove it'
         )

@@ -82,8 +82,7 @@ class State:
         return not self.row.is_visiting or self.parameter.untyped_storage().nbytes() > 0
 
     def slices(self, piece: slice) -> dict[str, Tensor]:
-        """Returns the part of the tensors, gradient and host weight for some elements of the
-        parameter."""
+        """Returns the tensors, gradient and host weight of some elements of the parameter."""
         parts = {}
         for name, kept in self.format.kept.items():
             groups = slice(piece.start // kept.group, piece.stop // kept.group)
@@ -101,8 +100,7 @@ class State:
         self.format.write(self.slices(piece), local_view(self.weight)[piece], values)
 
     def saved(self) -> dict[str, Tensor]:
-        """Returns the state in the parameter's shape and sharding; a float32 weight is its own
-        master."""
+        """Returns the state, shaped and sharded as the parameter; float32 weights are masters."""
         saved = {
             name: _like(self.parameter, self.tensors[name], kept)
             for name, kept in self.format.kept.items()
@@ -187,8 +185,7 @@ class MasterAdamW:
         self, row: Row, parameter: nn.Parameter, decay: float, ratio: float,
         pieces: list[tuple[int, slice]],
     ) -> State:  # fmt: skip
-        """Returns a parameter's state, all zeros but for its masters; a visiting weight loses its
-        memory."""
+        """Returns a parameter's state, zeros but for masters; frees a visiting weight."""
         empty: Callable[..., Tensor] = functools.partial(torch.empty, device=self.device)
         if row.state_on_host:
             assert self.arena is not None
@@ -309,8 +306,7 @@ class MasterAdamW:
             weakref.finalize(self, hook.remove)
 
     def wait_for_update(self, state: State) -> None:
-        """Makes kernels queued from now on wait until `state`, and all states before it, are
-        updated."""
+        """Makes kernels queued from now on wait for updates of `state` and all states before it."""
         self._queue_updates(state.pieces[-1][0])
         state.updated.wait()
 
@@ -408,8 +404,7 @@ class MasterAdamW:
         return {name: {**state.saved(), "step": self.steps} for name, state in trained.items()}
 
     def on_gpu(self) -> dict[str, list[Tensor]]:
-        """Returns all tensors that are on the GPU now, in groups: "parameters", "gradients",
-        "optimizer"."""
+        """Returns all tensors on the GPU, as "parameters", "gradients" and "optimizer"."""
         states = self.states.values()
         tensors: dict[str, list[Tensor | None]] = {
             "parameters": [s.parameter for s in states if s.is_here],

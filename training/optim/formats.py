@@ -86,13 +86,14 @@ class StateFormat(ABC):
 
     @abstractmethod
     def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
-        """Returns the values [n], which may be views of the state; all tensors are on one
-        device."""
+        """Returns the values [n], perhaps views of the state; all tensors are on one device."""
 
     @abstractmethod
     def write(self, state: dict[str, Tensor], parameter: Tensor, values: dict[str, Tensor]) -> None:
-        """Sets the values [n] that are given. A master is rounded into the parameter. Devices may
-        differ."""
+        """Sets the values [n] that are given.
+
+        A master is rounded into the parameter. Devices may differ.
+        """
 
     @abstractmethod
     def update(
@@ -185,8 +186,7 @@ class Float32State(StateFormat):
 
 
 class CompactState(StateFormat):
-    """Moments of 8 bits, and 16 bits that make a bf16 parameter a float32 master; see
-    `kernels.compact_adamw`."""
+    """Moments of 8 bits, and 16 bits that make bf16 a float32 master; see `compact_adamw`."""
 
     @property
     def kept(self) -> dict[str, Kept]:
@@ -254,8 +254,10 @@ class FrozenState(StateFormat):
 
 @dataclass(frozen=True)
 class QuantizedState(FrozenState):
-    """A frozen weight in `bits` bits per element, see `quantized.py`. The parameter itself keeps no
-    memory."""
+    """A frozen weight in `bits` bits per element, see `quantized.py`.
+
+    The parameter itself keeps no memory.
+    """
 
     holds_weight = True
     bits: int
@@ -289,8 +291,7 @@ FROZEN = FrozenState(torch.bfloat16)
 
 
 def frozen_format(bits: int) -> StateFormat:
-    """Returns the format of frozen matrices of blocks in `bits` bits per element; 16: in their
-    parameters."""
+    """Returns the format of frozen block matrices in `bits` per element; 16: as parameters."""
     return FROZEN if bits == 16 else QuantizedState(torch.bfloat16, bits)
 
 

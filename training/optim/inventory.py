@@ -108,8 +108,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inventory:
-    """All parameters on this rank, in order; `accumulate`: several backwards may come before an
-    update."""
+    """All parameters on this rank, in order; `accumulate`: several backwards before an update."""
 
     rows: tuple[Row, ...]
     accumulate: bool = True
@@ -155,8 +154,7 @@ class Inventory:
         return cls(tuple(rows), accumulate).placed(gpu_state_bytes, host_weights)
 
     def placed(self, gpu_state_bytes: float, host_weights: Collection[str]) -> "Inventory":
-        """Returns the inventory of the same parameters with state and weights on the host, see
-        `of`."""
+        """Returns this inventory with state and weights on the host, see `of`."""
         rows = []
         for row in self.rows:
             if row.name in host_weights:
@@ -178,8 +176,10 @@ class Inventory:
 
     @functools.cached_property
     def gpu_gradients(self) -> int:
-        """Bytes of the gradients whose state is on the GPU. They exist from backward to the
-        update."""
+        """Bytes of the gradients whose state is on the GPU.
+
+        They exist from backward to the update.
+        """
         return sum(row.gradient_bytes for row in self.rows if not row.state_on_host)
 
     @functools.cached_property
@@ -274,16 +274,17 @@ class Inventory:
 
     @functools.cached_property
     def gpu_slots(self) -> int:
-        """Bytes of pieces on their way through an update. They exist from `step` until all are
-        updated."""
+        """Bytes of pieces on their way through an update.
+
+        They exist from `step` until all are updated.
+        """
         return NUM_SLOTS * sum(
             kept.num_bytes(size) for size, all in self.slots.values() for kept in all.values()
         )
 
     @functools.cached_property
     def scratch(self) -> int:
-        """Elements of the largest piece of a gradient that is added, in float32, to a sum on the
-        host."""
+        """Elements of the largest piece of a gradient that is added, in float32, to a host sum."""
         rows = (
             row for row in self.rows if row.gradient_dtype and row.state_on_host and self.accumulate
         )

@@ -38,8 +38,7 @@ class Quantized(NamedTuple):
 
     @torch.no_grad()
     def write_into(self, matrix: Tensor) -> None:
-        """Writes the elements into a contiguous float tensor on any device, on the current
-        stream."""
+        """Writes the elements into a contiguous float tensor, on the current stream."""
         library, flat = _library(), matrix.view(-1)
         codes, scales = (
             tensor.to(flat.device, non_blocking=True) for tensor in (self.codes, self.scales)
@@ -60,8 +59,10 @@ class Quantized(NamedTuple):
 
 @torch.no_grad()
 def quantize(elements: Tensor, bits: int) -> Quantized:
-    """Returns elements [n], n a multiple of 64, in so many bits. On a GPU it must be on the default
-    stream."""
+    """Returns elements [n], n a multiple of 64, in so many bits.
+
+    On a GPU it must be on the default stream.
+    """
     library = _library()
     if bits == 8:
         codes, state = library.quantize_blockwise(
@@ -94,8 +95,7 @@ def check_library(user: str) -> None:
 
 @functools.cache
 def _library():
-    """Imports bitsandbytes.functional, which takes seconds, without its warning about another
-    `kernels`."""
+    """Imports bitsandbytes.functional without its warning about another `kernels`."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     from bitsandbytes import functional
 

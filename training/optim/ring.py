@@ -122,6 +122,5 @@ class Ring:
 def allocate(
     tensors: dict[str, Kept], numel: int, empty: Callable[..., Tensor]
 ) -> dict[str, Tensor]:
-    """Returns tensors for so many elements, made by `empty`, which takes arguments of
-    torch.empty."""
+    """Returns tensors for so many elements; `empty` takes arguments of torch.empty."""
     return {name: empty((numel // kept.group,), dtype=kept.dtype) for name, kept in tensors.items()}

@@ -78,8 +78,7 @@ def local_part(parameter: Tensor, full: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies full tensors, the same on every rank, into the parameters of these names; those may be
-    sharded."""
+    """Copies full tensors, the same on every rank, into named parameters, sharded or not."""
     parameters = dict(model.named_parameters())
     for name, full in weights:
         parameter = parameters[name]

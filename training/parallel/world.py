@@ -1,5 +1,4 @@
-"""One process or many: the process group, its mesh of data, context and tensor ranks, and sums over
-ranks."""
+"""The processes of a run: the group, its mesh of data, context and tensor ranks, and sums."""
 
 import datetime
 import functools
@@ -25,6 +24,7 @@ from training.host.torch_internals import flatten_mesh, set_timeout, unflatten_m
 # A rank waits for the others until the first step: some tokenize or read more slowly.
 START_SECONDS = 3600.0
 WAIT_SECONDS = 30.0  # without others, until a rank says so
+POLL_SECONDS = 0.5  # time between two looks at the other ranks
 STOPPED_SECONDS = 5.0  # time from a process's SIGSTOP to the warning
 
 
@@ -320,7 +320,7 @@ def end_in_thread(
 
 
 def warn_of_slurm() -> None:
-    """Warns that a task of several runs alone, where nothing has told the tasks of each other."""
+    """Warns that Slurm started several tasks, none of which knows the other tasks."""
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if (
         "WORLD_SIZE" not in os.environ
@@ -383,8 +383,7 @@ def meet(
 
 
 class Machines:
-    """Tells the other machines, by a key in the store where all ranks met, that a rank of this one
-    has ended."""
+    """Shares between machines that a rank has ended, by a key in the store where all ranks met."""
 
     def __init__(self):
         self.store = dist.TCPStore(
@@ -392,12 +391,13 @@ class Machines:
         )
         self.key = f"a rank has ended in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 
-    def tell(self) -> None:
+    def report_end(self) -> None:
+        """Says that a rank of this machine has ended, unless the store is gone."""
         with suppress(dist.DistError):
             self.store.set(self.key, "")
 
-    def were_told(self) -> bool:
-        """Whether a machine has told, or the machine that has the store is gone."""
+    def has_ended(self) -> bool:
+        """Whether a rank of any machine has ended, or the machine that has the store is gone."""
         try:
             return self.store.check([self.key])
         except dist.DistError:
@@ -407,24 +407,29 @@ class Machines:
 def end_with(
     pids: list[int], parent: int, left: threading.Event, machines: Machines | None
 ) -> None:
-    """Ends this process once `parent`, a process in `pids` or a rank of another machine has ended,
-    unless `left` is set.
+    """Ends this process soon after its launcher or any other rank has ended.
 
-    `parent` is the launcher: a rank that outlived it would write checkpoints while a new run writes
-    its own. A thread of its own runs this: where a peer died, the main thread may wait in an NCCL
-    kernel for good, and Python's signal handlers with it.
+    A rank that outlived the launcher would write checkpoints while a new run writes its own. A
+    thread of its own runs this: if a rank died, the main thread may wait in an NCCL kernel for
+    good, and Python's signal handlers with it.
+
+    Args:
+        pids: processes of this machine's ranks.
+        parent: process of the launcher.
+        left: is set once this rank has left the group as it should; then the process goes on.
+        machines: tells of ranks that ended on other machines; None: there are none.
     """
-    frozen = 0
+    polls_stopped = 0
     while os.getppid() == parent and all(os.path.exists(f"/proc/{pid}") for pid in pids):
-        if left.wait(0.5):
+        if left.wait(POLL_SECONDS):
             return
-        frozen = frozen + 1 if any(map(is_stopped, pids)) else 0
-        if frozen == STOPPED_SECONDS / 0.5:
+        polls_stopped = polls_stopped + 1 if any(map(is_stopped, pids)) else 0
+        if polls_stopped == STOPPED_SECONDS / POLL_SECONDS:
             warn_of_stopped(pids)
-        if machines and machines.were_told():
+        if machines and machines.has_ended():
             break
     if machines:
-        machines.tell()
+        machines.report_end()
     if not left.wait(GRACE_SECONDS):
         os._exit(1)
 
@@ -449,10 +454,12 @@ def warn_of_stopped(pids: list[int]) -> None:
 
 
 def end_by(error: Exception, is_main: bool, machines: Machines | None = None) -> NoReturn:
-    """Shows the error that ended this rank, and exits without destructors, which may wait for other
-    ranks."""
+    """Shows the error that ended this rank, tells other machines of it, and exits.
+
+    No destructor runs: it might wait for other ranks.
+    """
     show_error(error, is_main)
     sys.stdout.flush()
     if machines:
-        machines.tell()
+        machines.report_end()
     os._exit(1)

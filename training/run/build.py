@@ -207,8 +207,7 @@ def plan_memory(
 
 
 def measure_flash_attn_4(step: Step, world: World) -> Rates:
-    """Measures flash-attn-4's attention on all ranks if cuDNN's was chosen; {} if a rank cannot run
-    it."""
+    """Measures flash-attn-4 on all ranks if cuDNN was chosen; {} if a rank cannot run it."""
     rates: Rates = {}
     if step.given.attention_backend != "cudnn":
         return rates
@@ -284,8 +283,7 @@ def model_on_meta(model_config: ModelConfig, world: World, trained: Trained = AL
 def build_model(
     recipe: Recipe, world: World, documents: PackedDocuments | None = None
 ) -> tuple[Transformer, MasterAdamW, Plan]:
-    """A model and its optimizer, with weights that are not set yet, and the plan that both
-    follow."""
+    """A model and optimizer, with weights that are not set yet, and the plan they follow."""
     model = model_on_meta(recipe.model, world, recipe.trained)
     plan = plan_memory(recipe, model, world, documents)
     accumulate = recipe.batch.micro_batches > 1

@@ -319,8 +319,10 @@ def begin(flags: TrainConfig, given: dict, source: Source | None) -> Resolved:
 
 
 def adapters_found(flags: TrainConfig, given: Iterable[str], source: Source) -> dict:
-    """Settings that the adapters in a folder have; {} if it has none. Raises UserError if flags say
-    otherwise."""
+    """Settings that the adapters in a folder have; {} if it has none.
+
+    Raises UserError if flags say otherwise.
+    """
     if source.adapters is None:
         return {}
     warn_of_dropout(source)

@@ -1,5 +1,4 @@
-"""Shows a run: its settings at the start, then each step to people, and to metrics.jsonl and other
-writers."""
+"""Shows a run: its settings, then each step to people, metrics.jsonl and other writers."""
 
 import contextlib
 import importlib
@@ -145,8 +144,10 @@ class Display(contextlib.ExitStack):
 
 
 def objectives_in_words(values: dict, prefix: str = "") -> dict[str, str]:
-    """Returns an objective's metrics of a step by the words of its line. A margin stands for both
-    rewards."""
+    """Returns an objective's metrics of a step by the words of its line.
+
+    A margin stands for both rewards.
+    """
     shown = dict[str, str]()
     for name, spec in SHOWN_OF_OBJECTIVES.items():
         value = values.get(prefix + name)
@@ -167,8 +168,10 @@ def speeds_in_words(values: dict) -> dict[str, str]:
 
 @contextlib.contextmanager
 def also_logged_into(log_file: str | None) -> Iterator[None]:
-    """Append what is logged to a file, with times, and the error that ends the run. None: do
-    nothing."""
+    """Append what is logged to a file, with times, and the error that ends the run.
+
+    None: do nothing.
+    """
     if log_file is None:
         yield
         return
@@ -232,14 +235,12 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def is_spike(loss: float, recent: Sequence[float]) -> bool:
-    """Whether a loss is above the mean of 20 or more recent ones by more than 6 of their standard
-    deviations."""
+    """Whether a loss is over 6 standard deviations above the mean of 20 or more recent losses."""
     return len(recent) >= 20 and loss > statistics.mean(recent) + 6 * statistics.pstdev(recent)
 
 
 def set_aside(path: Path) -> None:
-    """Rename an earlier run's metrics.jsonl to metrics.1.jsonl, or to the first number that is
-    free."""
+    """Renames an earlier run's metrics.jsonl to metrics.1.jsonl, or the first free number."""
     if path.exists() and path.stat().st_size:
         earlier = next(
             p for n in count(1) if not (p := path.with_suffix(f".{n}{path.suffix}")).exists()
@@ -330,8 +331,10 @@ def jsonl_writer(path: Path, from_step: int) -> Writer:
 def tensorboard_writer(
     outputs: Outputs, record: dict, from_step: int, stack: contextlib.ExitStack
 ) -> Writer:
-    """Writes TensorBoard's event files. A resumed run takes the place of the steps after
-    `from_step`."""
+    """Writes TensorBoard's event files.
+
+    A resumed run takes the place of the steps after `from_step`.
+    """
     # needs the package tensorboard, which is optional
     from torch.utils.tensorboard import SummaryWriter
 
@@ -384,14 +387,16 @@ def tracker_writer(
         else:
             run.log(numbers(values), step=values["step"])
 
-    def finish(kind, *_) -> None:
+    def finish(error_type, *_) -> None:
+        """Ends the tracker's run with the stack; `error_type` is None unless an error ended it."""
+        exit_code, advice = {}, ""
+        if is_wandb:
+            exit_code["exit_code"] = int(error_type is not None)
+            advice = f"; `{program('wandb')} sync` sends what is in {folder}/wandb"
         try:
-            run.finish(**{"exit_code": int(kind is not None)} if is_wandb else {})
+            run.finish(**exit_code)
         except Exception as error:
-            sync = (
-                f"; `{program('wandb')} sync` sends what is in {folder}/wandb" if is_wandb else ""
-            )
-            logger.warning("%s: %s%s", TRACKERS[package].title, error, sync)
+            logger.warning("%s: %s%s", TRACKERS[package].title, error, advice)
 
     stack.push(finish)
     return write
@@ -417,8 +422,10 @@ TRACKERS = {
 
 
 def numbers(values: dict) -> dict[str, float]:
-    """Returns a step's numbers but the step. A list, such as memory by rank, is its largest
-    number."""
+    """Returns a step's numbers but the step.
+
+    A list, such as memory by rank, is its largest number.
+    """
     largest = {
         name: max(value) if isinstance(value, list) else value for name, value in values.items()
     }

@@ -148,8 +148,10 @@ def resume(checkpoint: Path, given: dict, world: World) -> Resolved:
 def check_goes_on(
     config: TrainConfig, given: dict, before: TrainConfig, checkpoint: Path, progress: Progress
 ) -> None:
-    """Refuse settings of a resumed run that leave no step, contradict each other, or train other
-    parameters."""
+    """Refuses settings that do not fit a resumed run.
+
+    They leave no step, contradict each other, or train other parameters.
+    """
     if progress.is_complete and config.resume == "yes":
         goal, value = config.goal, getattr(config, config.goal)
         raise UserError(

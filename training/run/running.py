@@ -149,8 +149,7 @@ class Run:
         raise UserError(f"{why}. {cure}; documents of the step: {sources}") from None
 
     def promise_shutdown_once(self, seconds: float) -> None:
-        """Say how long the run goes on after a signal, as soon as a step of so many seconds
-        tells."""
+        """Says how long the run goes on after a signal, once a step has taken so many seconds."""
         taken = self.progress.step - self.recipe.start.progress.step
         if taken == 2 or (taken == 1 and seconds > LONG_FIRST_STEP_SECONDS):
             size = checkpoint_bytes(self.recipe, self.world, self.plan.execution.state_format)
@@ -164,8 +163,7 @@ class Run:
         return after_a_stop(self.recipe.saving, self.recipe.flags_to_go_on, last, self.world)
 
     def save_after_error(self) -> None:
-        """Save the steps that were done, if this rank is the only one: other ranks would wait in a
-        collective."""
+        """Saves the steps done, if this rank is the only one: others would wait in a collective."""
         self.display.close()  # ends the progress bar's line
         if self.world.size == 1 and not self.is_updating:
             try:

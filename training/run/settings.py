@@ -116,8 +116,10 @@ class TrainConfig(
         return "max_steps" if self.epochs is None else "epochs"
 
     def __post_init__(self):
-        """Fill in what follows from other settings. Targets have the order that adapters have them
-        in."""
+        """Fill in what follows from other settings.
+
+        Targets have the order that adapters have them in.
+        """
         if self.batch_size is None:
             self.batch_size = 8 if self.context_length < LONG_CONTEXT else 1
         if self.validation_sequences is None:

@@ -137,8 +137,7 @@ class Stopping:
             block.register_forward_pre_hook(lambda _, inputs: self._before(inputs[0]))
 
     def watch(self) -> None:
-        """Print what this rank's threads do if `watch` is not called again for long: the rank
-        hangs."""
+        """Prints this rank's stacks if `watch` is not called again for long: the rank hangs."""
         self.watchdog.expect(max(HANG_SECONDS, 10 * self.step_seconds))
 
     @contextmanager
