@@ -60,9 +60,9 @@ class WithoutRouters(Trained):
         return "no adapters, and with frozen routers"
 
     def prepare(self, model: nn.Module) -> None:
-        for block in model.layers:
-            if block.mlp.part.routes:
-                block.mlp.gate.requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            if model.declared[name].role == "router":
+                parameter.requires_grad_(False)
 
     def elements(self, shard: ModelConfig) -> int:
         return shard.num_parameters() - sum(
