@@ -112,7 +112,7 @@ def decide_step(flags, model: ModelConfig, num_gpus: int) -> StepRecipe:
         linear=trained.linear(linear_maps(impl)[flags.linear]),
         linear_name=flags.linear,
         frozen_bits=flags.lora_bits,
-        state_format=state_format_of(flags.optimizer_state, model.hidden_size, has_adapters),
+        state_format=state_format_of(flags, model.hidden_size, has_adapters),
         impl=impl,
         loss_impl="chunked" if is_distilled else flags.loss_impl,
         attention_backend=flags.attention_backend,

@@ -287,7 +287,7 @@ class _Timeline:
 
     def _update_phase(self) -> Phase:
         update, fetched = self._update(self.forward_seconds, sum(self.weights), sum(self.sent))
-        on_gpu = self.step.inventory(self.execution).updated_here / self.rates["memory"]
+        on_gpu = self.step.inventory(self.execution).seconds_here(self.rates)
         return Phase("update", update, {"update": on_gpu}, fetched)
 
     def _reference_phase(self) -> Phase:
@@ -356,7 +356,7 @@ class _Timeline:
         link = self.rates["link"] * (1 if step.num_shards else UPDATE_BESIDE_FORWARD)
         fetched = inventory.updated / link
         returned = (inventory.updated - inventory.leaving_gradients) / link
-        update = inventory.updated_here / self.rates["memory"]
+        update = inventory.seconds_here(self.rates)
         if step.num_shards:
             return update + fetched, fetched
         # Nothing runs before the embedding and the first block are updated.

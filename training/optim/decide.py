@@ -6,7 +6,7 @@ from kernels.compact_adamw import GROUP
 from model import ModelConfig
 from training.host.errors import UserError
 from training.optim.adamw import warmup_cosine
-from training.optim.flags import OptimizerFlags
+from training.optim.flags import OptimizerFlags, StateFlags
 from training.optim.quantized import GROUP as QUANTIZED_GROUP
 
 
@@ -56,14 +56,15 @@ def decide_learning_rate(flags: OptimizerFlags) -> LearningRate:
     return LearningRate(flags.learning_rate, flags.warmup_steps, flags.final_learning_rate_ratio)
 
 
-def state_format_of(requested: str, hidden_size: int, has_adapters: bool) -> str:
-    """Returns the format of the optimizer's state, as --optimizer_state requests it.
+def state_format_of(flags: StateFlags, hidden_size: int, has_adapters: bool) -> str:
+    """Returns the format of the optimizer's state, as the flags request it.
 
     Adapters have float32 state, as has a model whose rows are no whole groups. Raises UserError for
     compact state of such rows; a rule refuses it beside adapters.
     """
     if has_adapters:
         return "float32"
+    requested = flags.optimizer_state
     if hidden_size % GROUP == 0:
         return requested
     if requested == "compact":

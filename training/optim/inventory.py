@@ -230,6 +230,10 @@ class Inventory:
         rows = [row for row in self.rows if row.gradient_dtype and not row.state_on_host]
         return 2 * sum(row.state_bytes + row.weight_bytes + row.gradient_bytes for row in rows)
 
+    def seconds_here(self, rates: Mapping[str, float]) -> float:
+        """Returns the seconds of an update of what is on the GPU, by the GPU's rates."""
+        return self.updated_here / rates["memory"]
+
     @functools.cached_property
     def waiting(self) -> dict[int | None, int]:
         """Bytes of the weights that wait on the host, by block; None: of embedding and head."""

@@ -22,6 +22,7 @@ from training.memory import decide as memory
 from training.memory import kinds
 from training.memory.decide import decide_memory_budget, decide_step
 from training.optim.decide import check_lora_bits, state_format_of
+from training.optim.flags import StateFlags
 from training.parallel.world import World
 from training.run import decide
 from training.run.decide import recipe_of
@@ -116,15 +117,15 @@ def test_the_reference_kernels_have_no_plan(monkeypatch):
 
 
 def test_compact_state_is_refused_where_rows_are_no_groups():
-    assert state_format_of("compact", 1024, has_adapters=False) == "compact"
-    assert state_format_of("auto", 100, has_adapters=False) == "float32"
-    assert state_format_of("auto", 1024, has_adapters=False) == "auto"
-    assert state_format_of("auto", 1024, has_adapters=True) == "float32"
+    assert state_format_of(StateFlags("compact"), 1024, has_adapters=False) == "compact"
+    assert state_format_of(StateFlags("auto"), 100, has_adapters=False) == "float32"
+    assert state_format_of(StateFlags("auto"), 1024, has_adapters=False) == "auto"
+    assert state_format_of(StateFlags("auto"), 1024, has_adapters=True) == "float32"
     with pytest.raises(
         ValueError,
         match="compact has no effect on rows of 100, which is no multiple of 32; drop it",
     ):
-        state_format_of("compact", 100, has_adapters=False)
+        state_format_of(StateFlags("compact"), 100, has_adapters=False)
 
 
 def test_quantized_weights_are_refused_where_they_cannot_be():
