@@ -123,8 +123,10 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
     if flags.init_from and (source := Source.read(flags.init_from)).adapters:
         bits = f" --lora_bits {source.frozen_bits}" if source.frozen_bits < 16 else ""
         rank, targets = source.adapters.rank, ",".join(source.adapters.targets)
-        own = f"--init_from {source.base} --lora {rank} --lora_targets {targets}{bits}"
-        raise UserError(f"{flags.init_from} holds adapters; give {own}")
+        flags_of_adapters = (
+            f"--init_from {source.base} --lora {rank} --lora_targets {targets}{bits}"
+        )
+        raise UserError(f"{flags.init_from} holds adapters; give {flags_of_adapters}")
     if flags.lora_bits < 16 and can_measure:
         check_library(f"lora_bits {flags.lora_bits} that is measured")
     if flags.num_layers is not None and not can_measure:
@@ -162,19 +164,19 @@ def choose_machine(
         kinds, model.attention.head_dim, torch.device("cuda") if flags.gpu else world.device
     )
     if world.device.type == "cuda":
-        given = recipe.execution(recipe.backend(world.device))
+        execution = recipe.execution(recipe.backend(world.device))
         gpu_bytes, part = (
             gpu_budget(memory_budget or "auto", world.device),
             model.shard(flags.tensor_parallel_size),
         )
         rates = measure_rates(
-            part, given.attention_backend, world.device, flags.lengths[0], kinds, recipe.linear
+            part, execution.attention_backend, world.device, flags.lengths[0], kinds, recipe.linear
         )
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name(world.device)
         known, host_bytes = find_gpu(name), host_limit(flags, available_host_bytes() / flags.nproc)
         return Machine(
-            name, gpu_bytes, host_bytes, rates, model, given, known and known.flops, *host
+            name, gpu_bytes, host_bytes, rates, model, execution, known and known.flops, *host
         )
     name, gpu = parse_gpu(flags.gpu or "H200")
     gpu_bytes = gpu.memory_bytes - DRIVER_BYTES
@@ -314,9 +316,9 @@ def change(flags: ProfileFlags, machine: Machine, world: World, **values) -> dic
         refuse(changed, (), changed.rules)
         if changed.attention_type != flags.attention_type:
             machine = choose_machine(changed, recipe, flags.memory_budget, world)
-        given = recipe.execution(machine.given.attention_backend)
+        execution = recipe.execution(machine.given.attention_backend)
         machine = dataclasses.replace(
-            machine, given=given, host_bytes=host_limit(changed, machine.host_bytes)
+            machine, given=execution, host_bytes=host_limit(changed, machine.host_bytes)
         )
         given_words = " ".join(
             f"--{name} {value}" for name, value in values.items() if value is not None
@@ -460,18 +462,18 @@ def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan)
     Attention to chosen blocks is not tried on a GPU at hand: its kernels would have to be compiled
     and measured.
     """
-    found = {}
+    plans = {}
     if flags.optimizer_state == "float32":
-        found |= change(flags, machine, world, optimizer_state="compact")
+        plans |= change(flags, machine, world, optimizer_state="compact")
     if flags.lora is not None and flags.lora_bits > 4:
-        found |= change(flags, machine, world, lora_bits=4)
+        plans |= change(flags, machine, world, lora_bits=4)
     if math.isfinite(machine.host_bytes):
         # auto might need more, for float32 state
         step = plan.step.with_format(plan.execution.state_format)
         roomy = make_plan(step, machine.gpu_bytes, math.inf, machine.rates)
-        found |= change(flags, machine, world, **host_flag(flags, roomy.host_bytes))
+        plans |= change(flags, machine, world, **host_flag(flags, roomy.host_bytes))
     if flags.attention_type == "full" and world.device.type == "cpu":
-        found |= change(flags, machine, world, attention_type="sparse")
+        plans |= change(flags, machine, world, attention_type="sparse")
     splits: dict[str, Plan] = {}
     # experts' auxiliary loss is of a micro-batch
     for n in (2, 4, 8) if not plan.step.shard.has_experts else ():
@@ -479,14 +481,16 @@ def find_faster(flags: ProfileFlags, machine: Machine, world: World, plan: Plan)
             sizes = {"batch_size": flags.batch_size // n}
             sizes["gradient_accumulation_steps"] = n * flags.gradient_accumulation_steps
             splits |= change(flags, machine, world, **sizes)
-    least = min((other.seconds for other in splits.values()), default=math.inf)
+    least = min((candidate.seconds for candidate in splits.values()), default=math.inf)
     fastest = {
-        words: other
-        for words, other in splits.items()
-        if other.seconds == least < 0.95 * plan.seconds
+        words: candidate
+        for words, candidate in splits.items()
+        if candidate.seconds == least < 0.95 * plan.seconds
     }
     return fastest | {
-        words: other for words, other in found.items() if other.seconds < 0.9 * plan.seconds
+        words: candidate
+        for words, candidate in plans.items()
+        if candidate.seconds < 0.9 * plan.seconds
     }
 
 

@@ -240,9 +240,9 @@ def accumulation(device: torch.device) -> Iterator[Check]:
             total += loss.detach()
         return [total, model.embed_tokens.weight.grad, model.output_weight.grad]
 
-    whole = [x.clone() for x in run(1)]
+    expected = [x.clone() for x in run(1)]
     for micro_batches in (4, 8):
-        for what, parts, one in zip(RESULTS, run(micro_batches), whole):
+        for what, parts, one in zip(RESULTS, run(micro_batches), expected):
             limit = 1e-6 if what == "loss" else 2e-6  # float32 rounding of sums in another order
             yield Check(
                 f"{micro_batches} micro-batches: error of the {what}",

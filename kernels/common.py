@@ -85,8 +85,7 @@ def first_derivative(backward: Callable) -> Callable:
 
 
 def sum_dtype(x: torch.Tensor) -> torch.dtype:
-    """Returns the dtype in which sums of a tensor's elements are made: float32, or its own
-    float64."""
+    """Returns the dtype of sums of a tensor's elements: float32, or float64 for float64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -78,7 +78,7 @@ class ModelConfig:
         parts = [self.parts(layer) for layer in range(self.num_hidden_layers)]
         if not kinds:
             return parts
-        return [own.with_kind(kind) for own, kind in zip(parts, kinds, strict=True)]
+        return [part.with_kind(kind) for part, kind in zip(parts, kinds, strict=True)]
 
     @property
     def kinds(self) -> tuple[MixerKind, ...]:

@@ -271,8 +271,8 @@ def _decay_and_strength(a: Tensor, b: Tensor, p: DeltaNetParameters) -> tuple[Te
 def _rows_by_rank(weight: Weight, part: DeltaNet, ranks: int) -> list[Weight]:
     """Returns the rows of each rank's heads in q, k and v, of a weight with a row per channel."""
     if isinstance(weight, Adapted):
-        matrices, bs = (_rows_by_rank(rows, part, ranks) for rows in (weight.matrix, weight.b))
-        return [Adapted(matrix, weight.a, b) for matrix, b in zip(matrices, bs)]  # type: ignore[arg-type]
+        pairs = zip(*(_rows_by_rank(rows, part, ranks) for rows in (weight.matrix, weight.b)))
+        return [Adapted(matrix, weight.a, b) for matrix, b in pairs]  # type: ignore[arg-type]
     parts = (rows.chunk(ranks) for rows in weight.split(part.columns))
     return [torch.cat(rows) for rows in zip(*parts)]
 

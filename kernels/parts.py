@@ -30,7 +30,8 @@ class Part:
 
     def __reduce__(self):
         """Is made anew where it is unpickled: another process has other numbers."""
-        return type(self), tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        names = (field.name for field in fields(self))  # type: ignore[arg-type]
+        return type(self), tuple(getattr(self, name) for name in names)
 
 
 def part_of(number: int):
@@ -407,14 +408,14 @@ class MixerKind(Part, ABC):
         prompts: Iterable[tuple[float, float, float, float]],
     ) -> list[tuple[float, float]]:
         """Returns the documents of `work`, with documents that stand for prompts and answers."""
-        found = [*lengths]
+        documents = [*lengths]
         for prompt, answers, tokens, count in prompts:
-            own, copied = tokens / answers, self.copied(round(prompt))
+            answer, copied = tokens / answers, self.copied(round(prompt))
             seen = prompt - copied if self.sees_uncopied else 0.0
-            found += [(prompt + own, count), (seen + copied + own, (answers - 1) * count)]
-            found += [(prompt, -count), (own, -answers * count)]
-            found += [(seen, (1 - answers) * count)] * (seen > 0)
-        return found
+            documents += [(prompt + answer, count), (seen + copied + answer, (answers - 1) * count)]
+            documents += [(prompt, -count), (answer, -answers * count)]
+            documents += [(seen, (1 - answers) * count)] * (seen > 0)
+        return documents
 
     def prompt_flops(
         self, prompt: int, answers: int, tokens: int, H: int, G: int, K: int
@@ -439,8 +440,8 @@ class MixerKind(Part, ABC):
         `prompts` are as in `Documents`.
         """
         flops = {length: self.flops(length, H, G, K).forward for length in {*lengths}}
-        of_prompts = (self.prompt_flops(*prompt, H, G, K).forward for prompt in prompts)
-        return sum(flops[length] for length in lengths) + sum(of_prompts)
+        prompt_terms = (self.prompt_flops(*prompt, H, G, K).forward for prompt in prompts)
+        return sum(flops[length] for length in lengths) + sum(prompt_terms)
 
     def work(
         self, lengths: Iterable[tuple[float, float]], H: int, G: int, K: int, *, backend: str,
@@ -458,7 +459,7 @@ class MixerKind(Part, ABC):
         totals = [0.0, 0.0, 0.0]
         for length, count in self.with_copies(lengths, prompts):
             flops = self.flops(max(1, round(length)), H, G, K)
-            totals = [total + count * of_part for total, of_part in zip(totals, flops)]
+            totals = [total + count * amount for total, amount in zip(totals, flops)]
         return AttentionWork(
             *({f"{self.name} {part}": n} for part, n in zip(AttentionWork._fields, totals))
         )

@@ -81,8 +81,8 @@ class QKVParameters(NamedTuple):
 def _alternate(rows: Weight, K: int) -> list[Weight]:
     """Returns rows 0 to K - 1, 2 K to 3 K - 1, ... of a weight or a bias, and the others."""
     if isinstance(rows, Adapted):
-        matrices, bs = (_alternate(part, K) for part in (rows.matrix, rows.b))
-        return [Adapted(matrix, rows.a, b) for matrix, b in zip(matrices, bs)]  # type: ignore[arg-type]
+        pairs = zip(*(_alternate(part, K) for part in (rows.matrix, rows.b)))
+        return [Adapted(matrix, rows.a, b) for matrix, b in pairs]  # type: ignore[arg-type]
     return [part.flatten(0, 1) for part in rows.unflatten(0, (-1, 2, K)).unbind(1)]
 
 
@@ -701,35 +701,34 @@ class AttentionPart:
         return self.kind.gates_per_head * self.num_heads
 
     def parameters(self, hidden_size: int) -> dict[str, Parameter]:
-        (H, G, K), found = self.heads, {}
+        (H, G, K), parameters = self.heads, {}
         for name, heads in (
             ("q_proj", H * (1 + self.has_output_gate)),
             ("k_proj", G),
             ("v_proj", G),
         ):
-            found[f"{name}.weight"] = Parameter(
+            parameters[f"{name}.weight"] = Parameter(
                 (heads * K, hidden_size), shared_dim=0, role="map", target=name
             )
             if self.has_biases:
-                found[f"{name}.bias"] = Parameter((heads * K,), "zero", shared_dim=0)
-        found["o_proj.weight"] = Parameter(
+                parameters[f"{name}.bias"] = Parameter((heads * K,), "zero", shared_dim=0)
+        parameters["o_proj.weight"] = Parameter(
             (hidden_size, H * K), "residual", shared_dim=1, role="map", target="o_proj"
         )
         norms = zip(("q_norm.weight", "k_norm.weight"), self.norm_sizes)
-        found |= {name: Parameter((size,), "neutral") for name, size in norms if size}
+        parameters |= {name: Parameter((size,), "neutral") for name, size in norms if size}
         if n := self.num_gates:
-            found["g_proj.weight"] = Parameter((n, hidden_size), shared_dim=0, role="gate")
-            found["g_proj.bias"] = Parameter((n,), "zero", shared_dim=0, role="gate")
-        return found
+            parameters["g_proj.weight"] = Parameter((n, hidden_size), shared_dim=0, role="gate")
+            parameters["g_proj.bias"] = Parameter((n,), "zero", shared_dim=0, role="gate")
+        return parameters
 
     def shared_sizes(self) -> dict[str, int]:
         return {"num_key_value_heads": self.num_key_value_heads}
 
     def heads_to_share(self) -> dict[str, int]:
         if self.kind.list_length:
-            return {
-                "key/value heads, whose query heads choose blocks together": self.num_key_value_heads
-            }
+            heads = "key/value heads, whose query heads choose blocks together"
+            return {heads: self.num_key_value_heads}
         return {"query heads": self.num_heads}
 
     def shard(self, ranks: int) -> "AttentionPart":

@@ -67,9 +67,9 @@ def flag(
         "most": most,
         "bare": bare,
     }
-    made = {"default_factory": list} if default is list else {"default": default}
+    default_options = {"default_factory": list} if default is list else {"default": default}
     metadata |= {"positional": positional, "group": group, "tokens": tokens, "share_of": share_of}
-    return field(**made, metadata=metadata)
+    return field(**default_options, metadata=metadata)
 
 
 class Rule(typing.NamedTuple):
@@ -91,9 +91,9 @@ def refuse(flags, given: Iterable[str], rules: Iterable[Rule]) -> None:
     A switch that is off by default, and is turned off, may stand beside anything.
     """
     off = {
-        each.name
-        for each in fields(flags)
-        if each.default is False and getattr(flags, each.name) is False
+        entry.name
+        for entry in fields(flags)
+        if entry.default is False and getattr(flags, entry.name) is False
     }
     for idle, why, when in rules:
         named = [name for name in idle.split() if name in {*given} - off]
@@ -133,17 +133,17 @@ def given_flags(kind: type, argv: list[str], program: str) -> dict[str, typing.A
     values = command.parse(argv)
     if (path := values.pop("config", None)) is not None:
         values = command.parse_file(path) | values
-    for each in fields(kind):
-        if each.name in values:
-            values[each.name] = _checked(each, values[each.name])
-        elif _is_needed(each):
-            raise UserError(f"{each.name} is missing: {each.metadata['help']}")
+    for entry in fields(kind):
+        if entry.name in values:
+            values[entry.name] = _checked(entry, values[entry.name])
+        elif _is_needed(entry):
+            raise UserError(f"{entry.name} is missing: {entry.metadata['help']}")
     _refuse_shares(kind, values)
     return values
 
 
-def _is_needed(each: Field) -> bool:
-    return each.default is each.default_factory is MISSING
+def _is_needed(entry: Field) -> bool:
+    return entry.default is entry.default_factory is MISSING
 
 
 class CommandLine:
@@ -151,12 +151,12 @@ class CommandLine:
 
     def __init__(self, kind: type, program: str):
         self._kind = kind
-        positional = [each.name for each in fields(kind) if each.metadata["positional"]]
+        positional = [entry.name for entry in fields(kind) if entry.metadata["positional"]]
         places = "".join(f" {name}" for name in positional)
         self._call = f"{program}{places}"
         self._by_place = f"; without a name, by their place: {self._call}" if places else ""
         self._positional = positional
-        self._names = [each.name for each in fields(kind) if not each.metadata["positional"]]
+        self._names = [entry.name for entry in fields(kind) if not entry.metadata["positional"]]
         self._parser = Parser(
             prog=program,
             usage=f"%(prog)s{places} [--flag value ...]",
@@ -169,8 +169,8 @@ class CommandLine:
         self._spelled: dict[str, str] = {}  # each flag by its name in underscores alone
         for title, members in grouped(kind).items():
             section = self._parser.add_argument_group(title) if title else self._parser
-            for each in members:
-                for option in _add_argument(section, each).option_strings:
+            for entry in members:
+                for option in _add_argument(section, entry).option_strings:
                     self._spelled[_underscored(option)] = option
 
     def parse(self, words: list[str]) -> dict[str, typing.Any]:
@@ -349,46 +349,48 @@ class SwitchOrWord(Action):
         setattr(namespace, self.dest, values)
 
 
-def _add_argument(parser, each: Field) -> Action:
-    metadata, is_list = each.metadata, typing.get_origin(each.type) is list
-    element = _element(each)
-    default = "" if each.default in (MISSING, None, False) else f"; default: {each.default}"
+def _add_argument(parser, entry: Field) -> Action:
+    metadata, is_list = entry.metadata, typing.get_origin(entry.type) is list
+    element = _element(entry)
+    default = "" if entry.default in (MISSING, None, False) else f"; default: {entry.default}"
     options: dict[str, typing.Any] = {
         "help": (metadata["help"] + default).replace("%", "%%"),
         "default": None,
     }
-    if each.type == bool | str:
+    if entry.type == bool | str:
         options |= {"action": SwitchOrWord, "metavar": "WORD"}
     elif element is bool:
         options["action"] = BooleanOptionalAction
     else:
-        options |= {"type": _reader(each, element), "choices": metadata["choices"]}
+        options |= {"type": _reader(entry, element), "choices": metadata["choices"]}
         if metadata["choices"] is None:
-            options["metavar"] = each.name if metadata["positional"] else element.__name__.upper()
+            options["metavar"] = entry.name if metadata["positional"] else element.__name__.upper()
         if is_list and metadata["positional"]:
             options["nargs"] = "*"  # none are the words of a file, or are refused below as missing
         elif is_list:  # --data a --data b is --data a b
             options |= {"nargs": "+", "action": "extend"}
         elif metadata["positional"] or metadata["bare"] is not None:
             options |= {"nargs": "?", "const": metadata["bare"]}
-    return parser.add_argument(each.name if metadata["positional"] else f"--{each.name}", **options)
+    return parser.add_argument(
+        entry.name if metadata["positional"] else f"--{entry.name}", **options
+    )
 
 
-def _reader(each: Field, element: type) -> Callable[[str], str | int | float]:
+def _reader(entry: Field, element: type) -> Callable[[str], str | int | float]:
     """Returns a function that makes a flag's value of a word, and refuses other words with what may
     stand there."""
-    choices: tuple = each.metadata["choices"] or ()
+    choices: tuple = entry.metadata["choices"] or ()
 
     def read(word: str) -> str | int | float:
         try:
-            if each.metadata["tokens"]:
+            if entry.metadata["tokens"]:
                 return read_tokens(word)
             value = word if element is Path else element(word)
         except ValueError as error:
             if isinstance(error, UserError):
                 raise ArgumentTypeError(str(error)) from None
             number = _likely_number(word)
-            if each.metadata["share_of"] and number is not None and 0 < number < 1:
+            if entry.metadata["share_of"] and number is not None and 0 < number < 1:
                 return number
             kind = "whole number, such as 512" if element is int else "number, such as 0.5"
             is_likely = number is not None and (element is float or number == int(number))
@@ -397,7 +399,7 @@ def _reader(each: Field, element: type) -> Callable[[str], str | int | float]:
         if choices and value not in choices:
             # sizes of Qwen3 have no prefix
             names = (word.lower(), word.lower().rpartition("/")[2].removeprefix("qwen3-"))
-            elsewhere = WORDS.get(each.name, {}).items()
+            elsewhere = WORDS.get(entry.name, {}).items()
             likely = [one for one in choices if str(one).lower() in names]
             likely += [
                 ours for ours, theirs in elsewhere if word.lower() in theirs.split() and not likely
@@ -453,13 +455,13 @@ def _likely_number(word: str) -> float | None:
 
 def _refuse_shares(kind: type, given: dict[str, typing.Any]) -> None:
     """Refuses a share in place of a number, as --warmup_steps 0.1, and names the number meant."""
-    for each in fields(kind):
-        share = given.get(each.name)
-        if each.metadata["share_of"] is None or not isinstance(share, float):
+    for entry in fields(kind):
+        share = given.get(entry.name)
+        if entry.metadata["share_of"] is None or not isinstance(share, float):
             continue
-        others = {name: value for name, value in given.items() if name != each.name}
-        total = getattr(kind(**others), each.metadata["share_of"])
-        what = f"{each.name} {share:g} is a share, and a number of steps is asked for"
+        remaining = {name: value for name, value in given.items() if name != entry.name}
+        total = getattr(kind(**remaining), entry.metadata["share_of"])
+        what = f"{entry.name} {share:g} is a share, and a number of steps is asked for"
         if total is None:
             raise UserError(
                 f"{what}: how many steps the run has, its data or its checkpoint settle; give a "
@@ -467,7 +469,7 @@ def _refuse_shares(kind: type, given: dict[str, typing.Any]) -> None:
             )
         number = max(1, round(share * total))
         raise UserError(
-            f"{what}: {100 * share:g}% of {total} steps are {number}; give {each.name} {number}"
+            f"{what}: {100 * share:g}% of {total} steps are {number}; give {entry.name} {number}"
         )
 
 
@@ -475,26 +477,26 @@ def _underscored(option: str) -> str:
     return option[:2] + option[2:].replace("-", "_")
 
 
-def _element(each: Field) -> typing.Any:
-    return next(iter(typing.get_args(each.type)), each.type)
+def _element(entry: Field) -> typing.Any:
+    return next(iter(typing.get_args(entry.type)), entry.type)
 
 
-def _checked(each: Field, value):
+def _checked(entry: Field, value):
     """Returns the value, with words as paths if the field has paths.
 
     Raises UserError for a value out of range.
     """
     if value == []:
-        raise UserError(f"{each.name} is --, which argparse takes for nothing; give another value")
+        raise UserError(f"{entry.name} is --, which argparse takes for nothing; give another value")
     if isinstance(value, list):
-        return [_checked(each, one) for one in value]
-    least, most = each.metadata["least"], each.metadata["most"]
+        return [_checked(entry, one) for one in value]
+    least, most = entry.metadata["least"], entry.metadata["most"]
     if type(value) in (int, float) and not least <= value <= most:
-        raise UserError(f"{each.name} must be between {least} and {most}, got {value}")
+        raise UserError(f"{entry.name} must be between {least} and {most}, got {value}")
     if not isinstance(value, str):
         return value
-    _check_word(each.name, value)
-    return Path(value) if _element(each) is Path else value
+    _check_word(entry.name, value)
+    return Path(value) if _element(entry) is Path else value
 
 
 def _check_word(name: str, word: str) -> None:
@@ -514,7 +516,7 @@ def _read_toml(path: Path, kind: type) -> dict[str, typing.Any]:
     Raises ValueError for a file that is no TOML, and names YAML and JSON.
     """
     text = read_file(path, "give --config a TOML file", TOML_BYTES).decode("utf-8-sig")
-    if path.suffix.lower() in ROWS and any(each.name == "data" for each in fields(kind)):
+    if path.suffix.lower() in ROWS and any(entry.name == "data" for entry in fields(kind)):
         raise UserError(
             f"it is a file of rows, and settings are TOML; to train on it, give --data {path}"
         )
@@ -569,7 +571,7 @@ def _unknown(what: str, words: Sequence[str], names: list[str], kind: type | Non
             meant.append(f"{shown}; did you mean {likely}?" if known.flag else shown)
     # a command that is named in the message gives them
     if len(reasons) > MOST_REASONS and what == "key":
-        reasons = {"": [theirs for each in reasons.values() for theirs in each]}
+        reasons = {"": [flag for flags in reasons.values() for flag in flags]}
     there_is_no = []
     for why, theirs in reasons.items():
         reason = f": {why.format(python=program(), torchrun=program('torchrun'))}" if why else ""
@@ -577,6 +579,7 @@ def _unknown(what: str, words: Sequence[str], names: list[str], kind: type | Non
     if len(meant) == 1:
         return "; ".join([f"unknown {what} {meant[0]}", *there_is_no])
     listed = ", ".join(
-        each.replace("; did you mean ", " (did you mean ").replace("?", "?)") for each in meant
+        sentence.replace("; did you mean ", " (did you mean ").replace("?", "?)")
+        for sentence in meant
     )
     return "; ".join([f"unknown {what}s {listed}", *there_is_no] if meant else there_is_no)

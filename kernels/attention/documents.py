@@ -143,9 +143,8 @@ def _with_prompts(segments: Tensor, ids_BT: Tensor, prompts_BT: Tensor) -> Tenso
             begin = end = 0
         elif start == 0 or ids_BT[row, begin] != prompt:
             raise ValueError(
-                f"document {document} of row {row} must follow its prompt, {prompt}, or another "
-                "answer "
-                "to it"
+                f"document {document} of row {row} must follow its prompt, {prompt}, "
+                "or another answer to it"
             )
         rows.append((row, start, stop, begin, end))
     return torch.tensor(rows)

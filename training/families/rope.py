@@ -22,13 +22,13 @@ def write_rope(config: ModelConfig, family: Family) -> dict:
     all others."""
     scaling, settings = config.rope_scaling, None
     if scaling is not None:
-        given = {name: value for name, value in asdict(scaling).items() if value is not None}
-        settings = {"rope_type": scaling.rope_type, **given}
+        declared = {name: value for name, value in asdict(scaling).items() if value is not None}
+        settings = {"rope_type": scaling.rope_type, **declared}
     if "partial_rotary_factor" in family.defaults:
         attention = config.attention
         partial = {"partial_rotary_factor": attention.rotary_width / attention.head_dim}
-        whole = {"rope_type": "default", **(settings or {}), "rope_theta": config.rope_theta}
-        return {"rope_parameters": {**whole, **partial, **family.fixed_rope}}
+        rope = {"rope_type": "default", **(settings or {}), "rope_theta": config.rope_theta}
+        return {"rope_parameters": {**rope, **partial, **family.fixed_rope}}
     if config.local_rope_theta is None:
         return {"rope_scaling": settings}
     full = {"rope_type": "default", **(settings or {}), "rope_theta": config.rope_theta}
@@ -45,8 +45,8 @@ def read_rope(content: dict, family: Family) -> tuple[dict, list[str]]:
     if by_type:
         settings, local_theta, refused = _rope_by_type(content)
     else:
-        found = [content.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
-        forms = [_completed(form, content) for form in found if form] or [
+        tables = [content.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+        forms = [_completed(form, content) for form in tables if form] or [
             _completed(family.rope, content)
         ]
         settings, local_theta = forms[0], None
@@ -127,8 +127,8 @@ def _rope_by_type(content: dict) -> tuple[dict, float, list[str]]:
     if any(value not in (None, without_effect.get(name)) for name, value in beside.items()):
         refused.append(f"rope_parameters {newer!r:.60}")
     local_theta = local.pop("rope_theta", content["rope_local_base_freq"])
-    others = {name: value for name, value in local.items() if value not in (None, "default")}
-    refused += [f"{name} {value!r:.40} of layers with a window" for name, value in others.items()]
+    unread = {name: value for name, value in local.items() if value not in (None, "default")}
+    refused += [f"{name} {value!r:.40} of layers with a window" for name, value in unread.items()]
     refused += ["rope_local_base_freq None"] * (local_theta is None)
     return settings, local_theta, refused
 

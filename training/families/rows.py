@@ -301,10 +301,10 @@ def generation_settings(content: dict) -> dict:
 def _of_whole_or_text(content: dict, names: Sequence[str]) -> dict:
     text = content.get("text_config") if is_wrapper(content) else None
     places = content, text if isinstance(text, dict) else {}
-    found = {
+    entries = {
         name: [place[name] for place in places if place.get(name) is not None] for name in names
     }
-    return {name: values[0] for name, values in found.items() if values}
+    return {name: values[0] for name, values in entries.items() if values}
 
 
 ACTIVATIONS = {  # config.json's name -> GatedMLPPart's; the first of each is written

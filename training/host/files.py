@@ -410,9 +410,9 @@ def inside(folder: Path, name: object, named_by: Path) -> Path:
     file at all.
     """
     with contextlib.suppress(TypeError, ValueError):
-        has_no_folder = name == os.path.basename(name)  # type: ignore
-        is_plain = has_no_folder and name not in ("", ".", "..") and "\0" not in name  # type: ignore
-        if is_plain and len(os.fsencode(name)) <= LONGEST_NAME:  # type: ignore
+        is_plain = name == os.path.basename(name) and "\0" not in name  # type: ignore
+        is_short = len(os.fsencode(name)) <= LONGEST_NAME  # type: ignore
+        if is_plain and is_short and name not in ("", ".", ".."):
             return folder / name  # type: ignore
     raise UserError(
         f"{named_by} names {name!r:.80}, which is no file of its folder; give another folder"

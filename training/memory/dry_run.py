@@ -92,9 +92,8 @@ def block_bytes(
     setting = Setting(
         step.shard, parts, is_whole, placement.results != "recompute",
         None if is_whole or not parts.mixer.works_in_groups else execution.heads_at_a_time,
-        None if is_whole else execution.mlp_tile_size, execution.linear, step.trained,
-        step.element_size,
-        step.num_ranks,
+        None if is_whole else execution.mlp_tile_size,
+        execution.linear, step.trained, step.element_size, step.num_ranks,
         step.tensor_ranks,
     )  # fmt: skip
     prompts = step.documents.prompts if step.documents else ()

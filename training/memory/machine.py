@@ -88,8 +88,7 @@ def measure_rates(
     kinds: Sequence[MixerKind] = (),
     linear: Linear = PLAIN,
 ) -> Rates:  # fmt: skip
-    """Measures the rates of this GPU at the shapes of a rank's shard of a model. On a CPU: returns
-    an H200's rates.
+    """Measures this GPU's rates at the shapes of a rank's shard; on a CPU, returns an H200's.
 
     The measurement takes 2 to 6 GiB of the GPU for the 4B. Of layers whose kinds of attention have
     one name, the most common setting is measured. Rates of linear maps have the making of factors
@@ -350,12 +349,15 @@ _WITHOUT_BF16 = r"t4g?|[kmp]\d+|v100s?|titan.*|gtx.*|(10|16|20)\d0(ti)?(super)?"
 # Short names of what other makers sell, and those makers' words for it.
 _OTHER_MAKERS = {
     "Apple's": r"(apple.*)?m[1-5](pro|max|ultra)?|apple.*|mac.*|mps|metal",
-    "AMD's": r"mi\d{2,3}[axp]?|.*radeon.*|rx[5-9]\d{3}.*|[679]\d{3}(xtx?|gre)|w[67]\d00|(amd|instinct|ryzen|rocm).*",
-    "Intel's": r"(intel|habana)*gaudi.*|habana.*|hpu|arc.*|a[357][1-8]0m?|b5[78]0|intel.*|max1[15]50|pontevecchio|xpu",
+    "AMD's": r"mi\d{2,3}[axp]?|.*radeon.*|rx[5-9]\d{3}.*|[679]\d{3}(xtx?|gre)|w[67]\d00"
+    r"|(amd|instinct|ryzen|rocm).*",
+    "Intel's": r"(intel|habana)*gaudi.*|habana.*|hpu|arc.*|a[357][1-8]0m?|b5[78]0|intel.*"
+    r"|max1[15]50|pontevecchio|xpu",
     "Google's": r"(google)?(cloud)?tpu.*|v[2-9](e|p|lite.*)|trillium|ironwood",
     "Amazon's": r"(aws|amazon)*(trainium|inferentia)\d?.*|trn\d.*|inf\d.*|neuron.*",
     "Huawei's": r"(huawei)?ascend.*|910[abc]\d?|npu",
-    "Other makers'": r"cerebras.*|wse\d|groq.*|lpu|cambricon.*|mlu\d+.*|(moorethreads)?mtts?\d+|graphcore.*|ipu",
+    "Other makers'": r"cerebras.*|wse\d|groq.*|lpu|cambricon.*|mlu\d+.*|(moorethreads)?mtts?\d+"
+    r"|graphcore.*|ipu",
 }
 _USUAL = "RTX4090", "A100", "H100", "H200"
 

@@ -186,19 +186,20 @@ def plan_memory(
     if world.num_machines > 1:
         rates["network"] = measure_network(dist.group.WORLD, world.num_machines, world.device)
     rates = dict(zip(rates, world.min(*rates.values())))
-    others = measure_flash_attn_4(step, world) if recipe.attention_backend == "auto" else {}
+    measured = measure_flash_attn_4(step, world) if recipe.attention_backend == "auto" else {}
     torch.cuda.empty_cache()  # frees what the measurements took
     plan = make_plan(step, *budgets, rates)
-    if others:
+    if measured:
         rival = dataclasses.replace(
             step, given=dataclasses.replace(given, attention_backend="flash-attn-4")
         )
         plans = [
             plan,
-            *([make_plan(rival, *budgets, rates | others)] if has_plan(rival, *budgets) else []),
+            *([make_plan(rival, *budgets, rates | measured)] if has_plan(rival, *budgets) else []),
         ]
-        compared = {each.execution.attention_backend: each.seconds for each in plans}
-        plan = dataclasses.replace(min(plans, key=lambda each: each.seconds), compared=compared)
+        compared = {candidate.execution.attention_backend: candidate.seconds for candidate in plans}
+        fastest = min(plans, key=lambda candidate: candidate.seconds)
+        plan = dataclasses.replace(fastest, compared=compared)
     # unequal shards might plan unequally
     plan = dataclasses.replace(plan, execution=world.broadcast(plan.execution))
     cap_gpu_memory(int(plan.gpu_budget), world.device)
@@ -222,8 +223,8 @@ def measure_flash_attn_4(step: Step, world: World) -> Rates:
             )
         else:
             try:
-                of_step = step.context_length, step.given.kinds
-                rates = measure_attention(step.shard, "flash-attn-4", world.device, *of_step)
+                options = step.context_length, step.given.kinds
+                rates = measure_attention(step.shard, "flash-attn-4", world.device, *options)
             except Exception as error:  # a package of it that is missing or does not fit
                 logger.warning(
                     "attention is cuDNN's: flash-attn-4 %s fails here: %s", version, error

@@ -105,18 +105,18 @@ class Display(contextlib.ExitStack):
             if values["loss"] is None
             else f"{values['loss']:z.3f}" + " (spike)" * ("is_spike" in values)
         )
-        of_objective, speed = objectives_in_words(values), speeds_in_words(values)
+        objective, speed = objectives_in_words(values), speeds_in_words(values)
         if "mfu" in values:
             speed["mfu"] = f"{values['mfu']:.1%}"
         if "peak_memory_gib" in values:
             speed["GiB"] = max(values["peak_memory_gib"])
-        self._bar.set_postfix({self._loss: loss, **of_objective, **speed})
+        self._bar.set_postfix({self._loss: loss, **objective, **speed})
         self._bar.update()
         now, step = time.monotonic(), values["step"]
         if now - self._shown >= SECONDS_BETWEEN_LINES or step == self._total:
             self._shown = now
             left = (now - self._began) / (step - self._first) * (self._total - step)
-            named = {self._loss: loss, **of_objective}
+            named = {self._loss: loss, **objective}
             text = [f"{name} {value}" for name, value in named.items()]
             text += [f"{value} {unit}" for unit, value in speed.items()]
             time_left, seconds = tqdm.format_interval(left), values["seconds"]
@@ -180,18 +180,19 @@ def also_logged_into(log_file: str | None) -> Iterator[None]:
     check_can_write(Path(log_file), "--log_file")
     handler = logging.FileHandler(log_file, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    handler.handleError = lambda record: None  # type: ignore[method-assign]  # a full disk ends no run
+    # A full disk ends no run.
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
     loggers = logging.getLogger(), FILE_ONLY
-    for each in loggers:
-        each.addHandler(handler)
+    for log in loggers:
+        log.addHandler(handler)
     try:
         yield
     except Exception as error:
         FILE_ONLY.error("%s", line_of(error) or "".join(traceback.format_exception(error)).rstrip())
         raise
     finally:
-        for each in loggers:
-            each.removeHandler(handler)
+        for log in loggers:
+            log.removeHandler(handler)
         handler.close()
 
 
@@ -312,8 +313,8 @@ def jsonl_writer(path: Path, from_step: int) -> Writer:
     Drops lines past `from_step`, which a run has written after its last checkpoint, and lines that
     a kill or a full disk cut short.
     """
-    given = read_file(path, "move it elsewhere") if path.exists() else b""
-    lines = given.decode(errors="replace").splitlines()
+    content = read_file(path, "move it elsewhere") if path.exists() else b""
+    lines = content.decode(errors="replace").splitlines()
     rows = [parse_line(line) for line in lines]
     if damaged := rows.count(None):
         logger.warning("%s: %d of %d lines are damaged and were dropped", path, damaged, len(lines))

@@ -148,8 +148,8 @@ class ProfileFlags(StepFlags):
         )
 
 
-_TRAIN_ALONE = {each.name for each in fields(TrainConfig)} - {
-    each.name for each in fields(ProfileFlags)
+_TRAIN_ALONE = {entry.name for entry in fields(TrainConfig)} - {
+    entry.name for entry in fields(ProfileFlags)
 }
 ProfileFlags.absent = ABSENT | {
     " ".join(_TRAIN_ALONE): "it is train.py's alone; drop it",

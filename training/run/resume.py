@@ -57,17 +57,17 @@ class Resolved:
     changes: list[str] = field(default_factory=list)
 
 
-def how_to_go_on(found: list[Path]) -> str:
+def how_to_go_on(folders: list[Path]) -> str:
     """Advice for a run whose output_dir has these checkpoints, the newest last."""
-    resumable = [path for path in found if (path / OPTIMIZER).is_file()]
-    if resumable[-1:] == found[-1:]:
+    resumable = [path for path in folders if (path / OPTIMIZER).is_file()]
+    if resumable[-1:] == folders[-1:]:
         return "--resume goes on from it, another --output_dir starts afresh"
     or_older = (
         f"; once it is moved elsewhere, --resume goes on from {resumable[-1]}" if resumable else ""
     )
     return (
         "it has no optimizer state; another --output_dir starts afresh, with --init_from "
-        f"{found[-1]} from its weights"
+        f"{folders[-1]} from its weights"
         f"{or_older}"
     )
 
@@ -117,7 +117,7 @@ def resume(checkpoint: Path, given: dict, world: World) -> Resolved:
             ", ".join(name[:80] for name in state["ignored"]),
         )
     refuse_other_weights(checkpoint, state["settings"], given.get("init_from"))
-    names = [each.name for each in dataclasses.fields(Progress)]
+    names = [entry.name for entry in dataclasses.fields(Progress)]
     progress = Progress(**{name: state[name] for name in names})
     saved = state["settings"] | {"max_steps": progress.max_steps}
     before = TrainConfig(**saved)
@@ -127,8 +127,7 @@ def resume(checkpoint: Path, given: dict, world: World) -> Resolved:
     if values["linear"] == REMOVED_LINEAR:
         raise UserError(
             f"linear {REMOVED_LINEAR}: {checkpoint} was trained with it, and no version after "
-            "0.6.0 "
-            "has it; give --linear fp8 to go on"
+            "0.6.0 has it; give --linear fp8 to go on"
         )
     says_steps = "max_steps" in given or "epochs" in given
     if progress.is_complete and not says_steps and values["resume"] == "yes":
@@ -186,15 +185,15 @@ def spell_rates(
     return []
 
 
-def refuse_other_weights(checkpoint: Path, saved: dict, asked: str | None) -> None:
+def refuse_other_weights(checkpoint: Path, saved: dict, path: str | None) -> None:
     """Refuse --init_from beside --resume auto if the run was not started from that folder."""
     started = saved.get("init_from")
-    if asked is None or started == asked or (started is None and saved.get("model_size") is None):
+    if path is None or started == path or (started is None and saved.get("model_size") is None):
         return
-    if started is None or realpath(started) != realpath(asked):
-        own = f"{checkpoint} is of a run from {started or 'random weights'}"
+    if started is None or realpath(started) != realpath(path):
+        origin = f"{checkpoint} is of a run from {started or 'random weights'}"
         raise UserError(
-            f"init_from {asked}: {own}; give that, drop init_from, or give another --output_dir"
+            f"init_from {path}: {origin}; give that, drop init_from, or give another --output_dir"
         )
 
 
@@ -237,7 +236,7 @@ def load_state(checkpoint: Path) -> dict:
     # out.
     absent = {"skipped": 0, "unvalidated": None, "version": "", "validation_loss": None}
     state = absent | load_trainer_state(checkpoint)
-    known = [each.name for each in dataclasses.fields(TrainConfig)]
+    known = [entry.name for entry in dataclasses.fields(TrainConfig)]
     # settings of checkpoints before 2026-11-25
     unnamed = {"optimizer_state": "float32", "linear": "bf16"}
     try:
@@ -249,9 +248,9 @@ def load_state(checkpoint: Path) -> dict:
         for name in ("step", "max_steps", "cosine_steps"):
             if not 0 < state[name] <= LARGE:
                 raise UserError(f"{name} must be between 1 and {LARGE}, got {state[name]}")
-        found = state["settings"].items()
+        entries = state["settings"].items()
         saved = unnamed | {
-            name: value for name, value in found if name in known and value not in (None, [])
+            name: value for name, value in entries if name in known and value not in (None, [])
         }
         if not state["version"]:
             saved["linear"] = RENAMED.get(str(saved["linear"]), saved["linear"])

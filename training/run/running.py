@@ -278,10 +278,10 @@ def log_sample(run: Run) -> None:
         run.held_out.read_masked(i, 0, length)
         for i, length in enumerate(run.held_out.lengths.tolist())
     )
-    found = next((each for each in documents if not each[1][1:].all()), None)
-    if found is None:  # rollouts may have none
+    sample = next((pair for pair in documents if not pair[1][1:].all()), None)
+    if sample is None:  # rollouts may have none
         return
-    ids, masked = found
+    ids, masked = sample
     start = min(TEXT_TOKENS, len(ids) - 1)  # without the document's end
     if is_sample := bool(masked.any()):
         start = 1 + int(np.argmin(masked[1:]))

@@ -181,9 +181,9 @@ class Stopping:
         It is (whether any rank has been asked to end, the main rank's `is_due`, `amounts` summed
         over the ranks).
         """
-        of_main_rank = (is_due, seconds) if self.world.is_main else (0, 0)
+        request = (is_due, seconds) if self.world.is_main else (0, 0)
         signals, due, self.step_seconds, *sums = self.world.sum(
-            len(self.received), *of_main_rank, *amounts
+            len(self.received), *request, *amounts
         )
         return signals > 0, due > 0, sums
 
@@ -203,14 +203,14 @@ class Stopping:
 
     def _look(self) -> None:
         self._note_time()
-        asked = torch.tensor([float(bool(self.received))])
+        is_asked = torch.tensor([float(bool(self.received))])
         work = (
             None
             if self._group is None
-            else dist.all_reduce(asked, group=self._group, async_op=True)
+            else dist.all_reduce(is_asked, group=self._group, async_op=True)
         )
         queued = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-        self._begun.append((asked, work, queued))
+        self._begun.append((is_asked, work, queued))
         if len(self._begun) > LOOKS_BEHIND and self._read():
             self._finish()
             raise Stopped
@@ -218,12 +218,12 @@ class Stopping:
     def _read(
         self,
     ) -> bool:  # whether any rank had been asked to end, at the first look that has not been read
-        asked, work, queued = self._begun.popleft()
+        is_asked, work, queued = self._begun.popleft()
         if work is not None:
             work.wait()
         if queued is not None:
             queued.synchronize()
-        return asked.item() > 0
+        return is_asked.item() > 0
 
     def _finish(self) -> None:
         while self._begun:

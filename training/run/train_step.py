@@ -111,16 +111,16 @@ def beside_step(
 def count_losses(batches: list[Batch], world: World, objective: Objective | None) -> float:
     """Returns the denominator of the loss of `batches`, whole ones, and of the other ranks'; NaN if
     a rank has none."""
-    own: float = math.nan
+    count: float = math.nan
     if batches and objective is None:
-        own = sum(
+        count = sum(
             batch.slice(world.context_rank, world.context_size).num_valid_tokens
             for batch in batches
         )
     elif batches and objective is not None:
-        own = sum(map(objective.count, batches)) / world.context_size
+        count = sum(map(objective.count, batches)) / world.context_size
     # Ranks that share matrices have the same tokens, and the whole loss each: both count once.
-    return world.sum(own)[0] / world.tensor_size
+    return world.sum(count)[0] / world.tensor_size
 
 
 def train_step(
@@ -186,8 +186,8 @@ def validate(
     with products_in_bf16(model):
         if objective is not None and objective.reads_step:
             batches = [*batches]
-            own = (batch.slice(world.context_rank, world.context_size) for batch in batches)
-            objective = beside_step(model, own, world, objective)
+            shards = (batch.slice(world.context_rank, world.context_size) for batch in batches)
+            objective = beside_step(model, shards, world, objective)
         for batch in batches:
             if is_asked():
                 raise Stopped

@@ -170,15 +170,17 @@ def _rows_kernel(
     head = tl.program_id(1)
     column = tl.arange(0, K)[None, :]
     mask = row < num_rows
-    found = tl.load(index_ptr + row, mask=mask, other=-1)
-    token = (found if TO_TILES else row).to(tl.int64)
-    place = (row if TO_TILES else found).to(tl.int64)
+    indices = tl.load(index_ptr + row, mask=mask, other=-1)
+    token = (indices if TO_TILES else row).to(tl.int64)
+    place = (row if TO_TILES else indices).to(tl.int64)
     in_tokens = (token * H + first_head + head) * K + column  # [BLOCK, K]
     in_tiles = (
         ((place // 16 * units + head // group) * 16 + place % 16) * group + head % group
     ) * K + column
     value = tl.load(
-        source_ptr + (in_tokens if TO_TILES else in_tiles), mask=mask & (found >= 0), other=0.0
+        source_ptr + (in_tokens if TO_TILES else in_tiles),
+        mask=mask & (indices >= 0),
+        other=0.0,
     )
     target = target_ptr + (in_tiles if TO_TILES else in_tokens)
     if ADD:

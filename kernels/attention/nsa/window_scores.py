@@ -95,11 +95,11 @@ def _window_scores_kernel(
         best = tl.where(part == 0, score, best + tl.where(part == 4, 1.0, 2.0) * score)
         if part == 4:
             tl.store(scores_ptr + score_rows[None, :] * width + j, best, mask=is_candidate)
-            of_chunks = tl.where(is_candidate, best, float("-inf"))
-            of_chunks = tl.reshape(of_chunks, [BLOCK_J // CHUNK, CHUNK, BLOCK_T])
+            chunk_scores = tl.where(is_candidate, best, float("-inf"))
+            chunk_scores = tl.reshape(chunk_scores, [BLOCK_J // CHUNK, CHUNK, BLOCK_T])
             chunk = i // 5 * (BLOCK_J // CHUNK) + tl.arange(0, BLOCK_J // CHUNK)[:, None]
             maxima = maxima_ptr + score_rows[None, :] * (width // CHUNK) + chunk
-            tl.store(maxima, tl.max(of_chunks, 1), mask=chunk * CHUNK < left)
+            tl.store(maxima, tl.max(chunk_scores, 1), mask=chunk * CHUNK < left)
 
 
 def score_windows(

@@ -66,19 +66,19 @@ def _load_tile(
     tiles: tl.constexpr = BLOCK // BLOCK_T
     block = tl.program_id(0) // tiles
     first_block = tl.load(first_block_ptr + block)
-    own = block - first_block
+    block_in_document = block - first_block
     block_start = tl.load(block_start_ptr + block).to(tl.int64)
-    left = tl.maximum(own - WINDOW if EXACT else own - WINDOW + 1, 0)
+    left = tl.maximum(block_in_document - WINDOW if EXACT else block_in_document - WINDOW + 1, 0)
     return (
         block_start + (tl.program_id(0) % tiles) * BLOCK_T,
         tl.load(block_stop_ptr + block).to(tl.int64),
-        block_start - own * BLOCK,
-        own,
+        block_start - block_in_document * BLOCK,
+        block_in_document,
         left if EXACT else tl.maximum(left - 1, 0),
         left,
-        tl.minimum(tl.maximum(own - WINDOW + 2, 0), own)
+        tl.minimum(tl.maximum(block_in_document - WINDOW + 2, 0), block_in_document)
         if SHORT
-        else tl.where(own >= WINDOW, left + 1, left)
+        else tl.where(block_in_document >= WINDOW, left + 1, left)
         if EXACT
         else tl.maximum(left - 1, 0),
     )
@@ -137,7 +137,7 @@ def _band_forward_kernel(
     EXACT: tl.constexpr,
     SHARED: tl.constexpr,
 ):  # fmt: skip
-    start, stop, document_start, own, visit, left, whole = _load_tile(
+    start, stop, document_start, query_block, visit, left, first_unmasked = _load_tile(
         block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, SHORT, EXACT
     )
     shared, shared_start = _load_shared(
@@ -157,7 +157,7 @@ def _band_forward_kernel(
     maximum = tl.full([BLOCK_T * GROUP_PAD], -1e30, tl.float32)
     total = tl.zeros([BLOCK_T * GROUP_PAD], tl.float32)
     out = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
-    for i in range(visit, whole):
+    for i in range(visit, first_unmasked):
         key, k, v = _load_keys(
             k_ptr,
             v_ptr,
@@ -177,7 +177,7 @@ def _band_forward_kernel(
         visible = key[None, :] > token[:, None] - (WINDOW * BLOCK - SHORT)
         scores = tl.where(visible, matmul(q, tl.trans(k)) * scale, float("-inf"))  # [ROWS, BLOCK]
         out, maximum, total = softmax_step(scores, v, out, maximum, total)
-    for i in range(whole, own):
+    for i in range(first_unmasked, query_block):
         block = tl.where(i < left, 0, i)
         key, k, v = _load_keys(
             k_ptr,
@@ -202,7 +202,7 @@ def _band_forward_kernel(
         document_start,
         shared,
         shared_start,
-        own,
+        query_block,
         head,
         stop,
         columns,
@@ -230,7 +230,7 @@ def _band_dq_kernel(
     EXACT: tl.constexpr,
     SHARED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    start, stop, document_start, own, visit, left, whole = _load_tile(
+    start, stop, document_start, query_block, visit, left, first_unmasked = _load_tile(
         block_start_ptr, block_stop_ptr, first_block_ptr, BLOCK, BLOCK_T, WINDOW, SHORT, EXACT
     )
     shared, shared_start = _load_shared(
@@ -251,7 +251,7 @@ def _band_dq_kernel(
     delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)  # [ROWS]
     tl.store(delta_ptr + rows, delta, mask=mask)
     dq = tl.zeros([BLOCK_T * GROUP_PAD, K], tl.float32)
-    for i in range(visit, whole):
+    for i in range(visit, first_unmasked):
         key, k, v = _load_keys(
             k_ptr,
             v_ptr,
@@ -274,7 +274,7 @@ def _band_dq_kernel(
             visible, tl.exp2(matmul(q, tl.trans(k)) * (scale * LOG2_E) - lse[:, None]), 0.0
         )
         dq += matmul((p * (matmul(dout, tl.trans(v)) - delta[:, None])).to(q.dtype), k)
-    for i in range(whole, own):
+    for i in range(first_unmasked, query_block):
         block = tl.where(i < left, 0, i)
         key, k, v = _load_keys(
             k_ptr,
@@ -300,7 +300,7 @@ def _band_dq_kernel(
         document_start,
         shared,
         shared_start,
-        own,
+        query_block,
         head,
         stop,
         columns,

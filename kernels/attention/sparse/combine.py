@@ -82,14 +82,17 @@ def _add_partials_kernel(
     if start == stop:
         return
     num_heads = tl.num_programs(0) // num_blocks
-    here = tl.program_id(1) * PART + tl.arange(0, PART)  # elements, among a block's BLOCK * K
+    offsets = tl.program_id(1) * PART + tl.arange(0, PART)  # elements, among a block's BLOCK * K
     block_start = tl.load(block_start_ptr + row % num_blocks).to(tl.int64)
     target = (
-        total_ptr + (which * num_heads + row // num_blocks) * head_elements + block_start * K + here
+        total_ptr
+        + (which * num_heads + row // num_blocks) * head_elements
+        + block_start * K
+        + offsets
     )
     total = tl.load(target)
     for item in range(start, stop):
-        total += tl.load(partial_ptr + (which * num_items + item) * (BLOCK * K) + here)
+        total += tl.load(partial_ptr + (which * num_items + item) * (BLOCK * K) + offsets)
     tl.store(target, total)
 
 

@@ -20,12 +20,12 @@ BLOCKS_AT_A_TIME = 1024  # blocks that are scored at a time
 def choose_for_last_token(q_BHK: Tensor, k_BSGK: Tensor, kind) -> Tensor:
     """Returns the blocks [B, G, blocks] int64, ascending, of the last of S tokens."""
     (B, S, G, _), size = k_BSGK.shape, kind.block_size
-    own = (S - 1) // size
-    left = own - kind.window // size + 1  # the window's first block
+    last_block = (S - 1) // size
+    left = last_block - kind.window // size + 1  # the window's first block
     count = min(kind.selected_blocks, max(0, left - 1))
     if count == 0:
         return torch.zeros(B, G, 0, dtype=torch.int64, device=q_BHK.device)
-    look, dtype = look_from(own * size), scoring_dtype(q_BHK)
+    look, dtype = look_from(last_block * size), scoring_dtype(q_BHK)
     scores = torch.full((B, G, left), float("-inf"), device=q_BHK.device)
     for row, blocks in itertools.product(range(B), ranges(left, BLOCKS_AT_A_TIME)):
         keys = k_BSGK[row, blocks.start * size : blocks.stop * size].unflatten(0, (-1, size))

@@ -119,23 +119,24 @@ def scores_reference(
 ) -> Tensor:
     """Returns scores [tokens, G, blocks of the longest document], -inf for no candidates; `dtype`
     None: q's own."""
-    size, own_of = layout.block_size, layout.index_of_block.tolist()
-    shape = len(q), k.shape[1], max(own_of) + 1
+    size, index_of_block = layout.block_size, layout.index_of_block.tolist()
+    shape = len(q), k.shape[1], max(index_of_block) + 1
     scores = q.new_full(shape, float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
     for block, (start, stop) in enumerate(
         zip(layout.block_start.tolist(), layout.block_stop.tolist())
     ):
-        own = own_of[block]
-        left, places = own - layout.window_blocks + 1, start - own * size + torch.arange(own * size)
+        query_block = index_of_block[block]
+        left = query_block - layout.window_blocks + 1
+        places = start - query_block * size + torch.arange(query_block * size)
         if left > 1:
             if layout.shared is not None and (count := int(layout.shared.count[block])):
                 begin = int(layout.block_start[layout.shared.firsts[block]])
                 places[: count * size] = begin + torch.arange(count * size)
             keys = k[places[size : left * size].to(k.device)].unflatten(0, (-1, size))
-            of_block = candidate_scores(
-                q[start:stop], keys, look_from(own * size), dtype or q.dtype
+            block_scores = candidate_scores(
+                q[start:stop], keys, look_from(query_block * size), dtype or q.dtype
             )
-            scores[start:stop, :, 1:left] = of_block
+            scores[start:stop, :, 1:left] = block_scores
     return scores
 
 
@@ -315,8 +316,8 @@ def _top_kernel(
     if tl.max(reached, 0) > S:
         above = key > lowest[:, None]
         equal = chosen & (key == lowest[:, None])
-        room = S - tl.sum(above.to(tl.int32), 1)
-        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= room[:, None]))
+        num_equal = S - tl.sum(above.to(tl.int32), 1)
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= num_equal[:, None]))
     place = tl.cumsum(chosen.to(tl.int32), 1) - 1
     tl.store(chosen_ptr + target * S + place, index.to(tl.int16), mask=chosen)
 
@@ -362,10 +363,11 @@ def parts_of(layout: Layout, query_blocks: range) -> Iterator[Part]:
     divide parts."""
     index = layout.index_of_block
     borders = [0, *((index.diff() != 1).nonzero().squeeze(1) + 1).tolist(), layout.num_blocks]
-    for own, stop in itertools.pairwise(borders):
-        count = int(index[own])
-        first, begin = own - count, max(own, own - count + layout.window_blocks + 1)
-        shared = (count, layout.shared.firsts[own]) if layout.shared else (0, own)
+    for first_block, stop in itertools.pairwise(borders):
+        count = int(index[first_block])
+        first = first_block - count
+        begin = max(first_block, first + layout.window_blocks + 1)
+        shared = (count, layout.shared.firsts[first_block]) if layout.shared else (0, first_block)
         bounds = sorted(
             [begin, *(first + position // layout.block_size for position in (EARLY, LATE)), stop]
         )
@@ -422,10 +424,10 @@ def top_blocks(
     (num_heads, num_queries, width), (_, G, S) = scores.shape, blocks.shape
     chunks = torch.full((num_heads, num_queries, S), EMPTY, dtype=torch.int16, device=blocks.device)
     tables = layout.block_start, layout.block_stop, layout.first_block
-    # 128, 512, 2,048: few, as each is compiled
-    of_chunks = 2 ** (max(7, (width // CHUNK - 1).bit_length()) | 1)
+    # 128, 512 or 2,048 columns: few sizes, as each is compiled
+    chunk_columns = 2 ** (max(7, (width // CHUNK - 1).bit_length()) | 1)
     for of, chosen, columns in (
-        (maxima, chunks, of_chunks),
+        (maxima, chunks, chunk_columns),
         (scores, blocks, triton.next_power_of_2(S) * CHUNK),
     ):
         block_t = max(1, TOPK_ELEMENTS // columns)

@@ -210,8 +210,8 @@ class Sparse(AttentionKind):
 
     def __post_init__(self):
         if self.selected_blocks < 0 or self.dense_below < 0:
-            given = f"{self.selected_blocks} and {self.dense_below}"
-            raise ValueError(f"selected_blocks and dense_below must not be negative, got {given}")
+            numbers = f"{self.selected_blocks} and {self.dense_below}"
+            raise ValueError(f"selected_blocks and dense_below must not be negative, got {numbers}")
         super().__post_init__()
 
     @property
