@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from training.families.rows import token_ids
 from training.host.errors import UserError
 from training.host.files import read_json
 
@@ -36,6 +35,8 @@ def add_special_tokens(tokenizer, folder: Path) -> tuple[dict[str, str], bool]:
 
 def first_stop_id(folder: Path, known) -> int | None:
     """Returns the first eos_token_id of a folder's model that is `known`, an added token's id."""
+    from training.families.rows import token_ids  # imports torch, which --help need not wait for
+
     for name in ("generation_config.json", "config.json"):
         numbers = token_ids(_content(folder / name)).get("eos_token_id")
         for number in numbers if isinstance(numbers, list) else [numbers]:
