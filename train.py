@@ -125,7 +125,7 @@ def train(launch: Launch, world: World) -> int:
             check_is_shared(launch.output_dir)
         warnings = stack.enter_context(recorded_warnings())
         # Refusals that take seconds come before the data, which may take minutes to tokenise.
-        recipe = decide(launch.given, world)
+        recipe = decide(launch.flag_values, world)
         progress = recipe.start.progress
         if progress.is_complete and not owes_validation(recipe.schedule, progress):
             finish_again(recipe, world)

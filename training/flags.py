@@ -85,8 +85,8 @@ class Rule(typing.NamedTuple):
     when: Callable[[typing.Any], object]
 
 
-def refuse(flags, given: Iterable[str], rules: Iterable[Rule]) -> None:
-    """Raises UserError by the first rule that holds and names a flag in `given`, or none at all.
+def refuse(flags, flag_names: Iterable[str], rules: Iterable[Rule]) -> None:
+    """Raises UserError by the first rule that holds and names one of `flag_names`, or no flag.
 
     A switch that is off by default, and is turned off, may stand beside anything.
     """
@@ -96,7 +96,7 @@ def refuse(flags, given: Iterable[str], rules: Iterable[Rule]) -> None:
         if entry.default is False and getattr(flags, entry.name) is False
     }
     for idle, why, when in rules:
-        named = [name for name in idle.split() if name in {*given} - off]
+        named = [name for name in idle.split() if name in {*flag_names} - off]
         if (named or not idle) and when(flags):
             why = why.format(**vars(flags), program=program())
             raise UserError(f"{named[0]} has no effect {why}" if named else why)
@@ -105,9 +105,9 @@ def refuse(flags, given: Iterable[str], rules: Iterable[Rule]) -> None:
 def read_flags(kind: type, argv: list[str], program: str):
     """Returns an object of the dataclass `kind`; otherwise as `given_flags`. Flags without effect
     are refused."""
-    given = given_flags(kind, argv, program)
-    flags = kind(**given)
-    refuse(flags, given, getattr(kind, "rules", ()))
+    flag_values = given_flags(kind, argv, program)
+    flags = kind(**flag_values)
+    refuse(flags, flag_values, getattr(kind, "rules", ()))
     return flags
 
 
@@ -453,13 +453,13 @@ def _likely_number(word: str) -> float | None:
     return None
 
 
-def _refuse_shares(kind: type, given: dict[str, typing.Any]) -> None:
+def _refuse_shares(kind: type, flag_values: dict[str, typing.Any]) -> None:
     """Refuses a share in place of a number, as --warmup_steps 0.1, and names the number meant."""
     for entry in fields(kind):
-        share = given.get(entry.name)
+        share = flag_values.get(entry.name)
         if entry.metadata["share_of"] is None or not isinstance(share, float):
             continue
-        remaining = {name: value for name, value in given.items() if name != entry.name}
+        remaining = {name: value for name, value in flag_values.items() if name != entry.name}
         total = getattr(kind(**remaining), entry.metadata["share_of"])
         what = f"{entry.name} {share:g} is a share, and a number of steps is asked for"
         if total is None:

@@ -85,14 +85,14 @@ def decide_targets(text: str | None, model: ModelConfig) -> tuple[str, ...]:
 
 
 def adapter_settings(
-    flags: WeightFlags, given: Iterable[str], source: Source, shape: ModelConfig | None
+    flags: WeightFlags, flag_names: Iterable[str], source: Source, shape: ModelConfig | None
 ) -> dict:
     """Returns the settings that the adapters of a source have; {} if it has none.
 
     Raises UserError if flags say otherwise, or for adapters that are not trained.
 
     Args:
-        given: names of the flags that were given.
+        flag_names: names of the flags that were given.
         shape: the shape of the source; None: it is not needed, as --lora_targets names targets.
     """
     adapters = source.adapters
@@ -115,10 +115,10 @@ def adapter_settings(
         is_same = flag == value
         if flag == "all-linear" and shape is not None:
             is_same = ",".join(decide_targets(flag, shape)) == value
-        if name in given and not is_same:
+        if name in flag_names and not is_same:
             theirs = f"{name} {flag}: the adapters of {source.folder} have {value}"
             raise UserError(f"{theirs}; drop it, or merge them first: {merge}")
-    if "lora_bits" not in given:
+    if "lora_bits" not in flag_names:
         settings["lora_bits"] = source.frozen_bits
     _say_bits(settings.get("lora_bits"), flags.lora_bits, source)
     return settings

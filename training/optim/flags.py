@@ -94,9 +94,9 @@ class HasSteps(Protocol):
     def goal(self) -> str: ...
 
 
-def check_warmup(run: HasSteps, given: Iterable[str]) -> None:
+def check_warmup(run: HasSteps, flag_names: Iterable[str]) -> None:
     """Raises UserError for a warm-up, if it was given, that is longer than the run."""
-    if "warmup_steps" in given and run.steps is not None and run.warmup_steps > run.steps:
+    if "warmup_steps" in flag_names and run.steps is not None and run.warmup_steps > run.steps:
         what = (
             f"warmup_steps {run.warmup_steps} is longer than the run of {run.steps} steps, which "
             "would never reach its peak learning rate"

@@ -70,7 +70,7 @@ logger = logging.getLogger(__name__)
 class Launch:
     """What a run knows before its processes meet."""
 
-    given: dict  # settings by the names of TrainConfig's fields, with the sizes of the mesh
+    flag_values: dict  # settings by the names of TrainConfig's fields, with the sizes of the mesh
     mesh: dict[str, int]  # sizes of the mesh, as `join_world` takes them
     device: str
     output_dir: Path
@@ -78,13 +78,13 @@ class Launch:
     only_shows: bool  # a batch is shown, and nothing is written
 
 
-def decide_launch(given: dict) -> Launch:
+def decide_launch(flag_values: dict) -> Launch:
     """Checks the settings that flags and --config give, by the names of TrainConfig's fields."""
-    flags = TrainConfig(**given)
-    check_config(flags, given)
-    mesh = parallel_sizes_of(given)
+    flags = TrainConfig(**flag_values)
+    check_config(flags, flag_values)
+    mesh = parallel_sizes_of(flag_values)
     return Launch(
-        {**given, **mesh},
+        {**flag_values, **mesh},
         mesh,
         flags.device,
         Path(flags.output_dir),
@@ -96,7 +96,7 @@ def decide_launch(given: dict) -> Launch:
 # A run
 
 
-def decide(given: dict, world: World) -> Recipe:
+def decide(flag_values: dict, world: World) -> Recipe:
     """Decides where the run starts, and how; a resumed run goes on from the newest checkpoint
     without damage.
 
@@ -104,12 +104,12 @@ def decide(given: dict, world: World) -> Recipe:
     UserError: settings that do not fit the model, the checkpoint or each other.
 
     Args:
-        given: the settings that flags and --config give, by the names of TrainConfig's fields.
+        flag_values: settings that flags and --config give, by names of TrainConfig's fields.
     """
-    flags, passed_over = TrainConfig(**given), dict[Path, str]()
+    flags, passed_over = TrainConfig(**flag_values), dict[Path, str]()
     while True:
         checkpoint = find_checkpoint(flags, passed_over)
-        recipe, changes = decide_from(checkpoint, flags, given, world)
+        recipe, changes = decide_from(checkpoint, flags, flag_values, world)
         if checkpoint is None:
             break
         try:
@@ -130,16 +130,16 @@ def decide(given: dict, world: World) -> Recipe:
 
 
 def decide_from(
-    checkpoint: Path | None, flags: TrainConfig, given: dict, world: World
+    checkpoint: Path | None, flags: TrainConfig, flag_values: dict, world: World
 ) -> tuple[Recipe, list[str]]:
     """Returns the recipe of a run that goes on from a checkpoint, or starts; and a line for each
     setting that is not what it was."""
     folder = checkpoint or flags.init_from
     source = Source.read(folder) if folder else None
     if checkpoint:
-        resolved = resume(checkpoint, given, world)
+        resolved = resume(checkpoint, flag_values, world)
     else:
-        resolved = begin(flags, given, source)
+        resolved = begin(flags, flag_values, source)
     check_same_on_all_ranks({"the checkpoint to go on from": str(checkpoint)}, world)
     config = resolved.config
     shape = choose_model(config, checkpoint)
@@ -153,7 +153,11 @@ def decide_from(
         seed=config.seed,
     )
     recipe = recipe_of(
-        config, replace(shape, max_position_embeddings=longest), world, start, frozenset(given)
+        config,
+        replace(shape, max_position_embeddings=longest),
+        world,
+        start,
+        frozenset(flag_values),
     )
     recipe = replace(recipe, trained=check_trained(recipe.trained, source, checkpoint))
     config.tokenizer = choose_tokenizer(config, checkpoint)
@@ -168,12 +172,12 @@ def recipe_of(
     model: ModelConfig,
     world: World,
     start: Start | None = None,
-    given: frozenset[str] = frozenset(),
+    flag_names: frozenset[str] = frozenset(),
 ) -> Recipe:
     """Returns the recipe of a run of `model`, as `decide_step`.
 
     Args:
-        given: names of the settings that flags and --config give.
+        flag_names: names of the settings that flags and --config give.
     """
     start = start or Start(seed=config.seed)
     step = decide_step(config, model, world.size)
@@ -202,20 +206,20 @@ def recipe_of(
             seed=config.seed,
             batch=config.lengths,
             validation_sequences=config.validation_sequences,
-            needs_chats="chat_reasoning" in given,
+            needs_chats="chat_reasoning" in flag_names,
             is_resumed=start.checkpoint is not None,
         ),
         optim=decide_optim(config),
-        schedule=decide_schedule(config, given),
+        schedule=decide_schedule(config, flag_names),
         saving=decide_saving(config),
         outputs=Outputs(Path(config.output_dir), config.resume != "no", trackers),
         start=start,
         settings=asdict(config),
-        flags_to_go_on=flags_to_go_on(config, given),
+        flags_to_go_on=flags_to_go_on(config, flag_names),
     )
 
 
-def decide_schedule(config: TrainConfig, given: frozenset[str]) -> Schedule:
+def decide_schedule(config: TrainConfig, flag_names: frozenset[str]) -> Schedule:
     assert config.validation_sequences is not None, "TrainConfig fills it in"
     return Schedule(
         config.epochs,
@@ -224,15 +228,15 @@ def decide_schedule(config: TrainConfig, given: frozenset[str]) -> Schedule:
         config.validation_interval,
         config.validation_sequences,
         config.sample_tokens,
-        given,
+        flag_names,
         must_go_on=config.resume == "yes",
     )
 
 
-def flags_to_go_on(config: TrainConfig, given: Iterable[str]) -> tuple[str, ...]:
+def flags_to_go_on(config: TrainConfig, flag_names: Iterable[str]) -> tuple[str, ...]:
     """Returns the words of the flags that go on with a run, beside --resume: those that were given
     and that a checkpoint does not have."""
-    kept = [name for name in NOT_INHERITED if name in given and name not in DROPPED_TO_GO_ON]
+    kept = [name for name in NOT_INHERITED if name in flag_names and name not in DROPPED_TO_GO_ON]
     values = [shlex.quote(str(getattr(config, name))) for name in kept]
     return tuple(word for name, value in zip(kept, values) for word in (f"--{name}", value))
 
@@ -297,7 +301,7 @@ def find_checkpoint(config: TrainConfig, passed_over: dict[Path, str]) -> Path |
     return last
 
 
-def begin(flags: TrainConfig, given: dict, source: Source | None) -> Resolved:
+def begin(flags: TrainConfig, flag_values: dict, source: Source | None) -> Resolved:
     """Resolves the flags of a run at its first step, with the adapters of --init_from if it holds
     some.
 
@@ -307,18 +311,18 @@ def begin(flags: TrainConfig, given: dict, source: Source | None) -> Resolved:
         "max_steps": None if flags.epochs else DEFAULT_STEPS,
         "model_size": None if source else "tiny",
     }
-    adapters = adapters_found(flags, given, source) if source else {}
-    config = TrainConfig(**{**filled, **given, **adapters})
+    adapters = adapters_found(flags, flag_values, source) if source else {}
+    config = TrainConfig(**{**filled, **flag_values, **adapters})
     if config.lora is not None and source is None:
         raise UserError(
             "lora has no effect without init_from, which it adapts; drop it, or give that"
         )
-    check_config(config, given, TrainConfig.rules)
+    check_config(config, flag_values, TrainConfig.rules)
     max_steps = config.max_steps or LARGE
     return Resolved(config, Progress(max_steps, max_steps))
 
 
-def adapters_found(flags: TrainConfig, given: Iterable[str], source: Source) -> dict:
+def adapters_found(flags: TrainConfig, flag_names: Iterable[str], source: Source) -> dict:
     """Settings that the adapters in a folder have; {} if it has none.
 
     Raises UserError if flags say otherwise.
@@ -335,9 +339,9 @@ def adapters_found(flags: TrainConfig, given: Iterable[str], source: Source) -> 
             source.folder,
         )
     shape = None
-    if "lora_targets" in given and flags.lora_targets == "all-linear":
+    if "lora_targets" in flag_names and flags.lora_targets == "all-linear":
         shape = shape_of_weights(source.folder)
-    return adapter_settings(flags, given, source, shape)
+    return adapter_settings(flags, flag_names, source, shape)
 
 
 def check_trained(trained: Trained, source: Source | None, checkpoint: Path | None) -> Trained:

@@ -100,7 +100,7 @@ def _sizes_of_torchrun(world: World) -> list[str]:
     return [f"--nproc_per_node={local}", *nodes]
 
 
-def resume(checkpoint: Path, given: dict, world: World) -> Resolved:
+def resume(checkpoint: Path, flag_values: dict, world: World) -> Resolved:
     """Resolves the settings of a run that goes on from a checkpoint: its own, changed by the given
     ones.
 
@@ -116,36 +116,40 @@ def resume(checkpoint: Path, given: dict, world: World) -> Resolved:
             "settings of another version, ignored: %s",
             ", ".join(name[:80] for name in state["ignored"]),
         )
-    refuse_other_weights(checkpoint, state["settings"], given.get("init_from"))
+    refuse_other_weights(checkpoint, state["settings"], flag_values.get("init_from"))
     names = [entry.name for entry in dataclasses.fields(Progress)]
     progress = Progress(**{name: state[name] for name in names})
     saved = state["settings"] | {"max_steps": progress.max_steps}
     before = TrainConfig(**saved)
-    if given.get("optimizer_state") == "auto":  # the run before has chosen
-        given = given | {"optimizer_state": saved["optimizer_state"]}
-    values = inherited_settings(saved, given, world.device)
+    if flag_values.get("optimizer_state") == "auto":  # the run before has chosen
+        flag_values = flag_values | {"optimizer_state": saved["optimizer_state"]}
+    values = inherited_settings(saved, flag_values, world.device)
     if values["linear"] == REMOVED_LINEAR:
         raise UserError(
             f"linear {REMOVED_LINEAR}: {checkpoint} was trained with it, and no version after "
             "0.6.0 has it; give --linear fp8 to go on"
         )
-    says_steps = "max_steps" in given or "epochs" in given
+    says_steps = "max_steps" in flag_values or "epochs" in flag_values
     if progress.is_complete and not says_steps and values["resume"] == "yes":
         values |= {"max_steps": progress.step + DEFAULT_STEPS, "epochs": None}
     config = TrainConfig(**values)
     progress.max_steps = config.max_steps or LARGE
-    check_goes_on(config, given, before, checkpoint, progress)
+    check_goes_on(config, flag_values, before, checkpoint, progress)
     check_same_data(state["loader"], {"context_length": config.context_length, "seed": config.seed})
     changes = spell_changes(before, config, state, world)
     cosine_steps = progress.cosine_steps
     # `count_steps` sets another number for epochs.
-    progress.cosine_steps = given.get("max_steps", cosine_steps)
+    progress.cosine_steps = flag_values.get("max_steps", cosine_steps)
     changes += spell_rates(before, cosine_steps, config, progress)
     return Resolved(config, progress, state["tokenizer"], changes)
 
 
 def check_goes_on(
-    config: TrainConfig, given: dict, before: TrainConfig, checkpoint: Path, progress: Progress
+    config: TrainConfig,
+    flag_values: dict,
+    before: TrainConfig,
+    checkpoint: Path,
+    progress: Progress,
 ) -> None:
     """Refuses settings that do not fit a resumed run.
 
@@ -156,7 +160,7 @@ def check_goes_on(
         raise UserError(
             f"{checkpoint} is at step {progress.step}, {goal} is {value:g}; raise {goal} to go on"
         )
-    check_config(config, given, TrainConfig.rules)
+    check_config(config, flag_values, TrainConfig.rules)
     if config.freeze_routers != before.freeze_routers:
         routers = "frozen" if before.freeze_routers else "trained"
         was = f"{checkpoint} was trained with {routers} routers"
@@ -271,32 +275,34 @@ def load_state(checkpoint: Path) -> dict:
     return state | {"settings": settings, "ignored": ignored}
 
 
-def parallel_sizes_of(given: dict) -> dict[str, int]:
+def parallel_sizes_of(flag_values: dict) -> dict[str, int]:
     """Sizes of the ranks' mesh as given, else as the run to resume had them: the mesh comes before
     other settings."""
-    config = TrainConfig(**given)
+    config = TrainConfig(**flag_values)
     last = latest_checkpoint(Path(config.output_dir), {}) if config.resume != "no" else None
     saved = {} if last is None else load_state(last)["settings"]
     names = "context_parallel_size", "tensor_parallel_size", "replicate"
-    return {name: {**saved, **given}.get(name, getattr(config, name)) for name in names}
+    return {name: {**saved, **flag_values}.get(name, getattr(config, name)) for name in names}
 
 
-def inherited_settings(saved: dict, given: dict, device: torch.device) -> dict:
+def inherited_settings(saved: dict, flag_values: dict, device: torch.device) -> dict:
     """The settings of a resumed run: saved ones, changed by the given ones and rid of what the
     given contradict."""
     dropped = {*NOT_INHERITED, *(BUDGETS if device.type == "cpu" else ())}
     dropped.update(
         *(
             REPLACED.get(name, ())
-            for name, value in given.items()
+            for name, value in flag_values.items()
             if value and value != saved.get(name)
         )
     )
-    if given.get("save") == "none":
+    if flag_values.get("save") == "none":
         dropped |= {"checkpoint_interval", "keep_checkpoints"}
-    if given.get("attention_type", saved.get("attention_type")) != saved.get("attention_type"):
+    if flag_values.get("attention_type", saved.get("attention_type")) != saved.get(
+        "attention_type"
+    ):
         dropped |= {"selected_blocks", "dense_below"}
-    return {name: value for name, value in saved.items() if name not in dropped} | given
+    return {name: value for name, value in saved.items() if name not in dropped} | flag_values
 
 
 def spell_changes(before: TrainConfig, config: TrainConfig, state: dict, world: World) -> list[str]:

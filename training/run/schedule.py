@@ -45,7 +45,7 @@ class Schedule:
     validation_interval: int  # steps; 0: a validation at the end alone
     validation_sequences: int  # in a validation; 0: there are none
     sample_tokens: int  # tokens to generate at the end; 0: none
-    given: frozenset[str]  # names of the settings that flags and --config give
+    flag_names: frozenset[str]  # names of the settings that flags and --config give
     must_go_on: bool  # a run without a step left is refused
 
     @property
@@ -80,8 +80,8 @@ def count_steps(
             )
         progress = replace(progress, max_steps=max_steps, cosine_steps=max_steps)
         counted = replace(schedule, steps=max_steps)
-        refuse(counted, schedule.given, (WITHIN_WARMUP,))
-        check_warmup(counted, schedule.given)
+        refuse(counted, schedule.flag_names, (WITHIN_WARMUP,))
+        check_warmup(counted, schedule.flag_names)
     steps_left = progress.max_steps - progress.step
     epochs = loader.epoch + steps_left * sequences_per_step / loader.sequences_per_epoch
     _describe_epochs(progress.max_steps, epochs, loader.sequences_per_epoch)

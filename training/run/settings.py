@@ -149,17 +149,17 @@ given_settings = partial(given_flags, TrainConfig, program="train.py")
 
 
 def check_config(
-    config: TrainConfig, given: Iterable[str], rules: Iterable[Rule] = RUN_RULES
+    config: TrainConfig, flag_names: Iterable[str], rules: Iterable[Rule] = RUN_RULES
 ) -> None:
     """Refuse flags that contradict each other or would have no effect; `given_flags` has checked
     each value alone.
 
     Args:
-        given: names of the flags that were given. A resumed run has its other settings from the run
+        flag_names: flags that were given. A resumed run has its other settings from the run
             before.
         rules: RUN_RULES, or all of TrainConfig.rules once the start of the run is known.
     """
-    refuse(config, given, rules)
+    refuse(config, flag_names, rules)
     for package, module in (
         ("tensorboard", "torch.utils.tensorboard"),
         ("wandb", "wandb"),
@@ -181,7 +181,7 @@ def check_config(
                 "writes"
             )
             raise UserError(f"{why}; give another {name}")
-    optim.check_warmup(config, given)
+    optim.check_warmup(config, flag_names)
 
 
 def differing(record: dict) -> dict:
