@@ -157,27 +157,47 @@ def choose_machine(
     flags: ProfileFlags, recipe: StepRecipe, memory_budget: str | None, world: World
 ) -> Machine:
     """Returns the machine to plan for: the GPU at hand, the GPU of --gpu, or else an H200."""
-    model, kinds = recipe.model, recipe.kinds
     recipe.check_linear(world.device)
     host = parse_bytes(flags.host_memory, "host_memory") if flags.host_memory else None, flags.nproc
-    check_head_dim(
-        kinds, model.attention.head_dim, torch.device("cuda") if flags.gpu else world.device
-    )
+    device = torch.device("cuda") if flags.gpu else world.device
+    check_head_dim(recipe.kinds, recipe.model.attention.head_dim, device)
     if world.device.type == "cuda":
-        execution = recipe.execution(recipe.backend(world.device))
-        gpu_bytes, part = (
-            gpu_budget(memory_budget or "auto", world.device),
-            model.shard(flags.tensor_parallel_size),
-        )
-        rates = measure_rates(
-            part, execution.attention_backend, world.device, flags.lengths[0], kinds, recipe.linear
-        )
-        torch.cuda.empty_cache()
-        name = torch.cuda.get_device_name(world.device)
-        known, host_bytes = find_gpu(name), host_limit(flags, available_host_bytes() / flags.nproc)
-        return Machine(
-            name, gpu_bytes, host_bytes, rates, model, execution, known and known.flops, *host
-        )
+        return machine_at_hand(flags, recipe, memory_budget, host, world.device)
+    return machine_by_data_sheet(flags, recipe, memory_budget, host)
+
+
+def machine_at_hand(
+    flags: ProfileFlags, recipe: StepRecipe, memory_budget: str | None,
+    host: tuple[int | None, int], device: torch.device,
+) -> Machine:  # fmt: skip
+    """Returns this machine, with the rates of its GPU as measured.
+
+    Args:
+        host: bytes of --host_memory, None without it, and the processes that share them.
+    """
+    execution = recipe.execution(recipe.backend(device))
+    gpu_bytes = gpu_budget(memory_budget or "auto", device)
+    shard = recipe.model.shard(flags.tensor_parallel_size)
+    backend, length = execution.attention_backend, flags.lengths[0]
+    rates = measure_rates(shard, backend, device, length, recipe.kinds, recipe.linear)
+    torch.cuda.empty_cache()
+    name = torch.cuda.get_device_name(device)
+    known, host_bytes = find_gpu(name), host_limit(flags, available_host_bytes() / flags.nproc)
+    return Machine(
+        name, gpu_bytes, host_bytes, rates, recipe.model, execution, known and known.flops,
+        *host,
+    )  # fmt: skip
+
+
+def machine_by_data_sheet(
+    flags: ProfileFlags, recipe: StepRecipe, memory_budget: str | None,
+    host: tuple[int | None, int],
+) -> Machine:  # fmt: skip
+    """Returns a machine with the GPU of --gpu, or an H200; its rates are an H200's, scaled.
+
+    `host` is as in `machine_at_hand`. Raises UserError for a GPU that cannot run the recipe.
+    """
+    model, kinds = recipe.model, recipe.kinds
     name, gpu = parse_gpu(flags.gpu or "H200")
     gpu_bytes = gpu.memory_bytes - DRIVER_BYTES
     if memory_budget not in (None, "auto"):
@@ -195,27 +215,16 @@ def choose_machine(
     if flags.linear != "bf16" and not gpu.has_fp8:
         needs = "FP8 needs compute capability 8.9 (Ada, Hopper) or newer"
         raise UserError(f"linear {flags.linear}: {needs}, {name} is older; use linear bf16")
-    is_h200 = gpu.device_name == GPUS["H200"].device_name
-    speed = (
-        "was measured on another H200"
-        if is_h200
-        else "is an H200's scaled by data sheets, not measured"
-    )
+    speed = "is an H200's scaled by data sheets, not measured"
+    if gpu.device_name == GPUS["H200"].device_name:
+        speed = "was measured on another H200"
     description = f"{name if flags.gpu else 'no GPU in use, so an H200'}; its speed {speed}"
-    host_bytes, rates = (
-        host_limit(flags, math.inf),
-        scale_rates(gpu, backend, kinds, model.attention.head_dim),
-    )
+    rates = scale_rates(gpu, backend, kinds, model.attention.head_dim)
+    host_bytes, execution = host_limit(flags, math.inf), recipe.execution(backend)
     return Machine(
-        description,
-        gpu_bytes,
-        host_bytes,
-        rates,
-        model,
-        recipe.execution(backend),
-        gpu.flops,
+        description, gpu_bytes, host_bytes, rates, model, execution, gpu.flops,
         *host,
-    )
+    )  # fmt: skip
 
 
 def host_limit(flags: ProfileFlags, default: float) -> float:

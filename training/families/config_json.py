@@ -210,12 +210,7 @@ def from_config_json(content: dict) -> ModelConfig:
 def _read(content: dict) -> ModelConfig:
     """Returns the model for `from_config_json`, which then checks values' types and ranges."""
     if is_wrapper(content):
-        outer = {
-            name: content[name]
-            for name in ("tie_word_embeddings", "quantization_config")
-            if name in content
-        }
-        content = {"model_type": WRAPPERS[content["model_type"]], **content["text_config"], **outer}
+        content = _text_settings(content)
     declared_type = str(content.get("model_type"))
     kinds = {f"_{name}": kind for name, kind in KINDS.items() if kind.gates_per_head} | {"": Full}
     suffix = next(suffix for suffix in kinds if declared_type.endswith(suffix))
@@ -247,11 +242,7 @@ def _read(content: dict) -> ModelConfig:
         content["head_dim"] = family.defaults.get("head_dim") or content["hidden_size"] // heads
     if missing := [name for name in NEEDED if content.get(name) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
-    for name, like in NEEDED.items():
-        value, types = content[name], (int, float) if isinstance(like, float) else (type(like),)
-        most = math.inf if name == "rope_theta" else 2**31
-        if type(value) not in types or (type(value) in (int, float) and not 0 < value < most):
-            raise ValueError(f"{name} is {value!r:.80}; it must be as {like!r} is")
+    _check_needed(content)
     scalars, rotary_dim = _read_scalars(content), _rotary_dim(content)
     num_heads, num_key_value_heads, head_dim = (content[name] for name in HEADS)
     attention = AttentionPart(
@@ -267,6 +258,25 @@ def _read(content: dict) -> ModelConfig:
         **scalars,
     )
     return in_family(config, model_type)
+
+
+def _text_settings(content: dict) -> dict:
+    """Returns the text model's settings of a model of text and images."""
+    text_settings = {"model_type": WRAPPERS[content["model_type"]], **content["text_config"]}
+    for name in ("tie_word_embeddings", "quantization_config"):
+        if name in content:
+            text_settings[name] = content[name]
+    return text_settings
+
+
+def _check_needed(content: dict) -> None:
+    """Raises ValueError unless each setting in `NEEDED` has its example's type, and is in range."""
+    for name, example in NEEDED.items():
+        value = content[name]
+        types = (int, float) if isinstance(example, float) else (type(example),)
+        most = math.inf if name == "rope_theta" else 2**31
+        if type(value) not in types or (type(value) in (int, float) and not 0 < value < most):
+            raise ValueError(f"{name} is {value!r:.80}; it must be as {example!r} is")
 
 
 def _not_computed(content: dict, family: Family) -> list[str]:

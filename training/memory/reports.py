@@ -141,10 +141,7 @@ def report_step(
     if not fits:
         if plan is None and not changes:
             make_plan(step, *machine.limits)  # raises and says why
-        length = f"{step.context_length:,} tokens"
-        if step.batch_size > 1:
-            length += f" x batch_size {step.batch_size}"
-        print(f"does not fit: {length} into {describe_budgets(*machine.limits[:2])}")
+        _print_refusal(step, machine)
         title = "what would, the cheapest change first, predicted:"
         answer["would_fit"] = _print_changes(title, changes, machine, epoch)
     if plan is None:
@@ -176,6 +173,14 @@ def report_step(
         "predicted": [*map(dataclasses.asdict, predicted)],
         "measured": [*map(dataclasses.asdict, measured.stages)] if measured else None,
     }
+
+
+def _print_refusal(step: Step, machine: Machine) -> None:
+    """Prints that a step does not fit the machine's budgets."""
+    length = f"{step.context_length:,} tokens"
+    if step.batch_size > 1:
+        length += f" x batch_size {step.batch_size}"
+    print(f"does not fit: {length} into {describe_budgets(*machine.limits[:2])}")
 
 
 def _print_plan(
