@@ -31,6 +31,7 @@ from tests.runs import (
 from tests.shapes import reshape
 from tests.training.data.test_tokenizer import write_tokenizer
 from training.checkpoint.files import SPARE_BYTES, load_trainer_state
+from training.export.__main__ import main as export
 from training.families.config_json import from_config_json, to_config_json
 from training.optim.adamw import warmup_cosine
 from training.parallel.world import World
@@ -149,6 +150,19 @@ def test_a_run_with_a_removed_flag_is_refused(corpus, tmp_path, capsys):
     assert train.main(only_resume(run, "--max_steps", "2")) == 1
     refusal = capsys.readouterr().err
     assert "selected_blocks_start 8x2,4" in refusal and f"--init_from {checkpoint}" in refusal
+    assert export([str(checkpoint), str(tmp_path / "exported")]) == 0
+    assert (tmp_path / "exported" / "README.md").exists()
+
+
+def test_settings_of_another_version_are_named_if_they_had_a_value(corpus, tmp_path, caplog):
+    run = tmp_path / "run"
+    assert train.main(arguments(corpus, run, steps=1)) == 0
+    others = {"selected_blocks_start": None, "a_later_flag": 3}
+    settings = {"settings": saved_settings(run, 1) | others}
+    edit_trainer_json(run / "step_00000001", lambda state: state.update(settings))
+    with caplog.at_level("INFO"):
+        assert train.main(only_resume(run, "--max_steps", "2")) == 0
+    assert "ignored: a_later_flag" in caplog.text and "selected_blocks_start" not in caplog.text
 
 
 def test_a_run_of_int8_goes_on_with_another_linear_map(

@@ -27,7 +27,8 @@ from training.memory.kinds import describe
 from training.objectives.rollout_rows import LARGEST_ID, LEAST_LOGPROB, MOST_LOGPROB
 
 TEACHER = "teacher"  # beginning of the columns of the likeliest words
-INDEX, VALUES, FORMAT = "logprobs.json", "logprobs.f32", "fathom logprobs 2"
+INDEX, VALUES, FORMAT = "logprobs.json", "logprobs.f32", "fathom logprobs 3"
+OLDER_FORMAT = "fathom logprobs 2"  # the digest of its attention is of names that have changed
 
 
 def digest_of(folder: str | Path) -> str:
@@ -45,13 +46,17 @@ def attention_in_words(model: ModelConfig, kinds: Sequence[MixerKind]) -> str:
     return f"{describe(kinds)}{scaling} ({zlib.crc32(repr(exact).encode()):08x})"
 
 
+def without_digest(attention: str) -> str:
+    return attention.rpartition(" (")[0]
+
+
 @dataclass(frozen=True)
 class Stored:
     """Log-probabilities, and what they belong to."""
 
     folder: Path
     weights: str  # digest_of their model's
-    attention: str  # attention_in_words their model
+    attention: str  # attention_in_words their model, of OLDER_FORMAT without the digest
     tokenizer: str  # its identity
     documents: list[int]  # text_identity of the stores: tokens and masks
     tokens: int
@@ -68,11 +73,14 @@ class Stored:
             )
         index = read_json(file)
         try:
-            if index.pop("format") != FORMAT:
+            written = index.pop("format")
+            if written not in (FORMAT, OLDER_FORMAT):
                 raise TypeError
             stored = cls(Path(folder), **index)
             if [*map(type, vars(stored).values())][1:] != [str, str, str, list, int, int, int]:
                 raise TypeError
+            if written == OLDER_FORMAT:
+                stored = replace(stored, attention=without_digest(stored.attention))
             return stored
         except (TypeError, KeyError):
             raise UserError(
@@ -98,7 +106,7 @@ class Stored:
                 f"{self.folder} was made with tokenizer {self.tokenizer[:12]}, this run's is "
                 f"{tokenizer[:12]}; {anew}"
             )
-        if attention not in (None, self.attention):
+        if attention and self.attention not in (attention, without_digest(attention)):
             raise UserError(
                 f"{self.folder} was made with attention {self.attention}, this run has "
                 f"{attention}; {anew} with this "

@@ -111,6 +111,7 @@ def resume(checkpoint: Path, flag_values: dict, world: World) -> Resolved:
         earlier = checkpoints(checkpoint.parent, step_of(checkpoint) or 0)
         raise UserError(f"{checkpoint} cannot be resumed: {how_to_go_on(earlier)}")
     state = load_state(checkpoint)
+    refuse_removed(checkpoint, state["ignored"])
     if state["ignored"]:
         logger.info(
             "settings of another version, ignored: %s",
@@ -189,6 +190,15 @@ def spell_rates(
     return []
 
 
+def refuse_removed(checkpoint: Path, settings: dict) -> None:
+    """Refuse a run with settings without which its later steps would be of another function."""
+    for names, why in REMOVED.items():
+        for name in names.split():
+            if name in settings:
+                was = f"{checkpoint} was trained with {name} {settings[name]}, which is no more"
+                raise UserError(f"{was}: {why}; or {start_from(checkpoint)}")
+
+
 def refuse_other_weights(checkpoint: Path, saved: dict, path: str | None) -> None:
     """Refuse --init_from beside --resume auto if the run was not started from that folder."""
     started = saved.get("init_from")
@@ -231,10 +241,9 @@ REMOVED_LINEAR = "int8"  # a linear map of checkpoints before 2026-11-29
 
 def load_state(checkpoint: Path) -> dict:
     """The trainer_state of a checkpoint, with the settings that this version knows, and "ignored",
-    names of others.
+    others that had a value.
 
-    Raises UserError if somebody has edited the file to what no run has saved, or if the run had a
-    setting that this version has no more.
+    Raises UserError if somebody has edited the file to what no run has saved.
     """
     # In checkpoints before 2026-11-24, and -28; the losses are lost where somebody has taken them
     # out.
@@ -266,12 +275,9 @@ def load_state(checkpoint: Path) -> dict:
     except UserError as error:
         cure = f"move that checkpoint elsewhere, or {start_from(checkpoint)}"
         raise UserError(f"{checkpoint}/trainer.json is damaged: {error}; {cure}") from None
-    for names, why in REMOVED.items():
-        for name in names.split():
-            if (value := state["settings"].get(name)) is not None:
-                was = f"{checkpoint} was trained with {name} {value}, which is no more: {why}"
-                raise UserError(f"{was}; or {start_from(checkpoint)}")
-    ignored = sorted(state["settings"].keys() - {*known})
+    unknown = state["settings"].keys() - {*known}
+    values = {name: state["settings"][name] for name in sorted(unknown)}
+    ignored = {name: value for name, value in values.items() if value is not None}
     return state | {"settings": settings, "ignored": ignored}
 
 

@@ -850,6 +850,19 @@ def test_stored_log_probabilities_belong_to_documents_and_are_checked(tmp_path):
             finish(flags, 16, [same])
 
 
+def test_stored_numbers_of_an_earlier_version_belong_to_the_words_of_their_attention(tmp_path):
+    """The digest beside the words is of names in the program, which change between versions."""
+    folder, values = tmp_path / "out", np.zeros(8, np.float32)
+    write(folder, values, "of weights", "everything (00000001)", "bytes", [1])
+    with pytest.raises(UserError, match="attention"):
+        Stored.read(folder).check("bytes", None, "everything (00000002)")
+    index = json.loads((folder / "logprobs.json").read_text())
+    (folder / "logprobs.json").write_text(json.dumps(index | {"format": "fathom logprobs 2"}))
+    Stored.read(folder).check("bytes", None, "everything (00000002)")
+    with pytest.raises(UserError, match="attention"):
+        Stored.read(folder).check("bytes", None, "everything, yarn (00000001)")
+
+
 @pytest.mark.parametrize(("place", "value", "top_k"), [
     *(((3, 0), value, 0) for value in (0.5, 90.0, -1001.0, np.inf, -np.inf, np.nan)),
     *(((3, 0), value, 2) for value in (0.5, np.inf, np.nan)),
