@@ -191,10 +191,11 @@ class _Backward:
         linear, is_in_place = self.linear, d_hidden is not None
         dy = linear.factor(d_output)
         d_hidden = linear.input_gradient(dy, self.weights_t[2], out=d_hidden)
-        *d_pair, hidden = linear.activation_gradients(
+        d_gate, d_up, hidden = linear.activation_gradients(
             d_hidden, gate, up, *self.options, is_in_place
         )
-        del d_hidden, gate, up
+        d_pair = [d_gate, d_up]
+        del d_hidden, gate, up, d_gate, d_up
         hidden_t = linear.transpose(hidden) if any(self.needs[2]) else None
         d_down = self._weight_gradients(2, dy, hidden_t)
         del dy, hidden, hidden_t

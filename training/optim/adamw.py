@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from kernels.common import use_triton
 from training.host.torch_internals import dtensor_like
 from training.optim.formats import BETA1, BETA2, Home, Kept, QuantizedState, StateFormat, Update
 from training.optim.inventory import SMALL_ELEMENTS, Inventory, Row, local_view
@@ -352,7 +353,13 @@ class MasterAdamW:
                 state.updated.record(self.ring.outward)
 
     def _update_here(self, states: list[State]) -> None:
-        """Updates states on the GPU; small ones that are alike go together, in one launch."""
+        """Updates states on the GPU. Triton takes small ones that are alike in one launch; PyTorch,
+        which copies what it updates, takes pieces."""
+        if not use_triton(self.impl, self.norms):
+            for state in states:
+                for piece in state.row.pieces:
+                    self._update(state, piece, state.slices(piece))
+            return
         groups: dict[tuple, list[State]] = defaultdict(list)
         for state in states:
             row = state.row
@@ -367,8 +374,8 @@ class MasterAdamW:
             group[0].format.update_together(pieces, self._update_of(group[0]))
 
     def _update(self, state: State, piece: slice, tensors: dict[str, Tensor]) -> None:
-        """Updates one piece of state from the host; `tensors`, which are its state, gradient and
-        host weight, are on the parameter's device."""
+        """Updates one piece; `tensors`, which are its state, gradient and host weight, are on the
+        parameter's device."""
         weight = local_view(state.parameter)[piece] if state.home is None else tensors["weight"]
         state.format.update(tensors, weight, tensors["gradient"], self._update_of(state))
 

@@ -6,6 +6,7 @@ training/run/decide.py makes a recipe from flags. Nothing here reads a flag or a
 
 import json
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from training.checkpoint.carried import NOTHING, Carried
@@ -87,7 +88,7 @@ class Recipe(StepRecipe):
         """The objective of a step; None: the loss of the next tokens."""
         return self.aim.objective
 
-    @property
+    @cached_property  # one reader, which knows later what it has read
     def reading(self) -> Reading:
         """How files become documents."""
         rows = self.aim.reader(self.tokenizer.eos_id, may_lack=self.data.only_shows)

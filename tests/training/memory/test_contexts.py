@@ -11,10 +11,7 @@ from training.memory import contexts
 
 def plan_of(tokens, seconds):
     """A plan as far as it is drawn: 20 GiB of 23, and 90 on the host."""
-    step = SimpleNamespace(
-        unplanned=lambda placement, loss_impl: None,
-        peak=lambda execution: SimpleNamespace(bytes=tokens * 2**20),
-    )
+    step = SimpleNamespace(tokens=tokens, unplanned=lambda placement, loss_impl: None)
     return SimpleNamespace(
         step=step, peak=SimpleNamespace(bytes=20 * GIB), host_bytes=90 * GIB, gpu_budget=23 * GIB,
         host_budget=96 * GIB, seconds=seconds,
@@ -28,6 +25,9 @@ def plan_of(tokens, seconds):
 )  # fmt: skip
 def test_texts_stay_inside_their_axes(seconds, tmp_path, monkeypatch):
     drawn = []
+    monkeypatch.setattr(
+        contexts, "fullest_stage", lambda step, _: SimpleNamespace(bytes=step.tokens * 2**20)
+    )
     monkeypatch.setattr(contexts, "save_picture", lambda figure, path: drawn.append(figure))
     contexts.draw_contexts(
         tmp_path,
