@@ -260,8 +260,8 @@ class Experts(nn.Module, Knobs):
         return y_ND.view_as(x_BTD)
 
 
-# The module of each kind of part. It is made from the configuration, the part and the layer's
-# number.
+# The module of each kind of part.
+# It is made from the configuration, the part and the layer's number.
 MODULES: dict[type, Callable[[ModelConfig, Any, int], nn.Module]] = {
     AttentionPart: Attention,
     DeltaNet: GatedDeltaNet,

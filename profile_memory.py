@@ -93,11 +93,9 @@ MOST_LAYERS = 256  # a plan for more would take minutes
 
 def decide(flags: ProfileFlags) -> StepRecipe:
     """Decides a step as `decide_step`; refuses numbers of GPUs that have no prediction."""
-    context, tensor, num_gpus = (
-        flags.context_parallel_size,
-        flags.tensor_parallel_size,
-        flags.nproc * flags.nnodes,
-    )
+    context = flags.context_parallel_size
+    tensor = flags.tensor_parallel_size
+    num_gpus = flags.nproc * flags.nnodes
     if flags.nproc % (context * tensor):
         sizes = f"context_parallel_size {context} x tensor_parallel_size {tensor}"
         raise UserError(f"{sizes} must divide nproc {flags.nproc}; give other numbers of GPUs")
@@ -115,8 +113,8 @@ def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
     written."""
     if layers > MOST_LAYERS:
         raise UserError(
-            f"{flags.init_from} has {layers} layers; up to {MOST_LAYERS} are profiled, give other "
-            "weights"
+            f"{flags.init_from} has {layers} layers; "
+            f"up to {MOST_LAYERS} are profiled, give other weights"
         )
     if flags.num_layers is not None and flags.num_layers > layers:
         raise UserError(f"num_layers must be at most {layers}, got {flags.num_layers}")
@@ -513,8 +511,8 @@ def report(
     if (gpus := flags.nproc * flags.nnodes) > 1:
         about += f"{gpus} GPUs, predicted only: memory is of one GPU, host memory of its process\n"
     about += (
-        f"model: {flags.init_from or flags.model_size}, {machine.model.num_parameters():,} "
-        "parameters"
+        f"model: {flags.init_from or flags.model_size}, "
+        f"{machine.model.num_parameters():,} parameters"
     )
     step, epoch = make_step(flags, recipe, machine)
     if flags.init_from and not (flags.compare or flags.find_max_context):

@@ -121,18 +121,16 @@ def switch(
         size = 2 * length * vocab_size
         should_chunk = size > switch_bytes
         print(
-            f"Test {number}: seq_len={length}, logits={size / 2**30:.2f}GB, "
-            f"should_chunk={should_chunk}",
+            f"Test {number}: seq_len={length}, "
+            f"logits={size / 2**30:.2f}GB, should_chunk={should_chunk}",
             flush=True,
         )
         ids = torch.randint(vocab_size, (1, length), device=device)
         labels, note = ids, "every token has a label"
         # labels on all tokens would take most of two minutes
         if should_chunk and device.type == "cpu":
-            labels, note = (
-                ids.masked_fill(torch.arange(length) % 8 > 0, IGNORE_INDEX),
-                "one token in 8 has a label",
-            )
+            labels = ids.masked_fill(torch.arange(length) % 8 > 0, IGNORE_INDEX)
+            note = "one token in 8 has a label"
         rows = observed_logits_rows(model, ids, labels)
         # the last position has no target and no logits
         used = "standard" if rows == length - 1 else "chunked"

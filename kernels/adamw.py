@@ -121,8 +121,8 @@ def adamw(
     """
     if len({*map(_dtypes, parameters)}) > 1:
         raise ValueError(
-            "the gradients of parameters that are updated together must have one dtype, and the "
-            "weights"
+            "the gradients of parameters that are updated together must have one dtype, "
+            "and the weights"
         )
     numbers = gradient_scale, lr, lr * weight_decay, 1 - beta1, beta2, 1 - beta2, eps
     first = parameters[0]

@@ -42,8 +42,8 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # keywords that transformers' loss takes
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 
-# Functions that make a forward are cached, so that all layers share it and torch.compile traces it
-# once.
+# Functions that make a forward are cached,
+# so that all layers share it and torch.compile traces it once.
 
 
 @functools.cache
@@ -87,8 +87,8 @@ def _experts_forward(impl: str):
 @functools.cache
 def _gated_mlp_forward(activation: str, impl: str):
     def forward(self, x):
-        # Calls the projections instead of reading their weights: they may have biases, adapters or
-        # hooks.
+        # Calls the projections instead of reading their weights:
+        # they may have biases, adapters or hooks.
         gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(
             swiglu(gate, up, impl=impl) if activation == "silu" else geglu(gate, up, impl=impl)
@@ -117,8 +117,8 @@ def _attention_forward(original: FunctionType, impl: str):
     original = inspect.unwrap(original)  # without transformers 5.24's decorator for an old keyword
     if "apply_rotary_pos_emb" not in original.__code__.co_names:
         raise ValueError(
-            f"{original.__qualname__} has no apply_rotary_pos_emb: transformers of an unsupported "
-            "version"
+            f"{original.__qualname__} has no apply_rotary_pos_emb: "
+            "transformers of an unsupported version"
         )
 
     def apply_rotary_pos_emb(q, k, cos, sin):

@@ -78,8 +78,8 @@ class ContextMaker:
         start = caches[0].length if caches else 0
         if caches and (documents is not None or (start and T > 1)):
             raise ValueError(
-                "with a key/value cache, give one document, and one token at a time after the "
-                "prompt"
+                "with a key/value cache, give one document, "
+                "and one token at a time after the prompt"
             )
         if documents is None:
             rotations = self.rotations(start + T, device, slice(start, start + T))

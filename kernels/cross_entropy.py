@@ -120,8 +120,8 @@ def _reciprocal(denominator: Tensor) -> Tensor:
 def _check_denominator(is_valid, value):
     if not is_valid:
         raise ValueError(
-            f"denominator must be positive and finite, got {float(value)}; give the number of "
-            "labels that count in all micro-batches, 1 if there are none"
+            f"denominator must be positive and finite, got {float(value)}; "
+            "give the number of labels that count in all micro-batches, 1 if there are none"
         )
 
 
@@ -752,8 +752,8 @@ def cross_entropy(
     options = RowOptions(ignore_index, softcap, on_triton)
     entropies = _entropies(rows.detach(), labels, group_name, *options) if return_entropy else None
     if inplace and torch.is_grad_enabled() and logits.requires_grad:
-        # The stored gradient is scaled, and backward leaves it alone. In float16, 1 / tokens would
-        # underflow.
+        # The stored gradient is scaled, and backward leaves it alone.
+        # In float16, 1 / tokens would underflow.
         one = torch.ones_like(scale)
         in_gradient, scale = (one, scale) if logits.dtype == torch.float16 else (scale, one)
         in_gradient = in_gradient if weights is None else in_gradient * weights

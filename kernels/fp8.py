@@ -406,8 +406,8 @@ def check_fp8(device: torch.device, widths: dict[str, int]) -> None:
     {"hidden_size": 2560}."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ValueError(
-            f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {device} is older; use "
-            "linear bf16"
+            f"FP8 needs compute capability 8.9 (Ada, Hopper) or newer, {device} is older; "
+            "use linear bf16"
         )
     for name, width in widths.items():
         if width % SHAPE_MULTIPLE or width > LONGEST_ROW:

@@ -153,8 +153,8 @@ class DeltaNet:
         not divide them."""
         if self.num_key_heads % ranks:
             raise ValueError(
-                f"{ranks} ranks do not divide the {self.num_key_heads} key heads; share between "
-                "fewer"
+                f"{ranks} ranks do not divide the {self.num_key_heads} key heads; "
+                "share between fewer"
             )
         return replace(
             self,

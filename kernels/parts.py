@@ -188,8 +188,8 @@ class MLPPart(LayerPart, Protocol):
     `tile_size` tokens."""
 
     tile_size: ClassVar[int]
-    # Whether a router chooses experts for each token, once: a second forward takes the first one's
-    # choice.
+    # Whether a router chooses experts for each token, once:
+    # a second forward takes the first one's choice.
     routes: ClassVar[bool]
 
     @property
@@ -348,8 +348,8 @@ class MixerKind(Part, ABC):
     )
     gpu_head_dims: ClassVar[tuple[int, ...]] = ()  # head widths that its GPU kernels take; (): any
     h200_rates: ClassVar[dict[str, float]]  # its rates on an H200, by the names that `work` uses
-    # Whether `forward` and `backward` take segments with prompts. If not, see
-    # `kernels.attention.prompts.Copies`.
+    # Whether `forward` and `backward` take segments with prompts.
+    # If not, see `kernels.attention.prompts.Copies`.
     reads_prompts: ClassVar[bool] = False
     sees_uncopied: ClassVar[bool] = (
         False  # whether answers attend to what is not copied of their prompts as well

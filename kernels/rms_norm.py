@@ -286,8 +286,8 @@ def rms_norm(
     """
     if weight.shape != input.shape[-1:]:
         raise ValueError(
-            f"weight must be [{input.shape[-1]}], the input's last dimension, got "
-            f"{list(weight.shape)}"
+            f"weight must be [{input.shape[-1]}], the input's last dimension, "
+            f"got {list(weight.shape)}"
         )
     for name, tensor in (("residual", residual), ("gate", gate)):
         if tensor is not None and (tensor.shape, tensor.dtype) != (input.shape, input.dtype):

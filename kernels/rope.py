@@ -339,8 +339,8 @@ def _check_numbers(scaling) -> None:
         )
         if not is_switch and value < least:
             raise ValueError(
-                f"{field.name} of rope_type {scaling.rope_type} must be at least {least:g}, got "
-                f"{value}"
+                f"{field.name} of rope_type {scaling.rope_type} must be at least {least:g}, "
+                f"got {value}"
             )
 
 

@@ -178,8 +178,8 @@ def top_k_divergence(
     targets = check_targets(input, target, "mean", ignore_index, None, weights, denominator)
     if ids.shape != log_probs.shape or ids.shape[:-1] != target.shape:
         raise ValueError(
-            f"ids and log_probs must be {[*target.shape, 'k']}, got {[*ids.shape]}, "
-            f"{[*log_probs.shape]}"
+            f"ids and log_probs must be {[*target.shape, 'k']}, "
+            f"got {[*ids.shape]}, {[*log_probs.shape]}"
         )
     needs = [torch.is_grad_enabled() and t.requires_grad for t in (input, linear_weight)]
     loss, losses, *_ = _loss_and_gradients(

@@ -16,8 +16,8 @@ cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-# The flash kernel for documents in a row: takes [tokens, heads, K] and the start of each document
-# (2.11).
+# The flash kernel for documents in a row:
+# takes [tokens, heads, K] and the start of each document (2.11).
 varlen_flash_attention = torch.ops.aten._flash_attention_forward
 varlen_flash_attention_backward = torch.ops.aten._flash_attention_backward
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

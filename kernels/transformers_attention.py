@@ -78,8 +78,8 @@ def _padding_mask(
     """
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_length:
         raise ValueError(
-            "fathom attention takes a dynamic cache alone, without prefixes; use "
-            "attn_implementation=sdpa"
+            "fathom attention takes a dynamic cache alone, without prefixes; "
+            "use attn_implementation=sdpa"
         )
     if use_vmap:
         raise ValueError(
@@ -116,8 +116,8 @@ def _attend(
         return _decode(query, key, value, attention_mask, scaling).transpose(1, 2), None
     if cu_seq_lens_q is None and (position_ids is None or position_ids.dim() != 2):
         raise ValueError(
-            f"{type(module).__name__} hands no position_ids [B, T] to attention: documents are not "
-            "known"
+            f"{type(module).__name__} hands no position_ids [B, T] to attention: "
+            "documents are not known"
         )
     segments = find_segments(B, T, position_ids, cu_seq_lens_q, attention_mask)
     # `attention` scales by 1 / sqrt(K)

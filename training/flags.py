@@ -432,8 +432,8 @@ def read_tokens(word: str) -> int:
         raise UserError(f"{said}; did you mean {power // 2**10}k, which is {power:,}?")
     if tokens != int(tokens):
         raise UserError(
-            f"{word!r} is no whole number of tokens, as k is 1,024; give one, such as "
-            f"{round(tokens)}"
+            f"{word!r} is no whole number of tokens, as k is 1,024; "
+            f"give one, such as {round(tokens)}"
         )
     return int(tokens)
 
@@ -464,8 +464,8 @@ def _refuse_shares(kind: type, flag_values: dict[str, typing.Any]) -> None:
         what = f"{entry.name} {share:g} is a share, and a number of steps is asked for"
         if total is None:
             raise UserError(
-                f"{what}: how many steps the run has, its data or its checkpoint settle; give a "
-                "number"
+                f"{what}: how many steps the run has, its data or its checkpoint settle; "
+                "give a number"
             )
         number = max(1, round(share * total))
         raise UserError(
@@ -542,8 +542,8 @@ def _translation(unknown: Sequence[str], kind: type | None, file: str) -> str:
     if not (translator and file and is_other):
         return ""
     return (
-        f"; {program()} -m {translator} {shlex.quote(file)} prints a config of another trainer as "
-        "ours"
+        f"; {program()} -m {translator} {shlex.quote(file)} prints a config of another trainer "
+        "as ours"
     )
 
 

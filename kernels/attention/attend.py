@@ -143,8 +143,8 @@ def check_gates(gates: Tensor | None, kind: AttentionKind, shape: Sequence[int])
     if kind.gates_per_head and (gates is None or gates.shape != (*shape, kind.gates_per_head)):
         gates_shape = None if gates is None else tuple(gates.shape)
         raise ValueError(
-            f"gates must be [B, T, H, {kind.gates_per_head}] for (B, T, H) {tuple(shape)}, got "
-            f"{gates_shape}"
+            f"gates must be [B, T, H, {kind.gates_per_head}] for (B, T, H) {tuple(shape)}, "
+            f"got {gates_shape}"
         )
 
 

@@ -249,8 +249,8 @@ class Full(AttentionKind):
     h200_rates: ClassVar[dict[str, float]] = {
         "full forward": 570e12,
         "full backward": 535e12,
-        # Calls per second: long packed documents attend alone, and a call costs time on top of its
-        # FLOPs.
+        # Calls per second: long packed documents attend alone,
+        # and a call costs time on top of its FLOPs.
         "full calls forward": 12_000,
         "full calls backward": 5_000,
         "together forward": 570e12 * 0.58,

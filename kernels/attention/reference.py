@@ -43,10 +43,8 @@ def within_documents(q: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor
     """Returns which earlier tokens share a token's document or are its prompt, [B, T, T], and
     indices in it, [B, T]."""
     B, T = q.shape[:2]
-    is_earlier, index_BT = (
-        torch.zeros(B, T, T, dtype=torch.bool),
-        torch.empty(B, T, dtype=torch.long),
-    )
+    is_earlier = torch.zeros(B, T, T, dtype=torch.bool)
+    index_BT = torch.empty(B, T, dtype=torch.long)
     for row, start, stop, *prompt in all_segments(segments, B, T).tolist():
         first, last = prompt or (0, 0)
         is_earlier[row, start:stop, first:last] = True

@@ -221,8 +221,8 @@ def _check_widths(q: Tensor, v: Tensor) -> None:
     widths = q.shape[-1], v.shape[-1]
     if not {*widths} <= {*HEAD_WIDTHS} and not q.is_meta:
         raise ValueError(
-            f"the delta rule's kernels take head widths {HEAD_WIDTHS}, got {widths[0]} and "
-            f"{widths[1]}"
+            f"the delta rule's kernels take head widths {HEAD_WIDTHS}, "
+            f"got {widths[0]} and {widths[1]}"
         )
     if q.dtype == torch.float32 and q.is_cuda and max(widths) > 64:
         raise ValueError(

@@ -373,8 +373,8 @@ def _check(
     expected = [(E, r, D), (E, 2 * width, r), (E, s, width), (E, D, s)][: 4 * bool(factors)]
     if [t.shape for t in factors] != expected or any(t.dtype != x.dtype for t in factors):
         raise ValueError(
-            f"adapters of experts must be {[*map(list, expected)]} in {x.dtype}, got "
-            f"{shown(*factors)}"
+            f"adapters of experts must be {[*map(list, expected)]} in {x.dtype}, "
+            f"got {shown(*factors)}"
         )
     fits = experts.shape == weights.shape and experts.shape[:-1] == (N,)
     if not fits or experts.is_floating_point():

@@ -40,8 +40,8 @@ class ExpertsPart:
     kept_whole: ClassVar[str] = "experts, and experts over ranks are not there yet"
     routes: ClassVar[bool] = True
     rate: ClassVar[str] = "experts"
-    # FLOP/s of forward and backward, random tokens, on an H100
-    # (benchmarks/results/experts_h100_2026-11-27.md).
+    # FLOP/s of forward and backward, random tokens,
+    # on an H100 (benchmarks/results/experts_h100_2026-11-27.md).
     h200_rate: ClassVar[float] = 498e12
 
     def __post_init__(self):

@@ -53,8 +53,8 @@ def check_is_for_a_run(output_dir: Path) -> None:
     )
     if holds_weights or not ("output_dir" in content or checkpoints(output_dir)):
         raise UserError(
-            f"output_dir {output_dir} holds weights, or a config.json that is not of a run; give "
-            "another folder, as runs/default"
+            f"output_dir {output_dir} holds weights, or a config.json that is not of a run; "
+            "give another folder, as runs/default"
         )
 
 

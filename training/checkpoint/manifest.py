@@ -55,8 +55,8 @@ def weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if not index.is_file():
         raise UserError(
-            f"{path} has no {WEIGHTS}; give a checkpoint's step_ folder or a whole Hugging Face "
-            "folder"
+            f"{path} has no {WEIGHTS}; "
+            "give a checkpoint's step_ folder or a whole Hugging Face folder"
         )
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
@@ -192,8 +192,8 @@ def _check_settings(folder: Path, adapters: Adapters, base: Path) -> None:
         if saved.get(name) not in (None, setting):
             raise UserError(
                 f"{folder} was trained with {name} {saved[name]!s:.150}, and now has {setting}: "
-                f"{ADAPTER_CONFIG} or the weights in {base} have changed; bring back those that it "
-                "was trained with"
+                f"{ADAPTER_CONFIG} or the weights in {base} have changed; "
+                "bring back those that it was trained with"
             )
 
 

@@ -243,8 +243,8 @@ class Saver:
             if not may_pass or not self._is_current:
                 break
             logger.warning(
-                "the checkpoint is tried again in %.0f s, at most %d times; a signal, as of Ctrl-C "
-                "or kill, gives up",
+                "the checkpoint is tried again in %.0f s, at most %d times; "
+                "a signal, as of Ctrl-C or kill, gives up",
                 SECONDS_BETWEEN, left,
             )  # fmt: skip
             for _ in range(int(SECONDS_BETWEEN)):

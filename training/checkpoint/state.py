@@ -184,8 +184,8 @@ def _convert(
         if (entry.dtype, entry.shape) != (kept[key].dtype, shape):
             raise UserError(
                 f"{entry.file.parent} is of another model: {entry.name} has shape "
-                f"{list(entry.shape)} and dtype {entry.dtype}, this model needs {list(shape)} and "
-                f"{kept[key].dtype}"
+                f"{list(entry.shape)} and dtype {entry.dtype}, "
+                f"this model needs {list(shape)} and {kept[key].dtype}"
             )
 
     def read(piece_and_part: tuple[Piece, Tensor]) -> None:

@@ -221,8 +221,8 @@ def _trained_entries(path: Path) -> dict[str, Entry]:
                 continue
             if name in entries:
                 raise UserError(
-                    f"{path} has {key} twice, also in {entries[name].file.name}; give another "
-                    "folder"
+                    f"{path} has {key} twice, also in {entries[name].file.name}; "
+                    "give another folder"
                 )
             if not entry.dtype.is_floating_point:
                 dtypes = pieces.DTYPE_NAMES.items()
@@ -308,8 +308,8 @@ def shape_of_weights(folder: str | Path) -> ModelConfig:
         raise UserError(f"{folder} is the output_dir of a run; it has no checkpoint yet")
     if Path(folder).is_file():
         raise UserError(
-            f"{folder} is a file; give the folder of config.json and model.safetensors, as "
-            f"{path.parents[1]}"
+            f"{folder} is a file; "
+            f"give the folder of config.json and model.safetensors, as {path.parents[1]}"
         )
     check_weights_exist(Path(folder))
     if not path.is_file():

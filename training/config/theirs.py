@@ -48,8 +48,8 @@ def read_theirs(file: Path) -> Theirs:
     content = _parse(raw.decode("utf-8-sig", errors="replace"), file)
     if not _is_small(content):
         raise UserError(
-            f"{file} has more than {MOST_VALUES} values, or one within itself; give a config of a "
-            "run"
+            f"{file} has more than {MOST_VALUES} values, or one within itself; "
+            "give a config of a run"
         )
     if not isinstance(content, dict) or not content:
         raise UserError(

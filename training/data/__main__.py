@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends as `head` does
-    # Workers are forked from a server that has imported prepare.py once: importing it takes
-    # seconds.
+    # Workers are forked from a server that has imported prepare.py once:
+    # importing it takes seconds.
     multiprocessing.set_forkserver_preload(["training.data.prepare"])
     sys.exit(main(sys.argv[1:]))

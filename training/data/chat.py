@@ -69,8 +69,8 @@ class ChatTemplate:
     def __init__(self, tokenizer, reasoning: str = "template"):
         if not isinstance(tokenizer, FileTokenizer):
             raise UserError(
-                "chats need a chat template: give --tokenizer a folder with one, not "
-                f"{tokenizer.name}"
+                "chats need a chat template: "
+                f"give --tokenizer a folder with one, not {tokenizer.name}"
             )
         self._tokenizer, self._reasoning = tokenizer, reasoning
         self._templates = read_templates(tokenizer)
@@ -240,8 +240,8 @@ def _unread_of_row(fields: dict, messages: list[dict]) -> set[str]:
             raise UserError(f"{has}; {cure_of(name)}, or remove it")
         if is_open and is_of_a_last_answer(name):
             raise UserError(
-                f"{has}; write it as the last message if it answers the question there, or remove "
-                "it"
+                f"{has}; write it as the last message if it answers the question there, "
+                "or remove it"
             )
         unread.add(name)
     return unread
@@ -299,8 +299,8 @@ def open_tokenizer(path: str | None, chat_template: str | None):
         return tokenizer
     if not isinstance(tokenizer, FileTokenizer):
         raise UserError(
-            f"chat_template {chat_template} needs a tokenizer of words, not {tokenizer.name}; give "
-            "one"
+            f"chat_template {chat_template} needs a tokenizer of words, not {tokenizer.name}; "
+            "give one"
         )
     file, beginning = Path(chat_template), tokenizer.beginning
     if chat_template == "chatml":

@@ -134,8 +134,8 @@ def read_compressed(file: Path) -> bytes:
         content = stream.read(MOST_OF_TEXT + 1)
     if len(content) > MOST_OF_TEXT:
         raise UserError(
-            f"{file} holds more than {MOST_OF_TEXT:,} bytes; decompress it, or cut it into several "
-            "files"
+            f"{file} holds more than {MOST_OF_TEXT:,} bytes; "
+            "decompress it, or cut it into several files"
         )
     return content
 
@@ -295,8 +295,8 @@ class _Values:
 
     def refusal(self, number: int, why: str) -> UserError:
         return UserError(
-            f"{place(self._file, number)}: not JSON ({why[:100]}); give one array of objects, or "
-            "objects"
+            f"{place(self._file, number)}: not JSON ({why[:100]}); "
+            "give one array of objects, or objects"
         )
 
 
@@ -320,8 +320,8 @@ def _read_separated(
                 return
             if len(values) != len(names):
                 why = (
-                    f"has {len(values)} fields, the header {len(names)}; quote fields with "
-                    f"{separator!r} in them"
+                    f"has {len(values)} fields, the header {len(names)}; "
+                    f"quote fields with {separator!r} in them"
                 )
                 yield number, BrokenRow(why, tuple(filter(None, names)))
                 continue
@@ -460,8 +460,8 @@ def _read_arrow(
         columns = _columns(table.schema.names, fields) or table.schema.names
         if _is_compressed_arrow(arrow, file):
             raise UserError(
-                f"{file} has compressed batches, as `datasets` writes none; write it without "
-                "compression"
+                f"{file} has compressed batches, as `datasets` writes none; "
+                "write it without compression"
             )
         for batch in table:
             # else damaged offsets would be followed to anywhere in memory

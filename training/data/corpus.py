@@ -46,8 +46,8 @@ def open_stores(
         if path is not None and is_prepared(Path(path)):
             if reading.rows is not None:
                 raise UserError(
-                    f"{path} is a prepared set, which holds no rows of an --objective; give the "
-                    "rows"
+                    f"{path} is a prepared set, which holds no rows of an --objective; "
+                    "give the rows"
                 )
             return PreparedStore(Path(path), tokenizer, vocab_size)
         documents: Iterable[Document] = read_documents(
@@ -101,8 +101,8 @@ def refuse_twice(stores: Stores, held_out: Stores, are_given: bool) -> None:
                 raise UserError(f"{file} is in validation_data and in data; {cure}")
         if any(store.identity == trained_on.identity for trained_on in stores):
             raise UserError(
-                f"validation_data {store.source(0)} has the documents that a path of data has; "
-                f"{cure}"
+                f"validation_data {store.source(0)} has the documents that a path of data "
+                f"has; {cure}"
             )
 
 
@@ -179,8 +179,8 @@ def pack(
         lengths, are_samples = train.lengths[first:stop], any(store.are_samples for store in group)
         if not len(lengths):
             raise UserError(
-                "a path of --data has no document left beside those held out; give more, or leave "
-                "it out"
+                "a path of --data has no document left beside those held out; "
+                "give more, or leave it out"
             )
         if kind == "best_fit" or (kind is None and are_samples):
             choice = overlong or "refuse"
@@ -195,8 +195,8 @@ def pack(
     has_best_fit = any(isinstance(packing, BestFitPacking) for packing in packings)
     if overlong is not None and not has_best_fit:
         raise UserError(
-            "overlong has no effect where documents are concatenated; drop it, or --packing "
-            "best_fit of train.py"
+            "overlong has no effect where documents are concatenated; "
+            "drop it, or --packing best_fit of train.py"
         )
     return MixedPacking(packings, firsts[:-1], weights) if weights else packings[0]
 

@@ -135,8 +135,8 @@ def check_new_tokens(
         )
     if has_adapters:
         raise UserError(
-            f"{needs}: adapters would not train their embeddings; drop lora, or give another "
-            "template"
+            f"{needs}: adapters would not train their embeddings; "
+            "drop lora, or give another template"
         )
     logger.info("chat: new tokens %s: the embedding's rows of their ids are trained", names)
 

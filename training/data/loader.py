@@ -379,6 +379,6 @@ def check_can_validate(store: Store, context_length: int, limit: int) -> None:
     batches = validation_batches(store, context_length, 1, limit=limit)
     if not any(batch.num_valid_tokens for batch in batches):
         raise UserError(
-            f"the first {limit} held-out sequences have no token to be predicted; raise "
-            "--validation_sequences, or give 0, or other --validation_data"
+            f"the first {limit} held-out sequences have no token to be predicted; "
+            "raise --validation_sequences, or give 0, or other --validation_data"
         )

@@ -160,8 +160,8 @@ def _with_reasoning(message: dict, thinking: str, forms: Forms, what: str) -> di
         written = inline[1].strip()
         if thought and written not in ("", thought.strip()):
             raise UserError(
-                f"{what} has reasoning in a field, and other reasoning in its content; keep one of "
-                "both"
+                f"{what} has reasoning in a field, and other reasoning in its content; "
+                "keep one of both"
             )
         if not thought or (written and not forms.reads_reasoning):
             return message  # the content has it all

@@ -159,8 +159,8 @@ class BestFitPacking:
         self._document, self._start, self._sizes = document[by_size], start[by_size], sizes[by_size]
         if not len(sizes):
             raise UserError(
-                f"no document fits into context_length {context_length}; raise it, or split texts "
-                "by --overlong"
+                f"no document fits into context_length {context_length}; "
+                "raise it, or split texts by --overlong"
             )
         sequence = best_fit(self._sizes, context_length)
         # Indices into `_sizes`, sequence after sequence.

@@ -170,8 +170,8 @@ class PreparedStore(Store):
             ) from None
         if len(values) < count:
             raise UserError(
-                f"{self.folder / name} is cut short or damaged, before value {first + count:,}; "
-                f"{AGAIN}"
+                f"{self.folder / name} is cut short or damaged, "
+                f"before value {first + count:,}; {AGAIN}"
             )
         return values
 

@@ -158,8 +158,8 @@ class Reading(NamedTuple):
         flags = {name: value for name, value in flags.items() if value}
         if flags and not paths:
             raise UserError(
-                f"{next(iter(flags))} has no effect on prepared sets; drop it (prepare has a flag "
-                "of its own)"
+                f"{next(iter(flags))} has no effect on prepared sets; "
+                "drop it (prepare has a flag of its own)"
             )
         have_rows = {suffix_of(path) in CONTAINERS if path.is_file() else None for path in paths}
         if self.suffixes and have_rows == {True}:
@@ -201,8 +201,8 @@ class BadRows:
         if count != "1":
             rows = f"the {count} rows that cannot be read, at {where}"
         raise UserError(
-            f"{self.places[0]}: {self.why}; mend {rows}, or give --bad_rows drop to leave out such "
-            "rows"
+            f"{self.places[0]}: {self.why}; "
+            f"mend {rows}, or give --bad_rows drop to leave out such rows"
         )
 
 
@@ -247,8 +247,8 @@ def read_documents(
     if is_empty:
         where = path or "Python's standard library"
         raise UserError(
-            f"{where} has nothing to read: no text in any {', '.join(_kinds(reading))} file; give "
-            "other --data"
+            f"{where} has nothing to read: no text in any {', '.join(_kinds(reading))} file; "
+            "give other --data"
         )
 
 
@@ -318,8 +318,8 @@ def _walk(path: Path) -> list[Path]:
 
     def refuse(error: OSError):
         raise UserError(
-            f"cannot read {error.filename}: {error.strerror}; make it readable, or give other "
-            "--data"
+            f"cannot read {error.filename}: {error.strerror}; "
+            "make it readable, or give other --data"
         )
 
     files: list[Path] = []
@@ -327,8 +327,8 @@ def _walk(path: Path) -> list[Path]:
         for name in folders:
             if Path(root, name).is_symlink():
                 raise UserError(
-                    f"{Path(root, name)} is a link to a folder, which is not followed; give its "
-                    "target to --data"
+                    f"{Path(root, name)} is a link to a folder, which is not followed; "
+                    "give its target to --data"
                 )
         if {"state.json", "dataset_info.json"} <= {*names}:
             names = _files_of_saved(Path(root))
@@ -405,8 +405,8 @@ def _suffixes_of_texts(suffixes: str | None) -> list[str]:
     for name in names:
         if not re.fullmatch(r"\.[^./\s]+", name) or name in taken:
             raise UserError(
-                "suffixes must be of text files, with commas between them, as .rs,.c: got "
-                f"{name[:30]!r}"
+                "suffixes must be of text files, with commas between them, as .rs,.c: "
+                f"got {name[:30]!r}"
             )
     return names
 
@@ -448,8 +448,8 @@ def _files_of_saved(folder: Path) -> list[str]:
         file = inside(folder, path, state)
         if not file.is_file():
             raise UserError(
-                f"{folder} is not whole: {file.name[:100]} of its state.json is missing; save it "
-                "again"
+                f"{folder} is not whole: {file.name[:100]} of its state.json is missing; "
+                "save it again"
             )
         names.append(file.name)
     caches = {file.name for file in folder.glob("*.arrow")}.difference(names)
@@ -704,6 +704,6 @@ def _decode(raw: bytes, where: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}; convert "
-            "it, or leave it out of --data"
+            f"{where} is not UTF-8: byte {raw[error.start]:#04x} at offset {error.start}; "
+            "convert it, or leave it out of --data"
         ) from None

@@ -219,8 +219,8 @@ class JoinedStore(_View):
         if any(set(store.columns) != set(self.columns) for store in stores):
             first = " and ".join(self.columns) or "none"
             raise UserError(
-                f"the first path of data has columns {first}, another one has not; give rows of "
-                "one form"
+                f"the first path of data has columns {first}, another one has not; "
+                "give rows of one form"
             )
 
     def _find(self, document: int) -> tuple[Store, int, int]:

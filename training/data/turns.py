@@ -99,8 +99,8 @@ class Turns:
         before = _before_answers(messages)
         if len(parts) != len(before) and not self._template.is_marked:
             raise UserError(
-                f"the template shows {len(parts)} turns of the assistant, the messages are "
-                f"{len(before)}"
+                f"the template shows {len(parts)} turns of the assistant, "
+                f"the messages are {len(before)}"
             )
         before = before if len(parts) == len(before) else [("user", False)] * len(parts)
         turns = []

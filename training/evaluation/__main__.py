@@ -109,8 +109,8 @@ def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Ques
         pieces = positions.longest_pieces(texts, context_length, flags.sequences)
         if not pieces:
             raise UserError(
-                "no document of the data has a token to be predicted (prompts do not count); give "
-                "--data"
+                "no document of the data has a token to be predicted (prompts do not count); "
+                "give --data"
             )
     short = flags.short_context or max(2, min(SHORT_CONTEXT, context_length // 4))
     if flags.short_context is not None and len(pieces[0].ids) <= short:
@@ -125,8 +125,8 @@ def make_questions(flags: EvaluationFlags, opened: Opened, world: World) -> Ques
         ]
         if not samples[-1].size:
             raise UserError(
-                f"no needle fits {max(lengths)} tokens of this tokenizer; give larger --lengths, "
-                "or --samples 0"
+                f"no needle fits {max(lengths)} tokens of this tokenizer; "
+                "give larger --lengths, or --samples 0"
             )
     return Questions(pieces, short, samples)
 
@@ -152,8 +152,8 @@ def open_texts(flags: EvaluationFlags, opened: Opened, settings: RunSettings | N
     trained_on, tail = split(store, settings.validation_fraction, settings.seed)
     if trained_on.identity != opened.corpus_crc32:
         raise UserError(
-            f"the data of {opened.folder}'s run have changed: which it held out is not known; give "
-            "--data"
+            f"the data of {opened.folder}'s run have changed: which it held out is not known; "
+            "give --data"
         )
     return tail
 

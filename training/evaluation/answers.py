@@ -41,8 +41,8 @@ def judge_answers(
     longest = int(store.lengths.max())
     if longest > context_length:
         raise UserError(
-            f"the longest document has {longest:,} tokens; raise --context_length "
-            f"{context_length:,}"
+            f"the longest document has {longest:,} tokens; "
+            f"raise --context_length {context_length:,}"
         )
     warn_beyond(opened.shape, longest)
     model = load(opened, context_length, 0, world, flags.memory_budget)

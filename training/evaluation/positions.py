@@ -235,8 +235,8 @@ def format_key_tokens(losses: KeyTokens, margin: float, ceiling: float) -> str:
         f"{margin:g} nats from {losses.short_context:,} tokens of context to all of it, to less "
         f"than {ceiling:g}",
         f"{losses.key_tokens:,} of {losses.tokens:,} tokens past {losses.short_context:,}",
-        f"all of these        {losses.long_of_all:8.4f} nats; with the short context "
-        f"{losses.short_of_all:.4f}",
+        f"all of these        {losses.long_of_all:8.4f} nats; "
+        f"with the short context {losses.short_of_all:.4f}",
     ]
     if losses.long is not None:
         short = f"with the short context {losses.short:.4f}; LongPPL {losses.long_ppl:.3f}"

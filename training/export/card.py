@@ -87,8 +87,8 @@ def model_card(checkpoint: Path, head: str) -> str:
     if any("validation" in row for row in rows):
         most = f"{config.validation_sequences} sequences of {config.context_length:,} {unit}s"
         measured.append(
-            f"A validation is the mean over at most {most} that were held out, computed as in "
-            "training."
+            f"A validation is the mean over at most {most} that were held out, "
+            "computed as in training."
         )
     settings = []
     for name in SHOWN.split():

@@ -93,8 +93,8 @@ def to_config_json(config: ModelConfig) -> dict:
             raise ValueError(", ".join(lost) or "the order of layers")
     except ValueError as error:
         cannot_say = (
-            f"model_type {config.model_type!r} has no config.json for these kinds of layers or "
-            "scalars"
+            f"model_type {config.model_type!r} has no config.json for these kinds of layers "
+            "or scalars"
         )
         raise ValueError(f"{cannot_say}: {error}") from None
     return content
@@ -438,8 +438,8 @@ def _read_mlps(
         raise ValueError(f"experts have SiLU, so hidden_act must be silu, got {activation!r}")
     if number * len(layers) > MOST_EXPERTS:
         raise ValueError(
-            f"{len(layers)} layers have {number} experts each; at most {MOST_EXPERTS} are built "
-            "together"
+            f"{len(layers)} layers have {number} experts each; "
+            f"at most {MOST_EXPERTS} are built together"
         )
     coefficient = content["router_aux_loss_coef"] if content["output_router_logits"] else 0.0
     if type(coefficient) not in (int, float) or not 0 <= coefficient < 2**31:

@@ -101,8 +101,8 @@ def adapter_settings(
     merge = f"{program()} -m training.export {source.folder} OUT --merge"
     if untrained := [name for name in adapters.targets if name in READ_TARGETS]:
         has = (
-            f"{source.folder} has adapters of {', '.join(untrained)}, which are read and not "
-            "trained"
+            f"{source.folder} has adapters of {', '.join(untrained)}, "
+            "which are read and not trained"
         )
         raise UserError(f"{has}; merge them first: {merge}")
     settings: dict = {
@@ -152,8 +152,8 @@ def shape_with(attention_type: str, size: ModelConfig) -> ModelConfig:
         return size
     if not all(layer_kind.has_keys for layer_kind in size.kinds):
         raise UserError(
-            f"attention_type {attention_type} is not supported with gated delta nets; use sparse, "
-            "or full"
+            f"attention_type {attention_type} is not supported with gated delta nets; "
+            "use sparse, or full"
         )
     return size.with_kinds(kind())
 
@@ -185,8 +185,8 @@ def shape_with_gates(
             f"attention_type {trained.name}, whose gates attention_type {requested.name} would drop"
         )
         raise UserError(
-            f"{folder} was trained with {dropped}; give --attention_type {trained.name}, or other "
-            "weights"
+            f"{folder} was trained with {dropped}; "
+            f"give --attention_type {trained.name}, or other weights"
         )
     if is_resumed:
         was = f"{folder} was trained without attention_type {requested.name}"
@@ -218,7 +218,7 @@ def extended(shape: ModelConfig, rope_scaling: str, resumed: Path | None) -> Mod
         return longer
     if longer.rope_scaling != shape.rope_scaling:
         raise UserError(
-            f"rope_scaling {rope_scaling}: {resumed} was trained with {shape.rope_scaling}; drop "
-            "it, or start afresh"
+            f"rope_scaling {rope_scaling}: {resumed} was trained with {shape.rope_scaling}; "
+            "drop it, or start afresh"
         )
     return shape

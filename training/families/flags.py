@@ -71,8 +71,8 @@ class AdapterFlags:
 STEP_RULES = (
     Rule(
         "",
-        "lora with tensor_parallel_size is not supported: ranks have whole adapters; give "
-        "context_parallel_size, or neither",
+        "lora with tensor_parallel_size is not supported: ranks have whole adapters; "
+        "give context_parallel_size, or neither",
         lambda s: s.lora and s.tensor_parallel_size > 1,
     ),
     Rule(
@@ -93,8 +93,8 @@ STEP_RULES = (
         lambda s: s.rope_scaling and s.lora,
     ),
 )
-# Rules of a run. A checkpoint or the adapters of init_from may say otherwise: these hold for flags
-# alone.
+# Rules of a run. A checkpoint or the adapters of init_from may say otherwise:
+# these hold for flags alone.
 RUN_RULES = (
     Rule("init_from", "with resume; drop one, or give --resume auto", lambda s: s.resume == "yes"),
     Rule(

@@ -273,8 +273,8 @@ def is_wrapper(content: dict) -> bool:
 
 
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # in config.json
-# Other settings of generation that config.json may have. They count where there is no
-# generation_config.json.
+# Other settings of generation that config.json may have.
+# They count where there is no generation_config.json.
 GENERATION = (
     "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff",
     "eta_cutoff",

@@ -131,8 +131,8 @@ def whole_number(variable: str, default: int) -> int:
     value = os.environ.get(variable, str(default))
     if not re.fullmatch(r"[0-9]{1,9}", value, re.ASCII):
         raise UserError(
-            f"{variable} is {value[:40]!r} in the environment, not a whole number; unset it, or "
-            "mend it"
+            f"{variable} is {value[:40]!r} in the environment, not a whole number; "
+            "unset it, or mend it"
         )
     return int(value)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from training.host.errors import UserError
 from training.host.sizes import GIB, available_host_bytes
 
-# Every slot starts at a multiple of 512 bytes, so that copies move whole cache lines and whole
-# sectors.
+# Every slot starts at a multiple of 512 bytes,
+# so that copies move whole cache lines and whole sectors.
 SLOT_ALIGNMENT = 512
 
 
@@ -103,8 +103,8 @@ class HostCopies:
 
     def send(self, key: tuple[int, str, int], tensors: Sequence[Tensor]) -> None:
         slots = self.slots[key] = [self.arena.allocate(t.shape, t.dtype) for t in tensors]
-        # The copy waits for the kernels that make the tensors, and for all fetches of the last
-        # pass.
+        # The copy waits for the kernels that make the tensors,
+        # and for all fetches of the last pass.
         self._copy(slots, tensors, self.to_host)
         self.leaving[key] = tensors, self.to_host.record_event()
 

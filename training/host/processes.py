@@ -42,8 +42,8 @@ def line_of(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
-            f"error: {error.strerror}: this process may have {most} at once; raise that limit, as "
-            "by ulimit -n 1024"
+            f"error: {error.strerror}: this process may have {most} at once; "
+            "raise that limit, as by ulimit -n 1024"
         )
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
         limits = "the limit of processes (ulimit -u, a container's pids) or of memory (ulimit -v)"
@@ -67,8 +67,8 @@ def line_of(error: BaseException) -> str | None:
     # An open file's reads and writes do not name it.
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return (
-            f"error: {error.strerror}: a file is cut short; free some space on the disk, or use "
-            "another"
+            f"error: {error.strerror}: a file is cut short; "
+            "free some space on the disk, or use another"
         )
     if isinstance(error, getattr(sys.modules.get("torch"), "OutOfMemoryError", ())):
         return "\n".join([*getattr(error, "__notes__", ()), f"error: {str(error).splitlines()[0]}"])

@@ -23,8 +23,8 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 # torch.optim.AdamW(fused=True) calls it, but decides itself where state lives.
 fused_adamw_ = torch._fused_adamw_
 
-# Shape and offset of this rank's part of a DTensor, from the DTensor's shape, mesh and placements
-# (2.0).
+# Shape and offset of this rank's part of a DTensor, from the DTensor's shape,
+# mesh and placements (2.0).
 compute_local_shape_and_global_offset = tensor_utils.compute_local_shape_and_global_offset
 
 

@@ -169,8 +169,8 @@ def main(argv: list[str]) -> None:
     shape_of_weights(flags.checkpoint)  # refuses a folder without a model, before another is made
     if (flags.out / INDEX).exists():
         raise UserError(
-            f"{flags.out} has log-probabilities; give another folder, or delete it if they are not "
-            "needed"
+            f"{flags.out} has log-probabilities; "
+            "give another folder, or delete it if they are not needed"
         )
     if flags.out.exists() and not flags.out.is_dir():
         raise UserError(

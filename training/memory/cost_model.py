@@ -57,10 +57,8 @@ def forward_flops(
     None: all. `prompts` are as in `kernels.attention.documents.Documents`; `document_lengths` has
     prompts and answers as well.
     """
-    matrices, tokens = (
-        sum(map(shard.layer_active_parameters, range(shard.num_hidden_layers))),
-        sum(document_lengths),
-    )
+    matrices = sum(map(shard.layer_active_parameters, range(shard.num_hidden_layers)))
+    tokens = sum(document_lengths)
     head = shard.vocab_size * shard.hidden_size * (tokens if num_targets is None else num_targets)
     mixers = Counter(parts.mixer for parts in shard.all_parts(kinds))
     lengths = document_lengths

@@ -76,8 +76,8 @@ def kinds_of(flags, config) -> tuple[MixerKind, ...]:
         below = getattr(kinds[0], "dense_below", 0)
         raise UserError(
             f"attention_type {kind.name} has no effect at context_length {longest}: documents "
-            f"shorter than dense_below {below} attend to everything; raise the one, lower the "
-            "other, or use full"
+            f"shorter than dense_below {below} attend to everything; "
+            "raise the one, lower the other, or use full"
         )
     is_set = [type(trained) in (Full, kind) for trained in config.kinds]
     if kind is not Full and not any(is_set):

@@ -396,8 +396,8 @@ def parse_gpu(text: str) -> tuple[str, GPU]:
             raise UserError(f"gpu {text[:80]}: {why}; give one of NVIDIA's, as {', '.join(_USUAL)}")
     if re.fullmatch(_WITHOUT_BF16, short_name) or "quadro" in text.lower():
         raise UserError(
-            f"{text[:80]} has no bf16, in which Fathom trains on a GPU; give an Ampere GPU or a "
-            "newer one"
+            f"{text[:80]} has no bf16, in which Fathom trains on a GPU; "
+            "give an Ampere GPU or a newer one"
         )
     with suppress(UserError):
         if slowest := _slowest_with(parse_bytes(text)):
@@ -409,8 +409,8 @@ def parse_gpu(text: str) -> tuple[str, GPU]:
     meant = f", did you mean {' or '.join(names_by_short[short] for short in near)}" if near else ""
     most = max(gpu.memory_bytes for gpu in GPUS.values()) / GIB
     raise UserError(
-        f"no GPU {text[:80]!r} in the table{meant}; give one of {', '.join(GPUS)}; or a size above "
-        f"1GB and up to {most:.0f}GB, such as 24GB"
+        f"no GPU {text[:80]!r} in the table{meant}; give one of {', '.join(GPUS)}; "
+        f"or a size above 1GB and up to {most:.0f}GB, such as 24GB"
     )
 
 

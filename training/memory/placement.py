@@ -158,8 +158,8 @@ def apply_placement(
         raise ValueError(f"{len(blocks)} blocks need as many placements, got {len(placements)}")
     if placements[0].input == "recompute":
         raise ValueError(
-            "the first block has none before it to recompute its input from; place it on gpu or "
-            "host"
+            "the first block has none before it to recompute its input from; "
+            "place it on gpu or host"
         )
     for layer, (before, placement) in enumerate(pairwise(placements), start=1):
         if before.is_whole and placement.input == "recompute":
@@ -207,8 +207,8 @@ class _PlacedBlocks:
             if block_homes := {p: homes[p] for p in block.parameters() if p in homes}:
                 visiting[layer] = block_homes
         self.weights = VisitingWeights(visiting, next(blocks.parameters()).device)
-        # By (layer, name): tensors of each call. Names are "input" and the roles of
-        # kernels.common.Keepable.
+        # By (layer, name): tensors of each call.
+        # Names are "input" and the roles of kernels.common.Keepable.
         self.on_gpu: dict[tuple[int, str], list[Sequence[Tensor]]] = {}
         # by (layer, name): calls of `_keep` in the last forward
         self.kept_calls: Counter = Counter()
@@ -335,8 +335,8 @@ class _PlacedBlock(torch.autograd.Function):
             )
         if ctx.number != ctx.blocks.passes[ctx.layer]:
             raise RuntimeError(
-                f"block {ctx.layer} went forward or backward again since this forward: nothing is "
-                "kept"
+                f"block {ctx.layer} went forward or backward again since this forward: "
+                "nothing is kept"
             )
         ctx.blocks.passes[ctx.layer] += 1
         return ctx.blocks.backward(ctx.layer, dy_BTD, ctx.context), None, None, None

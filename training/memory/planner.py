@@ -45,8 +45,8 @@ def make_plan(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates = H2
     if step.has_too_long_document:
         raise UserError(
             f"attention to chosen blocks takes documents of up to {step.longest_document:,} "
-            f"tokens, and context_length {step.context_length:,} has longer ones; lower it, or use "
-            "attention_type full"
+            f"tokens, and context_length {step.context_length:,} has longer ones; "
+            "lower it, or use attention_type full"
         )
     for waiting, headroom in itertools.product(_waiting(step), (HEADROOM, LEAST_HEADROOM)):
         search = _Search(step, gpu_bytes / headroom, host_bytes, waiting)

@@ -428,8 +428,8 @@ def thin(execution: Execution, layers: int) -> Execution:
     while len(recomputed) > len(others):
         others.append(replace(recomputed.pop(), input="host"))
     pairs = itertools.zip_longest(others, recomputed)
-    # State of blocks whose weights wait on the host is there too, and the limit is of embedding and
-    # head.
+    # State of blocks whose weights wait on the host is there too,
+    # and the limit is of embedding and head.
     visits = any(placement.weights == "host" for placement in taken)
     return replace(
         execution,
@@ -528,10 +528,8 @@ def _fold(sides: list[Sequence[Stage]]) -> list[list[int]]:
 def _are_equal(first: Stage, second: Stage) -> bool:
     """Whether two layers' stages may share a row: nearly equal bytes, and seconds that differ by
     10% at most."""
-    sizes, tolerance = (
-        [(first.categories.get(name, 0), second.categories.get(name, 0)) for name in CATEGORIES],
-        GIB / 1000,
-    )
+    sizes = [(first.categories.get(name, 0), second.categories.get(name, 0)) for name in CATEGORIES]
+    tolerance = GIB / 1000
     if isinstance(first, MeasuredStage) and isinstance(second, MeasuredStage):
         sizes, tolerance = [*sizes, (first.reserved, second.reserved)], 0.01 * first.bytes
         if abs(first.seconds - second.seconds) > max(0.1 * first.seconds, 1e-3):

@@ -214,10 +214,8 @@ def _measure(
         sys.stdout.flush()  # measuring may take minutes
         return build_bench(step, execution).measure(step, execution)
     except torch.OutOfMemoryError:
-        table, peak = (
-            profiler.format_table(list(Stages(step, execution))),
-            fullest_stage(step, execution),
-        )
+        table = profiler.format_table(list(Stages(step, execution)))
+        peak = fullest_stage(step, execution)
         print(f"{about}\npredicted, not measured (out of memory):\n{table}")
         what = f"a peak of {gib(peak.bytes)} is predicted, in {peak.name}"
         raise UserError(
@@ -348,8 +346,8 @@ def _print_measured(summary: dict) -> None:
     """Print the measured numbers of `summary`, beside their predictions."""
     error = 100 * (summary["predicted_peak"] / summary["measured_peak"] - 1)
     print(
-        f"measured peak: {gib(summary['measured_peak'])}, in {summary['measured_peak_stage']} "
-        f"({error:+.1f}%)"
+        f"measured peak: {gib(summary['measured_peak'])}, "
+        f"in {summary['measured_peak_stage']} ({error:+.1f}%)"
     )
     print(
         f"reserved: {gib(summary['reserved'])}; at the peak {gib(summary['fragmentation'])} more "
@@ -357,8 +355,8 @@ def _print_measured(summary: dict) -> None:
     )
     print(f"the allocator had to give back what it cached: {summary['num_alloc_retries']} times")
     print(
-        f"pinned host memory: predicted {gib(summary['predicted_host'])}, measured "
-        f"{gib(summary['host'])}"
+        "pinned host memory: "
+        f"predicted {gib(summary['predicted_host'])}, measured {gib(summary['host'])}"
     )
     print(
         f"step: predicted {summary['predicted_seconds']:.2f} s, measured "

@@ -97,8 +97,8 @@ class Aim:
                     f"{part.folder} was made without --top_k; make it anew with that, such as "
                     "--top_k 16"
                 )
-            # Rollouts that follow others keep the reference of the first, whatever was trained
-            # since.
+            # Rollouts that follow others keep the reference of the first,
+            # whatever was trained since.
             if column == TEACHER or (column == "reference" and self.has_rollouts):
                 part.check(tokenizer, None, None)
             else:
@@ -188,8 +188,8 @@ def give_advantages(stores: Sequence[TokenStore], scaled: bool, keep_rewards: bo
     values[is_equal[place]] = 0  # not a rounding error
     if is_equal.any():
         logger.warning(
-            "data: %d of %d groups have one answer, or answers of one reward: their advantages are "
-            "0",
+            "data: %d of %d groups have one answer, or answers of one reward: "
+            "their advantages are 0",
             is_equal.sum(),
             len(is_equal),
         )

@@ -69,8 +69,8 @@ class ObjectiveFlags:
     )
     truncation: float | None = flag(
         None,
-        "with old_logprobs: most weight of a token for old over the rows' own; default: rows' are "
-        "not read",
+        "with old_logprobs: most weight of a token for old over the rows' own; "
+        "default: rows' are not read",
         least=SMALLEST,
         most=1e6,
     )
@@ -149,8 +149,8 @@ RULES = (
     Rule(
         "",
         "objective distill with tensor_parallel_size is not supported: ranks have parts of "
-        "the head; give "
-        "context_parallel_size",
+        "the head; "
+        "give context_parallel_size",
         lambda s: s.objective == "distill" and s.tensor_parallel_size > 1,
     ),
     Rule("old_logprobs", "with objective {objective}; drop it", _is_beside(ROLLOUT_OBJECTIVES)),

@@ -109,8 +109,8 @@ class Stored:
         if attention and self.attention not in (attention, without_digest(attention)):
             raise UserError(
                 f"{self.folder} was made with attention {self.attention}, this run has "
-                f"{attention}; {anew} with this "
-                "run's --attention_type, its settings and --rope_scaling"
+                f"{attention}; "
+                f"{anew} with this run's --attention_type, its settings and --rope_scaling"
             )
         digest = self.weights if start is None else digest_of(start)
         if digest != self.weights:
@@ -149,8 +149,8 @@ class Stored:
         content = read_file(self.folder / VALUES, "make the folder anew")
         if len(content) != 4 * self.tokens * width or zlib.crc32(content) != self.crc32:
             raise UserError(
-                f"{self.folder / VALUES} is damaged: its size or CRC-32 is another; make the "
-                "folder anew"
+                f"{self.folder / VALUES} is damaged: its size or CRC-32 is another; "
+                "make the folder anew"
             )
         return np.frombuffer(content, "<f4").astype(np.float32).reshape(-1, width)
 
@@ -166,8 +166,8 @@ class Stored:
         if lacks.any():
             raise UserError(
                 f"{self.folder} was made with a --context_length into which {lacks.sum():,} "
-                f"documents did not fit, the longest of {lengths[lacks].max():,} tokens; make it "
-                f"anew with --context_length {context_length}"
+                f"documents did not fit, the longest of {lengths[lacks].max():,} tokens; "
+                f"make it anew with --context_length {context_length}"
             )
 
     def _check_numbers(self, values: np.ndarray, vocab_size: int | None) -> None:
@@ -190,8 +190,8 @@ class Stored:
         wrong = ids[~((ids >= 0) & (ids == np.floor(ids)) & (ids < LARGEST_ID))]
         if len(wrong):
             raise UserError(
-                f"{self.folder / VALUES} has {wrong[0]:g} in the place of an id: make the folder "
-                "anew"
+                f"{self.folder / VALUES} has {wrong[0]:g} in the place of an id: "
+                "make the folder anew"
             )
         largest = int(ids.max())
         if largest >= vocab_size:

@@ -224,8 +224,8 @@ class MasterAdamW:
             state.gradient.add_(gradient)
         else:
             total = gradient.float() if self.accumulate else gradient
-            # FSDP's gradients of a layer are views of one tensor: a copy does not keep all of it
-            # alive.
+            # FSDP's gradients of a layer are views of one tensor:
+            # a copy does not keep all of it alive.
             is_view = total.untyped_storage().nbytes() > total.nbytes
             state.gradient = total.clone() if is_view else total
 

@@ -79,8 +79,8 @@ def check_lora_bits(bits: int, model: ModelConfig, num_gpus: int) -> None:
         return
     if num_gpus > 1:
         raise UserError(
-            f"lora_bits {bits} on {num_gpus} GPUs is not supported: FSDP2 shards bf16; give "
-            "lora_bits 16"
+            f"lora_bits {bits} on {num_gpus} GPUs is not supported: FSDP2 shards bf16; "
+            "give lora_bits 16"
         )
     for name, parameter in model.parameters().items():
         columns = parameter.shape[-1]

@@ -20,16 +20,16 @@ from kernels.parts import Parameter
 from training.host.memory import SLOT_ALIGNMENT, PinnedArena
 from training.optim.formats import FROZEN, Kept, StateFormat, format_of
 
-# 32 MiB of float32: copies of that size run at the link's full rate. A multiple of every format's
-# group.
+# 32 MiB of float32: copies of that size run at the link's full rate.
+# A multiple of every format's group.
 PIECE_ELEMENTS = 2**23
 # Parameters of up to so many elements are updated together: a launch for each takes the host longer
 # than the GPU.
 SMALL_ELEMENTS = 2**22
 # pieces on the GPU at once: an update waits for a kernel of the forward beside it, up to 20 ms
 NUM_SLOTS = 8
-# Gradients on their way to the host at once: about one transformer block's, in bf16. See
-# `Inventory.leaving_limit`.
+# Gradients on their way to the host at once: about one transformer block's, in bf16.
+# See `Inventory.leaving_limit`.
 LEAVING_BYTES = 2**28
 
 

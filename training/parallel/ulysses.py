@@ -39,6 +39,6 @@ def check_sharing(
     if size not in divisors:
         named = " and ".join(f"{number} {kind}" for kind, number in counts)
         raise UserError(
-            f"context_parallel_size {size} must divide {whose} {named}; give one of "
-            f"{', '.join(map(str, divisors))}"
+            f"context_parallel_size {size} must divide {whose} {named}; "
+            f"give one of {', '.join(map(str, divisors))}"
         )

@@ -126,8 +126,8 @@ def check_same_on_all_ranks(ours: dict, world: World) -> None:
     for name, value in world.broadcast(ours).items():
         if ours[name] != value:
             raise UserError(
-                f"{name} is {ours[name]} on rank {world.rank} and {value} on rank 0; start all "
-                "ranks alike"
+                f"{name} is {ours[name]} on rank {world.rank} and {value} on rank 0; "
+                "start all ranks alike"
             )
 
 
@@ -152,8 +152,8 @@ def check_sizes(
     replicate: int,
 ) -> None:
     sizes = (
-        f"context_parallel_size {context_parallel_size} x tensor_parallel_size "
-        f"{tensor_parallel_size}"
+        f"context_parallel_size {context_parallel_size} x "
+        f"tensor_parallel_size {tensor_parallel_size}"
     )
     advice = "start another number by torchrun --nproc_per_node, or lower one of them"
     if size % (context_parallel_size * tensor_parallel_size):
@@ -178,8 +178,8 @@ def check_replicate(size: int, local_size: int, tensor_parallel_size: int, repli
     if replicate % machines and machines % replicate:
         raise UserError(
             f"replicate {replicate} must be a multiple or a divisor of the {machines} machines, so "
-            f"that none of the copies lies on a machine and a half; give {machines} for a copy per "
-            "machine"
+            "that none of the copies lies on a machine and a half; "
+            f"give {machines} for a copy per machine"
         )
 
 
@@ -193,12 +193,12 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
     """Returns this process's device, and makes it the current device."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError(
-            "--device cuda, but PyTorch sees no CUDA GPU here; use --device cpu, or check "
-            "nvidia-smi"
+            "--device cuda, but PyTorch sees no CUDA GPU here; "
+            "use --device cpu, or check nvidia-smi"
         )
     if device == "cpu" or not torch.cuda.is_available():
-        # torchrun allows each process one thread; share the cores among this machine's processes
-        # instead.
+        # torchrun allows each process one thread;
+        # share the cores among this machine's processes instead.
         if local_size > 1 or "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_size))
         return torch.device("cpu")
@@ -233,8 +233,8 @@ def read_environment() -> Launched:
     if not (local_rank <= rank < size and local_rank < local_size <= size):
         shown = ", ".join(f"{name} {value}" for name, value in values.items())
         raise UserError(
-            f"{shown} in the environment do not fit: a rank is below the number of ranks; start by "
-            "torchrun, or unset them"
+            f"{shown} in the environment do not fit: a rank is below the number of ranks; "
+            "start by torchrun, or unset them"
         )
     return launched
 

@@ -242,8 +242,8 @@ def explain_out_of_memory(recipe: Recipe, plan: Plan, device: torch.device) -> s
         if recipe.memory_budget is None:
             budgets: tuple[float, float] = gpu_budget("auto", device), available_host_bytes()
             advice = (
-                "--gradient_checkpointing and --compile dropped make such a plan; its seconds are "
-                "an H200's"
+                "--gradient_checkpointing and --compile dropped make such a plan; "
+                "its seconds are an H200's"
             )
         else:
             budgets = 0.9 * plan.gpu_budget, plan.host_budget

@@ -270,8 +270,8 @@ def _say_what_is_left_out(recipe: Recipe) -> None:
         in_model = targets_in(model)
         every = ",".join(name for name in TARGETS if name in in_model)
         logger.info(
-            "lora: all-linear leaves out routers and experts; to adapt them, give --lora_targets "
-            "%s",
+            "lora: all-linear leaves out routers and experts; "
+            "to adapt them, give --lora_targets %s",
             every,
         )
 

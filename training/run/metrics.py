@@ -56,14 +56,14 @@ def describe(recipe: Recipe, record: dict, plan: Plan, world: World) -> None:
         logger.info("linear maps: %s", names)
     if world.device.type == "cuda":
         waits = (
-            "for Triton to compile kernels that its cache lacks, and for the attention library's "
-            "plans"
+            "for Triton to compile kernels that its cache lacks, "
+            "and for the attention library's plans"
         )
         logger.info("the first step takes longer than others: it also waits %s", waits)
 
 
-# Metrics of objectives in the line of a step, in this order, and their formats; z: no minus before
-# 0.000.
+# Metrics of objectives in the line of a step, in this order, and their formats; z:
+# no minus before 0.000.
 SHOWN_OF_OBJECTIVES = {
     "accuracy": "z.1%", "margin": "z.3f", "reward_chosen": "z.3f", "reward_rejected": "z.3f",
     "kl": "z.4f",
@@ -134,10 +134,8 @@ class Display(contextlib.ExitStack):
     def show_validation(self, values: dict) -> None:
         named = {self._loss: f"{values['validation_loss']:z.4f}{self._unit}"}
         named |= objectives_in_words(values, "validation_")
-        text, share = (
-            ", ".join(f"{name} {value}" for name, value in named.items()),
-            f"{values['validation_share']:.0%}",
-        )
+        text = ", ".join(f"{name} {value}" for name, value in named.items())
+        share = f"{values['validation_share']:.0%}"
         logger.info(
             "step %d: validation %s; validations take %s of the time", values["step"], text, share
         )

@@ -144,8 +144,8 @@ def check_machine(recipe: Recipe, world: World) -> None:
     device = world.device
     if device.type == "cuda" and recipe.impl == "torch" and recipe.memory_budget is not None:
         raise UserError(
-            "kernels torch takes more memory than plans count; use auto, or "
-            "--gradient_checkpointing"
+            "kernels torch takes more memory than plans count; "
+            "use auto, or --gradient_checkpointing"
         )
     if recipe.for_gpus and device.type != "cuda":
         raise UserError(f"{recipe.for_gpus[0]} has no effect on a CPU; drop it")

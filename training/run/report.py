@@ -314,8 +314,8 @@ def lengths_in_html(lengths: np.ndarray, context_length: int) -> str:
     count, tokens = len(lengths), int(lengths.sum())
     beyond = int((lengths > context_length).sum())
     summary = (
-        f"{count:,} documents of {tokens:,} tokens, the longest of "
-        f"{int(lengths.max(initial=0)):,}; "
+        f"{count:,} documents of {tokens:,} tokens, "
+        f"the longest of {int(lengths.max(initial=0)):,}; "
         f"a sequence has {context_length:,} tokens, and {beyond:,} documents are longer."
     )
     # a document of 129 to 256 tokens has 8

@@ -67,8 +67,8 @@ def how_to_go_on(folders: list[Path]) -> str:
     )
     return (
         "it has no optimizer state; another --output_dir starts afresh, with --init_from "
-        f"{folders[-1]} from its weights"
-        f"{or_older}"
+        f"{folders[-1]} from its "
+        f"weights{or_older}"
     )
 
 
@@ -245,8 +245,8 @@ def load_state(checkpoint: Path) -> dict:
 
     Raises UserError if somebody has edited the file to what no run has saved.
     """
-    # In checkpoints before 2026-11-24, and -28; the losses are lost where somebody has taken them
-    # out.
+    # In checkpoints before 2026-11-24, and -28;
+    # the losses are lost where somebody has taken them out.
     absent = {"skipped": 0, "unvalidated": None, "version": "", "validation_loss": None}
     state = absent | load_trainer_state(checkpoint)
     known = [entry.name for entry in dataclasses.fields(TrainConfig)]

@@ -142,8 +142,8 @@ class Run:
         last = f"the last good checkpoint: {self.saver.last or 'none'}"
         goes_on = "Go on from it" if self.saver.last else "Start again"
         cure = (
-            f"{goes_on} with a lower --learning_rate, or leave such steps out with "
-            "--skip_nonfinite_steps"
+            f"{goes_on} with a lower --learning_rate, "
+            "or leave such steps out with --skip_nonfinite_steps"
         )
         why = f"step {step}: {error}, stopped before the update; {last}"
         raise UserError(f"{why}. {cure}; documents of the step: {sources}") from None

@@ -125,7 +125,7 @@ def _describe_epochs(max_steps: int, epochs: float, sequences_per_epoch: int) ->
     )
     if epochs > MANY_EPOCHS:
         logger.warning(
-            "data: the model sees each text %.0f times, and soon learns it by heart; give more "
-            "--data, or --epochs 3",
+            "data: the model sees each text %.0f times, and soon learns it by heart; "
+            "give more --data, or --epochs 3",
             epochs,
         )

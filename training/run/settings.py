@@ -177,8 +177,8 @@ def check_config(
         written = getattr(config, name)
         if isinstance(written, str) and Path(realpath(written)).is_relative_to(realpath(path)):
             why = (
-                f"{name} {written} lies in data {path}, which would be read with what the run "
-                "writes"
+                f"{name} {written} lies in data {path}, "
+                "which would be read with what the run writes"
             )
             raise UserError(f"{why}; give another {name}")
     optim.check_warmup(config, flag_names)

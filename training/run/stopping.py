@@ -22,8 +22,8 @@ from training.host.processes import Watchdog
 from training.parallel.world import World
 
 logger = logging.getLogger(__name__)
-# Signals of a scheduler or torchrun, of Ctrl-C, of a closed terminal, and of Slurm ahead of a
-# preemption.
+# Signals of a scheduler or torchrun, of Ctrl-C, of a closed terminal,
+# and of Slurm ahead of a preemption.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 SECONDS_TOGETHER = 1.0
 SHUTDOWN_SECONDS = 30  # from torchrun's SIGTERM to its SIGKILL, unless it is told otherwise
@@ -243,18 +243,16 @@ def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
     """
     needed = math.ceil(look_seconds + 2 * save_seconds)
     logger.info(
-        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within about %d s, later on a busy "
-        "machine",
+        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and exit within about %d s, "
+        "later on a busy machine",
         needed,
     )
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     from torch.distributed.launcher.api import LaunchConfig
 
-    timeout, advice = (
-        SHUTDOWN_SECONDS,
-        f", and torch {torch.__version__} has no --shutdown-timeout: a newer torch has",
-    )
+    timeout = SHUTDOWN_SECONDS
+    advice = f", and torch {torch.__version__} has no --shutdown-timeout: a newer torch has"
     # the flag is not shown to workers, the environment is
     if hasattr(LaunchConfig, "shutdown_timeout"):
         for name in ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"):

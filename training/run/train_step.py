@@ -52,10 +52,8 @@ def run_model(
             all_terms.append(terms_of_experts(output))
         return output.loss
     assert denominator is not None
-    reference_BT, group = (
-        None,
-        world.mesh.get_group("context") if world.mesh and world.context_size > 1 else None,
-    )
+    reference_BT = None
+    group = world.mesh.get_group("context") if world.mesh and world.context_size > 1 else None
     assert batch.answers is not None, "an objective has answers"
     # it is the base of adapters
     if objective.needs_reference and "reference" not in batch.answers.columns_BT:
@@ -66,10 +64,8 @@ def run_model(
     output = model(input_ids, batch.documents, Scored(minimised, targets, num_targets))
     if all_terms is not None:
         terms = terms_of_experts(output) if output.expert_load is not None else Terms()
-        means, largest = (
-            minimised.terms.means | terms.means,
-            minimised.terms.largest | terms.largest,
-        )
+        means = minimised.terms.means | terms.means
+        largest = minimised.terms.largest | terms.largest
         all_terms.append(Terms(means=means, largest=largest))
     return output.loss
 

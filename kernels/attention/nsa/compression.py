@@ -42,8 +42,8 @@ class Windows(NamedTuple):
     """
 
     num_windows: int
-    # batch rows that the library's kernel gets, of one document each or, with segments, a single
-    # row
+    # batch rows that the library's kernel gets, of one document each or,
+    # with segments, a single row
     rows: int
     # the row's documents, int64 [S, 3], counted in windows; None: each row is one document
     segments: Tensor | None

@@ -157,8 +157,8 @@ class NSA(AttentionKind):
     def __post_init__(self):
         if self.selected_blocks <= FORCED_BLOCKS:
             raise ValueError(
-                f"selected_blocks must be at least {FORCED_BLOCKS + 1}, got "
-                f"{self.selected_blocks}: "
+                f"selected_blocks must be at least {FORCED_BLOCKS + 1}, "
+                f"got {self.selected_blocks}: "
                 f"{self.name} forces {FORCED_BLOCKS}"
             )
         super().__post_init__()
@@ -181,8 +181,8 @@ class NSA(AttentionKind):
         on_triton = check_inputs(q, k, v, segments, BLOCK_SIZE, self.window, impl)
         if q.is_cuda and on_triton and q.dtype == torch.float32:
             raise ValueError(
-                "the compressed branch on CUDA needs bfloat16 or float16, got float32; cast q, k "
-                "and v"
+                "the compressed branch on CUDA needs bfloat16 or float16, got float32; "
+                "cast q, k and v"
             )
         return on_triton
 
@@ -297,8 +297,8 @@ class NSA(AttentionKind):
     def flops(self, length, H, G, K):
         num_blocks, num_windows = -(-length // BLOCK_SIZE), max(0, length // WINDOW_STRIDE - 1)
         product = 2 * BLOCK_SIZE * BLOCK_SIZE * H * K  # one block of queries with one block of keys
-        # Each query of tile n sees n + 1 windows. Tiles have 16 queries, but the last tile may have
-        # fewer.
+        # Each query of tile n sees n + 1 windows.
+        # Tiles have 16 queries, but the last tile may have fewer.
         pairs = WINDOW_STRIDE * num_windows * (num_windows + 1) // 2
         missing = WINDOW_STRIDE * (num_windows + 1) + WINDOW_STRIDE - 1 - length
         pairs -= num_windows * missing

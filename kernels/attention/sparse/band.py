@@ -36,8 +36,8 @@ from .layout import Layout
 # The fastest on an H200 with 32 and 8 heads of 128, for exact windows of 1,024 and 4,096 tokens.
 # With 4 warps the first two kernels would spill on Ampere.
 QUERIES_CONFIG = TileConfig(rows=128, num_warps=8, num_stages=3)
-# Where a block has at most 64 rows, as of heads that share no keys: the fastest with 32 heads of
-# 128.
+# Where a block has at most 64 rows, as of heads that share no keys:
+# the fastest with 32 heads of 128.
 NARROW_CONFIG = TileConfig(rows=64, num_warps=4, num_stages=2)
 KEYS_CONFIG = TileConfig(rows=32, num_warps=4, num_stages=3)
 # Heads wider than 128. Forward's was the fastest on an H100 with 16 and 4 heads of 256: 64 rows

@@ -155,8 +155,8 @@ def _tables(
     if (num_blocks + before).max() > LONGEST_DOCUMENT:
         limit = f"{LONGEST_DOCUMENT} blocks of {block_size} tokens"
         raise ValueError(
-            f"sparse attention takes documents of up to {limit}, got one of {int(length.max())} "
-            "tokens"
+            f"sparse attention takes documents of up to {limit}, "
+            f"got one of {int(length.max())} tokens"
         )
     num_extra = (num_blocks + window_blocks - 1) // window_blocks - (before == 0).long()
     return _Documents(start, length, num_blocks, first_block, before, origin, num_extra)

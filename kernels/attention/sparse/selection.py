@@ -393,10 +393,8 @@ def score_blocks(
         if scores is None:
             scores = q.new_empty(G, num_tokens, width, dtype=torch.float32)
             maxima = q.new_empty(G, num_tokens, width // CHUNK, dtype=torch.float32)
-        tile, queries = (
-            config or SCORES_CONFIGS[scored.element_size()],
-            queries_per_token(H // G, look),
-        )
+        tile = config or SCORES_CONFIGS[scored.element_size()]
+        queries = queries_per_token(H // G, look)
         _scores_kernel[(triton.cdiv(len(blocks) * size, tile.rows // queries), G)](
             q, scored, scores, maxima, layout.block_start, layout.document_stop,
             blocks.start, first,

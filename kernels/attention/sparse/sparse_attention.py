@@ -277,10 +277,8 @@ class Sparse(AttentionKind):
         short, long = self._divide(q, segments)
         if lists is None:
             lists = self.choose(q, k, segments, on_triton)
-        out, lse = (
-            q.new_empty(q.shape),
-            q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)),
-        )
+        out = q.new_empty(q.shape)
+        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         if short is not None:
             full_forward(q, k, v, short, backend, into=(out, lse))
         tensors = [flat(x) for x in (q, k, v, lists, out, lse)]
