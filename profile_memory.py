@@ -109,8 +109,7 @@ def decide(flags: ProfileFlags) -> StepRecipe:
 
 
 def check_flags(flags: ProfileFlags, layers: int, can_measure: bool) -> None:
-    """Refuse flags without effect, models that are not profiled, and files that could not be
-    written."""
+    """Refuses flags without effect, unsuited models, and files that could not be written."""
     if layers > MOST_LAYERS:
         raise UserError(
             f"{flags.init_from} has {layers} layers; "

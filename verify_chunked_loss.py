@@ -153,8 +153,7 @@ def switch(
 def losses_and_gradients(
     loss: Callable, hidden: Tensor, head: Tensor, targets: Tensor
 ) -> tuple[Tensor, ...]:
-    """Returns loss [], and the gradients of hidden [tokens, hidden_size] and head [vocab_size,
-    hidden_size]."""
+    """Returns the loss [], and its gradients of hidden [tokens, hidden_size] and of the head."""
     hidden, head = (x.detach().clone().requires_grad_() for x in (hidden, head))
     value = loss(hidden, head, targets)
     value.backward()

@@ -122,8 +122,10 @@ def _attention_forward(original: FunctionType, impl: str):
         )
 
     def apply_rotary_pos_emb(q, k, cos, sin):
-        """Rotates q [B, H, T, K] and k [B, G, T, K] by cos and sin [B or 1, T, R], whose halves are
-        equal."""
+        """Rotates q [B, H, T, K] and k [B, G, T, K].
+
+        cos and sin are [B or 1, T, R], with equal halves.
+        """
         rotary_dim = cos.shape[-1]
         cos, sin = (table[..., : rotary_dim // 2].squeeze(0) for table in (cos, sin))
         q, k = rope(

@@ -61,8 +61,10 @@ def qkv_convolution_reference(
 
 @functools.lru_cache(maxsize=4)
 def _positions(B: int, T: int, documents: bytes | None, device: torch.device) -> Tensor:
-    """Returns each token's position in its document, at most 3, int8 [B * T]. All layers of a step
-    share it."""
+    """Returns each token's position in its document, at most 3, int8 [B * T].
+
+    All layers of a step share it.
+    """
     start, length = document_bounds(B, T, documents)
     positions = torch.arange(B * T) - start.repeat_interleave(length)
     return positions.clamp_(max=WIDTH - 1).to(torch.int8).to(device)
@@ -78,8 +80,10 @@ def _convolution_kernel(
     x_ptr, weight_ptr, positions_ptr, out_ptr, num_tokens, x_stride, eps, scale,
     HEADS: tl.constexpr, K: tl.constexpr, BLOCK_T: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Writes one head of BLOCK_T tokens. `x_ptr` and `weight_ptr` point to the first channel of the
-    first head."""
+    """Writes one head of BLOCK_T tokens.
+
+    `x_ptr` and `weight_ptr` point to the first channel of the first head.
+    """
     first = (tl.program_id(0) // HEADS).to(tl.int64) * BLOCK_T
     head = tl.program_id(0) % HEADS
     t, c = tl.arange(0, BLOCK_T), tl.arange(0, K)

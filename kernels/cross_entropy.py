@@ -107,8 +107,10 @@ def loss_scale(
 
 @operation("fathom::reciprocal", torch.empty_like)
 def _reciprocal(denominator: Tensor) -> Tensor:
-    """Returns 1 / denominator. The denominator must be positive and finite; on CUDA the device
-    asserts it."""
+    """Returns 1 / denominator.
+
+    The denominator must be positive and finite; on CUDA the device asserts it.
+    """
     is_valid = (denominator > 0) & (denominator < torch.inf)
     if denominator.is_cuda:
         assert_async(is_valid, "denominator is not positive and finite")
@@ -231,8 +233,10 @@ def _statistics_of_row(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Returns the maximum, the sum over other classes and the label's logit. Only the last blocks
-    need masks."""
+    """Returns the maximum, the sum over other classes and the label's logit.
+
+    Only the last blocks need masks.
+    """
     full = num_columns // BLOCK * BLOCK
     true_logit = tl.load(logits_ptr + y, mask=is_here, other=float("-inf")).to(tl.float32)
     true_logit = tl.where(is_here, _softcap(true_logit, SOFTCAP), float("-inf"))
@@ -681,8 +685,10 @@ def _scale_rows_(gradient: Tensor, scale: Tensor, use_triton: bool) -> None:
 
 
 class _InPlace(torch.autograd.Function):
-    """Returns losses times `scale`, losses and log-sum-exps. Forward leaves the gradient in the
-    logits' storage."""
+    """Returns losses times `scale`, losses and log-sum-exps.
+
+    Forward leaves the gradient in the logits' storage.
+    """
 
     @staticmethod
     def forward(ctx, logits, target, scale, group_name, options):

@@ -19,7 +19,7 @@ class Declared(nn.Module):
     def initialize_parameter(
         self, name: str, tensor: Tensor, generator: torch.Generator | None = None
     ) -> None:
-        """Fill `tensor` with the initial value of the parameter `name`, as
+        """Fills `tensor` with the initial value of the parameter `name`, as
         `kernels.parts.Parameter` declares it.
 
         Matrices that write into the residual stream are scaled by 1/sqrt(2 x layers), as in GPT-2.

@@ -323,8 +323,10 @@ def _check(
 
 @dataclass(frozen=True)
 class GatedMLPPart:
-    """The gated MLP as a `kernels.parts.LayerPart`. Raises ValueError for an unknown activation or
-    no width."""
+    """The gated MLP as a `kernels.parts.LayerPart`.
+
+    Raises ValueError for an unknown activation or no width.
+    """
 
     intermediate_size: int
     activation: str = "silu"

@@ -126,8 +126,10 @@ class _Parts:
 
 
 class _PartsSent(torch.autograd.Function):
-    """Starts to send parts, and returns [N, ...] with room for this rank's own. Its backward waits,
-    as `_Sent`'s."""
+    """Starts to send parts, and returns [N, ...] with room for this rank's own.
+
+    Its backward waits, as `_Sent`'s.
+    """
 
     @staticmethod
     def forward(ctx, parts, *tensors):

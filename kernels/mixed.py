@@ -22,12 +22,12 @@ class Forms:
     """A matrix as the factor of each map that multiplies it."""
 
     make: Callable[[Linear], Factor]
-    made: dict[Linear, Factor] = field(default_factory=dict)
+    factors: dict[Linear, Factor] = field(default_factory=dict)
 
     def of(self, linear: Linear) -> Factor:
-        if linear not in self.made:
-            self.made[linear] = self.make(linear)
-        return self.made[linear]
+        if linear not in self.factors:
+            self.factors[linear] = self.make(linear)
+        return self.factors[linear]
 
 
 def _never(linear: Linear) -> Factor:

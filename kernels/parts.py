@@ -18,8 +18,10 @@ _PARTS: list["Part"] = []
 
 
 class Part:
-    """Base class of the frozen dataclasses that operations find by `number`. Equal parts have the
-    same number."""
+    """Base class of the frozen dataclasses that operations find by `number`.
+
+    Equal parts have the same number.
+    """
 
     number: int
 
@@ -154,8 +156,10 @@ class Parameter:
 
 
 class LayerPart(Protocol):
-    """Description of a part of a layer, such as attention or an MLP: its sizes on one rank. A
-    frozen dataclass."""
+    """Description of a part of a layer, such as attention or an MLP: its sizes on one rank.
+
+    A frozen dataclass.
+    """
 
     module: str  # its module's name in a block
 
@@ -501,8 +505,10 @@ class AttentionKind(MixerKind):
 
     @abstractmethod
     def check(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, impl: str) -> bool:
-        """Returns `on_triton`, see `kernels.common.use_triton`. Raises ValueError for what no
-        kernel takes."""
+        """Returns `on_triton`, see `kernels.common.use_triton`.
+
+        Raises ValueError for what no kernel takes.
+        """
 
     @abstractmethod
     def forward(

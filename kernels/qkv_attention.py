@@ -135,8 +135,10 @@ class _Division(NamedTuple):
         return x.unflatten(dim, (self.ranks, self.steps, -1)).select(dim + 1, step)
 
     def take(self, x, step: int, dim: int = 2):
-        """Returns one step's heads of x, contiguous, in the order of the ranks. Returns None if x
-        is None."""
+        """Returns one step's heads of x, contiguous, in the order of the ranks.
+
+        Returns None if x is None.
+        """
         return None if x is None else self._view(x, step, dim).flatten(dim, dim + 1).contiguous()
 
     def put(self, x: Tensor, step: int, heads: Tensor, dim: int = 2) -> None:
@@ -357,8 +359,10 @@ class _Options(NamedTuple):
 
 
 class _QKVAttention(torch.autograd.Function):
-    """Attention of n key/value heads per step. The input's gradient is summed over steps in the
-    input's dtype."""
+    """Attention of n key/value heads per step.
+
+    The input's gradient is summed over steps in the input's dtype.
+    """
 
     @staticmethod
     def forward(ctx, x, gates, cos, sin, segments, options, *parameters):

@@ -58,8 +58,10 @@ def _rms_norm_forward_kernel(
     outer_stride, inner_stride, eps, weight_offset, INNER: tl.constexpr, D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_D: tl.constexpr, CAST_BEFORE_WEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Normalises BLOCK_ROWS rows. All tensors but the input are contiguous; INNER rows of it are
-    evenly spaced."""
+    """Normalises BLOCK_ROWS rows.
+
+    All tensors but the input are contiguous; INNER rows of it are evenly spaced.
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS]
     columns = tl.arange(0, BLOCK_D)  # [BLOCK_D]
     mask = (rows < num_rows)[:, None] & (columns < D)[None, :]  # [BLOCK_ROWS, BLOCK_D]

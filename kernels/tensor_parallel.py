@@ -75,8 +75,10 @@ class TensorRanks:
         self.group = group
 
     def enter(self, x: Tensor) -> Tensor:
-        """Returns x for products with each rank's share of a matrix. Backward sums x's gradient
-        over ranks."""
+        """Returns x for products with each rank's share of a matrix.
+
+        Backward sums x's gradient over ranks.
+        """
         return x if self.group is None else _Enter.apply(x, self.group.group_name)
 
     def leave(self, x: Tensor, skippable: bool = False) -> Tensor:
@@ -89,8 +91,10 @@ class TensorRanks:
         return (_skippable_sum if skippable else _sum)(x, self.group.group_name)
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Returns rows of the embedding, [..., D], for ids in [0, V). `weight` [V / N, D] is this
-        rank's share."""
+        """Returns rows of the embedding, [..., D], for ids in [0, V).
+
+        `weight` [V / N, D] is this rank's share.
+        """
         if self.group is None:
             return F.embedding(ids, weight)
         # Words of other ranks read a row of this rank's, then become 0: of 256 words on 2 ranks,

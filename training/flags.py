@@ -103,8 +103,10 @@ def refuse(flags, flag_names: Iterable[str], rules: Iterable[Rule]) -> None:
 
 
 def read_flags(kind: type, argv: list[str], program: str):
-    """Returns an object of the dataclass `kind`; otherwise as `given_flags`. Flags without effect
-    are refused."""
+    """Returns an object of the dataclass `kind`; otherwise as `given_flags`.
+
+    Flags without effect are refused.
+    """
     flag_values = given_flags(kind, argv, program)
     flags = kind(**flag_values)
     refuse(flags, flag_values, getattr(kind, "rules", ()))
@@ -231,8 +233,7 @@ def answer_early(
     read: Callable[[list[str]], object] = lambda words: None,
     packages: Sequence[str] = ("tqdm", "torch"),
 ) -> None:
-    """Answer --help, and refuse wrong flags and paths that lead nowhere, before a script imports
-    torch.
+    """Answers --help, and refuses wrong flags and paths, before a script imports torch.
 
     That import takes seconds. `read` returns the command's flags, an object or a dict.
 

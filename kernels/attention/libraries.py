@@ -131,8 +131,10 @@ def _window_sides(window: int | None) -> dict[str, int]:
 
 
 def _unused_seed(q: Tensor) -> Tensor:
-    """Returns the random seed that backward kernels take for dropout. Dropout is off, so no kernel
-    reads it."""
+    """Returns the random seed that backward kernels take for dropout.
+
+    Dropout is off, so no kernel reads it.
+    """
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 

@@ -69,8 +69,10 @@ class _Call(NamedTuple):
 
 
 def _calls(q: Tensor, segments: Tensor, kernel: Kernel) -> list[_Call]:
-    """Returns the calls for q [B, T, H, K]. A prompt that is too long to attend together has its
-    own call."""
+    """Returns the calls for q [B, T, H, K].
+
+    A prompt that is too long to attend together has its own call.
+    """
     return _cached_calls(table_as_bytes(segments), q.shape[1], kernel.longest_together, q.device)
 
 

@@ -1,5 +1,7 @@
-"""Flags of checkpoints, and which of them have no effect. No torch is imported here: --help is to
-be quick."""
+"""Flags of checkpoints, and which of them have no effect.
+
+No torch is imported here: --help is to be quick.
+"""
 
 from dataclasses import dataclass
 

@@ -231,8 +231,10 @@ def check_beside(folder: Path, names: Collection[str]) -> list[tuple[Entry, Piec
 
 
 def _compare(path: Path, pieces: list[tuple[Entry, Piece, int | None]]) -> None:
-    """Compares each piece with its CRC-32; None: its elements must be finite. Each rank compares
-    some pieces."""
+    """Compares each piece with its CRC-32; None: its elements must be finite.
+
+    Each rank compares some pieces.
+    """
     rank, world_size = rank_and_world_size()
 
     def compare(item: tuple[Entry, Piece, int | None]) -> None:

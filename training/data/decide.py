@@ -110,7 +110,7 @@ def open_tokenizer(path: str | None, template: str | None, checkpoint: Path | No
 
 
 def check_tokenizer(tokenizer: Tokenizer, checkpoint: Path, identity: str | None) -> None:
-    """Refuse another tokenizer than the one that a checkpoint was trained with."""
+    """Refuses another tokenizer than the one that a checkpoint was trained with."""
     if identity == tokenizer.identity:
         return
     was = f"{checkpoint} was trained with tokenizer {str(identity)[:12]}"
@@ -121,8 +121,7 @@ def check_tokenizer(tokenizer: Tokenizer, checkpoint: Path, identity: str | None
 def check_new_tokens(
     tokenizer: FileTokenizer, template: str, vocab_size: int, has_adapters: bool
 ) -> None:
-    """Refuse tokens that a chat template added, where no row of the embedding is trained for
-    them."""
+    """Refuses tokens of a chat template for which no row of the embedding would be trained."""
     added = tokenizer.added_for_chats
     names = ", ".join(added[:SHOWN_TOKENS])
     if len(added) > SHOWN_TOKENS:

@@ -159,7 +159,7 @@ def shape_with(attention_type: str, size: ModelConfig) -> ModelConfig:
 
 
 def check_size(declared: ModelConfig, size: ModelConfig, name: str, folder: str | Path) -> None:
-    """Refuse weights whose shape is not the size of --model_size."""
+    """Refuses weights whose shape is not the size of --model_size."""
     for field in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if getattr(declared, field) != getattr(size, field):
             has = (

@@ -293,7 +293,7 @@ def _is_named(full_name: str | None, named: str | list | None) -> bool:
         return False
     if isinstance(named, str):
         return re.fullmatch(named, full_name) is not None
-    return any(f".{full_name}".endswith(f".{each}") for each in named)
+    return any(f".{full_name}".endswith(f".{suffix}") for suffix in named)
 
 
 def _prefixes_in(folder: Path) -> list[str]:
@@ -312,7 +312,7 @@ def _prefixes_in(folder: Path) -> list[str]:
     prefixes = [WRAPPED_PREFIX, OLDER_PREFIX, PREFIX]
     return sorted(
         prefixes,
-        key=lambda each: not any(f"base_model.model.{each}layers." in name for name in names),
+        key=lambda prefix: not any(f"base_model.model.{prefix}layers." in name for name in names),
     )
 
 
@@ -332,8 +332,8 @@ def targets_named(content: dict, folder: Path, base: Path) -> tuple[tuple[str, .
     adapted: set[str] = set()
     with contextlib.suppress(re.error, OverflowError, RecursionError):
         prefixes = _prefixes_in(folder) if is_wrapper(config) else [PREFIX]
-        found = [adapted_matrices(content, matrices, prefix) for prefix in prefixes]
-        adapted = found[0] or max(found, key=len)
+        adapters = [adapted_matrices(content, matrices, prefix) for prefix in prefixes]
+        adapted = adapters[0] or max(adapters, key=len)
     targets = tuple({p.target for name, p in matrices.items() if name in adapted and p.target})
     shown = [f"{name} {value!r:.80}" for name, value in values.items()] or ["no target_modules"]
     if not targets:
@@ -345,11 +345,11 @@ def targets_named(content: dict, folder: Path, base: Path) -> tuple[tuple[str, .
     if is_wrapper(config):
         return targets, []  # other names may be of its vision tower
     listed = [
-        (name, each) for name, value in values.items() if isinstance(value, list) for each in value
+        (name, word) for name, value in values.items() if isinstance(value, list) for word in value
     ]
     known = {*TARGETS, *READ_TARGETS, "gate_up_proj"}
     unknown = {
-        name for name, each in listed if not known & {*each.removesuffix(".weight").split(".")[-1:]}
+        name for name, word in listed if not known & {*word.removesuffix(".weight").split(".")[-1:]}
     }
     return targets, [f"{name} {values[name]!r:.80}" for name in unknown - {"exclude_modules"}]
 
@@ -358,7 +358,7 @@ def _are_names(name: str, value: object) -> bool:
     """Whether a value of adapter_config.json has a type that peft takes."""
     if isinstance(value, str):
         return name != "target_parameters"
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
@@ -413,16 +413,16 @@ def read_adapters(folder: str | Path) -> tuple[Adapters, Path]:
 
 def _refused_settings(content: dict) -> list[str]:
     """Returns the settings of an adapter_config.json that adapters here do not have, as text."""
-    others = {
+    ignored = {
         name: value
         for name, value in content.items()
         if name not in NO_EFFECT | OURS and value is not False
     }
-    asked = {
-        name: value for name, value in others.items() if name == "peft_type" or value not in EMPTY
+    requested = {
+        name: value for name, value in ignored.items() if name == "peft_type" or value not in EMPTY
     }
     refused = []
-    for name, value in asked.items():
+    for name, value in requested.items():
         text = value.lower() if name == "init_lora_weights" and isinstance(value, str) else value
         if text in TAKEN.get(name, ()):
             continue

@@ -288,8 +288,10 @@ GENERATION = (
 
 
 def token_ids(content: dict) -> dict:
-    """Returns the token ids that a config.json names. A text model's count where the whole model
-    names none."""
+    """Returns the token ids that a config.json names.
+
+    A text model's count where the whole model names none.
+    """
     return _of_whole_or_text(content, TOKEN_IDS)
 
 

@@ -40,8 +40,10 @@ class DirectFile:
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
 
     def write(self, content: memoryview, start: int) -> None:
-        """Puts the bytes at `start`. Of 300,000 bytes at 5,000, those from 8,192 to 303,103 go past
-        the cache."""
+        """Puts the bytes at `start`.
+
+        Of 300,000 bytes at 5,000, those from 8,192 to 303,103 go past the cache.
+        """
         with naming(self._path):
             self._write_all(content, start)
 

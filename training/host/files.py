@@ -183,8 +183,10 @@ def read_file(file: Path, what_to_do: str, most: float = math.inf) -> bytes:
 
 
 def read_json(file: Path) -> dict:
-    """Returns the object in a JSON file. Raises UserError if the file is missing, damaged or holds
-    no object."""
+    """Returns the object in a JSON file.
+
+    Raises UserError if the file is missing, damaged or holds no object.
+    """
     try:
         content = json.loads(read_file(file, "give another folder", JSON_BYTES))
     except (ValueError, RecursionError) as error:

@@ -129,8 +129,10 @@ class HostCopies:
         return tensors
 
     def finish_fetching(self) -> None:
-        """Makes kernels queued from now on wait for all fetches. Only they may use or free the
-        fetched tensors."""
+        """Makes kernels queued from now on wait for all fetches.
+
+        Only they may use or free the fetched tensors.
+        """
         self.device_module.current_stream().wait_stream(self.to_gpu)
 
     def _copy(

@@ -12,8 +12,10 @@ from training.objectives.flags import OBJECTIVES
 
 @dataclass
 class LogProbsFlags(ModelFlags):
-    """Log-probabilities of a corpus under a model, for flags of train.py. If it is stopped, it
-    begins anew."""
+    """Log-probabilities of a corpus under a model, for flags of train.py.
+
+    If it is stopped, it begins anew.
+    """
 
     out: Path | None = flag(None, "the folder that is made", positional=True)
     objective: str = flag(

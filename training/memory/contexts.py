@@ -34,7 +34,7 @@ def plan_contexts(step: Step, gpu_bytes: float, host_bytes: float, rates: Rates)
 
 
 def draw_contexts(path: Path, title: str, plans: dict[int, Plan]) -> None:
-    """Write a picture of plans by their contexts: GPU and host memory with their limits, and
+    """Writes a picture of plans by their contexts: GPU and host memory with their limits, and
     seconds per step.
 
     Beside the planned peak stands the peak of a step whose layers are all checkpointed, as most

@@ -75,7 +75,7 @@ class StepRecipe:
         )
 
     def check_linear(self, device: torch.device) -> None:
-        """Refuse products in 8 bits that the device, or the widths of the model, do not have."""
+        """Refuses products in 8 bits that the device, or the widths of the model, do not have."""
         if self.linear_name == PLAIN.name:
             return
         shard = self.model.shard(self.tensor_ranks)
@@ -122,7 +122,7 @@ def decide_step(flags, model: ModelConfig, num_gpus: int) -> StepRecipe:
 
 
 def check_parts(flags, model: ModelConfig) -> None:
-    """Refuse what mixtures of experts and gated delta nets do not have."""
+    """Refuses what mixtures of experts and gated delta nets do not have."""
     without: dict[str, tuple[object, str]] = {}
     if not all(kind.has_keys for kind in model.kinds):
         without["compile"] = False, "gated delta nets are not compiled"

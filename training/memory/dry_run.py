@@ -74,8 +74,7 @@ class Trace(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes (of attention, of the MLP) at a block's fullest moments, and those that it keeps for
-    backward."""
+    """Bytes (attention's, the MLP's) at a block's fullest moments, and kept for backward."""
 
     forward: tuple[int, int]
     mlp_backward: tuple[int, int]

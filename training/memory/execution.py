@@ -67,8 +67,10 @@ WHOLE = Placement("gpu", "gpu", "gpu")
 
 @dataclass(frozen=True)
 class Execution:
-    """How a step is run. Raises ValueError for unknown values, or ends on the host without the
-    chunked loss."""
+    """How a step is run.
+
+    Raises ValueError for unknown values, or ends on the host without the chunked loss.
+    """
 
     placements: tuple[Placement, ...] = ()  # one per block; () as long as none are chosen
     mlp_tile_size: int | None = (
@@ -143,8 +145,7 @@ def inventory_of(
     execution: Execution, *,
     accumulate: bool,
 ) -> Inventory:  # fmt: skip
-    """Returns what each parameter of a model.Transformer is on this rank under an execution, see
-    `Inventory.of`."""
+    """Returns this rank's parameters of a model.Transformer under an execution."""
     return Inventory.of(
         named_parameters, declared, accumulate=accumulate,
         gpu_state_bytes=execution.gpu_state_bytes,

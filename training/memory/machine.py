@@ -59,7 +59,7 @@ def gpu_budget(text: str, device: torch.device) -> int:
 
 
 def cap_gpu_memory(num_bytes: int, device: torch.device) -> None:
-    """Make `num_bytes` the hard limit of all that this process's GPU allocator reserves."""
+    """Makes `num_bytes` the hard limit of all that this process's GPU allocator reserves."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(num_bytes / total, device)
 
@@ -181,8 +181,10 @@ def _measure_products(linear: Linear, x: Tensor, weight: Tensor, hidden: Tensor)
 
 
 def measure_network(group: dist.ProcessGroup, num_machines: int, device: torch.device) -> float:
-    """Returns bytes/s each way per GPU between machines of equally many ranks. All ranks of `group`
-    call this."""
+    """Returns bytes/s each way per GPU between machines of equally many ranks.
+
+    All ranks of `group` call this.
+    """
     part = torch.empty(_GATHERED_BYTES // group.size(), dtype=torch.uint8, device=device)
     gathered = torch.empty(len(part) * group.size(), dtype=torch.uint8, device=device)
     wait = torch.get_device_module(device).synchronize

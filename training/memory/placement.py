@@ -58,7 +58,7 @@ def apply_execution(
     arena_bytes: int = 0,
     homes: Homes = MappingProxyType({}),
 ) -> None:
-    """Make a model.Transformer, on its device, run as `execution` says.
+    """Makes a model.Transformer, on its device, run as `execution` says.
 
     Pins `arena_bytes` of host memory for the activations with placements on the host. `homes` are
     the weights of visiting parameters, see `MasterAdamW.homes`.
@@ -95,7 +95,7 @@ def apply_execution(
 
 
 def set_kinds(model: nn.Module, kinds: Sequence[MixerKind]) -> None:
-    """Set how each block attends; (): as configured.
+    """Sets how each block attends; (): as configured.
 
     Raises ValueError for a kind that needs other gates.
     """
@@ -109,7 +109,7 @@ def set_kinds(model: nn.Module, kinds: Sequence[MixerKind]) -> None:
 
 
 def set_linear(model: nn.Module, linear: Linear) -> None:
-    """Set the linear maps of all blocks and of the head of a model.Transformer."""
+    """Sets the linear maps of all blocks and of the head of a model.Transformer."""
     model.linear = linear.head
     for block in model.layers:
         block.mixer.linear = block.mlp.linear = linear
@@ -135,7 +135,7 @@ def apply_placement(
     skips: bool = True,
     homes: Homes = MappingProxyType({}),
 ) -> "_PlacedBlocks":  # fmt: skip
-    """Give each block a forward that keeps activations for backward as its placement says.
+    """Gives each block a forward that keeps activations for backward as its placement says.
     Gradients stay the same.
 
     Args:
@@ -168,17 +168,17 @@ def apply_placement(
     if arena is None and any("host" in (p.input, p.results) for p in placements):
         raise ValueError("placements in host memory need an arena")
     for layer, (block, placement) in enumerate(zip(blocks, placements)):
-        found = [homes.get(parameter) for parameter in block.parameters()]
+        weight_homes = [homes.get(parameter) for parameter in block.parameters()]
         if any(
             (h is not None) != (placement.weights == "host")
-            for h in found
+            for h in weight_homes
             if h is None or isinstance(h, Tensor)
         ):
             raise ValueError(
                 f"block {layer} is placed with weights on the {placement.weights}, where they do "
                 "not live"
             )
-        if placement.is_whole and any(h is not None for h in found):
+        if placement.is_whole and any(h is not None for h in weight_homes):
             raise ValueError(
                 f"block {layer} is left to autograd, but its weights visit; recompute its rest"
             )
@@ -215,14 +215,16 @@ class _PlacedBlocks:
         self.passes = [0] * len(blocks)
 
     def embed(self, forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
-        """Run the embedding's own forward, in a visit that begins a pass."""
+        """Runs the embedding's own forward, in a visit that begins a pass."""
         self.weights.free()  # as in `run`
         with self.weights.visit(-1, 0):
             return forward(ids)
 
     def visit_head(self) -> AbstractContextManager[None]:
-        """Returns the visit of the head. If a backward follows, the last block's weights come
-        beside it."""
+        """Returns the visit of the head.
+
+        If a backward follows, the last block's weights come beside it.
+        """
         last = len(self.blocks)
         return self.weights.visit(last, self._start(last - 1) if torch.is_grad_enabled() else None)
 
@@ -256,8 +258,10 @@ class _PlacedBlocks:
         return y_BTD
 
     def backward(self, layer: int, dy_BTD: Tensor, context) -> Tensor:
-        """Rebuild the block and run backward through its graph. Returns dx_BTD; parameters get
-        their gradients."""
+        """Rebuilds the block and runs backward through its graph.
+
+        Returns dx_BTD; parameters get their gradients.
+        """
         # Only for the last block: otherwise the backward of block layer + 1 began these copies.
         self._fetch(layer)
         if self.copies is not None:
@@ -293,7 +297,7 @@ class _PlacedBlocks:
         return x_BTD
 
     def _rebuild(self, layer: int, x_BTD: Tensor, context, skips: bool = False) -> Tensor:
-        """Run a block's forward again, with what its operations kept."""
+        """Runs a block's forward again, with what its operations kept."""
         kept = {
             name: calls
             for (i, name), calls in self.on_gpu.items()

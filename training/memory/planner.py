@@ -235,8 +235,10 @@ class _Search:
         return min(both, key=lambda candidate: step_seconds(self.step, candidate, rates))
 
     def fits(self, execution: Execution) -> bool:
-        """Whether an execution fits. Stops at the first stage that is too full: most executions do
-        not fit."""
+        """Whether an execution fits.
+
+        Stops at the first stage that is too full: most executions do not fit.
+        """
         if pinned_bytes(self.step, execution) > self.host_bytes:
             return False
         stages = Stages(self.step, execution)
@@ -250,17 +252,17 @@ class _Search:
         They are all combinations of the blocks whose weights wait on the host, the state's format
         and share on the GPU, heads at a time, and the loss.
         """
-        step, given, L = self.step, self.step.given, self.step.layers
+        step, requested, L = self.step, self.step.given, self.step.layers
         ends = step.shard.num_ends
         # Tiles cost no time, and save one matrix product that a placed block otherwise recomputes.
         tile_size = max(parts.mlp.tile_size for parts in {*step.parts})
-        can_choose = given.loss_impl == "auto" and not step.uses_chunked_loss(given)
+        can_choose = requested.loss_impl == "auto" and not step.uses_chunked_loss(requested)
         for num, state_format in itertools.product(self.waiting, _formats(step)):
             weights = (_placement(weights="host"),) * min(num, L) + (_placement(),) * (L - num)
             base = replace(
-                given, placements=weights, mlp_tile_size=tile_size, state_format=state_format
+                requested, placements=weights, mlp_tile_size=tile_size, state_format=state_format
             )
-            losses = ["auto", "chunked"] if can_choose else [given.loss_impl]
+            losses = ["auto", "chunked"] if can_choose else [requested.loss_impl]
             # shares of the optimizer's state on the GPU; with weights of blocks on the host, only
             # state of embedding and head can be there
             shares = [math.inf, 0.75, 0.5, 0.25, 0]
@@ -291,8 +293,10 @@ class _Search:
         return ways[first:]
 
     def has_room(self, base: Execution, recomputed: int) -> bool:
-        """Whether an execution fits in any of the ways of `inputs_within_host`. If any does, the
-        last does."""
+        """Whether an execution fits in any of the ways of `inputs_within_host`.
+
+        If any does, the last does.
+        """
         num_ways = self._num_ways(base, recomputed)
         if not num_ways:
             return False

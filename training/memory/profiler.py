@@ -86,8 +86,10 @@ class Reading(NamedTuple):
 
 
 class CudaCounter:
-    """The allocator and the clock of the current GPU. PyTorch counts bytes as the host allocates:
-    nothing waits."""
+    """The allocator and the clock of the current GPU.
+
+    PyTorch counts bytes as the host allocates: nothing waits.
+    """
 
     def read(self) -> Reading:
         """Returns bytes now, and their peaks since the last call."""
@@ -170,7 +172,7 @@ class Recorder:
                 hook.remove()
 
     def end_stage(self, name: str) -> None:
-        """End the stage that runs and give it a name. The next one begins."""
+        """Ends the stage that runs and gives it a name. The next one begins."""
         self._read()
         self.stages[name] = self.peak, self.reserved  # the last micro-batch stays
         before, self.began = self.began, self.counter.mark()
@@ -178,7 +180,7 @@ class Recorder:
         self._start_stage()
 
     def end_backward(self) -> None:
-        """End a micro-batch's backward: no hook sees the end of its last stage."""
+        """Ends a micro-batch's backward: no hook sees the end of its last stage."""
         self.end_stage("backward of embedding")
         self.booked.clear()
         self.in_backward = False
@@ -264,12 +266,12 @@ class Recorder:
     # Readings
 
     def _run(self, owner: Any, category: str) -> None:
-        """Begin to book the bytes of unknown tensors on `owner`, under `category`."""
+        """Begins to book the bytes of unknown tensors on `owner`, under `category`."""
         self.owner, self.category = owner, category
         self._read()
 
     def _know(self, category: str, tensor: Tensor) -> None:
-        """Give a tensor its category for as long as it lives."""
+        """Gives a tensor its category for as long as it lives."""
         self.known[tensor.untyped_storage()] = category
 
     def _start_stage(self) -> None:
@@ -285,8 +287,8 @@ class Recorder:
         held = self._state_bytes()
         for storage, category in self.known.items():
             held[category] += storage.nbytes()
-        for of_owner in self.booked.values():
-            held.update(of_owner)
+        for bytes_by_category in self.booked.values():
+            held.update(bytes_by_category)
         self.booked[self.owner][self.category] += allocated - held.total()
         held[self.category] += allocated - held.total()
         self.held = held
@@ -424,10 +426,10 @@ def thin(execution: Execution, layers: int) -> Execution:
     ]
     taken = [execution.placements[i] for i in sample]
     recomputed = [placement for placement in taken if placement.input == "recompute"]
-    others = [placement for placement in taken if placement.input != "recompute"]
-    while len(recomputed) > len(others):
-        others.append(replace(recomputed.pop(), input="host"))
-    pairs = itertools.zip_longest(others, recomputed)
+    kept = [placement for placement in taken if placement.input != "recompute"]
+    while len(recomputed) > len(kept):
+        kept.append(replace(recomputed.pop(), input="host"))
+    pairs = itertools.zip_longest(kept, recomputed)
     # State of blocks whose weights wait on the host is there too,
     # and the limit is of embedding and head.
     visits = any(placement.weights == "host" for placement in taken)
@@ -444,8 +446,10 @@ def thin(execution: Execution, layers: int) -> Execution:
 
 
 def extrapolate(measured: Measurement, part: Step, step: Step) -> float:
-    """Returns seconds of a step of all layers: stages are scaled by layers, the update by bytes of
-    parameters."""
+    """Returns the seconds of a step of all layers.
+
+    Stages are scaled by layers, the update by bytes of parameters.
+    """
     layers, parameters = step.layers / part.layers, step.parameter_bytes / part.parameter_bytes
     scales = (
         layers if "of layer" in s.name else parameters if s.name == "update" else 1
@@ -543,7 +547,7 @@ def draw_timeline(
     measured: Sequence[MeasuredStage] | None = None,
     budget: float | None = None,
 ) -> None:  # fmt: skip
-    """Write a picture of a step to a .png, .svg or .pdf file: memory, see `draw_stages`, and
+    """Writes a picture of a step to a .png, .svg or .pdf file: memory, see `draw_stages`, and
     seconds by phases."""
     from matplotlib.figure import Figure  # optional
 
@@ -566,8 +570,10 @@ def draw_stages(
     measured: Sequence[MeasuredStage] | None = None,
     budget: float | None = None,
 ) -> None:
-    """Draw a step on Matplotlib's axes: predicted categories as areas; measured peaks and a budget,
-    bytes, as lines."""
+    """Draws a step's bytes on Matplotlib's axes: predicted categories as areas, others as lines.
+
+    The lines are measured peaks and a budget.
+    """
     positions = range(len(stages))
     heights = [
         [stage.categories.get(category, 0) / GIB for stage in stages] for category in CATEGORIES

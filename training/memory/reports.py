@@ -72,7 +72,7 @@ class Machine:
         return self.gpu_bytes, self.host_bytes, self.rates
 
     def print_host(self, plan: Plan) -> None:
-        """Print the host memory of a process and of the machine, if that is known, and a
+        """Prints the host memory of a process and of the machine, if that is known, and a
         checkpoint's bytes on disk."""
         if self.host_memory:
             process = plan.host_bytes + PROCESS_BYTES
@@ -129,7 +129,7 @@ def report_step(
     changes: dict[str, Plan],
     epoch: Epoch | None = None, part: Step | None = None, build_bench: BuildBench | None = None,
 ) -> dict:  # fmt: skip
-    """Print the answer, then `about` the machine and the model, the plan, and the stages that the
+    """Prints the answer, then `about` the machine and the model, the plan, and the stages that the
     flags ask for.
 
     `changes` are plans of changed steps by the flags to give: steps that are faster, or that fit if
@@ -269,7 +269,7 @@ def _sequences(step: Step) -> int:
 def _print_changes(
     title: str, changes: dict[str, Plan], machine: Machine, epoch: Epoch | None
 ) -> list[dict]:
-    """Print a row for each change, if there is one; returns the rows for JSON."""
+    """Prints a row for each change, if there is one; returns the rows for JSON."""
     if changes:
         print(title)
     rows, width = [], max(map(len, changes), default=0)
@@ -297,7 +297,7 @@ def _print_changes(
 def _print_answer(
     plan: Plan, machine: Machine, fits: bool, epoch: Epoch | None
 ) -> dict[str, float]:
-    """Print what a step takes, and how long; returns that for JSON."""
+    """Prints what a step takes, and how long; returns that for JSON."""
     answer = {"peak": plan.peak.bytes, "host_bytes": plan.host_bytes, **_speed(plan)}
     answer["checkpoint_bytes"] = machine.checkpoint_bytes(plan)
     host = gib(plan.host_bytes)
@@ -325,8 +325,7 @@ def _print_answer(
 
 
 def _model_flops(plan: Plan, machine: Machine) -> float:
-    """Returns the floating-point operations of a step on one GPU, without recomputed
-    activations."""
+    """Returns the FLOP of a step on one GPU, without recomputed activations."""
     step = plan.step
     assert step.documents is not None
     flops = functools.partial(
@@ -343,7 +342,7 @@ def _model_flops(plan: Plan, machine: Machine) -> float:
 
 
 def _print_measured(summary: dict) -> None:
-    """Print the measured numbers of `summary`, beside their predictions."""
+    """Prints the measured numbers of `summary`, beside their predictions."""
     error = 100 * (summary["predicted_peak"] / summary["measured_peak"] - 1)
     print(
         f"measured peak: {gib(summary['measured_peak'])}, "
@@ -371,7 +370,7 @@ def _print_measured(summary: dict) -> None:
 
 
 def report_max_context(step: Step, machine: Machine) -> dict:
-    """Print the longest context that is predicted to fit. Raises UserError for none."""
+    """Prints the longest context that is predicted to fit. Raises UserError for none."""
     longest = find_max_context(step, machine.gpu_bytes, machine.host_bytes)
     plan = make_plan(step.at(longest or step.context_length), *machine.limits)  # raises for none
     print(f"predicted: {longest:,} tokens in {describe_budgets(*machine.limits[:2])}")
@@ -398,7 +397,7 @@ def compared_executions(step: Step) -> dict[str, Execution]:
 
 
 def report_comparison(step: Step, machine: Machine, budget: str | None) -> dict:
-    """Print the bytes and seconds of each way at each context, and the smallest GPU on which each
+    """Prints the bytes and seconds of each way at each context, and the smallest GPU on which each
     context fits.
 
     `budget` is the GPU memory of the planned way; None: COMPARED_BUDGET if the GPU has that much,
@@ -436,7 +435,7 @@ def report_comparison(step: Step, machine: Machine, budget: str | None) -> dict:
 
 
 def _print_compared(way: str, step: Step, model: ModelConfig, plan: Plan | None) -> dict[str, Any]:
-    """Print a row of the comparison; returns it for JSON."""
+    """Prints a row of the comparison; returns it for JSON."""
     logits = projected_logits_bytes(model.vocab_size, step.tokens)
     row: dict[str, Any] = {"way": way, "context_length": step.context_length, "logits": logits}
     cells = [f"{step.context_length:,}", f"{logits / GIB:.2f}"]

@@ -187,8 +187,7 @@ class Stages:
         yield self._stage("backward of embedding", 0, on_gpu, gradients, (step.input_bytes, 0, 0))
 
     def _leaving(self, share: float) -> int:
-        """Returns the bytes of gradients on their way to the host once this share of them is
-        made."""
+        """Returns the bytes of gradients on their way to the host after this share is made."""
         return min(self.optimizer.leaving_limit, int(self.optimizer.leaving_made * share))
 
     def _fetched(self, layer: int) -> tuple[int, int]:

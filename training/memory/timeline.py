@@ -422,7 +422,7 @@ def format_timeline(phases: list[Phase]) -> str:
 
 
 def draw_phases(axes, phases: list[Phase]) -> None:
-    """Draw phases one after another on Matplotlib's axes: kernels by work in a lane, copies beside
+    """Draws phases one after another on Matplotlib's axes: kernels by work in a lane, copies beside
     them in another."""
     start, (shown, works) = 0.0, _shown(phases)
     total = sum(phase.times * phase.seconds for phase in shown)

@@ -43,7 +43,7 @@ class VisitingWeights:
 
     @contextmanager
     def visit(self, block: int, then: int | None = None) -> Iterator[None]:
-        """Have a block's weights on the GPU in here, and the weights of the next to visit, `then`,
+        """Keeps a block's weights on the GPU in here, and the weights of the next to visit, `then`,
         on their way."""
         self.free(but=(block, then))
         self._fetch(block)
@@ -53,8 +53,10 @@ class VisitingWeights:
         self.free(but=(then,))
 
     def free(self, but: Collection[int | None] = ()) -> None:
-        """Free the memory of all weights, but for some blocks'. Kernels that are queued later may
-        reuse it."""
+        """Frees the memory of all weights, but for some blocks'.
+
+        Kernels that are queued later may reuse it.
+        """
         self._finish_fetching()  # a copy may still be filling it
         for block in self.present.difference(but):
             torch.autograd.graph.increment_version([*self.homes[block]])
@@ -78,6 +80,6 @@ class VisitingWeights:
                     home.write_into(parameter.detach())
 
     def _finish_fetching(self) -> None:
-        """Make kernels queued from now on wait for all fetches."""
+        """Makes kernels queued from now on wait for all fetches."""
         if self.present:
             self.device_module.current_stream().wait_stream(self.to_gpu)

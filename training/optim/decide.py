@@ -19,8 +19,10 @@ class LearningRate:
     final_ratio: float
 
     def at(self, step: int, cosine_steps: int) -> float:
-        """Returns the rate of a step, counted from 1. Steps after `cosine_steps` have the cosine's
-        last rate."""
+        """Returns the rate of a step, counted from 1.
+
+        Steps after `cosine_steps` have the cosine's last rate.
+        """
         return warmup_cosine(
             step - 1,
             learning_rate=self.peak,
@@ -74,7 +76,7 @@ def state_format_of(flags: StateFlags, hidden_size: int, has_adapters: bool) -> 
 
 
 def check_lora_bits(bits: int, model: ModelConfig, num_gpus: int) -> None:
-    """Refuse quantized weights on several GPUs, or with rows that are no whole groups."""
+    """Refuses quantized weights on several GPUs, or with rows that are no whole groups."""
     if bits == 16:
         return
     if num_gpus > 1:

@@ -86,8 +86,10 @@ class Row:
 
     @functools.cached_property
     def tensors(self) -> dict[str, Kept]:
-        """Tensors that are on the host if the state is there, by name. An update moves them through
-        the GPU."""
+        """Tensors that are on the host if the state is there, by name.
+
+        An update moves them through the GPU.
+        """
         return _on_host(self.format, self.gradient_dtype, self.weight_on_host)
 
     @functools.cached_property

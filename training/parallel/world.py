@@ -122,7 +122,7 @@ class World:
 
 
 def check_same_on_all_ranks(ours: dict, world: World) -> None:
-    """Refuse settings or data, by name, that differ from the main rank's."""
+    """Refuses settings or data, by name, that differ from the main rank's."""
     for name, value in world.broadcast(ours).items():
         if ours[name] != value:
             raise UserError(
@@ -134,8 +134,10 @@ def check_same_on_all_ranks(ours: dict, world: World) -> None:
 def make_mesh(
     device_type: str, size: int, context_parallel_size: int = 1, tensor_parallel_size: int = 1
 ) -> DeviceMesh:
-    """Returns the mesh of `World`. Neighbouring ranks, on one machine, share matrices first and
-    sequences second."""
+    """Returns the mesh of `World`.
+
+    Neighbouring ranks, on one machine, share matrices first and sequences second.
+    """
     shape = (
         size // (context_parallel_size * tensor_parallel_size),
         context_parallel_size,

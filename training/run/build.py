@@ -178,10 +178,15 @@ def plan_memory(
     step = step_of(recipe, model, world, documents)
     if recipe.memory_budget is None:
         return Plan(step, step.unplanned(Placement() if recipe.recomputes_blocks else WHOLE))
-    budgets, given = memory_budgets(recipe, world), step.given
+    budgets, execution = memory_budgets(recipe, world), step.given
     length = recipe.batch.context_length
     rates = measure_rates(
-        model.shard, given.attention_backend, world.device, length, given.kinds, given.linear
+        model.shard,
+        execution.attention_backend,
+        world.device,
+        length,
+        execution.kinds,
+        execution.linear,
     )
     if world.num_machines > 1:
         rates["network"] = measure_network(dist.group.WORLD, world.num_machines, world.device)
@@ -191,7 +196,7 @@ def plan_memory(
     plan = make_plan(step, *budgets, rates)
     if measured:
         rival = dataclasses.replace(
-            step, given=dataclasses.replace(given, attention_backend="flash-attn-4")
+            step, given=dataclasses.replace(execution, attention_backend="flash-attn-4")
         )
         plans = [
             plan,

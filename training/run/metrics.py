@@ -166,9 +166,9 @@ def speeds_in_words(values: dict) -> dict[str, str]:
 
 @contextlib.contextmanager
 def also_logged_into(log_file: str | None) -> Iterator[None]:
-    """Append what is logged to a file, with times, and the error that ends the run.
+    """Appends what is logged to a file, with times, and the error that ends the run.
 
-    None: do nothing.
+    None: does nothing.
     """
     if log_file is None:
         yield
@@ -251,7 +251,7 @@ def set_aside(path: Path) -> None:
 def open_metrics(
     outputs: Outputs, record: dict, from_step: int, stack: contextlib.ExitStack
 ) -> "Metrics":
-    """Write the settings of a run into its folder, and open metrics.jsonl beside them, and what
+    """Writes the settings of a run into its folder, and opens metrics.jsonl beside them, and what
     else gets metrics.
 
     The end of `stack` ends the runs of trackers. Raises UserError.

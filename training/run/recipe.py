@@ -121,7 +121,7 @@ class Recipe(StepRecipe):
 
 
 def check_is_free(outputs: Outputs) -> None:
-    """Refuse an output_dir with a run in it, unless that goes on.
+    """Refuses an output_dir with a run in it, unless that goes on.
 
     It comes after all that is wrong with flags, folders and the machine: the usual output_dir is
     taken from the second run on, and another one is not what somebody looks for who gave a wrong
@@ -139,7 +139,7 @@ def verify_start(start: Start) -> None:
 
 
 def check_machine(recipe: Recipe, world: World) -> None:
-    """Refuse what this machine cannot run, and a memory budget that is not free, before anything
+    """Refuses what this machine cannot run, and a memory budget that is not free, before anything
     takes time."""
     device = world.device
     if device.type == "cuda" and recipe.impl == "torch" and recipe.memory_budget is not None:

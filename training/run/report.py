@@ -148,7 +148,7 @@ class Report:
             raise error.with_traceback(None)
 
     def finish(self, kind, error: BaseException | None, _) -> None:
-        """Write the last page, at the end of a run; `error` is what ended it."""
+        """Writes the last page, at the end of a run; `error` is what ended it."""
         if error is not None:
             status = f"ended by {line_of(error) or f'error: {error!r}'}"
         else:

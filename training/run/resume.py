@@ -200,7 +200,7 @@ def refuse_removed(checkpoint: Path, settings: dict) -> None:
 
 
 def refuse_other_weights(checkpoint: Path, saved: dict, path: str | None) -> None:
-    """Refuse --init_from beside --resume auto if the run was not started from that folder."""
+    """Refuses --init_from beside --resume auto if the run was not started from that folder."""
     started = saved.get("init_from")
     if path is None or started == path or (started is None and saved.get("model_size") is None):
         return

@@ -82,7 +82,7 @@ class Run:
         return self.recipe.batch.tokens * self.world.data_size
 
     def before_update(self) -> None:
-        """Wait for what an update may change only then."""
+        """Waits for what an update may change only then."""
         self.saver.before_update()
         self.is_updating = True
 
@@ -178,7 +178,7 @@ class Run:
 
 
 def open_report(run: Run, warnings: RecentWarnings, stack: contextlib.ExitStack) -> None:
-    """Begin the page of a run, on the main rank; the end of `stack` writes the last one."""
+    """Begins the page of a run, on the main rank; the end of `stack` writes the last one."""
     if run.metrics is None:
         return
     recipe, world, plan = run.recipe, run.world, run.plan
@@ -234,7 +234,7 @@ def checkpoint_bytes(recipe: Recipe, world: World, planned: str | None = None) -
 
 
 def check_disk(saving: Saving, progress: Progress, validates: bool, size: int) -> None:
-    """Refuse a run for two of whose checkpoints, of `size` bytes, the disk has no room.
+    """Refuses a run for two of whose checkpoints, of `size` bytes, the disk has no room.
 
     Two are the last one and the one that takes its place. Checkpoints of the steps so far count as
     free: the run deletes them.
@@ -268,7 +268,7 @@ def check_disk(saving: Saving, progress: Progress, validates: bool, size: int) -
 
 
 def log_sample(run: Run) -> None:
-    """Log what the model writes for a held-out document with a target, until its end or a signal.
+    """Logs what the model writes for a held-out document with a target, until its end or a signal.
     All ranks call this.
 
     A text is continued from its beginning. A sample or a chat is from its first target, as an

@@ -17,8 +17,10 @@ MANY_EPOCHS = 10  # a run of more is warned of
 
 @dataclass
 class Progress:
-    """How far a run has come, after a step that was taken. A step that is dropped half way leaves
-    it alone."""
+    """How far a run has come, after a step that was taken.
+
+    A step that is dropped half way leaves it alone.
+    """
 
     max_steps: int = 0  # the run's last step; with epochs LARGE until `count_steps` knows it
     cosine_steps: int = 0  # steps from the run's first to the end of the learning rate's cosine

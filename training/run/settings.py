@@ -116,7 +116,7 @@ class TrainConfig(
         return "max_steps" if self.epochs is None else "epochs"
 
     def __post_init__(self):
-        """Fill in what follows from other settings.
+        """Fills in what follows from other settings.
 
         Targets have the order that adapters have them in.
         """
@@ -151,7 +151,7 @@ given_settings = partial(given_flags, TrainConfig, program="train.py")
 def check_config(
     config: TrainConfig, flag_names: Iterable[str], rules: Iterable[Rule] = RUN_RULES
 ) -> None:
-    """Refuse flags that contradict each other or would have no effect; `given_flags` has checked
+    """Refuses flags that contradict each other or would have no effect; `given_flags` has checked
     each value alone.
 
     Args:

@@ -158,7 +158,7 @@ class Stopping:
             self._every = 0
 
     def note_step(self, seconds: float) -> None:
-        """Note the seconds of a step, right after `looking`, and with them how soon a signal would
+        """Notes the seconds of a step, right after `looking`, and with them how soon a signal would
         have ended it."""
         self.look_seconds = (
             self._longest * (1 + LOOKS_BEHIND) if self.step_seconds > LONG_STEP_SECONDS else seconds
@@ -235,7 +235,7 @@ class Stopping:
 
 
 def promise_shutdown(look_seconds: float, save_seconds: float) -> None:
-    """Say how long a run goes on after a signal that stops it; warn if torchrun would kill it
+    """Says how long a run goes on after a signal that stops it; warns if torchrun would kill it
     before.
 
     `look_seconds` pass until the step is taken or dropped, `save_seconds` in a checkpoint. A

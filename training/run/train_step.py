@@ -93,8 +93,10 @@ def terms_of_experts(output: ModelOutput) -> Terms:
 def beside_step(
     model: Transformer, batches: Iterable[Batch], world: World, objective: Objective | None
 ) -> Objective | None:
-    """Returns the objective of a step whose micro-batches these are. A forward pass more finds what
-    it reads."""
+    """Returns the objective of a step whose micro-batches these are.
+
+    A forward pass more finds what it reads.
+    """
     if objective is None or not objective.reads_step:
         return objective
     terms = list[Terms]()

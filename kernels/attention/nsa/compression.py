@@ -60,8 +60,10 @@ class Windows(NamedTuple):
 
 
 def make_windows(q: Tensor, segments: Tensor | None) -> Windows:
-    """Returns the tables on q's device, for q [B, T, ...]; segments as in `make_layout`. All layers
-    share them."""
+    """Returns the tables on q's device, for q [B, T, ...]; segments as in `make_layout`.
+
+    All layers share them.
+    """
     return _make_windows(q.shape[0], q.shape[1], as_bytes(segments), q.device)
 
 

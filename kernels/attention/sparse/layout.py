@@ -25,8 +25,10 @@ LONGEST_DOCUMENT = EMPTY  # blocks
 
 
 class Shared(NamedTuple):
-    """Blocks of other documents that documents begin with, [blocks] all: of the document that has a
-    block."""
+    """Blocks of another document with which a document begins, such as a prompt's.
+
+    Each tensor is [blocks], and speaks of the document that has the block.
+    """
 
     count: Tensor  # int32: how many; 0 for documents that begin by themselves
     first: Tensor  # int32: the first of them

@@ -359,8 +359,10 @@ class Part(NamedTuple):
 
 
 def parts_of(layout: Layout, query_blocks: range) -> Iterator[Part]:
-    """Yields the parts of `query_blocks` with candidates. Ends of documents and another `Look`
-    divide parts."""
+    """Yields the parts of `query_blocks` with candidates.
+
+    Ends of documents and another `Look` divide parts.
+    """
     index = layout.index_of_block
     borders = [0, *((index.diff() != 1).nonzero().squeeze(1) + 1).tolist(), layout.num_blocks]
     for first_block, stop in itertools.pairwise(borders):

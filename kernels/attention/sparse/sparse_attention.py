@@ -139,11 +139,11 @@ def sparse_backward(
     into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
     """Returns dq, dk and dv. Adds to `add_to`, or writes to `into`, or allocates."""
-    (N, H, K), G, S = q.shape, k.shape[1], blocks.shape[-1]
+    (N, H, K), G = q.shape, k.shape[1]
     config = config or backward_config(q)
     dq, dk, dv = add_to or into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     delta = band_dq(dout, q, k, v, out, lse, dq, layout, add=add_to is not None)
-    for heads, token_ranges in work_ranges(layout, q, G, S, workspace_bytes):
+    for heads, token_ranges in work_ranges(layout, q, G, blocks.shape[-1], workspace_bytes):
         total = torch.zeros(2, len(heads), N, K, dtype=torch.float32, device=q.device)
         if add_to is not None:
             for sums, gradient in zip(total, (dk, dv)):
@@ -152,7 +152,7 @@ def sparse_backward(
             blocks, layout, heads, token_ranges, item_tokens(config, q, k, layout.block_size)
         )
         for tokens, index in zip(token_ranges, indices):
-            slots = q.new_empty(len(heads), len(tokens), S, H // G, K)
+            slots = q.new_empty(len(heads), len(tokens), blocks.shape[-1], H // G, K)
             partial = gather_backward(
                 dout, q, k, v, lse, delta, slots, index, layout, heads, tokens, config
             )
@@ -188,8 +188,10 @@ def _divide_batch(
 
 @dataclass(frozen=True)
 class Sparse(AttentionKind):
-    """Attention to a document's first block, a window, and chosen blocks. Raises ValueError for
-    negative numbers."""
+    """Attention to a document's first block, a window, and chosen blocks.
+
+    Raises ValueError for negative numbers.
+    """
 
     selected_blocks: int = 32  # the most that a token chooses
     block_size: int = 64  # tokens per block of keys: 32 or 64
