@@ -67,11 +67,9 @@ def cross_entropy_reference(
     if not (return_details or return_entropy):
         return loss
     p = z.softmax(-1)
-    entropies = (
-        torch.where(labels == ignore_index, 0, -torch.special.xlogy(p, p).sum(-1))
-        if return_entropy
-        else None
-    )
+    entropies = None
+    if return_entropy:
+        entropies = torch.where(labels == ignore_index, 0, -torch.special.xlogy(p, p).sum(-1))
     return details(loss, losses, log_sum_exp, target.shape, entropies)
 
 

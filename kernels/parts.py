@@ -577,11 +577,9 @@ class AttentionKind(MixerKind):
     ) -> tuple[float, float]:  # fmt: skip
         """Returns the seconds of a forward, without the choice, and a backward over T tokens."""
         q, k, v = (torch.randn(1, T, n, K, device=device, dtype=torch.bfloat16) for n in (H, G, G))
-        gates = (
-            torch.randn(1, T, H, self.gates_per_head, device=device, dtype=q.dtype)
-            if self.gates_per_head
-            else None
-        )
+        gates = None
+        if self.gates_per_head:
+            gates = torch.randn(1, T, H, self.gates_per_head, device=device, dtype=q.dtype)
         outs, lses, lists = self.forward(q, k, v, segments, None, backend, True)
         seconds = functools.partial(seconds, in_a_row=self.draws_full_power)
         forward = seconds(lambda: self.forward(q, k, v, segments, lists, backend, True))

@@ -181,11 +181,10 @@ def _forward(
 
     Only backward reads `read_once`.
     """
-    x = (
-        _evenly_spaced_rows(input)
-        if residual is None
-        else input.reshape(-1, 1, input.shape[-1]).contiguous()
-    )
+    if residual is None:
+        x = _evenly_spaced_rows(input)
+    else:
+        x = input.reshape(-1, 1, input.shape[-1]).contiguous()
     normed, total, rstd = _empty_outputs(input, residual)
     blocks = _blocks(input.shape[-1], FORWARD_BLOCK)
     _rms_norm_forward_kernel[(triton.cdiv(rstd.numel(), blocks["BLOCK_ROWS"]),)](

@@ -24,11 +24,10 @@ def _no_lists(k: Tensor) -> Tensor:
 def _fake_results(q, k, v, segments, lists, kind, backend, on_triton):
     attention, dtype = part_of(kind), torch.promote_types(q.dtype, torch.float32)
     outs = [q.new_empty(q.shape) for _ in range(attention.branches)]
-    chosen_lists = (
-        k.new_empty(*k.shape[:3], attention.list_length, dtype=torch.int16)
-        if lists is None
-        else _no_lists(k)
-    )
+    if lists is None:
+        chosen_lists = k.new_empty(*k.shape[:3], attention.list_length, dtype=torch.int16)
+    else:
+        chosen_lists = _no_lists(k)
     return [*outs, *(q.new_empty(q.shape[:3], dtype=dtype) for _ in outs), chosen_lists]
 
 

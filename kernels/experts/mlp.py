@@ -95,11 +95,9 @@ def _run(
     hidden = x.new_empty(weights.numel(), down.shape[2])
     low = LowRank(narrow(x, adapters.a_in, groups), adapters.b_in) if adapters else None
     gate_up_product(x, gate_up, groups, weights, kept, hidden, low)
-    low = (
-        LowRank(narrow(hidden, adapters.a_out, by_place(groups)), adapters.b_out)
-        if adapters
-        else None
-    )
+    low = None
+    if adapters:
+        low = LowRank(narrow(hidden, adapters.a_out, by_place(groups)), adapters.b_out)
     rows = x.new_empty(*weights.shape, x.shape[1])
     project(hidden, down, groups, rows, low=low)
     sum_entries(rows, y)

@@ -234,11 +234,9 @@ def _read_values(
             if values.next_is("]" if is_array else ""):
                 break
             if is_array and number > 1 and not values.next_is(","):
-                why = (
-                    "the file ends before it"
-                    if values.next_is("")
-                    else "there is no comma before it"
-                )
+                why = "there is no comma before it"
+                if values.next_is(""):
+                    why = "the file ends before it"
                 raise values.refusal(number, why)
             yield number, values.next(number)
         if is_array and not values.next_is(""):

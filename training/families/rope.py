@@ -166,11 +166,10 @@ def extend(config: ModelConfig, text: str) -> ModelConfig:
         raise UserError(
             f"rope_scaling {text}: {has}, not {match[1]}; drop it, or give other weights"
         )
-    yarn = (
-        already
-        if isinstance(already, YarnScaling)
-        else YarnScaling(1.0, config.max_position_embeddings)
-    )
+    if isinstance(already, YarnScaling):
+        yarn = already
+    else:
+        yarn = YarnScaling(1.0, config.max_position_embeddings)
     usual = replace(yarn, attention_factor=None)
     if math.isclose(usual.table_factor, yarn.table_factor):  # a file may spell it
         yarn = usual

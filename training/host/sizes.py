@@ -56,11 +56,10 @@ def parse_bytes(text: str, name: str = "a memory size") -> int:
     match = re.fullmatch(
         r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMGT]?)(?:i?B)?\s*", text, re.IGNORECASE
     )
-    size = (
-        0
-        if match is None
-        else int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
-    )
+    if match is None:
+        size = 0
+    else:
+        size = int(float(match[1]) * 2 ** (10 * " KMGT".index(match[2].upper() or " ")))
     if not MIB <= size < 2**50:
         raise UserError(
             f'{name} is between 1MB and 1023TB and looks like "24GB", got {text[:80]!r}'

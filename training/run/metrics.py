@@ -100,11 +100,10 @@ class Display(contextlib.ExitStack):
         self._began, self._shown = time.monotonic(), -math.inf
 
     def show(self, values: dict) -> None:
-        loss = (
-            "left out"
-            if values["loss"] is None
-            else f"{values['loss']:z.3f}" + " (spike)" * ("is_spike" in values)
-        )
+        if values["loss"] is None:
+            loss = "left out"
+        else:
+            loss = f"{values['loss']:z.3f}" + " (spike)" * ("is_spike" in values)
         objective, speed = objectives_in_words(values), speeds_in_words(values)
         if "mfu" in values:
             speed["mfu"] = f"{values['mfu']:.1%}"
@@ -373,11 +372,9 @@ def tracker_writer(
             run.define_metric("*", step_metric="step")
         replace_file(file, f"{getattr(run, name)}\n")
     except Exception as error:
-        login = (
-            f"log in with `{program('wandb')} login`, set WANDB_MODE=offline, or "
-            if is_wandb
-            else ""
-        )
+        login = ""
+        if is_wandb:
+            login = f"log in with `{program('wandb')} login`, set WANDB_MODE=offline, or "
         raise UserError(f"--{package} {project}: {error}; {login}drop it") from None
 
     def write(values: dict) -> None:

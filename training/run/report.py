@@ -246,11 +246,10 @@ def _head(about: About, progress: Progress, now: datetime, is_last: bool) -> str
             f" About {tqdm.format_interval(progress.seconds_left)} left, to {end}, by the mean of "
             "the steps so far."
         )
-    again = (
-        ""
-        if is_last
-        else f" It is written anew every {SECONDS_BETWEEN_PAGES:.0f} s while the run goes on."
-    )
+    if is_last:
+        again = ""
+    else:
+        again = f" It is written anew every {SECONDS_BETWEEN_PAGES:.0f} s while the run goes on."
     about_page = f'<p class="faint">This page is of {_clock(now)}.{again}</p>'
     return (
         f"<p><b>{escaped(done)}</b>: "

@@ -92,11 +92,10 @@ def after_a_stop(saving: Saving, flags: Sequence[str], last: Path | None, world:
 
 def _sizes_of_torchrun(world: World) -> list[str]:
     local = whole_number("LOCAL_WORLD_SIZE", world.size)
-    nodes = (
-        [f"--nnodes={world.size // local}", "(and the rest as before)"]
-        if local < world.size
-        else []
-    )
+    if local < world.size:
+        nodes = [f"--nnodes={world.size // local}", "(and the rest as before)"]
+    else:
+        nodes = []
     return [f"--nproc_per_node={local}", *nodes]
 
 

@@ -204,11 +204,10 @@ class Stopping:
     def _look(self) -> None:
         self._note_time()
         is_asked = torch.tensor([float(bool(self.received))])
-        work = (
-            None
-            if self._group is None
-            else dist.all_reduce(is_asked, group=self._group, async_op=True)
-        )
+        if self._group is None:
+            work = None
+        else:
+            work = dist.all_reduce(is_asked, group=self._group, async_op=True)
         queued = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         self._begun.append((is_asked, work, queued))
         if len(self._begun) > LOOKS_BEHIND and self._read():
