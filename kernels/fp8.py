@@ -292,11 +292,9 @@ def transpose_values(
     Returns values [K, M] float8_e4m3fn, with zeros for columns that round M up to a multiple of 16,
     and the scale [] float32.
     """
-    return (
-        _transpose_values(values, scales)
-        if use_triton(impl, scales)
-        else transpose_reference(values, scales)
-    )
+    if use_triton(impl, scales):
+        return _transpose_values(values, scales)
+    return transpose_reference(values, scales)
 
 
 def _product(a: Factor, b: Factor, out: Tensor | None = None) -> Tensor:

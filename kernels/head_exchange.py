@@ -35,11 +35,9 @@ def group_named(name: str | None) -> dist.ProcessGroup | RanksOnMeta | None:
     if name is None:
         return None
     is_on_meta = name.endswith(RanksOnMeta.NAME)
-    return (
-        RanksOnMeta(int(name.removesuffix(RanksOnMeta.NAME)))
-        if is_on_meta
-        else resolve_process_group(name)
-    )
+    if is_on_meta:
+        return RanksOnMeta(int(name.removesuffix(RanksOnMeta.NAME)))
+    return resolve_process_group(name)
 
 
 class _Flight:

@@ -42,11 +42,9 @@ def _product(a: Tensor, b: Tensor, out: Tensor | None, accumulate: bool) -> Tens
     out_dtype = {} if a.dtype == out.dtype else {"out_dtype": out.dtype}
     if out_dtype and a.is_meta:  # PyTorch 2.11 has no such product without data
         return out
-    return (
-        torch.addmm(out, a, b, **out_dtype, out=out)
-        if accumulate
-        else torch.mm(a, b, **out_dtype, out=out)
-    )
+    if accumulate:
+        return torch.addmm(out, a, b, **out_dtype, out=out)
+    return torch.mm(a, b, **out_dtype, out=out)
 
 
 @dataclass(frozen=True)
@@ -147,11 +145,9 @@ class Linear(Part):
         `out` if it is given."""
         if out is None:
             return F.linear(x, weight, bias)
-        return (
-            torch.mm(x, weight.t(), out=out)
-            if bias is None
-            else torch.addmm(bias, x, weight.t(), out=out)
-        )
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias, x, weight.t(), out=out)
 
     def input_gradient(
         self, dy: Factor, weight_t: Factor, *, out: Tensor | None = None, accumulate: bool = False

@@ -398,13 +398,11 @@ class MixerKind(Part, ABC):
 
     def copied(self, prompt: int) -> int:
         """Returns the tokens of a prompt of so many that are copied before each of its answers."""
-        return (
-            0
-            if self.reads_prompts
-            else prompt
-            if self.reach is None
-            else min(prompt, self.reach - 1)
-        )
+        if self.reads_prompts:
+            return 0
+        if self.reach is None:
+            return prompt
+        return min(prompt, self.reach - 1)
 
     def with_copies(
         self,

@@ -80,11 +80,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 1
 
 
 class Groups(NamedTuple):

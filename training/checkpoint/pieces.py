@@ -73,11 +73,9 @@ class Entry:
                 f"{first.file}: {first.name} and {len(parts) - 1} others of {name} are of unlike "
                 "dtypes; give one dtype"
             )
-        return (
-            first
-            if first.shape == shape
-            else cls(first.file, first.dtype, shape, first.start, name, tuple(parts), rows[0].first)
-        )
+        if first.shape == shape:
+            return first
+        return cls(first.file, first.dtype, shape, first.start, name, tuple(parts), rows[0].first)
 
 
 @dataclass(frozen=True)

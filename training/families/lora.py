@@ -243,11 +243,9 @@ def to_adapter_config(adapters: Adapters, base: Path) -> dict:
 
 
 def _patterns(rank: int, alpha: float, joined: int) -> dict[str, dict]:
-    return (
-        {}
-        if joined == 1
-        else dict(zip(PATTERNS, ({JOINED: joined * rank}, {JOINED: joined * alpha})))
-    )
+    if joined == 1:
+        return {}
+    return dict(zip(PATTERNS, ({JOINED: joined * rank}, {JOINED: joined * alpha})))
 
 
 def has_adapters(folder: str | Path) -> bool:

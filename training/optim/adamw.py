@@ -67,11 +67,9 @@ class State:
     @property
     def lent(self) -> Home | None:
         """The weight that a visit copies to the GPU; None for a weight that stays on the GPU."""
-        return (
-            self.format.weight(self.tensors)
-            if isinstance(self.format, QuantizedState)
-            else self.home
-        )
+        if isinstance(self.format, QuantizedState):
+            return self.format.weight(self.tensors)
+        return self.home
 
     @property
     def is_trained(self) -> bool:

@@ -158,11 +158,9 @@ def check_fits(recipe: Recipe, world: World) -> None:
 def without_plan(shard: ModelConfig, ranks: int) -> str | None:
     """Why no plan counts what ranks that share sequences take of a model; None: plans do."""
     heads = shard.attention.num_key_value_heads
-    return (
-        f"no plan counts copies of {heads} key/value heads on {ranks} ranks"
-        if heads % ranks
-        else None
-    )
+    if heads % ranks:
+        return f"no plan counts copies of {heads} key/value heads on {ranks} ranks"
+    return None
 
 
 def plan_memory(
