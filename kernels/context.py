@@ -29,7 +29,7 @@ class Rotations:
 
 @dataclass
 class Context:
-    """What blocks know of the tokens beside their hidden states."""
+    """Facts of the tokens that blocks read beside hidden states."""
 
     rotations: Rotations
     longest: int  # tokens of the longest document, the cached ones included

@@ -31,7 +31,7 @@ class Part:
         object.__setattr__(self, "number", _PARTS.index(self))
 
     def __reduce__(self):
-        """Is made anew where it is unpickled: another process has other numbers."""
+        """Pickles the fields alone: another process has other numbers."""
         names = (field.name for field in fields(self))  # type: ignore[arg-type]
         return type(self), tuple(getattr(self, name) for name in names)
 

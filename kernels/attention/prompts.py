@@ -59,12 +59,12 @@ class _Call(NamedTuple):
 
     @property
     def lengths_q(self) -> tuple[Tensor, int]:
-        """Where each prompt's answers begin, and the most tokens of one prompt's answers."""
+        """Starts of each prompt's answers, and the most tokens of one prompt's answers."""
         return self.begins_q, max(map(_length, self.answers))
 
     @property
     def keys(self) -> tuple[Tensor, int]:
-        """Where prompts begin, and the tokens of the longest."""
+        """Starts of prompts, and the tokens of the longest prompt."""
         return self.begins_k, max(map(_length, self.prompts))
 
 

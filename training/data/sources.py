@@ -100,7 +100,7 @@ class RowReader(Protocol):
 
     @property
     def fields(self) -> frozenset[str]:
-        """All fields that it reads, by our names."""
+        """Fields that a row may have, by our names."""
 
     def __call__(self, row: object, encode: Callable[[dict], Document]) -> tuple[str, Document]:
         """Returns a row's form and its document.
@@ -119,7 +119,7 @@ class RowReader(Protocol):
 
 
 class Reading(NamedTuple):
-    """How files become documents, as the flags of these names say.
+    """Ways by which files become documents, as the flags of these names say.
 
     Attributes:
         reasoning: see ChatTemplate; None: "template".

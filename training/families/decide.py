@@ -56,7 +56,10 @@ def start_from(checkpoint: str | Path) -> str:
 
 
 def decide_trained(flags: WeightFlags, model: ModelConfig) -> Trained:
-    """Every weight, or the adapters of --lora and its flags. Raises UserError for other targets."""
+    """Returns what is trained: all weights, or the adapters of --lora and its flags.
+
+    Raises UserError for other targets.
+    """
     if flags.freeze_routers and not model.has_experts:
         raise UserError("freeze_routers has no effect on a model without experts; drop it")
     if flags.lora is None:

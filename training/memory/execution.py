@@ -67,7 +67,7 @@ WHOLE = Placement("gpu", "gpu", "gpu")
 
 @dataclass(frozen=True)
 class Execution:
-    """How a step is run.
+    """Choices of how a step is run.
 
     Raises ValueError for unknown values, or ends on the host without the chunked loss.
     """
@@ -127,7 +127,7 @@ class Execution:
 
     @functools.cached_property
     def needed(self) -> list[list[tuple[int, str]]]:
-        """What backward needs to rebuild each block, see `needed_for_backward`."""
+        """Activations that backward needs to rebuild each block, see `needed_for_backward`."""
         layers = range(len(self.placements))
         return [needed_for_backward(self.placements, layer) for layer in layers]
 

@@ -137,7 +137,7 @@ class Recorder:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """While this is entered, hooks on the model split its forward and backward into stages."""
+        """Splits the model's forward and backward into stages, by hooks, while it is entered."""
         model = self.model
         self.hooks = [
             model.embed_tokens.register_forward_pre_hook(

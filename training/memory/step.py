@@ -262,7 +262,7 @@ class Step:
 
     @functools.cached_property
     def kinds(self) -> tuple[MixerKind, ...]:
-        """How each layer attends: the cheapest kind that computes the same for these documents."""
+        """Kind of each layer: the cheapest with the same results for these documents."""
         longest = self.documents.longest if self.documents else self.context_length
         return tuple(kind.for_longest(longest) for kind in self.given.kinds or self.shard.kinds)
 

@@ -121,7 +121,7 @@ class Labelled(AnswerReader):
     fields: ClassVar[frozenset[str]] = frozenset(("prompt", "completion", "label", "tools"))
 
     def __init__(self, eos_id: int, context_length: int, may_lack: bool = False):
-        """With `may_lack` rows of one prompt stay alone: they are only looked at."""
+        """Keeps rows of one prompt alone with `may_lack`, as rows that are only looked at."""
         super().__init__(eos_id, context_length)
         self._may_lack = may_lack
 

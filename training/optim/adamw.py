@@ -338,16 +338,19 @@ class MasterAdamW:
 
     @torch.no_grad()
     def _queue_updates(self, until: float = math.inf) -> None:
-        """Queues the late updates of the pieces up to that number.
+        """Queues the late updates of pieces whose index is at most `until`.
 
-        After an error the next call goes on where this one ended.
+        After an error, the next call goes on where this call ended.
         """
-        while self.late and self.late[0][1] <= until:
+        while self.late:
             state, index, piece = self.late[0]
+            if index > until:
+                return
             update = functools.partial(self._update, state, piece)
             self.ring.pass_through(state.format, state.slices(piece), update)
             self.late.popleft()
-            if index == state.pieces[-1][0]:
+            last_index = state.pieces[-1][0]
+            if index == last_index:
                 state.updated.record(self.ring.outward)
 
     def _update_here(self, states: list[State]) -> None:

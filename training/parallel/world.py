@@ -30,7 +30,7 @@ STOPPED_SECONDS = 5.0  # time from a process's SIGSTOP to the warning
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others.
+    """Place of this process among all processes of the run.
 
     The ranks form a mesh of three axes. Along "data" each rank has its own sequences, along
     "context" ranks share each sequence, and along "tensor" they share each matrix. For example,
@@ -214,7 +214,7 @@ def choose_device(device: str, local_rank: int, local_size: int) -> torch.device
 
 
 class Launched(NamedTuple):
-    """This process among the processes that torchrun starts."""
+    """Place of this process among the processes that torchrun starts."""
 
     rank: int
     size: int

@@ -156,7 +156,7 @@ def check_fits(recipe: Recipe, world: World) -> None:
 
 
 def without_plan(shard: ModelConfig, ranks: int) -> str | None:
-    """Why no plan counts what ranks that share sequences take of a model; None: plans do."""
+    """Returns why this model has no plan with shared sequences, or None."""
     heads = shard.attention.num_key_value_heads
     if heads % ranks:
         return f"no plan counts copies of {heads} key/value heads on {ranks} ranks"

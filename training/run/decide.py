@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Launch:
-    """What a run knows before its processes meet."""
+    """Settings that a run knows before its processes meet."""
 
     flag_values: dict  # settings by the names of TrainConfig's fields, with the sizes of the mesh
     mesh: dict[str, int]  # sizes of the mesh, as `join_world` takes them

@@ -194,7 +194,7 @@ def also_logged_into(log_file: str | None) -> Iterator[None]:
 
 
 def own_amounts(forward_flops: float, text_tokens: int, world: World) -> list[float]:
-    """This rank's part of a sum that `summed_metrics` takes.
+    """Returns this rank's part of a sum that `summed_metrics` takes.
 
     It is FLOPs of its forwards, tokens of its texts without padding, and [ranks] peaks, 0 but its
     own.

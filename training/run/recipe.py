@@ -38,7 +38,7 @@ from training.run.schedule import Progress, Schedule
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts, and from which weights."""
+    """Place where a run starts, and its weights."""
 
     progress: Progress = field(default_factory=Progress)
     checkpoint: Path | None = None  # the run goes on from it; None: it starts at its first step
@@ -62,7 +62,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Recipe(StepRecipe):
-    """All that a run has decided before its data are read and its memory is planned."""
+    """Decisions of a run before its data are read and its memory is planned."""
 
     model_name: str
     attention_type: str
@@ -90,7 +90,7 @@ class Recipe(StepRecipe):
 
     @cached_property  # one reader, which knows later what it has read
     def reading(self) -> Reading:
-        """How files become documents."""
+        """Ways by which files become documents."""
         rows = self.aim.reader(self.tokenizer.eos_id, may_lack=self.data.only_shows)
         return self.data.reading._replace(rows=rows)
 

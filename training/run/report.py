@@ -98,7 +98,7 @@ class About:
 
 @dataclass
 class Progress:
-    """How far a run is, as a page shows it."""
+    """Progress of a run, as a page shows it."""
 
     step: int
     status: str

@@ -17,7 +17,7 @@ MANY_EPOCHS = 10  # a run of more is warned of
 
 @dataclass
 class Progress:
-    """How far a run has come, after a step that was taken.
+    """Progress of a run after a step that was taken.
 
     A step that is dropped half way leaves it alone.
     """

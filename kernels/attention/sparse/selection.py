@@ -59,7 +59,7 @@ def scoring_dtype(q: Tensor) -> torch.dtype:
 
 
 class Look(NamedTuple):
-    """How closely tokens look for blocks."""
+    """Precision with which tokens score blocks."""
 
     mean_query: bool  # whether the mean of a group's query heads looks, or each of them
     mean_keys: bool  # whether it looks at means of two neighbouring keys, or at each key

@@ -126,8 +126,8 @@ def sparse_forward(
             slot_lse = lse.new_empty(slots.shape[:-1])
             gather_forward(q, k, v, slots, slot_lse, index, layout, heads, tokens, config)
             combine(out, slots, blocks, heads, tokens, lse, slot_lse)
-            del slots, slot_lse  # before the next range's are made
-        del indices  # before the next heads' are made
+            del slots, slot_lse  # frees them before the next range allocates its buffers
+        del indices  # frees them before the next heads' are built
     return out, lse
 
 
@@ -138,7 +138,11 @@ def sparse_backward(
     add_to: Sequence[Tensor] | None = None,
     into: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """Returns dq, dk and dv. Adds to `add_to`, or writes to `into`, or allocates."""
+    """Returns dq [N, H, K], dk and dv [N, G, K].
+
+    Adds to `add_to`, or writes to `into`, or allocates. Gradients of keys and
+    values are summed in float32 over all ranges of tokens.
+    """
     (N, H, K), G = q.shape, k.shape[1]
     config = config or backward_config(q)
     dq, dk, dv = add_to or into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
