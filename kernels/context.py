@@ -84,8 +84,7 @@ class ContextMaker:
         if documents is None:
             rotations = self.rotations(start + T, device, slice(start, start + T))
             return Context(rotations, start + T, caches=caches)
-        # The positions in a share of a sequence reach as far as the whole sequence's longest
-        # document.
+        # Positions in a share of a sequence reach as far as the sequence's longest document.
         longest, positions_BT = documents.longest, documents.positions_BT
         positions_BT = positions_BT.to(device, non_blocking=True)
         rotations = self.rotations(max(T, longest), device, positions_BT)

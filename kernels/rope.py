@@ -207,8 +207,7 @@ def _check(q, k, cos, sin, R) -> None:
         )
     if R % 2 or not 0 < R <= K:
         raise ValueError(f"rotary_dim must be even and up to {K}, got {R}")
-    # Compared by ==: in torch.compile's traces a length that is a symbol is "in" no tuple of
-    # numbers.
+    # Compared by ==: in traces of torch.compile, a symbolic length is "in" no tuple of numbers.
     fits = cos.shape[:-1] == (T,) or cos.shape[:-1] == (B, T)
     if cos.shape != sin.shape or not fits or cos.shape[-1] - R // 2 not in (0, 1):
         got = f"{list(cos.shape)} and {list(sin.shape)}"

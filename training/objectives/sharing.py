@@ -81,12 +81,11 @@ def sample_of(row: dict, fields: frozenset[str], completion) -> dict:
     prompt, field = row.get("prompt"), answer_field(row)
     _refuse_other_chats(row, fields)
     if isinstance(prompt, list) and isinstance(completion, list):
-        asked_messages, answer_messages = without_nulls(prompt), without_nulls(completion)
-        if (
-            answer_messages[: len(asked_messages)] == asked_messages
-        ):  # the answer repeats the prompt
-            completion = completion[len(asked_messages) :]
-        elif asked_messages and answer_messages[:1] == asked_messages[-1:]:
+        questions, answers = without_nulls(prompt), without_nulls(completion)
+        repeats_prompt = answers[: len(questions)] == questions
+        if repeats_prompt:
+            completion = completion[len(questions) :]
+        elif questions and answers[:1] == questions[-1:]:
             raise UserError(
                 'has an answer that begins with the last message of its "prompt"; give one of both'
             )

@@ -108,8 +108,8 @@ class Stored:
             )
         if attention and self.attention not in (attention, without_digest(attention)):
             raise UserError(
-                f"{self.folder} was made with attention {self.attention}, this run has "
-                f"{attention}; "
+                f"{self.folder} was made with attention {self.attention}, "
+                f"this run has {attention}; "
                 f"{anew} with this run's --attention_type, its settings and --rope_scaling"
             )
         digest = self.weights if start is None else digest_of(start)
