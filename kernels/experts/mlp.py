@@ -186,7 +186,7 @@ def _backward(
             x[tile], dy[tile], group(experts[tile], len(down), x), adapters, totals, add=i > 0
         )
         dx_tile = dx[tile] if needs_gradient[0] else None
-        d_weights[tile] = products.run(gate_up, down, weights[tile], kept, dx_tile)
+        products.run(gate_up, down, weights[tile], kept, d_weights[tile], dx_tile)
         del products  # before the next tile's adapters narrow their rows
     matrices = [None if total is None else total.to(x.dtype) for total in totals]
     gradients = dx, *matrices[:2], d_weights, *matrices[2:]
@@ -220,9 +220,9 @@ class _TileProducts:
 
     def run(
         self, gate_up: Tensor, down: Tensor, weights: Tensor, kept: Tensor | None,
-        dx: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Returns the gradient of weights [n, k], and writes x's gradient into dx, if given."""
+        d_weights: Tensor, dx: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Writes the gradient of weights into d_weights [n, k], and x's into dx, if given."""
         x, dy, groups = self.x, self.dy, self.groups
         hidden = x.new_empty(weights.numel(), down.shape[2])
         hidden_to_write = None
@@ -233,8 +233,10 @@ class _TileProducts:
             pair, d_pair = kept, x.new_empty(kept.shape)
             if self.d_down is not None or self.adapters:
                 hidden_to_write = hidden
-        d_weights = gate_up_gradients(
-            dy, down, groups, weights, pair, d_pair, hidden_to_write, self.d_hidden_term
+        d_weights.copy_(
+            gate_up_gradients(
+                dy, down, groups, weights, pair, d_pair, hidden_to_write, self.d_hidden_term
+            )
         )
         if self.d_down is not None:
             weight_gradient(dy, hidden, groups, self.d_down, add=self.add)
@@ -247,7 +249,6 @@ class _TileProducts:
             rows = x.new_empty(*weights.shape, x.shape[1])
             project(d_pair, gate_up, groups, rows, transposed=True, low=dx_term)
             sum_entries(rows, dx)
-        return d_weights
 
     def _take_hidden(self, hidden: Tensor) -> None:
         """Makes the gradients of a_out and b_out from w h, whose rows are sorted by expert."""

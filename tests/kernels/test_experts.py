@@ -449,6 +449,14 @@ def test_a_dry_run_sees_the_workspace():
         assert least <= both <= least + tables + (matrices if tiles > 1 else 0)
 
 
+def test_the_gradient_of_weights_leaves_nothing_beside_the_rows_of_dx():
+    """Of each entry only its gradient in bf16 and its int32 place are there, not the float32 sum."""
+    N, k, D, width, E = 4096, 4, 512, 256, 16
+    rows, matrices = 2 * N * k * (2 * width + D), 2 * E * 3 * D * width
+    _, both = bytes_on_meta(N)
+    assert both - (3 * 2 * N * D + rows + matrices) < (2 + 4 + 1) * N * k
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile_size", [None, 4096, 1024])
 def test_a_gpu_takes_the_bytes_of_a_dry_run(tile_size, device):
