@@ -117,15 +117,18 @@ def test_the_reference_kernels_have_no_plan(monkeypatch):
 
 
 def test_compact_state_is_refused_where_rows_are_no_groups():
-    assert state_format_of(StateFlags("compact"), 1024, has_adapters=False) == "compact"
-    assert state_format_of(StateFlags("auto"), 100, has_adapters=False) == "float32"
-    assert state_format_of(StateFlags("auto"), 1024, has_adapters=False) == "auto"
-    assert state_format_of(StateFlags("auto"), 1024, has_adapters=True) == "float32"
+    assert (
+        state_format_of(StateFlags(optimizer_state="compact"), 1024, has_adapters=False)
+        == "compact"
+    )
+    assert state_format_of(StateFlags(optimizer_state="auto"), 100, has_adapters=False) == "float32"
+    assert state_format_of(StateFlags(optimizer_state="auto"), 1024, has_adapters=False) == "auto"
+    assert state_format_of(StateFlags(optimizer_state="auto"), 1024, has_adapters=True) == "float32"
     with pytest.raises(
         ValueError,
         match="compact has no effect on rows of 100, which is no multiple of 32; drop it",
     ):
-        state_format_of(StateFlags("compact"), 100, has_adapters=False)
+        state_format_of(StateFlags(optimizer_state="compact"), 100, has_adapters=False)
 
 
 def test_quantized_weights_are_refused_where_they_cannot_be():
