@@ -164,9 +164,12 @@ def choose_machine(
 
 
 def machine_at_hand(
-    flags: ProfileFlags, recipe: StepRecipe, memory_budget: str | None,
-    host: tuple[int | None, int], device: torch.device,
-) -> Machine:  # fmt: skip
+    flags: ProfileFlags,
+    recipe: StepRecipe,
+    memory_budget: str | None,
+    host: tuple[int | None, int],
+    device: torch.device,
+) -> Machine:
     """Returns this machine, with the rates of its GPU as measured.
 
     Args:
@@ -181,15 +184,23 @@ def machine_at_hand(
     name = torch.cuda.get_device_name(device)
     known, host_bytes = find_gpu(name), host_limit(flags, available_host_bytes() / flags.nproc)
     return Machine(
-        name, gpu_bytes, host_bytes, rates, recipe.model, execution, known and known.flops,
+        name,
+        gpu_bytes,
+        host_bytes,
+        rates,
+        recipe.model,
+        execution,
+        known and known.flops,
         *host,
-    )  # fmt: skip
+    )
 
 
 def machine_by_data_sheet(
-    flags: ProfileFlags, recipe: StepRecipe, memory_budget: str | None,
+    flags: ProfileFlags,
+    recipe: StepRecipe,
+    memory_budget: str | None,
     host: tuple[int | None, int],
-) -> Machine:  # fmt: skip
+) -> Machine:
     """Returns a machine with the GPU of --gpu, or an H200; its rates are an H200's, scaled.
 
     `host` is as in `machine_at_hand`. Raises UserError for a GPU that cannot run the recipe.
@@ -219,9 +230,15 @@ def machine_by_data_sheet(
     rates = scale_rates(gpu, backend, kinds, model.attention.head_dim)
     host_bytes, execution = host_limit(flags, math.inf), recipe.execution(backend)
     return Machine(
-        description, gpu_bytes, host_bytes, rates, model, execution, gpu.flops,
+        description,
+        gpu_bytes,
+        host_bytes,
+        rates,
+        model,
+        execution,
+        gpu.flops,
         *host,
-    )  # fmt: skip
+    )
 
 
 def host_limit(flags: ProfileFlags, default: float) -> float:
@@ -260,10 +277,14 @@ def make_step(
     # answers to a prompt, up to so many tokens
     joined = 0 if flags.objective == "next_token" else step.context_length
     texts = (
-        (*flags.data,), choose_tokenizer(flags, None), flags.chat_template,
-        machine.model.vocab_size, reading,
-        flags.objective, joined,
-    )  # fmt: skip
+        (*flags.data,),
+        choose_tokenizer(flags, None),
+        flags.chat_template,
+        machine.model.vocab_size,
+        reading,
+        flags.objective,
+        joined,
+    )
     train, packing = pack_data(texts, step.context_length, flags.overlong)
     num_ranks = num_gpus // (flags.context_parallel_size * flags.tensor_parallel_size)
     loader = PackedLoader(train, packing, flags.batch_size, world_size=num_ranks)
@@ -286,10 +307,14 @@ def make_step(
 
 @functools.cache  # changes of a step that does not fit ask for them again
 def open_data(
-    paths: tuple[str, ...], tokenizer_path: str, chat_template: str | None, vocab_size: int,
+    paths: tuple[str, ...],
+    tokenizer_path: str,
+    chat_template: str | None,
+    vocab_size: int,
     reading: Reading,
-    objective: str, context_length: int,
-) -> tuple[Selection, list[Store]]:  # fmt: skip
+    objective: str,
+    context_length: int,
+) -> tuple[Selection, list[Store]]:
     """Returns the documents that train.py would train on, and the stores of all, as
     training.data.corpus.pack takes."""
     if texts := [path for path in paths if Path(path).exists() and not is_prepared(Path(path))]:

@@ -36,12 +36,18 @@ MANY_NAMES = 3  # a file with so many settings of another trainer is to be trans
 
 
 def flag(
-    default=MISSING, help: str = "", choices: Iterable[str | int] | None = None, *,
+    default=MISSING,
+    help: str = "",
+    choices: Iterable[str | int] | None = None,
+    *,
     least: float = 0,
-    most: float = LARGE, bare: str | None = None, positional: bool = False,
+    most: float = LARGE,
+    bare: str | None = None,
+    positional: bool = False,
     group: str | None = None,
-    tokens: bool = False, share_of: str | None = None,
-):  # fmt: skip
+    tokens: bool = False,
+    share_of: str | None = None,
+):
     """Makes a field whose type is bool, int, float, str or Path, a list of such a type, or such a
     type or None.
 

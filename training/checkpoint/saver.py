@@ -123,10 +123,15 @@ class Saver:
         return dict(zip(parts, pieces.in_threads(lambda piece: _crc32(carried.read(piece)), parts)))
 
     def begin(
-        self, step: int, *, weights: dict[str, Tensor], model_config: dict,
-        optimizer_state: dict[str, dict[str, Tensor]] | None, trainer_state: dict,
+        self,
+        step: int,
+        *,
+        weights: dict[str, Tensor],
+        model_config: dict,
+        optimizer_state: dict[str, dict[str, Tensor]] | None,
+        trainer_state: dict,
         declared: Mapping[str, Parameter] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Starts to write output_dir/step_<step>, once the save before has ended.
 
         Args:
@@ -191,9 +196,14 @@ class Saver:
         self._plan_file(file, tensors, places, dtypes, is_aligned=True)
 
     def _plan_file(
-        self, file: str, tensors: dict[str, Tensor], places: dict[str, list[Rows]],
-        dtypes: dict[str, torch.dtype], *, is_aligned: bool,
-    ) -> None:  # fmt: skip
+        self,
+        file: str,
+        tensors: dict[str, Tensor],
+        places: dict[str, list[Rows]],
+        dtypes: dict[str, torch.dtype],
+        *,
+        is_aligned: bool,
+    ) -> None:
         """Plans a file's header, and the pieces of `tensors` that this rank writes.
 
         Args:
@@ -245,8 +255,9 @@ class Saver:
             logger.warning(
                 "the checkpoint is tried again in %.0f s, at most %d times; "
                 "a signal, as of Ctrl-C or kill, gives up",
-                SECONDS_BETWEEN, left,
-            )  # fmt: skip
+                SECONDS_BETWEEN,
+                left,
+            )
             for _ in range(int(SECONDS_BETWEEN)):
                 time.sleep(1)
                 if gives_up():

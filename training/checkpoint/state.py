@@ -81,9 +81,10 @@ def load_state(optimizer: MasterAdamW, checkpoint: Path) -> None:
 
 
 def load_optimizer_state(
-    path: Path, state: dict[str, dict[str, Tensor]],
+    path: Path,
+    state: dict[str, dict[str, Tensor]],
     convert: Callable[[str, dict[str, Entry], set[str]], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Reads the optimizer's state from a verified checkpoint into its tensors and DTensors, in
     place.
 

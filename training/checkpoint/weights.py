@@ -60,11 +60,23 @@ COMPANIONS_OF_MODELS = GENERATION_CONFIG, *IMAGE_SETTINGS
 # A tokenizer in all forms that programs read, its chat template, and the system prompt that it was
 # trained with:
 COMPANIONS = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "*.model", "tokenizer.model.*", "*.tiktoken",
-    "tekken.json", "tokenization_*.py", "chat_template.jinja", "chat_template.json",
-    "SYSTEM_PROMPT.txt", *COMPANIONS_OF_MODELS,
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "tokenizer.model.*",
+    "*.tiktoken",
+    "tekken.json",
+    "tokenization_*.py",
+    "chat_template.jinja",
+    "chat_template.json",
+    "SYSTEM_PROMPT.txt",
+    *COMPANIONS_OF_MODELS,
+)
 TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -73,10 +85,18 @@ PARAMS = "params.json"
 COMPANIONS_OF_WEIGHTS = *IMAGE_SETTINGS, PARAMS, "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"
 # Files of a folder that are written anew, or are of a run alone.
 WRITTEN_ANEW = (
-    "config.json", "README.md", "model*.safetensors", "model.safetensors.index.json",
-    "adapter_config.json", "adapter_model.safetensors", "trainer.json", "manifest.json",
-    "optimizer.safetensors", "rng_*.json", TEMPLATES,
-)  # fmt: skip
+    "config.json",
+    "README.md",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "trainer.json",
+    "manifest.json",
+    "optimizer.safetensors",
+    "rng_*.json",
+    TEMPLATES,
+)
 READABLE = "make it readable, or move it elsewhere"
 TOKENIZER_ADVICE = "give --tokenizer the path of a tokenizer.json"
 # Entry of each weight by name, and the adapters beside it.

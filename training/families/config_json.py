@@ -47,10 +47,18 @@ DTYPE_SETTINGS = "dtype", "torch_dtype"
 LOCAL_SETTINGS = ("_name_or_path", "auto_map")
 # Settings that are read in every family, or written anew.
 KNOWN = (
-    *NEEDED, *DEFAULTS, *TAKEN, *TOKEN_IDS, *ROTARY_SETTINGS, *DTYPE_SETTINGS, *LOCAL_SETTINGS,
+    *NEEDED,
+    *DEFAULTS,
+    *TAKEN,
+    *TOKEN_IDS,
+    *ROTARY_SETTINGS,
+    *DTYPE_SETTINGS,
+    *LOCAL_SETTINGS,
     "model_type",
-    "architectures", "layer_types", "partial_rotary_factor",
-)  # fmt: skip
+    "architectures",
+    "layer_types",
+    "partial_rotary_factor",
+)
 LAYER_TYPES = {  # config.json's names of kinds; all others attend to everything, too
     Window: "sliding_attention",
     DeltaRule: "linear_attention",

@@ -6,9 +6,21 @@ from dataclasses import dataclass
 from training.flags import SMALLEST, Rule, flag
 
 MODEL_SIZES = (  # names of model.MODEL_SIZES
-    "tiny", "0.6B", "1.7B", "4B", "8B", "14B", "32B", "qwen3-30B-A3B",
-    "qwen3.5-0.8B", "qwen3.5-2B", "qwen3.5-4B", "qwen3.5-9B", "qwen3.5-27B", "qwen3.5-35B-A3B",
-)  # fmt: skip
+    "tiny",
+    "0.6B",
+    "1.7B",
+    "4B",
+    "8B",
+    "14B",
+    "32B",
+    "qwen3-30B-A3B",
+    "qwen3.5-0.8B",
+    "qwen3.5-2B",
+    "qwen3.5-4B",
+    "qwen3.5-9B",
+    "qwen3.5-27B",
+    "qwen3.5-35B-A3B",
+)
 LORA_TARGETS = (  # projections of a block
     "q_proj",
     "k_proj",

@@ -49,16 +49,28 @@ FROZEN_BITS = (
 # Settings of adapter_config.json without an effect on trained adapters, values that are taken of
 # others, and settings that are read. All other settings are refused unless they are empty.
 NO_EFFECT = {
-    "auto_mapping", "ensure_weight_tying", "inference_mode", "layers_pattern", "lora_dropout",
+    "auto_mapping",
+    "ensure_weight_tying",
+    "inference_mode",
+    "layers_pattern",
+    "lora_dropout",
     "megatron_core",
-    "peft_version", "qalora_group_size", "revision", "runtime_config",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
     # of values of init_lora_weights
-    "corda_config", "eva_config", "loftq_config", "lora_ga_config",
-}  # fmt: skip
+    "corda_config",
+    "eva_config",
+    "loftq_config",
+    "lora_ga_config",
+}
 TAKEN = {
-    "peft_type": ("LORA",), "task_type": ("CAUSAL_LM",), "bias": ("none",),
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+    "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),
-}  # fmt: skip
+}
 # Beginnings of other values of init_lora_weights, with which peft takes a part of the base's
 # matrices for the adapter.
 CHANGES_BASE = "pissa", "olora", "corda", "loftq", "lora_ga"
@@ -234,12 +246,18 @@ def to_adapter_config(adapters: Adapters, base: Path) -> dict:
     if targets and is_wrapper(content):  # a vision tower has projections of the same names
         targets = rf"{re.escape(WRAPPED_PREFIX)}layers\.\d+\.\w+\.({'|'.join(targets)})"
     return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", BASE: str(base), "inference_mode": True,
-        "r": adapters.rank, "lora_alpha": adapters.alpha, "target_modules": targets,
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        BASE: str(base),
+        "inference_mode": True,
+        "r": adapters.rank,
+        "lora_alpha": adapters.alpha,
+        "target_modules": targets,
         "lora_dropout": 0.0,
-        "bias": "none", **({"target_parameters": parameters} if parameters else {}),
+        "bias": "none",
+        **({"target_parameters": parameters} if parameters else {}),
         **_patterns(adapters.rank, adapters.alpha, adapters.joined),
-    }  # fmt: skip
+    }
 
 
 def _patterns(rank: int, alpha: float, joined: int) -> dict[str, dict]:

@@ -10,9 +10,12 @@ from training.families.rows import SOME_FAMILIES_ROPE, Family
 from training.host.errors import UserError, refused_as_user_error
 
 ROTARY_SETTINGS = (  # in config.json
-    "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_local_base_freq",
     "original_max_position_embeddings",
-)  # fmt: skip
+)
 # tokens: with room for an answer, and what its positions were made for
 QWEN3_DECLARES, QWEN3_LENGTH = (40_960, 32_768)
 
@@ -34,9 +37,10 @@ def write_rope(config: ModelConfig, family: Family) -> dict:
     full = {"rope_type": "default", **(settings or {}), "rope_theta": config.rope_theta}
     local = {"rope_type": "default", "rope_theta": config.local_rope_theta}
     return {  # transformers 5 reads rope_parameters, older versions the others
-        "rope_scaling": settings, "rope_local_base_freq": config.local_rope_theta,
+        "rope_scaling": settings,
+        "rope_local_base_freq": config.local_rope_theta,
         "rope_parameters": {"full_attention": full, "sliding_attention": local},
-    }  # fmt: skip
+    }
 
 
 def read_rope(content: dict, family: Family) -> tuple[dict, list[str]]:

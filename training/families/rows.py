@@ -51,10 +51,12 @@ class Family:
 ATTENTION = {"qk_norm": None, "has_biases": False, "has_output_gate": False}  # most families'
 # transformers' values for settings that config.json leaves out, in every family
 DEFAULTS = {
-    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
     "hidden_act": "silu",
     "is_causal": True,
-}  # fmt: skip
+}
 SCALARS = "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"
 # Settings without a meaning in families whose rows do not name them. query_pre_attn_scalar is
 # 1 / attention_multiplier^2. Each sliding_window_pattern-th layer has no window, and the
@@ -62,34 +64,53 @@ SCALARS = "embedding_multiplier", "residual_multiplier", "attention_multiplier",
 # layer with rotary positions. linear_* are sizes of gated delta nets: all layers but each
 # full_attention_interval-th, if layer_types does not name them.
 DELTA_NET = (  # in the order of kernels.gated_delta_net.DeltaNet's sizes
-    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
     "linear_value_head_dim",
-)  # fmt: skip
+)
 # Experts, in each decoder_sparse_step-th layer that mlp_only_layers does not name. Only
 # output_router_logits makes router_aux_loss_coef count.
 EXPERTS = {
-    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
     "decoder_sparse_step": 1,
-    "mlp_only_layers": None, "output_router_logits": False, "router_aux_loss_coef": 0.001,
-}  # fmt: skip
+    "mlp_only_layers": None,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
 SHARED_EXPERT = "shared_expert_intermediate_size"  # of an expert that every token goes through
 NUMBER_OF_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts"
 SOME_FAMILIES = {
-    *SCALARS, *DELTA_NET, *EXPERTS, SHARED_EXPERT, "query_pre_attn_scalar", "use_sliding_window",
-    "sliding_window_pattern", "rope_local_base_freq", "no_rope_layers", "no_rope_layer_interval",
-    "full_attention_interval", "linear_conv_kernel_dim", "attn_output_gate",
-}  # fmt: skip
+    *SCALARS,
+    *DELTA_NET,
+    *EXPERTS,
+    SHARED_EXPERT,
+    "query_pre_attn_scalar",
+    "use_sliding_window",
+    "sliding_window_pattern",
+    "rope_local_base_freq",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "full_attention_interval",
+    "linear_conv_kernel_dim",
+    "attn_output_gate",
+}
 # the same of rotary settings; families that name them need them
 SOME_FAMILIES_ROPE = {"llama_4_scaling_beta"}
 NO_BIASES = {"attention_bias": False}  # one setting for q, k, v and o
 QWEN35_ATTENTION = {"qk_norm": "head", "has_output_gate": True}
 QWEN35_BLOCK = BlockForm(offset=1.0, cast=False)
 QWEN35_DEFAULTS = {
-    "vocab_size": 248_320, "num_attention_heads": 16, "head_dim": 256,
+    "vocab_size": 248_320,
+    "num_attention_heads": 16,
+    "head_dim": 256,
     "max_position_embeddings": 32_768,
-    "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
     **dict(zip(DELTA_NET, (16, 32, 128, 128))),
-}  # fmt: skip
+}
 WINDOW_SWITCH = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 FAMILIES = {
     "qwen3": Family(
@@ -276,15 +297,33 @@ TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"  # in config.json
 # Other settings of generation that config.json may have.
 # They count where there is no generation_config.json.
 GENERATION = (
-    "do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff",
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
     "eta_cutoff",
-    "repetition_penalty", "no_repeat_ngram_size", "length_penalty", "num_beams", "num_beam_groups",
-    "diversity_penalty", "early_stopping", "max_length", "max_new_tokens", "min_length",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "length_penalty",
+    "num_beams",
+    "num_beam_groups",
+    "diversity_penalty",
+    "early_stopping",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
     "min_new_tokens",
-    "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+    "forced_bos_token_id",
     "forced_eos_token_id",
-    "exponential_decay_length_penalty", "remove_invalid_values",
-)  # fmt: skip
+    "exponential_decay_length_penalty",
+    "remove_invalid_values",
+)
 
 
 def token_ids(content: dict) -> dict:
@@ -310,17 +349,21 @@ def _of_whole_or_text(content: dict, names: Sequence[str]) -> dict:
 
 
 ACTIVATIONS = {  # config.json's name -> GatedMLPPart's; the first of each is written
-    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-}  # fmt: skip
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
 EMPTY: tuple = None, False, 0, "", [], {}
 TAKEN = {  # values of settings, in every family; others are not computed
     **dict.fromkeys(("mlp_bias", "quantization_config", "compression_config"), EMPTY),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), EMPTY),
     **dict.fromkeys(NUMBER_OF_EXPERTS, EMPTY),
-    "is_causal": (True,), "hidden_act": tuple(ACTIVATIONS),
-}  # fmt: skip
+    "is_causal": (True,),
+    "hidden_act": tuple(ACTIVATIONS),
+}
 # Settings without which there is no model, each beside Qwen3 4B's value: with one name and meaning
 # in config.json and in ModelConfig, and the sizes of its attention and of its dense MLPs.
 FIELDS = {

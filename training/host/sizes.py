@@ -23,18 +23,32 @@ WIDTHS = 2**12
 COLUMNS = 2**20
 TOKENS = 2**31 - 1
 MOST = {
-    "vocab_size": 2**24, "hidden_size": COLUMNS, "intermediate_size": 2**22,
-    "num_hidden_layers": 4096, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
-    "head_dim": WIDTHS, "max_position_embeddings": TOKENS,
-    "original_max_position_embeddings": TOKENS, "max_window_layers": TOKENS,
-    "sliding_window_pattern": TOKENS, "no_rope_layer_interval": TOKENS,
-    "full_attention_interval": TOKENS, "decoder_sparse_step": TOKENS,
-    "query_pre_attn_scalar": TOKENS, "num_experts": 4096, "num_local_experts": 4096,
-    "num_experts_per_tok": 4096, "moe_intermediate_size": 2**22,
-    "shared_expert_intermediate_size": 2**22, "linear_num_key_heads": HEADS,
-    "linear_num_value_heads": HEADS, "linear_key_head_dim": WIDTHS, "linear_value_head_dim": WIDTHS,
+    "vocab_size": 2**24,
+    "hidden_size": COLUMNS,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 4096,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "head_dim": WIDTHS,
+    "max_position_embeddings": TOKENS,
+    "original_max_position_embeddings": TOKENS,
+    "max_window_layers": TOKENS,
+    "sliding_window_pattern": TOKENS,
+    "no_rope_layer_interval": TOKENS,
+    "full_attention_interval": TOKENS,
+    "decoder_sparse_step": TOKENS,
+    "query_pre_attn_scalar": TOKENS,
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "num_experts_per_tok": 4096,
+    "moe_intermediate_size": 2**22,
+    "shared_expert_intermediate_size": 2**22,
+    "linear_num_key_heads": HEADS,
+    "linear_num_value_heads": HEADS,
+    "linear_key_head_dim": WIDTHS,
+    "linear_value_head_dim": WIDTHS,
     "r": 2**16,
-}  # fmt: skip
+}
 MOST_EXPERTS = 2**17  # of all layers together
 
 

@@ -45,10 +45,13 @@ def step_seconds(step: Step, execution: Execution, rates: Rates) -> float:
 
 
 def forward_flops(
-    shard: ModelConfig, document_lengths: Sequence[int], kinds: Sequence[MixerKind] = (),
+    shard: ModelConfig,
+    document_lengths: Sequence[int],
+    kinds: Sequence[MixerKind] = (),
     num_targets: int | None = None,
-    trains_matrices: bool = True, prompts: Sequence[tuple[int, int, int]] = (),
-) -> float:  # fmt: skip
+    trains_matrices: bool = True,
+    prompts: Sequence[tuple[int, int, int]] = (),
+) -> float:
     """Returns the floating-point operations of one forward over documents of these lengths,
     attention causal.
 

@@ -89,12 +89,18 @@ def block_bytes(
     but no input."""
     is_whole = placement.is_whole
     setting = Setting(
-        step.shard, parts, is_whole, placement.results != "recompute",
+        step.shard,
+        parts,
+        is_whole,
+        placement.results != "recompute",
         None if is_whole or not parts.mixer.works_in_groups else execution.heads_at_a_time,
         None if is_whole else execution.mlp_tile_size,
-        execution.linear, step.trained, step.element_size, step.num_ranks,
+        execution.linear,
+        step.trained,
+        step.element_size,
+        step.num_ranks,
         step.tensor_ranks,
-    )  # fmt: skip
+    )
     prompts = step.documents.prompts if step.documents else ()
     documents = step.context_length, step.longest_packed, prompts
     return _block_bytes(setting, step.tokens, execution.attention_backend, *documents)
@@ -102,15 +108,24 @@ def block_bytes(
 
 @functools.lru_cache(maxsize=8192)
 def _block_bytes(
-    setting: Setting, tokens: int, backend: str, context_length: int, longest: int | None,
+    setting: Setting,
+    tokens: int,
+    backend: str,
+    context_length: int,
+    longest: int | None,
     prompts: tuple[tuple[float, float, float, float], ...],
-) -> BlockBytes:  # fmt: skip
+) -> BlockBytes:
     """`longest`: tokens of the longest document, where a sequence may have several."""
     inside = setting.parts.mixer.inside_bytes(
-        tokens, setting.element_size, backend=backend, context_length=context_length,
+        tokens,
+        setting.element_size,
+        backend=backend,
+        context_length=context_length,
         longest=longest,
-        heads_at_a_time=setting.heads_at_a_time, num_ranks=setting.num_ranks, prompts=prompts,
-    )  # fmt: skip
+        heads_at_a_time=setting.heads_at_a_time,
+        num_ranks=setting.num_ranks,
+        prompts=prompts,
+    )
     traced = trace(setting, tokens)
     dy = setting.element_size * setting.shard.hidden_size * tokens
 

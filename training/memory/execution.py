@@ -141,18 +141,22 @@ class Execution:
 
 
 def inventory_of(
-    named_parameters: Iterable[tuple[str, Tensor]], declared: Mapping[str, Parameter],
-    execution: Execution, *,
+    named_parameters: Iterable[tuple[str, Tensor]],
+    declared: Mapping[str, Parameter],
+    execution: Execution,
+    *,
     accumulate: bool,
-) -> Inventory:  # fmt: skip
+) -> Inventory:
     """Returns this rank's parameters of a model.Transformer under an execution."""
     return Inventory.of(
-        named_parameters, declared, accumulate=accumulate,
+        named_parameters,
+        declared,
+        accumulate=accumulate,
         gpu_state_bytes=execution.gpu_state_bytes,
         state_format=execution.state_format,
         host_weights=host_weights(declared, execution.places_of_weights, execution.ends),
         frozen=execution.frozen,
-    )  # fmt: skip
+    )
 
 
 def host_weights(declared: Mapping[str, Parameter], places: Sequence[str], ends: str) -> list[str]:

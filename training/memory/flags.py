@@ -59,10 +59,11 @@ class MemoryFlags:
     """What trades memory, speed and precision."""
 
     loss_impl: str = flag(
-        "auto", "auto: chunked above 10 GB of logits, and where 8 does not divide the vocabulary",
+        "auto",
+        "auto: chunked above 10 GB of logits, and where 8 does not divide the vocabulary",
         LOSSES,
         group="memory and speed",
-    )  # fmt: skip
+    )
     linear: str = flag(
         "bf16",
         "others: blocks' products in 8 bits, fp8 in backward alone; see docs/memory.md",

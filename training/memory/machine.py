@@ -84,10 +84,13 @@ _H200_PRODUCTS, _H200_FP8_PRODUCTS, _H200_FP8_GRADIENTS = 650e12, 978e12, 860e12
 
 
 def measure_rates(
-    shard: ModelConfig, attention_backend: str, device: torch.device, context_length: int,
+    shard: ModelConfig,
+    attention_backend: str,
+    device: torch.device,
+    context_length: int,
     kinds: Sequence[MixerKind] = (),
     linear: Linear = PLAIN,
-) -> Rates:  # fmt: skip
+) -> Rates:
     """Measures this GPU's rates at the shapes of a rank's shard; on a CPU, returns an H200's.
 
     The measurement takes 2 to 6 GiB of the GPU for the 4B. Of layers whose kinds of attention have

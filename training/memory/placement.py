@@ -131,10 +131,12 @@ def products_in_bf16(model: nn.Module) -> Iterator[None]:
 
 
 def apply_placement(
-    blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None = None,
+    blocks: nn.ModuleList,
+    placements: Sequence[Placement],
+    arena: PinnedArena | None = None,
     skips: bool = True,
     homes: Homes = MappingProxyType({}),
-) -> "_PlacedBlocks":  # fmt: skip
+) -> "_PlacedBlocks":
     """Gives each block a forward that keeps activations for backward as its placement says.
     Gradients stay the same.
 
@@ -193,10 +195,13 @@ class _PlacedBlocks:
     """The blocks' own forwards, and the tensors that placed blocks keep until backward."""
 
     def __init__(
-        self, blocks: nn.ModuleList, placements: Sequence[Placement], arena: PinnedArena | None,
+        self,
+        blocks: nn.ModuleList,
+        placements: Sequence[Placement],
+        arena: PinnedArena | None,
         skips: bool,
         homes: Homes,
-    ):  # fmt: skip
+    ):
         self.blocks, self.placements, self.skips = blocks, placements, skips
         self.forwards = [block.forward for block in blocks]
         placed = [i for i, placement in enumerate(placements) if not placement.is_whole]
@@ -364,9 +369,12 @@ class _Interception(TorchDispatchMode):
     """
 
     def __init__(
-        self, *, keep: Callable[[str, Sequence[Tensor]], None] = lambda role, tensors: None,
-        kept: dict[str, list[Sequence[Tensor]]] | None = None, skips: bool = False,
-    ):  # fmt: skip
+        self,
+        *,
+        keep: Callable[[str, Sequence[Tensor]], None] = lambda role, tensors: None,
+        kept: dict[str, list[Sequence[Tensor]]] | None = None,
+        skips: bool = False,
+    ):
         super().__init__()
         self.keep, self.skips = keep, skips
         self.kept = {role: list(calls) for role, calls in (kept or {}).items()}

@@ -543,10 +543,12 @@ def _are_equal(first: Stage, second: Stage) -> bool:
 
 
 def draw_timeline(
-    path: Path, phases: list[Phase], stages: Sequence[Stage],
+    path: Path,
+    phases: list[Phase],
+    stages: Sequence[Stage],
     measured: Sequence[MeasuredStage] | None = None,
     budget: float | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Writes a picture of a step to a .png, .svg or .pdf file: memory, see `draw_stages`, and
     seconds by phases."""
     from matplotlib.figure import Figure  # optional

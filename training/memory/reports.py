@@ -125,10 +125,17 @@ def choose_plan(
 
 
 def report_step(
-    step: Step, machine: Machine, flags, about: str, plan: Plan | None, fits: bool,
+    step: Step,
+    machine: Machine,
+    flags,
+    about: str,
+    plan: Plan | None,
+    fits: bool,
     changes: dict[str, Plan],
-    epoch: Epoch | None = None, part: Step | None = None, build_bench: BuildBench | None = None,
-) -> dict:  # fmt: skip
+    epoch: Epoch | None = None,
+    part: Step | None = None,
+    build_bench: BuildBench | None = None,
+) -> dict:
     """Prints the answer, then `about` the machine and the model, the plan, and the stages that the
     flags ask for.
 
@@ -229,18 +236,21 @@ def _summarize(
     """Returns a step's peak, host memory and seconds, as predicted and, if measured, measured."""
     peak = fullest_stage(step, execution)
     summary = {
-        "predicted_peak": peak.bytes, "predicted_peak_stage": peak.name,
+        "predicted_peak": peak.bytes,
+        "predicted_peak_stage": peak.name,
         "predicted_host": pinned_bytes(step, execution),
         "predicted_seconds": step_seconds(step, execution, machine.rates),
-    }  # fmt: skip
+    }
     if measured:
         summary |= {
-            "measured_peak": measured.peak.bytes, "measured_peak_stage": measured.peak.name,
+            "measured_peak": measured.peak.bytes,
+            "measured_peak_stage": measured.peak.name,
             "reserved": measured.reserved,
             "fragmentation": measured.peak.reserved - measured.peak.bytes,
-            "host": measured.host_bytes, "measured_seconds": measured.seconds,
+            "host": measured.host_bytes,
+            "measured_seconds": measured.seconds,
             "num_alloc_retries": measured.alloc_retries,
-        }  # fmt: skip
+        }
     return summary
 
 

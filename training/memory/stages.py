@@ -94,10 +94,16 @@ class Stages:
         }
 
     def _stage(
-        self, name: str, layer: int, ready: float = 0.0, gradients: int = 0,
+        self,
+        name: str,
+        layer: int,
+        ready: float = 0.0,
+        gradients: int = 0,
         block: tuple[int, int, int] = (0, 0, 0),
-        running: Iterable[int] = (), slots: int = 0, loss: int = 0,
-    ) -> Stage:  # fmt: skip
+        running: Iterable[int] = (),
+        slots: int = 0,
+        loss: int = 0,
+    ) -> Stage:
         """Returns a stage in which the blocks before `layer` wait for backward.
 
         `ready` is the share of the gradients on the GPU that exist. The arguments after it are

@@ -56,10 +56,14 @@ class PackedDocuments:
 
     @classmethod
     def average(
-        cls, lengths: np.ndarray, sequences: np.ndarray, longest: int, batch_size: int,
+        cls,
+        lengths: np.ndarray,
+        sequences: np.ndarray,
+        longest: int,
+        batch_size: int,
         num_ranks: int,
         micro_batches: int = 1,
-    ) -> "PackedDocuments":  # fmt: skip
+    ) -> "PackedDocuments":
         """Returns the average over an epoch's micro-batches, each of the rank with the most pairs
         of a query and a key.
 

@@ -464,11 +464,15 @@ def attention_seconds(
     """Returns a layer's seconds: forward, choice of key blocks (once per step), backward."""
     H, G, K = attention.heads
     work = attention.kind.work(
-        documents.lengths, H // step.num_ranks, G // step.num_ranks, K,
+        documents.lengths,
+        H // step.num_ranks,
+        G // step.num_ranks,
+        K,
         backend=execution.attention_backend,
-        steps=_steps(step, execution, attention), is_packed=documents.count > step.batch_size,
+        steps=_steps(step, execution, attention),
+        is_packed=documents.count > step.batch_size,
         prompts=documents.prompts,
-    )  # fmt: skip
+    )
     forward, choice, backward = (
         sum(n / rates[name] for name, n in amounts.items() if n) for amounts in work
     )

@@ -125,10 +125,14 @@ class MasterAdamW:
     """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]],
-        inventory: Inventory | None = None, *, weight_decay: float = 0.1, lora_plus: float = 1.0,
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        inventory: Inventory | None = None,
+        *,
+        weight_decay: float = 0.1,
+        lora_plus: float = 1.0,
         impl: str = "auto",
-    ):  # fmt: skip
+    ):
         self.parameters = dict(named_parameters)
         self.inventory = inventory = inventory or Inventory.of(self.parameters.items())
         assert [row.name for row in inventory] == [*self.parameters], (
@@ -181,9 +185,13 @@ class MasterAdamW:
         self.scale = 1.0  # factor of the gradients in the next update
 
     def _state(
-        self, row: Row, parameter: nn.Parameter, decay: float, ratio: float,
+        self,
+        row: Row,
+        parameter: nn.Parameter,
+        decay: float,
+        ratio: float,
         pieces: list[tuple[int, slice]],
-    ) -> State:  # fmt: skip
+    ) -> State:
         """Returns a parameter's state, zeros but for masters; frees a visiting weight."""
         empty: Callable[..., Tensor] = functools.partial(torch.empty, device=self.device)
         if row.state_on_host:

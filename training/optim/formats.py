@@ -156,14 +156,22 @@ class Float32State(StateFormat):
         self, pieces: Sequence[tuple[dict[str, Tensor], Tensor, Tensor]], update: Update
     ) -> None:
         options = {
-            "lr": update.learning_rate, "beta1": BETA1, "beta2": BETA2,
-            "weight_decay": update.weight_decay, "eps": EPS,
-        }  # fmt: skip
+            "lr": update.learning_rate,
+            "beta1": BETA1,
+            "beta2": BETA2,
+            "weight_decay": update.weight_decay,
+            "eps": EPS,
+        }
         tensors = [
-            Tensors(gradient, state.get("master", parameter), state["exp_avg"], state["exp_avg_sq"],
-                    parameter if "master" in state else None)
+            Tensors(
+                gradient,
+                state.get("master", parameter),
+                state["exp_avg"],
+                state["exp_avg_sq"],
+                parameter if "master" in state else None,
+            )
             for state, parameter, gradient in pieces
-        ]  # fmt: skip
+        ]
         if use_triton(update.impl, tensors[0].gradient):
             adamw(tensors, update.bias_corrections, update.gradient_scale, **options)
             return
@@ -195,9 +203,12 @@ class CompactState(StateFormat):
             {} if self.parameter_dtype == torch.float32 else {"correction": Kept(torch.int16)}
         )
         return {
-            **corrections, "exp_avg": Kept(torch.int8), "exp_avg_scale": scale,
-            "exp_avg_sq": Kept(torch.uint8), "exp_avg_sq_scale": scale,
-        }  # fmt: skip
+            **corrections,
+            "exp_avg": Kept(torch.int8),
+            "exp_avg_scale": scale,
+            "exp_avg_sq": Kept(torch.uint8),
+            "exp_avg_sq_scale": scale,
+        }
 
     def read(self, state: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
         return {
@@ -225,11 +236,22 @@ class CompactState(StateFormat):
         self, state: dict[str, Tensor], parameter: Tensor, gradient: Tensor, update: Update
     ) -> None:
         compact_adamw(
-            parameter, state.get("correction"), state["exp_avg"], state["exp_avg_scale"],
-            state["exp_avg_sq"], state["exp_avg_sq_scale"], gradient, update.bias_corrections,
-            update.gradient_scale, lr=update.learning_rate, beta1=BETA1, beta2=BETA2,
-            weight_decay=update.weight_decay, eps=EPS, impl=update.impl,
-        )  # fmt: skip
+            parameter,
+            state.get("correction"),
+            state["exp_avg"],
+            state["exp_avg_scale"],
+            state["exp_avg_sq"],
+            state["exp_avg_sq_scale"],
+            gradient,
+            update.bias_corrections,
+            update.gradient_scale,
+            lr=update.learning_rate,
+            beta1=BETA1,
+            beta2=BETA2,
+            weight_decay=update.weight_decay,
+            eps=EPS,
+            impl=update.impl,
+        )
 
 
 class FrozenState(StateFormat):

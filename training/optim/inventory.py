@@ -117,11 +117,16 @@ class Inventory:
 
     @classmethod
     def of(
-        cls, named_parameters: Iterable[tuple[str, Tensor]],
-        declared: Mapping[str, Parameter] = MappingProxyType({}), *, accumulate: bool = True,
-        gpu_state_bytes: float = math.inf, state_format: str = "float32",
-        host_weights: Collection[str] = (), frozen: StateFormat = FROZEN,
-    ) -> "Inventory":  # fmt: skip
+        cls,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        declared: Mapping[str, Parameter] = MappingProxyType({}),
+        *,
+        accumulate: bool = True,
+        gpu_state_bytes: float = math.inf,
+        state_format: str = "float32",
+        host_weights: Collection[str] = (),
+        frozen: StateFormat = FROZEN,
+    ) -> "Inventory":
         """Decides where the state of each parameter lives, and in which format.
 
         Args:

@@ -28,9 +28,11 @@ class Ring:
     """
 
     def __init__(
-        self, device: torch.device, sizes: Mapping[StateFormat, tuple[int, dict[str, Kept]]],
+        self,
+        device: torch.device,
+        sizes: Mapping[StateFormat, tuple[int, dict[str, Kept]]],
         leaving_limit: int = LEAVING_BYTES,
-    ):  # fmt: skip
+    ):
         self.device = device
         self.sizes = sizes
         self.leaving_limit = leaving_limit

@@ -265,8 +265,9 @@ def join_world(
     launched = read_environment()
     sizes = {
         "context_parallel_size": context_parallel_size,
-        "tensor_parallel_size": tensor_parallel_size, "replicate": replicate,
-    }  # fmt: skip
+        "tensor_parallel_size": tensor_parallel_size,
+        "replicate": replicate,
+    }
     check_sizes(launched.size, launched.local_size, *sizes.values())
     place = choose_device(device, launched.local_rank, launched.local_size)
     left = threading.Event()
@@ -333,8 +334,9 @@ def warn_of_slurm() -> None:
             f"Slurm has {tasks} tasks (SLURM_NTASKS), but this process runs alone: there is no "
             "WORLD_SIZE; start a torchrun per machine (srun --ntasks-per-node=1 torchrun ...), or "
             "ask for one task",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def own_namespace() -> str:
@@ -451,8 +453,9 @@ def warn_of_stopped(pids: list[int]) -> None:
         print(
             f"\nlocal rank {local_rank}, process {pid}, was stopped (SIGSTOP, Ctrl-Z or a "
             f"debugger), and all ranks wait for it: kill -CONT {pid} lets it go on",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def end_by(error: Exception, is_main: bool, machines: Machines | None = None) -> NoReturn:

@@ -76,12 +76,19 @@ def step_of(
 
 
 def step_on_meta(
-    model_config: ModelConfig, context_length: int, batch_size: int = 1, micro_batches: int = 1,
-    given: Execution | None = None, num_gpus: int = 1, context_parallel_size: int = 1,
+    model_config: ModelConfig,
+    context_length: int,
+    batch_size: int = 1,
+    micro_batches: int = 1,
+    given: Execution | None = None,
+    num_gpus: int = 1,
+    context_parallel_size: int = 1,
     tensor_parallel_size: int = 1,
-    num_machines: int = 1, replicate: int = 1, trained: Trained = ALL,
+    num_machines: int = 1,
+    replicate: int = 1,
+    trained: Trained = ALL,
     scoring: Scoring | None = None,
-) -> Step:  # fmt: skip
+) -> Step:
     """A step of a model on the meta device, which takes no memory; each sequence is one document.
 
     Args:
@@ -107,14 +114,21 @@ def step_on_meta(
     ]
     documents = PackedDocuments.one_each(context_length, batch_size)
     return Step(
-        model_config.shard(tensor_parallel_size), shards, context_length, batch_size, micro_batches,
+        model_config.shard(tensor_parallel_size),
+        shards,
+        context_length,
+        batch_size,
+        micro_batches,
         documents,
-        given or Execution(), num_ranks=context_parallel_size,
+        given or Execution(),
+        num_ranks=context_parallel_size,
         num_shards=num_shards if num_gpus > 1 else 0,
-        tensor_ranks=tensor_parallel_size, num_machines=num_machines, num_copies=replicate,
+        tensor_ranks=tensor_parallel_size,
+        num_machines=num_machines,
+        num_copies=replicate,
         trained=trained,
         scoring=scoring or Scoring(),
-    )  # fmt: skip
+    )
 
 
 @functools.cache  # tables and searches ask for one model's parameters many times

@@ -65,10 +65,14 @@ def describe(recipe: Recipe, record: dict, plan: Plan, world: World) -> None:
 # Metrics of objectives in the line of a step, in this order, and their formats; z:
 # no minus before 0.000.
 SHOWN_OF_OBJECTIVES = {
-    "accuracy": "z.1%", "margin": "z.3f", "reward_chosen": "z.3f", "reward_rejected": "z.3f",
+    "accuracy": "z.1%",
+    "margin": "z.3f",
+    "reward_chosen": "z.3f",
+    "reward_rejected": "z.3f",
     "kl": "z.4f",
-    "clip_share": "z.1%", "entropy": "z.3f",
-}  # fmt: skip
+    "clip_share": "z.1%",
+    "entropy": "z.3f",
+}
 
 
 class Display(contextlib.ExitStack):
@@ -84,9 +88,13 @@ class Display(contextlib.ExitStack):
     """
 
     def __init__(
-        self, first_step: int, max_steps: int, is_main: bool, unit: str = "nats per token",
+        self,
+        first_step: int,
+        max_steps: int,
+        is_main: bool,
+        unit: str = "nats per token",
         objective: str = "next_token",
-    ):  # fmt: skip
+    ):
         super().__init__()
         self._total, self._first, self._unit = max_steps, first_step, f" {unit}" if unit else ""
         self._loss = loss_in_words(objective)

@@ -39,9 +39,11 @@ MOST_WARNINGS = 50
 STYLE = """
 .bar { background: var(--box); border: 1px solid var(--line); height: .8rem; max-width: 40rem; }
 .bar div { background: var(--target-line); height: 100%; }
-table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .15rem .8rem .15rem 0; text-align: left; }
+table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .15rem .8rem .15rem 0;
+  text-align: left; }
 td.number { text-align: right; font-variant-numeric: tabular-nums; } td.wide { width: 20rem; }
-td.wide div { background: var(--target-line); height: .7rem; } tr.beyond td { color: var(--warning); }
+td.wide div { background: var(--target-line); height: .7rem; }
+tr.beyond td { color: var(--warning); }
 mark { background: var(--target); color: inherit; }
 """
 
@@ -265,11 +267,12 @@ def _last_numbers(rows: list[dict]) -> dict[str, str]:
     """Returns the last loss, validation and speed."""
     shown = dict[str, str]()
     for name, title, spec in (
-        ("loss", "last loss", ".4f"), ("validation_loss", "last validation loss", ".4f"),
+        ("loss", "last loss", ".4f"),
+        ("validation_loss", "last validation loss", ".4f"),
         ("text_tokens_per_second", "tokens per second, without padding", ",.0f"),
         ("tokens_per_second", "tokens per second, padding included", ",.0f"),
         ("seconds", "seconds of a step", ".2f"),
-    ):  # fmt: skip
+    ):
         steps, values = points(rows, name)
         if steps:
             shown[title] = f"{values[-1]:{spec}}, step {steps[-1]:,}"

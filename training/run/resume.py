@@ -221,19 +221,29 @@ def state_to_save(
         tokenizer: the tokenizer's identity.
     """
     return dataclasses.asdict(progress) | {
-        "settings": settings, "tokens_per_step": tokens_per_step, "ranks": ranks,
+        "settings": settings,
+        "tokens_per_step": tokens_per_step,
+        "ranks": ranks,
         "tokenizer": tokenizer,
         "version": kernels.__version__,
-    }  # fmt: skip
+    }
 
 
 STATE = {  # names and types of what `state_to_save` returns
-    "step": int, "tokens": int, "max_steps": int, "cosine_steps": int, "tokens_per_step": int,
+    "step": int,
+    "tokens": int,
+    "max_steps": int,
+    "cosine_steps": int,
+    "tokens_per_step": int,
     "ranks": int,
-    "settings": dict, "tokenizer": str, "validation_loss": float | None, "loader": dict,
+    "settings": dict,
+    "tokenizer": str,
+    "validation_loss": float | None,
+    "loader": dict,
     "skipped": int,
-    "unvalidated": int | None, "version": str,
-}  # fmt: skip
+    "unvalidated": int | None,
+    "version": str,
+}
 RENAMED = {"fp8": "fp8-all", "fp8-gradients": "fp8"}  # linear maps in checkpoints without a version
 REMOVED_LINEAR = "int8"  # a linear map of checkpoints before 2026-11-29
 

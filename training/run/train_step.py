@@ -31,9 +31,13 @@ class NotFinite(UserError):
 
 
 def run_model(
-    model: Transformer, batch: Batch, world: World, denominator: float | None = None,
-    objective: Objective | None = None, all_terms: list[Terms] | None = None,
-) -> torch.Tensor:  # fmt: skip
+    model: Transformer,
+    batch: Batch,
+    world: World,
+    denominator: float | None = None,
+    objective: Objective | None = None,
+    all_terms: list[Terms] | None = None,
+) -> torch.Tensor:
     """The loss of a micro-batch, float32 [], divided by `denominator`. Adds an objective's metrics
     to `all_terms`.
 
@@ -122,11 +126,15 @@ def count_losses(batches: list[Batch], world: World, objective: Objective | None
 
 
 def train_step(
-    model: Transformer, optimizer: MasterAdamW, batches: list[Batch], world: World,
+    model: Transformer,
+    optimizer: MasterAdamW,
+    batches: list[Batch],
+    world: World,
     learning_rate: float,
-    max_grad_norm: float, before_update: Callable[[], None] = lambda: None,
+    max_grad_norm: float,
+    before_update: Callable[[], None] = lambda: None,
     objective: Objective | None = None,
-) -> tuple[float, float, dict[str, float]]:  # fmt: skip
+) -> tuple[float, float, dict[str, float]]:
     """One optimizer step over all micro-batches of all ranks. Returns (mean loss, gradient norm,
     the other metrics).
 
@@ -171,9 +179,12 @@ def train_step(
 
 @torch.no_grad()
 def validate(
-    model: Transformer, batches: Iterable[Batch], world: World, is_asked: Callable[[], bool],
+    model: Transformer,
+    batches: Iterable[Batch],
+    world: World,
+    is_asked: Callable[[], bool],
     objective: Objective | None = None,
-) -> tuple[float, dict[str, float]]:  # fmt: skip
+) -> tuple[float, dict[str, float]]:
     """Mean loss on held-out data, over all ranks, with products in bf16 as in generation and
     evaluation; metrics.
 
